@@ -1,0 +1,102 @@
+"""Files that are either whole or absent: written beside, then renamed into place; plus JSON and hashes.
+
+Standard library only, so that every room, the device runtime included, can use it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .errors import DiffbitError
+
+MARKERS = ("config.json", "diffbit.json")  # a folder holding one of these is ours to replace
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(3)}.tmp")
+
+
+@contextmanager
+def write_atomic(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; rename it onto `path` on success, remove it on any failure."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise DiffbitError(f"{path}: is a folder, but a file is to be written there; choose another name")
+    temporary = _beside(path)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder beside `path` that becomes `path` on success and vanishes on failure.
+
+    An existing, non-empty `path` is an error unless `overwrite` is set; then it is replaced only once the new
+    folder is complete, and only if it looks like something diffbit wrote (it holds config.json or
+    diffbit.json), so that a mistyped -o cannot delete a home directory.
+    """
+    path = Path(path)
+    if path.is_file():
+        raise DiffbitError(f"{path}: is a file, but a folder is to be written there; choose another name")
+    occupied = path.is_dir() and any(path.iterdir())
+    if occupied and not overwrite:
+        raise DiffbitError(f"{path}: already exists and is not empty; choose another folder or pass --overwrite")
+    if occupied and not any((path / marker).is_file() for marker in MARKERS):
+        raise DiffbitError(
+            f"{path}: holds neither of {', '.join(MARKERS)}, so it is no model folder of diffbit's and is not "
+            "overwritten; choose another folder"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _beside(path)
+    temporary.mkdir()
+    try:
+        yield temporary
+        if path.is_dir():
+            old = _beside(path)
+            os.replace(path, old)
+            os.replace(temporary, path)
+            shutil.rmtree(old)
+        else:
+            os.replace(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The object in a JSON file; a missing, unreadable or non-object file is a DiffbitError."""
+    path = Path(path)
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DiffbitError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DiffbitError(f"{path}: cannot be read ({error})") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise DiffbitError(f"{path}: is not valid JSON ({error}); restore the file") from None
+    if not isinstance(value, dict):
+        raise DiffbitError(f"{path}: holds a JSON {type(value).__name__}, wanted an object")
+    return value
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write `value` as indented JSON, atomically."""
+    with write_atomic(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def sha256_file(path: str | Path) -> str:
+    """Hex SHA-256 of a file's bytes, read in pieces."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
