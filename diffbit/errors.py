@@ -16,4 +16,4 @@ class MissingDependency(DiffbitError):
     """An optional package is not installed; the message names the extra that brings it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs the package '{package}', which is not installed: pip install 'diffbit[{extra}]'")
+        super().__init__(f"{purpose} needs {package}, which is not installed: pip install 'diffbit[{extra}]'")

@@ -17,13 +17,19 @@ def set_quiet(quiet: bool) -> None:
 
 def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
     """Iterate over `items` behind a progress bar on stderr; no bar in quiet mode or when stderr is no terminal."""
+    from rich import progress
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     if _quiet or not console.is_terminal:
         yield from items
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=console, transient=True) as bar:
         yield from bar.track(items, total=total, description=description)
