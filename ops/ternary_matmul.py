@@ -1,0 +1,134 @@
+"""`diffbit.TernaryMatMul`: int8 activations times {-1, 0, 1} weights at two bits each (BitNet b1.58, arXiv 2402.17764).
+
+Meaning, bit for bit, for every row x of A (length K):
+
+    a = max(max|x|, 1e-5) / 127        q = round-half-to-even(x / a)  in int8
+    y_n = float32(sum_k q_k w_nk) * a * scale                         the sum in int32, exact; left to right
+
+Inputs
+    A       T [..., K]           float32 or float16; computed in float32
+    packed  uint8 [N, 32*ceil(K/128)]
+    scale   float [1]            the weight is scale * w
+Output
+    Y       T [..., N]
+Attributes: K, N, spec_version.
+
+Layout of `packed`: each row is a run of blocks of 128 weights in 32 bytes; byte j of a block holds the weights j,
+j+32, j+64 and j+96 as codes w+1 in bits 0-1, 2-3, 4-5 and 6-7. One 32-byte load and three shifts give four vectors
+of 32 codes that meet 32 consecutive activations each, so every instruction set reads the file as it lies. Weights
+beyond K are padded with code 1 (zero).
+
+The body unpacks with shifts and masks of constants only, so that ONNX Runtime folds it to int8 once, at load.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import onnx_ir
+    import torch
+
+DOMAIN = "diffbit"
+NAME = "TernaryMatMul"
+VERSION = 1  # of the meaning and the layout; a kernel checks it against the attribute spec_version
+BLOCK = 128  # weights in a block
+BLOCK_BYTES = 32
+
+BODY = """
+<domain: "diffbit", opset_import: ["" : 21]>
+TernaryMatMul <K, N, spec_version> (A, packed, scale) => (Y)
+{
+  one = Constant <value_ints = [1]> ()
+  zero = Constant <value_ints = [0]> ()
+  rest = Constant <value_ints = [-1]> ()
+  two = Constant <value_ints = [2]> ()
+  K_0d = Constant <value_int: int = @K> ()
+  N_0d = Constant <value_int: int = @N> ()
+  K_1d = Reshape (K_0d, one)
+  N_1d = Reshape (N_0d, one)
+
+  # [N, blocks, 1, 32] >> (0, 2, 4, 6) & 3 -> [N, blocks, 4, 32] -> [N, K] -> int8 [K, N]
+  block_bytes = Constant <value_ints = [32]> ()
+  block_shape = Concat <axis = 0> (N_1d, rest, one, block_bytes)
+  blocks = Reshape (packed, block_shape)
+  shift_values = Constant <value_ints = [0, 2, 4, 6]> ()
+  shift_shape = Constant <value_ints = [4, 1]> ()
+  shift_row = Reshape (shift_values, shift_shape)
+  shifts = Cast <to = 2> (shift_row)
+  shifted = BitShift <direction = "RIGHT"> (blocks, shifts)
+  three_i = Constant <value_int = 3> ()
+  three = Cast <to = 2> (three_i)
+  fields = BitwiseAnd (shifted, three)
+  code_shape = Concat <axis = 0> (N_1d, rest)
+  codes_padded = Reshape (fields, code_shape)
+  codes = Slice (codes_padded, zero, K_1d, one)
+  codes_signed = Cast <to = 3> (codes)
+  one_i = Constant <value_int = 1> ()
+  one_8 = Cast <to = 3> (one_i)
+  weight_rows = Sub (codes_signed, one_8)
+  weight = Transpose <perm = [1, 0]> (weight_rows)
+
+  A_f = Cast <to = 1> (A)
+  magnitude = Abs (A_f)
+  largest = ReduceMax <keepdims = 1> (magnitude, rest)
+  smallest = Constant <value_float = 1e-5> ()
+  clamped = Max (largest, smallest)
+  levels = Constant <value_float = 127.0> ()
+  a = Div (clamped, levels)
+  scaled = Div (A_f, a)
+  rounded = Round (scaled)
+  q = Cast <to = 3> (rounded)
+  sums = MatMulInteger (q, weight)
+  sums_f = Cast <to = 1> (sums)
+  scale_f = Cast <to = 1> (scale)
+  # Not sums * (a * scale): ONNX Runtime fuses that into MatMulIntegerToFloat, whose last bit differs
+  stepped = Mul (sums_f, a)
+  product = Mul (stepped, scale_f)
+  Y = CastLike (product, A)
+}
+"""
+
+
+def function() -> onnx_ir.Function:
+    """The op's body as an ONNX model-local function: what runs wherever no native library is registered."""
+    import onnx.parser
+    import onnx_ir
+
+    return onnx_ir.from_proto(onnx.parser.parse_function(BODY))
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """Integers {-1, 0, 1} [N, K] -> uint8 [N, 32*ceil(K/128)] in the op's layout."""
+    import torch
+
+    rows, columns = weight.shape
+    blocks = -(-columns // BLOCK)
+    codes = torch.ones(rows, blocks * BLOCK, dtype=torch.uint8, device=weight.device)
+    codes[:, :columns] = (weight + 1).to(torch.uint8)
+    fields = codes.view(rows, blocks, 4, BLOCK_BYTES)
+    packed = fields[:, :, 0] | fields[:, :, 1] << 2 | fields[:, :, 2] << 4 | fields[:, :, 3] << 6
+    return packed.reshape(rows, blocks * BLOCK_BYTES)
+
+
+def unpack(packed: torch.Tensor, columns: int) -> torch.Tensor:
+    """uint8 [N, 32*ceil(K/128)] -> int8 {-1, 0, 1} [N, K]; the inverse of `pack`."""
+    import torch
+
+    blocks = packed.view(packed.shape[0], -1, 1, BLOCK_BYTES)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=packed.device).view(4, 1)
+    codes = (blocks >> shifts) & 3
+    return codes.reshape(packed.shape[0], -1)[:, :columns].to(torch.int8) - 1
+
+
+def reference(a: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The op in torch: A [..., K] float, packed and scale as in the module's docstring -> [..., N] in A's dtype."""
+    import torch
+
+    x = a.float()
+    step = x.abs().amax(-1, keepdim=True).clamp_min(1e-5) / 127
+    q = torch.round(x / step)
+    weight = unpack(packed, a.shape[-1])
+    # float64 sums of integers below 2^53 are the int32 sums, exactly
+    sums = (q.double() @ weight.double().T).float()
+    return (sums * step * scale.float()).to(a.dtype)

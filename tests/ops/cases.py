@@ -1,0 +1,138 @@
+"""One table of cases for every implementation of an op: torch reference, ONNX body, and each kernel to come."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """A call of DiffAttention; `beyond` is the room in the cache behind the new tokens, None a growing cache."""
+
+    name: str
+    batch: int = 1
+    steps: int = 5
+    past: int = 0
+    beyond: int | None = None
+    heads: int = 2
+    kv_heads: int = 2  # Hk, the sub-heads of the cache
+    d: int = 8
+    wide_value: bool = True
+    norm_eps: float = 1e-5
+    token_lambda: bool = False
+    padding: str = "none"  # "left" and "right" hide keys of the batch's first row
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """Random inputs in the op's order; everything in the buffers beyond `past` is poisoned with NaN."""
+        g = torch.Generator().manual_seed(self.seed)
+        total = self.past + self.steps
+        capacity = self.past if self.beyond is None else total + self.beyond
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=g).to(self.dtype)
+
+        def cache() -> torch.Tensor:
+            buffer = torch.full((self.batch, self.kv_heads, capacity, self.d), float("nan"), dtype=self.dtype)
+            buffer[:, :, : self.past] = normal(self.batch, self.kv_heads, self.past, self.d)
+            return buffer
+
+        mask = torch.ones(self.batch, total, dtype=torch.int64)
+        if self.padding == "left":
+            mask[0, :3] = 0
+        elif self.padding == "right":
+            mask[0, -2:] = 0
+        angles = torch.arange(total + 3)[:, None] * 0.7 ** torch.arange(self.d // 2)
+        lam_shape = (self.batch, self.steps, self.heads) if self.token_lambda else (self.heads,)
+        return {
+            "query": normal(self.batch, self.steps, 2 * self.heads * self.d) * 2,
+            "key": normal(self.batch, self.steps, self.kv_heads * self.d) * 2,
+            "value": normal(self.batch, self.steps, self.kv_heads * self.d),
+            "lambda": torch.rand(lam_shape, generator=g),
+            "past_key": cache(),
+            "past_value": cache(),
+            "past_length": torch.tensor([self.past]),
+            "position_ids": (mask.cumsum(1) - 1).clamp_min(0)[:, self.past :],
+            "cos": angles.cos(),
+            "sin": angles.sin(),
+            "attention_mask": mask,
+        }
+
+    def attributes(self) -> dict[str, int | float]:
+        """The node's attributes."""
+        return {
+            "num_heads": self.heads,
+            "num_kv_heads": self.kv_heads,
+            "wide_value": int(self.wide_value),
+            "scale": 1 / math.sqrt(self.d),
+            "norm_eps": self.norm_eps,
+            "spec_version": 1,
+        }
+
+
+_V1 = AttentionCase("v1_prefill")
+_V2 = replace(_V1, name="v2_prefill", kv_heads=1, wide_value=False, norm_eps=0.0, token_lambda=True)
+ATTENTION_CASES = [
+    _V1,
+    replace(_V1, name="v1_one_token", steps=1),
+    replace(_V1, name="v1_decode", steps=1, past=9),
+    replace(_V1, name="v1_decode_buffer", steps=1, past=9, beyond=7),
+    replace(_V1, name="v1_decode_full_buffer", steps=1, past=9, beyond=0),
+    replace(_V1, name="v1_chunk", steps=4, past=6, seed=1),
+    replace(_V1, name="v1_chunk_buffer", steps=4, past=6, beyond=3, seed=1),
+    replace(_V1, name="v1_gqa2", heads=4, kv_heads=4, batch=2, seed=2),
+    replace(_V1, name="v1_gqa4_decode", heads=8, kv_heads=4, steps=1, past=13, seed=3),
+    replace(_V1, name="v1_wide_d", d=64, heads=3, kv_heads=6, steps=7, past=2, seed=4),
+    replace(_V1, name="v1_left", batch=2, padding="left", seed=5),
+    replace(_V1, name="v1_right", batch=2, padding="right", seed=6),
+    replace(_V1, name="v1_left_decode", batch=2, padding="left", steps=1, past=8, beyond=2, seed=7),
+    replace(_V1, name="v1_fp16", dtype=torch.float16, steps=3, past=4, beyond=2, seed=8),
+    replace(_V1, name="v1_token_lambda", token_lambda=True, batch=2, seed=9),
+    replace(_V1, name="v1_no_norm", norm_eps=0.0, seed=10),
+    _V2,
+    replace(_V2, name="v2_gqa2_decode", heads=4, kv_heads=2, steps=1, past=9, beyond=4, batch=2, seed=11),
+    replace(_V2, name="v2_gqa4_chunk", heads=8, kv_heads=2, steps=4, past=3, seed=12),
+    replace(_V2, name="v2_left", batch=2, padding="left", seed=13),
+    replace(_V2, name="v2_fp16", dtype=torch.float16, past=5, seed=14),
+]
+
+
+@dataclass(frozen=True)
+class TernaryCase:
+    """A call of TernaryMatMul: activations [*lead, K] times a ternary weight [N, K]."""
+
+    name: str
+    lead: tuple[int, ...] = (3,)
+    k: int = 128
+    n: int = 5
+    fill: str = "normal"  # "ones": every weight 1 and every activation at its largest, the sums' extreme; "zero"
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A, the weight in {-1, 0, 1} (int8, not packed) and its scale."""
+        g = torch.Generator().manual_seed(self.seed)
+        a = torch.randn(*self.lead, self.k, generator=g) * 3
+        weight = torch.randint(-1, 2, (self.n, self.k), generator=g, dtype=torch.int8)
+        if self.fill == "ones":
+            a, weight = torch.full_like(a, 2.0), torch.ones_like(weight)
+        elif self.fill == "zero":
+            a = torch.zeros_like(a)
+        return a.to(self.dtype), weight, torch.tensor([0.037])
+
+
+TERNARY_CASES = [
+    TernaryCase("one_block"),
+    TernaryCase("one_row", lead=(1,), k=256, n=7, seed=1),
+    TernaryCase("batched", lead=(2, 3), k=384, n=16, seed=2),
+    TernaryCase("ragged", lead=(4,), k=200, n=3, seed=3),
+    TernaryCase("short", lead=(2,), k=5, n=1, seed=4),
+    TernaryCase("extreme_sums", lead=(1,), k=4096, n=2, fill="ones"),
+    TernaryCase("zero_rows", lead=(2,), fill="zero"),
+    TernaryCase("fp16", k=256, dtype=torch.float16, seed=5),
+    TernaryCase("many_rows", lead=(65,), k=128, n=33, seed=6),
+]

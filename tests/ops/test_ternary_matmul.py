@@ -1,0 +1,65 @@
+"""TernaryMatMul: the reference against integers in numpy, the body against the reference, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diffbit.ops import ternary_matmul
+
+from .cases import TERNARY_CASES, TernaryCase
+from .onnx_run import run_node
+
+cases = pytest.mark.parametrize("case", TERNARY_CASES, ids=lambda case: case.name)
+
+
+def by_the_book(a: np.ndarray, weight: np.ndarray, scale: np.float32) -> np.ndarray:
+    """Row by row with int64 sums and float32 steps in the order that the docstring gives."""
+    rows = a.astype(np.float32).reshape(-1, a.shape[-1])
+    out = np.empty((len(rows), len(weight)), np.float32)
+    for i, x in enumerate(rows):
+        step = max(np.abs(x).max(), np.float32(1e-5)) / np.float32(127)
+        q = np.round(x / step).astype(np.int64)  # numpy rounds halves to even
+        for n, w in enumerate(weight):
+            out[i, n] = np.float32(int(q @ w.astype(np.int64))) * step * scale
+    return out.reshape(*a.shape[:-1], len(weight)).astype(a.dtype)
+
+
+@cases
+def test_reference_is_exact(case: TernaryCase) -> None:
+    a, weight, scale = case.inputs()
+    got = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale)
+    wanted = by_the_book(a.numpy(), weight.numpy(), scale.numpy()[0])
+    assert got.dtype == case.dtype and np.array_equal(got.numpy(), wanted)
+
+
+@cases
+def test_body_is_exact(case: TernaryCase) -> None:
+    a, weight, scale = case.inputs()
+    packed = ternary_matmul.pack(weight)
+    inputs = {"A": a.numpy(), "packed": packed.numpy(), "scale": scale.numpy()}
+    attributes = {"K": case.k, "N": case.n, "spec_version": 1}
+    (got,) = run_node(ternary_matmul.function(), inputs, attributes, {"Y": a.dim()}, constants=("packed", "scale"))
+    assert np.array_equal(got, ternary_matmul.reference(a, packed, scale).numpy())
+
+
+def test_layout_is_the_documented_one() -> None:
+    weight = torch.zeros(1, 256, dtype=torch.int8)
+    weight[0, 3] = 1  # block 0, byte 3, bits 0-1
+    weight[0, 32 + 3] = -1  # bits 2-3
+    weight[0, 128 + 96 + 31] = 1  # block 1, byte 31, bits 6-7
+    packed = ternary_matmul.pack(weight)
+    assert packed.shape == (1, 64)
+    assert packed[0, 3] == 0b01_01_00_10
+    assert packed[0, 63] == 0b10_01_01_01
+    assert set(packed[0].tolist()) == {0b01010101, 0b01010010, 0b10010101}
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 9), columns=st.integers(1, 400), seed=st.integers(0, 2**31))
+def test_unpack_undoes_pack(rows: int, columns: int, seed: int) -> None:
+    weight = torch.randint(-1, 2, (rows, columns), generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
+    assert torch.equal(ternary_matmul.unpack(ternary_matmul.pack(weight), columns), weight)
