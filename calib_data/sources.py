@@ -1,0 +1,308 @@
+"""Text for calibration, training and evaluation: where it comes from, how it is split, and its hash.
+
+A source is one string:
+
+    stdlib                                    the running Python's own standard library, always at hand
+    path/to/file-or-folder                    .txt .md .py (a file is a document), .jsonl .parquet (a row is one)
+    hf:NAME[:config][:split][:field]          a Hugging Face dataset: a hub name, or a local folder (also one
+                                              written by `save_to_disk`); parts may be empty, as in hf:NAME:::body
+
+`load_text` returns one of three disjoint splits, train (90 %), calib (5 %) and eval (5 %). The split of a document
+depends on nothing but the document itself, so it is the same on every machine and in every order:
+
+- 200 documents or more: by the SHA-256 of the document's key, modulo 20 (0: eval, 1: calib, else train). The key is
+  the text, so that two copies of one text never straddle train and eval; for `stdlib` it is the relative path, so
+  that a new Python release moves no file from one split to another.
+- fewer than 200 (a single file is one): every document is cut by position into its first 90 % of characters
+  (train), the next 5 % (calib) and the last 5 % (eval), each cut moved on to the end of its line.
+- a Hugging Face dataset that has a "test" or "validation" split, when the source names none: that split, whole, is
+  eval, and its "train" split is parted into train (18 of 19) and calib by the same two rules.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from ..errors import DiffbitError, MissingDependency
+
+Split = Literal["train", "calib", "eval"]
+SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
+BY_HASH_FROM = 200  # documents; with fewer, a 5 % share by hash could well be empty
+ROLES: tuple[str, ...] = ("eval", "calib") + ("train",) * 18  # of each twentieth of a source
+ORDER = ("train", "calib", "eval")  # within a document that is cut by position
+
+# Not read from the standard library: tests and their data, what distributions package apart or releases remove
+# (the splits would differ from machine to machine), and generated tables that teach a model nothing.
+# fmt: off
+STDLIB_SKIPPED = frozenset((
+    "test", "tests", "idlelib", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__",
+    "lib-dynload", "ensurepip", "distutils", "tkinter", "turtledemo", "encodings", "pydoc_data",
+))
+# fmt: on
+STDLIB_SKIPPED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize", "config-")
+
+Keyed = tuple[str, str]  # (key that decides the split, text)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents of one split of one source, in a fixed order."""
+
+    documents: tuple[str, ...]
+    sha256: str  # over each document's UTF-8 bytes, preceded by their number as 8 little-endian bytes
+    source: str
+    split: str
+    counts: dict[str, int]  # documents, characters, bytes: what is here; empty: documents skipped, having no text
+
+
+def load_text(source: str, split: Split, *, field: str = "text", limit: int | None = None) -> Corpus:
+    """Read one split of a source (see the module's docstring for sources and splits).
+
+    `field` is the key of a .jsonl row or the column of a .parquet file or dataset (a field inside an `hf:` source
+    goes before it). `limit` stops after that many UTF-8 bytes of the split, cutting the last document there.
+    Raises DiffbitError when the source cannot be read or decoded, has no such field, or leaves the split empty.
+    """
+    if split not in get_args(Split):
+        raise DiffbitError(f"split {split!r} is none of {', '.join(get_args(Split))}")
+    if limit is not None and limit < 1:
+        raise DiffbitError(f"a limit of {limit} bytes leaves no text of {source}; pass 1 or more")
+
+    roles = ROLES
+    if source == "stdlib":
+        keyed = _stdlib()
+    elif source.startswith("hf:"):
+        keyed, roles = _hugging_face(source, split, field, streaming=limit is not None)
+    else:
+        keyed = ((text, text) for text in _path(Path(source), field))
+
+    documents: list[str] = []
+    digest = hashlib.sha256()
+    size = empty = 0
+    for text in _of_split(keyed, split, roles):
+        if not text.strip():
+            empty += 1
+            continue
+        data = _encode(text, source)
+        full = limit is not None and size + len(data) >= limit
+        if full:  # keep the characters that fit whole
+            text = data[: limit - size].decode("utf-8", errors="ignore")  # type: ignore[operator]
+            data = text.encode("utf-8")
+        if text:
+            documents.append(text)
+            digest.update(len(data).to_bytes(8, "little") + data)
+            size += len(data)
+        if full:
+            break
+    if not documents:
+        raise DiffbitError(
+            f"{source}: the {split} split holds no text ({empty} empty documents); give a source with more text"
+        )
+    counts = {
+        "documents": len(documents),
+        "characters": sum(map(len, documents)),
+        "bytes": size,
+        "empty": empty,
+    }
+    return Corpus(tuple(documents), digest.hexdigest(), source, split, counts)
+
+
+def _encode(text: str, source: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError:  # a lone surrogate, which JSON's \\ud800 can write
+        raise DiffbitError(f"{source}: a document holds a lone surrogate, which is no text; repair the file") from None
+
+
+# ---------------------------------------------------------------------------------------------------- splits
+
+
+def _of_split(keyed: Iterable[Keyed], split: str, roles: tuple[str, ...]) -> Iterator[str]:
+    """The documents of one split, or their pieces; `roles` names the split of each equal part of the source."""
+    iterator = iter(keyed)
+    first = list(islice(iterator, BY_HASH_FROM))
+    if len(first) == BY_HASH_FROM:
+        for key, text in chain(first, iterator):
+            digest = hashlib.sha256(key.encode("utf-8", errors="surrogatepass")).digest()
+            if roles[int.from_bytes(digest[:8], "big") % len(roles)] == split:
+                yield text
+        return
+    begin = sum(ORDER.index(role) < ORDER.index(split) for role in roles)
+    end = begin + roles.count(split)
+    for _, text in first:
+        yield text[_line_end(text, begin, len(roles)) : _line_end(text, end, len(roles))]
+
+
+def _line_end(text: str, numerator: int, denominator: int) -> int:
+    """Position of the first line end at or after numerator/denominator of the text (that fraction if none follows)."""
+    position = len(text) * numerator // denominator
+    if position in (0, len(text)):
+        return position
+    newline = text.find("\n", position - 1)
+    return newline + 1 if 0 <= newline < len(text) - 1 else position
+
+
+# ---------------------------------------------------------------------------------------------------- files
+
+
+def _stdlib() -> Iterator[Keyed]:
+    root = Path(sysconfig.get_path("stdlib"))
+    skip = (*STDLIB_SKIPPED_PREFIXES, ".")
+    for path in _walk(root, (".py",), lambda name: name in STDLIB_SKIPPED or name.startswith(skip)):
+        yield path.relative_to(root).as_posix(), _decode(path)
+
+
+def _path(path: Path, field: str) -> Iterator[str]:
+    if path.is_dir():
+        files = list(_walk(path, SUFFIXES, lambda name: name == "__pycache__" or name.startswith(".")))
+        if not files:
+            raise DiffbitError(f"{path}: holds no file that can be read as text ({' '.join(SUFFIXES)})")
+    elif path.is_file():
+        if path.suffix.lower() not in SUFFIXES:
+            raise DiffbitError(f"{path}: cannot be read as text; wanted one of {' '.join(SUFFIXES)}")
+        files = [path]
+    else:
+        raise DiffbitError(
+            f"{path}: no such file or folder; a source is 'stdlib', a file, a folder, or hf:NAME for a dataset"
+        )
+    for file in files:
+        suffix = file.suffix.lower()
+        if suffix == ".jsonl":
+            yield from _jsonl(file, field)
+        elif suffix == ".parquet":
+            yield from _parquet(file, field)
+        else:
+            yield _decode(file)
+
+
+def _walk(root: Path, suffixes: tuple[str, ...], skipped: Any) -> Iterator[Path]:
+    """Files below `root` with one of the suffixes, sorted by their relative POSIX path; links to folders stay shut."""
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not skipped(name)]
+        found += [Path(folder, name) for name in files if name.lower().endswith(suffixes) and not skipped(name)]
+    yield from sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _decode(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DiffbitError(f"{path}: is not UTF-8 (byte {error.start}); convert it, e.g. with iconv -t UTF-8") from None
+    except OSError as error:
+        raise DiffbitError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _jsonl(path: Path, field: str) -> Iterator[str]:
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                except UnicodeDecodeError:
+                    raise DiffbitError(f"{path}: line {number} is not UTF-8; convert the file") from None
+                except (json.JSONDecodeError, RecursionError) as error:
+                    raise DiffbitError(f"{path}: line {number} is not valid JSON ({error})") from None
+                if not isinstance(row, dict):
+                    raise DiffbitError(f"{path}: line {number} holds a {type(row).__name__}, wanted an object")
+                if field not in row:
+                    raise _no_field(f"{path}: line {number}", field, row)
+                yield _text(row[field], f"{path}: line {number}", field)
+    except OSError as error:
+        raise DiffbitError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _parquet(path: Path, column: str) -> Iterator[str]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise MissingDependency("pyarrow", "lab", f"reading {path.name}") from None
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if column not in file.schema_arrow.names:
+                raise _no_field(str(path), column, file.schema_arrow.names)
+            row = 0
+            for batch in file.iter_batches(columns=[column], batch_size=1024):
+                for value in batch.column(0):
+                    yield _text(value.as_py(), f"{path}: row {row}", column)
+                    row += 1
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DiffbitError(f"{path}: is not a readable parquet file ({_first_line(error)})") from None
+
+
+def _text(value: Any, where: str, field: str) -> str:
+    if value is None:
+        return ""  # counted as an empty document
+    if not isinstance(value, str):
+        raise DiffbitError(f"{where}: field {field!r} holds a {type(value).__name__}, wanted text")
+    return value
+
+
+def _no_field(where: str, field: str, fields: Iterable[str]) -> DiffbitError:
+    return DiffbitError(f"{where}: has no field {field!r}; the fields are {', '.join(sorted(fields)) or 'none'}")
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no reason given'}"
+
+
+# ---------------------------------------------------------------------------------------------- Hugging Face
+
+
+def _hugging_face(source: str, split: str, field: str, *, streaming: bool) -> tuple[Iterator[Keyed], tuple[str, ...]]:
+    """Rows of the dataset's split that ours is taken from, and the roles of its parts."""
+    try:
+        import datasets
+    except ImportError:
+        raise MissingDependency("datasets", "lab", f"reading {source}") from None
+    fields = source.removeprefix("hf:").split(":")
+    if not fields[0] or len(fields) > 4:
+        raise DiffbitError(f"{source}: wanted hf:NAME[:config][:split][:field]")
+    name, config, own_split, own_field = fields + [""] * (4 - len(fields))
+    try:
+        if any(Path(name, marker).is_file() for marker in ("dataset_dict.json", "state.json")):
+            data: Any = datasets.load_from_disk(name)
+        else:
+            data = datasets.load_dataset(name, config or None, streaming=streaming)
+    except Exception as error:  # raised by a dozen packages: requests, httpx, fsspec, huggingface_hub, its own
+        raise DiffbitError(
+            f"{source}: the dataset cannot be loaded ({_first_line(error)}); check its name and config, or, "
+            "without network, give a file, a folder or 'stdlib'"
+        ) from None
+    splits: dict[str, Any] = dict(data) if isinstance(data, dict) else {"train": data}
+
+    roles = ROLES
+    chosen = own_split or "train"
+    held_out = [name for name in ("test", "validation") if name in splits]
+    if held_out and not own_split:
+        chosen, roles = (held_out[0], ("eval",)) if split == "eval" else ("train", ROLES[1:])
+    if chosen not in splits:
+        raise DiffbitError(f"{source}: has no split {chosen!r}; name one of its splits: {', '.join(splits)}")
+    columns = splits[chosen].column_names  # None for a stream whose columns are not known beforehand
+    field = own_field or field
+    if columns is not None and field not in columns:
+        raise _no_field(source, field, columns)
+    return _rows(splits[chosen], field, source), roles
+
+
+def _rows(dataset: Any, field: str, source: str) -> Iterator[Keyed]:
+    rows = enumerate(iter(dataset.select_columns([field])))
+    while True:
+        try:
+            number, row = next(rows)
+        except StopIteration:
+            return
+        except Exception as error:  # a stream that breaks off; the same dozen packages
+            raise DiffbitError(f"{source}: reading the dataset failed ({_first_line(error)})") from None
+        text = _text(row[field], f"{source}: row {number}", field)
+        yield text, text

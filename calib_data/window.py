@@ -1,0 +1,138 @@
+"""Token windows of equal length for calibration and evaluation, and the count of every token that they leave out.
+
+The documents become one stream, `eos d1 eos d2 eos ... dn eos`: each document begins after an end-of-text token, as
+in training. The stream is cut into windows of `length` tokens that begin every `length - overlap` tokens, up to the
+end of the stream: the last window is filled up with eos and masked.
+
+    stream                 0 1 2 3 4 5 6 7 8 9
+    length 4, overlap 0    [0 1 2 3] [4 5 6 7] [8 9 . .]
+    length 4, overlap 1    [0 1 2 3] [3 4 5 6] [6 7 8 9]
+
+`mask` tells real tokens from filling. `target` marks the tokens to score: each is predicted from those before it in
+its window, so a window's first token never counts, nor does one that an earlier window has scored. With overlap 0
+the first token of every window goes unscored; with overlap 1 every token but the stream's first is scored once; more
+overlap gives each more context.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import DiffbitError
+from .sources import Split, load_text
+from .tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows cut from one source. `tokens + unused` are all the tokens of the stream."""
+
+    ids: np.ndarray  # int64 [n, length]
+    mask: np.ndarray  # bool [n, length]: a token of the stream, not filling
+    target: np.ndarray  # bool [n, length]: to be predicted and scored; within mask, and never a window's first
+    sha256: str  # over length, ids, mask and target
+    source: str
+    tokens: int  # of the stream, that lie in at least one window
+    unused: int  # of the stream, that lie in no window: max_windows, or keep_partial=False, left them out
+    documents: int  # in the stream
+
+    @property
+    def scored(self) -> int:
+        """Number of tokens to score."""
+        return int(self.target.sum())
+
+
+def stream(documents: Iterable[np.ndarray], eos_id: int) -> tuple[np.ndarray, int]:
+    """`eos d1 eos d2 eos ... dn eos` as int64 [T], and the number n of documents."""
+    eos = np.asarray([eos_id], dtype=np.int64)
+    pieces = [eos]
+    for document in documents:
+        pieces += [np.asarray(document, dtype=np.int64), eos]
+    return np.concatenate(pieces), (len(pieces) - 1) // 2
+
+
+def windows(
+    documents: Iterable[np.ndarray],
+    length: int,
+    *,
+    eos_id: int,
+    overlap: int = 0,
+    max_windows: int | None = None,
+    keep_partial: bool = True,
+    source: str = "",
+) -> Windows:
+    """Cut the token ids of documents into windows (see the module's docstring).
+
+    `max_windows` keeps that many windows, spread evenly over the stream rather than taken from its beginning, so
+    that a small number still sees many documents. `keep_partial=False` leaves out a last window that would need
+    filling. What either leaves out is counted in `unused`.
+    """
+    if length < 2:
+        raise DiffbitError(f"a window of {length} tokens predicts nothing; pass a length of 2 or more")
+    if not 0 <= overlap < length:
+        raise DiffbitError(f"an overlap of {overlap} does not fit windows of {length} tokens; pass 0 to {length - 1}")
+    if max_windows is not None and max_windows < 1:
+        raise DiffbitError(f"max_windows is {max_windows}; pass 1 or more")
+    tokens, count = stream(documents, eos_id)
+    if len(tokens) < 2:
+        raise DiffbitError(f"{source or 'the documents'}: no token to cut windows from; give a source with more text")
+    starts = np.arange(0, max(1, len(tokens) - overlap), length - overlap)
+    if not keep_partial and starts[-1] + length > len(tokens):
+        starts = starts[:-1]
+        if not len(starts):
+            raise DiffbitError(
+                f"{source or 'the documents'}: {len(tokens)} tokens fill no window of {length}; "
+                "keep the partial window, shorten the windows, or give more text"
+            )
+    if max_windows is not None and max_windows < len(starts):
+        starts = starts[np.arange(max_windows) * len(starts) // max_windows]
+
+    positions = starts[:, None] + np.arange(length)  # [n, length]
+    mask = positions < len(tokens)
+    ids = np.where(mask, tokens[np.minimum(positions, len(tokens) - 1)], eos_id)
+    context = np.maximum(0, length - np.diff(starts, prepend=-length))  # tokens that the window before has, too
+    target = mask & (np.arange(length) >= np.maximum(context, 1)[:, None])
+
+    covered = np.unique(positions[mask]).size
+    digest = hashlib.sha256(length.to_bytes(8, "little"))
+    for part in (ids.astype("<i8"), mask, target):
+        digest.update(np.ascontiguousarray(part).tobytes())
+    return Windows(
+        ids=ids,
+        mask=mask,
+        target=target,
+        sha256=digest.hexdigest(),
+        source=source,
+        tokens=covered,
+        unused=len(tokens) - covered,
+        documents=count,
+    )
+
+
+def eval_windows(
+    source: str,
+    tokenizer_path: str | Path,
+    length: int,
+    max_windows: int | None = None,
+    *,
+    split: Split = "eval",
+    overlap: int = 0,
+    field: str = "text",
+    limit: int | None = None,
+) -> Windows:
+    """Windows of one split of a source (`sources.load_text`), for evaluation, or with split "calib" for calibration."""
+    tokenizer = load_tokenizer(tokenizer_path)
+    corpus = load_text(source, split, field=field, limit=limit)
+    return windows(
+        tokenizer.encode(corpus.documents),
+        length,
+        eos_id=tokenizer.eos_id,
+        overlap=overlap,
+        max_windows=max_windows,
+        source=source,
+    )

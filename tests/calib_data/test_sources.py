@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from diffbit.calib_data import load_text
+from diffbit.errors import DiffbitError
+
+SPLITS = ("train", "calib", "eval")
+
+
+def rows(count: int) -> list[dict[str, str]]:
+    return [{"text": f"row {i}\n", "body": f"body {i}"} for i in range(count)]
+
+
+def write_jsonl(path: Path, items: list[dict[str, str]]) -> Path:
+    path.write_text("".join(json.dumps(item) + "\n" for item in items))
+    return path
+
+
+def texts(source: str | Path, **kwargs: str) -> dict[str, tuple[str, ...]]:
+    return {split: load_text(str(source), split, **kwargs).documents for split in SPLITS}
+
+
+def test_stdlib_is_split_by_file_and_leaves_tests_out() -> None:
+    corpora = {split: load_text("stdlib", split) for split in SPLITS}
+    root = Path(sysconfig.get_path("stdlib"))
+    by_text = {path.read_text("utf-8-sig"): path.relative_to(root) for path in root.glob("*.py")}
+    seen = [by_text[text] for corpus in corpora.values() for text in corpus.documents if text in by_text]
+    assert len(seen) == len(set(seen)) > 100
+    assert Path("dataclasses.py") in seen
+    everything = "".join(text for corpus in corpora.values() for text in corpus.documents)
+    assert "class TestBasic(" not in everything  # of test/
+    assert corpora["train"].counts["bytes"] > 10 * corpora["eval"].counts["bytes"] > 1_000_000
+    assert load_text("stdlib", "eval") == corpora["eval"]
+    # The split is a function of the path alone, so it can be told from outside.
+    part = int.from_bytes(hashlib.sha256(b"dataclasses.py").digest()[:8], "big") % 20
+    expected = {0: "eval", 1: "calib"}.get(part, "train")
+    assert (root / "dataclasses.py").read_text() in corpora[expected].documents
+
+
+def test_the_hash_is_over_documents_and_their_lengths(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 18 + "é\n")
+    corpus = load_text(str(tmp_path / "a.txt"), "train")
+    data = corpus.documents[0].encode()
+    assert corpus.sha256 == hashlib.sha256(len(data).to_bytes(8, "little") + data).hexdigest()
+    assert corpus.counts["characters"] == len(corpus.documents[0])
+
+
+def test_one_file_is_cut_by_position_at_line_ends(tmp_path: Path) -> None:
+    lines = [f"line {i:04}\n" for i in range(1000)]
+    (tmp_path / "a.md").write_text("".join(lines))
+    parts = texts(tmp_path / "a.md")
+    joined = [parts[split][0] for split in SPLITS]
+    assert "".join(joined) == "".join(lines)
+    assert [text.count("\n") for text in joined] == [900, 50, 50]
+    (tmp_path / "b.txt").write_text("abcdefghij" * 20)  # a single line: cut where the fractions fall
+    assert [len(text) for (text,) in texts(tmp_path / "b.txt").values()] == [180, 10, 10]
+
+
+def test_many_rows_are_split_by_their_text(tmp_path: Path) -> None:
+    items = rows(1000)
+    parts = texts(write_jsonl(tmp_path / "a.jsonl", items))
+    assert sorted(sum(parts.values(), ())) == sorted(item["text"] for item in items)
+    assert 20 < len(parts["eval"]) < 80 and 20 < len(parts["calib"]) < 80
+    doubled = texts(write_jsonl(tmp_path / "b.jsonl", items[::-1] + items))  # other order, every text twice
+    assert {split: set(docs) for split, docs in doubled.items()} == {split: set(docs) for split, docs in parts.items()}
+    assert texts(tmp_path / "a.jsonl", field="body")["eval"][0].startswith("body")
+
+
+def test_folder_is_read_in_path_order_without_hidden_files(tmp_path: Path) -> None:
+    for name, text in {"b.py": "B" * 20, "a/z.txt": "A" * 20, ".git/c.txt": "C" * 20, "d.bin": "D" * 20}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    write_jsonl(tmp_path / "e.jsonl", [{"text": "E" * 20}, {"text": ""}])
+    corpus = load_text(str(tmp_path), "train")
+    assert corpus.documents == ("A" * 18, "B" * 18, "E" * 18)
+    assert corpus.counts == {"documents": 3, "characters": 54, "bytes": 54, "empty": 1}
+
+
+def test_parquet_equals_jsonl(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    items = rows(300)
+    parquet.write_table(pyarrow.Table.from_pylist(items), tmp_path / "a.parquet", row_group_size=7)
+    write_jsonl(tmp_path / "a.jsonl", items)
+    for field in ("text", "body"):
+        assert texts(tmp_path / "a.parquet", field=field) == texts(tmp_path / "a.jsonl", field=field)
+
+
+def test_limit_cuts_at_a_character(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "ab" * 10}, {"text": "é" * 20}])
+    corpus = load_text(str(tmp_path / "a.jsonl"), "train", limit=18 + 5)
+    assert corpus.documents == ("ab" * 9, "éé") and corpus.counts["bytes"] == 22
+    assert load_text(str(tmp_path / "a.jsonl"), "train", limit=18).documents == ("ab" * 9,)
+
+
+def test_bad_files_are_told_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "bytes.txt").write_bytes(b"abc\xff")
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    (tmp_path / "list.jsonl").write_text("[1]\n")
+    (tmp_path / "number.jsonl").write_text('{"text": 3}\n')
+    (tmp_path / "surrogate.jsonl").write_text('{"text": "aaaaaaaaaaaaaaaaaaaaaaaaaa\\ud800"}\n')
+    (tmp_path / "empty.txt").write_text("\n\n")
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1")
+    (tmp_path / "image.png").write_bytes(b"")
+    (tmp_path / "folder").mkdir()
+    cases = {
+        "bytes.txt": r"not UTF-8 \(byte 3\)",
+        "bad.jsonl": "line 2 is not valid JSON",
+        "list.jsonl": "line 1 holds a list",
+        "number.jsonl": "line 1: field 'text' holds a int",
+        "surrogate.jsonl": "lone surrogate",
+        "empty.txt": "holds no text",
+        "bad.parquet": "not a readable parquet",
+        "image.png": "cannot be read as text",
+        "folder": "holds no file that can be read",
+        "absent": "no such file or folder",
+    }
+    for name, sentence in cases.items():
+        with pytest.raises(DiffbitError, match=sentence):
+            texts(tmp_path / name)
+    write_jsonl(tmp_path / "a.jsonl", rows(3))
+    with pytest.raises(DiffbitError, match=r"line 1: has no field 'content'; the fields are body, text"):
+        load_text(str(tmp_path / "a.jsonl"), "train", field="content")
+    with pytest.raises(DiffbitError, match="limit of 0"):
+        load_text("stdlib", "train", limit=0)
+    with pytest.raises(DiffbitError, match="none of train, calib, eval"):
+        load_text("stdlib", "test")  # type: ignore[arg-type]
+
+
+def test_hugging_face_dataset_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    items = rows(400)
+    write_jsonl(tmp_path / "a.jsonl", items)
+    plain = texts(tmp_path / "a.jsonl")
+
+    datasets.Dataset.from_list(items).save_to_disk(str(tmp_path / "one"))
+    assert texts(f"hf:{tmp_path / 'one'}") == plain
+    assert texts(f"hf:{tmp_path / 'one'}:::body") == texts(tmp_path / "a.jsonl", field="body")
+
+    held_out = [{"text": f"held out {i}", "body": "b"} for i in range(5)]
+    both = datasets.DatasetDict(train=datasets.Dataset.from_list(items), test=datasets.Dataset.from_list(held_out))
+    both.save_to_disk(str(tmp_path / "both"))
+    parts = texts(f"hf:{tmp_path / 'both'}")
+    assert parts["eval"] == tuple(item["text"] for item in held_out)  # the dataset's own, whole
+    assert sorted(parts["train"] + parts["calib"]) == sorted(item["text"] for item in items)
+    assert texts(f"hf:{tmp_path / 'both'}::train") == plain  # named: parted like any other source
+
+    (tmp_path / "files").mkdir()
+    write_jsonl(tmp_path / "files" / "train.jsonl", items)
+    assert texts(f"hf:{tmp_path / 'files'}") == plain
+    streamed = load_text(f"hf:{tmp_path / 'files'}", "train", limit=20).documents
+    assert "".join(streamed) == "".join(plain["train"])[:20]
+
+    for source, sentence in {
+        f"hf:{tmp_path / 'both'}::dev": "has no split 'dev'; name one of its splits: train, test",
+        f"hf:{tmp_path / 'both'}:::content": "has no field 'content'; the fields are body, text",
+        "hf:": "wanted hf:NAME",
+        "hf:a:b:c:d:e": "wanted hf:NAME",
+    }.items():
+        with pytest.raises(DiffbitError, match=sentence):
+            load_text(source, "train")
+
+
+def test_hugging_face_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DiffbitError) as caught:
+        load_text("hf:nobody/no-such-dataset", "train")
+    assert "hf:nobody/no-such-dataset: the dataset cannot be loaded" in str(caught.value)
+    assert "\n" not in str(caught.value)

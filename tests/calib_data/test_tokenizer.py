@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from diffbit.calib_data import END_OF_TEXT, load_text, load_tokenizer, train_tokenizer
+from diffbit.errors import DiffbitError
+
+TEXTS = [
+    "def f(x):\n    return x + 1\n",
+    "naïve ☃ \x00 text\t\r\n",
+    "  leading",
+    "<|endoftext|>-like",
+    " a  b   c\n\n\n",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(load_text("stdlib", "train", limit=300_000).documents, 512, folder)
+    return folder
+
+
+def test_trained_tokenizer_gives_back_every_byte_and_is_reproducible(folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.vocab_size == 512
+    assert tokenizer.eos_id == tokenizer.backend.token_to_id(END_OF_TEXT) == 0
+    ids = list(tokenizer.encode(TEXTS))
+    assert [tokenizer.backend.decode(document.tolist(), skip_special_tokens=False) for document in ids] == TEXTS
+    assert len(ids[0]) < len(TEXTS[0]) / 1.5
+    again = train_tokenizer(load_text("stdlib", "train", limit=300_000).documents, 512, tmp_path)
+    assert again.sha256 == tokenizer.sha256
+
+
+def test_transformers_reads_it(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = load_tokenizer(folder)
+    for text, ids in zip(TEXTS, ours.encode(TEXTS), strict=True):
+        assert theirs(text)["input_ids"] == ids.tolist()
+        assert theirs.decode(ids) == text
+    assert theirs.bos_token_id == theirs.eos_token_id == ours.eos_id
+
+
+def test_eos_is_found_where_models_keep_it(folder: Path, tmp_path: Path) -> None:
+    renamed = (folder / "tokenizer.json").read_text().replace(END_OF_TEXT, "</s>")
+    (tmp_path / "tokenizer.json").write_text(renamed)
+    with pytest.raises(DiffbitError, match="no end-of-text token is known"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    assert load_tokenizer(tmp_path / "tokenizer.json").eos_id == 7
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
+    assert load_tokenizer(tmp_path).eos_id == 0
+
+
+def test_truncation_in_the_file_does_not_cut_a_corpus(folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    tokenizer.backend.enable_truncation(4)
+    tokenizer.backend.enable_padding(length=64)
+    tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
+    (ids,) = load_tokenizer(tmp_path).encode([TEXTS[0]])
+    assert ids.tolist() == next(load_tokenizer(folder).encode([TEXTS[0]])).tolist()
+
+
+def test_bad_tokenizers(tmp_path: Path) -> None:
+    with pytest.raises(DiffbitError, match="no such file"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(DiffbitError, match="is not a tokenizer"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(DiffbitError, match="pass 257 or more"):
+        train_tokenizer(["a"], 256, tmp_path)
