@@ -1,0 +1,325 @@
+"""An artifact: the folder that `diffbit export` writes and a device runs, and its manifest `diffbit.json`.
+
+The manifest names every file of the model with size and SHA-256, describes the KV cache and carries a golden prompt
+with the logits that the exporting machine computed. It ends with the SHA-256 of itself, over the canonical JSON
+(keys sorted, separators "," and ":", ASCII) of everything but that field, so that an edited number is noticed.
+
+Only files that the manifest lists are ever opened, and only inside the folder: a name with a directory part or a
+symbolic link that leads out of the folder is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import DiffbitError
+from ..files import read_json, sha256_file
+
+VERSION = 1  # of the manifest; raised when a reader of the old one would get it wrong
+MANIFEST = "diffbit.json"
+MODEL = "model.onnx"
+TOKENIZER = "tokenizer.json"
+_HEX64 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """The KV cache of every layer: two tensors [B, num_heads, T, head_dim] of `dtype`."""
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    dtype: str  # "float32" | "float16"
+    in_place: bool  # one full-capacity buffer is bound as past and as present; else present grows by S at each call
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_heads * self.head_dim * (2 if self.dtype == "float16" else 4)
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Golden:
+    """The self-test: after the prompt `input_ids`, the last position's logit of `token_ids[i]` is `logits[i]`.
+
+    `spread` is the standard deviation of that whole row of logits; `tolerance` is relative to it.
+    """
+
+    input_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logits: tuple[float, ...]
+    spread: float
+    tolerance: float
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A validated manifest. `Artifact.open` reads no other file; `check_files` looks at those it lists."""
+
+    path: Path
+    name: str
+    diffbit_version: str
+    dtype: str  # "fp32" | "fp16": of the graph's floating-point weights and activations
+    model: Mapping[str, Any]  # the model's configuration as exported
+    scheme: Mapping[str, Any] | None  # how it was quantized; None for a float model
+    source: Mapping[str, Any]
+    calibration: Mapping[str, Any] | None
+    measured: Mapping[str, Any]
+    cache: CacheSpec
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+    files: Mapping[str, FileEntry]
+    golden: Golden
+    sha256: str  # of the manifest
+
+    @classmethod
+    def open(cls, path: str | Path) -> Artifact:
+        """Read and validate `path`/diffbit.json. Whatever is wrong with it is a DiffbitError."""
+        folder = Path(path)
+        if not folder.is_dir():
+            raise DiffbitError(f"{folder}: no such artifact folder; diffbit export makes one")
+        where = folder / MANIFEST
+        if not where.is_file():
+            raise DiffbitError(f"{folder}: holds no {MANIFEST}, so it is no artifact; diffbit export makes one")
+        _confined(folder, MANIFEST)
+        raw = read_json(where)
+        fields = _Fields(raw, str(where))
+        version = fields.integer("artifact_version", at_least=1)
+        if version != VERSION:
+            raise DiffbitError(
+                f"{where}: artifact_version is {version}, this diffbit reads {VERSION}; "
+                + ("upgrade diffbit" if version > VERSION else "export the model again")
+            )
+        found = manifest_sha256(raw)
+        sha256 = fields.sha256("sha256")
+        if found != sha256:
+            raise DiffbitError(
+                f"{where}: was changed after export (its sha256 says {sha256[:12]}…, its content has {found[:12]}…); "
+                "restore the file or export the model again"
+            )
+        artifact = cls(
+            path=folder,
+            name=fields.text("name"),
+            diffbit_version=fields.text("diffbit_version"),
+            dtype=fields.choice("dtype", "fp32", "fp16"),
+            model=fields.object("model").values,
+            scheme=fields.optional_object("scheme"),
+            source=fields.object("source").values,
+            calibration=fields.optional_object("calibration"),
+            measured=fields.object("measured").values,
+            cache=_cache(fields.object("cache")),
+            context_length=fields.integer("context_length", at_least=1),
+            eos_token_ids=fields.integers("eos_token_ids"),
+            files=dict(_files(fields.object("files"))),
+            golden=_golden(fields.object("golden")),
+            sha256=sha256,
+        )
+        artifact._check_tokens(str(where))
+        return artifact
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model["vocab_size"])
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self.model.get("bos_token_id")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files on disk, as the manifest lists them."""
+        return sum(entry.bytes for entry in self.files.values())
+
+    def file(self, name: str) -> Path:
+        """The path of a listed file; it must exist and lie inside the folder."""
+        if name not in self.files:
+            raise DiffbitError(f"{self.path / MANIFEST}: lists no {name}; export the model again")
+        path = _confined(self.path, name)
+        if not path.is_file():
+            raise DiffbitError(f"{path}: is listed in {MANIFEST} but missing; restore it or export the model again")
+        return path
+
+    def file_problems(self, *, hashes: bool = True) -> dict[str, str]:
+        """File name -> a sentence, for each listed file that is missing or changed; empty when all is well.
+
+        `hashes=False` compares sizes only, which finds a truncated download without reading gigabytes.
+        """
+        problems = {}
+        for name, entry in self.files.items():
+            try:
+                path = self.file(name)
+                size = path.stat().st_size
+                if size != entry.bytes:
+                    problems[name] = f"{path}: has {size} bytes, the manifest says {entry.bytes}; restore the file"
+                elif hashes and (found := sha256_file(path)) != entry.sha256:
+                    problems[name] = (
+                        f"{path}: was changed after export (sha256 {found[:12]}…, the manifest says "
+                        f"{entry.sha256[:12]}…); restore the file or export the model again"
+                    )
+            except DiffbitError as error:
+                problems[name] = str(error)
+            except OSError as error:
+                problems[name] = f"{self.path / name}: cannot be read ({error})"
+        return problems
+
+    def check_files(self, *, hashes: bool = True) -> None:
+        """Raise a DiffbitError that names every listed file that is missing or changed."""
+        if problems := self.file_problems(hashes=hashes):
+            raise DiffbitError("\n".join(problems.values()))
+
+    def _check_tokens(self, where: str) -> None:
+        model = _Fields(self.model, f"{where}: model")
+        vocab_size = model.integer("vocab_size", at_least=1)
+        groups = {
+            "eos_token_ids": self.eos_token_ids,
+            "golden.input_ids": self.golden.input_ids,
+            "golden.token_ids": self.golden.token_ids,
+            "model.bos_token_id": () if self.bos_token_id is None else (model.integer("bos_token_id"),),
+        }
+        for key, ids in groups.items():
+            for token in ids:
+                if not 0 <= token < vocab_size:
+                    raise DiffbitError(f"{where}: {key} holds {token}, outside the vocabulary of {vocab_size} tokens")
+        if len(self.golden.input_ids) > self.context_length:
+            raise DiffbitError(
+                f"{where}: golden.input_ids holds {len(self.golden.input_ids)} tokens, more than the context_length "
+                f"{self.context_length}"
+            )
+
+
+def manifest_sha256(manifest: Mapping[str, Any]) -> str:
+    """Hex SHA-256 of a manifest's canonical JSON without its own field `sha256`."""
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")).hexdigest()
+
+
+def _cache(fields: _Fields) -> CacheSpec:
+    return CacheSpec(
+        num_layers=fields.integer("num_layers", at_least=1),
+        num_heads=fields.integer("num_heads", at_least=1),
+        head_dim=fields.integer("head_dim", at_least=1),
+        dtype=fields.choice("dtype", "float32", "float16"),
+        in_place=fields.boolean("in_place"),
+    )
+
+
+def _files(fields: _Fields) -> Iterator[tuple[str, FileEntry]]:
+    for name in fields.values:
+        if name in ("", ".", "..", MANIFEST) or "/" in name or "\\" in name or "\0" in name:
+            raise DiffbitError(f"{fields.where}: {name!r} is no name of a file in the folder")
+        entry = fields.object(name)
+        yield name, FileEntry(entry.integer("bytes", at_least=0), entry.sha256("sha256"))
+    if MODEL not in fields.values:
+        raise DiffbitError(f"{fields.where}: lists no {MODEL}")
+
+
+def _golden(fields: _Fields) -> Golden:
+    golden = Golden(
+        input_ids=fields.integers("input_ids"),
+        token_ids=fields.integers("token_ids"),
+        logits=fields.numbers("logits"),
+        spread=fields.number("spread"),
+        tolerance=fields.number("tolerance"),
+    )
+    if not golden.input_ids or not golden.token_ids or len(golden.token_ids) != len(golden.logits):
+        raise DiffbitError(
+            f"{fields.where}: wanted a prompt and one logit for each of token_ids, found {len(golden.input_ids)} "
+            f"prompt tokens, {len(golden.token_ids)} token_ids and {len(golden.logits)} logits"
+        )
+    if golden.spread <= 0 or golden.tolerance <= 0:
+        raise DiffbitError(f"{fields.where}: spread and tolerance must be above 0")
+    return golden
+
+
+def _confined(folder: Path, name: str) -> Path:
+    """`folder`/`name`, unless symbolic links lead it out of the folder."""
+    path = folder / name
+    try:
+        inside = path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError) as error:  # a loop of links
+        raise DiffbitError(f"{path}: cannot be resolved ({error})") from None
+    if not inside:
+        raise DiffbitError(f"{path}: is a link that leads out of the artifact folder; put the file itself there")
+    return path
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """Typed access to a JSON object; a missing field or one of another type is a DiffbitError that names it."""
+
+    values: Mapping[str, Any]
+    where: str
+
+    def _get(self, key: str, kinds: type | tuple[type, ...], wanted: str) -> Any:
+        if key not in self.values:
+            raise DiffbitError(f"{self.where}: has no field {key!r}; export the model again")
+        value = self.values[key]
+        # bool is an int to Python but not to this file
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+            raise DiffbitError(f"{self.where}: {key} is {_shown(value)}, wanted {wanted}")
+        return value
+
+    def text(self, key: str) -> str:
+        return str(self._get(key, str, "a string"))
+
+    def choice(self, key: str, *choices: str) -> str:
+        value = self.text(key)
+        if value not in choices:
+            raise DiffbitError(f"{self.where}: {key} is {_shown(value)}, wanted one of {', '.join(choices)}")
+        return value
+
+    def boolean(self, key: str) -> bool:
+        return bool(self._get(key, bool, "true or false"))
+
+    def integer(self, key: str, at_least: int | None = None) -> int:
+        value = int(self._get(key, int, "an integer"))
+        if at_least is not None and value < at_least:
+            raise DiffbitError(f"{self.where}: {key} is {value}, wanted at least {at_least}")
+        return value
+
+    def number(self, key: str) -> float:
+        return _finite(self._get(key, (int, float), "a number"), f"{self.where}: {key}")
+
+    def sha256(self, key: str) -> str:
+        value = self.text(key)
+        if not _HEX64.fullmatch(value):
+            raise DiffbitError(f"{self.where}: {key} is {_shown(value)}, wanted 64 hexadecimal digits")
+        return value
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        values = self._get(key, list, "a list of integers")
+        if any(not isinstance(value, int) or isinstance(value, bool) for value in values):
+            raise DiffbitError(f"{self.where}: {key} is {_shown(values)}, wanted a list of integers")
+        return tuple(values)
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        return tuple(_finite(value, f"{self.where}: {key}") for value in self._get(key, list, "a list of numbers"))
+
+    def object(self, key: str) -> _Fields:
+        return _Fields(self._get(key, dict, "an object"), f"{self.where}: {key}")
+
+    def optional_object(self, key: str) -> Mapping[str, Any] | None:
+        return None if key in self.values and self.values[key] is None else self.object(key).values
+
+
+def _finite(value: Any, where: str) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        raise DiffbitError(f"{where} holds {_shown(value)}, wanted finite numbers")
+    return float(value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

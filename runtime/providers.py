@@ -1,0 +1,118 @@
+"""ONNX Runtime, imported only when a session is opened, and the promise that a device asked for is the device used.
+
+The CPU and the GPU wheel of ONNX Runtime overwrite each other's files, so neither is a base dependency. A session
+that asks for CUDA and cannot have it falls back to the CPU with a mere warning; here that is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ..errors import DiffbitError
+
+DEVICES = ("cpu", "cuda")
+
+# What a model spends its time in. `session.disable_cpu_ep_fallback` would be the stricter guard, but ONNX Runtime
+# itself places arithmetic on shapes (Shape, Gather, Concat, ...) on the CPU, and that option then refuses every graph.
+COMPUTE = frozenset(
+    {
+        *("MatMul", "Gemm", "FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"),
+        *("MatMulNBits", "MatMulBnb4", "TernaryMatMul"),
+        *("Softmax", "Attention", "MultiHeadAttention", "GroupQueryAttention", "DiffAttention"),
+    }
+)
+
+
+def onnxruntime() -> ModuleType:
+    """The onnxruntime module, or a DiffbitError that says which extra brings it."""
+    install = "pip install 'diffbit[cpu]', or 'diffbit[gpu]' for an NVIDIA GPU"
+    try:
+        import onnxruntime as ort
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "onnxruntime":
+            raise
+        raise DiffbitError(f"running a model needs ONNX Runtime, which is not installed: {install}") from None
+    except ImportError as error:
+        raise DiffbitError(f"ONNX Runtime is installed but cannot be loaded ({error}): {install}") from None
+    if not hasattr(ort, "InferenceSession"):  # what removing one of two overlapping wheels leaves behind
+        raise DiffbitError(f"ONNX Runtime is installed but incomplete: pip uninstall onnxruntime, then {install}")
+    return ort
+
+
+def open_session(model: Path, device: str, threads: int | None) -> Any:
+    """An `onnxruntime.InferenceSession` of `model` that really runs on `device` ("cpu" or "cuda").
+
+    `threads` is the size of the intra-op pool; None lets ONNX Runtime take one per physical core.
+    """
+    if device not in DEVICES:
+        raise DiffbitError(f"device {device!r} is unknown; choose one of {', '.join(DEVICES)}")
+    if threads is not None and threads < 1:
+        raise DiffbitError(f"threads is {threads}, wanted at least 1")
+    ort = onnxruntime()
+    options = ort.SessionOptions()
+    options.log_severity_level = 3  # errors; the rest is for ONNX Runtime's developers
+    options.inter_op_num_threads = 1
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    providers = ["CPUExecutionProvider"]
+    if device == "cuda":
+        _require_cuda(ort)
+        providers.insert(0, "CUDAExecutionProvider")
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    try:
+        session = ort.InferenceSession(str(model), options, providers=providers)
+    except Exception as error:  # ONNX Runtime's exceptions have no base of their own
+        raise DiffbitError(f"{model}: ONNX Runtime {ort.__version__} cannot load it ({_first_line(error)})") from None
+    if device == "cuda":
+        active = session.get_providers()
+        if "CUDAExecutionProvider" not in active:
+            raise DiffbitError(
+                f"device cuda was asked for, but ONNX Runtime {ort.__version__} could not start its "
+                f"CUDAExecutionProvider (it offers {', '.join(active)}); check the NVIDIA driver and that "
+                "pip install 'diffbit[gpu]' brought the CUDA libraries, or run with device cpu"
+            )
+        if stray := compute_on_cpu(session):
+            raise DiffbitError(
+                f"{model}: device cuda was asked for, but ONNX Runtime {ort.__version__} would run these operators of "
+                f"it on the CPU: {', '.join(sorted(stray))}; run with device cpu, or export with other formats"
+            )
+    return session
+
+
+def compute_on_cpu(session: Any) -> set[str]:
+    """The operator types of COMPUTE that a session placed on the CPU; empty where ONNX Runtime (< 1.24) cannot say.
+
+    The session must have been made with `session.record_ep_graph_assignment_info` = 1.
+    """
+    assignment = getattr(session, "get_provider_graph_assignment_info", None)
+    if assignment is None:
+        return set()
+    return {
+        node.op_type
+        for part in assignment()
+        if part.ep_name == "CPUExecutionProvider"
+        for node in part.get_nodes()
+        if node.op_type in COMPUTE
+    }
+
+
+def _require_cuda(ort: ModuleType) -> None:
+    available = ort.get_available_providers()
+    if "CUDAExecutionProvider" not in available:
+        raise DiffbitError(
+            "device cuda needs ONNX Runtime's CUDAExecutionProvider; the installed wheel has "
+            f"{', '.join(available)}: pip uninstall onnxruntime, then pip install 'diffbit[gpu]'"
+        )
+    # Finds the CUDA libraries that came as wheels. It prints what it misses; a library must not.
+    if hasattr(ort, "preload_dlls"):
+        with contextlib.redirect_stdout(io.StringIO()):
+            ort.preload_dlls()
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,259 @@
+"""A model on a device: token ids in, logits out, the KV cache held between calls.
+
+The cache never passes through numpy. Where the manifest says `in_place`, one full-capacity OrtValue per tensor is bound
+as past and as present, and a step writes one row of it; otherwise the graph returns present tensors that are S longer
+than the past ones, and those OrtValues are bound as the next call's past.
+
+Batches of unequal prompts come with an `attention_mask` (1 = token, 0 = padding) on either side. Inside, each row's
+tokens are moved to its start: GroupQueryAttention reads a row's length as the sum of its mask and takes the tokens to
+lie there, and a graph that follows the mask itself gives the same logits either way. Positions count real tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ..errors import DiffbitError
+from .artifact import MODEL, Artifact
+from .providers import onnxruntime, open_session
+
+Ids = NDArray[np.int64]
+Logits = NDArray[np.float32]
+
+# Tokens of a prompt that go through the graph at once: bounds the memory for scores and logits, and is long enough
+# that the weights are read rarely.
+CHUNK = 512
+# From this prompt length on, the last token runs on its own, so that the others' logits are not computed: one more
+# pass over the weights against CHUNK rows of the output head.
+ALONE = 32
+
+
+class Session:
+    """One model, one sequence (or one batch of them) at a time.
+
+        session = Session("out/model", device="cpu", threads=2)
+        logits = session.prefill([prompt_ids])          # [1, V], after the prompt
+        logits = session.step([[int(logits[0].argmax())]])
+        session.reset()                                 # the next prompt starts from an empty cache
+
+    Opening checks the listed files' sizes (`diffbit verify` checks their hashes) and that the graph's inputs and
+    outputs are those the manifest describes.
+    """
+
+    def __init__(self, artifact: Artifact | str | Path, device: str = "cpu", threads: int | None = None) -> None:
+        self.artifact = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+        self.artifact.check_files(hashes=False)
+        self.device = device
+        self._model = self.artifact.file(MODEL)
+        self._session = open_session(self._model, device, threads)
+        cache = self.artifact.cache
+        parts = [f"{i}.{part}" for i in range(cache.num_layers) for part in ("key", "value")]
+        self._past_names = [f"past_key_values.{part}" for part in parts]
+        self._present_names = [f"present.{part}" for part in parts]
+        self._check_signature()
+        ort = onnxruntime()
+        self._binding = self._session.io_binding()
+        self._without_head = ort.RunOptions()
+        self._without_head.only_execute_path_to_fetches = True
+        self._batch = 0
+        self._past: list[Any] = []  # OrtValues, in the order of _past_names
+        self._mask: Ids = np.zeros((0, self.capacity), np.int64)  # [B, C]
+        self._tokens: Ids = np.zeros(0, np.int64)  # [B] real tokens per row
+        self._length = 0
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit: the artifact's context length."""
+        return self.artifact.context_length
+
+    @property
+    def length(self) -> int:
+        """Cache slots in use; of a padded batch, those of its longest prompt and the steps since."""
+        return self._length
+
+    def reset(self) -> None:
+        """Forget all tokens. In-place buffers are kept and written over."""
+        self._length = 0
+        if not self.artifact.cache.in_place:
+            self._past = []
+
+    def prefill(
+        self, token_ids: ArrayLike, attention_mask: ArrayLike | None = None, *, all_positions: bool = False
+    ) -> Logits:
+        """Append prompts `token_ids` [B, S] and return the logits after each row's last token, [B, V].
+
+        `attention_mask` [B, S] marks padding with 0, on the left or on the right. `all_positions=True` returns
+        [B, S, V] (zeros at padding). A single sequence may be prefilled again and again; a batch of several starts
+        from an empty cache, and goes on with `step`.
+        """
+        ids = _integers(token_ids, "token_ids")
+        batch, width = ids.shape
+        if not batch or not width:
+            raise DiffbitError(f"token_ids has shape {list(ids.shape)}, wanted at least one row and one token")
+        mask = _check_mask(attention_mask, ids.shape)
+        # packed[b, j] = ids[b, order[b, j]]: each row's real tokens, then its padding
+        order = np.argsort(mask == 0, axis=1, kind="stable")
+        lengths = mask.sum(axis=1)
+        used = int(lengths.max())
+        mask = (np.arange(used) < lengths[:, None]).astype(np.int64)
+        packed = np.take_along_axis(ids, order[:, :used], axis=1) * mask
+        self._check_ids(packed)
+        if batch > 1 and self._length:
+            raise DiffbitError(
+                f"a batch of {batch} cannot be prefilled onto {self._length} cached tokens; call reset() first"
+            )
+        self._begin(batch)
+        self._check_room(used)
+
+        if all_positions:
+            logits = self._append_all(packed, mask)
+            if used == width and mask.all():
+                return logits
+            whole = np.zeros((batch, width, logits.shape[-1]), np.float32)
+            for row, count in enumerate(lengths):
+                whole[row, order[row, :count]] = logits[row, :count]
+            return whole
+        if batch > 1:
+            return self._append(packed, mask)[np.arange(batch), lengths - 1]
+        # the last chunk's logits are wanted for one position; see ALONE
+        head = used - 1 if used >= ALONE else 0
+        for start in range(0, head, CHUNK):
+            stop = min(start + CHUNK, head)
+            self._append(packed[:, start:stop], mask[:, start:stop], head=False)
+        return self._append(packed[:, head:], mask[:, head:])[:, -1]
+
+    def step(self, token_ids: ArrayLike) -> Logits:
+        """Append one token per row, [B, 1], and return the logits after it, [B, V]."""
+        ids = _integers(token_ids, "token_ids")
+        if ids.shape[1] != 1 or not ids.shape[0]:
+            raise DiffbitError(f"token_ids has shape {list(ids.shape)}, wanted [B, 1]: one token per row")
+        self._check_ids(ids)
+        self._begin(ids.shape[0])
+        self._check_room(1)
+        return self._append(ids, np.ones_like(ids))[:, -1]
+
+    def _append_all(self, ids: Ids, mask: Ids) -> Logits:
+        if len(ids) > 1:
+            return self._append(ids, mask)
+        chunks = range(0, ids.shape[1], CHUNK)
+        return np.concatenate([self._append(ids[:, i : i + CHUNK], mask[:, i : i + CHUNK]) for i in chunks], axis=1)
+
+    def _append(self, ids: Ids, mask: Ids, head: bool = True) -> Logits:
+        """Run the graph on `ids` [B, S] and keep the cache. Returns [B, S, V]; [B, S, 0] without the `head`."""
+        start, stop = self._length, self._length + ids.shape[1]
+        self._mask[:, start:stop] = mask
+        positions = self._tokens[:, None] + np.cumsum(mask, axis=1) - 1
+        binding = self._binding
+        binding.bind_cpu_input("input_ids", np.ascontiguousarray(ids))
+        binding.bind_cpu_input("attention_mask", np.ascontiguousarray(self._mask[:, :stop]))
+        binding.bind_cpu_input("position_ids", np.maximum(positions, 0))
+        binding.clear_binding_outputs()
+        for name, value in zip(self._past_names, self._past, strict=True):
+            binding.bind_ortvalue_input(name, value)
+        for name, value in zip(self._present_names, self._past, strict=True):
+            if self.artifact.cache.in_place:
+                binding.bind_ortvalue_output(name, value)
+            else:
+                binding.bind_output(name, self.device)
+        if head:
+            binding.bind_output("logits", "cpu")
+        try:
+            self._session.run_with_iobinding(binding, None if head else self._without_head)
+        except Exception as error:  # ONNX Runtime's exceptions have no base of their own
+            self._batch, self._past = 0, []
+            self.reset()
+            raise DiffbitError(f"{self._model}: ONNX Runtime failed while running it ({error})") from None
+        outputs = binding.get_outputs()  # in the order of binding
+        if not self.artifact.cache.in_place:
+            self._past = outputs[: len(self._past)]
+        self._tokens = self._tokens + mask.sum(axis=1)
+        self._length = stop
+        return outputs[-1].numpy() if head else np.zeros((*ids.shape, 0), np.float32)
+
+    def _begin(self, batch: int) -> None:
+        """Make the cache ready for `batch` rows, if it holds no tokens yet."""
+        if self._length:
+            if batch != self._batch:
+                raise DiffbitError(
+                    f"token_ids has {batch} rows, the cache holds {self._batch}; call reset() before another batch"
+                )
+            return
+        cache = self.artifact.cache
+        if not self._past or batch != self._batch:
+            slots = self.capacity if cache.in_place else 0
+            shape = (batch, cache.num_heads, slots, cache.head_dim)
+            make = onnxruntime().OrtValue.ortvalue_from_numpy
+            # np.zeros takes its pages from the system when they are first written: an unused context costs nothing
+            self._past = [make(np.zeros(shape, cache.dtype), self.device, 0) for _ in self._past_names]
+        self._batch = batch
+        self._mask = np.zeros((batch, self.capacity), np.int64)
+        self._tokens = np.zeros(batch, np.int64)
+
+    def _check_room(self, count: int) -> None:
+        if self._length + count > self.capacity:
+            raise DiffbitError(
+                f"{self.artifact.path}: the context holds {self.capacity} tokens, but {self._length + count} are "
+                f"wanted ({self._length} cached and {count} new); shorten the prompt or reset()"
+            )
+
+    def _check_ids(self, ids: Ids) -> None:
+        outside = (ids < 0) | (ids >= self.artifact.vocab_size)
+        if outside.any():
+            raise DiffbitError(
+                f"token id {int(ids[outside][0])} is outside the vocabulary of {self.artifact.vocab_size} tokens; "
+                "the tokenizer must be the model's own"
+            )
+
+    def _check_signature(self) -> None:
+        """The graph's inputs and outputs against the manifest; a dimension that the graph leaves open fits anything."""
+        artifact, cache = self.artifact, self.artifact.cache
+        int64 = "tensor(int64)"
+        cache_type = "tensor(float16)" if cache.dtype == "float16" else "tensor(float)"
+        slot = (cache_type, (None, cache.num_heads, None, cache.head_dim))
+        inputs = {name: (int64, (None, None)) for name in ("input_ids", "attention_mask", "position_ids")}
+        outputs = {"logits": ("tensor(float)", (None, None, artifact.vocab_size))}
+        for side, found, wanted in (
+            ("input", self._session.get_inputs(), inputs | dict.fromkeys(self._past_names, slot)),
+            ("output", self._session.get_outputs(), outputs | dict.fromkeys(self._present_names, slot)),
+        ):
+            nodes = {node.name: node for node in found}
+            if odd := sorted(nodes.keys() ^ wanted.keys()):
+                what = "an unknown" if odd[0] in nodes else "no"
+                raise DiffbitError(f"{self._model}: has {what} {side} {odd[0]}; export the model again")
+            for name, (kind, shape) in wanted.items():
+                node = nodes[name]
+                fits = len(node.shape) == len(shape) and all(
+                    a is None or not isinstance(b, int) or a == b for a, b in zip(shape, node.shape, strict=True)
+                )
+                if node.type != kind or not fits:
+                    raise DiffbitError(
+                        f"{self._model}: {side} {name} is {node.type} {node.shape}, but the manifest describes {kind} "
+                        f"{list(shape)}; export the model again"
+                    )
+
+
+def _integers(values: ArrayLike, what: str) -> Ids:
+    """`values` as int64 [B, S]; a ragged list or numbers of another kind are refused."""
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise DiffbitError(f"{what} has rows of different lengths; pad them and pass an attention_mask") from None
+    if array.ndim != 2 or (array.size and array.dtype.kind not in "iu"):
+        raise DiffbitError(f"{what} is {array.dtype} {list(array.shape)}, wanted integers [B, S]")
+    return array.astype(np.int64)
+
+
+def _check_mask(attention_mask: ArrayLike | None, shape: tuple[int, ...]) -> Ids:
+    if attention_mask is None:
+        return np.ones(shape, np.int64)
+    mask = np.asarray(attention_mask).astype(np.int64)
+    if mask.shape != shape or not np.isin(mask, (0, 1)).all() or not mask.any(axis=1).all():
+        raise DiffbitError(
+            f"attention_mask has shape {list(mask.shape)} and values {mask.min(initial=0)}..{mask.max(initial=0)}, "
+            f"wanted {list(shape)} of 0 and 1 with a 1 in every row"
+        )
+    return mask

@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from diffbit.errors import DiffbitError
+from diffbit.runtime import Session, providers
+from diffbit.runtime import session as session_module
+
+from .toy import random_toy, seal
+
+TOY = random_toy()
+PROMPT = [5, 9, 2, 33, 7, 7, 1]
+
+
+def test_prefill_and_steps_equal_the_formula(artifact: Path) -> None:
+    session = Session(artifact, threads=1)
+    want = TOY.logits([*PROMPT, 4, 8])
+    np.testing.assert_allclose(session.prefill([PROMPT])[0], want[6], atol=1e-4)
+    assert session.length == 7
+    np.testing.assert_allclose(session.step([[4]])[0], want[7], atol=1e-4)
+    np.testing.assert_allclose(session.step([[8]])[0], want[8], atol=1e-4)
+    assert (session.length, session.capacity) == (9, 24)
+
+
+def test_all_positions_and_a_second_prefill(artifact: Path) -> None:
+    session = Session(artifact, threads=1)
+    want = TOY.logits([*PROMPT, 4, 8, 3])
+    np.testing.assert_allclose(session.prefill([PROMPT], all_positions=True)[0], want[:7], atol=1e-4)
+    np.testing.assert_allclose(session.prefill([[4, 8, 3]], all_positions=True)[0], want[7:], atol=1e-4)
+
+
+def test_logits_stay_what_they_were(artifact: Path) -> None:
+    """Logits may be views of the runtime's memory; later calls must not write into it."""
+    session = Session(artifact, threads=1)
+    kept = [session.prefill([PROMPT], all_positions=True), *(session.step([[i]]) for i in range(8))]
+    copies = [logits.copy() for logits in kept]
+    for i in range(8):
+        session.step([[i]])
+    del session
+    for logits, copy in zip(kept, copies, strict=True):
+        np.testing.assert_array_equal(logits, copy)
+
+
+def test_chunks_give_the_same_logits(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = [int(i) for i in np.random.default_rng(1).integers(0, 40, 21)]
+    want = TOY.logits([*prompt, 6])
+    monkeypatch.setattr(session_module, "CHUNK", 8)
+    for alone in (2, 100):
+        monkeypatch.setattr(session_module, "ALONE", alone)
+        session = Session(artifact, threads=1)
+        np.testing.assert_allclose(session.prefill([prompt])[0], want[20], atol=1e-4)
+        np.testing.assert_allclose(session.step([[6]])[0], want[21], atol=1e-4)
+        session.reset()
+        np.testing.assert_allclose(session.prefill([prompt], all_positions=True)[0], want[:21], atol=1e-4)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch_equals_its_rows(artifact: Path, side: str) -> None:
+    rows = [PROMPT, PROMPT[2:5], [11]]
+    ids = np.full((3, 9), -1)  # padding is never read; all three rows are shorter than the batch is wide
+    mask = np.zeros((3, 9), np.int64)
+    for i, row in enumerate(rows):
+        where = slice(9 - len(row), 9) if side == "left" else slice(0, len(row))
+        ids[i, where], mask[i, where] = row, 1
+    session = Session(artifact, threads=1)
+    every = session.prefill(ids, mask, all_positions=True)
+    session.reset()
+    last = session.prefill(ids, mask)
+    steps = [session.step([[3], [4], [5]]), session.step([[6], [7], [8]])]
+    for i, row in enumerate(rows):
+        want = TOY.logits([*row, 3 + i, 6 + i])
+        np.testing.assert_allclose(every[i][mask[i] == 1], want[: len(row)], atol=1e-4)
+        assert not every[i][mask[i] == 0].any()
+        np.testing.assert_allclose(last[i], want[len(row) - 1], atol=1e-4)
+        np.testing.assert_allclose(steps[0][i], want[len(row)], atol=1e-4)
+        np.testing.assert_allclose(steps[1][i], want[len(row) + 1], atol=1e-4)
+
+
+def test_in_place_buffers_are_shared_and_survive_reset(tmp_path: Path) -> None:
+    session = Session(TOY.write(tmp_path / "a", in_place=True), threads=1)
+    session.prefill([PROMPT])
+    pointers = [value.data_ptr() for value in session._past]
+    assert [value.shape() for value in session._past] == [[1, 2, 24, 16]] * 2
+    session.step([[4]])
+    bound = session._binding.get_outputs()[:2]
+    assert [value.data_ptr() for value in bound] == pointers  # the graph's outputs are the very same memory
+    # what the graph wrote is in the buffer: key row t = the token's x, and nothing past the length
+    want = (TOY.embed[[*PROMPT, 4]] + TOY.place[:8]).reshape(8, 2, 16).transpose(1, 0, 2)
+    keys = session._past[0].numpy()[0]
+    np.testing.assert_allclose(keys[:, :8], want, atol=1e-6)
+    assert not keys[:, 8:].any()
+    session.reset()
+    np.testing.assert_allclose(session.prefill([[9, 1]])[0], TOY.logits([9, 1])[1], atol=1e-4)
+    assert [value.data_ptr() for value in session._past] == pointers
+
+
+def test_growing_cache_is_fed_back_as_it_is(tmp_path: Path) -> None:
+    session = Session(TOY.write(tmp_path / "a"), threads=1)
+    session.prefill([PROMPT])
+    assert [value.shape() for value in session._past] == [[1, 2, 7, 16]] * 2
+    session.step([[4]])
+    assert [value.shape() for value in session._past] == [[1, 2, 8, 16]] * 2
+    session.reset()
+    np.testing.assert_allclose(session.prefill([[9, 1]])[0], TOY.logits([9, 1])[1], atol=1e-4)
+
+
+def test_another_batch_size_after_reset(artifact: Path) -> None:
+    session = Session(artifact, threads=1)
+    session.prefill([PROMPT])
+    with pytest.raises(DiffbitError, match="cache holds 1; call reset"):
+        session.step([[1], [2]])
+    with pytest.raises(DiffbitError, match="batch of 2 cannot be prefilled onto 7 cached tokens"):
+        session.prefill([PROMPT, PROMPT])
+    session.reset()
+    logits = session.prefill([PROMPT, PROMPT[::-1]])
+    np.testing.assert_allclose(logits[1], TOY.logits(PROMPT[::-1])[-1], atol=1e-4)
+
+
+def test_the_context_fills_to_its_last_slot_and_no_further(artifact: Path) -> None:
+    session = Session(artifact, threads=1)
+    session.prefill([[1] * 23])
+    session.step([[1]])
+    with pytest.raises(DiffbitError, match=r"holds 24 tokens, but 25 are wanted \(24 cached and 1 new\)"):
+        session.step([[1]])
+    session.reset()
+    with pytest.raises(DiffbitError, match="but 25 are wanted"):
+        session.prefill([[1] * 25])
+    assert session.length == 0
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "message"),
+    [
+        ([[1, 40]], None, "token id 40 is outside the vocabulary of 40 tokens"),
+        ([[-1]], None, "token id -1 is outside"),
+        ([1, 2], None, r"wanted integers \[B, S\]"),
+        ([[1.5]], None, "float64"),
+        ([[1], [1, 2]], None, "rows of different lengths"),
+        (np.zeros((1, 0), np.int64), None, "at least one row and one token"),
+        ([[1, 2]], [[1]], "attention_mask has shape"),
+        ([[1, 2]], [[1, 2]], "of 0 and 1"),
+        ([[1], [2]], [[1], [0]], "a 1 in every row"),
+    ],
+)
+def test_bad_input_is_refused(tmp_path: Path, ids: object, mask: object, message: str) -> None:
+    session = Session(TOY.write(tmp_path / "a"), threads=1)
+    with pytest.raises(DiffbitError, match=message):
+        session.prefill(ids, mask)
+    assert session.length == 0
+
+
+def test_graph_and_manifest_must_agree(tmp_path: Path) -> None:
+    folder = TOY.write(tmp_path / "a")
+    manifest = json.loads((folder / "diffbit.json").read_text())
+    for change, message in (
+        ({"head_dim": 8}, "input past_key_values.0.key is tensor"),
+        ({"dtype": "float16"}, r"describes tensor\(float16\)"),
+        ({"num_layers": 2}, "has no input past_key_values.1.key"),
+    ):
+        seal(folder, manifest | {"cache": manifest["cache"] | change})
+        with pytest.raises(DiffbitError, match=message):
+            Session(folder)
+
+
+def test_a_truncated_or_broken_model(tmp_path: Path) -> None:
+    folder = TOY.write(tmp_path / "a")
+    model = folder / "model.onnx"
+    whole = model.read_bytes()
+    model.write_bytes(whole[:-1])
+    with pytest.raises(DiffbitError, match=r"model\.onnx: has \d+ bytes, the manifest says"):
+        Session(folder)
+    model.write_bytes(b"\xff" * len(whole))
+    with pytest.raises(DiffbitError, match=r"model\.onnx: ONNX Runtime .* cannot load it"):
+        Session(folder)
+
+
+def test_devices_and_threads(tmp_path: Path) -> None:
+    folder = TOY.write(tmp_path / "a")
+    with pytest.raises(DiffbitError, match="device 'tpu' is unknown; choose one of cpu, cuda"):
+        Session(folder, device="tpu")
+    with pytest.raises(DiffbitError, match="threads is 0"):
+        Session(folder, threads=0)
+
+
+def _fake_ort(available: list[str], active: list[str], stray: list[str]) -> SimpleNamespace:
+    """onnxruntime as a GPU wheel shows itself."""
+    nodes = [SimpleNamespace(op_type=op) for op in stray]
+    session = SimpleNamespace(
+        get_providers=lambda: active,
+        get_provider_graph_assignment_info=lambda: [
+            SimpleNamespace(ep_name="CPUExecutionProvider", get_nodes=lambda: nodes)
+        ],
+    )
+    return SimpleNamespace(
+        __version__="1.0",
+        SessionOptions=lambda: SimpleNamespace(add_session_config_entry=lambda key, value: None),
+        InferenceSession=lambda *args, **options: session,
+        get_available_providers=lambda: available,
+        preload_dlls=lambda: print("Failed to load libcublas"),
+    )
+
+
+BOTH = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+
+
+@pytest.mark.parametrize(
+    ("available", "active", "stray", "message"),
+    [
+        (BOTH[1:], BOTH[1:], [], r"the installed wheel has CPUExecutionProvider: .*diffbit\[gpu\]"),
+        (BOTH, BOTH[1:], [], r"could not start its CUDAExecutionProvider \(it offers CPUExecutionProvider\)"),
+        (BOTH, BOTH, ["Shape", "MatMulNBits"], "on the CPU: MatMulNBits;"),
+        (BOTH, BOTH, ["Shape", "Gather"], None),
+    ],
+)
+def test_cuda_asked_for_is_cuda_or_an_error(
+    available: list[str],
+    active: list[str],
+    stray: list[str],
+    message: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(providers, "onnxruntime", lambda: _fake_ort(available, active, stray))
+    if message is None:
+        providers.open_session(Path("model.onnx"), "cuda", None)
+    else:
+        with pytest.raises(DiffbitError, match=message):
+            providers.open_session(Path("model.onnx"), "cuda", None)
+    assert capsys.readouterr().out == ""
+
+
+def test_placement_is_read_from_a_real_session(tmp_path: Path) -> None:
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    model = TOY.write(tmp_path / "a", in_place=True) / "model.onnx"
+    session = ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+    assert providers.compute_on_cpu(session) == {"MatMul", "GroupQueryAttention"}
+
+
+def test_without_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(DiffbitError, match=r"pip install 'diffbit\[cpu\]', or 'diffbit\[gpu\]'"):
+        providers.onnxruntime()
+    monkeypatch.setitem(sys.modules, "onnxruntime", SimpleNamespace())
+    with pytest.raises(DiffbitError, match="incomplete"):
+        providers.onnxruntime()
