@@ -1,8 +1,35 @@
-"""Running an artifact on a device: numpy, onnxruntime and tokenizers, and no torch."""
+"""Running an artifact on a device: numpy, onnxruntime and tokenizers, and no torch.
+
+    session = Session("out/model")
+    tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))
+    generate(session, tokenizer, "def main(", max_tokens=64, sampler=Sampler(0.8, top_p=0.9, seed=1), on_text=print)
+
+Importing this needs numpy alone: ONNX Runtime is loaded when a session is opened, tokenizers with a tokenizer.
+"""
 
 from __future__ import annotations
 
 from .artifact import Artifact, CacheSpec, FileEntry, Golden
+from .bench import bench
+from .generate import Generation, generate
+from .sampler import Sampler
 from .session import Session
+from .tokenizer import TextStream, Tokenizer
+from .verify import Check, Verification, verify
 
-__all__ = ["Artifact", "CacheSpec", "FileEntry", "Golden", "Session"]
+__all__ = [
+    "Artifact",
+    "CacheSpec",
+    "Check",
+    "FileEntry",
+    "Generation",
+    "Golden",
+    "Sampler",
+    "Session",
+    "TextStream",
+    "Tokenizer",
+    "Verification",
+    "bench",
+    "generate",
+    "verify",
+]

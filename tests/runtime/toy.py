@@ -153,7 +153,7 @@ class Toy:
                 "input_ids": prompt,
                 "token_ids": tops,
                 "logits": [float(golden[i]) for i in tops],
-                "spread": float(golden.std()),
+                "spread": float(golden.std()) or 1.0,
                 "tolerance": 1e-4,
             },
         } | changes

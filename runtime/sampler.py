@@ -1,0 +1,108 @@
+"""Choosing the next token from its logits. numpy only, in float64.
+
+In this order, as Hugging Face transformers does it: repetition penalty, temperature, top-k, top-p, draw.
+
+- Repetition penalty r (arXiv 1909.05858, section 4.1): the logit of each token seen before is divided by r when
+  positive and multiplied by r when negative.
+- Temperature t: p = softmax(logits / t); 0 takes the largest logit, always (and ignores the rest but the penalty).
+- Top-k: the k largest; of equal logits the lower id goes first.
+- Top-p (arXiv 1904.09751): the smallest set of most probable tokens whose probabilities add up to at least p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DiffbitError
+
+
+class Sampler:
+    """A callable `sampler(logits [V], token_ids so far) -> token id`. The same seed draws the same tokens."""
+
+    def __init__(
+        self,
+        temperature: float = 0.0,
+        *,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+    ) -> None:
+        """`top_k` 0 and `top_p` 1 keep every token, `repetition_penalty` 1 changes nothing, `seed` None is random."""
+        if not 0 <= temperature < float("inf"):
+            raise DiffbitError(f"temperature is {temperature}, wanted 0 (greedy) or above")
+        if top_k < 0:
+            raise DiffbitError(f"top_k is {top_k}, wanted 0 (no limit) or above")
+        if not 0 < top_p <= 1:
+            raise DiffbitError(f"top_p is {top_p}, wanted above 0 and at most 1 (no limit)")
+        if not 0 < repetition_penalty < float("inf"):
+            raise DiffbitError(f"repetition_penalty is {repetition_penalty}, wanted above 0 (1 changes nothing)")
+        if seed is not None and seed < 0:
+            raise DiffbitError(f"seed is {seed}, wanted 0 or above")
+        self.temperature = temperature
+        self.top_k = top_k
+        self.top_p = top_p
+        self.repetition_penalty = repetition_penalty
+        self.seed = seed
+        self._random = np.random.default_rng(seed)
+
+    def __call__(self, logits: NDArray[np.floating], token_ids: Sequence[int] = ()) -> int:
+        # The largest logit is finite unless one of them is NaN or +inf, or all are -inf.
+        if not np.isfinite(logits.max()):
+            raise DiffbitError(
+                "the model returned logits that are not finite; if it was exported with --dtype fp16, export it as fp32"
+            )
+        if self.repetition_penalty != 1 and len(token_ids):
+            logits = _penalized(logits, token_ids, self.repetition_penalty)
+        if self.temperature == 0:
+            return int(logits.argmax())
+        tokens, probabilities = self.distribution(logits)
+        cumulative = np.cumsum(probabilities)
+        index = int(np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right"))
+        return int(tokens[min(index, len(tokens) - 1)])
+
+    def distribution(self, logits: NDArray[np.floating]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The tokens that may be drawn and their probabilities (sum 1), for a temperature above 0, no penalty."""
+        tokens = np.arange(len(logits), dtype=np.int64)
+        if 0 < self.top_k < len(logits):
+            tokens = _largest(logits, self.top_k)
+        shifted = logits[tokens].astype(np.float64)
+        shifted -= shifted.max()
+        # A tiny temperature may overflow to -inf, which is a probability of 0.
+        with np.errstate(over="ignore"):
+            probabilities = np.exp(shifted / self.temperature)
+        probabilities /= probabilities.sum()
+        if self.top_p < 1:
+            kept = _nucleus(probabilities, self.top_p)
+            tokens, probabilities = tokens[kept], probabilities[kept]
+            probabilities /= probabilities.sum()
+        return tokens, probabilities
+
+
+def _penalized(logits: NDArray[np.floating], token_ids: Sequence[int], penalty: float) -> NDArray[np.float64]:
+    changed = logits.astype(np.float64)
+    seen = np.unique(np.asarray(token_ids))
+    values = changed[seen]
+    changed[seen] = np.where(values > 0, values / penalty, values * penalty)
+    return changed
+
+
+def _largest(logits: NDArray[np.floating], count: int) -> NDArray[np.int64]:
+    """Ids of the `count` largest logits, ascending; of equal ones the lower ids."""
+    limit = np.partition(logits, -count)[-count]
+    above = np.flatnonzero(logits > limit)
+    level = np.flatnonzero(logits == limit)[: count - len(above)]
+    return np.sort(np.concatenate([above, level]))
+
+
+def _nucleus(probabilities: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
+    """Indices of the smallest set of largest probabilities that add up to at least `top_p`."""
+    # All entries below (1 - p) / n together weigh less than 1 - p, so the set lies among the others: sort only those.
+    candidates = np.flatnonzero(probabilities >= (1 - top_p) / len(probabilities))
+    order = candidates[np.argsort(-probabilities[candidates], kind="stable")]
+    mass = np.cumsum(probabilities[order])
+    # a token belongs when those before it do not reach p yet; rounding may keep the last sum below p: then all do
+    return order[: int(np.searchsorted(mass, top_p)) + 1]

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diffbit.errors import DiffbitError
+from diffbit.runtime import Artifact
+from diffbit.runtime.artifact import manifest_sha256
+
+from .toy import random_toy, seal
+
+TOY = random_toy()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return TOY.write(tmp_path / "model")
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "diffbit.json").read_text()))
+
+
+def test_open_reads_what_was_written(folder: Path) -> None:
+    artifact = Artifact.open(folder)
+    assert (artifact.name, artifact.dtype, artifact.vocab_size, artifact.context_length) == ("toy", "fp32", 40, 24)
+    assert artifact.cache.bytes_per_token == 2 * 32 * 4
+    assert artifact.files["model.onnx"].bytes == (folder / "model.onnx").stat().st_size
+    assert artifact.nbytes == sum((folder / name).stat().st_size for name in ("model.onnx", "tokenizer.json"))
+    assert artifact.golden.input_ids == (1, 2, 3)
+    assert artifact.file_problems() == {}
+    artifact.check_files()
+
+
+def test_the_hash_is_of_the_canonical_json() -> None:
+    """The rule as the format's description states it, on a manifest small enough to do by hand."""
+    import hashlib
+
+    text = '{"a":[1,2.5,null],"b":"\\u00e9"}'
+    assert manifest_sha256({"b": "é", "a": [1, 2.5, None], "sha256": "x"}) == hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_an_edited_manifest_is_noticed(folder: Path) -> None:
+    path = folder / "diffbit.json"
+    path.write_text(path.read_text().replace('"context_length": 24', '"context_length": 99'))
+    with pytest.raises(DiffbitError, match=r"diffbit\.json: was changed after export"):
+        Artifact.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"artifact_version": 2}, "artifact_version is 2, this diffbit reads 1; upgrade"),
+        ({"artifact_version": True}, "artifact_version is True, wanted an integer"),
+        ({"name": 3}, "name is 3, wanted a string"),
+        ({"dtype": "bf16"}, "dtype is 'bf16', wanted one of fp32, fp16"),
+        ({"model": {}}, "model: has no field 'vocab_size'"),
+        ({"model": {"vocab_size": 40, "bos_token_id": 40}}, "model.bos_token_id holds 40, outside the vocabulary"),
+        ({"model": {"vocab_size": 40, "bos_token_id": "x"}}, "bos_token_id is 'x', wanted an integer"),
+        ({"scheme": []}, r"scheme is \[\], wanted an object"),
+        ({"cache": {"num_layers": 0}}, "cache: num_layers is 0, wanted at least 1"),
+        ({"context_length": 2}, "golden.input_ids holds 3 tokens, more than the context_length 2"),
+        ({"context_length": "24"}, "context_length is '24', wanted an integer"),
+        ({"eos_token_ids": [1, 40]}, "eos_token_ids holds 40, outside"),
+        ({"eos_token_ids": [1.5]}, "wanted a list of integers"),
+        ({"files": {"../model.onnx": {}}}, "'../model.onnx' is no name of a file in the folder"),
+        ({"files": {"/etc/passwd": {}}}, "'/etc/passwd' is no name"),
+        ({"files": {}}, "lists no model.onnx"),
+        ({"files": {"model.onnx": {"bytes": 1, "sha256": "abc"}}}, "wanted 64 hexadecimal digits"),
+    ],
+)
+def test_bad_fields_are_named(folder: Path, change: dict[str, Any], message: str) -> None:
+    seal(folder, manifest_of(folder) | change)
+    with pytest.raises(DiffbitError, match=message):
+        Artifact.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": [1.0]}, "8 token_ids and 1 logits"),
+        ({"logits": [float("nan")] * 8}, "golden: logits holds nan, wanted finite numbers"),
+        ({"spread": 0}, "spread and tolerance must be above 0"),
+        ({"input_ids": []}, "found 0 prompt tokens"),
+    ],
+)
+def test_bad_golden_values(folder: Path, change: dict[str, Any], message: str) -> None:
+    manifest = manifest_of(folder)
+    seal(folder, manifest | {"golden": manifest["golden"] | change})
+    with pytest.raises(DiffbitError, match=message):
+        Artifact.open(folder)
+
+
+def test_no_folder_no_manifest_no_json(tmp_path: Path) -> None:
+    with pytest.raises(DiffbitError, match="no such artifact folder"):
+        Artifact.open(tmp_path / "nothing")
+    with pytest.raises(DiffbitError, match=r"holds no diffbit\.json"):
+        Artifact.open(tmp_path)
+    (tmp_path / "diffbit.json").write_text("{")
+    with pytest.raises(DiffbitError, match="not valid JSON"):
+        Artifact.open(tmp_path)
+
+
+def test_files_missing_truncated_and_flipped_are_named(folder: Path) -> None:
+    model, tokenizer = folder / "model.onnx", folder / "tokenizer.json"
+    whole = model.read_bytes()
+    model.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    tokenizer.unlink()
+    artifact = Artifact.open(folder)
+    assert artifact.file_problems(hashes=False).keys() == {"tokenizer.json"}
+    problems = artifact.file_problems()
+    assert "missing" in problems["tokenizer.json"]
+    assert "was changed after export" in problems["model.onnx"]
+    with pytest.raises(DiffbitError, match=r"(?s)model\.onnx.*tokenizer\.json"):
+        artifact.check_files()
+    model.write_bytes(whole[:-3])
+    assert f"has {len(whole) - 3} bytes" in Artifact.open(folder).file_problems(hashes=False)["model.onnx"]
+
+
+def test_only_listed_files_inside_the_folder(folder: Path, tmp_path: Path) -> None:
+    (folder / "extra.txt").write_text("x")
+    with pytest.raises(DiffbitError, match=r"lists no extra\.txt"):
+        Artifact.open(folder).file("extra.txt")
+    model, outside = folder / "model.onnx", tmp_path / "outside.onnx"
+    os.rename(model, outside)
+    model.symlink_to(outside)
+    with pytest.raises(DiffbitError, match="link that leads out of the artifact folder"):
+        Artifact.open(folder).file("model.onnx")
+    assert "leads out" in Artifact.open(folder).file_problems(hashes=False)["model.onnx"]
+    model.unlink()
+    os.rename(outside, folder / "weights.bin")
+    model.symlink_to("weights.bin")  # a link that stays inside is fine
+    Artifact.open(folder).check_files()
+    linked = tmp_path / "by-link"  # and so is a link to the folder itself
+    linked.symlink_to(folder)
+    Artifact.open(linked).check_files()
+    os.rename(folder / "diffbit.json", tmp_path / "diffbit.json")
+    (folder / "diffbit.json").symlink_to(tmp_path / "diffbit.json")
+    with pytest.raises(DiffbitError, match="leads out"):
+        Artifact.open(folder)

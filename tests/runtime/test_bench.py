@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diffbit.errors import DiffbitError
+from diffbit.runtime import bench
+
+from .toy import random_toy
+
+
+def test_the_row(artifact: Path) -> None:
+    row = bench(artifact, prompt_tokens=10, new_tokens=8, repeats=2, threads=1)
+    json.dumps(row)
+    assert row["model_bytes"] == sum(path.stat().st_size for path in artifact.iterdir()) - (
+        (artifact / "diffbit.json").stat().st_size
+    )
+    assert row["kv_bytes_per_1k_tokens"] == 1000 * 2 * 32 * 4
+    assert row["prefill_tokens_per_s"] == pytest.approx(10 / row["time_to_first_token_s"])
+    assert row["decode_tokens_per_s"] > 0
+    assert row["load_s"] > 0
+
+
+def test_peak_memory_is_the_childs_own(tmp_path: Path) -> None:
+    folder = random_toy().write(tmp_path / "a")
+    ballast = np.ones(400 * 2**20, np.uint8)  # resident here, not there
+    row = bench(folder, prompt_tokens=4, new_tokens=2, repeats=1, threads=1)
+    assert 20 * 2**20 < row["peak_memory_bytes"] < ballast.nbytes
+
+
+def test_refusals(tmp_path: Path) -> None:
+    folder = random_toy().write(tmp_path / "a")
+    with pytest.raises(DiffbitError, match="20 prompt tokens and 6 new ones do not fit the context of 24"):
+        bench(folder, prompt_tokens=20, new_tokens=6)
+    with pytest.raises(DiffbitError, match="repeats is 0"):
+        bench(folder, repeats=0)
+    with pytest.raises(DiffbitError, match="device 'tpu' is unknown"):  # said by the child
+        bench(folder, prompt_tokens=4, new_tokens=2, device="tpu")
+
+
+def test_importing_the_runtime_loads_neither_torch_nor_onnxruntime() -> None:
+    code = (
+        "import sys, diffbit.runtime; print(sorted({'torch', 'onnx', 'onnxruntime', 'tokenizers'} & set(sys.modules)))"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout.strip() == "[]", done.stderr

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from diffbit.errors import DiffbitError
+from diffbit.runtime import Tokenizer
+
+from .toy import BOS, EOS, byte_tokenizer
+
+TEXT = "naïve café — 日本語のテキスト, 👩‍👩‍👧 emoji, é combining, \ufffd itself, \n tabs\t and  spaces "
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("bytes") / "tokenizer.json"
+    byte_tokenizer().save(str(path))
+    return Tokenizer(path)
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A trained BPE, with merges that end in the middle of characters."""
+    hf = HfTokenizer(models.BPE())
+    hf.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    hf.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    hf.train_from_iterator([TEXT, "日月火水木金土" * 20, "åäöåäö" * 20], trainer)
+    path = tmp_path_factory.mktemp("merged") / "tokenizer.json"
+    hf.save(str(path))
+    return Tokenizer(path)
+
+
+@pytest.fixture(scope="module")
+def spaced(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A Llama-2-like tokenizer: a word's space is part of the word, unknown characters fall back to byte tokens."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁Hello", "▁world", "▁", "o", "k"]
+    hf = HfTokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True))
+    hf.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    path = tmp_path_factory.mktemp("spaced") / "tokenizer.json"
+    hf.save(str(path))
+    return Tokenizer(path)
+
+
+def pieces_of(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None) -> list[str]:
+    stream = tokenizer.stream(prompt or [])
+    return [*(stream.push(i) for i in ids), stream.finish()]
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "merged"])
+def test_streamed_text_is_the_text(kind: str, request: pytest.FixtureRequest) -> None:
+    tokenizer = request.getfixturevalue(kind)
+    ids = tokenizer.encode(TEXT)
+    assert len(ids) > 60
+    assert tokenizer.decode(ids) == TEXT
+    pieces = pieces_of(tokenizer, ids)
+    assert "".join(pieces) == TEXT
+    assert sum(map(bool, pieces)) > 40  # it does stream
+
+
+def test_a_character_comes_whole(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("é👩a")
+    assert pieces_of(tokenizer, ids) == ["", "é", "", "", "", "👩", "a", ""]
+
+
+def test_an_unfinished_character_comes_at_the_end(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a👩")
+    assert pieces_of(tokenizer, ids[:-1]) == ["a", "", "", "", "\ufffd"]
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(data=st.binary(max_size=40), prompt=st.text(max_size=10))
+def test_any_bytes_stream_to_what_python_decodes(tokenizer: Tokenizer, data: bytes, prompt: str) -> None:
+    """Broken UTF-8 as well: one token per byte, against Python's own decoder."""
+    table = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    of_byte = {b: tokenizer.encode(bytes([b]).decode())[0] for b in range(128)}
+    for lead in "\u00ff\u07ff", "ÿ":
+        assert table.pre_tokenize_str(lead)
+    # bytes above 127, read off the encodings of the characters that contain them
+    for codepoint in [*range(0x80, 0x800), *range(0x800, 0x10000, 0x40), *range(0x10000, 0x110000, 0x1000)]:
+        if 0xD800 <= codepoint < 0xE000:
+            continue
+        for b, i in zip(chr(codepoint).encode(), tokenizer.encode(chr(codepoint)), strict=True):
+            of_byte[b] = i
+    ids = [of_byte[b] for b in data if b in of_byte]
+    want = bytes(b for b in data if b in of_byte).decode(errors="replace")
+    assert "".join(pieces_of(tokenizer, ids, tokenizer.encode(prompt.rstrip("\ufffd")))) == want
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(ids=st.lists(st.integers(0, 299), max_size=40))
+def test_any_tokens_stream_to_their_decoding(merged: Tokenizer, ids: list[int]) -> None:
+    assert "".join(pieces_of(merged, ids)) == merged.decode(ids)
+
+
+def test_the_space_after_the_prompt_is_kept(spaced: Tokenizer) -> None:
+    hello, world = 257, 258
+    assert spaced.decode([hello, world]) == "Hello world"
+    assert pieces_of(spaced, [world, world], [hello]) == [" world", " world", ""]
+    assert pieces_of(spaced, [hello, world]) == ["Hello", " world", ""]
+    euro = [1 + byte for byte in "€".encode()]
+    assert pieces_of(spaced, [*euro, *euro, 260], [hello]) == ["", "", "€", "", "", "€", "o", ""]
+
+
+def test_special_tokens_and_unknown_ids_show_nothing(tokenizer: Tokenizer) -> None:
+    a, b = tokenizer.encode("ab")
+    assert pieces_of(tokenizer, [BOS, a, EOS, 263, b, EOS]) == ["", "a", "", "", "b", "", ""]
+    assert tokenizer.decode([BOS, a, b, EOS]) == "ab"
+    assert tokenizer.vocab_size == 258
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    with pytest.raises(DiffbitError, match=r"none\.json: cannot be read"):
+        Tokenizer(tmp_path / "none.json")
+    bad = tmp_path / "bad.json"
+    bad.write_text('{"model": 3}')
+    with pytest.raises(DiffbitError, match=r"bad\.json: is no tokenizer\.json"):
+        Tokenizer(bad)
