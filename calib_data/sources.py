@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -269,6 +270,9 @@ def _hugging_face(source: str, split: str, field: str, *, streaming: bool) -> tu
     if not fields[0] or len(fields) > 4:
         raise DiffbitError(f"{source}: wanted hf:NAME[:config][:split][:field]")
     name, config, own_split, own_field = fields + [""] * (4 - len(fields))
+    chatter = logging.getLogger("huggingface_hub")  # logs each of five retries; one sentence at the end is enough
+    level = chatter.level
+    chatter.setLevel(logging.CRITICAL)
     try:
         if any(Path(name, marker).is_file() for marker in ("dataset_dict.json", "state.json")):
             data: Any = datasets.load_from_disk(name)
@@ -279,6 +283,8 @@ def _hugging_face(source: str, split: str, field: str, *, streaming: bool) -> tu
             f"{source}: the dataset cannot be loaded ({_first_line(error)}); check its name and config, or, "
             "without network, give a file, a folder or 'stdlib'"
         ) from None
+    finally:
+        chatter.setLevel(level)
     splits: dict[str, Any] = dict(data) if isinstance(data, dict) else {"train": data}
 
     roles = ROLES

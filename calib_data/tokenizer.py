@@ -44,6 +44,24 @@ class TextTokenizer:
             for encoding in self.backend.encode_batch(batch, add_special_tokens=False):
                 yield np.asarray(encoding.ids, dtype=np.int64)
 
+    def save(self, folder: str | Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json, with the separator as bos and eos."""
+        folder = Path(folder)
+        with write_atomic(folder / "tokenizer.json") as temporary:
+            self.backend.save(str(temporary))
+        token = self.backend.id_to_token(self.eos_id)
+        write_json(
+            folder / "tokenizer_config.json",
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": token,
+                "eos_token": token,
+                "add_bos_token": False,
+                "add_eos_token": False,
+                "clean_up_tokenization_spaces": False,
+            },
+        )
+
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int, folder: str | Path) -> TextTokenizer:
     """Train a byte-level BPE of `vocab_size` ids, save it into `folder` and return it.
@@ -62,20 +80,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, folder: str | Pat
         show_progress=False,
     )
     backend.train_from_iterator(documents, trainer)
-    folder = Path(folder)
-    with write_atomic(folder / "tokenizer.json") as temporary:
-        backend.save(str(temporary))
-    write_json(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": END_OF_TEXT,
-            "eos_token": END_OF_TEXT,
-            "add_bos_token": False,
-            "add_eos_token": False,
-            "clean_up_tokenization_spaces": False,
-        },
-    )
+    TextTokenizer(backend, eos_id=0, sha256="").save(folder)
     return load_tokenizer(folder)
 
 
