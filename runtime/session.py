@@ -24,12 +24,10 @@ from .providers import onnxruntime, open_session
 Ids = NDArray[np.int64]
 Logits = NDArray[np.float32]
 
-# Tokens of a prompt that go through the graph at once: bounds the memory for scores and logits, and is long enough
-# that the weights are read rarely.
-CHUNK = 512
-# From this prompt length on, the last token runs on its own, so that the others' logits are not computed: one more
-# pass over the weights against CHUNK rows of the output head.
-ALONE = 32
+# Tokens of a prompt that go through the graph at once. It bounds the memory for scores and logits (at a vocabulary of
+# 128k, 134 MB), and is long enough that reading the weights again for each chunk costs little. ONNX Runtime computes
+# every output whether it is asked for or not, so the head's work on positions that nobody reads cannot be saved here.
+CHUNK = 256
 
 
 class Session:
@@ -55,10 +53,8 @@ class Session:
         self._past_names = [f"past_key_values.{part}" for part in parts]
         self._present_names = [f"present.{part}" for part in parts]
         self._check_signature()
-        ort = onnxruntime()
         self._binding = self._session.io_binding()
-        self._without_head = ort.RunOptions()
-        self._without_head.only_execute_path_to_fetches = True
+        self._binding.bind_output("logits", "cpu")  # the first of the outputs
         self._batch = 0
         self._past: list[Any] = []  # OrtValues, in the order of _past_names
         self._mask: Ids = np.zeros((0, self.capacity), np.int64)  # [B, C]
@@ -119,12 +115,10 @@ class Session:
             return whole
         if batch > 1:
             return self._append(packed, mask)[np.arange(batch), lengths - 1]
-        # the last chunk's logits are wanted for one position; see ALONE
-        head = used - 1 if used >= ALONE else 0
-        for start in range(0, head, CHUNK):
-            stop = min(start + CHUNK, head)
-            self._append(packed[:, start:stop], mask[:, start:stop], head=False)
-        return self._append(packed[:, head:], mask[:, head:])[:, -1]
+        last = (used - 1) // CHUNK * CHUNK
+        for start in range(0, last, CHUNK):
+            self._append(packed[:, start : start + CHUNK], mask[:, start : start + CHUNK], fetch=False)
+        return self._append(packed[:, last:], mask[:, last:])[:, -1]
 
     def step(self, token_ids: ArrayLike) -> Logits:
         """Append one token per row, [B, 1], and return the logits after it, [B, V]."""
@@ -142,37 +136,44 @@ class Session:
         chunks = range(0, ids.shape[1], CHUNK)
         return np.concatenate([self._append(ids[:, i : i + CHUNK], mask[:, i : i + CHUNK]) for i in chunks], axis=1)
 
-    def _append(self, ids: Ids, mask: Ids, head: bool = True) -> Logits:
-        """Run the graph on `ids` [B, S] and keep the cache. Returns [B, S, V]; [B, S, 0] without the `head`."""
+    def _append(self, ids: Ids, mask: Ids, fetch: bool = True) -> Logits:
+        """Run the graph on `ids` [B, S] and keep the cache. Returns the logits [B, S, V]; [B, S, 0] without `fetch`."""
         start, stop = self._length, self._length + ids.shape[1]
         self._mask[:, start:stop] = mask
         positions = self._tokens[:, None] + np.cumsum(mask, axis=1) - 1
+        feeds = {  # the binding reads this memory and does not own it: it must live until the run is over
+            "input_ids": np.ascontiguousarray(ids),
+            "attention_mask": np.ascontiguousarray(self._mask[:, :stop]),
+            "position_ids": np.maximum(positions, 0),
+        }
         binding = self._binding
-        binding.bind_cpu_input("input_ids", np.ascontiguousarray(ids))
-        binding.bind_cpu_input("attention_mask", np.ascontiguousarray(self._mask[:, :stop]))
-        binding.bind_cpu_input("position_ids", np.maximum(positions, 0))
-        binding.clear_binding_outputs()
-        for name, value in zip(self._past_names, self._past, strict=True):
-            binding.bind_ortvalue_input(name, value)
-        for name, value in zip(self._present_names, self._past, strict=True):
-            if self.artifact.cache.in_place:
-                binding.bind_ortvalue_output(name, value)
-            else:
-                binding.bind_output(name, self.device)
-        if head:
-            binding.bind_output("logits", "cpu")
+        for name, array in feeds.items():
+            binding.bind_cpu_input(name, array)
+        # Binding an output again makes the run allocate it anew, so logits given out earlier stay as they are.
+        binding.bind_output("logits", "cpu" if fetch else self.device)
+        if not self.artifact.cache.in_place:
+            self._bind_cache()
         try:
-            self._session.run_with_iobinding(binding, None if head else self._without_head)
+            self._session.run_with_iobinding(binding)
         except Exception as error:  # ONNX Runtime's exceptions have no base of their own
             self._batch, self._past = 0, []
             self.reset()
             raise DiffbitError(f"{self._model}: ONNX Runtime failed while running it ({error})") from None
-        outputs = binding.get_outputs()  # in the order of binding
+        outputs = binding.get_outputs_as_ortvaluevector()  # in the order of first binding
         if not self.artifact.cache.in_place:
-            self._past = outputs[: len(self._past)]
+            self._past = binding.get_outputs()[1:]
         self._tokens = self._tokens + mask.sum(axis=1)
         self._length = stop
-        return outputs[-1].numpy() if head else np.zeros((*ids.shape, 0), np.float32)
+        return outputs[0].numpy() if fetch else np.zeros((*ids.shape, 0), np.float32)
+
+    def _bind_cache(self) -> None:
+        for name, value in zip(self._past_names, self._past, strict=True):
+            self._binding.bind_ortvalue_input(name, value)
+        for name, value in zip(self._present_names, self._past, strict=True):
+            if self.artifact.cache.in_place:
+                self._binding.bind_ortvalue_output(name, value)
+            else:
+                self._binding.bind_output(name, self.device)
 
     def _begin(self, batch: int) -> None:
         """Make the cache ready for `batch` rows, if it holds no tokens yet."""
@@ -189,6 +190,8 @@ class Session:
             make = onnxruntime().OrtValue.ortvalue_from_numpy
             # np.zeros takes its pages from the system when they are first written: an unused context costs nothing
             self._past = [make(np.zeros(shape, cache.dtype), self.device, 0) for _ in self._past_names]
+            if cache.in_place:
+                self._bind_cache()
         self._batch = batch
         self._mask = np.zeros((batch, self.capacity), np.int64)
         self._tokens = np.zeros(batch, np.int64)
