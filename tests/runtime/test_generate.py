@@ -100,6 +100,13 @@ def test_what_only_looked_like_a_stop_string_is_given(tmp_path: Path) -> None:
     assert eos("a", stop=["cdx"]).text == "bcd"
 
 
+def test_a_token_that_brings_two_stops_at_once() -> None:
+    from diffbit.runtime.generate import _StopGate
+
+    gate = _StopGate(["gh", "cd"])
+    assert (gate.push("abcdefgh"), gate.closed, gate.push("ab"), gate.finish()) == ("ab", True, "", "")
+
+
 @pytest.mark.parametrize("stop", ["aab", "aaab", "abab", "ba"])
 def test_overlapping_stops_against_plain_search(stop: str) -> None:
     from diffbit.runtime.generate import _StopGate

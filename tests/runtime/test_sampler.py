@@ -105,6 +105,8 @@ def test_extremes() -> None:
     assert Sampler(1e-300, seed=0)(logits) == 1
     assert Sampler(1.0, top_p=1e-9, seed=0)(logits) == 1
     assert Sampler(1.0, top_k=1, seed=0)(logits) == 1
+    tokens, _ = Sampler(1.0, top_p=0.5).distribution(np.zeros(2))
+    assert tokens.tolist() == [0]  # half the mass is enough for p = 0.5
     assert 2 not in {Sampler(100.0, seed=i)(logits) for i in range(50)}
     for bad in (np.nan, np.inf):
         with pytest.raises(DiffbitError, match="not finite"):

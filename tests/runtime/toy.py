@@ -1,6 +1,7 @@
 """A one-layer attention model as an artifact, in both cache modes, and the same model in numpy.
 
-    x = embed[id] + place[position];  q = k = v = x in heads of d;  logits = (x + gain * attention(q, k, v)) @ out
+    x = embed[id] + place[position];  q = k = x and v = tanh(x), in heads of d
+    logits = (x + gain * attention(q, k, v)) @ out
 
 With `gain` 0 and one-hot embeddings the next token depends on the last one alone, which makes generations predictable.
 """
@@ -30,7 +31,8 @@ GROWING = """
   hidden = Or (future, padding)
   k_new = Transpose <perm = [0, 2, 1, 3]> (x_heads)
   "present.0.key" = Concat <axis = 2> ("past_key_values.0.key", k_new)
-  "present.0.value" = Concat <axis = 2> ("past_key_values.0.value", k_new)
+  v_new = Transpose <perm = [0, 2, 1, 3]> (v_heads)
+  "present.0.value" = Concat <axis = 2> ("past_key_values.0.value", v_new)
   k_t = Transpose <perm = [0, 1, 3, 2]> ("present.0.key")
   raw = MatMul (k_new, k_t)
   scaled = Mul (raw, scale)
@@ -47,7 +49,7 @@ IN_PLACE = """
   total_32 = Cast <to = 6> (total)
   attention, "present.0.key", "present.0.value" = com.microsoft.GroupQueryAttention
     <num_heads = HEADS, kv_num_heads = HEADS, scale = SCALE>
-    (x, x, x, "past_key_values.0.key", "past_key_values.0.value", seqlens, total_32)
+    (x, x, v, "past_key_values.0.key", "past_key_values.0.value", seqlens, total_32)
 """
 MODEL = """
 <ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]>
@@ -61,7 +63,9 @@ toy (int64[B, S] input_ids, int64[B, T] attention_mask, int64[B, S] position_ids
   places = Gather (place, position_ids)
   x = Add (tokens, places)
   x_shape = Shape (x)
+  v = Tanh (x)
   x_heads = Reshape (x, heads_shape)
+  v_heads = Reshape (v, heads_shape)
   S = Shape <start = 1, end = 2> (input_ids)
   total = Shape <start = 1, end = 2> (attention_mask)
   total_0d = Squeeze (total)
@@ -96,7 +100,7 @@ class Toy:
         scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
-        return (x + self.gain * (weights @ head).transpose(1, 0, 2).reshape(length, width)) @ self.out
+        return (x + self.gain * (weights @ np.tanh(head)).transpose(1, 0, 2).reshape(length, width)) @ self.out
 
     def greedy(self, ids: list[int], count: int) -> list[int]:
         ids = list(ids)
