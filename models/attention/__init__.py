@@ -1,0 +1,40 @@
+"""Attention variants: one file each, found by listing this folder.
+
+A variant's file has MODEL_TYPE (the model_type of its config.json) and a class Attention(nn.Module):
+
+    __init__(config, layer_index)
+    forward(x [B, S, E], rope (cos, sin: fp32 [B, S, d/2]), mask, cache) -> [B, S, E]
+    q_proj, k_proj, v_proj, o_proj   linears, named as in Hugging Face's models
+    out_scale       float: the factor on the heads' output before o_proj (1 but for diff_v1)
+    logits_hook     None, or a function that sees and may replace the scaled attention logits (softmax.LogitsHook)
+    lambda_value()  the number subtracted with (fp32 scalar), or None where it depends on the token
+    hf_heads(config) -> (num_attention_heads, num_key_value_heads) of a config.json, and heads_from_hf, its inverse
+    row_order(config) -> {"q_proj": order, ...}: canonical rows = rows on disk[order]; absent where they are the same
+    cache_heads(config) -> heads in the KV cache, each head_dim wide
+
+Canonical order: sub-heads in adjacent pairs (2i signal, 2i+1 noise); a 2d-wide value of diff_v1 as two neighbouring
+sub-heads.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType
+
+
+@cache
+def variants() -> tuple[str, ...]:
+    """Names of the attention variants: the files of this folder."""
+    return tuple(sorted(module.name for module in iter_modules(__path__)))
+
+
+def variant(name: str) -> ModuleType:
+    """The module of the variant `name`, one of `variants()`."""
+    return import_module(f".{name}", __name__)
+
+
+def model_types() -> dict[str, str]:
+    """{model_type of a config.json: variant}."""
+    return {variant(name).MODEL_TYPE: name for name in variants()}

@@ -1,0 +1,130 @@
+"""Differential attention, version 1 (arXiv 2410.05258, eq. 1-3).
+
+    A1 = softmax(q_2i k_2g^T / sqrt d),  A2 = softmax(q_2i+1 k_2g+1^T / sqrt d),   g = i // (H/KV)
+    o_i = (1 - lambda_init) * RMSNorm((A1 - lambda A2) v_g)          v_g and o_i are 2d wide
+    lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
+    lambda_init = 0.8 - 0.6 exp(-0.3 l),   l = 0, 1, ... the layer
+
+The head norm has no weight and runs in float32, and so does lambda: rounding each exp() to bfloat16 costs up to 9e-3
+in lambda. Rows of q_proj and k_proj lie in adjacent pairs (signal, noise); Hugging Face's diffllama has all signal
+heads first, then all noise heads, and all first halves of the values before all second halves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...errors import DiffbitError
+from ..cache import LayerCache
+from ..config import ModelConfig
+from ..rope import Rope, apply_rope
+from ..softmax import LogitsHook, attend, explicit_logits, explicit_softmax
+
+MODEL_TYPE = "diffllama"
+LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+
+
+def lambda_init(layer_index: int) -> float:
+    """0.2 in layer 0, growing towards 0.8."""
+    return 0.8 - 0.6 * math.exp(-0.3 * layer_index)
+
+
+class Attention(nn.Module):
+    lambda_q1: nn.Parameter
+    lambda_k1: nn.Parameter
+    lambda_q2: nn.Parameter
+    lambda_k2: nn.Parameter
+
+    def __init__(self, config: ModelConfig, layer_index: int) -> None:
+        super().__init__()
+        heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, 2 * heads * width, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, 2 * kv_heads * width, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, 2 * kv_heads * width, bias=False)
+        self.o_proj = nn.Linear(2 * heads * width, config.hidden_size, bias=False)
+        for name in LAMBDAS:
+            self.register_parameter(name, nn.Parameter(torch.empty(width, dtype=torch.float32).normal_(0, 0.1)))
+        self.head_dim = width
+        self.scale = width**-0.5
+        self.norm_eps = config.norm_eps
+        self.lambda_init = lambda_init(layer_index)
+        self.out_scale = 1.0 - self.lambda_init
+        self.logits_hook: LogitsHook | None = None
+
+    def forward(self, x: Tensor, rope: Rope, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+        query = apply_rope(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), rope).transpose(1, 2)  # [B, 2H, S, d]
+        key = apply_rope(self.k_proj(x).unflatten(-1, (-1, self.head_dim)), rope).transpose(1, 2)  # [B, 2KV, S, d]
+        value = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, 2KV, S, d]
+        if cache is not None:
+            key, value = cache.append(key, value)  # [B, 2KV, T, d]
+        value = torch.cat((value[:, 0::2], value[:, 1::2]), dim=-1)  # [B, KV, T, 2d]
+        lambda_ = self.lambda_value()
+        if self.logits_hook is None:
+            signal = attend(query[:, 0::2], key[:, 0::2], value, mask, self.scale)
+            noise = attend(query[:, 1::2], key[:, 1::2], value, mask, self.scale)
+            out = signal.float() - lambda_ * noise.float()  # [B, H, S, 2d]
+        else:
+            signal = explicit_logits(query[:, 0::2], key[:, 0::2], self.scale)  # [B, H, S, T]
+            noise = explicit_logits(query[:, 1::2], key[:, 1::2], self.scale)
+            logits = torch.stack((signal, noise), dim=2).flatten(1, 2)  # [B, 2H, S, T], in adjacent pairs
+            probabilities = explicit_softmax(logits, mask, self.logits_hook)
+            difference = probabilities[:, 0::2] - lambda_ * probabilities[:, 1::2]
+            out = difference @ value.float().repeat_interleave(difference.shape[1] // value.shape[1], dim=1)
+        out = F.rms_norm(out, out.shape[-1:], eps=self.norm_eps) * self.out_scale
+        return self.o_proj(out.to(x.dtype).transpose(1, 2).flatten(2))
+
+    def lambda_value(self) -> Tensor:
+        """lambda of this layer: an fp32 scalar that gradients flow through."""
+        first = (self.lambda_q1.float() * self.lambda_k1.float()).sum().exp()
+        second = (self.lambda_q2.float() * self.lambda_k2.float()).sum().exp()
+        return first - second + self.lambda_init
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Keep the lambda vectors float32 when the model is moved with .to(bfloat16), .half(), ..."""
+        before = {name: getattr(self, name).detach() for name in LAMBDAS}
+        super()._apply(fn, recurse)
+        for name, kept in before.items():
+            parameter = getattr(self, name)
+            if parameter.dtype != torch.float32:
+                parameter.data = kept.to(parameter.device)
+        return self
+
+    @staticmethod
+    def hf_heads(config: ModelConfig) -> tuple[int, int]:
+        return 2 * config.num_heads, 2 * config.num_kv_heads
+
+    @staticmethod
+    def heads_from_hf(query_heads: int, kv_heads: int) -> tuple[int, int]:
+        for name, count in (("num_attention_heads", query_heads), ("num_key_value_heads", kv_heads)):
+            if count % 2:
+                raise DiffbitError(
+                    f"{name} is {count}, wanted an even number: differential attention pairs a signal with a noise head"
+                )
+        if query_heads % kv_heads:
+            raise DiffbitError(
+                f"num_attention_heads is {query_heads}, wanted a multiple of num_key_value_heads, which is {kv_heads}"
+            )
+        return query_heads // 2, kv_heads // 2
+
+    @staticmethod
+    def row_order(config: ModelConfig) -> dict[str, Tensor]:
+        return {
+            "q_proj": _pairs_from_halves(config.num_heads, config.head_dim),
+            "k_proj": _pairs_from_halves(config.num_kv_heads, config.head_dim),
+            "v_proj": _pairs_from_halves(config.num_kv_heads, config.head_dim),
+        }
+
+    @staticmethod
+    def cache_heads(config: ModelConfig) -> int:
+        return 2 * config.num_kv_heads
+
+
+def _pairs_from_halves(pairs: int, width: int) -> Tensor:
+    """Row indices that turn [all first heads, all second heads] into [first, second, first, second, ...]."""
+    return torch.arange(2 * pairs * width).view(2, pairs, width).transpose(0, 1).flatten()

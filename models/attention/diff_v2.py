@@ -1,0 +1,80 @@
+"""Differential attention, version 2 (hf.co/blog/microsoft/diff-attn-v2; unilm, Diff-Transformer-V2).
+
+    a_j = softmax(q_j k_g^T / sqrt d) v_g    for 2H query sub-heads, both of a pair on kv head g = i // (H/KV)
+    o_i = a_2i - sigmoid(lambda_i(x)) * a_2i+1,     lambda(x) = W x: one number per token and head
+
+No head norm and no lambda_init. It is grouped-query attention with twice the query heads and a subtraction after it.
+The model_type is diffbit's own; rows on disk lie as in memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import DiffbitError
+from ..cache import LayerCache
+from ..config import ModelConfig
+from ..rope import Rope, apply_rope
+from ..softmax import LogitsHook, attend, explicit_logits, explicit_softmax
+
+MODEL_TYPE = "diff_llama_v2"
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, layer_index: int) -> None:
+        super().__init__()
+        heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, 2 * heads * width, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_heads * width, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_heads * width, bias=False)
+        self.o_proj = nn.Linear(heads * width, config.hidden_size, bias=False)
+        self.lambda_proj = nn.Linear(config.hidden_size, heads, bias=False)
+        self.head_dim = width
+        self.scale = width**-0.5
+        self.out_scale = 1.0
+        self.logits_hook: LogitsHook | None = None
+
+    def forward(self, x: Tensor, rope: Rope, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+        query = apply_rope(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), rope).transpose(1, 2)  # [B, 2H, S, d]
+        key = apply_rope(self.k_proj(x).unflatten(-1, (-1, self.head_dim)), rope).transpose(1, 2)  # [B, KV, S, d]
+        value = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        if cache is not None:
+            key, value = cache.append(key, value)  # [B, KV, T, d]
+        if self.logits_hook is None:
+            out = attend(query, key, value, mask, self.scale).float()  # [B, 2H, S, d]
+        else:
+            probabilities = explicit_softmax(explicit_logits(query, key, self.scale), mask, self.logits_hook)
+            out = probabilities @ value.float().repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+        weight = self.lambda_proj(x).float().sigmoid().transpose(1, 2)[..., None]  # [B, H, S, 1]
+        out = out[:, 0::2] - weight * out[:, 1::2]  # [B, H, S, d]
+        return self.o_proj(out.to(x.dtype).transpose(1, 2).flatten(2))
+
+    def lambda_value(self) -> Tensor | None:
+        return None
+
+    @staticmethod
+    def hf_heads(config: ModelConfig) -> tuple[int, int]:
+        return 2 * config.num_heads, config.num_kv_heads
+
+    @staticmethod
+    def heads_from_hf(query_heads: int, kv_heads: int) -> tuple[int, int]:
+        if query_heads % 2:
+            raise DiffbitError(
+                f"num_attention_heads is {query_heads}, wanted an even number: differential attention pairs a signal "
+                "with a noise head"
+            )
+        if (query_heads // 2) % kv_heads:
+            raise DiffbitError(
+                f"num_attention_heads is {query_heads}, wanted a multiple of twice num_key_value_heads, which is "
+                f"{kv_heads}: both heads of a pair read one key-value head"
+            )
+        return query_heads // 2, kv_heads
+
+    @staticmethod
+    def row_order(config: ModelConfig) -> dict[str, torch.Tensor]:
+        return {}
+
+    @staticmethod
+    def cache_heads(config: ModelConfig) -> int:
+        return config.num_kv_heads

@@ -1,0 +1,68 @@
+"""Softmax attention of a plain Transformer with grouped key-value heads (arXiv 1706.03762, eq. 1; 2305.13245).
+
+o_h = softmax(q_h k_g^T / sqrt d) v_g,    g = h // (H/KV)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import DiffbitError
+from ..cache import LayerCache
+from ..config import ModelConfig
+from ..rope import Rope, apply_rope
+from ..softmax import LogitsHook, attend, explicit_logits, explicit_softmax
+
+MODEL_TYPE = "llama"
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, layer_index: int) -> None:
+        super().__init__()
+        heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, heads * width, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_heads * width, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_heads * width, bias=False)
+        self.o_proj = nn.Linear(heads * width, config.hidden_size, bias=False)
+        self.head_dim = width
+        self.scale = width**-0.5
+        self.out_scale = 1.0
+        self.logits_hook: LogitsHook | None = None
+
+    def forward(self, x: Tensor, rope: Rope, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+        query = apply_rope(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), rope).transpose(1, 2)  # [B, H, S, d]
+        key = apply_rope(self.k_proj(x).unflatten(-1, (-1, self.head_dim)), rope).transpose(1, 2)  # [B, KV, S, d]
+        value = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        if cache is not None:
+            key, value = cache.append(key, value)  # [B, KV, T, d]
+        if self.logits_hook is None:
+            out = attend(query, key, value, mask, self.scale)
+        else:
+            probabilities = explicit_softmax(explicit_logits(query, key, self.scale), mask, self.logits_hook)
+            value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+            out = (probabilities @ value.float()).to(x.dtype)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def lambda_value(self) -> Tensor | None:
+        return None
+
+    @staticmethod
+    def hf_heads(config: ModelConfig) -> tuple[int, int]:
+        return config.num_heads, config.num_kv_heads
+
+    @staticmethod
+    def heads_from_hf(query_heads: int, kv_heads: int) -> tuple[int, int]:
+        if query_heads % kv_heads:
+            raise DiffbitError(
+                f"num_attention_heads is {query_heads}, wanted a multiple of num_key_value_heads, which is {kv_heads}"
+            )
+        return query_heads, kv_heads
+
+    @staticmethod
+    def row_order(config: ModelConfig) -> dict[str, torch.Tensor]:
+        return {}
+
+    @staticmethod
+    def cache_heads(config: ModelConfig) -> int:
+        return config.num_kv_heads

@@ -1,0 +1,124 @@
+"""The decoder every variant shares: embedding, pre-RMSNorm blocks of attention and SwiGLU, RMSNorm, head.
+
+    x = x + attention(norm(x));   x = x + down(silu(gate(norm(x))) * up(norm(x)));   logits = norm(x) W_head^T
+
+Parameter names are those of Hugging Face's llama, so a state_dict differs from a checkpoint in the order of rows only.
+A model can be run whole (`Decoder.forward`) or piece by piece (`embed`, each `Block`, `head`, with `rope_for` and
+`causal_mask`), which is how one layer at a time is streamed through memory.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .attention import variant
+from .cache import KVCache, LayerCache
+from .config import ModelConfig
+from .masks import causal_mask, default_positions
+from .rope import Rope, rope_for
+
+INIT_STD = 0.02
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467, eq. 4); the division in float32, as in Hugging Face's."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202, eq. 6)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """One layer. forward(x [B, S, E], rope, mask, cache) -> [B, S, E]."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = variant(config.attention).Attention(config, index)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = SwiGLU(config)
+
+    def forward(self, x: Tensor, rope: Rope, mask: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Body(nn.Module):
+    """Everything below the head; it exists for the prefix "model." of the parameters' names."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+
+class Decoder(nn.Module):
+    """A language model. Fresh weights are N(0, 0.02), fresh lambda vectors N(0, 0.1), from torch's global generator."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Body(config)
+        self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, 0.0, INIT_STD)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Token ids [B, S] -> hidden states [B, S, E]."""
+        return self.model.embed_tokens(input_ids)
+
+    def head(self, x: Tensor) -> Tensor:
+        """Hidden states [B, S, E] -> logits [B, S, V], the final norm included."""
+        x = self.model.norm(x)
+        return F.linear(x, self.model.embed_tokens.weight) if self.lm_head is None else self.lm_head(x)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        cache: KVCache | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """input_ids [B, S] -> logits [B, S, V].
+
+        attention_mask [B, T], T = cached + S: 1 = real token, 0 = padding, in any arrangement. position_ids [B, S]:
+        by default real tokens are counted from 0. Tokens are appended to `cache` where one is given.
+        """
+        batch, length = input_ids.shape
+        past = 0 if cache is None else cache.length
+        if position_ids is None:
+            position_ids = default_positions(batch, length, past, attention_mask, input_ids.device)
+        rope = rope_for(self.config, position_ids)
+        mask = causal_mask(length, past, attention_mask, input_ids.device)
+        x = self.embed(input_ids)
+        for index, layer in enumerate(self.model.layers):
+            x = layer(x, rope, mask, None if cache is None else cache.layers[index])
+        return self.head(x)
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Parameters of a model of this shape, tied ones counted once; nothing is allocated."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Decoder(config).parameters())

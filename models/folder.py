@@ -1,0 +1,90 @@
+"""The files of a checkpoint folder: which hold the weights, and that none of them lies elsewhere.
+
+A folder is untrusted: an index can name "../../etc/passwd", and a link inside it can lead anywhere. Only safetensors is
+read; a pickle can run code when it is opened.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .. import files
+from ..errors import DiffbitError
+from .safetensors_file import Entry, read_header
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+
+
+def check_folder(path: Path) -> None:
+    """Refuse what is no checkpoint folder, with a word on what it is."""
+    if not path.exists():
+        raise DiffbitError(f"{path}: no such folder")
+    if not path.is_dir():
+        raise DiffbitError(f"{path}: is a file, wanted a folder with config.json and safetensors weights")
+    if (path / "diffbit.json").is_file():
+        raise DiffbitError(f"{path}: is an exported artifact, wanted the checkpoint that it was made from")
+    if not (path / "config.json").exists():
+        raise DiffbitError(f"{path}: holds no config.json, wanted a folder with config.json and safetensors weights")
+
+
+def inside(folder: Path, name: str, named_by: Path) -> Path:
+    """The file `name` of the folder; a DiffbitError where it is missing or not in the folder."""
+    file = folder / name
+    if not name or Path(name).name != name or "\\" in name or "\0" in name:
+        raise DiffbitError(f"{named_by}: names the file {name!r}, wanted the plain name of a file in the folder")
+    if not file.exists():
+        raise DiffbitError(f"{named_by}: names the file {name}, which does not exist; copy the missing file")
+    home, real = folder.resolve(), file.resolve()
+    homes = [home]
+    if home.parent.name == "snapshots":  # the Hugging Face cache: snapshots/<commit>/* link to blobs/*
+        homes.append(home.parent.parent / "blobs")
+    if real.parent not in homes:
+        raise DiffbitError(f"{file}: is a link that leads out of the folder; copy the file itself there")
+    if not real.is_file():
+        raise DiffbitError(f"{file}: is no regular file")
+    return file
+
+
+def find_tensors(folder: Path) -> dict[str, Entry]:
+    """Every tensor of the folder, from model.safetensors or from the files that the index names."""
+    index = folder / INDEX
+    if (folder / SINGLE).exists():
+        return read_header(inside(folder, SINGLE, folder))
+    if index.exists():
+        return _indexed(folder, inside(folder, INDEX, folder))
+    others = sorted(file.name for file in folder.iterdir() if file.suffix == ".safetensors")
+    if others:
+        raise DiffbitError(f"{folder}: holds {others[0]} but neither {SINGLE} nor {INDEX}, wanted one of them")
+    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
+    if pickles:
+        raise DiffbitError(
+            f"{folder / pickles[0]}: is a pickle, which can run code when it is opened, so it is not read; save the "
+            "model as safetensors (in transformers: save_pretrained(..., safe_serialization=True))"
+        )
+    raise DiffbitError(f"{folder}: holds no weights, wanted {SINGLE} or {INDEX}")
+
+
+def _indexed(folder: Path, index: Path) -> dict[str, Entry]:
+    weight_map = files.read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise DiffbitError(f"{index}: has no weight_map of tensor names to file names")
+    headers = {name: read_header(inside(folder, name, index)) for name in sorted(set(weight_map.values()))}
+    for tensor, name in weight_map.items():
+        if tensor not in headers[name]:
+            raise DiffbitError(f"{index}: says that {name} holds tensor {tensor}, but it does not; copy {name} again")
+    found: dict[str, Entry] = {}
+    for name, header in headers.items():
+        for tensor, entry in header.items():
+            if weight_map.get(tensor) != name:
+                raise DiffbitError(f"{folder / name}: holds tensor {tensor}, which {INDEX} does not place there")
+            found[tensor] = entry
+    return found

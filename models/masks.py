@@ -1,0 +1,43 @@
+"""Which keys a query may see: a boolean mask [B, 1, S, T], or None where causality alone decides.
+
+T = past + S; query s stands at place past + s and sees keys 0..past+s that the attention mask does not hide. A query
+that sees nothing (padding on the left) gets zeros from every attention function here, never NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def causal_mask(
+    length: int,
+    past: int = 0,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor | None:
+    """Mask of `length` = S new queries after `past` cached keys; True where a query may look.
+
+    attention_mask: [B, T], 1 = real token, 0 = padding, in any arrangement. Without one the result is None when the
+    fused kernels need no mask (no past, or a single query) and [1, 1, S, T] otherwise.
+    """
+    total = past + length
+    if attention_mask is None:
+        return None if past == 0 or length == 1 else full_causal(length, total, device)
+    if attention_mask.dim() != 2 or attention_mask.shape[1] != total:
+        raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}, wanted [batch, {total}]")
+    return full_causal(length, total, attention_mask.device) & attention_mask.bool()[:, None, None, :]
+
+
+def full_causal(length: int, total: int, device: torch.device | str | None = None) -> Tensor:
+    """The plain causal mask, [1, 1, length, total], of the last `length` of `total` places."""
+    return torch.ones(length, total, dtype=torch.bool, device=device).tril(total - length)[None, None]
+
+
+def default_positions(
+    batch: int, length: int, past: int, attention_mask: Tensor | None, device: torch.device
+) -> Tensor:
+    """Positions [B, S]: counted over real tokens only when there is an attention mask [B, T], else past, past+1, ..."""
+    if attention_mask is None:
+        return torch.arange(past, past + length, device=device).expand(batch, length)
+    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]

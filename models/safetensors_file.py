@@ -1,0 +1,108 @@
+"""Reading one safetensors file: its header checked before anything is read, its tensors read one at a time.
+
+The format (github.com/huggingface/safetensors): 8 bytes little-endian length n, n bytes of JSON
+{name: {"dtype", "shape", "data_offsets": [begin, end]}}, then the data, offsets counted from its start.
+
+Tensors are read into memory of their own rather than mapped: mapped pages count as resident, so streaming a large
+file through a map peaks at the file's size, and a file that is cut short while mapped kills the process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import DiffbitError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+HEADER_LIMIT = 100_000_000  # bytes; the limit of the safetensors library itself
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies and what it is, as the header says."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int  # of the data, in bytes from the start of the file
+    end: int
+
+
+def read_header(file: Path) -> dict[str, Entry]:
+    """The tensors of a safetensors file; a DiffbitError where header and file do not fit together."""
+    try:
+        size = file.stat().st_size
+        with open(file, "rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > min(size - 8, HEADER_LIMIT):
+                raise DiffbitError(
+                    f"{file}: is no safetensors file or is cut short ({size} bytes, its header would end at byte "
+                    f"{8 + length}); copy it again"
+                )
+            header = json.loads(stream.read(length))
+    except OSError as error:
+        raise DiffbitError(f"{file}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError):
+        raise DiffbitError(f"{file}: its safetensors header is not valid JSON; copy the file again") from None
+    if not isinstance(header, dict):
+        raise DiffbitError(f"{file}: its safetensors header is no JSON object; copy the file again")
+    header.pop("__metadata__", None)
+    return {name: _entry(file, name, value, 8 + length, size) for name, value in header.items()}
+
+
+def _entry(file: Path, name: str, value: object, start: int, size: int) -> Entry:
+    try:
+        assert isinstance(value, dict)
+        kind, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+        assert all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+    except (AssertionError, KeyError, TypeError, ValueError):
+        raise DiffbitError(f"{file}: the header's entry of tensor {name} is malformed; copy the file again") from None
+    if kind not in DTYPES:
+        raise DiffbitError(f"{file}: tensor {name} has dtype {kind!r}, wanted one of {', '.join(DTYPES)}")
+    dtype = DTYPES[kind]
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise DiffbitError(
+            f"{file}: tensor {name} of shape {shape} and dtype {kind} needs {math.prod(shape) * dtype.itemsize} bytes, "
+            f"but its header gives it {end - begin}; copy the file again"
+        )
+    if start + end > size:
+        raise DiffbitError(
+            f"{file}: is cut short: tensor {name} ends at byte {start + end}, the file at byte {size}; copy it again"
+        )
+    return Entry(file, dtype, shape, start + begin, start + end)
+
+
+def read_tensor(entry: Entry) -> Tensor:
+    """The tensor itself, in its stored dtype, as it lies in the file."""
+    tensor = torch.empty(entry.shape, dtype=entry.dtype)
+    if tensor.numel():
+        buffer = tensor.view(-1).view(torch.uint8).numpy().data
+        try:
+            with open(entry.file, "rb", buffering=0) as stream:
+                stream.seek(entry.begin)
+                done = 0
+                while done < len(buffer):
+                    count = stream.readinto(buffer[done:])
+                    if not count:
+                        raise DiffbitError(f"{entry.file}: was cut short while being read; copy it again")
+                    done += count
+        except OSError as error:
+            raise DiffbitError(f"{entry.file}: cannot be read ({error.strerror})") from None
+    return tensor

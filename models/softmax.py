@@ -1,0 +1,58 @@
+"""softmax(q k^T * scale) v over a mask, twice: through torch's fused kernels, and step by step.
+
+Every attention variant is a composition of `attend`. The explicit form exists for low-bit attention logits and for
+outlier statistics: a hook sees the scaled logits, and what it returns takes their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .masks import full_causal
+
+LogitsHook = Callable[[Tensor, Tensor], Tensor]
+"""(scaled logits fp32 [B, heads, S, T] before masking, mask of valid places broadcastable to it) -> logits."""
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """query [B, H, S, d], key [B, G, T, d], value [B, G, T, e] -> [B, H, S, e]; query head h reads head h // (H/G).
+
+    mask as `causal_mask` makes it. A value wider than the key (e > d) leaves torch's CPU kernels no fused path, so
+    query and key are padded with zeros to width e: measured on a 2-core AVX2 machine, forward plus backward, this is
+    the fastest of two wide unfused calls, two calls per half of the value, and padding, from 512 tokens on (166 ms
+    against 213 and 187 for 4 x 512 tokens, 8 heads of 32), and within 15 % of the fastest below. A single query
+    (decoding) would pad the whole cache, so it goes unpadded.
+    """
+    length, total, extra = query.shape[2], key.shape[2], value.shape[-1] - key.shape[-1]
+    if extra and length > 1:
+        query, key = F.pad(query, (0, extra)), F.pad(key, (0, extra))
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None and length == total and length > 1,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def explicit_logits(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """Scaled logits in float32: query [B, H, S, d], key [B, G, T, d] -> [B, H, S, T]."""
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    return (query.float() @ key.float().transpose(-1, -2)) * scale
+
+
+def explicit_softmax(logits: Tensor, mask: Tensor | None, hook: LogitsHook) -> Tensor:
+    """Probabilities in float32 of logits [B, H, S, T] that have passed through the hook; 0 where the mask hides."""
+    if mask is None:
+        length, total = logits.shape[-2:]
+        mask = full_causal(length, total, logits.device)
+    logits = hook(logits, mask).float()
+    hidden = ~mask
+    probabilities = logits.masked_fill(hidden, torch.finfo(logits.dtype).min).softmax(-1)
+    return probabilities.masked_fill(hidden, 0.0)  # a query that sees nothing: zeros, not a uniform spread

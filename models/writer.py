@@ -1,0 +1,140 @@
+"""Writing a checkpoint folder that transformers reads: config.json, safetensors (one file, or one per layer), tokenizer.
+
+The folder appears under its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .. import files
+from ..errors import DiffbitError
+from . import layout
+from .checkpoint import Checkpoint
+from .config import ModelConfig
+from .decoder import Decoder, num_parameters
+from .folder import INDEX, SINGLE, TOKENIZER_FILES
+from .hf_config import DTYPES, to_hf
+
+SINGLE_FILE_LIMIT = 2 << 30  # bytes; `save` writes larger models one file per layer
+
+
+class CheckpointWriter:
+    """`with CheckpointWriter(folder, config) as writer: writer.add(name, tensor)` for every tensor, in any order.
+
+    dtype names the float tensors' type in config.json ("float32", "bfloat16", "float16"); tensors are stored in the
+    dtype they come in. shard_layers: write a file as soon as its layer is over, so that only one layer is in memory.
+    quantization: the "quantization_config" of config.json. tokenizer_from: a folder, or a tokenizer.json, to copy from.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        config: ModelConfig,
+        *,
+        quantization: dict[str, Any] | None = None,
+        dtype: str = "float32",
+        shard_layers: bool = False,
+        tokenizer_from: str | Path | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        if dtype not in DTYPES:
+            raise DiffbitError(f"dtype is {dtype!r}, wanted one of {', '.join(DTYPES)}")
+        self.config = config
+        self.quantization = quantization
+        self.dtype = dtype
+        self.shard_layers = shard_layers
+        self.tokenizer_from = None if tokenizer_from is None else Path(tokenizer_from)
+        self._target = files.new_folder(folder, overwrite=overwrite)
+        self._pending: dict[str, Tensor] = {}
+        self._shards: list[dict[str, int]] = []  # per file: {tensor: bytes}
+        self._folder = Path()
+
+    def __enter__(self) -> Self:
+        self._folder = self._target.__enter__()
+        return self
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Store a tensor given in canonical row order under its canonical name."""
+        if self.shard_layers and self._pending and layout.layer_of(name) != layout.layer_of(next(iter(self._pending))):
+            self._flush()
+        order = layout.row_order(self.config, name)
+        if order is not None:
+            order = torch.argsort(order)
+        self._pending[name] = layout.reorder(tensor.detach().cpu(), order).contiguous()
+
+    def _flush(self) -> None:
+        file = self._folder / f"shard-{len(self._shards)}"
+        save_file(self._pending, file, metadata={"format": "pt"})
+        self._shards.append({name: tensor.nbytes for name, tensor in self._pending.items()})
+        self._pending = {}
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            try:
+                self._finish()
+            except BaseException as problem:
+                self._target.__exit__(type(problem), problem, problem.__traceback__)
+                raise
+        self._target.__exit__(kind, error, trace)
+
+    def _finish(self) -> None:
+        if self._pending:
+            self._flush()
+        if len(self._shards) == 1:
+            (self._folder / "shard-0").rename(self._folder / SINGLE)
+        else:
+            weight_map: dict[str, str] = {}
+            for index, names in enumerate(self._shards):
+                shard = f"model-{index + 1:05d}-of-{len(self._shards):05d}.safetensors"
+                (self._folder / f"shard-{index}").rename(self._folder / shard)
+                weight_map |= dict.fromkeys(names, shard)
+            total = sum(size for names in self._shards for size in names.values())
+            files.write_json(self._folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        files.write_json(self._folder / "config.json", to_hf(self.config, self.dtype, self.quantization))
+        self._copy_tokenizer()
+        Checkpoint(self._folder)  # every tensor there, in the right shape: refuse now rather than when it is read
+
+    def _copy_tokenizer(self) -> None:
+        source = self.tokenizer_from
+        if source is None:
+            return
+        if source.is_file():
+            shutil.copyfile(source, self._folder / "tokenizer.json")
+            return
+        if not source.is_dir():
+            raise DiffbitError(f"{source}: no such tokenizer file or folder")
+        for name in TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, self._folder / name)
+
+
+def save(
+    decoder: Decoder,
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    tokenizer_from: str | Path | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write a float model, its weights as `dtype`, diff_v1's lambda vectors always as float32."""
+    total = num_parameters(decoder.config) * dtype.itemsize
+    with CheckpointWriter(
+        path,
+        decoder.config,
+        dtype=str(dtype).removeprefix("torch."),
+        shard_layers=total > SINGLE_FILE_LIMIT,
+        tokenizer_from=tokenizer_from,
+        overwrite=overwrite,
+    ) as writer:
+        for name, parameter in decoder.named_parameters():
+            writer.add(name, parameter.to(torch.float32 if layout.stays_float32(name) else dtype))
