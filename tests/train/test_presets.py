@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+
+from diffbit.errors import DiffbitError
+from diffbit.train import ATTENTIONS, PRESETS, model_config, parameters, train_config
+
+
+def test_variants_of_a_preset_are_of_equal_size() -> None:
+    table = {(row["preset"], row["attention"]): row for row in parameters()}
+    assert len(table) == len(PRESETS) * len(ATTENTIONS)
+    for preset in PRESETS:
+        reference = table[preset, "softmax"]["parameters"]
+        for attention in ATTENTIONS:
+            row = table[preset, attention]
+            assert abs(row["parameters"] - reference) <= 0.01 * reference
+            same = ("hidden_size", "num_layers", "head_dim", "vocab_size", "context")
+            assert [row[key] for key in same] == [table[preset, "softmax"][key] for key in same]
+    for preset, size in {"nano": 2.5e6, "small": 25e6, "base": 120e6}.items():
+        assert abs(table[preset, "diff_v1"]["parameters"] - size) < 0.06 * size
+
+
+def test_counts_against_the_sum_written_out() -> None:
+    size = PRESETS["nano"]
+    hidden, layers = size.hidden_size, size.num_layers
+    d = hidden // (2 * size.num_pairs)
+    shared = size.vocab_size * hidden + hidden + layers * (3 * hidden * size.intermediate_size + 2 * hidden)
+    attention = layers * 8 * size.num_pairs * hidden * d
+    extra = {"softmax": 0, "diff_v1": layers * 4 * d, "diff_v2": layers * 2 * size.num_pairs * hidden}
+    counted = {row["attention"]: row["parameters"] for row in parameters(["nano"])}
+    assert counted == {name: shared + attention + more for name, more in extra.items()}
+
+
+def test_groups_of_every_format_come_out_even() -> None:
+    for size in PRESETS.values():
+        assert size.hidden_size % 128 == size.intermediate_size % 128 == 0
+        assert size.hidden_size % (4 * size.num_pairs) == 0  # an even head_dim
+
+
+def test_train_config_takes_changes() -> None:
+    config = train_config("tiny", "diff_v1", vocab_size=777, seed=3)
+    assert (config.model.vocab_size, config.seed, config.length) == (777, 3, PRESETS["tiny"].context)
+    assert train_config("tiny", "softmax", steps=20).warmup == 2
+    for arguments, sentence in {
+        ("huge", "softmax"): "none of tiny, nano",
+        ("tiny", "linear"): "none of softmax",
+    }.items():
+        with pytest.raises(DiffbitError, match=sentence):
+            model_config(*arguments)

@@ -1,0 +1,80 @@
+"""Training checkpoints: everything that the next step depends on, in safetensors and JSON.
+
+    checkpoints/step-00000500/
+        config.json, model.safetensors, tokenizer files     a model folder like any other
+        optimizer.safetensors    <parameter>.exp_avg, <parameter>.exp_avg_sq (fp32), rng.cpu and rng.cuda (uint8)
+        training.json            step, the run's options, the hash of its text, number of processes
+
+A checkpoint is written beside its place and renamed once whole, and its predecessor is deleted after that: a run that
+is killed at any moment leaves the last good one. The learning rate and the rows to train on are functions of the
+step number, so nothing of them needs to be kept.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from ..errors import DiffbitError
+from ..files import new_folder, read_json, write_json
+from ..models import Decoder, load, save
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+FOLDER = "checkpoints"
+
+
+def save_checkpoint(
+    out: Path, model: Decoder, optimizer: torch.optim.Optimizer, tokenizer: Path, training: dict[str, Any]
+) -> None:
+    """Write the checkpoint after `training["step"]` steps of the run in `out`, then delete the ones before."""
+    place = out / FOLDER / f"step-{training['step']:08}"
+    tensors = {"rng.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors["rng.cuda"] = torch.cuda.get_rng_state()
+    for name, parameter in model.named_parameters():
+        for moment in MOMENTS:
+            tensors[f"{name}.{moment}"] = optimizer.state[parameter][moment].detach().cpu().contiguous()
+    with new_folder(place, overwrite=True) as temporary:
+        save(model, temporary, dtype=torch.float32, tokenizer_from=tokenizer)
+        save_file(tensors, temporary / "optimizer.safetensors")
+        write_json(temporary / "training.json", training)
+    for other in (out / FOLDER).iterdir():  # older ones, and what a killed run left half written
+        if other != place:
+            shutil.rmtree(other)
+
+
+def last_checkpoint(out: Path) -> Path:
+    """The newest whole checkpoint of the run in `out`."""
+    found = sorted((out / FOLDER).glob("step-*")) if (out / FOLDER).is_dir() else []
+    if not found:
+        raise DiffbitError(f"{out}: holds no checkpoint to resume from; start the run without resume")
+    return found[-1]
+
+
+def restore(folder: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> int:
+    """Put the weights, the optimizer's moments and the random state of a checkpoint back, in place; its step."""
+    model.load_state_dict(load(folder).state_dict())
+    file = folder / "optimizer.safetensors"
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise DiffbitError(f"{file}: cannot be read ({error}); restore the file or start the run anew") from None
+    try:
+        step = int(read_json(folder / "training.json")["step"])
+        for name, parameter in model.named_parameters():
+            moments = {moment: tensors[f"{name}.{moment}"].to(parameter.device) for moment in MOMENTS}
+            if any(moment.shape != parameter.shape for moment in moments.values()):
+                raise DiffbitError(f"{file}: the moments of {name} are not of its shape {list(parameter.shape)}")
+            counter = torch.tensor(float(step), device=parameter.device)  # fused AdamW counts there, in fp32
+            optimizer.state[parameter] = {"step": counter, **moments}
+        torch.set_rng_state(tensors["rng.cpu"])
+        if "rng.cuda" in tensors and torch.cuda.is_available():
+            torch.cuda.set_rng_state(tensors["rng.cuda"])
+        return step
+    except KeyError as error:
+        raise DiffbitError(f"{folder}: lacks {error}; restore the file or start the run anew") from None

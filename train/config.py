@@ -1,0 +1,65 @@
+"""What a training run is made of, checked before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from ..errors import DiffbitError
+from ..models import ModelConfig
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training run. A step sees batch_size * accumulate * processes rows of `length` tokens."""
+
+    model: ModelConfig
+    steps: int
+    length: int  # tokens a row: the context trained on
+    batch_size: int = 16  # rows in one forward pass of one process
+    accumulate: int = 1  # forward passes summed up before a step
+    learning_rate: float = 3e-3  # at its highest, after `warmup` steps; then a cosine down to a tenth of it
+    warmup: int = 50
+    weight_decay: float = 0.1  # of matrices; norms and lambda vectors are not decayed
+    clip: float = 1.0  # largest norm of the gradient
+    source: str = "stdlib"  # as calib_data.load_text reads it
+    field: str = "text"
+    limit: int | None = None  # bytes of text read from the train split
+    tokenizer: str | None = None  # a tokenizer.json or its folder; None: train one of model.vocab_size ids
+    seed: int = 0  # of weights and of the order of rows
+    device: str = "auto"  # auto | cpu | cuda
+    compile: bool = False  # torch.compile
+    eval_every: int = 0  # steps; 0: at the end only
+    eval_windows: int = 64  # windows of `length` tokens that the evaluation loss is taken over
+    checkpoint_every: int = 500  # steps; 0: none before the end
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "accumulate", "eval_windows"):
+            self._want(name, getattr(self, name) >= 1, "1 or more")
+        for name in ("warmup", "weight_decay", "eval_every", "checkpoint_every", "seed"):
+            self._want(name, getattr(self, name) >= 0, "0 or more")
+        for name in ("learning_rate", "clip"):
+            self._want(name, 0 < getattr(self, name) < float("inf"), "a positive number")
+        self._want("device", self.device in ("auto", "cpu", "cuda"), "auto, cpu or cuda")
+        self._want("warmup", self.warmup <= self.steps, f"at most the {self.steps} steps of the run")
+        self._want(
+            "length",
+            2 <= self.length <= self.model.max_position,
+            f"2 to {self.model.max_position}, the model's max_position",
+        )
+
+    def _want(self, name: str, met: bool, wanted: str) -> None:
+        if not met:
+            raise DiffbitError(f"training option {name} is {getattr(self, name)!r}; wanted {wanted}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {**asdict(self), "model": self.model.to_dict()}
+
+    def differences(self, other: dict[str, Any]) -> list[str]:
+        """Names of the options that would change the result and differ from a `to_dict()` of another run."""
+        ours = self.to_dict()
+        free = {"device", "compile", "checkpoint_every"}
+        return [
+            field.name for field in fields(self) if field.name not in free and ours[field.name] != other.get(field.name)
+        ]

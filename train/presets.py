@@ -1,0 +1,122 @@
+"""Sizes to train, each with three attention variants of equal size, and how to train them.
+
+Within a preset the variants have the same parameters within 1 % and differ only in their heads (d = head_dim). With
+H pairs in diff_v1:
+
+    variant   query heads      key heads    value heads    weights of q + k + v + o, in units of hidden * d
+    softmax   2H of d          2H of d      2H of d        2H + 2H + 2H + 2H = 8H
+    diff_v1   H pairs of d     H pairs      H of 2d        2H + 2H + 2H + 2H = 8H     (+ 4d for lambda)
+    diff_v2   2H pairs of d    H of d       H of d         4H +  H +  H + 2H = 8H     (+ 2H hidden for lambda)
+
+softmax against diff_v1 is the paper's pairing: the same d, half as many (double) heads (arXiv 2410.05258, section
+2.1), so that all weights have the same names and shapes. diff_v2 doubles the query heads of the softmax baseline, as
+its authors do, and pays with fewer key-value heads (grouped queries, 4 query heads each).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..errors import DiffbitError
+from ..models import ModelConfig, num_parameters
+from .config import TrainConfig
+
+ATTENTIONS = ("softmax", "diff_v1", "diff_v2")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Sizes of a model and the length of its training. Hidden and intermediate sizes are multiples of 128, so that
+    every weight format's groups come out even."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_pairs: int  # H above
+    intermediate_size: int
+    context: int
+    steps: int
+    batch_size: int
+    accumulate: int
+    learning_rate: float
+    warmup: int
+    tie_embeddings: bool = True
+
+
+PRESETS = {
+    # The demo's: a pair in a few minutes on two CPU cores.
+    "tiny": Preset(1024, 128, 4, 2, 384, 128, 600, 16, 1, 4e-3, 60),
+    # The size of the published Diff_NanoGPT: 2.5 M parameters, context 256.
+    "nano": Preset(1024, 256, 3, 4, 640, 256, 3000, 32, 1, 2e-3, 100),
+    # For a GPU.
+    "small": Preset(4096, 512, 8, 4, 1280, 512, 10000, 64, 1, 1.5e-3, 300),
+    "base": Preset(32768, 768, 14, 6, 2048, 1024, 20000, 32, 8, 6e-4, 1000),
+}
+
+
+def model_config(preset: str, attention: str, *, vocab_size: int | None = None) -> ModelConfig:
+    """The model of a preset with one attention variant (and the vocabulary of a given tokenizer)."""
+    if preset not in PRESETS:
+        raise DiffbitError(f"preset {preset!r} is none of {', '.join(PRESETS)}")
+    if attention not in ATTENTIONS:
+        raise DiffbitError(f"attention {attention!r} is none of {', '.join(ATTENTIONS)}")
+    size = PRESETS[preset]
+    pairs = size.num_pairs
+    heads, kv_heads = {"softmax": (2 * pairs, 2 * pairs), "diff_v1": (pairs, pairs), "diff_v2": (2 * pairs, pairs)}[
+        attention
+    ]
+    return ModelConfig(
+        vocab_size=vocab_size or size.vocab_size,
+        hidden_size=size.hidden_size,
+        num_layers=size.num_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=size.hidden_size // (2 * pairs),
+        intermediate_size=size.intermediate_size,
+        max_position=size.context,
+        attention=attention,
+        tie_embeddings=size.tie_embeddings,
+    )
+
+
+def train_config(preset: str, attention: str, *, vocab_size: int | None = None, **changes: Any) -> TrainConfig:
+    """The training run of a preset; `changes` replace fields of TrainConfig."""
+    model = model_config(preset, attention, vocab_size=vocab_size)
+    size = PRESETS[preset]
+    config = TrainConfig(
+        model=model,
+        steps=size.steps,
+        length=size.context,
+        batch_size=size.batch_size,
+        accumulate=size.accumulate,
+        learning_rate=size.learning_rate,
+        warmup=size.warmup,
+    )
+    if "steps" in changes:  # a shorter run warms up no longer than the same share of it
+        changes = {"warmup": min(config.warmup, max(1, changes["steps"] // 10)), **changes}
+    return replace(config, **changes)
+
+
+def parameters(presets: Iterable[str] = PRESETS, attentions: Iterable[str] = ATTENTIONS) -> list[dict[str, Any]]:
+    """One row for each preset and variant: its sizes and its number of parameters (embedding counted once)."""
+    rows = []
+    for preset in presets:
+        for attention in attentions:
+            config = model_config(preset, attention)
+            rows.append(
+                {
+                    "preset": preset,
+                    "attention": attention,
+                    "parameters": num_parameters(config),
+                    "hidden_size": config.hidden_size,
+                    "num_layers": config.num_layers,
+                    "num_heads": config.num_heads,
+                    "num_kv_heads": config.num_kv_heads,
+                    "head_dim": config.head_dim,
+                    "vocab_size": config.vocab_size,
+                    "context": config.max_position,
+                }
+            )
+    return rows

@@ -1,0 +1,279 @@
+"""The training loop: AdamW (betas 0.9, 0.95), linear warm-up then a cosine to a tenth, clipped gradients.
+
+In `out`, the run's folder:
+
+    config.json, model.safetensors, tokenizer files    the trained model, once the run is through
+    log.jsonl        a line a step: step, loss (mean nats per token of the step's batch, before its update), lr,
+                     grad_norm (before clipping), tokens_per_second, and with diff_v1 lambda, one number a layer;
+                     eval_loss where the held-out text was scored after that step
+    loss.png         both losses
+    training.json    the options, the hashes of text and tokenizer, and the result
+    checkpoints/     while it runs: see checkpoint.py
+
+Under torchrun every process takes its share of each batch and gradients are averaged (DistributedDataParallel).
+Weights, gradients and moments are fp32 everywhere; on a GPU the forward pass runs under bf16 autocast.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from ..calib_data import Corpus, TextTokenizer, Windows, load_text, load_tokenizer, stream, train_tokenizer, windows
+from ..errors import DiffbitError
+from ..files import read_json, write_json
+from ..models import Decoder
+from ..progress import track
+from .checkpoint import last_checkpoint, restore, save_checkpoint
+from .config import TrainConfig
+from .data import Rows
+from .folder import LOG, begin_run, check_folder, place_model, read_log, rewind_log
+from .initialize import initialize
+from .plot import plot_losses, pyplot
+from .processes import Processes, processes
+
+BETAS = (0.9, 0.95)
+FINAL_RATE = 0.1  # of the highest learning rate, at the last step
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run reached."""
+
+    losses: list[float]  # one a step, nats per token
+    eval_loss: float  # nats per token of the held-out text, after the last step
+    path: Path
+    tokens: int  # trained on, repetitions counted
+    seconds: float  # of the steps, evaluation and checkpoints included; a resumed run counts from its resumption
+
+
+def train(config: TrainConfig, out: str | Path, *, resume: bool = False, overwrite: bool = False) -> TrainResult:
+    """Train a model into the folder `out` (see the module's docstring) and say what it reached.
+
+    `resume` goes on from the last checkpoint of the same run in `out`; on the CPU the losses are those of a run that
+    was never interrupted, bit for bit. `overwrite` discards an earlier run in `out`. Under torchrun, call it in every
+    process.
+    """
+    out = Path(out)
+    check_folder(out, resume=resume, overwrite=overwrite)
+    pyplot()  # if it is missing, better told now than after the last step
+    with processes(config.device) as here:
+        here.wait()  # nobody may find what the first process now begins
+        text = load_text(config.source, "train", field=config.field, limit=config.limit)
+        held_out = load_text(config.source, "eval", field=config.field)
+        if here.first and not resume:
+            begin_run(out)
+        here.wait()
+        folder = out / "tokenizer"
+        if here.first:
+            _prepare_tokenizer(config, text, folder)
+        here.wait()
+        run = _Run(config, out, here, text, held_out, load_tokenizer(folder))
+        done = run.resume() if resume else 0
+        start = time.perf_counter()
+        run.steps(done)
+        seconds = time.perf_counter() - start
+        if here.first:
+            run.finish(seconds)
+        here.wait()
+    log = read_log(out)
+    return TrainResult(
+        losses=[row["loss"] for row in log],
+        eval_loss=log[-1]["eval_loss"],
+        path=out,
+        tokens=config.steps * run.batch * config.length,
+        seconds=seconds,
+    )
+
+
+class _Run:
+    """A run's text, model and optimizer, in one process."""
+
+    def __init__(
+        self, config: TrainConfig, out: Path, here: Processes, text: Corpus, held_out: Corpus, tokenizer: TextTokenizer
+    ) -> None:
+        eos = tokenizer.eos_id
+        self.out, self.here = out, here
+        self.config = replace(config, model=replace(config.model, bos_token_id=eos, eos_token_ids=(eos,)))
+        self.batch = config.batch_size * config.accumulate * here.count  # rows a step
+        tokens, _ = stream(tokenizer.encode(text.documents), eos)
+        self.rows = Rows(tokens, config.length, config.seed)
+        ids = tokenizer.encode(held_out.documents)
+        self.held_out = windows(ids, config.length, eos_id=eos, max_windows=config.eval_windows, source=config.source)
+        self.about: dict[str, Any] = {
+            "config": self.config.to_dict(),
+            "processes": here.count,
+            "text_sha256": text.sha256,
+            "text_counts": {**text.counts, "tokens": len(tokens)},
+            "eval_sha256": self.held_out.sha256,
+            "tokenizer_sha256": tokenizer.sha256,
+        }
+
+        torch.manual_seed(config.seed)
+        self.model = Decoder(self.config.model)
+        initialize(self.model, config.seed)
+        self.model.to(here.device)
+        self.optimizer = adamw(self.model, config)
+        self.forward: Callable[[torch.Tensor], torch.Tensor] = self.model
+        self.parallel: DistributedDataParallel | None = None
+        if here.count > 1:
+            self.parallel = DistributedDataParallel(self.model, [here.device] if here.device.type == "cuda" else None)
+            self.forward = self.parallel
+        if config.compile:
+            self.forward = torch.compile(self.forward)
+
+    def resume(self) -> int:
+        """Put the last checkpoint's state back and return its step."""
+        folder = last_checkpoint(self.out)
+        before = read_json(folder / "training.json")
+        if different := self.config.differences(before.get("config", {})):
+            raise DiffbitError(
+                f"{folder}: belongs to a run with another {' and '.join(different)}; "
+                "resume with the options in its training.json, or start anew"
+            )
+        for key in ("processes", "text_sha256", "tokenizer_sha256"):
+            if before.get(key) != self.about[key]:
+                raise DiffbitError(
+                    f"{folder}: was trained with {key} {before.get(key)}, now it is {self.about[key]}; resume with the "
+                    "same text, tokenizer and number of processes, or start anew"
+                )
+        step = restore(folder, self.model, self.optimizer)
+        if self.here.first:
+            rewind_log(self.out, step)
+        return step
+
+    def steps(self, done: int) -> None:
+        """Take every step after the first `done`."""
+        config, first = self.config, self.here.first
+        remaining: Iterable[int] = range(done + 1, config.steps + 1)
+        if first:
+            remaining = track(remaining, f"training {config.model.attention}", config.steps - done)
+        with (self.out / LOG).open("a", encoding="utf-8") if first else nullcontext() as log:
+            for step in remaining:
+                row = self.take(step)
+                if log is None:
+                    continue
+                if step == config.steps or (config.eval_every and step % config.eval_every == 0):
+                    row["eval_loss"] = evaluation_loss(self.model, self.held_out, config.batch_size)
+                log.write(json.dumps(row) + "\n")
+                log.flush()
+                if config.checkpoint_every and step % config.checkpoint_every == 0 and step < config.steps:
+                    state = {"step": step, **self.about}
+                    save_checkpoint(self.out, self.model, self.optimizer, self.out / "tokenizer", state)
+
+    def take(self, step: int) -> dict[str, Any]:
+        """Forward and backward over the batch of step 1 ... steps, then the update; its line for the log."""
+        config, here = self.config, self.here
+        begin = time.perf_counter()
+        rate = learning_rate(config, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        rows = torch.from_numpy(self.rows.take((step - 1) * self.batch, self.batch))
+        loss = torch.zeros((), device=here.device)
+        for index in range(config.accumulate):
+            first = (index * here.count + here.rank) * config.batch_size
+            ids = rows[first : first + config.batch_size].to(here.device)  # [B, S + 1]
+            last = index == config.accumulate - 1
+            with nullcontext() if self.parallel is None or last else self.parallel.no_sync():
+                with _autocast(here.device):
+                    logits = self.forward(ids[:, :-1])  # [B, S, V]
+                part = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten()) / config.accumulate
+                part.backward()
+            loss += part.detach()
+        if here.count > 1:
+            dist.all_reduce(loss)
+            loss /= here.count
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip))
+        if not (math.isfinite(float(loss)) and math.isfinite(grad_norm)):
+            raise DiffbitError(
+                f"step {step}: the loss is {float(loss)} and the gradient's norm {grad_norm}: the run diverged; "
+                "lower learning_rate or lengthen warmup"
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        row: dict[str, Any] = {"step": step, "loss": float(loss), "lr": rate, "grad_norm": grad_norm}
+        row["tokens_per_second"] = round(self.batch * config.length / (time.perf_counter() - begin), 1)
+        if values := lambdas(self.model):
+            row["lambda"] = values
+        return row
+
+    def finish(self, seconds: float) -> None:
+        """Write plot, summary and model."""
+        log = read_log(self.out)
+        plot_losses({self.config.model.attention: log}, self.out / "loss.png")
+        result = {"loss": log[-1]["loss"], "eval_loss": log[-1]["eval_loss"], "seconds": round(seconds, 2)}
+        write_json(self.out / "training.json", {**self.about, "result": result})
+        place_model(self.model, self.out, self.out / "tokenizer")
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Rate of step 1 ... steps: peak * step / warmup, then peak * (0.1 + 0.9 (1 + cos(pi t)) / 2) for t in (0, 1]."""
+    if step <= config.warmup:
+        return config.learning_rate * step / config.warmup
+    t = (step - config.warmup) / (config.steps - config.warmup)
+    return config.learning_rate * (FINAL_RATE + (1 - FINAL_RATE) * (1 + math.cos(math.pi * t)) / 2)
+
+
+def adamw(model: Decoder, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW that decays matrices and leaves norms and lambda vectors alone."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS, fused=True)
+
+
+@torch.no_grad()
+def evaluation_loss(model: Decoder, held_out: Windows, batch_size: int) -> float:
+    """Mean nats per scored token of the windows."""
+    device = next(model.parameters()).device
+    total = 0.0
+    for begin in range(0, len(held_out.ids), batch_size):
+        ids = torch.from_numpy(held_out.ids[begin : begin + batch_size]).to(device)
+        target = torch.from_numpy(held_out.target[begin : begin + batch_size]).to(device)[:, 1:]
+        with _autocast(device):
+            logits = model(ids)  # [B, S, V]; filling lies behind every real token, where causality hides it
+        losses = F.cross_entropy(logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none")  # [B, S - 1]
+        total += float(losses[target].double().sum())
+    return total / held_out.scored
+
+
+def lambdas(model: Decoder) -> list[float]:
+    """lambda of each layer that has one scalar (diff_v1); empty for the other variants."""
+    attentions: list[Any] = [layer.get_submodule("self_attn") for layer in model.model.layers]
+    values = [attention.lambda_value() for attention in attentions]
+    return [float(value.detach()) for value in values if value is not None]
+
+
+def _prepare_tokenizer(config: TrainConfig, text: Corpus, folder: Path) -> None:
+    """Put the tokenizer asked for, or one trained on the text, into `folder`."""
+    wanted = config.model.vocab_size
+    if config.tokenizer is None:
+        size = train_tokenizer(text.documents, wanted, folder).vocab_size
+        if size < wanted:
+            raise DiffbitError(
+                f"{config.source}: too little text for a vocabulary of {wanted}, it gives {size} ids; "
+                "give more text or make the vocabulary smaller"
+            )
+        return
+    tokenizer = load_tokenizer(config.tokenizer)
+    if tokenizer.vocab_size > wanted:
+        raise DiffbitError(
+            f"{config.tokenizer}: the tokenizer has {tokenizer.vocab_size} ids, more than the model's vocabulary of "
+            f"{wanted}; make the vocabulary that large"
+        )
+    tokenizer.save(folder)
+
+
+def _autocast(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
