@@ -1,3 +1,56 @@
-"""diffbit: from a Differential Transformer checkpoint to a low-bit model on a device."""
+"""diffbit: from a Differential Transformer checkpoint to a low-bit model on a device, with the cost of every bit shown.
+
+The names below are the whole road; each room (diffbit.models, diffbit.quantize, ...) holds the rest. They are looked
+up on first use, so that `import diffbit` needs no torch and a device needs only what runs there.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .errors import DiffbitError
+
+if TYPE_CHECKING:
+    from .evaluate import compare
+    from .export import export_artifact
+    from .quantize import Scheme, load, parse_format, quantize_checkpoint
+    from .runtime import Sampler, Session, generate, verify
 
 __version__ = "0.1.0"
+__all__ = [
+    "DiffbitError",
+    "Sampler",
+    "Scheme",
+    "Session",
+    "compare",
+    "export_artifact",
+    "generate",
+    "load",
+    "parse_format",
+    "quantize_checkpoint",
+    "verify",
+]
+
+_ROOM_OF = {
+    "compare": "evaluate",
+    "export_artifact": "export",
+    "Scheme": "quantize",
+    "load": "quantize",
+    "parse_format": "quantize",
+    "quantize_checkpoint": "quantize",
+    "Sampler": "runtime",
+    "Session": "runtime",
+    "generate": "runtime",
+    "verify": "runtime",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module 'diffbit' has no attribute {name!r}")
+    return getattr(import_module(f".{_ROOM_OF[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,352 @@
+"""The command line: one function per command, which parses options, calls a room and prints what it returns.
+
+Results go to stdout (a table, or with --json one JSON object), progress and remarks to stderr. Exit codes: 0 done,
+1 the answer is no (`verify` found a difference in the numbers), 2 bad input, 130 interrupted. Rooms are imported
+inside the commands, so that `diffbit run` starts without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from .errors import DiffbitError, MissingDependency
+from .progress import set_quiet
+
+LAB_PACKAGES = {"torch", "safetensors", "onnx", "onnx_ir", "bitsandbytes", "matplotlib", "datasets", "pyarrow"}
+
+app = typer.Typer(
+    name="diffbit",
+    help="From a Differential Transformer checkpoint to a low-bit model on a device, with the cost of every bit shown.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no remarks; results only.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace an existing output folder, once the new one is whole.")
+]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of everything random.")]
+Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads; the default is one per physical core.")]
+Device = Annotated[str, typer.Option("--device", help="cpu or cuda; cuda that cannot be had is an error.")]
+TorchDevice = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+Data = Annotated[
+    str, typer.Option("--data", help="Text: 'stdlib', a file, a folder, or hf:NAME[:config][:split][:field].")
+]
+Field = Annotated[str, typer.Option("--field", help="Field of .jsonl rows, column of .parquet files.")]
+MaxWindows = Annotated[int, typer.Option("--max-windows", help="Windows of text to read at most.")]
+Length = Annotated[int | None, typer.Option("--length", help="Tokens in a window; default: the context, at most 512.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; bad input is one sentence on stderr and exit code 2."""
+    try:
+        app(arguments)
+    except DiffbitError as error:
+        _fail(str(error), 2)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").split(".")[0]
+        if package not in LAB_PACKAGES:
+            raise
+        _fail(str(MissingDependency(package, "lab", "this command")), 2)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except BrokenPipeError:  # the reader of stdout went away, as `| head` does
+        sys.stderr.close()
+        raise SystemExit(0) from None
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    Console(stderr=True, soft_wrap=True).print(f"[red]error:[/] {escape(message)}", highlight=False)
+    raise SystemExit(code)
+
+
+def _remark(message: str, quiet: bool) -> None:
+    if not quiet:
+        Console(stderr=True, soft_wrap=True).print(escape(message), highlight=False)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def _print_table(rows: Iterable[Mapping[str, Any]], title: str | None = None) -> None:
+    """Rows as a table: numbers to the right in four significant digits, the first row's keys as headings."""
+    rows = list(rows)
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for name in rows[0] if rows else ():
+        numeric = all(isinstance(row.get(name), int | float | None) for row in rows)
+        table.add_column(name.replace("_", " "), justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row.values()))
+    # piped into a file, a table keeps its columns whole
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else escape(str(value))
+
+
+def _example(*lines: str) -> str:
+    """The end of a command's help: examples, each on a line of its own."""
+    return "[bold]Example[/]\n\n" + "\n\n".join(f"  {escape(line)}" for line in lines)
+
+
+def _list_presets(wanted: bool) -> None:
+    if wanted:
+        from .train import parameters
+
+        _print_table(parameters())
+        raise typer.Exit
+
+
+@app.command(epilog=_example("diffbit train --preset tiny --attention diff_v1 --steps 300 -o out/diff_v1"))
+def train(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the run, and of the model it ends in.")],
+    preset: Annotated[str, typer.Option(help="tiny, nano, small or base; see --list-presets.")] = "tiny",
+    attention: Annotated[str, typer.Option(help="softmax, diff_v1 or diff_v2.")] = "diff_v1",
+    data: Data = "stdlib",
+    field: Field = "text",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tokenizer.json or a folder that holds one; default: train one on the data.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps; default: the preset's.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows in a step; default: the preset's.")] = None,
+    accumulate: Annotated[int | None, typer.Option(help="Forward passes summed up before a step.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="At its highest; default: the preset's.")] = None,
+    eval_every: Annotated[int, typer.Option(help="Steps between evaluations; 0: at the end only.")] = 0,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints to resume from; 0: none.")] = 500,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in OUTPUT.")] = False,
+    compiled: Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")] = False,
+    seed: Seed = 0,
+    device: TorchDevice = "auto",
+    overwrite: Overwrite = False,
+    list_presets: Annotated[
+        bool, typer.Option("--list-presets", is_eager=True, callback=_list_presets, help="Show the presets' sizes.")
+    ] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a model: DIFF version 1 or 2, or the plain Transformer of equal size that sees the same batches.
+
+    Under torchrun every process takes its share of each batch:
+    torchrun --nproc-per-node 8 -m diffbit train --preset base --attention diff_v1 -o out/base
+    """
+    from .train import train as run_training
+    from .train import train_config
+
+    set_quiet(quiet)
+    changes = {
+        "steps": steps,
+        "batch_size": batch_size,
+        "accumulate": accumulate,
+        "learning_rate": learning_rate,
+        "tokenizer": None if tokenizer is None else str(tokenizer),
+    }
+    config = train_config(
+        preset,
+        attention,
+        source=data,
+        field=field,
+        eval_every=eval_every,
+        checkpoint_every=checkpoint_every,
+        seed=seed,
+        device=device,
+        compile=compiled,
+        **{name: value for name, value in changes.items() if value is not None},
+    )
+    result = run_training(config, output, resume=resume, overwrite=overwrite)
+    row = {
+        "model": str(result.path),
+        "attention": attention,
+        "steps": len(result.losses),
+        "tokens": result.tokens,
+        "train_loss": result.losses[-1],
+        "eval_loss": result.eval_loss,
+        "seconds": round(result.seconds, 1),
+    }
+    if as_json:
+        _print_json(row)
+    else:
+        _print_table([row])
+
+
+@app.command(
+    epilog=_example(
+        "diffbit quantize out/demo/diff_v1 --weights int4_g32 -o out/diff-int4",
+        "diffbit quantize out/demo/diff_v1 --weights int3_g64 --override 'model.layers.0.*=int8' -o out/diff-int3",
+    )
+)
+def quantize(
+    model: Annotated[Path, typer.Argument(help="A checkpoint folder: HF diffllama or llama, or diffbit's own.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the quantized checkpoint.")],
+    weights: Annotated[
+        str | None, typer.Option(help="int8, int4_g32, int4_g128_asym, int3_g64, int2_g64, nf4, ternary, ...")
+    ] = None,
+    override: Annotated[
+        list[str] | None, typer.Option(help="GLOB=FORMAT or GLOB=none for the modules it names; may be repeated.")
+    ] = None,
+    activations: Annotated[str | None, typer.Option(help="int8: activations too, a scale per token.")] = None,
+    logits: Annotated[int | None, typer.Option(help="Bits of the attention logits (measured in torch).")] = None,
+    scheme_file: Annotated[
+        Path | None, typer.Option("--scheme", help="A .json or .toml file with the whole scheme instead.")
+    ] = None,
+    calibrate: Annotated[
+        str | None, typer.Option(help="Text to measure each layer's output error on, as --data of other commands.")
+    ] = None,
+    field: Field = "text",
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Quantize a checkpoint's weights, layer by layer; embeddings, head, norms and lambda stay unless overridden."""
+
+
+@app.command(epilog=_example("diffbit export out/demo/diff_v1-int4 -o out/diff-onnx"))
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, quantized or not.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the artifact.")],
+    dtype: Annotated[str, typer.Option(help="fp32 or fp16: of what is not quantized, and of the KV cache.")] = "fp32",
+    context_length: Annotated[int | None, typer.Option(help="Tokens that the artifact's cache holds.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json, if the checkpoint has none.")] = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Export a checkpoint as an ONNX artifact that `diffbit run`, onnxruntime-genai and optimum read."""
+
+
+@app.command(epilog=_example('diffbit run out/demo/diff_v1-onnx "def main(" --temperature 0.8 --seed 1'))
+def run(
+    artifact: Annotated[Path, typer.Argument(help="Folder made by `diffbit export`.")],
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; - or nothing reads it from stdin.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Tokens to generate at most.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token; higher is more varied.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw from the k most likely tokens; 0 is all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw from the most likely tokens that together weigh this much.")] = 1.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes tokens seen before less likely.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="The same seed draws the same text.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the generation; may be repeated.")] = None,
+    interactive: Annotated[bool, typer.Option("--interactive", "-i", help="Ask for prompts until Ctrl-D.")] = False,
+    threads: Threads = None,
+    device: Device = "cpu",
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Continue a prompt with an artifact on ONNX Runtime; needs no torch. The text goes to stdout, speed to stderr."""
+    from .runtime import Sampler, Session, Tokenizer, generate
+
+    if interactive and (prompt is not None or as_json):
+        raise DiffbitError("--interactive asks for its prompts itself and prints text; leave out the prompt and --json")
+    sampler = Sampler(temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed)
+    session = Session(artifact, device, threads)
+    tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))
+
+    def answer(text: str) -> None:
+        def show(piece: str) -> None:
+            print(piece, end="", flush=True)
+
+        result = generate(
+            session, tokenizer, text, max_tokens=max_tokens, sampler=sampler, stop=stop or [],
+            on_text=None if as_json else show,
+        )  # fmt: skip
+        if as_json:
+            _print_json({"prompt": text, **vars(result)})
+        else:
+            print()
+        speed = f", {result.tokens_per_s:.1f} tokens/s" if result.tokens_per_s else ""
+        _remark(
+            f"{result.prompt_tokens} prompt tokens, first token after {result.time_to_first_token_s * 1000:.0f} ms; "
+            f"{len(result.token_ids)} tokens{speed}; ended by {result.finish_reason}",
+            quiet,
+        )
+
+    if not interactive:
+        answer(sys.stdin.read() if prompt in (None, "-") else str(prompt))
+        return
+    _remark(f"{session.artifact.name}: type a prompt and press return; end of input (Ctrl-D) leaves", quiet)
+    while True:
+        try:
+            text = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        try:
+            answer(text)
+        except DiffbitError as error:  # this prompt's fault; the next may do
+            _remark(f"error: {error}", quiet=False)
+
+
+@app.command(epilog=_example("diffbit verify out/demo/diff_v1-onnx --checkpoint out/demo/diff_v1-int4"))
+def verify(
+    artifact: Annotated[Path, typer.Argument(help="Folder made by `diffbit export`.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Also compare the logits over text with this checkpoint's, in torch.")
+    ] = None,
+    data: Data = "stdlib",
+    field: Field = "text",
+    max_windows: MaxWindows = 8,
+    length: Length = None,
+    threads: Threads = None,
+    device: Device = "cpu",
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check an artifact on this device: its files' hashes and the golden prompt's logits. Exit code 2 if it fails."""
+    from .runtime import verify as verify_artifact
+
+    set_quiet(quiet)
+    result = verify_artifact(artifact, device, threads)
+    rows = [{"check": c.name, "result": "ok" if c.passed else "FAILED", "detail": c.detail} for c in result.checks]
+    report: dict[str, Any] = {"artifact": str(artifact), "device": device, "passed": result.passed, "checks": rows}
+    if checkpoint is not None and result.passed:
+        report["checkpoint"] = _verify_against(artifact, checkpoint, data, field, max_windows, length, device, threads)
+        report["passed"] = report["checkpoint"]["passed"]
+    if as_json:
+        _print_json(report)
+    else:
+        _print_table(rows, title=f"{artifact} on {device}")
+        if "checkpoint" in report:
+            _print_table([report["checkpoint"]], title=f"against {checkpoint}")
+    if not report["passed"]:
+        failed = [f"{check.name}: {check.detail}" for check in result.failures]
+        raise DiffbitError("; ".join(failed) or f"{artifact}: its logits are not those of {checkpoint}")
+
+
+@app.command(epilog=_example("diffbit bench out/demo/diff_v1-onnx --prompt-tokens 64 --new-tokens 32 --threads 2"))
+def bench(
+    artifacts: Annotated[list[Path], typer.Argument(help="Folders made by `diffbit export`.")],
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt (prefill).")] = 64,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate (decode).")] = 64,
+    repeats: Annotated[int, typer.Option(help="Runs of which the median is taken.")] = 5,
+    threads: Threads = None,
+    device: Device = "cpu",
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Prefill and decode speed, peak memory and size of artifacts, each measured in a process of its own."""
+    from .progress import track
+    from .runtime import bench as bench_artifact
+
+    set_quiet(quiet)
+    rows = [
+        bench_artifact(artifact, prompt_tokens, new_tokens, repeats, threads, device)
+        for artifact in track(artifacts, "measuring")
+    ]
+    if as_json:
+        _print_json(rows)
+    else:
+        _print_table(rows)

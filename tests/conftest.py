@@ -1,0 +1,62 @@
+"""Small models that several rooms' tests share; made once per test process.
+
+Rooms are imported inside the fixtures, so that the tests of one room run while another is broken.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+TEXT = """def add(a, b):
+    return a + b
+
+
+class Stack:
+    def push(self, item):
+        self.items.append(item)
+"""
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random DIFF version 1 model with grouped queries, in Hugging Face's layout, with a tokenizer."""
+    import torch
+
+    from diffbit.calib_data import train_tokenizer
+    from diffbit.models import Decoder, ModelConfig, save
+
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = train_tokenizer([TEXT] * 4, 300, folder / "tokenizer")
+    torch.manual_seed(0)
+    config = ModelConfig(
+        vocab_size=tokenizer.vocab_size, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+        intermediate_size=128, max_position=64, attention="diff_v1", eos_token_ids=(tokenizer.eos_id,),
+        bos_token_id=tokenizer.eos_id,
+    )  # fmt: skip
+    model = Decoder(config)
+    with torch.no_grad():  # far enough from zero that logits differ between tokens
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(4)
+    save(model, folder / "diff", tokenizer_from=folder / "tokenizer")
+    return folder / "diff"
+
+
+@pytest.fixture(scope="session")
+def quantized(checkpoint: Path) -> Path:
+    """The same model with int4_g32 weights."""
+    from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
+
+    path = checkpoint.with_name("diff-int4")
+    quantize_checkpoint(checkpoint, path, Scheme(weights=parse_format("int4_g32")))
+    return path
+
+
+@pytest.fixture(scope="session")
+def artifact(quantized: Path) -> Path:
+    """The quantized model's ONNX artifact."""
+    from diffbit.export import export_artifact
+
+    return export_artifact(quantized, quantized.with_name("diff-onnx"))

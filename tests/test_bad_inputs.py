@@ -1,0 +1,173 @@
+"""What a user can get wrong: each ends in one sentence on stderr, exit code 2, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from diffbit.cli import main
+
+Arguments = list[str | Path]
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_tensor(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    changed = change(tensors.pop(name))
+    save_file(tensors if changed is None else {**tensors, name: changed}, folder / "model.safetensors")
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def with_nan(tensor: torch.Tensor) -> torch.Tensor:
+    tensor[1, 2] = float("nan")
+    return tensor
+
+
+def only_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def index_outside(folder: Path) -> None:
+    shutil.move(folder / "model.safetensors", folder.parent / "stolen.safetensors")
+    names = load_file(folder.parent / "stolen.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "../stolen.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+# name -> (what is done to a copy of the checkpoint, what the sentence must name)
+BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "config is not JSON": (lambda p: (p / "config.json").write_text("{"), ["config.json", "JSON"]),
+    "no config": (lambda p: (p / "config.json").unlink(), ["config.json"]),
+    "unknown model_type": (lambda p: edit_json(p / "config.json", model_type="gpt2"), ["config.json", "gpt2"]),
+    "odd kv heads": (lambda p: edit_json(p / "config.json", num_key_value_heads=1), ["num_key_value_heads", "1"]),
+    "negative size": (lambda p: edit_json(p / "config.json", hidden_size=-64), ["hidden_size", "-64"]),
+    "missing tensor": (lambda p: edit_tensor(p, DOWN, lambda t: None), [DOWN]),
+    "misshapen tensor": (lambda p: edit_tensor(p, DOWN, lambda t: t[:, :-1].contiguous()), [DOWN, "127", "128"]),
+    "NaN weight": (lambda p: edit_tensor(p, Q, with_nan), [Q, "NaN"]),
+    "truncated file": (lambda p: truncate(p / "model.safetensors"), ["model.safetensors"]),
+    "pickle only": (only_pickle, ["pytorch_model.bin", "safetensors"]),
+    "index leads outside": (index_outside, ["../stolen.safetensors"]),
+}
+
+BAD_ARTIFACTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "flipped byte": (lambda p: flip_byte(p / "model.onnx.data"), ["model.onnx.data"]),
+    "missing file": (lambda p: (p / "tokenizer.json").unlink(), ["tokenizer.json"]),
+    "edited config": (lambda p: edit_json(p / "config.json", hidden_size=65), ["config.json"]),
+    "edited manifest": (lambda p: edit_json(p / "diffbit.json", context_length=9999), ["diffbit.json"]),
+    "truncated graph": (lambda p: truncate(p / "model.onnx"), ["model.onnx"]),
+}
+
+# name -> (arguments with {checkpoint}, {artifact} and {out} filled in, what the sentence must name)
+BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
+    "no such artifact": (["run", "{out}/nothing", "x"], ["nothing"]),
+    "temperature": (["run", "{artifact}", "x", "--temperature", "-1"], ["temperature", "-1"]),
+    "top_p": (["run", "{artifact}", "x", "--top-p", "0"], ["top_p", "0"]),
+    "prompt too long": (["run", "{artifact}", "self " * 200], ["context", "64"]),
+    "no cuda here": (["run", "{artifact}", "x", "--device", "cuda"], ["cuda", "CUDAExecutionProvider"]),
+    "unknown device": (["run", "{artifact}", "x", "--device", "tpu"], ["tpu", "cpu"]),
+    "bench past the context": (["bench", "{artifact}", "--prompt-tokens", "100"], ["100", "64"]),
+    "unknown format": (["quantize", "{checkpoint}", "--weights", "int4_g33", "-o", "{out}/q"], ["int4_g33"]),
+    "no format at all": (["quantize", "{checkpoint}", "-o", "{out}/q"], ["--weights"]),
+    "no such checkpoint": (["quantize", "{out}/none", "--weights", "int8", "-o", "{out}/q"], ["none"]),
+    "glob matches nothing": (
+        ["quantize", "{checkpoint}", "--weights", "int8", "--override", "layers.9*=int8", "-o", "{out}/q"],
+        ["layers.9*"],
+    ),
+    "override without a format": (
+        ["quantize", "{checkpoint}", "--weights", "int8", "--override", "lm_head", "-o", "{out}/q"],
+        ["lm_head"],
+    ),
+    "logits bits": (["quantize", "{checkpoint}", "--logits", "99", "-o", "{out}/q"], ["99"]),
+    "output is taken": (["quantize", "{checkpoint}", "--weights", "int8", "-o", "{artifact}"], ["--overwrite"]),
+    "dtype": (["export", "{checkpoint}", "--dtype", "int7", "-o", "{out}/a"], ["int7", "fp16"]),
+    "context length": (["export", "{checkpoint}", "--context-length", "0", "-o", "{out}/a"], ["context", "0"]),
+    "unknown preset": (["train", "--preset", "giant", "-o", "{out}/t"], ["giant", "tiny"]),
+    "unknown attention": (["train", "--attention", "linear", "-o", "{out}/t"], ["linear", "diff_v1"]),
+    "no steps": (["train", "--steps", "0", "-o", "{out}/t"], ["steps", "0"]),
+    "no such text": (["train", "--data", "{out}/book.txt", "-o", "{out}/t"], ["book.txt"]),
+    "compare bits": (["compare", "{checkpoint}", "--bits", "16,many", "-o", "{out}/c"], ["many"]),
+    "compare what": (["compare", "{checkpoint}", "--what", "weights,moods", "-o", "{out}/c"], ["moods"]),
+    "outliers without a model": (["outliers", "{out}/none"], ["none"]),
+}
+
+
+def one_sentence(arguments: Arguments, capfd: pytest.CaptureFixture[str], names: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([str(argument) for argument in arguments])
+    captured = capfd.readouterr()
+    assert stopped.value.code == 2, captured
+    assert "Traceback" not in captured.err
+    message = captured.err.strip()
+    assert message.startswith("error: ") and message.count("\n") == 0, message
+    for name in names:
+        assert name in message, message
+
+
+@pytest.mark.parametrize("case", BAD_CHECKPOINTS)
+def test_bad_checkpoint(case: str, checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    spoil, names = BAD_CHECKPOINTS[case]
+    folder = tmp_path / "in" / "model"
+    shutil.copytree(checkpoint, folder)
+    spoil(folder)
+    one_sentence(["quantize", folder, "--weights", "int4_g32", "-o", tmp_path / "q"], capfd, names)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"], "something half-written was left"
+
+
+@pytest.mark.parametrize("case", BAD_ARTIFACTS)
+def test_bad_artifact(case: str, artifact: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    spoil, names = BAD_ARTIFACTS[case]
+    folder = tmp_path / "artifact"
+    shutil.copytree(artifact, folder)
+    spoil(folder)
+    one_sentence(["verify", folder, "--json", "--quiet"], capfd, names)
+
+
+@pytest.mark.parametrize("case", BAD_OPTIONS)
+def test_bad_option(
+    case: str, checkpoint: Path, artifact: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments, names = BAD_OPTIONS[case]
+    places = {"checkpoint": checkpoint, "artifact": artifact, "out": tmp_path}
+    one_sentence([argument.format(**places) for argument in arguments], capfd, names)
+    assert list(tmp_path.iterdir()) == [], "something half-written was left"
+
+
+def test_export_without_a_tokenizer(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(checkpoint, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    one_sentence(["export", tmp_path / "model", "-o", tmp_path / "a"], capfd, ["tokenizer.json", "--tokenizer"])
+    assert not (tmp_path / "a").exists()
+
+
+def test_scheme_with_an_unknown_key(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    scheme = tmp_path / "scheme.toml"
+    scheme.write_text('weights = "int8"\nweihgts = "int4_g32"\n')
+    one_sentence(["quantize", checkpoint, "--scheme", scheme, "-o", tmp_path / "q"], capfd, ["scheme.toml", "weihgts"])
+
+
+def test_rows_without_the_field(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"body": "text"}\n')
+    one_sentence(["train", "--data", rows, "-o", tmp_path / "t"], capfd, ["rows.jsonl", "text", "body"])
