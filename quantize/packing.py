@@ -1,0 +1,66 @@
+"""Small integers in bytes, row by row: the layouts that weights have in files.
+
+A row never shares a byte with another, so rows can be permuted, sliced and streamed while packed.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def row_bytes(columns: int, bits: int) -> int:
+    """Bytes of a row of `columns` codes at `bits` bits each."""
+    return -(-columns * bits // 8)
+
+
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    """uint8 [N, K], values < 2^bits -> uint8 [N, ceil(K*bits/8)]: one little-endian bit stream per row.
+
+    Code k occupies the bits k*bits ... k*bits + bits-1 of its row, bit 0 being the lowest of the first byte: at 4 bits
+    the low nibble comes first, at 2 bits the lowest pair, as in ONNX Runtime's MatMulNBits. Bits past the end are 0.
+    """
+    if bits == 8:
+        return codes.clone()
+    rows, columns = codes.shape
+    group = 8 // gcd(8, bits)  # codes that fill whole bytes: 8 of 3 bits in 3 bytes, 2 of 4 bits in 1
+    size = group * bits // 8
+    codes = F.pad(codes, (0, -columns % group)).view(rows, -1, group)
+    packed = codes.new_zeros(rows, codes.shape[1], size)
+    for place in range(group):
+        byte, shift = divmod(place * bits, 8)
+        packed[..., byte] |= codes[..., place] << shift  # what leaves the byte at its top is dropped
+        if shift + bits > 8:
+            packed[..., byte + 1] |= codes[..., place] >> (8 - shift)
+    return packed.view(rows, -1)[:, : row_bytes(columns, bits)].contiguous()
+
+
+def unpack_bits(packed: Tensor, bits: int, columns: int) -> Tensor:
+    """The inverse of `pack_bits`: uint8 [N, ceil(columns*bits/8)] -> uint8 [N, columns]."""
+    if bits == 8:
+        return packed[:, :columns].clone()
+    rows = packed.shape[0]
+    group = 8 // gcd(8, bits)
+    size = group * bits // 8
+    packed = F.pad(packed, (0, -packed.shape[1] % size)).view(rows, -1, size)
+    codes = packed.new_empty(rows, packed.shape[1], group)
+    for place in range(group):
+        byte, shift = divmod(place * bits, 8)
+        code = packed[..., byte] >> shift
+        if shift + bits > 8:
+            code = code | packed[..., byte + 1] << (8 - shift)
+        codes[..., place] = code & (2**bits - 1)
+    return codes.view(rows, -1)[:, :columns].contiguous()
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """uint8 [N, K], K even, values < 16 -> uint8 [N, K/2], HIGH nibble first: the layout of bitsandbytes."""
+    return codes[:, 0::2] << 4 | codes[:, 1::2]
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """The inverse of `pack_nibbles`: uint8 [N, K/2] -> uint8 [N, K]."""
+    return torch.stack((packed >> 4, packed & 15), dim=-1).flatten(1)

@@ -1,0 +1,20 @@
+"""Round to nearest: every weight to the nearest code of its group. No data, no search; the yardstick of all methods.
+
+A method is a function (weight, format, stats) -> QTensor; another one is another file like this.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .formats import Format
+from .qtensor import QTensor
+
+
+def rtn(weight: Tensor, format: Format, stats: Any = None) -> QTensor:
+    """weight [N, K] of any float dtype -> QTensor; `stats` (what calibration gathered for this layer) is not needed."""
+    scale, zero = format.fit(weight)
+    codes = format.encode(weight, scale, zero)
+    return QTensor(format, (weight.shape[0], weight.shape[1]), codes, scale, zero)
