@@ -66,10 +66,16 @@ class Checkpoint:
                 raise DiffbitError(f"{source}: {error}") from None
             wanted = unilm.stored_shapes(self.config, wanted, set(stored))
         self._check(stored, wanted)
-        self._entries = stored
-        self.names = self._canonical_names(set(stored))
-        norm = stored["model.norm.weight"].dtype
-        self.dtype = str(getattr(stored.get(layout.EMBEDDING), "dtype", norm)).removeprefix("torch.")
+        self._files = {entry.file for entry in stored.values()}
+        self._entries = self._canonical(stored)
+        self._norms = {
+            name: stored[norm]
+            for name in self._entries
+            if self._official and (norm := unilm.norm_of(self.config, name))
+        }
+        self.names = list(self._entries)
+        kept = stored.get(layout.EMBEDDING, stored["model.norm.weight"])  # an override can quantize the embedding
+        self.dtype = _label(kept.dtype)
         self.tokenizer_files = [
             inside(self.path, name, self.path) for name in TOKENIZER_FILES if (self.path / name).exists()
         ]
@@ -120,14 +126,15 @@ class Checkpoint:
     def _has_parts(self, name: str, stored: dict[str, Entry]) -> bool:
         return self._method() == "diffbit" and all(part in stored for part in _parts(name)[:2])
 
-    def _canonical_names(self, stored: set[str]) -> list[str]:
-        names = []
-        for name in layout.shapes(self.config):
-            if self._official or name in stored:
-                names.append(name)
-            names += [part for part in _parts(name) if part in stored]
-            names += sorted(other for other in stored if other.startswith(f"{name}."))
-        return names
+    def _canonical(self, stored: dict[str, Entry]) -> dict[str, Entry]:
+        """Entries under their canonical names, in the model's order, each weight followed by its parts."""
+        if self._official:
+            return {name: stored[unilm.stored_name(name, set(stored))] for name in layout.shapes(self.config)}
+        beside: dict[str, list[str]] = {}
+        for name in sorted(stored):
+            beside.setdefault(layout.linear_of(name), []).append(name)
+        ordered = [name for weight in layout.shapes(self.config) for name in beside[layout.linear_of(weight)]]
+        return {name: stored[name] for name in ordered}
 
     def block_names(self, index: int) -> list[str]:
         """Names of the tensors of decoder layer `index`."""
@@ -135,7 +142,7 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, from its file's header."""
-        return self._entry(name).shape
+        return self._entries[name].shape
 
     def row_order(self, name: str) -> Tensor | None:
         """Rows of this tensor: canonical = on disk[order]; None where they are the same."""
@@ -148,11 +155,11 @@ class Checkpoint:
         NaN or infinity in it is a DiffbitError. Row order applies to codes and scales alike; what has a single row for
         all (and bitsandbytes' packed tensors, which `read_raw` is for) has none.
         """
-        entry = self._entry(name)
+        entry = self._entries[name]
         tensor = self.read_raw(name)
-        if self._official and (norm_name := unilm.subln_name(self.config, name)):
-            norm = read_tensor(self._entries[norm_name])
-            _check_finite(self._entries[norm_name], norm_name, norm)
+        if name in self._norms:
+            norm = read_tensor(self._norms[name])
+            _check_finite(self._norms[name], f"{layout.linear_of(name).rpartition('.')[0]}.subln.weight", norm)
             tensor = unilm.fold_norm(tensor, norm)
         if name == layout.EMBEDDING and self._tied_head and not torch.equal(read_tensor(self._tied_head), tensor):
             raise DiffbitError(
@@ -165,20 +172,14 @@ class Checkpoint:
 
     def read_raw(self, name: str) -> Tensor:
         """A tensor as it lies on disk, checked for NaN and infinity only."""
-        entry = self._entry(name)
+        entry = self._entries[name]
         tensor = read_tensor(entry)
         _check_finite(entry, name, tensor)
         return tensor
 
-    def _entry(self, name: str) -> Entry:
-        stored = unilm.stored_name(name, set(self._entries)) if self._official else name
-        if name not in self.names:
-            raise KeyError(f"{self.path} has no tensor {name}")
-        return self._entries[stored]
-
     def sha256(self) -> str:
         """Hash of the model: of the lines "<sha256> <name>" of config.json and the weight files, sorted by name."""
-        sources = {entry.file for entry in self._entries.values()} | {self.path / "config.json"}
+        sources = self._files | {self.path / "config.json"}
         if (self.path / INDEX).exists():
             sources.add(self.path / INDEX)
         lines = [f"{files.sha256_file(file)} {file.name}\n" for file in sorted(sources)]

@@ -19,6 +19,17 @@ from typing import Any
 
 from ..errors import DiffbitError
 
+LIMITS = {  # far above any model, low enough that a damaged config.json cannot ask for the moon
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 20,
+    "num_layers": 1 << 10,
+    "num_heads": 1 << 14,
+    "num_kv_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "intermediate_size": 1 << 22,
+    "max_position": 1 << 31,
+}
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -32,7 +43,7 @@ class RopeScaling:
     def __post_init__(self) -> None:
         for name in ("factor", "low_freq_factor", "high_freq_factor"):
             _positive_number(name, getattr(self, name))
-        _positive_integer("original_max_position", self.original_max_position)
+        _positive_integer("original_max_position", self.original_max_position, LIMITS["max_position"])
         if self.high_freq_factor <= self.low_freq_factor:
             raise DiffbitError(
                 f"rope scaling: high_freq_factor is {self.high_freq_factor}, wanted more than low_freq_factor, "
@@ -65,17 +76,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         from .attention import variants  # here: the variants' modules import this one
 
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "intermediate_size",
-            "max_position",
-        ):
-            _positive_integer(name, getattr(self, name))
+        for name, limit in LIMITS.items():
+            _positive_integer(name, getattr(self, name), limit)
         for name in ("rope_theta", "norm_eps"):
             _positive_number(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
@@ -109,9 +111,9 @@ class ModelConfig:
             raise DiffbitError(f"model config: {error}") from None
 
 
-def _positive_integer(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise DiffbitError(f"{name} is {value!r}, wanted a positive whole number")
+def _positive_integer(name: str, value: object, limit: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
+        raise DiffbitError(f"{name} is {value!r}, wanted a whole number from 1 to {limit}")
 
 
 def _positive_number(name: str, value: object) -> None:

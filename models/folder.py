@@ -39,7 +39,7 @@ def check_folder(path: Path) -> None:
 def inside(folder: Path, name: str, named_by: Path) -> Path:
     """The file `name` of the folder; a DiffbitError where it is missing or not in the folder."""
     file = folder / name
-    if not name or Path(name).name != name or "\\" in name or "\0" in name:
+    if name in ("", ".", "..") or Path(name).name != name or "\\" in name or "\0" in name:
         raise DiffbitError(f"{named_by}: names the file {name!r}, wanted the plain name of a file in the folder")
     if not file.exists():
         raise DiffbitError(f"{named_by}: names the file {name}, which does not exist; copy the missing file")

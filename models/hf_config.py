@@ -21,9 +21,9 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
     """The config in a parsed config.json; a DiffbitError (that names no file) where diffbit cannot read it."""
     model_type = values.get("model_type")
     known = model_types()
-    if model_type not in known:
+    if not isinstance(model_type, str) or model_type not in known:
         raise DiffbitError(f"model_type is {model_type!r}, wanted one of {', '.join(sorted(known))}")
-    attention = known[str(model_type)]
+    attention = known[model_type]
     for name in ("attention_bias", "mlp_bias"):
         if values.get(name):
             raise DiffbitError(f"{name} is {values[name]!r}, wanted false: diffbit's linear layers have no bias")

@@ -62,7 +62,7 @@ def stored_name(name: str, names: set[str]) -> str:
     return other if other in names or name not in names else name
 
 
-def subln_name(config: ModelConfig, name: str) -> str | None:
+def norm_of(config: ModelConfig, name: str) -> str | None:
     """The head-norm weight to fold into the tensor of this canonical name, if any."""
     if config.attention != "diff_v1" or not name.endswith(".self_attn.o_proj.weight"):
         return None

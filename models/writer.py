@@ -1,4 +1,4 @@
-"""Writing a checkpoint folder that transformers reads: config.json, safetensors (one file, or one per layer), tokenizer.
+"""Writing a checkpoint folder that transformers reads: config.json, safetensors (one file or one per layer), tokenizer.
 
 The folder appears under its name only when it is complete.
 """

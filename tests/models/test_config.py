@@ -1,0 +1,112 @@
+"""config.json in the forms that transformers 4 and 5 write, and ModelConfig as plain JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from diffbit import DiffbitError, models
+from diffbit.models.hf_config import from_hf, to_hf
+
+from .helpers import LLAMA3, small_config
+
+MINIMAL: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+SCALING = models.RopeScaling(8.0, 1.0, 4.0, 16)
+OLD_LLAMA3 = {"type": "llama3"} | {name: value for name, value in LLAMA3.items() if name != "rope_type"}
+
+
+@pytest.mark.parametrize(
+    ("values", "theta", "scaling"),
+    [
+        ({}, 10000.0, None),
+        ({"rope_theta": 500000}, 500000.0, None),
+        ({"rope_theta": 500.0, "rope_scaling": None}, 500.0, None),
+        ({"rope_theta": 500.0, "rope_scaling": LLAMA3}, 500.0, SCALING),
+        ({"rope_theta": 500.0, "rope_scaling": OLD_LLAMA3}, 500.0, SCALING),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, 500.0, None),
+        ({"rope_parameters": LLAMA3 | {"rope_theta": 500.0}}, 500.0, SCALING),
+        ({"rope_parameters": LLAMA3, "rope_theta": 500.0}, 500.0, SCALING),
+    ],
+)
+def test_rope_in_every_form(values: dict[str, Any], theta: float, scaling: models.RopeScaling | None) -> None:
+    config = from_hf(MINIMAL | values)
+    assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
+
+
+def test_defaults_of_optional_fields_are_transformers(tmp_path: Any) -> None:
+    ours, theirs = from_hf(MINIMAL), LlamaConfig(**{k: v for k, v in MINIMAL.items() if k != "model_type"})
+    assert ours.num_kv_heads == theirs.num_key_value_heads == 4
+    assert ours.head_dim == theirs.head_dim == 8
+    assert ours.norm_eps == theirs.rms_norm_eps and ours.max_position == theirs.max_position_embeddings
+    assert ours.tie_embeddings == theirs.tie_word_embeddings
+
+
+@pytest.mark.parametrize("eos", [None, 2, [2, 5]])
+def test_eos(eos: Any) -> None:
+    config = from_hf(MINIMAL | {"eos_token_id": eos})
+    assert config.eos_token_ids == {"None": (), "2": (2,), "[2, 5]": (2, 5)}[str(eos)]
+    assert to_hf(config, "float32")["eos_token_id"] == eos
+
+
+@pytest.mark.parametrize("attention", models.variants())
+def test_round_trips(attention: str) -> None:
+    config = small_config(attention, rope_scaling=SCALING, eos_token_ids=(1, 2), pad_token_id=0, norm_eps=1e-6)
+    assert models.ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert from_hf(json.loads(json.dumps(to_hf(config, "bfloat16")))) == config
+
+
+def test_from_dict_refuses_what_it_does_not_know() -> None:
+    good = small_config().to_dict()
+    with pytest.raises(DiffbitError, match="unknown field 'window'"):
+        models.ModelConfig.from_dict(good | {"window": 4})
+    del good["vocab_size"]
+    with pytest.raises(DiffbitError, match="vocab_size"):
+        models.ModelConfig.from_dict(good)
+
+
+def test_llama3_tables_against_transformers() -> None:
+    """All three regimes (untouched, blended, slowed down) occur among the frequencies of a 32-wide head."""
+    rope = LLAMA3 | {"rope_theta": 500.0, "original_max_position_embeddings": 64}
+    scaling = models.RopeScaling(8.0, 1.0, 4.0, 64)
+    theirs = LlamaConfig(hidden_size=64, num_attention_heads=2, max_position_embeddings=128, rope_parameters=rope)
+    config = small_config(head_dim=32, rope_theta=500.0, rope_scaling=scaling)
+    plain = models.rope_tables(small_config(head_dim=32, rope_theta=500.0), 128)[0]
+    cos, sin = models.rope_tables(config, 128)
+    wanted = LlamaRotaryEmbedding(theirs)(torch.zeros(1), torch.arange(128)[None])
+    torch.testing.assert_close(cos, wanted[0][0, :, :16], rtol=0, atol=1e-5)
+    torch.testing.assert_close(sin, wanted[1][0, :, :16], rtol=0, atol=1e-5)
+    untouched = (cos == plain).all(0)
+    slowed = torch.isclose(cos[8], plain[1]) & ~untouched  # position 8 at an eighth of the frequency
+    assert untouched.any() and slowed.any() and not (untouched | slowed).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"num_layers": 0}, "num_layers is 0"),
+        ({"hidden_size": -4}, "hidden_size is -4"),
+        ({"vocab_size": True}, "vocab_size is True"),
+        ({"head_dim": 7}, "head_dim is 7, wanted an even number"),
+        ({"num_kv_heads": 3}, "num_heads is 4, wanted a multiple of num_kv_heads, which is 3"),
+        ({"attention": "linear"}, "attention is 'linear', wanted one of diff_v1, diff_v2, softmax"),
+        ({"mlp": "relu2"}, "mlp is 'relu2', wanted 'swiglu'"),
+        ({"rope_theta": 0.0}, "rope_theta is 0.0"),
+        ({"norm_eps": float("nan")}, "norm_eps is nan"),
+    ],
+)
+def test_bad_configs(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(DiffbitError) as caught:
+        models.ModelConfig(**(small_config().to_dict() | changes))
+    assert sentence in str(caught.value)
