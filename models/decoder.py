@@ -67,7 +67,8 @@ class Body(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        empty = torch.empty(config.vocab_size, config.hidden_size)  # Decoder fills it
+        self.embed_tokens = nn.Embedding.from_pretrained(empty, freeze=False)
         self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
@@ -81,7 +82,8 @@ class Decoder(nn.Module):
         self.model = Body(config)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
+            # On the meta device only shapes matter, and the first normal_() there imports torch's compiler: a second.
+            if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.is_meta:
                 nn.init.normal_(module.weight, 0.0, INIT_STD)
 
     def embed(self, input_ids: Tensor) -> Tensor:

@@ -49,7 +49,10 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, 2 * kv_heads * width, bias=False)
         self.o_proj = nn.Linear(2 * heads * width, config.hidden_size, bias=False)
         for name in LAMBDAS:
-            self.register_parameter(name, nn.Parameter(torch.empty(width, dtype=torch.float32).normal_(0, 0.1)))
+            vector = torch.empty(width, dtype=torch.float32)
+            if not vector.is_meta:  # as in Decoder: nothing random on the meta device
+                vector.normal_(0, 0.1)
+            self.register_parameter(name, nn.Parameter(vector))
         self.head_dim = width
         self.scale = width**-0.5
         self.norm_eps = config.norm_eps
