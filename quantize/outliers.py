@@ -1,0 +1,348 @@
+"""How large do a model's activations get? The question that low bits depend on: an absmax scale is set by the largest
+value, and whatever is small against it is rounded away.
+
+Measured as in Table 5 of arXiv 2410.05258, over all layers and over each, on the tokens of evaluation windows:
+
+- attention logits: q k^T / sqrt d, fp32, before the mask and the softmax, and only where a real query may look at a
+  real key. A differential model has two logits per head, so its sub-heads 2i (signal) and 2i+1 (noise) both count.
+- hidden states: the residual stream as each decoder block returns it, [B, S, hidden], real tokens only. Neither the
+  embedding's output nor the final norm's is among them.
+
+Of |x|: the 1st, 2nd, 3rd, 10th and 100th largest value and the median. Of x: mean, standard deviation and kurtosis
+E[(x-mean)^4] / E[(x-mean)^2]^2 (a normal distribution has 3, a uniform one 1.8; outliers push it into the hundreds).
+And where the largest sits.
+
+No activation is kept. `Statistics` is a summary that numbers are added to and that merges with another:
+
+- the 100 largest are exact: those of a union are among the 100 largest of its parts;
+- the moments are merged in float64 (Pébay's pairwise update, Sandia report SAND2008-6212): exact but for rounding;
+- the median comes from a histogram over the bit patterns of fp32 magnitudes, which grow with the magnitude. Nine bits
+  of the fraction are kept, so that a bin is at most 2^-9 of its lower edge wide and the bin's middle is within
+  2^-10 < 0.1 % of the true median, whatever the range. Below 2^-126, the smallest normal number, the median is 0.
+
+Counts, largest values, histogram and place merge to the same result in any order and grouping.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..errors import DiffbitError
+from ..models import Decoder
+from ..progress import track
+
+RANKS = (1, 2, 3, 10, 100)  # of the largest values, as in Table 5
+FRACTION_BITS = 9  # of fp32's 23, that a bin of the histogram keeps
+MEDIAN_ERROR = 2.0 ** -(FRACTION_BITS + 1)  # relative
+_SHIFT = 23 - FRACTION_BITS
+_BINS = 255 << FRACTION_BITS  # every finite fp32 magnitude has one
+_CHUNK = 1 << 22  # numbers that are turned into float64 at a time
+
+
+class TokenWindows(Protocol):
+    """What is measured on; diffbit.calib_data.Windows is one."""
+
+    @property
+    def ids(self) -> np.ndarray: ...  # int64 [n, length]
+
+    @property
+    def mask(self) -> np.ndarray: ...  # bool [n, length]: a token, not filling
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Where a value sits: window, token position in it, channel (hidden states) or sub-head (logits), key position."""
+
+    window: int
+    position: int
+    unit: int
+    key: int | None = None  # attention logits only: the token looked at
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is known of a set of numbers x once they are gone."""
+
+    count: int
+    top: tuple[float | None, ...]  # the RANKS-th largest |x|; None where there are fewer numbers
+    median: float  # of |x|, within MEDIAN_ERROR of the true one
+    mean: float
+    std: float
+    kurtosis: float | None  # None if all numbers are equal
+    place: Place  # of the largest |x|; the first in reading order where several are equal
+    layer: int | None = None  # of the largest |x|, where several layers are pooled
+
+    @property
+    def max(self) -> float:
+        assert self.top[0] is not None
+        return self.top[0]
+
+    @property
+    def ratio(self) -> float | None:
+        """Largest over median: how much of an absmax scale's range the typical value leaves unused."""
+        return self.max / self.median if self.median else None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "count": self.count,
+            "top": {str(rank): value for rank, value in zip(RANKS, self.top, strict=True)},
+            "median": self.median,
+            "ratio": self.ratio,
+            "mean": self.mean,
+            "std": self.std,
+            "kurtosis": self.kurtosis,
+            "layer": self.layer,
+            "place": asdict(self.place),
+        }
+
+
+class Statistics:
+    """A growing summary of numbers; see the module's docstring. It takes about 1 MB, however many there are."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean = self.m2 = self.m3 = self.m4 = 0.0  # central moments, not divided by the count
+        self.top = torch.empty(0)  # fp32, falling, at most RANKS[-1]
+        self.histogram = torch.zeros(_BINS, dtype=torch.int64)
+        self.place: Place | None = None
+
+    def update(self, values: Tensor, place: Callable[[int], Place]) -> None:
+        """Add numbers [n] of any float dtype; `place(i)` says where number i sits, and rises with i."""
+        for start in range(0, len(values), _CHUNK):
+            self._absorb(_of(values[start : start + _CHUNK].float(), lambda i, start=start: place(start + i)))  # type: ignore[misc]
+
+    def merge(self, other: Statistics) -> Statistics:
+        """The statistics of both sets of numbers together; neither operand changes."""
+        result = Statistics()
+        result._absorb(self)
+        result._absorb(other)
+        return result
+
+    def _absorb(self, other: Statistics) -> None:
+        if not other.count:
+            return
+        n, m = self.count, other.count
+        if not n or other.top[0] > self.top[0]:
+            self.place = other.place
+        elif other.top[0] == self.top[0]:
+            assert self.place is not None and other.place is not None
+            self.place = min(self.place, other.place)
+        self.top = torch.cat((self.top, other.top)).sort(descending=True).values[: RANKS[-1]]
+        self.histogram += other.histogram
+
+        total, delta = n + m, other.mean - self.mean
+        a2, a3, b2, b3 = self.m2, self.m3, other.m2, other.m3
+        self.m4 += other.m4 + delta**4 * (n * m * (n * n - n * m + m * m) / total**3)
+        self.m4 += 6 * delta**2 * (n * n * b2 + m * m * a2) / total**2 + 4 * delta * (n * b3 - m * a3) / total
+        self.m3 += b3 + delta**3 * (n * m * (n - m) / total**2) + 3 * delta * (n * b2 - m * a2) / total
+        self.m2 += b2 + delta**2 * (n * m / total)
+        self.mean += delta * m / total
+        self.count = total
+
+    def summary(self) -> Summary:
+        if not self.count or self.place is None:
+            raise DiffbitError("there is nothing to measure: the windows hold no token; give more text")
+        variance = self.m2 / self.count
+        return Summary(
+            count=self.count,
+            top=tuple(self.top[rank - 1].item() if rank <= len(self.top) else None for rank in RANKS),
+            median=self.median(),
+            mean=self.mean,
+            std=math.sqrt(variance),
+            kurtosis=self.m4 / self.count / variance**2 if variance else None,
+            place=self.place,
+        )
+
+    def median(self) -> float:
+        """Of |x|, within MEDIAN_ERROR; of an even count the mean of the middle two, as numpy has it."""
+        middle = torch.tensor([(self.count - 1) // 2, self.count // 2])
+        bins = torch.searchsorted(self.histogram.cumsum(0), middle, right=True)
+        bits = (bins << _SHIFT) + (1 << (_SHIFT - 1))  # the fraction's middle is the bin's middle
+        values = torch.where(bins < 1 << FRACTION_BITS, 0.0, bits.int().view(torch.float32))
+        return values.double().mean().item()
+
+
+def _of(values: Tensor, place: Callable[[int], Place]) -> Statistics:
+    """Statistics of numbers fp32 [n], n > 0, that fit in memory as float64."""
+    part = Statistics()
+    magnitude = values.abs()
+    part.count = len(values)
+    part.top = magnitude.topk(min(RANKS[-1], part.count)).values.cpu()
+    if not part.top[0].isfinite():
+        raise DiffbitError("the activations hold NaN or infinity; the model is damaged, or its dtype too narrow for it")
+    part.place = place(int((magnitude == magnitude.max()).nonzero()[0]))
+    part.histogram = torch.bincount(magnitude.view(torch.int32) >> _SHIFT, minlength=_BINS).cpu()
+    exact = values.double()
+    part.mean = exact.mean().item()
+    exact = exact - part.mean
+    square = exact.square()
+    part.m2, part.m3, part.m4 = (power.sum().item() for power in (square, square * exact, square.square()))
+    return part
+
+
+@dataclass(frozen=True)
+class OutlierReport:
+    """Activations of one model on some windows."""
+
+    model: str
+    attention: str  # softmax, diff_v1, ...
+    windows: int
+    tokens: int
+    logits: Summary  # over all layers
+    hidden: Summary
+    logits_layers: tuple[Summary, ...]
+    hidden_layers: tuple[Summary, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "attention": self.attention,
+            "windows": self.windows,
+            "tokens": self.tokens,
+            "median_relative_error": MEDIAN_ERROR,
+            "attention_logits": {
+                **self.logits.to_dict(),
+                "layers": [summary.to_dict() for summary in self.logits_layers],
+            },
+            "hidden_states": {**self.hidden.to_dict(), "layers": [summary.to_dict() for summary in self.hidden_layers]},
+        }
+
+    def layer_rows(self) -> list[dict[str, Any]]:
+        """A row per layer: maximum, median, kurtosis and the place of the maximum, of logits and hidden states."""
+        return [
+            {
+                "model": self.model,
+                "layer": index,
+                "logits_max": logits.max,
+                "logits_median": logits.median,
+                "logits_kurtosis": logits.kurtosis,
+                "head": logits.place.unit,
+                "hidden_max": hidden.max,
+                "hidden_median": hidden.median,
+                "hidden_kurtosis": hidden.kurtosis,
+                "channel": hidden.place.unit,
+                "position": hidden.place.position,
+            }
+            for index, (logits, hidden) in enumerate(zip(self.logits_layers, self.hidden_layers, strict=True))
+        ]
+
+
+def rows(reports: Iterable[OutlierReport]) -> list[dict[str, Any]]:
+    """Models side by side as in Table 5: the attention logits of each, then the hidden states of each."""
+    reports = list(reports)
+    table = []
+    for activations, unit in (("attention logits", "head"), ("hidden states", "channel")):
+        for report in reports:
+            summary = report.logits if unit == "head" else report.hidden
+            place = summary.place
+            table.append(
+                {"activations": activations, "model": report.model}
+                | {f"top-{rank}": value for rank, value in zip(RANKS, summary.top, strict=True)}
+                | {"median": summary.median, "max/median": summary.ratio, "kurtosis": summary.kurtosis}
+                | {"largest_at": f"layer {summary.layer}, {unit} {place.unit}, token {place.position}"}
+            )
+    return table
+
+
+def measure(decoder: Decoder, windows: TokenWindows, batch_size: int = 8, *, name: str = "model") -> OutlierReport:
+    """Run the model over the windows, without gradients, and summarize its attention logits and hidden states.
+
+    Attention takes its explicit path, so that a batch needs batch_size * heads * length^2 fp32 numbers. A model with
+    low-bit attention logits keeps them; what is measured is what goes into their quantizer.
+    """
+    layers = list(decoder.model.layers)
+    logits = [Statistics() for _ in layers]
+    hidden = [Statistics() for _ in layers]
+    device = next(decoder.parameters()).device
+    with torch.inference_mode(), _observed(layers) as observer:
+        for start in track(range(0, len(windows.ids), batch_size), f"outliers of {name}"):
+            ids = torch.from_numpy(np.asarray(windows.ids[start : start + batch_size])).to(device)
+            real = torch.from_numpy(np.asarray(windows.mask[start : start + batch_size], dtype=bool)).to(device)
+
+            def on_logits(layer: int, x: Tensor, valid: Tensor, start: int = start, real: Tensor = real) -> None:
+                valid = (valid & real[:, None, :, None])[:, 0]  # [B, S, T]: padding neither looks nor is looked at
+                for row, (values, seen) in enumerate(zip(x, valid, strict=True)):  # [heads, S, T], [S, T]
+                    pairs = seen.nonzero()  # [n, 2]
+                    places = functools.partial(_logit_place, start + row, pairs)
+                    _add(logits[layer], values[:, seen].flatten(), places, name, f"attention logits of layer {layer}")
+
+            def on_hidden(layer: int, x: Tensor, start: int = start, real: Tensor = real) -> None:
+                places = functools.partial(_hidden_place, start, real.nonzero(), x.shape[-1])
+                _add(hidden[layer], x[real].flatten(), places, name, f"hidden states of layer {layer}")
+
+            observer.on_logits, observer.on_hidden = on_logits, on_hidden
+            decoder(ids, attention_mask=None if real.all() else real.long())
+    return OutlierReport(
+        model=name,
+        attention=decoder.config.attention,
+        windows=len(windows.ids),
+        tokens=int(np.asarray(windows.mask).sum()),
+        logits=_pooled(logits),
+        hidden=_pooled(hidden),
+        logits_layers=tuple(statistics.summary() for statistics in logits),
+        hidden_layers=tuple(statistics.summary() for statistics in hidden),
+    )
+
+
+class _Observer:
+    """What happens with each layer's activations; set anew for every batch."""
+
+    on_logits: Callable[[int, Tensor, Tensor], None]
+    on_hidden: Callable[[int, Tensor], None]
+
+
+@contextmanager
+def _observed(layers: Sequence[nn.Module]) -> Iterator[_Observer]:
+    """Hooks on every layer for as long as the context lasts; hooks that are there already keep working."""
+    observer = _Observer()
+    with ExitStack() as undo:
+        for index, layer in enumerate(layers):
+            attention: Any = layer.self_attn
+            before = attention.logits_hook
+
+            def see_logits(x: Tensor, valid: Tensor, index: int = index, before: Any = before) -> Tensor:
+                observer.on_logits(index, x, valid)
+                return x if before is None else before(x, valid)
+
+            def see_hidden(module: nn.Module, args: Any, output: Tensor, index: int = index) -> None:
+                observer.on_hidden(index, output)
+
+            attention.logits_hook = see_logits
+            undo.callback(setattr, attention, "logits_hook", before)
+            undo.callback(layer.register_forward_hook(see_hidden).remove)
+        yield observer
+
+
+def _logit_place(window: int, pairs: Tensor, index: int) -> Place:
+    """Number `index` of [heads, n], where pairs [n, 2] are the (query, key) positions."""
+    position, key = pairs[index % len(pairs)].tolist()
+    return Place(window, position, index // len(pairs), key)
+
+
+def _hidden_place(first_window: int, tokens: Tensor, width: int, index: int) -> Place:
+    """Number `index` of [n, width], where tokens [n, 2] are (row of the batch, position)."""
+    row, position = tokens[index // width].tolist()
+    return Place(first_window + row, position, index % width)
+
+
+def _add(statistics: Statistics, values: Tensor, place: Callable[[int], Place], model: str, what: str) -> None:
+    try:
+        statistics.update(values, place)
+    except DiffbitError as error:
+        raise DiffbitError(f"{model}: {what}: {error}") from None
+
+
+def _pooled(layers: Sequence[Statistics]) -> Summary:
+    """All layers together, with the layer that holds the largest value (the first of equals)."""
+    pooled = functools.reduce(Statistics.merge, layers).summary()
+    layer = next(index for index, statistics in enumerate(layers) if statistics.top[0] == pooled.max)
+    return Summary(**{**vars(pooled), "layer": layer, "place": layers[layer].place})
