@@ -24,7 +24,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     mask as `causal_mask` makes it. A value wider than the key (e > d) leaves torch's CPU kernels no fused path, so
     query and key are padded with zeros to width e: measured on a 2-core AVX2 machine, forward plus backward, this is
     the fastest of two wide unfused calls, two calls per half of the value, and padding, from 512 tokens on (166 ms
-    against 213 and 187 for 4 x 512 tokens, 8 heads of 32), and within 15 % of the fastest below. A single query
+    against 213 and 187 for 4 x 512 tokens, 8 heads of 32), and within 25 % of the fastest below. A single query
     (decoding) would pad the whole cache, so it goes unpadded.
     """
     length, total, extra = query.shape[2], key.shape[2], value.shape[-1] - key.shape[-1]
