@@ -1,7 +1,53 @@
-"""Low-bit weights: number formats, methods that round to them, schemes that say what goes where, checkpoints."""
+"""Low-bit weights: number formats, methods that round to them, schemes that say what goes where, checkpoints.
 
-from .formats import Format, IntFormat, parse_format
+report = quantize_checkpoint("model", "model-int4", Scheme(weights=parse_format("int4_g128")))
+decoder = load("model-int4")                         # float, quantized and bitsandbytes nf4 folders alike
+decoder = apply(float_decoder, scheme)               # the same in memory
+"""
+
+from .attention import logits_hook, quantize_logits
+from .checkpoint import load, load_block, quantize_checkpoint, read_scheme, read_weight
+from .formats import CodebookFormat, Format, IntFormat, TernaryFormat, parse_format
+from .linear import (
+    QuantLinear,
+    matmul_nbits_activations,
+    quantize_per_block_int8,
+    quantize_per_token_int8,
+    ternary_linear,
+)
+from .model import apply
 from .qtensor import QTensor
+from .report import Report, Sizes, WeightReport, sizes
 from .rtn import rtn
+from .scheme import AttentionScheme, Scheme, linear_shapes, parse_override
 
-__all__ = ["Format", "IntFormat", "QTensor", "parse_format", "rtn"]
+__all__ = [
+    "AttentionScheme",
+    "CodebookFormat",
+    "Format",
+    "IntFormat",
+    "QTensor",
+    "QuantLinear",
+    "Report",
+    "Scheme",
+    "Sizes",
+    "TernaryFormat",
+    "WeightReport",
+    "apply",
+    "linear_shapes",
+    "load",
+    "load_block",
+    "logits_hook",
+    "matmul_nbits_activations",
+    "parse_format",
+    "parse_override",
+    "quantize_checkpoint",
+    "quantize_logits",
+    "quantize_per_block_int8",
+    "quantize_per_token_int8",
+    "read_scheme",
+    "read_weight",
+    "rtn",
+    "sizes",
+    "ternary_linear",
+]

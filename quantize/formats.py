@@ -36,7 +36,7 @@ from ..ops import ternary_matmul
 from .packing import pack_bits, pack_nibbles, row_bytes, unpack_bits, unpack_nibbles
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
-BLOCK = 1 << 20  # weights handled at a time: float copies stay in cache, and far below a large weight's size
+BLOCK = 1 << 19  # weights handled at a time: float copies stay in cache, and far below a large weight's size
 HALF_TINY = 2.0**-24  # the smallest positive fp16
 
 # Quantiles of N(0, 1) with an exact zero, scaled to [-1, 1]: bitsandbytes' table, to the last bit.

@@ -55,13 +55,13 @@ class QTensor:
 
     @classmethod
     def from_packed(
-        cls, format: Format, shape: tuple[int, int], packed: Tensor, scale: Tensor, zero: Tensor | None = None
+        cls, format: Format, shape: tuple[int, int], codes: Tensor, scale: Tensor, zero: Tensor | None = None
     ) -> QTensor:
-        """From `packed()`, the scales in any float dtype, and `packed_zero()`."""
+        """From `packed()` codes, scales in any float dtype, and `packed_zero()`."""
         rows, columns = shape
         format.check(shape)
-        _expect(format, shape, "codes", packed, format.packed_shape(shape))
-        codes = format.unpack(packed, columns)
+        _expect(format, shape, "codes", codes, format.packed_shape(shape))
+        codes = format.unpack(codes, columns)
         if format.kind == "ternary" and codes.numel() and codes.max() > 2:
             raise DiffbitError(f"a ternary weight {shape} holds a code of 3, wanted 0, 1 or 2; the file is damaged")
         if zero is not None and not format.symmetric:
@@ -79,6 +79,13 @@ class QTensor:
     def bits_per_weight(self) -> float:
         """nbytes * 8 over the number of weights: 4.5 for int4_g32, not 4."""
         return self.nbytes * 8 / (self.shape[0] * self.shape[1])
+
+    def rows(self, rows: slice) -> QTensor:
+        """Some rows of the weight, sharing memory: what streams through a large one."""
+        codes = self.codes[rows]
+        scale = self.scale if self.format.kind == "ternary" else self.scale[rows]
+        zero = None if self.zero is None else self.zero[rows]
+        return QTensor(self.format, (codes.shape[0], codes.shape[1]), codes, scale, zero)
 
     def to(self, device: torch.device | str) -> QTensor:
         zero = None if self.zero is None else self.zero.to(device)

@@ -1,0 +1,205 @@
+"""Quantized checkpoints: written a layer at a time from float ones, read back as models of QuantLinear layers.
+
+On disk a quantized weight `<linear>.weight` becomes `<linear>.codes` (packed), `<linear>.scale` (fp16 for integers, to
+which they were rounded beforehand, fp32 for nf4 and ternary) and, in asymmetric formats, `<linear>.zero` (packed);
+config.json says
+
+    "quantization_config": {"quant_method": "diffbit", "version": 1, "scheme": {...}}
+
+Row order on disk is Hugging Face's, for these parts as for the weights they stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import models
+from ..errors import DiffbitError
+from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig
+from ..models.layout import EMBEDDING, HEAD, shapes
+from ..progress import track
+from . import bitsandbytes_nf4
+from .calibration import Calibration
+from .model import Method, assemble, quantize_weight
+from .qtensor import QTensor
+from .report import TERNARY_WARNING, Report, WeightReport, sizes, weight_error
+from .rtn import rtn
+from .scheme import HEAD_MODULE, Scheme
+
+VERSION = 1
+SHARD_FROM = 256 << 20  # bytes of the float model: from here on the output is a file per layer, one in memory
+
+
+def quantize_checkpoint(
+    source: str | Path,
+    output: str | Path,
+    scheme: Scheme,
+    *,
+    method: Method = rtn,
+    calibration: Any = None,
+    calibration_mask: Any = None,
+    overwrite: bool = False,
+) -> Report:
+    """Quantize a float checkpoint into a new folder, one layer in memory at a time; what it did to each weight.
+
+    method: a function (weight, format, stats) -> QTensor.
+    calibration: token ids [n, S] (a tensor or an array); they flow through the float model as its layers come by, and
+    each quantized layer's output error is measured on what reaches it. calibration_mask: bool [n, S], the tokens that
+    count; default all.
+    """
+    checkpoint = Checkpoint(source)
+    if checkpoint.quantization is not None:
+        raise DiffbitError(f"{checkpoint.path}: is quantized already; start from the float checkpoint it was made from")
+    config = checkpoint.config
+    formats = scheme.formats(config)
+    if not formats and scheme.attention.logits is None:
+        raise DiffbitError("the scheme quantizes nothing; name a format for the weights, such as --weights int4_g32")
+    stored = replace(config, tie_embeddings=config.tie_embeddings and HEAD_MODULE not in formats)
+    sources = {HEAD: EMBEDDING} if config.tie_embeddings else {}
+    dtype = getattr(torch, checkpoint.dtype)
+    before = sizes(config, dtype=dtype)
+    flow = None if calibration is None else Calibration(config, calibration, calibration_mask)
+    rows: list[WeightReport] = []
+    with CheckpointWriter(
+        output,
+        stored,
+        quantization={"quant_method": "diffbit", "version": VERSION, "scheme": scheme.to_dict()},
+        dtype=checkpoint.dtype,
+        shard_layers=before.nbytes > SHARD_FROM,
+        tokenizer_from=checkpoint.path,
+        overwrite=overwrite,
+    ) as writer:
+        for names in track(list(_pieces(stored)), "quantizing", total=config.num_layers + 2):
+            tensors = {name: checkpoint.read(sources.get(name, name)) for name in names}
+            quantized: dict[str, QTensor] = {}
+            for name, tensor in tensors.items():
+                module = name.removesuffix(".weight")
+                if module not in formats:
+                    writer.add(name, tensor)
+                    continue
+                quantized[module] = weight = quantize_weight(method, name, tensor, formats[module])
+                for part, value in _parts(weight).items():
+                    writer.add(f"{module}.{part}", value)
+            errors = flow.advance(tensors, quantized, scheme) if flow else {}
+            for module, weight in quantized.items():
+                name = f"{module}.weight"
+                rows.append(_row(module, weight, weight_error(tensors[name], weight), errors.get(module)))
+    return Report(
+        scheme=scheme,
+        weights=tuple(rows),
+        before=before,
+        after=sizes(config, scheme, dtype),
+        calibration_tokens=flow.tokens if flow else 0,
+        warnings=(TERNARY_WARNING,) if any(format.kind == "ternary" for format in formats.values()) else (),
+    )
+
+
+def load(
+    path: str | Path | Checkpoint, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> Decoder:
+    """The model in a checkpoint, float or quantized (by diffbit, or nf4 by bitsandbytes).
+
+    Quantized layers are QuantLinear modules; a scheme's activations and attention logits are in force.
+    """
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    scheme = read_scheme(checkpoint)
+    if scheme is None:
+        return models.load(checkpoint, dtype=dtype, device=device)
+    with torch.device("meta"):
+        decoder = Decoder(checkpoint.config)
+    weights = {name: _read(checkpoint, name, scheme) for name in shapes(checkpoint.config)}
+    return assemble(decoder, weights, scheme, dtype).to(device)
+
+
+def load_block(checkpoint: Checkpoint, index: int, dtype: torch.dtype = torch.float32) -> Block:
+    """Decoder layer `index` alone, of a float or a quantized checkpoint."""
+    with torch.device("meta"):
+        block = Block(checkpoint.config, index)
+    prefix = f"model.layers.{index}."
+    names = [name for name in shapes(checkpoint.config) if name.startswith(prefix)]
+    scheme = read_scheme(checkpoint)
+    weights = {name.removeprefix(prefix): _read(checkpoint, name, scheme) for name in names}
+    return assemble(block, weights, scheme or Scheme(), dtype)
+
+
+def read_scheme(checkpoint: Checkpoint) -> Scheme | None:
+    """The scheme a checkpoint was quantized with; None for a float one."""
+    entry = checkpoint.quantization
+    if entry is None:
+        return None
+    if entry["quant_method"] == "bitsandbytes":
+        return bitsandbytes_nf4.scheme(checkpoint)
+    where = f"{checkpoint.path / 'config.json'}: quantization_config"
+    if entry.get("version") != VERSION:
+        raise DiffbitError(
+            f"{where} has version {entry.get('version')!r}, this diffbit reads version {VERSION}; quantize the float "
+            "checkpoint again"
+        )
+    if not isinstance(entry.get("scheme"), dict):
+        raise DiffbitError(f"{where} has no scheme; restore config.json")
+    try:
+        return Scheme.from_dict(entry["scheme"])
+    except DiffbitError as error:
+        raise DiffbitError(f"{where}: {error}") from None
+
+
+def read_weight(checkpoint: Checkpoint, name: str) -> Tensor | QTensor:
+    """A parameter under its float name ("model.layers.0.mlp.up_proj.weight"), in canonical row order.
+
+    A Tensor in its stored dtype, or a QTensor where the checkpoint holds it quantized.
+    """
+    return _read(checkpoint, name, read_scheme(checkpoint))
+
+
+def _read(checkpoint: Checkpoint, name: str, scheme: Scheme | None) -> Tensor | QTensor:
+    module = name.removesuffix(".weight")
+    shape = shapes(checkpoint.config).get(name, ())
+    is_linear = len(shape) == 2 and name != EMBEDDING
+    format = scheme.format_for(module) if scheme and is_linear else None
+    if format is None:
+        if name not in checkpoint.names:
+            raise _disagrees(checkpoint, name, "float")
+        return checkpoint.read(name)
+    if checkpoint.quantization and checkpoint.quantization["quant_method"] == "bitsandbytes":
+        return bitsandbytes_nf4.read(checkpoint, name)
+    wanted = ["codes", "scale"] if format.symmetric else ["codes", "scale", "zero"]
+    if not all(f"{module}.{part}" in checkpoint.names for part in wanted):
+        raise _disagrees(checkpoint, name, format.name)
+    tensors = {part: checkpoint.read(f"{module}.{part}") for part in wanted}
+    try:
+        return QTensor.from_packed(format, (shape[0], shape[1]), **tensors)
+    except DiffbitError as error:
+        raise DiffbitError(f"{checkpoint.path}: {module}: {error}") from None
+
+
+def _pieces(config: ModelConfig) -> Iterator[list[str]]:
+    """Names of the tensors to read together: the embedding, each layer, and what follows the layers."""
+    names = list(shapes(config))
+    yield [EMBEDDING]
+    for index in range(config.num_layers):
+        yield [name for name in names if name.startswith(f"model.layers.{index}.")]
+    yield [name for name in names if name != EMBEDDING and not name.startswith("model.layers.")]
+
+
+def _parts(weight: QTensor) -> dict[str, Tensor]:
+    parts = {"codes": weight.packed(), "scale": weight.scale.to(weight.format.scale_dtype)}
+    zero = weight.packed_zero()
+    return parts if zero is None else parts | {"zero": zero}
+
+
+def _row(name: str, weight: QTensor, error: float, output_error: float | None) -> WeightReport:
+    format = weight.format.name
+    return WeightReport(name, format, weight.shape, error, output_error, weight.bits_per_weight, weight.nbytes)
+
+
+def _disagrees(checkpoint: Checkpoint, name: str, format: str) -> DiffbitError:
+    return DiffbitError(
+        f"{checkpoint.path}: the scheme in config.json says that {name} is {format}, but the weights hold it "
+        "otherwise; config and weights do not belong together"
+    )

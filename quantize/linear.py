@@ -1,0 +1,103 @@
+"""A linear layer with a quantized weight, and the ways its input is rounded to int8. Everything in plain torch.
+
+This is the meaning of a quantized model that its exports are held against; it saves memory on disk, not time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .qtensor import QTensor
+
+Activations = Callable[[Tensor], Tensor]
+SMALLEST = 1e-5  # of a token's largest activation, as in BitNet b1.58
+
+
+class QuantLinear(nn.Module):
+    """y = act(x) W^T, x [..., K] -> [..., N], W a QTensor [N, K] dequantized in x's dtype.
+
+    activations: a function applied to x first, such as `quantize_per_token_int8`; None: x as it is. A ternary weight
+    computes what the op TernaryMatMul does, int8 activations included, so none is given for it.
+    """
+
+    def __init__(self, weight: QTensor, activations: Activations | None = None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.activations = activations
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.activations is not None:
+            x = self.activations(x)
+        if self.weight.format.kind == "ternary":
+            return ternary_linear(x, self.weight)
+        return F.linear(x, self.weight.dequantize(x.dtype))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Follow .to(device); .to(dtype) changes nothing here: codes are integers and scales stay fp32."""
+        super()._apply(fn, recurse)
+        self.weight = self.weight.to(fn(torch.empty(0, device=self.weight.codes.device)).device)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}, {self.weight.format}"
+
+
+def ternary_linear(x: Tensor, weight: QTensor) -> Tensor:
+    """The op diffbit.TernaryMatMul (ops/ternary_matmul.py): int8 activations, an exact integer sum, times a * scale.
+
+    float32 holds every partial sum exactly: they are integers below 127 * K < 2^24 for K up to 132,000.
+    """
+    q, a = per_token_int8(x.float())
+    sums = F.linear(q, weight.codes.float() - 1)
+    return (sums * a * weight.scale.view(1)).to(x.dtype)
+
+
+def per_token_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x fp32 [..., K] -> whole numbers -127 ... 127 as floats [..., K], and steps a = max(|x|, 1e-5) / 127 [..., 1]."""
+    a = x.abs().amax(-1, keepdim=True).clamp_min(SMALLEST) / 127
+    return torch.round(x / a), a
+
+
+def quantize_per_token_int8(x: Tensor) -> Tensor:
+    """x [..., K] rounded to int8 with one scale per token (BitNet b1.58, arXiv 2402.17764), as floats again."""
+    q, a = per_token_int8(x.float())
+    return (q * a).to(x.dtype)
+
+
+def quantize_per_block_int8(x: Tensor, block: int) -> Tensor:
+    """x [..., K] rounded to int8 with one scale per `block` neighbours (the last may be short), as floats again.
+
+    a = max|x| / 127 in each block, q = round-half-even(x / a): what ONNX Runtime's MatMulNBits does to its input on
+    the CPU at accuracy level 4, `block` being the weight's block size; found by experiment (tests/quantize/
+    test_matmul_nbits.py), values within one ulp of a tie apart.
+    """
+    blocks = F.pad(x.float(), (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))  # [..., G, block]
+    largest = blocks.abs().amax(-1, keepdim=True)
+    a = (largest / 127).masked_fill(largest == 0, 1)
+    return (torch.round(blocks / a) * a).flatten(-2)[..., : x.shape[-1]].to(x.dtype)
+
+
+def matmul_nbits_activations(bits: int, block_size: int) -> Activations | None:
+    """What MatMulNBits at accuracy level 4 does to its input on the CPU (ONNX Runtime 1.31); None: it stays float.
+
+    4- and 8-bit weights: int8 per block at every block size, 16 to 256. 2-bit weights: int8 at 32, 64 and 128; 16 and
+    256 have no integer kernel and run, very slowly, in float. Signs of scales, zero points and short last blocks make
+    no difference.
+    """
+    if bits in (4, 8) or (bits == 2 and block_size in (32, 64, 128)):
+        return partial(quantize_per_block_int8, block=block_size)
+    return None

@@ -1,0 +1,74 @@
+"""Models of quantized layers: put together from their weights, or made from a float model in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import DiffbitError
+from ..models import Decoder
+from ..models.layout import EMBEDDING, HEAD, shapes, stays_float32
+from .attention import set_logits_hook
+from .formats import Format
+from .linear import QuantLinear, quantize_per_token_int8
+from .qtensor import QTensor
+from .rtn import rtn
+from .scheme import HEAD_MODULE, Scheme
+
+Method = Callable[[Tensor, Format, Any], QTensor]
+M = TypeVar("M", bound=nn.Module)
+
+
+def apply(decoder: Decoder, scheme: Scheme, method: Method = rtn) -> Decoder:
+    """A quantized copy in memory of a float model, as `quantize_checkpoint` and `load` would give.
+
+    What is not quantized is shared with the original: changing one changes both.
+    """
+    source = decoder.state_dict()
+    formats = scheme.formats(decoder.config)
+    config = decoder.config
+    if config.tie_embeddings and HEAD_MODULE in formats:
+        config = replace(config, tie_embeddings=False)
+        source[HEAD] = source[EMBEDDING]
+    missing = [name for name in shapes(config) if name not in source]
+    if missing:
+        raise DiffbitError(f"the model has no float weight {missing[0]}; it is quantized already")
+    with torch.device("meta"):
+        copy = Decoder(config)
+    weights: dict[str, Tensor | QTensor] = {}
+    for name in shapes(config):
+        format = formats.get(name.removesuffix(".weight"))
+        weights[name] = source[name] if format is None else quantize_weight(method, name, source[name], format)
+    return assemble(copy, weights, scheme, None).train(decoder.training)
+
+
+def assemble(module: M, weights: Mapping[str, Tensor | QTensor], scheme: Scheme, dtype: torch.dtype | None) -> M:
+    """Give a decoder or block made on the meta device its weights by name, floats as `dtype` (None: as they are)."""
+    state = {}
+    for name, weight in weights.items():
+        if isinstance(weight, QTensor):
+            module.set_submodule(name.removesuffix(".weight"), quant_linear(weight, scheme))
+        else:
+            state[name] = weight if dtype is None else weight.to(torch.float32 if stays_float32(name) else dtype)
+    module.load_state_dict(state, strict=True, assign=True)
+    if scheme.attention.logits is not None:
+        set_logits_hook(module, scheme.attention.logits)
+    return module
+
+
+def quant_linear(weight: QTensor, scheme: Scheme) -> QuantLinear:
+    """The layer of a weight, its activations as the scheme wants; a ternary one rounds its input in any case."""
+    rounded = scheme.activations == "int8" and weight.format.kind != "ternary"
+    return QuantLinear(weight, quantize_per_token_int8 if rounded else None)
+
+
+def quantize_weight(method: Method, name: str, weight: Tensor, format: Format) -> QTensor:
+    """method(weight, format), its errors told with the weight's name."""
+    try:
+        return method(weight.detach(), format, None)
+    except DiffbitError as error:
+        raise DiffbitError(f"{name}: {error}") from None

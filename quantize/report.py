@@ -1,0 +1,131 @@
+"""What quantizing did to each weight, and what a scheme weighs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..models import ModelConfig
+from ..models.layout import HEAD, shapes, stays_float32
+from .formats import row_blocks
+from .qtensor import QTensor
+from .scheme import HEAD_MODULE, Scheme
+
+TERNARY_WARNING = (
+    "ternary weights by rounding alone: a model that was not trained with ternary weights is destroyed by this (BitNet "
+    "reports a perplexity of 14 becoming 3.8 million); train it first, or use int4_g128 or int3_g64"
+)
+
+
+@dataclass(frozen=True)
+class WeightReport:
+    """One quantized weight.
+
+    weight_error    ||W - Wq|| / ||W||
+    output_error    ||X W^T - act(X) Wq^T|| / ||X W^T|| over the calibration tokens X that reach it in the float model;
+                    None without calibration
+    bits_per_weight codes, scales and zero points, over the number of weights
+    """
+
+    name: str
+    format: str
+    shape: tuple[int, int]
+    weight_error: float
+    output_error: float | None
+    bits_per_weight: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a model's tensors in a file, and the average over all its weights, the float ones included."""
+
+    nbytes: int
+    parameters: int
+
+    @property
+    def bits_per_weight(self) -> float:
+        return self.nbytes * 8 / self.parameters
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `quantize_checkpoint` returns: a row per quantized weight, sizes before and after, warnings as sentences."""
+
+    scheme: Scheme
+    weights: tuple[WeightReport, ...]
+    before: Sizes
+    after: Sizes
+    calibration_tokens: int
+    warnings: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        sizes = {
+            when: asdict(size) | {"bits_per_weight": size.bits_per_weight}
+            for when, size in (("before", self.before), ("after", self.after))
+        }
+        return {
+            "scheme": self.scheme.to_dict(),
+            **sizes,
+            "calibration_tokens": self.calibration_tokens,
+            "warnings": list(self.warnings),
+            "weights": [asdict(weight) for weight in self.weights],
+        }
+
+
+def sizes(config: ModelConfig, scheme: Scheme | None = None, dtype: torch.dtype = torch.bfloat16) -> Sizes:
+    """What a model under a scheme weighs, from its shapes alone; what is not quantized is stored as `dtype`."""
+    formats = {} if scheme is None else scheme.formats(config)
+    tensors = dict(shapes(config))
+    if HEAD_MODULE in formats:  # a tied head that is quantized is stored apart
+        tensors[HEAD] = (config.vocab_size, config.hidden_size)
+    nbytes = parameters = 0
+    for name, shape in tensors.items():
+        count = math.prod(shape)
+        format = formats.get(name.removesuffix(".weight"))
+        if format is not None:
+            nbytes += format.nbytes((shape[0], shape[1]))
+        else:
+            nbytes += count * (torch.float32 if stays_float32(name) else dtype).itemsize
+        parameters += count
+    return Sizes(nbytes, parameters)
+
+
+def weight_error(weight: Tensor, quantized: QTensor) -> float:
+    """||W - Wq|| / ||W||, a block of rows at a time; 0 for a weight of zeros."""
+    difference = norm = 0.0
+    for rows in row_blocks(weight):
+        exact = weight[rows].float()
+        difference += _square(exact - quantized.rows(rows).dequantize())
+        norm += _square(exact)
+    return ratio(difference, norm)
+
+
+class OutputError:
+    """||Y - Yq|| / ||Y||, summed up over batches."""
+
+    def __init__(self) -> None:
+        self.difference = self.norm = 0.0
+
+    def add(self, exact: Tensor, quantized: Tensor) -> None:
+        self.difference += _square(exact - quantized)
+        self.norm += _square(exact)
+
+    @property
+    def value(self) -> float:
+        return ratio(self.difference, self.norm)
+
+
+def _square(values: Tensor) -> float:
+    """The sum of squares, summed in float64 without a float64 copy."""
+    return values.square().sum(dtype=torch.float64).item()
+
+
+def ratio(difference: float, norm: float) -> float:
+    """sqrt(difference / norm), both sums of squares; 0 / 0 is 0."""
+    return math.sqrt(difference / norm) if norm else (math.inf if difference else 0.0)

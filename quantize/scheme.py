@@ -1,0 +1,212 @@
+"""What of a model is quantized, and to what: a value that is the same text in a file, a checkpoint, an artifact.
+
+    weights = "int4_g32"              # every linear layer of the decoder
+    activations = "int8"              # their inputs, one scale a token; absent: float
+    attention = { logits = 8 }        # attention logits, one scale a query row (attention.py); absent: float
+
+    [overrides]                       # by module name; * also matches dots; the last match wins
+    "lm_head" = "int8"
+    "model.layers.0.*" = "none"
+
+Embeddings and norms are never quantized. The head and the lambda projection of diff_v2 are not either, unless an
+override spells out their name ("lm_head", "*.lambda_proj"): few parameters, felt by every logit.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from .. import files
+from ..errors import DiffbitError
+from ..models import ModelConfig
+from ..models.layout import EMBEDDING, shapes
+from .formats import Format, parse_format
+
+KEPT = ("lm_head", "lambda_proj")  # float unless an override names them
+LOGIT_BITS = range(2, 17)
+HEAD_MODULE = "lm_head"
+
+
+@dataclass(frozen=True)
+class AttentionScheme:
+    """logits: bits of the attention logits, 2 to 16; None: not quantized."""
+
+    logits: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.logits is not None and (type(self.logits) is not int or self.logits not in LOGIT_BITS):
+            raise DiffbitError(
+                f"attention logits are to have {self.logits!r} bits, wanted a whole number from {LOGIT_BITS[0]} to "
+                f"{LOGIT_BITS[-1]}"
+            )
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The linear layers' format (None: float), "int8" activations or None, attention, and ((glob, format), ...)."""
+
+    weights: Format | None = None
+    activations: str | None = None
+    attention: AttentionScheme = AttentionScheme()
+    overrides: tuple[tuple[str, Format | None], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.activations not in (None, "int8"):
+            raise DiffbitError(f"activations are {self.activations!r}, wanted 'int8' or nothing")
+
+    def format_for(self, module: str) -> Format | None:
+        """The format of a linear layer by its name, such as "model.layers.0.self_attn.q_proj"; None is float."""
+        for glob, format in reversed(self.overrides):
+            if _reaches(glob, module):
+                return format
+        return None if module.rpartition(".")[2] in KEPT else self.weights
+
+    def formats(self, config: ModelConfig) -> dict[str, Format]:
+        """{linear layer: format} of all that are quantized in such a model, in the model's order.
+
+        A DiffbitError where an override reaches no layer, or a format cannot hold a layer's shape.
+        """
+        layers = linear_shapes(config)
+        for glob, _ in self.overrides:
+            if not any(_reaches(glob, module) for module in layers):
+                raise DiffbitError(
+                    f"override {glob!r} matches no linear layer of this model; they are named like "
+                    f"{next(iter(layers))} and lm_head (the embedding and the norms cannot be quantized)"
+                )
+        chosen = {module: format for module in layers if (format := self.format_for(module)) is not None}
+        for module, format in chosen.items():
+            try:
+                format.check(layers[module])
+            except DiffbitError as error:
+                raise DiffbitError(f"{module}: {error}") from None
+        return chosen
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON; `from_dict` is its inverse."""
+        return {
+            "weights": _name(self.weights),
+            "activations": self.activations,
+            "attention": {"logits": self.attention.logits},
+            "overrides": {glob: _name(format) for glob, format in self.overrides},
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Scheme:
+        """A scheme from parsed JSON or TOML; a DiffbitError names what is wrong."""
+        _known(values, ("weights", "activations", "attention", "overrides"), "a scheme")
+        attention = _table(values, "attention")
+        _known(attention, ("logits",), "a scheme's attention")
+        overrides = _table(values, "overrides").items()
+        activations = values.get("activations")
+        return cls(
+            weights=_format(values.get("weights"), "weights"),
+            activations=None if activations == "none" else activations,
+            attention=AttentionScheme(attention.get("logits")),
+            overrides=tuple((glob, _format(value, f"override {glob!r}")) for glob, value in overrides),
+        )
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Scheme:
+        """A scheme from a .json or .toml file."""
+        path = Path(path)
+        if path.suffix == ".json":
+            values = files.read_json(path)
+        elif path.suffix == ".toml":
+            values = _read_toml(path)
+        else:
+            raise DiffbitError(f"{path}: wanted a .json or a .toml file to read a scheme from")
+        try:
+            return cls.from_dict(values)
+        except DiffbitError as error:
+            raise DiffbitError(f"{path}: {error}") from None
+
+    def to_file(self, path: str | Path) -> None:
+        """Write a .json or .toml file that `from_file` reads."""
+        path = Path(path)
+        if path.suffix == ".json":
+            files.write_json(path, self.to_dict())
+        elif path.suffix == ".toml":
+            with files.write_atomic(path) as temporary:
+                temporary.write_text(self._toml(), encoding="utf-8")
+        else:
+            raise DiffbitError(f"{path}: wanted a .json or a .toml file to write a scheme to")
+
+    def _toml(self) -> str:
+        # a JSON string is a TOML basic string, but for DEL, which no module name holds
+        lines = [f"weights = {json.dumps(_name(self.weights))}"]
+        if self.activations is not None:
+            lines.append(f"activations = {json.dumps(self.activations)}")
+        if self.attention.logits is not None:
+            lines.append(f"attention = {{ logits = {self.attention.logits} }}")
+        if self.overrides:
+            lines += ["", "[overrides]"]
+        lines += [f"{json.dumps(glob)} = {json.dumps(_name(format))}" for glob, format in self.overrides]
+        return "\n".join(lines) + "\n"
+
+
+def parse_override(text: str) -> tuple[str, Format | None]:
+    """ "GLOB=FORMAT" or "GLOB=none", as the command line takes it -> (glob, format)."""
+    glob, equals, value = text.rpartition("=")
+    if not (glob and equals and value):
+        raise DiffbitError(f"override {text!r}: wanted GLOB=FORMAT or GLOB=none, such as 'lm_head=int8'")
+    return glob, _format(value, f"override {text!r}")
+
+
+def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """{name: (out_features, in_features)} of every linear layer, the head included where it shares the embedding."""
+    found = {
+        name.removesuffix(".weight"): (shape[0], shape[1])
+        for name, shape in shapes(config).items()
+        if len(shape) == 2 and name != EMBEDDING
+    }
+    return found | {HEAD_MODULE: (config.vocab_size, config.hidden_size)}
+
+
+def _reaches(glob: str, module: str) -> bool:
+    piece = module.rpartition(".")[2]
+    return fnmatchcase(module, glob) and (piece not in KEPT or piece in glob)
+
+
+def _name(format: Format | None) -> str:
+    return "none" if format is None else format.name
+
+
+def _format(value: Any, what: str) -> Format | None:
+    if value in (None, "none"):
+        return None
+    if not isinstance(value, str):
+        raise DiffbitError(f"{what} is {value!r}, wanted the name of a format, such as 'int4_g32', or 'none'")
+    try:
+        return parse_format(value)
+    except DiffbitError as error:
+        raise DiffbitError(f"{what}: {error}") from None
+
+
+def _known(values: Mapping[str, Any], names: Iterable[str], what: str) -> None:
+    for name in values:
+        if name not in names:
+            raise DiffbitError(f"{what} has the unknown key {name!r}, wanted one of {', '.join(names)}")
+
+
+def _table(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = values.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise DiffbitError(f"{name} is {value!r}, wanted a table")
+    return value
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DiffbitError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DiffbitError(f"{path}: cannot be read ({error})") from None
+    except tomllib.TOMLDecodeError as error:
+        raise DiffbitError(f"{path}: is not valid TOML ({error})") from None
