@@ -1,0 +1,205 @@
+"""compare() on tiny models, against a slow comparison written out here: one window at a time, everything kept."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from diffbit.calib_data import Windows, windows
+from diffbit.errors import DiffbitError
+from diffbit.evaluate.compare import compare, variants
+from diffbit.models import Decoder, ModelConfig, load, save
+from diffbit.quantize import parse_format, rtn
+
+VOCABULARY = 97
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    paths = []
+    for seed, attention in enumerate(("diff_v1", "softmax")):
+        torch.manual_seed(seed)
+        heads = 2 if attention == "diff_v1" else 4
+        config = ModelConfig(
+            vocab_size=VOCABULARY, hidden_size=64, num_layers=2, num_heads=heads, num_kv_heads=heads // 2, head_dim=16,
+            intermediate_size=96, max_position=32, attention=attention, tie_embeddings=True,
+        )  # fmt: skip
+        decoder = Decoder(config)
+        with torch.no_grad():
+            for parameter in decoder.parameters():
+                if parameter.dim() == 2:
+                    parameter.mul_(4)
+        path = tmp_path_factory.mktemp("models") / attention
+        save(decoder, path)
+        paths.append(path)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def text() -> Windows:
+    rng = np.random.default_rng(0)
+    return windows([rng.integers(1, VOCABULARY, 150)], 16, eos_id=0, overlap=3, source="made up")
+
+
+def slow_losses(decoder: Decoder, text: Windows) -> tuple[list[np.ndarray], np.ndarray]:
+    """Per window: probabilities [n, V] at the scored tokens (float64); and the negative log likelihood [W]."""
+    probabilities, losses = [], []
+    for ids, target, mask in zip(text.ids, text.target, text.mask, strict=True):
+        with torch.inference_mode():
+            logits = decoder(torch.from_numpy(ids[mask])[None])[0].double().numpy()
+        at = [t for t in range(1, mask.sum()) if target[t]]
+        soft = np.exp(logits[[t - 1 for t in at]])
+        soft /= soft.sum(-1, keepdims=True)
+        probabilities.append(soft)
+        losses.append(-sum(math.log(row[ids[t]]) for row, t in zip(soft, at, strict=True)))
+    return probabilities, np.array(losses)
+
+
+def by_hand(path: Path, format: str) -> Decoder:
+    """The model with its linear layers rounded, one after the other, without any scheme."""
+    decoder = load(path)
+    for name, module in decoder.model.layers.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            assert name.endswith("_proj")
+            module.weight.data = rtn(module.weight.data, parse_format(format)).dequantize()
+    return decoder
+
+
+def test_against_a_slow_comparison(checkpoints: list[Path], text: Windows) -> None:
+    result = compare(checkpoints, text, ["16", "4", "int3_g16"], ["weights"], batch_size=3)
+    assert [(r.model, r.what, r.format) for r in result.results] == [
+        (model, what, format)
+        for model in ("diff_v1", "softmax")
+        for what, format in (("none", "16"), ("weights", "int4_g64"), ("weights", "int3_g16"))
+    ]
+    tokens = text.target[:, 1:].sum(1)
+    changes = {}
+    for path in checkpoints:
+        p, reference = slow_losses(load(path), text)
+        for found in [r for r in result.results if r.model == path.name]:
+            q, losses = (p, reference) if found.format == "16" else slow_losses(by_hand(path, found.format), text)
+            kl = sum(float((a * np.log(a / b)).sum()) for a, b in zip(p, q, strict=True)) / tokens.sum()
+            same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in zip(p, q, strict=True)) / tokens.sum()
+            assert found.perplexity.value == pytest.approx(math.exp(losses.sum() / tokens.sum()), rel=1e-4)
+            assert found.ratio.value == pytest.approx(math.exp((losses - reference).sum() / tokens.sum()), rel=1e-4)
+            assert found.kl.value == pytest.approx(kl, rel=1e-3, abs=1e-9)
+            assert found.agreement.value == pytest.approx(same)
+            changes[path.name, found.format] = (losses - reference).sum() / tokens.sum()
+            if found.format == "16":
+                assert found.ratio.low == found.ratio.high == 1.0
+            else:  # paired: the spread of the differences, not of the losses
+                rate = (losses - reference).sum() / tokens.sum()
+                spread = np.sqrt(np.sum((losses - reference - rate * tokens) ** 2) * len(tokens) / (len(tokens) - 1))
+                t = {11: 2.20099, 12: 2.17881}[len(tokens) - 1]
+                assert math.log(found.ratio.high) - rate == pytest.approx(t * spread / tokens.sum(), rel=1e-3)
+    assert len(result.contrasts) == 2
+    for contrast in result.contrasts:
+        assert (contrast.model, contrast.against) == ("softmax", "diff_v1")
+        wanted = changes["softmax", contrast.format] - changes["diff_v1", contrast.format]
+        assert contrast.difference.value == pytest.approx(wanted, rel=1e-2, abs=1e-5)
+        assert contrast.difference.low < contrast.difference.value < contrast.difference.high
+
+
+def test_low_bit_logits(checkpoints: list[Path], text: Windows) -> None:
+    result = compare(checkpoints[:1], text, ["16", "8", "3", "ternary"], ["logits"])
+    assert [r.format for r in result.results] == ["16", "8-bit", "3-bit"]  # ternary logits there are none
+    float_, eight, three = result.results
+    assert 0 < eight.kl.value < three.kl.value
+    assert eight.nbytes == float_.nbytes and eight.bits_per_weight == 16
+
+
+def test_a_small_cache_and_another_batch_give_the_same_numbers(checkpoints: list[Path], text: Windows) -> None:
+    whole = compare(checkpoints, text, ["4", "2"], batch_size=16)
+    parts = compare(checkpoints, text, ["4", "2"], batch_size=2, cache_bytes=16 * VOCABULARY * 4 * 5)
+    one = compare(checkpoints, text, ["4", "2"], batch_size=16, cache_bytes=1)
+    for other in (parts, one):
+        for a, b in zip(whole.results, other.results, strict=True):
+            assert (a.model, a.format, a.nbytes) == (b.model, b.format, b.nbytes)
+            assert a.perplexity.high == pytest.approx(b.perplexity.high, rel=1e-4)
+            assert a.kl.value == pytest.approx(b.kl.value, rel=1e-3, abs=1e-7)
+
+
+def test_padding_on_either_side_is_not_looked_at(checkpoints: list[Path], text: Windows) -> None:
+    filled = int((~text.mask[-1]).sum())
+    assert filled
+    ids, mask, target = text.ids.copy(), text.mask.copy(), text.target.copy()
+    for array in (ids, mask, target):
+        array[-1] = np.roll(array[-1], filled)
+    left = compare(checkpoints[:1], replace(text, ids=ids, mask=mask, target=target), ["3"])
+    right = compare(checkpoints[:1], text, ["3"])
+    for a, b in zip(left.results, right.results, strict=True):
+        assert a.perplexity.value == pytest.approx(b.perplexity.value, rel=1e-4)
+
+
+def test_sizes(checkpoints: list[Path], text: Windows) -> None:
+    result = compare(checkpoints[1:], text, ["16", "4", "int4_g32", "ternary"], ["weights"])
+    bits = {r.format: r.bits_per_weight for r in result.results}
+    width_96 = 64 * 96 / (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96)  # of the weights have a row of 96: 1.5 groups of 64
+    assert bits["16"] == 16.0
+    assert bits["int4_g64"] == pytest.approx((1 - width_96) * 4.25 + width_96 * (4 + 32 / 96))
+    assert bits["int4_g32"] == 4.5
+    assert bits["ternary"] < bits["int4_g64"]
+    float_, four = result.results[:2]
+    linear = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96)
+    assert float_.nbytes == 2 * (linear + VOCABULARY * 64 + 5 * 64)  # the tied head counts once
+    assert four.nbytes == pytest.approx(float_.nbytes - linear * (16 - four.bits_per_weight) / 8)
+
+
+def test_outputs(checkpoints: list[Path], text: Windows, tmp_path: Path) -> None:
+    result = compare(checkpoints, text, ["16", "4", "ternary"], names=["DIFF", "Transformer"])
+    result.write_json(tmp_path / "c.json")
+    result.write_csv(tmp_path / "c.csv")
+    stored = json.loads((tmp_path / "c.json").read_text())
+    assert stored["text"]["sha256"] == text.sha256 and stored["text"]["scored_tokens"] == text.scored
+    assert stored["results"][1]["ratio"].keys() == {"value", "low", "high"}
+    with open(tmp_path / "c.csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == len(result.results) == len(result.rows()) == 8
+    assert float(table[1]["kl_high"]) == result.results[1].kl.high
+    assert table[1]["model"] == "DIFF" and result.rows()[1]["format"] == "int4_g64"
+
+
+def test_numbers_of_bits_and_names() -> None:
+    found = variants(["16", "8", "6", "5", "4", "3", "2", "ternary", "nf4", "int4_g32_asym", "4"])
+    assert [v.format for v in found if v.what == "weights"] == [
+        "int8", "int6_g64", "int5_g64", "int4_g64", "int3_g64", "int2_g64", "ternary", "nf4", "int4_g32_asym",
+    ]  # fmt: skip
+    assert [v.format for v in found if v.what == "logits"] == ["8-bit", "6-bit", "5-bit", "4-bit", "3-bit", "2-bit"]
+
+
+def test_bad_requests(checkpoints: list[Path], text: Windows, tmp_path: Path) -> None:
+    bad: list[tuple[str, dict]] = [
+        ("many", {"bits": ["16", "many"]}),
+        ("12 bits", {"bits": ["12"]}),
+        ("moods", {"what": ["weights", "moods"]}),
+        ("leaves nothing", {"bits": ["16"]}),
+        ("leaves nothing", {"bits": ["ternary"], "what": ["logits"]}),
+        ("one checkpoint folder or more", {"paths": []}),
+        ("1 names for 2 models", {"names": ["a"]}),
+        ("context of 32", {"windows": windows([np.arange(1, 90)], 33, eos_id=0)}),
+        ("token 500", {"windows": windows([np.arange(450, 501)], 16, eos_id=0)}),
+    ]
+    for message, change in bad:
+        with pytest.raises(DiffbitError, match=message):
+            compare(**{"paths": checkpoints, "windows": text, **change})
+    for index, path in enumerate(checkpoints):
+        other = tmp_path / path.name
+        other.mkdir()
+        for file in path.iterdir():
+            (other / file.name).write_bytes(file.read_bytes())
+        (other / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": index}}}))
+    with pytest.raises(DiffbitError, match="another vocabulary"):
+        compare([tmp_path / path.name for path in checkpoints], text, ["8"])
+
+
+def test_equal_folder_names_are_told_apart(checkpoints: list[Path], text: Windows) -> None:
+    result = compare([checkpoints[0], checkpoints[0]], text, ["4"], ["weights"])
+    assert [m.name for m in result.models] == ["diff_v1 (1)", "diff_v1 (2)"]
+    assert result.contrasts[0].difference.value == 0.0
