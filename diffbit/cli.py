@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -20,6 +20,10 @@ from rich.table import Table
 
 from .errors import DiffbitError, MissingDependency
 from .progress import set_quiet
+
+if TYPE_CHECKING:
+    from .calib_data import Windows
+    from .quantize.outliers import OutlierReport
 
 LAB_PACKAGES = {"torch", "safetensors", "onnx", "onnx_ir", "bitsandbytes", "matplotlib", "datasets", "pyarrow"}
 
@@ -99,6 +103,36 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else escape(str(value))
+
+
+def _windows(
+    model: Path, data: str, field: str, max_windows: int, length: int | None, split: Literal["eval", "calib"] = "eval"
+) -> Windows:
+    """Windows of held-out text under a model's own tokenizer, no longer than its context."""
+    from .calib_data import eval_windows
+    from .models import Checkpoint
+
+    if length is None:
+        length = min(Checkpoint(model).config.max_position, 512)
+    return eval_windows(data, model, length, max_windows, split=split, field=field)
+
+
+def _torch_device(name: str) -> str:
+    import torch
+
+    if name not in ("auto", "cpu", "cuda"):
+        raise DiffbitError(f"device {name!r} is unknown; choose auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise DiffbitError("device cuda was asked for, but torch finds no CUDA device; use --device cpu")
+    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _measure_outliers(models: Iterable[Path], windows: Windows, device: str) -> list[OutlierReport]:
+    from .quantize import load
+    from .quantize.outliers import measure
+
+    where = _torch_device(device)
+    return [measure(load(model, device=where), windows, name=model.resolve().name) for model in models]
 
 
 def _example(*lines: str) -> str:
@@ -206,14 +240,69 @@ def quantize(
         Path | None, typer.Option("--scheme", help="A .json or .toml file with the whole scheme instead.")
     ] = None,
     calibrate: Annotated[
-        str | None, typer.Option(help="Text to measure each layer's output error on, as --data of other commands.")
+        str | None,
+        typer.Option(help="Text to measure each layer's output error on: 'stdlib', a file, a folder, hf:NAME."),
     ] = None,
     field: Field = "text",
+    max_windows: MaxWindows = 16,
+    length: Length = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Quantize a checkpoint's weights, layer by layer; embeddings, head, norms and lambda stay unless overridden."""
+    from .quantize import AttentionScheme, Scheme, parse_format, parse_override, quantize_checkpoint
+
+    set_quiet(quiet)
+    options = (weights, override, activations, logits)
+    if scheme_file is None:
+        if weights is None and logits is None and not override:
+            raise DiffbitError("nothing to quantize: pass --weights FORMAT, --logits BITS, --override or --scheme FILE")
+        scheme = Scheme(
+            weights=None if weights is None else parse_format(weights),
+            activations=activations,
+            attention=AttentionScheme(logits),
+            overrides=tuple(parse_override(text) for text in override or ()),
+        )
+    elif any(option is not None for option in options):
+        raise DiffbitError(
+            "--scheme holds the whole scheme; leave out --weights, --override, --activations and --logits"
+        )
+    else:
+        scheme = Scheme.from_file(scheme_file)
+    text = None
+    if calibrate is not None:
+        text = _windows(model, calibrate, field, max_windows, length, split="calib")
+    report = quantize_checkpoint(
+        model,
+        output,
+        scheme,
+        calibration=None if text is None else text.ids,
+        calibration_mask=None if text is None else text.mask,
+        overwrite=overwrite,
+    )
+    for warning in report.warnings:
+        _remark(f"warning: {warning}", quiet)
+    if as_json:
+        _print_json({"output": str(output), **report.to_dict()})
+        return
+    _print_table(
+        {
+            "weight": row.name,
+            "format": row.format,
+            "weight error": f"{row.weight_error:.2%}",
+            "output error": "-" if row.output_error is None else f"{row.output_error:.2%}",
+            "bits/weight": row.bits_per_weight,
+            "bytes": row.nbytes,
+        }
+        for row in report.weights
+    )
+    before, after = report.before, report.after
+    _remark(
+        f"{output}: {after.nbytes / 1e6:,.2f} MB, {after.bits_per_weight:.2f} bits a weight over the whole model "
+        f"(before: {before.nbytes / 1e6:,.2f} MB, {before.bits_per_weight:.2f})",
+        quiet,
+    )
 
 
 @app.command(epilog=_example("diffbit export out/demo/diff_v1-int4 -o out/diff-onnx"))
@@ -228,6 +317,18 @@ def export(
     quiet: Quiet = False,
 ) -> None:
     """Export a checkpoint as an ONNX artifact that `diffbit run`, onnxruntime-genai and optimum read."""
+    from .export import export_artifact
+    from .files import read_json
+
+    set_quiet(quiet)
+    export_artifact(
+        checkpoint, output, dtype=dtype, context_length=context_length, tokenizer=tokenizer, overwrite=overwrite
+    )
+    manifest = read_json(output / "diffbit.json")
+    if as_json:
+        _print_json({"output": str(output), **manifest})
+        return
+    _print_table({"file": name, "bytes": entry["bytes"]} for name, entry in manifest["files"].items())
 
 
 @app.command(epilog=_example('diffbit run out/demo/diff_v1-onnx "def main(" --temperature 0.8 --seed 1'))
@@ -350,3 +451,33 @@ def bench(
         _print_json(rows)
     else:
         _print_table(rows)
+
+
+@app.command(epilog=_example("diffbit outliers out/demo/diff_v1 out/demo/softmax --plot out/outliers.svg"))
+def outliers(
+    models: Annotated[list[Path], typer.Argument(help="Checkpoints, quantized or not, shown side by side.")],
+    data: Data = "stdlib",
+    field: Field = "text",
+    max_windows: MaxWindows = 32,
+    length: Length = None,
+    layers: Annotated[bool, typer.Option("--layers", help="Also a row for each layer.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot per layer to this .svg or .png file.")] = None,
+    device: TorchDevice = "auto",
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """The largest attention logits and hidden states of models, as in Table 5 of arXiv 2410.05258."""
+    from .quantize.outliers import rows
+
+    set_quiet(quiet)
+    reports = _measure_outliers(models, _windows(models[0], data, field, max_windows, length), device)
+    if plot is not None:
+        from .evaluate import plot_outliers
+
+        plot_outliers([report.to_dict() for report in reports], plot)
+    if as_json:
+        _print_json([report.to_dict() for report in reports])
+        return
+    _print_table(rows(reports))
+    if layers:
+        _print_table(row for report in reports for row in report.layer_rows())

@@ -32,7 +32,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     config = ModelConfig(
         vocab_size=tokenizer.vocab_size, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
-        intermediate_size=128, max_position=64, attention="diff_v1", eos_token_ids=(tokenizer.eos_id,),
+        intermediate_size=128, max_position=128, attention="diff_v1", eos_token_ids=(tokenizer.eos_id,),
         bos_token_id=tokenizer.eos_id,
     )  # fmt: skip
     model = Decoder(config)

@@ -1,0 +1,120 @@
+"""The command line: every example in a help text runs, --json is JSON, and stdout holds results only."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from diffbit.cli import app, main
+
+ROOT = Path(__file__).parents[1]
+COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
+EXAMPLES = [
+    line.strip().replace("\\[", "[")
+    for command in COMMANDS.values()
+    for line in (command.epilog or "").splitlines()
+    if line.strip().startswith("diffbit ")
+]
+SHORTER = {"train": ["--steps", "2", "--quiet"], "compare": ["--max-windows", "2"], "outliers": ["--max-windows", "2"]}
+
+
+@pytest.fixture(scope="module")
+def workplace(checkpoint: Path, quantized: Path, artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks as it does after `make demo`, with the tests' small model for both of the pair."""
+    folder = tmp_path_factory.mktemp("workplace")
+    demo = folder / "out" / "demo"
+    for name in ("diff_v1", "softmax"):
+        shutil.copytree(checkpoint, demo / name)
+        shutil.copytree(quantized, demo / f"{name}-int4")
+        shutil.copytree(artifact, demo / f"{name}-onnx")
+    return folder
+
+
+def test_each_command_has_an_example() -> None:
+    assert {shlex.split(line)[1] for line in EXAMPLES} == set(COMMANDS)
+
+
+@pytest.mark.parametrize("line", EXAMPLES)
+def test_the_example_works(
+    line: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(workplace)
+    arguments = shlex.split(line)[1:]
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments + SHORTER.get(arguments[0], []))
+    captured = capfd.readouterr()
+    assert stopped.value.code == 0, captured.err
+    assert captured.out.strip()
+    for flag in ("-o", "--output"):
+        if flag in arguments:
+            assert Path(arguments[arguments.index(flag) + 1]).exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["quantize", "{demo}/diff_v1", "--weights", "int8", "-o", "{out}/q"],
+        ["export", "{demo}/diff_v1", "-o", "{out}/a"],
+        ["run", "{demo}/diff_v1-onnx", "def", "--max-tokens", "3"],
+        ["verify", "{demo}/diff_v1-onnx"],
+        ["bench", "{demo}/diff_v1-onnx", "--prompt-tokens", "8", "--new-tokens", "4", "--repeats", "1"],
+        ["outliers", "{demo}/diff_v1", "--max-windows", "2"],
+        ["compare", "{demo}/diff_v1", "--bits", "16,4", "--max-windows", "2"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_json_is_json(arguments: list[str], workplace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    places = {"demo": workplace / "out" / "demo", "out": tmp_path}
+    with pytest.raises(SystemExit) as stopped:
+        main([argument.format(**places) for argument in arguments] + ["--json", "--quiet"])
+    captured = capfd.readouterr()
+    assert stopped.value.code == 0, captured.err
+    assert json.loads(captured.out)
+    assert captured.err == ""
+
+
+def test_the_same_seed_writes_the_same_text(workplace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for seed in ("1", "1", "2"):
+        arguments = ["run", str(workplace / "out/demo/diff_v1-onnx"), "def", "--temperature", "1", "--seed", seed]
+        with pytest.raises(SystemExit):
+            main([*arguments, "--max-tokens", "24", "--quiet"])
+        texts.append(capfd.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_prompts_from_stdin_and_interactive(workplace: Path) -> None:
+    command = [sys.executable, "-m", "diffbit", "run", str(workplace / "out/demo/diff_v1-onnx"), "--max-tokens", "4"]
+    piped = subprocess.run(command, input="def", capture_output=True, text=True, cwd=ROOT)
+    assert piped.returncode == 0 and piped.stdout.strip(), piped.stderr
+    asked = subprocess.run([*command, "--interactive"], input="def\n\nclass", capture_output=True, text=True, cwd=ROOT)
+    assert asked.returncode == 0, asked.stderr
+    assert asked.stdout.startswith(piped.stdout)
+    assert asked.stderr.count("prompt tokens") >= 2
+
+
+@pytest.mark.parametrize("missing", ["torch", "onnxruntime"])
+def test_what_to_install(missing: str, workplace: Path) -> None:
+    """Without torch the device's commands work and the lab's name their extra; without a runtime, [cpu] or [gpu]."""
+
+    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        script = f"import sys; sys.modules[{missing!r}] = None; from diffbit.cli import main; main({list(arguments)!r})"
+        return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+
+    demo = workplace / "out" / "demo"
+    ran = command("run", str(demo / "diff_v1-onnx"), "def", "--max-tokens", "2")
+    if missing == "onnxruntime":
+        assert ran.returncode == 2 and "diffbit[cpu]" in ran.stderr and "diffbit[gpu]" in ran.stderr
+        return
+    assert ran.returncode == 0, ran.stderr
+    assert command("verify", str(demo / "diff_v1-onnx")).returncode == 0
+    for lab in (["quantize", str(demo / "diff_v1"), "--weights", "int8", "-o", "x"], ["train", "-o", "x"]):
+        refused = command(*lab)
+        assert refused.returncode == 2 and "pip install 'diffbit[lab]'" in refused.stderr, refused.stderr
