@@ -1,0 +1,11 @@
+"""From a checkpoint to an ONNX artifact, and the torch model that the artifact is held against.
+
+export_artifact("model-int4", "model-onnx")          # a folder that `diffbit run` and other loaders read
+reference_model("model-int4")                        # what its logits are compared with
+"""
+
+from .artifact import export_artifact
+from .check import compare_with_checkpoint
+from .reference import reference_model
+
+__all__ = ["compare_with_checkpoint", "export_artifact", "reference_model"]

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import DiffbitError
+from ...ops import diff_attention
 from ..cache import LayerCache
 from ..config import ModelConfig
 from ..rope import Rope, apply_rope
@@ -36,6 +37,7 @@ def lambda_init(layer_index: int) -> float:
 
 
 class Attention(nn.Module):
+    cache_in_place = False  # in ONNX: the body of DiffAttention returns a cache that has grown
     lambda_q1: nn.Parameter
     lambda_k1: nn.Parameter
     lambda_q2: nn.Parameter
@@ -53,7 +55,7 @@ class Attention(nn.Module):
             if not vector.is_meta:  # as in Decoder: nothing random on the meta device
                 vector.normal_(0, 0.1)
             self.register_parameter(name, nn.Parameter(vector))
-        self.head_dim = width
+        self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, width
         self.scale = width**-0.5
         self.norm_eps = config.norm_eps
         self.lambda_init = lambda_init(layer_index)
@@ -97,6 +99,34 @@ class Attention(nn.Module):
             if parameter.dtype != torch.float32:
                 parameter.data = kept.to(parameter.device)
         return self
+
+    def onnx(self, g: Any, step: Any, x: Any, past_key: Any, past_value: Any) -> tuple[Any, Any, Any]:
+        """The same in ONNX: x [B, S, E] -> output, present_key, present_value. g: export/graph.py, step: decoder.py."""
+        lambda_ = self.lambda_value()
+        inputs = [
+            g.linear(x, self.q_proj, "q_proj"),
+            g.linear(x, self.k_proj, "k_proj"),
+            g.linear(x, self.v_proj, "v_proj"),
+            g.const([lambda_.item()] * self.num_heads, "float32"),
+            past_key,
+            past_value,
+            step.past_length,
+            step.position_ids,
+            step.cos,
+            step.sin,
+            step.attention_mask,
+        ]
+        out, present_key, present_value = g.custom(
+            diff_attention,
+            inputs,
+            outputs=3,
+            num_heads=self.num_heads,
+            num_kv_heads=2 * self.num_kv_heads,
+            wide_value=1,
+            scale=self.scale,
+            norm_eps=self.norm_eps,
+        )
+        return g.linear(out, self.o_proj, "o_proj", self.out_scale), present_key, present_value
 
     @staticmethod
     def hf_heads(config: ModelConfig) -> tuple[int, int]:

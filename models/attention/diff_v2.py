@@ -9,6 +9,8 @@ The model_type is diffbit's own; rows on disk lie as in memory.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +24,8 @@ MODEL_TYPE = "diff_llama_v2"
 
 
 class Attention(nn.Module):
+    cache_in_place = True  # in ONNX: GroupQueryAttention writes into a buffer bound as past and as present
+
     def __init__(self, config: ModelConfig, layer_index: int) -> None:
         super().__init__()
         heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
@@ -30,7 +34,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, kv_heads * width, bias=False)
         self.o_proj = nn.Linear(heads * width, config.hidden_size, bias=False)
         self.lambda_proj = nn.Linear(config.hidden_size, heads, bias=False)
-        self.head_dim = width
+        self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, width
         self.scale = width**-0.5
         self.out_scale = 1.0
         self.logits_hook: LogitsHook | None = None
@@ -52,6 +56,28 @@ class Attention(nn.Module):
 
     def lambda_value(self) -> Tensor | None:
         return None
+
+    def onnx(self, g: Any, step: Any, x: Any, past_key: Any, past_value: Any) -> tuple[Any, Any, Any]:
+        """The same in ONNX: x [B, S, E] -> output, present_key, present_value. g: export/graph.py, step: decoder.py."""
+        query = g.linear(x, self.q_proj, "q_proj")
+        key = g.linear(x, self.k_proj, "k_proj")
+        value = g.linear(x, self.v_proj, "v_proj")
+        out, present_key, present_value = step.grouped_query_attention(
+            query,
+            key,
+            value,
+            past_key,
+            past_value,
+            num_heads=2 * self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            scale=self.scale,
+        )
+        weight = g.op("Sigmoid", [g.linear(x, self.lambda_proj, "lambda_proj")])  # [B, S, H]
+        pairs = g.op("Reshape", [out, g.const([0, 0, self.num_heads, 2 * self.head_dim])])
+        signal, noise = g.op("Split", [pairs], outputs=2, axis=-1, num_outputs=2)  # [B, S, H, d]
+        noise = g.op("Mul", [noise, g.op("Unsqueeze", [weight, g.const([-1])])])
+        heads = g.op("Reshape", [g.op("Sub", [signal, noise]), g.const([0, 0, self.num_heads * self.head_dim])])
+        return g.linear(heads, self.o_proj, "o_proj"), present_key, present_value
 
     @staticmethod
     def hf_heads(config: ModelConfig) -> tuple[int, int]:

@@ -5,6 +5,8 @@ o_h = softmax(q_h k_g^T / sqrt d) v_g,    g = h // (H/KV)
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +20,8 @@ MODEL_TYPE = "llama"
 
 
 class Attention(nn.Module):
+    cache_in_place = True  # in ONNX: GroupQueryAttention writes into a buffer bound as past and as present
+
     def __init__(self, config: ModelConfig, layer_index: int) -> None:
         super().__init__()
         heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
@@ -25,7 +29,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_heads * width, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_heads * width, bias=False)
         self.o_proj = nn.Linear(heads * width, config.hidden_size, bias=False)
-        self.head_dim = width
+        self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, width
         self.scale = width**-0.5
         self.out_scale = 1.0
         self.logits_hook: LogitsHook | None = None
@@ -46,6 +50,23 @@ class Attention(nn.Module):
 
     def lambda_value(self) -> Tensor | None:
         return None
+
+    def onnx(self, g: Any, step: Any, x: Any, past_key: Any, past_value: Any) -> tuple[Any, Any, Any]:
+        """The same in ONNX: x [B, S, E] -> output, present_key, present_value. g: export/graph.py, step: decoder.py."""
+        query = g.linear(x, self.q_proj, "q_proj")
+        key = g.linear(x, self.k_proj, "k_proj")
+        value = g.linear(x, self.v_proj, "v_proj")
+        out, present_key, present_value = step.grouped_query_attention(
+            query,
+            key,
+            value,
+            past_key,
+            past_value,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            scale=self.scale,
+        )
+        return g.linear(out, self.o_proj, "o_proj"), present_key, present_value
 
     @staticmethod
     def hf_heads(config: ModelConfig) -> tuple[int, int]:

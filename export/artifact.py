@@ -1,0 +1,221 @@
+"""`export_artifact`: a checkpoint in, a folder that ONNX Runtime, onnxruntime-genai and optimum read out.
+
+One pass over the checkpoint, a layer in memory at a time. While a layer is there, a short golden prompt flows through
+it in torch; the logits that come out at the end go into the manifest, and `diffbit verify` holds every device to them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import files
+from ..errors import DiffbitError
+from ..models import Checkpoint, ModelConfig, variant
+from ..models.hf_config import to_hf
+from ..progress import track
+from ..quantize import read_scheme
+from .decoder import DecoderGraph
+from .graph import FLOATS, MODEL, Graph
+from .reference import Stream, check_scheme
+
+VERSION = 1
+MANIFEST = "diffbit.json"
+TOKENIZER = "tokenizer.json"
+DTYPE_NAMES = {"fp32": "float32", "fp16": "float16"}
+GOLDEN_LENGTH = 16
+GOLDEN_TOKENS = 64
+
+# Of the golden logits, relative to their spread: several times what devices were seen to differ by, and below the
+# spread itself, which is what a wrong operator, weight or scale costs. Rounding activations to int8 turns a last-bit
+# difference into a whole step now and then; in fp16 it does so all the time. By (dtype, quantized).
+TOLERANCE = {("fp32", False): 1e-3, ("fp32", True): 0.1, ("fp16", False): 0.03, ("fp16", True): 0.3}
+
+
+def export_artifact(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    dtype: str = "fp32",
+    context_length: int | None = None,
+    tokenizer: str | Path | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write the artifact of a float or quantized checkpoint to the folder `out`, and return it.
+
+    dtype: "fp32" or "fp16", of what is not quantized, of scales and of the KV cache.
+    context_length: tokens that the model can hold; default, and at most, the config's max_position.
+    tokenizer: a tokenizer.json, or a folder with one, to use in place of the checkpoint's own.
+    """
+    if dtype not in FLOATS:
+        raise DiffbitError(f"dtype is {dtype!r}, wanted one of {', '.join(FLOATS)}")
+    source = Checkpoint(checkpoint)
+    config = source.config
+    check_scheme(source)
+    length = config.max_position if context_length is None else context_length
+    if not 1 <= length <= config.max_position:
+        raise DiffbitError(
+            f"context_length is {length}, wanted 1 to {config.max_position}, the positions that {source.path} has"
+        )
+    tokenizer_files = _tokenizer_files(source, tokenizer)
+    prompt = golden_prompt(config, length)
+    out = Path(out)
+    with files.new_folder(out, overwrite=overwrite) as folder:
+        logits = _write_graph(source, folder, dtype, length, prompt)
+        for file in tokenizer_files:
+            shutil.copyfile(file, folder / file.name)
+        _write_configs(folder, config, dtype, length)
+        scheme = read_scheme(source)
+        manifest = {
+            "artifact_version": VERSION,
+            "diffbit_version": _version(),
+            "name": source.path.resolve().name,
+            "model": config.to_dict(),
+            "dtype": dtype,
+            "scheme": None if scheme is None else scheme.to_dict(),
+            "source": {"name": source.path.resolve().name, "sha256": source.sha256()},
+            "calibration": None if source.quantization is None else source.quantization.get("calibration"),
+            "measured": {},
+            "cache": {
+                "num_layers": config.num_layers,
+                "num_heads": variant(config.attention).Attention.cache_heads(config),
+                "head_dim": config.head_dim,
+                "dtype": DTYPE_NAMES[dtype],
+                "in_place": variant(config.attention).Attention.cache_in_place,
+            },
+            "context_length": length,
+            "eos_token_ids": list(config.eos_token_ids),
+            "files": {
+                file.name: {"bytes": file.stat().st_size, "sha256": files.sha256_file(file)}
+                for file in sorted(folder.iterdir())
+            },
+            "golden": _golden(prompt, logits, TOLERANCE[dtype, source.quantization is not None]),
+        }
+        canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+        manifest["sha256"] = hashlib.sha256(canonical.encode("ascii")).hexdigest()
+        files.write_json(folder / MANIFEST, manifest)
+    return out
+
+
+def golden_prompt(config: ModelConfig, context_length: int) -> list[int]:
+    """Token ids spread over the vocabulary; what they mean does not matter, that all devices agree on them does."""
+    return [(7919 * i + 1) % config.vocab_size for i in range(min(GOLDEN_LENGTH, context_length))]
+
+
+def _golden(prompt: list[int], logits: Tensor, tolerance: float) -> dict[str, Any]:
+    """The largest logits, with the most likely token among them, and as many spread over the vocabulary."""
+    half = GOLDEN_TOKENS // 2
+    largest = logits.topk(min(half, len(logits))).indices.tolist()
+    spread = torch.linspace(0, len(logits) - 1, half).long().tolist()
+    ids = list(dict.fromkeys([*largest, *spread]))
+    return {
+        "input_ids": prompt,
+        "token_ids": ids,
+        "logits": [float(logits[i]) for i in ids],
+        "spread": float(logits.std()),
+        "tolerance": tolerance,
+    }
+
+
+def _write_graph(source: Checkpoint, folder: Path, dtype: str, context_length: int, prompt: list[int]) -> Tensor:
+    """model.onnx and its data; returns the golden logits [V]."""
+    g = Graph(folder, dtype)
+    graph = DecoderGraph(g, source.config, context_length)
+    stream = Stream(source, prompt)
+    graph.embed(stream.embedding())
+    blocks = track(stream.blocks(), "exporting", total=source.config.num_layers)
+    for index, block in enumerate(blocks):
+        graph.block(block, index)
+    norm, head, logits = stream.head()
+    graph.head(norm, head)
+    g.save()
+    if not logits.isfinite().all():
+        raise DiffbitError(f"{source.path}: computes NaN or infinity on a test prompt; the weights are damaged")
+    return logits
+
+
+def _tokenizer_files(source: Checkpoint, given: str | Path | None) -> list[Path]:
+    """tokenizer.json and what belongs to it; generation_config.json of the checkpoint is written anew."""
+    if given is not None:
+        given = Path(given)
+        folder, main = (given, given / TOKENIZER) if given.is_dir() else (given.parent, given)
+        if not main.is_file() or main.name != TOKENIZER:
+            raise DiffbitError(f"{given}: is no {TOKENIZER} and no folder that holds one")
+        names = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+        found = [main, *(folder / name for name in names if (folder / name).is_file())]
+    else:
+        found = [file for file in source.tokenizer_files if file.name != "generation_config.json"]
+        if not any(file.name == TOKENIZER for file in found):
+            raise DiffbitError(
+                f"{source.path}: holds no {TOKENIZER}, which a model needs on a device; pass one with --tokenizer"
+            )
+    return found
+
+
+def _write_configs(folder: Path, config: ModelConfig, dtype: str, context_length: int) -> None:
+    attention = variant(config.attention).Attention
+    query_heads, _ = attention.hf_heads(config)
+    heads = {"num_attention_heads": query_heads, "num_key_value_heads": attention.cache_heads(config)}
+    # To loaders that feed a graph its cache, every variant is a llama with these heads
+    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | heads
+    llama |= {"max_position_embeddings": context_length}
+    hf = to_hf(config, DTYPE_NAMES[dtype]) | llama
+    files.write_json(folder / "config.json", hf)
+    tokens = {name: hf[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hf[name] is not None}
+    files.write_json(folder / "generation_config.json", tokens)
+    if not (folder / "tokenizer_config.json").exists():
+        files.write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    files.write_json(folder / "genai_config.json", _genai(config, heads, context_length, attention.cache_in_place))
+
+
+def _genai(config: ModelConfig, heads: dict[str, int], context_length: int, in_place: bool) -> dict[str, Any]:
+    """What onnxruntime-genai reads. It wants token ids even where the model has none: then those of nothing in use."""
+    eos = list(config.eos_token_ids)
+    pad = config.pad_token_id if config.pad_token_id is not None else eos[0] if eos else 0
+    return {
+        "model": {
+            "type": "decoder",
+            "vocab_size": config.vocab_size,
+            "context_length": context_length,
+            "bos_token_id": config.bos_token_id if config.bos_token_id is not None else pad,
+            "eos_token_id": eos if len(eos) != 1 else eos[0],
+            "pad_token_id": pad,
+            "decoder": {
+                "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
+                "filename": MODEL,
+                "hidden_size": config.hidden_size,
+                "head_size": config.head_dim,
+                "num_hidden_layers": config.num_layers,
+                **heads,
+                "inputs": {
+                    "input_ids": "input_ids",
+                    "attention_mask": "attention_mask",
+                    "position_ids": "position_ids",
+                    "past_key_names": "past_key_values.%d.key",
+                    "past_value_names": "past_key_values.%d.value",
+                },
+                "outputs": {
+                    "logits": "logits",
+                    "present_key_names": "present.%d.key",
+                    "present_value_names": "present.%d.value",
+                },
+            },
+        },
+        "search": {
+            "do_sample": False,
+            "max_length": context_length,
+            "past_present_share_buffer": in_place,
+        },
+    }
+
+
+def _version() -> str:
+    from .. import __version__
+
+    return __version__

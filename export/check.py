@@ -1,0 +1,88 @@
+"""Does an artifact compute what its checkpoint computes? Both read the same text, and their logits are compared.
+
+The torch side is `reference_model`: the same weights with the same rounding of activations, so what is left is the
+order of sums. A last-bit difference can still move an activation to the neighbouring int8 step, and every later token
+of the window sees that; therefore a model passes by the median token, and the worst one is reported beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..errors import DiffbitError
+from ..models import Checkpoint
+from ..progress import track
+from .reference import reference_model
+
+LogitsFunction = Callable[[NDArray[np.int64], NDArray[np.bool_]], NDArray[np.float32]]
+"""(token ids [1, S], mask [1, S]: True for a token, False for padding at the end) -> logits [1, S, V]."""
+
+
+class TextWindows(Protocol):
+    """Windows of text, as calib_data cuts them: ids int64 [n, S]; mask and target (tokens to score) bool [n, S]."""
+
+    ids: NDArray[np.int64]
+    mask: NDArray[np.bool_]
+    target: NDArray[np.bool_]
+
+
+def compare_with_checkpoint(
+    logits_of: LogitsFunction, checkpoint: str | Path | Checkpoint, windows: TextWindows, *, tolerance: float
+) -> dict[str, Any]:
+    """Compare logits over `windows`; `tolerance` is that of the artifact's golden logits.
+
+    Returns
+        tokens                 predictions compared
+        error_median, _max     over them, of max_v |artifact - reference| / std_v(reference)
+        kl                     mean KL(reference || artifact) in nats
+        top1_agreement         share of equal most likely tokens
+        perplexity, perplexity_reference
+        tolerance, passed      error_median <= tolerance
+    """
+    checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
+    if not windows.target.any():
+        raise DiffbitError("the text has no token to compare at; take a longer one")
+    largest = int(windows.ids.max())
+    if largest >= checkpoint.config.vocab_size:
+        raise DiffbitError(
+            f"{checkpoint.path}: has a vocabulary of {checkpoint.config.vocab_size} tokens, but the text holds token "
+            f"{largest}; the tokenizer belongs to another model"
+        )
+    model = reference_model(checkpoint)
+    columns: dict[str, list[torch.Tensor]] = {"error": [], "kl": [], "same": [], "here": [], "there": []}
+    rows = zip(windows.ids, windows.mask, windows.target, strict=True)
+    for ids, mask, target in track(rows, "comparing", total=len(windows.ids)):
+        length = int(mask.nonzero()[0].max(initial=-1)) + 1
+        places = target[1:length].nonzero()[0]  # the logits at place i predict token i + 1
+        if not len(places):
+            continue
+        here = torch.from_numpy(np.asarray(logits_of(ids[None, :length], mask[None, :length])))[0, places].double()
+        with torch.inference_mode():
+            hidden = torch.from_numpy(mask[None, :length]).long()
+            there = model(torch.from_numpy(ids[None, :length]), attention_mask=hidden)[0, places].double()
+        log_here, log_there = here.log_softmax(-1), there.log_softmax(-1)
+        wanted = torch.from_numpy(ids[1:length][places])[:, None]
+        columns["error"].append((here - there).abs().amax(-1) / there.std(-1))
+        columns["kl"].append((log_there.exp() * (log_there - log_here)).sum(-1))
+        columns["same"].append((here.argmax(-1) == there.argmax(-1)).double())
+        columns["here"].append(-log_here.gather(-1, wanted)[:, 0])
+        columns["there"].append(-log_there.gather(-1, wanted)[:, 0])
+    values = {name: torch.cat(parts) for name, parts in columns.items()}
+    median = float(values["error"].median())
+    return {
+        "tokens": len(values["error"]),
+        "error_median": median,
+        "error_max": float(values["error"].max()),
+        "kl": float(values["kl"].mean()),
+        "top1_agreement": float(values["same"].mean()),
+        "perplexity": float(values["here"].mean().exp()),
+        "perplexity_reference": float(values["there"].mean().exp()),
+        "tolerance": tolerance,
+        "passed": median <= tolerance,  # False for NaN too
+    }

@@ -1,0 +1,197 @@
+"""The decoder's graph, one layer at a time: embedding, blocks of attention and SwiGLU, final norm, head.
+
+Inputs and outputs carry the names that onnxruntime-genai and optimum look for:
+
+    input_ids int64 [B, S], attention_mask int64 [B, T], position_ids int64 [B, S],
+    past_key_values.N.key|value [B, Hk, C, d]   ->   logits fp32 [B, S, V], present.N.key|value [B, Hk, max(C, T), d]
+
+T = past + S: the past's length follows from the mask's, so no loader needs to pass it. What all layers share (lengths,
+RoPE tables, the mask as a bias) is computed once, by `Step`; an attention variant adds its nodes through its own method
+`onnx` (models/attention/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+import onnx_ir as ir
+from torch import Tensor, nn
+
+from ..models import Block, ModelConfig, rope_tables, variant
+from ..models.decoder import RMSNorm
+from .graph import MICROSOFT, Graph
+
+# Added to the logits of hidden keys: finite, so that a query that sees nothing (padding) gives numbers and not NaN
+HIDDEN: dict[type, float] = {np.float32: -1e30, np.float16: -65504.0}
+
+
+T = TypeVar("T")
+
+
+def shared(make: Callable[[Step], T]) -> cached_property[T]:
+    """A value that `Step` makes on first use, named as standing outside the layers."""
+
+    def made(step: Step) -> T:
+        with step.graph.top():
+            return make(step)
+
+    made.__doc__ = make.__doc__
+    return cached_property(made)
+
+
+class Step:
+    """What all layers of one call share. Values are made on first use, so a graph holds only what its variant needs."""
+
+    def __init__(self, g: Graph, config: ModelConfig, context_length: int) -> None:
+        self.graph = self._g = g
+        self._tables = [table.numpy() for table in rope_tables(config, context_length)]
+        self.input_ids = g.input("input_ids", np.int64, ["batch", "sequence"])
+        self.attention_mask = g.input("attention_mask", np.int64, ["batch", "total_sequence"])
+        self.position_ids = g.input("position_ids", np.int64, ["batch", "sequence"])
+
+    @shared
+    def _batch(self) -> ir.Value:
+        return self._g.op("Shape", [self.input_ids], end=1)  # int64 [1]: B
+
+    @shared
+    def _length(self) -> ir.Value:
+        return self._g.op("Shape", [self.input_ids], start=1)  # int64 [1]: S
+
+    @shared
+    def _total(self) -> ir.Value:
+        return self._g.op("Shape", [self.attention_mask], start=1)  # int64 [1]: T
+
+    @shared
+    def past_length(self) -> ir.Value:
+        """int64 [1]: T - S."""
+        return self._g.op("Sub", [self._total, self._length])
+
+    @shared
+    def cos(self) -> ir.Value:
+        """fp32 [context_length, d/2]."""
+        return self._g.initializer("cos", self._tables[0])
+
+    @shared
+    def sin(self) -> ir.Value:
+        return self._g.initializer("sin", self._tables[1])
+
+    @shared
+    def _rotary(self) -> list[ir.Value]:
+        """Both tables in the graph's dtype, which RotaryEmbedding wants."""
+        return [self._g.weight(name, table) for name, table in zip(("cos", "sin"), self._tables, strict=True)]
+
+    @shared
+    def _lengths(self) -> tuple[ir.Value, ir.Value]:
+        """GroupQueryAttention's seqlens_k int32 [B] and total_sequence_length int32 [].
+
+        Every row counts T tokens, padding included: what is hidden is left to the bias, which works on either side.
+        """
+        g = self._g
+        total = g.op("Squeeze", [g.cast(self._total, np.int32)])
+        last = g.op("Sub", [total, g.const(1, np.int32)])
+        return g.op("Expand", [last, self._batch]), total
+
+    @shared
+    def _bias(self) -> ir.Value:
+        """[B, 1, S, T]: HIDDEN where the mask hides a key, else 0. Causality is the operator's own."""
+        g = self._g
+        real = g.cast(self.attention_mask, np.bool_)
+        row = g.op("Where", [real, g.const(0, g.dtype), g.const(HIDDEN[g.dtype], g.dtype)])  # [B, T]
+        shape = g.op("Concat", [self._batch, g.const([1]), self._length, self._total], axis=0)
+        return g.op("Expand", [g.op("Unsqueeze", [row, g.const([1, 2])]), shape])
+
+    def grouped_query_attention(
+        self,
+        query: ir.Value,
+        key: ir.Value,
+        value: ir.Value,
+        past_key: ir.Value,
+        past_value: ir.Value,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        scale: float,
+    ) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """query [B, S, num_heads*d], key and value [B, S, num_kv_heads*d] -> attention, present_key, present_value.
+
+        RoPE has a node of its own: the operator's built-in one reads only the first position of a prompt and counts
+        on from there, so rows padded on the left would enter the cache at positions other than those of later steps.
+        """
+        g = self._g
+        rotated = [
+            g.op("RotaryEmbedding", [x, self.position_ids, *self._rotary], domain=MICROSOFT) for x in (query, key)
+        ]
+        inputs = [*rotated, value, past_key, past_value, *self._lengths, None, None, None, self._bias]
+        return g.op(
+            "GroupQueryAttention",
+            inputs,
+            domain=MICROSOFT,
+            outputs=3,
+            num_heads=num_heads,
+            kv_num_heads=num_kv_heads,
+            scale=scale,
+        )
+
+
+class DecoderGraph:
+    """Built from the bottom up: `embed`, `block` for each layer, `head`. Weights are written as they come."""
+
+    def __init__(self, g: Graph, config: ModelConfig, context_length: int) -> None:
+        self.g, self.config = g, config
+        self.step = Step(g, config, context_length)
+        shape = ["batch", variant(config.attention).Attention.cache_heads(config), "past_sequence", config.head_dim]
+        self._cache_shape: list[int | str] = shape
+        self._past = [
+            tuple(g.input(f"past_key_values.{i}.{part}", g.dtype, shape) for part in ("key", "value"))
+            for i in range(config.num_layers)
+        ]
+        self._present: list[tuple[ir.Value, ir.Value]] = []
+        self._x: ir.Value
+        self._table: ir.Value
+
+    def embed(self, table: Tensor) -> None:
+        """The embedding, float [V, E]."""
+        self._table = self.g.weight("embed_tokens.weight", table.float().numpy())
+        self._x = self.g.op("Gather", [self._table, self.step.input_ids])
+
+    def block(self, block: Block, index: int) -> None:
+        """Decoder layer `index`; its linears are float or QuantLinear."""
+        g, x = self.g, self._x
+        with g.scope(f"layers.{index}"):
+            normed = self._norm(x, block.input_layernorm, "input_layernorm")
+            with g.scope("self_attn"):
+                attention: Any = block.self_attn
+                out, key, value = attention.onnx(g, self.step, normed, *self._past[index])
+            x = g.op("Add", [x, out])
+            normed = self._norm(x, block.post_attention_layernorm, "post_attention_layernorm")
+            with g.scope("mlp"):
+                gate = g.linear(normed, block.mlp.gate_proj, "gate_proj")
+                up = g.linear(normed, block.mlp.up_proj, "up_proj")
+                silu = g.op("Mul", [gate, g.op("Sigmoid", [gate])])
+                down = g.linear(g.op("Mul", [silu, up]), block.mlp.down_proj, "down_proj")
+            self._x = g.op("Add", [x, down])
+        self._present.append((key, value))
+
+    def head(self, norm: RMSNorm, head: nn.Module | None) -> None:
+        """The final norm and the head; None ties it to the embedding. Declares the graph's outputs."""
+        g, config = self.g, self.config
+        x = self._norm(self._x, norm, "norm")
+        if head is None:
+            logits = g.op("MatMul", [x, g.op("Transpose", [self._table], perm=[1, 0])])  # folded at load
+        else:
+            logits = g.linear(x, head, "lm_head")
+        if g.dtype is not np.float32:
+            logits = g.cast(logits, np.float32)
+        g.output("logits", logits, np.float32, ["batch", "sequence", config.vocab_size])
+        shape = [dim if dim != "past_sequence" else "present_sequence" for dim in self._cache_shape]
+        for index, pair in enumerate(self._present):
+            for part, value in zip(("key", "value"), pair, strict=True):
+                g.output(f"present.{index}.{part}", value, g.dtype, shape)
+
+    def _norm(self, x: ir.Value, norm: RMSNorm, name: str) -> ir.Value:
+        # its kernels square and sum in float32 whatever the dtype, so large fp16 activations do not overflow
+        weight = self.g.weight(f"{name}.weight", norm.weight.detach().float().numpy())
+        return self.g.op("SimplifiedLayerNormalization", [x, weight], axis=-1, epsilon=norm.eps, stash_type=1)

@@ -1,0 +1,182 @@
+"""A small builder of ONNX graphs whose weights go straight to the file `model.onnx.data`.
+
+    g = Graph(folder, "fp32")
+    x = g.input("x", np.int64, ["batch", "sequence"])
+    with g.scope("layers.0"):
+        y = g.op("Gather", [g.initializer("embedding", table), x])
+    g.output("y", y, np.float32, ["batch", "sequence", 64])
+    g.save()
+
+A weight is written when it is handed over and forgotten, so the memory needed is that of one weight however large the
+model. Constants (shapes, axes, small tables of numbers) stay in model.onnx, where ONNX Runtime can fold them.
+
+IR version 10 and opset 21: what the oldest ONNX Runtime that diffbit supports reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from ..errors import DiffbitError
+
+MODEL = "model.onnx"
+DATA = "model.onnx.data"
+IR_VERSION = 10
+OPSETS = {"": 21, "com.microsoft": 1}
+MICROSOFT = "com.microsoft"
+FLOATS: dict[str, type[np.floating[Any]]] = {"fp32": np.float32, "fp16": np.float16}
+
+# ONNX Runtime maps a weight into memory instead of copying it where its offset is a multiple of the page size
+PAGE, SMALL = 4096, 1 << 20
+
+
+class Graph:
+    """A graph under construction. `dtype` is the type of its floating-point weights and activations."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        self.folder = folder
+        self.dtype = FLOATS[dtype]
+        self._graph = ir.Graph([], [], nodes=[], opset_imports=dict(OPSETS), name="diffbit")
+        self._functions: dict[str, ir.Function] = {}
+        self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
+        self._scope: list[str] = []
+        self._nodes = 0
+        self._data = open(folder / DATA, "wb")  # noqa: SIM115 (closed by `save`; the folder vanishes on failure)
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Names of nodes and weights made inside begin with `name` and a dot."""
+        self._scope.append(name)
+        try:
+            yield
+        finally:
+            self._scope.pop()
+
+    @contextmanager
+    def top(self) -> Iterator[None]:
+        """Leave all scopes for a while."""
+        left, self._scope = self._scope, []
+        try:
+            yield
+        finally:
+            self._scope = left
+
+    def _name(self, name: str) -> str:
+        return ".".join([*self._scope, name])
+
+    def input(self, name: str, dtype: DTypeLike, shape: Sequence[int | str]) -> ir.Value:
+        value = ir.Value(name=name, type=_type(dtype), shape=ir.Shape(shape))
+        self._graph.inputs.append(value)
+        return value
+
+    def output(self, name: str, value: ir.Value, dtype: DTypeLike, shape: Sequence[int | str]) -> None:
+        value.name, value.type, value.shape = name, _type(dtype), ir.Shape(shape)
+        self._graph.outputs.append(value)
+
+    def op(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        *,
+        domain: str = "",
+        outputs: int = 1,
+        **attributes: Any,
+    ) -> Any:
+        """A node; returns its output, or a tuple of its `outputs` outputs. None is an input left out."""
+        node = ir.node(
+            op_type,
+            inputs,
+            attributes,
+            domain=domain,
+            num_outputs=outputs,
+            name=self._name(f"{op_type}_{self._nodes}"),
+        )
+        self._nodes += 1
+        self._graph.append(node)
+        return node.outputs[0] if outputs == 1 else tuple(node.outputs)
+
+    def custom(self, op: ModuleType, inputs: Sequence[ir.Value], *, outputs: int = 1, **attributes: Any) -> Any:
+        """A node of one of diffbit's own ops (a module of ops/), whose body travels with the model."""
+        if op.NAME not in self._functions:
+            self._functions[op.NAME] = op.function()
+            self._graph.opset_imports[op.DOMAIN] = 1
+        return self.op(op.NAME, inputs, domain=op.DOMAIN, outputs=outputs, spec_version=op.VERSION, **attributes)
+
+    def const(self, values: ArrayLike, dtype: DTypeLike = np.int64) -> ir.Value:
+        """A constant inside model.onnx; equal ones are shared."""
+        array = np.asarray(values, dtype)
+        key = (array.dtype.str, array.shape, array.tobytes())
+        if key not in self._constants:
+            name = f"constant_{len(self._constants)}"
+            self._constants[key] = self._register(ir.Value(name=name, const_value=ir.tensor(array, name=name)))
+        return self._constants[key]
+
+    def initializer(self, name: str, array: NDArray[Any]) -> ir.Value:
+        """A weight, written to model.onnx.data now. Floats take the dtype of `array`, not that of the graph."""
+        name = self._name(name)
+        array = np.ascontiguousarray(array)
+        step = PAGE if array.nbytes >= SMALL else 64
+        offset = -(-self._data.tell() // step) * step
+        self._data.seek(offset)
+        self._data.write(array.data.cast("B") if array.size else b"")
+        tensor = ir.ExternalTensor(
+            DATA,
+            offset,
+            array.nbytes,
+            ir.DataType.from_numpy(array.dtype),
+            shape=ir.Shape(array.shape),
+            name=name,
+            base_dir=self.folder,
+        )
+        return self._register(ir.Value(name=name, const_value=tensor))
+
+    def weight(self, name: str, array: NDArray[np.floating[Any]]) -> ir.Value:
+        """A floating-point weight in the graph's dtype; one that fp16 cannot hold is a DiffbitError."""
+        with np.errstate(over="ignore"):
+            cast = np.asarray(array, self.dtype)
+        if self.dtype is np.float16 and not np.isfinite(cast).all():
+            raise DiffbitError(
+                f"{self._name(name)}: holds {np.abs(array).max():.4g}, more than fp16's largest number, 65504; "
+                "export with --dtype fp32"
+            )
+        return self.initializer(name, cast)
+
+    def _register(self, value: ir.Value) -> ir.Value:
+        tensor = value.const_value
+        assert tensor is not None
+        value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
+        self._graph.register_initializer(value)
+        return value
+
+    def cast(self, x: ir.Value, dtype: DTypeLike) -> ir.Value:
+        return self.op("Cast", [x], to=int(ir.DataType.from_numpy(np.dtype(dtype))))
+
+    def linear(self, x: ir.Value, module: Any, name: str, scale: float = 1.0) -> ir.Value:
+        """scale * (x W^T) for a linear layer (float or QuantLinear), as the node that its weight's format calls for."""
+        from .linear import emit
+
+        with self.scope(name):
+            return emit(self, x, module, scale)
+
+    def save(self) -> None:
+        """Write model.onnx beside its data."""
+        self._data.close()
+        model = ir.Model(
+            self._graph,
+            ir_version=IR_VERSION,
+            producer_name="diffbit",
+            functions=list(self._functions.values()),
+        )
+        ir.save(model, self.folder / MODEL)
+
+
+def _type(dtype: DTypeLike) -> ir.TensorType:
+    return ir.TensorType(ir.DataType.from_numpy(np.dtype(dtype)))

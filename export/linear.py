@@ -1,0 +1,119 @@
+"""Weight formats as ONNX nodes: the one place that knows which runtime operator multiplies by which format.
+
+    format           operator                    weight in the file
+    float            MatMul                      [K, N] in the graph's dtype
+    int2             com.microsoft.MatMulNBits   2-bit codes; groups of 16: 4-bit codes (there is no 2-bit int8 kernel)
+    int3, int4       com.microsoft.MatMulNBits   4-bit codes
+    int5 to int8     com.microsoft.MatMulNBits   8-bit codes
+    nf4              com.microsoft.MatMulBnb4    bitsandbytes' own bytes
+    ternary          diffbit.TernaryMatMul       2 bits a weight (ops/ternary_matmul.py)
+
+MatMulNBits has no 3-, 5-, 6- or 7-bit kernels, so their codes travel in the next larger container: code - zero is the
+same number there. One scale per row becomes blocks of 128 that repeat it, and so do 2-bit groups of 256. Accuracy
+level 4: the operator rounds its input to int8, one scale per block of the weight (`activations`); the levels below are
+fifty times slower at 2 and 8 bits.
+
+A factor on the output ((1 - lambda_init) of diff_v1, arXiv 2410.05258 eq. 3) goes into the weight or its scales.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import torch.nn.functional as F
+from torch import nn
+
+from ..ops import ternary_matmul
+from ..quantize.formats import Format
+from ..quantize.linear import Activations, QuantLinear, matmul_nbits_activations
+from ..quantize.packing import pack_bits
+from ..quantize.qtensor import QTensor
+from .graph import MICROSOFT, Graph
+
+ROW_BLOCK = 128  # block size that stands for "one scale per row"
+ACCURACY_LEVEL = 4  # int8 activations
+NF4 = 1  # MatMulBnb4's quant_type
+
+
+def container(format: Format) -> tuple[int, int]:
+    """(bits, block size) of the MatMulNBits node of an integer format."""
+    bits = 2 if format.bits == 2 else 4 if format.bits <= 4 else 8
+    block = format.group_size or ROW_BLOCK
+    if bits == 2 and block == 16:
+        bits = 4
+    return bits, min(block, ROW_BLOCK) if bits == 2 else block
+
+
+def activations(format: Format) -> Activations | None:
+    """What the runtime's operator does to the input of a weight in this format; None: nothing.
+
+    The rounding of TernaryMatMul is part of QuantLinear itself.
+    """
+    return matmul_nbits_activations(*container(format)) if format.kind == "int" else None
+
+
+def emit(g: Graph, x: ir.Value, module: nn.Linear | QuantLinear, scale: float) -> ir.Value:
+    """The node for scale * (x W^T); see the module's docstring."""
+    if isinstance(module, nn.Linear):
+        transposed = (module.weight.detach().float() * scale).T.contiguous()
+        return g.op("MatMul", [x, g.weight("weight", transposed.numpy())])
+    kinds = {"int": _integer, "nf4": _nf4, "ternary": _ternary}
+    return kinds[module.weight.format.kind](g, x, module.weight, scale)
+
+
+def _integer(g: Graph, x: ir.Value, weight: QTensor, scale: float) -> ir.Value:
+    format, (rows, columns) = weight.format, weight.shape
+    bits, block = container(format)
+    blocks = -(-columns // block)
+    codes, zero = weight.codes, weight.zero
+    if format.symmetric and bits != format.bits:
+        codes = codes + (2 ** (bits - 1) - 2 ** (format.bits - 1))  # the container's implicit zero point
+    repeat = blocks if not format.group_size else format.group_size // block
+    steps = (weight.scale * scale).repeat_interleave(repeat, 1)[:, :blocks]
+    packed = pack_bits(F.pad(codes, (0, blocks * block - columns)), bits)
+    inputs = [
+        x,
+        g.initializer("codes", packed.view(rows, blocks, block * bits // 8).numpy()),
+        g.weight("scale", steps.numpy()),
+    ]
+    if zero is not None:
+        zeros = zero.repeat_interleave(repeat, 1)[:, :blocks]
+        inputs.append(g.initializer("zero", pack_bits(zeros, bits).numpy()))
+    return g.op(
+        "MatMulNBits",
+        inputs,
+        domain=MICROSOFT,
+        K=columns,
+        N=rows,
+        bits=bits,
+        block_size=block,
+        accuracy_level=ACCURACY_LEVEL,
+    )
+
+
+def _nf4(g: Graph, x: ir.Value, weight: QTensor, scale: float) -> ir.Value:
+    rows, columns = weight.shape
+    inputs = [
+        x,
+        g.initializer("codes", weight.packed().flatten().numpy()),
+        g.weight("absmax", (weight.scale * scale).flatten().numpy()),
+    ]
+    return g.op(
+        "MatMulBnb4",
+        inputs,
+        domain=MICROSOFT,
+        K=columns,
+        N=rows,
+        block_size=weight.format.group_size,
+        quant_type=NF4,
+    )
+
+
+def _ternary(g: Graph, x: ir.Value, weight: QTensor, scale: float) -> ir.Value:
+    rows, columns = weight.shape
+    inputs = [
+        x,
+        g.initializer("codes", weight.packed().numpy()),
+        g.initializer("scale", np.asarray(weight.scale.view(1) * scale, np.float32)),
+    ]
+    return g.custom(ternary_matmul, inputs, K=columns, N=rows)

@@ -1,0 +1,112 @@
+"""The torch model that an artifact is held against: the checkpoint's, with the activations of the runtime's operators.
+
+MatMulNBits at accuracy level 4 rounds its input to int8 per block of the weight, whatever the scheme says about
+activations; MatMulBnb4 and MatMul do not round; TernaryMatMul rounds per token. A scheme that asks for what the
+operators cannot do is refused here, before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import DiffbitError
+from ..models import Block, Checkpoint, Decoder, rope_for
+from ..models.decoder import RMSNorm
+from ..models.layout import EMBEDDING, HEAD
+from ..quantize import QTensor, QuantLinear, Scheme, load, load_block, read_scheme, read_weight
+from .linear import activations
+
+NORM = "model.norm.weight"
+
+
+def reference_model(checkpoint: str | Path | Checkpoint) -> Decoder:
+    """The whole model of a checkpoint as its artifact computes it."""
+    checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
+    check_scheme(checkpoint)
+    decoder = load(checkpoint).eval()
+    _as_exported(decoder)
+    return decoder
+
+
+class Stream:
+    """The same model one layer at a time: `embedding`, then `blocks`, then `head`, with a prompt flowing through.
+
+    Each piece is yielded to be written, and dropped after the hidden states have passed it.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, prompt: list[int]) -> None:
+        self.checkpoint, self.config = checkpoint, checkpoint.config
+        self._ids = torch.tensor([prompt])
+        self._rope = rope_for(self.config, torch.arange(len(prompt))[None])
+        self._x: Tensor
+
+    def embedding(self) -> Tensor:
+        """The embedding table [V, E], in its stored dtype."""
+        table = _float(read_weight(self.checkpoint, EMBEDDING))
+        self._x = table[self._ids].float()
+        return table
+
+    def blocks(self) -> Iterator[Block]:
+        for index in range(self.config.num_layers):
+            block = load_block(self.checkpoint, index).eval()
+            _as_exported(block)
+            yield block
+            with torch.inference_mode():
+                self._x = block(self._x, self._rope)
+
+    def head(self) -> tuple[RMSNorm, nn.Module | None, Tensor]:
+        """The final norm, the head (None: tied to the embedding), and the logits [V] after the prompt."""
+        config = self.config
+        norm = RMSNorm(config.hidden_size, config.norm_eps)
+        norm.weight = nn.Parameter(_float(read_weight(self.checkpoint, NORM)).float(), requires_grad=False)
+        with torch.inference_mode():
+            last = norm(self._x[:, -1:])
+            if config.tie_embeddings:
+                table = _float(read_weight(self.checkpoint, EMBEDDING))
+                return norm, None, (last @ table.float().T)[0, 0]
+            head = linear(read_weight(self.checkpoint, HEAD))
+            return norm, head, head(last)[0, 0]
+
+
+def linear(weight: Tensor | QTensor) -> nn.Module:
+    """A layer of its own around a weight [N, K]."""
+    if isinstance(weight, QTensor):
+        module = QuantLinear(weight)
+        _as_exported(module)
+        return module
+    with torch.device("meta"):
+        plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    plain.weight = nn.Parameter(weight.float(), requires_grad=False)
+    return plain
+
+
+def check_scheme(checkpoint: Checkpoint) -> None:
+    """Refuse what ONNX Runtime has no operator for."""
+    scheme = read_scheme(checkpoint) or Scheme()
+    if scheme.attention.logits is not None:
+        raise DiffbitError(
+            f"{checkpoint.path}: quantizes attention logits to {scheme.attention.logits} bits, which is measured in "
+            "torch only (diffbit compare) and has no ONNX operator; quantize the float checkpoint without it to export"
+        )
+    if scheme.activations is not None:
+        for module, format in scheme.formats(checkpoint.config).items():
+            if format.kind == "nf4":
+                raise DiffbitError(
+                    f"{checkpoint.path}: {module} has nf4 weights and the scheme asks for int8 activations, but ONNX "
+                    "Runtime multiplies nf4 in float; choose an integer or ternary format, or leave activations out"
+                )
+
+
+def _as_exported(module: nn.Module) -> None:
+    for part in module.modules():
+        if isinstance(part, QuantLinear):
+            part.activations = activations(part.weight.format)
+
+
+def _float(weight: Tensor | QTensor) -> Tensor:
+    assert isinstance(weight, Tensor)  # neither the embedding nor a norm is ever quantized
+    return weight
