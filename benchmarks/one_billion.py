@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -86,8 +87,8 @@ def write_tokenizer(folder: Path) -> None:
 def measured(*command: str) -> dict[str, float | str]:
     """Run a diffbit command; its seconds and its peak resident memory in MiB."""
     start = time.monotonic()
-    process = os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, "-m", "diffbit", *command])
-    _, status, usage = os.wait4(process, 0)
+    process = subprocess.Popen([sys.executable, "-m", "diffbit", *command], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"diffbit {' '.join(command)} failed with {os.waitstatus_to_exitcode(status)}")
     seconds = round(time.monotonic() - start, 1)

@@ -8,6 +8,7 @@ inside the commands, so that `diffbit run` starts without torch.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from .progress import set_quiet
 
 if TYPE_CHECKING:
     from .calib_data import Windows
+    from .quantize import WeightReport
     from .quantize.outliers import OutlierReport
 
 LAB_PACKAGES = {"torch", "safetensors", "onnx", "onnx_ir", "bitsandbytes", "matplotlib", "datasets", "pyarrow"}
@@ -115,6 +117,33 @@ def _windows(
     if length is None:
         length = min(Checkpoint(model).config.max_position, 512)
     return eval_windows(data, model, length, max_windows, split=split, field=field)
+
+
+def _weight_rows(weights: Iterable[WeightReport], each: bool) -> list[dict[str, Any]]:
+    """A row per quantized weight, or per kind of weight (q_proj, down_proj, ...) with its mean and its worst layer."""
+
+    def percent(value: float | None) -> str:
+        return "-" if value is None else f"{value:.2%}"
+
+    kinds: dict[tuple[str, str], list[WeightReport]] = {}
+    for weight in weights:
+        kinds.setdefault((weight.name if each else weight.name.rpartition(".")[2], weight.format), []).append(weight)
+    rows = []
+    for (kind, format), group in kinds.items():
+        outputs = [weight.output_error for weight in group if weight.output_error is not None]
+        worst = max(group, key=lambda weight: weight.output_error or weight.weight_error)
+        row = {
+            "weight": kind,
+            "format": format,
+            "weight error": percent(sum(weight.weight_error for weight in group) / len(group)),
+            "output error": percent(sum(outputs) / len(outputs) if outputs else None),
+        }
+        if not each:
+            worst_error = percent(worst.weight_error if worst.output_error is None else worst.output_error)
+            row |= {"worst": f"{worst_error} in {worst.name.removeprefix('model.').rpartition('.')[0]}"}
+        bits = sum(weight.nbytes for weight in group) * 8 / sum(math.prod(weight.shape) for weight in group)
+        rows.append(row | {"bits/weight": bits, "bytes": sum(weight.nbytes for weight in group)})
+    return rows
 
 
 def _torch_device(name: str) -> str:
@@ -246,6 +275,9 @@ def quantize(
     field: Field = "text",
     max_windows: MaxWindows = 16,
     length: Length = None,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="A row for each weight, not for each kind of weight.")
+    ] = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -286,17 +318,7 @@ def quantize(
     if as_json:
         _print_json({"output": str(output), **report.to_dict()})
         return
-    _print_table(
-        {
-            "weight": row.name,
-            "format": row.format,
-            "weight error": f"{row.weight_error:.2%}",
-            "output error": "-" if row.output_error is None else f"{row.output_error:.2%}",
-            "bits/weight": row.bits_per_weight,
-            "bytes": row.nbytes,
-        }
-        for row in report.weights
-    )
+    _print_table(_weight_rows(report.weights, layers))
     before, after = report.before, report.after
     _remark(
         f"{output}: {after.nbytes / 1e6:,.2f} MB, {after.bits_per_weight:.2f} bits a weight over the whole model "
