@@ -47,7 +47,7 @@ class Preset:
 
 PRESETS = {
     # The demo's: a pair in a few minutes on two CPU cores.
-    "tiny": Preset(1024, 128, 4, 2, 384, 128, 600, 16, 1, 4e-3, 60),
+    "tiny": Preset(1024, 128, 4, 2, 256, 128, 1200, 8, 1, 5e-3, 60),
     # The size of the published Diff_NanoGPT: 2.5 M parameters, context 256.
     "nano": Preset(1024, 256, 3, 4, 640, 256, 3000, 32, 1, 2e-3, 100),
     # For a GPU.
