@@ -27,9 +27,12 @@ LogitsFunction = Callable[[NDArray[np.int64], NDArray[np.bool_]], NDArray[np.flo
 class TextWindows(Protocol):
     """Windows of text, as calib_data cuts them: ids int64 [n, S]; mask and target (tokens to score) bool [n, S]."""
 
-    ids: NDArray[np.int64]
-    mask: NDArray[np.bool_]
-    target: NDArray[np.bool_]
+    @property
+    def ids(self) -> NDArray[Any]: ...
+    @property
+    def mask(self) -> NDArray[Any]: ...
+    @property
+    def target(self) -> NDArray[Any]: ...
 
 
 def compare_with_checkpoint(

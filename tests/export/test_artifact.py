@@ -1,0 +1,217 @@
+"""The artifact's folder: the graph's form, the manifest, the configs, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from diffbit import DiffbitError, runtime
+from diffbit.export import export_artifact, reference_model
+from diffbit.export.artifact import golden_prompt
+from diffbit.models import load, save
+from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
+
+from .conftest import Maker
+from .helpers import VARIANTS, config_of, write_artifact
+
+
+def graph_of(artifact: Path) -> onnx.ModelProto:
+    return onnx.load(artifact / "model.onnx", load_external_data=False)
+
+
+def test_diff_v1_holds_the_op_and_its_body(checkpoint_of: Maker) -> None:
+    artifact = write_artifact(checkpoint_of("diff_v1", "int4_g32"))
+    model = graph_of(artifact)
+    assert (model.ir_version, {o.domain: o.version for o in model.opset_import}) == (
+        10,
+        {"": 21, "com.microsoft": 1, "diffbit": 1},
+    )
+    nodes = [node for node in model.graph.node if node.op_type == "DiffAttention"]
+    assert len(nodes) == 2 and all(node.domain == "diffbit" for node in nodes)
+    assert {a.name: a.i for a in nodes[0].attribute if a.type == a.INT} == {
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "wide_value": 1,
+        "spec_version": 1,
+    }
+    assert [(f.domain, f.name) for f in model.functions] == [("diffbit", "DiffAttention")]
+    # what does not depend on the layer is there once
+    assert sum(node.op_type == "Sub" for node in model.graph.node) == 1
+
+
+@pytest.mark.parametrize("attention", ["softmax", "diff_v2"])
+def test_the_others_use_grouped_query_attention(checkpoint_of: Maker, attention: str) -> None:
+    model = graph_of(write_artifact(checkpoint_of(attention)))
+    assert sum(node.op_type == "GroupQueryAttention" for node in model.graph.node) == 2
+    assert sum(node.op_type == "Where" for node in model.graph.node) == 1  # one mask for all layers
+    assert not model.functions and "diffbit" not in {o.domain for o in model.opset_import}
+
+
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_weights_lie_outside_and_names_say_whose_they_are(checkpoint_of: Maker, attention: str) -> None:
+    artifact = write_artifact(checkpoint_of(attention, "int4_g32"))
+    model = graph_of(artifact)
+    for tensor in model.graph.initializer:
+        small = tensor.name.startswith("constant_")
+        assert (tensor.data_location == onnx.TensorProto.EXTERNAL) != small, tensor.name
+        if small:
+            assert len(tensor.raw_data) <= 64
+        else:
+            fields = {entry.key: entry.value for entry in tensor.external_data}
+            assert fields["location"] == "model.onnx.data" and int(fields["offset"]) % 64 == 0
+    names = {tensor.name for tensor in model.graph.initializer}
+    assert {"embed_tokens.weight", "norm.weight", "lm_head.weight", "cos", "sin"} <= names
+    assert "layers.1.self_attn.q_proj.codes" in names and "layers.0.mlp.down_proj.scale" in names
+    assert (artifact / "model.onnx").stat().st_size < 60_000
+    graph_inputs = {value.name for value in model.graph.input}
+    assert not graph_inputs & names
+
+
+def test_the_checker_accepts_graph_and_functions(checkpoint_of: Maker, tmp_path: Path) -> None:
+    """All but SimplifiedLayerNormalization, which ONNX Runtime adds to the default domain and onnx does not know."""
+    artifact = write_artifact(checkpoint_of("diff_v1", "ternary"))
+    model = graph_of(artifact)
+    assert sorted(function.name for function in model.functions) == ["DiffAttention", "TernaryMatMul"]
+    for node in model.graph.node:
+        if node.op_type == "SimplifiedLayerNormalization":
+            node.domain = "com.microsoft"  # domains that the checker has no schemas for are passed over
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    (tmp_path / "model.onnx.data").write_bytes((artifact / "model.onnx.data").read_bytes())
+    onnx.checker.check_model(tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_manifest_and_golden_logits(checkpoint_of: Maker, attention: str, dtype: str) -> None:
+    checkpoint = checkpoint_of(attention, "int4_g32")
+    artifact = write_artifact(checkpoint, dtype)
+    opened = runtime.Artifact.open(artifact)
+    assert opened.dtype == dtype and opened.cache.in_place == (attention != "diff_v1")
+    assert opened.cache.num_heads == (2 if attention == "diff_v1" else 1)
+    assert opened.cache.dtype == {"fp32": "float32", "fp16": "float16"}[dtype]
+    assert opened.model == config_of(attention).to_dict() and opened.eos_token_ids == (3,)
+    assert Scheme.from_dict(opened.scheme) == Scheme(weights=parse_format("int4_g32"))
+    assert set(opened.files) == {path.name for path in artifact.iterdir()} - {"diffbit.json"}
+    # the golden logits, streamed layer by layer, are those of the whole model
+    golden = opened.golden
+    with torch.inference_mode():
+        logits = reference_model(checkpoint)(torch.tensor([golden.input_ids]))[0, -1]
+    assert np.allclose(golden.logits, logits[list(golden.token_ids)], atol=1e-5)
+    assert golden.spread == pytest.approx(float(logits.std()), rel=1e-5)
+    assert int(logits.argmax()) in golden.token_ids
+    result = runtime.verify(artifact)
+    assert result.passed, result.failures
+    assert result.logits_error < golden.tolerance / 2
+
+
+def test_verify_notices_a_wrong_weight(checkpoint_of: Maker, tmp_path: Path) -> None:
+    """Files whose hashes are right but whose numbers are not: the checkpoint's scale of one layer is doubled."""
+    checkpoint = checkpoint_of("diff_v1")
+    decoder = load(checkpoint)
+    artifact = write_artifact(checkpoint)
+    golden = json.loads((artifact / "diffbit.json").read_text())["golden"]
+    with torch.no_grad():
+        decoder.model.layers[1].mlp.down_proj.weight.mul_(1.05)
+    save(decoder, tmp_path / "other", tokenizer_from=checkpoint)
+    other = export_artifact(tmp_path / "other", tmp_path / "onnx")
+    manifest = json.loads((other / "diffbit.json").read_text())
+    manifest["golden"] = golden
+    manifest["sha256"] = runtime.artifact.manifest_sha256(manifest)
+    (other / "diffbit.json").write_text(json.dumps(manifest))
+    result = runtime.verify(other)
+    assert [check.name for check in result.failures] == ["logits"]
+
+
+def test_configs_for_other_loaders(checkpoint_of: Maker) -> None:
+    artifact = write_artifact(checkpoint_of("diff_v1"))
+    config = json.loads((artifact / "config.json").read_text())
+    assert config["model_type"] == "llama" and config["num_attention_heads"] == 4
+    assert config["num_key_value_heads"] == 2 and config["head_dim"] == 32
+    genai = json.loads((artifact / "genai_config.json").read_text())
+    assert genai["model"]["type"] == "decoder" and genai["search"]["past_present_share_buffer"] is False
+    assert json.loads((artifact / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": 3}
+
+
+def test_context_length_bounds_the_tables(checkpoint_of: Maker, tmp_path: Path) -> None:
+    checkpoint = checkpoint_of("softmax")
+    artifact = export_artifact(checkpoint, tmp_path / "a", context_length=9)
+    tables = {t.name: tuple(t.dims) for t in graph_of(artifact).graph.initializer if t.name in ("cos", "sin")}
+    assert tables == {"cos": (9, 16), "sin": (9, 16)}
+    assert len(golden_prompt(config_of("softmax"), 9)) == 9
+    session = runtime.Session(artifact)
+    assert session.capacity == 9 and runtime.verify(artifact).passed
+    for length in (0, 49):
+        with pytest.raises(DiffbitError, match=f"context_length is {length}, wanted 1 to 48"):
+            export_artifact(checkpoint, tmp_path / "b", context_length=length)
+
+
+def test_head_and_lambda_projection_may_be_quantized(checkpoint_of: Maker, tmp_path: Path) -> None:
+    """Also where the float model ties its head to the embedding; and some layers in another format, or float."""
+    source = checkpoint_of("diff_v2", tie_embeddings=True)
+    overrides = (
+        ("lm_head", parse_format("int8")),
+        ("*.lambda_proj", parse_format("int4_g32")),
+        ("model.layers.0.*", None),
+        ("*.1.mlp.*", parse_format("int2_g32_asym")),
+    )
+    quantize_checkpoint(source, tmp_path / "q", Scheme(parse_format("nf4"), overrides=overrides))
+    artifact = export_artifact(tmp_path / "q", tmp_path / "a")
+    counts: dict[str, int] = {}
+    for node in graph_of(artifact).graph.node:
+        counts[node.op_type] = counts.get(node.op_type, 0) + 1
+    # float: layer 0 but its lambda_proj; nf4: q, k, v, o of layer 1; integers: its MLP, two lambda_proj and the head
+    assert (counts["MatMul"], counts["MatMulBnb4"], counts["MatMulNBits"]) == (7, 4, 6)
+    assert runtime.verify(artifact).passed
+
+
+def test_an_existing_folder_is_replaced_only_when_asked(checkpoint_of: Maker, tmp_path: Path) -> None:
+    checkpoint = checkpoint_of("softmax")
+    artifact = export_artifact(checkpoint, tmp_path / "a")
+    before = (artifact / "diffbit.json").read_bytes()
+    with pytest.raises(DiffbitError, match="overwrite"):
+        export_artifact(checkpoint, artifact, dtype="fp16")
+    assert (artifact / "diffbit.json").read_bytes() == before
+    export_artifact(checkpoint, artifact, dtype="fp16", overwrite=True)
+    assert runtime.Artifact.open(artifact).dtype == "fp16"
+
+
+def test_a_failed_export_leaves_nothing(checkpoint_of: Maker, tmp_path: Path) -> None:
+    decoder = load(checkpoint_of("softmax"))
+    with torch.no_grad():
+        decoder.model.layers[1].mlp.up_proj.weight[3, 5] = 1e6
+    save(decoder, tmp_path / "huge", tokenizer_from=checkpoint_of("softmax"))
+    with pytest.raises(DiffbitError, match=r"layers\.1\.mlp\.up_proj\.weight: holds 1e\+06.*65504.*fp32"):
+        export_artifact(tmp_path / "huge", tmp_path / "a", dtype="fp16")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["huge"]
+
+
+def test_refusals(checkpoint_of: Maker, tmp_path: Path) -> None:
+    checkpoint = checkpoint_of("diff_v1")
+    with pytest.raises(DiffbitError, match="dtype is 'bf16', wanted one of fp32, fp16"):
+        export_artifact(checkpoint, tmp_path / "a", dtype="bf16")
+    low = Scheme(parse_format("int4_g32"), attention=AttentionScheme(logits=4))
+    quantize_checkpoint(checkpoint, tmp_path / "logits", low)
+    with pytest.raises(DiffbitError, match="attention logits to 4 bits"):
+        export_artifact(tmp_path / "logits", tmp_path / "a")
+    quantize_checkpoint(checkpoint, tmp_path / "nf4", Scheme(parse_format("nf4"), activations="int8"))
+    with pytest.raises(DiffbitError, match="nf4 weights and the scheme asks for int8 activations"):
+        export_artifact(tmp_path / "nf4", tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+def test_tokenizers(checkpoint_of: Maker, tmp_path: Path) -> None:
+    checkpoint = checkpoint_of("softmax")
+    save(load(checkpoint), tmp_path / "bare")
+    with pytest.raises(DiffbitError, match=r"holds no tokenizer\.json.*--tokenizer"):
+        export_artifact(tmp_path / "bare", tmp_path / "a")
+    with pytest.raises(DiffbitError, match=r"is no tokenizer\.json"):
+        export_artifact(tmp_path / "bare", tmp_path / "a", tokenizer=tmp_path)
+    for given in (checkpoint, checkpoint / "tokenizer.json"):
+        artifact = export_artifact(tmp_path / "bare", tmp_path / "a", tokenizer=given, overwrite=True)
+        assert (artifact / "tokenizer.json").read_bytes() == (checkpoint / "tokenizer.json").read_bytes()
+        assert (artifact / "tokenizer_config.json").exists()

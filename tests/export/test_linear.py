@@ -1,0 +1,112 @@
+"""Each format's node against the format's formula and the operator's rounding of its input, written out in numpy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from diffbit.export.graph import Graph
+from diffbit.export.linear import activations, container
+from diffbit.quantize import QuantLinear, parse_format, rtn
+
+from .helpers import open_session
+
+# format -> (operator, bits, block of the activations' rounding; None: none, 0: per row)
+NODES = {
+    "int8": ("MatMulNBits", 8, 128),
+    "int8_g32": ("MatMulNBits", 8, 32),
+    "int7_g64": ("MatMulNBits", 8, 64),
+    "int5_g16_asym": ("MatMulNBits", 8, 16),
+    "int4": ("MatMulNBits", 4, 128),
+    "int4_g32": ("MatMulNBits", 4, 32),
+    "int4_g256": ("MatMulNBits", 4, 256),
+    "int4_g64_asym": ("MatMulNBits", 4, 64),
+    "int4_asym": ("MatMulNBits", 4, 128),
+    "int3_g64": ("MatMulNBits", 4, 64),
+    "int3_g32_asym": ("MatMulNBits", 4, 32),
+    "int2_g16": ("MatMulNBits", 4, 16),
+    "int2_g32_asym": ("MatMulNBits", 2, 32),
+    "int2_g64": ("MatMulNBits", 2, 64),
+    "int2_g256": ("MatMulNBits", 2, 128),
+    "int2_g256_asym": ("MatMulNBits", 2, 128),
+    "int2": ("MatMulNBits", 2, 128),
+    "nf4": ("MatMulBnb4", None, None),
+    "ternary": ("TernaryMatMul", None, 0),
+}
+
+
+def rounded(x: np.ndarray, block: int | None) -> np.ndarray:
+    """x [M, K] as the operator sees it: int8 steps of max|x| / 127 per block of K, or per row (block 0)."""
+    if block is None:
+        return x
+    out = x.copy()
+    block = block or x.shape[1]
+    for row in out:
+        for start in range(0, len(row), block):
+            part = row[start : start + block]
+            step = np.abs(part).max() / np.float32(127)
+            part[:] = np.round(part / step) * step if step else 0
+    return out
+
+
+def build(folder: Path, weight: torch.Tensor, format: str, scale: float, dtype: str) -> tuple[onnx.ModelProto, object]:
+    folder.mkdir()
+    g = Graph(folder, dtype)
+    x = g.input("x", g.dtype, ["rows", weight.shape[1]])
+    module = QuantLinear(rtn(weight, parse_format(format)))
+    g.output("y", g.linear(x, module, "proj", scale), g.dtype, ["rows", weight.shape[0]])
+    g.save()
+    return onnx.load(folder / "model.onnx", load_external_data=False), module.weight
+
+
+@pytest.mark.parametrize("columns", [64, 192, 320, 1000], ids="K{}".format)
+@pytest.mark.parametrize("format", NODES)
+def test_node_computes_the_format(tmp_path: Path, format: str, columns: int) -> None:
+    if format == "nf4" and columns % 64:
+        pytest.skip("nf4 takes multiples of 64 only")
+    operator, bits, block = NODES[format]
+    generator = torch.Generator().manual_seed(columns)
+    weight = torch.randn(24, columns, generator=generator)
+    model, quantized = build(tmp_path / "m", weight, format, 0.37, "fp32")
+    (node,) = model.graph.node
+    assert node.op_type == operator
+    if operator == "MatMulNBits":
+        attributes = {a.name: a.i for a in node.attribute}
+        assert (attributes["bits"], attributes["block_size"], attributes["accuracy_level"]) == (bits, block, 4)
+    # steps of the activations that no last bit can move: a ramp, and one row of zeros
+    x = (torch.randint(-126, 127, (5, columns), generator=generator).float() * 0.01).numpy()
+    x[:, :: block or columns] = 1.27
+    x[3] = 0
+    (found,) = open_session(tmp_path / "m").run(None, {"x": x})
+    wanted = rounded(x, block).astype(np.float64) @ quantized.dequantize().double().numpy().T * 0.37
+    np.testing.assert_allclose(found, wanted, atol=2e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("format", ["int4_g32", "int8", "int2_g64", "nf4", "ternary"])
+def test_fp16(tmp_path: Path, format: str) -> None:
+    weight = torch.randn(24, 192, generator=torch.Generator().manual_seed(0)) * 0.1
+    model, quantized = build(tmp_path / "m", weight, format, 1.0, "fp16")
+    types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+    if "proj.scale" in types and format != "ternary":
+        assert types["proj.scale"] == onnx.TensorProto.FLOAT16
+    x = torch.randn(7, 192, generator=torch.Generator().manual_seed(1)).half()
+    (found,) = open_session(tmp_path / "m").run(None, {"x": x.numpy()})
+    module = QuantLinear(quantized, activations(quantized.format))
+    wanted = module(x.float())
+    assert found.dtype == np.float16
+    assert np.median(np.abs(found - wanted.numpy())) < 1e-3
+    assert np.abs(found - wanted.numpy()).max() < 2e-2
+
+
+def test_no_container_runs_without_an_integer_kernel() -> None:
+    """2 bits with blocks of 16 or 256 would run in float, a hundred times slower."""
+    for bits in range(2, 9):
+        for group in ("", "_g16", "_g32", "_g64", "_g128", "_g256"):
+            format = parse_format(f"int{bits}{group}")
+            size, block = container(format)
+            assert size >= bits and (not format.group_size or format.group_size % block == 0)
+            assert activations(format) is not None

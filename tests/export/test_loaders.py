@@ -1,0 +1,65 @@
+"""onnxruntime-genai and diffbit's own runtime read the artifacts and generate torch's greedy tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from diffbit import runtime
+from diffbit.export import reference_model
+
+from .conftest import Maker
+from .helpers import VARIANTS, write_artifact
+
+PROMPT, COUNT = [5, 17, 42], 24
+
+
+def torch_tokens(checkpoint: Path) -> list[int]:
+    model, tokens = reference_model(checkpoint), list(PROMPT)
+    with torch.inference_mode():
+        for _ in range(COUNT):
+            logits = model(torch.tensor([tokens]))[0, -1]
+            logits[3] = -torch.inf  # the end token, which the loaders are told not to take
+            tokens.append(int(logits.argmax()))
+    return tokens
+
+
+@pytest.mark.parametrize("format", [None, "int4_g32", "ternary"])
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_genai(checkpoint_of: Maker, attention: str, format: str | None) -> None:
+    og = pytest.importorskip("onnxruntime_genai")
+    checkpoint = checkpoint_of(attention, format)
+    model = og.Model(str(write_artifact(checkpoint)))
+    length = len(PROMPT) + COUNT
+    for batch in (1, 2):
+        params = og.GeneratorParams(model)
+        params.set_search_options(max_length=length, min_length=length, do_sample=False, batch_size=batch)
+        generator = og.Generator(model, params)
+        generator.append_tokens(np.array([PROMPT] * batch, np.int32))
+        while not generator.is_done():
+            generator.generate_next_token()
+        assert generator.get_sequence(batch - 1).tolist() == torch_tokens(checkpoint)
+
+
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_runtime_session(checkpoint_of: Maker, attention: str) -> None:
+    checkpoint = checkpoint_of(attention)
+    session = runtime.Session(write_artifact(checkpoint), threads=1)
+    found = list(PROMPT)
+    logits = session.prefill([PROMPT])
+    for _ in range(COUNT):
+        logits[0, 3] = -np.inf
+        found.append(int(logits[0].argmax()))
+        logits = session.step([found[-1:]])
+    assert found == torch_tokens(checkpoint)
+    # a padded batch, either side
+    ids, mask = np.array([[0, 0, *PROMPT], [9, 8, 7, 6, 5]]), np.array([[0, 0, 1, 1, 1], [1] * 5])
+    session.reset()
+    logits = session.prefill(ids, mask)
+    model = reference_model(checkpoint)
+    with torch.inference_mode():
+        wanted = [model(torch.tensor([row]))[0, -1] for row in (PROMPT, [9, 8, 7, 6, 5])]
+    np.testing.assert_allclose(logits, torch.stack(wanted).numpy(), atol=1e-4 * float(wanted[0].std()))
