@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..calib_data import load_tokenizer
 from ..errors import DiffbitError
 from ..models import ModelConfig, num_parameters
 from .config import TrainConfig
@@ -82,7 +83,12 @@ def model_config(preset: str, attention: str, *, vocab_size: int | None = None) 
 
 
 def train_config(preset: str, attention: str, *, vocab_size: int | None = None, **changes: Any) -> TrainConfig:
-    """The training run of a preset; `changes` replace fields of TrainConfig."""
+    """The training run of a preset; `changes` replace fields of TrainConfig.
+
+    The vocabulary is `vocab_size`, or else that of the tokenizer among the changes, or else the preset's.
+    """
+    if vocab_size is None and changes.get("tokenizer") is not None:
+        vocab_size = load_tokenizer(changes["tokenizer"]).vocab_size
     model = model_config(preset, attention, vocab_size=vocab_size)
     size = PRESETS[preset]
     config = TrainConfig(

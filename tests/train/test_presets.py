@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from diffbit.calib_data import train_tokenizer
 from diffbit.errors import DiffbitError
 from diffbit.train import ATTENTIONS, PRESETS, model_config, parameters, train_config
 
@@ -37,7 +40,9 @@ def test_groups_of_every_format_come_out_even() -> None:
         assert size.hidden_size % (4 * size.num_pairs) == 0  # an even head_dim
 
 
-def test_train_config_takes_changes() -> None:
+def test_train_config_takes_changes(tmp_path: Path) -> None:
+    train_tokenizer(["a tokenizer of its own, with few ids"], 260, tmp_path)
+    assert train_config("tiny", "softmax", tokenizer=str(tmp_path)).model.vocab_size == 260
     config = train_config("tiny", "diff_v1", vocab_size=777, seed=3)
     assert (config.model.vocab_size, config.seed, config.length) == (777, 3, PRESETS["tiny"].context)
     assert train_config("tiny", "softmax", steps=20).warmup == 2
