@@ -1,6 +1,24 @@
-"""How good is a model, and what do low bits cost it? Metrics with intervals, comparison, plots, one-page report."""
+"""How good is a model, and what do low bits cost it? Metrics with intervals, comparison, plots, one-page report.
+
+comparison = compare(["diff", "softmax"], windows, bits=["16", "8", "4", "nf4"])
+comparison.rows(); comparison.to_dict()                        # a table; plain JSON
+plot_comparison(comparison.to_dict(), "curves.svg")
+write_report(ReportData(comparison=comparison.to_dict(), versions=versions()), "report.html")
+"""
 
 from .compare import Comparison, compare
 from .metrics import Estimate, Scores
+from .plots import plot_comparison, plot_outliers
+from .report import ReportData, versions, write_report
 
-__all__ = ["Comparison", "Estimate", "Scores", "compare"]
+__all__ = [
+    "Comparison",
+    "Estimate",
+    "ReportData",
+    "Scores",
+    "compare",
+    "plot_comparison",
+    "plot_outliers",
+    "versions",
+    "write_report",
+]

@@ -1,0 +1,181 @@
+"""Plots of what compare.py and quantize/outliers.py found. They take those results' `to_dict()`, so that a plot can be
+drawn again from a JSON file, and write .svg or .png. One function per kind of panel; style.py has the look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Data = Mapping[str, Any]
+
+SUBJECTS = {"weights": "Weights", "logits": "Attention logits"}
+METRICS = ("increase", "kl")
+SITES = {"hidden_states": "Hidden states", "attention_logits": "Attention logits"}
+FLOOR = {"increase": 1e-4, "kl": 1e-7}  # what lies below is drawn there, hollow: it is noise, or nothing
+GRAIN = {"int8": "row", "ternary": "tensor", "nf4": "g64"}  # what shares a scale, where the name does not say it
+
+
+def plot_comparison(comparison: Data, path: str | Path) -> None:
+    """Perplexity and KL against bit-width: a row of panels for weights and one for attention logits, as compared."""
+    style.check_path(path)
+    chosen = subjects(comparison)
+    with style.panels(len(METRICS), len(chosen)) as (figure, axes):
+        panels = iter(axes)
+        for what in chosen:
+            for metric in METRICS:
+                curve(next(panels), comparison, what, metric)
+        style.save(figure, path)
+
+
+def plot_outliers(reports: Sequence[Data], path: str | Path) -> None:
+    """Largest value and median of every layer, of hidden states and of attention logits."""
+    style.check_path(path)
+    with style.panels(2) as (figure, axes):
+        for panel, site in zip(axes, SITES, strict=True):
+            layers(panel, reports, site)
+        style.save(figure, path)
+
+
+def subjects(comparison: Data) -> list[str]:
+    """Which of weights and logits were compared."""
+    return [what for what in SUBJECTS if any(result["what"] == what for result in comparison["results"])]
+
+
+def curve(axes: Axes, comparison: Data, what: str, metric: str) -> None:
+    """The increase of perplexity ("increase") or the divergence ("kl") of every model against the widths compared.
+
+    Logarithmic, with bands of confidence. Points at or below the axis's floor are drawn on it, hollow.
+    """
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    results = [result for result in comparison["results"] if result["what"] == what]
+    widths = order(results)
+    columns = {name: column for column, name in enumerate(widths)}
+    floor = FLOOR[metric]
+    lowest, highest = 1.0, floor * 100
+    for index, model in enumerate(comparison["models"]):
+        own = sorted((r for r in results if r["model"] == model["name"]), key=lambda r: columns[r["format"]])
+        x = [columns[r["format"]] for r in own]
+        value, low, high = ([_metric(r, metric, end) for r in own] for end in ("value", "low", "high"))
+        seen = [max(v, floor) for v in value]
+        look = style.line(index)
+        bottom, top = ([max(v, floor) for v in ends] for ends in (low, high))
+        axes.fill_between(x, bottom, top, color=look["color"], alpha=0.18, linewidth=0)
+        axes.plot(x, seen, label=model["name"], zorder=3, **look)
+        hidden = [place for place, v in zip(x, value, strict=True) if v <= floor]
+        hollow = {"color": look["color"], "marker": look["marker"], "markerfacecolor": "white", "linestyle": "none"}
+        axes.plot(hidden, [floor] * len(hidden), zorder=4, **hollow)
+        lowest, highest = min(lowest, *seen), max(highest, *seen, *high)
+    axes.set_yscale("log")
+    room = highest / lowest
+    axes.set_ylim(lowest / room**0.05, highest * room ** (0.08 + 0.07 * len(comparison["models"])))
+    axes.yaxis.set_minor_locator(NullLocator())
+    if metric == "increase":
+        axes.set_title(f"{SUBJECTS[what]}: increase of perplexity")
+        axes.set_ylabel("over the 16-bit model")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _percent(y, floor)))
+    else:
+        axes.set_title(f"{SUBJECTS[what]}: KL divergence")
+        axes.set_ylabel("from the 16-bit model, nats per token")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}" if y >= 1e-4 else f"{y:.0e}"))
+    axes.set_xticks(list(columns.values()), [_tick(name, widths) for name in widths])
+    axes.set_xlim(-0.35, len(widths) - 0.65)
+    axes.set_xlabel("format, scale per, bits a weight" if what == "weights" else "bits of a logit")
+    axes.legend(loc="upper left")
+
+
+def _metric(result: Data, metric: str, end: str) -> float:
+    return result["ratio"][end] - 1 if metric == "increase" else result["kl"][end]
+
+
+def _percent(value: float, floor: float) -> str:
+    return f"{'≤ ' if value <= floor * 1.01 else ''}{100 * value:,g}%"
+
+
+def layers(axes: Axes, reports: Sequence[Data], site: str) -> None:
+    """The largest |x| of every layer, and its median (thin), of all models; log axis."""
+    from matplotlib.ticker import MaxNLocator
+
+    for index, report in enumerate(reports):
+        own = report[site]["layers"]
+        x = list(range(len(own)))
+        look = style.line(index)
+        axes.plot(x, [layer["top"]["1"] for layer in own], label=f"{report['model']}, largest", zorder=3, **look)
+        medians = [layer["median"] for layer in own]
+        if all(medians):
+            thin = {**look, "linewidth": 1.0, "markersize": 3, "alpha": 0.7}
+            axes.plot(x, medians, label=f"{report['model']}, median", **thin)
+    axes.set_yscale("log")
+    axes.set_title(f"{SITES[site]}: largest and median |x|")
+    axes.set_xlabel("layer")
+    axes.set_ylabel("|x|")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
+    axes.set_xlim(-0.3, max(len(report[site]["layers"]) for report in reports) - 0.7)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high * (high / low) ** (0.12 + 0.09 * len(reports)))  # room for the legend
+    _plain_log_ticks(axes)
+    axes.legend(loc="upper left", ncols=2, columnspacing=1.2, handlelength=2.2)
+
+
+def errors(axes: Axes, weights: Sequence[Data], title: str, value: str) -> None:
+    """`value` ("output_error" or "weight_error") of each quantized layer, as a map of layers by kind of layer."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    parts = [(entry["name"].removesuffix(".weight").split("."), entry[value]) for entry in weights]
+    parts = [(name, error) for name, error in parts if name[:2] == ["model", "layers"]]
+    kinds = list(dict.fromkeys(name[-1] for name, _ in parts))
+    count = 1 + max(int(name[2]) for name, _ in parts)
+    table = [[float("nan")] * count for _ in kinds]
+    for name, error in parts:
+        table[kinds.index(name[-1])][int(name[2])] = error
+    largest = max(error for _, error in parts) or 1.0
+    heat = LinearSegmentedColormap.from_list("heat", style.HEAT)
+    axes.pcolormesh(table, cmap=heat, vmin=0, vmax=largest, edgecolors="white", linewidth=1.5)
+    if count <= 12:
+        for row, column in ((r, c) for r in range(len(kinds)) for c in range(count)):
+            error = table[row][column]
+            if error == error:  # not NaN: this layer was quantized
+                color = "white" if error > 0.85 * largest else style.INK
+                text = f"{100 * error:.1f}"
+                axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=8.5, color=color)
+    axes.set_title(title)
+    axes.set_yticks([row + 0.5 for row in range(len(kinds))], kinds)
+    step = 1 if count <= 16 else 4
+    axes.set_xticks([column + 0.5 for column in range(0, count, step)], [str(c) for c in range(0, count, step)])
+    axes.set_xlabel(f"layer; relative error in %, darkest {100 * largest:.1f}")
+    axes.invert_yaxis()
+    axes.grid(False)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+
+
+def order(results: Sequence[Data]) -> dict[str, float]:
+    """{format: bits a weight, or bits} of results, widest first."""
+    size = {r["format"]: r["bits_per_weight"] if r["what"] == "weights" else r["bits"] for r in results}
+    rank = {r["format"]: (r["bits"], size[r["format"]]) for r in results}
+    return {name: size[name] for name in sorted(size, key=lambda name: rank[name], reverse=True)}
+
+
+def _tick(name: str, widths: Mapping[str, float]) -> str:
+    if name.endswith("-bit"):
+        return name.removesuffix("-bit")
+    number, _, grain = name.partition("_")
+    return f"{number}\n{grain.replace('_', ' ') or GRAIN.get(name, 'row')}\n{widths[name]:.2f}"
+
+
+def _plain_log_ticks(axes: Axes) -> None:
+    """Numbers a reader need not decode: 0.1, 1, 10, 3,000."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    low, high = axes.get_ylim()
+    few = high / low < 1000
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,), numticks=12))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
