@@ -62,8 +62,10 @@ def write_artifact(folder: Path, attention: str, weights: str | None) -> tuple[P
     tokenizer = folder / "tokenizer"
     if not tokenizer.exists():
         calib_data.train_tokenizer(["def add(a, b):\n    return a + b\n"] * 4, 300, tokenizer)
+    # optimum takes hidden_size / num_attention_heads for the width of a head, whatever config.json says
+    heads, kv_heads = (8, 4) if attention == "softmax" else (4, 2)
     config = models.ModelConfig(
-        vocab_size=300, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+        vocab_size=300, hidden_size=128, num_layers=2, num_heads=heads, num_kv_heads=kv_heads, head_dim=16,
         intermediate_size=256, max_position=128, attention=attention, bos_token_id=1, eos_token_ids=(2,),
     )  # fmt: skip
     decoder = models.Decoder(config)
