@@ -42,7 +42,7 @@ tbody tr.group+tr:not(.group) td{border-top-color:transparent}
 .place{display:block;white-space:normal;min-width:8.5rem;font-size:.92em}
 .quiet{color:var(--muted)}
 .model{white-space:nowrap}.model i{display:inline-block;width:.7em;height:.7em;border-radius:50%;margin-right:.5em}
-.figures{display:grid;margin:1.2rem 0;grid-template-columns:repeat(auto-fit,minmax(min(24rem,100%),1fr));
+.figures{display:grid;margin:1.2rem 0;grid-template-columns:repeat(auto-fit,minmax(min(20rem,100%),1fr));
 gap:1.2rem 1.6rem}
 .figures figure{margin:0;min-width:0}
 .figures svg{display:block;width:100%;max-width:34rem;height:auto}

@@ -124,8 +124,11 @@ def layers(axes: Axes, reports: Sequence[Data], site: str) -> None:
     axes.legend(loc="upper left", ncols=2, columnspacing=1.2, handlelength=2.2)
 
 
-def errors(axes: Axes, weights: Sequence[Data], title: str, value: str) -> None:
-    """`value` ("output_error" or "weight_error") of each quantized layer, as a map of layers by kind of layer."""
+def errors(axes: Axes, weights: Sequence[Data], title: str, value: str, largest: float) -> None:
+    """`value` ("output_error" or "weight_error") of each quantized layer, as a map of layers by kind of layer.
+
+    `largest` has the darkest colour, so that several maps can share a scale.
+    """
     from matplotlib.colors import LinearSegmentedColormap
 
     parts = [(entry["name"].removesuffix(".weight").split("."), entry[value]) for entry in weights]
@@ -135,7 +138,7 @@ def errors(axes: Axes, weights: Sequence[Data], title: str, value: str) -> None:
     table = [[float("nan")] * count for _ in kinds]
     for name, error in parts:
         table[kinds.index(name[-1])][int(name[2])] = error
-    largest = max(error for _, error in parts) or 1.0
+    largest = largest or 1.0  # nothing lost anywhere: all light
     heat = LinearSegmentedColormap.from_list("heat", style.HEAT)
     axes.pcolormesh(table, cmap=heat, vmin=0, vmax=largest, edgecolors="white", linewidth=1.5)
     if count <= 12:
@@ -149,7 +152,7 @@ def errors(axes: Axes, weights: Sequence[Data], title: str, value: str) -> None:
     axes.set_yticks([row + 0.5 for row in range(len(kinds))], kinds)
     step = 1 if count <= 16 else 4
     axes.set_xticks([column + 0.5 for column in range(0, count, step)], [str(c) for c in range(0, count, step)])
-    axes.set_xlabel(f"layer; relative error in %, darkest {100 * largest:.1f}")
+    axes.set_xlabel("layer; relative error in %")
     axes.invert_yaxis()
     axes.grid(False)
     axes.spines[:].set_visible(False)

@@ -411,15 +411,18 @@ def _contrast_table(data: ReportData, what: str) -> str:
 
 def _layers(data: ReportData) -> str:
     figures, tables = [], []
-    for index, (title, report) in enumerate(data.quantization.items()):
-        weights = [entry for entry in report["weights"] if entry["name"].startswith("model.layers.")]
-        if not weights:
-            continue
-        measured = all(entry["output_error"] is not None for entry in weights)
-        value = "output_error" if measured else "weight_error"
-        what = "relative error of outputs" if measured else "relative error of weights"
+    layers = {
+        title: [entry for entry in report["weights"] if entry["name"].startswith("model.layers.")]
+        for title, report in data.quantization.items()
+    }
+    layers = {title: weights for title, weights in layers.items() if weights}
+    measured = all(entry["output_error"] is not None for weights in layers.values() for entry in weights)
+    value = "output_error" if measured else "weight_error"
+    what = "relative error of outputs" if measured else "relative error of weights"
+    largest = max((entry[value] for weights in layers.values() for entry in weights), default=0.0)
+    for index, (title, weights) in enumerate(layers.items()):
         with style.panels() as (figure, axes):
-            plots.errors(axes[0], weights, title, value)
+            plots.errors(axes[0], weights, title, value, largest)
             worst = max(weights, key=lambda entry: entry[value])
             words = f"{title}, {what}: worst {worst['name']} at {_percent(worst[value])}."
             figures.append(_figure(style.inline(figure, f"errors-{index}"), f"{title}: {what}, percent", words))
@@ -439,7 +442,7 @@ def _layers(data: ReportData) -> str:
         return ""
     lead = _lead(
         "Where the error arises: the norm of the difference over the norm of the original, of each layer's output on "
-        "calibration text where that was measured, else of its weights."
+        "calibration text where that was measured, else of its weights. One scale of colour for all."
     )
     return f'{lead}<div class="figures">{"".join(figures)}</div>{"".join(tables)}'
 
@@ -461,7 +464,7 @@ def _artifacts(data: ReportData) -> str:
                     f"{source / entry['bytes']:.2f}×" if source else "–",
                 ]
             )
-        head = ["Artifact", "Format", "Size on disk", "Float model", "Smaller by"]
+        head = ["Artifact", "Format", "Size on disk", "At 16 bits", "Smaller by"]
         html += _table("Sizes on disk, tokenizer and graph included", head, rows, left=(0, 1))
     if data.bench:
         head = ["Artifact", "Device", "Threads", "Prefill, tokens/s", "Decode, tokens/s", "First token", "Peak memory"]
@@ -613,11 +616,11 @@ def _increase(ratio: Data) -> str:
 def _percent(share: float, sign: str = "") -> str:
     """0.0212 -> 2.12%; the larger, the fewer decimals."""
     digits = 2 if abs(share) < 0.1 else 1 if abs(share) < 10 else 0
-    return f"{100 * share:{sign},.{digits}f}%"
+    return f"{100 * share:{sign}z,.{digits}f}%".replace("-", "−")  # z: no negative zero
 
 
 def _signed(value: float) -> str:
-    return f"{value:+.3g}"
+    return f"{value:+.3g}".replace("-", "−", 1)
 
 
 def _number(value: float | None) -> str:
@@ -631,9 +634,9 @@ def _number(value: float | None) -> str:
     if abs(value) < 1e-4:
         mantissa, exponent = f"{value:.1e}".split("e")
         return f"{mantissa}e{int(exponent)}"
-    return (
-        f"{value:,.1f}" if 100 <= abs(value) < 10_000 else f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.3g}"
-    )
+    if abs(value) < 100:
+        return f"{value:#.3g}"
+    return f"{value:,.1f}" if abs(value) < 10_000 else f"{value:,.0f}"
 
 
 def _integer(value: int | None) -> str:

@@ -62,6 +62,7 @@ _RC: dict[Any, Any] = {
     "lines.markersize": 5,
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
+    "text.parse_math": False,  # a model may be called $a_b$
     "svg.fonttype": "none",  # text stays text: it can be read out, searched, and is set in the reader's font
     "svg.hashsalt": "diffbit",  # the same data gives the same bytes
 }

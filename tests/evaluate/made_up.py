@@ -1,0 +1,88 @@
+"""Results as the commands give them, made up, for plots and reports."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+FORMATS = {"int8": (8, 8.05), "int4_g64": (4, 4.25), "int2_g64": (2, 2.25), "ternary": (1.585, 2.0)}
+LOSSES = {"int8": -0.0001, "int4_g64": 0.03, "int2_g64": 1.2, "ternary": 4.0}  # more bits may cost less than nothing
+
+
+def estimate(value: float, half: float) -> dict[str, float]:
+    return {"value": value, "low": value - half, "high": value + half}
+
+
+def ratio(loss: float) -> dict[str, float]:
+    half = 0.1 * abs(loss) + 0.0002
+    return {end: math.exp(x) for end, x in (("value", loss), ("low", loss - half), ("high", loss + half))}
+
+
+def comparison(names: tuple[str, ...] = ("diff", "plain"), *, told_apart: bool = True) -> dict[str, Any]:
+    models = [
+        {
+            "name": name, "path": f"out/{name}", "sha256": "ab" * 32, "attention": "diff_v1", "parameters": 1234567,
+            "layers": 3, "hidden_size": 64,
+        }
+        for name in names
+    ]  # fmt: skip
+    results, contrasts = [], []
+    for index, name in enumerate(names):
+        factor = 1 + 0.5 * index
+
+        def add(what: str, format: str, bits: float, per_weight: float, loss: float, name: str = name) -> None:
+            results.append(
+                {
+                    "model": name, "what": what, "format": format, "bits": bits, "bits_per_weight": per_weight,
+                    "nbytes": int(1e5 * per_weight), "perplexity": estimate(20 * math.exp(loss), 1.0),
+                    "ratio": ratio(loss) if loss else estimate(1.0, 0.0), "kl": estimate(abs(loss), 0.1 * abs(loss)),
+                    "agreement": estimate(math.exp(-abs(loss)), 0.001),
+                }
+            )  # fmt: skip
+
+        add("none", "16", 16.0, 16.0, 0.0)
+        for format, (bits, per_weight) in FORMATS.items():
+            add("weights", format, bits, per_weight, factor * LOSSES[format])
+        for bits in (8, 4, 3):
+            add("logits", f"{bits}-bit", bits, 16.0, factor * 0.5**bits)
+    for name in names[1:]:
+        for result in results:
+            if result["model"] == name and result["what"] != "none":
+                contrasts.append(
+                    {
+                        "model": name, "against": names[0], "what": result["what"], "format": result["format"],
+                        "difference": estimate(0.02, 0.01 if told_apart else 0.03),
+                    }
+                )  # fmt: skip
+    text = {"source": "stdlib", "sha256": "cd" * 32, "windows": 16, "length": 128, "scored_tokens": 2032}
+    return {"models": models, "results": results, "contrasts": contrasts, "confidence": 0.95, "text": text}
+
+
+def outliers(name: str, factor: float = 1.0) -> dict[str, Any]:
+    def summary(largest: float, layer: int | None = None) -> dict[str, Any]:
+        return {
+            "count": 50, "top": {"1": largest, "2": 0.9 * largest, "3": 0.8 * largest, "10": 0.5 * largest, "100": None},
+            "median": 0.25, "ratio": largest / 0.25, "mean": 0.0, "std": 1.0, "kurtosis": 7.5, "layer": layer,
+            "place": {"window": 1, "position": 0, "unit": 42, "key": None},
+        }  # fmt: skip
+
+    layers = [summary(factor * (index + 1)) for index in range(3)]
+    site = {**summary(factor * 3, 2), "layers": layers}
+    return {
+        "model": name, "attention": "diff_v1", "windows": 16, "tokens": 2048, "median_relative_error": 2**-10,
+        "attention_logits": site, "hidden_states": site,
+    }  # fmt: skip
+
+
+def weights(measured: bool = True) -> dict[str, Any]:
+    return {
+        "weights": [
+            {
+                "name": f"model.layers.{layer}.{module}.weight", "format": "int4_g32", "shape": (64, 64),
+                "weight_error": 0.05 + 0.01 * layer, "output_error": 0.02 * (layer + 1) if measured else None,
+                "bits_per_weight": 4.5, "nbytes": 2304,
+            }
+            for layer in range(3)
+            for module in ("self_attn.q_proj", "mlp.down_proj")
+        ]
+    }  # fmt: skip

@@ -1,0 +1,88 @@
+"""Plots show the numbers they are given, in two file formats, the same bytes each time."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from diffbit.errors import DiffbitError, MissingDependency
+from diffbit.evaluate import plot_comparison, plot_outliers, plots, style
+
+from . import made_up
+
+FORMATS = ["int8", "int4_g64", "int2_g64", "ternary"]
+
+
+def test_a_curve_shows_the_increase_from_wide_to_narrow() -> None:
+    data = made_up.comparison()
+    data["results"].reverse()  # whatever order they come in
+    with style.panels() as (_, axes):
+        plots.curve(axes[0], data, "weights", "increase")
+        lines = {line.get_label(): list(line.get_ydata()) for line in axes[0].lines if line.get_linestyle() != "None"}
+        ticks = [tick.get_text() for tick in axes[0].get_xticklabels()]
+    assert [tick.split("\n")[0] for tick in ticks] == ["int8", "int4", "int2", "ternary"]
+    assert ticks[1] == "int4\ng64\n4.25"
+    for model in ("diff", "plain"):
+        ratios = {r["format"]: r["ratio"]["value"] for r in data["results"] if r["model"] == model}
+        assert lines[model] == pytest.approx([max(ratios[name] - 1, 1e-4) for name in FORMATS])
+
+
+def test_a_gain_is_drawn_hollow_on_the_floor() -> None:
+    with style.panels() as (_, axes):
+        plots.curve(axes[0], made_up.comparison(("one",)), "weights", "increase")
+        hollow = [line for line in axes[0].lines if line.get_markerfacecolor() == "white"]
+    assert [list(line.get_xdata()) for line in hollow] == [[0]]
+
+
+def test_kl_with_its_band() -> None:
+    data = made_up.comparison(("one",))
+    with style.panels() as (_, axes):
+        plots.curve(axes[0], data, "logits", "kl")
+        band = axes[0].collections[0].get_paths()[0].vertices
+    kl = next(r["kl"] for r in data["results"] if r["format"] == "3-bit")
+    heights = sorted({round(float(y), 9) for x, y in band if x == 2})
+    assert heights == pytest.approx([kl["low"], kl["high"]], rel=1e-6)
+
+
+def test_layers_show_largest_and_median() -> None:
+    reports = [made_up.outliers("diff"), made_up.outliers("plain", 5.0)]
+    with style.panels() as (_, axes):
+        plots.layers(axes[0], reports, "hidden_states")
+        lines = {line.get_label(): list(line.get_ydata()) for line in axes[0].lines}
+    assert lines["diff, largest"] == [1.0, 2.0, 3.0] and lines["plain, largest"] == [5.0, 10.0, 15.0]
+    assert lines["plain, median"] == [0.25] * 3
+
+
+def test_errors_are_placed_by_layer_and_kind() -> None:
+    with style.panels() as (_, axes):
+        plots.errors(axes[0], made_up.weights()["weights"], "t", "output_error", 0.06)
+        cells = {(t.get_position()): t.get_text() for t in axes[0].texts}
+        kinds = [tick.get_text() for tick in axes[0].get_yticklabels()]
+    assert kinds == ["q_proj", "down_proj"]
+    assert cells[2.5, 0.5] == "6.0" and cells[0.5, 1.5] == "2.0"
+
+
+def test_files(tmp_path: Path) -> None:
+    data = made_up.comparison(("a<b & $c_d$", "plain"))
+    for name in ("one.svg", "two.svg", "three.png"):
+        plot_comparison(data, tmp_path / name)
+    first = (tmp_path / "one.svg").read_text()
+    assert first == (tmp_path / "two.svg").read_text()
+    text = "".join(ElementTree.fromstring(first).itertext())
+    assert "a<b & $c_d$" in text and "Attention logits: KL divergence" in text
+    assert (tmp_path / "three.png").read_bytes().startswith(b"\x89PNG")
+    plot_outliers([made_up.outliers("x")], tmp_path / "o.svg")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["o.svg", "one.svg", "three.png", "two.svg"]
+    with pytest.raises(DiffbitError, match=r"plot\.pdf: a plot is written as"):
+        plot_outliers([made_up.outliers("x")], tmp_path / "plot.pdf")
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingDependency, match=r"diffbit\[lab\]"):
+        plot_outliers([made_up.outliers("x")], tmp_path / "o.svg")

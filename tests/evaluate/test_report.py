@@ -1,0 +1,167 @@
+"""The report: whole, valid, self-contained, escaped; and its sentences say what the numbers say."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from diffbit.evaluate import ReportData, versions, write_report
+from diffbit.evaluate.report import render
+
+from . import made_up
+
+VOID = {"meta", "br", "img", "link", "input", "hr"}
+EVIL = "<script>alert('x')</script>"
+SAMPLE = "</pre><img src=//evil.example/x onerror=alert(1)>"
+
+
+class Page(HTMLParser):
+    """Balanced tags, unique ids, no reference that leads outside; the text by tag."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.tags: list[str] = []
+        self.cells: list[list[str]] = []
+        self.headings: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            assert not name.startswith("on"), f"a handler: {name}"
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("href", "xlink:href", "src"):
+                self.links.append(value or "")
+            self.links += re.findall(r"url\(([^)]*)\)", value or "")
+        if tag == "tr":
+            self.cells.append([])
+        if tag in ("td", "th"):
+            self.cells[-1].append("")
+        if tag == "h2":
+            self.headings.append("")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if "td" in self.open or "th" in self.open:
+            self.cells[-1][-1] += data
+        if self.open and self.open[-1] == "h2":
+            self.headings[-1] += data
+
+
+def everything(name: str = "diff") -> ReportData:
+    check = {"check": "logits", "result": "ok", "detail": "max difference 1e-6"}
+    return ReportData(
+        title="Two models",
+        comparison=made_up.comparison((name, "plain")),
+        outliers=[made_up.outliers(name), made_up.outliers("plain", 5.0)],
+        training={name: {"tokens": 1228800, "eval_loss": 3.0517}},
+        quantization={f"{name} at int4_g32": made_up.weights(), "plain at int4_g32": made_up.weights()},
+        artifacts=[{"name": f"{name}-onnx", "format": "int4_g32", "bytes": 2_500_000, "source_bytes": 10_000_000}],
+        bench=[
+            {
+                "artifact": f"{name}-onnx", "device": "cpu", "threads": 2, "prefill_tokens_per_s": 1234.5,
+                "decode_tokens_per_s": 99.0, "time_to_first_token_s": 0.051, "peak_memory_bytes": 181e6,
+            }
+        ],
+        verification=[
+            {"artifact": f"out/{name}-onnx", "device": "cpu", "passed": True, "checks": [check]},
+            {
+                "artifact": "out/plain-onnx", "device": "cpu", "passed": False,
+                "checks": [{"check": "file:model.onnx.data", "result": "FAILED", "detail": "was changed"}],
+                "checkpoint": {"passed": False, "max_error": 0.25},
+            },
+        ],
+        samples=[{"model": name, "prompt": "def f(", "text": SAMPLE, "settings": "seed 1"}],
+        commands=["diffbit compare a b -o out && echo <done>"],
+        versions=versions(),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def page() -> Page:
+    return Page(render(everything()))
+
+
+def test_every_part_is_there(page: Page) -> None:
+    assert page.headings == [
+        "Findings", "Models", "Activation outliers", "Accuracy against bit-width", "Error of each layer", "Artifacts",
+        "Verification", "Samples", "How this was made",
+    ]  # fmt: skip
+    assert page.tags.count("svg") == 8
+    assert "torch" in page.text and "diffbit compare a b -o out && echo <done>" in page.text
+
+
+def test_nothing_is_loaded_and_every_reference_lands(page: Page) -> None:
+    assert not {"script", "link", "iframe", "object", "img"} & set(page.tags)
+    assert all(link.startswith("#") for link in page.links)
+    assert {link[1:] for link in page.links} <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids))
+    source = render(everything())
+    assert "@import" not in source
+    style_sheet = source[source.index("<style>") : source.index("</style>")]
+    assert "url(" not in style_sheet
+
+
+def test_the_tables_hold_the_numbers(page: Page) -> None:
+    rows = [[cell.strip() for cell in row] for row in page.cells]
+    assert ["diff", "diff_v1", "1,234,567", "3", "64", "1,228,800", "3.05", "abababababab"] in rows
+    assert any(row[:2] == ["plain", "15.0"] and "layer 2, channel 42, token 0" in row[-1] for row in rows)
+    four = next(row for row in rows if row[:2] == ["int4_g64", "diff"])
+    assert four[2].startswith("20.6") and four[3] == "+3.05% [+2.72, +3.38%]" and four[6] == "4.25"
+    assert any(row[:2] == ["int4_g64", "plain − diff"] and row[3] == "diff loses less than plain" for row in rows)
+    assert ["diff-onnx", "int4_g32", "2.5 MB", "10 MB", "4.00×"] in rows
+    assert any(row[0] == "diff-onnx" and row[3:] == ["1,234.5", "99.0", "51 ms", "181 MB"] for row in rows)
+    assert ["file:model.onnx.data", "✗ failed", "was changed"] in rows
+
+
+def test_findings_say_what_the_intervals_allow(page: Page) -> None:
+    findings = page.text[page.text.index("Findings") : page.text.index("The models")]
+    assert "+3.05% vs +4.60%" in findings and "diff loses less; the paired interval excludes zero" in findings
+    assert "5×" in findings and "Largest hidden state: plain 15.0, diff 3.00" in findings
+    assert "4.0× smaller" in findings and "1 of 2" in findings
+    unclear = replace(everything(), comparison=made_up.comparison(told_apart=False))
+    text = Page(render(unclear)).text
+    assert "does not tell them apart" in text and "loses less" not in text and "not told apart" in text
+
+
+def test_everything_from_outside_is_escaped() -> None:
+    data = replace(everything(EVIL), title=EVIL, commands=[EVIL], versions={EVIL: EVIL})
+    source = render(data)
+    page = Page(source)
+    assert "<script" not in source and "<img" not in source
+    assert page.text.count(EVIL) > 10  # it is shown, as text
+    assert SAMPLE in page.text
+
+
+def test_parts_that_are_missing_are_left_out(tmp_path: Path) -> None:
+    assert Page(render(ReportData())).headings == []
+    one = ReportData(comparison=made_up.comparison(("alone",)))
+    page = Page(render(one))
+    assert page.headings == ["Findings", "Models", "Accuracy against bit-width"]
+    assert "loses more" not in page.text
+    unmeasured = ReportData(quantization={"w": made_up.weights(measured=False)})
+    assert "relative error of weights" in render(unmeasured)
+    path = write_report(one, tmp_path / "deep" / "report.html")
+    assert path.read_text().startswith("<!doctype html>")
+    assert [p.name for p in path.parent.iterdir()] == ["report.html"]
