@@ -23,8 +23,9 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
     nf4 = NAMED["nf4"]
     overrides = []
     names = set(checkpoint.names)
-    for module in linear_shapes(checkpoint.config):
-        packed = f"{module}.weight.absmax" in names
+    for module, shape in linear_shapes(checkpoint.config).items():
+        name = f"{module}.weight"
+        packed = name in names and checkpoint.shape(name) != shape
         if packed == (module.rpartition(".")[2] in KEPT):  # otherwise than by default
             overrides.append((module, nf4 if packed else None))
     return Scheme(weights=nf4, overrides=tuple(overrides))

@@ -83,7 +83,7 @@ def quantize_per_block_int8(x: Tensor, block: int) -> Tensor:
 
     a = max|x| / 127 in each block, q = round-half-even(x / a): what ONNX Runtime's MatMulNBits does to its input on
     the CPU at accuracy level 4, `block` being the weight's block size; found by experiment (tests/quantize/
-    test_matmul_nbits.py), values within one ulp of a tie apart.
+    test_linear.py), values within one ulp of a tie apart.
     """
     blocks = F.pad(x.float(), (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))  # [..., G, block]
     largest = blocks.abs().amax(-1, keepdim=True)

@@ -1,0 +1,281 @@
+"""Quantized checkpoints: what is written reads back equal, reports tell the truth, bad folders are refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from diffbit import models
+from diffbit.errors import DiffbitError
+from diffbit.models import Checkpoint, Decoder, ModelConfig
+from diffbit.quantize import (
+    AttentionScheme,
+    Format,
+    QTensor,
+    QuantLinear,
+    Scheme,
+    apply,
+    load,
+    load_block,
+    parse_format,
+    quantize_checkpoint,
+    quantize_per_token_int8,
+    read_scheme,
+    read_weight,
+    rtn,
+    sizes,
+)
+from diffbit.quantize import checkpoint as checkpoint_module
+
+CONFIG = ModelConfig(
+    vocab_size=96, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=128,
+    attention="diff_v1",
+)  # fmt: skip
+MIXED = Scheme(
+    weights=parse_format("int4_g32_asym"),
+    activations="int8",
+    attention=AttentionScheme(8),
+    overrides=(
+        ("*.up_proj", parse_format("nf4")),
+        ("*.down_proj", parse_format("ternary")),
+        ("model.layers.1.self_attn.q_proj", parse_format("int3_g64")),
+        ("*.o_proj", None),
+        ("lm_head", parse_format("int8")),
+    ),
+)
+IDS = torch.randint(96, (3, 20), generator=torch.Generator().manual_seed(0))
+
+
+def make(folder: Path, config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float32) -> Path:
+    torch.manual_seed(0)
+    decoder = Decoder(config)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.mul_(4 if parameter.dim() == 2 else 1)
+    models.save(decoder, folder, dtype=dtype)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("models") / "float")
+
+
+@pytest.fixture(scope="module")
+def quantized(model: Path) -> Path:
+    quantize_checkpoint(model, model.with_name("mixed"), MIXED)
+    return model.with_name("mixed")
+
+
+def test_weights_read_back_equal(model: Path, quantized: Path):
+    source, checkpoint = Checkpoint(model), Checkpoint(quantized)
+    formats = MIXED.formats(CONFIG)
+    assert {format.name for format in formats.values()} == {"int4_g32_asym", "nf4", "ternary", "int3_g64", "int8"}
+    for name in source.names:
+        exact, got = source.read(name), read_weight(checkpoint, name)
+        format = formats.get(name.removesuffix(".weight"))
+        if format is None:
+            assert isinstance(got, torch.Tensor) and torch.equal(got, exact)
+            continue
+        wanted = rtn(exact, format)
+        assert isinstance(got, QTensor) and got.format == format
+        assert torch.equal(got.codes, wanted.codes) and torch.equal(got.scale, wanted.scale)
+        assert (got.zero is None and wanted.zero is None) or torch.equal(got.zero, wanted.zero)
+    assert read_scheme(checkpoint) == MIXED
+
+
+def test_rows_lie_on_disk_as_the_float_ones_do(model: Path, quantized: Path):
+    """diffllama's row order, for codes, scales and zero points: quantizing the rows on disk gives the parts on disk."""
+    floats, parts = load_file(model / "model.safetensors"), load_file(quantized / "model.safetensors")
+    for name in ("q_proj", "k_proj", "v_proj"):
+        stem = f"model.layers.0.self_attn.{name}"
+        weight = rtn(floats[f"{stem}.weight"], parse_format("int4_g32_asym"))
+        assert torch.equal(parts[f"{stem}.codes"], weight.packed())
+        assert torch.equal(parts[f"{stem}.scale"], weight.scale.half())
+        assert torch.equal(parts[f"{stem}.zero"], weight.packed_zero())
+    assert not torch.equal(Checkpoint(quantized).read(f"{stem}.codes"), parts[f"{stem}.codes"])
+
+
+@pytest.mark.parametrize("attention", ["softmax", "diff_v1", "diff_v2"])
+@pytest.mark.parametrize("tie", [False, True])
+def test_load_is_apply_is_dequantized_weights(attention: str, tie: bool, tmp_path: Path):
+    config = replace(CONFIG, attention=attention, tie_embeddings=tie)
+    source = make(tmp_path / "float", config)
+    scheme = Scheme(weights=parse_format("int4_g32"), overrides=(("lm_head", parse_format("int8")),))
+    quantize_checkpoint(source, tmp_path / "q", scheme)
+    loaded, exact = load(tmp_path / "q"), models.load(source)
+    applied = apply(exact, scheme)
+    assert not loaded.config.tie_embeddings and isinstance(loaded.lm_head, QuantLinear)
+    by_hand = Decoder(replace(config, tie_embeddings=False))
+    state = {name: tensor.clone() for name, tensor in exact.state_dict().items()}
+    state.setdefault("lm_head.weight", state["model.embed_tokens.weight"].clone())
+    for module, format in scheme.formats(config).items():
+        state[f"{module}.weight"] = rtn(state[f"{module}.weight"], format).dequantize()
+    by_hand.load_state_dict(state)
+    torch.testing.assert_close(loaded(IDS), by_hand(IDS))
+    assert torch.equal(loaded(IDS), applied(IDS))
+    assert (loaded(IDS) - exact(IDS)).abs().max() > 0.01
+
+
+def test_apply_shares_what_it_leaves_alone(model: Path):
+    exact = models.load(model)
+    copy = apply(exact, Scheme(weights=parse_format("int2_g16")))
+    assert copy.model.embed_tokens.weight.data_ptr() == exact.model.embed_tokens.weight.data_ptr()
+    assert type(exact.model.layers[0].self_attn.q_proj) is torch.nn.Linear
+    with pytest.raises(DiffbitError, match="quantized already"):
+        apply(copy, Scheme(weights=parse_format("int8")))
+
+
+def test_scheme_is_in_force_after_loading(quantized: Path):
+    decoder = load(quantized)
+    layer = decoder.model.layers[0]
+    assert layer.self_attn.k_proj.activations is quantize_per_token_int8
+    assert layer.mlp.down_proj.activations is None  # ternary rounds its input itself
+    assert layer.self_attn.logits_hook is not None
+    block = load_block(Checkpoint(quantized), 0)
+    rope = models.rope_for(CONFIG, torch.arange(20)[None])
+    x = decoder.embed(IDS)
+    assert torch.equal(block(x, rope), layer(x, rope))
+
+
+def test_float_checkpoints_load_too(model: Path):
+    assert torch.equal(load(model)(IDS), models.load(model)(IDS))
+    assert read_scheme(Checkpoint(model)) is None
+
+
+def slow_output_errors(model: Path, scheme: Scheme, mask: torch.Tensor) -> dict[str, float]:
+    """The whole float model in memory, the input of every layer kept, float64."""
+    decoder = models.load(model)
+    inputs: dict[str, torch.Tensor] = {}
+    formats = scheme.formats(decoder.config)
+    for module in formats:
+        decoder.get_submodule(module).register_forward_hook(
+            lambda _, arguments, __, module=module: inputs.__setitem__(module, arguments[0])
+        )
+    decoder(IDS, attention_mask=mask)
+    errors = {}
+    for module, format in formats.items():
+        x, weight = inputs[module][mask], decoder.get_submodule(module).weight
+        rounded = quantize_per_token_int8(x) if scheme.activations or format.kind == "ternary" else x
+        exact = x.double() @ weight.double().T
+        got = rounded.double() @ rtn(weight, format).dequantize().double().T
+        errors[module] = ((exact - got).norm() / exact.norm()).item()
+    return errors
+
+
+@pytest.mark.parametrize("batch_tokens", [2048, 20])
+@pytest.mark.parametrize("attention", ["diff_v1", "diff_v2"])
+def test_report_tells_the_truth(attention: str, batch_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from diffbit.quantize import calibration
+
+    monkeypatch.setattr(calibration, "BATCH_TOKENS", batch_tokens)
+    source = make(tmp_path / "float", replace(CONFIG, attention=attention))
+    mask = torch.ones_like(IDS, dtype=torch.bool)
+    mask[1, 15:] = False
+    report = quantize_checkpoint(source, tmp_path / "q", MIXED, calibration=IDS.numpy(), calibration_mask=mask.numpy())
+    checkpoint = Checkpoint(source)
+    expected = slow_output_errors(source, MIXED, mask)
+    assert [row.name for row in report.weights] == list(MIXED.formats(checkpoint.config))
+    for row in report.weights:
+        exact = checkpoint.read(f"{row.name}.weight").double()
+        got = read_weight(Checkpoint(tmp_path / "q"), f"{row.name}.weight")
+        assert isinstance(got, QTensor)
+        error = (exact - got.dequantize().double()).norm() / exact.norm()
+        assert row.weight_error == pytest.approx(error.item(), rel=1e-5)
+        assert row.output_error == pytest.approx(expected[row.name], rel=1e-3)
+        assert (row.format, row.shape, row.nbytes) == (got.format.name, got.shape, got.nbytes)
+    assert report.calibration_tokens == 55
+    stored = load_file(tmp_path / "q" / "model.safetensors")
+    assert report.after.nbytes == sum(tensor.nbytes for tensor in stored.values())
+    assert report.after == sizes(checkpoint.config, MIXED, torch.float32)
+    assert report.before.bits_per_weight == 32
+    assert any("trained" in warning for warning in report.warnings)
+    json.dumps(report.to_dict())
+
+
+def test_no_ternary_no_warning(model: Path, tmp_path: Path):
+    report = quantize_checkpoint(model, tmp_path / "q", Scheme(weights=parse_format("int8")))
+    assert report.warnings == ()
+    assert {row.output_error for row in report.weights} == {None}
+
+
+def test_any_method(model: Path, tmp_path: Path):
+    def ones(weight: torch.Tensor, format: Format, stats: object) -> QTensor:
+        return rtn(torch.ones_like(weight), format)
+
+    scheme = Scheme(weights=parse_format("int8"))
+    report = quantize_checkpoint(model, tmp_path / "q", scheme, method=ones)
+    weight = read_weight(Checkpoint(tmp_path / "q"), "model.layers.1.mlp.up_proj.weight")
+    assert isinstance(weight, QTensor) and (weight.dequantize() == 1).all()
+    assert report.weights[0].weight_error > 0.5
+
+
+def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = make(tmp_path / "float", dtype=torch.bfloat16)
+    quantize_checkpoint(source, tmp_path / "one", MIXED)
+    monkeypatch.setattr(checkpoint_module, "SHARD_FROM", 0)
+    quantize_checkpoint(source, tmp_path / "many", MIXED)
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) == CONFIG.num_layers + 2
+    assert torch.equal(load(tmp_path / "one")(IDS), load(tmp_path / "many")(IDS))
+    assert Checkpoint(tmp_path / "many").dtype == "bfloat16"
+
+
+def test_only_logits(model: Path, tmp_path: Path):
+    quantize_checkpoint(model, tmp_path / "q", Scheme(attention=AttentionScheme(4)))
+    decoder = load(tmp_path / "q")
+    assert not torch.allclose(decoder(IDS), models.load(model)(IDS))
+
+
+def test_refusals(model: Path, quantized: Path, tmp_path: Path):
+    int8 = Scheme(weights=parse_format("int8"))
+    with pytest.raises(DiffbitError, match="quantized already"):
+        quantize_checkpoint(quantized, tmp_path / "q", int8)
+    with pytest.raises(DiffbitError, match="quantizes nothing"):
+        quantize_checkpoint(model, tmp_path / "q", Scheme())
+    with pytest.raises(DiffbitError, match="'nowhere'"):
+        quantize_checkpoint(model, tmp_path / "q", replace(int8, overrides=(("nowhere", None),)))
+    with pytest.raises(DiffbitError, match="not empty"):
+        quantize_checkpoint(model, quantized, int8)
+    with pytest.raises(DiffbitError, match="96"):
+        quantize_checkpoint(model, tmp_path / "q", int8, calibration=[[1, 96]])
+    with pytest.raises(DiffbitError, match="mask has shape"):
+        quantize_checkpoint(model, tmp_path / "q", int8, calibration=[[1, 2]], calibration_mask=[[True]])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_extreme_weight_is_named(tmp_path: Path):
+    source = make(tmp_path / "float")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = 1e38
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(DiffbitError, match=r"model\.layers\.1\.mlp\.up_proj\.weight.*65504"):
+        quantize_checkpoint(source, tmp_path / "q", Scheme(weights=parse_format("int4_g32")))
+    assert not (tmp_path / "q").exists()
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda entry: entry.update(version=2), ["version 2", "version 1"]),
+        (lambda entry: entry.pop("scheme"), ["no scheme"]),
+        (lambda entry: entry["scheme"].update(weights="int4_g33"), ["int4_g33"]),
+        (lambda entry: entry["scheme"].update(bits=4), ["bits"]),
+        (lambda entry: entry["scheme"].update(weights="int8"), ["q_proj", "codes"]),
+        (lambda entry: entry["scheme"].update(weights=None), ["q_proj", "belong together"]),
+        (lambda entry: entry["scheme"]["overrides"].update({"*.o_proj": "int8"}), ["o_proj", "belong together"]),
+    ],
+)
+def test_an_edited_config_is_refused(change, words: list[str], model: Path, tmp_path: Path):
+    quantize_checkpoint(model, tmp_path / "q", MIXED)
+    path = tmp_path / "q" / "config.json"
+    values = json.loads(path.read_text())
+    change(values["quantization_config"])
+    path.write_text(json.dumps(values))
+    with pytest.raises(DiffbitError) as error:
+        load(tmp_path / "q")
+    assert all(word in str(error.value) for word in [str(tmp_path / "q"), *words])

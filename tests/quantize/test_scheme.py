@@ -1,0 +1,130 @@
+"""Schemes: what is quantized by default, overrides, files, and refusals that name what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from diffbit.errors import DiffbitError
+from diffbit.models import ModelConfig
+from diffbit.quantize import AttentionScheme, Scheme, linear_shapes, parse_format, parse_override, sizes
+
+INT4, INT8 = parse_format("int4_g32"), parse_format("int8")
+CONFIG = ModelConfig(
+    vocab_size=96, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=128,
+    attention="diff_v2",
+)  # fmt: skip
+FULL = Scheme(
+    weights=INT4,
+    activations="int8",
+    attention=AttentionScheme(logits=6),
+    overrides=(("lm_head", INT8), ("model.layers.0.*", None), ("*.down_proj", parse_format("nf4"))),
+)
+
+
+def test_defaults_keep_the_head_and_lambda():
+    formats = Scheme(weights=INT4).formats(CONFIG)
+    kept = set(linear_shapes(CONFIG)) - set(formats)
+    assert kept == {"lm_head", "model.layers.0.self_attn.lambda_proj", "model.layers.1.self_attn.lambda_proj"}
+    assert set(formats.values()) == {INT4}
+    assert len(formats) == 2 * 7
+
+
+def test_overrides():
+    formats = FULL.formats(CONFIG)
+    assert formats["lm_head"] == INT8
+    assert formats["model.layers.1.self_attn.q_proj"] == INT4
+    assert "model.layers.0.self_attn.q_proj" not in formats
+    assert formats["model.layers.0.mlp.down_proj"].name == "nf4"  # the last match wins
+    # a glob reaches the head and lambda only where it names them
+    assert "lm_head" not in Scheme(overrides=(("*", INT8),)).formats(CONFIG)
+    named = Scheme(overrides=(("*.lambda_proj", INT8),)).formats(CONFIG)
+    assert set(named) == {f"model.layers.{i}.self_attn.lambda_proj" for i in (0, 1)}
+
+
+@pytest.mark.parametrize("glob", ["layers.9*", "model.embed_tokens", "model.norm", "lm_heat", "model.layers.2.*"])
+def test_an_override_that_matches_nothing_is_named(glob):
+    with pytest.raises(DiffbitError, match="matches no linear layer") as error:
+        Scheme(weights=INT4, overrides=((glob, INT8),)).formats(CONFIG)
+    assert repr(glob) in str(error.value)
+
+
+def test_a_format_that_does_not_fit_names_the_layer():
+    config = ModelConfig(
+        vocab_size=96, hidden_size=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=6, intermediate_size=128,
+        attention="diff_v1",
+    )  # fmt: skip
+    with pytest.raises(DiffbitError, match=r"self_attn\.q_proj: .*\(48, 48\).*multiple of 64"):
+        Scheme(weights=parse_format("nf4")).formats(config)
+
+
+@pytest.mark.parametrize("text, expected", [("lm_head=int8", ("lm_head", INT8)), ("a=b*=none", ("a=b*", None))])
+def test_parse_override(text, expected):
+    assert parse_override(text) == expected
+
+
+@pytest.mark.parametrize("text", ["lm_head", "=int8", "lm_head=", "lm_head=int9", ""])
+def test_bad_overrides_are_named(text):
+    with pytest.raises(DiffbitError) as error:
+        parse_override(text)
+    assert repr(text) in str(error.value)
+
+
+@pytest.mark.parametrize("scheme", [FULL, Scheme(), Scheme(weights=parse_format("int2_g16_asym"))])
+@pytest.mark.parametrize("suffix", ["json", "toml"])
+def test_files_come_back(scheme, suffix, tmp_path):
+    scheme.to_file(tmp_path / f"scheme.{suffix}")
+    assert Scheme.from_file(tmp_path / f"scheme.{suffix}") == scheme
+    assert Scheme.from_dict(scheme.to_dict()) == scheme
+
+
+def test_the_example_in_the_docstring_reads(tmp_path):
+    import tomllib
+
+    from diffbit.quantize import scheme
+
+    text = (scheme.__doc__ or "").split("a file, a checkpoint, an artifact.")[1].split("Embeddings and norms")[0]
+    read = Scheme.from_dict(tomllib.loads(text))
+    assert read == Scheme(INT4, "int8", AttentionScheme(8), (("lm_head", INT8), ("model.layers.0.*", None)))
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ('weihgts = "int8"', ["weihgts", "weights"]),
+        ('weights = "int4_g33"', ["weights", "int4_g33", "33"]),
+        ("weights = 4", ["weights", "4"]),
+        ('kv = "int8"', ["kv"]),
+        ('activations = "int4"', ["activations", "int4"]),
+        ("attention = { logits = 99 }", ["99", "2", "16"]),
+        ("attention = { logits = 1 }", ["logits", "1"]),
+        ("attention = { logits = true }", ["True"]),
+        ("attention = { qk = 4 }", ["qk", "logits"]),
+        ("attention = 4", ["attention", "4"]),
+        ('[overrides]\nlm_head = "int17"', ["lm_head", "int17"]),
+        ("[overrides]\nlm_head = 8", ["lm_head", "8"]),
+        ("weights = ", ["TOML"]),
+    ],
+)
+def test_bad_files_are_refused(text, words, tmp_path):
+    path = tmp_path / "scheme.toml"
+    path.write_text(text)
+    with pytest.raises(DiffbitError) as error:
+        Scheme.from_file(path)
+    assert all(word in str(error.value) for word in ["scheme.toml", *words])
+
+
+def test_other_files_are_refused(tmp_path):
+    with pytest.raises(DiffbitError, match=r"\.json or a \.toml"):
+        Scheme.from_file(tmp_path / "scheme.yaml")
+    with pytest.raises(DiffbitError, match="no such file"):
+        Scheme.from_file(tmp_path / "scheme.toml")
+
+
+def test_sizes_count_every_tensor():
+    linear = sum(rows * columns for rows, columns in linear_shapes(CONFIG).values())
+    floats = sizes(CONFIG)
+    assert floats.parameters == linear + 96 * 64 + 5 * 64
+    assert floats.nbytes == 2 * floats.parameters and floats.bits_per_weight == 16
+    quantized = sizes(CONFIG, Scheme(weights=INT4))
+    kept = 2 * 96 * 64 + 2 * 4 * 64 + 5 * 64
+    assert quantized.nbytes == 2 * kept + (floats.parameters - kept) * 4.5 / 8
