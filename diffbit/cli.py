@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,13 +21,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from .errors import DiffbitError, MissingDependency
+from .files import read_json, write_json
 from .progress import set_quiet
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from .calib_data import Windows
     from .quantize import WeightReport
     from .quantize.outliers import OutlierReport
 
+LAYER_ERRORS = "quantization_report.json"
 LAB_PACKAGES = {"torch", "safetensors", "onnx", "onnx_ir", "bitsandbytes", "matplotlib", "datasets", "pyarrow"}
 
 app = typer.Typer(
@@ -313,6 +319,7 @@ def quantize(
         calibration_mask=None if text is None else text.mask,
         overwrite=overwrite,
     )
+    write_json(output / LAYER_ERRORS, report.to_dict())
     for warning in report.warnings:
         _remark(f"warning: {warning}", quiet)
     if as_json:
@@ -340,7 +347,6 @@ def export(
 ) -> None:
     """Export a checkpoint as an ONNX artifact that `diffbit run`, onnxruntime-genai and optimum read."""
     from .export import export_artifact
-    from .files import read_json
 
     set_quiet(quiet)
     export_artifact(
@@ -411,6 +417,31 @@ def run(
             answer(text)
         except DiffbitError as error:  # this prompt's fault; the next may do
             _remark(f"error: {error}", quiet=False)
+
+
+def _verify_against(
+    artifact: Path,
+    checkpoint: Path,
+    data: str,
+    field: str,
+    max_windows: int,
+    length: int | None,
+    device: str,
+    threads: int | None,
+) -> dict[str, Any]:
+    """The artifact's logits over text against those of the checkpoint in torch."""
+    from .calib_data import eval_windows
+    from .export import compare_with_checkpoint
+    from .runtime import Session
+
+    session = Session(artifact, device, threads)
+
+    def logits_of(ids: NDArray[np.int64], mask: NDArray[np.bool_]) -> NDArray[np.float32]:
+        session.reset()
+        return session.prefill(ids, mask, all_positions=True)
+
+    text = eval_windows(data, artifact, length or min(session.capacity, 512), max_windows, field=field)
+    return compare_with_checkpoint(logits_of, checkpoint, text, tolerance=session.artifact.golden.tolerance)
 
 
 @app.command(epilog=_example("diffbit verify out/demo/diff_v1-onnx --checkpoint out/demo/diff_v1-int4"))
@@ -503,3 +534,128 @@ def outliers(
     _print_table(rows(reports))
     if layers:
         _print_table(row for report in reports for row in report.layer_rows())
+
+
+@app.command(
+    epilog=_example(
+        "diffbit compare out/demo/diff_v1 out/demo/softmax --bits 16,8,4,3,2 -o out/comparison",
+        "diffbit compare out/demo/diff_v1 --what weights --bits 16,int4_g32,nf4 --max-windows 16",
+    )
+)
+def compare(
+    models: Annotated[list[Path], typer.Argument(help="Float checkpoints with the same tokenizer.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder for report.html, the plots, .json and .csv.")
+    ] = None,
+    bits: Annotated[str, typer.Option(help="Widths and formats, as in 16,8,6,4,3,2,ternary,int4_g32,nf4.")] = ",".join(
+        ("16", "8", "6", "4", "3", "2", "ternary")
+    ),
+    what: Annotated[str, typer.Option(help="weights, logits or both: what is rounded.")] = "weights,logits",
+    data: Data = "stdlib",
+    field: Field = "text",
+    max_windows: MaxWindows = 64,
+    length: Length = None,
+    batch_size: Annotated[int, typer.Option(help="Windows in a batch.")] = 8,
+    artifact: Annotated[
+        list[Path] | None,
+        typer.Option(help="Artifacts to size, verify, time and sample in the report; may be repeated."),
+    ] = None,
+    quantized: Annotated[
+        list[Path] | None,
+        typer.Option(help="Quantized checkpoints whose layer errors the report shows; may be repeated."),
+    ] = None,
+    prompt: Annotated[str, typer.Option(help="What the artifacts' samples continue.")] = "def __init__(self",
+    device: TorchDevice = "auto",
+    seed: Seed = 1,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Accuracy against bit-width: perplexity, KL and top-1 agreement with 95 % intervals, paired on the same text."""
+    from .evaluate import ReportData, plot_comparison, plot_outliers, versions, write_report
+    from .evaluate import compare as compare_models
+
+    set_quiet(quiet)
+    if output is None and (artifact or quantized):
+        raise DiffbitError("--artifact and --quantized go into the report; name a folder for it with -o")
+    if output is not None and output.is_file():
+        raise DiffbitError(f"{output}: is a file, but a folder is to be written there; choose another name")
+    windows = _windows(models[0], data, field, max_windows, length)
+    comparison = compare_models(
+        models, windows, bits.split(","), what.split(","), batch_size=batch_size, device=_torch_device(device)
+    )
+    if output is not None:
+        parts = [_inspect(path, prompt, seed) for path in artifact or ()]
+        report = ReportData(
+            title="Accuracy against bit-width",
+            comparison=comparison.to_dict(),
+            outliers=[report.to_dict() for report in _measure_outliers(models, windows, device)],
+            training={model.resolve().name: found for model in models if (found := _training(model))},
+            quantization={path.name: read_json(path / LAYER_ERRORS) for path in quantized or ()},
+            artifacts=[part["size"] for part in parts],
+            bench=[part["bench"] for part in parts],
+            verification=[part["verification"] for part in parts],
+            samples=[part["sample"] for part in parts],
+            commands=[shlex.join(["diffbit", *sys.argv[1:]])],
+            versions=versions(),
+        )
+        comparison.write_json(output / "comparison.json")
+        comparison.write_csv(output / "comparison.csv")
+        plot_comparison(report.comparison or {}, output / "comparison.svg")
+        plot_outliers(report.outliers, output / "outliers.svg")
+        write_report(report, output / "report.html")
+    if as_json:
+        _print_json(comparison.to_dict())
+        return
+    _print_table(comparison.rows())
+    for contrast in comparison.contrasts:
+        found = contrast.difference
+        verdict = "less than" if found.high < 0 else "more than" if found.low > 0 else "as much, within error, as"
+        _remark(
+            f"{contrast.what} at {contrast.format}: {contrast.model} loses {verdict} {contrast.against} "
+            f"({found.value:+.4f} nats a token, 95 %: {found.low:+.4f} to {found.high:+.4f})",
+            quiet,
+        )
+    if output is not None:
+        _remark(f"the report: {output / 'report.html'}", quiet)
+
+
+def _inspect(path: Path, prompt: str, seed: int) -> dict[str, Any]:
+    """What the report says of an artifact: size, speed, whether it verifies, and a sample of its text."""
+    from .models import ModelConfig, num_parameters
+    from .runtime import Artifact, Sampler, Session, Tokenizer, generate
+    from .runtime import bench as bench_artifact
+    from .runtime import verify as verify_artifact
+
+    opened = Artifact.open(path)
+    checked = verify_artifact(path)
+    rows = [{"check": c.name, "result": "ok" if c.passed else "FAILED", "detail": c.detail} for c in checked.checks]
+    session = Session(opened)
+    tokenizer = Tokenizer(opened.file("tokenizer.json"))
+    sampler = Sampler(0.7, top_p=0.9, seed=seed)
+    sample = generate(session, tokenizer, prompt, max_tokens=session.capacity // 2, sampler=sampler)
+    half = max(1, min(session.capacity, 256) // 2)
+    float_bytes = 2 * num_parameters(ModelConfig.from_dict(dict(opened.model)))
+    return {
+        "size": {
+            "name": path.resolve().name,
+            "format": (opened.scheme or {}).get("weights") or opened.dtype,
+            "bytes": opened.nbytes,
+            "source_bytes": float_bytes,
+        },
+        "bench": bench_artifact(path, half, half, 3),
+        "verification": {"artifact": str(path), "device": "cpu", "passed": checked.passed, "checks": rows},
+        "sample": {
+            "model": path.resolve().name,
+            "prompt": prompt,
+            "text": sample.text,
+            "settings": f"temperature 0.7, top-p 0.9, seed {seed}",
+        },
+    }
+
+
+def _training(model: Path) -> dict[str, Any] | None:
+    """How a model was trained, if it was trained here."""
+    if not (model / "training.json").is_file():
+        return None
+    result = read_json(model / "training.json")
+    return {key: result[key] for key in ("tokens", "eval_loss", "seconds") if key in result}
