@@ -120,8 +120,8 @@ class Comparison:
                 "bits/weight": round(result.bits_per_weight, 2),
                 "MB": round(result.nbytes / 1e6, 2),
                 "perplexity": result.perplexity.value,
-                "increase": f"{result.ratio.value - 1:+.2%}",
-                percent: f"{result.ratio.low - 1:+.2%} to {result.ratio.high - 1:+.2%}",
+                "increase": f"{result.ratio.value - 1:+z.2%}",
+                percent: f"{result.ratio.low - 1:+z.2%} to {result.ratio.high - 1:+z.2%}",
                 "KL": result.kl.value,
                 "agreement": f"{result.agreement.value:.2%}",
             }
@@ -198,6 +198,8 @@ def compare(
     names: of the models, for tables and plots; default the folders' names. confidence: of the intervals.
     """
     chosen = variants(bits, what)
+    if len(windows.ids) < 2:
+        raise DiffbitError("the text fills one window, and an interval needs two: give more text, or shorter windows")
     checkpoints = [Checkpoint(path) for path in paths]
     names = _names(checkpoints, names)
     for checkpoint in checkpoints:

@@ -84,7 +84,7 @@ def curve(axes: Axes, comparison: Data, what: str, metric: str) -> None:
     else:
         axes.set_title(f"{SUBJECTS[what]}: KL divergence")
         axes.set_ylabel("from the 16-bit model, nats per token")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}" if y >= 1e-4 else f"{y:.0e}"))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}".replace("e-0", "e-")))
     axes.set_xticks(list(columns.values()), [_tick(name, widths) for name in widths])
     axes.set_xlim(-0.35, len(widths) - 0.65)
     axes.set_xlabel("format, scale per, bits a weight" if what == "weights" else "bits of a logit")

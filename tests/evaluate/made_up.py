@@ -61,7 +61,8 @@ def comparison(names: tuple[str, ...] = ("diff", "plain"), *, told_apart: bool =
 def outliers(name: str, factor: float = 1.0) -> dict[str, Any]:
     def summary(largest: float, layer: int | None = None) -> dict[str, Any]:
         return {
-            "count": 50, "top": {"1": largest, "2": 0.9 * largest, "3": 0.8 * largest, "10": 0.5 * largest, "100": None},
+            "count": 50,
+            "top": {"1": largest, "2": 0.9 * largest, "3": 0.8 * largest, "10": 0.5 * largest, "100": None},
             "median": 0.25, "ratio": largest / 0.25, "mean": 0.0, "std": 1.0, "kurtosis": 7.5, "layer": layer,
             "place": {"window": 1, "position": 0, "unit": 42, "key": None},
         }  # fmt: skip

@@ -184,6 +184,7 @@ def test_bad_requests(checkpoints: list[Path], text: Windows, tmp_path: Path) ->
         ("one checkpoint folder or more", {"paths": []}),
         ("1 names for 2 models", {"names": ["a"]}),
         ("context of 32", {"windows": windows([np.arange(1, 90)], 33, eos_id=0)}),
+        ("fills one window", {"windows": windows([np.arange(1, 9)], 16, eos_id=0)}),
         ("token 500", {"windows": windows([np.arange(450, 501)], 16, eos_id=0)}),
     ]
     for message, change in bad:
