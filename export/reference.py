@@ -21,6 +21,7 @@ from ..quantize import QTensor, QuantLinear, Scheme, load, load_block, read_sche
 from .linear import activations
 
 NORM = "model.norm.weight"
+COPIES = 3
 
 
 def reference_model(checkpoint: str | Path | Checkpoint) -> Decoder:
@@ -35,14 +36,18 @@ def reference_model(checkpoint: str | Path | Checkpoint) -> Decoder:
 class Stream:
     """The same model one layer at a time: `embedding`, then `blocks`, then `head`, with a prompt flowing through.
 
-    Each piece is yielded to be written, and dropped after the hidden states have passed it.
+    Each piece is yielded to be written, and dropped after the hidden states have passed it. Beside the prompt flow
+    COPIES of it whose hidden states get relative noise of `noise` after each layer: how far their logits come out tells
+    how far those of another machine, whose sums end in other bits, may be off without anything being wrong.
     """
 
-    def __init__(self, checkpoint: Checkpoint, prompt: list[int]) -> None:
+    def __init__(self, checkpoint: Checkpoint, prompt: list[int], noise: float) -> None:
         self.checkpoint, self.config = checkpoint, checkpoint.config
-        self._ids = torch.tensor([prompt])
+        self._ids = torch.tensor([prompt] * (1 + COPIES))
         self._rope = rope_for(self.config, torch.arange(len(prompt))[None])
-        self._x: Tensor
+        self._noise = noise
+        self._generator = torch.Generator().manual_seed(0)
+        self._x: Tensor  # [1 + COPIES, S, E], the first row without noise
 
     def embedding(self) -> Tensor:
         """The embedding table [V, E], in its stored dtype."""
@@ -56,10 +61,12 @@ class Stream:
             _as_exported(block)
             yield block
             with torch.inference_mode():
-                self._x = block(self._x, self._rope)
+                x = block(self._x, self._rope)
+                x[1:] *= 1 + self._noise * torch.randn(x[1:].shape, generator=self._generator)
+                self._x = x
 
     def head(self) -> tuple[RMSNorm, nn.Module | None, Tensor]:
-        """The final norm, the head (None: tied to the embedding), and the logits [V] after the prompt."""
+        """The final norm, the head (None: tied to the embedding), and the logits [1 + COPIES, V] after the prompt."""
         config = self.config
         norm = RMSNorm(config.hidden_size, config.norm_eps)
         norm.weight = nn.Parameter(_float(read_weight(self.checkpoint, NORM)).float(), requires_grad=False)
@@ -67,9 +74,9 @@ class Stream:
             last = norm(self._x[:, -1:])
             if config.tie_embeddings:
                 table = _float(read_weight(self.checkpoint, EMBEDDING))
-                return norm, None, (last @ table.float().T)[0, 0]
+                return norm, None, (last @ table.float().T)[:, 0]
             head = linear(read_weight(self.checkpoint, HEAD))
-            return norm, head, head(last)[0, 0]
+            return norm, head, head(last)[:, 0]
 
 
 def linear(weight: Tensor | QTensor) -> nn.Module:
