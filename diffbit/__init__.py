@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .evaluate import compare
     from .export import export_artifact
     from .quantize import Scheme, load, parse_format, quantize_checkpoint
-    from .runtime import Sampler, Session, generate, verify
+    from .runtime import Sampler, Session, Tokenizer, generate, verify
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Sampler",
     "Scheme",
     "Session",
+    "Tokenizer",
     "compare",
     "export_artifact",
     "generate",
@@ -41,6 +42,7 @@ _ROOM_OF = {
     "quantize_checkpoint": "quantize",
     "Sampler": "runtime",
     "Session": "runtime",
+    "Tokenizer": "runtime",
     "generate": "runtime",
     "verify": "runtime",
 }
