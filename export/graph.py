@@ -161,7 +161,7 @@ class Graph:
 
     def linear(self, x: ir.Value, module: Any, name: str, scale: float = 1.0) -> ir.Value:
         """scale * (x W^T) for a linear layer (float or QuantLinear), as the node that its weight's format calls for."""
-        from .linear import emit
+        from .linear import emit  # here: it builds on this module
 
         with self.scope(name):
             return emit(self, x, module, scale)
