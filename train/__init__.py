@@ -3,11 +3,10 @@
 from .config import TrainConfig
 from .folder import read_log
 from .plot import plot_losses
-from .presets import ATTENTIONS, PRESETS, model_config, parameters, train_config
+from .presets import PRESETS, model_config, parameters, train_config
 from .trainer import TrainResult, evaluation_loss, lambdas, train
 
 __all__ = [
-    "ATTENTIONS",
     "PRESETS",
     "TrainConfig",
     "TrainResult",

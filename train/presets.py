@@ -15,16 +15,13 @@ its authors do, and pays with fewer key-value heads (grouped queries, 4 query he
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..calib_data import load_tokenizer
 from ..errors import DiffbitError
-from ..models import ModelConfig, num_parameters
+from ..models import ModelConfig, num_parameters, variant, variants
 from .config import TrainConfig
-
-ATTENTIONS = ("softmax", "diff_v1", "diff_v2")
 
 
 @dataclass(frozen=True)
@@ -61,20 +58,17 @@ def model_config(preset: str, attention: str, *, vocab_size: int | None = None) 
     """The model of a preset with one attention variant (and the vocabulary of a given tokenizer)."""
     if preset not in PRESETS:
         raise DiffbitError(f"preset {preset!r} is none of {', '.join(PRESETS)}")
-    if attention not in ATTENTIONS:
-        raise DiffbitError(f"attention {attention!r} is none of {', '.join(ATTENTIONS)}")
+    if attention not in variants():
+        raise DiffbitError(f"attention {attention!r} is none of {', '.join(variants())}")
     size = PRESETS[preset]
-    pairs = size.num_pairs
-    heads, kv_heads = {"softmax": (2 * pairs, 2 * pairs), "diff_v1": (pairs, pairs), "diff_v2": (2 * pairs, pairs)}[
-        attention
-    ]
+    heads, kv_heads = variant(attention).Attention.equal_heads(size.num_pairs)
     return ModelConfig(
         vocab_size=vocab_size or size.vocab_size,
         hidden_size=size.hidden_size,
         num_layers=size.num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=size.hidden_size // (2 * pairs),
+        head_dim=size.hidden_size // (2 * size.num_pairs),
         intermediate_size=size.intermediate_size,
         max_position=size.context,
         attention=attention,
@@ -105,11 +99,11 @@ def train_config(preset: str, attention: str, *, vocab_size: int | None = None, 
     return replace(config, **changes)
 
 
-def parameters(presets: Iterable[str] = PRESETS, attentions: Iterable[str] = ATTENTIONS) -> list[dict[str, Any]]:
+def parameters() -> list[dict[str, Any]]:
     """One row for each preset and variant: its sizes and its number of parameters (embedding counted once)."""
     rows = []
-    for preset in presets:
-        for attention in attentions:
+    for preset in PRESETS:
+        for attention in variants():
             config = model_config(preset, attention)
             rows.append(
                 {

@@ -9,6 +9,7 @@ A variant's file has MODEL_TYPE (the model_type of its config.json) and a class 
     logits_hook     None, or a function that sees and may replace the scaled attention logits (softmax.LogitsHook)
     lambda_value()  the number subtracted with (fp32 scalar), or None where it depends on the token
     hf_heads(config) -> (num_attention_heads, num_key_value_heads) of a config.json, and heads_from_hf, its inverse
+    equal_heads(pairs) -> (num_heads, num_kv_heads) of a model as large as diff_v1 with that many pairs, for fair twins
     row_order(config) -> {"q_proj": order, ...}: canonical rows = rows on disk[order]; absent where they are the same
     cache_heads(config) -> heads in the KV cache, each head_dim wide
     onnx(g, step, x, past_key, past_value)  the same as ONNX nodes (export/); cache_in_place: whether one buffer may be

@@ -146,6 +146,10 @@ class Attention(nn.Module):
         return query_heads // 2, kv_heads // 2
 
     @staticmethod
+    def equal_heads(pairs: int) -> tuple[int, int]:
+        return pairs, pairs
+
+    @staticmethod
     def row_order(config: ModelConfig) -> dict[str, Tensor]:
         return {
             "q_proj": _pairs_from_halves(config.num_heads, config.head_dim),

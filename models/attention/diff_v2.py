@@ -98,6 +98,10 @@ class Attention(nn.Module):
         return query_heads // 2, kv_heads
 
     @staticmethod
+    def equal_heads(pairs: int) -> tuple[int, int]:
+        return 2 * pairs, pairs
+
+    @staticmethod
     def row_order(config: ModelConfig) -> dict[str, torch.Tensor]:
         return {}
 

@@ -81,6 +81,10 @@ class Attention(nn.Module):
         return query_heads, kv_heads
 
     @staticmethod
+    def equal_heads(pairs: int) -> tuple[int, int]:
+        return 2 * pairs, 2 * pairs
+
+    @staticmethod
     def row_order(config: ModelConfig) -> dict[str, torch.Tensor]:
         return {}
 
