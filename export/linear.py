@@ -6,6 +6,7 @@
     int3, int4       com.microsoft.MatMulNBits   4-bit codes
     int5 to int8     com.microsoft.MatMulNBits   8-bit codes
     nf4              com.microsoft.MatMulBnb4    bitsandbytes' own bytes
+    other codebooks  Gather, Mul, MatMul         bytes as nf4's; looked up once, at load, into floats
     ternary          diffbit.TernaryMatMul       2 bits a weight (ops/ternary_matmul.py)
 
 MatMulNBits has no 3-, 5-, 6- or 7-bit kernels, so their codes travel in the next larger container: code - zero is the
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..ops import ternary_matmul
-from ..quantize.formats import Format
+from ..quantize.formats import NF4, CodebookFormat, Format
 from ..quantize.linear import Activations, QuantLinear, matmul_nbits_activations
 from ..quantize.packing import pack_bits
 from ..quantize.qtensor import QTensor
@@ -32,7 +33,7 @@ from .graph import MICROSOFT, Graph
 
 ROW_BLOCK = 128  # block size that stands for "one scale per row"
 ACCURACY_LEVEL = 4  # int8 activations
-NF4 = 1  # MatMulBnb4's quant_type
+BNB_NF4 = 1  # MatMulBnb4's quant_type
 
 
 def container(format: Format) -> tuple[int, int]:
@@ -57,7 +58,7 @@ def emit(g: Graph, x: ir.Value, module: nn.Linear | QuantLinear, scale: float) -
     if isinstance(module, nn.Linear):
         transposed = (module.weight.detach().float() * scale).T.contiguous()
         return g.op("MatMul", [x, g.weight("weight", transposed.numpy())])
-    kinds = {"int": _integer, "nf4": _nf4, "ternary": _ternary}
+    kinds = {"int": _integer, "codebook": _codebook, "ternary": _ternary}
     return kinds[module.weight.format.kind](g, x, module.weight, scale)
 
 
@@ -91,22 +92,28 @@ def _integer(g: Graph, x: ir.Value, weight: QTensor, scale: float) -> ir.Value:
     )
 
 
-def _nf4(g: Graph, x: ir.Value, weight: QTensor, scale: float) -> ir.Value:
-    rows, columns = weight.shape
-    inputs = [
-        x,
-        g.initializer("codes", weight.packed().flatten().numpy()),
-        g.weight("absmax", (weight.scale * scale).flatten().numpy()),
-    ]
-    return g.op(
-        "MatMulBnb4",
-        inputs,
-        domain=MICROSOFT,
-        K=columns,
-        N=rows,
-        block_size=weight.format.group_size,
-        quant_type=NF4,
-    )
+def _codebook(g: Graph, x: ir.Value, weight: QTensor, scale: float) -> ir.Value:
+    format, (rows, columns) = weight.format, weight.shape
+    assert isinstance(format, CodebookFormat)
+    packed, steps = weight.packed(), weight.scale * scale
+    if format.codebook == NF4:
+        return g.op(
+            "MatMulBnb4",
+            [x, g.initializer("codes", packed.flatten().numpy()), g.weight("absmax", steps.flatten().numpy())],
+            domain=MICROSOFT,
+            K=columns,
+            N=rows,
+            block_size=format.group_size,
+            quant_type=BNB_NF4,
+        )
+    codes = g.initializer("codes", packed.unsqueeze(-1).numpy())  # [N, K/2, 1]: two nibbles, the high one first
+    high = g.op("BitShift", [codes, g.const(4, np.uint8)], direction="RIGHT")
+    pairs = g.op("Concat", [high, g.op("BitwiseAnd", [codes, g.const(15, np.uint8)])], axis=-1)
+    blocks = g.op("Reshape", [g.cast(pairs, np.int64), g.const([rows, -1, format.group_size])])
+    values = g.op("Gather", [g.const(format.codebook, g.dtype), blocks])
+    values = g.op("Mul", [values, g.weight("absmax", steps.unsqueeze(-1).numpy())])  # [N, G, group]
+    table = g.op("Reshape", [values, g.const([rows, columns])])
+    return g.op("MatMul", [x, g.op("Transpose", [table], perm=[1, 0])])
 
 
 def _ternary(g: Graph, x: ir.Value, weight: QTensor, scale: float) -> ir.Value:

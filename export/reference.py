@@ -101,10 +101,11 @@ def check_scheme(checkpoint: Checkpoint) -> None:
         )
     if scheme.activations is not None:
         for module, format in scheme.formats(checkpoint.config).items():
-            if format.kind == "nf4":
+            if format.kind == "codebook":
                 raise DiffbitError(
-                    f"{checkpoint.path}: {module} has nf4 weights and the scheme asks for int8 activations, but ONNX "
-                    "Runtime multiplies nf4 in float; choose an integer or ternary format, or leave activations out"
+                    f"{checkpoint.path}: {module} has {format} weights and the scheme asks for int8 activations, but "
+                    "ONNX Runtime multiplies those in float; choose an integer or ternary format, or leave activations "
+                    "out"
                 )
 
 

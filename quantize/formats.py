@@ -50,7 +50,7 @@ NF4 = (
 
 @dataclass(frozen=True)
 class Format(ABC):
-    """What every format has. kind: "int", "nf4" or "ternary"; group_size 0: one scale per row (ternary: per tensor)."""
+    """What every format has. kind: int, codebook or ternary; group_size 0: one scale per row (ternary: tensor)."""
 
     name: str
     bits: int
@@ -172,13 +172,13 @@ class IntFormat(Format):
 
 @dataclass(frozen=True)
 class CodebookFormat(Format):
-    """absmax * codebook[code], the codebook rising from -1 to 1; 4 bits. Codes and absmax are bitsandbytes' own.
+    """absmax * codebook[code], the codebook rising from -1 to 1; 4 bits. nf4's codes and absmax are bitsandbytes' own.
 
     Packed: two codes a byte, high nibble first, as in bitsandbytes. Scales stay fp32, as there.
     """
 
     codebook: tuple[float, ...]
-    kind = "nf4"
+    kind = "codebook"
     scale_dtype = torch.float32
 
     def check(self, shape: tuple[int, ...]) -> None:

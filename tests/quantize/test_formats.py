@@ -118,7 +118,7 @@ def test_blocks_of_rows_make_no_difference(name, dtype, monkeypatch):
 @given(st.sampled_from(ALL), st.integers(1, 5), st.integers(1, 5), st.integers(0, 63))
 def test_packed_comes_back(name, rows, blocks, rest):
     format = parse_format(name)
-    columns = 64 * blocks + (0 if format.kind == "nf4" else rest)
+    columns = 64 * blocks + (0 if format.kind == "codebook" else rest)
     quantized = rtn(weight(rows, columns, seed=rest), format)
     packed, zero = quantized.packed(), quantized.packed_zero()
     stored = quantized.scale.to(format.scale_dtype)
@@ -149,7 +149,7 @@ def test_zeros_and_extremes(name):
     assert (back[0] == 0).all() or format.kind == "ternary"
     assert (back[1, :64] == 0).all() or format.kind == "ternary" or not format.group_size or format.group_size > 64
     if format.kind != "ternary":
-        assert back[2].abs().max() <= 2**-24 or format.kind == "nf4"
+        assert back[2].abs().max() <= 2**-24 or format.kind == "codebook"
         assert back[3, 5] == pytest.approx(3e4, rel=1e-3)
 
 
