@@ -4,7 +4,7 @@ A variant's file has MODEL_TYPE (the model_type of its config.json) and a class 
 
     __init__(config, layer_index)
     forward(x [B, S, E], rope (cos, sin: fp32 [B, S, d/2]), mask, cache) -> [B, S, E]
-    q_proj, k_proj, v_proj, o_proj   linears, named as in Hugging Face's models
+    q_proj, k_proj, v_proj, o_proj   linears, named as in Hugging Face's models; the name of any other ends in _proj too
     out_scale       float: the factor on the heads' output before o_proj (1 but for diff_v1)
     logits_hook     None, or a function that sees and may replace the scaled attention logits (softmax.LogitsHook)
     lambda_value()  the number subtracted with (fp32 scalar), or None where it depends on the token

@@ -35,28 +35,35 @@ class Attention(nn.Module):
         self.logits_hook: LogitsHook | None = None
 
     def forward(self, x: Tensor, rope: Rope, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+        return self.o_proj(self.heads(x, rope, mask, cache).transpose(1, 2).flatten(2))
+
+    def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+        """What the heads find, before the output projection: [B, H, S, d]."""
         query = apply_rope(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), rope).transpose(1, 2)  # [B, H, S, d]
         key = apply_rope(self.k_proj(x).unflatten(-1, (-1, self.head_dim)), rope).transpose(1, 2)  # [B, KV, S, d]
         value = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         if cache is not None:
             key, value = cache.append(key, value)  # [B, KV, T, d]
         if self.logits_hook is None:
-            out = attend(query, key, value, mask, self.scale)
-        else:
-            probabilities = explicit_softmax(explicit_logits(query, key, self.scale), mask, self.logits_hook)
-            value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-            out = (probabilities @ value.float()).to(x.dtype)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+            return attend(query, key, value, mask, self.scale)
+        probabilities = explicit_softmax(explicit_logits(query, key, self.scale), mask, self.logits_hook)
+        value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+        return (probabilities @ value.float()).to(x.dtype)
 
     def lambda_value(self) -> Tensor | None:
         return None
 
     def onnx(self, g: Any, step: Any, x: Any, past_key: Any, past_value: Any) -> tuple[Any, Any, Any]:
         """The same in ONNX: x [B, S, E] -> output, present_key, present_value. g: export/graph.py, step: decoder.py."""
+        out, present_key, present_value = self.onnx_heads(g, step, x, past_key, past_value)
+        return g.linear(out, self.o_proj, "o_proj"), present_key, present_value
+
+    def onnx_heads(self, g: Any, step: Any, x: Any, past_key: Any, past_value: Any) -> tuple[Any, Any, Any]:
+        """`heads` in ONNX: [B, S, H*d], present_key, present_value."""
         query = g.linear(x, self.q_proj, "q_proj")
         key = g.linear(x, self.k_proj, "k_proj")
         value = g.linear(x, self.v_proj, "v_proj")
-        out, present_key, present_value = step.grouped_query_attention(
+        return step.grouped_query_attention(
             query,
             key,
             value,
@@ -66,7 +73,6 @@ class Attention(nn.Module):
             num_kv_heads=self.num_kv_heads,
             scale=self.scale,
         )
-        return g.linear(out, self.o_proj, "o_proj"), present_key, present_value
 
     @staticmethod
     def hf_heads(config: ModelConfig) -> tuple[int, int]:
