@@ -15,6 +15,7 @@ test: lint pytest
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
 pytest: $(INSTALLED)

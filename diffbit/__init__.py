@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import DiffbitError
 
 if TYPE_CHECKING:
-    from .evaluate import compare
+    from .evaluate.compare import compare
     from .export import export_artifact
     from .quantize import Scheme, load, parse_format, quantize_checkpoint
     from .runtime import Sampler, Session, Tokenizer, generate, verify

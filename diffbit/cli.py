@@ -219,7 +219,7 @@ def train(
     from .train import train_config
 
     set_quiet(quiet)
-    changes = {
+    changes: dict[str, Any] = {
         "steps": steps,
         "batch_size": batch_size,
         "accumulate": accumulate,
@@ -608,11 +608,11 @@ def compare(
         return
     _print_table(comparison.rows())
     for contrast in comparison.contrasts:
-        found = contrast.difference
-        verdict = "less than" if found.high < 0 else "more than" if found.low > 0 else "as much, within error, as"
+        lost = contrast.difference
+        verdict = "less than" if lost.high < 0 else "more than" if lost.low > 0 else "as much, within error, as"
         _remark(
             f"{contrast.what} at {contrast.format}: {contrast.model} loses {verdict} {contrast.against} "
-            f"({found.value:+.4f} nats a token, 95 %: {found.low:+.4f} to {found.high:+.4f})",
+            f"({lost.value:+.4f} nats a token, 95 %: {lost.low:+.4f} to {lost.high:+.4f})",
             quiet,
         )
     if output is not None:

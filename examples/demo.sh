@@ -19,15 +19,15 @@ step() { # step NAME COMMAND...
 }
 
 # 1. A Differential Transformer and a plain Transformer: equal parameters, the same batches in the same order.
-step "train diff_v1" diffbit train --preset tiny --attention diff_v1 -o "$out/diff_v1"
-step "train softmax" diffbit train --preset tiny --attention softmax --tokenizer "$out/diff_v1" -o "$out/softmax"
+step "train" diffbit train --preset tiny --attention diff_v1 -o "$out/diff_v1"
+step "train" diffbit train --preset tiny --attention softmax --tokenizer "$out/diff_v1" -o "$out/softmax"
 
 # 2. Their largest activations, side by side.
-step "outliers" diffbit outliers "$out/diff_v1" "$out/softmax" -o "$out/outliers.json"
+step "outliers" diffbit outliers "$out/diff_v1" "$out/softmax" --plot "$out/outliers.svg"
 
 # 3. Low-bit weights.
-step "quantize int4" diffbit quantize "$out/diff_v1" --weights int4_g32 -o "$out/diff_v1-int4"
-step "quantize int4" diffbit quantize "$out/softmax" --weights int4_g32 -o "$out/softmax-int4"
+step "quantize" diffbit quantize "$out/diff_v1" --weights int4_g32 --calibrate stdlib -o "$out/diff_v1-int4"
+step "quantize" diffbit quantize "$out/softmax" --weights int4_g32 --calibrate stdlib -o "$out/softmax-int4"
 
 # 4. ONNX artifacts; the differential one holds diffbit.DiffAttention nodes.
 step "export" diffbit export "$out/diff_v1-int4" -o "$out/diff_v1-onnx"
@@ -35,12 +35,14 @@ step "export" diffbit export "$out/softmax-int4" -o "$out/softmax-onnx"
 
 # 5. Do they compute here what they computed there? Then let them write.
 step "verify" diffbit verify "$out/diff_v1-onnx" --checkpoint "$out/diff_v1-int4"
+step "verify" diffbit verify "$out/softmax-onnx" --checkpoint "$out/softmax-int4"
 step "run" diffbit run "$out/diff_v1-onnx" "def __init__(self" --max-tokens 48 --temperature 0.7 --top-p 0.9 --seed 1
 step "run" diffbit run "$out/softmax-onnx" "def __init__(self" --max-tokens 48 --temperature 0.7 --top-p 0.9 --seed 1
 
 # 6. Accuracy against bit-width, and everything above on one page.
-step "compare" diffbit compare "$out/diff_v1" "$out/softmax" --artifact "$out/diff_v1-onnx" \
-    --artifact "$out/softmax-onnx" -o "$out"
+step "compare" diffbit compare "$out/diff_v1" "$out/softmax" -o "$out" \
+    --quantized "$out/diff_v1-int4" --quantized "$out/softmax-int4" \
+    --artifact "$out/diff_v1-onnx" --artifact "$out/softmax-onnx"
 
 printf '\nSeconds per stage:\n'
 awk -F'\t' '{ seconds[$1] += $2; total += $2; if (!($1 in seen)) { seen[$1]; order[n++] = $1 } }

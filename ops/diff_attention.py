@@ -196,9 +196,9 @@ DiffAttention
 def function() -> onnx_ir.Function:
     """The op's body as an ONNX model-local function: what runs wherever no native library is registered."""
     import onnx.parser
-    import onnx_ir
+    from onnx_ir import serde
 
-    return onnx_ir.from_proto(onnx.parser.parse_function(BODY))
+    return serde.deserialize_function(onnx.parser.parse_function(BODY))
 
 
 def reference(

@@ -93,9 +93,9 @@ TernaryMatMul <K, N, spec_version> (A, packed, scale) => (Y)
 def function() -> onnx_ir.Function:
     """The op's body as an ONNX model-local function: what runs wherever no native library is registered."""
     import onnx.parser
-    import onnx_ir
+    from onnx_ir import serde
 
-    return onnx_ir.from_proto(onnx.parser.parse_function(BODY))
+    return serde.deserialize_function(onnx.parser.parse_function(BODY))
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:

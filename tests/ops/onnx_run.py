@@ -29,7 +29,8 @@ def run_node(
             for name, array in inputs.items()
             if name not in constants
         ],
-        [helper.make_tensor_value_info(name, kind, [f"{name}_{i}" for i in range(rank)])
+        [
+            helper.make_tensor_value_info(name, kind, [f"{name}_{i}" for i in range(rank)])
             for name, rank in outputs.items()
         ],
         [onnx.numpy_helper.from_array(inputs[name], name) for name in constants],
