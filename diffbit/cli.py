@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from . import __version__
 from .errors import DiffbitError, MissingDependency
 from .files import read_json, write_json
 from .progress import set_quiet
@@ -37,11 +38,26 @@ LAB_PACKAGES = {"torch", "safetensors", "onnx", "onnx_ir", "bitsandbytes", "matp
 
 app = typer.Typer(
     name="diffbit",
-    help="From a Differential Transformer checkpoint to a low-bit model on a device, with the cost of every bit shown.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _app(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """From a Differential Transformer checkpoint to a low-bit model on a device, with the cost of every bit shown."""
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no remarks; results only.")]
