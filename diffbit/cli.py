@@ -114,7 +114,8 @@ def _print_table(rows: Iterable[Mapping[str, Any]], title: str | None = None) ->
     table = Table(title=title, title_justify="left", header_style="bold")
     for name in rows[0] if rows else ():
         numeric = all(isinstance(row.get(name), int | float | None) for row in rows)
-        table.add_column(name.replace("_", " "), justify="right" if numeric else "left", overflow="fold")
+        heading = name.replace("_", " ") if name.isidentifier() else name
+        table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*(_cell(value) for value in row.values()))
     # piped into a file, a table keeps its columns whole
@@ -518,8 +519,11 @@ def bench(
     ]
     if as_json:
         _print_json(rows)
-    else:
-        _print_table(rows)
+        return
+    # an artifact a column: there are more figures than artifacts
+    columns = [(f"{path}/", row) for path, row in zip(artifacts, rows, strict=True)]
+    figures = [name for name in rows[0] if name != "artifact"]
+    _print_table({"figure": name.replace("_", " ")} | {label: row[name] for label, row in columns} for name in figures)
 
 
 @app.command(epilog=_example("diffbit outliers out/demo/diff_v1 out/demo/softmax --plot out/outliers.svg"))
@@ -673,5 +677,7 @@ def _training(model: Path) -> dict[str, Any] | None:
     """How a model was trained, if it was trained here."""
     if not (model / "training.json").is_file():
         return None
-    result = read_json(model / "training.json")
-    return {key: result[key] for key in ("tokens", "eval_loss", "seconds") if key in result}
+    run = read_json(model / "training.json")
+    config, result = run["config"], run["result"]
+    rows = config["steps"] * config["batch_size"] * config["accumulate"] * run["processes"]
+    return {"tokens": rows * config["length"], "training_s": result["seconds"], "eval_loss": result["eval_loss"]}
