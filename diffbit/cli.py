@@ -1,8 +1,8 @@
 """The command line: one function per command, which parses options, calls a room and prints what it returns.
 
 Results go to stdout (a table, or with --json one JSON object), progress and remarks to stderr. Exit codes: 0 done,
-1 the answer is no (`verify` found a difference in the numbers), 2 bad input, 130 interrupted. Rooms are imported
-inside the commands, so that `diffbit run` starts without torch.
+2 bad input (or an artifact that does not pass `verify`), 130 interrupted. Rooms are imported inside the commands, so
+that `diffbit run` starts without torch.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _measure_outliers(models: Iterable[Path], windows: Windows, device: str) -> 
 
 def _example(*lines: str) -> str:
     """The end of a command's help: examples, each on a line of its own."""
-    return "[bold]Example[/]\n\n" + "\n\n".join(f"  {escape(line)}" for line in lines)
+    return "Example:\n\n" + "\n\n".join(f"  {escape(line)}" for line in lines)
 
 
 def _list_presets(wanted: bool) -> None:
@@ -220,7 +220,9 @@ def train(
     compiled: Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")] = False,
     seed: Seed = 0,
     device: TorchDevice = "auto",
-    overwrite: Overwrite = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start anew: the run that is in OUTPUT is lost.")
+    ] = False,
     list_presets: Annotated[
         bool, typer.Option("--list-presets", is_eager=True, callback=_list_presets, help="Show the presets' sizes.")
     ] = False,

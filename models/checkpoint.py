@@ -13,6 +13,8 @@ The parts are listed and read here; what they mean is the business of quantize/.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,8 @@ from ..errors import DiffbitError
 from . import layout, unilm
 from .config import ModelConfig
 from .decoder import Block, Decoder
-from .folder import INDEX, TOKENIZER_FILES, check_folder, find_tensors, inside
-from .hf_config import from_hf
+from .folder import GENERATION, INDEX, TOKENIZER_FILES, check_folder, find_tensors, inside
+from .hf_config import from_hf, with_tokens
 from .safetensors_file import Entry, read_tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,10 +50,12 @@ class Checkpoint:
         source = inside(self.path, "config.json", self.path)
         values = files.read_json(source)
         self.quantization = _quantization(source, values)
-        try:
+        with _about(source):
             self.config: ModelConfig = from_hf(values)
-        except DiffbitError as error:
-            raise DiffbitError(f"{source}: {error}") from None
+        if (self.path / GENERATION).exists():
+            generation = inside(self.path, GENERATION, self.path)
+            with _about(generation):
+                self.config = with_tokens(self.config, files.read_json(generation))
         stored = find_tensors(self.path)
         stored = {name: entry for name, entry in stored.items() if not name.endswith(HARMLESS)}
         self._tied_head = stored.pop(layout.HEAD, None) if self.config.tie_embeddings else None
@@ -60,10 +64,8 @@ class Checkpoint:
         if self._official:
             if self.quantization is not None:
                 raise DiffbitError(f"{source}: a quantized model in the official module layout is not read")
-            try:
+            with _about(source):
                 unilm.check_config(self.config)
-            except DiffbitError as error:
-                raise DiffbitError(f"{source}: {error}") from None
             wanted = unilm.stored_shapes(self.config, wanted, set(stored))
         self._check(stored, wanted)
         self._files = {entry.file for entry in stored.values()}
@@ -218,6 +220,15 @@ def _fill(module: torch.nn.Module, checkpoint: Checkpoint, names: list[str], pre
 def _refuse_quantized(checkpoint: Checkpoint) -> None:
     if checkpoint.quantization is not None:
         raise DiffbitError(f"{checkpoint.path}: is quantized; models.load reads float weights, diffbit.load reads both")
+
+
+@contextmanager
+def _about(file: Path) -> Iterator[None]:
+    """Name the file in what is wrong with its content."""
+    try:
+        yield
+    except DiffbitError as error:
+        raise DiffbitError(f"{file}: {error}") from None
 
 
 def _quantization(source: Path, values: dict[str, Any]) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ What diffbit cannot compute (biases, other activations, other rotary types) is r
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ..errors import DiffbitError
@@ -57,6 +58,17 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
         bos_token_id=_token(values, "bos_token_id"),
         eos_token_ids=_tokens(values, "eos_token_id"),
         pad_token_id=_token(values, "pad_token_id"),
+    )
+
+
+def with_tokens(config: ModelConfig, generation: dict[str, Any]) -> ModelConfig:
+    """The config with the tokens of a parsed generation_config.json: where given, they are what transformers heeds."""
+    bos, pad = _token(generation, "bos_token_id"), _token(generation, "pad_token_id")
+    return replace(
+        config,
+        bos_token_id=config.bos_token_id if bos is None else bos,
+        eos_token_ids=_tokens(generation, "eos_token_id") or config.eos_token_ids,
+        pad_token_id=config.pad_token_id if pad is None else pad,
     )
 
 

@@ -56,6 +56,10 @@ def read(checkpoint: Checkpoint, name: str) -> QTensor:
         )
     if state.shape is None or tuple(state.shape) != shape:
         raise DiffbitError(f"{where}: has shape {state.shape}, wanted {shape} from config.json")
+    try:
+        NAMED["nf4"].check(shape)  # bitsandbytes lets a block go on into the next row
+    except DiffbitError as error:
+        raise DiffbitError(f"{where}: {error}") from None
     absmax: Tensor = state.absmax
     if state.nested:
         absmax = dequantize_blockwise(state.absmax, state.state2) + state.offset

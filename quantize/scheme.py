@@ -59,6 +59,9 @@ class Scheme:
     def __post_init__(self) -> None:
         if self.activations not in (None, "int8"):
             raise DiffbitError(f"activations are {self.activations!r}, wanted 'int8' or nothing")
+        globs = [glob for glob, _ in self.overrides]
+        if twice := [glob for glob in globs if globs.count(glob) > 1]:  # in a file it is a key
+            raise DiffbitError(f"override {twice[0]!r} is given twice; leave one of them out")
 
     def format_for(self, module: str) -> Format | None:
         """The format of a linear layer by its name, such as "model.layers.0.self_attn.q_proj"; None is float."""

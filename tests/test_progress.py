@@ -10,6 +10,7 @@ from diffbit import progress
 def test_a_log_gets_lines_and_quiet_gets_none(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(progress, "_quiet", False)  # a command run with --quiet before leaves it set
     monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
     assert list(progress.track([1, 2, 3, 4], "counting")) == [1, 2, 3, 4]
     lines = capsys.readouterr().err.splitlines()

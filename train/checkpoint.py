@@ -2,12 +2,12 @@
 
     checkpoints/step-00000500/
         config.json, model.safetensors, tokenizer files     a model folder like any other
-        optimizer.safetensors    <parameter>.exp_avg, <parameter>.exp_avg_sq (fp32), rng.cpu and rng.cuda (uint8)
+        optimizer.safetensors    <parameter>.exp_avg, <parameter>.exp_avg_sq (fp32)
         training.json            step, the run's options, the hash of its text, number of processes
 
 A checkpoint is written beside its place and renamed once whole, and its predecessor is deleted after that: a run that
 is killed at any moment leaves the last good one. The learning rate and the rows to train on are functions of the
-step number, so nothing of them needs to be kept.
+step number and nothing else is drawn, so no random state needs to be kept.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ def save_checkpoint(
 ) -> None:
     """Write the checkpoint after `training["step"]` steps of the run in `out`, then delete the ones before."""
     place = out / FOLDER / f"step-{training['step']:08}"
-    tensors = {"rng.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        tensors["rng.cuda"] = torch.cuda.get_rng_state()
+    tensors = {}
     for name, parameter in model.named_parameters():
         for moment in MOMENTS:
             tensors[f"{name}.{moment}"] = optimizer.state[parameter][moment].detach().cpu().contiguous()
@@ -57,7 +55,7 @@ def last_checkpoint(out: Path) -> Path:
 
 
 def restore(folder: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> int:
-    """Put the weights, the optimizer's moments and the random state of a checkpoint back, in place; its step."""
+    """Put the weights and the optimizer's moments of a checkpoint back, in place; its step."""
     model.load_state_dict(load(folder).state_dict())
     file = folder / "optimizer.safetensors"
     try:
@@ -72,9 +70,6 @@ def restore(folder: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> i
                 raise DiffbitError(f"{file}: the moments of {name} are not of its shape {list(parameter.shape)}")
             counter = torch.tensor(float(step), device=parameter.device)  # fused AdamW counts there, in fp32
             optimizer.state[parameter] = {"step": counter, **moments}
-        torch.set_rng_state(tensors["rng.cpu"])
-        if "rng.cuda" in tensors and torch.cuda.is_available():
-            torch.cuda.set_rng_state(tensors["rng.cuda"])
         return step
     except KeyError as error:
         raise DiffbitError(f"{folder}: lacks {error}; restore the file or start the run anew") from None

@@ -143,6 +143,9 @@ def test_context_length_bounds_the_tables(checkpoint_of: Maker, tmp_path: Path) 
     tables = {t.name: tuple(t.dims) for t in graph_of(artifact).graph.initializer if t.name in ("cos", "sin")}
     assert tables == {"cos": (9, 16), "sin": (9, 16)}
     assert len(golden_prompt(config_of("softmax"), 9)) == 9
+    genai = json.loads((artifact / "genai_config.json").read_text())
+    assert json.loads((artifact / "config.json").read_text())["max_position_embeddings"] == 9
+    assert genai["model"]["context_length"] == genai["search"]["max_length"] == 9
     session = runtime.Session(artifact)
     assert session.capacity == 9 and runtime.verify(artifact).passed
     for length in (0, 49):

@@ -136,6 +136,21 @@ def test_tokenizer_files_travel(tmp_path: Path) -> None:
     assert (tmp_path / "n" / "tokenizer.json").read_text() == '{"from": "tokenizer.json"}'
 
 
+def test_tokens_of_generation_config_win(tmp_path: Path) -> None:
+    """transformers ends a text by them: a chat model's end of turn often stands nowhere else."""
+    models.save(fresh("softmax", bos_token_id=1, eos_token_ids=(4,), pad_token_id=6), tmp_path / "m")
+    generation = tmp_path / "m" / "generation_config.json"
+    generation.write_text('{"bos_token_id": null, "eos_token_id": [4, 5], "temperature": 0.6}')
+    config = models.Checkpoint(tmp_path / "m").config
+    assert (config.bos_token_id, config.eos_token_ids, config.pad_token_id) == (1, (4, 5), 6)
+    generation.write_text('{"bos_token_id": 2, "pad_token_id": 0}')
+    config = models.Checkpoint(tmp_path / "m").config
+    assert (config.bos_token_id, config.eos_token_ids, config.pad_token_id) == (2, (4,), 0)
+    generation.write_text('{"eos_token_id": "the end"}')
+    with pytest.raises(DiffbitError, match=r"generation_config\.json: eos_token_id is 'the end'"):
+        models.Checkpoint(tmp_path / "m")
+
+
 def test_parts_of_quantized_weights_keep_their_rows(tmp_path: Path) -> None:
     """codes, scales and zeros of a row move with it; a scale that all rows share stays."""
     model = fresh("diff_v1")

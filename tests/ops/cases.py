@@ -109,7 +109,7 @@ class TernaryCase:
     lead: tuple[int, ...] = (3,)
     k: int = 128
     n: int = 5
-    fill: str = "normal"  # "ones": every weight 1 and every activation at its largest, the sums' extreme; "zero"
+    fill: str = "normal"  # "ones": weights 1, activations at their largest, the sums' extreme; "zero"; "tiny"
     dtype: torch.dtype = torch.float32
     seed: int = 0
 
@@ -122,6 +122,8 @@ class TernaryCase:
             a, weight = torch.full_like(a, 2.0), torch.ones_like(weight)
         elif self.fill == "zero":
             a = torch.zeros_like(a)
+        elif self.fill == "tiny":
+            a = a * 1e-6
         return a.to(self.dtype), weight, torch.tensor([0.037])
 
 
@@ -133,6 +135,7 @@ TERNARY_CASES = [
     TernaryCase("short", lead=(2,), k=5, n=1, seed=4),
     TernaryCase("extreme_sums", lead=(1,), k=4096, n=2, fill="ones"),
     TernaryCase("zero_rows", lead=(2,), fill="zero"),
+    TernaryCase("tiny_rows", lead=(4,), fill="tiny", seed=7),
     TernaryCase("fp16", k=256, dtype=torch.float16, seed=5),
     TernaryCase("many_rows", lead=(65,), k=128, n=33, seed=6),
 ]

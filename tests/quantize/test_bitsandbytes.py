@@ -17,11 +17,11 @@ functional = pytest.importorskip("bitsandbytes.functional")
 transformers = pytest.importorskip("transformers")
 
 
-def make(folder: Path, double: bool, head: bool = False) -> torch.nn.Module:
+def make(folder: Path, double: bool, head: bool = False, hidden: int = 64) -> torch.nn.Module:
     """A diffllama folder with nf4 weights; returns transformers' model with the same weights dequantized."""
     torch.manual_seed(0)
     config = transformers.DiffLlamaConfig(
-        vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=96, hidden_size=hidden, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=128, tie_word_embeddings=False,
     )  # fmt: skip
     model = transformers.DiffLlamaForCausalLM(config).eval()
@@ -82,4 +82,10 @@ def test_damaged_folders_are_refused(part: str, change, words: str, tmp_path: Pa
         tensors[name] = changed.contiguous()
     save_file(tensors, file)
     with pytest.raises(DiffbitError, match=words):
+        load(tmp_path / "nf4")
+
+
+def test_blocks_that_cross_rows_are_refused(tmp_path: Path):
+    make(tmp_path / "nf4", double=False, hidden=96)
+    with pytest.raises(DiffbitError, match=r"q_proj\.weight: .* in_features must be a multiple of 64"):
         load(tmp_path / "nf4")

@@ -55,8 +55,11 @@ def make(folder: Path, config: ModelConfig = CONFIG, dtype: torch.dtype = torch.
     torch.manual_seed(0)
     decoder = Decoder(config)
     with torch.no_grad():
-        for parameter in decoder.parameters():
-            parameter.mul_(4 if parameter.dim() == 2 else 1)
+        for name, parameter in decoder.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5)
+            elif parameter.dim() == 2:
+                parameter.mul_(4)
     models.save(decoder, folder, dtype=dtype)
     return folder
 

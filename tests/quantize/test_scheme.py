@@ -41,6 +41,12 @@ def test_overrides():
     assert set(named) == {f"model.layers.{i}.self_attn.lambda_proj" for i in (0, 1)}
 
 
+def test_an_override_given_twice_is_refused():
+    """A file keeps one value a glob, in the first one's place: read back, another override would win."""
+    with pytest.raises(DiffbitError, match=r"'\*q_proj' is given twice"):
+        Scheme(INT8, overrides=(("*q_proj", INT8), ("*", None), ("*q_proj", None)))
+
+
 @pytest.mark.parametrize("glob", ["layers.9*", "model.embed_tokens", "model.norm", "lm_heat", "model.layers.2.*"])
 def test_an_override_that_matches_nothing_is_named(glob):
     with pytest.raises(DiffbitError, match="matches no linear layer") as error:
