@@ -211,7 +211,7 @@ def _jsonl(path: Path, field: str) -> Iterator[str]:
                     row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
                 except UnicodeDecodeError:
                     raise DiffbitError(f"{path}: line {number} is not UTF-8; convert the file") from None
-                except (json.JSONDecodeError, RecursionError) as error:
+                except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
                     raise DiffbitError(f"{path}: line {number} is not valid JSON ({error})") from None
                 if not isinstance(row, dict):
                     raise DiffbitError(f"{path}: line {number} holds a {type(row).__name__}, wanted an object")

@@ -48,7 +48,7 @@ class TextTokenizer:
         """Write tokenizer.json and tokenizer_config.json, with the separator as bos and eos."""
         folder = Path(folder)
         with write_atomic(folder / "tokenizer.json") as temporary:
-            self.backend.save(str(temporary))
+            temporary.write_text(self.backend.to_str(pretty=True), encoding="utf-8")
         token = self.backend.id_to_token(self.eos_id)
         write_json(
             folder / "tokenizer_config.json",

@@ -7,6 +7,7 @@ that `diffbit run` starts without torch.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import shlex
@@ -78,6 +79,9 @@ Length = Annotated[int | None, typer.Option("--length", help="Tokens in a window
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; bad input is one sentence on stderr and exit code 2."""
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper):  # bytes that are no text are told of where they are used
+            stream.reconfigure(errors=errors)
     try:
         app(arguments)
     except DiffbitError as error:
@@ -92,6 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of stdout went away, as `| head` does
         sys.stderr.close()
         raise SystemExit(0) from None
+    except OSError as error:
+        _fail(f"{error.filename or 'input or output'}: failed ({error.strerror or error})", 2)
 
 
 def _fail(message: str, code: int) -> NoReturn:
@@ -105,7 +111,7 @@ def _remark(message: str, quiet: bool) -> None:
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+    print(json.dumps(value, indent=2, ensure_ascii=False, default=str), flush=True)
 
 
 def _print_table(rows: Iterable[Mapping[str, Any]], title: str | None = None) -> None:
@@ -137,8 +143,11 @@ def _windows(
     from .calib_data import eval_windows
     from .models import Checkpoint
 
+    context = Checkpoint(model).config.max_position
     if length is None:
-        length = min(Checkpoint(model).config.max_position, 512)
+        length = min(context, 512)
+    elif length > context:
+        raise DiffbitError(f"a length of {length} tokens exceeds the context of {context} that {model} has")
     return eval_windows(data, model, length, max_windows, split=split, field=field)
 
 
@@ -400,6 +409,8 @@ def run(
 
     if interactive and (prompt is not None or as_json):
         raise DiffbitError("--interactive asks for its prompts itself and prints text; leave out the prompt and --json")
+    if sys.stdin is None and (interactive or prompt in (None, "-")):
+        raise DiffbitError("the prompt is to come from stdin, which is closed; pass it as an argument")
     sampler = Sampler(temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed)
     session = Session(artifact, device, threads)
     tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))
@@ -459,7 +470,9 @@ def _verify_against(
         session.reset()
         return session.prefill(ids, mask, all_positions=True)
 
-    text = eval_windows(data, artifact, length or min(session.capacity, 512), max_windows, field=field)
+    if length is None:
+        length = min(session.capacity, 512)
+    text = eval_windows(data, artifact, length, max_windows, field=field)
     return compare_with_checkpoint(logits_of, checkpoint, text, tolerance=session.artifact.golden.tolerance)
 
 

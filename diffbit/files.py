@@ -25,18 +25,28 @@ def _beside(path: Path) -> Path:
 
 
 @contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """A full disk, a read-only folder and the like, told as a DiffbitError that names what was to be written."""
+    try:
+        yield
+    except OSError as error:
+        raise DiffbitError(f"{path}: cannot be written ({error.strerror or error})") from None
+
+
+@contextmanager
 def write_atomic(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; rename it onto `path` on success, remove it on any failure."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise DiffbitError(f"{path}: is a folder, but a file is to be written there; choose another name")
     temporary = _beside(path)
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with _told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield temporary
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -45,33 +55,46 @@ def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
 
     An existing, non-empty `path` is an error unless `overwrite` is set; then it is replaced only once the new
     folder is complete, and only if it looks like something diffbit wrote (it holds config.json or
-    diffbit.json), so that a mistyped -o cannot delete a home directory.
+    diffbit.json), so that a mistyped -o cannot delete a home directory. A link to a folder stays one.
     """
     path = Path(path)
     if path.is_file():
         raise DiffbitError(f"{path}: is a file, but a folder is to be written there; choose another name")
-    occupied = path.is_dir() and any(path.iterdir())
-    if occupied and not overwrite:
-        raise DiffbitError(f"{path}: already exists and is not empty; choose another folder or pass --overwrite")
-    if occupied and not any((path / marker).is_file() for marker in MARKERS):
-        raise DiffbitError(
-            f"{path}: holds neither of {', '.join(MARKERS)}, so it is no model folder of diffbit's and is not "
-            "overwritten; choose another folder"
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _beside(path)
-    temporary.mkdir()
-    try:
-        yield temporary
-        if path.is_dir():
-            old = _beside(path)
-            os.replace(path, old)
-            os.replace(temporary, path)
-            shutil.rmtree(old)
-        else:
-            os.replace(temporary, path)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    if Path.cwd().is_relative_to(path.resolve()):
+        raise DiffbitError(f"{path}: is or holds the folder that this command runs in; choose another folder")
+    with _told(path):
+        occupied = path.is_dir() and any(path.iterdir())
+        if occupied and not overwrite:
+            raise DiffbitError(f"{path}: already exists and is not empty; choose another folder or pass --overwrite")
+        if occupied and not any((path / marker).is_file() for marker in MARKERS):
+            raise DiffbitError(
+                f"{path}: holds neither of {', '.join(MARKERS)}, so it is no model folder of diffbit's and is not "
+                "overwritten; choose another folder"
+            )
+        place = path.resolve() if path.is_symlink() else path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        temporary = _beside(place)
+        temporary.mkdir()
+        try:
+            yield temporary
+            if place.is_dir():
+                old = _beside(place)
+                os.replace(place, old)
+                os.replace(temporary, place)
+                shutil.rmtree(old)
+            else:
+                os.replace(temporary, place)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_apart(output: str | Path, *sources: str | Path) -> None:
+    """Refuse an output folder that is, or holds, what it is made from: to replace it would destroy that."""
+    for source in map(Path, sources):
+        if source.exists() and source.resolve().is_relative_to(Path(output).resolve()):
+            raise DiffbitError(
+                f"{output}: is or holds {source}, which is read, so nothing is written there; choose another folder"
+            )
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
@@ -83,7 +106,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
         raise DiffbitError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise DiffbitError(f"{path}: cannot be read ({error})") from None
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
         raise DiffbitError(f"{path}: is not valid JSON ({error}); restore the file") from None
     if not isinstance(value, dict):
         raise DiffbitError(f"{path}: holds a JSON {type(value).__name__}, wanted an object")

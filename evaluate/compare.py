@@ -198,6 +198,8 @@ def compare(
     names: of the models, for tables and plots; default the folders' names. confidence: of the intervals.
     """
     chosen = variants(bits, what)
+    if batch_size < 1:
+        raise DiffbitError(f"batch_size is {batch_size}, wanted 1 or more")
     if len(windows.ids) < 2:
         raise DiffbitError("the text fills one window, and an interval needs two: give more text, or shorter windows")
     checkpoints = [Checkpoint(path) for path in paths]

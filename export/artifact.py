@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 from torch import Tensor
 
@@ -59,6 +60,7 @@ def export_artifact(
     if dtype not in FLOATS:
         raise DiffbitError(f"dtype is {dtype!r}, wanted one of {', '.join(FLOATS)}")
     source = Checkpoint(checkpoint)
+    files.check_apart(out, source.path, *([] if tokenizer is None else [tokenizer]))
     config = source.config
     check_scheme(source)
     length = config.max_position if context_length is None else context_length
@@ -66,6 +68,12 @@ def export_artifact(
         raise DiffbitError(
             f"context_length is {length}, wanted 1 to {config.max_position}, the positions that {source.path} has"
         )
+    for name, ids in (("bos_token_id", (config.bos_token_id or 0,)), ("eos_token_id", config.eos_token_ids)):
+        if not all(0 <= token < config.vocab_size for token in ids):
+            raise DiffbitError(
+                f"{source.path / 'config.json'}: {name} is {list(ids)}, wanted ids of the vocabulary of "
+                f"{config.vocab_size} tokens"
+            )
     tokenizer_files = _tokenizer_files(source, tokenizer)
     prompt = golden_prompt(config, length)
     kind = dtype, source.quantization is not None
@@ -163,6 +171,11 @@ def _tokenizer_files(source: Checkpoint, given: str | Path | None) -> list[Path]
             raise DiffbitError(
                 f"{source.path}: holds no {TOKENIZER}, which a model needs on a device; pass one with --tokenizer"
             )
+        main = next(file for file in found if file.name == TOKENIZER)
+    try:
+        tokenizers.Tokenizer.from_file(str(main))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise DiffbitError(f"{main}: is not a tokenizer ({error}); restore the file") from None
     return found
 
 

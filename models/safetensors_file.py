@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import DiffbitError
@@ -69,7 +71,7 @@ def read_header(file: Path) -> dict[str, Entry]:
 
 def _entry(file: Path, name: str, value: object, start: int, size: int) -> Entry:
     try:
-        assert isinstance(value, dict)
+        assert isinstance(value, dict) and isinstance(value["dtype"], str)
         kind, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
         assert all(type(number) is int and number >= 0 for number in (*shape, begin, end))
     except (AssertionError, KeyError, TypeError, ValueError):
@@ -87,6 +89,14 @@ def _entry(file: Path, name: str, value: object, start: int, size: int) -> Entry
             f"{file}: is cut short: tensor {name} ends at byte {start + end}, the file at byte {size}; copy it again"
         )
     return Entry(file, dtype, shape, start + begin, start + end)
+
+
+def write_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file; what keeps it from being written is an OSError, as for any other file."""
+    try:
+        save_file(tensors, file, metadata)
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
 
 
 def read_tensor(entry: Entry) -> Tensor:

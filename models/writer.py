@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from .. import files
@@ -22,6 +21,7 @@ from .config import ModelConfig
 from .decoder import Decoder, num_parameters
 from .folder import INDEX, SINGLE, TOKENIZER_FILES
 from .hf_config import DTYPES, to_hf
+from .safetensors_file import write_tensors
 
 SINGLE_FILE_LIMIT = 2 << 30  # bytes; `save` writes larger models one file per layer
 
@@ -72,7 +72,7 @@ class CheckpointWriter:
 
     def _flush(self) -> None:
         file = self._folder / f"shard-{len(self._shards)}"
-        save_file(self._pending, file, metadata={"format": "pt"})
+        write_tensors(file, self._pending, {"format": "pt"})
         self._shards.append({name: tensor.nbytes for name, tensor in self._pending.items()})
         self._pending = {}
 

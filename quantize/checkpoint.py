@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import models
+from .. import files, models
 from ..errors import DiffbitError
 from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig
 from ..models.layout import EMBEDDING, HEAD, shapes
@@ -54,6 +54,7 @@ def quantize_checkpoint(
     count; default all.
     """
     checkpoint = Checkpoint(source)
+    files.check_apart(output, checkpoint.path)
     if checkpoint.quantization is not None:
         raise DiffbitError(f"{checkpoint.path}: is quantized already; start from the float checkpoint it was made from")
     config = checkpoint.config

@@ -217,7 +217,7 @@ def _cache(fields: _Fields) -> CacheSpec:
 
 def _files(fields: _Fields) -> Iterator[tuple[str, FileEntry]]:
     for name in fields.values:
-        if name in ("", ".", "..", MANIFEST) or "/" in name or "\\" in name or "\0" in name:
+        if name in ("", ".", "..", MANIFEST) or "/" in name or "\\" in name or not name.isprintable():
             raise DiffbitError(f"{fields.where}: {name!r} is no name of a file in the folder")
         entry = fields.object(name)
         yield name, FileEntry(entry.integer("bytes", at_least=0), entry.sha256("sha256"))

@@ -15,6 +15,7 @@ from typing import Any
 from ..errors import DiffbitError
 
 DEVICES = ("cpu", "cuda")
+MOST_THREADS = 512  # ONNX Runtime starts as many as it is told to, and hangs in that
 
 # What a model spends its time in. `session.disable_cpu_ep_fallback` would be the stricter guard, but ONNX Runtime
 # itself places arithmetic on shapes (Shape, Gather, Concat, ...) on the CPU, and that option then refuses every graph.
@@ -50,8 +51,8 @@ def open_session(model: Path, device: str, threads: int | None) -> Any:
     """
     if device not in DEVICES:
         raise DiffbitError(f"device {device!r} is unknown; choose one of {', '.join(DEVICES)}")
-    if threads is not None and threads < 1:
-        raise DiffbitError(f"threads is {threads}, wanted at least 1")
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise DiffbitError(f"threads is {threads}, wanted 1 to {MOST_THREADS}")
     ort = onnxruntime()
     options = ort.SessionOptions()
     options.log_severity_level = 3  # errors; the rest is for ONNX Runtime's developers

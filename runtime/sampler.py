@@ -38,8 +38,8 @@ class Sampler:
             raise DiffbitError(f"top_k is {top_k}, wanted 0 (no limit) or above")
         if not 0 < top_p <= 1:
             raise DiffbitError(f"top_p is {top_p}, wanted above 0 and at most 1 (no limit)")
-        if not 0 < repetition_penalty < float("inf"):
-            raise DiffbitError(f"repetition_penalty is {repetition_penalty}, wanted above 0 (1 changes nothing)")
+        if not 1e-6 <= repetition_penalty <= 1e6:  # beyond, products of logits overflow
+            raise DiffbitError(f"repetition_penalty is {repetition_penalty}, wanted 1e-6 to 1e6 (1 changes nothing)")
         if seed is not None and seed < 0:
             raise DiffbitError(f"seed is {seed}, wanted 0 or above")
         self.temperature = temperature

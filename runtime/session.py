@@ -49,6 +49,12 @@ class Session:
         self._model = self.artifact.file(MODEL)
         self._session = open_session(self._model, device, threads)
         cache = self.artifact.cache
+        inputs = len(self._session.get_inputs())
+        if 2 * cache.num_layers > inputs:  # before their names fill the memory
+            raise DiffbitError(
+                f"{self._model}: has {inputs} inputs, too few for the {cache.num_layers} layers that the manifest "
+                "describes; export the model again"
+            )
         parts = [f"{i}.{part}" for i in range(cache.num_layers) for part in ("key", "value")]
         self._past_names = [f"past_key_values.{part}" for part in parts]
         self._present_names = [f"present.{part}" for part in parts]
@@ -57,7 +63,7 @@ class Session:
         self._binding.bind_output("logits", "cpu")  # the first of the outputs
         self._batch = 0
         self._past: list[Any] = []  # OrtValues, in the order of _past_names
-        self._mask: Ids = np.zeros((0, self.capacity), np.int64)  # [B, C]
+        self._mask: Ids = np.zeros((0, 0), np.int64)  # [B, C]
         self._tokens: Ids = np.zeros(0, np.int64)  # [B] real tokens per row
         self._length = 0
 
@@ -184,16 +190,22 @@ class Session:
                 )
             return
         cache = self.artifact.cache
-        if not self._past or batch != self._batch:
-            slots = self.capacity if cache.in_place else 0
-            shape = (batch, cache.num_heads, slots, cache.head_dim)
-            make = onnxruntime().OrtValue.ortvalue_from_numpy
-            # np.zeros takes its pages from the system when they are first written: an unused context costs nothing
-            self._past = [make(np.zeros(shape, cache.dtype), self.device, 0) for _ in self._past_names]
-            if cache.in_place:
-                self._bind_cache()
+        try:
+            self._mask = np.zeros((batch, self.capacity), np.int64)
+            if not self._past or batch != self._batch:
+                slots = self.capacity if cache.in_place else 0
+                shape = (batch, cache.num_heads, slots, cache.head_dim)
+                make = onnxruntime().OrtValue.ortvalue_from_numpy
+                # np.zeros takes its pages from the system when they are first written: an unused context costs nothing
+                self._past = [make(np.zeros(shape, cache.dtype), self.device, 0) for _ in self._past_names]
+                if cache.in_place:
+                    self._bind_cache()
+        except (MemoryError, ValueError):  # the latter where there are more bytes than addresses
+            raise DiffbitError(
+                f"{self.artifact.path}: a cache of {self.capacity} tokens does not fit into memory; export the model "
+                "with a shorter context_length"
+            ) from None
         self._batch = batch
-        self._mask = np.zeros((batch, self.capacity), np.int64)
         self._tokens = np.zeros(batch, np.int64)
 
     def _check_room(self, count: int) -> None:

@@ -42,6 +42,10 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer itself adds (often a leading bos)."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:  # what Python makes of stray bytes in stdin and in arguments
+            raise DiffbitError(f"the text to encode is not UTF-8 after {error.start} characters") from None
         return list(self._tokenizer.encode(text).ids)
 
     def decode(self, token_ids: Iterable[int]) -> str:

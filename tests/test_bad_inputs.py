@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffbit.cli import main
+from diffbit.errors import DiffbitError
+from diffbit.files import new_folder
+from diffbit.models.safetensors_file import write_tensors
 
+ROOT = Path(__file__).parent.parent
 Arguments = list[str | Path]
 
 
@@ -42,6 +50,16 @@ def with_nan(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def odd_dtype(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    header[Q]["dtype"] = []
+    changed = json.dumps(header).encode()
+    file.write_bytes(len(changed).to_bytes(8, "little") + changed + data[start:])
+
+
 def only_pickle(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
@@ -66,6 +84,7 @@ BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "missing tensor": (lambda p: edit_tensor(p, DOWN, lambda t: None), [DOWN]),
     "misshapen tensor": (lambda p: edit_tensor(p, DOWN, lambda t: t[:, :-1].contiguous()), [DOWN, "127", "128"]),
     "NaN weight": (lambda p: edit_tensor(p, Q, with_nan), [Q, "NaN"]),
+    "dtype is a list": (odd_dtype, [Q, "malformed"]),
     "truncated file": (lambda p: truncate(p / "model.safetensors"), ["model.safetensors"]),
     "pickle only": (only_pickle, ["pytorch_model.bin", "safetensors"]),
     "index leads outside": (index_outside, ["../stolen.safetensors"]),
@@ -100,12 +119,24 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
         ["lm_head"],
     ),
     "logits bits": (["quantize", "{checkpoint}", "--logits", "99", "-o", "{out}/q"], ["99"]),
+    "output holds the source": (
+        ["quantize", "{checkpoint}", "--weights", "int8", "-o", "{checkpoint}/..", "--overwrite"],
+        ["..", "is read"],
+    ),
+    "artifact over its checkpoint": (["export", "{checkpoint}", "-o", "{checkpoint}", "--overwrite"], ["is read"]),
+    "output under a file": (["export", "{checkpoint}", "-o", "{checkpoint}/config.json/x"], ["config.json/x"]),
+    "output in the working folder": (["quantize", "{checkpoint}", "--weights", "int8", "-o", "."], [".: is or holds"]),
+    "bytes that are no text": (["run", "{artifact}", "caf\udce9"], ["UTF-8", "3 characters"]),
+    "threads": (["run", "{artifact}", "x", "--threads", "99999999999"], ["threads", "512"]),
+    "seed": (["train", "--seed", "9" * 30, "-o", "{out}/t"], ["seed", "2**63"]),
     "output is taken": (["quantize", "{checkpoint}", "--weights", "int8", "-o", "{artifact}"], ["--overwrite"]),
     "dtype": (["export", "{checkpoint}", "--dtype", "int7", "-o", "{out}/a"], ["int7", "fp16"]),
     "context length": (["export", "{checkpoint}", "--context-length", "0", "-o", "{out}/a"], ["context", "0"]),
     "unknown preset": (["train", "--preset", "giant", "-o", "{out}/t"], ["giant", "tiny"]),
     "unknown attention": (["train", "--attention", "linear", "-o", "{out}/t"], ["linear", "diff_v1"]),
     "no steps": (["train", "--steps", "0", "-o", "{out}/t"], ["steps", "0"]),
+    "window beyond the context": (["outliers", "{checkpoint}", "--length", "999999"], ["length", "999999", "128"]),
+    "no batch": (["compare", "{checkpoint}", "--batch-size", "0"], ["batch_size", "0"]),
     "no such text": (["train", "--data", "{out}/book.txt", "-o", "{out}/t"], ["book.txt"]),
     "compare bits": (["compare", "{checkpoint}", "--bits", "16,many", "-o", "{out}/c"], ["many"]),
     "compare what": (["compare", "{checkpoint}", "--what", "weights,moods", "-o", "{out}/c"], ["moods"]),
@@ -171,3 +202,67 @@ def test_rows_without_the_field(tmp_path: Path, capfd: pytest.CaptureFixture[str
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"body": "text"}\n')
     one_sentence(["train", "--data", rows, "-o", tmp_path / "t"], capfd, ["rows.jsonl", "text", "body"])
+
+
+def test_train_over_its_own_tokenizer(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(checkpoint, tmp_path / "t")
+    (tmp_path / "t" / "log.jsonl").touch()
+    before = sorted((tmp_path / "t").iterdir())
+    arguments: Arguments = ["train", "--tokenizer", tmp_path / "t" / "tokenizer.json", "-o", tmp_path / "t"]
+    one_sentence([*arguments, "--overwrite"], capfd, ["tokenizer.json", "is read"])
+    assert sorted((tmp_path / "t").iterdir()) == before
+
+
+def test_an_overwritten_link_stays_a_link(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path / "old")
+    (tmp_path / "link").symlink_to("old")
+    with pytest.raises(SystemExit) as stopped:
+        main(["quantize", str(checkpoint), "--weights", "int8", "-o", str(tmp_path / "link"), "--overwrite", "-q"])
+    assert stopped.value.code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "old"]
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "old" / "quantization_report.json").is_file()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_under_stdout(artifact: Path) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "diffbit", "verify", str(artifact), "--json"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.parametrize("stdin", [b"caf\xe9", None], ids=["Latin-1", "closed"])
+def test_no_prompt_on_stdin(stdin: bytes | None, artifact: Path) -> None:
+    command = [sys.executable, "-m", "diffbit", "run", str(artifact)]
+    if stdin is None:
+        command = ["sh", "-c", f"{shlex.join(command)} <&-"]
+    done = subprocess.run(command, input=stdin, capture_output=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"error: ") and done.stderr.count(b"\n") == 1, done.stderr
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(DiffbitError, match=r"out: cannot be written .*No such file"), new_folder(out) as new:
+        write_tensors(new / "missing" / "model.safetensors", {"weight": torch.zeros(2)})
+    with pytest.raises(DiffbitError, match=r"out: cannot be written .No space left"), new_folder(out) as new:
+        (new / "half").touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("eos", [-1, 10**6])
+def test_export_with_tokens_outside_the_vocabulary(
+    eos: int, checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(checkpoint, tmp_path / "model")
+    edit_json(tmp_path / "model" / "config.json", eos_token_id=eos)
+    one_sentence(["export", tmp_path / "model", "-o", tmp_path / "a"], capfd, ["eos_token_id", str(eos)])
+
+
+def test_export_with_a_damaged_tokenizer(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(checkpoint, tmp_path / "model")
+    truncate(tmp_path / "model" / "tokenizer.json")
+    one_sentence(["export", tmp_path / "model", "-o", tmp_path / "a"], capfd, ["tokenizer.json"])
+    assert not (tmp_path / "a").exists()

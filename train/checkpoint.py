@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from ..errors import DiffbitError
 from ..files import new_folder, read_json, write_json
 from ..models import Decoder, load, save
+from ..models.safetensors_file import write_tensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FOLDER = "checkpoints"
@@ -39,7 +40,7 @@ def save_checkpoint(
             tensors[f"{name}.{moment}"] = optimizer.state[parameter][moment].detach().cpu().contiguous()
     with new_folder(place, overwrite=True) as temporary:
         save(model, temporary, dtype=torch.float32, tokenizer_from=tokenizer)
-        save_file(tensors, temporary / "optimizer.safetensors")
+        write_tensors(temporary / "optimizer.safetensors", tensors)
         write_json(temporary / "training.json", training)
     for other in (out / FOLDER).iterdir():  # older ones, and what a killed run left half written
         if other != place:

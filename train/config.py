@@ -36,10 +36,11 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "accumulate", "eval_windows"):
             self._want(name, getattr(self, name) >= 1, "1 or more")
-        for name in ("warmup", "weight_decay", "eval_every", "checkpoint_every", "seed"):
+        for name in ("warmup", "weight_decay", "eval_every", "checkpoint_every"):
             self._want(name, getattr(self, name) >= 0, "0 or more")
         for name in ("learning_rate", "clip"):
             self._want(name, 0 < getattr(self, name) < float("inf"), "a positive number")
+        self._want("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
         self._want("device", self.device in ("auto", "cpu", "cuda"), "auto, cpu or cuda")
         self._want("warmup", self.warmup <= self.steps, f"at most the {self.steps} steps of the run")
         self._want(

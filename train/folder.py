@@ -38,8 +38,12 @@ def check_folder(out: Path, *, resume: bool, overwrite: bool) -> None:
 
 def begin_run(out: Path) -> None:
     """An empty run folder; what an earlier run left there goes (`check_folder` has made sure that it is one)."""
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)
+    for entry in out.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
     (out / LOG).touch()
 
 

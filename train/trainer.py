@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..calib_data import Corpus, TextTokenizer, Windows, load_text, load_tokenizer, stream, train_tokenizer, windows
 from ..errors import DiffbitError
-from ..files import read_json, write_json
+from ..files import check_apart, read_json, write_json
 from ..models import Decoder
 from ..progress import track
 from .checkpoint import last_checkpoint, restore, save_checkpoint
@@ -67,6 +67,8 @@ def train(config: TrainConfig, out: str | Path, *, resume: bool = False, overwri
     """
     out = Path(out)
     check_folder(out, resume=resume, overwrite=overwrite)
+    if overwrite and not resume:
+        check_apart(out, config.source, *([] if config.tokenizer is None else [config.tokenizer]))
     pyplot()  # if it is missing, better told now than after the last step
     with processes(config.device) as here:
         here.wait()  # nobody may find what the first process now begins

@@ -67,6 +67,7 @@ def test_an_edited_manifest_is_noticed(folder: Path) -> None:
         ({"context_length": "24"}, "context_length is '24', wanted an integer"),
         ({"eos_token_ids": [1, 40]}, "eos_token_ids holds 40, outside"),
         ({"eos_token_ids": [1.5]}, "wanted a list of integers"),
+        ({"files": {"\ud800": {}}}, "is no name of a file in the folder"),
         ({"files": {"../model.onnx": {}}}, "'../model.onnx' is no name of a file in the folder"),
         ({"files": {"/etc/passwd": {}}}, "'/etc/passwd' is no name"),
         ({"files": {}}, "lists no model.onnx"),

@@ -162,10 +162,19 @@ def test_graph_and_manifest_must_agree(tmp_path: Path) -> None:
         ({"head_dim": 8}, "input past_key_values.0.key is tensor"),
         ({"dtype": "float16"}, r"describes tensor\(float16\)"),
         ({"num_layers": 2}, "has no input past_key_values.1.key"),
+        ({"num_layers": 10**9}, "has 5 inputs, too few for the 1000000000 layers"),
     ):
         seal(folder, manifest | {"cache": manifest["cache"] | change})
         with pytest.raises(DiffbitError, match=message):
             Session(folder)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_context_beyond_memory(in_place: bool, tmp_path: Path) -> None:
+    folder = TOY.write(tmp_path / "a", in_place=in_place)
+    seal(folder, json.loads((folder / "diffbit.json").read_text()) | {"context_length": 10**30})
+    with pytest.raises(DiffbitError, match="does not fit into memory"):
+        Session(folder).prefill([[1, 2]])
 
 
 def test_a_truncated_or_broken_model(tmp_path: Path) -> None:

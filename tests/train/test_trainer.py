@@ -252,15 +252,15 @@ def test_a_run_killed_while_saving_keeps_the_checkpoint_before(
 ) -> None:
     config = options(text)
     whole = train(config, tmp_path / "whole")
-    save_file = checkpoint_module.save_file
+    write_tensors = checkpoint_module.write_tensors
 
-    def fails_at_six(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    def fails_at_six(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         if "step-00000006" in str(path):
             path.write_bytes(b"half")
             raise KeyboardInterrupt
-        save_file(tensors, path)
+        write_tensors(path, tensors)
 
-    monkeypatch.setattr(checkpoint_module, "save_file", fails_at_six)
+    monkeypatch.setattr(checkpoint_module, "write_tensors", fails_at_six)
     with pytest.raises(KeyboardInterrupt):
         train(config, tmp_path / "out")
     monkeypatch.undo()
