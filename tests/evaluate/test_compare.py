@@ -171,6 +171,7 @@ def test_numbers_of_bits_and_names() -> None:
     assert [v.format for v in found if v.what == "weights"] == [
         "int8", "int6_g64", "int5_g64", "int4_g64", "int3_g64", "int2_g64", "ternary", "nf4", "int4_g32_asym",
     ]  # fmt: skip
+    assert [v.bits for v in found if v.what == "weights"] == [8, 6, 5, 4, 3, 2, 1.585, 4, 4]  # log2(3) of three values
     assert [v.format for v in found if v.what == "logits"] == ["8-bit", "6-bit", "5-bit", "4-bit", "3-bit", "2-bit"]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from diffbit.errors import DiffbitError
@@ -134,3 +136,8 @@ def test_sizes_count_every_tensor():
     quantized = sizes(CONFIG, Scheme(weights=INT4))
     kept = 2 * 96 * 64 + 2 * 4 * 64 + 5 * 64
     assert quantized.nbytes == 2 * kept + (floats.parameters - kept) * 4.5 / 8
+    # a tied head that is quantized is a weight of its own, beside the embedding
+    tied = replace(CONFIG, tie_embeddings=True)
+    head = sizes(tied, Scheme(overrides=(("lm_head", INT4),)))
+    assert head.nbytes == sizes(tied).nbytes + 96 * 64 * 4.5 / 8
+    assert head.parameters == sizes(tied).parameters + 96 * 64

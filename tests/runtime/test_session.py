@@ -189,6 +189,10 @@ def test_a_truncated_or_broken_model(tmp_path: Path) -> None:
         Session(folder)
 
 
+def test_threads_reach_the_session(artifact: Path) -> None:
+    assert Session(artifact, threads=3)._session.get_session_options().intra_op_num_threads == 3
+
+
 def test_devices_and_threads(tmp_path: Path) -> None:
     folder = TOY.write(tmp_path / "a")
     with pytest.raises(DiffbitError, match="device 'tpu' is unknown; choose one of cpu, cuda"):
