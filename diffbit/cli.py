@@ -91,11 +91,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if package not in LAB_PACKAGES:
             raise
         _fail(str(MissingDependency(package, "lab", "this command")), 2)
-    except KeyboardInterrupt:
-        _fail("interrupted", 130)
-    except BrokenPipeError:  # the reader of stdout went away, as `| head` does
-        sys.stderr.close()
-        raise SystemExit(0) from None
     except OSError as error:
         _fail(f"{error.filename or 'input or output'}: failed ({error.strerror or error})", 2)
 
@@ -345,6 +340,7 @@ def quantize(
         scheme,
         calibration=None if text is None else text.ids,
         calibration_mask=None if text is None else text.mask,
+        calibration_text=None if text is None else {"source": text.source, "sha256": text.sha256},
         overwrite=overwrite,
     )
     write_json(output / LAYER_ERRORS, report.to_dict())

@@ -93,7 +93,6 @@ def export_artifact(
             "scheme": None if scheme is None else scheme.to_dict(),
             "source": {"name": source.path.resolve().name, "sha256": source.sha256()},
             "calibration": None if source.quantization is None else source.quantization.get("calibration"),
-            "measured": {},
             "cache": {
                 "num_layers": config.num_layers,
                 "num_heads": variant(config.attention).Attention.cache_heads(config),

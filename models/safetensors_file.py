@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,6 +98,9 @@ def write_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, st
         save_file(tensors, file, metadata)
     except SafetensorError as error:
         raise OSError(str(error)) from None
+    umask = os.umask(0)  # safetensors makes files that their owner alone can read; give it the mode of any new file
+    os.umask(umask)
+    file.chmod(0o666 & ~umask)
 
 
 def read_tensor(entry: Entry) -> Tensor:

@@ -11,7 +11,7 @@ Row order on disk is Hugging Face's, for these parts as for the weights they sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ def quantize_checkpoint(
     method: Method = rtn,
     calibration: Any = None,
     calibration_mask: Any = None,
+    calibration_text: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> Report:
     """Quantize a float checkpoint into a new folder, one layer in memory at a time; what it did to each weight.
@@ -51,7 +52,8 @@ def quantize_checkpoint(
     method: a function (weight, format, stats) -> QTensor.
     calibration: token ids [n, S] (a tensor or an array); they flow through the float model as its layers come by, and
     each quantized layer's output error is measured on what reaches it. calibration_mask: bool [n, S], the tokens that
-    count; default all.
+    count; default all. calibration_text: what the text was (source, sha256, ...), kept in config.json and from there in
+    an artifact's manifest.
     """
     checkpoint = Checkpoint(source)
     files.check_apart(output, checkpoint.path)
@@ -67,10 +69,13 @@ def quantize_checkpoint(
     before = sizes(config, dtype=dtype)
     flow = None if calibration is None else Calibration(config, calibration, calibration_mask)
     rows: list[WeightReport] = []
+    entry: dict[str, Any] = {"quant_method": "diffbit", "version": VERSION, "scheme": scheme.to_dict()}
+    if flow and calibration_text is not None:
+        entry["calibration"] = {**calibration_text, "tokens": flow.tokens}
     with CheckpointWriter(
         output,
         stored,
-        quantization={"quant_method": "diffbit", "version": VERSION, "scheme": scheme.to_dict()},
+        quantization=entry,
         dtype=checkpoint.dtype,
         shard_layers=before.nbytes > SHARD_FROM,
         tokenizer_from=checkpoint.path,

@@ -76,7 +76,6 @@ class Artifact:
     scheme: Mapping[str, Any] | None  # how it was quantized; None for a float model
     source: Mapping[str, Any]
     calibration: Mapping[str, Any] | None
-    measured: Mapping[str, Any]
     cache: CacheSpec
     context_length: int
     eos_token_ids: tuple[int, ...]
@@ -118,7 +117,6 @@ class Artifact:
             scheme=fields.optional_object("scheme"),
             source=fields.object("source").values,
             calibration=fields.optional_object("calibration"),
-            measured=fields.object("measured").values,
             cache=_cache(fields.object("cache")),
             context_length=fields.integer("context_length", at_least=1),
             eos_token_ids=fields.integers("eos_token_ids"),

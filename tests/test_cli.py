@@ -118,3 +118,20 @@ def test_what_to_install(missing: str, workplace: Path) -> None:
     for lab in (["quantize", str(demo / "diff_v1"), "--weights", "int8", "-o", "x"], ["train", "-o", "x"]):
         refused = command(*lab)
         assert refused.returncode == 2 and "pip install 'diffbit[lab]'" in refused.stderr, refused.stderr
+
+
+def test_the_calibration_text_is_kept_as_far_as_the_manifest(workplace: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("def add(a, b):\n    return a + b\n" * 40)
+    demo = workplace / "out" / "demo"
+    for arguments in (
+        ["quantize", demo / "diff_v1", "--weights", "int8", "--calibrate", text, "-o", tmp_path / "q"],
+        ["export", tmp_path / "q", "-o", tmp_path / "a"],
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main([str(argument) for argument in [*arguments, "--quiet"]])
+        assert stopped.value.code == 0
+    kept = json.loads((tmp_path / "a" / "diffbit.json").read_text())["calibration"]
+    assert kept["source"] == str(text) and len(kept["sha256"]) == 64 and kept["tokens"] > 10
+    report = json.loads((tmp_path / "q" / "quantization_report.json").read_text())
+    assert all(weight["output_error"] > 0 for weight in report["weights"])

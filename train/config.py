@@ -36,6 +36,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "accumulate", "eval_windows"):
             self._want(name, getattr(self, name) >= 1, "1 or more")
+        self._want("batch_size", self.batch_size <= 1 << 20, "at most 1,048,576")
         for name in ("warmup", "weight_decay", "eval_every", "checkpoint_every"):
             self._want(name, getattr(self, name) >= 0, "0 or more")
         for name in ("learning_rate", "clip"):

@@ -286,3 +286,11 @@ def test_streaming_takes_the_memory_of_a_tensor_not_of_the_file(tmp_path: Path) 
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "m")], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < size // 4
+
+
+def test_weights_are_as_readable_as_any_other_file(tmp_path: Path) -> None:
+    from diffbit.models.safetensors_file import write_tensors
+
+    write_tensors(tmp_path / "weights.safetensors", {"a": torch.ones(2)})
+    (tmp_path / "other").touch()
+    assert (tmp_path / "weights.safetensors").stat().st_mode == (tmp_path / "other").stat().st_mode

@@ -143,7 +143,6 @@ class Toy:
             "scheme": None,
             "source": {"name": "toy", "sha256": "0" * 64},
             "calibration": None,
-            "measured": {},
             "cache": {
                 "num_layers": 1,
                 "num_heads": self.heads,
