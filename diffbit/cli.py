@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .calib_data import Windows
     from .quantize import WeightReport
     from .quantize.outliers import OutlierReport
+    from .runtime import Verification
 
 LAYER_ERRORS = "quantization_report.json"
 LAB_PACKAGES = {"torch", "safetensors", "onnx", "onnx_ir", "bitsandbytes", "matplotlib", "datasets", "pyarrow"}
@@ -445,6 +446,13 @@ def run(
             _remark(f"error: {error}", quiet=False)
 
 
+def _check_rows(verification: Verification) -> list[dict[str, str]]:
+    return [
+        {"check": check.name, "result": "ok" if check.passed else "FAILED", "detail": check.detail}
+        for check in verification.checks
+    ]
+
+
 def _verify_against(
     artifact: Path,
     checkpoint: Path,
@@ -492,7 +500,7 @@ def verify(
 
     set_quiet(quiet)
     result = verify_artifact(artifact, device, threads)
-    rows = [{"check": c.name, "result": "ok" if c.passed else "FAILED", "detail": c.detail} for c in result.checks]
+    rows = _check_rows(result)
     report: dict[str, Any] = {"artifact": str(artifact), "device": device, "passed": result.passed, "checks": rows}
     if checkpoint is not None and result.passed:
         report["checkpoint"] = _verify_against(artifact, checkpoint, data, field, max_windows, length, device, threads)
@@ -659,7 +667,6 @@ def _inspect(path: Path, prompt: str, seed: int) -> dict[str, Any]:
 
     opened = Artifact.open(path)
     checked = verify_artifact(path)
-    rows = [{"check": c.name, "result": "ok" if c.passed else "FAILED", "detail": c.detail} for c in checked.checks]
     session = Session(opened)
     tokenizer = Tokenizer(opened.file("tokenizer.json"))
     sampler = Sampler(0.7, top_p=0.9, seed=seed)
@@ -674,7 +681,12 @@ def _inspect(path: Path, prompt: str, seed: int) -> dict[str, Any]:
             "source_bytes": float_bytes,
         },
         "bench": bench_artifact(path, half, half, 3),
-        "verification": {"artifact": str(path), "device": "cpu", "passed": checked.passed, "checks": rows},
+        "verification": {
+            "artifact": str(path),
+            "device": "cpu",
+            "passed": checked.passed,
+            "checks": _check_rows(checked),
+        },
         "sample": {
             "model": path.resolve().name,
             "prompt": prompt,
