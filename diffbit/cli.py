@@ -680,7 +680,7 @@ def _inspect(path: Path, prompt: str, seed: int) -> dict[str, Any]:
             "bytes": opened.nbytes,
             "source_bytes": float_bytes,
         },
-        "bench": bench_artifact(path, half, half, 3),
+        "bench": {**bench_artifact(path, half, half, 3), "artifact": path.resolve().name},
         "verification": {
             "artifact": str(path),
             "device": "cpu",

@@ -6,7 +6,7 @@ It takes plain dictionaries, as the commands print them with --json, and shows t
     outliers       OutlierReport.to_dict() of each model                `diffbit outliers`
     comparison     Comparison.to_dict()                                 `diffbit compare`
     quantization   {title: Report.to_dict()}                            `diffbit quantize`
-    artifacts      {"name", "format", "bytes", "source_bytes"}          sizes; source_bytes: of the float model
+    artifacts      {"name", "format", "bytes", "source_bytes"}          sizes; source_bytes: at 16 bits
     bench          rows of runtime.bench                                `diffbit bench`
     verification   {"artifact", "passed", "checks", ["checkpoint"]}     `diffbit verify`
     samples        {"model", "prompt", "text", ["settings"]}            `diffbit run`
@@ -196,7 +196,7 @@ def _size_cards(data: ReportData) -> list[str]:
     if not known:
         return []
     best = min(known, key=lambda entry: entry["bytes"] / entry["source_bytes"])
-    text = f"{_bold(best['name'])} is {_bytes(best['bytes'])}; the float model {_bytes(best['source_bytes'])}."
+    text = f"{_bold(best['name'])} is {_bytes(best['bytes'])}; at 16 bits it would be {_bytes(best['source_bytes'])}."
     return [_card(f"{best['source_bytes'] / best['bytes']:.1f}× smaller", text)]
 
 
