@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -209,7 +210,7 @@ def _list_presets(wanted: bool) -> None:
 def train(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the run, and of the model it ends in.")],
     preset: Annotated[str, typer.Option(help="tiny, nano, small or base; see --list-presets.")] = "tiny",
-    attention: Annotated[str, typer.Option(help="softmax, diff_v1 or diff_v2.")] = "diff_v1",
+    attention: Annotated[str, typer.Option(help="A variant, such as softmax, diff_v1 or diff_v2.")] = "diff_v1",
     data: Data = "stdlib",
     field: Field = "text",
     tokenizer: Annotated[
@@ -263,6 +264,8 @@ def train(
         **{name: value for name, value in changes.items() if value is not None},
     )
     result = run_training(config, output, resume=resume, overwrite=overwrite)
+    if os.environ.get("RANK", "0") != "0":  # under torchrun one process speaks for all
+        return
     row = {
         "model": str(result.path),
         "attention": attention,
@@ -612,12 +615,17 @@ def compare(
     """Accuracy against bit-width: perplexity, KL and top-1 agreement with 95 % intervals, paired on the same text."""
     from .evaluate import ReportData, plot_comparison, plot_outliers, versions, write_report
     from .evaluate import compare as compare_models
+    from .runtime import Artifact
 
     set_quiet(quiet)
     if output is None and (artifact or quantized):
         raise DiffbitError("--artifact and --quantized go into the report; name a folder for it with -o")
     if output is not None and output.is_file():
         raise DiffbitError(f"{output}: is a file, but a folder is to be written there; choose another name")
+    for path in artifact or ():  # better refused now than after the comparison
+        Artifact.open(path)
+    layer_errors = {path.name: _part(path / LAYER_ERRORS, "weights", list) for path in quantized or ()}
+    training = {model.resolve().name: found for model in models if (found := _training(model))}
     windows = _windows(models[0], data, field, max_windows, length)
     comparison = compare_models(
         models, windows, bits.split(","), what.split(","), batch_size=batch_size, device=_torch_device(device)
@@ -628,8 +636,8 @@ def compare(
             title="Accuracy against bit-width",
             comparison=comparison.to_dict(),
             outliers=[report.to_dict() for report in _measure_outliers(models, windows, device)],
-            training={model.resolve().name: found for model in models if (found := _training(model))},
-            quantization={path.name: read_json(path / LAYER_ERRORS) for path in quantized or ()},
+            training=training,
+            quantization=layer_errors,
             artifacts=[part["size"] for part in parts],
             bench=[part["bench"] for part in parts],
             verification=[part["verification"] for part in parts],
@@ -698,9 +706,21 @@ def _inspect(path: Path, prompt: str, seed: int) -> dict[str, Any]:
 
 def _training(model: Path) -> dict[str, Any] | None:
     """How a model was trained, if it was trained here."""
-    if not (model / "training.json").is_file():
+    path = model / "training.json"
+    if not path.is_file():
         return None
-    run = read_json(model / "training.json")
-    config, result = run["config"], run["result"]
-    rows = config["steps"] * config["batch_size"] * config["accumulate"] * run["processes"]
-    return {"tokens": rows * config["length"], "training_s": result["seconds"], "eval_loss": result["eval_loss"]}
+    run = _part(path, "result", dict)
+    try:
+        config, result = run["config"], run["result"]
+        rows = config["steps"] * config["batch_size"] * config["accumulate"] * run["processes"]
+        return {"tokens": rows * config["length"], "training_s": result["seconds"], "eval_loss": result["eval_loss"]}
+    except (KeyError, TypeError) as error:
+        raise DiffbitError(f"{path}: was changed after training ({error}); restore or remove it") from None
+
+
+def _part(path: Path, key: str, kind: type) -> dict[str, Any]:
+    """The JSON object in a file that diffbit wrote, which must hold `key`."""
+    values = read_json(path)
+    if not isinstance(values.get(key), kind):
+        raise DiffbitError(f"{path}: holds no {key}; it was changed after it was written, make it again")
+    return values

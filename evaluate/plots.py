@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..quantize import parse_format
 from . import style
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ SUBJECTS = {"weights": "Weights", "logits": "Attention logits"}
 METRICS = ("increase", "kl")
 SITES = {"hidden_states": "Hidden states", "attention_logits": "Attention logits"}
 FLOOR = {"increase": 1e-4, "kl": 1e-7}  # what lies below is drawn there, hollow: it is noise, or nothing
-GRAIN = {"int8": "row", "ternary": "tensor", "nf4": "g64"}  # what shares a scale, where the name does not say it
 
 
 def plot_comparison(comparison: Data, path: str | Path) -> None:
@@ -170,7 +170,10 @@ def _tick(name: str, widths: Mapping[str, float]) -> str:
     if name.endswith("-bit"):
         return name.removesuffix("-bit")
     number, _, grain = name.partition("_")
-    return f"{number}\n{grain.replace('_', ' ') or GRAIN.get(name, 'row')}\n{widths[name]:.2f}"
+    if not grain:  # the name does not say what shares a scale; the format does
+        rows, groups = parse_format(name).scale_shape((2, 256))
+        grain = "tensor" if rows == 1 else "row" if groups == 1 else f"g{256 // groups}"
+    return f"{number}\n{grain.replace('_', ' ')}\n{widths[name]:.2f}"
 
 
 def _plain_log_ticks(axes: Axes) -> None:

@@ -7,8 +7,13 @@
 set -euo pipefail
 
 out=${1:-out/demo}
+if [ -e "$out" ] && [ ! -f "$out/times.tsv" ]; then
+    echo "error: $out exists and was not made by this script; choose another folder" >&2
+    exit 2
+fi
 rm -rf "$out"
 mkdir -p "$out"
+: >"$out/times.tsv"
 
 step() { # step NAME COMMAND...
     local name=$1 start=$SECONDS

@@ -140,6 +140,11 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
     "no such text": (["train", "--data", "{out}/book.txt", "-o", "{out}/t"], ["book.txt"]),
     "compare bits": (["compare", "{checkpoint}", "--bits", "16,many", "-o", "{out}/c"], ["many"]),
     "compare what": (["compare", "{checkpoint}", "--what", "weights,moods", "-o", "{out}/c"], ["moods"]),
+    "compare with a lost artifact": (["compare", "{checkpoint}", "--artifact", "{out}/a", "-o", "{out}/c"], ["a"]),
+    "layer errors of a float model": (
+        ["compare", "{checkpoint}", "--quantized", "{checkpoint}", "-o", "{out}/c"],
+        ["quantization_report.json"],
+    ),
     "outliers without a model": (["outliers", "{out}/none"], ["none"]),
 }
 
@@ -266,3 +271,17 @@ def test_export_with_a_damaged_tokenizer(checkpoint: Path, tmp_path: Path, capfd
     truncate(tmp_path / "model" / "tokenizer.json")
     one_sentence(["export", tmp_path / "model", "-o", tmp_path / "a"], capfd, ["tokenizer.json"])
     assert not (tmp_path / "a").exists()
+
+
+def test_a_changed_training_record(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(checkpoint, tmp_path / "model")
+    (tmp_path / "model" / "training.json").write_text('{"result": {}, "config": 3}')
+    one_sentence(["compare", tmp_path / "model", "-o", tmp_path / "c"], capfd, ["training.json"])
+
+
+def test_the_demo_removes_only_what_it_made(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    script = Path(__file__).parents[1] / "examples" / "demo.sh"
+    done = subprocess.run(["bash", str(script), str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 2 and str(tmp_path) in done.stderr
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
