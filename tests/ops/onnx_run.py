@@ -1,12 +1,26 @@
-"""Run one custom node on ONNX Runtime with nothing but its model-local function."""
+"""Run one custom node on ONNX Runtime: with nothing but its model-local function, or with the native library.
+
+@on_each_isa
+def test_kernel(isa: str, ...) -> None:
+    run_node(..., isa=isa)        # one kernel of the library; isa=None (the default): the body
+"""
 
 from __future__ import annotations
+
+import os
+from unittest import mock
 
 import numpy as np
 import onnx
 import onnx_ir
 import onnxruntime
+import pytest
 from onnx import helper
+
+from diffbit.runtime import native
+
+# An installation without a compiler has no library; then there is nothing to run, and the tests of packaging say so
+on_each_isa = pytest.mark.parametrize("isa", native.instruction_sets())
 
 
 def run_node(
@@ -15,8 +29,14 @@ def run_node(
     attributes: dict[str, int | float],
     outputs: dict[str, int],
     constants: tuple[str, ...] = (),
+    isa: str | None = None,
+    threads: int = 1,
+    kinds: dict[str, int] | None = None,
 ) -> list[np.ndarray]:
-    """The outputs (name -> rank) of a node; inputs named in `constants` become initializers, as weights are."""
+    """The outputs (name -> rank) of a node; inputs named in `constants` become initializers, as weights are.
+
+    Outputs have the element type of the first input, but for those that `kinds` (name -> type) names.
+    """
     proto = onnx_ir.to_proto(function)
     node = helper.make_node(proto.name, list(inputs), list(outputs), domain=proto.domain, **attributes)
     element = {name: helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in inputs.items()}
@@ -30,7 +50,7 @@ def run_node(
             if name not in constants
         ],
         [
-            helper.make_tensor_value_info(name, kind, [f"{name}_{i}" for i in range(rank)])
+            helper.make_tensor_value_info(name, (kinds or {}).get(name, kind), [f"{name}_{i}" for i in range(rank)])
             for name, rank in outputs.items()
         ],
         [onnx.numpy_helper.from_array(inputs[name], name) for name in constants],
@@ -38,5 +58,11 @@ def run_node(
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid(proto.domain, 1)]
     model = helper.make_model(graph, opset_imports=opsets, functions=[proto], ir_version=10)
     onnx.checker.check_model(model)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4  # a test that expects an error reads it from the exception
+    if isa:
+        options.register_custom_ops_library(str(native.library()))
+    with mock.patch.dict(os.environ, {native.ISA: isa or ""}):
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return session.run(list(outputs), {name: array for name, array in inputs.items() if name not in constants})

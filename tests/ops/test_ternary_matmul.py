@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from diffbit.ops import ternary_matmul
 
 from .cases import TERNARY_CASES, TernaryCase
-from .onnx_run import run_node
+from .onnx_run import on_each_isa, run_node
 
 cases = pytest.mark.parametrize("case", TERNARY_CASES, ids=lambda case: case.name)
 
@@ -43,6 +43,18 @@ def test_body_is_exact(case: TernaryCase) -> None:
     inputs = {"A": a.numpy(), "packed": packed.numpy(), "scale": scale.numpy()}
     attributes = {"K": case.k, "N": case.n, "spec_version": 1}
     (got,) = run_node(ternary_matmul.function(), inputs, attributes, {"Y": a.dim()}, constants=("packed", "scale"))
+    assert np.array_equal(got, ternary_matmul.reference(a, packed, scale).numpy())
+
+
+@on_each_isa
+@cases
+def test_kernel_is_exact(case: TernaryCase, isa: str) -> None:
+    a, weight, scale = case.inputs()
+    packed = ternary_matmul.pack(weight)
+    inputs = {"A": a.numpy(), "packed": packed.numpy(), "scale": scale.numpy()}
+    attributes = {"K": case.k, "N": case.n, "spec_version": 1}
+    constants = ("packed", "scale")
+    (got,) = run_node(ternary_matmul.function(), inputs, attributes, {"Y": a.dim()}, constants, isa)
     assert np.array_equal(got, ternary_matmul.reference(a, packed, scale).numpy())
 
 

@@ -1,0 +1,142 @@
+// The entry point that ONNX Runtime calls: registers diffbit's ops, one entry per combination of tensor types.
+//
+// With a library registered there is no way back to an op's portable body: a model whose types none of these entries
+// has fails to load. So every combination that diffbit exports is here.
+
+#include <new>
+
+#include "op.h"
+#include "ternary_matmul.h"
+
+#define DIFFBIT_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace diffbit {
+namespace {
+
+constexpr size_t MOST_INPUTS = 16, MOST_OUTPUTS = 8;
+
+struct Signature {
+  size_t inputs, outputs;
+  int input_types[MOST_INPUTS];
+  int output_types[MOST_OUTPUTS];
+  size_t required_inputs, required_outputs;  // those after them are optional
+};
+
+struct Entry : OrtCustomOp {
+  const char* op = "";
+  Signature signature{};
+};
+
+struct Kernel {
+  virtual ~Kernel() = default;
+  virtual void compute(Context& context) const = 0;
+  const OrtApi* api = nullptr;
+};
+
+template <class Op>
+struct KernelOf final : Kernel {
+  explicit KernelOf(const Node& node) : op(node) {}
+  void compute(Context& context) const override { op.compute(context); }
+  Op op;
+};
+
+/// Runs `body`; what it throws becomes the status that ONNX Runtime reports.
+template <class Body>
+OrtStatus* guarded(const OrtApi* api, const char* op, const Body& body) {
+  try {
+    body();
+    return nullptr;
+  } catch (const Error& error) {
+    return ort::call<OrtStatus*>(api, ort::CreateStatus, int{ort::INVALID_ARGUMENT}, error.what());
+  } catch (const std::bad_alloc&) {
+    return ort::call<OrtStatus*>(api, ort::CreateStatus, int{ort::FAIL}, (std::string(op) + ": out of memory").c_str());
+  } catch (const std::exception& error) {
+    return ort::call<OrtStatus*>(api, ort::CreateStatus, int{ort::FAIL}, error.what());
+  }
+}
+
+const Entry& entry(const OrtCustomOp* op) { return *static_cast<const Entry*>(op); }
+
+template <class Op>
+Entry make(const Signature& signature) {
+  Entry made{};
+  made.op = Op::NAME;
+  made.signature = signature;
+  made.version = ort::API_VERSION;
+  made.GetName = [](const OrtCustomOp* op) { return entry(op).op; };
+  made.GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };  // the CPU
+  made.GetInputType = [](const OrtCustomOp* op, size_t i) { return entry(op).signature.input_types[i]; };
+  made.GetInputTypeCount = [](const OrtCustomOp* op) { return entry(op).signature.inputs; };
+  made.GetOutputType = [](const OrtCustomOp* op, size_t i) { return entry(op).signature.output_types[i]; };
+  made.GetOutputTypeCount = [](const OrtCustomOp* op) { return entry(op).signature.outputs; };
+  made.GetInputCharacteristic = [](const OrtCustomOp* op, size_t i) -> int {
+    return i < entry(op).signature.required_inputs ? ort::REQUIRED : ort::OPTIONAL;
+  };
+  made.GetOutputCharacteristic = [](const OrtCustomOp* op, size_t i) -> int {
+    return i < entry(op).signature.required_outputs ? ort::REQUIRED : ort::OPTIONAL;
+  };
+  made.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };
+  made.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 1; };
+  made.GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 1; };
+  made.GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 1; };
+  made.GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 1; };
+  made.GetStartVersion = [](const OrtCustomOp*) { return 1; };
+  made.GetEndVersion = [](const OrtCustomOp*) { return 0x7fffffff; };
+  made.CreateKernelV2 = [](const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, void** kernel) {
+    return guarded(api, entry(op).op, [&] {
+      Kernel* created = new KernelOf<Op>(Node(api, info, entry(op).op));
+      created->api = api;
+      *kernel = created;
+    });
+  };
+  made.KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
+    const Kernel& run = *static_cast<const Kernel*>(kernel);
+    return guarded(run.api, Op::NAME, [&] {
+      Context wrapped(run.api, context);
+      run.compute(wrapped);
+    });
+  };
+  made.KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+  return made;
+}
+
+using namespace ort;
+
+// clang-format off
+Entry entries[] = {
+    make<TernaryMatMul>({3, 1, {FLOAT32, UINT8, FLOAT32}, {FLOAT32}, 3, 1}),
+    make<TernaryMatMul>({3, 1, {FLOAT16, UINT8, FLOAT32}, {FLOAT16}, 3, 1}),
+};
+// clang-format on
+
+}  // namespace
+}  // namespace diffbit
+
+DIFFBIT_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
+  using namespace diffbit;
+  const OrtApi* api = base->GetApi(ort::API_VERSION);
+  if (!api) return nullptr;  // an ONNX Runtime before 1.18 has printed why, and runs the bodies
+  // The domain must outlive every session, so it is made once and kept
+  static OrtStatus* failed = nullptr;
+  static OrtCustomOpDomain* domain = [&]() -> OrtCustomOpDomain* {
+    OrtCustomOpDomain* made = nullptr;
+    failed = ort::call<OrtStatus*>(api, ort::CreateCustomOpDomain, "diffbit", &made);
+    for (Entry& op : entries)
+      if (!failed) failed = ort::call<OrtStatus*>(api, ort::CustomOpDomain_Add, made, static_cast<const OrtCustomOp*>(&op));
+    return made;
+  }();
+  if (failed) return ort::call<OrtStatus*>(api, ort::CreateStatus, int{ort::FAIL}, "diffbit's ops cannot be registered");
+  return ort::call<OrtStatus*>(api, ort::AddCustomOpDomain, options, domain);
+}
+
+/// The instruction sets that this CPU and this build have, best first, separated by spaces.
+DIFFBIT_EXPORT const char* diffbit_isas() {
+  using namespace diffbit;
+  static const std::string text = [] {
+    std::string found;
+    for (Isa isa : {Isa::avx512vnni, Isa::avxvnni, Isa::avx2, Isa::neon, Isa::scalar})
+      if (available(isa)) found += std::string(found.empty() ? "" : " ") + name(isa);
+    return found;
+  }();
+  return text.c_str();
+}

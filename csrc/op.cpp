@@ -1,0 +1,155 @@
+#include "op.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+namespace diffbit {
+
+void check(const OrtApi* api, OrtStatus* status) {
+  if (!status) return;
+  Error error("%s", ort::call<const char*>(api, ort::GetErrorMessage, static_cast<const OrtStatus*>(status)));
+  ort::call<void>(api, ort::ReleaseStatus, status);
+  throw error;
+}
+
+const char* type_name(int type) {
+  switch (type) {
+    case ort::FLOAT32: return "float32";
+    case ort::FLOAT16: return "float16";
+    case ort::UINT8: return "uint8";
+    case ort::INT8: return "int8";
+    case ort::INT64: return "int64";
+    default: return "another type";
+  }
+}
+
+std::string Tensor::shape_text() const {
+  std::string text = "[";
+  for (size_t i = 0; i < rank; ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
+  return text + "]";
+}
+
+void Tensor::expect(std::initializer_list<int64_t> wanted) const {
+  bool fits = wanted.size() == rank;
+  size_t i = 0;
+  for (int64_t dimension : wanted) {
+    if (fits && dimension >= 0 && shape[i] != dimension) fits = false;
+    ++i;
+  }
+  if (fits) return;
+  std::string text;
+  for (int64_t dimension : wanted)
+    text += (text.empty() ? "" : ", ") + (dimension < 0 ? std::string("any") : std::to_string(dimension));
+  throw Error("%s is %s, wanted [%s]", name, shape_text().c_str(), text.c_str());
+}
+
+int64_t Node::integer(const char* attribute) const {
+  int64_t value = 0;
+  OrtStatus* status = ort::call<OrtStatus*>(api_, ort::KernelInfoGetAttribute_int64, info_, attribute, &value);
+  if (status) {
+    ort::call<void>(api_, ort::ReleaseStatus, status);
+    throw Error("%s has no integer attribute %s", op_, attribute);
+  }
+  return value;
+}
+
+int64_t Node::integer(const char* attribute, int64_t low, int64_t high) const {
+  const int64_t value = integer(attribute);
+  if (value < low || value > high)
+    throw Error("%s: attribute %s is %lld, wanted %lld to %lld", op_, attribute, static_cast<long long>(value),
+                static_cast<long long>(low), static_cast<long long>(high));
+  return value;
+}
+
+float Node::number(const char* attribute) const {
+  float value = 0;
+  OrtStatus* status = ort::call<OrtStatus*>(api_, ort::KernelInfoGetAttribute_float, info_, attribute, &value);
+  if (status) {
+    ort::call<void>(api_, ort::ReleaseStatus, status);
+    throw Error("%s has no float attribute %s", op_, attribute);
+  }
+  return value;
+}
+
+void Node::expect_version(int64_t version) const {
+  const int64_t found = integer("spec_version");
+  if (found != version)
+    throw Error("%s: the model's spec_version is %lld, this library computes %lld; run without it, or export again", op_,
+                static_cast<long long>(found), static_cast<long long>(version));
+}
+
+Tensor Context::input(size_t index, const char* name) const {
+  Tensor tensor;
+  tensor.name = name;
+  const OrtValue* value = nullptr;
+  size_t count = 0;
+  const OrtKernelContext* context = context_;
+  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetInputCount, context, &count));
+  if (index >= count) return tensor;
+  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetInput, context, index, &value));
+  if (!value) return tensor;
+  OrtTensorTypeAndShapeInfo* info = nullptr;
+  check(api_, ort::call<OrtStatus*>(api_, ort::GetTensorTypeAndShape, value, &info));
+  struct Release {
+    const OrtApi* api;
+    OrtTensorTypeAndShapeInfo* info;
+    ~Release() { ort::call<void>(api, ort::ReleaseTensorTypeAndShapeInfo, info); }
+  } release{api_, info};
+  const OrtTensorTypeAndShapeInfo* read = info;
+  check(api_, ort::call<OrtStatus*>(api_, ort::GetTensorElementType, read, &tensor.type));
+  check(api_, ort::call<OrtStatus*>(api_, ort::GetDimensionsCount, read, &tensor.rank));
+  if (tensor.rank > Tensor::MOST_DIMENSIONS)
+    throw Error("%s has %zu dimensions, wanted at most %zu", name, tensor.rank, Tensor::MOST_DIMENSIONS);
+  int64_t* shape = tensor.shape;
+  check(api_, ort::call<OrtStatus*>(api_, ort::GetDimensions, read, shape, tensor.rank));
+  check(api_, ort::call<OrtStatus*>(api_, ort::GetTensorMutableData, const_cast<OrtValue*>(value), &tensor.data));
+  return tensor;
+}
+
+Tensor Context::output(size_t index, const char* name, std::initializer_list<int64_t> shape) {
+  return output(index, name, shape.begin(), shape.size());
+}
+
+Tensor Context::output(size_t index, const char* name, const int64_t* shape, size_t rank) {
+  Tensor tensor;
+  tensor.name = name;
+  tensor.rank = rank;
+  std::memcpy(tensor.shape, shape, rank * sizeof *shape);
+  OrtValue* value = nullptr;
+  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetOutput, context_, index, shape, rank, &value));
+  if (!value) return tensor;
+  check(api_, ort::call<OrtStatus*>(api_, ort::GetTensorMutableData, value, &tensor.data));
+  return tensor;
+}
+
+void Context::parallel(int64_t count, void (*task)(void*, size_t), void* data) const {
+  if (count <= 0) return;
+  const OrtKernelContext* context = context_;
+  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_ParallelFor, context, task, static_cast<size_t>(count),
+                                    size_t{0}, data));
+}
+
+void* scratch(int slot, size_t bytes) {
+  constexpr int SLOTS = 8;
+  constexpr size_t ALIGNMENT = 64, STEP = 4096;
+  struct Buffers {
+    void* data[SLOTS] = {};
+    size_t size[SLOTS] = {};
+    ~Buffers() {
+      for (void* buffer : data) std::free(buffer);
+    }
+  };
+  thread_local Buffers buffers;
+  if (buffers.size[slot] < bytes) {
+    const size_t wanted = (bytes + STEP - 1) / STEP * STEP;
+    std::free(buffers.data[slot]);
+    buffers.size[slot] = 0;
+    buffers.data[slot] = std::aligned_alloc(ALIGNMENT, wanted);
+    if (!buffers.data[slot]) throw std::bad_alloc();
+    buffers.size[slot] = wanted;
+  }
+  return buffers.data[slot];
+}
+
+}  // namespace diffbit

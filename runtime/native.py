@@ -1,0 +1,43 @@
+"""The native library: diffbit's operators as C++ kernels for ONNX Runtime on the CPU (csrc/).
+
+It is built with the package where there is a C++ compiler. Without it the same artifact runs on the portable bodies of
+its operators: the same integers, the same floats up to their last bits, and slower.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from importlib import resources
+from pathlib import Path
+
+from ..errors import DiffbitError
+
+NAMES = ("libdiffbit_ops.so", "libdiffbit_ops.dylib", "diffbit_ops.dll")
+OVERRIDE = "DIFFBIT_LIBRARY"  # environment variable: another build of it, for tests and measurements
+ISA = "DIFFBIT_ISA"  # environment variable that the library reads: the instruction set to use
+
+
+def library() -> Path | None:
+    """Where the library lies; None where the package was installed without it."""
+    if override := os.environ.get(OVERRIDE):
+        if not Path(override).is_file():
+            raise DiffbitError(f"{OVERRIDE} is {override}, but there is no such file")
+        return Path(override)
+    for name in NAMES:
+        # Not beside __file__: in an editable installation the library lies in site-packages, the module elsewhere
+        found = resources.files(__package__) / name
+        if found.is_file():
+            with resources.as_file(found) as path:
+                return path
+    return None
+
+
+def instruction_sets() -> list[str]:
+    """What the library can use on this CPU, best first ("avx512vnni", "avx2", ..., "scalar"); [] without a library."""
+    path = library()
+    if path is None:
+        return []
+    function = ctypes.CDLL(str(path)).diffbit_isas
+    function.restype = ctypes.c_char_p
+    return str(function().decode()).split()
