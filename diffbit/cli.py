@@ -68,6 +68,9 @@ Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace an existing output folder, once the new one is whole.")
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of everything random.")]
+NoNative = Annotated[
+    bool, typer.Option("--no-native", help="Run the operators' portable bodies, not the native library's kernels.")
+]
 Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads; the default is one per physical core.")]
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda; cuda that cannot be had is an error.")]
 TorchDevice = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
@@ -401,6 +404,7 @@ def run(
     interactive: Annotated[bool, typer.Option("--interactive", "-i", help="Ask for prompts until Ctrl-D.")] = False,
     threads: Threads = None,
     device: Device = "cpu",
+    no_native: NoNative = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -412,7 +416,7 @@ def run(
     if sys.stdin is None and (interactive or prompt in (None, "-")):
         raise DiffbitError("the prompt is to come from stdin, which is closed; pass it as an argument")
     sampler = Sampler(temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed)
-    session = Session(artifact, device, threads)
+    session = Session(artifact, device, threads, not no_native)
     tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))
 
     def answer(text: str) -> None:
@@ -465,13 +469,14 @@ def _verify_against(
     length: int | None,
     device: str,
     threads: int | None,
+    native: bool,
 ) -> dict[str, Any]:
     """The artifact's logits over text against those of the checkpoint in torch."""
     from .calib_data import eval_windows
     from .export import compare_with_checkpoint
     from .runtime import Session
 
-    session = Session(artifact, device, threads)
+    session = Session(artifact, device, threads, native)
 
     def logits_of(ids: NDArray[np.int64], mask: NDArray[np.bool_]) -> NDArray[np.float32]:
         session.reset()
@@ -495,6 +500,7 @@ def verify(
     length: Length = None,
     threads: Threads = None,
     device: Device = "cpu",
+    no_native: NoNative = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -502,16 +508,19 @@ def verify(
     from .runtime import verify as verify_artifact
 
     set_quiet(quiet)
-    result = verify_artifact(artifact, device, threads)
+    result = verify_artifact(artifact, device, threads, not no_native)
     rows = _check_rows(result)
-    report: dict[str, Any] = {"artifact": str(artifact), "device": device, "passed": result.passed, "checks": rows}
+    report: dict[str, Any] = {"artifact": str(artifact), "device": device, "native": result.native}
+    report |= {"passed": result.passed, "checks": rows}
     if checkpoint is not None and result.passed:
-        report["checkpoint"] = _verify_against(artifact, checkpoint, data, field, max_windows, length, device, threads)
+        report["checkpoint"] = _verify_against(
+            artifact, checkpoint, data, field, max_windows, length, device, threads, not no_native
+        )
         report["passed"] = report["checkpoint"]["passed"]
     if as_json:
         _print_json(report)
     else:
-        _print_table(rows, title=f"{artifact} on {device}")
+        _print_table(rows, title=f"{artifact} on {device}, {'native kernels' if result.native else 'portable bodies'}")
         if "checkpoint" in report:
             _print_table([report["checkpoint"]], title=f"against {checkpoint}")
     if not report["passed"]:
@@ -527,6 +536,7 @@ def bench(
     repeats: Annotated[int, typer.Option(help="Runs of which the median is taken.")] = 5,
     threads: Threads = None,
     device: Device = "cpu",
+    no_native: NoNative = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -536,7 +546,7 @@ def bench(
 
     set_quiet(quiet)
     rows = [
-        bench_artifact(artifact, prompt_tokens, new_tokens, repeats, threads, device)
+        bench_artifact(artifact, prompt_tokens, new_tokens, repeats, threads, device, not no_native)
         for artifact in track(artifacts, "measuring")
     ]
     if as_json:

@@ -26,7 +26,7 @@ from .decoder import DecoderGraph
 from .graph import FLOATS, MODEL, Graph
 from .reference import Stream, check_scheme
 
-VERSION = 1
+VERSION = 2
 MANIFEST = "diffbit.json"
 TOKENIZER = "tokenizer.json"
 DTYPE_NAMES = {"fp32": "float32", "fp16": "float16"}
@@ -191,7 +191,8 @@ def _write_configs(folder: Path, config: ModelConfig, dtype: str, context_length
     files.write_json(folder / "generation_config.json", tokens)
     if not (folder / "tokenizer_config.json").exists():
         files.write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
-    files.write_json(folder / "genai_config.json", _genai(config, heads, context_length, attention.cache_in_place))
+    in_place = attention.cache_in_place == "always"  # onnxruntime-genai runs the bodies
+    files.write_json(folder / "genai_config.json", _genai(config, heads, context_length, in_place))
 
 
 def _genai(config: ModelConfig, heads: dict[str, int], context_length: int, in_place: bool) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any
 from ..errors import DiffbitError
 from ..files import read_json, sha256_file
 
-VERSION = 1  # of the manifest; raised when a reader of the old one would get it wrong
+VERSION = 2  # of the manifest; raised when a reader of the old one would get it wrong
 MANIFEST = "diffbit.json"
 MODEL = "model.onnx"
 TOKENIZER = "tokenizer.json"
@@ -37,7 +37,9 @@ class CacheSpec:
     num_heads: int
     head_dim: int
     dtype: str  # "float32" | "float16"
-    in_place: bool  # one full-capacity buffer is bound as past and as present; else present grows by S at each call
+    # Whether one full-capacity buffer may be bound as past and as present: "always", "native" (only where the native
+    # library runs the attention) or "never". Where not, present is S tokens longer than past.
+    in_place: str
 
     @property
     def bytes_per_token(self) -> int:
@@ -209,7 +211,7 @@ def _cache(fields: _Fields) -> CacheSpec:
         num_heads=fields.integer("num_heads", at_least=1),
         head_dim=fields.integer("head_dim", at_least=1),
         dtype=fields.choice("dtype", "float32", "float16"),
-        in_place=fields.boolean("in_place"),
+        in_place=fields.choice("in_place", "always", "native", "never"),
     )
 
 
@@ -277,9 +279,6 @@ class _Fields:
         if value not in choices:
             raise DiffbitError(f"{self.where}: {key} is {_shown(value)}, wanted one of {', '.join(choices)}")
         return value
-
-    def boolean(self, key: str) -> bool:
-        return bool(self._get(key, bool, "true or false"))
 
     def integer(self, key: str, at_least: int | None = None) -> int:
         value = int(self._get(key, int, "an integer"))

@@ -29,6 +29,7 @@ def bench(
     repeats: int = 3,
     threads: int | None = None,
     device: str = "cpu",
+    native: bool = True,
 ) -> dict[str, Any]:
     """Run the artifact at `path` in a fresh process and return one flat row; times are medians over `repeats`.
 
@@ -47,7 +48,7 @@ def bench(
             f"{path}: {prompt_tokens} prompt tokens and {new_tokens} new ones do not fit the context of "
             f"{artifact.context_length}; ask for fewer"
         )
-    request = json.dumps([str(path), prompt_tokens, new_tokens, repeats, threads, device])
+    request = json.dumps([str(path), prompt_tokens, new_tokens, repeats, threads, device, native])
     search = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     done = subprocess.run(
         [sys.executable, "-c", f"from {__name__} import _child; _child()"],
@@ -75,11 +76,11 @@ def _child() -> None:
 
 
 def _measure(
-    path: str, prompt_tokens: int, new_tokens: int, repeats: int, threads: int | None, device: str
+    path: str, prompt_tokens: int, new_tokens: int, repeats: int, threads: int | None, device: str, native: bool
 ) -> dict[str, Any]:
     artifact = Artifact.open(path)
     started = time.perf_counter()
-    session = Session(artifact, device, threads)
+    session = Session(artifact, device, threads, native)
     load = time.perf_counter() - started
     prompt = np.random.default_rng(0).integers(0, artifact.vocab_size, (1, prompt_tokens))
     prefills, decodes = [], []
@@ -97,6 +98,7 @@ def _measure(
         "artifact": artifact.name,
         "device": device,
         "threads": threads,
+        "native": session.native,
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
         "repeats": repeats,

@@ -44,10 +44,11 @@ def onnxruntime() -> ModuleType:
     return ort
 
 
-def open_session(model: Path, device: str, threads: int | None) -> Any:
+def open_session(model: Path, device: str, threads: int | None, library: Path | None = None) -> Any:
     """An `onnxruntime.InferenceSession` of `model` that really runs on `device` ("cpu" or "cuda").
 
-    `threads` is the size of the intra-op pool; None lets ONNX Runtime take one per physical core.
+    `threads` is the size of the intra-op pool; None lets ONNX Runtime take one per physical core. `library` holds
+    kernels for diffbit's operators (native.py); without one their bodies run.
     """
     if device not in DEVICES:
         raise DiffbitError(f"device {device!r} is unknown; choose one of {', '.join(DEVICES)}")
@@ -59,6 +60,14 @@ def open_session(model: Path, device: str, threads: int | None) -> Any:
     options.inter_op_num_threads = 1
     if threads is not None:
         options.intra_op_num_threads = threads
+    if library is not None:
+        try:
+            options.register_custom_ops_library(str(library))
+        except Exception as error:  # ONNX Runtime's exceptions have no base of their own
+            raise DiffbitError(
+                f"{library}: ONNX Runtime {ort.__version__} cannot use diffbit's native library "
+                f"({_first_line(error)}); install diffbit again, or run without it (--no-native)"
+            ) from None
     providers = ["CPUExecutionProvider"]
     if device == "cuda":
         _require_cuda(ort)

@@ -1,8 +1,8 @@
 """A model on a device: token ids in, logits out, the KV cache held between calls.
 
-The cache never passes through numpy. Where the manifest says `in_place`, one full-capacity OrtValue per tensor is bound
-as past and as present, and a step writes one row of it; otherwise the graph returns present tensors that are S longer
-than the past ones, and those OrtValues are bound as the next call's past.
+The cache never passes through numpy. Where the graph can write into its input (`in_place` in the manifest), one
+full-capacity OrtValue per tensor is bound as past and as present, and a step writes one row of it; otherwise the graph
+returns present tensors that are S longer than the past ones, and those OrtValues are bound as the next call's past.
 
 Batches of unequal prompts come with an `attention_mask` (1 = token, 0 = padding) on either side. Inside, each row's
 tokens are moved to its start: GroupQueryAttention reads a row's length as the sum of its mask and takes the tokens to
@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import DiffbitError
 from .artifact import MODEL, Artifact
+from .native import library as native_library
 from .providers import onnxruntime, open_session
 
 Ids = NDArray[np.int64]
@@ -38,17 +39,23 @@ class Session:
         logits = session.step([[int(logits[0].argmax())]])
         session.reset()                                 # the next prompt starts from an empty cache
 
-    Opening checks the listed files' sizes (`diffbit verify` checks their hashes) and that the graph's inputs and
-    outputs are those the manifest describes.
+    On the CPU diffbit's operators run as kernels of the native library (native.py); native=False, or an installation
+    without it, runs their portable bodies: the same meaning, slower. Opening checks the listed files' sizes (`diffbit
+    verify` checks their hashes) and that the graph's inputs and outputs are those the manifest describes.
     """
 
-    def __init__(self, artifact: Artifact | str | Path, device: str = "cpu", threads: int | None = None) -> None:
+    def __init__(
+        self, artifact: Artifact | str | Path, device: str = "cpu", threads: int | None = None, native: bool = True
+    ) -> None:
         self.artifact = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
         self.artifact.check_files(hashes=False)
         self.device = device
         self._model = self.artifact.file(MODEL)
-        self._session = open_session(self._model, device, threads)
+        library = native_library() if native and device == "cpu" else None
+        self._session = open_session(self._model, device, threads, library)
+        self.native = library is not None
         cache = self.artifact.cache
+        self._in_place = cache.in_place == "always" or (cache.in_place == "native" and self.native)
         inputs = len(self._session.get_inputs())
         if 2 * cache.num_layers > inputs:  # before their names fill the memory
             raise DiffbitError(
@@ -80,7 +87,7 @@ class Session:
     def reset(self) -> None:
         """Forget all tokens. In-place buffers are kept and written over."""
         self._length = 0
-        if not self.artifact.cache.in_place:
+        if not self._in_place:
             self._past = []
 
     def prefill(
@@ -157,7 +164,7 @@ class Session:
             binding.bind_cpu_input(name, array)
         # Binding an output again makes the run allocate it anew, so logits given out earlier stay as they are.
         binding.bind_output("logits", "cpu" if fetch else self.device)
-        if not self.artifact.cache.in_place:
+        if not self._in_place:
             self._bind_cache()
         try:
             self._session.run_with_iobinding(binding)
@@ -166,7 +173,7 @@ class Session:
             self.reset()
             raise DiffbitError(f"{self._model}: ONNX Runtime failed while running it ({error})") from None
         outputs = binding.get_outputs_as_ortvaluevector()  # in the order of first binding
-        if not self.artifact.cache.in_place:
+        if not self._in_place:
             self._past = binding.get_outputs()[1:]
         self._tokens = self._tokens + mask.sum(axis=1)
         self._length = stop
@@ -176,7 +183,7 @@ class Session:
         for name, value in zip(self._past_names, self._past, strict=True):
             self._binding.bind_ortvalue_input(name, value)
         for name, value in zip(self._present_names, self._past, strict=True):
-            if self.artifact.cache.in_place:
+            if self._in_place:
                 self._binding.bind_ortvalue_output(name, value)
             else:
                 self._binding.bind_output(name, self.device)
@@ -193,12 +200,12 @@ class Session:
         try:
             self._mask = np.zeros((batch, self.capacity), np.int64)
             if not self._past or batch != self._batch:
-                slots = self.capacity if cache.in_place else 0
+                slots = self.capacity if self._in_place else 0
                 shape = (batch, cache.num_heads, slots, cache.head_dim)
                 make = onnxruntime().OrtValue.ortvalue_from_numpy
                 # np.zeros takes its pages from the system when they are first written: an unused context costs nothing
                 self._past = [make(np.zeros(shape, cache.dtype), self.device, 0) for _ in self._past_names]
-                if cache.in_place:
+                if self._in_place:
                     self._bind_cache()
         except (MemoryError, ValueError):  # the latter where there are more bytes than addresses
             raise DiffbitError(

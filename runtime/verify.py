@@ -32,6 +32,7 @@ class Verification:
     checks: tuple[Check, ...]
     logits_error: float | None = None  # relative to the spread; None if the model was not run
     tolerance: float | None = None
+    native: bool = False  # run with the native library
 
     @property
     def passed(self) -> bool:
@@ -42,8 +43,8 @@ class Verification:
         return tuple(check for check in self.checks if not check.passed)
 
 
-def verify(path: str | Path, device: str = "cpu", threads: int | None = None) -> Verification:
-    """Check the artifact at `path` on `device`. What is wrong with it is in the result, by name.
+def verify(path: str | Path, device: str = "cpu", threads: int | None = None, native: bool = True) -> Verification:
+    """Check the artifact at `path` on `device`, with the native library or without. What is wrong is in the result.
 
     Raises DiffbitError only when the check itself cannot be made: no such folder, no such device, no ONNX Runtime.
     """
@@ -62,7 +63,8 @@ def verify(path: str | Path, device: str = "cpu", threads: int | None = None) ->
         return Verification(path, device, tuple(checks))
 
     golden = artifact.golden
-    logits = Session(artifact, device, threads).prefill([golden.input_ids])[0]
+    session = Session(artifact, device, threads, native)
+    logits = session.prefill([golden.input_ids])[0]
     here = logits[list(golden.token_ids)].astype(np.float64)
     off = float(np.max(np.abs(here - golden.logits))) / golden.spread
     checks.append(
@@ -78,4 +80,4 @@ def verify(path: str | Path, device: str = "cpu", threads: int | None = None) ->
     agrees = behind <= 2 * golden.tolerance
     detail = f"token {found}" if agrees else f"token {found} is most likely here, {wanted} where it was exported"
     checks.append(Check("greedy", agrees, detail))
-    return Verification(path, device, tuple(checks), off, golden.tolerance)
+    return Verification(path, device, tuple(checks), off, golden.tolerance, session.native)

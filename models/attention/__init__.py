@@ -12,8 +12,8 @@ A variant's file has MODEL_TYPE (the model_type of its config.json) and a class 
     equal_heads(pairs) -> (num_heads, num_kv_heads) of a model as large as diff_v1 with that many pairs, for fair twins
     row_order(config) -> {"q_proj": order, ...}: canonical rows = rows on disk[order]; absent where they are the same
     cache_heads(config) -> heads in the KV cache, each head_dim wide
-    onnx(g, step, x, past_key, past_value)  the same as ONNX nodes (export/); cache_in_place: whether one buffer may be
-                    bound as past and as present
+    onnx(g, step, x, past_key, past_value)  the same as ONNX nodes (export/); cache_in_place: where one buffer may be
+                    bound as past and as present, "always" or "native" (runtime/artifact.py, CacheSpec)
 
 Canonical order: sub-heads in adjacent pairs (2i signal, 2i+1 noise); a 2d-wide value of diff_v1 as two neighbouring
 sub-heads.

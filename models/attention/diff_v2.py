@@ -24,7 +24,7 @@ MODEL_TYPE = "diff_llama_v2"
 
 
 class Attention(nn.Module):
-    cache_in_place = True  # in ONNX: GroupQueryAttention writes into a buffer bound as past and as present
+    cache_in_place = "always"  # in ONNX: GroupQueryAttention writes into a buffer bound as past and as present
 
     def __init__(self, config: ModelConfig, layer_index: int) -> None:
         super().__init__()

@@ -91,7 +91,7 @@ def test_manifest_and_golden_logits(checkpoint_of: Maker, attention: str, dtype:
     checkpoint = checkpoint_of(attention, "int4_g32")
     artifact = write_artifact(checkpoint, dtype)
     opened = runtime.Artifact.open(artifact)
-    assert opened.dtype == dtype and opened.cache.in_place == (attention != "diff_v1")
+    assert opened.dtype == dtype and opened.cache.in_place == ("native" if attention == "diff_v1" else "always")
     assert opened.cache.num_heads == (2 if attention == "diff_v1" else 1)
     assert opened.cache.dtype == {"fp32": "float32", "fp16": "float16"}[dtype]
     assert opened.model == config_of(attention).to_dict() and opened.eos_token_ids == (3,)

@@ -54,7 +54,7 @@ def test_an_edited_manifest_is_noticed(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"artifact_version": 2}, "artifact_version is 2, this diffbit reads 1; upgrade"),
+        ({"artifact_version": 3}, "artifact_version is 3, this diffbit reads 2; upgrade"),
         ({"artifact_version": True}, "artifact_version is True, wanted an integer"),
         ({"name": 3}, "name is 3, wanted a string"),
         ({"dtype": "bf16"}, "dtype is 'bf16', wanted one of fp32, fp16"),

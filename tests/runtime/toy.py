@@ -135,7 +135,7 @@ class Toy:
         golden = self.logits(prompt)[-1]
         tops = [int(i) for i in np.argsort(-golden)[:8]]
         manifest = {
-            "artifact_version": 1,
+            "artifact_version": 2,
             "diffbit_version": "0.1.0",
             "name": "toy",
             "model": {"vocab_size": self.vocab_size, "bos_token_id": self.bos},
@@ -148,7 +148,7 @@ class Toy:
                 "num_heads": self.heads,
                 "head_dim": self.embed.shape[1] // self.heads,
                 "dtype": "float32",
-                "in_place": in_place,
+                "in_place": "always" if in_place else "never",
             },
             "context_length": context,
             "eos_token_ids": list(self.eos),
