@@ -132,7 +132,14 @@ void Context::parallel(int64_t count, void (*task)(void*, size_t), void* data) c
 
 void* scratch(int slot, size_t bytes) {
   constexpr int SLOTS = 8;
-  constexpr size_t ALIGNMENT = 64, STEP = 4096;
+  constexpr size_t ALIGNMENT = 64;
+#if defined(__SANITIZE_ADDRESS__)  // a fresh block of exactly this size each time, so that a byte read beyond is seen
+  constexpr size_t STEP = 1;
+  constexpr bool KEEP = false;
+#else
+  constexpr size_t STEP = 4096;
+  constexpr bool KEEP = true;
+#endif
   struct Buffers {
     void* data[SLOTS] = {};
     size_t size[SLOTS] = {};
@@ -141,12 +148,12 @@ void* scratch(int slot, size_t bytes) {
     }
   };
   thread_local Buffers buffers;
-  if (buffers.size[slot] < bytes) {
+  if (!KEEP || buffers.size[slot] < bytes) {
     const size_t wanted = (bytes + STEP - 1) / STEP * STEP;
     std::free(buffers.data[slot]);
     buffers.size[slot] = 0;
-    buffers.data[slot] = std::aligned_alloc(ALIGNMENT, wanted);
-    if (!buffers.data[slot]) throw std::bad_alloc();
+    buffers.data[slot] = nullptr;
+    if (posix_memalign(&buffers.data[slot], ALIGNMENT, wanted)) throw std::bad_alloc();
     buffers.size[slot] = wanted;
   }
   return buffers.data[slot];

@@ -1,0 +1,137 @@
+"""Builds of the library with its stand-in for ONNX Runtime (csrc/host.cpp), and nodes run in them.
+
+    build("sanitized").run(nodes, isa="avx2", threads=2)      name -> outputs, or the sentence of an error
+
+A build lies in build/native/<kind>; each process brings it up to date once, and processes that test at once share it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from .nodes import Node
+
+ROOT = Path(__file__).parents[2]
+TYPES = {1: "float32", 2: "uint8", 3: "int8", 7: "int64", 10: "float16", 11: "float64"}
+CODES = {np.dtype(name): code for code, name in TYPES.items()}
+REQUIRE = "DIFFBIT_REQUIRE_CROSS"  # set where a missing tool must fail the tests, as in CI
+
+# what CMake is told, what runs the result, and the packages of Debian that bring the tools
+KINDS = {
+    "sanitized": (["-DDIFFBIT_SANITIZE=address,undefined"], [], {"c++": "g++"}),
+    "threads": (["-DDIFFBIT_SANITIZE=thread"], [], {"c++": "g++"}),
+    "aarch64": (
+        ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", "-DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++"],
+        ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu"],
+        {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64": "qemu-user"},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Build:
+    """A built host and library."""
+
+    folder: Path
+    runner: tuple[str, ...]
+
+    def _call(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        command = [*self.runner, str(self.folder / "diffbit_host"), str(self.folder / "libdiffbit_ops.so"), *arguments]
+        environment = {
+            **os.environ,
+            # memory that nobody wrote is no longer zero by chance
+            "ASAN_OPTIONS": "max_malloc_fill_size=1073741824:malloc_fill_byte=255",
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+            **environment,
+        }
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+    @functools.cached_property
+    def instruction_sets(self) -> list[str]:
+        done = self._call()
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    def run(self, nodes: Iterable[Node], isa: str, threads: int) -> dict[str, list[np.ndarray] | str]:
+        """Each node's outputs, or its error; a crash fails with the sanitizer's report and the node's name."""
+        with tempfile.TemporaryDirectory() as folder:
+            recorded, results = Path(folder) / "nodes", Path(folder) / "results"
+            recorded.write_bytes(b"".join(map(_recorded, nodes)))
+            done = self._call(str(recorded), str(results), str(threads), DIFFBIT_ISA=isa)
+            found = _results(results.read_bytes()) if results.exists() else {}
+            if done.returncode != 0 or done.stderr:
+                last = list(found)[-1] if found else "none"
+                pytest.fail(f"exit status {done.returncode} after the node {last}:\n{done.stderr[:6000]}")
+            return found
+
+
+def _recorded(node: Node) -> bytes:
+    lines = [f"node {node.name} {node.op}\n".encode()]
+    for name, value in node.attributes.items():
+        text = f"integer {name} {value}" if isinstance(value, int) else f"number {name} {float(value).hex()}"
+        lines.append(f"{text}\n".encode())
+    for array in node.inputs.values():
+        if array is None:
+            lines.append(b"omitted\n")
+        else:
+            header = " ".join(map(str, ("input", CODES[array.dtype], *array.shape)))
+            lines += [f"{header}\n".encode(), np.ascontiguousarray(array).tobytes(), b"\n"]
+    for output in node.outputs:
+        shared = "" if output.shared is None else f" {list(node.inputs).index(output.shared)}"
+        lines.append(f"output {CODES[output.dtype]}{shared}\n".encode())
+    return b"".join([*lines, b"end\n"])
+
+
+def _results(data: bytes) -> dict[str, list[np.ndarray] | str]:
+    found: dict[str, list[np.ndarray] | str] = {}
+    at, name, outputs = 0, "", []
+    while at < len(data):
+        stop = data.index(b"\n", at)
+        what, _, rest = data[at:stop].decode().partition(" ")
+        at = stop + 1
+        if what == "node":
+            name, outputs = rest, []
+            found[name] = outputs
+        elif what == "error":
+            found[name] = rest
+        elif what == "output":
+            code, *shape = map(int, rest.split())
+            count = int(np.prod(shape, dtype=np.int64))
+            array = np.frombuffer(data, TYPES[code], count, at).reshape(shape)
+            outputs.append(array)
+            at += array.nbytes + 1
+    return found
+
+
+@functools.cache
+def build(kind: str) -> Build:
+    """The host and the library, built from the sources as they are now; skips, or fails in CI, without the tools."""
+    options, runner, tools = KINDS[kind]
+    missing = [package for tool, package in tools.items() if not shutil.which(tool)]
+    if missing:
+        reason = f"needs apt-get install --no-install-recommends {' '.join(missing)}"
+        if os.environ.get(REQUIRE):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    folder = ROOT / "build" / "native" / kind
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for command in (
+            ["cmake", "-S", str(ROOT / "csrc"), "-B", str(folder), *options],
+            ["cmake", "--build", str(folder), "-j2", "--target", "diffbit_ops", "diffbit_host"],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return Build(folder, tuple(runner))

@@ -1,0 +1,69 @@
+"""The tables of cases as nodes: what each takes, and what its outputs must be. A new op joins in NODES."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from diffbit.ops import ternary_matmul
+
+from ..ops.cases import TERNARY_CASES, TernaryCase
+
+
+@dataclass(frozen=True)
+class Output:
+    """An output of a node; `shared` is the input whose memory it takes, as present takes past's."""
+
+    name: str
+    dtype: np.dtype
+    rank: int
+    shared: str | None = None
+
+
+@dataclass(frozen=True)
+class Node:
+    """One run of one op. `check` raises where the outputs are not what they must be."""
+
+    name: str
+    op: str
+    attributes: dict[str, int | float]
+    inputs: dict[str, np.ndarray | None]  # in the op's order; None: omitted
+    outputs: tuple[Output, ...]
+    check: Callable[[list[np.ndarray]], None]
+    constants: tuple[str, ...] = ()  # inputs that are weights
+
+
+def equal(*wanted: np.ndarray) -> Callable[[list[np.ndarray]], None]:
+    """A check for the same bits."""
+
+    def check(got: list[np.ndarray]) -> None:
+        for a, b in zip(got, wanted, strict=True):
+            assert a.shape == b.shape, f"shape {a.shape}, wanted {b.shape}"
+            assert a.dtype == b.dtype, f"{a.dtype}, wanted {b.dtype}"
+            wrong = a.view(np.uint8) != b.view(np.uint8)
+            assert not wrong.any(), (
+                f"{wrong.sum()} of {wrong.size} bytes differ: {a.ravel()[:4]}, wanted {b.ravel()[:4]}"
+            )
+
+    return check
+
+
+def ternary(case: TernaryCase) -> Node:
+    a, weight, scale = case.inputs()
+    packed = ternary_matmul.pack(weight)
+    return Node(
+        f"ternary/{case.name}",
+        ternary_matmul.NAME,
+        {"K": case.k, "N": case.n, "spec_version": ternary_matmul.VERSION},
+        {"A": a.numpy(), "packed": packed.numpy(), "scale": scale.numpy()},
+        (Output("Y", a.numpy().dtype, a.dim()),),
+        equal(ternary_matmul.reference(a, packed, scale).numpy()),
+        constants=("packed", "scale"),
+    )
+
+
+def nodes() -> Iterator[Node]:
+    """Every case of every op that the library holds."""
+    yield from map(ternary, TERNARY_CASES)

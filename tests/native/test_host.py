@@ -1,0 +1,53 @@
+"""The whole table of cases, on every instruction set, under sanitizers and on an emulated ARM processor.
+
+The host (csrc/host.cpp) holds every tensor in a block of exactly its size, computes each node by two callers at once
+where there is more than one thread, and turns the order of tasks around: the bits must not change.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+
+import numpy as np
+import pytest
+
+from .host import build
+from .nodes import Node, nodes
+
+HERE = platform.machine()
+SETS = ["avx512vnni", "avxvnni", "avx2", "neon", "scalar"]
+HOSTS = [("sanitized", isa) for isa in SETS if isa != "neon" or HERE == "aarch64"]
+HOSTS += [("threads", "scalar"), ("aarch64", "neon"), ("aarch64", "scalar")]
+
+
+@functools.cache
+def table() -> tuple[Node, ...]:
+    return tuple(nodes())
+
+
+def differences(got: list[np.ndarray] | str, node: Node) -> str | None:
+    if isinstance(got, str):
+        return f"{node.name}: {got}"
+    try:
+        node.check(got)
+    except AssertionError as error:
+        return f"{node.name}: {error}"
+    return None
+
+
+@pytest.mark.parametrize(("kind", "isa"), HOSTS, ids=lambda value: value)
+def test_every_case(kind: str, isa: str) -> None:
+    host = build(kind)
+    if isa not in host.instruction_sets:
+        pytest.skip(f"this CPU has no {isa}; it has {', '.join(host.instruction_sets)}")
+    runs = {threads: host.run(table(), isa, threads) for threads in (1, 2, 4)}
+    assert [*runs[1]] == [node.name for node in table()]
+    wrong = [text for node in table() if (text := differences(runs[1][node.name], node))]
+    assert not wrong, "\n".join(wrong)
+    for threads in (2, 4):
+        for node in table():
+            one, many = runs[1][node.name], runs[threads][node.name]
+            assert not isinstance(many, str), f"{node.name}, {threads} threads: {many}"
+            same = [a.tobytes() == b.tobytes() for a, b in zip(one, many, strict=True)]
+            assert all(same), f"{node.name}: other bits with {threads} threads"
