@@ -417,6 +417,8 @@ def run(
         raise DiffbitError("the prompt is to come from stdin, which is closed; pass it as an argument")
     sampler = Sampler(temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed)
     session = Session(artifact, device, threads, not no_native)
+    if device == "cpu" and not (session.native or no_native):
+        _remark("no native library in this installation (it was made without a C++ compiler): slower", quiet)
     tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))
 
     def answer(text: str) -> None:

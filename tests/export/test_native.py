@@ -105,6 +105,10 @@ def test_without_a_library_the_bodies_run(checkpoint_of: Maker, monkeypatch: pyt
     session = runtime.Session(artifact)
     assert not session.native
     assert runtime.verify(artifact).passed
+    for flag, said in (([], True), (["--no-native"], False)):
+        done = CliRunner().invoke(app, ["run", str(artifact), "a", "--max-tokens", "1", *flag])
+        assert done.exit_code == 0, done.output
+        assert ("no native library in this installation" in done.stderr) is said
 
 
 def test_an_instruction_set_that_is_not_there(checkpoint_of: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
