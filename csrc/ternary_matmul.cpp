@@ -6,8 +6,12 @@
 namespace diffbit {
 namespace {
 
-enum Scratch { QUANTIZED, STEPS, WIDE, RESULT };
-constexpr int64_t ROWS_PER_TASK = 64;  // of the weight
+enum Scratch { QUANTIZED, ROWS };
+constexpr int64_t NUMBERS_PER_TASK = 32 * 1024;  // to quantize: some microseconds
+constexpr int64_t ROWS_PER_TASK = 96;            // of the activations
+constexpr int64_t WEIGHTS_PER_TASK = 128;        // rows of the weight
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 
@@ -21,7 +25,7 @@ TernaryMatMul::TernaryMatMul(const Node& node)
 void TernaryMatMul::compute(Context& context) const {
   const Tensor a = context.input(0, "TernaryMatMul: A"), packed = context.input(1, "TernaryMatMul: packed"),
                scale = context.input(2, "TernaryMatMul: scale");
-  const int64_t blocks = (k_ + TERNARY_BLOCK - 1) / TERNARY_BLOCK, width = blocks * TERNARY_BLOCK;
+  const int64_t blocks = divide_up(k_, TERNARY_BLOCK);
   if (a.rank < 1 || a.shape[a.rank - 1] != k_)
     throw Error("%s is %s, wanted [..., %lld]", a.name, a.shape_text().c_str(), static_cast<long long>(k_));
   packed.expect({n_, blocks * TERNARY_BLOCK_BYTES});
@@ -33,24 +37,25 @@ void TernaryMatMul::compute(Context& context) const {
   const Tensor y = context.output(0, "TernaryMatMul: Y", shape, a.rank);
   if (!rows) return;
 
-  int8_t* q = scratch<int8_t>(QUANTIZED, rows * width);
-  float* steps = scratch<float>(STEPS, rows);
   const bool half = a.type == ort::FLOAT16;
-  float* wide = half ? scratch<float>(WIDE, rows * k_) : a.as<float>();
-  float* result = half ? scratch<float>(RESULT, rows * n_) : y.as<float>();
-  context.parallel(rows, [&](int64_t row) {
-    float* x = wide + row * k_;
-    if (half)
-      for (int64_t i = 0; i < k_; ++i) x[i] = to_float(a.as<Half>()[row * k_ + i]);
-    for (int64_t i = k_; i < width; ++i) q[row * width + i] = 0;
-    steps[row] = kernels_->quantize(x, k_, q + row * width);
+  const int64_t q_size = kernels_->quantized_size(blocks);
+  int8_t* q = scratch<int8_t>(QUANTIZED, rows * q_size);
+  TernaryRow* quantized = scratch<TernaryRow>(ROWS, rows);
+  const int64_t some = divide_up(NUMBERS_PER_TASK, k_);
+  context.parallel(divide_up(rows, some), [&](int64_t task) {
+    for (int64_t row = task * some; row < rows && row < (task + 1) * some; ++row) {
+      const void* x = half ? static_cast<const void*>(a.as<Half>() + row * k_) : a.as<float>() + row * k_;
+      quantized[row] = kernels_->quantize(x, half, k_, blocks, q + row * q_size);
+    }
   });
-  context.parallel((n_ + ROWS_PER_TASK - 1) / ROWS_PER_TASK, [&](int64_t task) {
-    const int64_t begin = task * ROWS_PER_TASK, end = begin + ROWS_PER_TASK < n_ ? begin + ROWS_PER_TASK : n_;
-    kernels_->multiply(q, steps, rows, packed.as<uint8_t>(), blocks, *scale.as<float>(), begin, end, n_, result);
-    if (half)
-      for (int64_t row = 0; row < rows; ++row)
-        for (int64_t n = begin; n < end; ++n) y.as<Half>()[row * n_ + n] = to_half(result[row * n_ + n]);
+
+  const TernaryProduct product = {q, quantized, packed.as<uint8_t>(), blocks, n_, *scale.as<float>(), y.data, half};
+  const int64_t row_tasks = divide_up(rows, ROWS_PER_TASK), rows_each = divide_up(rows, row_tasks);
+  const int64_t weight_tasks = divide_up(n_, WEIGHTS_PER_TASK);
+  context.parallel(row_tasks * weight_tasks, [&](int64_t task) {
+    const int64_t row = task / weight_tasks * rows_each, begin = task % weight_tasks * WEIGHTS_PER_TASK;
+    kernels_->multiply(product, row, row + rows_each < rows ? row + rows_each : rows, begin,
+                       begin + WEIGHTS_PER_TASK < n_ ? begin + WEIGHTS_PER_TASK : n_);
   });
 }
 

@@ -11,12 +11,29 @@ constexpr int64_t TERNARY_BLOCK = 128;       // weights in a block
 constexpr int64_t TERNARY_BLOCK_BYTES = 32;  // byte j: weights j, j+32, j+64, j+96 as codes w+1 in its four fields
 static_assert(TERNARY_BLOCK == 4 * TERNARY_BLOCK_BYTES, "two bits a weight");
 
+/// A row of activations: its step a, and the sum of q, because the codes are one more than the weights.
+struct TernaryRow {
+  float step;
+  int32_t sum;
+};
+
+struct TernaryProduct {
+  const int8_t* q;         // [rows, quantized_size]
+  const TernaryRow* rows;  // [rows]
+  const uint8_t* packed;   // [n, blocks * 32]
+  int64_t blocks, n;
+  float scale;
+  void* y;  // [rows, n], fp32 or fp16
+  bool half;
+};
+
 struct TernaryKernels {
-  /// x [K] -> q int8 [blocks * 128], zero beyond K; returns the step a. Halves round to even.
-  float (*quantize)(const float* x, int64_t k, int8_t* q);
-  /// Rows begin..end of y = float(sum_k q_k w_nk) * a * scale, for `rows` rows of q, each `blocks` * 128 long.
-  void (*multiply)(const int8_t* q, const float* steps, int64_t rows, const uint8_t* packed, int64_t blocks, float scale,
-                   int64_t begin, int64_t end, int64_t n, float* y);
+  /// Bytes of a quantized row, a multiple of 64. The order inside is the set's own.
+  int64_t (*quantized_size)(int64_t blocks);
+  /// x [k], fp32 or fp16, to one row of q.
+  TernaryRow (*quantize)(const void* x, bool half, int64_t k, int64_t blocks, int8_t* q);
+  /// y of the activation rows row_begin..row_end and the weight rows begin..end.
+  void (*multiply)(const TernaryProduct& product, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end);
 };
 
 DIFFBIT_DECLARE(TernaryKernels, ternary)

@@ -1,38 +1,56 @@
 // The slow, obvious version: what every other is held against, and what runs on a CPU that has none of their sets.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
+#include "../half.h"
 #include "ternary.h"
 
 namespace diffbit::scalar {
 namespace {
 
-float quantize(const float* x, int64_t k, int8_t* q) {
+int64_t quantized_size(int64_t blocks) { return blocks * TERNARY_BLOCK; }
+
+TernaryRow quantize(const void* x, bool half, int64_t k, int64_t blocks, int8_t* q) {
+  const auto at = [=](int64_t i) {
+    return half ? to_float(static_cast<const Half*>(x)[i]) : static_cast<const float*>(x)[i];
+  };
+  std::fill(q, q + quantized_size(blocks), int8_t{0});
   float largest = 1e-5f;
-  for (int64_t i = 0; i < k; ++i) largest = std::max(largest, std::fabs(x[i]));
-  const float step = largest / 127;
-  for (int64_t i = 0; i < k; ++i) q[i] = static_cast<int8_t>(std::nearbyint(x[i] / step));
-  return step;
+  for (int64_t i = 0; i < k; ++i) {
+    // As in a computation in float, where such a row ends as NaN
+    if (!std::isfinite(at(i))) return {std::numeric_limits<float>::quiet_NaN(), 0};
+    largest = std::max(largest, std::fabs(at(i)));
+  }
+  TernaryRow row = {largest / 127, 0};
+  for (int64_t i = 0; i < k; ++i) {
+    q[i] = static_cast<int8_t>(std::nearbyint(at(i) / row.step));
+    row.sum += q[i];
+  }
+  return row;
 }
 
-void multiply(const int8_t* q, const float* steps, int64_t rows, const uint8_t* packed, int64_t blocks, float scale,
-              int64_t begin, int64_t end, int64_t n, float* y) {
-  const int64_t width = blocks * TERNARY_BLOCK;
-  for (int64_t row = 0; row < rows; ++row)
+void multiply(const TernaryProduct& product, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end) {
+  const int64_t width = quantized_size(product.blocks);
+  for (int64_t row = row_begin; row < row_end; ++row)
     for (int64_t out = begin; out < end; ++out) {
-      const uint8_t* weights = packed + out * blocks * TERNARY_BLOCK_BYTES;
+      const uint8_t* weights = product.packed + out * product.blocks * TERNARY_BLOCK_BYTES;
       int32_t sum = 0;
       for (int64_t i = 0; i < width; ++i) {
         const int64_t block = i / TERNARY_BLOCK, field = i % TERNARY_BLOCK / 32, byte = i % 32;
         const int32_t code = weights[block * TERNARY_BLOCK_BYTES + byte] >> (2 * field) & 3;
-        sum += (code - 1) * q[row * width + i];
+        sum += (code - 1) * product.q[row * width + i];
       }
-      y[row * n + out] = static_cast<float>(sum) * steps[row] * scale;
+      const float y = static_cast<float>(sum) * product.rows[row].step * product.scale;
+      if (product.half)
+        static_cast<Half*>(product.y)[row * product.n + out] = to_half(y);
+      else
+        static_cast<float*>(product.y)[row * product.n + out] = y;
     }
 }
 
 }  // namespace
 
-extern const TernaryKernels ternary = {quantize, multiply};
+extern const TernaryKernels ternary = {quantized_size, quantize, multiply};
 
 }  // namespace diffbit::scalar

@@ -72,6 +72,11 @@ DIFFBIT_INLINE Ints shift(Ints a) {  // arithmetic
 DIFFBIT_INLINE Ints dot(Ints sums, Bytes codes, Bytes activations) {
   return {_mm512_dpbusd_epi32(sums.v, codes.v, activations.v)};
 }
+DIFFBIT_INLINE void store(void* to, Bytes a) { _mm512_storeu_si512(to, a.v); }
+DIFFBIT_INLINE void store_halves(void* low, void* high, Bytes a) {
+  _mm256_storeu_si256(static_cast<__m256i*>(low), _mm512_castsi512_si256(a.v));
+  _mm256_storeu_si256(static_cast<__m256i*>(high), _mm512_extracti64x4_epi64(a.v, 1));
+}
 DIFFBIT_INLINE Ints load_ints(const int32_t* from) { return {_mm512_loadu_si512(from)}; }
 DIFFBIT_INLINE void store(int32_t* to, Ints a) { _mm512_storeu_si512(to, a.v); }
 
@@ -105,6 +110,7 @@ DIFFBIT_INLINE Ints shift(Ints a) {
 DIFFBIT_INLINE Ints dot(Ints sums, Bytes codes, Bytes activations) {  // codes 0..127
   return {vdotq_s32(sums.v, vreinterpretq_s8_u8(codes.v), vreinterpretq_s8_u8(activations.v))};
 }
+DIFFBIT_INLINE void store(void* to, Bytes a) { vst1q_u8(static_cast<uint8_t*>(to), a.v); }
 DIFFBIT_INLINE Ints load_ints(const int32_t* from) { return {vld1q_s32(from)}; }
 DIFFBIT_INLINE void store(int32_t* to, Ints a) { vst1q_s32(to, a.v); }
 
@@ -134,6 +140,7 @@ template <int BY>
 DIFFBIT_INLINE Ints shift(Ints a) {
   return {_mm256_srai_epi32(a.v, BY)};
 }
+DIFFBIT_INLINE void store(void* to, Bytes a) { _mm256_storeu_si256(static_cast<__m256i*>(to), a.v); }
 DIFFBIT_INLINE Ints load_ints(const int32_t* from) {
   return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))};
 }

@@ -109,7 +109,7 @@ class TernaryCase:
     lead: tuple[int, ...] = (3,)
     k: int = 128
     n: int = 5
-    fill: str = "normal"  # "ones": weights 1, activations at their largest, the sums' extreme; "zero"; "tiny"
+    fill: str = "normal"  # "ones", "minus": weights 1, activations at one end, the sums' extremes; "zero"; "tiny"
     dtype: torch.dtype = torch.float32
     seed: int = 0
 
@@ -120,6 +120,8 @@ class TernaryCase:
         weight = torch.randint(-1, 2, (self.n, self.k), generator=g, dtype=torch.int8)
         if self.fill == "ones":
             a, weight = torch.full_like(a, 2.0), torch.ones_like(weight)
+        elif self.fill == "minus":
+            a, weight = torch.full_like(a, -2.0), torch.ones_like(weight)
         elif self.fill == "zero":
             a = torch.zeros_like(a)
         elif self.fill == "tiny":
@@ -134,8 +136,21 @@ TERNARY_CASES = [
     TernaryCase("ragged", lead=(4,), k=200, n=3, seed=3),
     TernaryCase("short", lead=(2,), k=5, n=1, seed=4),
     TernaryCase("extreme_sums", lead=(1,), k=4096, n=2, fill="ones"),
+    TernaryCase("extreme_tiles", lead=(13,), k=4096, n=21, fill="ones"),
+    TernaryCase("lowest_sums", lead=(1,), k=4096, n=2, fill="minus"),
+    TernaryCase("lowest_tiles", lead=(13,), k=4096, n=21, fill="minus"),
     TernaryCase("zero_rows", lead=(2,), fill="zero"),
     TernaryCase("tiny_rows", lead=(4,), fill="tiny", seed=7),
     TernaryCase("fp16", k=256, dtype=torch.float16, seed=5),
     TernaryCase("many_rows", lead=(65,), k=128, n=33, seed=6),
+    # Every number of rows in a tile, and leftover weight rows and blocks
+    *(TernaryCase(f"rows_{m}", lead=(m,), k=640, n=16 + m, seed=m) for m in range(1, 13)),
+    TernaryCase("one_number", lead=(), k=1, n=1, seed=8),
+    TernaryCase("one_past_a_block", lead=(2,), k=129, n=9, seed=9),
+    TernaryCase("long_row", lead=(1,), k=33000, n=6, seed=10),
+    TernaryCase("long_rows", lead=(7,), k=14336, n=10, seed=11),
+    TernaryCase("wide", lead=(3,), k=300, n=1030, seed=12),
+    TernaryCase("prefill", lead=(2, 150), k=512, n=259, seed=13),
+    TernaryCase("prefill_fp16", lead=(200,), k=320, n=135, dtype=torch.float16, seed=14),
+    TernaryCase("one_row_fp16", lead=(1,), k=515, n=301, dtype=torch.float16, seed=15),
 ]

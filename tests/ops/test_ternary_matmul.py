@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -46,16 +48,46 @@ def test_body_is_exact(case: TernaryCase) -> None:
     assert np.array_equal(got, ternary_matmul.reference(a, packed, scale).numpy())
 
 
+def run_kernel(a: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, isa: str, threads: int = 1) -> np.ndarray:
+    packed = ternary_matmul.pack(weight)
+    inputs = {"A": a.numpy(), "packed": packed.numpy(), "scale": scale.numpy()}
+    attributes = {"K": weight.shape[1], "N": weight.shape[0], "spec_version": 1}
+    constants = ("packed", "scale")
+    (y,) = run_node(ternary_matmul.function(), inputs, attributes, {"Y": a.dim()}, constants, isa, threads)
+    return y
+
+
 @on_each_isa
 @cases
 def test_kernel_is_exact(case: TernaryCase, isa: str) -> None:
     a, weight, scale = case.inputs()
-    packed = ternary_matmul.pack(weight)
-    inputs = {"A": a.numpy(), "packed": packed.numpy(), "scale": scale.numpy()}
-    attributes = {"K": case.k, "N": case.n, "spec_version": 1}
-    constants = ("packed", "scale")
-    (got,) = run_node(ternary_matmul.function(), inputs, attributes, {"Y": a.dim()}, constants, isa)
-    assert np.array_equal(got, ternary_matmul.reference(a, packed, scale).numpy())
+    wanted = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale)
+    assert np.array_equal(run_kernel(a, weight, scale, isa), wanted.numpy())
+
+
+@on_each_isa
+def test_any_number_of_threads_gives_the_same(isa: str) -> None:
+    a, weight, scale = TernaryCase("threads", lead=(130,), k=384, n=517, seed=20).inputs()
+    wanted = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale).numpy()
+    for threads in (1, 2, 4):
+        assert np.array_equal(run_kernel(a, weight, scale, isa, threads), wanted)
+        assert np.array_equal(run_kernel(a[:1], weight, scale, isa, threads), wanted[:1])
+
+
+@on_each_isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_row_with_no_finite_step_is_nan(isa: str, dtype: torch.dtype) -> None:
+    a, weight, scale = TernaryCase("odd", lead=(6,), k=200, dtype=dtype, seed=21).inputs()
+    a[0, 3], a[2, 199], a[4, 77] = math.nan, math.inf, -math.inf
+    wanted = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale).numpy()
+    assert np.isnan(wanted[::2]).all() and np.isfinite(wanted[1::2]).all()
+    assert np.array_equal(run_kernel(a, weight, scale, isa), wanted, equal_nan=True)
+
+
+@on_each_isa
+def test_no_rows(isa: str) -> None:
+    _, weight, scale = TernaryCase("none").inputs()
+    assert run_kernel(torch.empty(2, 0, weight.shape[1]), weight, scale, isa).shape == (2, 0, len(weight))
 
 
 def test_layout_is_the_documented_one() -> None:
