@@ -5,6 +5,7 @@
 
 #include <new>
 
+#include "diff_attention.h"
 #include "op.h"
 #include "ternary_matmul.h"
 
@@ -102,10 +103,25 @@ Entry make(const Signature& signature) {
 
 using namespace ort;
 
+/// T: query, key, value, out; the cache has a type of its own, and scales where it is int8.
+Entry diff_attention(int type, int cache) {
+  return make<DiffAttention>({13, 5,
+                              {type, type, type, FLOAT32, cache, cache, INT64, INT64, FLOAT32, FLOAT32, INT64, FLOAT32,
+                               FLOAT32},
+                              {type, cache, cache, FLOAT32, FLOAT32},
+                              11, 3});
+}
+
 // clang-format off
 Entry entries[] = {
     make<TernaryMatMul>({3, 1, {FLOAT32, UINT8, FLOAT32}, {FLOAT32}, 3, 1}),
     make<TernaryMatMul>({3, 1, {FLOAT16, UINT8, FLOAT32}, {FLOAT16}, 3, 1}),
+    diff_attention(FLOAT32, FLOAT32),
+    diff_attention(FLOAT32, FLOAT16),
+    diff_attention(FLOAT32, INT8),
+    diff_attention(FLOAT16, FLOAT32),
+    diff_attention(FLOAT16, FLOAT16),
+    diff_attention(FLOAT16, INT8),
 };
 // clang-format on
 

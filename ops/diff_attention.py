@@ -16,14 +16,22 @@ Inputs
     query           T  [B, S, 2H*d]    sub-heads in adjacent pairs: 2i signal, 2i+1 noise; not yet rotated
     key, value      T  [B, S, Hk*d]
     lambda          float [H], or [B, S, H] (after the sigmoid)
-    past_key/value  T  [B, Hk, C, d]   C >= past_length; what lies beyond past_length is never read as a number
+    past_key/value  K  [B, Hk, C, d]   C >= past_length; what lies beyond past_length is never read as a number
     past_length     int64 [1]
     position_ids    int64 [B, S]       rows of cos and sin
     cos, sin        float [P, d/2]     rotate-half RoPE: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)
     attention_mask  int64 [B, T]       0 hides a key (padding); token s sees keys 0..past_length+s that are not hidden
+    past_key/value_scale  float [B, Hk, C]   with an int8 cache only
 Outputs
     out             T  [B, S, H*(1+wide_value)*d]; zero where a token sees no key at all
-    present_key/value T [B, Hk, max(C, T), d]   rotated keys; grows when C == past_length, else the same capacity
+    present_key/value  K  [B, Hk, max(C, T), d]   rotated keys; grows when C == past_length, else the same capacity
+    present_key/value_scale  float [B, Hk, max(C, T)]   with an int8 cache only
+T is float32 or float16, and so is K, whatever T is. K may be int8 as well: then every row of a sub-head is rounded for
+itself, keys after RoPE, and the row's numbers are code * step:
+
+    step = max|x| / 127        code = round-half-to-even(x / step); 0 in a row of zeros, whose step is 0
+
+Each code is the same on every implementation: RoPE rounds both products and their difference to float32.
 Attributes: num_heads (H), num_kv_heads (Hk), wide_value, scale, norm_eps, spec_version.
 
 All arithmetic is in float32 whatever T is. The body never forms a mask per head and, for S = 1, no tensor grows
@@ -32,7 +40,7 @@ faster than T: the cost of a decode step is linear in the context.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -40,15 +48,16 @@ if TYPE_CHECKING:
 
 DOMAIN = "diffbit"
 NAME = "DiffAttention"
+Cache = Literal["float", "int8"]
 VERSION = 1  # of the meaning; a kernel checks it against the attribute spec_version
 
 # Shapes beside the lines: G = kv heads that hold a value, r = H/G pairs per kv head, w = 1 + wide_value.
-BODY = """
+_BODY = """
 <domain: "diffbit", opset_import: ["" : 21]>
 DiffAttention
   <num_heads, num_kv_heads, wide_value, scale, norm_eps, spec_version>
-  (query, key, value, lambda, past_key, past_value, past_length, position_ids, cos, sin, attention_mask)
-  => (out, present_key, present_value)
+  (query, key, value, lambda, past_key, past_value, past_length, position_ids, cos, sin, attention_mask@INPUTS)
+  => (out, present_key, present_value@OUTPUTS)
 {
   zero = Constant <value_ints = [0]> ()
   one = Constant <value_ints = [1]> ()
@@ -106,19 +115,9 @@ DiffAttention
 
   # The cache: what was, what is new, and what the buffer holds beyond (nothing when it grows)
   key_rows = Transpose <perm = [0, 2, 1, 3]> (key_rotated)
-  key_new = CastLike (key_rows, past_key)
-  key_past = Slice (past_key, zero, past_length, two)
-  key_all = Concat <axis = 2> (key_past, key_new)
-  key_beyond = Slice (past_key, T, end, two)
-  present_key = Concat <axis = 2> (key_all, key_beyond)
   value_4d = Reshape (value, kv_shape)
   value_rows = Transpose <perm = [0, 2, 1, 3]> (value_4d)
-  value_new = CastLike (value_rows, past_value)
-  value_past = Slice (past_value, zero, past_length, two)
-  value_all = Concat <axis = 2> (value_past, value_new)
-  value_beyond = Slice (past_value, T, end, two)
-  present_value = Concat <axis = 2> (value_all, value_beyond)
-
+@APPEND
   # Both branches' scores: [B, G, 2, r*S, d] x [B, G, w, d, T]; with w = 1 the branches share the key
   query_6d_shape = Concat <axis = 0> (B, S, G, r, two, rest)
   query_6d = Reshape (query_rotated, query_6d_shape)
@@ -127,7 +126,6 @@ DiffAttention
   query_5d = Reshape (query_t, query_5d_shape)
   query_scaled = Mul (query_5d, scale_f)
   cache_5d_shape = Concat <axis = 0> (B, G, w, T, rest)
-  key_all_f = Cast <to = 1> (key_all)
   key_5d = Reshape (key_all_f, cache_5d_shape)
   key_t = Transpose <perm = [0, 1, 2, 4, 3]> (key_5d)
   scores = MatMul (query_scaled, key_t)
@@ -169,7 +167,6 @@ DiffAttention
   # One product with V for both halves of a wide value: [B, G, 1, r*S, T] x [B, G, w, T, d]
   seen_5d_shape = Concat <axis = 0> (B, G, one, rS, T)
   seen_5d = Reshape (seen, seen_5d_shape)
-  value_all_f = Cast <to = 1> (value_all)
   value_5d = Reshape (value_all_f, cache_5d_shape)
   mixed = MatMul (seen_5d, value_5d)
   mixed_6d_shape = Concat <axis = 0> (B, G, w, r, S, rest)
@@ -193,12 +190,70 @@ DiffAttention
 """
 
 
-def function() -> onnx_ir.Function:
-    """The op's body as an ONNX model-local function: what runs wherever no native library is registered."""
+# How the cache grows: for the keys, and again for the values with their name in place of "key"
+_GROW = """
+  key_past = Slice (past_key, zero, past_length, two)
+  key_all = Concat <axis = 2> (key_past, key_new)
+  key_beyond = Slice (past_key, T, end, two)
+  present_key = Concat <axis = 2> (key_all, key_beyond)
+"""
+_APPEND_FLOAT = f"""
+  key_new = CastLike (key_rows, past_key)
+{_GROW}
+  key_all_f = Cast <to = 1> (key_all)
+"""
+_APPEND_INT8 = f"""
+  key_rows_f = Cast <to = 1> (key_rows)
+  key_magnitude = Abs (key_rows_f)
+  key_largest = ReduceMax <keepdims = 1> (key_magnitude, rest)
+  key_step = Div (key_largest, levels)
+  key_no_step = Equal (key_step, zero_f)
+  key_divisor = Where (key_no_step, one_f, key_step)
+  key_divided = Div (key_rows_f, key_divisor)
+  key_rounded = Round (key_divided)
+  key_clipped = Clip (key_rounded, least, levels)
+  key_new = Cast <to = 3> (key_clipped)
+{_GROW}
+  key_scale_new = Squeeze (key_step, rest)
+  key_scale_past = Slice (past_key_scale, zero, past_length, two)
+  key_scale_all = Concat <axis = 2> (key_scale_past, key_scale_new)
+  key_scale_beyond = Slice (past_key_scale, T, end, two)
+  present_key_scale = Concat <axis = 2> (key_scale_all, key_scale_beyond)
+  key_codes_f = Cast <to = 1> (key_all)
+  key_scale_4d = Unsqueeze (key_scale_all, rest)
+  key_all_f = Mul (key_codes_f, key_scale_4d)
+"""
+_INT8_CONSTANTS = """
+  one_f = Constant <value_float = 1.0> ()
+  levels = Constant <value_float = 127.0> ()
+  least = Constant <value_float = -127.0> ()
+"""
+
+
+def body(cache: Cache = "float") -> str:
+    """The op's body in ONNX's own syntax."""
+    int8 = cache == "int8"
+    append = _APPEND_INT8 if int8 else _APPEND_FLOAT
+    parts = {
+        "@INPUTS": ", past_key_scale, past_value_scale" if int8 else "",
+        "@OUTPUTS": ", present_key_scale, present_value_scale" if int8 else "",
+        "@APPEND": (_INT8_CONSTANTS if int8 else "") + append + append.replace("key", "value"),
+    }
+    text = _BODY
+    for mark, part in parts.items():
+        text = text.replace(mark, part)
+    return text
+
+
+def function(cache: Cache = "float") -> onnx_ir.Function:
+    """The op's body as an ONNX model-local function: what runs wherever no native library is registered.
+
+    A model's caches are all of one kind: the body for an int8 cache has two more inputs and outputs.
+    """
     import onnx.parser
     from onnx_ir import serde
 
-    return serde.deserialize_function(onnx.parser.parse_function(BODY))
+    return serde.deserialize_function(onnx.parser.parse_function(body(cache)))
 
 
 def reference(
@@ -213,16 +268,19 @@ def reference(
     cos: torch.Tensor,
     sin: torch.Tensor,
     attention_mask: torch.Tensor,
+    past_key_scale: torch.Tensor | None = None,
+    past_value_scale: torch.Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int,
     wide_value: bool,
     scale: float,
     norm_eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """The op in torch: inputs and outputs as in the module's docstring, past_length as a plain int.
 
-    Computes in float32, or in float64 when `query` is float64 (then it is its own oracle's precision).
+    Computes in float32, or in float64 when `query` is float64 (then it is its own oracle's precision). What goes into
+    a cache of another type than float64 is computed in float32 in either case: the cache's numbers are the same.
     """
     import torch
 
@@ -235,19 +293,32 @@ def reference(
     total = past_length + steps
 
     def rotate(x: torch.Tensor) -> torch.Tensor:  # [B, S, heads, d]
-        c, s = (table[position_ids].to(dtype).unsqueeze(2) for table in (cos, sin))
+        c, s = (table[position_ids].to(x.dtype).unsqueeze(2) for table in (cos, sin))
         low, high = x.chunk(2, -1)
         return torch.cat((low * c - high * s, high * c + low * s), -1)
 
-    def append(past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:  # [B, Hk, C, d], [B, S, Hk, d]
-        rows = new.transpose(1, 2).to(past.dtype)
-        return torch.cat((past[:, :, :past_length], rows, past[:, :, total:]), 2)
+    def append(past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:  # [B, Hk, C, ...], [B, Hk, S, ...]
+        return torch.cat((past[:, :, :past_length], new.to(past.dtype), past[:, :, total:]), 2)
 
+    def grow(
+        past: torch.Tensor, scale: torch.Tensor | None, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:  # rows [B, S, Hk, d] -> both buffers, [B, Hk, T, d]
+        rows = rows.transpose(1, 2)
+        if scale is None:
+            present = append(past, rows)
+            return present, None, present[:, :, :total].to(dtype)
+        step = rows.float().abs().amax(-1, keepdim=True) / 127
+        codes = torch.round(rows.float() / torch.where(step == 0, 1, step)).clamp(-127, 127)
+        present, scale = append(past, codes), append(scale, step.squeeze(-1))
+        return present, scale, present[:, :, :total].to(dtype) * scale[:, :, :total, None].to(dtype)
+
+    cached = torch.float64 if past_key.dtype == torch.float64 else torch.float32
     q = rotate(query.to(dtype).view(batch, steps, 2 * num_heads, d)).view(batch, steps, groups, pairs, 2, d)
-    present_key = append(past_key, rotate(key.to(dtype).view(batch, steps, num_kv_heads, d)))
-    present_value = append(past_value, value.view(batch, steps, num_kv_heads, d))
-    k = present_key[:, :, :total].to(dtype).reshape(batch, groups, width, total, d).expand(-1, -1, 2, -1, -1)
-    v = present_value[:, :, :total].to(dtype).reshape(batch, groups, width, total, d)
+    key_rows = rotate(key.to(cached).view(batch, steps, num_kv_heads, d))
+    present_key, key_scale, k = grow(past_key, past_key_scale, key_rows)
+    present_value, value_scale, v = grow(past_value, past_value_scale, value.view(batch, steps, num_kv_heads, d))
+    k = k.reshape(batch, groups, width, total, d).expand(-1, -1, 2, -1, -1)
+    v = v.reshape(batch, groups, width, total, d)
 
     causal = torch.arange(total, device=query.device) <= torch.arange(past_length, total, device=query.device)[:, None]
     visible = (causal & attention_mask.bool()[:, None, :])[:, None, None]  # [B, 1, 1, S, T]
@@ -262,4 +333,5 @@ def reference(
     out = out.reshape(batch, steps, num_heads, width * d)
     if norm_eps > 0:
         out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + norm_eps)
-    return out.reshape(batch, steps, -1).to(query.dtype), present_key, present_value
+    scales = () if key_scale is None or value_scale is None else (key_scale, value_scale)
+    return out.reshape(batch, steps, -1).to(query.dtype), present_key, present_value, *scales

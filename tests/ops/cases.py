@@ -25,10 +25,11 @@ class AttentionCase:
     token_lambda: bool = False
     padding: str = "none"  # "left" and "right" hide keys of the batch's first row
     dtype: torch.dtype = torch.float32
+    cache: torch.dtype | None = None  # None: as dtype
     seed: int = 0
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """Random inputs in the op's order; everything in the buffers beyond `past` is poisoned with NaN."""
+        """Random inputs in the op's order; every float in the buffers beyond `past` is poisoned with NaN."""
         g = torch.Generator().manual_seed(self.seed)
         total = self.past + self.steps
         capacity = self.past if self.beyond is None else total + self.beyond
@@ -37,8 +38,19 @@ class AttentionCase:
             return torch.randn(*shape, generator=g).to(self.dtype)
 
         def cache() -> torch.Tensor:
-            buffer = torch.full((self.batch, self.kv_heads, capacity, self.d), float("nan"), dtype=self.dtype)
+            if self.cache == torch.int8:
+                return torch.randint(-127, 128, (self.batch, self.kv_heads, capacity, self.d), generator=g).to(
+                    self.cache
+                )
+            buffer = torch.full(
+                (self.batch, self.kv_heads, capacity, self.d), float("nan"), dtype=self.cache or self.dtype
+            )
             buffer[:, :, : self.past] = normal(self.batch, self.kv_heads, self.past, self.d)
+            return buffer
+
+        def scale() -> torch.Tensor:
+            buffer = torch.full((self.batch, self.kv_heads, capacity), float("nan"))
+            buffer[:, :, : self.past] = torch.rand(self.batch, self.kv_heads, self.past, generator=g) * 0.02
             return buffer
 
         mask = torch.ones(self.batch, total, dtype=torch.int64)
@@ -48,7 +60,7 @@ class AttentionCase:
             mask[0, -2:] = 0
         angles = torch.arange(total + 3)[:, None] * 0.7 ** torch.arange(self.d // 2)
         lam_shape = (self.batch, self.steps, self.heads) if self.token_lambda else (self.heads,)
-        return {
+        inputs = {
             "query": normal(self.batch, self.steps, 2 * self.heads * self.d) * 2,
             "key": normal(self.batch, self.steps, self.kv_heads * self.d) * 2,
             "value": normal(self.batch, self.steps, self.kv_heads * self.d),
@@ -61,6 +73,10 @@ class AttentionCase:
             "sin": angles.sin(),
             "attention_mask": mask,
         }
+        if self.cache == torch.int8:
+            inputs["key"][0, 0, : self.d] = 0  # a row of zeros has no step
+            inputs |= {"past_key_scale": scale(), "past_value_scale": scale()}
+        return inputs
 
     def attributes(self) -> dict[str, int | float]:
         """The node's attributes."""
@@ -98,6 +114,36 @@ ATTENTION_CASES = [
     replace(_V2, name="v2_gqa4_chunk", heads=8, kv_heads=2, steps=4, past=3, seed=12),
     replace(_V2, name="v2_left", batch=2, padding="left", seed=13),
     replace(_V2, name="v2_fp16", dtype=torch.float16, past=5, seed=14),
+    # Several chunks of the context, one block of queries, several, their edges
+    replace(_V1, name="v1_long_decode", steps=1, past=700, beyond=3, d=16, padding="left", batch=2, seed=15),
+    replace(_V1, name="v1_chunk_edge", steps=2, past=254, heads=1, seed=16),
+    replace(_V1, name="v1_past_chunk_edge", steps=3, past=255, heads=1, seed=17),
+    replace(_V1, name="v1_long_prefill", steps=67, past=0, heads=1, d=64, seed=18),
+    replace(_V1, name="v1_long_prefill_left", steps=35, heads=1, padding="left", beyond=4, d=32, seed=19),
+    replace(_V1, name="v1_prefill_behind_past", steps=18, past=290, heads=1, beyond=9, d=16, seed=20),
+    replace(_V1, name="v1_gqa8_decode", heads=8, steps=1, past=300, beyond=1, d=32, seed=21),
+    replace(_V1, name="v1_gqa4_prefill", heads=4, steps=21, past=2, beyond=0, d=16, batch=2, seed=22),
+    replace(_V1, name="v1_gqa32_decode", heads=32, steps=1, past=40, d=8, padding="right", seed=23),
+    replace(_V2, name="v2_long_decode", steps=1, past=530, beyond=2, d=64, seed=24),
+    replace(_V2, name="v2_long_prefill", steps=40, past=1, heads=3, d=24, padding="right", seed=25),
+    # Widths that no vector divides
+    replace(_V1, name="v1_d20_decode", d=20, steps=1, past=40, beyond=3, seed=26),
+    replace(_V1, name="v1_d20_prefill", d=20, steps=19, past=3, beyond=3, seed=27),
+    replace(_V1, name="v1_d2", d=2, steps=3, past=3, beyond=0, seed=28),
+    replace(_V1, name="v1_d80_fp16", d=80, steps=20, past=3, dtype=torch.float16, heads=1, seed=29),
+    replace(_V1, name="v1_d128_gqa2_decode", d=128, heads=2, steps=1, past=50, beyond=3, seed=30),
+    # A cache of its own type
+    replace(_V1, name="v1_cache_fp16", cache=torch.float16, steps=3, past=6, d=16, seed=31),
+    replace(_V1, name="v1_cache_fp16_prefill", cache=torch.float16, steps=40, past=6, beyond=2, d=16, heads=1, seed=32),
+    replace(_V1, name="v1_cache_fp16_decode", cache=torch.float16, steps=1, past=300, beyond=5, d=64, heads=4, seed=33),
+    replace(_V1, name="v1_fp16_cache_fp32", dtype=torch.float16, cache=torch.float32, steps=1, past=19, d=16, seed=34),
+    replace(_V1, name="v1_int8", cache=torch.int8, seed=35),
+    replace(_V1, name="v1_int8_decode", cache=torch.int8, steps=1, past=300, beyond=5, d=64, heads=4, seed=36),
+    replace(_V1, name="v1_int8_prefill", cache=torch.int8, steps=40, past=7, beyond=2, d=20, heads=1, seed=37),
+    replace(_V1, name="v1_int8_fp16", cache=torch.int8, dtype=torch.float16, steps=2, past=30, d=36, batch=2, seed=38),
+    replace(_V1, name="v1_int8_left", cache=torch.int8, steps=5, past=9, padding="left", batch=2, beyond=0, seed=39),
+    replace(_V2, name="v2_int8_decode", cache=torch.int8, steps=1, past=70, beyond=1, heads=4, d=32, seed=40),
+    replace(_V2, name="v2_int8_prefill", cache=torch.int8, steps=20, heads=3, d=16, seed=41),
 ]
 
 
