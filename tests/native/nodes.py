@@ -67,3 +67,13 @@ def ternary(case: TernaryCase) -> Node:
 def nodes() -> Iterator[Node]:
     """Every case of every op that the library holds."""
     yield from map(ternary, TERNARY_CASES)
+
+
+def one_of_each() -> list[Node]:
+    """A small node of every op, with room for mistakes."""
+    return [ternary(TernaryCase("small", lead=(2,), k=200, n=5))]
+
+
+def large() -> Iterator[Node]:
+    """Nodes large enough that threads meet: too slow for an emulator."""
+    yield ternary(TernaryCase("large", lead=(64,), k=1024, n=1000))

@@ -1,0 +1,62 @@
+"""One node through ONNX Runtime itself, with the library and nothing else: no body stands behind it."""
+
+from __future__ import annotations
+
+import os
+from unittest import mock
+
+import numpy as np
+import onnxruntime
+from onnx import TensorProto, helper, numpy_helper
+
+from diffbit.runtime import native
+
+from .host import CODES
+from .nodes import Node
+
+
+def session(node: Node, isa: str, threads: int = 1) -> onnxruntime.InferenceSession:
+    """The node as a model; inputs in `node.constants` are weights of the model."""
+    given = {name: array for name, array in node.inputs.items() if array is not None}
+    names = [name if name in given else "" for name in node.inputs]
+    made = helper.make_node(node.op, names, [output.name for output in node.outputs], node.name, domain="diffbit")
+    made.attribute.extend(helper.make_attribute(name, value) for name, value in node.attributes.items())
+
+    def value(name: str, dtype: np.dtype, rank: int) -> TensorProto:
+        return helper.make_tensor_value_info(name, CODES[dtype], [f"{name}_{i}" for i in range(rank)])
+
+    graph = helper.make_graph(
+        [made],
+        "one_node",
+        [value(name, array.dtype, array.ndim) for name, array in given.items() if name not in node.constants],
+        [value(output.name, output.dtype, output.rank) for output in node.outputs],
+        [numpy_helper.from_array(array, name) for name, array in given.items() if name in node.constants],
+    )
+    model = helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid("diffbit", 1)], ir_version=10
+    )
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4  # errors are read from the exceptions
+    options.register_custom_ops_library(str(native.library()))
+    with mock.patch.dict(os.environ, {native.ISA: isa}):
+        return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def run(made: onnxruntime.InferenceSession, node: Node) -> list[np.ndarray]:
+    """The node's outputs; those that share an input's memory lie in a copy of it."""
+    values = {
+        name: onnxruntime.OrtValue.ortvalue_from_numpy(array)  # a copy
+        for name, array in node.inputs.items()
+        if array is not None and name not in node.constants
+    }
+    binding = made.io_binding()
+    for name, value in values.items():
+        binding.bind_ortvalue_input(name, value)
+    for output in node.outputs:
+        if output.shared is None:
+            binding.bind_output(output.name)
+        else:
+            binding.bind_ortvalue_output(output.name, values[output.shared])
+    made.run_with_iobinding(binding)
+    return [value.numpy() for value in binding.get_outputs()]

@@ -1,0 +1,49 @@
+"""Whole artifacts on an emulated ARM processor: ONNX Runtime's own build for it, our library cross-compiled."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from diffbit.export import export_artifact
+from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
+
+from .host import ROOT, build, skip
+
+ARM64 = ROOT / "build" / "native" / "arm64"
+
+
+def diffbit(*arguments: str, isa: str) -> str:
+    """What the command prints on the emulated processor."""
+    library = build("aarch64").folder / "libdiffbit_ops.so"
+    if not (ARM64 / ".complete").exists():
+        skip("needs make arm64")
+    (python,) = (ARM64 / "usr" / "bin").glob("python3.*[0-9]")
+    done = subprocess.run(
+        ["qemu-aarch64", "-L", str(ARM64), str(python), "-m", "diffbit", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ
+        | {
+            "PYTHONPATH": str(ARM64 / "site"),
+            "DIFFBIT_LIBRARY": str(library),
+            "DIFFBIT_ISA": isa,
+            "PYTHONNOUSERSITE": "1",
+        },
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("weights", ["ternary"])
+def test_an_artifact_verifies_itself(weights: str, checkpoint: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(checkpoint, tmp_path / "quantized", Scheme(weights=parse_format(weights)))
+    artifact = export_artifact(tmp_path / "quantized", tmp_path / "artifact")
+    result = json.loads(diffbit("verify", str(artifact), "--json", isa="neon"))
+    assert result["native"] and result["passed"], result

@@ -1,0 +1,50 @@
+"""The same bits on 1, 2 and 4 threads of ONNX Runtime, and in two sessions that run at once."""
+
+from __future__ import annotations
+
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from diffbit.runtime import native
+
+from ..ops.onnx_run import on_each_isa
+from . import sessions
+from .nodes import Node, large, nodes
+
+
+@functools.cache
+def table() -> tuple[Node, ...]:
+    return (*nodes(), *large())
+
+
+def bits(outputs: list[np.ndarray]) -> list[bytes]:
+    return [array.tobytes() for array in outputs]
+
+
+@on_each_isa
+def test_threads_change_nothing(isa: str) -> None:
+    for node in table():
+        one, two, four = (bits(sessions.run(sessions.session(node, isa, threads), node)) for threads in (1, 2, 4))
+        assert one == two, f"{node.name}: other bits on 2 threads"
+        assert one == four, f"{node.name}: other bits on 4 threads"
+
+
+@pytest.mark.skipif(not native.instruction_sets(), reason="there is no library")
+def test_two_sessions_at_once() -> None:
+    isa, *_ = native.instruction_sets()
+    prepared = [(node, *(sessions.session(node, isa, 2) for _ in range(2))) for node in table()]
+    alone = {node.name: bits(sessions.run(first, node)) for node, first, _ in prepared}
+
+    def repeat(made: list[tuple[Node, onnxruntime.InferenceSession]]) -> list[str]:
+        return [node.name for _ in range(3) for node, one in made if bits(sessions.run(one, node)) != alone[node.name]]
+
+    with ThreadPoolExecutor(2) as pool:
+        both = [[(node, pair[which]) for node, *pair in prepared] for which in (0, 1)]
+        changed = [name for names in pool.map(repeat, both) for name in names]
+        # and one session called from two threads
+        changed += [name for names in pool.map(repeat, [both[0], both[0]]) for name in names]
+    assert not changed
