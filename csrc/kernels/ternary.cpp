@@ -51,7 +51,8 @@ DIFFBIT_INLINE int64_t place(int64_t i) {
 
 TernaryRow quantize(const void* x, bool half, int64_t k, int64_t blocks, int8_t* q) {
   const int64_t size = quantized_size(blocks);
-  for (int64_t i = size - 4 * WIDTH; i < size; i += WIDTH) store(q + i, splat(0));
+  constexpr int64_t LAST = 4 * WIDTH > TERNARY_BLOCK ? 4 * WIDTH : TERNARY_BLOCK;  // what x may leave unwritten
+  for (int64_t i = size - LAST; i < size; i += WIDTH) store(q + i, splat(0));
   Ints sums = zero();
   TernaryRow row;
   row.step = quantize_row(x, half, k, [&](int64_t i, Bytes values) {
