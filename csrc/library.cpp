@@ -6,6 +6,7 @@
 #include <new>
 
 #include "diff_attention.h"
+#include "int4_matmul.h"
 #include "op.h"
 #include "ternary_matmul.h"
 
@@ -114,6 +115,8 @@ Entry diff_attention(int type, int cache) {
 
 // clang-format off
 Entry entries[] = {
+    make<Int4MatMul>({5, 1, {FLOAT32, UINT8, FLOAT16, UINT8, FLOAT32}, {FLOAT32}, 5, 1}),
+    make<Int4MatMul>({5, 1, {FLOAT16, UINT8, FLOAT16, UINT8, FLOAT32}, {FLOAT16}, 5, 1}),
     make<TernaryMatMul>({3, 1, {FLOAT32, UINT8, FLOAT32}, {FLOAT32}, 3, 1}),
     make<TernaryMatMul>({3, 1, {FLOAT16, UINT8, FLOAT32}, {FLOAT16}, 3, 1}),
     diff_attention(FLOAT32, FLOAT32),

@@ -3,7 +3,8 @@
     format           operator                    weight in the file
     float            MatMul                      [K, N] in the graph's dtype
     int2             com.microsoft.MatMulNBits   2-bit codes; groups of 16: 4-bit codes (there is no 2-bit int8 kernel)
-    int3, int4       com.microsoft.MatMulNBits   4-bit codes
+    int3, int4       diffbit.Int4MatMul          groups of 32, 64 and 128: 4-bit codes (ops/int4_matmul.py)
+                     com.microsoft.MatMulNBits   groups of 16 and 256, one scale per row: 4-bit codes
     int5 to int8     com.microsoft.MatMulNBits   8-bit codes
     nf4              com.microsoft.MatMulBnb4    bitsandbytes' own bytes
     other codebooks  Gather, Mul, MatMul         bytes as nf4's; looked up once, at load, into floats
@@ -12,9 +13,10 @@
 MatMulNBits has no 3-, 5-, 6- or 7-bit kernels, so their codes travel in the next larger container: code - zero is the
 same number there. One scale per row becomes blocks of 128 that repeat it, and so do 2-bit groups of 256. Accuracy
 level 4: the operator rounds its input to int8, one scale per block of the weight (`activations`); the levels below are
-fifty times slower at 2 and 8 bits.
+fifty times slower at 2 and 8 bits. Int4MatMul computes the same, from a layout that diffbit's kernels read as it lies.
 
-A factor on the output ((1 - lambda_init) of diff_v1, arXiv 2410.05258 eq. 3) goes into the weight or its scales.
+A factor on the output ((1 - lambda_init) of diff_v1, arXiv 2410.05258 eq. 3) goes into the weight or its scales;
+Int4MatMul takes it beside its scales, which are float16 and exact.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import onnx_ir as ir
 import torch.nn.functional as F
 from torch import nn
 
-from ..ops import ternary_matmul
+from ..ops import int4_matmul, ternary_matmul
 from ..quantize.formats import NF4, CodebookFormat, Format
 from ..quantize.linear import Activations, QuantLinear, matmul_nbits_activations
 from ..quantize.packing import pack_bits
@@ -37,7 +39,7 @@ BNB_NF4 = 1  # MatMulBnb4's quant_type
 
 
 def container(format: Format) -> tuple[int, int]:
-    """(bits, block size) of the MatMulNBits node of an integer format."""
+    """(bits, block size) of the node of an integer format."""
     bits = 2 if format.bits == 2 else 4 if format.bits <= 4 else 8
     block = format.group_size or ROW_BLOCK
     if bits == 2 and block == 16:
@@ -69,6 +71,10 @@ def _integer(g: Graph, x: ir.Value, weight: QTensor, scale: float) -> ir.Value:
     codes, zero = weight.codes, weight.zero
     if format.symmetric and bits != format.bits:
         codes = codes + (2 ** (bits - 1) - 2 ** (format.bits - 1))  # the container's implicit zero point
+    if bits == 4 and format.group_size in int4_matmul.GROUP_SIZES:
+        return _int4(
+            g, x, int4_matmul.pack(codes, weight.scale, zero, block), scale, K=columns, N=rows, group_size=block
+        )
     repeat = blocks if not format.group_size else format.group_size // block
     steps = (weight.scale * scale).repeat_interleave(repeat, 1)[:, :blocks]
     packed = pack_bits(F.pad(codes, (0, blocks * block - columns)), bits)
@@ -90,6 +96,18 @@ def _integer(g: Graph, x: ir.Value, weight: QTensor, scale: float) -> ir.Value:
         block_size=block,
         accuracy_level=ACCURACY_LEVEL,
     )
+
+
+def _int4(g: Graph, x: ir.Value, weight: int4_matmul.Packed, scale: float, **attributes: int) -> ir.Value:
+    symmetric = weight.zeros.numel() == 1
+    inputs = [
+        x,
+        g.initializer("codes", weight.codes.numpy()),
+        g.initializer("scale", weight.scales.numpy()),
+        g.const(weight.zeros, np.uint8) if symmetric else g.initializer("zero", weight.zeros.numpy()),
+        g.const([scale], np.float32),
+    ]
+    return g.custom(int4_matmul, inputs, **attributes)
 
 
 def _codebook(g: Graph, x: ir.Value, weight: QTensor, scale: float) -> ir.Value:

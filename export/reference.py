@@ -1,8 +1,8 @@
 """The torch model that an artifact is held against: the checkpoint's, with the activations of the runtime's operators.
 
-MatMulNBits at accuracy level 4 rounds its input to int8 per block of the weight, whatever the scheme says about
-activations; MatMulBnb4 and MatMul do not round; TernaryMatMul rounds per token. A scheme that asks for what the
-operators cannot do is refused here, before anything is written.
+Int4MatMul, and MatMulNBits at accuracy level 4, round their input to int8 per block of the weight, whatever the scheme
+says about activations; MatMulBnb4 and MatMul do not round; TernaryMatMul rounds per token. A scheme that asks for what
+the operators cannot do is refused here, before anything is written.
 """
 
 from __future__ import annotations

@@ -81,14 +81,15 @@ def quantize_per_token_int8(x: Tensor) -> Tensor:
 def quantize_per_block_int8(x: Tensor, block: int) -> Tensor:
     """x [..., K] rounded to int8 with one scale per `block` neighbours (the last may be short), as floats again.
 
-    a = max|x| / 127 in each block, q = round-half-even(x / a): what ONNX Runtime's MatMulNBits does to its input on
-    the CPU at accuracy level 4, `block` being the weight's block size; found by experiment (tests/quantize/
-    test_linear.py), values within one ulp of a tie apart.
+    a = max|x| / 127 in each block, q = round-half-even(x * (127 / max|x|)): what ONNX Runtime's MatMulNBits does to its
+    input on x86 at accuracy level 4, `block` being the weight's block size (tests/quantize/test_linear.py), and what
+    the op Int4MatMul does everywhere. On ARM, MatMulNBits rounds ties away from zero.
     """
     blocks = F.pad(x.float(), (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))  # [..., G, block]
     largest = blocks.abs().amax(-1, keepdim=True)
-    a = (largest / 127).masked_fill(largest == 0, 1)
-    return (torch.round(blocks / a) * a).flatten(-2)[..., : x.shape[-1]].to(x.dtype)
+    # not 127 / largest: for a number over a tensor torch rounds twice
+    inverse = (torch.full_like(largest, 127) / largest).masked_fill(largest == 0, 0)
+    return (torch.round(blocks * inverse) * (largest / 127)).flatten(-2)[..., : x.shape[-1]].to(x.dtype)
 
 
 def matmul_nbits_activations(bits: int, block_size: int) -> Activations | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 
@@ -22,12 +23,13 @@ NODES = {
     "int7_g64": ("MatMulNBits", 8, 64),
     "int5_g16_asym": ("MatMulNBits", 8, 16),
     "int4": ("MatMulNBits", 4, 128),
-    "int4_g32": ("MatMulNBits", 4, 32),
+    "int4_g32": ("Int4MatMul", None, 32),
+    "int4_g128": ("Int4MatMul", None, 128),
     "int4_g256": ("MatMulNBits", 4, 256),
-    "int4_g64_asym": ("MatMulNBits", 4, 64),
+    "int4_g64_asym": ("Int4MatMul", None, 64),
     "int4_asym": ("MatMulNBits", 4, 128),
-    "int3_g64": ("MatMulNBits", 4, 64),
-    "int3_g32_asym": ("MatMulNBits", 4, 32),
+    "int3_g64": ("Int4MatMul", None, 64),
+    "int3_g32_asym": ("Int4MatMul", None, 32),
     "int2_g16": ("MatMulNBits", 4, 16),
     "int2_g32_asym": ("MatMulNBits", 2, 32),
     "int2_g64": ("MatMulNBits", 2, 64),
@@ -102,6 +104,26 @@ def test_fp16(tmp_path: Path, format: str) -> None:
     assert found.dtype == np.float16
     assert np.median(np.abs(found - wanted.numpy())) < 1e-3
     assert np.abs(found - wanted.numpy()).max() < 2e-2
+
+
+@pytest.mark.parametrize(("format", "columns"), [("int4_g32", 192), ("int3_g64_asym", 200), ("int4_g128_asym", 1000)])
+def test_int4_is_laid_out_once_at_load(tmp_path: Path, format: str, columns: int) -> None:
+    """ONNX Runtime folds all of the body but its MatMulNBits; where it is told to fold nothing, the body works too."""
+    weight = torch.randn(40, columns, generator=torch.Generator().manual_seed(3))
+    build(tmp_path / "m", weight, format, 0.5, "fp32")
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "loaded.onnx")
+    folded = onnxruntime.InferenceSession(tmp_path / "m" / "model.onnx", options, providers=["CPUExecutionProvider"])
+    graph = onnx.load(tmp_path / "loaded.onnx").graph
+    assert [node.op_type for node in graph.node] == ["MatMulNBits"]
+    assert set(graph.node[0].input) == {"x", *(tensor.name for tensor in graph.initializer)}
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    plain = onnxruntime.InferenceSession(tmp_path / "m" / "model.onnx", options, providers=["CPUExecutionProvider"])
+    x = np.random.default_rng(0).standard_normal((3, columns), np.float32)
+    (wanted,), (found,) = folded.run(None, {"x": x}), plain.run(None, {"x": x})
+    # unfolded weights are multiplied without rounding x, so only int8's error is left between the two
+    np.testing.assert_allclose(found, wanted, atol=0.02 * np.abs(wanted).max())
 
 
 def test_no_container_runs_without_an_integer_kernel() -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diffbit.ops import ternary_matmul
+from diffbit.ops import int4_matmul, ternary_matmul
 
-from ..ops.cases import TERNARY_CASES, TernaryCase
+from ..ops.cases import INT4_CASES, TERNARY_CASES, Int4Case, TernaryCase
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,36 @@ def ternary(case: TernaryCase) -> Node:
     )
 
 
+def int4(case: Int4Case) -> Node:
+    a, codes, scale, zero, factor = case.inputs()
+    packed = int4_matmul.pack(codes, scale, zero, case.group)
+    inputs = {name: tensor.numpy() for name, tensor in packed._asdict().items()}
+    return Node(
+        f"int4/{case.name}",
+        int4_matmul.NAME,
+        {"K": case.k, "N": case.n, "group_size": case.group, "spec_version": int4_matmul.VERSION},
+        {"A": a.numpy(), **inputs, "factor": factor.numpy()},
+        (Output("Y", a.numpy().dtype, a.dim()),),
+        equal(int4_matmul.reference(a, packed, factor, case.n, case.group).numpy()),
+        constants=(*inputs, "factor"),
+    )
+
+
 def nodes() -> Iterator[Node]:
     """Every case of every op that the library holds."""
     yield from map(ternary, TERNARY_CASES)
+    yield from map(int4, INT4_CASES)
 
 
 def one_of_each() -> list[Node]:
     """A small node of every op, with room for mistakes."""
-    return [ternary(TernaryCase("small", lead=(2,), k=200, n=5))]
+    return [
+        ternary(TernaryCase("small", lead=(2,), k=200, n=5)),
+        int4(Int4Case("small", lead=(2,), k=200, n=21, symmetric=False)),
+    ]
 
 
 def large() -> Iterator[Node]:
     """Nodes large enough that threads meet: too slow for an emulator."""
     yield ternary(TernaryCase("large", lead=(64,), k=1024, n=1000))
+    yield int4(Int4Case("large", lead=(64,), k=1024, n=1000))

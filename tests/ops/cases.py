@@ -200,3 +200,69 @@ TERNARY_CASES = [
     TernaryCase("prefill_fp16", lead=(200,), k=320, n=135, dtype=torch.float16, seed=14),
     TernaryCase("one_row_fp16", lead=(1,), k=515, n=301, dtype=torch.float16, seed=15),
 ]
+
+
+@dataclass(frozen=True)
+class Int4Case:
+    """A call of Int4MatMul: activations [*lead, K] times a 4-bit weight [N, K] in groups."""
+
+    name: str
+    lead: tuple[int, ...] = (3,)
+    k: int = 128
+    n: int = 32
+    group: int = 32
+    symmetric: bool = True
+    factor: float = 1.0
+    fill: str = "normal"  # "low", "high": codes and activations at their ends; "zero"; "tiny"; "huge"; "wild": inf, NaN
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """A, codes uint8 [N, K], scales [N, G] that float16 holds, zero points uint8 [N, G] or None, the factor."""
+        g = torch.Generator().manual_seed(self.seed)
+        groups = -(-self.k // self.group)
+        a = torch.randn(*self.lead, self.k, generator=g) * 3
+        codes = torch.randint(0, 16, (self.n, self.k), generator=g, dtype=torch.uint8)
+        scale = (torch.randn(self.n, groups, generator=g) * 0.1).half().float()
+        zero = torch.randint(0, 16, (self.n, groups), generator=g, dtype=torch.uint8)
+        if self.fill in ("low", "high"):
+            a, low = torch.full_like(a, -2.0), self.fill == "low"
+            codes, zero = torch.full_like(codes, 0 if low else 15), torch.full_like(zero, 15 if low else 0)
+        elif self.fill == "zero":
+            a = torch.zeros_like(a)
+            a[..., ::97] = -0.0
+        elif self.fill == "tiny":
+            a = a * torch.tensor(10.0) ** torch.linspace(-45, -25, self.k)
+        elif self.fill == "huge":
+            a = a * 1e35
+        elif self.fill == "wild":
+            a[0, 7], a[1, self.k - 1], a[2, 40] = torch.inf, torch.nan, -torch.inf
+        return a.to(self.dtype), codes, scale, None if self.symmetric else zero, torch.tensor([self.factor])
+
+
+INT4_CASES = [
+    Int4Case("small"),
+    Int4Case("one_row", lead=(1,), k=256, n=144, seed=1),
+    Int4Case("one_row_asymmetric", lead=(1,), k=256, n=144, symmetric=False, seed=2),
+    Int4Case("batched", lead=(2, 3), k=384, n=48, group=64, seed=3),
+    Int4Case("ragged", lead=(4,), k=200, n=37, seed=4),
+    Int4Case("ragged_asymmetric", lead=(7,), k=328, n=100, group=64, symmetric=False, seed=5),
+    Int4Case("short", lead=(2,), k=5, n=1, group=128, seed=6),
+    Int4Case("odd_k", lead=(9,), k=131, n=17, group=128, symmetric=False, seed=7),
+    Int4Case("low_codes", lead=(5,), k=1024, n=16, fill="low"),
+    Int4Case("high_codes", lead=(1,), k=1024, n=64, fill="high"),
+    Int4Case("high_codes_g128", lead=(9,), k=1024, n=64, group=128, fill="high"),
+    Int4Case("low_codes_asymmetric", lead=(9,), k=512, n=16, group=128, symmetric=False, fill="low"),
+    Int4Case("zero_rows", lead=(2,), fill="zero"),
+    Int4Case("tiny_rows", lead=(4,), k=512, fill="tiny", seed=8),
+    Int4Case("huge_rows", lead=(4,), k=96, fill="huge", seed=9),
+    Int4Case("wild_rows", lead=(5,), k=96, fill="wild", seed=10),
+    Int4Case("factor", lead=(3,), factor=0.8 - 0.6 * 0.7408, seed=11),
+    Int4Case("fp16", lead=(6,), k=256, dtype=torch.float16, seed=12),
+    Int4Case("fp16_ragged", lead=(1,), k=200, n=21, symmetric=False, factor=0.37, dtype=torch.float16, seed=13),
+    Int4Case("many_rows", lead=(65,), k=160, n=80, seed=14),
+    Int4Case("many_rows_asymmetric", lead=(131,), k=320, n=150, group=64, symmetric=False, seed=15),
+    Int4Case("long", lead=(2,), k=4096, n=32, seed=16),
+    *(Int4Case(f"rows_{m}", lead=(m,), k=136, n=200, factor=0.9, seed=20 + m) for m in range(2, 18)),
+    *(Int4Case(f"rows_{m}_asymmetric", lead=(m,), n=136, symmetric=False, seed=40 + m) for m in range(2, 10)),
+]

@@ -1,0 +1,189 @@
+"""`diffbit.Int4MatMul`: int8 activations times 4-bit weights in groups, what MatMulNBits computes at accuracy level 4.
+
+Meaning, for every row x of A in groups of `group_size` neighbours, g = 0 ... G-1, the last filled up with zeros:
+
+    m_g = max|x|    a_g = m_g / 127    q = round-half-to-even(x * (127 / m_g))    in int8; m_g < 1e-30: all of it is 0
+    s_n = 0; for g in order: s_n = fma(float32(sum_k q_k (c_nk - z_ng)), d_ng * a_g, s_n)      the sum in int32, exact
+    y_n = s_n * factor
+
+all in float32, each operation rounded once and in this order, so that every instruction set, number of threads and
+number of rows gives the same bits. A group that holds an infinity or a NaN has a_g = NaN and q = 0: its row is NaN.
+One step per row and group is closer to x than one per row, and it is what ONNX Runtime does: on x86 its q are these to
+the last unit. On ARM it rounds ties away from zero, and there a q on a tie may be off by one.
+
+Inputs
+    A       T [..., K]                                 float32 or float16; computed in float32
+    codes   uint8 [N/16, G, group_size/8, 16, 4]       c, two a byte; all quotients here are rounded up
+    scales  float16 [N/16, G, 16]                      d
+    zeros   uint8 [N/16, G, 16] or [1, 1, 1]           z, 0 to 15; one 8 for all of a symmetric format
+    factor  float [1]
+Output
+    Y       T [..., N]
+Attributes: K, N, group_size (32, 64 or 128), spec_version.
+
+Layout: tiles of 16 rows of the weight. A tile is a run of groups, a group a run of steps of 8 weights, a step the 4
+bytes of each of its 16 rows: byte b holds the weight 2b in its low nibble and 2b+1 in its high one. So one load of 64
+bytes (two of 32, four of 16) has the same 8 weights of 16 rows, each row in a 32-bit lane of its own; low and high
+nibbles meet four even and four odd activations that are broadcast to all lanes, and a lane's dot product is a row's:
+nothing is ever summed across lanes, and every instruction set reads the file as it lies. Rows beyond N have scale 0,
+weights beyond K are zero points.
+
+The order of the nibbles is MatMulNBits' own. The body only moves bytes, and of constants only, which ONNX Runtime does
+once, at load; what stays is a MatMulNBits node.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import onnx_ir
+    import torch
+
+DOMAIN = "diffbit"
+NAME = "Int4MatMul"
+VERSION = 1  # of the meaning and the layout; a kernel checks it against the attribute spec_version
+GROUP_SIZES = (32, 64, 128)
+TILE = 16  # rows
+STEP = 8  # weights of a row
+SMALLEST = 1e-30  # of a group's largest activation: 127 / m_g is finite, a_g not subnormal
+
+BODY = """
+<domain: "diffbit", opset_import: ["" : 21, "com.microsoft" : 1]>
+Int4MatMul <K, N, group_size, spec_version> (A, codes, scales, zeros, factor) => (Y)
+{
+  zero = Constant <value_ints = [0]> ()
+  one = Constant <value_ints = [1]> ()
+  two = Constant <value_ints = [2]> ()
+  rest = Constant <value_ints = [-1]> ()
+  end = Constant <value_ints = [9223372036854775807]> ()
+  N_0d = Constant <value_int: int = @N> ()
+  N_1d = Reshape (N_0d, one)
+  group_0d = Constant <value_int: int = @group_size> ()
+  group_1d = Reshape (group_0d, one)
+  group_bytes = Div (group_1d, two)
+  groups = Shape <start = 1, end = 2> (codes)
+
+  # [tiles, G, steps, 16, 4] -> [tiles, 16, G, steps, 4] -> [N, G, group_size/2]
+  code_tiles = Transpose <perm = [0, 3, 1, 2, 4]> (codes)
+  code_shape = Concat <axis = 0> (rest, groups, group_bytes)
+  code_rows = Reshape (code_tiles, code_shape)
+  B = Slice (code_rows, zero, N_1d, zero)
+
+  # [tiles, G, 16] -> [tiles, 16, G] -> [N, G]
+  row_shape = Concat <axis = 0> (rest, groups)
+  scale_tiles = Transpose <perm = [0, 2, 1]> (scales)
+  scale_rows = Reshape (scale_tiles, row_shape)
+  scale_cut = Slice (scale_rows, zero, N_1d, zero)
+  scale_f = Cast <to = 1> (scale_cut)
+  scaled = Mul (scale_f, factor)
+  B_scales = CastLike (scaled, A)
+
+  # the same, then two to a byte, the last alone where G is odd: [N, ceil(G/2)]
+  tile_shape = Shape (scales)
+  zero_full = Expand (zeros, tile_shape)
+  zero_tiles = Transpose <perm = [0, 2, 1]> (zero_full)
+  zero_rows = Reshape (zero_tiles, row_shape)
+  zero_cut = Slice (zero_rows, zero, N_1d, zero)
+  one_more = Constant <value_ints = [0, 0, 0, 1]> ()
+  zero_pad = Pad (zero_cut, one_more)
+  low = Slice (zero_cut, zero, end, one, two)
+  high = Slice (zero_pad, one, end, one, two)
+  four_i = Constant <value_int = 4> ()
+  four = Cast <to = 2> (four_i)
+  high_moved = BitShift <direction = "LEFT"> (high, four)
+  B_zeros = BitwiseOr (low, high_moved)
+
+  Y = com.microsoft.MatMulNBits <K: int = @K, N: int = @N, bits = 4, block_size: int = @group_size, accuracy_level = 4> (A, B, B_scales, B_zeros)
+}
+"""  # noqa: E501
+
+
+class Packed(NamedTuple):
+    """A weight as the op's inputs."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+
+
+def function() -> onnx_ir.Function:
+    """The op's body as an ONNX model-local function: what runs wherever no native library is registered."""
+    import onnx.parser
+    from onnx_ir import serde
+
+    return serde.deserialize_function(onnx.parser.parse_function(BODY))
+
+
+def pack(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int) -> Packed:
+    """Codes uint8 [N, K] below 16, scales [N, G] that float16 holds, zero points uint8 [N, G] (None: 8) -> `Packed`."""
+    import torch
+    import torch.nn.functional as F
+
+    rows, columns = codes.shape
+    groups, more_rows = -(-columns // group_size), -rows % TILE
+    scales = scale.half()
+    if not torch.equal(scales.float(), scale.float()):
+        raise ValueError("the scales are not rounded to float16, wanted ones that it holds exactly")
+    last = codes.new_full((rows, 1), 8) if zero is None else zero[:, -1:]
+    codes = torch.cat((codes, last.expand(rows, groups * group_size - columns)), 1)
+    pairs = F.pad(codes, (0, 0, 0, more_rows)).view(-1, TILE, groups, group_size // STEP, STEP // 2, 2)
+    packed = pairs[..., 0] | pairs[..., 1] << 4  # [tiles, 16, G, steps, 4]
+
+    def tiles(values: torch.Tensor) -> torch.Tensor:  # [N, G] -> [tiles, G, 16]
+        return F.pad(values, (0, 0, 0, more_rows)).view(-1, TILE, groups).transpose(1, 2).contiguous()
+
+    zeros = codes.new_full((1, 1, 1), 8) if zero is None else tiles(zero)
+    return Packed(packed.permute(0, 2, 3, 1, 4).contiguous(), tiles(scales), zeros)
+
+
+def unpack(packed: Packed, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The inverse of `pack`: codes uint8 [N, K], scales float16 [N, G], zero points uint8 [N, G]."""
+    import torch
+
+    pairs = torch.stack((packed.codes & 15, packed.codes >> 4), -1)  # [tiles, G, steps, 16, 4, 2]
+    codes = pairs.permute(0, 3, 1, 2, 4, 5).flatten(2).flatten(0, 1)
+    scales, zeros = packed.scales, packed.zeros.expand(packed.scales.shape)
+    by_row = [x.transpose(1, 2).flatten(0, 1)[:rows] for x in (scales, zeros)]
+    return codes[:rows, :columns], by_row[0], by_row[1]
+
+
+def reference(a: torch.Tensor, packed: Packed, factor: torch.Tensor, rows: int, group_size: int) -> torch.Tensor:
+    """The op in torch, bit for bit: A [..., K] float, a weight of N = `rows` rows -> [..., N] in A's dtype."""
+    import torch
+    import torch.nn.functional as F
+
+    columns = a.shape[-1]
+    codes, scales, zeros = unpack(packed, rows, packed.codes.shape[1] * group_size)
+    x = F.pad(a.float(), (0, codes.shape[1] - columns)).unflatten(-1, (-1, group_size))  # [..., G, group]
+    largest = x.abs().amax(-1, keepdim=True)
+    tiny, wild = largest < SMALLEST, ~largest.isfinite()
+    # not 127 / largest: for a number over a tensor torch rounds twice
+    inverse = torch.full_like(largest, 127) / largest
+    q = torch.round(x * inverse).masked_fill(tiny | wild, 0)
+    step = (largest / 127).masked_fill(tiny, 0).masked_fill(wild, torch.nan)  # [..., G, 1]
+    sums = torch.zeros(*a.shape[:-1], rows)
+    for g in range(scales.shape[1]):
+        part = slice(g * group_size, (g + 1) * group_size)
+        weight = codes[:, part].double() - zeros[:, g, None].double()
+        exact = q[..., g, :].double() @ weight.T  # integers, far below 2^53
+        sums = _fma(exact, scales[:, g].float() * step[..., g, :], sums)
+    return (sums * factor.float()).to(a.dtype)
+
+
+def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """a * b + c rounded once to float32; b and c float32, a an integer below 2^24 as float64.
+
+    The product is exact in float64. The sum there is rounded to odd (its last bit set where it is not exact), which
+    keeps the second rounding from undoing a tie (Boldo and Melquiond, 2008).
+    """
+    import torch
+
+    product, addend = a * b.double(), c.double()
+    total = product + addend
+    back = total - product
+    error = (product - (total - back)) + (addend - back)
+    bits = total.view(torch.int64)
+    even = (error != 0) & (bits & 1 == 0) & total.isfinite()
+    toward = torch.where((error > 0) == (total > 0), 1, -1)
+    return torch.where(even, bits + toward, bits).view(torch.float64).float()

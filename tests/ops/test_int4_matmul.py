@@ -1,0 +1,199 @@
+"""Int4MatMul: the reference against a loop with the C library's fma, the kernels against the reference bit for bit."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diffbit.ops import int4_matmul
+
+from .cases import INT4_CASES, Int4Case
+from .onnx_run import on_each_isa, run_node
+
+cases = pytest.mark.parametrize("case", INT4_CASES, ids=lambda case: case.name)
+CONSTANTS = ("codes", "scales", "zeros", "factor")
+
+
+def by_the_book(case: Int4Case) -> np.ndarray:
+    """One output and one group at a time, as the docstring has it."""
+    fma = ctypes.CDLL(ctypes.util.find_library("m")).fmaf
+    fma.restype, fma.argtypes = ctypes.c_float, [ctypes.c_float] * 3
+    a, codes, scale, zero, factor = (None if x is None else x.numpy() for x in case.inputs())
+    rows = a.astype(np.float32).reshape(-1, case.k)
+    out = np.empty((len(rows), case.n), np.float32)
+    for i, row in enumerate(rows):
+        groups = []
+        for start in range(0, case.k, case.group):
+            x = row[start : start + case.group]
+            largest = np.abs(x).max()
+            if not np.isfinite(largest):
+                groups.append((np.zeros(len(x), np.int64), np.float32(np.nan)))
+            elif largest < np.float32(1e-30):
+                groups.append((np.zeros(len(x), np.int64), np.float32(0)))
+            else:
+                q = np.round(x * (np.float32(127) / largest)).astype(np.int64)
+                groups.append((q, largest / np.float32(127)))
+        for n in range(case.n):
+            total = np.float32(0)
+            for g, (q, step) in enumerate(groups):
+                part = codes[n, g * case.group : (g + 1) * case.group].astype(np.int64)
+                exact = int(q @ (part - (8 if zero is None else int(zero[n, g]))))
+                total = np.float32(fma(exact, scale[n, g] * step, total))
+            out[i, n] = total * factor[0]
+    return out.reshape(*case.lead, case.n).astype(a.dtype)
+
+
+def node(case: Int4Case) -> tuple[dict[str, np.ndarray], dict[str, int | float]]:
+    a, codes, scale, zero, factor = case.inputs()
+    packed = int4_matmul.pack(codes, scale, zero, case.group)
+    tensors = {"A": a, **packed._asdict(), "factor": factor}
+    attributes = {"K": case.k, "N": case.n, "group_size": case.group, "spec_version": int4_matmul.VERSION}
+    return {name: tensor.numpy() for name, tensor in tensors.items()}, attributes
+
+
+def reference(case: Int4Case) -> np.ndarray:
+    a, codes, scale, zero, factor = case.inputs()
+    packed = int4_matmul.pack(codes, scale, zero, case.group)
+    return int4_matmul.reference(a, packed, factor, case.n, case.group).numpy()
+
+
+@cases
+def test_reference_is_exact(case: Int4Case) -> None:
+    got = reference(case)
+    wanted = by_the_book(case)
+    assert got.dtype == wanted.dtype and np.array_equal(got, wanted, equal_nan=True)
+    assert np.isnan(wanted).any() == (case.fill == "wild")
+
+
+@pytest.mark.parametrize("case", [case for case in INT4_CASES if case.fill != "wild"], ids=lambda case: case.name)
+def test_body_is_the_reference(case: Int4Case) -> None:
+    inputs, attributes = node(case)
+    (got,) = run_node(int4_matmul.function(), inputs, attributes, {"Y": inputs["A"].ndim}, constants=CONSTANTS)
+    wanted = reference(case)
+    assert got.dtype == wanted.dtype and got.shape == wanted.shape
+    # in float16 the factor goes into the scales, which are rounded again
+    tolerance = 1e-6 if case.dtype == torch.float32 else 1e-3
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=tolerance * (np.abs(wanted.astype(np.float64)).max() or 1))
+
+
+@on_each_isa
+@cases
+def test_kernel_is_exact(case: Int4Case, isa: str) -> None:
+    inputs, attributes = node(case)
+    (got,) = run_node(int4_matmul.function(), inputs, attributes, {"Y": inputs["A"].ndim}, CONSTANTS, isa)
+    wanted = reference(case)
+    assert got.dtype == wanted.dtype and np.array_equal(got, wanted, equal_nan=True)
+
+
+@on_each_isa
+def test_threads_change_nothing(isa: str) -> None:
+    for lead, n in (((1,), 2000), ((3,), 515), ((70,), 333)):
+        case = Int4Case("threads", lead=lead, k=512, n=n, symmetric=False)
+        inputs, attributes = node(case)
+        one, two, four = (
+            run_node(int4_matmul.function(), inputs, attributes, {"Y": 2}, CONSTANTS, isa, threads)[0]
+            for threads in (1, 2, 4)
+        )
+        assert np.array_equal(one, two) and np.array_equal(one, four)
+
+
+@on_each_isa
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 20),
+    columns=st.integers(1, 300),
+    n=st.integers(1, 150),
+    group=st.sampled_from(int4_matmul.GROUP_SIZES),
+    symmetric=st.booleans(),
+    half=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_any_shape(
+    isa: str, rows: int, columns: int, n: int, group: int, symmetric: bool, half: bool, seed: int
+) -> None:
+    dtype = torch.float16 if half else torch.float32
+    case = Int4Case("any", (rows,), columns, n, group, symmetric, factor=0.3, dtype=dtype, seed=seed)
+    inputs, attributes = node(case)
+    (got,) = run_node(int4_matmul.function(), inputs, attributes, {"Y": 2}, CONSTANTS, isa)
+    assert np.array_equal(got, reference(case))
+
+
+def test_layout_is_the_documented_one() -> None:
+    codes = torch.full((17, 70), 8, dtype=torch.uint8)
+    codes[3, 10] = 1  # tile 0, group 0, step 1, row 3, byte 1, low
+    codes[3, 11] = 2  # high
+    codes[16, 69] = 3  # tile 1, group 1 of 64, step 0, row 0, byte 2, high
+    packed = int4_matmul.pack(codes, torch.arange(34).view(17, 2) + 1.0, None, 64)
+    assert packed.codes.shape == (2, 2, 8, 16, 4) and packed.scales.shape == (2, 2, 16)
+    assert packed.codes[0, 0, 1, 3, 1] == 0x21 and packed.codes[1, 1, 0, 0, 2] == 0x38
+    assert packed.codes[0].unique().tolist() == [0x21, 0x88]
+    assert packed.scales[0, 1, 3] == 8 and packed.scales[1, 0, 0] == 33 and not packed.scales[1, :, 1:].any()
+    assert packed.zeros.shape == (1, 1, 1) and packed.zeros.item() == 8
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 300),
+    group=st.sampled_from(int4_matmul.GROUP_SIZES),
+    symmetric=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_unpack_undoes_pack(rows: int, columns: int, group: int, symmetric: bool, seed: int) -> None:
+    _, codes, scale, zero, _ = Int4Case("any", (1,), columns, rows, group, symmetric, seed=seed).inputs()
+    got = int4_matmul.unpack(int4_matmul.pack(codes, scale, zero, group), rows, columns)
+    wanted_zero = torch.full_like(scale, 8, dtype=torch.uint8) if zero is None else zero
+    for a, b in zip(got, (codes, scale.half(), wanted_zero), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_scales_must_be_float16_numbers() -> None:
+    with pytest.raises(ValueError, match="not rounded to float16"):
+        int4_matmul.pack(torch.zeros(1, 32, dtype=torch.uint8), torch.tensor([[0.1]]), None, 32)
+
+
+def malformed(**changes: np.ndarray | int) -> tuple[dict[str, np.ndarray], dict[str, int | float]]:
+    inputs, attributes = node(Int4Case("good", k=128, n=40, symmetric=False))
+    for name, value in changes.items():
+        (attributes if name in attributes else inputs)[name] = value
+    return inputs, attributes
+
+
+BAD = {
+    "group size": (malformed(group_size=96), "group_size is 96, wanted 32, 64 or 128"),
+    "small group": (malformed(group_size=16), "group_size is 16, wanted 32 to 128"),
+    "K of A": (malformed(A=np.zeros((2, 96), np.float32)), r"A is \[2, 96\], wanted \[\.\.\., 128\]"),
+    "scalar A": (malformed(A=np.zeros((), np.float32)), r"A is \[\], wanted \[\.\.\., 128\]"),
+    "K": (malformed(K=160, A=np.zeros((2, 160), np.float32)), r"codes is \[3, 4, 4, 16, 4\], wanted \[3, 5, 4,"),
+    "N": (malformed(N=49), r"codes is \[3, 4, 4, 16, 4\], wanted \[4, 4, 4, 16, 4\]"),
+    "no N": (malformed(N=0), "N is 0, wanted 1 to"),
+    "negative K": (malformed(K=-32), "K is -32, wanted 1 to"),
+    "version": (malformed(spec_version=2), "spec_version is 2, this library computes 1"),
+    "codes": (malformed(codes=np.zeros((3, 4, 64, 4), np.uint8)), r"codes is \[3, 4, 64, 4\], wanted"),
+    "scales": (malformed(scales=np.zeros((3, 4, 8), np.float16)), r"scales is \[3, 4, 8\], wanted \[3, 4, 16\]"),
+    "zeros": (malformed(zeros=np.zeros((3, 4), np.uint8)), r"zeros is \[3, 4\], wanted \[3, 4, 16\]"),
+    "one zero": (malformed(zeros=np.full((1, 1, 1), 7, np.uint8)), "zeros is one 7, wanted one 8"),
+    "flat zero": (malformed(zeros=np.full(1, 8, np.uint8)), r"zeros is \[1\], wanted \[1, 1, 1\]"),
+    "factor": (malformed(factor=np.ones(2, np.float32)), r"factor is \[2\], wanted \[1\]"),
+}
+
+
+@on_each_isa
+@pytest.mark.parametrize("what", BAD)
+def test_malformed_nodes_are_refused(what: str, isa: str) -> None:
+    (inputs, attributes), sentence = BAD[what]
+    with pytest.raises(Exception, match=sentence) as caught:
+        run_node(int4_matmul.function(), inputs, attributes, {"Y": inputs["A"].ndim}, CONSTANTS, isa)
+    assert type(caught.value).__module__.startswith("onnxruntime")
+
+
+def test_no_rows() -> None:
+    inputs, attributes = malformed(A=np.zeros((2, 0, 128), np.float32))
+    (got,) = run_node(int4_matmul.function(), inputs, attributes, {"Y": 3}, CONSTANTS, isa="scalar")
+    assert got.shape == (2, 0, 40)
