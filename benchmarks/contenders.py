@@ -1,0 +1,249 @@
+"""ONNX Runtime sessions as contenders of kernels.py: our ops with the native library, their bodies, and stock operators.
+
+A contender is one graph with `count` independent copies of a node, each with a weight (or a KV cache) of its own, so
+that one run reads more bytes than the caches hold. The weights lie in one file, as in an artifact, which ONNX Runtime
+maps. Inputs and outputs are bound once, to memory that stays: a run is `count` nodes and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+from numpy.typing import NDArray
+
+from diffbit.export.graph import DATA, MICROSOFT, MODEL, PAGE, Graph
+from diffbit.export.linear import ROW_BLOCK, emit
+from diffbit.ops import diff_attention
+from diffbit.quantize.linear import QuantLinear
+from diffbit.quantize.packing import pack_bits
+from diffbit.quantize.qtensor import QTensor
+from diffbit.runtime import native
+
+Array = NDArray[Any]
+
+
+def product_graph(folder: Path, weight: QTensor) -> None:
+    """x [M, K] times a weight as diffbit exports it."""
+    rows, columns = weight.shape
+    g = Graph(folder, "fp32")
+    x = g.input("x", np.float32, ["M", columns])
+    g.output("y", emit(g, x, QuantLinear(weight), 1.0), np.float32, ["M", rows])
+    g.save()
+
+
+def nbits_graph(folder: Path, codes: torch.Tensor, scale: torch.Tensor, bits: int, block: int) -> None:
+    """The same with ONNX Runtime's own MatMulNBits at accuracy level 4: codes [N, K], scale [N, K/block]."""
+    rows, columns = codes.shape
+    g = Graph(folder, "fp32")
+    x = g.input("x", np.float32, ["M", columns])
+    packed = pack_bits(codes, bits).view(rows, columns // block, block * bits // 8)
+    inputs = [x, g.initializer("codes", packed.numpy()), g.initializer("scale", scale.numpy())]
+    y = g.op("MatMulNBits", inputs, domain=MICROSOFT, K=columns, N=rows, bits=bits, block_size=block, accuracy_level=4)
+    g.output("y", y, np.float32, ["M", rows])
+    g.save()
+
+
+def ternary_as_two_bits(weight: QTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of MatMulNBits with 2 bits in blocks of 128 for the very numbers of a ternary weight."""
+    rows, columns = weight.shape
+    return weight.codes + 1, weight.scale.view(1, 1).expand(rows, columns // ROW_BLOCK).contiguous()
+
+
+class Attention:
+    """The numbers of an attention layer of `pairs` differential heads over `kv_pairs` of keys and values, d wide."""
+
+    def __init__(self, pairs: int, kv_pairs: int, d: int, past: int, steps: int) -> None:
+        self.pairs, self.kv_pairs, self.d, self.past, self.steps = pairs, kv_pairs, d, past, steps
+        self.total = past + steps
+        self.scale, self.norm_eps = d**-0.5, 1e-5
+        random = np.random.default_rng(0)
+        angles = np.arange(self.total)[:, None] * 10000.0 ** (-np.arange(d // 2) / (d // 2))
+        self.cos, self.sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        self.query, self.key, self.value = (
+            random.standard_normal((1, steps, 2 * heads * d), np.float32) for heads in (pairs, kv_pairs, kv_pairs)
+        )
+        self.lam = random.random(pairs, np.float32)
+        self.past_key, self.past_value = (
+            random.standard_normal((1, 2 * kv_pairs, past, d), np.float32) for _ in range(2)
+        )
+
+    def cache(self, past: Array, slots: int) -> Array:
+        """`past` [1, heads, past, d] in a buffer of `slots` tokens."""
+        buffer = np.zeros((*past.shape[:2], slots, self.d), past.dtype)
+        buffer[:, :, : self.past] = past
+        return buffer
+
+    def graph(self, folder: Path, kv: str) -> None:
+        """One DiffAttention node; kv is the type of its cache."""
+        heads, kv_heads, d = 2 * self.pairs, 2 * self.kv_pairs, self.d
+        g = Graph(folder, "fp32")
+        dtype = {"fp32": np.float32, "fp16": np.float16}[kv]
+        f, i = np.float32, np.int64
+        past = [1, kv_heads, "C", d]
+        inputs = [
+            g.input("query", f, [1, "S", heads * d]), g.input("key", f, [1, "S", kv_heads * d]),
+            g.input("value", f, [1, "S", kv_heads * d]), g.input("lambda", f, [self.pairs]),
+            g.input("past_key", dtype, past), g.input("past_value", dtype, past),
+            g.input("past_length", i, [1]), g.input("position_ids", i, [1, "S"]),
+            g.input("cos", f, ["P", d // 2]), g.input("sin", f, ["P", d // 2]), g.input("attention_mask", i, [1, "T"]),
+        ]  # fmt: skip
+        out, key, value = g.custom(
+            diff_attention, inputs, outputs=3, num_heads=self.pairs, num_kv_heads=kv_heads, wide_value=1,
+            scale=self.scale, norm_eps=self.norm_eps,
+        )  # fmt: skip
+        g.output("y", out, f, [1, "S", heads * d])
+        g.output("present_key", key, dtype, [1, kv_heads, "D", d])
+        g.output("present_value", value, dtype, [1, kv_heads, "D", d])
+        g.save()
+
+    def feeds(self) -> dict[str, Array]:
+        """What all copies of the node share."""
+        return {
+            "query": self.query, "key": self.key, "value": self.value, "lambda": self.lam,
+            "past_length": np.array([self.past]), "position_ids": np.arange(self.past, self.total)[None],
+            "cos": self.cos, "sin": self.sin, "attention_mask": np.ones((1, self.total), np.int64),
+        }  # fmt: skip
+
+    # The way of FlashDiff (github.com/microsoft/unilm, Diff-Transformer): a kernel for equal widths of keys and values
+    # runs once over the first halves of the values and once over the second. Here: ONNX Runtime's GroupQueryAttention.
+
+    def two_call_graph(self, folder: Path) -> None:
+        heads, kv_heads, d, group = 2 * self.pairs, 2 * self.kv_pairs, self.d, self.pairs // self.kv_pairs
+        g = Graph(folder, "fp32")
+        f, cache = np.float32, [1, kv_heads, "C", d]
+        query, key = g.input("query", f, [1, "S", heads * d]), g.input("key", f, [1, "S", kv_heads * d])
+        halves = [g.input(f"half_{i}", f, [1, "S", kv_heads * d]) for i in range(2)]
+        past_key = g.input("past_key", f, cache)
+        past_halves = [g.input(f"past_half_{i}", f, cache) for i in range(2)]
+        lengths, total = g.input("lengths", np.int32, [1]), g.input("total", np.int32, [])
+        cos, sin = g.input("cos", f, ["P", d // 2]), g.input("sin", f, ["P", d // 2])
+        lam = g.input("lambda", f, [self.kv_pairs, 1, group, 1])
+        outs = []
+        for i, (half, past_half) in enumerate(zip(halves, past_halves, strict=True)):
+            attention, present_key, present_half = g.op(
+                "GroupQueryAttention", [query, key, half, past_key, past_half, lengths, total, cos, sin],
+                domain=MICROSOFT, outputs=3, num_heads=heads, kv_num_heads=kv_heads, do_rotary=1, scale=self.scale,
+            )  # fmt: skip
+            g.output(f"present_key_{i}", present_key, f, cache)
+            g.output(f"present_half_{i}", present_half, f, cache)
+            by_branch = g.op("Reshape", [attention, g.const([1, -1, self.kv_pairs, 2, group, d])])
+            signal, noise = g.op("Split", [by_branch], outputs=2, axis=3, num_outputs=2)
+            outs.append(g.op("Sub", [signal, g.op("Mul", [noise, lam])]))  # [1, S, kv_pairs, 1, group, d]
+        wide = g.op("Concat", outs, axis=-1)
+        ones = g.const(np.ones(2 * d), np.float32)
+        normed = g.op("SimplifiedLayerNormalization", [wide, ones], axis=-1, epsilon=self.norm_eps, stash_type=1)
+        g.output("y", g.op("Reshape", [normed, g.const([1, -1, heads * d])]), f, [1, "S", heads * d])
+        g.save()
+
+    def two_call_feeds(self) -> dict[str, Array]:
+        group = self.pairs // self.kv_pairs
+        by_pair = self.query.reshape(1, self.steps, self.kv_pairs, group, 2, self.d)
+        halves = self.value.reshape(1, self.steps, self.kv_pairs, 2, self.d)
+        return {
+            # GroupQueryAttention gives a key head neighbouring query heads: all signal heads of a kv pair, then noise
+            "query": by_pair.swapaxes(3, 4).reshape(1, self.steps, -1), "key": self.key,
+            "half_0": halves[:, :, :, :1].repeat(2, 3).reshape(1, self.steps, -1),
+            "half_1": halves[:, :, :, 1:].repeat(2, 3).reshape(1, self.steps, -1),
+            "lengths": np.array([self.total - 1], np.int32), "total": np.array(self.total, np.int32),
+            "cos": self.cos, "sin": self.sin, "lambda": self.lam.reshape(self.kv_pairs, 1, group, 1),
+        }  # fmt: skip
+
+    def past_half(self, half: int) -> Array:
+        """One half of the values for both sub-heads of each pair: [1, 2 kv_pairs, past, d]."""
+        return self.past_value[:, half::2].repeat(2, 1)
+
+
+def repeat(folder: Path, count: int, shared: frozenset[str]) -> Path:
+    """Turn the model in `folder` into `count` copies of itself side by side; inputs in `shared` stay one."""
+    model = onnx.load(str(folder / MODEL), load_external_data=False)
+    graph, data = model.graph, folder / DATA
+    external = [tensor for tensor in graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
+    kept = {tensor.name for tensor in graph.initializer} - {tensor.name for tensor in external} | shared | {""}
+    content = data.read_bytes()
+    stride = -(-len(content) // PAGE) * PAGE
+    first = [(list(field), field) for field in (graph.node, graph.input, graph.output)]
+    with data.open("r+b") as file:
+        for i in range(1, count):
+            file.seek(i * stride)
+            file.write(content)
+
+            def renamed(name: str, i: int = i) -> str:
+                return name if name in kept else f"{name}_{i}"
+
+            for originals, field in first:
+                for original in originals:
+                    if field is not graph.node and original.name in kept:
+                        continue
+                    copy = field.add()
+                    copy.CopyFrom(original)
+                    copy.name = renamed(copy.name)
+                    if field is graph.node:
+                        copy.input[:] = map(renamed, original.input)
+                        copy.output[:] = map(renamed, original.output)
+            for original in external:
+                copy = graph.initializer.add()
+                copy.CopyFrom(original)
+                copy.name = renamed(original.name)
+                offset = next(entry for entry in copy.external_data if entry.key == "offset")
+                offset.value = str(int(offset.value) + i * stride)
+    onnx.save(model, str(folder / MODEL))
+    return folder / MODEL
+
+
+class OrtContender:
+    """A session of a repeated model with everything bound.
+
+    feeds: the shared inputs. caches: of copy i, input name -> (array, names of the outputs that are bound to the same
+    memory); outputs: name of an output -> shape and type, memory of its own.
+    """
+
+    def __init__(
+        self, model: Path, count: int, threads: int, feeds: dict[str, Array],
+        outputs: dict[str, tuple[tuple[int, ...], Any]], caches: dict[str, tuple[Array, tuple[str, ...]]] | None = None,
+        isa: str | None = None, spinning: bool = True,
+    ) -> None:  # fmt: skip
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+        options.log_severity_level = 3
+        options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spinning else "0")
+        # A pool that spins on after its run would take a core from the next contender
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        if isa:
+            options.register_custom_ops_library(str(native.library()))
+        with mock.patch.dict(os.environ, {native.ISA: isa or ""}):
+            self.session = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+        self.binding = self.session.io_binding()
+        make, empty = onnxruntime.OrtValue.ortvalue_from_numpy, onnxruntime.OrtValue.ortvalue_from_shape_and_type
+        self.feeds = {name: np.ascontiguousarray(array) for name, array in feeds.items()}
+        for name, array in self.feeds.items():
+            self.binding.bind_ortvalue_input(name, make(array))
+        self.result: Any = None
+        for i in range(count):
+            suffix = f"_{i}" if i else ""
+            for name, (array, outs) in (caches or {}).items():
+                value = make(array.copy())
+                self.binding.bind_ortvalue_input(name + suffix, value)
+                for out in outs:
+                    self.binding.bind_ortvalue_output(out + suffix, value)
+            for name, (shape, dtype) in outputs.items():
+                value = empty(shape, dtype)
+                self.result = value if self.result is None else self.result
+                self.binding.bind_ortvalue_output(name + suffix, value)
+
+    settle = 0.0
+
+    def run(self) -> None:
+        self.session.run_with_iobinding(self.binding)
+
+    def first(self) -> Array:
+        return self.result.numpy()
+
+    def close(self) -> None:
+        del self.session, self.binding, self.result
