@@ -1,4 +1,4 @@
-"""ONNX Runtime sessions as contenders of kernels.py: our ops with the native library, their bodies, and stock operators.
+"""ONNX Runtime sessions as contenders of kernels.py: our kernels, their bodies, and stock operators.
 
 A contender is one graph with `count` independent copies of a node, each with a weight (or a KV cache) of its own, so
 that one run reads more bytes than the caches hold. The weights lie in one file, as in an artifact, which ONNX Runtime

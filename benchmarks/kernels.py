@@ -5,15 +5,15 @@
     python benchmarks/kernels.py --json out/kernels.json --markdown  # keep the rows; renew docs/performance.md
     python benchmarks/kernels.py --only ternary --threads 2
 
-ENV is a Python environment with llama-cpp-python (pip install llama-cpp-python builds it for this CPU), CHECKOUT a clone
-of github.com/microsoft/BitNet. Needs a C and a C++ compiler on the path.
+ENV is a Python environment with llama-cpp-python (pip install llama-cpp-python builds it for this CPU), CHECKOUT a
+clone of github.com/microsoft/BitNet. Needs a C and a C++ compiler on the path.
 
-What is measured. A contender is an ONNX Runtime session (or a peer's graph) of enough equal nodes with a weight or a KV
-cache of their own that one run reads more than 200 MB, so that they come from memory and not from a cache; `us` is the
-time of a run over the number of nodes. From 128 tokens on arithmetic decides, and a contender has one node. Contenders of
-a row are timed in turn, call by call, in one process; numbers are medians; threads that spin after their run are waited
-for. Products are checked against numpy before they are timed. Percentages are of the best read bandwidth measured in the
-same run (machine.c), GOPS is 2*M*N*K over the time.
+What is measured. A contender is an ONNX Runtime session (or a peer's graph) of enough equal nodes with a weight or a
+KV cache of their own that one run reads about 200 MB, so that they come from memory and not from a cache; `us` is the
+time of a run over the number of nodes. From 128 tokens on arithmetic decides, and a contender has one node. The
+contenders of a row are timed in turn, call by call, in one process; numbers are medians; threads that spin after their
+run are stopped or waited for. Products are checked against numpy before they are timed. Percentages are of the best
+read bandwidth measured in the same run (machine.c), GOPS is 2*M*N*K over the time.
 
 Rows, as JSON: read and peak (the machine), then one per op, shape N x K, tokens M and threads, with `ratio`: how many
 times faster than each peer, and `targets`: wanted and reached. The exit status tells only whether everything ran.
@@ -277,7 +277,7 @@ def attention_rows(
                 }
                 label = OURS if not i else f"{OURS} {isa}"
                 contenders[label] = OrtContender(paths[OURS], nodes, count, shared, {"y": y}, in_place, isa)
-            if kv == "fp32" and total <= 2048 + 1 or one:
+            if one or total <= 2048:  # a long prompt's scores fill the memory
                 growing = {"past_key": (past_key, ()), "past_value": (past_value, ())}
                 outputs = {"y": y, "present_key": grown, "present_value": grown}
                 contenders["body"] = OrtContender(paths[OURS], nodes, count, shared, outputs, growing)

@@ -16,8 +16,8 @@ def table(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
     widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
 
     def joined(line: Sequence[str]) -> str:
-        padded = (cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
-        return "| " + " | ".join(padded) + " |"
+        first, *rest = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        return "| " + " | ".join([first.strip().ljust(widths[0]), *rest]) + " |"
 
     rule = "|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|"
     return "\n".join([joined(cells[0]), rule, *map(joined, cells[1:])])
@@ -52,9 +52,7 @@ def kernel_tables(about: Row, rows: Sequence[Row]) -> str:
         f"`{about['command']}`"
     ]
     reads = [row for row in rows if row["op"] == "read"]
-    lines = [
-        (r["threads"], r["gb_per_s"], r["one_stream_gb_per_s"], r["streams"], r["prefetch_bytes"]) for r in reads
-    ]
+    lines = [(r["threads"], r["gb_per_s"], r["one_stream_gb_per_s"], r["streams"], r["prefetch_bytes"]) for r in reads]
     header = ("threads", "read GB/s", "one stream", "streams", "bytes ahead")
     parts.append("Read bandwidth\n\n" + table(header, lines))
     peaks = [row for row in rows if row["op"] == "peak"]
@@ -68,7 +66,7 @@ def kernel_tables(about: Row, rows: Sequence[Row]) -> str:
             if not chosen:
                 continue
             peers = list(dict.fromkeys(name for row in chosen for name in row["ratio"]))
-            start = ("N x K", "threads", "us", "GB/s", "of read") if not many else ("N x K", "M", "threads", "us", "GOPS")
+            start = ["N x K", "M", "threads", "us", "GOPS"] if many else ["N x K", "threads", "us", "GB/s", "of read"]
             lines = []
             for r in chosen:
                 shape = f"{r['n']} x {r['k']}"
