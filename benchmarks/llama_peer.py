@@ -1,0 +1,119 @@
+"""llama.cpp's side of generate.py, run by the interpreter that has llama-cpp-python and gguf installed.
+
+    llama_peer.py write KIND SHAPE FILE                          a llama of random weights as GGUF; SHAPE is JSON
+    llama_peer.py measure FILE PROMPT NEW REPEATS THREADS        one JSON row, as diffbit.runtime.bench's
+
+KIND is TQ2_0 or Q4_0, the type of the layers' weights; embedding and head are Q4_0 in both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+CONTEXT = 2048
+TILE = 128  # rows that are quantized; the rest of a weight repeats them
+
+
+def write(kind: str, shape: dict[str, int], file: str) -> None:
+    import gguf
+
+    random = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(shape["layers"])
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(shape["hidden"])
+    writer.add_feed_forward_length(shape["intermediate"])
+    writer.add_head_count(shape["sub_heads"])
+    writer.add_head_count_kv(shape["kv_sub_heads"])
+    writer.add_rope_dimension_count(shape["head_dim"])
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(shape["vocab"])
+    writer.add_tokenizer_model("none")
+
+    def matrix(name: str, rows: int, columns: int, kind: str) -> None:
+        type = gguf.GGMLQuantizationType[kind]
+        tile = gguf.quants.quantize(random.standard_normal((TILE, columns), np.float32) * 0.02, type)
+        writer.add_tensor(f"{name}.weight", np.tile(tile, (-(-rows // TILE), 1))[:rows], raw_dtype=type)
+
+    def norm(name: str) -> None:
+        writer.add_tensor(f"{name}.weight", np.ones(shape["hidden"], np.float32))
+
+    hidden, kv = shape["hidden"], shape["kv_sub_heads"] * shape["head_dim"]
+    matrix("token_embd", shape["vocab"], hidden, "Q4_0")
+    for i in range(shape["layers"]):
+        norm(f"blk.{i}.attn_norm")
+        matrix(f"blk.{i}.attn_q", shape["sub_heads"] * shape["head_dim"], hidden, kind)
+        matrix(f"blk.{i}.attn_k", kv, hidden, kind)
+        matrix(f"blk.{i}.attn_v", kv, hidden, kind)
+        matrix(f"blk.{i}.attn_output", hidden, shape["sub_heads"] * shape["head_dim"], kind)
+        norm(f"blk.{i}.ffn_norm")
+        matrix(f"blk.{i}.ffn_gate", shape["intermediate"], hidden, kind)
+        matrix(f"blk.{i}.ffn_up", shape["intermediate"], hidden, kind)
+        matrix(f"blk.{i}.ffn_down", hidden, shape["intermediate"], kind)
+    norm("output_norm")
+    matrix("output", shape["vocab"], hidden, "Q4_0")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def measure(file: str, prompt: int, new: int, repeats: int, threads: int) -> dict[str, Any]:
+    import llama_cpp as llama
+
+    silent = llama.llama_log_callback(lambda *_: None)
+    llama.llama_log_set(silent, None)
+    llama.llama_backend_init()
+    started = time.perf_counter()
+    model = llama.llama_model_load_from_file(file.encode(), llama.llama_model_default_params())
+    parameters = llama.llama_context_default_params()
+    # Room for these tokens only: llama.cpp writes to all of its cache when it is made
+    parameters.n_ctx = -(-(prompt + new) // 256) * 256
+    parameters.n_batch = parameters.n_ubatch = max(prompt, 32)
+    parameters.n_threads = parameters.n_threads_batch = threads
+    context = llama.llama_init_from_model(model, parameters)
+    load = time.perf_counter() - started
+    vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
+
+    def next_token(tokens: list[int]) -> int:
+        array = (llama.llama_token * len(tokens))(*tokens)
+        if status := llama.llama_decode(context, llama.llama_batch_get_one(array, len(tokens))):
+            raise SystemExit(f"llama_decode returned {status}")
+        logits = llama.llama_get_logits_ith(context, -1)
+        return int(np.ctypeslib.as_array(ctypes.cast(logits, ctypes.POINTER(ctypes.c_float)), (vocabulary,)).argmax())
+
+    ids = np.random.default_rng(0).integers(0, vocabulary, prompt).tolist()
+    prefills, decodes = [], []
+    for _ in range(repeats + 1):
+        llama.llama_memory_clear(llama.llama_get_memory(context), True)
+        started = time.perf_counter()
+        token = next_token(ids)
+        first = time.perf_counter()
+        for _ in range(new - 1):
+            token = next_token([token])
+        prefills.append(first - started)
+        decodes.append(time.perf_counter() - first)
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return {
+        "model_bytes": Path(file).stat().st_size,
+        "load_s": load,
+        "prefill_tokens_per_s": prompt / statistics.median(prefills[1:]),
+        "decode_tokens_per_s": (new - 1) / statistics.median(decodes[1:]),
+        "peak_memory_bytes": int(peak.split()[1]) * 1024,
+    }
+
+
+if __name__ == "__main__":
+    command, *rest = sys.argv[1:]
+    if command == "write":
+        write(rest[0], json.loads(rest[1]), rest[2])
+    else:
+        print(json.dumps(measure(rest[0], *map(int, rest[1:]))))

@@ -1,0 +1,86 @@
+"""Checkpoints of random weights for measurements: a diffllama of a given shape, and a tokenizer beside it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    layers: int
+    intermediate: int
+    sub_heads: int
+    kv_sub_heads: int
+    head_dim: int
+    vocab: int
+
+
+ONE_BILLION = Shape(2048, 22, 5632, 32, 4, 64, 32000)  # TinyLlama's, 1.1 billion parameters
+SMALL = Shape(256, 2, 512, 4, 4, 64, 512)  # to see that everything runs
+
+
+def write_model(folder: Path, shape: Shape) -> int:
+    """A Hugging Face diffllama folder with a shard per layer, in bf16; returns the number of parameters."""
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*size: int, std: float = 0.02) -> torch.Tensor:
+        return (torch.randn(*size, generator=generator) * std).to(torch.bfloat16)
+
+    def layer(i: int) -> dict[str, torch.Tensor]:
+        attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+        return {
+            f"{attention}.q_proj.weight": normal(shape.sub_heads * shape.head_dim, shape.hidden),
+            f"{attention}.k_proj.weight": normal(shape.kv_sub_heads * shape.head_dim, shape.hidden),
+            f"{attention}.v_proj.weight": normal(shape.kv_sub_heads * shape.head_dim, shape.hidden),
+            f"{attention}.o_proj.weight": normal(shape.hidden, shape.hidden),
+            **{f"{attention}.lambda_{name}": normal(shape.head_dim, std=0.1) for name in ("q1", "k1", "q2", "k2")},
+            f"{mlp}.gate_proj.weight": normal(shape.intermediate, shape.hidden),
+            f"{mlp}.up_proj.weight": normal(shape.intermediate, shape.hidden),
+            f"{mlp}.down_proj.weight": normal(shape.hidden, shape.intermediate),
+            f"model.layers.{i}.input_layernorm.weight": torch.ones(shape.hidden, dtype=torch.bfloat16),
+            f"model.layers.{i}.post_attention_layernorm.weight": torch.ones(shape.hidden, dtype=torch.bfloat16),
+        }
+
+    ends = {
+        "model.embed_tokens.weight": normal(shape.vocab, shape.hidden),
+        "model.norm.weight": torch.ones(shape.hidden, dtype=torch.bfloat16),
+        "lm_head.weight": normal(shape.vocab, shape.hidden),
+    }
+    index: dict[str, str] = {}
+    parameters = 0
+    for i in range(shape.layers + 1):
+        shard = layer(i) if i < shape.layers else ends
+        name = f"model-{i + 1:05d}-of-{shape.layers + 1:05d}.safetensors"
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        index |= dict.fromkeys(shard, name)
+        parameters += sum(tensor.numel() for tensor in shard.values())
+    weight_map = {"metadata": {"total_size": 2 * parameters}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(weight_map))
+    config = {
+        "architectures": ["DiffLlamaForCausalLM"], "model_type": "diffllama", "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden, "num_hidden_layers": shape.layers, "intermediate_size": shape.intermediate,
+        "num_attention_heads": shape.sub_heads, "num_key_value_heads": shape.kv_sub_heads, "head_dim": shape.head_dim,
+        "max_position_embeddings": 2048, "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    return parameters
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer, so that the folder is complete; the model's vocabulary is larger."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
