@@ -334,4 +334,4 @@ def reference(
     if norm_eps > 0:
         out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + norm_eps)
     scales = () if key_scale is None or value_scale is None else (key_scale, value_scale)
-    return out.reshape(batch, steps, -1).to(query.dtype), present_key, present_value, *scales
+    return out.reshape(batch, steps, num_heads * width * d).to(query.dtype), present_key, present_value, *scales

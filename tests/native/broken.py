@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
-from ..ops.cases import TernaryCase
-from .nodes import Node, ternary
+from ..ops.cases import AttentionCase, TernaryCase
+from .nodes import Node, attention, ternary
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,65 @@ def broken_ternary() -> Iterator[Broken]:
         yield Broken(changed(node, name, **changes), sentence)
 
 
+def broken_attention() -> Iterator[Broken]:
+    case = AttentionCase("base", batch=2, past=4, beyond=2)
+    node = attention(case)
+    x = {name: array for name, array in node.inputs.items() if array is not None}
+    yield from of_any_op(node)
+
+    def length(value: int) -> np.ndarray:
+        return np.array([value])
+
+    ceiling = "wanted 0 to 11, the capacity of past_key"
+    for name, sentence, changes in (
+        ("no_pairs", "num_heads is 0, wanted 1 to", {"num_heads": 0}),
+        ("negative_heads", "num_kv_heads is -2, wanted 1 to", {"num_kv_heads": -2}),
+        ("huge_heads", "num_heads is 4611686018427387904, wanted", {"num_heads": 1 << 62}),
+        ("odd_kv_heads", "must be even with wide_value", {"num_kv_heads": 3}),
+        ("uneven_groups", "wanted a multiple of the 2 kv heads", {"num_heads": 3, "num_kv_heads": 4}),
+        ("wider", "wide_value is 2, wanted 0 to 1", {"wide_value": 2}),
+        ("narrow", r"lambda is \[2\], wanted|wanted", {"wide_value": 0, "num_kv_heads": 4}),
+        ("query_flat", r"query is \[2, 160\], wanted \[any, any, any\]", {"query": x["query"].reshape(2, -1)}),
+        ("query_narrow", r"query is \[2, 5, 24\], wanted \[2, 5, 32\]", {"query": x["query"][:, :, :24]}),
+        ("key_steps", r"key is \[2, 4, 16\], wanted \[2, 5, any\]", {"key": x["key"][:, :4]}),
+        ("key_odd", r"key is \[2, 5, 6\], wanted 2 sub-heads of an even number", {"key": x["key"][:, :, :6]}),
+        ("key_empty", r"key is \[2, 5, 0\], wanted 2 sub-heads", {"key": x["key"][:, :, :0]}),
+        ("value_narrow", r"value is \[2, 5, 8\], wanted \[2, 5, 16\]", {"value": x["value"][:, :, :8]}),
+        ("lambda_short", r"lambda is \[1\], wanted \[2\]", {"lambda": x["lambda"][:1]}),
+        ("past_heads", r"past_key is \[2, 1, 11, 8\], wanted \[2, 2, any, 8\]", {"past_key": x["past_key"][:, :1]}),
+        ("past_uneven", r"past_value is \[2, 2, 9, 8\], wanted", {"past_value": x["past_value"][:, :, 2:]}),
+        ("past_negative", f"past_length is -1, {ceiling}", {"past_length": length(-1)}),
+        ("past_beyond", f"past_length is 12, {ceiling}", {"past_length": length(12)}),
+        ("past_huge", f"past_length is 9223372036854775807, {ceiling}", {"past_length": length((1 << 63) - 1)}),
+        ("past_least", f"past_length is -9223372036854775808, {ceiling}", {"past_length": length(-1 << 63)}),
+        ("past_two", r"past_length is \[2\], wanted \[1\]", {"past_length": np.array([3, 4])}),
+        ("past_empty", r"past_length is \[0\], wanted \[1\]", {"past_length": np.array([], np.int64)}),
+        ("mask_short", r"attention_mask is \[2, 9\], wanted \[2, 10\]", {"past_length": length(5)}),
+        (
+            "positions_beyond",
+            r"position_ids holds \d+, wanted 0 to 11",
+            {"position_ids": x["position_ids"] + (1 << 40)},
+        ),
+        ("positions_negative", "position_ids holds -", {"position_ids": x["position_ids"] - (1 << 40)}),
+        ("no_tables", "position_ids holds 4, wanted 0 to -1", {"cos": x["cos"][:0], "sin": x["sin"][:0]}),
+        ("sin_short", r"sin is \[3, 4\], wanted \[12, 4\]", {"sin": x["sin"][:3]}),
+    ):
+        yield Broken(changed(node, name, **changes), f"{sentence}")
+    # A bound buffer of the wrong capacity is the caller's output: ONNX Runtime, or its stand-in, refuses it
+    full = attention(replace(case, beyond=None), in_place=True)
+    yield Broken(changed(full, "capacity_exceeded"), "present_key|shape")
+    int8 = attention(replace(case, cache=torch.int8))
+    scale = int8.inputs["past_key_scale"]
+    assert scale is not None
+    for name, sentence, changes in (
+        ("int8_no_scale", "past_key_scale is missing, wanted exactly", {"past_key_scale": None}),
+        ("int8_no_value_scale", "past_value_scale is missing, wanted exactly", {"past_value_scale": None}),
+        ("int8_scale_short", r"past_key_scale is \[2, 2, 10\], wanted", {"past_key_scale": scale[:, :, 1:]}),
+    ):
+        yield Broken(changed(int8, name, **changes), sentence)
+
+
 def broken() -> Iterator[Broken]:
     """Every op's."""
     yield from broken_ternary()
+    yield from broken_attention()

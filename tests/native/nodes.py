@@ -1,15 +1,17 @@
-"""The tables of cases as nodes: what each takes, and what its outputs must be. A new op joins in NODES."""
+"""The tables of cases as nodes: what each takes, and what its outputs must be. A new op joins in nodes()."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
-from diffbit.ops import int4_matmul, ternary_matmul
+from diffbit.ops import diff_attention, int4_matmul, ternary_matmul
 
-from ..ops.cases import INT4_CASES, TERNARY_CASES, Int4Case, TernaryCase
+from ..ops.cases import ATTENTION_CASES, INT4_CASES, TERNARY_CASES, AttentionCase, Int4Case, TernaryCase
+from ..ops.test_diff_attention import ROUNDING, exact, reference
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,13 @@ class Node:
     constants: tuple[str, ...] = ()  # inputs that are weights
 
 
+def bits(array: np.ndarray) -> bytes:
+    """An array's bits, one NaN like the other: which of them comes out is the processor's affair."""
+    if array.dtype.kind == "f":
+        array = np.where(np.isnan(array), np.nan, array).astype(array.dtype)
+    return array.tobytes()
+
+
 def equal(*wanted: np.ndarray) -> Callable[[list[np.ndarray]], None]:
     """A check for the same bits."""
 
@@ -42,10 +51,7 @@ def equal(*wanted: np.ndarray) -> Callable[[list[np.ndarray]], None]:
         for a, b in zip(got, wanted, strict=True):
             assert a.shape == b.shape, f"shape {a.shape}, wanted {b.shape}"
             assert a.dtype == b.dtype, f"{a.dtype}, wanted {b.dtype}"
-            wrong = a.view(np.uint8) != b.view(np.uint8)
-            assert not wrong.any(), (
-                f"{wrong.sum()} of {wrong.size} bytes differ: {a.ravel()[:4]}, wanted {b.ravel()[:4]}"
-            )
+            assert bits(a) == bits(b), f"other bits: {a.ravel()[:4]}..., wanted {b.ravel()[:4]}..."
 
     return check
 
@@ -79,17 +85,59 @@ def int4(case: Int4Case) -> Node:
     )
 
 
+def attention(case: AttentionCase, in_place: bool = False) -> Node:
+    """`in_place`: present lies where past does, as in a session whose buffers have the whole context's capacity."""
+    x = {name: tensor.numpy() for name, tensor in case.inputs().items()}
+    wanted = [tensor.numpy() for tensor in reference(case)]
+    names = ("out", "present_key", "present_value", "present_key_scale", "present_value_scale")
+    oracle = exact(case)[0].numpy()
+    same_cache = equal(*wanted[1:])
+
+    def check(got: list[np.ndarray]) -> None:
+        same_cache(got[1:])
+        assert got[0].shape == oracle.shape and got[0].dtype == wanted[0].dtype
+        if not oracle.size:
+            return
+        error, allowed = (np.abs(array.astype(np.float64) - oracle).max() for array in (got[0], wanted[0]))
+        rounding = ROUNDING[case.dtype] * max(1.0, np.abs(oracle).max())
+        assert error <= 2 * allowed + rounding, f"error {error:.3g}, the reference's {allowed:.3g}"
+
+    return Node(
+        f"attention/{case.name}{'_in_place' if in_place else ''}",
+        diff_attention.NAME,
+        case.attributes(),
+        {**x},
+        tuple(
+            Output(
+                name, array.dtype, array.ndim, name.replace("present", "past") if in_place and name != "out" else None
+            )
+            for name, array in zip(names, wanted, strict=False)
+        ),
+        check,
+    )
+
+
 def nodes() -> Iterator[Node]:
     """Every case of every op that the library holds."""
     yield from map(ternary, TERNARY_CASES)
     yield from map(int4, INT4_CASES)
+    for lead in ((0,), (2, 0)):
+        yield ternary(TernaryCase(f"empty_{len(lead)}", lead=lead))
+        yield int4(Int4Case(f"empty_{len(lead)}", lead=lead))
+    yield from map(attention, ATTENTION_CASES)
+    yield from (attention(case, in_place=True) for case in ATTENTION_CASES if case.beyond is not None)
+    nothing = AttentionCase("no_steps", steps=0, past=3, beyond=2)
+    yield from map(attention, (nothing, replace(nothing, name="no_batch", batch=0, steps=2)))
 
 
 def one_of_each() -> list[Node]:
     """A small node of every op, with room for mistakes."""
+    cache = AttentionCase("small", batch=2, steps=3, past=4, beyond=2, heads=4, kv_heads=4)
     return [
         ternary(TernaryCase("small", lead=(2,), k=200, n=5)),
         int4(Int4Case("small", lead=(2,), k=200, n=21, symmetric=False)),
+        attention(cache),
+        attention(replace(cache, name="small_int8", cache=torch.int8)),
     ]
 
 
@@ -97,3 +145,7 @@ def large() -> Iterator[Node]:
     """Nodes large enough that threads meet: too slow for an emulator."""
     yield ternary(TernaryCase("large", lead=(64,), k=1024, n=1000))
     yield int4(Int4Case("large", lead=(64,), k=1024, n=1000))
+    yield attention(AttentionCase("large", steps=70, past=400, beyond=9, heads=8, kv_heads=4, d=32))
+    yield attention(
+        AttentionCase("large_decode", steps=1, past=1500, beyond=9, heads=8, kv_heads=4, d=32), in_place=True
+    )
