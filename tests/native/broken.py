@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..ops.cases import AttentionCase, TernaryCase
-from .nodes import Node, attention, ternary
+from ..ops.cases import AttentionCase, Int4Case, TernaryCase
+from .nodes import Node, attention, int4, ternary
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,35 @@ def broken_ternary() -> Iterator[Broken]:
         yield Broken(changed(node, name, **changes), sentence)
 
 
+def broken_int4() -> Iterator[Broken]:
+    node = int4(Int4Case("base", lead=(2,), k=200, n=21, symmetric=False))  # 7 groups, 2 tiles
+    x = {name: array for name, array in node.inputs.items() if array is not None}
+    yield from of_any_op(node)
+    nine = np.full((1, 1, 1), 9, np.uint8)
+    for name, sentence, changes in (
+        ("k_0", "attribute K is 0, wanted 1 to", {"K": 0}),
+        ("k_huge", "attribute K is 4611686018427387904, wanted", {"K": 1 << 62}),
+        ("n_negative", "attribute N is -21, wanted 1 to", {"N": -21}),
+        ("n_huge", r"codes is \[2, 7, 4, 16, 4\], wanted \[134217728, 7,", {"N": 1 << 31}),
+        ("n_33", r"codes is \[2, 7, 4, 16, 4\], wanted \[3, 7, 4, 16, 4\]", {"N": 33}),
+        ("group_0", "group_size is 0, wanted 32 to 128", {"group_size": 0}),
+        ("group_48", "group_size is 48, wanted 32, 64 or 128", {"group_size": 48}),
+        ("group_64", r"codes is \[2, 7, 4, 16, 4\], wanted \[2, 4, 8, 16, 4\]", {"group_size": 64}),
+        ("k_201", r"A is \[2, 200\], wanted \[..., 201\]", {"K": 201}),
+        ("a_a_number", r"A is \[\], wanted \[..., 200\]", {"A": np.zeros((), np.float32)}),
+        ("codes_flat", r"codes is \[3584\], wanted \[2, 7, 4, 16, 4\]", {"codes": x["codes"].reshape(-1)}),
+        ("codes_empty", r"codes is \[0, 7, 4, 16, 4\], wanted", {"codes": x["codes"][:0]}),
+        ("scales_short", r"scales is \[2, 6, 16\], wanted \[2, 7, 16\]", {"scales": x["scales"][:, :6]}),
+        ("zeros_short", r"zeros is \[1, 7, 16\], wanted \[2, 7, 16\]", {"zeros": x["zeros"][:1]}),
+        ("zeros_empty", r"zeros is \[0, 7, 16\], wanted \[2, 7, 16\]", {"zeros": x["zeros"][:0]}),
+        ("zeros_of_9", "zeros is one 9, wanted one 8 or one of each group", {"zeros": nine}),
+        ("zeros_flat", r"zeros is \[1\], wanted \[1, 1, 1\]", {"zeros": nine.reshape(1)}),
+        ("factors", r"factor is \[21\], wanted \[1\]", {"factor": np.ones(21, np.float32)}),
+        ("factor_empty", r"factor is \[0\], wanted \[1\]", {"factor": np.ones(0, np.float32)}),
+    ):
+        yield Broken(changed(node, name, **changes), sentence)
+
+
 def broken_attention() -> Iterator[Broken]:
     case = AttentionCase("base", batch=2, past=4, beyond=2)
     node = attention(case)
@@ -145,4 +174,5 @@ def broken_attention() -> Iterator[Broken]:
 def broken() -> Iterator[Broken]:
     """Every op's."""
     yield from broken_ternary()
+    yield from broken_int4()
     yield from broken_attention()
