@@ -198,9 +198,10 @@ def product_models(
         return size
 
     size = add(OURS, lambda target: product_graph(target, weight))
+    if (n, k) == SHAPES[0] or n < 1024:  # it takes up to half a second a node to fold
+        # The ternary body unpacks the weight to int8 when it is loaded, that of Int4MatMul rearranges it
+        add("body", lambda target: product_graph(target, weight), held_bytes=n * k if op == "ternary" else None)
     if op == "ternary":
-        if (n, k) == SHAPES[0] or n < 1024:  # it takes half a second a node to fold
-            add("body", lambda target: product_graph(target, weight), held_bytes=n * k)  # unpacked to int8 at load
         codes, scale = ternary_as_two_bits(weight)
         add("ORT 2-bit", lambda target: nbits_graph(target, codes, scale, 2, 128))
     else:
@@ -344,8 +345,8 @@ def rows(arguments: argparse.Namespace, peers: Peers, options: Options, machine:
         for isa in native.instruction_sets():
             if rate := machine.rates(isa, count):
                 yield rate
-    shapes = ((256, 256),) if quick else SHAPES
-    tokens = (1, 4) if quick else TOKENS
+    shapes = arguments.shapes or (((256, 256),) if quick else SHAPES)
+    tokens = tuple(arguments.tokens or ((1, 4) if quick else TOKENS))
     every_isa = Options(**vars(options) | {"isas": [isa for isa in native.instruction_sets() if isa != "scalar"]})
     for op in ("ternary", "int4_g32"):
         if only in (None, op):
@@ -354,7 +355,7 @@ def rows(arguments: argparse.Namespace, peers: Peers, options: Options, machine:
                 yield from product_rows(op, shape, tokens, threads, peers, chosen, bandwidth)
     for op in ("int4_g64", "int4_g128"):
         if only == op or (only is None and not quick):
-            yield from product_rows(op, shapes[0], (1, 128), threads, peers, options, bandwidth)
+            yield from product_rows(op, shapes[0], tokens[:2], threads, peers, options, bandwidth)
     if only in (None, "attention"):
         decode, prefill = ((63,), (64,)) if quick else ((2047, 8191), (1024, 4096))
         for kv, kv_pairs in (("fp32", PAIRS), ("fp16", PAIRS), ("int8", PAIRS), ("fp32", 4)):
@@ -364,9 +365,17 @@ def rows(arguments: argparse.Namespace, peers: Peers, options: Options, machine:
             yield from attention_rows("fp32", PAIRS, 0, steps, threads, options, bandwidth)
 
 
+def shape_of(text: str) -> tuple[int, int]:
+    """"4096x14336" -> (4096, 14336)."""
+    n, k = map(int, text.split("x"))
+    return n, k
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("ternary", "int4_g32", "int4_g64", "int4_g128", "attention"))
+    parser.add_argument("--shapes", type=shape_of, nargs="+", metavar="NxK", help="of the products (default: all five)")
+    parser.add_argument("--tokens", type=int, nargs="+", metavar="M", help="of the products (default: 1 128 512)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="(default: 1 2)")
     parser.add_argument("--isa", help="the instruction set of our kernels (default: the best of this CPU)")
     parser.add_argument("--llama", type=Path, help="a Python environment with llama-cpp-python (default: this one)")
