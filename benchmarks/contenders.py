@@ -181,18 +181,20 @@ class Attention:
 
 
 def repeat(folder: Path, count: int, shared: frozenset[str]) -> Path:
-    """Turn the model in `folder` into `count` copies of itself side by side; inputs in `shared` stay one."""
+    """Turn the model in `folder` into `count` copies of itself side by side; inputs in `shared` stay one.
+
+    The rows of copy i's weights are those of the model, rotated by i: ONNX Runtime keeps one packed copy of equal ones.
+    """
     model = onnx.load(str(folder / MODEL), load_external_data=False)
     graph, data = model.graph, folder / DATA
     external = [tensor for tensor in graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
     kept = {tensor.name for tensor in graph.initializer} - {tensor.name for tensor in external} | shared | {""}
-    content = data.read_bytes()
+    places = [{entry.key: entry.value for entry in tensor.external_data} for tensor in external]
+    content = np.fromfile(data, np.uint8)
     stride = -(-len(content) // PAGE) * PAGE
     first = [(list(field), field) for field in (graph.node, graph.input, graph.output)]
     with data.open("r+b") as file:
         for i in range(1, count):
-            file.seek(i * stride)
-            file.write(content)
 
             def renamed(name: str, i: int = i) -> str:
                 return name if name in kept else f"{name}_{i}"
@@ -207,12 +209,15 @@ def repeat(folder: Path, count: int, shared: frozenset[str]) -> Path:
                     if field is graph.node:
                         copy.input[:] = map(renamed, original.input)
                         copy.output[:] = map(renamed, original.output)
-            for original in external:
+            for original, place in zip(external, places, strict=True):
+                begin = int(place["offset"])
+                weight = content[begin : begin + int(place["length"])].reshape(original.dims[0], -1)
+                file.seek(i * stride + begin)
+                file.write(np.roll(weight, i, axis=0).data)
                 copy = graph.initializer.add()
                 copy.CopyFrom(original)
                 copy.name = renamed(original.name)
-                offset = next(entry for entry in copy.external_data if entry.key == "offset")
-                offset.value = str(int(offset.value) + i * stride)
+                next(e for e in copy.external_data if e.key == "offset").value = str(i * stride + begin)
     onnx.save(model, str(folder / MODEL))
     return folder / MODEL
 

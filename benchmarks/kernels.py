@@ -366,7 +366,7 @@ def rows(arguments: argparse.Namespace, peers: Peers, options: Options, machine:
 
 
 def shape_of(text: str) -> tuple[int, int]:
-    """"4096x14336" -> (4096, 14336)."""
+    """ "4096x14336" -> (4096, 14336)."""
     n, k = map(int, text.split("x"))
     return n, k
 
