@@ -141,12 +141,7 @@ struct Run {
     return lambda.as<float>()[lambda.rank == 1 ? pair : (b * steps + step) * heads + pair];
   }
 
-  bool hides(int64_t b, int64_t begin, int64_t end) const {
-    const int64_t* visible = mask.as<int64_t>() + b * total;
-    int64_t hidden = 0;
-    for (int64_t t = begin; t < end; ++t) hidden |= visible[t] == 0;
-    return hidden;
-  }
+  const int64_t* mask_of(int64_t b) const { return mask.as<int64_t>() + b * total; }
 
   void write(int64_t b, int64_t step, int64_t head, const float* parts, int64_t count, int64_t part_stride) const {
     float normed[2 * ATTENTION_MOST_D];
@@ -163,11 +158,11 @@ struct Run {
     append(b, g, begin, end);
     rotate_queries(b, g, 0, steps, q);
     kernels.scores[kind](at(keys, b, g, begin), end - begin, d, q, stream_rows, s, CHUNK);
-    const bool hide = hides(b, begin, end);
+    const bool hide = kernels.hides(mask_of(b) + begin, end - begin);
     for (int64_t row = 0; row < 2 * rows; ++row) {
       const int64_t seen = larger(0, smaller(end - begin, past + row % steps + 1 - begin));
       float* e = s + row * CHUNK;
-      if (hide) kernels.hide(e, mask.as<int64_t>() + b * total + begin, seen);
+      if (hide) kernels.hide(e, mask_of(b) + begin, seen);
       maxima[row * chunks + chunk] = kernels.softmax(e, seen, sums + row * chunks + chunk);
       for (int64_t t = seen; t < end - begin; ++t) e[t] = 0;
     }
@@ -294,12 +289,12 @@ struct Run {
     for (int64_t j = 0; j < width; ++j)
       kernels.packed_scores(packed + j * keys_ * d, blocks, d, q + j * streams * padded(d), streams,
                             s + j * streams * stride, stride);
-    const bool hide = hides(b, 0, seen);
+    const bool hide = kernels.hides(mask_of(b), seen);
     for (int64_t row = 0; row < rows_; ++row) {
       const int64_t step = begin + row % steps_, visible = past + step + 1;
       float *signal = s + row * stride, *noise = s + (rows_ + row) * stride, sums[2];
       for (float* e : {signal, noise}) {
-        if (hide) kernels.hide(e, mask.as<int64_t>() + b * total, visible);
+        if (hide) kernels.hide(e, mask_of(b), visible);
         float& sum = sums[e == noise];
         kernels.softmax(e, visible, &sum);
         sum = sum == 0 ? 0 : 1 / sum;

@@ -1,7 +1,8 @@
 // The inner loops of DiffAttention, one table per instruction set.
 //
 // Rows of a cache are d numbers of float32, float16 or int8 (then with one step per row: the number is code * step).
-// Rows of floats that the op itself makes are padded with zeros to `padded(d)`.
+// Rows of floats that the op itself makes are padded with zeros to `padded(d)`. Rows of scores have room for padded(n)
+// numbers, and what lies beyond n may be overwritten.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +12,9 @@
 
 namespace diffbit {
 
-constexpr int64_t ATTENTION_PAD = 16;        // a multiple of every vector's length
-constexpr int64_t ATTENTION_KEYS = 32;       // keys in a block of packed keys
-constexpr int64_t ATTENTION_MOST_D = 512;    // so that one row fits on a thread's stack
+constexpr int64_t ATTENTION_PAD = 16;     // a multiple of every vector's length
+constexpr int64_t ATTENTION_KEYS = 32;    // keys in a block of packed keys
+constexpr int64_t ATTENTION_MOST_D = 512;  // so that one row fits on a thread's stack
 
 enum CacheKind { CACHE_FLOAT32, CACHE_FLOAT16, CACHE_INT8, CACHE_KINDS };
 
@@ -35,7 +36,9 @@ struct AttentionKernels {
   /// s[(j * rows + i) * stride + t] = q[j * rows + i] . key t of sub-head j, for t < n. q: rows of padded(d).
   void (*scores[CACHE_KINDS])(const CacheRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, float* s,
                               int64_t stride);
-  /// s = -infinity where the mask is 0.
+  /// Whether a key is hidden: the mask is 0.
+  bool (*hides)(const int64_t* mask, int64_t n);
+  /// s = -infinity where it is.
   void (*hide)(float* s, const int64_t* mask, int64_t n);
   /// s becomes exp(s - m), m its maximum (returned; -infinity where nothing is visible), and *sum their sum.
   float (*softmax)(float* s, int64_t n, float* sum);
@@ -56,7 +59,7 @@ struct AttentionKernels {
                         int64_t stride);
 };
 
-constexpr int64_t padded(int64_t d) { return (d + ATTENTION_PAD - 1) / ATTENTION_PAD * ATTENTION_PAD; }
+static constexpr int64_t padded(int64_t d) { return (d + ATTENTION_PAD - 1) / ATTENTION_PAD * ATTENTION_PAD; }
 
 DIFFBIT_DECLARE(AttentionKernels, attention)
 

@@ -54,6 +54,8 @@ void scores(const CacheRows& keys, int64_t n, int64_t d, const float* q, int64_t
       }
 }
 
+bool hides(const int64_t* mask, int64_t n) { return std::find(mask, mask + n, 0) != mask + n; }
+
 void hide(float* s, const int64_t* mask, int64_t n) {
   for (int64_t t = 0; t < n; ++t)
     if (!mask[t]) s[t] = -std::numeric_limits<float>::infinity();
@@ -131,6 +133,7 @@ extern const AttentionKernels attention = {
     rotate,
     quantize,
     {scores<float>, scores<Half>, scores<int8_t>},
+    hides,
     hide,
     softmax,
     combine,
