@@ -167,10 +167,18 @@ DIFFBIT_INLINE Ints flush(Ints sums, Partial partial) {
 DIFFBIT_INLINE Partial no_partial() { return {_mm256_setzero_si256()}; }
 /// Calls of `dot` that a Partial holds, for codes up to `largest` and activations -127..127.
 constexpr int64_t dots(int largest) { return 32767 / (2 * 127 * largest); }
+/// GCC would take all products first and then add, and run out of registers: this keeps a sum where it stands.
+DIFFBIT_INLINE void in_order(Partial& partial) { __asm__("" : "+x"(partial.v)); }
+/// A Partial that `sums` are part of, where it can hold them, and the sums with it: one addition less than `flush`.
+DIFFBIT_INLINE Partial partial_of(Ints) { return no_partial(); }
+DIFFBIT_INLINE Ints with_partial(Ints sums, Partial partial) { return flush(sums, partial); }
 #else
 DIFFBIT_INLINE Partial no_partial() { return zero(); }
 constexpr int64_t dots(int) { return int64_t{1} << 40; }
 DIFFBIT_INLINE Ints flush(Ints sums, Partial partial) { return sums + partial; }
+DIFFBIT_INLINE void in_order(Partial&) {}
+DIFFBIT_INLINE Partial partial_of(Ints sums) { return sums; }
+DIFFBIT_INLINE Ints with_partial(Ints, Partial partial) { return partial; }
 #endif
 
 /// The sums of the lanes of four vectors.
