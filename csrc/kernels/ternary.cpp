@@ -4,6 +4,9 @@
 // out to fit: the WIDTH activations that meet field 0 of the row's first vector, those of field 1, 2 and 3, then those
 // of the second vector. Codes 0, 1, 2 stand for -1, 0, 1: the activations' sum is taken off once per output.
 //
+// Codes are not shifted into place, only masked: field 3 counts 64-fold, and the sums are divided by 4, exactly, before
+// those of field 2 are added to them, and so on down to field 0.
+//
 // A tile multiplies ROWS weight rows by COLUMNS activation rows with all sums in registers. Its weight rows lie a
 // quarter of the task's rows apart, so that memory is read in several streams; and COLUMNS activation rows share each
 // unpacking. Activations are taken in slices of K that stay in the first-level cache while all weights of the task pass.
@@ -16,10 +19,8 @@ namespace diffbit::DIFFBIT_ISA {
 namespace {
 
 constexpr int STREAMS = 4;
-constexpr int64_t PANEL = 256;         // weight rows whose sums are held at a time
-constexpr int64_t SUMS = PANEL + STREAMS;  // room for the rows that fill up the last tile
+constexpr int64_t PANEL = 256;       // weight rows whose sums are held at a time
 constexpr int64_t NEAR = 24 * 1024;    // bytes of activations that the first-level cache holds beside the weights
-constexpr int64_t AHEAD = 1024;        // bytes to prefetch
 
 // Sums in registers: 32 vector registers for AVX-512 and NEON, 16 for the others; AVX2 has a temporary in each dot
 #if DIFFBIT_ISA_AVX512VNNI
@@ -67,67 +68,103 @@ TernaryRow quantize(const void* x, bool half, int64_t k, int64_t blocks, int8_t*
   return row;
 }
 
-/// sums[column][at[row]] += the codes of `rows` weight rows times COLUMNS activation rows, over `bytes` bytes of weight.
-template <int ROWS, int COLUMNS>
-void tile(const uint8_t* const* weights, int64_t bytes, const int8_t* q, int64_t q_size, uint32_t (*sums)[SUMS],
-          const int64_t* at) {
-  constexpr int64_t RUN = dots(3) / 4 * WIDTH;  // bytes of weight between flushes
-  const Bytes three = splat(3);
-  Ints total[ROWS][COLUMNS];
-  for (int row = 0; row < ROWS; ++row)
-    for (int column = 0; column < COLUMNS; ++column) total[row][column] = zero();
+/// A vector of weights; REST: half of one, where a row is an odd number of blocks (the activations that meet the zeros
+/// are zero).
+template <bool REST>
+DIFFBIT_INLINE Bytes load_weights(const uint8_t* from) {
+#if DIFFBIT_ISA_AVX512VNNI
+  if (REST) return load_half(from);
+#endif
+  return load(from);
+}
 
-  for (int64_t i = 0; i < bytes;) {
-    const int64_t end = bytes - i < RUN ? bytes : i + RUN;
+/// sums[row][column] += the codes in one field of the weights, bytes begin..end of each row, times the activations.
+/// MASK picks the codes after a shift by SHIFT, and may leave them multiplied by a power of 4.
+template <int FIELD, int SHIFT, int MASK, bool REST, int ROWS, int COLUMNS>
+DIFFBIT_INLINE void accumulate(Partial (&sums)[ROWS][COLUMNS], const uint8_t* const (&weights)[ROWS], int64_t begin,
+                               int64_t end, int64_t next, const int8_t* q, int64_t q_size) {
+  const Bytes mask = splat(MASK);
+  for (int64_t i = begin; i < end; i += WIDTH) {
+    Bytes codes[ROWS];
+    for (int row = 0; row < ROWS; ++row) {
+      codes[row] = shift<SHIFT>(load_weights<REST>(weights[row] + i)) & mask;
+      if (!REST) prefetch(weights[row] + next + i / 4);
+    }
+    for (int column = 0; column < COLUMNS; ++column) {
+      const Bytes activations = load(q + column * q_size + 4 * i + FIELD * WIDTH);
+      for (int row = 0; row < ROWS; ++row) sums[row][column] = dot(sums[row][column], codes[row], activations);
+    }
+  }
+}
+
+template <int FIELD, int SHIFT, int MASK, bool REST, int ROWS, int COLUMNS>
+DIFFBIT_INLINE void pass(Ints (&total)[ROWS][COLUMNS], const uint8_t* const (&weights)[ROWS], int64_t bytes,
+                         int64_t next, const int8_t* q, int64_t q_size) {
+#if DIFFBIT_ISA_AVX2
+  constexpr int64_t RUN = dots(MASK) * WIDTH;  // bytes between flushes
+  for (int64_t i = 0; i < bytes; i += RUN) {
     Partial partial[ROWS][COLUMNS];
     for (int row = 0; row < ROWS; ++row)
       for (int column = 0; column < COLUMNS; ++column) partial[row][column] = no_partial();
-    const auto multiply_add = [&](const Bytes (&codes)[ROWS], int64_t offset) {
-      for (int column = 0; column < COLUMNS; ++column) {
-        const Bytes activations = load(q + column * q_size + offset);
-        for (int row = 0; row < ROWS; ++row) partial[row][column] = dot(partial[row][column], codes[row], activations);
-      }
-    };
-    const auto four_fields = [&](const Bytes (&packed)[ROWS]) {
-      Bytes codes[ROWS];
-      for (int row = 0; row < ROWS; ++row) codes[row] = packed[row] & three;
-      multiply_add(codes, 4 * i);
-      for (int row = 0; row < ROWS; ++row) codes[row] = shift<2>(packed[row]) & three;
-      multiply_add(codes, 4 * i + WIDTH);
-      for (int row = 0; row < ROWS; ++row) codes[row] = shift<4>(packed[row]) & three;
-      multiply_add(codes, 4 * i + 2 * WIDTH);
-      for (int row = 0; row < ROWS; ++row) codes[row] = shift<6>(packed[row]) & three;
-      multiply_add(codes, 4 * i + 3 * WIDTH);
-    };
-    for (; i + WIDTH <= end; i += WIDTH) {
-      Bytes packed[ROWS];
-      for (int row = 0; row < ROWS; ++row) {
-        if (WIDTH == 64 || i % 64 == 0) prefetch(weights[row] + i + AHEAD);
-        packed[row] = load(weights[row] + i);
-      }
-      four_fields(packed);
-    }
-#if DIFFBIT_ISA_AVX512VNNI
-    if (i < end) {  // an odd number of blocks; the activations that meet the zeros are zero
-      Bytes packed[ROWS];
-      for (int row = 0; row < ROWS; ++row) packed[row] = load_half(weights[row] + i);
-      four_fields(packed);
-      i = end;
-    }
-#endif
+    const int64_t end = bytes - i < RUN ? bytes : i + RUN;
+    accumulate<FIELD, SHIFT, MASK, REST>(partial, weights, i, end, next, q, q_size);
     for (int row = 0; row < ROWS; ++row)
       for (int column = 0; column < COLUMNS; ++column)
         total[row][column] = flush(total[row][column], partial[row][column]);
   }
+#else
+  accumulate<FIELD, SHIFT, MASK, REST>(total, weights, 0, bytes, next, q, q_size);
+#endif
+}
 
-  for (int column = 0; column < COLUMNS; ++column)
-    for (int row = 0; row < ROWS; row += 2) {
-      int32_t four[4];
-      const Ints a = total[row][column], b = total[row + 1][column];
-      store_sums(four, a, b, a, b);
-      sums[column][at[row]] += static_cast<uint32_t>(four[0]);
-      sums[column][at[row + 1]] += static_cast<uint32_t>(four[1]);
+#if !DIFFBIT_ISA_AVX2
+/// The codes so far were multiplied by 4 once more than those that follow.
+template <int ROWS, int COLUMNS>
+DIFFBIT_INLINE void quarter(Ints (&total)[ROWS][COLUMNS]) {
+  for (int row = 0; row < ROWS; ++row)
+    for (int column = 0; column < COLUMNS; ++column) total[row][column] = shift<2>(total[row][column]);
+}
+#endif
+
+/// sums[column][row] += the codes of ROWS weight rows times COLUMNS activation rows, over `bytes` bytes of weight.
+/// `next` bytes further on lie the weights of the next tile.
+template <bool REST, int COLUMNS, int ROWS>
+void tile(const uint8_t* const (&weights)[ROWS], int64_t bytes, int64_t next, const int8_t* q, int64_t q_size,
+          uint32_t* sums) {
+  Ints total[ROWS][COLUMNS];
+  for (int row = 0; row < ROWS; ++row)
+    for (int column = 0; column < COLUMNS; ++column) total[row][column] = zero();
+#if DIFFBIT_ISA_AVX2
+  pass<3, 6, 3, REST>(total, weights, bytes, next, q, q_size);
+  pass<2, 4, 3, REST>(total, weights, bytes, next + bytes / 4, q, q_size);
+  pass<1, 2, 3, REST>(total, weights, bytes, next + bytes / 2, q, q_size);
+  pass<0, 0, 3, REST>(total, weights, bytes, next + bytes * 3 / 4, q, q_size);
+#elif DIFFBIT_ISA_NEON
+  pass<2, 0, 0x30, REST>(total, weights, bytes, next, q, q_size);
+  quarter(total);
+  pass<1, 0, 0x0c, REST>(total, weights, bytes, next + bytes / 4, q, q_size);
+  quarter(total);
+  pass<3, 6, 3, REST>(total, weights, bytes, next + bytes / 2, q, q_size);
+  pass<0, 0, 3, REST>(total, weights, bytes, next + bytes * 3 / 4, q, q_size);
+#else
+  pass<3, 0, 0xc0, REST>(total, weights, bytes, next, q, q_size);
+  quarter(total);
+  pass<2, 0, 0x30, REST>(total, weights, bytes, next + bytes / 4, q, q_size);
+  quarter(total);
+  pass<1, 0, 0x0c, REST>(total, weights, bytes, next + bytes / 2, q, q_size);
+  quarter(total);
+  pass<0, 0, 3, REST>(total, weights, bytes, next + bytes * 3 / 4, q, q_size);
+#endif
+  for (int column = 0; column < COLUMNS; ++column) {
+    if constexpr (ROWS == 4) {
+      add_sums(sums + column * PANEL, total[0][column], total[1][column], total[2][column], total[3][column]);
+    } else {
+      uint32_t four[4] = {};
+      add_sums(four, total[0][column], total[1][column], total[0][column], total[1][column]);
+      sums[column * PANEL] += four[0];
+      sums[column * PANEL + 1] += four[1];
     }
+  }
 }
 
 DIFFBIT_INLINE void to_half(const float* from, uint16_t* to) {  // LANES of them
@@ -148,34 +185,44 @@ void panel(const TernaryProduct& product, int64_t row, int64_t begin, int64_t co
   const int64_t stride = product.blocks * TERNARY_BLOCK_BYTES, q_size = quantized_size(product.blocks);
   const int8_t* q = product.q + row * q_size;
   const uint8_t* packed = product.packed + begin * stride;
-  uint32_t sums[COLUMNS][SUMS];  // unsigned, because the codes' sums may pass 2^31 before the activations' come off
+  uint32_t sums[COLUMNS][PANEL];  // unsigned, because the codes' sums may pass 2^31 before the activations' come off
   for (int column = 0; column < COLUMNS; ++column)
-    for (int64_t i = 0; i < SUMS; ++i) sums[column][i] = -static_cast<uint32_t>(product.rows[row + column].sum);
+    for (int64_t i = 0; i < PANEL; ++i) sums[column][i] = -static_cast<uint32_t>(product.rows[row + column].sum);
 
-  const int64_t quarter = count / STREAMS, left = count % STREAMS;
+  // Row `stream` of tile i is row stream * apart + i * step
+  const int64_t tiles = (count + STREAMS - 1) / STREAMS;
+  const int64_t apart = COLUMNS < MOST_COLUMNS ? tiles : 1, step = COLUMNS < MOST_COLUMNS ? 1 : STREAMS;
+  const int64_t whole = stride / WIDTH * WIDTH;
   for (int64_t offset = 0; offset < stride; offset += SLICE) {
-    const int64_t bytes = stride - offset < SLICE ? stride - offset : SLICE;
-    for (int64_t i = 0; i < quarter + (left > 0); ++i)
+    const int64_t bytes = whole - offset < SLICE ? whole - offset : SLICE;
+    const bool rest = offset + SLICE >= stride && whole < stride;
+    for (int64_t i = 0; i < tiles; ++i)
       for (int stream = 0; stream < STREAMS; stream += ROWS) {
         const uint8_t* weights[ROWS];
-        int64_t at[ROWS];
         for (int r = 0; r < ROWS; ++r) {
-          int64_t from = at[r] = (stream + r) * quarter + i;
-          if (i == quarter) {  // the last rows; any weights fill the tile up
-            from = at[r] = STREAMS * quarter + stream + r;
-            if (from >= count) from = count - 1, at[r] = PANEL + r;
-          }
-          weights[r] = packed + from * stride + offset;
+          const int64_t from = (stream + r) * apart + i * step;
+          weights[r] = packed + (from < count ? from : count - 1) * stride + offset;
         }
-        tile<ROWS, COLUMNS>(weights, bytes, q + 4 * offset, q_size, sums, at);
+        uint32_t* at = &sums[0][i * STREAMS + stream];
+        tile<false, COLUMNS>(weights, bytes, step * stride, q + 4 * offset, q_size, at);
+        if (rest) {
+          for (int r = 0; r < ROWS; ++r) weights[r] += bytes;
+          tile<true, COLUMNS>(weights, WIDTH, 0, q + 4 * whole, q_size, at);
+        }
       }
   }
 
   for (int column = 0; column < COLUMNS; ++column) {
-    const float step = product.rows[row + column].step;
+    const float a = product.rows[row + column].step;
     float wide[PANEL];
-    for (int64_t i = 0; i < count; ++i)
-      wide[i] = static_cast<float>(static_cast<int32_t>(sums[column][i])) * step * product.scale;
+    for (int64_t i = 0; i < tiles * STREAMS; ++i)
+      wide[i] = static_cast<float>(static_cast<int32_t>(sums[column][i])) * a * product.scale;
+    if (apart > 1) {
+      float tall[PANEL];
+      for (int stream = 0; stream < STREAMS; ++stream)
+        for (int64_t i = 0; i < tiles; ++i) tall[stream * tiles + i] = wide[i * STREAMS + stream];
+      std::memcpy(wide, tall, sizeof wide);
+    }
     const int64_t to = (row + column) * product.n + begin;
     if (product.half) {
       uint16_t narrow[PANEL];

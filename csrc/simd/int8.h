@@ -40,7 +40,14 @@ DIFFBIT_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 
 
 constexpr int WIDTH = 64;
 struct Bytes { __m512i v; };
-struct Ints { __m512i v; };
+// Lanes typed as int32 all the way: through __m512i, whose lanes are int64, GCC 12 keeps two copies of each sum in a loop
+// and runs out of registers
+struct Ints {
+  int32_t v __attribute__((vector_size(64)));
+  Ints() = default;
+  DIFFBIT_INLINE Ints(__m512i x) : v((decltype(v))x) {}
+  DIFFBIT_INLINE operator __m512i() const { return (__m512i)v; }
+};
 using Partial = Ints;
 
 DIFFBIT_INLINE Bytes load(const void* from) { return {_mm512_loadu_si512(from)}; }
@@ -59,18 +66,18 @@ DIFFBIT_INLINE Bytes operator&(Bytes a, Bytes b) { return {_mm512_and_si512(a.v,
 /// Each byte's bits BY and up move down; above them lie bits of its neighbour or zeros: mask the field that is wanted.
 template <int BY>
 DIFFBIT_INLINE Bytes shift(Bytes a) {
-  return {_mm512_srli_epi16(a.v, BY)};
+  return {BY ? _mm512_srli_epi16(a.v, BY) : a.v};
 }
 
 DIFFBIT_INLINE Ints zero() { return {_mm512_setzero_si512()}; }
-DIFFBIT_INLINE Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
-DIFFBIT_INLINE Ints operator-(Ints a, Ints b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+DIFFBIT_INLINE Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a, b)}; }
+DIFFBIT_INLINE Ints operator-(Ints a, Ints b) { return {_mm512_sub_epi32(a, b)}; }
 template <int BY>
 DIFFBIT_INLINE Ints shift(Ints a) {  // arithmetic
-  return {_mm512_srai_epi32(a.v, BY)};
+  return {_mm512_srai_epi32(a, BY)};
 }
 DIFFBIT_INLINE Ints dot(Ints sums, Bytes codes, Bytes activations) {
-  return {_mm512_dpbusd_epi32(sums.v, codes.v, activations.v)};
+  return {_mm512_dpbusd_epi32(sums, codes.v, activations.v)};
 }
 DIFFBIT_INLINE void store(void* to, Bytes a) { _mm512_storeu_si512(to, a.v); }
 DIFFBIT_INLINE void store_halves(void* low, void* high, Bytes a) {
@@ -78,7 +85,7 @@ DIFFBIT_INLINE void store_halves(void* low, void* high, Bytes a) {
   _mm256_storeu_si256(static_cast<__m256i*>(high), _mm512_extracti64x4_epi64(a.v, 1));
 }
 DIFFBIT_INLINE Ints load_ints(const int32_t* from) { return {_mm512_loadu_si512(from)}; }
-DIFFBIT_INLINE void store(int32_t* to, Ints a) { _mm512_storeu_si512(to, a.v); }
+DIFFBIT_INLINE void store(int32_t* to, Ints a) { _mm512_storeu_si512(to, a); }
 
 #elif DIFFBIT_ISA_NEON
 
@@ -97,7 +104,7 @@ DIFFBIT_INLINE Bytes splat4(const void* from) {
 DIFFBIT_INLINE Bytes operator&(Bytes a, Bytes b) { return {vandq_u8(a.v, b.v)}; }
 template <int BY>
 DIFFBIT_INLINE Bytes shift(Bytes a) {
-  return {vshrq_n_u8(a.v, BY)};
+  return BY ? Bytes{vshrq_n_u8(a.v, BY ? BY : 1)} : a;
 }
 
 DIFFBIT_INLINE Ints zero() { return {vdupq_n_s32(0)}; }
@@ -118,7 +125,12 @@ DIFFBIT_INLINE void store(int32_t* to, Ints a) { vst1q_s32(to, a.v); }
 
 constexpr int WIDTH = 32;
 struct Bytes { __m256i v; };
-struct Ints { __m256i v; };
+struct Ints {  // as above
+  int32_t v __attribute__((vector_size(32)));
+  Ints() = default;
+  DIFFBIT_INLINE Ints(__m256i x) : v((decltype(v))x) {}
+  DIFFBIT_INLINE operator __m256i() const { return (__m256i)v; }
+};
 
 DIFFBIT_INLINE Bytes load(const void* from) { return {_mm256_loadu_si256(static_cast<const __m256i*>(from))}; }
 DIFFBIT_INLINE Bytes splat(uint8_t byte) { return {_mm256_set1_epi8(static_cast<char>(byte))}; }
@@ -130,34 +142,39 @@ DIFFBIT_INLINE Bytes splat4(const void* from) {
 DIFFBIT_INLINE Bytes operator&(Bytes a, Bytes b) { return {_mm256_and_si256(a.v, b.v)}; }
 template <int BY>
 DIFFBIT_INLINE Bytes shift(Bytes a) {
-  return {_mm256_srli_epi16(a.v, BY)};
+  return {BY ? _mm256_srli_epi16(a.v, BY) : a.v};
 }
 
 DIFFBIT_INLINE Ints zero() { return {_mm256_setzero_si256()}; }
-DIFFBIT_INLINE Ints operator+(Ints a, Ints b) { return {_mm256_add_epi32(a.v, b.v)}; }
-DIFFBIT_INLINE Ints operator-(Ints a, Ints b) { return {_mm256_sub_epi32(a.v, b.v)}; }
+DIFFBIT_INLINE Ints operator+(Ints a, Ints b) { return {_mm256_add_epi32(a, b)}; }
+DIFFBIT_INLINE Ints operator-(Ints a, Ints b) { return {_mm256_sub_epi32(a, b)}; }
 template <int BY>
 DIFFBIT_INLINE Ints shift(Ints a) {
-  return {_mm256_srai_epi32(a.v, BY)};
+  return {_mm256_srai_epi32(a, BY)};
 }
 DIFFBIT_INLINE void store(void* to, Bytes a) { _mm256_storeu_si256(static_cast<__m256i*>(to), a.v); }
 DIFFBIT_INLINE Ints load_ints(const int32_t* from) {
   return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))};
 }
-DIFFBIT_INLINE void store(int32_t* to, Ints a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), a.v); }
+DIFFBIT_INLINE void store(int32_t* to, Ints a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), a); }
 
 #if DIFFBIT_ISA_AVXVNNI
 using Partial = Ints;
 DIFFBIT_INLINE Ints dot(Ints sums, Bytes codes, Bytes activations) {
-  return {_mm256_dpbusd_avx_epi32(sums.v, codes.v, activations.v)};
+  return {_mm256_dpbusd_avx_epi32(sums, codes.v, activations.v)};
 }
 #else
-struct Partial { __m256i v; };  // sixteen int16
+struct Partial {
+  int16_t v __attribute__((vector_size(32)));
+  Partial() = default;
+  DIFFBIT_INLINE Partial(__m256i x) : v((decltype(v))x) {}
+  DIFFBIT_INLINE operator __m256i() const { return (__m256i)v; }
+};
 DIFFBIT_INLINE Partial dot(Partial partial, Bytes codes, Bytes activations) {
-  return {_mm256_add_epi16(partial.v, _mm256_maddubs_epi16(codes.v, activations.v))};
+  return {_mm256_add_epi16(partial, _mm256_maddubs_epi16(codes.v, activations.v))};
 }
 DIFFBIT_INLINE Ints flush(Ints sums, Partial partial) {
-  return {_mm256_add_epi32(sums.v, _mm256_madd_epi16(partial.v, _mm256_set1_epi16(1)))};
+  return {_mm256_add_epi32(sums, _mm256_madd_epi16(partial, _mm256_set1_epi16(1)))};
 }
 #endif
 
@@ -181,31 +198,33 @@ DIFFBIT_INLINE Partial partial_of(Ints sums) { return sums; }
 DIFFBIT_INLINE Ints with_partial(Ints, Partial partial) { return partial; }
 #endif
 
-/// The sums of the lanes of four vectors.
-DIFFBIT_INLINE void store_sums(int32_t* to, Ints a, Ints b, Ints c, Ints d) {
+/// Adds the sums of the lanes of four vectors to four numbers.
+DIFFBIT_INLINE void add_sums(uint32_t* to, Ints a, Ints b, Ints c, Ints d) {
 #if DIFFBIT_ISA_NEON
-  vst1q_s32(to, vpaddq_s32(vpaddq_s32(a.v, b.v), vpaddq_s32(c.v, d.v)));
+  const int32x4_t four = vpaddq_s32(vpaddq_s32(a.v, b.v), vpaddq_s32(c.v, d.v));
+  vst1q_u32(to, vaddq_u32(vld1q_u32(to), vreinterpretq_u32_s32(four)));
 #else
 #if DIFFBIT_ISA_AVX512VNNI
-  const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a.v, b.v), _mm512_unpackhi_epi32(a.v, b.v));
-  const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c.v, d.v), _mm512_unpackhi_epi32(c.v, d.v));
+  const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+  const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
   const __m512i wide = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
   const __m256i all = _mm256_add_epi32(_mm512_castsi512_si256(wide), _mm512_extracti64x4_epi64(wide, 1));
 #else
-  const __m256i ab = _mm256_add_epi32(_mm256_unpacklo_epi32(a.v, b.v), _mm256_unpackhi_epi32(a.v, b.v));
-  const __m256i cd = _mm256_add_epi32(_mm256_unpacklo_epi32(c.v, d.v), _mm256_unpackhi_epi32(c.v, d.v));
+  const __m256i ab = _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+  const __m256i cd = _mm256_add_epi32(_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
   const __m256i all = _mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
 #endif
   const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), four);
+  __m128i* at = reinterpret_cast<__m128i*>(to);
+  _mm_storeu_si128(at, _mm_add_epi32(_mm_loadu_si128(at), four));
 #endif
 }
 
 /// The sum of the lanes.
 DIFFBIT_INLINE int32_t sum(Ints a) {
-  int32_t sums[4];
-  store_sums(sums, a, a, a, a);
-  return sums[0];
+  uint32_t sums[4] = {};
+  add_sums(sums, a, a, a, a);
+  return static_cast<int32_t>(sums[0]);
 }
 
 }  // namespace

@@ -41,12 +41,12 @@ DIFFBIT_INLINE Floats load_floats(const void* x, int64_t i) {
 DIFFBIT_INLINE Ints larger(Ints bits, Floats x) {
 #if DIFFBIT_ISA_AVX512VNNI
   const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(x.v), _mm512_set1_epi32(0x7fffffff));
-  return {_mm512_max_epi32(bits.v, magnitude)};
+  return {_mm512_max_epi32(bits, magnitude)};
 #elif DIFFBIT_ISA_NEON
   return {vmaxq_s32(bits.v, vreinterpretq_s32_f32(vabsq_f32(x.v)))};
 #else
   const __m256i magnitude = _mm256_and_si256(_mm256_castps_si256(x.v), _mm256_set1_epi32(0x7fffffff));
-  return {_mm256_max_epi32(bits.v, magnitude)};
+  return {_mm256_max_epi32(bits, magnitude)};
 #endif
 }
 
