@@ -23,11 +23,11 @@ constexpr int64_t LARGEST_GROUP = 128;
 
 DIFFBIT_INLINE F32 floats(Ints a) {
 #if DIFFBIT_ISA_AVX512VNNI
-  return _mm512_cvtepi32_ps(a.v);
+  return _mm512_cvtepi32_ps(a);
 #elif DIFFBIT_ISA_NEON
   return vcvtq_f32_s32(a.v);
 #else
-  return _mm256_cvtepi32_ps(a.v);
+  return _mm256_cvtepi32_ps(a);
 #endif
 }
 
