@@ -24,7 +24,7 @@ class Output:
     shared: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Node:
     """One run of one op. `check` raises where the outputs are not what they must be."""
 
@@ -35,6 +35,9 @@ class Node:
     outputs: tuple[Output, ...]
     check: Callable[[list[np.ndarray]], None]
     constants: tuple[str, ...] = ()  # inputs that are weights
+
+    def __repr__(self) -> str:
+        return f"Node({self.name})"
 
 
 def bits(array: np.ndarray) -> bytes:

@@ -41,7 +41,7 @@ def diffbit(*arguments: str, isa: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("weights", ["ternary"])
+@pytest.mark.parametrize("weights", ["ternary", "int4_g32"])
 def test_an_artifact_verifies_itself(weights: str, checkpoint: Path, tmp_path: Path) -> None:
     quantize_checkpoint(checkpoint, tmp_path / "quantized", Scheme(weights=parse_format(weights)))
     artifact = export_artifact(tmp_path / "quantized", tmp_path / "artifact")

@@ -1,0 +1,88 @@
+"""Shapes that nobody wrote down, in the host under sanitizers: every kernel against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diffbit.ops import int4_matmul
+
+from ..ops.cases import AttentionCase, Int4Case, TernaryCase
+from .host import build
+from .nodes import Node, attention, int4, ternary
+from .test_host import HERE, SETS, differences
+
+FLOATS = (torch.float32, torch.float16)
+LEADS = st.one_of(st.tuples(st.integers(1, 20)), st.tuples(st.integers(1, 3), st.integers(1, 7)))
+
+
+def matmuls(fills: tuple[str, ...]) -> dict[str, st.SearchStrategy]:
+    return {
+        "lead": LEADS,
+        "k": st.integers(1, 700),
+        "n": st.integers(1, 150),
+        "fill": st.sampled_from(fills),
+        "dtype": st.sampled_from(FLOATS),
+        "seed": st.integers(0, 1000),
+    }
+
+
+TERNARY = st.builds(TernaryCase, st.just("any"), **matmuls(("normal", "ones", "minus", "zero", "tiny")))
+INT4 = st.builds(
+    Int4Case,
+    st.just("any"),
+    **matmuls(("normal", "low", "high", "zero", "tiny")),
+    group=st.sampled_from(int4_matmul.GROUP_SIZES),
+    symmetric=st.booleans(),
+    factor=st.sampled_from((1.0, 0.37)),
+)
+
+
+@st.composite
+def attentions(draw: st.DrawFn) -> AttentionCase:
+    wide, groups, pairs = draw(st.booleans()), draw(st.integers(1, 2)), draw(st.integers(1, 9))
+    return AttentionCase(
+        "any",
+        batch=draw(st.integers(1, 2)),
+        steps=draw(st.one_of(st.just(1), st.integers(2, 30))),
+        past=draw(st.one_of(st.integers(0, 40), st.integers(240, 530))),
+        beyond=draw(st.one_of(st.none(), st.integers(0, 9))),
+        heads=groups * pairs,
+        kv_heads=groups * (1 + wide),
+        d=2 * draw(st.one_of(st.integers(1, 12), st.sampled_from((16, 20, 32, 40, 64)))),
+        wide_value=wide,
+        # not less: where A1 - lambda A2 cancels, the norm makes the last bits of the reference itself large
+        norm_eps=draw(st.sampled_from((0.1, 0.0))) if wide else 0.0,
+        token_lambda=draw(st.booleans()),
+        padding=draw(st.sampled_from(("none", "left", "right"))),
+        dtype=draw(st.sampled_from(FLOATS)),
+        cache=draw(st.sampled_from((None, *FLOATS, torch.int8))),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+def in_place(case: AttentionCase) -> Node:
+    return attention(case, in_place=case.beyond is not None and case.seed % 2 == 0)
+
+
+@pytest.mark.parametrize("isa", [isa for isa in SETS if isa != "neon" or HERE == "aarch64"])
+@pytest.mark.parametrize(("node_of", "cases"), [(ternary, TERNARY), (int4, INT4), (in_place, attentions())])
+def test_any_shape(node_of: Callable[[Any], Node], cases: st.SearchStrategy[Any], isa: str) -> None:
+    host = build("sanitized")
+    if isa not in host.instruction_sets:
+        pytest.skip(f"this CPU has no {isa}; it has {', '.join(host.instruction_sets)}")
+
+    @settings(max_examples=20, deadline=None, derandomize=True)
+    @given(cases)
+    def check(case: Any) -> None:
+        node = node_of(case)
+        for threads in (1, 2):
+            wrong = differences(host.run([node], isa, threads)[node.name], node)
+            assert not wrong, f"{wrong} of {case}"
+
+    check()
