@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from diffbit.ops import int4_matmul
@@ -15,7 +15,7 @@ from diffbit.ops import int4_matmul
 from ..ops.cases import AttentionCase, Int4Case, TernaryCase
 from .host import build
 from .nodes import Node, attention, int4, ternary
-from .test_host import HERE, SETS, differences
+from .test_host import differences
 
 FLOATS = (torch.float32, torch.float16)
 LEADS = st.one_of(st.tuples(st.integers(1, 20)), st.tuples(st.integers(1, 3), st.integers(1, 7)))
@@ -70,19 +70,23 @@ def in_place(case: AttentionCase) -> Node:
     return attention(case, in_place=case.beyond is not None and case.seed % 2 == 0)
 
 
-@pytest.mark.parametrize("isa", [isa for isa in SETS if isa != "neon" or HERE == "aarch64"])
-@pytest.mark.parametrize(("node_of", "cases"), [(ternary, TERNARY), (int4, INT4), (in_place, attentions())])
-def test_any_shape(node_of: Callable[[Any], Node], cases: st.SearchStrategy[Any], isa: str) -> None:
-    host = build("sanitized")
-    if isa not in host.instruction_sets:
-        pytest.skip(f"this CPU has no {isa}; it has {', '.join(host.instruction_sets)}")
+OPS = {"ternary": (ternary, TERNARY), "int4": (int4, INT4), "attention": (in_place, attentions())}
 
-    @settings(max_examples=20, deadline=None, derandomize=True)
-    @given(cases)
-    def check(case: Any) -> None:
-        node = node_of(case)
-        for threads in (1, 2):
-            wrong = differences(host.run([node], isa, threads)[node.name], node)
-            assert not wrong, f"{wrong} of {case}"
+
+@pytest.mark.parametrize("op", OPS)
+def test_any_shape(op: str) -> None:
+    host = build("sanitized")
+    node_of, cases = OPS[op]
+
+    @settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.large_base_example])
+    @given(st.lists(cases, min_size=8, max_size=8))
+    def check(some: list[Any]) -> None:
+        nodes = [replace(node_of(case), name=str(i)) for i, case in enumerate(some)]
+        for isa in host.instruction_sets:
+            for threads in (1, 2):
+                found = host.run(nodes, isa, threads)
+                for node, case in zip(nodes, some, strict=True):
+                    wrong = differences(found[node.name], node)
+                    assert not wrong, f"{isa}, {threads} threads: {case}: {wrong}"
 
     check()
