@@ -424,8 +424,7 @@ Result run(const OrtSessionOptions& options, const Node& node, int threads) {
   return result;
 }
 
-void write(std::ostream& file, const Node& node, const Result& result) {
-  file << "node " << node.name << "\n";
+void write(std::ostream& file, const Result& result) {
   if (!result.error.empty()) {
     file << "error " << result.error << "\n";
   } else {
@@ -466,8 +465,8 @@ int main(int count, char** arguments) {
   for (;;) {
     Node node;
     if (!read_node(nodes, node)) break;
-    results << std::flush;  // what a crash leaves behind names the nodes before it
-    write(results, node, run(options, node, threads));
+    results << "node " << node.name << "\n" << std::flush;  // what a crash leaves behind ends with its node
+    write(results, run(options, node, threads));
   }
   return results.flush() ? 0 : 2;
 }

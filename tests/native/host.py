@@ -54,6 +54,7 @@ class Build:
             # memory that nobody wrote is no longer zero by chance
             "ASAN_OPTIONS": "max_malloc_fill_size=1073741824:malloc_fill_byte=255",
             "UBSAN_OPTIONS": "print_stacktrace=1",
+            "TSAN_OPTIONS": "halt_on_error=1",
             **environment,
         }
         return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
@@ -73,7 +74,7 @@ class Build:
             found = _results(results.read_bytes()) if results.exists() else {}
             if done.returncode != 0 or done.stderr:
                 last = list(found)[-1] if found else "none"
-                pytest.fail(f"exit status {done.returncode} after the node {last}:\n{done.stderr[:6000]}")
+                pytest.fail(f"exit status {done.returncode} in the node {last}:\n{done.stderr[:6000]}")
             return found
 
 
