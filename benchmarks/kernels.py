@@ -13,7 +13,8 @@ KV cache of their own that one run reads about 200 MB, so that they come from me
 time of a run over the number of nodes. From 128 tokens on arithmetic decides, and a contender has one node. The
 contenders of a row are timed in turn, call by call, in one process; numbers are medians; threads that spin after their
 run are stopped or waited for. Products are checked against numpy before they are timed. Percentages are of the best
-read bandwidth measured in the same run (machine.c), GOPS is 2*M*N*K over the time.
+read bandwidth (machine.c; the best of twelve ways, which then takes its turn among the contenders of each row), GOPS is
+2*M*N*K over the time.
 
 Rows, as JSON: read and peak (the machine), then one per op, shape N x K, tokens M and threads, with `ratio`: how many
 times faster than each peer, and `targets`: wanted and reached. The exit status tells only whether everything ran.
@@ -37,7 +38,7 @@ import numpy as np
 import onnxruntime
 import torch
 from contenders import Attention, OrtContender, nbits_graph, product_graph, repeat, ternary_as_two_bits
-from machine import Machine, describe
+from machine import READ_BYTES, Machine, Reader, describe
 from peers import Bitnet, BitnetProducts, Ggml, GgmlProducts, llama_environment
 from report import kernel_tables, renew
 
@@ -50,7 +51,7 @@ TOKENS = (1, 128, 512)
 CYCLE_BYTES = 200 << 20
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 40
 PAIRS, HEAD_DIM = 16, 64
-OURS = "diffbit"
+OURS, READ = "diffbit", "read"
 
 # What to reach: key -> least value, by op, number of threads and whether one token is computed or many. "bandwidth" is
 # a percentage, the others are ratios to a contender.
@@ -91,7 +92,10 @@ class Times:
     def row(self, row: dict[str, Any], op: str, kind: str) -> dict[str, Any]:
         """`row` with our time, the ratios to all others, and the targets of `op`."""
         ours = self.us[OURS]
-        others = {name: value for name, value in self.us.items() if name != OURS}
+        others = {name: value for name, value in self.us.items() if name not in (OURS, READ)}
+        if READ in self.us:
+            row["read_gb_per_s"] = round(READ_BYTES / self.us[READ] / 1e3, 1)
+            row["bandwidth_percent"] = round(100 * row["gb_per_s"] / row["read_gb_per_s"], 1)
         row["us"], row["peers_us"] = round(ours, 1), {name: round(value, 1) for name, value in others.items()}
         row["ratio"] = {name: round(value / ours, 2) for name, value in others.items()}
         row["noise"] = round(self.noise, 2)
@@ -141,7 +145,7 @@ def close(contenders: dict[str, Any]) -> None:
 
 def product_rows(
     op: str, shape: tuple[int, int], tokens: tuple[int, ...], threads: tuple[int, ...], peers: Peers, options: Options,
-    bandwidth: dict[int, float],
+    readers: dict[int, Reader],
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Rows of one format and shape."""
     n, k = shape
@@ -162,6 +166,8 @@ def product_rows(
                     x = generated.standard_normal((m, k), np.float32)
                     group = product_contenders(op, weight, models, x, count, peers, options)
                     check(op, group, x @ exact.T)
+                    if not many:
+                        group.contenders[READ], group.counts[READ] = readers[count], 1
                     times = measure(group.contenders, group.counts, options.seconds)
                     close(group.contenders)
                     row: dict[str, Any] = {
@@ -170,7 +176,6 @@ def product_rows(
                     us = times.us[OURS]
                     if m == 1:
                         row["gb_per_s"] = round(weight_bytes / us / 1e3, 1)
-                        row["bandwidth_percent"] = round(100 * row["gb_per_s"] / bandwidth[count], 1)
                     row["gops"] = round(2 * m * n * k / us / 1e3, 1)
                     yield times.row(row, op, "many" if many else "one")
 
@@ -256,7 +261,7 @@ def check(op: str, group: Group, exact: Any) -> None:
 
 def attention_rows(
     kv: str, kv_pairs: int, past: int, steps: int, threads: tuple[int, ...], options: Options,
-    bandwidth: dict[int, float],
+    readers: dict[int, Reader],
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Rows of DiffAttention over a cache of type `kv`: one token after `past`, or a prompt of `steps` tokens."""
     layer = Attention(PAIRS, kv_pairs, HEAD_DIM, past, steps)
@@ -303,7 +308,10 @@ def attention_rows(
                     paths["two calls"], nodes, count, two_call_shared, {"y": y}, caches
                 )
             check_attention(contenders, kv)
-            times = measure(contenders, dict.fromkeys(contenders, nodes), options.seconds)
+            counts = dict.fromkeys(contenders, nodes)
+            if one:
+                contenders[READ], counts[READ] = readers[count], 1
+            times = measure(contenders, counts, options.seconds)
             us = times.us[OURS]
             close(contenders)
             row: dict[str, Any] = {
@@ -312,7 +320,6 @@ def attention_rows(
             }  # fmt: skip
             if one:
                 row["gb_per_s"] = round(kv_bytes / us / 1e3, 1)
-                row["bandwidth_percent"] = round(100 * row["gb_per_s"] / bandwidth[count], 1)
             else:  # two products per branch's scores and one with values twice as wide, over the causal half
                 row["gops"] = round(4 * PAIRS * HEAD_DIM * steps * (steps + 1) / us / 1e3, 1)
             yield times.row(row, op if kv_pairs == PAIRS else "", "one" if one else "many")
@@ -337,10 +344,10 @@ def check_attention(contenders: dict[str, Any], kv: str) -> None:
 def rows(arguments: argparse.Namespace, peers: Peers, options: Options, machine: Machine) -> Iterator[dict[str, Any]]:
     threads = tuple(arguments.threads)
     quick, only = arguments.quick, arguments.only
-    bandwidth = {}
+    readers = {}
     for count in threads:
         row = machine.bandwidth(count, rounds=3 if quick else 9)
-        bandwidth[count] = row["gb_per_s"]
+        readers[count] = machine.reader(row)
         yield row
         for isa in native.instruction_sets():
             if rate := machine.rates(isa, count):
@@ -352,17 +359,17 @@ def rows(arguments: argparse.Namespace, peers: Peers, options: Options, machine:
         if only in (None, op):
             for i, shape in enumerate(shapes):
                 chosen = options if i or quick or arguments.isa else every_isa
-                yield from product_rows(op, shape, tokens, threads, peers, chosen, bandwidth)
+                yield from product_rows(op, shape, tokens, threads, peers, chosen, readers)
     for op in ("int4_g64", "int4_g128"):
         if only == op or (only is None and not quick):
-            yield from product_rows(op, shapes[0], tokens[:2], threads, peers, options, bandwidth)
+            yield from product_rows(op, shapes[0], tokens[:2], threads, peers, options, readers)
     if only in (None, "attention"):
         decode, prefill = ((63,), (64,)) if quick else ((2047, 8191), (1024, 4096))
         for kv, kv_pairs in (("fp32", PAIRS), ("fp16", PAIRS), ("int8", PAIRS), ("fp32", 4)):
             for past in decode:
-                yield from attention_rows(kv, kv_pairs, past, 1, threads, options, bandwidth)
+                yield from attention_rows(kv, kv_pairs, past, 1, threads, options, readers)
         for steps in prefill:
-            yield from attention_rows("fp32", PAIRS, 0, steps, threads, options, bandwidth)
+            yield from attention_rows("fp32", PAIRS, 0, steps, threads, options, readers)
 
 
 def shape_of(text: str) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import mmap
 import os
 import platform
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,18 @@ RATES = {
     "avxvnni": ("int8 avxvnni", "fp32 avx2"),
     "avx2": ("int8 avx2", "fp32 avx2"),
 }
+
+
+class Reader:
+    """What a kernel that only waits for memory would do, in turn with the others (see peers.py)."""
+
+    settle = 0.0
+
+    def __init__(self, run: Callable[[], float]) -> None:
+        self.run = run
+
+    def close(self) -> None:
+        pass
 
 
 class Machine:
@@ -56,6 +69,11 @@ class Machine:
             "prefetch_bytes": best[1],
             "one_stream_gb_per_s": round(medians[1, 0], 1),
         }
+
+    def reader(self, row: dict[str, Any]) -> Reader:
+        """A contender that reads the file the way that a row of `bandwidth` found best."""
+        arguments = (READ_BYTES, row["threads"], row["streams"], row["prefetch_bytes"])
+        return Reader(lambda: self._read(self._data.ctypes.data, *arguments, ctypes.c_uint64()))
 
     def rates(self, isa: str, threads: int) -> dict[str, Any]:
         """Giga-operations a second of an instruction set's byte dot product and float multiply-add; {} if unknown."""
