@@ -45,19 +45,19 @@ TARGETS = {
 }
 
 
-def prepare(work: Path, shape: Shape, interpreter: Path | None) -> None:
+def prepare(work: Path, shape: Shape, formats: list[str], interpreter: Path | None) -> None:
     """Make what is missing in `work`."""
     model = work / "model"
     if not (model / "tokenizer.json").exists():
         write_model(model, shape)
         write_tokenizer(model)
-    for format, options in FORMATS.items():
+    for format in formats:
         if not (artifact := work / format).exists():
             quantized = work / f"{format}.quantized"
-            weights = ("--weights", format, *options)
+            weights = ("--weights", format, *FORMATS[format])
             diffbit("quantize", str(model), *weights, "-o", str(quantized), "--quiet", "--overwrite")
             diffbit("export", str(quantized), "-o", str(artifact), "--quiet")
-    for kind in PEER.values() if interpreter else ():
+    for kind in [PEER[format] for format in formats] if interpreter else ():
         if not (file := work / f"{kind}.gguf").exists():
             beside = file.with_suffix(".part")
             command = [interpreter, HERE / "llama_peer.py", "write", kind, json.dumps(asdict(shape)), beside]
@@ -98,7 +98,8 @@ def main() -> None:
     interpreter = arguments.llama / "bin" / "python" if arguments.llama else None
     prompt, new = (8, 4) if arguments.quick else (128, 64)
     arguments.work.mkdir(parents=True, exist_ok=True)
-    prepare(arguments.work, SMALL if arguments.quick else ONE_BILLION, interpreter)
+    formats = [arguments.only] if arguments.only else list(FORMATS)
+    prepare(arguments.work, SMALL if arguments.quick else ONE_BILLION, formats, interpreter)
     version = next(environment.glob("llama_cpp_python-*.dist-info")).stem.split("-")[1] if environment else None
     about = {"machine": describe(), "instruction_set": native.instruction_sets()[0],
              "onnxruntime": onnxruntime.__version__, "llama_cpp_python": version or "not measured (--llama)",
@@ -106,7 +107,6 @@ def main() -> None:
              "command": " ".join(["python", *sys.argv])}  # fmt: skip
     print(json.dumps(about), flush=True)
 
-    formats = [arguments.only] if arguments.only else list(FORMATS)
     measured = []
     for threads in arguments.threads:
         runs: dict[str, list[dict[str, Any]]] = {}
