@@ -18,7 +18,7 @@ constexpr int VECTORS = INT4_TILE * 4 / WIDTH;
 constexpr int64_t STEP_BYTES = INT4_TILE * 4;
 constexpr int STEPS = 4;  // between flushes: 32 weights, the smallest group
 static_assert(2 * STEPS <= dots(15), "a Partial holds the products of its steps");
-constexpr int64_t AHEAD = 1024;  // bytes to prefetch
+constexpr int64_t AHEAD = 2048;  // bytes to prefetch
 constexpr int64_t LARGEST_GROUP = 128;
 
 DIFFBIT_INLINE F32 floats(Ints a) {
