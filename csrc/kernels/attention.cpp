@@ -1,7 +1,7 @@
 // DiffAttention with vectors of floats.
 //
-// Reading a cache (scores, mix): the two sub-heads take turns, a few rows each, so that two streams of memory are open;
-// lines are asked for some rows ahead. A tile of query rows meets each number of the cache in registers.
+// Reading a cache (scores, mix): the two sub-heads take turns, so that two streams of memory are open; lines are asked
+// for in advance. A tile of query rows meets each number of the cache in registers.
 // Many queries (packed_scores, mix): tiles of rows by vectors; a query's number or a probability is broadcast.
 #include "attention.h"
 
@@ -11,19 +11,27 @@ namespace diffbit::DIFFBIT_ISA {
 namespace {
 
 constexpr int64_t L = F32_LANES;
-constexpr int64_t TURN = 16;       // keys of a sub-head before it is the other's turn
-constexpr int64_t AHEAD = 2048;    // bytes
-constexpr int64_t MIX_TURN = 64;   // the same for the values
+constexpr int64_t TURN = 2048, MOST_TURN = 64;  // bytes and rows of a sub-head before it is the other's turn
+constexpr int64_t AHEAD = 4096;                 // bytes
 constexpr int64_t LINE = 64;
 static_assert(ATTENTION_PAD % L == 0 && ATTENTION_KEYS % ATTENTION_PAD == 0, "vectors fit");
 
 DIFFBIT_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-template <class C>
-DIFFBIT_INLINE void prefetch_rows(const C* rows, int64_t n, int64_t d) {
-  const char* begin = reinterpret_cast<const char*>(rows);
-  const int64_t bytes = n * d * static_cast<int64_t>(sizeof(C));
-  for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch(begin + i + AHEAD, 0, 3);
+/// work(j, begin, end) for rows begin..end of sub-head j, until all n rows of both have had their turn. `streams`: what
+/// bounds the work is memory, so turns are short and lines are asked for in advance.
+template <class C, class Work>
+DIFFBIT_INLINE void in_turns(const CacheRows& cache, int64_t n, int64_t d, bool streams, const Work& work) {
+  const int64_t bytes = d * static_cast<int64_t>(sizeof(C)), rows = TURN / bytes / 4 * 4;
+  const int64_t turn = streams ? (rows < 4 ? 4 : least(rows, MOST_TURN)) : MOST_TURN;
+  for (int64_t begin = 0; begin < n; begin += turn)
+    for (int64_t j = 0; j < cache.count; ++j) {
+      const int64_t end = least(begin + turn, n);
+      const char* from = static_cast<const char*>(cache.rows[j]);
+      if (streams)
+        for (int64_t i = begin * bytes; i < end * bytes; i += LINE) __builtin_prefetch(from + i + AHEAD, 0, 3);
+      work(j, begin, end);
+    }
 }
 
 void widen(const Half* x, int64_t n, float* y) {
@@ -108,18 +116,15 @@ DIFFBIT_INLINE void score_tile(const C* keys, int64_t n, int64_t d, const float*
 template <class C>
 void scores(const CacheRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, float* s, int64_t stride) {
   constexpr int MOST = L == 8 ? 2 : 4;  // AVX2 has 16 registers
-  for (int64_t begin = 0; begin < n; begin += TURN)
-    for (int64_t j = 0; j < keys.count; ++j) {
-      const C* from = static_cast<const C*>(keys.rows[j]) + begin * d;
-      const int64_t count = least(TURN, n - begin);
-      prefetch_rows(from, count, d);
-      int64_t row = j * rows;
-      const int64_t end = row + rows;
-      for (; row + MOST <= end; row += MOST)
-        score_tile<C, MOST>(from, count, d, q + row * padded(d), s + row * stride + begin, stride);
-      for (; row < end; ++row)
-        score_tile<C, 1>(from, count, d, q + row * padded(d), s + row * stride + begin, stride);
-    }
+  in_turns<C>(keys, n, d, true, [&](int64_t j, int64_t begin, int64_t end) {
+    const C* from = static_cast<const C*>(keys.rows[j]) + begin * d;
+    int64_t row = j * rows;
+    const int64_t last = row + rows;
+    for (; row + MOST <= last; row += MOST)
+      score_tile<C, MOST>(from, end - begin, d, q + row * padded(d), s + row * stride + begin, stride);
+    for (; row < last; ++row)
+      score_tile<C, 1>(from, end - begin, d, q + row * padded(d), s + row * stride + begin, stride);
+  });
   if (sizeof(C) != 1) return;
   for (int64_t j = 0; j < keys.count; ++j)
     for (int64_t row = j * rows; row < (j + 1) * rows; ++row)
@@ -223,23 +228,19 @@ void mix(const CacheRows& values, int64_t n, int64_t d, const float* p, int64_t 
   constexpr int64_t SOME = 16;  // rows whose probabilities are multiplied by the values' steps at once
   const int64_t width = values.count * padded(d);
   for (int64_t i = 0; i < rows * width; i += L) store(out + i, splat(0));
-  for (int64_t begin = 0; begin < n; begin += MIX_TURN)
-    for (int64_t j = 0; j < values.count; ++j) {
-      const C* from = static_cast<const C*>(values.rows[j]) + begin * d;
-      const int64_t count = least(MIX_TURN, n - begin);
-      if (sizeof(C) != 1) {
-        mix_some(from, count, d, p + begin, rows, stride, out + j * padded(d), width);
-        continue;
-      }
-      float scaled[SOME * MIX_TURN];
-      for (int64_t first = 0; first < rows; first += SOME) {
-        const int64_t some = least(SOME, rows - first);
-        for (int64_t row = 0; row < some; ++row)
-          for (int64_t t = 0; t < count; ++t)
-            scaled[row * MIX_TURN + t] = p[(first + row) * stride + begin + t] * values.steps[j][begin + t];
-        mix_some(from, count, d, scaled, some, MIX_TURN, out + first * width + j * padded(d), width);
-      }
+  in_turns<C>(values, n, d, rows < 4, [&](int64_t j, int64_t begin, int64_t end) {
+    const C* from = static_cast<const C*>(values.rows[j]) + begin * d;
+    const int64_t count = end - begin;
+    if (sizeof(C) != 1) return mix_some(from, count, d, p + begin, rows, stride, out + j * padded(d), width);
+    float scaled[SOME * MOST_TURN];
+    for (int64_t first = 0; first < rows; first += SOME) {
+      const int64_t some = least(SOME, rows - first);
+      for (int64_t row = 0; row < some; ++row)
+        for (int64_t t = 0; t < count; ++t)
+          scaled[row * MOST_TURN + t] = p[(first + row) * stride + begin + t] * values.steps[j][begin + t];
+      mix_some(from, count, d, scaled, some, MOST_TURN, out + first * width + j * padded(d), width);
     }
+  });
 }
 
 void finish(const float* parts, int64_t count, int64_t part_stride, int64_t width, int64_t d, float eps, float* out) {
