@@ -18,17 +18,18 @@ static_assert(ATTENTION_PAD % L == 0 && ATTENTION_KEYS % ATTENTION_PAD == 0, "ve
 
 DIFFBIT_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/// work(j, begin, end) for rows begin..end of sub-head j, until all n rows of both have had their turn. `streams`: what
-/// bounds the work is memory, so turns are short and lines are asked for in advance.
+/// work(j, begin, end) for rows begin..end of sub-head j, until all n rows of both have had their turn; `queries` rows
+/// meet them. With few, memory bounds the work and turns are short; with many, lines are not asked for in advance.
 template <class C, class Work>
-DIFFBIT_INLINE void in_turns(const CacheRows& cache, int64_t n, int64_t d, bool streams, const Work& work) {
+DIFFBIT_INLINE void in_turns(const CacheRows& cache, int64_t n, int64_t d, int64_t queries, const Work& work) {
+  constexpr int64_t FEW = 4, MANY = 16;
   const int64_t bytes = d * static_cast<int64_t>(sizeof(C)), rows = TURN / bytes / 4 * 4;
-  const int64_t turn = streams ? (rows < 4 ? 4 : least(rows, MOST_TURN)) : MOST_TURN;
+  const int64_t turn = queries < FEW ? (rows < 4 ? 4 : least(rows, MOST_TURN)) : MOST_TURN;
   for (int64_t begin = 0; begin < n; begin += turn)
     for (int64_t j = 0; j < cache.count; ++j) {
       const int64_t end = least(begin + turn, n);
       const char* from = static_cast<const char*>(cache.rows[j]);
-      if (streams)
+      if (queries < MANY)
         for (int64_t i = begin * bytes; i < end * bytes; i += LINE) __builtin_prefetch(from + i + AHEAD, 0, 3);
       work(j, begin, end);
     }
@@ -116,7 +117,7 @@ DIFFBIT_INLINE void score_tile(const C* keys, int64_t n, int64_t d, const float*
 template <class C>
 void scores(const CacheRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, float* s, int64_t stride) {
   constexpr int MOST = L == 8 ? 2 : 4;  // AVX2 has 16 registers
-  in_turns<C>(keys, n, d, true, [&](int64_t j, int64_t begin, int64_t end) {
+  in_turns<C>(keys, n, d, 1, [&](int64_t j, int64_t begin, int64_t end) {
     const C* from = static_cast<const C*>(keys.rows[j]) + begin * d;
     int64_t row = j * rows;
     const int64_t last = row + rows;
@@ -228,7 +229,7 @@ void mix(const CacheRows& values, int64_t n, int64_t d, const float* p, int64_t 
   constexpr int64_t SOME = 16;  // rows whose probabilities are multiplied by the values' steps at once
   const int64_t width = values.count * padded(d);
   for (int64_t i = 0; i < rows * width; i += L) store(out + i, splat(0));
-  in_turns<C>(values, n, d, rows < 4, [&](int64_t j, int64_t begin, int64_t end) {
+  in_turns<C>(values, n, d, rows, [&](int64_t j, int64_t begin, int64_t end) {
     const C* from = static_cast<const C*>(values.rows[j]) + begin * d;
     const int64_t count = end - begin;
     if (sizeof(C) != 1) return mix_some(from, count, d, p + begin, rows, stride, out + j * padded(d), width);
