@@ -1,5 +1,7 @@
 #include "ternary_matmul.h"
 
+#include <algorithm>
+
 #include "half.h"
 #include "kernels/ternary.h"
 
@@ -9,7 +11,13 @@ namespace {
 enum Scratch { QUANTIZED, ROWS };
 constexpr int64_t NUMBERS_PER_TASK = 32 * 1024;  // to quantize: some microseconds
 constexpr int64_t ROWS_PER_TASK = 96;            // of the activations
-constexpr int64_t WEIGHTS_PER_TASK = 128;        // rows of the weight
+constexpr int64_t WEIGHTS_PER_TASK = 128;        // rows of the weight, where arithmetic sets the pace
+
+/// Where memory does: long streams, but work for sixteen threads if that leaves 64 KiB to each task.
+int64_t streamed_rows(int64_t n, int64_t row_bytes) {
+  const int64_t bytes = std::min(std::max(n * row_bytes / 16, int64_t{64} << 10), int64_t{512} << 10);
+  return std::max(bytes / row_bytes / 4 * 4, int64_t{4});
+}
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -51,11 +59,12 @@ void TernaryMatMul::compute(Context& context) const {
 
   const TernaryProduct product = {q, quantized, packed.as<uint8_t>(), blocks, n_, *scale.as<float>(), y.data, half};
   const int64_t row_tasks = divide_up(rows, ROWS_PER_TASK), rows_each = divide_up(rows, row_tasks);
-  const int64_t weight_tasks = divide_up(n_, WEIGHTS_PER_TASK);
+  const int64_t weights_each = rows < 4 ? streamed_rows(n_, blocks * TERNARY_BLOCK_BYTES) : WEIGHTS_PER_TASK;
+  const int64_t weight_tasks = divide_up(n_, weights_each);
   context.parallel(row_tasks * weight_tasks, [&](int64_t task) {
-    const int64_t row = task / weight_tasks * rows_each, begin = task % weight_tasks * WEIGHTS_PER_TASK;
-    kernels_->multiply(product, row, row + rows_each < rows ? row + rows_each : rows, begin,
-                       begin + WEIGHTS_PER_TASK < n_ ? begin + WEIGHTS_PER_TASK : n_);
+    const int64_t row = task / weight_tasks * rows_each, begin = task % weight_tasks * weights_each;
+    kernels_->multiply(product, row, std::min(row + rows_each, rows), begin,
+                       std::min(begin + weights_each, n_));
   });
 }
 

@@ -7,9 +7,8 @@
 // Codes are not shifted into place, only masked: field 3 counts 64-fold, and the sums are divided by 4, exactly, before
 // those of field 2 are added to them, and so on down to field 0.
 //
-// A tile multiplies ROWS weight rows by COLUMNS activation rows with all sums in registers. Its weight rows lie a
-// quarter of the task's rows apart, so that memory is read in several streams; and COLUMNS activation rows share each
-// unpacking. Activations are taken in slices of K that stay in the first-level cache while all weights of the task pass.
+// A tile multiplies ROWS weight rows by COLUMNS activation rows with all sums in registers. Activations are taken in
+// slices of K that stay in the first-level cache while all weights of the task pass.
 #include "ternary.h"
 
 #include "../simd/int8.h"
@@ -18,25 +17,24 @@
 namespace diffbit::DIFFBIT_ISA {
 namespace {
 
-constexpr int STREAMS = 4;
-constexpr int64_t PANEL = 256;       // weight rows whose sums are held at a time
-constexpr int64_t NEAR = 24 * 1024;    // bytes of activations that the first-level cache holds beside the weights
+constexpr int64_t PANEL = 1024;      // weight rows whose sums are held at a time
+constexpr int64_t NEAR = 24 * 1024;  // bytes of activations that the first-level cache holds beside the weights
 
-// Sums in registers: 32 vector registers for AVX-512 and NEON, 16 for the others; AVX2 has a temporary in each dot
+// The largest tile has all its sums in registers: of 32 for AVX-512 and NEON, of 16 for the others; AVX2 needs one more
+// in each dot product.
 #if DIFFBIT_ISA_AVX512VNNI
 constexpr int MOST_COLUMNS = 6;
-constexpr int rows_of(int) { return 4; }
+constexpr int ROWS = 4;
 #elif DIFFBIT_ISA_NEON
 constexpr int MOST_COLUMNS = 4;
-constexpr int rows_of(int) { return 4; }
+constexpr int ROWS = 4;
 #elif DIFFBIT_ISA_AVXVNNI
 constexpr int MOST_COLUMNS = 6;
-constexpr int rows_of(int columns) { return columns <= 2 ? 4 : 2; }
+constexpr int ROWS = 2;
 #else
 constexpr int MOST_COLUMNS = 4;
-constexpr int rows_of(int columns) { return columns <= 2 ? 4 : 2; }
+constexpr int ROWS = 2;
 #endif
-static_assert(STREAMS % rows_of(1) == 0 && STREAMS % rows_of(MOST_COLUMNS) == 0, "tiles take whole streams");
 
 int64_t quantized_size(int64_t blocks) {
   const int64_t bytes = blocks * TERNARY_BLOCK_BYTES;
@@ -80,7 +78,7 @@ DIFFBIT_INLINE Bytes load_weights(const uint8_t* from) {
 
 /// sums[row][column] += the codes in one field of the weights, bytes begin..end of each row, times the activations.
 /// MASK picks the codes after a shift by SHIFT, and may leave them multiplied by a power of 4.
-template <int FIELD, int SHIFT, int MASK, bool REST, int ROWS, int COLUMNS>
+template <int FIELD, int SHIFT, int MASK, bool REST, int COLUMNS>
 DIFFBIT_INLINE void accumulate(Partial (&sums)[ROWS][COLUMNS], const uint8_t* const (&weights)[ROWS], int64_t begin,
                                int64_t end, int64_t next, const int8_t* q, int64_t q_size) {
   const Bytes mask = splat(MASK);
@@ -97,7 +95,7 @@ DIFFBIT_INLINE void accumulate(Partial (&sums)[ROWS][COLUMNS], const uint8_t* co
   }
 }
 
-template <int FIELD, int SHIFT, int MASK, bool REST, int ROWS, int COLUMNS>
+template <int FIELD, int SHIFT, int MASK, bool REST, int COLUMNS>
 DIFFBIT_INLINE void pass(Ints (&total)[ROWS][COLUMNS], const uint8_t* const (&weights)[ROWS], int64_t bytes,
                          int64_t next, const int8_t* q, int64_t q_size) {
 #if DIFFBIT_ISA_AVX2
@@ -119,7 +117,7 @@ DIFFBIT_INLINE void pass(Ints (&total)[ROWS][COLUMNS], const uint8_t* const (&we
 
 #if !DIFFBIT_ISA_AVX2
 /// The codes so far were multiplied by 4 once more than those that follow.
-template <int ROWS, int COLUMNS>
+template <int COLUMNS>
 DIFFBIT_INLINE void quarter(Ints (&total)[ROWS][COLUMNS]) {
   for (int row = 0; row < ROWS; ++row)
     for (int column = 0; column < COLUMNS; ++column) total[row][column] = shift<2>(total[row][column]);
@@ -128,7 +126,7 @@ DIFFBIT_INLINE void quarter(Ints (&total)[ROWS][COLUMNS]) {
 
 /// sums[column][row] += the codes of ROWS weight rows times COLUMNS activation rows, over `bytes` bytes of weight.
 /// `next` bytes further on lie the weights of the next tile.
-template <bool REST, int COLUMNS, int ROWS>
+template <bool REST, int COLUMNS>
 void tile(const uint8_t* const (&weights)[ROWS], int64_t bytes, int64_t next, const int8_t* q, int64_t q_size,
           uint32_t* sums) {
   Ints total[ROWS][COLUMNS];
@@ -167,6 +165,48 @@ void tile(const uint8_t* const (&weights)[ROWS], int64_t bytes, int64_t next, co
   }
 }
 
+/// The same for one row of activations, where memory sets the pace: each byte of the weights is read once.
+template <bool REST>
+void tile_of_one(const uint8_t* const (&weights)[ROWS], int64_t bytes, const int8_t* q, uint32_t* sums) {
+#if DIFFBIT_ISA_AVX2
+  constexpr int CHAINS = 1;
+#else
+  constexpr int CHAINS = 2;  // a dot product waits four or five cycles for the last one's sum
+#endif
+  constexpr int64_t RUN = dots(12) / 2 * WIDTH;  // bytes between flushes
+  constexpr int64_t AHEAD = 8192 / ROWS;         // to prefetch: measured
+  const Bytes low = splat(3), high = splat(12);
+  Ints total[ROWS], total4[ROWS];  // of fields 0 and 2; of fields 1 and 3, four times too large
+  for (int row = 0; row < ROWS; ++row) total[row] = total4[row] = zero();
+  for (int64_t i = 0; i < bytes;) {
+    const int64_t end = bytes - i < RUN ? bytes : i + RUN;
+    Partial partial[ROWS][CHAINS], partial4[ROWS][CHAINS];
+    for (int row = 0; row < ROWS; ++row)
+      for (int chain = 0; chain < CHAINS; ++chain) partial[row][chain] = partial4[row][chain] = no_partial();
+    for (; i < end; i += WIDTH) {
+      const Bytes a0 = load(q + 4 * i), a1 = load(q + 4 * i + WIDTH);
+      const Bytes a2 = load(q + 4 * i + 2 * WIDTH), a3 = load(q + 4 * i + 3 * WIDTH);
+      for (int row = 0; row < ROWS; ++row) {
+        const Bytes x = once(load_weights<REST>(weights[row] + i)), y = shift<4>(x);
+        if (WIDTH == 64 || i % 64 == 0) prefetch(weights[row] + i + AHEAD);
+        partial[row][0] = dot(partial[row][0], x & low, a0);
+        partial4[row][0] = dot(partial4[row][0], x & high, a1);
+        partial[row][CHAINS - 1] = dot(partial[row][CHAINS - 1], y & low, a2);
+        partial4[row][CHAINS - 1] = dot(partial4[row][CHAINS - 1], y & high, a3);
+      }
+    }
+    for (int row = 0; row < ROWS; ++row)
+      for (int chain = 0; chain < CHAINS; ++chain) {
+        total[row] = flush(total[row], partial[row][chain]);
+        total4[row] = flush(total4[row], partial4[row][chain]);
+      }
+  }
+  uint32_t four[4] = {};
+  for (int row = 0; row < ROWS; ++row) total[row] = total[row] + shift<2>(total4[row]);
+  add_sums(four, total[0], total[1], total[ROWS - 2], total[ROWS - 1]);
+  for (int row = 0; row < ROWS; ++row) sums[row] += four[row];
+}
+
 DIFFBIT_INLINE void to_half(const float* from, uint16_t* to) {  // LANES of them
 #if DIFFBIT_ISA_AVX512VNNI
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(_mm512_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT));
@@ -180,54 +220,57 @@ DIFFBIT_INLINE void to_half(const float* from, uint16_t* to) {  // LANES of them
 /// y of COLUMNS activation rows from `row` on and `count` <= PANEL weight rows from `begin` on.
 template <int COLUMNS>
 void panel(const TernaryProduct& product, int64_t row, int64_t begin, int64_t count) {
-  constexpr int ROWS = rows_of(COLUMNS);
   constexpr int64_t SLICE = NEAR / COLUMNS / (4 * WIDTH) * WIDTH;  // bytes of a weight row
   const int64_t stride = product.blocks * TERNARY_BLOCK_BYTES, q_size = quantized_size(product.blocks);
   const int8_t* q = product.q + row * q_size;
   const uint8_t* packed = product.packed + begin * stride;
+  const int64_t tiles = (count + ROWS - 1) / ROWS;
   uint32_t sums[COLUMNS][PANEL];  // unsigned, because the codes' sums may pass 2^31 before the activations' come off
   for (int column = 0; column < COLUMNS; ++column)
-    for (int64_t i = 0; i < PANEL; ++i) sums[column][i] = -static_cast<uint32_t>(product.rows[row + column].sum);
+    for (int64_t i = 0; i < tiles * ROWS; ++i) sums[column][i] = -static_cast<uint32_t>(product.rows[row + column].sum);
 
-  // Row `stream` of tile i is row stream * apart + i * step
-  const int64_t tiles = (count + STREAMS - 1) / STREAMS;
-  const int64_t apart = COLUMNS < MOST_COLUMNS ? tiles : 1, step = COLUMNS < MOST_COLUMNS ? 1 : STREAMS;
+  // Row r of tile i is row r * apart + i * step: in as many streams where memory is read once, side by side where again
+  const int64_t apart = COLUMNS < MOST_COLUMNS ? tiles : 1, step = COLUMNS < MOST_COLUMNS ? 1 : ROWS;
   const int64_t whole = stride / WIDTH * WIDTH;
   for (int64_t offset = 0; offset < stride; offset += SLICE) {
     const int64_t bytes = whole - offset < SLICE ? whole - offset : SLICE;
     const bool rest = offset + SLICE >= stride && whole < stride;
-    for (int64_t i = 0; i < tiles; ++i)
-      for (int stream = 0; stream < STREAMS; stream += ROWS) {
-        const uint8_t* weights[ROWS];
-        for (int r = 0; r < ROWS; ++r) {
-          const int64_t from = (stream + r) * apart + i * step;
-          weights[r] = packed + (from < count ? from : count - 1) * stride + offset;
-        }
-        uint32_t* at = &sums[0][i * STREAMS + stream];
-        tile<false, COLUMNS>(weights, bytes, step * stride, q + 4 * offset, q_size, at);
-        if (rest) {
-          for (int r = 0; r < ROWS; ++r) weights[r] += bytes;
-          tile<true, COLUMNS>(weights, WIDTH, 0, q + 4 * whole, q_size, at);
-        }
+    for (int64_t i = 0; i < tiles; ++i) {
+      const uint8_t* weights[ROWS];
+      for (int r = 0; r < ROWS; ++r) {
+        const int64_t from = r * apart + i * step;
+        weights[r] = packed + (from < count ? from : count - 1) * stride + offset;
       }
+      uint32_t* at = &sums[0][i * ROWS];
+      if constexpr (COLUMNS == 1)
+        tile_of_one<false>(weights, bytes, q + 4 * offset, at);
+      else
+        tile<false, COLUMNS>(weights, bytes, step * stride, q + 4 * offset, q_size, at);
+      if (rest) {
+        for (int r = 0; r < ROWS; ++r) weights[r] += bytes;
+        if constexpr (COLUMNS == 1)
+          tile_of_one<true>(weights, WIDTH, q + 4 * whole, at);
+        else
+          tile<true, COLUMNS>(weights, WIDTH, 0, q + 4 * whole, q_size, at);
+      }
+    }
   }
 
   for (int column = 0; column < COLUMNS; ++column) {
     const float a = product.rows[row + column].step;
     float wide[PANEL];
-    for (int64_t i = 0; i < tiles * STREAMS; ++i)
+    for (int64_t i = 0; i < tiles * ROWS; ++i)
       wide[i] = static_cast<float>(static_cast<int32_t>(sums[column][i])) * a * product.scale;
     if (apart > 1) {
       float tall[PANEL];
-      for (int stream = 0; stream < STREAMS; ++stream)
-        for (int64_t i = 0; i < tiles; ++i) tall[stream * tiles + i] = wide[i * STREAMS + stream];
-      std::memcpy(wide, tall, sizeof wide);
+      for (int r = 0; r < ROWS; ++r)
+        for (int64_t i = 0; i < tiles; ++i) tall[r * tiles + i] = wide[i * ROWS + r];
+      std::memcpy(wide, tall, static_cast<size_t>(count) * 4);
     }
     const int64_t to = (row + column) * product.n + begin;
     if (product.half) {
       uint16_t narrow[PANEL];
-      for (int64_t i = 0; i < PANEL; i += LANES)
-        if (i < count) to_half(wide + i, narrow + i);
+      for (int64_t i = 0; i < count; i += LANES) to_half(wide + i, narrow + i);
       std::memcpy(static_cast<uint16_t*>(product.y) + to, narrow, static_cast<size_t>(count) * 2);
     } else {
       std::memcpy(static_cast<float*>(product.y) + to, wide, static_cast<size_t>(count) * 4);

@@ -36,6 +36,17 @@ namespace {
 /// For a line that is read once, soon.
 DIFFBIT_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
 
+/// Keeps the compiler from loading a vector again for each of its uses.
+template <class Vector>
+DIFFBIT_INLINE Vector once(Vector a) {
+#if DIFFBIT_ISA_NEON
+  __asm__("" : "+w"(a.v));
+#else
+  __asm__("" : "+v"(a.v));
+#endif
+  return a;
+}
+
 #if DIFFBIT_ISA_AVX512VNNI
 
 constexpr int WIDTH = 64;
