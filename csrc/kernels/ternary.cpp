@@ -188,7 +188,7 @@ void tile_of_one(const uint8_t* const (&weights)[ROWS], int64_t bytes, const int
       const Bytes a2 = load(q + 4 * i + 2 * WIDTH), a3 = load(q + 4 * i + 3 * WIDTH);
       for (int row = 0; row < ROWS; ++row) {
         const Bytes x = once(load_weights<REST>(weights[row] + i)), y = shift<4>(x);
-        if (WIDTH == 64 || i % 64 == 0) prefetch(weights[row] + i + AHEAD);
+        prefetch(weights[row] + i + AHEAD);
         partial[row][0] = dot(partial[row][0], x & low, a0);
         partial4[row][0] = dot(partial4[row][0], x & high, a1);
         partial[row][CHAINS - 1] = dot(partial[row][CHAINS - 1], y & low, a2);
