@@ -66,11 +66,12 @@ def attentions(draw: st.DrawFn) -> AttentionCase:
     )
 
 
-def in_place(case: AttentionCase) -> Node:
-    return attention(case, in_place=case.beyond is not None and case.seed % 2 == 0)
+def any_attention(case: AttentionCase) -> Node:
+    """Of thousands of small outputs the reference gets some right to the last bit; a kernel gets others right."""
+    return attention(case, in_place=case.beyond is not None and case.seed % 2 == 0, roundings=10)
 
 
-OPS = {"ternary": (ternary, TERNARY), "int4": (int4, INT4), "attention": (in_place, attentions())}
+OPS = {"ternary": (ternary, TERNARY), "int4": (int4, INT4), "attention": (any_attention, attentions())}
 
 
 @pytest.mark.parametrize("op", OPS)
