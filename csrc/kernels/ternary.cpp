@@ -19,6 +19,7 @@ namespace {
 
 constexpr int64_t PANEL = 1024;      // weight rows whose sums are held at a time
 constexpr int64_t NEAR = 24 * 1024;  // bytes of activations that the first-level cache holds beside the weights
+constexpr int64_t FLIGHT = 8192;     // bytes of weights on their way from memory, over all streams
 
 // The largest tile has all its sums in registers: of 32 for AVX-512 and NEON, of 16 for the others; AVX2 needs one more
 // in each dot product.
@@ -165,16 +166,17 @@ void tile(const uint8_t* const (&weights)[ROWS], int64_t bytes, int64_t next, co
   }
 }
 
-/// The same for one row of activations, where memory sets the pace: each byte of the weights is read once.
+/// The same for one row of activations, where memory sets the pace: each byte of the weights is read once, and the
+/// bytes `ahead` of it are prefetched.
 template <bool REST>
-void tile_of_one(const uint8_t* const (&weights)[ROWS], int64_t bytes, const int8_t* q, uint32_t* sums) {
+void tile_of_one(const uint8_t* const (&weights)[ROWS], int64_t bytes, int64_t ahead, const int8_t* q,
+                 uint32_t* sums) {
 #if DIFFBIT_ISA_AVX2
   constexpr int CHAINS = 1;
 #else
   constexpr int CHAINS = 2;  // a dot product waits four or five cycles for the last one's sum
 #endif
   constexpr int64_t RUN = dots(12) / 2 * WIDTH;  // bytes between flushes
-  constexpr int64_t AHEAD = 8192 / ROWS;         // to prefetch: measured
   const Bytes low = splat(3), high = splat(12);
   Ints total[ROWS], total4[ROWS];  // of fields 0 and 2; of fields 1 and 3, four times too large
   for (int row = 0; row < ROWS; ++row) total[row] = total4[row] = zero();
@@ -188,7 +190,7 @@ void tile_of_one(const uint8_t* const (&weights)[ROWS], int64_t bytes, const int
       const Bytes a2 = load(q + 4 * i + 2 * WIDTH), a3 = load(q + 4 * i + 3 * WIDTH);
       for (int row = 0; row < ROWS; ++row) {
         const Bytes x = once(load_weights<REST>(weights[row] + i)), y = shift<4>(x);
-        prefetch(weights[row] + i + AHEAD);
+        prefetch(weights[row] + i + ahead);
         partial[row][0] = dot(partial[row][0], x & low, a0);
         partial4[row][0] = dot(partial4[row][0], x & high, a1);
         partial[row][CHAINS - 1] = dot(partial[row][CHAINS - 1], y & low, a2);
@@ -242,14 +244,16 @@ void panel(const TernaryProduct& product, int64_t row, int64_t begin, int64_t co
         weights[r] = packed + (from < count ? from : count - 1) * stride + offset;
       }
       uint32_t* at = &sums[0][i * ROWS];
+      // Past its end a stream goes on in the panel that follows
+      const int64_t reach = FLIGHT / ROWS, ahead = (tiles - i) * stride > reach ? reach : reach + (count - tiles) * stride;
       if constexpr (COLUMNS == 1)
-        tile_of_one<false>(weights, bytes, q + 4 * offset, at);
+        tile_of_one<false>(weights, bytes, ahead, q + 4 * offset, at);
       else
         tile<false, COLUMNS>(weights, bytes, step * stride, q + 4 * offset, q_size, at);
       if (rest) {
         for (int r = 0; r < ROWS; ++r) weights[r] += bytes;
         if constexpr (COLUMNS == 1)
-          tile_of_one<true>(weights, WIDTH, q + 4 * whole, at);
+          tile_of_one<true>(weights, WIDTH, 0, q + 4 * whole, at);
         else
           tile<true, COLUMNS>(weights, WIDTH, 0, q + 4 * whole, q_size, at);
       }
