@@ -211,7 +211,8 @@ void tile_of_one(const uint8_t* const (&weights)[ROWS], int64_t bytes, int64_t a
 
 DIFFBIT_INLINE void to_half(const float* from, uint16_t* to) {  // LANES of them
 #if DIFFBIT_ISA_AVX512VNNI
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(_mm512_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT));
+  const __m256i half = _mm512_cvtps_ph(_mm512_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), half);
 #elif DIFFBIT_ISA_NEON
   vst1_u16(to, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(from))));
 #else
@@ -245,7 +246,8 @@ void panel(const TernaryProduct& product, int64_t row, int64_t begin, int64_t co
       }
       uint32_t* at = &sums[0][i * ROWS];
       // Past its end a stream goes on in the panel that follows
-      const int64_t reach = FLIGHT / ROWS, ahead = (tiles - i) * stride > reach ? reach : reach + (count - tiles) * stride;
+      constexpr int64_t REACH = FLIGHT / ROWS;
+      const int64_t ahead = REACH + ((tiles - i) * stride > REACH ? 0 : (count - tiles) * stride);
       if constexpr (COLUMNS == 1)
         tile_of_one<false>(weights, bytes, ahead, q + 4 * offset, at);
       else
