@@ -51,8 +51,8 @@ DIFFBIT_INLINE Vector once(Vector a) {
 
 constexpr int WIDTH = 64;
 struct Bytes { __m512i v; };
-// Lanes typed as int32 all the way: with __m512i, whose lanes are int64, GCC 12 keeps two copies of each sum in a loop and
-// runs out of registers
+// Lanes typed as int32 all the way: with __m512i, whose lanes are int64, GCC 12 keeps two copies of each sum in a
+// loop and runs out of registers
 struct Ints {
   int32_t v __attribute__((vector_size(64)));
   Ints() = default;
