@@ -18,7 +18,7 @@ constexpr int VECTORS = INT4_TILE * 4 / WIDTH;
 constexpr int64_t STEP_BYTES = INT4_TILE * 4;
 constexpr int STEPS = 4;  // between flushes: 32 weights, the smallest group
 static_assert(2 * STEPS <= dots(15), "a Partial holds the products of its steps");
-constexpr int64_t AHEAD = 2048;  // bytes to prefetch
+constexpr int64_t AHEAD = 4096;  // bytes to prefetch
 constexpr int64_t LARGEST_GROUP = 128;
 
 DIFFBIT_INLINE F32 floats(Ints a) {
@@ -222,10 +222,10 @@ void tiles(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_
 // results may wait in memory for the end of a group
 #if DIFFBIT_ISA_AVX512VNNI
 constexpr int MOST_ROWS = 8;
-constexpr int streams_of(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }
+constexpr int streams_of(int rows) { return rows <= 4 ? 2 : 1; }
 #else
 constexpr int MOST_ROWS = 4;
-constexpr int streams_of(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+constexpr int streams_of(int rows) { return rows <= 2 ? 2 : 1; }
 #endif
 static_assert(MOST_ROWS <= INT4_MOST_ROWS, "the table has room");
 
