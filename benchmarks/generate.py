@@ -29,7 +29,7 @@ from typing import Any
 import onnxruntime
 from machine import describe
 from peers import llama_environment
-from report import generate_table, renew
+from report import command_line, generate_table, renew
 from synthetic import ONE_BILLION, SMALL, Shape, write_model, write_tokenizer
 
 from diffbit.runtime import bench, native
@@ -104,7 +104,7 @@ def main() -> None:
     about = {"machine": describe(), "instruction_set": native.instruction_sets()[0],
              "onnxruntime": onnxruntime.__version__, "llama_cpp_python": version or "not measured (--llama)",
              "prompt_tokens": prompt, "new_tokens": new,
-             "command": " ".join(["python", *sys.argv])}  # fmt: skip
+             "command": command_line("generate.py", sys.argv[1:])}  # fmt: skip
     print(json.dumps(about), flush=True)
 
     measured = []

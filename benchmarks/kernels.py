@@ -40,7 +40,7 @@ import torch
 from contenders import Attention, OrtContender, nbits_graph, product_graph, repeat, ternary_as_two_bits
 from machine import READ_BYTES, Machine, Reader, describe
 from peers import Bitnet, BitnetProducts, Ggml, GgmlProducts, llama_environment
-from report import kernel_tables, renew
+from report import command_line, kernel_tables, renew
 
 from diffbit.quantize.formats import parse_format
 from diffbit.quantize.rtn import rtn
@@ -409,7 +409,7 @@ def main() -> None:
     if arguments.isa and arguments.isa not in sets:
         raise SystemExit(f"--isa is {arguments.isa}, this CPU and this build have {', '.join(sets)}")
     about = {"machine": describe(), "instruction_sets": sets, "onnxruntime": onnxruntime.__version__,
-             "command": " ".join(["python", *sys.argv])}  # fmt: skip
+             "command": command_line("kernels.py", sys.argv[1:])}  # fmt: skip
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         environment = llama_environment(arguments.llama)

@@ -110,6 +110,13 @@ def generate_table(about: Row, rows: Sequence[Row]) -> str:
     )
 
 
+def command_line(script: str, arguments: Sequence[str]) -> str:
+    """The command as another machine would give it: folders by their names in the help."""
+    names = {"--llama": "ENV", "--bitnet": "CHECKOUT", "--work": "DIR"}
+    shown = [names.get(before, part) for before, part in zip(["", *arguments], arguments, strict=False)]
+    return " ".join(["python", f"benchmarks/{script}", *shown])
+
+
 def renew(page: Path, name: str, text: str) -> None:
     """Put `text` between the page's comments `<!-- name -->` and `<!-- /name -->`."""
     old = page.read_text()
