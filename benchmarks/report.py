@@ -51,6 +51,11 @@ def kernel_tables(about: Row, rows: Sequence[Row]) -> str:
         f"bitnet.cpp {about['bitnet_cpp']}. Instruction sets: {', '.join(about['instruction_sets'])}. "
         f"`{about['command']}`"
     ]
+    if noise := sorted(row["noise"] for row in rows if "noise" in row):
+        parts.append(
+            f"How quiet the machine was: a contender's median time was at most {noise[len(noise) // 2]:g} times its "
+            f"shortest in half of the rows, {noise[-1]:g} times in the worst."
+        )
     reads = [row for row in rows if row["op"] == "read"]
     lines = [(r["threads"], r["gb_per_s"], r["one_stream_gb_per_s"], r["streams"], r["prefetch_bytes"]) for r in reads]
     header = ("threads", "read GB/s", "one stream", "streams", "bytes ahead")
