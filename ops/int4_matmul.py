@@ -79,14 +79,17 @@ Int4MatMul <K, N, group_size, spec_version> (A, codes, scales, zeros, factor) =>
   scaled = Mul (scale_f, factor)
   B_scales = CastLike (scaled, A)
 
-  # the same, then two to a byte, the last alone where G is odd: [N, ceil(G/2)]
+  # the same, then two to a byte, the last alone where G is odd: [N, ceil(G/2)]; a column of zeros and not Pad, which
+  # ONNX Runtime 1.23 refuses in a function
   tile_shape = Shape (scales)
   zero_full = Expand (zeros, tile_shape)
   zero_tiles = Transpose <perm = [0, 2, 1]> (zero_full)
   zero_rows = Reshape (zero_tiles, row_shape)
   zero_cut = Slice (zero_rows, zero, N_1d, zero)
-  one_more = Constant <value_ints = [0, 0, 0, 1]> ()
-  zero_pad = Pad (zero_cut, one_more)
+  column_shape = Concat <axis = 0> (N_1d, one)
+  nothing = Cast <to = 2> (zero)
+  column = Expand (nothing, column_shape)
+  zero_pad = Concat <axis = 1> (zero_cut, column)
   low = Slice (zero_cut, zero, end, one, two)
   high = Slice (zero_pad, one, end, one, two)
   four_i = Constant <value_int = 4> ()
