@@ -402,6 +402,8 @@ void DiffAttention::compute(Context& context) const {
   const Tensor present_key = context.output(1, "DiffAttention: present_key", {batch, kv_heads_, capacity, d});
   const Tensor present_value = context.output(2, "DiffAttention: present_value", {batch, kv_heads_, capacity, d});
   Tensor present_key_scale, present_value_scale;
+  if (!scaled && context.outputs() > 3)  // nobody would write them, and whoever reads them would crash
+    throw Error("DiffAttention: present_key_scale is given, wanted exactly where the cache is int8");
   if (scaled) {
     present_key_scale = context.output(3, "DiffAttention: present_key_scale", {batch, kv_heads_, capacity});
     present_value_scale = context.output(4, "DiffAttention: present_value_scale", {batch, kv_heads_, capacity});

@@ -13,17 +13,6 @@ void check(const OrtApi* api, OrtStatus* status) {
   throw error;
 }
 
-const char* type_name(int type) {
-  switch (type) {
-    case ort::FLOAT32: return "float32";
-    case ort::FLOAT16: return "float16";
-    case ort::UINT8: return "uint8";
-    case ort::INT8: return "int8";
-    case ort::INT64: return "int64";
-    default: return "another type";
-  }
-}
-
 std::string Tensor::shape_text() const {
   std::string text = "[";
   for (size_t i = 0; i < rank; ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
@@ -121,6 +110,13 @@ Tensor Context::output(size_t index, const char* name, const int64_t* shape, siz
   if (!value) return tensor;
   check(api_, ort::call<OrtStatus*>(api_, ort::GetTensorMutableData, value, &tensor.data));
   return tensor;
+}
+
+size_t Context::outputs() const {
+  size_t count = 0;
+  const OrtKernelContext* context = context_;
+  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetOutputCount, context, &count));
+  return count;
 }
 
 void Context::parallel(int64_t count, void (*task)(void*, size_t), void* data) const {

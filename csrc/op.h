@@ -13,8 +13,8 @@
 #include <cstdint>
 #include <cstdio>
 #include <exception>
+#include <initializer_list>
 #include <string>
-#include <vector>
 
 #include "isa.h"
 #include "ort_abi.h"
@@ -38,8 +38,6 @@ class Error : public std::exception {
 
 /// Throws the Error of a failed call into ONNX Runtime.
 void check(const OrtApi* api, OrtStatus* status);
-
-const char* type_name(int type);
 
 /// A dense tensor; `data` is null where an optional input was left out.
 struct Tensor {
@@ -91,6 +89,7 @@ class Context {
   Tensor input(size_t index, const char* name) const;
   Tensor output(size_t index, const char* name, std::initializer_list<int64_t> shape);
   Tensor output(size_t index, const char* name, const int64_t* shape, size_t rank);
+  size_t outputs() const;
 
   /// Runs task(0) ... task(count - 1) on the session's threads, in any order; `task` must not throw.
   template <class Task>

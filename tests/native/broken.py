@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..ops.cases import AttentionCase, Int4Case, TernaryCase
-from .nodes import Node, attention, int4, ternary
+from .nodes import Node, Output, attention, int4, ternary
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,11 @@ def broken_attention() -> Iterator[Broken]:
         ("sin_short", r"sin is \[3, 4\], wanted \[12, 4\]", {"sin": x["sin"][:3]}),
     ):
         yield Broken(changed(node, name, **changes), f"{sentence}")
+    scales = tuple(Output(name, np.dtype(np.float32), 3) for name in ("present_key_scale", "present_value_scale"))
+    yield Broken(
+        replace(changed(node, "float_scales"), outputs=node.outputs + scales),
+        "present_key_scale is given, wanted exactly where the cache is int8",
+    )
     # A bound buffer of the wrong capacity is the caller's output: ONNX Runtime, or its stand-in, refuses it
     full = attention(replace(case, beyond=None), in_place=True)
     yield Broken(changed(full, "capacity_exceeded"), "present_key|shape")
