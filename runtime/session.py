@@ -11,6 +11,7 @@ lie there, and a graph that follows the mask itself gives the same logits either
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ Logits = NDArray[np.float32]
 # 128k, 134 MB), and is long enough that reading the weights again for each chunk costs little. ONNX Runtime computes
 # every output whether it is asked for or not, so the head's work on positions that nobody reads cannot be saved here.
 CHUNK = 256
+LINE = 64  # bytes
 
 
 class Session:
@@ -203,8 +205,7 @@ class Session:
                 slots = self.capacity if self._in_place else 0
                 shape = (batch, cache.num_heads, slots, cache.head_dim)
                 make = onnxruntime().OrtValue.ortvalue_from_numpy
-                # np.zeros takes its pages from the system when they are first written: an unused context costs nothing
-                self._past = [make(np.zeros(shape, cache.dtype), self.device, 0) for _ in self._past_names]
+                self._past = [make(_zeros(shape, cache.dtype), self.device, 0) for _ in self._past_names]
                 if self._in_place:
                     self._bind_cache()
         except (MemoryError, ValueError):  # the latter where there are more bytes than addresses
@@ -256,6 +257,17 @@ class Session:
                         f"{self._model}: {side} {name} is {node.type} {node.shape}, but the manifest describes {kind} "
                         f"{list(shape)}; export the model again"
                     )
+
+
+def _zeros(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+    """Zeros from a multiple of 64 bytes on, so that no vector of a cache's row lies across two lines of memory.
+
+    np.zeros takes its pages from the system when they are first written: an unused context costs nothing.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    room = np.zeros(size + LINE, np.uint8)
+    begin = -room.ctypes.data % LINE
+    return room[begin : begin + size].view(dtype).reshape(shape)
 
 
 def _integers(values: ArrayLike, what: str) -> Ids:

@@ -64,6 +64,7 @@ def test_the_cache_of_version_1_grows_in_place(checkpoint_of: Maker) -> None:
     session.prefill([PROMPT])
     pointers = [value.data_ptr() for value in session._past]
     assert session._past[0].shape()[2] == session.capacity
+    assert not any(pointer % 64 for pointer in pointers)  # whole lines of memory
     session.step([[7]])
     assert [value.data_ptr() for value in session._binding.get_outputs()[1:]] == pointers
     keys = session._past[0].numpy()
