@@ -1,7 +1,6 @@
 #include "isa.h"
 
 #include <cstdlib>
-#include <iterator>
 
 #include "op.h"
 

@@ -51,7 +51,7 @@ OrtStatus* guarded(const OrtApi* api, const char* op, const Body& body) {
   } catch (const Error& error) {
     return ort::call<OrtStatus*>(api, ort::CreateStatus, int{ort::INVALID_ARGUMENT}, error.what());
   } catch (const std::bad_alloc&) {
-    return ort::call<OrtStatus*>(api, ort::CreateStatus, int{ort::FAIL}, (std::string(op) + ": out of memory").c_str());
+    return ort::call<OrtStatus*>(api, ort::CreateStatus, int{ort::FAIL}, Error("%s: out of memory", op).what());
   } catch (const std::exception& error) {
     return ort::call<OrtStatus*>(api, ort::CreateStatus, int{ort::FAIL}, error.what());
   }

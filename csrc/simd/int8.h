@@ -82,7 +82,6 @@ DIFFBIT_INLINE Bytes shift(Bytes a) {
 
 DIFFBIT_INLINE Ints zero() { return {_mm512_setzero_si512()}; }
 DIFFBIT_INLINE Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a, b)}; }
-DIFFBIT_INLINE Ints operator-(Ints a, Ints b) { return {_mm512_sub_epi32(a, b)}; }
 template <int BY>
 DIFFBIT_INLINE Ints shift(Ints a) {  // arithmetic
   return {_mm512_srai_epi32(a, BY)};
@@ -95,7 +94,6 @@ DIFFBIT_INLINE void store_halves(void* low, void* high, Bytes a) {
   _mm256_storeu_si256(static_cast<__m256i*>(low), _mm512_castsi512_si256(a.v));
   _mm256_storeu_si256(static_cast<__m256i*>(high), _mm512_extracti64x4_epi64(a.v, 1));
 }
-DIFFBIT_INLINE Ints load_ints(const int32_t* from) { return {_mm512_loadu_si512(from)}; }
 DIFFBIT_INLINE void store(int32_t* to, Ints a) { _mm512_storeu_si512(to, a); }
 
 #elif DIFFBIT_ISA_NEON
@@ -120,7 +118,6 @@ DIFFBIT_INLINE Bytes shift(Bytes a) {
 
 DIFFBIT_INLINE Ints zero() { return {vdupq_n_s32(0)}; }
 DIFFBIT_INLINE Ints operator+(Ints a, Ints b) { return {vaddq_s32(a.v, b.v)}; }
-DIFFBIT_INLINE Ints operator-(Ints a, Ints b) { return {vsubq_s32(a.v, b.v)}; }
 template <int BY>
 DIFFBIT_INLINE Ints shift(Ints a) {
   return {vshrq_n_s32(a.v, BY)};
@@ -129,7 +126,6 @@ DIFFBIT_INLINE Ints dot(Ints sums, Bytes codes, Bytes activations) {  // codes 0
   return {vdotq_s32(sums.v, vreinterpretq_s8_u8(codes.v), vreinterpretq_s8_u8(activations.v))};
 }
 DIFFBIT_INLINE void store(void* to, Bytes a) { vst1q_u8(static_cast<uint8_t*>(to), a.v); }
-DIFFBIT_INLINE Ints load_ints(const int32_t* from) { return {vld1q_s32(from)}; }
 DIFFBIT_INLINE void store(int32_t* to, Ints a) { vst1q_s32(to, a.v); }
 
 #else  // AVX2, AVX-VNNI
@@ -158,15 +154,11 @@ DIFFBIT_INLINE Bytes shift(Bytes a) {
 
 DIFFBIT_INLINE Ints zero() { return {_mm256_setzero_si256()}; }
 DIFFBIT_INLINE Ints operator+(Ints a, Ints b) { return {_mm256_add_epi32(a, b)}; }
-DIFFBIT_INLINE Ints operator-(Ints a, Ints b) { return {_mm256_sub_epi32(a, b)}; }
 template <int BY>
 DIFFBIT_INLINE Ints shift(Ints a) {
   return {_mm256_srai_epi32(a, BY)};
 }
 DIFFBIT_INLINE void store(void* to, Bytes a) { _mm256_storeu_si256(static_cast<__m256i*>(to), a.v); }
-DIFFBIT_INLINE Ints load_ints(const int32_t* from) {
-  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))};
-}
 DIFFBIT_INLINE void store(int32_t* to, Ints a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), a); }
 
 #if DIFFBIT_ISA_AVXVNNI

@@ -1,4 +1,4 @@
-"""One table of cases for every implementation of an op: torch reference, ONNX body, and each kernel to come."""
+"""One table of cases for every implementation of an op: torch reference, ONNX body, and each kernel."""
 
 from __future__ import annotations
 
