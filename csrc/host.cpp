@@ -66,7 +66,6 @@ struct OrtValue {
 struct OrtKernelInfo {
   std::map<std::string, int64_t> integers;
   std::map<std::string, float> numbers;
-  std::string name;
 };
 
 struct OrtKernelContext {
@@ -192,15 +191,6 @@ OrtStatus* get_int64(const OrtKernelInfo* info, const char* name, int64_t* out) 
   return nullptr;
 }
 
-OrtStatus* get_node_name(const OrtKernelInfo* info, char* out, size_t* size) {
-  const size_t wanted = info->name.size() + 1;
-  const bool fits = out && *size >= wanted;
-  if (fits) std::memcpy(out, info->name.c_str(), wanted);
-  const bool asked_for_size = !out;
-  *size = wanted;
-  return fits || asked_for_size ? nullptr : status("the buffer for a node's name is too small");
-}
-
 OrtStatus* get_input_count(const OrtKernelContext* context, size_t* out) {
   *out = context->inputs.size();
   return nullptr;
@@ -269,7 +259,6 @@ const OrtApi* api() {
     set(ort::ReleaseTensorTypeAndShapeInfo, release_type_and_shape);
     set(ort::KernelInfoGetAttribute_float, get_float);
     set(ort::KernelInfoGetAttribute_int64, get_int64);
-    set(ort::KernelInfo_GetNodeName, get_node_name);
     set(ort::KernelContext_GetInputCount, get_input_count);
     set(ort::KernelContext_GetOutputCount, get_output_count);
     set(ort::KernelContext_GetInput, get_input);
@@ -306,7 +295,6 @@ bool read_node(std::istream& file, Node& node) {
     if (what == "node") {
       begun = true;
       words >> node.name >> node.op;
-      node.info.name = node.name;
     } else if (what == "integer") {
       words >> name >> node.info.integers[name];
     } else if (what == "number") {

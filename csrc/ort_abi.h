@@ -86,8 +86,6 @@ enum Slot : int {
   KernelContext_GetOutput = 91,        // OrtStatus* (OrtKernelContext*, size_t, const int64_t*, size_t, OrtValue** out)
   ReleaseStatus = 93,                  // void (OrtStatus*)
   ReleaseTensorTypeAndShapeInfo = 99,  // void (OrtTensorTypeAndShapeInfo*)
-  ReleaseCustomOpDomain = 101,         // void (OrtCustomOpDomain*)
-  KernelInfo_GetNodeName = 244,        // OrtStatus* (const OrtKernelInfo*, char* out, size_t* size)
   KernelContext_ParallelFor = 274,     // OrtStatus* (const OrtKernelContext*, void (*)(void*, size_t), size_t total,
                                        //             size_t num_batch, void* user_data)
 };
