@@ -16,8 +16,10 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any, TypeVar
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
+import torch
 from torch import Tensor, nn
 
 from ..models import Block, ModelConfig, rope_tables, variant
@@ -27,6 +29,7 @@ from .graph import MICROSOFT, Graph
 # Added to the logits of hidden keys: finite, so that a query that sees nothing (padding) gives numbers and not NaN
 HIDDEN: dict[type, float] = {np.float32: -1e30, np.float16: -65504.0}
 
+HALVES: dict[torch.dtype, Any] = {torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
 
 T = TypeVar("T")
 
@@ -153,9 +156,14 @@ class DecoderGraph:
         self._table: ir.Value
 
     def embed(self, table: Tensor) -> None:
-        """The embedding, float [V, E]."""
-        self._table = self.g.weight("embed_tokens.weight", table.float().numpy())
-        self._x = self.g.op("Gather", [self._table, self.step.input_ids])
+        """The embedding, float [V, E]. A float32 graph keeps a 16-bit table: half the bytes, the same numbers."""
+        g, name = self.g, "embed_tokens.weight"
+        if table.dtype in HALVES and g.dtype is np.float32 and not self.config.tie_embeddings:
+            stored = g.initializer(name, table.view(torch.int16).numpy().view(HALVES[table.dtype]))
+            self._x = g.cast(g.op("Gather", [stored, self.step.input_ids]), np.float32)
+            return
+        self._table = g.weight(name, table.float().numpy())  # a tied head multiplies by it, too
+        self._x = g.op("Gather", [self._table, self.step.input_ids])
 
     def block(self, block: Block, index: int) -> None:
         """Decoder layer `index`; its linears are float or QuantLinear."""

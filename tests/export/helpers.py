@@ -25,7 +25,7 @@ def config_of(attention: str, **changes: object) -> ModelConfig:
     return replace(CONFIG, attention=attention, **changes)
 
 
-def write_model(folder: Path, config: ModelConfig) -> Path:
+def write_model(folder: Path, config: ModelConfig, dtype: torch.dtype = torch.float32) -> Path:
     """A random checkpoint whose logits differ between tokens, with the smallest of tokenizers."""
     from tokenizers import Tokenizer, models
 
@@ -37,7 +37,7 @@ def write_model(folder: Path, config: ModelConfig) -> Path:
                 parameter.mul_(6)
             elif "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
-    save(decoder, folder)
+    save(decoder, folder, dtype=dtype)
     words = {f"w{i}": i for i in range(config.vocab_size)}
     Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
     return folder

@@ -17,7 +17,7 @@ from diffbit.models import load, save
 from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
 
 from .conftest import Maker
-from .helpers import VARIANTS, config_of, write_artifact
+from .helpers import VARIANTS, config_of, write_artifact, write_model
 
 
 def graph_of(artifact: Path) -> onnx.ModelProto:
@@ -219,3 +219,24 @@ def test_tokenizers(checkpoint_of: Maker, tmp_path: Path) -> None:
         artifact = export_artifact(tmp_path / "bare", tmp_path / "a", tokenizer=given, overwrite=True)
         assert (artifact / "tokenizer.json").read_bytes() == (checkpoint / "tokenizer.json").read_bytes()
         assert (artifact / "tokenizer_config.json").exists()
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.bfloat16, "BFLOAT16"), (torch.float16, "FLOAT16")])
+def test_a_16_bit_embedding_stays_16_bits(tmp_path: Path, dtype: torch.dtype, kind: str) -> None:
+    checkpoint = write_model(tmp_path / "model", config_of("diff_v1"), dtype)
+    artifact = export_artifact(checkpoint, tmp_path / "artifact")
+    (table,) = (t for t in graph_of(artifact).graph.initializer if t.name == "embed_tokens.weight")
+    assert onnx.TensorProto.DataType.Name(table.data_type) == kind
+    prompt = [[5, 1, 7, 2]]
+    with torch.inference_mode():
+        want = load(checkpoint).float()(torch.tensor(prompt))[0, -1]
+    for native in (True, False):
+        got = runtime.Session(artifact, native=native).prefill(prompt)[0]
+        np.testing.assert_allclose(got, want.numpy(), atol=1e-5 * float(want.std()) + 1e-6)
+
+
+def test_a_tied_embedding_is_in_the_graphs_dtype(tmp_path: Path) -> None:
+    checkpoint = write_model(tmp_path / "model", config_of("diff_v1", tie_embeddings=True), torch.bfloat16)
+    artifact = export_artifact(checkpoint, tmp_path / "artifact")
+    (table,) = (t for t in graph_of(artifact).graph.initializer if t.name == "embed_tokens.weight")
+    assert table.data_type == onnx.TensorProto.FLOAT and runtime.verify(artifact).passed
