@@ -31,7 +31,8 @@ itself, keys after RoPE, and the row's numbers are code * step:
 
     step = max|x| / 127        code = round-half-to-even(x / step); 0 in a row of zeros, whose step is 0
 
-Each code is the same on every implementation: RoPE rounds both products and their difference to float32.
+A row with an infinity or a NaN has the step NaN and codes 0; the body promises nothing for it. Each other code is the
+same on every implementation: RoPE rounds both products and their difference to float32.
 Attributes: num_heads (H), num_kv_heads (Hk), wide_value, scale, norm_eps, spec_version.
 
 All arithmetic is in float32 whatever T is. The body never forms a mask per head and, for S = 1, no tensor grows
@@ -308,7 +309,8 @@ def reference(
             present = append(past, rows)
             return present, None, present[:, :, :total].to(dtype)
         step = rows.float().abs().amax(-1, keepdim=True) / 127
-        codes = torch.round(rows.float() / torch.where(step == 0, 1, step)).clamp(-127, 127)
+        step = torch.where(step.isfinite(), step, torch.nan)
+        codes = torch.round(rows.float() / torch.where(step == 0, 1, step)).clamp(-127, 127).nan_to_num()
         present, scale = append(past, codes), append(scale, step.squeeze(-1))
         return present, scale, present[:, :, :total].to(dtype) * scale[:, :, :total, None].to(dtype)
 

@@ -61,10 +61,18 @@ void rotate(const float* __restrict__ x, const float* __restrict__ cos, const fl
 }
 
 float quantize(const float* x, int64_t d, int8_t* codes) {
-  F32 most = splat(0);
+  F32 most = splat(0), poison = splat(0);  // poison: infinity and NaN times 0 are NaN
+  const auto take = [&](F32 values) {
+    most = larger(magnitude(values), most);
+    poison = fma(values, splat(0), poison);
+  };
   int64_t i = 0;
-  for (; i + L <= d; i += L) most = larger(magnitude(load(x + i)), most);
-  if (i < d) most = larger(magnitude(load_part(x + i, d - i)), most);
+  for (; i + L <= d; i += L) take(load(x + i));
+  if (i < d) take(load_part(x + i, d - i));
+  if (sum(poison) != 0) {
+    std::memset(codes, 0, static_cast<size_t>(d));
+    return __builtin_nanf("");
+  }
   const float step = largest(most) / 127;
   const F32 divisor = splat(step == 0 ? 1 : step);
   const auto rounded_codes = [&](F32 values) { return smaller(splat(127), larger(splat(-127), values / divisor)); };

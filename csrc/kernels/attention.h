@@ -30,7 +30,8 @@ struct AttentionKernels {
   void (*narrow)(const float* x, int64_t n, Half* y);
   /// y = RoPE(x) * scale with every product and difference rounded for itself; d floats, the angles d/2.
   void (*rotate)(const float* x, const float* cos, const float* sin, int64_t d, float scale, float* y);
-  /// step = max|x| / 127, codes = round-half-even(x / step); a row of zeros has step 0 and codes 0. Returns the step.
+  /// step = max|x| / 127, codes = round-half-even(x / step); a row of zeros has step 0 and codes 0, one with an infinity
+  /// or a NaN has step NaN and codes 0. Returns the step.
   float (*quantize)(const float* x, int64_t d, int8_t* codes);
 
   /// s[(j * rows + i) * stride + t] = q[j * rows + i] . key t of sub-head j, for t < n. q: rows of padded(d).

@@ -33,7 +33,13 @@ void rotate(const float* x, const float* cos, const float* sin, int64_t d, float
 
 float quantize(const float* x, int64_t d, int8_t* codes) {
   float largest = 0;
-  for (int64_t i = 0; i < d; ++i) largest = std::max(largest, std::fabs(x[i]));
+  for (int64_t i = 0; i < d; ++i) {
+    if (!std::isfinite(x[i])) {
+      std::fill(codes, codes + d, int8_t{0});
+      return std::numeric_limits<float>::quiet_NaN();
+    }
+    largest = std::max(largest, std::fabs(x[i]));
+  }
   const float step = largest / 127;
   for (int64_t i = 0; i < d; ++i) {
     const float code = step == 0 ? 0 : std::nearbyint(x[i] / step);

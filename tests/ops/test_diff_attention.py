@@ -168,6 +168,21 @@ def test_a_token_that_sees_nothing_gives_zeros(isa: str | None, steps: int) -> N
     np.testing.assert_array_equal(call_reference(case, x)[0][0], 0)
 
 
+@on_each_isa
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_an_int8_row_with_no_finite_step_is_nan(odd: float, isa: str) -> None:
+    case = AttentionCase("odd", steps=5, past=3, beyond=1, d=20, cache=torch.int8)
+    x = case.inputs()
+    x["key"][0, 3, 2] = x["value"][0, 4, 19] = odd
+    got, wanted = run(case, arrays(x), isa), call_reference(case, x)
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(np.isnan(a), b.isnan().numpy())
+    for a, b in zip(got[1:], wanted[1:], strict=True):
+        np.testing.assert_array_equal(a, b.numpy())
+    rows = slice(case.past, case.past + case.steps)
+    assert [int(np.isnan(scales[:, :, rows]).sum()) for scales in got[3:]] == [1, 1]
+
+
 def node_session(
     case: AttentionCase, threads: int = 1, isa: str | None = None, without: str = "", **changed: Any
 ) -> onnxruntime.InferenceSession:
