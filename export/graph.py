@@ -126,7 +126,7 @@ class Graph:
         step = PAGE if array.nbytes >= SMALL else 64
         offset = -(-self._data.tell() // step) * step
         self._data.seek(offset)
-        self._data.write(array.data.cast("B") if array.size else b"")
+        self._data.write(array.reshape(-1).view(np.uint8).data)  # bfloat16 has no buffer of its own
         tensor = ir.ExternalTensor(
             DATA,
             offset,
