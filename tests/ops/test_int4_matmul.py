@@ -158,7 +158,8 @@ def test_scales_must_be_float16_numbers() -> None:
         int4_matmul.pack(torch.zeros(1, 32, dtype=torch.uint8), torch.tensor([[0.1]]), None, 32)
 
 
-def test_no_rows() -> None:
+@on_each_isa
+def test_no_rows(isa: str) -> None:
     inputs, attributes = node(Int4Case("none", lead=(2, 0), n=40))
-    (got,) = run_node(int4_matmul.function(), inputs, attributes, {"Y": 3}, CONSTANTS, isa="scalar")
+    (got,) = run_node(int4_matmul.function(), inputs, attributes, {"Y": 3}, CONSTANTS, isa)
     assert got.shape == (2, 0, 40)
