@@ -12,6 +12,7 @@ lie there, and a graph that follows the mask itself gives the same logits either
 from __future__ import annotations
 
 import math
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ class Session:
         last = (used - 1) // CHUNK * CHUNK
         for start in range(0, last, CHUNK):
             self._append(packed[:, start : start + CHUNK], mask[:, start : start + CHUNK], fetch=False)
-        return self._append(packed[:, last:], mask[:, last:])[:, -1]
+        return self._append(packed[:, last:], mask[:, last:])[:, -1].copy()  # not a view that keeps all rows
 
     def step(self, token_ids: ArrayLike) -> Logits:
         """Append one token per row, [B, 1], and return the logits after it, [B, V]."""
@@ -164,8 +165,11 @@ class Session:
         binding = self._binding
         for name, array in feeds.items():
             binding.bind_cpu_input(name, array)
-        # Binding an output again makes the run allocate it anew, so logits given out earlier stay as they are.
-        binding.bind_output("logits", "cpu" if fetch else self.device)
+        logits = _pages((*ids.shape, self.artifact.vocab_size if fetch else 0))
+        if fetch:  # written where it is wanted: ONNX Runtime's own output would have to be copied
+            binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        else:
+            binding.bind_output("logits", self.device)
         if not self._in_place:
             self._bind_cache()
         try:
@@ -174,12 +178,11 @@ class Session:
             self._batch, self._past = 0, []
             self.reset()
             raise DiffbitError(f"{self._model}: ONNX Runtime failed while running it ({error})") from None
-        outputs = binding.get_outputs_as_ortvaluevector()  # in the order of first binding
         if not self._in_place:
-            self._past = binding.get_outputs()[1:]
+            self._past = binding.get_outputs()[1:]  # in the order of first binding
         self._tokens = self._tokens + mask.sum(axis=1)
         self._length = stop
-        return outputs[0].numpy() if fetch else np.zeros((*ids.shape, 0), np.float32)
+        return logits
 
     def _bind_cache(self) -> None:
         for name, value in zip(self._past_names, self._past, strict=True):
@@ -268,6 +271,16 @@ def _zeros(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
     room = np.zeros(size + LINE, np.uint8)
     begin = -room.ctypes.data % LINE
     return room[begin : begin + size].view(dtype).reshape(shape)
+
+
+def _pages(shape: tuple[int, ...]) -> Logits:
+    """Uninitialized numbers. Many of them have pages of their own, which go back to the system when they are dropped:
+    glibc keeps what it freed once, and a prompt's logits (16 MB for 128 tokens and 32,000 words) would stay.
+    """
+    size = 4 * math.prod(shape)
+    if size < 1 << 20:
+        return np.empty(shape, np.float32)
+    return np.frombuffer(mmap.mmap(-1, size), np.float32).reshape(shape)
 
 
 def _integers(values: ArrayLike, what: str) -> Ids:
