@@ -40,7 +40,6 @@ static_assert(CHUNK % ATTENTION_KEYS == 0, "a chunk is packed by itself");
 
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /// Keys or values: what was, and the buffer that holds it with what is new.
 struct Cache {
@@ -241,7 +240,7 @@ struct Run {
     const int64_t at_once = smaller(all, larger(1, FLOATS_AT_ONCE / (key_floats + value_floats)));
     float* packed = scratch<float>(KEYS, at_once * key_floats);
     float* floats_ = scratch<float>(VALUES, at_once * value_floats);
-    const int64_t block_steps = larger(1, BLOCK_ROWS / pairs), blocks = ceil_div(steps, block_steps);
+    const int64_t block_steps = larger(1, BLOCK_ROWS / pairs), blocks = divide_up(steps, block_steps);
     std::atomic<bool> no_memory{false};
 
     for (int64_t first = 0; first < all; first += at_once) {
@@ -281,7 +280,7 @@ struct Run {
   void block(int64_t b, int64_t g, int64_t begin, int64_t end, const float* packed, int64_t keys_,
              const CacheRows& from) const {
     const int64_t steps_ = end - begin, rows_ = pairs * steps_, streams = 2 * rows_ / width;
-    const int64_t seen = past + end, blocks = ceil_div(seen, ATTENTION_KEYS), stride = blocks * ATTENTION_KEYS;
+    const int64_t seen = past + end, blocks = divide_up(seen, ATTENTION_KEYS), stride = blocks * ATTENTION_KEYS;
     float* q = scratch<float>(QUERIES, 2 * rows_ * padded(d));
     float* s = scratch<float>(SCORES, 2 * rows_ * stride);
     float* mixed = scratch<float>(MIXED, rows_ * width_floats());
@@ -423,7 +422,7 @@ void DiffAttention::compute(Context& context) const {
                 d,
                 past,
                 total,
-                larger(1, ceil_div(total, CHUNK)),
+                larger(1, divide_up(total, CHUNK)),
                 rows,
                 2 * rows / width_,
                 scale_,

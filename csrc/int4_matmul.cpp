@@ -12,8 +12,6 @@ constexpr int64_t BYTES_PER_TASK = 96 << 10;       // of codes, for few rows: so
 constexpr int64_t CACHED_BYTES = 384 << 10;        // of activations that stay near a core while tiles pass by
 constexpr int64_t TILES_PER_TASK = 8;
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 }  // namespace
 
 Int4MatMul::Int4MatMul(const Node& node)
@@ -32,8 +30,7 @@ void Int4MatMul::compute(Context& context) const {
                scales = context.input(2, "Int4MatMul: scales"), zeros = context.input(3, "Int4MatMul: zeros"),
                factor = context.input(4, "Int4MatMul: factor");
   const int64_t groups = divide_up(k_, group_size_), tiles = divide_up(n_, INT4_TILE), width = groups * group_size_;
-  if (a.rank < 1 || a.shape[a.rank - 1] != k_)
-    throw Error("%s is %s, wanted [..., %lld]", a.name, a.shape_text().c_str(), static_cast<long long>(k_));
+  a.expect_last(k_);
   codes.expect({tiles, groups, group_size_ / INT4_STEP, INT4_TILE, 4});
   scales.expect({tiles, groups, INT4_TILE});
   factor.expect({1});
@@ -43,11 +40,8 @@ void Int4MatMul::compute(Context& context) const {
   } else if (zeros.expect({1, 1, 1}); *zeros.as<uint8_t>() != 8) {
     throw Error("%s is one %d, wanted one 8 or one of each group", zeros.name, int{*zeros.as<uint8_t>()});
   }
+  const Tensor y = context.product(0, "Int4MatMul: Y", a, n_);
   const int64_t rows = a.size() / k_;
-  int64_t shape[Tensor::MOST_DIMENSIONS];
-  for (size_t i = 0; i < a.rank; ++i) shape[i] = a.shape[i];
-  shape[a.rank - 1] = n_;
-  const Tensor y = context.output(0, "Int4MatMul: Y", shape, a.rank);
   if (!rows) return;
 
   const bool half = a.type == ort::FLOAT16;

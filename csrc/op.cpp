@@ -33,6 +33,11 @@ void Tensor::expect(std::initializer_list<int64_t> wanted) const {
   throw Error("%s is %s, wanted [%s]", name, shape_text().c_str(), text.c_str());
 }
 
+void Tensor::expect_last(int64_t wanted) const {
+  if (rank < 1 || shape[rank - 1] != wanted)
+    throw Error("%s is %s, wanted [..., %lld]", name, shape_text().c_str(), static_cast<long long>(wanted));
+}
+
 int64_t Node::integer(const char* attribute) const {
   int64_t value = 0;
   OrtStatus* status = ort::call<OrtStatus*>(api_, ort::KernelInfoGetAttribute_int64, info_, attribute, &value);
@@ -98,6 +103,13 @@ Tensor Context::input(size_t index, const char* name) const {
 
 Tensor Context::output(size_t index, const char* name, std::initializer_list<int64_t> shape) {
   return output(index, name, shape.begin(), shape.size());
+}
+
+Tensor Context::product(size_t index, const char* name, const Tensor& a, int64_t last) {
+  int64_t shape[Tensor::MOST_DIMENSIONS];
+  std::memcpy(shape, a.shape, sizeof shape);
+  shape[a.rank - 1] = last;
+  return output(index, name, shape, a.rank);
 }
 
 Tensor Context::output(size_t index, const char* name, const int64_t* shape, size_t rank) {

@@ -21,6 +21,8 @@
 
 namespace diffbit {
 
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 /// A sentence for the user; printf-style.
 class Error : public std::exception {
  public:
@@ -62,6 +64,8 @@ struct Tensor {
   }
   /// Throws unless the shape is the given one; -1 fits anything.
   void expect(std::initializer_list<int64_t> wanted) const;
+  /// Throws unless the last dimension is the given one.
+  void expect_last(int64_t wanted) const;
 };
 
 /// A node under construction.
@@ -89,6 +93,8 @@ class Context {
   Tensor input(size_t index, const char* name) const;
   Tensor output(size_t index, const char* name, std::initializer_list<int64_t> shape);
   Tensor output(size_t index, const char* name, const int64_t* shape, size_t rank);
+  /// An output of a's shape but for the last dimension.
+  Tensor product(size_t index, const char* name, const Tensor& a, int64_t last);
   size_t outputs() const;
 
   /// Runs task(0) ... task(count - 1) on the session's threads, in any order; `task` must not throw.

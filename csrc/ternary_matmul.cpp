@@ -19,8 +19,6 @@ int64_t streamed_rows(int64_t n, int64_t row_bytes) {
   return std::max(bytes / row_bytes / 4 * 4, int64_t{4});
 }
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 }  // namespace
 
 TernaryMatMul::TernaryMatMul(const Node& node)
@@ -34,15 +32,11 @@ void TernaryMatMul::compute(Context& context) const {
   const Tensor a = context.input(0, "TernaryMatMul: A"), packed = context.input(1, "TernaryMatMul: packed"),
                scale = context.input(2, "TernaryMatMul: scale");
   const int64_t blocks = divide_up(k_, TERNARY_BLOCK);
-  if (a.rank < 1 || a.shape[a.rank - 1] != k_)
-    throw Error("%s is %s, wanted [..., %lld]", a.name, a.shape_text().c_str(), static_cast<long long>(k_));
+  a.expect_last(k_);
   packed.expect({n_, blocks * TERNARY_BLOCK_BYTES});
   scale.expect({1});
+  const Tensor y = context.product(0, "TernaryMatMul: Y", a, n_);
   const int64_t rows = a.size() / k_;
-  int64_t shape[Tensor::MOST_DIMENSIONS];
-  for (size_t i = 0; i < a.rank; ++i) shape[i] = a.shape[i];
-  shape[a.rank - 1] = n_;
-  const Tensor y = context.output(0, "TernaryMatMul: Y", shape, a.rank);
   if (!rows) return;
 
   const bool half = a.type == ort::FLOAT16;

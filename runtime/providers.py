@@ -56,7 +56,7 @@ def open_session(model: Path, device: str, threads: int | None, library: Path | 
         raise DiffbitError(f"threads is {threads}, wanted 1 to {MOST_THREADS}")
     ort = onnxruntime()
     options = ort.SessionOptions()
-    options.log_severity_level = 3  # errors; the rest is for ONNX Runtime's developers
+    options.log_severity_level = 4  # an error comes as an exception, too; the rest is for ONNX Runtime's developers
     options.inter_op_num_threads = 1
     options.enable_mem_pattern = False  # a plan of memory for each length of a prompt, kept: 12 MB more, nothing faster
     if threads is not None:

@@ -9,19 +9,8 @@
 #include <cstdint>
 #include <cstring>
 
-#if DIFFBIT_ISA_NEON
-#include <arm_neon.h>
-#else
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12 warns of its own _mm512_undefined_ps (its bug 105593)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#include <immintrin.h>
-#pragma GCC diagnostic pop
-#endif
+#include "intrinsics.h"
 
-#ifndef DIFFBIT_INLINE
-#define DIFFBIT_INLINE inline __attribute__((always_inline))
-#endif
 #if defined(__clang__)
 #define DIFFBIT_UNROLL _Pragma("unroll")
 #else

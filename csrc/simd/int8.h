@@ -18,17 +18,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if DIFFBIT_ISA_NEON
-#include <arm_neon.h>
-#else
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12 warns of its own _mm512_undefined_epi32 (its bug 105593)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#include <immintrin.h>
-#pragma GCC diagnostic pop
-#endif
-
-#define DIFFBIT_INLINE inline __attribute__((always_inline))
+#include "intrinsics.h"
 
 namespace diffbit::DIFFBIT_ISA {
 namespace {
