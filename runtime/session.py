@@ -165,14 +165,14 @@ class Session:
         binding = self._binding
         for name, array in feeds.items():
             binding.bind_cpu_input(name, array)
-        logits = _pages((*ids.shape, self.artifact.vocab_size if fetch else 0))
-        if fetch:  # written where it is wanted: ONNX Runtime's own output would have to be copied
-            binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
-        else:
-            binding.bind_output("logits", self.device)
         if not self._in_place:
             self._bind_cache()
         try:
+            logits = _pages((*ids.shape, self.artifact.vocab_size if fetch else 0))
+            if fetch:  # written where it is wanted: ONNX Runtime's own output would have to be copied
+                binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+            else:
+                binding.bind_output("logits", self.device)
             self._session.run_with_iobinding(binding)
         except Exception as error:  # ONNX Runtime's exceptions have no base of their own
             self._batch, self._past = 0, []

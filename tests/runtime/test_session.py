@@ -265,3 +265,16 @@ def test_without_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", SimpleNamespace())
     with pytest.raises(DiffbitError, match="incomplete"):
         providers.onnxruntime()
+
+
+def test_no_memory_for_the_logits(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session(artifact, threads=1)
+
+    def full(shape: tuple[int, ...]) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("diffbit.runtime.session._pages", full)
+        with pytest.raises(DiffbitError, match="Cannot allocate memory"):
+            session.prefill([PROMPT])
+    np.testing.assert_allclose(session.prefill([PROMPT])[0], TOY.logits(PROMPT)[-1], atol=1e-4)
