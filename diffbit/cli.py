@@ -227,6 +227,9 @@ def train(
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints to resume from; 0: none.")] = 500,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in OUTPUT.")] = False,
     compiled: Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")] = False,
+    precision: Annotated[
+        str, typer.Option(help="fp32 or bf16 (autocast; weights stay fp32); auto: bf16 on a GPU, fp32 on a CPU.")
+    ] = "auto",
     seed: Seed = 0,
     device: TorchDevice = "auto",
     overwrite: Annotated[
@@ -264,6 +267,7 @@ def train(
         seed=seed,
         device=device,
         compile=compiled,
+        precision=precision,
         **{name: value for name, value in changes.items() if value is not None},
     )
     result = run_training(config, output, resume=resume, overwrite=overwrite)

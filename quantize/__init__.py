@@ -15,14 +15,17 @@ from .linear import (
     quantize_per_token_int8,
     ternary_linear,
 )
+from .methods import methods, parse_recipe
+from .methods.rtn import quantize as rtn
 from .model import apply
 from .qtensor import QTensor
 from .report import Report, Sizes, WeightReport, sizes
-from .rtn import rtn
 from .scheme import AttentionScheme, Scheme, linear_shapes, parse_override
+from .stats import CalibStats, proxy_loss
 
 __all__ = [
     "AttentionScheme",
+    "CalibStats",
     "CodebookFormat",
     "Format",
     "IntFormat",
@@ -39,8 +42,11 @@ __all__ = [
     "load_block",
     "logits_hook",
     "matmul_nbits_activations",
+    "methods",
     "parse_format",
     "parse_override",
+    "parse_recipe",
+    "proxy_loss",
     "quantize_checkpoint",
     "quantize_logits",
     "quantize_per_block_int8",

@@ -25,11 +25,11 @@ from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig
 from ..models.layout import EMBEDDING, HEAD, shapes
 from ..progress import track
 from . import bitsandbytes_nf4
-from .calibration import Calibration
-from .model import Method, assemble, quantize_weight
+from .methods import Method, parse_recipe
+from .model import assemble
+from .piece import Piece, Tokens, quantize_piece
 from .qtensor import QTensor
 from .report import TERNARY_WARNING, Report, WeightReport, sizes, weight_error
-from .rtn import rtn
 from .scheme import HEAD_MODULE, Scheme
 
 VERSION = 1
@@ -41,7 +41,7 @@ def quantize_checkpoint(
     output: str | Path,
     scheme: Scheme,
     *,
-    method: Method = rtn,
+    method: str | Method = "rtn",
     calibration: Any = None,
     calibration_mask: Any = None,
     calibration_text: Mapping[str, Any] | None = None,
@@ -49,10 +49,11 @@ def quantize_checkpoint(
 ) -> Report:
     """Quantize a float checkpoint into a new folder, one layer in memory at a time; what it did to each weight.
 
-    method: a function (weight, format, stats) -> QTensor.
-    calibration: token ids [n, S] (a tensor or an array); they flow through the float model as its layers come by, and
-    each quantized layer's output error is measured on what reaches it. calibration_mask: bool [n, S], the tokens that
-    count; default all. calibration_text: what the text was (source, sha256, ...), kept in config.json and from there in
+    method: names of methods/ joined by +, such as "rotate+gptq", or a function (weight, format, stats) -> QTensor.
+    calibration: token ids [n, S] (a tensor or an array); they flow through the model as its layers come by (piece.py);
+    methods calibrate on them, and each quantized layer's output error is measured on them. calibration_mask: bool
+    [n, S], the tokens that count; default all. calibration_text: what the text was (source, sha256, ...), kept in
+    config.json and from there in
     an artifact's manifest.
     """
     checkpoint = Checkpoint(source)
@@ -60,6 +61,7 @@ def quantize_checkpoint(
     if checkpoint.quantization is not None:
         raise DiffbitError(f"{checkpoint.path}: is quantized already; start from the float checkpoint it was made from")
     config = checkpoint.config
+    recipe = parse_recipe(method)
     formats = scheme.formats(config)
     if not formats and scheme.attention.logits is None:
         raise DiffbitError("the scheme quantizes nothing; name a format for the weights, such as --weights int4_g32")
@@ -67,11 +69,12 @@ def quantize_checkpoint(
     sources = {HEAD: EMBEDDING} if config.tie_embeddings else {}
     dtype = getattr(torch, checkpoint.dtype)
     before = sizes(config, dtype=dtype)
-    flow = None if calibration is None else Calibration(config, calibration, calibration_mask)
+    tokens = None if calibration is None else Tokens(config, calibration, calibration_mask)
     rows: list[WeightReport] = []
     entry: dict[str, Any] = {"quant_method": "diffbit", "version": VERSION, "scheme": scheme.to_dict()}
-    if flow and calibration_text is not None:
-        entry["calibration"] = {**calibration_text, "tokens": flow.tokens}
+    entry["method"] = recipe.name
+    if tokens and calibration_text is not None:
+        entry["calibration"] = {**calibration_text, "tokens": tokens.count}
     with CheckpointWriter(
         output,
         stored,
@@ -81,27 +84,29 @@ def quantize_checkpoint(
         tokenizer_from=checkpoint.path,
         overwrite=overwrite,
     ) as writer:
-        for names in track(list(_pieces(stored)), "quantizing", total=config.num_layers + 2):
+        for index, names in enumerate(track(list(_pieces(stored)), "quantizing", total=config.num_layers + 2), -1):
             tensors = {name: checkpoint.read(sources.get(name, name)) for name in names}
-            quantized: dict[str, QTensor] = {}
-            for name, tensor in tensors.items():
+            own = {name: formats[module] for name in names if (module := name.removesuffix(".weight")) in formats}
+            chosen = {name.removesuffix(".weight"): format for name, format in own.items()}
+            piece = Piece(config, index, scheme, chosen, tensors, tokens)
+            quantized = quantize_piece(piece, recipe)
+            for name, tensor in piece.tensors.items():
                 module = name.removesuffix(".weight")
-                if module not in formats:
+                if module in quantized:
+                    for part, value in _parts(quantized[module]).items():
+                        writer.add(f"{module}.{part}", value)
+                else:
                     writer.add(name, tensor)
-                    continue
-                quantized[module] = weight = quantize_weight(method, name, tensor, formats[module])
-                for part, value in _parts(weight).items():
-                    writer.add(f"{module}.{part}", value)
-            errors = flow.advance(tensors, quantized, scheme) if flow else {}
+            errors = tokens.advance(piece, quantized) if tokens else {}
             for module, weight in quantized.items():
-                name = f"{module}.weight"
-                rows.append(_row(module, weight, weight_error(tensors[name], weight), errors.get(module)))
+                error = weight_error(piece.tensors[f"{module}.weight"], weight)
+                rows.append(_row(module, weight, error, errors.get(module)))
     return Report(
         scheme=scheme,
         weights=tuple(rows),
         before=before,
         after=sizes(config, scheme, dtype),
-        calibration_tokens=flow.tokens if flow else 0,
+        calibration_tokens=tokens.count if tokens else 0,
         warnings=(TERNARY_WARNING,) if any(format.kind == "ternary" for format in formats.values()) else (),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,11 +15,11 @@ from ..models.layout import EMBEDDING, HEAD, shapes, stays_float32
 from .attention import set_logits_hook
 from .formats import Format
 from .linear import QuantLinear, quantize_per_token_int8
+from .methods import Method
+from .methods.rtn import quantize as rtn
 from .qtensor import QTensor
-from .rtn import rtn
 from .scheme import HEAD_MODULE, Scheme
 
-Method = Callable[[Tensor, Format, Any], QTensor]
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -66,9 +66,9 @@ def quant_linear(weight: QTensor, scheme: Scheme) -> QuantLinear:
     return QuantLinear(weight, quantize_per_token_int8 if rounded else None)
 
 
-def quantize_weight(method: Method, name: str, weight: Tensor, format: Format) -> QTensor:
-    """method(weight, format), its errors told with the weight's name."""
+def quantize_weight(method: Method, name: str, weight: Tensor, format: Format, stats: Any = None) -> QTensor:
+    """method(weight, format, stats), its errors told with the weight's name."""
     try:
-        return method(weight.detach(), format, None)
+        return method(weight.detach(), format, stats)
     except DiffbitError as error:
         raise DiffbitError(f"{name}: {error}") from None

@@ -29,6 +29,7 @@ class TrainConfig:
     seed: int = 0  # of weights and of the order of rows
     device: str = "auto"  # auto | cpu | cuda
     compile: bool = False  # torch.compile
+    precision: str = "auto"  # of the forward pass: fp32, bf16 (autocast), or auto: bf16 on a GPU, fp32 on a CPU
     eval_every: int = 0  # steps; 0: at the end only
     eval_windows: int = 64  # windows of `length` tokens that the evaluation loss is taken over
     checkpoint_every: int = 500  # steps; 0: none before the end
@@ -43,6 +44,7 @@ class TrainConfig:
             self._want(name, 0 < getattr(self, name) < float("inf"), "a positive number")
         self._want("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
         self._want("device", self.device in ("auto", "cpu", "cuda"), "auto, cpu or cuda")
+        self._want("precision", self.precision in ("auto", "fp32", "bf16"), "auto, fp32 or bf16")
         self._want("warmup", self.warmup <= self.steps, f"at most the {self.steps} steps of the run")
         self._want(
             "length",

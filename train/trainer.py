@@ -11,7 +11,8 @@ In `out`, the run's folder:
     checkpoints/     while it runs: see checkpoint.py
 
 Under torchrun every process takes its share of each batch and gradients are averaged (DistributedDataParallel).
-Weights, gradients and moments are fp32 everywhere; on a GPU the forward pass runs under bf16 autocast.
+Weights, gradients and moments are fp32 everywhere; the forward pass runs under bf16 autocast on a GPU, and on a CPU
+where `precision` says so: with AVX512-BF16 or AMX that takes 0.55 to 0.65 of the time (nano, 2 cores of a Zen 5 EPYC).
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class _Run:
                 if log is None:
                     continue
                 if step == config.steps or (config.eval_every and step % config.eval_every == 0):
-                    row["eval_loss"] = evaluation_loss(self.model, self.held_out, config.batch_size)
+                    row["eval_loss"] = evaluation_loss(self.model, self.held_out, config.batch_size, config.precision)
                 log.write(json.dumps(row) + "\n")
                 log.flush()
                 if config.checkpoint_every and step % config.checkpoint_every == 0 and step < config.steps:
@@ -188,7 +189,7 @@ class _Run:
             ids = rows[first : first + config.batch_size].to(here.device)  # [B, S + 1]
             last = index == config.accumulate - 1
             with nullcontext() if self.parallel is None or last else self.parallel.no_sync():
-                with _autocast(here.device):
+                with _autocast(here.device, config.precision):
                     logits = self.forward(ids[:, :-1])  # [B, S, V]
                 part = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten()) / config.accumulate
                 part.backward()
@@ -236,14 +237,14 @@ def adamw(model: Decoder, config: TrainConfig) -> torch.optim.AdamW:
 
 
 @torch.no_grad()
-def evaluation_loss(model: Decoder, held_out: Windows, batch_size: int) -> float:
+def evaluation_loss(model: Decoder, held_out: Windows, batch_size: int, precision: str = "auto") -> float:
     """Mean nats per scored token of the windows."""
     device = next(model.parameters()).device
     total = 0.0
     for begin in range(0, len(held_out.ids), batch_size):
         ids = torch.from_numpy(held_out.ids[begin : begin + batch_size]).to(device)
         target = torch.from_numpy(held_out.target[begin : begin + batch_size]).to(device)[:, 1:]
-        with _autocast(device):
+        with _autocast(device, precision):
             logits = model(ids)  # [B, S, V]; filling lies behind every real token, where causality hides it
         losses = F.cross_entropy(logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none")  # [B, S - 1]
         total += float(losses[target].double().sum())
@@ -277,5 +278,6 @@ def _prepare_tokenizer(config: TrainConfig, text: Corpus, folder: Path) -> None:
     tokenizer.save(folder)
 
 
-def _autocast(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
+def _autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
+    half = precision == "bf16" or (precision == "auto" and device.type == "cuda")
+    return torch.autocast(device.type, torch.bfloat16) if half else nullcontext()

@@ -1,7 +1,4 @@
-"""Round to nearest: every weight to the nearest code of its group. No data, no search; the yardstick of all methods.
-
-A method is a function (weight, format, stats) -> QTensor; another one is another file like this.
-"""
+"""Round to nearest: every weight to the nearest code of its group. No data, no search; the yardstick of all methods."""
 
 from __future__ import annotations
 
@@ -9,11 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from .formats import Format
-from .qtensor import QTensor
+from ..formats import Format
+from ..qtensor import QTensor
+
+CALIBRATED = False
 
 
-def rtn(weight: Tensor, format: Format, stats: Any = None) -> QTensor:
+def quantize(weight: Tensor, format: Format, stats: Any = None) -> QTensor:
     """weight [N, K] of any float dtype -> QTensor; `stats` (what calibration gathered for this layer) is not needed."""
     scale, zero = format.fit(weight)
     codes = format.encode(weight, scale, zero)

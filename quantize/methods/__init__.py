@@ -1,0 +1,75 @@
+"""Methods: how float weights become low-bit ones. One file each, found by listing this folder.
+
+A recipe names some of them, joined by +, such as "rotate+gptq+lambda". A method's file has ONE of these functions:
+
+    transform(piece) -> None                    before rounding: changes piece.tensors and not what the model computes
+    quantize(weight, format, stats) -> QTensor  rounds a weight [N, K]; stats: CalibStats of its input, or None
+    quantize_layer(piece) -> {module: QTensor}  rounds the weights of a piece together
+    refit(piece, quantized) -> None             after rounding: changes what stays float in piece.tensors
+
+and CALIBRATED, whether it needs calibration tokens. A transform may also have config(config) -> ModelConfig, that of
+the model it makes. A recipe has one of the two that round, or none: then it is rtn. piece.py says what a piece is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import DiffbitError
+from ..formats import Format
+from ..qtensor import QTensor
+
+Method = Callable[[Tensor, Format, Any], QTensor]
+ROUNDS = ("quantize", "quantize_layer")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Modules of this folder, in the order they run."""
+
+    name: str  # such as "rotate+gptq"
+    transforms: tuple[ModuleType, ...]
+    rounding: ModuleType
+    refits: tuple[ModuleType, ...]
+
+    @property
+    def calibrated(self) -> bool:
+        """Does any of its methods use calibration tokens?"""
+        return any(module.CALIBRATED for module in (*self.transforms, self.rounding, *self.refits))
+
+
+@cache
+def methods() -> tuple[str, ...]:
+    """Names of the methods: the files of this folder."""
+    return tuple(sorted(module.name for module in iter_modules(__path__)))
+
+
+def parse_recipe(text: str | Method) -> Recipe:
+    """The recipe of a text such as "gptq" or "rotate+gptq", or of a function (weight, format, stats) of your own."""
+    if not isinstance(text, str):
+        own: Any = SimpleNamespace(quantize=text, CALIBRATED=True)
+        return Recipe(text.__name__, (), own, ())
+    names = [name.strip() for name in text.split("+")]
+    for name in names:
+        if name not in methods():
+            raise DiffbitError(f"method {name!r} is none of {', '.join(methods())} (joined by + where several follow)")
+        if names.count(name) > 1:
+            raise DiffbitError(f"method {text!r} names {name} twice")
+    modules = [(name, import_module(f".{name}", __name__)) for name in names]
+    rounding = [(name, module) for name, module in modules if any(hasattr(module, kind) for kind in ROUNDS)]
+    if len(rounding) > 1:
+        raise DiffbitError(
+            f"method {text!r} rounds twice, by {' and by '.join(name for name, _ in rounding)}; leave one of them out"
+        )
+    transforms = tuple(module for _, module in modules if hasattr(module, "transform"))
+    refits = tuple(module for _, module in modules if hasattr(module, "refit"))
+    rounds = rounding[0][1] if rounding else import_module(".rtn", __name__)
+    return Recipe("+".join(names), transforms, rounds, refits)

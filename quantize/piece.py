@@ -1,0 +1,208 @@
+"""A model on its way to low bits, a piece at a time: the embedding, each decoder layer, what follows the layers.
+
+Calibration tokens travel along in two versions. `exact` are their hidden states in the float model, `hidden` those in
+the model whose earlier pieces are quantized already: what a layer will really be given, errors included, and therefore
+what methods calibrate on (arXiv 2210.17323, section 3.3). Only one piece and these states are in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import DiffbitError
+from ..models import Block, ModelConfig, causal_mask, rope_for
+from ..models.decoder import RMSNorm
+from ..models.layout import EMBEDDING, HEAD
+from ..models.rope import Rope
+from .formats import Format
+from .methods import Recipe
+from .model import assemble, quant_linear, quantize_weight
+from .qtensor import QTensor
+from .report import OutputError
+from .scheme import Scheme
+from .stats import CalibStats, gather
+
+BATCH_TOKENS = 2048  # that pass a layer at a time
+FINAL_NORM = "model.norm.weight"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some windows of calibration tokens as they reach a piece."""
+
+    hidden: Tensor  # fp32 [n, S, E], behind quantized pieces
+    exact: Tensor  # fp32 [n, S, E], behind float ones
+    counted: Tensor  # bool [n, S], tokens that count
+    rope: Rope
+    mask: Tensor | None  # as attention takes it
+
+
+class Tokens:
+    """Calibration tokens on their way through a model: ids [n, S], mask bool [n, S] (None: all count)."""
+
+    def __init__(self, config: ModelConfig, ids: Any, mask: Any = None) -> None:
+        self.config = config
+        self.ids = torch.as_tensor(ids, dtype=torch.int64)
+        if self.ids.dim() != 2 or not self.ids.numel():
+            raise DiffbitError(f"calibration tokens have shape {tuple(self.ids.shape)}, wanted [windows, length]")
+        if self.ids.min() < 0 or self.ids.max() >= config.vocab_size:
+            raise DiffbitError(
+                f"calibration tokens run from {self.ids.min()} to {self.ids.max()}, but the model has "
+                f"{config.vocab_size}; take the tokenizer that belongs to the model"
+            )
+        self.mask = torch.ones_like(self.ids, dtype=torch.bool) if mask is None else torch.as_tensor(mask).bool()
+        if self.mask.shape != self.ids.shape:
+            raise DiffbitError(
+                f"the calibration mask has shape {tuple(self.mask.shape)}, wanted {tuple(self.ids.shape)}"
+            )
+        self.count = int(self.mask.sum())
+        self.hidden = self.exact = torch.empty(0)  # fp32 [n, S, E], before the piece that comes next
+        step = max(1, BATCH_TOKENS // self.ids.shape[1])
+        self.slices = [slice(i, i + step) for i in range(0, len(self.ids), step)]
+
+    def batches(self) -> Iterator[Batch]:
+        length = self.ids.shape[1]
+        rope = rope_for(self.config, torch.arange(length)[None])
+        for rows in self.slices:
+            counted = self.mask[rows]
+            mask = causal_mask(length, attention_mask=None if counted.all() else counted)
+            yield Batch(self.hidden[rows], self.exact[rows], counted, rope, mask)
+
+    @torch.inference_mode()
+    def advance(self, piece: Piece, quantized: Mapping[str, QTensor]) -> dict[str, float]:
+        """Take both versions past a piece; the output error that each of its quantized layers adds by itself.
+
+        That error is measured on the layer's input in the float model: ||X W^T - act(X) Wq^T|| / ||X W^T||.
+        """
+        errors = {name: OutputError() for name in quantized}
+        if piece.index < 0:
+            self.exact = F.embedding(self.ids, piece.tensors[EMBEDDING]).float()
+            self.hidden = self.exact.clone()
+            return {}
+        if not piece.is_layer and not quantized:
+            return {}
+        true, rounded = piece.module(), piece.module(quantized)
+        batch = None
+
+        def measure(name: str) -> Any:
+            layer, error = quant_linear(quantized[name], piece.scheme), errors[name]
+
+            def hook(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+                assert batch is not None
+                error.add(output[batch.counted], layer(inputs[0][batch.counted]))
+
+            return hook
+
+        for name in quantized:
+            true.get_submodule(name.removeprefix(piece.prefix)).register_forward_hook(measure(name))
+        for rows, batch in zip(self.slices, self.batches(), strict=True):
+            exact = piece.run(true, batch.exact, batch)
+            if piece.is_layer:
+                self.exact[rows] = exact
+                self.hidden[rows] = piece.run(rounded, batch.hidden, batch)
+        return {name: error.value for name, error in errors.items()}
+
+
+@dataclass
+class Piece:
+    """What methods work on. Names are full ("model.layers.0.self_attn.q_proj"), rows in canonical order.
+
+    index    -1 the embedding, 0 ... num_layers - 1 a layer, num_layers the final norm and the head
+    tensors  {parameter: float tensor}; a transform puts others in their place
+    formats  {linear layer: Format} of those of this piece that are quantized
+    tokens   None where there is no calibration text
+    """
+
+    config: ModelConfig
+    index: int
+    scheme: Scheme
+    formats: dict[str, Format]
+    tensors: dict[str, Tensor]
+    tokens: Tokens | None = None
+    prefix: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prefix = f"model.layers.{self.index}." if self.is_layer else ""
+
+    @property
+    def is_layer(self) -> bool:
+        return 0 <= self.index < self.config.num_layers
+
+    def module(self, quantized: Mapping[str, QTensor] | None = None) -> nn.Module:
+        """The piece as a module in fp32: all float, or (even with {}) under its scheme, with these weights in place."""
+        with torch.device("meta"):
+            module = Block(self.config, self.index) if self.is_layer else _Head(self.config)
+        state = {
+            name.removeprefix(self.prefix): (quantized or {}).get(name.removesuffix(".weight"), tensor)
+            for name, tensor in self.tensors.items()
+        }
+        if not self.is_layer:
+            state = {"norm.weight": state[FINAL_NORM], "lm_head.weight": state[HEAD]}
+        return assemble(module, state, Scheme() if quantized is None else self.scheme, torch.float32)
+
+    def run(self, module: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+        """Pass hidden states [n, S, E] (batch.hidden or batch.exact) through `module()` of this piece."""
+        output: Tensor = module(hidden, batch.rope, batch.mask) if self.is_layer else module(hidden)
+        return output
+
+    @torch.inference_mode()
+    def stats(self, quantized: Mapping[str, QTensor] = MappingProxyType({})) -> dict[str, CalibStats]:
+        """Of the input of each linear layer in `formats` that is not `quantized` yet, on batch.hidden."""
+        assert self.tokens is not None
+        module, batch = self.module(quantized), None
+        linears = {
+            name: module.get_submodule(name.removeprefix(self.prefix)) for name in self.formats if name not in quantized
+        }
+
+        def run() -> None:
+            nonlocal batch
+            assert self.tokens is not None
+            for batch in self.tokens.batches():
+                self.run(module, batch.hidden, batch)
+
+        def counted() -> Tensor:
+            assert batch is not None
+            return batch.counted
+
+        return gather(linears, run, counted)
+
+
+class _Head(nn.Module):
+    """The final norm and the head: x [n, S, E] -> logits [n, S, V]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(self.norm(x))
+        return logits
+
+
+def quantize_piece(piece: Piece, recipe: Recipe) -> dict[str, QTensor]:
+    """Run a recipe over a piece: its transforms, its rounding, its refits. {linear layer: QTensor}."""
+    for transform in recipe.transforms:
+        transform.transform(piece)
+    quantized: dict[str, QTensor]
+    if not piece.formats:
+        quantized = {}
+    elif hasattr(recipe.rounding, "quantize_layer"):
+        quantized = recipe.rounding.quantize_layer(piece)
+    else:
+        method = recipe.rounding
+        stats = piece.stats() if method.CALIBRATED and piece.tokens is not None else {}
+        quantized = {}
+        for name, format in piece.formats.items():
+            weight = piece.tensors[f"{name}.weight"]
+            quantized[name] = quantize_weight(method.quantize, f"{name}.weight", weight, format, stats.get(name))
+    for refit in recipe.refits:
+        refit.refit(piece, quantized)
+    return quantized
