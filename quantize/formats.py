@@ -96,7 +96,7 @@ class Format(ABC):
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
         for rows in row_blocks(weight):
             step = scale.expand(len(weight), -1)[rows, :, None]  # [n, G, 1]
-            nearest = self._encode(self._grouped(weight[rows].float()), step, _rows(zero, rows))
+            nearest = self.encode_each(self._grouped(weight[rows].float()), step, _rows(zero, rows))
             codes[rows] = nearest.flatten(1)[:, : weight.shape[1]].to(torch.uint8)
         return codes
 
@@ -105,7 +105,7 @@ class Format(ABC):
         weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
         for rows in row_blocks(codes):
             step = scale.expand(len(codes), -1)[rows, :, None]
-            value = self._decode(self._grouped(codes[rows]), step, _rows(zero, rows))
+            value = self.decode_each(self._grouped(codes[rows]), step, _rows(zero, rows))
             weight[rows] = value.flatten(1)[:, : codes.shape[1]].to(dtype)
         return weight
 
@@ -116,12 +116,12 @@ class Format(ABC):
         return F.pad(values, (0, -values.shape[1] % self.group_size)).unflatten(1, (-1, self.group_size))
 
     @abstractmethod
-    def _encode(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """weight [n, G, group], scale and zero [n, G, 1] -> codes [n, G, group] of any dtype."""
+    def encode_each(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """Nearest codes, of any dtype, element by element: weight, scale and zero broadcast against each other."""
 
     @abstractmethod
-    def _decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """The inverse of `_encode`, fp32."""
+    def decode_each(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """The inverse of `encode_each`, fp32."""
 
     @abstractmethod
     def pack(self, codes: Tensor) -> Tensor:
@@ -155,11 +155,11 @@ class IntFormat(Format):
         scale = _to_half(high / (2**self.bits - 1) - low / (2**self.bits - 1))  # halves: no overflow of high - low
         return scale, (-low / _divisor(scale)).round().clamp(0, 2**self.bits - 1).to(torch.uint8)
 
-    def _encode(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    def encode_each(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         offset = 2 ** (self.bits - 1) if zero is None else zero
         return (weight / _divisor(scale)).round_().add_(offset).clamp_(0, 2**self.bits - 1)
 
-    def _decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    def decode_each(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         offset = 2 ** (self.bits - 1) if zero is None else zero.float()
         return codes.float().sub_(offset).mul_(scale)
 
@@ -196,7 +196,7 @@ class CodebookFormat(Format):
         self.check(tuple(weight.shape))
         return _finite(torch.cat([self._grouped(weight[r].float()).abs().amax(-1) for r in row_blocks(weight)])), None
 
-    def _encode(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    def encode_each(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         table = torch.tensor(self.codebook, device=weight.device)
         middles = (table[:-1] + table[1:]) / 2
         # times the reciprocal, not divided: that is bitsandbytes' arithmetic, and a tie may hang on it
@@ -206,7 +206,7 @@ class CodebookFormat(Format):
             codes += place > middle
         return codes
 
-    def _decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    def decode_each(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         return torch.tensor(self.codebook, device=codes.device)[codes.int()] * scale
 
     def packed_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
@@ -238,10 +238,10 @@ class TernaryFormat(Format):
         mean = torch.as_tensor(total / weight.numel(), dtype=torch.float32, device=weight.device)
         return _finite(mean.clamp(min=1e-5).view(1, 1)), None
 
-    def _encode(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    def encode_each(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         return (weight / scale).round_().clamp_(-1, 1).add_(1)
 
-    def _decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    def decode_each(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         return codes.float().sub_(1).mul_(scale)
 
     def packed_shape(self, shape: tuple[int, int]) -> tuple[int, int]:

@@ -1,0 +1,139 @@
+"""GPTQ against the textbook: one column after the other, with the inverse of what is left, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from diffbit.errors import DiffbitError
+from diffbit.quantize import QTensor, parse_format
+from diffbit.quantize.formats import Format
+from diffbit.quantize.methods import gptq, rtn
+from diffbit.quantize.stats import CalibStats, Gatherer, proxy_loss
+
+FORMATS = [
+    "int8", "int6_g32_asym", "int5_g64", "int4_g128", "int4_g32_asym", "int4", "int3_g64", "int2_g64_asym", "int2",
+    "nf4", "ternary",
+]  # fmt: skip
+
+
+def layer(rows: int = 24, columns: int = 192, tokens: int = 600, seed: int = 0) -> tuple[Tensor, CalibStats]:
+    """A weight, and the statistics of inputs as layers have them: correlated, of very different sizes, not centred."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    inputs = normal(tokens, columns // 4) @ normal(columns // 4, columns) + 2 * normal(tokens, columns)
+    inputs = (inputs + normal(columns)) * normal(columns).mul(0.8).exp()
+    gatherer = Gatherer()
+    gatherer.add(inputs)
+    return normal(rows, columns) * normal(rows, 1).mul(0.3).exp() * 0.05, gatherer.stats()
+
+
+def textbook(
+    weight: Tensor, format: Format, scale: Tensor, zero: Tensor | None, gram: Tensor, order: list[int]
+) -> Tensor:
+    """Optimal brain quantization (arXiv 2208.11580) in a given order: round column k, spread its error, forget it."""
+    w, columns = weight.double(), weight.shape[1]
+    hessian = gram.double() + gptq.DAMPING * gram.double().diagonal().mean() * torch.eye(columns, dtype=torch.double)
+    codes = torch.zeros(weight.shape, dtype=torch.uint8)
+    for index, k in enumerate(order):
+        left = order[index:]
+        inverse = torch.linalg.inv(hessian[left][:, left])
+        group = k // (format.group_size or columns)
+        step, point = scale.expand(len(w), -1)[:, group], None if zero is None else zero[:, group]
+        codes[:, k] = format.encode_each(w[:, k].float(), step, point).to(torch.uint8)
+        error = w[:, k] - format.decode_each(codes[:, k], step, point)
+        w[:, left] -= error[:, None] * inverse[0] / inverse[0, 0]
+    return codes
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("act_order", [True, False])
+def test_it_is_the_textbook(name, act_order):
+    format = parse_format(name)
+    weight, stats = layer(columns=192 if name == "nf4" else 200)  # 200: a short last group
+    scale, zero = format.fit(weight)
+    columns = weight.shape[1]
+    order = sorted(range(columns), key=lambda k: -stats.gram[k, k] if act_order else k)
+    found = gptq.round_columns(weight, format, scale, zero, stats.gram, act_order=act_order)
+    wanted = textbook(weight, format, scale, zero, stats.gram, order)
+    assert (found != wanted).float().mean() < 1e-3  # a tie may fall either way
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("int4_g128", 4), ("int3_g64", 4), ("int2_g64", 4), ("int2_g64_asym", 4), ("nf4", 4), ("ternary", 2)],
+)
+def test_it_beats_rounding_to_nearest(name, least):
+    format = parse_format(name)
+    weight, stats = layer(64, 256, 2000)
+    nearest, ours = rtn.quantize(weight, format), gptq.quantize(weight, format, stats)
+    assert proxy_loss(weight, ours, stats.gram) * least < proxy_loss(weight, nearest, stats.gram)
+    searched = QTensor(format, (64, 256), format.encode(weight, ours.scale, ours.zero), ours.scale, ours.zero)
+    assert proxy_loss(weight, ours, stats.gram) * 2 < proxy_loss(weight, searched, stats.gram)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_dtype_is_its_float32_values(name, dtype):
+    weight, stats = layer(8, 128, 200)
+    weight = weight.to(dtype)
+    found = gptq.quantize(weight, parse_format(name), stats)
+    wanted = gptq.quantize(weight.float(), parse_format(name), stats)
+    assert torch.equal(found.codes, wanted.codes) and torch.equal(found.scale, wanted.scale)
+
+
+def test_dead_channels_are_rounded_to_nearest_and_change_nothing():
+    format = parse_format("int4_g32")
+    weight, stats = layer(8, 128)
+    alive = torch.ones(128)
+    alive[[3, 64, 127]] = 0
+    gram = stats.gram * alive * alive[:, None]
+    scale, zero = format.fit(weight)
+    codes = gptq.round_columns(weight, format, scale, zero, gram)
+    assert torch.equal(codes[:, alive == 0], format.encode(weight, scale, zero)[:, alive == 0])
+    changed = weight.clone()
+    changed[:, 3] = 0
+    again = gptq.round_columns(changed, format, scale, zero, gram)
+    assert torch.equal(again[:, alive == 1], codes[:, alive == 1])
+
+
+@pytest.mark.parametrize("name", ["int4_g64", "int2_g64_asym", "ternary"])
+def test_no_signal_at_all_is_rounding_to_nearest(name):
+    format = parse_format(name)
+    weight, _ = layer(8, 128)
+    scale, zero = format.fit(weight)
+    codes = gptq.round_columns(weight, format, scale, zero, torch.zeros(128, 128))
+    assert torch.equal(codes, format.encode(weight, scale, zero))
+    silent = CalibStats(torch.zeros(128, 128), torch.zeros(128), torch.zeros(128), 0)
+    assert gptq.quantize(weight, format, silent).dequantize().isfinite().all()
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_fewer_tokens_than_channels(tokens):
+    weight, stats = layer(8, 128, tokens)
+    format = parse_format("int3_g32")
+    ours, nearest = gptq.quantize(weight, format, stats), rtn.quantize(weight, format)
+    assert proxy_loss(weight, ours, stats.gram) < 0.1 * proxy_loss(weight, nearest, stats.gram)
+
+
+def test_damping_grows_until_it_factorises():
+    gram = torch.eye(64) - 0.5 * torch.ones(64, 64)  # an eigenvalue of -31
+    assert gptq.feedback(gram, torch.arange(64)).isfinite().all()
+
+
+def test_wide_layers_are_factorised_in_single_precision(monkeypatch):
+    weight, stats = layer(16, 256, 2000)
+    format = parse_format("int3_g64")
+    precise = proxy_loss(weight, gptq.quantize(weight, format, stats), stats.gram)
+    monkeypatch.setattr(gptq, "PRECISE", 0)
+    single = gptq.quantize(weight, format, stats)
+    assert proxy_loss(weight, single, stats.gram) < 1.01 * precise
+
+
+def test_without_calibration_it_says_what_it_needs():
+    with pytest.raises(DiffbitError, match="gptq needs calibration"):
+        gptq.quantize(torch.zeros(2, 64), parse_format("int4_g32"), None)
