@@ -7,6 +7,7 @@ decoder = apply(float_decoder, scheme)               # the same in memory
 
 from .attention import logits_hook, quantize_logits
 from .checkpoint import load, load_block, quantize_checkpoint, read_scheme, read_weight
+from .engine import apply
 from .formats import CodebookFormat, Format, IntFormat, TernaryFormat, parse_format
 from .linear import (
     QuantLinear,
@@ -17,7 +18,6 @@ from .linear import (
 )
 from .methods import methods, parse_recipe
 from .methods.rtn import quantize as rtn
-from .model import apply
 from .qtensor import QTensor
 from .report import Report, Sizes, WeightReport, sizes
 from .scheme import AttentionScheme, Scheme, linear_shapes, parse_override

@@ -11,8 +11,7 @@ Row order on disk is Hugging Face's, for these parts as for the weights they sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,16 @@ from torch import Tensor
 
 from .. import files, models
 from ..errors import DiffbitError
-from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig
-from ..models.layout import EMBEDDING, HEAD, shapes
+from ..models import Block, Checkpoint, CheckpointWriter, Decoder
+from ..models.layout import EMBEDDING, shapes
 from ..progress import track
 from . import bitsandbytes_nf4
+from .engine import quantize_pieces, stored_config, tokens_for
 from .methods import Method, parse_recipe
 from .model import assemble
-from .piece import Piece, Tokens, quantize_piece
 from .qtensor import QTensor
-from .report import TERNARY_WARNING, Report, WeightReport, sizes, weight_error
-from .scheme import HEAD_MODULE, Scheme
+from .report import TERNARY_WARNING, Report, WeightReport, sizes
+from .scheme import Scheme
 
 VERSION = 1
 SHARD_FROM = 256 << 20  # bytes of the float model: from here on the output is a file per layer, one in memory
@@ -53,8 +52,7 @@ def quantize_checkpoint(
     calibration: token ids [n, S] (a tensor or an array); they flow through the model as its layers come by (piece.py);
     methods calibrate on them, and each quantized layer's output error is measured on them. calibration_mask: bool
     [n, S], the tokens that count; default all. calibration_text: what the text was (source, sha256, ...), kept in
-    config.json and from there in
-    an artifact's manifest.
+    config.json and from there in an artifact's manifest.
     """
     checkpoint = Checkpoint(source)
     files.check_apart(output, checkpoint.path)
@@ -65,11 +63,10 @@ def quantize_checkpoint(
     formats = scheme.formats(config)
     if not formats and scheme.attention.logits is None:
         raise DiffbitError("the scheme quantizes nothing; name a format for the weights, such as --weights int4_g32")
-    stored = replace(config, tie_embeddings=config.tie_embeddings and HEAD_MODULE not in formats)
-    sources = {HEAD: EMBEDDING} if config.tie_embeddings else {}
+    stored = stored_config(config, scheme, recipe)
     dtype = getattr(torch, checkpoint.dtype)
     before = sizes(config, dtype=dtype)
-    tokens = None if calibration is None else Tokens(config, calibration, calibration_mask)
+    tokens = tokens_for(recipe, config, calibration, calibration_mask)
     rows: list[WeightReport] = []
     entry: dict[str, Any] = {"quant_method": "diffbit", "version": VERSION, "scheme": scheme.to_dict()}
     entry["method"] = recipe.name
@@ -84,28 +81,20 @@ def quantize_checkpoint(
         tokenizer_from=checkpoint.path,
         overwrite=overwrite,
     ) as writer:
-        for index, names in enumerate(track(list(_pieces(stored)), "quantizing", total=config.num_layers + 2), -1):
-            tensors = {name: checkpoint.read(sources.get(name, name)) for name in names}
-            own = {name: formats[module] for name in names if (module := name.removesuffix(".weight")) in formats}
-            chosen = {name.removesuffix(".weight"): format for name, format in own.items()}
-            piece = Piece(config, index, scheme, chosen, tensors, tokens)
-            quantized = quantize_piece(piece, recipe)
-            for name, tensor in piece.tensors.items():
-                module = name.removesuffix(".weight")
-                if module in quantized:
-                    for part, value in _parts(quantized[module]).items():
-                        writer.add(f"{module}.{part}", value)
-                else:
-                    writer.add(name, tensor)
-            errors = tokens.advance(piece, quantized) if tokens else {}
-            for module, weight in quantized.items():
-                error = weight_error(piece.tensors[f"{module}.weight"], weight)
-                rows.append(_row(module, weight, error, errors.get(module)))
+        pieces = quantize_pieces(config, checkpoint.read, scheme, recipe, tokens)
+        for piece in track(pieces, "quantizing", total=config.num_layers + 2):
+            for name, tensor in piece.floats.items():
+                writer.add(name, tensor)
+            for module, weight in piece.quantized.items():
+                for part, value in _parts(weight).items():
+                    writer.add(f"{module}.{part}", value)
+            rows += piece.rows
     return Report(
         scheme=scheme,
+        method=recipe.name,
         weights=tuple(rows),
         before=before,
-        after=sizes(config, scheme, dtype),
+        after=sizes(stored, scheme, dtype),
         calibration_tokens=tokens.count if tokens else 0,
         warnings=(TERNARY_WARNING,) if any(format.kind == "ternary" for format in formats.values()) else (),
     )
@@ -189,24 +178,10 @@ def _read(checkpoint: Checkpoint, name: str, scheme: Scheme | None) -> Tensor | 
         raise DiffbitError(f"{checkpoint.path}: {module}: {error}") from None
 
 
-def _pieces(config: ModelConfig) -> Iterator[list[str]]:
-    """Names of the tensors to read together: the embedding, each layer, and what follows the layers."""
-    names = list(shapes(config))
-    yield [EMBEDDING]
-    for index in range(config.num_layers):
-        yield [name for name in names if name.startswith(f"model.layers.{index}.")]
-    yield [name for name in names if name != EMBEDDING and not name.startswith("model.layers.")]
-
-
 def _parts(weight: QTensor) -> dict[str, Tensor]:
     parts = {"codes": weight.packed(), "scale": weight.scale.to(weight.format.scale_dtype)}
     zero = weight.packed_zero()
     return parts if zero is None else parts | {"zero": zero}
-
-
-def _row(name: str, weight: QTensor, error: float, output_error: float | None) -> WeightReport:
-    format = weight.format.name
-    return WeightReport(name, format, weight.shape, error, output_error, weight.bits_per_weight, weight.nbytes)
 
 
 def _disagrees(checkpoint: Checkpoint, name: str, format: str) -> DiffbitError:

@@ -1,49 +1,23 @@
-"""Models of quantized layers: put together from their weights, or made from a float model in memory."""
+"""Models of quantized layers, put together from their weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import DiffbitError
-from ..models import Decoder
-from ..models.layout import EMBEDDING, HEAD, shapes, stays_float32
+from ..models.layout import stays_float32
 from .attention import set_logits_hook
 from .formats import Format
 from .linear import QuantLinear, quantize_per_token_int8
 from .methods import Method
-from .methods.rtn import quantize as rtn
 from .qtensor import QTensor
-from .scheme import HEAD_MODULE, Scheme
+from .scheme import Scheme
 
 M = TypeVar("M", bound=nn.Module)
-
-
-def apply(decoder: Decoder, scheme: Scheme, method: Method = rtn) -> Decoder:
-    """A quantized copy in memory of a float model, as `quantize_checkpoint` and `load` would give.
-
-    What is not quantized is shared with the original: changing one changes both.
-    """
-    source = decoder.state_dict()
-    formats = scheme.formats(decoder.config)
-    config = decoder.config
-    if config.tie_embeddings and HEAD_MODULE in formats:
-        config = replace(config, tie_embeddings=False)
-        source[HEAD] = source[EMBEDDING]
-    missing = [name for name in shapes(config) if name not in source]
-    if missing:
-        raise DiffbitError(f"the model has no float weight {missing[0]}; it is quantized already")
-    with torch.device("meta"):
-        copy = Decoder(config)
-    weights: dict[str, Tensor | QTensor] = {}
-    for name in shapes(config):
-        format = formats.get(name.removesuffix(".weight"))
-        weights[name] = source[name] if format is None else quantize_weight(method, name, source[name], format)
-    return assemble(copy, weights, scheme, None).train(decoder.training)
 
 
 def assemble(module: M, weights: Mapping[str, Tensor | QTensor], scheme: Scheme, dtype: torch.dtype | None) -> M:

@@ -20,6 +20,7 @@ from ..errors import DiffbitError
 from ..models import Block, ModelConfig, causal_mask, rope_for
 from ..models.decoder import RMSNorm
 from ..models.layout import EMBEDDING, HEAD
+from ..models.masks import default_positions
 from ..models.rope import Rope
 from .formats import Format
 from .methods import Recipe
@@ -47,9 +48,9 @@ class Batch:
 class Tokens:
     """Calibration tokens on their way through a model: ids [n, S], mask bool [n, S] (None: all count)."""
 
-    def __init__(self, config: ModelConfig, ids: Any, mask: Any = None) -> None:
+    def __init__(self, config: ModelConfig, ids: Any, mask: Any = None, device: torch.device | str = "cpu") -> None:
         self.config = config
-        self.ids = torch.as_tensor(ids, dtype=torch.int64)
+        self.ids = torch.as_tensor(ids, dtype=torch.int64, device=device)
         if self.ids.dim() != 2 or not self.ids.numel():
             raise DiffbitError(f"calibration tokens have shape {tuple(self.ids.shape)}, wanted [windows, length]")
         if self.ids.min() < 0 or self.ids.max() >= config.vocab_size:
@@ -57,7 +58,8 @@ class Tokens:
                 f"calibration tokens run from {self.ids.min()} to {self.ids.max()}, but the model has "
                 f"{config.vocab_size}; take the tokenizer that belongs to the model"
             )
-        self.mask = torch.ones_like(self.ids, dtype=torch.bool) if mask is None else torch.as_tensor(mask).bool()
+        counted = torch.ones_like(self.ids) if mask is None else torch.as_tensor(mask, device=device)
+        self.mask = counted.bool()
         if self.mask.shape != self.ids.shape:
             raise DiffbitError(
                 f"the calibration mask has shape {tuple(self.mask.shape)}, wanted {tuple(self.ids.shape)}"
@@ -68,14 +70,15 @@ class Tokens:
         self.slices = [slice(i, i + step) for i in range(0, len(self.ids), step)]
 
     def batches(self) -> Iterator[Batch]:
-        length = self.ids.shape[1]
-        rope = rope_for(self.config, torch.arange(length)[None])
+        length, device = self.ids.shape[1], self.ids.device
         for rows in self.slices:
             counted = self.mask[rows]
-            mask = causal_mask(length, attention_mask=None if counted.all() else counted)
+            padding = None if counted.all() else counted
+            rope = rope_for(self.config, default_positions(1, length, 0, padding, device))
+            mask = causal_mask(length, 0, padding, device)
             yield Batch(self.hidden[rows], self.exact[rows], counted, rope, mask)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def advance(self, piece: Piece, quantized: Mapping[str, QTensor]) -> dict[str, float]:
         """Take both versions past a piece; the output error that each of its quantized layers adds by itself.
 
@@ -152,7 +155,7 @@ class Piece:
         output: Tensor = module(hidden, batch.rope, batch.mask) if self.is_layer else module(hidden)
         return output
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def stats(self, quantized: Mapping[str, QTensor] = MappingProxyType({})) -> dict[str, CalibStats]:
         """Of the input of each linear layer in `formats` that is not `quantized` yet, on batch.hidden."""
         assert self.tokens is not None
@@ -198,7 +201,7 @@ def quantize_piece(piece: Piece, recipe: Recipe) -> dict[str, QTensor]:
         quantized = recipe.rounding.quantize_layer(piece)
     else:
         method = recipe.rounding
-        stats = piece.stats() if method.CALIBRATED and piece.tokens is not None else {}
+        stats = piece.stats() if piece.tokens is not None and getattr(method, "CALIBRATED", True) else {}
         quantized = {}
         for name, format in piece.formats.items():
             weight = piece.tensors[f"{name}.weight"]

@@ -57,6 +57,7 @@ class Report:
     """What `quantize_checkpoint` returns: a row per quantized weight, sizes before and after, warnings as sentences."""
 
     scheme: Scheme
+    method: str
     weights: tuple[WeightReport, ...]
     before: Sizes
     after: Sizes
@@ -71,6 +72,7 @@ class Report:
         }
         return {
             "scheme": self.scheme.to_dict(),
+            "method": self.method,
             **sizes,
             "calibration_tokens": self.calibration_tokens,
             "warnings": list(self.warnings),

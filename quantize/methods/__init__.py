@@ -8,7 +8,8 @@ A recipe names some of them, joined by +, such as "rotate+gptq+lambda". A method
     refit(piece, quantized) -> None             after rounding: changes what stays float in piece.tensors
 
 and CALIBRATED, whether it needs calibration tokens. A transform may also have config(config) -> ModelConfig, that of
-the model it makes. A recipe has one of the two that round, or none: then it is rtn. piece.py says what a piece is.
+the model it makes; one that changes the embedding or the head must untie them there. A recipe has one of the two that
+round, or none: then it is rtn. piece.py says what a piece is.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import DiffbitError
+from ...models import ModelConfig
 from ..formats import Format
 from ..qtensor import QTensor
 
@@ -42,8 +44,15 @@ class Recipe:
 
     @property
     def calibrated(self) -> bool:
-        """Does any of its methods use calibration tokens?"""
-        return any(module.CALIBRATED for module in (*self.transforms, self.rounding, *self.refits))
+        """Does any of its methods need calibration tokens?"""
+        return any(getattr(module, "CALIBRATED", False) for module in (*self.transforms, self.rounding, *self.refits))
+
+    def config(self, config: ModelConfig) -> ModelConfig:
+        """That of the model which its transforms make of one of `config`."""
+        for transform in self.transforms:
+            if hasattr(transform, "config"):
+                config = transform.config(config)
+        return config
 
 
 @cache
@@ -55,7 +64,7 @@ def methods() -> tuple[str, ...]:
 def parse_recipe(text: str | Method) -> Recipe:
     """The recipe of a text such as "gptq" or "rotate+gptq", or of a function (weight, format, stats) of your own."""
     if not isinstance(text, str):
-        own: Any = SimpleNamespace(quantize=text, CALIBRATED=True)
+        own: Any = SimpleNamespace(quantize=text)  # without CALIBRATED: it gets statistics where there are any
         return Recipe(text.__name__, (), own, ())
     names = [name.strip() for name in text.split("+")]
     for name in names:

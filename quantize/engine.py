@@ -1,0 +1,135 @@
+"""The one engine that takes a float model to low bits, a piece at a time, whatever it is read from and goes to.
+
+`checkpoint.quantize_checkpoint` reads tensors from a folder and writes the pieces to another; `apply` does it all in
+memory. Both come out the same to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DiffbitError
+from ..models import Decoder, ModelConfig
+from ..models.layout import EMBEDDING, HEAD, shapes, stays_float32
+from .methods import Method, Recipe, parse_recipe
+from .model import assemble
+from .piece import Piece, Tokens, quantize_piece
+from .qtensor import QTensor
+from .report import WeightReport, weight_error
+from .scheme import HEAD_MODULE, Scheme
+
+Read = Callable[[str], Tensor]  # a parameter of the float model by its name, in canonical row order
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A piece as it is stored: the parameters that stay float, the quantized weights by module, a row for each."""
+
+    floats: dict[str, Tensor]
+    quantized: dict[str, QTensor]
+    rows: tuple[WeightReport, ...]
+
+
+def stored_config(config: ModelConfig, scheme: Scheme, recipe: Recipe) -> ModelConfig:
+    """That of the quantized model: a transform may change it, and a tied head that is quantized is stored apart."""
+    config = recipe.config(config)
+    return replace(config, tie_embeddings=config.tie_embeddings and HEAD_MODULE not in scheme.formats(config))
+
+
+def quantize_pieces(
+    config: ModelConfig, read: Read, scheme: Scheme, recipe: Recipe, tokens: Tokens | None = None
+) -> Iterator[Finished]:
+    """Quantize the model of `config` whose parameters `read` returns: the embedding, each layer, what follows them.
+
+    Pieces come in that order; only one of them and the tokens' hidden states are in memory at a time.
+    """
+    formats = scheme.formats(config)
+    stored = stored_config(config, scheme, recipe)
+    for index in range(-1, config.num_layers + 1):
+        tensors = {
+            name: read(EMBEDDING if name == HEAD and config.tie_embeddings else name) for name in _names(config, index)
+        }
+        own = {module: formats[module] for name in tensors if (module := name.removesuffix(".weight")) in formats}
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        shared = {name: tensors[name] for name in (EMBEDDING, HEAD) if stored.tie_embeddings and name in tensors}
+        piece = Piece(stored, index, scheme, own, tensors, tokens)
+        quantized = quantize_piece(piece, recipe)
+        if any(piece.tensors[name] is not tensor for name, tensor in shared.items()):
+            raise DiffbitError(
+                f"method {recipe.name!r} changes the embedding that the head shares; it has to untie them"
+            )
+        for (
+            name,
+            tensor,
+        ) in piece.tensors.items():  # a transform computes in fp32; what stays float is stored as it came
+            if name.removesuffix(".weight") not in quantized and not stays_float32(name):
+                piece.tensors[name] = tensor.to(dtypes[name])
+        errors = tokens.advance(piece, quantized) if tokens else {}
+        floats = {
+            name: tensor
+            for name, tensor in piece.tensors.items()
+            if name.removesuffix(".weight") not in quantized and name in shapes(stored)  # a tied head is the embedding
+        }
+        rows = tuple(_row(module, weight, piece.tensors, errors.get(module)) for module, weight in quantized.items())
+        yield Finished(floats, quantized, rows)
+
+
+def tokens_for(
+    recipe: Recipe, config: ModelConfig, ids: Any, mask: Any, device: torch.device | str = "cpu"
+) -> Tokens | None:
+    """Calibration tokens as `quantize_pieces` takes them; a DiffbitError where a recipe needs what is not there."""
+    if ids is not None:
+        return Tokens(config, ids, mask, device)
+    if recipe.calibrated:
+        raise DiffbitError(
+            f"method {recipe.name!r} needs calibration text: pass --calibrate TEXT, or token ids as `calibration`"
+        )
+    return None
+
+
+def _names(config: ModelConfig, index: int) -> list[str]:
+    """The parameters of a piece; the head is one of the last piece, tied or not."""
+    if index < 0:
+        return [EMBEDDING]
+    if index < config.num_layers:
+        return [name for name in shapes(config) if name.startswith(f"model.layers.{index}.")]
+    rest = [name for name in shapes(config) if name != EMBEDDING and not name.startswith("model.layers.")]
+    return rest if HEAD in rest else [*rest, HEAD]
+
+
+def _row(module: str, weight: QTensor, tensors: Mapping[str, Tensor], output_error: float | None) -> WeightReport:
+    error = weight_error(tensors[f"{module}.weight"], weight)
+    format = weight.format.name
+    return WeightReport(module, format, weight.shape, error, output_error, weight.bits_per_weight, weight.nbytes)
+
+
+def apply(
+    decoder: Decoder,
+    scheme: Scheme,
+    method: str | Method = "rtn",
+    calibration: Any = None,
+    calibration_mask: Any = None,
+) -> Decoder:
+    """A quantized copy in memory of a float model, to the bit what `quantize_checkpoint` and `load` would give.
+
+    method, calibration, calibration_mask: as there. What neither the scheme nor the method changes is shared with the
+    original: changing one changes both.
+    """
+    source = decoder.state_dict()
+    missing = [name for name in shapes(decoder.config) if name not in source]
+    if missing:
+        raise DiffbitError(f"the model has no float weight {missing[0]}; it is quantized already")
+    recipe = parse_recipe(method)
+    device = decoder.model.embed_tokens.weight.device
+    tokens = tokens_for(recipe, decoder.config, calibration, calibration_mask, device)
+    weights: dict[str, Tensor | QTensor] = {}
+    for piece in quantize_pieces(decoder.config, source.__getitem__, scheme, recipe, tokens):
+        weights |= piece.floats | {f"{module}.weight": weight for module, weight in piece.quantized.items()}
+    with torch.device("meta"):
+        copy = Decoder(stored_config(decoder.config, scheme, recipe))
+    return assemble(copy, weights, scheme, None).train(decoder.training)
