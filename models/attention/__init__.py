@@ -15,6 +15,12 @@ A variant's file has MODEL_TYPE (the model_type of its config.json) and a class 
     onnx(g, step, x, past_key, past_value)  the same as ONNX nodes (export/); cache_in_place: where one buffer may be
                     bound as past and as present, "always" or "native" (runtime/artifact.py, CacheSpec)
 
+Its linears but o_proj read x, which is the normed residual stream, and nothing else of it reads x: methods that run
+before rounding put a rotation or scales there (and refuse a layer that then computes something else). If more of its
+weights may change so, the file has a function as well:
+
+    symmetries(config) -> Symmetries    what may (models/symmetries.py); absent, and never inherited: nothing
+
 Canonical order: sub-heads in adjacent pairs (2i signal, 2i+1 noise); a 2d-wide value of diff_v1 as two neighbouring
 sub-heads.
 """
@@ -25,6 +31,12 @@ from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+from ..symmetries import Symmetries
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
 
 
 @cache
@@ -36,6 +48,12 @@ def variants() -> tuple[str, ...]:
 def variant(name: str) -> ModuleType:
     """The module of the variant `name`, one of `variants()`."""
     return import_module(f".{name}", __name__)
+
+
+def symmetries(config: ModelConfig) -> Symmetries:
+    """Those of a model's attention variant; none where its file does not say."""
+    said = getattr(variant(config.attention), "symmetries", None)
+    return Symmetries() if said is None else said(config)
 
 
 def model_types() -> dict[str, str]:

@@ -26,6 +26,7 @@ from ..cache import LayerCache
 from ..config import ModelConfig
 from ..rope import Rope, apply_rope
 from ..softmax import LogitsHook, attend, explicit_logits, explicit_softmax
+from ..symmetries import Symmetries
 
 MODEL_TYPE = "diffllama"
 LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
@@ -34,6 +35,13 @@ LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 def lambda_init(layer_index: int) -> float:
     """0.2 in layer 0, growing towards 0.8."""
     return 0.8 - 0.6 * math.exp(-0.3 * layer_index)
+
+
+def symmetries(config: ModelConfig) -> Symmetries:
+    """Rotations of the 2d-wide value pass through the difference and through the head norm, which has no weight;
+    scales do not.
+    """
+    return Symmetries(value_width=2 * config.head_dim)
 
 
 class Attention(nn.Module):

@@ -19,8 +19,14 @@ from ..cache import LayerCache
 from ..config import ModelConfig
 from ..rope import Rope, apply_rope
 from ..softmax import LogitsHook, attend, explicit_logits, explicit_softmax
+from ..symmetries import Symmetries
 
 MODEL_TYPE = "diff_llama_v2"
+
+
+def symmetries(config: ModelConfig) -> Symmetries:
+    """Both heads of a pair share a value and no norm follows: what mixes its channels passes through."""
+    return Symmetries(value_width=config.head_dim, value_scales=True)
 
 
 class Attention(nn.Module):

@@ -15,8 +15,14 @@ from ..cache import LayerCache
 from ..config import ModelConfig
 from ..rope import Rope, apply_rope
 from ..softmax import LogitsHook, attend, explicit_logits, explicit_softmax
+from ..symmetries import Symmetries
 
 MODEL_TYPE = "llama"
+
+
+def symmetries(config: ModelConfig) -> Symmetries:
+    """A head is a mean of its values: what mixes their channels passes through."""
+    return Symmetries(value_width=config.head_dim, value_scales=True)
 
 
 class Attention(nn.Module):
