@@ -21,14 +21,15 @@ PROBE_ERROR = 1e-3  # fp32 arithmetic stays a hundred times below; a change that
 def unchanged(piece: Piece, stream: Rotation | None = None) -> Iterator[None]:
     """What is done to `piece.tensors` inside, in any float dtype, must leave the piece computing the same.
 
-    Inside, put new tensors in, change none in place: they belong to others. Afterwards each has the dtype it had, or
-    fp32 at least where it is going to be rounded. A layer is tried out on random hidden states, which `stream` rotates:
-    an attention variant that these changes do not fit is refused, whatever its file says.
+    Inside, put new tensors in, change none in place: they belong to others. Afterwards they have the dtype they had, or
+    fp32 if that was less. A layer is tried out on random hidden states, which `stream` rotates: an attention variant
+    that these changes do not fit is refused, whatever its file says.
     """
     before = dict(piece.tensors)
     yield
     if piece.is_layer:
         hidden = torch.randn(1, PROBE_TOKENS, piece.config.hidden_size, generator=torch.Generator().manual_seed(0))
+        hidden = hidden.to(next(iter(before.values())).device)
         wanted = _probe(piece, before, hidden)
         found = _probe(piece, piece.tensors, hidden, stream)
         error = float((found - wanted).norm() / (wanted - hidden).norm().clamp(min=1e-30))
@@ -39,17 +40,18 @@ def unchanged(piece: Piece, stream: Rotation | None = None) -> Iterator[None]:
                 "of its symmetries"
             )
     for name, tensor in piece.tensors.items():
-        dtype = before[name].dtype
-        if name.removesuffix(".weight") in piece.formats:
-            dtype = torch.promote_types(dtype, torch.float32)
-        piece.tensors[name] = tensor.to(dtype)
+        if tensor is not before[name]:
+            piece.tensors[name] = tensor.to(torch.promote_types(before[name].dtype, torch.float32))
 
 
 @torch.inference_mode()
 def _probe(piece: Piece, tensors: dict[str, Tensor], hidden: Tensor, stream: Rotation | None = None) -> Tensor:
     """hidden [1, T, E] -> [1, T, E] through the layer with these tensors, whose residual stream is x R."""
     layer = Piece(piece.config, piece.index, piece.scheme, {}, tensors).module()
-    rope, mask = rope_for(piece.config, torch.arange(PROBE_TOKENS)[None]), causal_mask(PROBE_TOKENS)
+    rope, mask = (
+        rope_for(piece.config, torch.arange(PROBE_TOKENS, device=hidden.device)[None]),
+        causal_mask(PROBE_TOKENS),
+    )
     if stream is None:
         return layer(hidden, rope, mask).float()
     return stream.right_inverse(layer(stream.right(hidden[0]).float()[None], rope, mask)[0])[None].float()

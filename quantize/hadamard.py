@@ -2,7 +2,7 @@
 
     R = diag(signs) (H_n x C_m) / sqrt(n),    width = n m,  n the largest power of two in it, x the Kronecker product
     H_n    Sylvester's Hadamard matrix, +-1
-    C_m    Hartley's, cos(2 pi ij / m) + sin(2 pi ij / m), over sqrt m: orthogonal for every m, so that any width is served
+    C_m    Hartley's, cos(2 pi ij / m) + sin(2 pi ij / m), over sqrt m: orthogonal for every m, so any width will do
     signs  random +-1 from a seed: a randomised Hadamard transform (QuaRot, arXiv 2404.00456, section 3)
 
 No entry is larger than sqrt(2 / width); for a power of two all are 1 / sqrt(width).
@@ -33,7 +33,7 @@ class Rotation:
 
     def right_inverse(self, x: Tensor) -> Tensor:
         """x [N, width] -> x R^T in float64."""
-        return x.double() @ self.matrix().T
+        return x.double() @ self.matrix().T.to(x.device)
 
     def left_inverse(self, x: Tensor) -> Tensor:
         """x [width, K] -> R^T x in float64."""

@@ -82,7 +82,7 @@ def test_outlier_channels_are_spread() -> None:
         decoder.model.embed_tokens.weight[:, 7] *= 100
     made = transformed(decoder, rotate)
     before, after = (d.model.embed_tokens.weight.square().mean(0) for d in (decoder, made))
-    assert before.max() > 1000 * before.mean()
+    assert before.max() > 200 * before.mean()
     assert after.max() < 3 * after.mean()
 
 

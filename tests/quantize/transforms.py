@@ -61,7 +61,9 @@ def pieces(decoder: Decoder, scheme: Scheme | None = None, ids: Tensor | None = 
             tokens.advance(piece, {})
 
 
-def transformed(decoder: Decoder, method: ModuleType, scheme: Scheme | None = None, ids: Tensor | None = None) -> Decoder:
+def transformed(
+    decoder: Decoder, method: ModuleType, scheme: Scheme | None = None, ids: Tensor | None = None
+) -> Decoder:
     """The float model that a method makes; its weights in the dtype they have."""
     untie = hasattr(method, "config")
     config = method.config(decoder.config) if untie else decoder.config
