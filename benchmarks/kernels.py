@@ -38,12 +38,12 @@ import numpy as np
 import onnxruntime
 import torch
 from contenders import Attention, OrtContender, nbits_graph, product_graph, repeat, ternary_as_two_bits
-from diffbit.quantize.rtn import rtn
 from machine import READ_BYTES, Machine, Reader, describe
 from peers import Bitnet, BitnetProducts, Ggml, GgmlProducts, llama_environment
 from report import command_line, kernel_tables, renew
 
 from diffbit.quantize.formats import parse_format
+from diffbit.quantize.methods.rtn import quantize as rtn
 from diffbit.runtime import native
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (2048, 2048), (5632, 2048))  # N x K

@@ -13,8 +13,10 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from .runtime import Verification
 
 LAYER_ERRORS = "quantization_report.json"
+CALIBRATION_WINDOWS = 128  # of the model's context (at most 512 tokens), for methods that calibrate
 LAB_PACKAGES = {"torch", "safetensors", "onnx", "onnx_ir", "bitsandbytes", "matplotlib", "datasets", "pyarrow"}
 
 app = typer.Typer(
@@ -149,6 +152,31 @@ def _windows(
     elif length > context:
         raise DiffbitError(f"a length of {length} tokens exceeds the context of {context} that {model} has")
     return eval_windows(data, model, length, max_windows, split=split, field=field)
+
+
+@contextmanager
+def _as_artifacts(paths: Sequence[Path], quiet: bool) -> Iterator[list[Path]]:
+    """Artifacts as they are; a checkpoint among them is exported into a folder that lives as long as the command."""
+    from .runtime.artifact import MANIFEST
+
+    with TemporaryDirectory(prefix="diffbit-") as folder:
+        found = []
+        for index, path in enumerate(paths):
+            if (path / MANIFEST).is_file() or not any(path.glob("*.safetensors")):
+                found.append(path)  # what is neither is told when it is opened
+                continue
+            try:
+                from .export import export_artifact
+            except ModuleNotFoundError as error:
+                raise DiffbitError(
+                    f"{path}: is a checkpoint, and exporting it needs {error.name}, which is not installed: run "
+                    f"`diffbit export {path} -o ARTIFACT` where it is (pip install 'diffbit[lab]') and take ARTIFACT"
+                ) from None
+            target = Path(folder) / str(index) / path.resolve().name
+            export_artifact(path, target)
+            _remark(f"{path}: a checkpoint, exported for now; once and for all: diffbit export {path} -o FOLDER", quiet)
+            found.append(target)
+        yield found
 
 
 def _weight_rows(weights: Iterable[WeightReport], each: bool) -> list[dict[str, Any]]:
@@ -394,9 +422,14 @@ def export(
     _print_table({"file": name, "bytes": entry["bytes"]} for name, entry in manifest["files"].items())
 
 
-@app.command(epilog=_example('diffbit run out/demo/diff_v1-onnx "def main(" --temperature 0.8 --seed 1'))
+@app.command(
+    epilog=_example(
+        'diffbit run out/demo/diff_v1-onnx "def main(" --temperature 0.8 --seed 1',
+        'diffbit run examples/nano/diff_v1 "def __init__(self"',
+    )
+)
 def run(
-    artifact: Annotated[Path, typer.Argument(help="Folder made by `diffbit export`.")],
+    artifact: Annotated[Path, typer.Argument(help="Folder made by `diffbit export`, or a checkpoint (needs torch).")],
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; - or nothing reads it from stdin.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Tokens to generate at most.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token; higher is more varied.")] = 0.0,
@@ -415,48 +448,51 @@ def run(
     """Continue a prompt with an artifact on ONNX Runtime; needs no torch. The text goes to stdout, speed to stderr."""
     from .runtime import Sampler, Session, Tokenizer, generate
 
+    set_quiet(quiet)
     if interactive and (prompt is not None or as_json):
         raise DiffbitError("--interactive asks for its prompts itself and prints text; leave out the prompt and --json")
     if sys.stdin is None and (interactive or prompt in (None, "-")):
         raise DiffbitError("the prompt is to come from stdin, which is closed; pass it as an argument")
     sampler = Sampler(temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed)
-    session = Session(artifact, device, threads, not no_native)
-    if device == "cpu" and not (session.native or no_native):
-        _remark("no native library in this installation (it was made without a C++ compiler): slower", quiet)
-    tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))
+    with _as_artifacts([artifact], quiet) as (opened,):
+        session = Session(opened, device, threads, not no_native)
+        tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))
+        if device == "cpu" and not (session.native or no_native):
+            _remark("no native library in this installation (it was made without a C++ compiler): slower", quiet)
 
-    def answer(text: str) -> None:
-        def show(piece: str) -> None:
-            print(piece, end="", flush=True)
+        def answer(text: str) -> None:
+            def show(piece: str) -> None:
+                print(piece, end="", flush=True)
 
-        result = generate(
-            session, tokenizer, text, max_tokens=max_tokens, sampler=sampler, stop=stop or [],
-            on_text=None if as_json else show,
-        )  # fmt: skip
-        if as_json:
-            _print_json({"prompt": text, **vars(result)})
-        else:
-            print()
-        speed = f", {result.tokens_per_s:.1f} tokens/s" if result.tokens_per_s else ""
-        _remark(
-            f"{result.prompt_tokens} prompt tokens, first token after {result.time_to_first_token_s * 1000:.0f} ms; "
-            f"{len(result.token_ids)} tokens{speed}; ended by {result.finish_reason}",
-            quiet,
-        )
+            result = generate(
+                session, tokenizer, text, max_tokens=max_tokens, sampler=sampler, stop=stop or [],
+                on_text=None if as_json else show,
+            )  # fmt: skip
+            if as_json:
+                _print_json({"prompt": text, **vars(result)})
+            else:
+                print()
+            speed = f", {result.tokens_per_s:.1f} tokens/s" if result.tokens_per_s else ""
+            first = 1000 * result.time_to_first_token_s
+            _remark(
+                f"{result.prompt_tokens} prompt tokens, first token after {first:.0f} ms; "
+                f"{len(result.token_ids)} tokens{speed}; ended by {result.finish_reason}",
+                quiet,
+            )
 
-    if not interactive:
-        answer(sys.stdin.read() if prompt in (None, "-") else str(prompt))
-        return
-    _remark(f"{session.artifact.name}: type a prompt and press return; end of input (Ctrl-D) leaves", quiet)
-    while True:
-        try:
-            text = input("> " if sys.stdin.isatty() else "")
-        except EOFError:
+        if not interactive:
+            answer(sys.stdin.read() if prompt in (None, "-") else str(prompt))
             return
-        try:
-            answer(text)
-        except DiffbitError as error:  # this prompt's fault; the next may do
-            _remark(f"error: {error}", quiet=False)
+        _remark(f"{session.artifact.name}: type a prompt and press return; end of input (Ctrl-D) leaves", quiet)
+        while True:
+            try:
+                text = input("> " if sys.stdin.isatty() else "")
+            except EOFError:
+                return
+            try:
+                answer(text)
+            except DiffbitError as error:  # this prompt's fault; the next may do
+                _remark(f"error: {error}", quiet=False)
 
 
 def _check_rows(verification: Verification) -> list[dict[str, str]]:
@@ -536,7 +572,9 @@ def verify(
 
 @app.command(epilog=_example("diffbit bench out/demo/diff_v1-onnx --prompt-tokens 64 --new-tokens 32 --threads 2"))
 def bench(
-    artifacts: Annotated[list[Path], typer.Argument(help="Folders made by `diffbit export`.")],
+    artifacts: Annotated[
+        list[Path], typer.Argument(help="Folders made by `diffbit export`, or checkpoints (needs torch).")
+    ],
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt (prefill).")] = 64,
     new_tokens: Annotated[int, typer.Option(help="Tokens to generate (decode).")] = 64,
     repeats: Annotated[int, typer.Option(help="Runs of which the median is taken.")] = 5,
@@ -551,10 +589,12 @@ def bench(
     from .runtime import bench as bench_artifact
 
     set_quiet(quiet)
-    rows = [
-        bench_artifact(artifact, prompt_tokens, new_tokens, repeats, threads, device, not no_native)
-        for artifact in track(artifacts, "measuring")
-    ]
+    with _as_artifacts(artifacts, quiet) as opened:
+        rows = [
+            bench_artifact(artifact, prompt_tokens, new_tokens, repeats, threads, device, not no_native)
+            | {"artifact": str(path)}
+            for path, artifact in zip(artifacts, track(opened, "measuring"), strict=True)
+        ]
     if as_json:
         _print_json(rows)
         return
@@ -598,6 +638,7 @@ def outliers(
     epilog=_example(
         "diffbit compare out/demo/diff_v1 out/demo/softmax --bits 16,8,4,3,2 -o out/comparison",
         "diffbit compare out/demo/diff_v1 --what weights --bits 16,int4_g32,nf4 --max-windows 16",
+        "diffbit compare examples/nano/diff_v1 --what weights --bits 16,4,3 --method rtn,gptq --max-windows 16",
     )
 )
 def compare(
@@ -609,6 +650,12 @@ def compare(
         ("16", "8", "6", "4", "3", "2", "ternary")
     ),
     what: Annotated[str, typer.Option(help="weights, logits or both: what is rounded.")] = "weights,logits",
+    method: Annotated[
+        str, typer.Option(help="How weights are rounded: recipes as `diffbit quantize --method` takes them, by commas.")
+    ] = "rtn",
+    calibrate: Annotated[
+        str, typer.Option(help="Text for methods that calibrate: 'stdlib', a file, a folder, hf:NAME.")
+    ] = "stdlib",
     data: Data = "stdlib",
     field: Field = "text",
     max_windows: MaxWindows = 64,
@@ -631,6 +678,7 @@ def compare(
     """Accuracy against bit-width: perplexity, KL and top-1 agreement with 95 % intervals, paired on the same text."""
     from .evaluate import ReportData, plot_comparison, plot_outliers, versions, write_report
     from .evaluate import compare as compare_models
+    from .quantize import parse_recipe
     from .runtime import Artifact
 
     set_quiet(quiet)
@@ -643,8 +691,19 @@ def compare(
     layer_errors = {path.name: _part(path / LAYER_ERRORS, "weights", list) for path in quantized or ()}
     training = {model.resolve().name: found for model in models if (found := _training(model))}
     windows = _windows(models[0], data, field, max_windows, length)
+    methods = method.split(",")
+    calibration = None
+    if "weights" in what.split(",") and any(parse_recipe(name).calibrated for name in methods):
+        calibration = _windows(models[0], calibrate, field, CALIBRATION_WINDOWS, None, split="calib")
     comparison = compare_models(
-        models, windows, bits.split(","), what.split(","), batch_size=batch_size, device=_torch_device(device)
+        models,
+        windows,
+        bits.split(","),
+        what.split(","),
+        methods,
+        calibration=calibration,
+        batch_size=batch_size,
+        device=_torch_device(device),
     )
     if output is not None:
         parts = [_inspect(path, prompt, seed) for path in artifact or ()]
@@ -670,11 +729,14 @@ def compare(
         _print_json(comparison.to_dict())
         return
     _print_table(comparison.rows())
+    for refusal in comparison.refused:
+        _remark(f"left out, {refusal.model} by {refusal.method}: {refusal.reason}", quiet)
     for contrast in comparison.contrasts:
         lost = contrast.difference
+        by = "" if contrast.method == "none" or len(methods) == 1 else f" by {contrast.method}"
         verdict = "less than" if lost.high < 0 else "more than" if lost.low > 0 else "as much, within error, as"
         _remark(
-            f"{contrast.what} at {contrast.format}: {contrast.model} loses {verdict} {contrast.against} "
+            f"{contrast.what} at {contrast.format}{by}: {contrast.model} loses {verdict} {contrast.against} "
             f"({lost.value:+.4f} nats a token, 95 %: {lost.low:+.4f} to {lost.high:+.4f})",
             quiet,
         )

@@ -21,6 +21,11 @@ too narrow for few windows (for 8 windows they cover 89 % where 95 is promised, 
 measures it). Skew costs either of them: differences as lopsided as an exponential distribution are covered 89 % of
 the time with 8 windows, 93 % with 40; use 16 windows or more.
 
+The share of plain rounding's loss that a method recovers is 1 - q with q = sum d / sum d0, where d_w and d0_w are the
+paired differences of the method's and of plain rounding's windows to the 16-bit model. Its interval is Fieller's
+(1954): all q for which the sum of d_w - q d0_w cannot be told from zero by the interval above. Where plain rounding's
+own loss cannot be told from zero, there is nothing to recover: the share is None.
+
 What no interval over windows covers: another training run of the same model, text of another kind, and that
 neighbouring windows of a long document resemble each other. Where every window agrees exactly the interval has no
 width.
@@ -103,6 +108,24 @@ def mean(totals: np.ndarray, tokens: np.ndarray, confidence: float = CONFIDENCE)
     error = math.sqrt(windows / (windows - 1) * float(residuals @ residuals)) / scored
     half = t_quantile((1 + confidence) / 2, windows - 1) * error
     return Estimate(rate, rate - half, rate + half)
+
+
+def recovered(method: Scores, rounded: Scores, reference: Scores, confidence: float = CONFIDENCE) -> Estimate | None:
+    """Share of the loss of `rounded` (plain rounding) that `method` does not have: 1 - log(ratio) / log(ratio).
+
+    1: as good as the 16-bit model; below 0: worse than plain rounding. None where plain rounding's loss is not sure.
+    """
+    ours, theirs = paired(method, reference), paired(rounded, reference)
+    tokens, windows = reference.tokens, len(reference.tokens)
+    b, a = float(ours.sum()), float(theirs.sum())
+    e, f = ours - b / tokens.sum() * tokens, theirs - a / tokens.sum() * tokens
+    spread = t_quantile((1 + confidence) / 2, windows - 1) ** 2 * windows / (windows - 1)
+    # (b - q a)^2 <= spread * sum (e - q f)^2 is the quadratic A q^2 - 2 B q + C <= 0
+    big_a, big_b, big_c = a * a - spread * float(f @ f), a * b - spread * float(e @ f), b * b - spread * float(e @ e)
+    if a <= 0 or big_a <= 0:
+        return None
+    half = math.sqrt(max(0.0, big_b * big_b - big_a * big_c))
+    return Estimate(1 - b / a, 1 - (big_b + half) / big_a, 1 - (big_b - half) / big_a)
 
 
 def log_probabilities(logits: Tensor, target: Tensor) -> Tensor:

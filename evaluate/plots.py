@@ -5,6 +5,7 @@ drawn again from a JSON file, and write .svg or .png. One function per kind of p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +24,16 @@ FLOOR = {"increase": 1e-4, "kl": 1e-7}  # what lies below is drawn there, hollow
 
 
 def plot_comparison(comparison: Data, path: str | Path) -> None:
-    """Perplexity and KL against bit-width: a row of panels for weights and one for attention logits, as compared."""
+    """A row of panels for weights and one for attention logits, as compared; `charts` says what is in them."""
     style.check_path(path)
-    chosen = subjects(comparison)
-    with style.panels(len(METRICS), len(chosen)) as (figure, axes):
-        panels = iter(axes)
-        for what in chosen:
-            for metric in METRICS:
-                curve(next(panels), comparison, what, metric)
+    rows = [charts(comparison, what) for what in subjects(comparison)]
+    columns = max(len(row) for row in rows)
+    with style.panels(columns, len(rows)) as (figure, axes):
+        for number, row in enumerate(rows):
+            for panel, chart in zip(axes[number * columns :], row, strict=False):
+                draw(panel, chart)
+            for empty in axes[number * columns + len(row) : (number + 1) * columns]:
+                empty.set_axis_off()
         style.save(figure, path)
 
 
@@ -48,47 +51,89 @@ def subjects(comparison: Data) -> list[str]:
     return [what for what in SUBJECTS if any(result["what"] == what for result in comparison["results"])]
 
 
-def curve(axes: Axes, comparison: Data, what: str, metric: str) -> None:
-    """The increase of perplexity ("increase") or the divergence ("kl") of every model against the widths compared.
+@dataclass(frozen=True)
+class Chart:
+    """A metric ("increase" of perplexity, or "kl") of `lines`, {label: results}, against the widths compared."""
 
-    Logarithmic, with bands of confidence. Points at or below the axis's floor are drawn on it, hollow.
+    title: str
+    what: str
+    metric: str
+    lines: dict[str, list[Data]]
+    widths: dict[str, float]  # {format: bits}, widest first
+    bounds: tuple[float, float]  # of the lines and bands, above the floor; charts side by side share them
+
+
+def charts(comparison: Data, what: str) -> list[Chart]:
+    """What to draw of weights or logits.
+
+    One method: perplexity and KL, a line for each model. Several: perplexity only, a chart for each model with a line
+    for each method.
     """
+    results = [result for result in comparison["results"] if result["what"] == what]
+    names = [model["name"] for model in comparison["models"]]
+    methods = list(dict.fromkeys(result["method"] for result in results))
+    widths = order(results)
+    place = {name: column for column, name in enumerate(widths)}
+
+    def of(key: str, value: str, among: Sequence[Data]) -> list[Data]:
+        return sorted((r for r in among if r[key] == value), key=lambda r: place[r["format"]])
+
+    if len(methods) == 1:
+        lines = {name: of("model", name, results) for name in names}
+        subject = SUBJECTS[what]
+        titles = {"increase": f"{subject}: increase of perplexity", "kl": f"{subject}: KL divergence"}
+        return [Chart(titles[m], what, m, lines, widths, _bounds(results, m)) for m in METRICS]
+    bounds = _bounds(results, "increase")
+    own = {name: [r for r in results if r["model"] == name] for name in names}
+    return [
+        Chart(f"{name}: increase of perplexity", what, "increase", {m: of("method", m, own[name]) for m in methods},
+              widths, bounds)
+        for name in names
+    ]  # fmt: skip
+
+
+def draw(axes: Axes, chart: Chart) -> None:
+    """Logarithmic, with bands of confidence. Points at or below the axis's floor are drawn on it, hollow."""
     from matplotlib.ticker import FuncFormatter, NullLocator
 
-    results = [result for result in comparison["results"] if result["what"] == what]
-    widths = order(results)
-    columns = {name: column for column, name in enumerate(widths)}
-    floor = FLOOR[metric]
-    lowest, highest = 1.0, floor * 100
-    for index, model in enumerate(comparison["models"]):
-        own = sorted((r for r in results if r["model"] == model["name"]), key=lambda r: columns[r["format"]])
+    columns = {name: column for column, name in enumerate(chart.widths)}
+    floor = FLOOR[chart.metric]
+    for index, (label, own) in enumerate(chart.lines.items()):
         x = [columns[r["format"]] for r in own]
-        value, low, high = ([_metric(r, metric, end) for r in own] for end in ("value", "low", "high"))
+        value, low, high = ([_metric(r, chart.metric, end) for r in own] for end in ("value", "low", "high"))
         seen = [max(v, floor) for v in value]
         look = style.line(index)
         bottom, top = ([max(v, floor) for v in ends] for ends in (low, high))
         axes.fill_between(x, bottom, top, color=look["color"], alpha=0.18, linewidth=0)
-        axes.plot(x, seen, label=model["name"], zorder=3, **look)
+        axes.plot(x, seen, label=label, zorder=3, **look)
         hidden = [place for place, v in zip(x, value, strict=True) if v <= floor]
         hollow = {"color": look["color"], "marker": look["marker"], "markerfacecolor": "white", "linestyle": "none"}
         axes.plot(hidden, [floor] * len(hidden), zorder=4, **hollow)
-        lowest, highest = min(lowest, *seen), max(highest, *seen, *high)
     axes.set_yscale("log")
+    lowest, highest = chart.bounds
     room = highest / lowest
-    axes.set_ylim(lowest / room**0.05, highest * room ** (0.08 + 0.07 * len(comparison["models"])))
+    names = -(-len(chart.lines) // (legend := 1 if len(chart.lines) < 4 else 2))
+    axes.set_ylim(lowest / room**0.05, highest * room ** (0.08 + 0.07 * names))
     axes.yaxis.set_minor_locator(NullLocator())
-    if metric == "increase":
-        axes.set_title(f"{SUBJECTS[what]}: increase of perplexity")
+    axes.set_title(chart.title)
+    if chart.metric == "increase":
         axes.set_ylabel("over the 16-bit model")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _percent(y, floor)))
     else:
-        axes.set_title(f"{SUBJECTS[what]}: KL divergence")
         axes.set_ylabel("from the 16-bit model, nats per token")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}".replace("e-0", "e-")))
-    axes.set_xticks(list(columns.values()), [_tick(name, widths) for name in widths])
-    axes.set_xlim(-0.35, len(widths) - 0.65)
-    axes.set_xlabel("format, scale per, bits a weight" if what == "weights" else "bits of a logit")
-    axes.legend(loc="upper left")
+    axes.set_xticks(list(columns.values()), [_tick(name, chart.widths) for name in chart.widths])
+    axes.set_xlim(-0.35, len(chart.widths) - 0.65)
+    axes.set_xlabel("format, scale per, bits a weight" if chart.what == "weights" else "bits of a logit")
+    axes.legend(loc="upper left", ncols=legend)
+
+
+def _bounds(results: Sequence[Data], metric: str) -> tuple[float, float]:
+    """The lowest value and the highest end of a band, not below the floor."""
+    floor = FLOOR[metric]
+    lowest = min((max(_metric(r, metric, "value"), floor) for r in results), default=1.0)
+    highest = max((max(_metric(r, metric, end), floor) for r in results for end in ("value", "high")), default=1.0)
+    return min(1.0, lowest), max(100 * floor, highest)
 
 
 def _metric(result: Data, metric: str, end: str) -> float:

@@ -159,17 +159,23 @@ def _outlier_cards(data: ReportData) -> list[str]:
 
 
 def _contrast_cards(data: ReportData) -> list[str]:
-    """At the width nearest to 4 bits: who loses more, and can it be told?"""
+    """At the width nearest to 4 bits, by the method that loses least there: who loses more, and can it be told?"""
     if not data.comparison:
         return []
     cards = []
     for what in plots.subjects(data.comparison):
         results = [r for r in data.comparison["results"] if r["what"] == what]
         width = min(results, key=lambda r: (abs(r["bits"] - 4), r["bits_per_weight"]))["format"]
-        own = {r["model"]: r for r in results if r["format"] == width}
+        results = [r for r in results if r["format"] == width]
+        methods = dict.fromkeys(r["method"] for r in results)
+        losses = {m: sum(math.log(r["ratio"]["value"]) for r in results if r["method"] == m) for m in methods}
+        best = min(losses, key=lambda method: losses[method])
+        own = {r["model"]: r for r in results if r["method"] == best}
         label = f"{escape(width)} {'weights' if what == 'weights' else 'attention logits'}"
+        if len(methods) > 1:
+            label += f" by {escape(best)}, the best of {len(methods)} methods,"
         for contrast in data.comparison["contrasts"]:
-            if (contrast["what"], contrast["format"]) != (what, width):
+            if (contrast["what"], contrast["format"], contrast["method"]) != (what, width, best):
                 continue
             pair = [own[contrast["against"]], own[contrast["model"]]]
             if contrast["difference"]["value"] < 0:
@@ -339,38 +345,64 @@ def _accuracy(data: ReportData) -> str:
     for what in plots.subjects(comparison):
         html += f"<h3>{escape(plots.SUBJECTS[what])}</h3>"
         figures = []
-        for metric in plots.METRICS:
+        for number, chart in enumerate(plots.charts(comparison, what)):
             with style.panels() as (figure, axes):
-                plots.curve(axes[0], comparison, what, metric)
-                title = "Increase of perplexity" if metric == "increase" else "KL divergence"
-                svg = style.inline(figure, f"curve-{what}-{metric}")
-                figures.append(_figure(svg, f"{title} against bit-width", _curve_words(comparison, what, metric)))
+                plots.draw(axes[0], chart)
+                svg = style.inline(figure, f"curve-{what}-{number}")
+                figures.append(_figure(svg, f"{chart.title} against bit-width", _chart_words(chart)))
         html += f'<div class="figures">{"".join(figures)}</div>{_result_table(data, what)}{_contrast_table(data, what)}'
+    for refusal in comparison["refused"]:
+        html += _note(
+            f"Left out, {escape(refusal['model'])} by {_bold(refusal['method'])}: {escape(refusal['reason'])}."
+        )
     html += _note(
         "Intervals are over windows of text (paired t-intervals of token-weighted means): they say what another sample "
         "of such text would change, not what another training run would. “16” is the checkpoint itself, computed in "
         "fp32 and counted as two bytes a weight. Bits a weight include the scales, over the layers that are rounded; "
-        "sizes are of whole models, with what is not rounded at two bytes. Rounding to nearest, no calibration."
+        f"sizes are of whole models, with what is not rounded at two bytes. {_method_words(comparison)}"
     )
     return html
 
 
-def _curve_words(comparison: Data, what: str, metric: str) -> str:
+def _method_words(comparison: Data) -> str:
+    methods = _methods(comparison, "weights")
+    if not methods:
+        return ""
+    words = f"Weights rounded by {escape(', '.join(methods))}{' (rtn: to nearest)' if 'rtn' in methods else ''}."
+    if len(methods) > 1:
+        words += " Recovered: the share of rtn's loss (nats a token) that a method does not have, Fieller's interval."
+    if text := comparison["calibration"]:
+        words += (
+            f" Methods that calibrate did so on {text['windows']:,} other windows of {text['length']:,} tokens from "
+            f'<code>{escape(str(text["source"]))}</code>, SHA-256 <code title="{escape(text["sha256"])}">'
+            f"{escape(text['sha256'][:12])}</code>."
+        )
+    return words
+
+
+def _methods(comparison: Data, what: str) -> list[str]:
+    return list(dict.fromkeys(r["method"] for r in comparison["results"] if r["what"] == what))
+
+
+def _chart_words(chart: plots.Chart) -> str:
     words = []
-    for model in comparison["models"]:
-        own = [r for r in comparison["results"] if r["what"] == what and r["model"] == model["name"]]
+    for label, results in chart.lines.items():
         values = [
-            f"{r['format']} {_increase(r['ratio']) if metric == 'increase' else _number(r['kl']['value'])}" for r in own
+            f"{r['format']} {_increase(r['ratio']) if chart.metric == 'increase' else _number(r['kl']['value'])}"
+            for r in results
         ]
-        words.append(f"{model['name']}: {', '.join(values)}")
+        words.append(f"{label}: {', '.join(values)}")
     return "; ".join(words) + "."
 
 
 def _result_table(data: ReportData, what: str) -> str:
     assert data.comparison
     results = data.comparison["results"]
-    head = ["Format", "Model", "Perplexity", "Increase", "KL, nats", "Same top token"]
-    left: tuple[int, ...] = (0, 1)
+    several = len(_methods(data.comparison, what)) > 1
+    head = ["Format", "Model", *(["Method"] if several else []), "Perplexity", "Increase", "KL, nats", "Same top token"]
+    left: tuple[int, ...] = (0, 1, 2) if several else (0, 1)
+    if several:
+        head.insert(5, "Recovered")
     if what == "weights":
         head += ["Bits a weight", "Size"]
     rows = []
@@ -380,8 +412,10 @@ def _result_table(data: ReportData, what: str) -> str:
             row = [
                 f"<strong>{escape(name)}</strong>" if index == 0 else "",
                 _swatch(data, r["model"]),
+                *([escape("–" if r["method"] == "none" else r["method"])] if several else []),
                 _interval(r["perplexity"], _number),
                 "–" if name == "16" else _interval(r["ratio"], lambda x: _percent(x - 1, "+")),
+                *(["–" if r["recovered"] is None else _interval(r["recovered"], _percent)] if several else []),
                 "–" if name == "16" else _interval(r["kl"], _number),
                 "–" if name == "16" else _interval(r["agreement"], _percent),
             ]
@@ -394,6 +428,7 @@ def _result_table(data: ReportData, what: str) -> str:
 def _contrast_table(data: ReportData, what: str) -> str:
     assert data.comparison
     contrasts = [c for c in data.comparison["contrasts"] if c["what"] == what]
+    several = len(_methods(data.comparison, what)) > 1
     if not contrasts:
         return ""
     rows = []
@@ -403,9 +438,12 @@ def _contrast_table(data: ReportData, what: str) -> str:
         less, more = (c["against"], c["model"]) if difference["value"] > 0 else (c["model"], c["against"])
         verdict = f"{_bold(less)} loses less than {_bold(more)}" if clear else "not told apart"
         pair = f"{escape(c['model'])} − {escape(c['against'])}"
-        rows.append([f"<strong>{escape(c['format'])}</strong>", pair, _interval(difference, _signed), verdict])
-    head = ["Format", "Models", "Difference of loss, nats a token", "With this confidence"]
-    table = _table(f"{plots.SUBJECTS[what]}: which model loses more?", head, rows, left=(0, 1, 3))
+        method = [escape(c["method"])] if several else []
+        rows.append([f"<strong>{escape(c['format'])}</strong>", *method, pair, _interval(difference, _signed), verdict])
+    head = ["Format", *(["Method"] if several else []), "Models", "Difference of loss, nats a token"]
+    left = (0, 1, 2, 4) if several else (0, 1, 3)
+    title = f"{plots.SUBJECTS[what]}: which model loses more?"
+    table = _table(title, [*head, "With this confidence"], rows, left=left)
     return _details("Does one model lose more than the other? Paired differences", table, opened=True)
 
 

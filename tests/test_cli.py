@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -27,13 +28,14 @@ SHORTER = {"train": ["--steps", "2", "--quiet"], "compare": ["--max-windows", "2
 
 @pytest.fixture(scope="module")
 def workplace(checkpoint: Path, quantized: Path, artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that looks as it does after `make demo`, with the tests' small model for both of the pair."""
+    """A folder that looks as a clone does after `make demo`, with the tests' small model for all of the models."""
     folder = tmp_path_factory.mktemp("workplace")
     demo = folder / "out" / "demo"
     for name in ("diff_v1", "softmax"):
         shutil.copytree(checkpoint, demo / name)
         shutil.copytree(quantized, demo / f"{name}-int4")
         shutil.copytree(artifact, demo / f"{name}-onnx")
+    shutil.copytree(checkpoint, folder / "examples" / "nano" / "diff_v1")
     return folder
 
 
@@ -66,7 +68,7 @@ def test_the_example_works(
         ["verify", "{demo}/diff_v1-onnx"],
         ["bench", "{demo}/diff_v1-onnx", "--prompt-tokens", "8", "--new-tokens", "4", "--repeats", "1"],
         ["outliers", "{demo}/diff_v1", "--max-windows", "2"],
-        ["compare", "{demo}/diff_v1", "--bits", "16,4", "--max-windows", "2"],
+        ["compare", "{demo}/diff_v1", "--bits", "16,4", "--max-windows", "2", "--method", "rtn,gptq"],
     ],
     ids=lambda arguments: arguments[0],
 )
@@ -100,6 +102,27 @@ def test_prompts_from_stdin_and_interactive(workplace: Path) -> None:
     assert asked.stderr.count("prompt tokens") >= 2
 
 
+def test_a_checkpoint_is_exported_on_the_way(
+    workplace: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    demo, outputs = workplace / "out" / "demo", []
+    for model in ("diff_v1-int4", "diff_v1-onnx"):
+        with pytest.raises(SystemExit) as stopped:
+            main(["run", str(demo / model), "def", "--max-tokens", "8"])
+        assert stopped.value.code == 0
+        outputs.append(capfd.readouterr())
+    assert outputs[0].out == outputs[1].out
+    assert f"once and for all: diffbit export {demo}/diff_v1-int4 -o" in outputs[0].err
+    assert "export" not in outputs[1].err
+    size = ["--prompt-tokens", "8", "--new-tokens", "4", "--repeats", "1", "--json", "--quiet"]
+    with pytest.raises(SystemExit):
+        main(["bench", str(demo / "diff_v1-int4"), str(demo / "diff_v1-onnx"), *size])
+    exported, artifact = json.loads(capfd.readouterr().out)
+    assert exported["artifact"] == str(demo / "diff_v1-int4") and exported["model_bytes"] == artifact["model_bytes"]
+    assert not list(tmp_path.glob("diffbit-*"))  # nothing is left behind
+
+
 @pytest.mark.parametrize("missing", ["torch", "onnxruntime"])
 def test_what_to_install(missing: str, workplace: Path) -> None:
     """Without torch the device's commands work and the lab's name their extra; without a runtime, [cpu] or [gpu]."""
@@ -115,6 +138,9 @@ def test_what_to_install(missing: str, workplace: Path) -> None:
         return
     assert ran.returncode == 0, ran.stderr
     assert command("verify", str(demo / "diff_v1-onnx")).returncode == 0
+    exported = command("run", str(demo / "diff_v1"), "def")
+    assert exported.returncode == 2 and exported.stderr.count("\n") == 1
+    assert "exporting it needs torch" in exported.stderr and "diffbit export" in exported.stderr
     for lab in (["quantize", str(demo / "diff_v1"), "--weights", "int8", "-o", "x"], ["train", "-o", "x"]):
         refused = command(*lab)
         assert refused.returncode == 2 and "pip install 'diffbit[lab]'" in refused.stderr, refused.stderr

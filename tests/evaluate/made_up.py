@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 FORMATS = {"int8": (8, 8.05), "int4_g64": (4, 4.25), "int2_g64": (2, 2.25), "ternary": (1.585, 2.0)}
+METHODS = {"rtn": 1.0, "gptq": 0.4, "awq": 0.7}  # of rtn's loss
 LOSSES = {"int8": -0.0001, "int4_g64": 0.03, "int2_g64": 1.2, "ternary": 4.0}  # more bits may cost less than nothing
 
 
@@ -18,7 +19,9 @@ def ratio(loss: float) -> dict[str, float]:
     return {end: math.exp(x) for end, x in (("value", loss), ("low", loss - half), ("high", loss + half))}
 
 
-def comparison(names: tuple[str, ...] = ("diff", "plain"), *, told_apart: bool = True) -> dict[str, Any]:
+def comparison(
+    names: tuple[str, ...] = ("diff", "plain"), *, told_apart: bool = True, methods: tuple[str, ...] = ("rtn",)
+) -> dict[str, Any]:
     models = [
         {
             "name": name, "path": f"out/{name}", "sha256": "ab" * 32, "attention": "diff_v1", "parameters": 1234567,
@@ -30,10 +33,15 @@ def comparison(names: tuple[str, ...] = ("diff", "plain"), *, told_apart: bool =
     for index, name in enumerate(names):
         factor = 1 + 0.5 * index
 
-        def add(what: str, format: str, bits: float, per_weight: float, loss: float, name: str = name) -> None:
+        def add(
+            what: str, format: str, bits: float, per_weight: float, loss: float, method: str = "none", name: str = name
+        ) -> None:
+            share = METHODS.get(method, 1.0)
+            loss = loss * share
             results.append(
                 {
-                    "model": name, "what": what, "format": format, "bits": bits, "bits_per_weight": per_weight,
+                    "model": name, "what": what, "format": format, "method": method, "bits": bits,
+                    "bits_per_weight": per_weight, "recovered": estimate(1 - share, 0.05) if share < 1 else None,
                     "nbytes": int(1e5 * per_weight), "perplexity": estimate(20 * math.exp(loss), 1.0),
                     "ratio": ratio(loss) if loss else estimate(1.0, 0.0), "kl": estimate(abs(loss), 0.1 * abs(loss)),
                     "agreement": estimate(math.exp(-abs(loss)), 0.001),
@@ -42,7 +50,8 @@ def comparison(names: tuple[str, ...] = ("diff", "plain"), *, told_apart: bool =
 
         add("none", "16", 16.0, 16.0, 0.0)
         for format, (bits, per_weight) in FORMATS.items():
-            add("weights", format, bits, per_weight, factor * LOSSES[format])
+            for method in methods:
+                add("weights", format, bits, per_weight, factor * LOSSES[format], method)
         for bits in (8, 4, 3):
             add("logits", f"{bits}-bit", bits, 16.0, factor * 0.5**bits)
     for name in names[1:]:
@@ -51,11 +60,16 @@ def comparison(names: tuple[str, ...] = ("diff", "plain"), *, told_apart: bool =
                 contrasts.append(
                     {
                         "model": name, "against": names[0], "what": result["what"], "format": result["format"],
+                        "method": result["method"],
                         "difference": estimate(0.02, 0.01 if told_apart else 0.03),
                     }
                 )  # fmt: skip
     text = {"source": "stdlib", "sha256": "cd" * 32, "windows": 16, "length": 128, "scored_tokens": 2032}
-    return {"models": models, "results": results, "contrasts": contrasts, "confidence": 0.95, "text": text}
+    calibration = {"source": "stdlib", "sha256": "ef" * 32, "windows": 128, "length": 128, "tokens": 16384}
+    return {
+        "models": models, "results": results, "contrasts": contrasts, "confidence": 0.95, "text": text,
+        "calibration": calibration if len(methods) > 1 else None, "refused": [],
+    }  # fmt: skip
 
 
 def outliers(name: str, factor: float = 1.0) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +16,9 @@ import torch
 from diffbit.calib_data import Windows, windows
 from diffbit.errors import DiffbitError
 from diffbit.evaluate.compare import compare, variants
+from diffbit.evaluate.metrics import Scores, recovered
 from diffbit.models import Decoder, ModelConfig, load, save
-from diffbit.quantize import parse_format, rtn
+from diffbit.quantize import Scheme, apply, parse_format, rtn
 
 VOCABULARY = 97
 
@@ -107,6 +109,65 @@ def test_against_a_slow_comparison(checkpoints: list[Path], text: Windows) -> No
         assert contrast.difference.low < contrast.difference.value < contrast.difference.high
 
 
+def calibration_text() -> Windows:
+    return windows([np.random.default_rng(1).integers(1, VOCABULARY, 400)], 16, eos_id=0, source="other")
+
+
+def test_methods(checkpoints: list[Path], text: Windows) -> None:
+    other = calibration_text()
+    result = compare(checkpoints, text, ["3", "8"], ["weights", "logits"], ["rtn", "gptq"], calibration=other)
+    assert [(r.format, r.method) for r in result.results if r.model == "softmax"] == [
+        ("16", "none"), ("int3_g64", "rtn"), ("int3_g64", "gptq"), ("int8", "rtn"), ("int8", "gptq"),
+        ("3-bit", "none"), ("8-bit", "none"),
+    ]  # fmt: skip
+    assert len(result.contrasts) == 6 and {c.method for c in result.contrasts} == {"rtn", "gptq", "none"}
+    assert result.calibration == {
+        "source": "other", "sha256": other.sha256, "windows": 26, "length": 16, "tokens": int(other.mask.sum())
+    }  # fmt: skip
+    found = {r.method: r for r in result.results if (r.model, r.format) == ("diff_v1", "int3_g64")}
+    decoder, scheme = load(checkpoints[0]), Scheme(weights=parse_format("int3_g64"))
+    made = apply(decoder, scheme, "gptq", calibration=other.ids, calibration_mask=other.mask)
+    tokens, zero = text.target[:, 1:].sum(1), np.zeros(len(text.ids))
+    by_hand_, plain, reference = (
+        Scores(tokens, slow_losses(model, text)[1], zero, zero)
+        for model in (made, apply(decoder, scheme), decoder)
+    )  # fmt: skip
+    assert found["gptq"].perplexity.value == pytest.approx(by_hand_.perplexity().value, rel=1e-4)
+    share = recovered(by_hand_, plain, reference)
+    if share is None:
+        assert found["gptq"].recovered is None
+    else:
+        assert found["gptq"].recovered is not None
+        assert found["gptq"].recovered.value == pytest.approx(share.value, abs=1e-3)
+    assert found["rtn"].recovered is None
+    columns = result.rows()[1]
+    assert columns["method"] == "rtn" and columns["of rtn's loss recovered"] == "-"
+    assert "method" not in compare(checkpoints[:1], text, ["3"]).rows()[1]
+
+
+def test_a_variant_is_made_once_and_what_a_method_refuses_is_left_out(
+    checkpoints: list[Path], text: Windows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def counted(decoder: Decoder, scheme: Scheme, method: str) -> Decoder:
+        made.append((scheme.weights.name if scheme.weights else "", method))
+        if made[-1][0] == "ternary":
+            raise DiffbitError("ternary has no groups")
+        return apply(decoder, scheme, method)
+
+    monkeypatch.setattr(sys.modules[compare.__module__], "apply", counted)
+    result = compare(checkpoints, text, ["3", "ternary"], ["weights"], batch_size=2, cache_bytes=1)
+    assert made == [("int3_g64", "rtn"), ("ternary", "rtn")] * 2
+    assert [r.format for r in result.results] == ["16", "int3_g64"] * 2
+    assert [c.format for c in result.contrasts] == ["int3_g64"]
+    assert [(r.model, r.format, r.reason) for r in result.refused] == [
+        (path.name, "ternary", "ternary has no groups") for path in checkpoints
+    ]
+    with pytest.raises(DiffbitError, match="diff_v1: ternary has no groups"):
+        compare(checkpoints, text, ["ternary"], ["weights"])
+
+
 def test_low_bit_logits(checkpoints: list[Path], text: Windows) -> None:
     result = compare(checkpoints[:1], text, ["16", "8", "3", "ternary"], ["logits"])
     assert [r.format for r in result.results] == ["16", "8-bit", "3-bit"]  # ternary logits there are none
@@ -162,6 +223,7 @@ def test_outputs(checkpoints: list[Path], text: Windows, tmp_path: Path) -> None
     with open(tmp_path / "c.csv", newline="") as file:
         table = list(csv.DictReader(file))
     assert len(table) == len(result.results) == len(result.rows()) == 8
+    assert table[1]["recovered"] == table[1]["recovered_low"] == "" and stored["calibration"] is None
     assert float(table[1]["kl_high"]) == result.results[1].kl.high
     assert table[1]["model"] == "DIFF" and result.rows()[1]["format"] == "int4_g64"
 
@@ -186,6 +248,9 @@ def test_bad_requests(checkpoints: list[Path], text: Windows, tmp_path: Path) ->
         ("1 names for 2 models", {"names": ["a"]}),
         ("context of 32", {"windows": windows([np.arange(1, 90)], 33, eos_id=0)}),
         ("fills one window", {"windows": windows([np.arange(1, 9)], 16, eos_id=0)}),
+        ("calibrates on text", {"methods": ["rtn", "gptq"]}),
+        ("method 'magic' is none of", {"methods": ["magic"]}),
+        ("context of 32", {"calibration": windows([np.arange(1, 90)], 33, eos_id=0)}),
         ("token 500", {"windows": windows([np.arange(450, 501)], 16, eos_id=0)}),
     ]
     for message, change in bad:

@@ -10,11 +10,13 @@ import torch
 
 from diffbit.errors import DiffbitError
 from diffbit.evaluate.metrics import (
+    Estimate,
     Scores,
     log_probabilities,
     mean,
     paired,
     perplexity_ratio,
+    recovered,
     score,
     t_distribution,
     t_quantile,
@@ -138,6 +140,59 @@ def test_pairing_is_what_makes_a_small_difference_visible() -> None:
     shuffled = Scores(first.tokens, first.nll[np.random.default_rng(4).permutation(30)], first.kl, first.agree)
     unpaired = perplexity_ratio(second, shuffled)
     assert unpaired.high - unpaired.low > 5 * (ratio.high - ratio.low)
+
+
+def rounded(rng: np.random.Generator, windows: int, loss: float, share: float) -> tuple[Scores, Scores, Scores]:
+    """A method that recovers `share` of what rounding loses (`loss` nats a token, skewed), its own noise on top."""
+    tokens = np.full(windows, 255)
+    tokens[-1] = 90
+    hard = 3.0 + rng.normal(0, 0.4, windows)
+    lost = loss + rng.gamma(4, 0.0075, windows) - 0.03
+    kept = (1 - share) * lost + rng.normal(0, 0.01, windows)
+    zero = np.zeros(windows)
+    method, plain, reference = (Scores(tokens, y * tokens, zero, zero) for y in (hard + kept, hard + lost, hard))
+    return method, plain, reference
+
+
+@pytest.mark.parametrize(("windows", "loss"), [(8, 0.05), (40, 0.05), (40, 0.008)])
+def test_the_share_recovered_lies_in_its_interval_as_often_as_it_says(windows: int, loss: float) -> None:
+    rng = np.random.default_rng(6)
+    trials, inside, resampled, none = 1500, 0, 0, 0
+    for _ in range(trials):
+        method, plain, reference = rounded(rng, windows, loss, 0.6)
+        share = recovered(method, plain, reference)
+        if share is None:
+            none += 1
+            continue
+        inside += share.low <= 0.6 <= share.high
+        draws = rng.integers(0, windows, (200, windows))
+        ratios = paired(method, reference)[draws].sum(1) / paired(plain, reference)[draws].sum(1)
+        resampled += np.quantile(ratios, 0.025) <= 0.4 <= np.quantile(ratios, 0.975)
+    assert none < 0.3 * trials
+    assert 0.93 < inside / (trials - none) < 0.975
+    assert resampled < inside  # the bootstrap is too narrow here as well
+
+
+def test_the_share_recovered_against_a_slow_search() -> None:
+    """Every q from -1 to 2 whose method - q * rounding has an interval that holds zero, and no other."""
+    method, plain, reference = rounded(np.random.default_rng(7), 12, 0.02, 0.5)
+    share = recovered(method, plain, reference)
+    assert share is not None
+    ours, theirs = paired(method, reference), paired(plain, reference)
+    assert share.value == pytest.approx(1 - ours.sum() / theirs.sum())
+    found = [q for q in np.linspace(-1, 2, 30001) if (e := mean(ours - q * theirs, plain.tokens)).low <= 0 <= e.high]
+    assert share.low == pytest.approx(1 - max(found), abs=2e-4)
+    assert share.high == pytest.approx(1 - min(found), abs=2e-4)
+    assert recovered(plain, plain, reference) == Estimate(0.0, 0.0, 0.0)
+    assert recovered(reference, plain, reference) == Estimate(1.0, 1.0, 1.0)
+
+
+def test_where_rounding_loses_nothing_there_is_no_share() -> None:
+    method, plain, reference = rounded(np.random.default_rng(8), 12, 0.0, 0.5)
+    assert recovered(method, plain, reference) is None  # not told from zero
+    method, plain, reference = rounded(np.random.default_rng(8), 12, 0.05, 0.5)
+    assert recovered(method, plain, reference) is not None
+    assert recovered(method, reference, plain) is None  # it gains, for sure
 
 
 def test_different_windows_cannot_be_paired() -> None:

@@ -20,7 +20,7 @@ def test_a_curve_shows_the_increase_from_wide_to_narrow() -> None:
     data = made_up.comparison()
     data["results"].reverse()  # whatever order they come in
     with style.panels() as (_, axes):
-        plots.curve(axes[0], data, "weights", "increase")
+        plots.draw(axes[0], plots.charts(data, "weights")[0])
         lines = {line.get_label(): list(line.get_ydata()) for line in axes[0].lines if line.get_linestyle() != "None"}
         ticks = [tick.get_text() for tick in axes[0].get_xticklabels()]
     assert [tick.split("\n")[0] for tick in ticks] == ["int8", "int4", "int2", "ternary"]
@@ -32,7 +32,7 @@ def test_a_curve_shows_the_increase_from_wide_to_narrow() -> None:
 
 def test_a_gain_is_drawn_hollow_on_the_floor() -> None:
     with style.panels() as (_, axes):
-        plots.curve(axes[0], made_up.comparison(("one",)), "weights", "increase")
+        plots.draw(axes[0], plots.charts(made_up.comparison(("one",)), "weights")[0])
         hollow = [line for line in axes[0].lines if line.get_markerfacecolor() == "white"]
     assert [list(line.get_xdata()) for line in hollow] == [[0]]
 
@@ -40,11 +40,34 @@ def test_a_gain_is_drawn_hollow_on_the_floor() -> None:
 def test_kl_with_its_band() -> None:
     data = made_up.comparison(("one",))
     with style.panels() as (_, axes):
-        plots.curve(axes[0], data, "logits", "kl")
+        plots.draw(axes[0], plots.charts(data, "logits")[1])
         band = axes[0].collections[0].get_paths()[0].vertices
     kl = next(r["kl"] for r in data["results"] if r["format"] == "3-bit")
     heights = sorted({round(float(y), 9) for x, y in band if x == 2})
     assert heights == pytest.approx([kl["low"], kl["high"]], rel=1e-6)
+
+
+def test_several_methods_have_a_chart_for_each_model_and_the_same_line_in_all() -> None:
+    data = made_up.comparison(("diff", "plain", "third"), methods=("rtn", "gptq", "awq"))
+    left_out = data["results"].pop(3)
+    assert (left_out["model"], left_out["format"], left_out["method"]) == ("diff", "int8", "awq")
+    charts = plots.charts(data, "weights")
+    assert [chart.title.split(":")[0] for chart in charts] == ["diff", "plain", "third"]
+    assert len({chart.bounds for chart in charts}) == 1
+    ends, colors = [], []
+    for chart in charts:
+        with style.panels() as (_, axes):
+            plots.draw(axes[0], chart)
+            lines = {line.get_label(): line for line in axes[0].lines if line.get_linestyle() != "None"}
+            ends.append(axes[0].get_ylim())
+        assert list(lines) == ["rtn", "gptq", "awq"]
+        colors.append([line.get_color() for line in lines.values()])
+        for method, line in lines.items():
+            own = [r for r in chart.lines[method] if r["format"] == "int4_g64"]
+            place = list(chart.widths).index("int4_g64") - (len(FORMATS) - len(line.get_xdata()))
+            assert line.get_ydata()[place] == pytest.approx(own[0]["ratio"]["value"] - 1)
+    assert ends[0] == ends[1] == ends[2] and colors[0] == colors[1] == colors[2]
+    assert [chart.metric for chart in plots.charts(data, "logits")] == ["increase", "kl"]
 
 
 def test_layers_show_largest_and_median() -> None:
@@ -78,6 +101,9 @@ def test_files(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["o.svg", "one.svg", "three.png", "two.svg"]
     with pytest.raises(DiffbitError, match=r"plot\.pdf: a plot is written as"):
         plot_outliers([made_up.outliers("x")], tmp_path / "plot.pdf")
+    plot_comparison(made_up.comparison(("a", "b", "c"), methods=("rtn", "gptq")), tmp_path / "four.svg")
+    text = "".join(ElementTree.fromstring((tmp_path / "four.svg").read_text()).itertext())
+    assert all(f"{name}: increase of perplexity" in text for name in "abc") and "gptq" in text
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -145,6 +145,22 @@ def test_findings_say_what_the_intervals_allow(page: Page) -> None:
     assert "does not tell them apart" in text and "loses less" not in text and "not told apart" in text
 
 
+def test_several_methods() -> None:
+    data = replace(everything(), comparison=made_up.comparison(methods=("rtn", "gptq", "awq")))
+    page = Page(render(data))
+    rows = [[cell.strip() for cell in row] for row in page.cells]
+    four = [row for row in rows if row[0] == "int4_g64" or row[:1] == [""]]
+    gptq = next(row for row in four if row[1:3] == ["diff", "gptq"] and row[4].startswith("+1.21%"))
+    assert gptq[5] == "60.0% [55.0, 65.0%]"
+    assert next(row for row in rows if row[:3] == ["int4_g64", "diff", "rtn"])[5] == "–"
+    assert any(row[:3] == ["int4_g64", "gptq", "plain − diff"] for row in rows)
+    assert "by gptq, the best of 3 methods" in page.text
+    assert "Weights rounded by rtn, gptq, awq (rtn: to nearest)" in page.text and "128 other windows" in page.text
+    refusal = {"model": "diff", "format": "ternary", "method": "awq", "reason": "ternary has no groups"}
+    left_out = {**made_up.comparison(), "refused": [refusal]}
+    assert "Left out, diff by awq: ternary has no groups." in Page(render(replace(data, comparison=left_out))).text
+
+
 def test_everything_from_outside_is_escaped() -> None:
     data = replace(everything(EVIL), title=EVIL, commands=[EVIL], versions={EVIL: EVIL})
     source = render(data)
