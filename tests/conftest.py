@@ -5,10 +5,12 @@ Rooms are imported inside the fixtures, so that the tests of one room run while 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
 TEXT = """def add(a, b):
     return a + b
 
@@ -17,6 +19,21 @@ class Stack:
     def push(self, item):
         self.items.append(item)
 """
+
+
+@pytest.fixture(scope="session")
+def nano() -> Callable[[str], Path]:
+    """nano("diff_v1"), nano("softmax"), nano("diff_v2"): the trained models of examples/nano.
+
+    What holds of trained weights only (the margin of one method over another) is to be tested on them.
+    """
+
+    def find(name: str) -> Path:
+        path = EXAMPLES / "nano" / name
+        assert (path / "model.safetensors").is_file()
+        return path
+
+    return find
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,43 @@
+"""The trained models in examples/nano: what they are said to be, and what a newcomer does with them first."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from diffbit.calib_data import eval_windows
+from diffbit.cli import main
+from diffbit.evaluate.compare import measure
+from diffbit.models import Checkpoint, load
+
+PERPLEXITY = {"diff_v1": 9.1}  # of the held-out text at the end of training
+
+Nano = Callable[[str], Path]
+
+
+@pytest.mark.parametrize("name", PERPLEXITY)
+def test_a_trained_model(name: str, nano: Nano) -> None:
+    path = nano(name)
+    assert Checkpoint(path).config.attention == name
+    assert Checkpoint(path).dtype == "float16"
+    assert sum(file.stat().st_size for file in path.iterdir()) < 6e6
+    (whole,), _ = measure(load(path), [], eval_windows("stdlib", path, 256, 24))
+    perplexity = whole.scores.perplexity().value
+    assert 0.8 * PERPLEXITY[name] < perplexity < 1.25 * PERPLEXITY[name]  # the text is that of the running Python
+    about = json.loads((path / "training.json").read_text())
+    assert about["command"].startswith("diffbit train --preset nano --steps 2000")
+    assert math.exp(about["result"]["eval_loss"]) == pytest.approx(PERPLEXITY[name], rel=0.02)
+    last = (path / "loss.csv").read_text().splitlines()[-1].split(",")
+    assert last[0] == "2000" and float(last[2]) == pytest.approx(about["result"]["eval_loss"], abs=1e-4)
+
+
+def test_a_newcomers_first_command(nano: Nano, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["run", str(nano("diff_v1")), "def __init__(self", "--max-tokens", "24", "--quiet"])
+    captured = capfd.readouterr()
+    assert stopped.value.code == 0 and captured.err == ""
+    assert "self." in captured.out
