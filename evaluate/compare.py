@@ -368,7 +368,9 @@ def conclude(
             if key is None or name == first or key not in scores_of_first:
                 continue
             difference = paired(own[key], own[None]) - paired(scores_of_first[key], scores_of_first[None])
-            contrasts.append(Contrast(name, first, *key, mean(difference, own[None].tokens, confidence)))
+            what, format, method = key
+            estimate = mean(difference, own[None].tokens, confidence)
+            contrasts.append(Contrast(name, first, what, format, method, estimate))
     about = _about(windows) | {"scored_tokens": windows.scored}
     calibrated = None if calibration is None else _about(calibration) | {"tokens": int(calibration.mask.sum())}
     return Comparison(tuple(infos), tuple(results), tuple(contrasts), confidence, about, calibrated, tuple(refused))
