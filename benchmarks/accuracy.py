@@ -1,0 +1,296 @@
+"""What low bits cost trained models, and what each method gives back: the tables of docs/accuracy.md.
+
+    python benchmarks/accuracy.py                                        # the trio in examples/nano, to the terminal
+    python benchmarks/accuracy.py --json out/accuracy.json --markdown    # keep the numbers; renew docs/accuracy.md
+    python benchmarks/accuracy.py --quick --models CHECKPOINT CHECKPOINT # does everything run?
+
+Every variant of every model is made in memory and scored on all windows of the eval split, token by token beside the
+model as it is (evaluate/compare.py); methods calibrate on 128 windows of the calib split. Variants are spread over
+processes of one thread each. The JSON file is a comparison as `diffbit compare --json` prints it, and the time it took.
+
+RECIPES is the one place that says which methods are in the tables; a test holds it against the methods there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import describe
+from report import renew, table
+
+from diffbit.calib_data import Windows, eval_windows
+from diffbit.evaluate import style
+from diffbit.evaluate.compare import Comparison, Measured, Refusal, Variant, conclude, measure, variants
+from diffbit.models import Checkpoint, load
+from diffbit.progress import set_quiet, track
+from diffbit.quantize import Scheme, parse_format
+
+ROOT = Path(__file__).parents[1]
+TRIO = [ROOT / "examples" / "nano" / name for name in ("softmax", "diff_v1", "diff_v2")]  # the first is held against
+NAMES = {"softmax": "Transformer", "diff_v1": "DIFF v1", "diff_v2": "DIFF v2"}
+FORMATS = ("int8", "int4_g128", "int3_g64", "int2_g64", "int2_g64_asym")
+RECIPES = ("rtn", "gptq")
+ROUNDED_INPUTS = (("int8", "rtn"), ("int4_g128", "gptq"))  # weights, and the recipe that rounds them
+CALIBRATION_WINDOWS = 128
+QUICK = {"formats": ("int4_g128", "int2_g64"), "windows": 6, "calibration": 8}
+SHARES = 4  # that a model's variants are split into, for the processes
+
+Row = dict[str, Any]
+
+
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+
+def wanted(formats: Sequence[str]) -> list[Variant]:
+    """All variants of a model."""
+    found = variants(formats, ["weights"], RECIPES)
+    return found + [variant for variant in with_int8_inputs() if variant.format.split()[0] in formats]
+
+
+def with_int8_inputs() -> list[Variant]:
+    """Linear layers whose inputs are rounded to int8 too, a scale per token, with and without SmoothQuant."""
+    found = []
+    for name, rounding in ROUNDED_INPUTS:
+        format = parse_format(name)
+        for inputs in (None, "int8"):
+            scheme = Scheme(weights=format, activations=inputs)
+            for method in (rounding,):
+                label = f"{name} weights, {inputs or 'float'} inputs"
+                found.append(Variant("inputs", label, method, format.bits, scheme))
+    return found
+
+
+def work(path: Path, share: Sequence[Variant], windows: Windows, calibration: Windows, name: str) -> tuple[
+    list[Measured], list[Refusal]
+]:  # fmt: skip
+    """In a process of its own: the model as it is and a share of its variants."""
+    torch.set_num_threads(1)
+    set_quiet(True)
+    return measure(load(path), share, windows, calibration, name=name)
+
+
+def run(paths: Sequence[Path], quick: bool, jobs: int) -> Comparison:
+    """Measure everything."""
+    checkpoints = [Checkpoint(path) for path in paths]
+    names = [NAMES[checkpoint.config.attention] for checkpoint in checkpoints]
+    length = min(512, *(checkpoint.config.max_position for checkpoint in checkpoints))
+    limits = (QUICK["windows"], QUICK["calibration"]) if quick else (None, CALIBRATION_WINDOWS)
+    windows = eval_windows("stdlib", paths[0], length, limits[0])
+    calibration = eval_windows("stdlib", paths[0], length, limits[1], split="calib")
+    chosen = wanted(QUICK["formats"] if quick else FORMATS)
+    measured: dict[str, dict[Any, Measured]] = {name: {} for name in names}
+    refused = []
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        tasks = {
+            pool.submit(work, path, chosen[share::SHARES], windows, calibration, name): name
+            for name, path in zip(names, paths, strict=True)
+            for share in range(SHARES)
+        }
+        for task in track(as_completed(tasks), "measuring", len(tasks)):
+            found, refusals = task.result()
+            refused += refusals
+            measured[tasks[task]] |= {one.variant.key if one.variant else None: one for one in found}
+    order = [None, *(variant.key for variant in chosen)]
+    ordered = {name: [own[key] for key in order if key in own] for name, own in measured.items()}
+    return conclude(checkpoints, ordered, refused, windows, calibration)
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+def percent(value: float, digits: int = 2) -> str:
+    return f"{100 * value:z.{digits}f} %".replace("-", "−")
+
+
+def interval(estimate: Row, show: Callable[[float], str]) -> str:
+    value, low, high = (show(estimate[end]) for end in ("value", "low", "high"))
+    return f"{value} [{low.removesuffix(' %')}, {high.removesuffix(' %')}]"
+
+
+def increase(row: Row) -> str:
+    digits = 2 if row["ratio"]["value"] < 1.1 else 1
+    return interval(row["ratio"], lambda ratio: percent(ratio - 1, digits))
+
+
+def recovered(row: Row) -> str:
+    return "" if row["recovered"] is None else interval(row["recovered"], lambda share: percent(share, 0))
+
+
+def difference(contrast: Row) -> str:
+    return interval(contrast["difference"], lambda nats: f"{nats:+.4f}".replace("-", "−"))
+
+
+def verdict(contrast: Row) -> str:
+    estimate = contrast["difference"]
+    if estimate["low"] <= 0 <= estimate["high"]:
+        return "not told apart"
+    return f"{contrast['model']} loses {'less' if estimate['value'] < 0 else 'more'}"
+
+
+def of(comparison: Row, what: str, **fields: str) -> list[Row]:
+    rows: list[Row] = comparison["results"]
+    return [row for row in rows if row["what"] == what and all(row[key] == value for key, value in fields.items())]
+
+
+def weights_tables(comparison: Row) -> str:
+    """A table for each model: all formats by all methods."""
+    parts = []
+    for model in comparison["models"]:
+        (whole,) = of(comparison, "none", model=model["name"])
+        lines = []
+        for row in of(comparison, "weights", model=model["name"]):
+            least = min(
+                r["perplexity"]["value"] for r in of(comparison, "weights", model=model["name"], format=row["format"])
+            )
+            best = "**" if row["perplexity"]["value"] == least else ""
+            size = f"{row['nbytes'] / 1e6:.2f}"
+            perplexity = f"{best}{row['perplexity']['value']:.3f}{best}"
+            lines.append([row["format"], row["method"], perplexity, increase(row), recovered(row), size])
+        header = ["weights", "method", "perplexity", "increase", "of rtn's loss recovered", "MB"]
+        title = (
+            f"### {model['name']}\n\n{model['parameters']:,} parameters. At 16 bits: perplexity "
+            f"{interval(whole['perplexity'], lambda value: f'{value:.3f}')}, {whole['nbytes'] / 1e6:.2f} MB."
+        )
+        parts.append(f"{title}\n\n{table(header, lines)}")
+    return "\n\n".join(parts)
+
+
+def contrasts_table(comparison: Row) -> str:
+    """Who loses more: every other model against the first, in each format by each method."""
+    others = [model["name"] for model in comparison["models"][1:]]
+    if not others:
+        return "One model: nothing to hold it against."
+    found = {(c["format"], c["method"], c["model"]): c for c in comparison["contrasts"] if c["what"] == "weights"}
+    lines = []
+    for format, method in dict.fromkeys((c[0], c[1]) for c in found):
+        line = [format, method]
+        for other in others:
+            contrast = found.get((format, method, other))
+            line += ["", ""] if contrast is None else [difference(contrast), verdict(contrast)]
+        lines.append(line)
+    first = comparison["models"][0]["name"]
+    return table(["weights", "method", *(cell for other in others for cell in (f"{other} − {first}", ""))], lines)
+
+
+def inputs_table(comparison: Row) -> str:
+    lines = []
+    for row in of(comparison, "inputs"):
+        lines.append([row["model"], row["format"], row["method"], f"{row['perplexity']['value']:.3f}", increase(row)])
+    return table(["model", "linear layers", "method", "perplexity", "increase"], lines)
+
+
+def goals_table(comparison: Row) -> str:
+    """What was to be reached, and what came out."""
+    lines = []
+
+    def goal(text: str, model: str, found: str, reached: bool | None) -> None:
+        lines.append([text, model, found, "" if reached is None else "yes" if reached else "**no**"])
+
+    def best(model: str, format: str) -> Row:
+        return min(of(comparison, "weights", model=model, format=format), key=lambda row: row["ratio"]["value"])
+
+    for model in (model["name"] for model in comparison["models"]):
+        for row in of(comparison, "weights", model=model, format="int4_g128", method="gptq"):
+            value = row["ratio"]["value"] - 1
+            goal("int4_g128 by gptq: perplexity at most 1.5 % up", model, increase(row), value <= 0.015)
+            if row["recovered"]:
+                text = "int4_g128 by gptq: at least 40 % of rtn's loss recovered"
+                goal(text, model, recovered(row), row["recovered"]["value"] >= 0.4)
+        if of(comparison, "weights", model=model, format="int3_g64"):
+            row = best(model, "int3_g64")
+            if row["recovered"]:
+                text = "int3_g64, best method: at least 50 % of rtn's loss recovered"
+                goal(text, model, f"{row['method']}: {recovered(row)}", row["recovered"]["value"] >= 0.5)
+        if two := [row for row in of(comparison, "weights", model=model) if row["bits"] == 2]:
+            row = min(two, key=lambda row: row["ratio"]["value"])
+            found = f"{row['method']}, {row['format']}: {increase(row)}"
+            goal("2 bits, best method: usable? (said below)", model, found, None)
+    return table(["wanted", "model", "found", "reached"], sorted(lines, key=lambda line: line[0]))
+
+
+def picture(comparison: Row, path: Path) -> None:
+    """Perplexity against bits a weight, each model by the method that is best at that width."""
+    with style.panels() as (figure, (axes,)):
+        for index, model in enumerate(comparison["models"]):
+            rows = of(comparison, "weights", model=model["name"])
+            best: dict[float, Row] = {}
+            for row in sorted(rows, key=lambda row: row["ratio"]["value"], reverse=True):
+                best[row["bits"]] = row
+            chosen = [best[bits] for bits in sorted(best)]
+            look = style.line(index)
+            x = [row["bits_per_weight"] for row in chosen]
+            (whole,) = of(comparison, "none", model=model["name"])
+            exact = whole["perplexity"]["value"]
+            ends = [[exact * row["ratio"][end] for row in chosen] for end in ("low", "high")]
+            axes.fill_between(x, *ends, color=look["color"], alpha=0.18, linewidth=0)
+            axes.plot(x, [row["perplexity"]["value"] for row in chosen], label=model["name"], zorder=3, **look)
+            axes.axhline(exact, color=look["color"], linewidth=0.8, linestyle=(0, (2, 3)))
+        axes.set_title("Perplexity, the best method at each width")
+        axes.set_xlabel("bits a weight, scales included (dotted: 16 bits)")
+        axes.set_ylabel("perplexity on held-out text")
+        axes.set_xlim(left=2)
+        axes.legend(loc="upper right")
+        style.save(figure, path)
+
+
+def tables(comparison: Row) -> dict[str, str]:
+    """By the name of their place in docs/accuracy.md."""
+    text, calibration = comparison["text"], comparison["calibration"]
+    about = (
+        f"{comparison['machine']}; {comparison['minutes']:.0f} minutes. {text['windows']} windows of {text['length']} "
+        f"held-out tokens, {text['scored_tokens']:,} scored (SHA-256 {text['sha256'][:12]}); calibrated on "
+        f"{calibration['tokens']:,} other tokens (SHA-256 {calibration['sha256'][:12]}). `{comparison['command']}`"
+    )
+    refused = [f"Left out: {r['model']}, {r['format']} by {r['method']}: {r['reason']}." for r in comparison["refused"]]
+    return {
+        "about": about,
+        "goals": goals_table(comparison),
+        "weights": "\n\n".join([weights_tables(comparison), *refused]),
+        "contrasts": contrasts_table(comparison),
+        "inputs": inputs_table(comparison),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, nargs="+", default=TRIO, metavar="CHECKPOINT",
+                        help="of unequal attention; the first is the yardstick (default: examples/nano)")  # fmt: skip
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    parser.add_argument("--markdown", type=Path, nargs="?", const=ROOT / "docs" / "accuracy.md", metavar="FILE",
+                        help="renew this page and the picture beside it (default: docs/accuracy.md)")  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="two formats and a few windows: does everything run?")
+    arguments = parser.parse_args()
+
+    begin = time.monotonic()
+    comparison = run(arguments.models, arguments.quick, arguments.jobs).to_dict()
+    comparison |= {
+        "machine": describe(),
+        "minutes": (time.monotonic() - begin) / 60,
+        "command": shlex.join(["python", "benchmarks/accuracy.py", *sys.argv[1:]]),
+    }
+    found = tables(comparison)
+    for name, text in found.items():
+        print(f"\n## {name}\n\n{text}")
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(comparison, indent=1))
+    if arguments.markdown:
+        for name, text in found.items():
+            renew(arguments.markdown, name, text)
+        picture(comparison, arguments.markdown.with_suffix(".svg"))
+
+
+if __name__ == "__main__":
+    main()
