@@ -191,6 +191,7 @@ def _weight_rows(weights: Iterable[WeightReport], each: bool) -> list[dict[str, 
     rows = []
     for (kind, format), group in kinds.items():
         outputs = [weight.output_error for weight in group if weight.output_error is not None]
+        losses = [weight.proxy_loss for weight in group if weight.proxy_loss is not None]
         worst = max(group, key=lambda weight: weight.output_error or weight.weight_error)
         row = {
             "weight": kind,
@@ -198,6 +199,8 @@ def _weight_rows(weights: Iterable[WeightReport], each: bool) -> list[dict[str, 
             "weight error": percent(sum(weight.weight_error for weight in group) / len(group)),
             "output error": percent(sum(outputs) / len(outputs) if outputs else None),
         }
+        if losses:
+            row |= {"proxy loss": sum(losses) / len(losses)}
         if not each:
             worst_error = percent(worst.weight_error if worst.output_error is None else worst.output_error)
             row |= {"worst": f"{worst_error} in {worst.name.removeprefix('model.').rpartition('.')[0]}"}
@@ -316,9 +319,18 @@ def train(
         _print_table([row])
 
 
+def _list_methods(wanted: bool) -> None:
+    if wanted:
+        from .quantize.methods import table
+
+        _print_table(table())
+        raise typer.Exit
+
+
 @app.command(
     epilog=_example(
         "diffbit quantize out/demo/diff_v1 --weights int4_g32 -o out/diff-int4",
+        "diffbit quantize out/demo/diff_v1 --weights int3_g64 --method gptq --max-windows 64 -o out/diff-gptq",
         "diffbit quantize out/demo/diff_v1 --weights int3_g64 --override 'model.layers.0.*=int8' -o out/diff-int3",
     )
 )
@@ -336,12 +348,24 @@ def quantize(
     scheme_file: Annotated[
         Path | None, typer.Option("--scheme", help="A .json or .toml file with the whole scheme instead.")
     ] = None,
+    method: Annotated[
+        str, typer.Option(help="How weights are rounded: methods joined by +, such as gptq or rotate+gptq.")
+    ] = "rtn",
+    list_methods: Annotated[
+        bool, typer.Option("--list-methods", is_eager=True, callback=_list_methods, help="Show what --method takes.")
+    ] = False,
     calibrate: Annotated[
         str | None,
-        typer.Option(help="Text to measure each layer's output error on: 'stdlib', a file, a folder, hf:NAME."),
+        typer.Option(
+            help="Text to calibrate the method on, and to measure each layer's output error on: 'stdlib', a file, a "
+            "folder, hf:NAME; default: stdlib where the method needs text, else none."
+        ),
     ] = None,
     field: Field = "text",
-    max_windows: MaxWindows = 16,
+    max_windows: Annotated[
+        int | None,
+        typer.Option(help="Windows of that text at most; default: 128, or 16 where they only measure."),
+    ] = None,
     length: Length = None,
     layers: Annotated[
         bool, typer.Option("--layers", help="A row for each weight, not for each kind of weight.")
@@ -351,9 +375,10 @@ def quantize(
     quiet: Quiet = False,
 ) -> None:
     """Quantize a checkpoint's weights, layer by layer; embeddings, head, norms and lambda stay unless overridden."""
-    from .quantize import AttentionScheme, Scheme, parse_format, parse_override, quantize_checkpoint
+    from .quantize import AttentionScheme, Scheme, parse_format, parse_override, parse_recipe, quantize_checkpoint
 
     set_quiet(quiet)
+    recipe = parse_recipe(method)
     options = (weights, override, activations, logits)
     if scheme_file is None:
         if weights is None and logits is None and not override:
@@ -371,12 +396,21 @@ def quantize(
     else:
         scheme = Scheme.from_file(scheme_file)
     text = None
+    if calibrate is None and recipe.calibrated:
+        calibrate = "stdlib"
+        _remark(
+            f"{method} is calibrated on {calibrate}, the text of Python's standard library; pass --calibrate with text "
+            "of the kind that the model is for",
+            quiet,
+        )
     if calibrate is not None:
-        text = _windows(model, calibrate, field, max_windows, length, split="calib")
+        windows = (128 if recipe.calibrated else 16) if max_windows is None else max_windows
+        text = _windows(model, calibrate, field, windows, length, split="calib")
     report = quantize_checkpoint(
         model,
         output,
         scheme,
+        method=method,
         calibration=None if text is None else text.ids,
         calibration_mask=None if text is None else text.mask,
         calibration_text=None if text is None else {"source": text.source, "sha256": text.sha256},

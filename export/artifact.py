@@ -92,7 +92,8 @@ def export_artifact(
             "dtype": dtype,
             "scheme": None if scheme is None else scheme.to_dict(),
             "source": {"name": source.path.resolve().name, "sha256": source.sha256()},
-            "calibration": None if source.quantization is None else source.quantization.get("calibration"),
+            "method": (source.quantization or {}).get("method"),
+            "calibration": (source.quantization or {}).get("calibration"),
             "cache": {
                 "num_layers": config.num_layers,
                 "num_heads": variant(config.attention).Attention.cache_heads(config),

@@ -6,7 +6,7 @@ memory. Both come out the same to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,7 +75,7 @@ def quantize_pieces(
             for name, tensor in piece.tensors.items()
             if name.removesuffix(".weight") not in quantized and name in shapes(stored)  # a tied head is the embedding
         }
-        rows = tuple(_row(module, weight, piece.tensors, errors.get(module)) for module, weight in quantized.items())
+        rows = tuple(_row(piece, module, weight, errors.get(module)) for module, weight in quantized.items())
         yield Finished(floats, quantized, rows)
 
 
@@ -102,10 +102,17 @@ def _names(config: ModelConfig, index: int) -> list[str]:
     return rest if HEAD in rest else [*rest, HEAD]
 
 
-def _row(module: str, weight: QTensor, tensors: Mapping[str, Tensor], output_error: float | None) -> WeightReport:
-    error = weight_error(tensors[f"{module}.weight"], weight)
-    format = weight.format.name
-    return WeightReport(module, format, weight.shape, error, output_error, weight.bits_per_weight, weight.nbytes)
+def _row(piece: Piece, module: str, weight: QTensor, output_error: float | None) -> WeightReport:
+    return WeightReport(
+        name=module,
+        format=weight.format.name,
+        shape=weight.shape,
+        weight_error=weight_error(piece.tensors[f"{module}.weight"], weight),
+        output_error=output_error,
+        proxy_loss=piece.proxy_losses.get(module),
+        bits_per_weight=weight.bits_per_weight,
+        nbytes=weight.nbytes,
+    )
 
 
 def apply(

@@ -7,8 +7,9 @@ what methods calibrate on (arXiv 2210.17323, section 3.3). Only one piece and th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -28,7 +29,7 @@ from .model import assemble, quant_linear, quantize_weight
 from .qtensor import QTensor
 from .report import OutputError
 from .scheme import Scheme
-from .stats import CalibStats, gather
+from .stats import CalibStats, gather, proxy_loss
 
 BATCH_TOKENS = 2048  # that pass a layer at a time
 FINAL_NORM = "model.norm.weight"
@@ -121,6 +122,7 @@ class Piece:
     tensors  {parameter: float tensor}; a transform puts others in their place
     formats  {linear layer: Format} of those of this piece that are quantized
     tokens   None where there is no calibration text
+    proxy_losses  {linear layer: loss on the statistics that it was rounded with}, where there were any
     """
 
     config: ModelConfig
@@ -129,6 +131,7 @@ class Piece:
     formats: dict[str, Format]
     tensors: dict[str, Tensor]
     tokens: Tokens | None = None
+    proxy_losses: dict[str, float] = field(default_factory=dict)
     prefix: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -156,25 +159,39 @@ class Piece:
         return output
 
     @torch.no_grad()
-    def stats(self, quantized: Mapping[str, QTensor] = MappingProxyType({})) -> dict[str, CalibStats]:
-        """Of the input of each linear layer in `formats` that is not `quantized` yet, on batch.hidden."""
+    def stages(self) -> list[list[str]]:
+        """The linear layers in `formats` by the tensor that they are handed, in the order of the computation.
+
+        In a decoder layer: q, k and v; o; gate and up; down. It is found by watching one token pass.
+        """
+        module = self.module()
+        found: dict[int, tuple[Tensor, list[str]]] = {}  # the tensors are kept, so that an id stays its tensor's
+
+        def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+            return lambda _, inputs: found.setdefault(id(inputs[0]), (inputs[0], []))[1].append(name)
+
+        for name in self.formats:
+            module.get_submodule(name.removeprefix(self.prefix)).register_forward_pre_hook(hook(name))
+        device = next(iter(self.tensors.values())).device
+        rope = rope_for(self.config, torch.zeros(1, 1, dtype=torch.int64, device=device))
+        one = torch.ones(1, 1, self.config.hidden_size, device=device)
+        module(one, rope, None) if self.is_layer else module(one)
+        return [names for _, names in found.values()]
+
+    @torch.no_grad()
+    def stats(
+        self, quantized: Mapping[str, QTensor] = MappingProxyType({}), names: Iterable[str] | None = None
+    ) -> dict[str, CalibStats]:
+        """Of the input of the linear layers `names`, on batch.hidden, while those of `quantized` are low-bit already.
+
+        names: by default those in `formats` that are not `quantized`. A batch goes no further than they need.
+        """
         assert self.tokens is not None
-        module, batch = self.module(quantized), None
-        linears = {
-            name: module.get_submodule(name.removeprefix(self.prefix)) for name in self.formats if name not in quantized
-        }
-
-        def run() -> None:
-            nonlocal batch
-            assert self.tokens is not None
-            for batch in self.tokens.batches():
-                self.run(module, batch.hidden, batch)
-
-        def counted() -> Tensor:
-            assert batch is not None
-            return batch.counted
-
-        return gather(linears, run, counted)
+        module = self.module(quantized)
+        wanted = [name for name in self.formats if name not in quantized] if names is None else names
+        linears = {name: module.get_submodule(name.removeprefix(self.prefix)) for name in wanted}
+        batches = self.tokens.batches()
+        return gather(linears, ((partial(self.run, module, x.hidden, x), x.counted) for x in batches))
 
 
 class _Head(nn.Module):
@@ -191,21 +208,29 @@ class _Head(nn.Module):
 
 
 def quantize_piece(piece: Piece, recipe: Recipe) -> dict[str, QTensor]:
-    """Run a recipe over a piece: its transforms, its rounding, its refits. {linear layer: QTensor}."""
+    """Run a recipe over a piece: its transforms, its rounding, its refits. {linear layer: QTensor}.
+
+    Layers are rounded a stage at a time, with statistics behind those rounded before (as in the code of arXiv
+    2210.17323, where it is called true-sequential).
+    """
     for transform in recipe.transforms:
         transform.transform(piece)
-    quantized: dict[str, QTensor]
-    if not piece.formats:
-        quantized = {}
-    elif hasattr(recipe.rounding, "quantize_layer"):
-        quantized = recipe.rounding.quantize_layer(piece)
+    quantized: dict[str, QTensor] = {}
+    if hasattr(recipe.rounding, "quantize_layer"):
+        quantized = recipe.rounding.quantize_layer(piece) if piece.formats else {}
+    elif piece.tokens is not None and piece.index >= 0 and getattr(recipe.rounding, "CALIBRATED", True):
+        for stage in piece.stages():
+            stats = piece.stats(quantized, stage[:1])[stage[0]]
+            for name in stage:
+                quantized[name] = _round(piece, recipe, name, stats)
+                piece.proxy_losses[name] = proxy_loss(piece.tensors[f"{name}.weight"], quantized[name], stats.gram)
     else:
-        method = recipe.rounding
-        stats = piece.stats() if piece.tokens is not None and getattr(method, "CALIBRATED", True) else {}
-        quantized = {}
-        for name, format in piece.formats.items():
-            weight = piece.tensors[f"{name}.weight"]
-            quantized[name] = quantize_weight(method.quantize, f"{name}.weight", weight, format, stats.get(name))
+        quantized = {name: _round(piece, recipe, name, None) for name in piece.formats}
     for refit in recipe.refits:
         refit.refit(piece, quantized)
-    return quantized
+    return {name: quantized[name] for name in piece.formats}
+
+
+def _round(piece: Piece, recipe: Recipe, name: str, stats: CalibStats | None) -> QTensor:
+    weight = f"{name}.weight"
+    return quantize_weight(recipe.rounding.quantize, weight, piece.tensors[weight], piece.formats[name], stats)

@@ -28,6 +28,8 @@ class WeightReport:
     weight_error    ||W - Wq|| / ||W||
     output_error    ||X W^T - act(X) Wq^T|| / ||X W^T|| over the calibration tokens X that reach it in the float model;
                     None without calibration
+    proxy_loss      the square of that over the tokens that the method was given, those behind the layers quantized
+                    before; None where it was given none
     bits_per_weight codes, scales and zero points, over the number of weights
     """
 
@@ -36,6 +38,7 @@ class WeightReport:
     shape: tuple[int, int]
     weight_error: float
     output_error: float | None
+    proxy_loss: float | None
     bits_per_weight: float
     nbytes: int
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from .qtensor import QTensor
+
+ROWS = 512  # of a weight whose loss is computed at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,36 +57,46 @@ class Gatherer:
         return CalibStats(self._gram / count, self._absmax, self._sum_abs / count, self.tokens)
 
 
-def gather(
-    linears: dict[str, nn.Module], run: Callable[[], None], counted: Callable[[], Tensor]
-) -> dict[str, CalibStats]:
-    """CalibStats of each of these linear layers while `run` passes tokens through them, a batch at a time.
+class _Enough(Exception):
+    """Every layer that is asked about has had its input; the rest of the pass is not needed."""
 
-    counted: bool [n, S], the tokens of the batch at hand that count. Layers that are handed the same tensor (q, k and
-    v; gate and up) share one gram: it is computed and kept once.
+
+def gather(
+    linears: dict[str, nn.Module], passes: Iterable[tuple[Callable[[], object], Tensor]]
+) -> dict[str, CalibStats]:
+    """CalibStats of the input of each of these linear layers.
+
+    passes: for each batch a function that takes it through the layers, as far as they lie, and bool [n, S], the tokens
+    of it that count. Layers that are handed the same tensor (q, k and v; gate and up) share one gram: it is computed
+    and kept once.
     """
     gatherers: dict[str, Gatherer] = {}
-    seen: dict[int, tuple[Tensor, Gatherer]] = {}  # of this batch; kept, so that an id stays its tensor's
+    seen: dict[int, tuple[Tensor, Gatherer]] = {}  # of this batch; tensors are kept, so that an id stays its tensor's
+    counted, reached = torch.empty(0), 0
 
     def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def add(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            nonlocal reached
             x = inputs[0]
-            known = seen.get(id(x))
-            if known is None:
+            if id(x) not in seen:
                 gatherer = gatherers.setdefault(name, Gatherer())
-                gatherer.add(x[counted()])
+                gatherer.add(x[counted])
                 seen[id(x)] = (x, gatherer)
-            else:
-                gatherers[name] = known[1]
+            gatherers[name] = seen[id(x)][1]
+            reached += 1
+            if reached == len(linears):
+                raise _Enough
 
         return add
 
     handles = [module.register_forward_pre_hook(hook(name)) for name, module in linears.items()]
-    last = next(reversed(linears.values()), None)
-    if last is not None:
-        handles.append(last.register_forward_hook(lambda *_: seen.clear()))
     try:
-        run()
+        for run, counts in passes:
+            counted = counts
+            seen.clear()
+            reached = 0
+            with suppress(_Enough):
+                run()
     finally:
         for handle in handles:
             handle.remove()
@@ -93,6 +106,10 @@ def gather(
 
 def proxy_loss(weight: Tensor, quantized: QTensor, gram: Tensor) -> float:
     """mean ||x (W - Wq)^T||^2 / mean ||x W^T||^2 over the calibration tokens: tr(D G D^T) / tr(W G W^T)."""
-    weight, gram = weight.double(), gram.double()
-    difference = weight - quantized.dequantize().double()
-    return float(((difference @ gram) * difference).sum() / ((weight @ gram) * weight).sum())
+    lost = whole = 0.0
+    for rows in (slice(start, start + ROWS) for start in range(0, len(weight), ROWS)):
+        exact = weight[rows].float()
+        difference = exact - quantized.rows(rows).dequantize()
+        lost += ((difference @ gram) * difference).sum(dtype=torch.float64).item()
+        whole += ((exact @ gram) * exact).sum(dtype=torch.float64).item()
+    return max(0.0, lost) / whole if whole > 0 else 0.0

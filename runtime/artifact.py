@@ -77,6 +77,7 @@ class Artifact:
     model: Mapping[str, Any]  # the model's configuration as exported
     scheme: Mapping[str, Any] | None  # how it was quantized; None for a float model
     source: Mapping[str, Any]
+    method: str | None  # how its weights were rounded, such as "rotate+gptq"; None also in artifacts older than this
     calibration: Mapping[str, Any] | None
     cache: CacheSpec
     context_length: int
@@ -118,6 +119,7 @@ class Artifact:
             model=fields.object("model").values,
             scheme=fields.optional_object("scheme"),
             source=fields.object("source").values,
+            method=None if raw.get("method") is None else fields.text("method"),
             calibration=fields.optional_object("calibration"),
             cache=_cache(fields.object("cache")),
             context_length=fields.integer("context_length", at_least=1),

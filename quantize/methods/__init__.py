@@ -61,6 +61,23 @@ def methods() -> tuple[str, ...]:
     return tuple(sorted(module.name for module in iter_modules(__path__)))
 
 
+def table() -> list[dict[str, str]]:
+    """A row per method: its name, when it runs, whether it needs calibration text, the first line of its docstring."""
+    when = {
+        "transform": "before rounding",
+        "quantize": "rounds a weight",
+        "quantize_layer": "rounds a layer",
+        "refit": "after rounding",
+    }
+    rows = []
+    for name in methods():
+        module = import_module(f".{name}", __name__)
+        (kind,) = (words for function, words in when.items() if hasattr(module, function))
+        about = (module.__doc__ or "").strip().partition("\n")[0]
+        rows.append({"method": name, "what": kind, "text": "yes" if module.CALIBRATED else "no", "about": about})
+    return rows
+
+
 def parse_recipe(text: str | Method) -> Recipe:
     """The recipe of a text such as "gptq" or "rotate+gptq", or of a function (weight, format, stats) of your own."""
     if not isinstance(text, str):
