@@ -370,6 +370,9 @@ def quantize(
     layers: Annotated[
         bool, typer.Option("--layers", help="A row for each weight, not for each kind of weight.")
     ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with such a run that was interrupted, if there is one.")
+    ] = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -415,6 +418,7 @@ def quantize(
         calibration_mask=None if text is None else text.mask,
         calibration_text=None if text is None else {"source": text.source, "sha256": text.sha256},
         overwrite=overwrite,
+        resume=resume,
     )
     write_json(output / LAYER_ERRORS, report.to_dict())
     for warning in report.warnings:

@@ -49,6 +49,24 @@ def write_atomic(path: str | Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
+def check_place(path: str | Path, *, overwrite: bool = False) -> None:
+    """Refuse what `new_folder` would refuse, before work is spent on what is to go there."""
+    path = Path(path)
+    if path.is_file():
+        raise DiffbitError(f"{path}: is a file, but a folder is to be written there; choose another name")
+    if Path.cwd().is_relative_to(path.resolve()):
+        raise DiffbitError(f"{path}: is or holds the folder that this command runs in; choose another folder")
+    with _told(path):
+        occupied = path.is_dir() and any(path.iterdir())
+    if occupied and not overwrite:
+        raise DiffbitError(f"{path}: already exists and is not empty; choose another folder or pass --overwrite")
+    if occupied and not any((path / marker).is_file() for marker in MARKERS):
+        raise DiffbitError(
+            f"{path}: holds neither of {', '.join(MARKERS)}, so it is no model folder of diffbit's and is not "
+            "overwritten; choose another folder"
+        )
+
+
 @contextmanager
 def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary folder beside `path` that becomes `path` on success and vanishes on failure.
@@ -58,19 +76,8 @@ def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
     diffbit.json), so that a mistyped -o cannot delete a home directory. A link to a folder stays one.
     """
     path = Path(path)
-    if path.is_file():
-        raise DiffbitError(f"{path}: is a file, but a folder is to be written there; choose another name")
-    if Path.cwd().is_relative_to(path.resolve()):
-        raise DiffbitError(f"{path}: is or holds the folder that this command runs in; choose another folder")
+    check_place(path, overwrite=overwrite)
     with _told(path):
-        occupied = path.is_dir() and any(path.iterdir())
-        if occupied and not overwrite:
-            raise DiffbitError(f"{path}: already exists and is not empty; choose another folder or pass --overwrite")
-        if occupied and not any((path / marker).is_file() for marker in MARKERS):
-            raise DiffbitError(
-                f"{path}: holds neither of {', '.join(MARKERS)}, so it is no model folder of diffbit's and is not "
-                "overwritten; choose another folder"
-            )
         place = path.resolve() if path.is_symlink() else path
         place.parent.mkdir(parents=True, exist_ok=True)
         temporary = _beside(place)

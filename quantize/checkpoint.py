@@ -11,7 +11,7 @@ Row order on disk is Hugging Face's, for these parts as for the weights they sta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,14 @@ from .. import files, models
 from ..errors import DiffbitError
 from ..models import Block, Checkpoint, CheckpointWriter, Decoder
 from ..models.layout import EMBEDDING, shapes
-from ..progress import track
 from . import bitsandbytes_nf4
-from .engine import quantize_pieces, stored_config, tokens_for
+from .engine import Finished, quantize_pieces, stored_config, tokens_for
 from .methods import Method, parse_recipe
 from .model import assemble
 from .qtensor import QTensor
 from .report import TERNARY_WARNING, Report, WeightReport, sizes
 from .scheme import Scheme
+from .unfinished import Stored, Unfinished, run
 
 VERSION = 1
 SHARD_FROM = 256 << 20  # bytes of the float model: from here on the output is a file per layer, one in memory
@@ -45,6 +45,7 @@ def quantize_checkpoint(
     calibration_mask: Any = None,
     calibration_text: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    resume: bool = False,
 ) -> Report:
     """Quantize a float checkpoint into a new folder, one layer in memory at a time; what it did to each weight.
 
@@ -52,10 +53,12 @@ def quantize_checkpoint(
     calibration: token ids [n, S] (a tensor or an array); they flow through the model as its layers come by (piece.py);
     methods calibrate on them, and each quantized layer's output error is measured on them. calibration_mask: bool
     [n, S], the tokens that count; default all. calibration_text: what the text was (source, sha256, ...), kept in
-    config.json and from there in an artifact's manifest.
+    config.json and from there in an artifact's manifest. resume: go on with such a run that was interrupted
+    (unfinished.py), if there is one; the result is the same to the bit.
     """
     checkpoint = Checkpoint(source)
     files.check_apart(output, checkpoint.path)
+    files.check_place(output, overwrite=overwrite)
     if checkpoint.quantization is not None:
         raise DiffbitError(f"{checkpoint.path}: is quantized already; start from the float checkpoint it was made from")
     config = checkpoint.config
@@ -67,28 +70,35 @@ def quantize_checkpoint(
     dtype = getattr(torch, checkpoint.dtype)
     before = sizes(config, dtype=dtype)
     tokens = tokens_for(recipe, config, calibration, calibration_mask)
-    rows: list[WeightReport] = []
     entry: dict[str, Any] = {"quant_method": "diffbit", "version": VERSION, "scheme": scheme.to_dict()}
     entry["method"] = recipe.name
     if tokens and calibration_text is not None:
         entry["calibration"] = {**calibration_text, "tokens": tokens.count}
-    with CheckpointWriter(
-        output,
-        stored,
-        quantization=entry,
-        dtype=checkpoint.dtype,
-        shard_layers=before.nbytes > SHARD_FROM,
-        tokenizer_from=checkpoint.path,
-        overwrite=overwrite,
-    ) as writer:
-        pieces = quantize_pieces(config, checkpoint.read, scheme, recipe, tokens)
-        for piece in track(pieces, "quantizing", total=config.num_layers + 2):
-            for name, tensor in piece.floats.items():
-                writer.add(name, tensor)
-            for module, weight in piece.quantized.items():
-                for part, value in _parts(weight).items():
-                    writer.add(f"{module}.{part}", value)
-            rows += piece.rows
+
+    def about() -> dict[str, Any]:
+        return run(checkpoint.sha256(), scheme.to_dict(), recipe.name, tokens, entry.get("calibration"))
+
+    rows: list[WeightReport] = []
+    with Unfinished(output, about, tokens, resume=resume, overwrite=overwrite) as done:
+        made = quantize_pieces(config, checkpoint.read, scheme, recipe, tokens, skip=done.count, title="quantizing")
+        pieces = _stored(made)
+        if recipe.name != "rtn" or tokens:  # plain rounding is over before it could be interrupted
+            for piece in pieces:
+                done.add(piece)
+            pieces = done.pieces()
+        with CheckpointWriter(
+            output,
+            stored,
+            quantization=entry,
+            dtype=checkpoint.dtype,
+            shard_layers=before.nbytes > SHARD_FROM,
+            tokenizer_from=checkpoint.path,
+            overwrite=overwrite,
+        ) as writer:
+            for tensors, its_rows in pieces:
+                for name, tensor in tensors.items():
+                    writer.add(name, tensor)
+                rows += its_rows
     return Report(
         scheme=scheme,
         method=recipe.name,
@@ -176,6 +186,17 @@ def _read(checkpoint: Checkpoint, name: str, scheme: Scheme | None) -> Tensor | 
         return QTensor.from_packed(format, (shape[0], shape[1]), **tensors)
     except DiffbitError as error:
         raise DiffbitError(f"{checkpoint.path}: {module}: {error}") from None
+
+
+def _stored(pieces: Iterable[Finished]) -> Iterator[Stored]:
+    """Pieces as a checkpoint holds them."""
+    for piece in pieces:
+        parts = {
+            f"{module}.{part}": tensor
+            for module, weight in piece.quantized.items()
+            for part, tensor in _parts(weight).items()
+        }
+        yield piece.floats | parts, piece.rows
 
 
 def _parts(weight: QTensor) -> dict[str, Tensor]:

@@ -6,7 +6,9 @@ memory. Both come out the same to the bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +18,13 @@ from torch import Tensor
 from ..errors import DiffbitError
 from ..models import Decoder, ModelConfig
 from ..models.layout import EMBEDDING, HEAD, shapes, stays_float32
+from ..progress import Progress
 from .methods import Method, Recipe, parse_recipe
 from .model import assemble
 from .piece import Piece, Tokens, quantize_piece
 from .qtensor import QTensor
 from .report import WeightReport, weight_error
-from .scheme import HEAD_MODULE, Scheme
+from .scheme import HEAD_MODULE, Scheme, linear_shapes
 
 Read = Callable[[str], Tensor]  # a parameter of the float model by its name, in canonical row order
 
@@ -42,41 +45,66 @@ def stored_config(config: ModelConfig, scheme: Scheme, recipe: Recipe) -> ModelC
 
 
 def quantize_pieces(
-    config: ModelConfig, read: Read, scheme: Scheme, recipe: Recipe, tokens: Tokens | None = None
+    config: ModelConfig,
+    read: Read,
+    scheme: Scheme,
+    recipe: Recipe,
+    tokens: Tokens | None = None,
+    *,
+    skip: int = 0,
+    title: str | None = None,
 ) -> Iterator[Finished]:
     """Quantize the model of `config` whose parameters `read` returns: the embedding, each layer, what follows them.
 
-    Pieces come in that order; only one of them and the tokens' hidden states are in memory at a time.
+    Pieces come in that order; only one of them and the tokens' hidden states are in memory at a time. skip: as many are
+    there already, and `tokens` are behind them. title: of the progress to show, or None.
     """
-    formats = scheme.formats(config)
-    stored = stored_config(config, scheme, recipe)
-    for index in range(-1, config.num_layers + 1):
-        tensors = {
-            name: read(EMBEDDING if name == HEAD and config.tie_embeddings else name) for name in _names(config, index)
-        }
-        own = {module: formats[module] for name in tensors if (module := name.removesuffix(".weight")) in formats}
-        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        shared = {name: tensors[name] for name in (EMBEDDING, HEAD) if stored.tie_embeddings and name in tensors}
-        piece = Piece(stored, index, scheme, own, tensors, tokens)
-        quantized = quantize_piece(piece, recipe)
-        if any(piece.tensors[name] is not tensor for name, tensor in shared.items()):
-            raise DiffbitError(
-                f"method {recipe.name!r} changes the embedding that the head shares; it has to untie them"
-            )
-        for (
-            name,
-            tensor,
-        ) in piece.tensors.items():  # a transform computes in fp32; what stays float is stored as it came
-            if name.removesuffix(".weight") not in quantized and not stays_float32(name):
-                piece.tensors[name] = tensor.to(dtypes[name])
-        errors = tokens.advance(piece, quantized) if tokens else {}
-        floats = {
-            name: tensor
-            for name, tensor in piece.tensors.items()
-            if name.removesuffix(".weight") not in quantized and name in shapes(stored)  # a tied head is the embedding
-        }
-        rows = tuple(_row(piece, module, weight, errors.get(module)) for module, weight in quantized.items())
-        yield Finished(floats, quantized, rows)
+    stored, formats, layers = stored_config(config, scheme, recipe), scheme.formats(config), linear_shapes(config)
+    names = [_names(config, index) for index in range(-1, config.num_layers + 1)]
+    own = [
+        {module: formats[module] for name in piece if (module := name.removesuffix(".weight")) in formats}
+        for piece in names
+    ]
+    sizes = [sum(math.prod(layers[module]) for module in piece) for piece in own]
+    before = [sum(sizes[:place]) / max(1, sum(sizes)) for place in range(len(sizes) + 1)]  # shares of all the work
+    with nullcontext() if title is None else Progress(title, 1.0, before[skip]) as bar:
+        for place in range(skip, len(names)):
+
+            def moved(at: str, share: float, begin: float = before[place], end: float = before[place + 1]) -> None:
+                if bar is not None:
+                    bar.to(begin + share * (end - begin), at.removeprefix("model."))
+
+            tensors = {
+                name: read(EMBEDDING if name == HEAD and config.tie_embeddings else name) for name in names[place]
+            }
+            piece = Piece(stored, place - 1, scheme, own[place], tensors, tokens, moved)
+            del tensors
+            finished = _finish(piece, recipe)
+            del piece  # before the next one is read
+            yield finished
+
+
+def _finish(piece: Piece, recipe: Recipe) -> Finished:
+    """Quantize a piece and take its tokens past it."""
+    dtypes = {name: tensor.dtype for name, tensor in piece.tensors.items()}
+    tied = {name: tensor for name, tensor in piece.tensors.items() if name in (EMBEDDING, HEAD)}
+    if not piece.config.tie_embeddings:
+        tied = {}
+    if piece.tokens is not None:
+        piece.expect(len(piece.tokens.slices))  # that pass it in the end
+    quantized = quantize_piece(piece, recipe)
+    if any(piece.tensors[name] is not tensor for name, tensor in tied.items()):
+        raise DiffbitError(f"method {recipe.name!r} changes the embedding that the head shares; it has to untie them")
+    floats = [name for name in piece.tensors if name.removesuffix(".weight") not in quantized]
+    for name in floats:  # methods compute in fp32; what stays float is stored as it came
+        if not stays_float32(name):
+            piece.tensors[name] = piece.tensors[name].to(dtypes[name])
+    errors = piece.tokens.advance(piece, quantized) if piece.tokens is not None else {}
+    return Finished(
+        {name: piece.tensors[name] for name in floats if name in shapes(piece.config)},  # a tied head is the embedding
+        quantized,
+        tuple(_row(piece, module, weight, errors.get(module)) for module, weight in quantized.items()),
+    )
 
 
 def tokens_for(

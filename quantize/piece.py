@@ -111,6 +111,7 @@ class Tokens:
             if piece.is_layer:
                 self.exact[rows] = exact
                 self.hidden[rows] = piece.run(rounded, batch.hidden, batch)
+            piece.step(f"{piece.prefix}output")
         return {name: error.value for name, error in errors.items()}
 
 
@@ -122,6 +123,7 @@ class Piece:
     tensors  {parameter: float tensor}; a transform puts others in their place
     formats  {linear layer: Format} of those of this piece that are quantized
     tokens   None where there is no calibration text
+    moved    is told the layer at hand and how far the piece is, from 0 to 1
     proxy_losses  {linear layer: loss on the statistics that it was rounded with}, where there were any
     """
 
@@ -131,8 +133,11 @@ class Piece:
     formats: dict[str, Format]
     tensors: dict[str, Tensor]
     tokens: Tokens | None = None
-    proxy_losses: dict[str, float] = field(default_factory=dict)
+    moved: Callable[[str, float], None] = lambda at, share: None
+    proxy_losses: dict[str, float] = field(init=False, default_factory=dict)
     prefix: str = field(init=False)
+    _steps: int = field(init=False, default=0)
+    _taken: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.prefix = f"model.layers.{self.index}." if self.is_layer else ""
@@ -140,6 +145,15 @@ class Piece:
     @property
     def is_layer(self) -> bool:
         return 0 <= self.index < self.config.num_layers
+
+    def expect(self, steps: int) -> None:
+        """So many more calls of `step` will come: of about equal length, they move the progress that is shown."""
+        self._steps += steps
+
+    def step(self, at: str, count: int = 1) -> None:
+        """So many steps are done, with this layer."""
+        self._taken += count
+        self.moved(at, min(1.0, self._taken / max(1, self._steps)))
 
     def module(self, quantized: Mapping[str, QTensor] | None = None) -> nn.Module:
         """The piece as a module in fp32: all float, or (even with {}) under its scheme, with these weights in place."""
@@ -190,8 +204,14 @@ class Piece:
         module = self.module(quantized)
         wanted = [name for name in self.formats if name not in quantized] if names is None else names
         linears = {name: module.get_submodule(name.removeprefix(self.prefix)) for name in wanted}
-        batches = self.tokens.batches()
-        return gather(linears, ((partial(self.run, module, x.hidden, x), x.counted) for x in batches))
+
+        def passes() -> Iterator[tuple[Callable[[], object], Tensor]]:
+            assert self.tokens is not None
+            for batch in self.tokens.batches():
+                yield partial(self.run, module, batch.hidden, batch), batch.counted
+                self.step(next(iter(linears), self.prefix))
+
+        return gather(linears, passes())
 
 
 class _Head(nn.Module):
@@ -219,13 +239,19 @@ def quantize_piece(piece: Piece, recipe: Recipe) -> dict[str, QTensor]:
     if hasattr(recipe.rounding, "quantize_layer"):
         quantized = recipe.rounding.quantize_layer(piece) if piece.formats else {}
     elif piece.tokens is not None and piece.index >= 0 and getattr(recipe.rounding, "CALIBRATED", True):
-        for stage in piece.stages():
+        batches, stages = len(piece.tokens.slices), piece.stages()
+        piece.expect(batches * (len(stages) + len(piece.formats)))  # a weight takes about as long as a pass
+        for stage in stages:
             stats = piece.stats(quantized, stage[:1])[stage[0]]
             for name in stage:
                 quantized[name] = _round(piece, recipe, name, stats)
                 piece.proxy_losses[name] = proxy_loss(piece.tensors[f"{name}.weight"], quantized[name], stats.gram)
+                piece.step(name, batches)
     else:
-        quantized = {name: _round(piece, recipe, name, None) for name in piece.formats}
+        piece.expect(len(piece.formats))
+        for name in piece.formats:
+            quantized[name] = _round(piece, recipe, name, None)
+            piece.step(name)
     for refit in recipe.refits:
         refit.refit(piece, quantized)
     return {name: quantized[name] for name in piece.formats}

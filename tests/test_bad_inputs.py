@@ -109,6 +109,34 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
     "bench past the context": (["bench", "{artifact}", "--prompt-tokens", "100"], ["100", "128"]),
     "unknown format": (["quantize", "{checkpoint}", "--weights", "int4_g33", "-o", "{out}/q"], ["int4_g33"]),
     "no format at all": (["quantize", "{checkpoint}", "-o", "{out}/q"], ["--weights"]),
+    "unknown method": (
+        ["quantize", "{checkpoint}", "--weights", "int8", "--method", "gptqq", "-o", "{out}/q"],
+        ["gptqq", "gptq, ", "rtn"],
+    ),
+    "two methods that round": (
+        ["quantize", "{checkpoint}", "--weights", "int8", "--method", "rtn+gptq", "-o", "{out}/q"],
+        ["rtn+gptq", "rounds twice"],
+    ),
+    "no text to calibrate on": (
+        ["quantize", "{checkpoint}", "--weights", "int8", "--calibrate", "{out}/book.txt", "-o", "{out}/q"],
+        ["book.txt"],
+    ),
+    "no window to calibrate on": (
+        [
+            "quantize",
+            "{checkpoint}",
+            "--weights",
+            "int8",
+            "--method",
+            "gptq",
+            "--max-windows",
+            "0",
+            "-o",
+            "{out}/q",
+            "-q",
+        ],
+        ["max_windows", "0"],
+    ),
     "no such checkpoint": (["quantize", "{out}/none", "--weights", "int8", "-o", "{out}/q"], ["none"]),
     "glob matches nothing": (
         ["quantize", "{checkpoint}", "--weights", "int8", "--override", "layers.9*=int8", "-o", "{out}/q"],
@@ -188,6 +216,38 @@ def test_bad_option(
     places = {"checkpoint": checkpoint, "artifact": artifact, "out": tmp_path}
     one_sentence([argument.format(**places) for argument in arguments], capfd, names)
     assert list(tmp_path.iterdir()) == [], "something half-written was left"
+
+
+def test_a_run_that_was_interrupted(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    unfinished = tmp_path / "q.unfinished"
+    unfinished.mkdir()
+    (unfinished / "run.json").write_text('{"version": 0}')
+    arguments: Arguments = ["quantize", checkpoint, "--weights", "int8", "-o", tmp_path / "q"]
+    one_sentence(arguments, capfd, ["q.unfinished", "--resume", "--overwrite"])
+    one_sentence([*arguments, "--resume"], capfd, ["q.unfinished", "version 0", "--overwrite"])
+    assert [path.name for path in tmp_path.iterdir()] == ["q.unfinished"]
+    (unfinished / "run.json").rename(unfinished / "thesis.txt")
+    one_sentence([*arguments, "--overwrite"], capfd, ["q.unfinished", "run.json"])
+    assert (unfinished / "thesis.txt").is_file()
+
+
+def test_a_model_that_breaks_in_its_second_layer_keeps_the_first(
+    checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(checkpoint, tmp_path / "model")
+    edit_tensor(tmp_path / "model", DOWN, with_nan)
+    arguments: Arguments = [
+        "quantize",
+        tmp_path / "model",
+        "--weights",
+        "int8",
+        "--method",
+        "gptq",
+        "-o",
+        tmp_path / "q",
+    ]
+    one_sentence([*arguments, "--max-windows", "2", "--quiet"], capfd, [DOWN, "NaN"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "q.unfinished"]
 
 
 def test_export_without_a_tokenizer(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

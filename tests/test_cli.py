@@ -23,7 +23,8 @@ EXAMPLES = [
     for line in (command.epilog or "").splitlines()
     if line.strip().startswith("diffbit ")
 ]
-SHORTER = {"train": ["--steps", "2", "--quiet"], "compare": ["--max-windows", "2"], "outliers": ["--max-windows", "2"]}
+FEW = ["--max-windows", "2"]
+SHORTER = {"train": ["--steps", "2", "--quiet"], "compare": FEW, "outliers": FEW, "quantize": FEW}
 
 
 @pytest.fixture(scope="module")
@@ -161,3 +162,55 @@ def test_the_calibration_text_is_kept_as_far_as_the_manifest(workplace: Path, tm
     assert kept["source"] == str(text) and len(kept["sha256"]) == 64 and kept["tokens"] > 10
     report = json.loads((tmp_path / "q" / "quantization_report.json").read_text())
     assert all(weight["output_error"] > 0 for weight in report["weights"])
+
+
+def test_a_method_that_calibrates_takes_a_text_and_says_so(
+    workplace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from diffbit.runtime import Artifact
+
+    demo = workplace / "out" / "demo"
+    arguments = ["quantize", demo / "diff_v1", "--weights", "int4_g32", "--method", "gptq", *FEW, "-o", tmp_path / "q"]
+    with pytest.raises(SystemExit) as stopped:
+        main([str(argument) for argument in arguments])
+    captured = capfd.readouterr()
+    assert stopped.value.code == 0, captured.err
+    assert "gptq is calibrated on stdlib" in captured.err and "--calibrate" in captured.err
+    assert "proxy loss" in captured.out
+    entry = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
+    assert entry["method"] == "gptq"
+    assert entry["calibration"]["source"] == "stdlib" and entry["calibration"]["tokens"] == 2 * 128
+    report = json.loads((tmp_path / "q" / "quantization_report.json").read_text())
+    assert report["method"] == "gptq" and all(weight["proxy_loss"] > 0 for weight in report["weights"])
+    with pytest.raises(SystemExit):
+        main(["export", str(tmp_path / "q"), "-o", str(tmp_path / "a"), "--quiet"])
+    assert Artifact.open(tmp_path / "a").method == "gptq"
+
+
+def test_the_methods_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
+    from diffbit.quantize import methods
+
+    with pytest.raises(SystemExit) as stopped:
+        main(["quantize", "--list-methods"])
+    assert stopped.value.code == 0
+    lines = capfd.readouterr().out.splitlines()
+    for name in methods():
+        assert any(line.split()[1:2] == [name] for line in lines), name
+
+
+def test_a_log_names_the_layer_and_its_weights(
+    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from diffbit import progress
+
+    monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
+    model = str(workplace / "out" / "demo" / "diff_v1")
+    with pytest.raises(SystemExit):
+        main(["quantize", model, "--weights", "int4_g32", "--method", "gptq", *FEW, "-o", str(tmp_path / "q")])
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("quantizing: ")]
+    for layer in (0, 1):
+        for weight in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"):
+            assert any(line.startswith(f"quantizing: layers.{layer}.{weight}, ") for line in lines)
+    shares = [int(line.split(", ")[1].removesuffix("%")) for line in lines]
+    assert shares == sorted(shares) and shares[-1] == 100 and len(set(shares)) > 15
+    assert "s left" in lines[len(lines) // 2]

@@ -29,3 +29,34 @@ def test_a_log_gets_lines_and_quiet_gets_none(
 def test_short_work_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(progress.track(range(1000), "counting")) == list(range(1000))
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_share_is_told_in_percent_from_where_it_was_taken_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_quiet", False)
+    monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
+    clock = iter((100.0, 103.0, 106.0, 112.0))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    with progress.Progress("quantizing", 1.0, begin=0.5) as bar:
+        bar.to(0.5, "layers.2.mlp.up_proj")
+        bar.to(0.75, "layers.3.mlp.up_proj")
+        bar.to(0.875)
+    assert capsys.readouterr().err.splitlines() == [
+        "quantizing: layers.2.mlp.up_proj, 50%",
+        "quantizing: layers.3.mlp.up_proj, 75%, about 6 s left",
+        "quantizing: 88%, about 4 s left",
+    ]
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(progress, "_quiet", False)
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    with progress.Progress("quantizing", 1.0) as bar:
+        bar.to(0.25, "layers.3.mlp.up_proj")
+    shown = capsys.readouterr().err
+    assert "quantizing layers.3.mlp.up_proj" in shown and "25%" in shown
+    assert list(progress.track([1, 2], "counting")) == [1, 2]
+    assert "2/2" in capsys.readouterr().err

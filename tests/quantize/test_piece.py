@@ -64,6 +64,37 @@ def untie(piece: Piece) -> None:
         piece.tensors[FINAL_NORM] = torch.ones_like(norm)
 
 
+class Looker:
+    """A transform that changes nothing and keeps what it sees of each piece; behind it weights are rounded by rtn."""
+
+    CALIBRATED = True
+
+    def __init__(self) -> None:
+        self.rounding: Any = rtn
+        self.hidden: dict[int, torch.Tensor] = {}
+        self.exact: dict[int, torch.Tensor] = {}
+        self.stages: dict[int, list[list[str]]] = {}
+        self.grams: dict[str, CalibStats] = {}  # with the stages before quantized
+        self.at_once: dict[str, CalibStats] = {}  # with the layer itself all float
+
+    def transform(self, piece: Piece) -> None:
+        assert piece.tokens is not None
+        self.hidden[piece.index], self.exact[piece.index] = piece.tokens.hidden.clone(), piece.tokens.exact.clone()
+        if not piece.formats:
+            return
+        self.stages[piece.index] = piece.stages()
+        self.at_once |= piece.stats()
+        quantized: dict[str, QTensor] = {}
+        for stage in piece.stages():
+            self.grams |= piece.stats(quantized, stage)
+            for name in stage:
+                weight, format = piece.tensors[f"{name}.weight"], piece.formats[name]
+                quantized[name] = self.rounding(weight, format, self.grams[name])
+
+
+LOOKER = Looker()
+
+
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Methods that are not in the folder."""
@@ -73,6 +104,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         "forgets": SimpleNamespace(transform=untie, CALIBRATED=False),
         "needs": SimpleNamespace(quantize=by_activations, CALIBRATED=True),
+        "look": LOOKER,
     }
     folder = sys.modules["diffbit.quantize.methods"]
     monkeypatch.setattr(folder, "methods", lambda: ("rtn", *made))
@@ -118,6 +150,108 @@ def test_a_transform_is_exact_and_may_untie(tie: bool) -> None:
     assert (changed.model.norm.weight == 1).all()
     folded = exact.head(exact.embed(IDS)), changed.head(changed.embed(IDS))
     assert (folded[0] - folded[1]).abs().max() < 0.02 * folded[0].abs().max()
+
+
+def linears(kinds: str) -> list[str]:
+    return [{"g": "mlp.gate", "u": "mlp.up", "d": "mlp.down"}.get(x, f"self_attn.{x}") + "_proj" for x in kinds]
+
+
+@pytest.mark.usefixtures("made_up")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_what_methods_see_is_what_the_whole_model_gives(attention: str, dtype: torch.dtype) -> None:
+    """Hidden states and Gram matrices against forward passes of whole models, which are quantized so far; in float64
+    the products."""
+    exact = make(replace(CONFIG, attention=attention)).to(dtype)
+    quantized = apply(exact, WITH_HEAD, "look+rtn", IDS, MASK)
+    exact, quantized = exact.float(), quantized.float()
+    whole = make(exact.config)
+    whole.load_state_dict(exact.state_dict())
+
+    def inputs(decoder: Decoder, names: list[str]) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        handles = [
+            decoder.get_submodule(name).register_forward_pre_hook(
+                lambda _, given, name=name: found.__setitem__(name, given[0][MASK])
+            )
+            for name in names
+        ]
+        with torch.no_grad():
+            decoder(IDS, attention_mask=MASK)
+        for handle in handles:
+            handle.remove()
+        return found
+
+    for states, decoder in ((LOOKER.exact, exact), (LOOKER.hidden, quantized)):
+        given = inputs(decoder, ["model.layers.0", "model.layers.1", "model.norm"])
+        for index, x in enumerate(given.values()):
+            torch.testing.assert_close(states[index][MASK], x, rtol=1e-4, atol=1e-5)
+    assert (LOOKER.hidden[2] - LOOKER.exact[2]).abs().max() > 0.01
+
+    for index, stages in LOOKER.stages.items():
+        prefix = f"model.layers.{index}." if index < 2 else ""
+        wanted = [[f"{prefix}{name}" for name in linears(kinds)] for kinds in ("qkv", "o", "gu", "d")]
+        assert stages == (wanted if index < 2 else [["lm_head"]])
+        before = inputs(whole, [name for stage in stages for name in stage])
+        for stage in stages:
+            given = inputs(whole, stage)
+            for name in stage:
+                for stats, x in ((LOOKER.grams[name], given[name]), (LOOKER.at_once[name], before[name])):
+                    gram = x.double().T @ x.double() / len(x)
+                    torch.testing.assert_close(stats.gram.double(), gram, rtol=1e-3, atol=1e-5)
+                    torch.testing.assert_close(stats.absmax, x.abs().amax(0), rtol=1e-4, atol=1e-5)
+                    assert stats.tokens == MASK.sum() == len(x)
+            with torch.no_grad():
+                for name in stage:
+                    weight = whole.get_submodule(name).weight
+                    weight.copy_(rtn(weight, WITH_HEAD.format_for(name)).dequantize())
+
+
+@pytest.mark.usefixtures("made_up")
+def test_stages_come_from_what_layers_are_handed() -> None:
+    scheme = replace(INT4, overrides=(("*.k_proj", None), ("*.lambda_proj", parse_format("int8"))))
+    apply(make(replace(CONFIG, attention="diff_v2")), scheme, "look", IDS)
+    found = [[name.rpartition(".")[2].removesuffix("_proj") for name in stage] for stage in LOOKER.stages[1]]
+    assert [sorted(stage) for stage in found] == [["lambda", "q", "v"], ["o"], ["gate", "up"], ["down"]]
+
+
+@pytest.mark.usefixtures("made_up")
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_filling_does_not_count(attention: str) -> None:
+    exact = make(replace(CONFIG, attention=attention))
+    filled = torch.where(MASK, IDS, 95 - IDS)
+    one, other = (apply(exact, WITH_HEAD, "needs", ids, MASK) for ids in (IDS, filled))
+    everything = apply(exact, WITH_HEAD, "needs", filled)
+    assert torch.equal(one(IDS), other(IDS))
+    assert not torch.equal(one(IDS), everything(IDS))
+
+
+@pytest.mark.usefixtures("made_up")
+def test_each_stage_is_given_what_is_behind_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe itself goes stage by stage: its result is that of rounding by hand with such statistics."""
+    exact = make(CONFIG)
+    monkeypatch.setattr(LOOKER, "rounding", by_activations)
+    apply(exact, INT4, "look", IDS, MASK)
+    quantized = apply(exact, INT4, "needs", IDS, MASK)
+    for kind in linears("qkvogud"):
+        name = f"model.layers.0.{kind}"
+        weight, found = exact.get_submodule(name).weight.detach(), quantized.get_submodule(name).weight
+        wanted, other = (by_activations(weight, found.format, of[name]) for of in (LOOKER.grams, LOOKER.at_once))
+        assert torch.equal(found.codes, wanted.codes) and torch.equal(found.scale, wanted.scale)
+        assert torch.equal(found.scale, other.scale) == (kind in linears("qkv"))
+
+
+@pytest.mark.usefixtures("made_up")
+def test_the_report_has_the_loss_that_the_method_minimised(tmp_path: Path) -> None:
+    models.save(make(CONFIG), tmp_path / "float")
+    options: dict[str, Any] = {"calibration": IDS, "calibration_mask": MASK}
+    report = quantize_checkpoint(tmp_path / "float", tmp_path / "q", WITH_HEAD, method="needs", **options)
+    assert report.method == "needs" and len(report.weights) == 15
+    first = next(row for row in report.weights if row.name == "model.layers.0.self_attn.q_proj")
+    assert first.proxy_loss == pytest.approx(first.output_error**2, rel=1e-3), "both on the float model's embedding"
+    assert all(row.proxy_loss > 0 for row in report.weights)
+    report = quantize_checkpoint(tmp_path / "float", tmp_path / "r", WITH_HEAD, **options)
+    assert {row.proxy_loss for row in report.weights} == {None}
 
 
 @pytest.mark.usefixtures("made_up")

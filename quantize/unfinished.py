@@ -1,0 +1,164 @@
+"""What is done of a run that may be interrupted: a folder `NAME.unfinished` beside the output `NAME`.
+
+    run.json                 what the run makes from what; a run that goes on must agree in all of it
+    piece-00000.safetensors  a finished piece as the checkpoint will hold it: the embedding, then each layer, ...
+    piece-00000.json         its rows of the report
+    states-00003.safetensors the calibration tokens' hidden states behind the last finished piece, exact and quantized
+
+Each file is written beside its place and renamed; a piece counts once its states are there. So a run that is killed at
+any moment loses the piece it was at, and one that goes on computes the very same bits as one that was never stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor
+
+from .. import files
+from ..errors import DiffbitError
+from ..models.safetensors_file import read_header, read_tensor, write_tensors
+from .piece import Tokens
+from .report import WeightReport
+
+VERSION = 1
+RUN = "run.json"
+Stored = tuple[dict[str, Tensor], tuple[WeightReport, ...]]  # a piece's tensors as a checkpoint holds them, its rows
+
+
+class Unfinished:
+    """`with Unfinished(output, about, tokens) as done: done.add(piece) ...; done.pieces()`.
+
+    about: what goes into run.json, called only where it is needed. tokens: calibration tokens, put behind the `count`
+    pieces that are there. resume: go on with what is there, if anything is.
+    The folder goes when all is done, and when a run fails before it holds a whole decoder layer.
+    """
+
+    def __init__(
+        self,
+        output: str | Path,
+        about: Callable[[], dict[str, Any]],
+        tokens: Tokens | None,
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+    ) -> None:
+        place = Path(output).resolve()
+        self.path = place.with_name(f"{place.name}.unfinished")
+        self.about = about
+        self.tokens = tokens
+        self.count = 0
+        if not self.path.is_dir() or not any(self.path.iterdir()):
+            return
+        if not (self.path / RUN).is_file():
+            raise DiffbitError(
+                f"{self.path}: holds no {RUN}, so it is no run of diffbit's; remove it or choose -o anew"
+            )
+        if resume:
+            self._compare(files.read_json(self.path / RUN), about())
+            self._restore()
+        elif overwrite:
+            shutil.rmtree(self.path)
+        else:
+            raise DiffbitError(
+                f"{self.path}: holds a run that was interrupted; pass --resume to go on with it, or --overwrite to "
+                "start anew"
+            )
+
+    def _compare(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        for key in now:
+            if before.get(key) != now[key]:
+                raise DiffbitError(
+                    f"{self.path}: is of a run with {key} {_short(before.get(key))}, now it is {_short(now[key])}; "
+                    "resume with the same model, text and options, or start anew by --overwrite without --resume"
+                )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or self.count < 2:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def _restore(self) -> None:
+        while all(file.is_file() for file in self._files(self.count)):
+            self.count += 1
+        if self.tokens is None:
+            return
+        while self.count and not self._states(self.count - 1).is_file():
+            self.count -= 1
+        if self.count:
+            states = self._read(self._states(self.count - 1))
+            self.tokens.hidden, self.tokens.exact = states["hidden"], states["exact"]
+
+    def add(self, piece: Stored) -> None:
+        """Keep the piece that comes next, and the tokens, which are behind it."""
+        if not self.path.is_dir():
+            with files.new_folder(self.path) as folder:
+                files.write_json(folder / RUN, self.about())
+        tensors, rows = piece
+        file, report = self._files(self.count)
+        files.write_json(report, {"weights": [asdict(row) for row in rows]})
+        with files.write_atomic(file) as temporary:
+            write_tensors(temporary, {name: tensor.contiguous() for name, tensor in tensors.items()})
+        if self.tokens is not None:
+            with files.write_atomic(self._states(self.count)) as temporary:
+                write_tensors(temporary, {"hidden": self.tokens.hidden, "exact": self.tokens.exact})
+            if self.count:
+                self._states(self.count - 1).unlink(missing_ok=True)
+        self.count += 1
+
+    def pieces(self) -> Iterator[Stored]:
+        """All of them, read back one at a time."""
+        for index in range(self.count):
+            file, report = self._files(index)
+            rows = files.read_json(report)["weights"]
+            yield self._read(file), tuple(WeightReport(**{**row, "shape": tuple(row["shape"])}) for row in rows)
+
+    def _files(self, index: int) -> tuple[Path, Path]:
+        return self.path / f"piece-{index:05}.safetensors", self.path / f"piece-{index:05}.json"
+
+    def _states(self, index: int) -> Path:
+        return self.path / f"states-{index:05}.safetensors"
+
+    def _read(self, file: Path) -> dict[str, Tensor]:
+        try:
+            return {name: read_tensor(entry) for name, entry in read_header(file).items()}
+        except DiffbitError as error:
+            raise DiffbitError(f"{error}; or start anew by --overwrite without --resume") from None
+
+
+def run(
+    source: str, scheme: Mapping[str, Any], method: str, tokens: Tokens | None, calibration: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """What a run makes from what. source: the checkpoint's sha256."""
+    from .. import __version__
+
+    ids = None
+    if tokens is not None:
+        digest = hashlib.sha256(repr((tokens.ids.shape, tokens.slices)).encode())
+        for tensor in (tokens.ids, tokens.mask):
+            digest.update(tensor.cpu().numpy().tobytes())
+        ids = digest.hexdigest()
+    return {
+        "version": VERSION,
+        "diffbit": __version__,
+        "model": source,
+        "scheme": dict(scheme),
+        "method": method,
+        "calibration": ids,
+        "text": None if calibration is None else dict(calibration),
+    }
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

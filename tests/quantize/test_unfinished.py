@@ -1,0 +1,225 @@
+"""Interrupted runs: killed at any moment, they go on from the last finished layer to the very same bytes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diffbit import models
+from diffbit.errors import DiffbitError
+from diffbit.models import Decoder, ModelConfig
+from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
+from diffbit.quantize.methods import gptq
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ModelConfig(
+    vocab_size=96, hidden_size=32, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=48,
+    attention="diff_v1", tie_embeddings=True,
+)  # fmt: skip
+PER_LAYER = 7
+IDS = torch.randint(96, (5, 20), generator=torch.Generator().manual_seed(0))
+SCHEME = Scheme(weights=parse_format("int4_g32"), overrides=(("lm_head", parse_format("int8")),))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("models") / "float"
+    models.save(Decoder(CONFIG), folder, dtype=torch.bfloat16)
+    return folder
+
+
+def run(model: Path, output: Path, **options: Any) -> dict[str, Any]:
+    report = quantize_checkpoint(model, output, SCHEME, **{"method": "rotate+gptq", "calibration": IDS, **options})
+    return report.to_dict()
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """What a run gives that is never interrupted."""
+    report = run(model, model.with_name("whole"))
+    assert not model.with_name("whole.unfinished").exists()
+    return content(model.with_name("whole")), report
+
+
+@pytest.fixture
+def rounded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows with every weight that is rounded."""
+    calls: list[int] = []
+    exact = gptq.quantize
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(len(calls))
+        return exact(*arguments)
+
+    monkeypatch.setattr(gptq, "quantize", counted)
+    return calls
+
+
+def interrupted(model: Path, output: Path, after: int, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """A run that fails with its weight number `after`."""
+    exact, calls = gptq.quantize, iter(range(1000))
+
+    def failing(*arguments: Any) -> Any:
+        if next(calls) == after:
+            raise error
+        return exact(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gptq, "quantize", failing)
+        with pytest.raises(type(error)):
+            run(model, output)
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["exception", "Ctrl-C"])
+def test_a_run_that_failed_goes_on(
+    error: BaseException, model: Path, whole: Any, rounded: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(model, tmp_path / "q", 2 * PER_LAYER + 3, monkeypatch, error)
+    rounded.clear()
+    report = run(model, tmp_path / "q", resume=True)
+    assert len(rounded) == PER_LAYER + 1, "the third layer and the head, no more"
+    assert (content(tmp_path / "q"), report) == whole
+    assert [path.name for path in tmp_path.iterdir()] == ["q"]
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from diffbit.quantize import Scheme, quantize_checkpoint
+from tests.quantize.test_unfinished import IDS, SCHEME, run
+from pathlib import Path
+
+torch.set_num_threads(1)
+left, replace = int(sys.argv[3]), os.replace
+
+def counted(*names):
+    global left
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left -= 1
+    replace(*names)
+
+os.replace = counted  # the moments between which the folder changes
+run(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+# run.json and the folder; then for the embedding, three layers and the head: rows, tensors, states
+MOMENTS = {
+    "before anything is kept": (1, 0),
+    "before a layer's rows": (5, 1),
+    "before its tensors": (6, 1),
+    "before its states": (7, 1),
+    "after its states": (8, 2),
+    "in the last layer": (13, 3),
+    "before the head's states": (16, 4),
+    "while the output is written": (17, 5),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_run_that_was_killed_goes_on(
+    moment: str, model: Path, whole: Any, rounded: list[int], tmp_path: Path
+) -> None:
+    renames, kept = MOMENTS[moment]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", KILLED, str(model), str(tmp_path / "q"), str(renames)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not (tmp_path / "q").exists()
+    assert len(list(tmp_path.glob("q.unfinished/states-*"))) == min(kept, 1)
+    report = run(model, tmp_path / "q", resume=True)
+    layers = 3 - max(0, kept - 1) if kept < 5 else 0
+    assert len(rounded) == layers * PER_LAYER + (kept < 5)
+    assert (content(tmp_path / "q"), report) == whole
+    assert not (tmp_path / "q.unfinished").exists()
+
+
+@pytest.fixture
+def unfinished(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The output folder of a run that was interrupted in its second layer."""
+    interrupted(model, tmp_path / "q", PER_LAYER + 1, monkeypatch, RuntimeError("broken"))
+    assert (tmp_path / "q.unfinished" / "run.json").is_file()
+    return tmp_path / "q"
+
+
+def test_without_resume_it_is_refused_or_overwritten(model: Path, whole: Any, unfinished: Path) -> None:
+    with pytest.raises(DiffbitError, match=r"q\.unfinished: .*--resume .*--overwrite"):
+        run(model, unfinished)
+    run(model, unfinished, overwrite=True)
+    assert content(unfinished) == whole[0]
+    assert not unfinished.with_name("q.unfinished").exists()
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"calibration": IDS.flip(0)}, "calibration"),
+        ({"calibration_mask": IDS > 3}, "calibration"),
+        ({"calibration": None, "method": "rotate"}, "method rotate[+]gptq, now it is rotate"),
+        ({"method": "gptq"}, "method rotate[+]gptq, now it is gptq"),
+        ({"calibration_text": {"source": "a book"}}, "text None, now it is .*a book"),
+    ],
+)
+def test_another_run_does_not_go_on(options: dict[str, Any], words: str, model: Path, unfinished: Path) -> None:
+    with pytest.raises(DiffbitError, match=rf"q\.unfinished: is of a run with {words}.*--overwrite"):
+        run(model, unfinished, resume=True, **options)
+    assert unfinished.with_name("q.unfinished").is_dir(), "it may still go on as it was begun"
+
+
+def test_another_scheme_or_model_does_not_go_on(model: Path, unfinished: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"method": "rotate+gptq", "calibration": IDS, "resume": True}
+    with pytest.raises(DiffbitError, match="is of a run with scheme"):
+        quantize_checkpoint(model, unfinished, replace(SCHEME, activations="int8"), **options)
+    shutil.copytree(model, tmp_path / "other")
+    weights = tmp_path / "other" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(DiffbitError, match="is of a run with model"):
+        run(tmp_path / "other", unfinished, resume=True)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (lambda folder: truncate(next(folder.glob("states-*"))), "states-00001.safetensors: is cut short.*--overwrite"),
+        (lambda folder: truncate(folder / "piece-00001.safetensors"), "piece-00001.*cut short.*--overwrite"),
+        (lambda folder: truncate(folder / "run.json"), r"run\.json: is not valid JSON"),
+        (lambda folder: (folder / "run.json").unlink(), r"q\.unfinished: holds no run\.json"),
+    ],
+)
+def test_a_damaged_folder(spoil: Callable[[Path], None], words: str, model: Path, unfinished: Path) -> None:
+    spoil(unfinished.with_name("q.unfinished"))
+    with pytest.raises(DiffbitError, match=words):
+        run(model, unfinished, resume=True)
+    assert not unfinished.exists()
+
+
+def test_nothing_is_left_where_nothing_is_lost(
+    model: Path, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(model, tmp_path / "q", 2, monkeypatch, RuntimeError("broken"))
+    assert list(tmp_path.iterdir()) == [], "its first layer was not done"
+    run(model, tmp_path / "q", resume=True)  # nothing to resume: from the beginning
+    assert content(tmp_path / "q") == whole[0]
+    monkeypatch.setattr("diffbit.quantize.unfinished.Unfinished.add", None)  # plain rounding keeps nothing
+    run(model, tmp_path / "plain", method="rtn", calibration=None)
