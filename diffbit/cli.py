@@ -193,7 +193,7 @@ def _weight_rows(weights: Iterable[WeightReport], each: bool) -> list[dict[str, 
         outputs = [weight.output_error for weight in group if weight.output_error is not None]
         losses = [weight.proxy_loss for weight in group if weight.proxy_loss is not None]
         worst = max(group, key=lambda weight: weight.output_error or weight.weight_error)
-        row = {
+        row: dict[str, Any] = {
             "weight": kind,
             "format": format,
             "weight error": percent(sum(weight.weight_error for weight in group) / len(group)),
