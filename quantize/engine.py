@@ -95,13 +95,19 @@ def _finish(piece: Piece, recipe: Recipe) -> Finished:
     quantized = quantize_piece(piece, recipe)
     if any(piece.tensors[name] is not tensor for name, tensor in tied.items()):
         raise DiffbitError(f"method {recipe.name!r} changes the embedding that the head shares; it has to untie them")
-    floats = [name for name in piece.tensors if name.removesuffix(".weight") not in quantized]
-    for name in floats:  # methods compute in fp32; what stays float is stored as it came
-        if not stays_float32(name):
-            piece.tensors[name] = piece.tensors[name].to(dtypes[name])
+    for kept in (piece.tensors, piece.refitted):  # methods compute in fp32; what stays float is stored as it came
+        for name, tensor in kept.items():
+            if name.removesuffix(".weight") not in quantized and not stays_float32(name):
+                kept[name] = tensor.to(dtypes[name])
     errors = piece.tokens.advance(piece, quantized) if piece.tokens is not None else {}
+    floats = {
+        name: tensor
+        for name, tensor in (piece.tensors | piece.refitted).items()
+        if name.removesuffix(".weight") not in quantized
+        and name in shapes(piece.config)  # a tied head is the embedding
+    }
     return Finished(
-        {name: piece.tensors[name] for name in floats if name in shapes(piece.config)},  # a tied head is the embedding
+        floats,
         quantized,
         tuple(_row(piece, module, weight, errors.get(module)) for module, weight in quantized.items()),
     )

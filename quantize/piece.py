@@ -123,6 +123,8 @@ class Piece:
     tensors  {parameter: float tensor}; a transform puts others in their place
     formats  {linear layer: Format} of those of this piece that are quantized
     tokens   None where there is no calibration text
+    refitted {parameter: float tensor} of the quantized model where it is another than in `tensors`, which stays the
+             float model's; filled by methods that round or refit
     moved    is told the layer at hand and how far the piece is, from 0 to 1
     proxy_losses  {linear layer: loss on the statistics that it was rounded with}, where there were any
     """
@@ -134,6 +136,7 @@ class Piece:
     tensors: dict[str, Tensor]
     tokens: Tokens | None = None
     moved: Callable[[str, float], None] = lambda at, share: None
+    refitted: dict[str, Tensor] = field(init=False, default_factory=dict)
     proxy_losses: dict[str, float] = field(init=False, default_factory=dict)
     prefix: str = field(init=False)
     _steps: int = field(init=False, default=0)
@@ -159,9 +162,10 @@ class Piece:
         """The piece as a module in fp32: all float, or (even with {}) under its scheme, with these weights in place."""
         with torch.device("meta"):
             module = Block(self.config, self.index) if self.is_layer else _Head(self.config)
+        tensors = self.tensors if quantized is None else self.tensors | self.refitted
         state = {
             name.removeprefix(self.prefix): (quantized or {}).get(name.removesuffix(".weight"), tensor)
-            for name, tensor in self.tensors.items()
+            for name, tensor in tensors.items()
         }
         if not self.is_layer:
             state = {"norm.weight": state[FINAL_NORM], "lm_head.weight": state[HEAD]}

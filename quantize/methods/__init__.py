@@ -5,7 +5,7 @@ A recipe names some of them, joined by +, such as "rotate+gptq+lambda". A method
     transform(piece) -> None                    before rounding: changes piece.tensors and not what the model computes
     quantize(weight, format, stats) -> QTensor  rounds a weight [N, K]; stats: CalibStats of its input, or None
     quantize_layer(piece) -> {module: QTensor}  rounds the weights of a piece together
-    refit(piece, quantized) -> None             after rounding: changes what stays float in piece.tensors
+    refit(piece, quantized) -> None             after rounding: puts float parameters that fit better in piece.refitted
 
 and CALIBRATED, whether it needs calibration tokens. A transform may also have config(config) -> ModelConfig, that of
 the model it makes; one that changes the embedding or the head must untie them there. A recipe has one of the two that
