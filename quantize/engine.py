@@ -74,26 +74,24 @@ def quantize_pieces(
                 if bar is not None:
                     bar.to(begin + share * (end - begin), at.removeprefix("model."))
 
-            tensors = {
-                name: read(EMBEDDING if name == HEAD and config.tie_embeddings else name) for name in names[place]
-            }
-            piece = Piece(stored, place - 1, scheme, own[place], tensors, tokens, moved)
-            del tensors
-            finished = _finish(piece, recipe)
-            del piece  # before the next one is read
-            yield finished
+            # nothing here holds on to a piece: one is in memory at a time
+            yield _finish(
+                Piece(stored, place - 1, scheme, own[place], _read(config, read, names[place]), tokens, moved), recipe
+            )
+
+
+def _read(config: ModelConfig, read: Read, names: list[str]) -> dict[str, Tensor]:
+    return {name: read(EMBEDDING if name == HEAD and config.tie_embeddings else name) for name in names}
 
 
 def _finish(piece: Piece, recipe: Recipe) -> Finished:
     """Quantize a piece and take its tokens past it."""
     dtypes = {name: tensor.dtype for name, tensor in piece.tensors.items()}
-    tied = {name: tensor for name, tensor in piece.tensors.items() if name in (EMBEDDING, HEAD)}
-    if not piece.config.tie_embeddings:
-        tied = {}
+    tied = {name: piece.tensors[name] for name in (EMBEDDING, HEAD) if name in piece.tensors}
     if piece.tokens is not None:
         piece.expect(len(piece.tokens.slices))  # that pass it in the end
     quantized = quantize_piece(piece, recipe)
-    if any(piece.tensors[name] is not tensor for name, tensor in tied.items()):
+    if piece.config.tie_embeddings and any(piece.tensors[name] is not tensor for name, tensor in tied.items()):
         raise DiffbitError(f"method {recipe.name!r} changes the embedding that the head shares; it has to untie them")
     for kept in (piece.tensors, piece.refitted):  # methods compute in fp32; what stays float is stored as it came
         for name, tensor in kept.items():
@@ -103,14 +101,10 @@ def _finish(piece: Piece, recipe: Recipe) -> Finished:
     floats = {
         name: tensor
         for name, tensor in (piece.tensors | piece.refitted).items()
-        if name.removesuffix(".weight") not in quantized
-        and name in shapes(piece.config)  # a tied head is the embedding
+        if name.removesuffix(".weight") not in quantized and name in shapes(piece.config)  # no head where it is tied
     }
-    return Finished(
-        floats,
-        quantized,
-        tuple(_row(piece, module, weight, errors.get(module)) for module, weight in quantized.items()),
-    )
+    rows = tuple(_row(piece, module, weight, errors.get(module)) for module, weight in quantized.items())
+    return Finished(floats, quantized, rows)
 
 
 def tokens_for(
