@@ -141,6 +141,7 @@ class Piece:
     prefix: str = field(init=False)
     _steps: int = field(init=False, default=0)
     _taken: int = field(init=False, default=0)
+    _share: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         self.prefix = f"model.layers.{self.index}." if self.is_layer else ""
@@ -150,13 +151,14 @@ class Piece:
         return 0 <= self.index < self.config.num_layers
 
     def expect(self, steps: int) -> None:
-        """So many more calls of `step` will come: of about equal length, they move the progress that is shown."""
+        """So many more steps will come; of about equal length, they move the progress that is shown."""
         self._steps += steps
 
     def step(self, at: str, count: int = 1) -> None:
-        """So many steps are done, with this layer."""
+        """So many of the steps are done, with this layer."""
         self._taken += count
-        self.moved(at, min(1.0, self._taken / max(1, self._steps)))
+        self._share = max(self._share, min(1.0, self._taken / self._steps))
+        self.moved(at, self._share)
 
     def module(self, quantized: Mapping[str, QTensor] | None = None) -> nn.Module:
         """The piece as a module in fp32: all float, or (even with {}) under its scheme, with these weights in place."""
@@ -208,6 +210,7 @@ class Piece:
         module = self.module(quantized)
         wanted = [name for name in self.formats if name not in quantized] if names is None else names
         linears = {name: module.get_submodule(name.removeprefix(self.prefix)) for name in wanted}
+        self.expect(len(self.tokens.slices))
 
         def passes() -> Iterator[tuple[Callable[[], object], Tensor]]:
             assert self.tokens is not None
@@ -237,25 +240,26 @@ def quantize_piece(piece: Piece, recipe: Recipe) -> dict[str, QTensor]:
     Layers are rounded a stage at a time, with statistics behind those rounded before (as in the code of arXiv
     2210.17323, where it is called true-sequential).
     """
+    by_layer = hasattr(recipe.rounding, "quantize_layer")
+    unit = 1 if piece.tokens is None else len(piece.tokens.slices)  # a weight takes as long as a pass of the tokens
+    if not by_layer:
+        piece.expect(unit * len(piece.formats))
     for transform in recipe.transforms:
         transform.transform(piece)
     quantized: dict[str, QTensor] = {}
-    if hasattr(recipe.rounding, "quantize_layer"):
+    if by_layer:
         quantized = recipe.rounding.quantize_layer(piece) if piece.formats else {}
     elif piece.tokens is not None and piece.index >= 0 and getattr(recipe.rounding, "CALIBRATED", True):
-        batches, stages = len(piece.tokens.slices), piece.stages()
-        piece.expect(batches * (len(stages) + len(piece.formats)))  # a weight takes about as long as a pass
-        for stage in stages:
+        for stage in piece.stages():
             stats = piece.stats(quantized, stage[:1])[stage[0]]
             for name in stage:
                 quantized[name] = _round(piece, recipe, name, stats)
                 piece.proxy_losses[name] = proxy_loss(piece.tensors[f"{name}.weight"], quantized[name], stats.gram)
-                piece.step(name, batches)
+                piece.step(name, unit)
     else:
-        piece.expect(len(piece.formats))
         for name in piece.formats:
             quantized[name] = _round(piece, recipe, name, None)
-            piece.step(name)
+            piece.step(name, unit)
     for refit in recipe.refits:
         refit.refit(piece, quantized)
     return {name: quantized[name] for name in piece.formats}
