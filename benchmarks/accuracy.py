@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,15 @@ ROOT = Path(__file__).parents[1]
 TRIO = [ROOT / "examples" / "nano" / name for name in ("softmax", "diff_v1", "diff_v2")]  # the first is held against
 NAMES = {"softmax": "Transformer", "diff_v1": "DIFF v1", "diff_v2": "DIFF v2"}
 FORMATS = ("int8", "int4_g128", "int3_g64", "int2_g64", "int2_g64_asym")
-RECIPES = ("rtn", "gptq")
+LOW = FORMATS[1:]  # at 8 bits there is next to nothing to recover
+RECIPES = {
+    "rtn": FORMATS,
+    "gptq": FORMATS,
+    "rotate+gptq": FORMATS,
+}
 ROUNDED_INPUTS = (("int8", "rtn"), ("int4_g128", "gptq"))  # weights, and the recipe that rounds them
 CALIBRATION_WINDOWS = 128
-QUICK = {"formats": ("int4_g128", "int2_g64"), "windows": 6, "calibration": 8}
+QUICK_FORMATS, QUICK_RECIPES, QUICK_WINDOWS = ("int4_g128", "int2_g64"), ("rtn", "gptq"), (6, 8)
 SHARES = 4  # that a model's variants are split into, for the processes
 
 Row = dict[str, Any]
@@ -52,10 +58,27 @@ Row = dict[str, Any]
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
-def wanted(formats: Sequence[str]) -> list[Variant]:
-    """All variants of a model."""
-    found = variants(formats, ["weights"], RECIPES)
-    return found + [variant for variant in with_int8_inputs() if variant.format.split()[0] in formats]
+@dataclass(frozen=True)
+class Plan:
+    """What to measure on what, the same for every model."""
+
+    chosen: list[Variant]
+    windows: Windows
+    calibration: Windows
+
+
+def plan(path: Path, length: int, quick: bool = False) -> Plan:
+    """path: of one of the models; they share a tokenizer. length: of a window."""
+    found = []
+    for format in QUICK_FORMATS if quick else FORMATS:
+        recipes = QUICK_RECIPES if quick else [recipe for recipe, formats in RECIPES.items() if format in formats]
+        found += variants([format], ["weights"], recipes)
+    limits = QUICK_WINDOWS if quick else (None, CALIBRATION_WINDOWS)
+    windows, calibration = (
+        eval_windows("stdlib", path, length, limit, split=split)
+        for limit, split in zip(limits, ("eval", "calib"), strict=True)
+    )
+    return Plan(found + with_int8_inputs(), windows, calibration)
 
 
 def with_int8_inputs() -> list[Variant]:
@@ -71,39 +94,47 @@ def with_int8_inputs() -> list[Variant]:
     return found
 
 
-def work(path: Path, share: Sequence[Variant], windows: Windows, calibration: Windows, name: str) -> tuple[
-    list[Measured], list[Refusal]
-]:  # fmt: skip
-    """In a process of its own: the model as it is and a share of its variants."""
+def work(path: Path, share: Sequence[Variant], plan: Plan, name: str) -> tuple[list[Measured], list[Refusal], float]:
+    """In a process of its own: the model as it is and a share of its variants; and the processor's seconds."""
     torch.set_num_threads(1)
     set_quiet(True)
-    return measure(load(path), share, windows, calibration, name=name)
+    begin = time.process_time()
+    measured, refused = measure(load(path), share, plan.windows, plan.calibration, name=name)
+    return measured, refused, time.process_time() - begin
 
 
-def run(paths: Sequence[Path], quick: bool, jobs: int) -> Comparison:
-    """Measure everything."""
+def run(paths: Sequence[Path], quick: bool, jobs: int) -> tuple[Comparison, float]:
+    """Measure everything; and the processor's seconds."""
     checkpoints = [Checkpoint(path) for path in paths]
     names = [NAMES[checkpoint.config.attention] for checkpoint in checkpoints]
-    length = min(512, *(checkpoint.config.max_position for checkpoint in checkpoints))
-    limits = (QUICK["windows"], QUICK["calibration"]) if quick else (None, CALIBRATION_WINDOWS)
-    windows = eval_windows("stdlib", paths[0], length, limits[0])
-    calibration = eval_windows("stdlib", paths[0], length, limits[1], split="calib")
-    chosen = wanted(QUICK["formats"] if quick else FORMATS)
-    measured: dict[str, dict[Any, Measured]] = {name: {} for name in names}
-    refused = []
+    planned = plan(paths[0], min(512, *(checkpoint.config.max_position for checkpoint in checkpoints)), quick)
+    measured: dict[str, list[Measured]] = {name: [] for name in names}
+    refused: list[Refusal] = []
+    seconds = 0.0
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         tasks = {
-            pool.submit(work, path, chosen[share::SHARES], windows, calibration, name): name
+            pool.submit(work, path, planned.chosen[share::SHARES], planned, name): name
             for name, path in zip(names, paths, strict=True)
             for share in range(SHARES)
         }
         for task in track(as_completed(tasks), "measuring", len(tasks)):
-            found, refusals = task.result()
+            found, refusals, took = task.result()
+            measured[tasks[task]] += found
             refused += refusals
-            measured[tasks[task]] |= {one.variant.key if one.variant else None: one for one in found}
-    order = [None, *(variant.key for variant in chosen)]
-    ordered = {name: [own[key] for key in order if key in own] for name, own in measured.items()}
-    return conclude(checkpoints, ordered, refused, windows, calibration)
+            seconds += took
+    return concluded(checkpoints, measured, refused, planned), seconds
+
+
+def concluded(
+    checkpoints: Sequence[Checkpoint], measured: dict[str, list[Measured]], refused: list[Refusal], plan: Plan
+) -> Comparison:
+    """Everything measured, in the order of the plan."""
+    by_key = {
+        name: {one.variant.key if one.variant else None: one for one in found} for name, found in measured.items()
+    }
+    order = [None, *(variant.key for variant in plan.chosen)]
+    ordered = {name: [own[key] for key in order if key in own] for name, own in by_key.items()}
+    return conclude(checkpoints, ordered, refused, plan.windows, plan.calibration)
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
@@ -248,8 +279,9 @@ def tables(comparison: Row) -> dict[str, str]:
     """By the name of their place in docs/accuracy.md."""
     text, calibration = comparison["text"], comparison["calibration"]
     about = (
-        f"{comparison['machine']}; {comparison['minutes']:.0f} minutes. {text['windows']} windows of {text['length']} "
-        f"held-out tokens, {text['scored_tokens']:,} scored (SHA-256 {text['sha256'][:12]}); calibrated on "
+        f"{comparison['machine']}; {comparison['minutes']:.0f} minutes of one core in all. "
+        f"{text['windows']} windows of {text['length']} held-out tokens, {text['scored_tokens']:,} scored "
+        f"(SHA-256 {text['sha256'][:12]}); calibrated on "
         f"{calibration['tokens']:,} other tokens (SHA-256 {calibration['sha256'][:12]}). `{comparison['command']}`"
     )
     refused = [f"Left out: {r['model']}, {r['format']} by {r['method']}: {r['reason']}." for r in comparison["refused"]]
@@ -273,13 +305,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two formats and a few windows: does everything run?")
     arguments = parser.parse_args()
 
-    begin = time.monotonic()
-    comparison = run(arguments.models, arguments.quick, arguments.jobs).to_dict()
-    comparison |= {
-        "machine": describe(),
-        "minutes": (time.monotonic() - begin) / 60,
-        "command": shlex.join(["python", "benchmarks/accuracy.py", *sys.argv[1:]]),
-    }
+    result, seconds = run(arguments.models, arguments.quick, arguments.jobs)
+    command = shlex.join(["python", "benchmarks/accuracy.py", *sys.argv[1:]])
+    comparison = result.to_dict() | {"machine": describe(), "minutes": seconds / 60, "command": command}
     found = tables(comparison)
     for name, text in found.items():
         print(f"\n## {name}\n\n{text}")

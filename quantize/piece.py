@@ -69,6 +69,7 @@ class Tokens:
         self.hidden = self.exact = torch.empty(0)  # fp32 [n, S, E], before the piece that comes next
         step = max(1, BATCH_TOKENS // self.ids.shape[1])
         self.slices = [slice(i, i + step) for i in range(0, len(self.ids), step)]
+        self.measuring = True  # does `advance` measure output errors?
 
     def batches(self) -> Iterator[Batch]:
         length, device = self.ids.shape[1], self.ids.device
@@ -90,7 +91,7 @@ class Tokens:
             self.exact = F.embedding(self.ids, piece.tensors[EMBEDDING]).float()
             self.hidden = self.exact.clone()
             return {}
-        if not piece.is_layer and not quantized:
+        if not piece.is_layer and not (quantized and self.measuring):
             return {}
         true, rounded = piece.module(), piece.module(quantized)
         batch = None
@@ -104,7 +105,7 @@ class Tokens:
 
             return hook
 
-        for name in quantized:
+        for name in quantized if self.measuring else ():
             true.get_submodule(name.removeprefix(piece.prefix)).register_forward_hook(measure(name))
         for rows, batch in zip(self.slices, self.batches(), strict=True):
             exact = piece.run(true, batch.exact, batch)
@@ -112,7 +113,7 @@ class Tokens:
                 self.exact[rows] = exact
                 self.hidden[rows] = piece.run(rounded, batch.hidden, batch)
             piece.step(f"{piece.prefix}output")
-        return {name: error.value for name, error in errors.items()}
+        return {name: error.value for name, error in errors.items()} if self.measuring else {}
 
 
 @dataclass
