@@ -14,7 +14,11 @@ class Symmetries:
                   per head, may be multiplied by any orthogonal [w, w] matrix, one per kv head, Q^T W_v and W_o Q; head
                   i reads the value of kv head i // (heads / kv heads). 0: they may not.
     value_scales  whether those matrices may also be diagonal: the value's channels scaled one by one
+    key_of        the key sub-head that each query sub-head meets: rows j and j + d/2 of a key sub-head, which RoPE
+                  turns as a pair, and of all query sub-heads that meet it may be turned by any one angle. (): they may
+                  not.
     """
 
     value_width: int = 0
     value_scales: bool = False
+    key_of: tuple[int, ...] = ()

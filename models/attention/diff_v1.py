@@ -41,7 +41,9 @@ def symmetries(config: ModelConfig) -> Symmetries:
     """Rotations of the 2d-wide value pass through the difference and through the head norm, which has no weight;
     scales do not.
     """
-    return Symmetries(value_width=2 * config.head_dim)
+    shared = config.num_heads // config.num_kv_heads
+    key_of = tuple(2 * (head // shared) + branch for head in range(config.num_heads) for branch in (0, 1))
+    return Symmetries(value_width=2 * config.head_dim, key_of=key_of)
 
 
 class Attention(nn.Module):

@@ -26,7 +26,9 @@ MODEL_TYPE = "diff_llama_v2"
 
 def symmetries(config: ModelConfig) -> Symmetries:
     """Both heads of a pair share a value and no norm follows: what mixes its channels passes through."""
-    return Symmetries(value_width=config.head_dim, value_scales=True)
+    shared = config.num_heads // config.num_kv_heads
+    key_of = tuple(head // shared for head in range(config.num_heads) for _ in range(2))
+    return Symmetries(value_width=config.head_dim, value_scales=True, key_of=key_of)
 
 
 class Attention(nn.Module):

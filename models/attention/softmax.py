@@ -22,7 +22,9 @@ MODEL_TYPE = "llama"
 
 def symmetries(config: ModelConfig) -> Symmetries:
     """A head is a mean of its values: what mixes their channels passes through."""
-    return Symmetries(value_width=config.head_dim, value_scales=True)
+    shared = config.num_heads // config.num_kv_heads
+    key_of = tuple(head // shared for head in range(config.num_heads))
+    return Symmetries(value_width=config.head_dim, value_scales=True, key_of=key_of)
 
 
 class Attention(nn.Module):

@@ -7,18 +7,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pytest import MonkeyPatch
 
 from diffbit import models
 from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
+from diffbit.models.attention import symmetries
 from diffbit.models.symmetries import Symmetries
-from diffbit.quantize import Scheme, load, parse_format, quantize_checkpoint
+from diffbit.quantize import Scheme, load, parse_format, quantize_checkpoint, rtn
 from diffbit.quantize.hadamard import Rotation
 from diffbit.quantize.methods import rotate
 from diffbit.runtime import verify
 
-from ..export.helpers import relative_error, write_model
-from .transforms import config_of, logits64, random_decoder, random_ids, transformed
+from ...export.helpers import relative_error, write_model
+from ..transforms import config_of, logits64, random_decoder, random_ids, transformed
 
 VARIANTS = ("softmax", "diff_v1", "diff_v2")
 SHAPES = {
@@ -28,6 +30,9 @@ SHAPES = {
     "odd": {"hidden_size": 60, "num_heads": 6, "num_kv_heads": 3, "head_dim": 10, "intermediate_size": 44},
     "prime": {"hidden_size": 37, "head_dim": 6, "intermediate_size": 29},
 }
+
+
+SCHEME = Scheme(weights=parse_format("int3_g16"))
 
 
 @pytest.mark.parametrize("width", [1, 2, 7, 12, 37, 64, 96, 256])
@@ -50,7 +55,7 @@ def test_the_matrix_is_orthogonal_and_flat(width: int) -> None:
 def test_logits_stay(attention: str, shape: str) -> None:
     decoder = random_decoder(config_of(attention, **SHAPES[shape]), dtype=torch.float64)
     ids = random_ids()
-    made = transformed(decoder, rotate)
+    made = transformed(decoder, rotate, SCHEME)
     assert not made.config.tie_embeddings
     torch.testing.assert_close(logits64(made, ids), logits64(decoder, ids), rtol=0, atol=1e-9)
     for name, parameter in made.named_parameters():
@@ -64,6 +69,41 @@ def test_logits_stay_in_float32(attention: str) -> None:
     with torch.inference_mode():
         wanted, found = decoder(ids), transformed(decoder, rotate)(ids)
     assert float((found - wanted).abs().max() / wanted.std()) < 1e-5
+
+
+@pytest.mark.parametrize("attention", VARIANTS)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_queries_and_keys_are_turned_by_the_best_angle(attention: str, kv_heads: int, monkeypatch: MonkeyPatch) -> None:
+    """One plane after the other, each angle tried on all rows that share it."""
+    decoder = random_decoder(config_of(attention, num_kv_heads=kv_heads), dtype=torch.float64)
+    found = transformed(decoder, rotate, SCHEME).model.layers[1].self_attn
+    monkeypatch.setattr(rotate, "ANGLES", (0.0,))
+    plain = transformed(decoder, rotate, SCHEME).model.layers[1].self_attn
+    query, key = (p.weight.detach().view(-1, 2, 4, 64) for p in (plain.q_proj, plain.k_proj))  # d = 8
+    format, errors = SCHEME.weights, [0.0, 0.0]
+    for k in range(len(key)):
+        pairs = len(query) // len(key)
+        if attention == "diff_v1":  # signal with signal, noise with noise
+            queries = [2 * (k // 2 * pairs + i) + k % 2 for i in range(pairs)]
+        else:
+            queries = [k * pairs + i for i in range(pairs)]
+        for plane in range(4):
+            best, least = None, float("inf")
+            for step in range(16):
+                angle = torch.tensor(step * torch.pi / 32).double()
+                turn = torch.stack((torch.stack((angle.cos(), -angle.sin())), torch.stack((angle.sin(), angle.cos()))))
+                rows = [turn @ query[q, :, plane] for q in queries] + [turn @ key[k, :, plane]]
+                lost = [(rtn(r, format).dequantize().double() - r).square().sum() for r in rows]
+                size = [r.square().sum() for r in rows]
+                loss = sum(lost[i] * size[-1] + size[i] * lost[-1] for i in range(len(queries)))
+                errors[0] += float(loss) if step == 0 else 0.0
+                if loss < least * (1 - 1e-9):
+                    best, least = rows, loss
+            errors[1] += float(least)
+            made = [found.q_proj.weight.view(-1, 2, 4, 64)[q, :, plane] for q in queries]
+            made.append(found.k_proj.weight.view(-1, 2, 4, 64)[k, :, plane])
+            torch.testing.assert_close(torch.stack(made).detach(), torch.stack(best), rtol=0, atol=1e-6)
+    assert errors[1] < 0.97 * errors[0]
 
 
 def test_each_kv_head_has_a_rotation_of_its_own() -> None:
@@ -86,14 +126,25 @@ def test_outlier_channels_are_spread() -> None:
     assert after.max() < 3 * after.mean()
 
 
-def test_an_attention_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attention_that_does_not_fit_is_refused(monkeypatch: MonkeyPatch) -> None:
     """A variant whose file claims what its arithmetic does not hold: diff_v1's head norm let pass no other width."""
     monkeypatch.setattr("diffbit.models.attention.diff_v1.symmetries", lambda config: Symmetries(value_width=32))
-    with pytest.raises(DiffbitError, match=r"model.layers.0.: .*'diff_v1' computes something else \(by \d"):
+    with pytest.raises(DiffbitError, match=r"model.layers.0: .*'diff_v1' computes something else \(by \d"):
         transformed(random_decoder(config_of("diff_v1")), rotate)
 
 
-def test_a_variant_that_says_nothing_keeps_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wrong", [(0, 0, 1, 1), (0, 1, 0, 1)])
+def test_wrong_partners_are_refused(wrong: tuple[int, ...], monkeypatch: MonkeyPatch) -> None:
+    right = (0, 1, 0, 1) if wrong == (0, 0, 1, 1) else (0, 0, 1, 1)
+    attention = "diff_v1" if right == (0, 1, 0, 1) else "diff_v2"
+    decoder = random_decoder(config_of(attention, num_heads=2, num_kv_heads=1 if attention == "diff_v1" else 2))
+    assert symmetries(decoder.config).key_of == right
+    monkeypatch.setattr(f"diffbit.models.attention.{attention}.symmetries", lambda config: Symmetries(key_of=wrong))
+    with pytest.raises(DiffbitError, match="computes something else"):
+        transformed(decoder, rotate, SCHEME)
+
+
+def test_a_variant_that_says_nothing_keeps_its_values(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.delattr("diffbit.models.attention.diff_v1.symmetries")
     decoder, ids = random_decoder(config_of("diff_v1"), dtype=torch.float64), random_ids()
     made = transformed(decoder, rotate)

@@ -1,0 +1,74 @@
+"""Clipping against the tokens themselves, what it gains, odd shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from diffbit.errors import DiffbitError
+from diffbit.quantize import parse_format
+from diffbit.quantize.methods import clip, rtn
+from diffbit.quantize.scales import candidates
+from diffbit.quantize.stats import Gatherer, proxy_loss
+
+FORMATS = ["int8", "int4_g32", "int4_g32_asym", "int3_g64", "int2_g16", "int2", "nf4", "ternary"]
+
+
+def layer(rows=24, columns=192, tokens=500, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    inputs = normal(tokens, columns // 8) @ normal(columns // 8, columns) / 2 + normal(tokens, columns)
+    return normal(rows, columns) * 0.05, inputs * normal(columns).mul(0.7).exp()
+
+
+def stats_of(inputs):
+    gatherer = Gatherer()
+    gatherer.add(inputs)
+    return gatherer.stats()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_group_has_the_best_of_the_grid(name):
+    """The outputs of each group on the tokens, one candidate after the other."""
+    format, (weight, inputs) = parse_format(name), layer(columns=192 if name == "nf4" else 200)
+    found = clip.quantize(weight, format, stats_of(inputs))
+    size, columns = format.group_size or weight.shape[1], weight.shape[1]
+    energy = 1e-3 * inputs.square().mean(0).mean()
+
+    def losses(scale, zero):
+        lost = format.decode(format.encode(weight, scale, zero), scale, zero) - weight
+        groups = [slice(start, min(start + size, columns)) for start in range(0, columns, size)]
+        each = [(inputs[:, g] @ lost[:, g].T).square().mean(0) + energy * lost[:, g].square().sum(1) for g in groups]
+        return torch.stack(each, 1) if name != "ternary" else torch.stack(each, 1).sum()
+
+    least = losses(found.scale, found.zero)
+    assert (least <= losses(*format.fit(weight)) * (1 + 1e-4)).all()
+    for scale, zero in candidates(weight, format):
+        assert (least <= losses(scale, zero) * (1 + 1e-4)).all()
+    assert torch.equal(found.codes, format.encode(weight, found.scale, found.zero))
+
+
+@pytest.mark.parametrize(("name", "least"), [("int4_g128", 1.1), ("int3_g64", 1.3), ("int2_g64", 1.4)])
+def test_it_beats_rounding_to_nearest(name, least):
+    format, (weight, inputs) = parse_format(name), layer(64, 256, 2000)
+    stats = stats_of(inputs)
+    nearest, clipped = (method.quantize(weight, format, stats) for method in (rtn, clip))
+    assert proxy_loss(weight, clipped, stats.gram) * least < proxy_loss(weight, nearest, stats.gram)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_edges(name):
+    """bf16, a short last group, one token, channels that never fire."""
+    weight, inputs = layer(columns=192 if name == "nf4" else 200)
+    inputs[:, 5:9] = 0
+    for tokens in (inputs, inputs[:1], torch.zeros_like(inputs)):
+        found = clip.quantize(weight.bfloat16(), parse_format(name), stats_of(tokens))
+        assert found.dequantize().isfinite().all() and found.dequantize().abs().max() > 0
+
+
+def test_without_calibration():
+    with pytest.raises(DiffbitError, match="clip needs calibration tokens"):
+        clip.quantize(torch.ones(2, 64), parse_format("int4_g32"), None)

@@ -1,0 +1,100 @@
+"""Scales that are multiplied onto columns and divided out of what makes them: exact, everywhere they are folded."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from diffbit.errors import DiffbitError
+from diffbit.models.layout import HEAD
+from diffbit.models.symmetries import Symmetries
+from diffbit.quantize import folding
+from diffbit.quantize.folding import fold, groups, per_channel, unchanged
+from diffbit.quantize.piece import FINAL_NORM
+
+from .transforms import config_of, logits64, pieces, random_decoder, random_ids, transformed
+
+VARIANTS = ("softmax", "diff_v1", "diff_v2")
+SHAPES = {
+    "grouped": {},
+    "four": {"num_kv_heads": 1, "tie_embeddings": True},
+    "odd": {"hidden_size": 37, "num_heads": 6, "num_kv_heads": 3, "head_dim": 6, "intermediate_size": 29},
+}
+
+
+def random_scale(maker, seed=0):
+    return torch.rand(len(maker), generator=torch.Generator().manual_seed(seed)) * 3 + 0.2
+
+
+def scaled(piece):
+    """A transform that scales every group at random."""
+    with unchanged(piece):
+        for index, group in enumerate(groups(piece)):
+            fold(piece, group, random_scale(piece.tensors[group.maker], 10 * piece.index + index))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_logits_stay(attention, shape):
+    decoder = random_decoder(config_of(attention, **SHAPES[shape]), dtype=torch.float64)
+    made, ids = transformed(decoder, SimpleNamespace(transform=scaled)), random_ids()
+    torch.testing.assert_close(logits64(made, ids), logits64(decoder, ids), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_every_linear_layer_is_reached(attention):
+    """All but what a norm of the heads keeps scales from: o_proj of diff_v1."""
+    for piece in pieces(random_decoder(config_of(attention))):
+        before = dict(piece.tensors)
+        scaled(piece)
+        changed = {name for name, tensor in piece.tensors.items() if not torch.equal(tensor, before[name])}
+        kept = {name.removeprefix(piece.prefix) for name in set(before) - changed}
+        vectors = {name for name in kept if "lambda_q" in name or "lambda_k" in name}
+        o_proj = {"self_attn.o_proj.weight"} if attention == "diff_v1" and piece.is_layer else set()
+        assert kept - vectors - o_proj == ({"model.embed_tokens.weight"} if piece.index < 0 else set())
+        if piece.index == piece.config.num_layers:
+            assert [(group.maker, group.readers) for group in groups(piece)] == [(FINAL_NORM, (HEAD,))]
+
+
+def test_a_tied_head_is_left_alone():
+    *_, last = pieces(random_decoder(config_of("softmax", tie_embeddings=True)))
+    assert groups(last) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_nothing_is_lost_in_a_norm_of_few_bits(dtype):
+    """The columns follow the quotient that the norm could hold."""
+    piece = next(p for p in pieces(random_decoder(config_of("softmax"), dtype=dtype)) if p.is_layer)
+    with torch.no_grad():
+        piece.tensors["model.layers.0.input_layernorm.weight"][3] = 0
+    before, group = dict(piece.tensors), groups(piece)[0]
+    fold(piece, group, random_scale(before[group.maker]))
+    assert piece.tensors[group.maker].dtype == dtype
+    for name in group.readers:
+        wanted = before[name].double() * before[group.maker].double()
+        torch.testing.assert_close(
+            piece.tensors[name].double() * piece.tensors[group.maker], wanted, rtol=1e-14, atol=0
+        )
+    assert not torch.equal(piece.tensors[group.maker], before[group.maker])
+
+
+@pytest.mark.parametrize(
+    ("attention", "wrong"),
+    [
+        ("diff_v1", Symmetries(value_width=16, value_scales=True)),  # a norm of the heads stands between
+        ("softmax", Symmetries(value_width=4, value_scales=True)),  # other heads' values
+    ],
+)
+def test_what_does_not_cancel_is_refused(attention, wrong, monkeypatch):
+    monkeypatch.setattr(folding, "symmetries", lambda config: wrong)
+    with pytest.raises(DiffbitError, match=rf"^model.layers.0: .*'{attention}' computes something else \(by \d"):
+        transformed(random_decoder(config_of(attention)), SimpleNamespace(transform=scaled))
+
+
+def test_columns_that_share_a_channel():
+    channels = torch.tensor([0, 1, 0, 1, 2])
+    values = torch.tensor([1.0, 2.0, 3.0, 6.0, 5.0])
+    assert per_channel(values, channels, "mean").tolist() == [2, 4, 5]
+    assert per_channel(values, channels, "amax").tolist() == [3, 6, 5]
