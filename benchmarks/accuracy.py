@@ -41,10 +41,14 @@ ROOT = Path(__file__).parents[1]
 TRIO = [ROOT / "examples" / "nano" / name for name in ("softmax", "diff_v1", "diff_v2")]  # the first is held against
 NAMES = {"softmax": "Transformer", "diff_v1": "DIFF v1", "diff_v2": "DIFF v2"}
 FORMATS = ("int8", "int4_g128", "int3_g64", "int2_g64", "int2_g64_asym")
-LOW = FORMATS[1:]  # at 8 bits there is next to nothing to recover
+LOW = FORMATS[1:4]  # at 8 bits there is next to nothing to recover
 RECIPES = {
     "rtn": FORMATS,
+    "clip": FORMATS[1:],
+    "awq": LOW,
+    "awq+clip": LOW,
     "gptq": FORMATS,
+    "awq+gptq": LOW,
     "rotate+gptq": FORMATS,
 }
 ROUNDED_INPUTS = (("int8", "rtn"), ("int4_g128", "gptq"))  # weights, and the recipe that rounds them
@@ -88,7 +92,7 @@ def with_int8_inputs() -> list[Variant]:
         format = parse_format(name)
         for inputs in (None, "int8"):
             scheme = Scheme(weights=format, activations=inputs)
-            for method in (rounding,):
+            for method in (rounding, f"smooth+{rounding}") if inputs else (rounding,):
                 label = f"{name} weights, {inputs or 'float'} inputs"
                 found.append(Variant("inputs", label, method, format.bits, scheme))
     return found
