@@ -117,7 +117,7 @@ def generate_table(about: Row, rows: Sequence[Row]) -> str:
 
 def command_line(script: str, arguments: Sequence[str]) -> str:
     """The command as another machine would give it: folders by their names in the help."""
-    names = {"--llama": "ENV", "--bitnet": "CHECKOUT", "--work": "DIR"}
+    names = {"--llama": "ENV", "--peers": "ENV", "--bitnet": "CHECKOUT", "--work": "DIR"}
     shown = [names.get(before, part) for before, part in zip(["", *arguments], arguments, strict=False)]
     return " ".join(["python", f"benchmarks/{script}", *shown])
 

@@ -91,6 +91,10 @@ class Format(ABC):
     def fit(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         """Scales fp32 [N, G] (ternary [1, 1]) and zero points uint8 [N, G] (or None) for a weight [N, K]."""
 
+    def stored(self, scale: Tensor) -> Tensor:
+        """Scales fp32 as a file gives them back."""
+        return _to_half(scale) if self.scale_dtype == torch.float16 else scale
+
     def encode(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """The nearest codes, uint8 [N, K], of a weight [N, K] under given scales and zero points."""
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
@@ -161,7 +165,7 @@ class IntFormat(Format):
 
     def decode_each(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         offset = 2 ** (self.bits - 1) if zero is None else zero.float()
-        return codes.float().sub_(offset).mul_(scale)
+        return codes.float().sub(offset).mul_(scale)  # codes may be float, and are the caller's
 
     def packed_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
         return shape[0], row_bytes(shape[1], self.bits)
@@ -242,7 +246,7 @@ class TernaryFormat(Format):
         return (weight / scale).round_().clamp_(-1, 1).add_(1)
 
     def decode_each(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        return codes.float().sub_(1).mul_(scale)
+        return codes.float().sub(1).mul_(scale)
 
     def packed_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
         return shape[0], -(-shape[1] // ternary_matmul.BLOCK) * ternary_matmul.BLOCK_BYTES

@@ -1,12 +1,18 @@
-"""Scales and zero points that err least, instead of those that reach the largest weight.
+"""Scales that err least: before codes are chosen, and after.
 
-A group's largest weights are rare; giving up their exactness buys finer steps for all others, and the fewer the bits
-the more that is worth. `search` tries, for each group of K' weights w, scales around those of `format.fit` and keeps
+`search`: a group's largest weights are rare; giving up their exactness buys finer steps for all others, and the fewer
+the bits the more that is worth. Of a grid of scales and zero points around those of `format.fit` it keeps, per group,
 
     argmin over (s, z)  sum_k h_k (w_k - decode(encode(w_k; s, z); s, z))^2
 
 where h_k, the importance of an input channel, is the diagonal of the Gram matrix (or 1 without calibration): the
 expected squared error of the output if errors of different channels were independent.
+
+`solve`: with the codes of a row fixed, its dequantized weights are linear in its scales s [G], and the row's error
+
+    (w - C s)^T H (w - C s)        C [K, G]: the value of each code at scale 1, in the column of its group
+
+with the Gram matrix H is least where C^T H C s = C^T H w: a small linear system per row, all its groups at once.
 """
 
 from __future__ import annotations
@@ -16,19 +22,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .formats import Format, IntFormat, _to_half, row_blocks
+from .formats import Format, IntFormat, row_blocks
 
-FACTORS = tuple(x / 100 for x in range(100, 30, -4))  # of the range; the search's grid
+FACTORS = tuple(x / 100 for x in range(100, 30, -4))  # of the range
+ALIVE = 1e-3  # of the mean importance, that every channel has: a group of unused ones must be scaled somehow
 
 
 def search(weight: Tensor, format: Format, importance: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """weight [N, K], importance [K] -> scale fp32 and zero uint8 or None, shaped as `format.fit` gives them."""
+    """weight [N, K], importance [K] >= 0 -> scale and zero as `format.fit` shapes them."""
     best_scale, best_zero = format.fit(weight)
     if importance is None:
         importance = torch.ones(weight.shape[1], device=weight.device)
-    importance = importance.float()
-    # an unused channel still has a say, or a group of such would have none at all
-    importance = importance / importance.mean().clamp(min=1e-30) + 1e-3
+    importance = importance.float() / importance.float().mean().clamp(min=torch.finfo(torch.float32).tiny) + ALIVE
     best = error(weight, format, best_scale, best_zero, importance)
     for scale, zero in candidates(weight, format):
         loss = error(weight, format, scale, zero, importance)
@@ -41,27 +46,25 @@ def search(weight: Tensor, format: Format, importance: Tensor | None = None) -> 
 
 
 def candidates(weight: Tensor, format: Format) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Scales and zero points to try, for all groups at once."""
+    """The grid: shorter ranges; either sign where codes are not symmetric, either end by itself with a zero point."""
     scale, zero = format.fit(weight)
-    if zero is not None:
-        assert isinstance(format, IntFormat)
-        top = 2**format.bits - 1
-        for low in FACTORS[::2]:
-            for high in FACTORS[::2]:
-                below, above = -scale * zero * low, scale * (top - zero.float()) * high
-                step = _to_half((above - below) / top)
-                place = (-below / step.masked_fill(step == 0, torch.inf)).round().clamp(0, top)
-                yield step, place.to(torch.uint8)
+    if zero is None:
+        for factor in FACTORS:
+            yield format.stored(scale * factor), None
+            if isinstance(format, IntFormat):
+                yield format.stored(scale * -factor), None
         return
-    for factor in FACTORS:
-        for sign in (1, -1):
-            candidate = scale * (factor * sign)
-            yield (_to_half(candidate) if format.scale_dtype == torch.float16 else candidate), None
+    top = 2**format.bits - 1
+    for low in FACTORS[::2]:
+        for high in FACTORS[::2]:
+            below, above = scale * zero * low, scale * (top - zero.float()) * high
+            step = format.stored((below + above) / top)
+            yield step, (below / step.masked_fill(step == 0, torch.inf)).round().clamp(0, top).to(torch.uint8)
 
 
 def error(weight: Tensor, format: Format, scale: Tensor, zero: Tensor | None, importance: Tensor) -> Tensor:
-    """Weighted squared error of each group, shaped as the scales."""
-    total = torch.zeros(len(weight), format.groups(weight.shape[1]), device=weight.device)
+    """sum_k h_k (w_k - q_k)^2 of each group under its scale, shaped as the scales."""
+    total = torch.empty(len(weight), format.groups(weight.shape[1]), device=weight.device)
     weighting = format._grouped(importance[None])[0]  # [G, group]
     for rows in row_blocks(weight):
         grouped = format._grouped(weight[rows].float())
@@ -70,3 +73,62 @@ def error(weight: Tensor, format: Format, scale: Tensor, zero: Tensor | None, im
         back = format.decode_each(format.encode_each(grouped, step, point), step, point)
         total[rows] = (back.sub_(grouped).square_() * weighting).sum(-1)
     return total if scale.shape == total.shape else total.sum().view(1, 1)
+
+
+def solve(
+    weight: Tensor, format: Format, codes: Tensor, scale: Tensor, zero: Tensor | None, gram: Tensor, ridge: float
+) -> Tensor:
+    """The scales of least error for given codes; gram [K, K], to whose diagonal `ridge` is added.
+
+    A row whose error would grow, by rounding to what a file can hold, keeps its scales, as do groups of all zeros.
+    """
+    columns = weight.shape[1]
+    groups, width = format.groups(columns), format.group_size or columns
+    solved = scale.expand(len(weight), groups).clone()
+    matrix = vector = torch.zeros((), dtype=torch.float64)
+    for rows in _row_chunks(len(weight), groups, columns):
+        old = solved[rows].double()  # [n, G]
+        unit = format.decode(codes[rows], torch.ones_like(solved[rows]), None if zero is None else zero[rows])
+        normal = torch.stack(
+            [
+                _group_sums(format, (unit[:, first : first + width] @ gram[first : first + width]) * unit)
+                for first in range(0, columns, width)
+            ],
+            -1,
+        )  # C^T H C [n, G, G]
+        normal.diagonal(dim1=1, dim2=2).add_(ridge * _group_sums(format, unit * unit))
+        target = weight[rows].float()
+        wanted = _group_sums(format, (target @ gram).add_(target, alpha=ridge) * unit)  # C^T H w [n, G]
+        if scale.shape[0] == 1 and len(weight) > 1:  # one scale for all
+            matrix, vector = matrix + normal.sum(0), vector + wanted.sum(0)
+            continue
+        solved[rows] = _solution(format, normal, wanted, old).float()
+    if scale.shape[0] == 1 and len(weight) > 1:
+        return _solution(format, matrix[None], vector[None], scale.double()).float()
+    return solved
+
+
+def _solution(format: Format, normal: Tensor, wanted: Tensor, old: Tensor) -> Tensor:
+    """normal [n, G, G] s = wanted [n, G], in fp64; `old` where that is no better."""
+    slack = 1e-7 * normal.diagonal(dim1=1, dim2=2).mean(-1, keepdim=True) + torch.finfo(torch.float32).tiny  # [n, 1]
+    regular = normal + torch.diag_embed(slack.expand_as(old))
+    new = torch.linalg.solve(regular, wanted + slack * old)
+    new = torch.where(new * old > 0, new, old)  # a codebook knows no negative scales; nor does an empty group
+    new = format.stored(new.float()).double()
+
+    def loss(s: Tensor) -> Tensor:
+        return (s * (torch.einsum("ngh,nh->ng", normal, s) - 2 * wanted)).sum(-1, keepdim=True)
+
+    return torch.where(loss(new) <= loss(old), new, old)
+
+
+def _group_sums(format: Format, values: Tensor) -> Tensor:
+    """[n, K] -> sums of each group, fp64 [n, G]."""
+    return format._grouped(values).sum(-1, dtype=torch.float64)
+
+
+def _row_chunks(rows: int, groups: int, columns: int) -> Iterator[slice]:
+    """Rows whose systems together are no larger than the Gram matrix."""
+    count = max(1, min(columns * columns // (groups * groups), rows))
+    for start in range(0, rows, count):
+        yield slice(start, min(start + count, rows))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from diffbit.errors import DiffbitError
-from diffbit.quantize import QTensor, parse_format
+from diffbit.quantize import QTensor, parse_format, scales
 from diffbit.quantize.formats import Format
 from diffbit.quantize.methods import gptq, rtn
 from diffbit.quantize.stats import CalibStats, Gatherer, proxy_loss
@@ -63,6 +63,39 @@ def test_it_is_the_textbook(name, act_order):
     assert (found != wanted).float().mean() < 1e-3  # a tie may fall either way
 
 
+def loss(weight: Tensor, back: Tensor, gram: Tensor) -> Tensor:
+    """(w - q) H (w - q)^T of each row, H damped."""
+    damped = gram.double() + gptq.DAMPING * gram.double().diagonal().mean() * torch.eye(len(gram), dtype=torch.double)
+    difference = weight.double() - back.double()
+    return ((difference @ damped) * difference).sum(-1)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_descent_is_the_slow_version_and_never_errs_more(name):
+    """Each column in turn to the code of least loss, the others as they are: every code is tried."""
+    format = parse_format(name)
+    weight, stats = layer(8, columns=192 if name == "nf4" else 200)
+    scale, zero = format.fit(weight)
+    start = gptq.round_columns(weight, format, scale, zero, stats.gram)
+    found = gptq.descend(weight, format, start, scale, zero, stats.gram)
+    assert (found != start).any() or format.bits == 8
+    before, after = (loss(weight, format.decode(codes, scale, zero), stats.gram) for codes in (start, found))
+    assert (after <= before * (1 + 1e-6)).all()
+    damped = stats.gram.double() + gptq.damping(stats.gram) * torch.eye(len(stats.gram), dtype=torch.double)
+    slow, back = start.clone(), format.decode(start, scale, zero).double()
+    for k in range(weight.shape[1]):
+        codes = torch.arange(3 if format.kind == "ternary" else 2**format.bits, dtype=torch.uint8)
+        group = k // (format.group_size or weight.shape[1])
+        step = scale.expand(len(weight), -1)[:, group, None]
+        point = None if zero is None else zero[:, group, None]
+        values = format.decode_each(codes.expand(len(weight), -1), step, point).double()  # [N, codes]
+        pull = (weight.double() - back) @ damped[:, k]
+        moves = values - back[:, k, None]
+        best = (damped[k, k] * moves.square() - 2 * pull[:, None] * moves).argmin(-1)
+        slow[:, k], back[:, k] = codes[best], values[torch.arange(len(weight)), best]
+    assert (found != slow).float().mean() < 2e-3  # a tie may fall either way
+
+
 @pytest.mark.parametrize(
     ("name", "least"),
     [("int4_g128", 4), ("int3_g64", 4), ("int2_g64", 4), ("int2_g64_asym", 4), ("nf4", 4), ("ternary", 2)],
@@ -72,8 +105,9 @@ def test_it_beats_rounding_to_nearest(name, least):
     weight, stats = layer(64, 256, 2000)
     nearest, ours = rtn.quantize(weight, format), gptq.quantize(weight, format, stats)
     assert proxy_loss(weight, ours, stats.gram) * least < proxy_loss(weight, nearest, stats.gram)
-    searched = QTensor(format, (64, 256), format.encode(weight, ours.scale, ours.zero), ours.scale, ours.zero)
-    assert proxy_loss(weight, ours, stats.gram) * 2 < proxy_loss(weight, searched, stats.gram)
+    scale, zero = scales.search(weight, format, stats.gram.diagonal())
+    greedy = QTensor(format, (64, 256), gptq.round_columns(weight, format, scale, zero, stats.gram), scale, zero)
+    assert proxy_loss(weight, ours, stats.gram) < 0.96 * proxy_loss(weight, greedy, stats.gram)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -1,0 +1,128 @@
+"""HQQ against its formulas, one group at a time in plain Python."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from diffbit.errors import DiffbitError
+from diffbit.quantize import parse_format, scales
+from diffbit.quantize.formats import Format
+from diffbit.quantize.methods import hqq, rtn
+
+FORMATS = ["int8_g64", "int4_g128", "int4_g32_asym", "int4", "int3_g64", "int2_g64", "int2_g64_asym", "nf4"]
+
+
+def weight(rows: int = 4, columns: int = 192, seed: int = 0) -> Tensor:
+    """Rows of different sizes, with the heavy tails of trained weights."""
+    generator = torch.Generator().manual_seed(seed)
+    gamma = torch.randn(rows, columns, 4, generator=generator).square().mean(-1)
+    w = torch.randn(rows, columns, generator=generator) / gamma.sqrt()  # Student's t, 4 degrees of freedom
+    return w * 0.05 * torch.randn(rows, 1, generator=generator).mul(0.5).exp()
+
+
+def half(x: float) -> float:
+    return float(np.float16(np.float32(x)))
+
+
+def slow(w: list[float], format: Format, scale: float, zero: int | None) -> tuple[float, int | None]:
+    """The docstring's four lines for one group, float64."""
+    best, kept, beta = np.inf, (scale, zero), hqq.BETA
+    middle = 2 ** (format.bits - 1)
+    for _ in range(hqq.ITERATIONS):
+        if format.kind == "codebook":
+            values = [min((abs(x / scale - c), c) for c in format.codebook)[1] for x in w]
+        else:
+            z = middle if zero is None else zero
+            codes = [min(max(round(x / scale) + z, 0), 2**format.bits - 1) for x in w]
+            values = [c - z for c in codes]
+        errors = [x - scale * v for x, v in zip(w, values, strict=True)]
+        loss = sum(e * e for e in errors)
+        if loss < best:
+            best, kept = loss, (scale, zero)
+        targets = []
+        for x, e in zip(w, errors, strict=True):
+            shrunk = max(abs(e) - max(abs(e), 1e-6) ** (hqq.P - 1) / beta, 0.0)
+            targets.append(x - np.sign(e) * shrunk)
+        if zero is not None:
+            zero = round(sum(c - t / scale for c, t in zip(codes, targets, strict=True)) / len(w))
+            zero = min(max(zero, 0), 2**format.bits - 1)
+            values = [c - zero for c in codes]
+        new = sum(t * v for t, v in zip(targets, values, strict=True)) / max(sum(v * v for v in values), 1e-30)
+        new = half(new) if format.kind == "int" else new
+        scale = new if new * scale > 0 else scale
+        beta *= hqq.GROWTH
+    return kept
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_it_is_the_slow_version(name):
+    """Up to ties: a scale that fp32 rounds to the other fp16 neighbour may lead to another, equally good, optimum."""
+    format = parse_format(name)
+    columns = 192 if name == "nf4" else 168  # a short last group
+    w = weight(4, columns)
+    start, zeros = scales.search(w, format)
+    start, zeros = start.clone(), None if zeros is None else zeros.clone()
+    found = hqq.quantize(w, format)
+    size, same = format.group_size or columns, []
+    for row in range(4):
+        for g in range(start.shape[1]):
+            group = w[row, g * size : (g + 1) * size].tolist()
+            point = None if zeros is None else int(zeros[row, g])
+            scale, zero = slow(group, format, float(start[row, g]), point)
+            same.append(
+                float(found.scale[row, g]) == pytest.approx(scale, rel=1e-5)
+                and (zero is None or (found.zero is not None and int(found.zero[row, g]) == zero))
+            )
+    assert np.mean(same) >= 0.7, same
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("int4_g128", 0.9), ("int3_g64", 0.85), ("int2_g64", 0.8), ("int2_g64_asym", 0.65), ("int4", 0.8), ("nf4", 0.99)],
+)
+def test_it_beats_rounding_to_nearest(name, most):
+    format = parse_format(name)
+    w = weight(64, 256)
+    ours, nearest = hqq.quantize(w, format).dequantize(), rtn.quantize(w, format).dequantize()
+    assert (w - ours).square().sum() < most * (w - nearest).square().sum()
+
+
+@pytest.mark.parametrize("name", ["int4_g128", "int3_g64", "int2_g64", "int2_g64_asym"])
+def test_the_iterations_gain_over_the_search_they_start_from(name):
+    format = parse_format(name)
+    w = weight(64, 256)
+    scale, zero = scales.search(w, format)
+    searched = format.decode(format.encode(w, scale, zero), scale, zero)
+    assert (w - hqq.quantize(w, format).dequantize()).square().sum() < 0.9997 * (w - searched).square().sum()
+
+
+def test_large_errors_are_let_go():
+    """What lies beyond the threshold is not followed: sizes of 0.17 and more, with the authors' beta of 10."""
+    x = torch.tensor([-3.0, -0.05, 0.0, 0.15, 0.2, 3.0])
+    shrunk = hqq.shrink(x, 10.0)
+    assert torch.equal(shrunk == 0, torch.tensor([False, True, True, True, False, False]))
+    assert shrunk[5] == pytest.approx(3 - 3**-0.3 / 10) and shrunk[0] == -shrunk[5]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_dtype_is_its_float32_values(dtype):
+    w = weight().to(dtype)
+    found, wanted = hqq.quantize(w, parse_format("int3_g64")), hqq.quantize(w.float(), parse_format("int3_g64"))
+    assert torch.equal(found.codes, wanted.codes) and torch.equal(found.scale, wanted.scale)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_groups_of_zeros_stay_zeros(name):
+    w = weight()
+    w[1] = 0
+    w[2, :64] = 0
+    back = hqq.quantize(w, parse_format(name)).dequantize()
+    assert back.isfinite().all() and (back[1] == 0).all()
+
+
+def test_ternary_is_refused():
+    with pytest.raises(DiffbitError, match="ternary has one for a whole weight"):
+        hqq.quantize(weight(), parse_format("ternary"))
