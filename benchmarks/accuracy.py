@@ -45,6 +45,7 @@ LOW = FORMATS[1:4]  # at 8 bits there is next to nothing to recover
 RECIPES = {
     "rtn": FORMATS,
     "clip": FORMATS[1:],
+    "hqq": FORMATS[1:],
     "awq": LOW,
     "awq+clip": LOW,
     "gptq": FORMATS,
