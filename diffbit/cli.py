@@ -26,7 +26,7 @@ from rich.table import Table
 
 from . import __version__
 from .errors import DiffbitError, MissingDependency
-from .files import read_json, write_json
+from .files import check_place, read_json, write_json
 from .progress import set_quiet
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from .calib_data import Windows
-    from .quantize import WeightReport
+    from .quantize import Scheme, WeightReport
+    from .quantize.mixed import LayerPlan, Plan
     from .quantize.outliers import OutlierReport
     from .runtime import Verification
 
@@ -332,6 +333,7 @@ def _list_methods(wanted: bool) -> None:
         "diffbit quantize out/demo/diff_v1 --weights int4_g32 -o out/diff-int4",
         "diffbit quantize out/demo/diff_v1 --weights int3_g64 --method gptq --max-windows 64 -o out/diff-gptq",
         "diffbit quantize out/demo/diff_v1 --weights int3_g64 --override 'model.layers.0.*=int8' -o out/diff-int3",
+        "diffbit quantize out/demo/diff_v1 --target-bits 3.5 --method gptq --max-windows 64 -o out/diff-mixed",
     )
 )
 def quantize(
@@ -348,6 +350,23 @@ def quantize(
     scheme_file: Annotated[
         Path | None, typer.Option("--scheme", help="A .json or .toml file with the whole scheme instead.")
     ] = None,
+    target_bits: Annotated[
+        float | None,
+        typer.Option(
+            help="Mixed precision: choose each linear layer's format so that they take this many bits a weight on "
+            "average, scales included (and those that stay float, but for the head and lambda), and lose the least."
+        ),
+    ] = None,
+    target_size: Annotated[
+        str | None,
+        typer.Option(help="The same for all tensors of the model in a file: 40MB, 40MiB, 1.2GB, ..."),
+    ] = None,
+    candidates: Annotated[
+        str | None,
+        typer.Option(
+            help="Formats to choose from, as in int3_g64,int4_g128,none (float); default: eight of 2 bits and up."
+        ),
+    ] = None,
     method: Annotated[
         str, typer.Option(help="How weights are rounded: methods joined by +, such as gptq or rotate+gptq.")
     ] = "rtn",
@@ -358,7 +377,7 @@ def quantize(
         str | None,
         typer.Option(
             help="Text to calibrate the method on, and to measure each layer's output error on: 'stdlib', a file, a "
-            "folder, hf:NAME; default: stdlib where the method needs text, else none."
+            "folder, hf:NAME; default: stdlib where the method needs text, or a target is given, else none."
         ),
     ] = None,
     field: Field = "text",
@@ -383,8 +402,15 @@ def quantize(
     set_quiet(quiet)
     recipe = parse_recipe(method)
     options = (weights, override, activations, logits)
+    mixed = target_bits is not None or target_size is not None
+    if mixed and (weights is not None or scheme_file is not None):
+        raise DiffbitError(
+            "a target chooses the formats itself; leave out --weights and --scheme (--override may stay)"
+        )
+    if candidates is not None and not mixed:
+        raise DiffbitError("--candidates are chosen from for a target; pass --target-bits or --target-size too")
     if scheme_file is None:
-        if weights is None and logits is None and not override:
+        if weights is None and logits is None and not override and not mixed:
             raise DiffbitError("nothing to quantize: pass --weights FORMAT, --logits BITS, --override or --scheme FILE")
         scheme = Scheme(
             weights=None if weights is None else parse_format(weights),
@@ -399,16 +425,23 @@ def quantize(
     else:
         scheme = Scheme.from_file(scheme_file)
     text = None
-    if calibrate is None and recipe.calibrated:
+    if calibrate is None and (recipe.calibrated or mixed):
         calibrate = "stdlib"
+        what = method if recipe.calibrated else "the choice of formats"
         _remark(
-            f"{method} is calibrated on {calibrate}, the text of Python's standard library; pass --calibrate with text "
+            f"{what} is calibrated on {calibrate}, the text of Python's standard library; pass --calibrate with text "
             "of the kind that the model is for",
             quiet,
         )
     if calibrate is not None:
-        windows = (128 if recipe.calibrated else 16) if max_windows is None else max_windows
+        windows = (128 if recipe.calibrated or mixed else 16) if max_windows is None else max_windows
         text = _windows(model, calibrate, field, windows, length, split="calib")
+    plan = None
+    if mixed:
+        assert text is not None
+        check_place(output, overwrite=overwrite)  # better refused now than after the measuring
+        plan = _plan(model, target_bits, target_size, scheme, candidates, method, text)
+        scheme = plan.scheme
     report = quantize_checkpoint(
         model,
         output,
@@ -420,19 +453,95 @@ def quantize(
         overwrite=overwrite,
         resume=resume,
     )
-    write_json(output / LAYER_ERRORS, report.to_dict())
+    values = report.to_dict()
+    if plan is not None:
+        values |= {"mixed": plan.to_dict()}
+        _draw_plan(values["mixed"], output / "mixed.svg", quiet)
+        scheme.to_file(output / "scheme.toml")
+    write_json(output / LAYER_ERRORS, values)
     for warning in report.warnings:
         _remark(f"warning: {warning}", quiet)
     if as_json:
-        _print_json({"output": str(output), **report.to_dict()})
+        _print_json({"output": str(output), **values})
         return
     _print_table(_weight_rows(report.weights, layers))
+    if plan is not None:
+        _print_table(_plan_rows(plan), title="what each layer pays")
+        _remark(_plan_words(plan, output), quiet)
     before, after = report.before, report.after
     _remark(
         f"{output}: {after.nbytes / 1e6:,.2f} MB, {after.bits_per_weight:.2f} bits a weight over the whole model "
         f"(before: {before.nbytes / 1e6:,.2f} MB, {before.bits_per_weight:.2f})",
         quiet,
     )
+
+
+def _plan(
+    model: Path,
+    bits: float | None,
+    size: str | None,
+    scheme: Scheme,
+    candidates: str | None,
+    method: str,
+    text: Windows,
+) -> Plan:
+    from .quantize.mixed import CANDIDATES, parse_size, plan
+
+    if bits is not None and size is not None:
+        raise DiffbitError("--target-bits and --target-size are two targets; pass one of them")
+    return plan(
+        model,
+        bits=bits,
+        nbytes=None if size is None else parse_size(size),
+        scheme=scheme,
+        candidates=CANDIDATES if candidates is None else candidates.split(","),
+        method=method,
+        calibration=text.ids,
+        calibration_mask=text.mask,
+    )
+
+
+def _plan_rows(plan: Plan) -> list[dict[str, Any]]:
+    """A row per layer: its format, what it loses by it, and what the next smaller and larger one would change."""
+
+    def change(layer: LayerPlan, larger: bool) -> str:
+        name = layer.beside(larger)
+        if name is None:
+            return "-"
+        return f"{name}: {layer.sizes[name] - layer.nbytes:+,} bytes, {layer.losses[name] - layer.loss:+.2e}"
+
+    return [
+        {
+            "layer": layer.name.removeprefix("model."),
+            "format": layer.format,
+            "bytes": layer.nbytes,
+            "KL": f"{layer.loss:.2e}",
+            "smaller": change(layer, False),
+            "larger": change(layer, True),
+        }
+        for layer in plan.layers
+    ]
+
+
+def _plan_words(plan: Plan, output: Path) -> str:
+    most = sorted(plan.layers, key=lambda layer: layer.loss, reverse=True)[:3]
+    names = ", ".join(f"{layer.name.removeprefix('model.')} ({layer.format})" for layer in most)
+    gap = f"; a better choice could promise {plan.gap:.1e} less at most" if plan.gap else ""
+    stand_in = "" if plan.stand_in is None else f"; losses by {plan.stand_in}, which stands in for {plan.method}"
+    return (
+        f"{plan.bits_per_weight:.3f} bits a weight over the linear layers; KL from the float model {plan.measured:.4g} "
+        f"nats a token on {plan.tokens:,} tokens of calibration text ({plan.predicted:.4g} predicted{gap}{stand_in}); "
+        f"the layers that pay most: {names}; the scheme, for --scheme: {output / 'scheme.toml'}"
+    )
+
+
+def _draw_plan(plan: Mapping[str, Any], path: Path, quiet: bool) -> None:
+    from .evaluate import plot_plan
+
+    try:
+        plot_plan(plan, path)
+    except MissingDependency as error:
+        _remark(f"no plot: {error}", quiet)
 
 
 @app.command(epilog=_example("diffbit export out/demo/diff_v1-int4 -o out/diff-onnx"))

@@ -8,7 +8,7 @@ write_report(ReportData(comparison=comparison.to_dict(), versions=versions()), "
 
 from .compare import Comparison, compare
 from .metrics import Estimate, Scores
-from .plots import plot_comparison, plot_outliers
+from .plots import plot_comparison, plot_outliers, plot_plan
 from .report import ReportData, versions, write_report
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "compare",
     "plot_comparison",
     "plot_outliers",
+    "plot_plan",
     "versions",
     "write_report",
 ]

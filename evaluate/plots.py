@@ -4,7 +4,7 @@ drawn again from a JSON file, and write .svg or .png. One function per kind of p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,15 @@ def plot_outliers(reports: Sequence[Data], path: str | Path) -> None:
     with style.panels(2) as (figure, axes):
         for panel, site in zip(axes, SITES, strict=True):
             layers(panel, reports, site)
+        style.save(figure, path)
+
+
+def plot_plan(plan: Data, path: str | Path) -> None:
+    """Mixed precision, a `Plan.to_dict()`: what every budget would lose, and the bits that each layer got."""
+    style.check_path(path)
+    with style.panels(2) as (figure, axes):
+        frontier(axes[0], plan)
+        bits(axes[1], plan["layers"])
         style.save(figure, path)
 
 
@@ -144,6 +153,46 @@ def _percent(value: float, floor: float) -> str:
     return f"{'≤ ' if value <= floor * 1.01 else ''}{100 * value:,g}%"
 
 
+def frontier(axes: Axes, plan: Data) -> None:
+    """Predicted divergence against bits a weight: of the best choice at each budget, and of all layers alike.
+
+    The chosen model stands where it was measured, hollow where it was predicted.
+    """
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    floor = FLOOR["kl"]
+    chosen = plan["rounds"][plan["chosen"]]
+    own, alike, here = style.line(0), style.line(1) | {"linestyle": "none"}, style.line(2) | {"linestyle": "none"}
+    x, y = zip(*plan["curve"], strict=True)
+    axes.step(x, [max(value, floor) for value in y], where="post", label="mixed, predicted", **own | {"marker": ""})
+    points = {name: point for name, point in plan["uniform"].items() if point[1] > floor}  # not float
+    for name, point in points.items():
+        axes.annotate(name, point, (5, 5), textcoords="offset points", fontsize=8.5, color=style.MUTED)
+    sizes, losses = zip(*points.values(), strict=True) if points else ((), ())
+    axes.plot(sizes, losses, label="all layers alike, predicted", **alike)
+    place = [plan["bits_per_weight"]]
+    hollow = here | {"markerfacecolor": "white", "markeredgecolor": here["color"]}
+    axes.plot(place, [max(chosen["predicted"], floor)], **hollow)
+    axes.plot(place, [max(chosen["measured"], floor)], label="chosen, measured", zorder=4, **here)
+    axes.set_yscale("log")
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}".replace("e-0", "e-")))
+    axes.set_xlim(min(x) - 0.25, max(9.0, place[0] + 0.25))
+    axes.set_title("Loss against size")
+    axes.set_ylabel("KL from the float model, nats per token")
+    axes.set_xlabel("bits a weight, scales included")
+    axes.legend(loc="upper right")
+
+
+def bits(axes: Axes, rows: Sequence[Data]) -> None:
+    """Bits a weight of each layer, scales included, as a map of layers by kind of layer."""
+    sized = [
+        {"name": row["name"], "bits": 8 * row["sizes"][row["format"]] / (row["shape"][0] * row["shape"][1])}
+        for row in rows
+    ]
+    heat_map(axes, sized, "Bits a weight", "bits", 8.0, "layer", lambda value: f"{value:.2f}")
+
+
 def layers(axes: Axes, reports: Sequence[Data], site: str) -> None:
     """The largest |x| of every layer, and its median (thin), of all models; log axis."""
     from matplotlib.ticker import MaxNLocator
@@ -174,30 +223,36 @@ def errors(axes: Axes, weights: Sequence[Data], title: str, value: str, largest:
 
     `largest` has the darkest colour, so that several maps can share a scale.
     """
+    heat_map(axes, weights, title, value, largest, "layer; relative error in %", lambda error: f"{100 * error:.1f}")
+
+
+def heat_map(
+    axes: Axes, rows: Sequence[Data], title: str, value: str, largest: float, label: str, show: Callable[[float], str]
+) -> None:
+    """row[value] of each linear layer by its name: decoder layers from left to right, kinds from top to bottom."""
     from matplotlib.colors import LinearSegmentedColormap
 
-    parts = [(entry["name"].removesuffix(".weight").split("."), entry[value]) for entry in weights]
-    parts = [(name, error) for name, error in parts if name[:2] == ["model", "layers"]]
+    parts = [(row["name"].removesuffix(".weight").split("."), row[value]) for row in rows]
+    parts = [(name, found) for name, found in parts if name[:2] == ["model", "layers"]]
     kinds = list(dict.fromkeys(name[-1] for name, _ in parts))
     count = 1 + max(int(name[2]) for name, _ in parts)
     table = [[float("nan")] * count for _ in kinds]
-    for name, error in parts:
-        table[kinds.index(name[-1])][int(name[2])] = error
+    for name, found in parts:
+        table[kinds.index(name[-1])][int(name[2])] = found
     largest = largest or 1.0  # nothing lost anywhere: all light
     heat = LinearSegmentedColormap.from_list("heat", style.HEAT)
     axes.pcolormesh(table, cmap=heat, vmin=0, vmax=largest, edgecolors="white", linewidth=1.5)
     if count <= 12:
         for row, column in ((r, c) for r in range(len(kinds)) for c in range(count)):
-            error = table[row][column]
-            if error == error:  # not NaN: this layer was quantized
-                color = "white" if error > 0.85 * largest else style.INK
-                text = f"{100 * error:.1f}"
-                axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=8.5, color=color)
+            found = table[row][column]
+            if found == found:  # not NaN: this layer is there
+                color = "white" if found > 0.85 * largest else style.INK
+                axes.text(column + 0.5, row + 0.5, show(found), ha="center", va="center", fontsize=8.5, color=color)
     axes.set_title(title)
     axes.set_yticks([row + 0.5 for row in range(len(kinds))], kinds)
     step = 1 if count <= 16 else 4
     axes.set_xticks([column + 0.5 for column in range(0, count, step)], [str(c) for c in range(0, count, step)])
-    axes.set_xlabel("layer; relative error in %")
+    axes.set_xlabel(label)
     axes.invert_yaxis()
     axes.grid(False)
     axes.spines[:].set_visible(False)

@@ -478,11 +478,33 @@ def _layers(data: ReportData) -> str:
         tables.append(_details(f"{title}: every layer, worst first", _table(title, head, rows, left=(0, 1))))
     if not figures:
         return ""
+    for index, (title, report) in enumerate(data.quantization.items()):
+        if "mixed" in report:
+            figures += _plan_figures(report["mixed"], title, f"plan-{index}")
     lead = _lead(
         "Where the error arises: the norm of the difference over the norm of the original, of each layer's output on "
         "calibration text where that was measured, else of its weights. One scale of colour for all."
     )
     return f'{lead}<div class="figures">{"".join(figures)}</div>{"".join(tables)}'
+
+
+def _plan_figures(plan: Data, title: str, prefix: str) -> list[str]:
+    """Mixed precision: what each budget would lose, and the bits of each layer."""
+    chosen = plan["rounds"][plan["chosen"]]
+    most = max(plan["layers"], key=lambda layer: layer["losses"][layer["format"]])
+    words = (
+        f"{title}: {plan['bits_per_weight']:.2f} bits a weight lose {_number(chosen['measured'])} nats a token of "
+        f"calibration text, {_number(chosen['predicted'])} predicted."
+    )
+    found = []
+    with style.panels() as (figure, axes):
+        plots.frontier(axes[0], plan)
+        found.append(_figure(style.inline(figure, f"{prefix}-loss"), f"{title}: loss against size", words))
+    with style.panels() as (figure, axes):
+        plots.bits(axes[0], plan["layers"])
+        words = f"{title}: bits of each layer. {most['name']} pays most, as {most['format']}."
+        found.append(_figure(style.inline(figure, f"{prefix}-bits"), f"{title}: bits a weight", words))
+    return found
 
 
 def _artifacts(data: ReportData) -> str:

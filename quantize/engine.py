@@ -146,7 +146,7 @@ def _row(piece: Piece, module: str, weight: QTensor, output_error: float | None)
 def apply(
     decoder: Decoder,
     scheme: Scheme,
-    method: str | Method = "rtn",
+    method: str | Method | Recipe = "rtn",
     calibration: Any = None,
     calibration_mask: Any = None,
 ) -> Decoder:

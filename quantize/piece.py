@@ -263,7 +263,7 @@ def quantize_piece(piece: Piece, recipe: Recipe) -> dict[str, QTensor]:
             piece.step(name, unit)
     for refit in recipe.refits:
         refit.refit(piece, quantized)
-    return {name: quantized[name] for name in piece.formats}
+    return {name: quantized[name] for name in piece.formats if name in quantized}  # search.py rounds none
 
 
 def _round(piece: Piece, recipe: Recipe, name: str, stats: CalibStats | None) -> QTensor:

@@ -70,6 +70,10 @@ class Scheme:
                 return format
         return None if module.rpartition(".")[2] in KEPT else self.weights
 
+    def overridden(self, module: str) -> bool:
+        """Does an override reach this linear layer?"""
+        return any(_reaches(glob, module) for glob, _ in self.overrides)
+
     def formats(self, config: ModelConfig) -> dict[str, Format]:
         """{linear layer: format} of all that are quantized in such a model, in the model's order.
 

@@ -137,6 +137,30 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
         ],
         ["max_windows", "0"],
     ),
+    "a target too small": (
+        ["quantize", "{checkpoint}", "--target-bits", "2", "--max-windows", "2", "-o", "{out}/q", "-q"],
+        ["2 bits a weight cannot be had", "from 2.25 to 32.00 bits a weight"],
+    ),
+    "a target without a unit": (
+        ["quantize", "{checkpoint}", "--target-size", "40", "--max-windows", "2", "-o", "{out}/q", "-q"],
+        ["'40' is no size", "40MB"],
+    ),
+    "two targets": (
+        ["quantize", "{checkpoint}", "--target-bits", "4", "--target-size", "1MB", "-o", "{out}/q", "-q"],
+        ["--target-bits", "--target-size"],
+    ),
+    "a target and a format": (
+        ["quantize", "{checkpoint}", "--target-bits", "4", "--weights", "int8", "-o", "{out}/q"],
+        ["--weights"],
+    ),
+    "candidates for nothing": (
+        ["quantize", "{checkpoint}", "--weights", "int8", "--candidates", "int8", "-o", "{out}/q"],
+        ["--candidates", "--target-bits"],
+    ),
+    "unknown candidate": (
+        ["quantize", "{checkpoint}", "--target-bits", "4", "--candidates", "int4,q4", "-o", "{out}/q", "-q"],
+        ["'q4'"],
+    ),
     "no such checkpoint": (["quantize", "{out}/none", "--weights", "int8", "-o", "{out}/q"], ["none"]),
     "glob matches nothing": (
         ["quantize", "{checkpoint}", "--weights", "int8", "--override", "layers.9*=int8", "-o", "{out}/q"],

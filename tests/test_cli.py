@@ -187,6 +187,43 @@ def test_a_method_that_calibrates_takes_a_text_and_says_so(
     assert Artifact.open(tmp_path / "a").method == "gptq"
 
 
+def test_a_target_chooses_formats_and_says_what_each_layer_pays(
+    workplace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from diffbit.models import Checkpoint
+    from diffbit.quantize import Scheme, read_scheme
+
+    model, folder = workplace / "out" / "demo" / "diff_v1", tmp_path / "q"
+    arguments = ["quantize", str(model), "--override", "*.o_proj=int8", "--max-windows", "2", "-o", str(folder)]
+    candidates = ["--candidates", "int2_g64, int4_g32,none"]
+    with pytest.raises(SystemExit) as stopped:
+        main([*arguments, "--target-bits", "4", *candidates])
+    captured = capfd.readouterr()
+    assert stopped.value.code == 0, captured.err
+    table = captured.out[captured.out.index("what each layer pays") :]
+    assert table.count("_proj") == 12 and "o_proj" not in table
+    assert "the layers that pay most: layers." in captured.err and "nats a token" in captured.err
+    assert "the choice of formats is calibrated on stdlib" in captured.err
+    report = json.loads((folder / "quantization_report.json").read_text())
+    mixed = report["mixed"]
+    assert 3.5 < mixed["bits_per_weight"] <= 4 and mixed["rounds"][mixed["chosen"]]["measured"] > 0
+    scheme = Scheme.from_file(folder / "scheme.toml")
+    assert scheme == read_scheme(Checkpoint(folder)) == Scheme.from_dict(report["scheme"])
+    assert {row["name"]: row["format"] for row in report["weights"]} == {
+        module: format.name for module, format in scheme.formats(Checkpoint(folder).config).items()
+    }
+    assert "int4_g32" in (folder / "mixed.svg").read_text()
+    # a size, and the scheme used again
+    size = report["after"]["nbytes"]
+    with pytest.raises(SystemExit) as stopped:
+        main([*arguments, "--target-size", f"{size / 1000}kB", *candidates, "--overwrite", "--json", "--quiet"])
+    assert stopped.value.code == 0
+    assert json.loads(capfd.readouterr().out)["after"]["nbytes"] <= size
+    with pytest.raises(SystemExit) as stopped:
+        main(["quantize", str(model), "--scheme", str(folder / "scheme.toml"), "-o", str(tmp_path / "again")])
+    assert stopped.value.code == 0
+
+
 def test_the_methods_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
     from diffbit.quantize import methods
 

@@ -78,8 +78,10 @@ def table() -> list[dict[str, str]]:
     return rows
 
 
-def parse_recipe(text: str | Method) -> Recipe:
+def parse_recipe(text: str | Method | Recipe) -> Recipe:
     """The recipe of a text such as "gptq" or "rotate+gptq", or of a function (weight, format, stats) of your own."""
+    if isinstance(text, Recipe):
+        return text
     if not isinstance(text, str):
         own: Any = SimpleNamespace(quantize=text)  # without CALIBRATED: it gets statistics where there are any
         return Recipe(text.__name__, (), own, ())

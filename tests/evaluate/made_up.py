@@ -101,3 +101,25 @@ def weights(measured: bool = True) -> dict[str, Any]:
             for module in ("self_attn.q_proj", "mlp.down_proj")
         ]
     }  # fmt: skip
+
+
+def plan() -> dict[str, Any]:
+    """A mixed precision plan of two layers, as `Plan.to_dict()` has it."""
+    sizes = {"int2_g64": 1152, "int4_g32": 2304, "none": 8192}
+    layers = [
+        {"name": f"model.layers.0.mlp.{kind}", "shape": [64, 64], "format": format, "sizes": sizes,
+         "losses": {"int2_g64": loss, "int4_g32": loss / 25, "none": 0.0}}
+        for kind, format, loss in (("up_proj", "int4_g32", 0.4), ("down_proj", "int2_g64", 0.1))
+    ]  # fmt: skip
+    return {
+        "scheme": {"weights": "int4_g32", "overrides": {"model.layers.0.mlp.down_proj": "int2_g64"}},
+        "method": "rtn",
+        "layers": layers,
+        "nbytes": 3456,
+        "bits_per_weight": 3.375,
+        "rounds": [{"predicted": 0.116, "measured": 0.12, "formats": {}}],
+        "chosen": 0,
+        "curve": [(2.25, 0.5), (3.375, 0.116), (4.5, 0.02)],
+        "uniform": {"int2_g64": (2.25, 0.5), "int4_g32": (4.5, 0.02), "none": (16.0, 0.0)},
+        "tokens": 4096,
+    }

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from diffbit.errors import DiffbitError, MissingDependency
-from diffbit.evaluate import plot_comparison, plot_outliers, plots, style
+from diffbit.evaluate import plot_comparison, plot_outliers, plot_plan, plots, style
 
 from . import made_up
 
@@ -112,3 +112,23 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingDependency, match=r"diffbit\[lab\]"):
         plot_outliers([made_up.outliers("x")], tmp_path / "o.svg")
+
+
+def test_a_plan_shows_what_every_budget_loses_and_the_bits_of_each_layer(tmp_path: Path) -> None:
+    plan = made_up.plan()
+    with style.panels(2) as (_, axes):
+        plots.frontier(axes[0], plan)
+        lines = {line.get_label(): line.get_xydata().tolist() for line in axes[0].lines}
+        names = [text.get_text() for text in axes[0].texts]
+        plots.bits(axes[1], plan["layers"])
+        cells = [text.get_text() for text in axes[1].texts]
+    assert lines["mixed, predicted"] == [list(point) for point in plan["curve"]]
+    assert lines["all layers alike, predicted"] == [
+        [2.25, 0.5],
+        [4.5, 0.02],
+    ]  # float, which loses nothing, is not there
+    assert names == ["int2_g64", "int4_g32"]
+    assert lines["chosen, measured"] == [[3.375, 0.12]]
+    assert cells == ["4.50", "2.25"]
+    plot_plan(plan, tmp_path / "mixed.svg")
+    assert "int4_g32" in (tmp_path / "mixed.svg").read_text()

@@ -1,0 +1,127 @@
+"""Mixed precision against one format for all layers, at the same size, on held-out text.
+
+    python benchmarks/mixed.py                                          # the models in examples/nano
+    python benchmarks/mixed.py examples/nano/diff_v1 --methods rtn,gptq --bits 3.25,3.5 --json out/mixed.json
+
+Formats are chosen on the calib split (quantize/mixed); every model is scored on all windows of the eval split beside
+the float model. Differences are paired: log of the ratio of perplexities, mixed over uniform, nats a token, with 95 %
+intervals; below 0 the mixed model loses less. Each choice is held against the uniform schemes of UNIFORM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import table
+
+from diffbit.calib_data import eval_windows
+from diffbit.evaluate.compare import Variant, measure
+from diffbit.evaluate.metrics import mean, paired, perplexity_ratio
+from diffbit.models import Checkpoint, load
+from diffbit.progress import set_quiet
+from diffbit.quantize import Scheme, parse_format
+from diffbit.quantize.mixed import plan
+
+NANO = Path(__file__).parents[1] / "examples" / "nano"
+UNIFORM = ("int2_g64", "int3_g64", "int4_g128")
+BITS = (2.5, 3.25, 3.5)  # 3.25: the size of int3_g64
+CALIBRATION_WINDOWS = 128
+
+
+def run(path: Path, method: str, bits: list[float], limit: int | None) -> list[dict[str, Any]]:
+    """A row per scheme: its size, what it loses, and the differences to the uniform ones."""
+    torch.set_num_threads(1)
+    set_quiet(True)
+    length = min(512, Checkpoint(path).config.max_position)
+    calibration = eval_windows("stdlib", path, length, CALIBRATION_WINDOWS, split="calib")
+    chosen = [Variant("weights", name, method, 0, Scheme(weights=parse_format(name))) for name in UNIFORM]
+    plans = {}
+    for target in bits:
+        found = plan(path, bits=target, method=method, calibration=calibration.ids, calibration_mask=calibration.mask)
+        plans[f"mixed, {target:g} bits"] = found
+        chosen.append(Variant("weights", f"mixed, {target:g} bits", method, target, found.scheme))
+    windows = eval_windows("stdlib", path, length, limit)
+    (whole, *rest), _ = measure(load(path), chosen, windows, calibration)
+    uniform = {one.variant.format: one.scores for one in rest if one.variant and one.variant.format in UNIFORM}
+    rows = []
+    for one in rest:
+        assert one.variant is not None
+        own = plans.get(one.variant.format)
+        rows.append(
+            {
+                "model": path.name,
+                "method": method,
+                "weights": one.variant.format,
+                "bits_per_weight": one.bits_per_weight,
+                "nbytes": one.nbytes,
+                "ratio": perplexity_ratio(one.scores, whole.scores).to_dict(),
+                "kl": one.scores.divergence().to_dict(),
+                "plan": None if own is None else own.to_dict(),
+                "differences": {}
+                if own is None
+                else {name: mean(paired(one.scores, other), other.tokens).to_dict() for name, other in uniform.items()},
+            }
+        )
+    return rows
+
+
+def interval(estimate: dict[str, float], show: str, factor: float = 1.0, less: float = 0.0) -> str:
+    value, low, high = (format(factor * (estimate[end] - less), show) for end in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]".replace("-", "−")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "models", type=Path, nargs="*", default=sorted(path.parent for path in NANO.glob("*/config.json"))
+    )
+    parser.add_argument("--methods", default="rtn,gptq", help="recipes (default: %(default)s)")
+    parser.add_argument("--bits", default=",".join(map(str, BITS)), help="targets (default: %(default)s)")
+    parser.add_argument("--windows", type=int, help="of held-out text (default: all)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    arguments = parser.parse_args()
+    bits = [float(text) for text in arguments.bits.split(",")]
+    with ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:
+        jobs = [
+            pool.submit(run, path, method, bits, arguments.windows)
+            for path in arguments.models
+            for method in arguments.methods.split(",")
+        ]
+        rows = [row for job in jobs for row in job.result()]
+    lines = []
+    for row in rows:
+        own = row["plan"]
+        rounds = "" if own is None else ", ".join(f"{r['predicted']:.4f} / {r['measured']:.4f}" for r in own["rounds"])
+        differences = [interval(row["differences"][name], "+.4f") if own else "" for name in UNIFORM]
+        lines.append(
+            [row["model"], row["method"], row["weights"], f"{row['bits_per_weight']:.3f}", f"{row['nbytes'] / 1e6:.3f}",
+             interval(row["ratio"], ".2f", 100, 1) + " %", interval(row["kl"], ".4f"), *differences, rounds]
+        )  # fmt: skip
+    against = [f"less {name}" for name in UNIFORM]
+    head = [
+        "model",
+        "method",
+        "weights",
+        "bits",
+        "MB",
+        "perplexity up",
+        "KL",
+        *against,
+        "calibration KL, predicted / measured",
+    ]
+    print(table(head, lines))
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
