@@ -1,7 +1,8 @@
 """Mixed precision against one format for all layers, at the same size, on held-out text.
 
     python benchmarks/mixed.py                                          # the models in examples/nano
-    python benchmarks/mixed.py examples/nano/diff_v1 --methods rtn,gptq --bits 3.25,3.5 --json out/mixed.json
+    python benchmarks/mixed.py examples/nano/diff_v1 --methods gptq --bits 3.25,3.5 --json out/mixed.json
+    python benchmarks/mixed.py --markdown                               # renew the table in docs/accuracy.md
 
 Formats are chosen on the calib split (quantize/mixed); every model is scored on all windows of the eval split beside
 the float model. Differences are paired: log of the ratio of perplexities, mixed over uniform, nats a token, with 95 %
@@ -13,13 +14,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
-from report import table
+from report import renew, table
 
 from diffbit.calib_data import eval_windows
 from diffbit.evaluate.compare import Variant, measure
@@ -29,7 +32,8 @@ from diffbit.progress import set_quiet
 from diffbit.quantize import Scheme, parse_format
 from diffbit.quantize.mixed import plan
 
-NANO = Path(__file__).parents[1] / "examples" / "nano"
+ROOT = Path(__file__).parents[1]
+NANO = ROOT / "examples" / "nano"
 UNIFORM = ("int2_g64", "int3_g64", "int4_g128")
 BITS = (2.5, 3.25, 3.5)  # 3.25: the size of int3_g64
 CALIBRATION_WINDOWS = 128
@@ -87,6 +91,8 @@ def main() -> None:
     parser.add_argument("--windows", type=int, help="of held-out text (default: all)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    parser.add_argument("--markdown", type=Path, nargs="?", const=ROOT / "docs" / "accuracy.md", metavar="FILE",
+                        help="renew the table in this page (default: docs/accuracy.md)")  # fmt: skip
     arguments = parser.parse_args()
     bits = [float(text) for text in arguments.bits.split(",")]
     with ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:
@@ -106,21 +112,14 @@ def main() -> None:
              interval(row["ratio"], ".2f", 100, 1) + " %", interval(row["kl"], ".4f"), *differences, rounds]
         )  # fmt: skip
     against = [f"less {name}" for name in UNIFORM]
-    head = [
-        "model",
-        "method",
-        "weights",
-        "bits",
-        "MB",
-        "perplexity up",
-        "KL",
-        *against,
-        "calibration KL, predicted / measured",
-    ]
-    print(table(head, lines))
+    head = ["model", "method", "weights", "bits", "MB", "perplexity up", "KL", *against, "KL predicted / measured"]
+    text = f"`{shlex.join(['python', 'benchmarks/mixed.py', *sys.argv[1:]])}`\n\n{table(head, lines)}"
+    print(text)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(rows, indent=1))
+    if arguments.markdown:
+        renew(arguments.markdown, "mixed", text)
 
 
 if __name__ == "__main__":

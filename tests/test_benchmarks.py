@@ -71,6 +71,19 @@ def test_every_method_is_in_the_table_of_accuracy(monkeypatch: pytest.MonkeyPatc
     assert {part for recipe in accuracy.RECIPES for part in recipe.split("+")} | OTHER_TABLES == set(methods())
 
 
+def test_mixed(checkpoint: Path, tmp_path: Path) -> None:
+    page, numbers = tmp_path / "accuracy.md", tmp_path / "mixed.json"
+    page.write_text("<!-- mixed -->\nold\n<!-- /mixed -->\n")
+    options = ("--methods", "rtn", "--bits", "3", "--windows", "4", "--jobs", "1")
+    done = run("mixed.py", str(checkpoint), *options, "--json", str(numbers), "--markdown", str(page))
+    assert done.returncode == 0, done.stderr
+    *uniform, mixed = json.loads(numbers.read_text())
+    assert [row["weights"] for row in uniform] == ["int2_g64", "int3_g64", "int4_g128"]
+    assert 2.9 < mixed["bits_per_weight"] <= 3 and mixed["plan"]["bits_per_weight"] == mixed["bits_per_weight"]
+    assert set(mixed["differences"]) == {row["weights"] for row in uniform}
+    assert "old" not in page.read_text() and "mixed, 3 bits" in page.read_text()
+
+
 def test_generate(tmp_path: Path) -> None:
     rows_file = tmp_path / "rows.json"
     arguments = ("--work", str(tmp_path / "work"), "--quick", "--only", "ternary", "--threads", "1", "--rounds", "1")
