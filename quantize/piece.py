@@ -72,13 +72,17 @@ class Tokens:
         self.measuring = True  # does `advance` measure output errors?
 
     def batches(self) -> Iterator[Batch]:
+        """All windows, in order."""
+        return map(self.batch, self.slices)
+
+    def batch(self, rows: slice | Tensor) -> Batch:
+        """These windows; rows: a slice, or indices int64 [n]."""
         length, device = self.ids.shape[1], self.ids.device
-        for rows in self.slices:
-            counted = self.mask[rows]
-            padding = None if counted.all() else counted
-            rope = rope_for(self.config, default_positions(1, length, 0, padding, device))
-            mask = causal_mask(length, 0, padding, device)
-            yield Batch(self.hidden[rows], self.exact[rows], counted, rope, mask)
+        counted = self.mask[rows]
+        padding = None if counted.all() else counted
+        rope = rope_for(self.config, default_positions(1, length, 0, padding, device))
+        mask = causal_mask(length, 0, padding, device)
+        return Batch(self.hidden[rows], self.exact[rows], counted, rope, mask)
 
     @torch.no_grad()
     def advance(self, piece: Piece, quantized: Mapping[str, QTensor]) -> dict[str, float]:
@@ -174,7 +178,11 @@ class Piece:
             state = {"norm.weight": state[FINAL_NORM], "lm_head.weight": state[HEAD]}
         return assemble(module, state, Scheme() if quantized is None else self.scheme, torch.float32)
 
-    def run(self, module: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+    def local(self, name: str) -> str:
+        """The name of a parameter or layer within `module()`."""
+        return name.removeprefix(self.prefix).removeprefix("" if self.is_layer else "model.")
+
+    def run(self, module: Callable[..., Tensor], hidden: Tensor, batch: Batch) -> Tensor:
         """Pass hidden states [n, S, E] (batch.hidden or batch.exact) through `module()` of this piece."""
         output: Tensor = module(hidden, batch.rope, batch.mask) if self.is_layer else module(hidden)
         return output
