@@ -24,8 +24,9 @@ from ..models.layout import EMBEDDING, HEAD
 from ..models.masks import default_positions
 from ..models.rope import Rope
 from .formats import Format
+from .linear import QuantLinear
 from .methods import Recipe
-from .model import assemble, quant_linear, quantize_weight
+from .model import assemble, quantize_weight
 from .qtensor import QTensor
 from .report import OutputError
 from .scheme import Scheme
@@ -69,7 +70,7 @@ class Tokens:
         self.hidden = self.exact = torch.empty(0)  # fp32 [n, S, E], before the piece that comes next
         step = max(1, BATCH_TOKENS // self.ids.shape[1])
         self.slices = [slice(i, i + step) for i in range(0, len(self.ids), step)]
-        self.measuring = True  # does `advance` measure output errors?
+        self.measuring = True  # are output errors and proxy losses wanted?
 
     def batches(self) -> Iterator[Batch]:
         """All windows, in order."""
@@ -97,11 +98,11 @@ class Tokens:
             return {}
         if not piece.is_layer and not (quantized and self.measuring):
             return {}
-        true, rounded = piece.module(), piece.module(quantized)
+        true, rounded = piece.module(), _dequantized(piece.module(quantized))
         batch = None
 
         def measure(name: str) -> Any:
-            layer, error = quant_linear(quantized[name], piece.scheme), errors[name]
+            layer, error = rounded.get_submodule(name.removeprefix(piece.prefix)), errors[name]
 
             def hook(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
                 assert batch is not None
@@ -216,7 +217,7 @@ class Piece:
         names: by default those in `formats` that are not `quantized`. A batch goes no further than they need.
         """
         assert self.tokens is not None
-        module = self.module(quantized)
+        module = _dequantized(self.module(quantized))
         wanted = [name for name in self.formats if name not in quantized] if names is None else names
         linears = {name: module.get_submodule(name.removeprefix(self.prefix)) for name in wanted}
         self.expect(len(self.tokens.slices))
@@ -243,6 +244,17 @@ class _Head(nn.Module):
         return logits
 
 
+def _dequantized(module: nn.Module) -> nn.Module:
+    """The same to the bit with float layers for quantized ones where that can be: not once more for each batch."""
+    for name, layer in list(module.named_modules()):
+        if isinstance(layer, QuantLinear) and layer.activations is None and layer.weight.format.kind != "ternary":
+            with torch.device("meta"):
+                linear = nn.Linear(layer.in_features, layer.out_features, bias=False)
+            linear.weight = nn.Parameter(layer.weight.dequantize(), requires_grad=False)
+            module.set_submodule(name, linear)
+    return module
+
+
 def quantize_piece(piece: Piece, recipe: Recipe) -> dict[str, QTensor]:
     """Run a recipe over a piece: its transforms, its rounding, its refits. {linear layer: QTensor}.
 
@@ -263,7 +275,9 @@ def quantize_piece(piece: Piece, recipe: Recipe) -> dict[str, QTensor]:
             stats = piece.stats(quantized, stage[:1])[stage[0]]
             for name in stage:
                 quantized[name] = _round(piece, recipe, name, stats)
-                piece.proxy_losses[name] = proxy_loss(piece.tensors[f"{name}.weight"], quantized[name], stats.gram)
+                if piece.tokens.measuring:
+                    exact = piece.tensors[f"{name}.weight"]
+                    piece.proxy_losses[name] = proxy_loss(exact, quantized[name], stats.gram)
                 piece.step(name, unit)
     else:
         for name in piece.formats:
