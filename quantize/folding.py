@@ -58,7 +58,7 @@ def _probe(piece: Piece, tensors: dict[str, Tensor], hidden: Tensor, stream: Rot
     )
     if stream is None:
         return layer(hidden, rope, mask).float()
-    return stream.right_inverse(layer(stream.right(hidden[0]).float()[None], rope, mask)[0])[None].float()
+    return stream.right_inverse(layer(stream.right(hidden[0])[None], rope, mask)[0])[None]
 
 
 def attention_readers(piece: Piece) -> list[str]:

@@ -11,6 +11,7 @@ No entry is larger than sqrt(2 / width); for a power of two all are 1 / sqrt(wid
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,36 +27,50 @@ class Rotation:
     width: int
     seed: int
 
-    def right(self, x: Tensor) -> Tensor:
-        """x [N, width] of any float dtype -> x R in float64."""
-        rows = max(1, BLOCK // self.width)
-        return torch.cat([self._rotate(block.double()) for block in x.split(rows)])
+    def right(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+        """x [N, width] of any float dtype, scale [width] -> x diag(scale) R, computed in float64, fp32 at least."""
+        scale = scale * self._signs(x.device)
+        return _by_rows(x, lambda rows: _spread(rows * scale))
 
     def right_inverse(self, x: Tensor) -> Tensor:
-        """x [N, width] -> x R^T in float64."""
-        return x.double() @ self.matrix().T.to(x.device)
+        """x [N, width] -> x R^T."""
+        return _by_rows(x, lambda rows: _spread(rows) * self._signs(x.device))  # _spread's matrix is symmetric
 
     def left_inverse(self, x: Tensor) -> Tensor:
-        """x [width, K] -> R^T x in float64."""
+        """x [width, K] -> R^T x."""
         return self.right(x.T).T.contiguous()  # R^T x = (x^T R)^T
 
     def matrix(self) -> Tensor:
         """R in float64."""
-        return self.right(torch.eye(self.width))
+        return self.right(torch.eye(self.width).double())
 
-    def _rotate(self, x: Tensor) -> Tensor:
+    def _signs(self, device: torch.device) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed)
-        signs = torch.randint(2, (self.width,), generator=generator).to(x.device, x.dtype) * 2 - 1
-        power = self.width & -self.width  # n
-        x = (x * signs).unflatten(-1, (power, -1))  # [rows, n, m]
-        half = 1
-        while half < power:
-            low, high = x.unflatten(1, (-1, 2, half)).unbind(2)  # [rows, n / 2 half, half, m]
-            x = torch.stack((low + high, low - high), dim=2).flatten(1, 3)
-            half *= 2
-        if x.shape[2] > 1:
-            x = x @ hartley(x.shape[2]).to(x.device)
-        return x.flatten(1) / math.sqrt(power)
+        return torch.randint(2, (self.width,), generator=generator).double().to(device) * 2 - 1
+
+
+def _by_rows(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """A function of rows in float64, some rows at a time: a vocabulary's embedding never lies in memory so."""
+    result = torch.empty_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+    count = max(1, BLOCK // x.shape[1])
+    for start in range(0, len(x), count):
+        result[start : start + count] = change(x[start : start + count].double())
+    return result
+
+
+def _spread(x: Tensor) -> Tensor:
+    """x [N, width] float64 -> x (H_n x C_m) / sqrt n."""
+    width = x.shape[1]
+    power = width & -width  # n
+    x = x.unflatten(-1, (power, -1))  # [N, n, m]
+    half = 1
+    while half < power:
+        low, high = x.unflatten(1, (-1, 2, half)).unbind(2)  # [N, n / 2 half, half, m]
+        x = torch.stack((low + high, low - high), dim=2).flatten(1, 3)
+        half *= 2
+    if x.shape[2] > 1:
+        x = x @ hartley(x.shape[2]).to(x.device)
+    return x.flatten(1) / math.sqrt(power)
 
 
 def hartley(size: int) -> Tensor:

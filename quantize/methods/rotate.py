@@ -66,7 +66,7 @@ def transform(piece: Piece) -> None:
 def _read_rotated(piece: Piece, norm: str, readers: list[str], stream: Rotation) -> None:
     """W -> W diag(g) R of every weight that reads a norm, whose own weight g becomes 1."""
     for name in readers:
-        piece.tensors[name] = stream.right(piece.tensors[name].double() * piece.tensors[norm].double())
+        piece.tensors[name] = stream.right(piece.tensors[name], piece.tensors[norm].double())
     piece.tensors[norm] = torch.ones_like(piece.tensors[norm])
 
 

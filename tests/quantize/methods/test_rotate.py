@@ -14,7 +14,7 @@ from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
 from diffbit.models.attention import symmetries
 from diffbit.models.symmetries import Symmetries
-from diffbit.quantize import Scheme, load, parse_format, quantize_checkpoint, rtn
+from diffbit.quantize import Scheme, hadamard, load, parse_format, quantize_checkpoint, rtn
 from diffbit.quantize.hadamard import Rotation
 from diffbit.quantize.methods import rotate
 from diffbit.runtime import verify
@@ -36,15 +36,19 @@ SCHEME = Scheme(weights=parse_format("int3_g16"))
 
 
 @pytest.mark.parametrize("width", [1, 2, 7, 12, 37, 64, 96, 256])
-def test_the_matrix_is_orthogonal_and_flat(width: int) -> None:
+def test_the_matrix_is_orthogonal_and_flat(width: int, monkeypatch: MonkeyPatch) -> None:
     rotation = Rotation(width, 3)
     matrix = rotation.matrix()
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(width).double(), rtol=0, atol=1e-13)
     assert matrix.abs().max() <= (2 / width) ** 0.5 + 1e-12
-    x = torch.randn(5, width)
-    torch.testing.assert_close(rotation.right(x), x.double() @ matrix)
-    torch.testing.assert_close(rotation.left_inverse(x.T), matrix.T @ x.T.double())
-    torch.testing.assert_close(rotation.right_inverse(rotation.right(x)), x.double())
+    x, scale = torch.randn(5, width).double(), torch.rand(width).double()
+    torch.testing.assert_close(rotation.right(x), x @ matrix)
+    torch.testing.assert_close(rotation.right(x, scale), (x * scale) @ matrix)
+    torch.testing.assert_close(rotation.left_inverse(x.T), matrix.T @ x.T)
+    torch.testing.assert_close(rotation.right_inverse(rotation.right(x)), x)
+    assert torch.equal(rotation.right(x.bfloat16()), rotation.right(x.bfloat16().double()).float())
+    monkeypatch.setattr(hadamard, "BLOCK", 2 * width)  # two rows at a time
+    torch.testing.assert_close(rotation.right(x), x @ matrix)
     if width > 4:
         assert not torch.equal(matrix, Rotation(width, 4).matrix())
         assert torch.equal(matrix, Rotation(width, 3).matrix())
