@@ -53,6 +53,8 @@ def transform(piece: Piece) -> None:
         if piece.index < 0:
             tensors[EMBEDDING] = stream.right(tensors[EMBEDDING])
         elif piece.is_layer:
+            for name, tensor in tensors.items():
+                tensors[name] = tensor.double()  # rounded once, after all that follows
             _rotate_values(piece)
             _read_rotated(piece, f"{piece.prefix}input_layernorm.weight", attention_readers(piece), stream)
             _read_rotated(piece, f"{piece.prefix}post_attention_layernorm.weight", mlp_readers(piece), stream)
