@@ -5,40 +5,28 @@ Only rotations that fold into the weights, so that they are free at run time and
   residual stream   h -> h R, R [E, E] a randomised Hadamard transform (hadamard.py). RMSNorm commutes with R once its
                     weight g is folded into the layers that follow: embedding E R, readers W diag(g) R, o_proj and
                     down_proj R^T W, the final norm and the head likewise.
-  values            v -> v Q, Q [w, w] one per kv head: Q^T W_v, W_o Q. In diff_v1 w is 2d: the difference
-                    (A1 - lambda A2) v and the head norm, which has no weight, let it pass exactly.
-  queries, keys     RoPE turns rows j and j + d/2 of a sub-head as a pair, so that such a pair may be turned by any one
-                    angle in a key sub-head and in the query sub-heads that meet it: each plane of the signal's and of
-                    the noise's has its own, the one of ANGLES with the least error of rounding to nearest,
-                    sum over the queries of  ||dq||^2 ||k||^2 + ||q||^2 ||dk||^2.
+  heads             values, and queries with keys: rotate_heads.py
 
-No scales between queries and keys: a format has scales for each row, so that a row times s rounds to s times the same.
-
-A tied head is untied, since the final norm's weight goes into the head and not into the embedding: a tie survives only
-an R that mixes no two channels of different g, in a trained model none.
+A tied head is untied, which costs its bytes: the final norm's weight goes into the head and not into the embedding. A
+tie survives only an R that mixes no two channels of different g, in a trained model none. rotate_heads alone keeps it.
 
 awq and smooth may follow and must not precede: folding the norms would undo their scales.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from ...models import ModelConfig
-from ...models.attention import symmetries
 from ...models.layout import EMBEDDING, HEAD
 from ..folding import attention_readers, mlp_readers, unchanged
-from ..formats import Format
 from ..hadamard import Rotation
 from ..piece import FINAL_NORM, Piece
+from .rotate_heads import SEED, rotate_values, turn_planes
 
 CALIBRATED = False
-SEED = 0
-ANGLES = tuple(i * math.pi / 32 for i in range(16))  # a quarter turn swaps the rows and changes no error
 
 
 def config(config: ModelConfig) -> ModelConfig:
@@ -55,10 +43,10 @@ def transform(piece: Piece) -> None:
         elif piece.is_layer:
             for name, tensor in tensors.items():
                 tensors[name] = tensor.double()  # rounded once, after all that follows
-            _rotate_values(piece)
+            rotate_values(piece)
             _read_rotated(piece, f"{piece.prefix}input_layernorm.weight", attention_readers(piece), stream)
             _read_rotated(piece, f"{piece.prefix}post_attention_layernorm.weight", mlp_readers(piece), stream)
-            _turn_planes(piece)
+            turn_planes(piece)
             for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
                 tensors[piece.prefix + name] = stream.left_inverse(tensors[piece.prefix + name])
         else:
@@ -70,64 +58,3 @@ def _read_rotated(piece: Piece, norm: str, readers: list[str], stream: Rotation)
     for name in readers:
         piece.tensors[name] = stream.right(piece.tensors[name], piece.tensors[norm].double())
     piece.tensors[norm] = torch.ones_like(piece.tensors[norm])
-
-
-def _rotate_values(piece: Piece) -> None:
-    """W_v -> Q^T W_v and W_o -> W_o Q, a Q for each kv head and the heads that share it."""
-    width = symmetries(piece.config).value_width
-    if not width:
-        return
-    v_proj, o_proj = (f"{piece.prefix}self_attn.{name}_proj.weight" for name in "vo")
-    values, outputs = piece.tensors[v_proj].split(width), piece.tensors[o_proj].split(width, dim=1)
-    shared = len(outputs) // len(values)
-    rotations = [
-        Rotation(width, SEED + 1 + piece.index * len(values) + group)  # each its own signs
-        for group in range(len(values))
-    ]
-    piece.tensors[v_proj] = torch.cat([r.left_inverse(v) for r, v in zip(rotations, values, strict=True)])
-    piece.tensors[o_proj] = torch.cat([rotations[i // shared].right(o) for i, o in enumerate(outputs)], dim=1)
-
-
-def _turn_planes(piece: Piece) -> None:
-    """Rows j and j + d/2 of each sub-head of q_proj and k_proj, by an angle for each plane of each key sub-head."""
-    modules = [f"{piece.prefix}self_attn.{name}_proj" for name in "qk"]
-    formats = [piece.formats.get(module) for module in modules]
-    meets = symmetries(piece.config).key_of
-    if not meets or formats == [None, None]:
-        return
-    width, device = piece.config.head_dim, piece.tensors[f"{modules[0]}.weight"].device
-    query, key = (piece.tensors[f"{module}.weight"].unflatten(0, (-1, 2, width // 2)) for module in modules)
-    key_of = torch.tensor(meets, device=device)
-
-    def shared(values: Tensor) -> Tensor:  # [query sub-heads, d/2] -> [key sub-heads, d/2]
-        return values.new_zeros(len(key), width // 2).index_add_(0, key_of, values)
-
-    query_energy, key_energy = (weight.square().sum((1, 3)) for weight in (query, key))
-    losses = []
-    for angle in ANGLES:
-        angles = torch.full((len(key), width // 2), angle, device=device)
-        query_error, key_error = (
-            _plane_error(_turn(weight, turned), format)
-            for weight, turned, format in zip((query, key), (angles[key_of], angles), formats, strict=True)
-        )
-        losses.append(shared(query_error) * key_energy + key_error * shared(query_energy))
-    best = torch.tensor(ANGLES, device=device)[torch.stack(losses).argmin(0)]
-    for module, weight, turned in zip(modules, (query, key), (best[key_of], best), strict=True):
-        piece.tensors[f"{module}.weight"] = _turn(weight, turned).flatten(0, 2)
-
-
-def _turn(weight: Tensor, angle: Tensor) -> Tensor:
-    """weight [heads, 2, d/2, K], angle [heads, d/2]."""
-    cos, sin = angle.double().cos()[..., None], angle.double().sin()[..., None]
-    low, high = weight.unbind(1)
-    return torch.stack((cos * low - sin * high, sin * low + cos * high), dim=1)
-
-
-def _plane_error(weight: Tensor, format: Format | None) -> Tensor:
-    """[heads, 2, d/2, K] -> [heads, d/2], the squared error of rounding to nearest; none where it stays float."""
-    if format is None:
-        return weight.new_zeros(weight.shape[0], weight.shape[2])
-    rows = weight.flatten(0, 2).float()
-    scale, zero = format.fit(rows)
-    error = format.decode(format.encode(rows, scale, zero), scale, zero) - rows
-    return error.square().sum(1).unflatten(0, weight.shape[:3]).sum(1).to(weight.dtype)

@@ -16,7 +16,7 @@ from diffbit.models.attention import symmetries
 from diffbit.models.symmetries import Symmetries
 from diffbit.quantize import Scheme, hadamard, load, parse_format, quantize_checkpoint, rtn
 from diffbit.quantize.hadamard import Rotation
-from diffbit.quantize.methods import rotate
+from diffbit.quantize.methods import rotate, rotate_heads
 from diffbit.runtime import verify
 
 from ...export.helpers import relative_error, write_model
@@ -67,6 +67,17 @@ def test_logits_stay(attention: str, shape: str) -> None:
             assert not torch.equal(parameter, decoder.state_dict().get(name, torch.zeros(0))), name
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_logits_stay_when_only_heads_are_rotated(attention: str, shape: str) -> None:
+    decoder = random_decoder(config_of(attention, **SHAPES[shape]), dtype=torch.float64)
+    made, ids = transformed(decoder, rotate_heads, SCHEME), random_ids()
+    assert made.config == decoder.config  # a tie stays
+    torch.testing.assert_close(logits64(made, ids), logits64(decoder, ids), rtol=0, atol=1e-9)
+    changed = {name for name, p in made.state_dict().items() if not torch.equal(p, decoder.state_dict()[name])}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
 @pytest.mark.parametrize("attention", VARIANTS)
 def test_logits_stay_in_float32(attention: str) -> None:
     decoder, ids = random_decoder(config_of(attention)), random_ids()
@@ -81,7 +92,7 @@ def test_queries_and_keys_are_turned_by_the_best_angle(attention: str, kv_heads:
     """One plane after the other, each angle tried on all rows that share it."""
     decoder = random_decoder(config_of(attention, num_kv_heads=kv_heads), dtype=torch.float64)
     found = transformed(decoder, rotate, SCHEME).model.layers[1].self_attn
-    monkeypatch.setattr(rotate, "ANGLES", (0.0,))
+    monkeypatch.setattr(rotate_heads, "ANGLES", (0.0,))
     plain = transformed(decoder, rotate, SCHEME).model.layers[1].self_attn
     query, key = (p.weight.detach().view(-1, 2, 4, 64) for p in (plain.q_proj, plain.k_proj))  # d = 8
     format, errors = SCHEME.weights, [0.0, 0.0]
