@@ -20,7 +20,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from synthetic import ONE_BILLION, write_model, write_tokenizer
+from synthetic import ONE_BILLION, SMALL, write_model, write_tokenizer
 
 
 def measured(*command: str) -> None:
@@ -47,10 +47,11 @@ def main() -> None:
     parser.add_argument("--method", default="gptq", help="the calibrated method (default: %(default)s)")
     parser.add_argument("--windows", default="16", help="of 512 tokens to calibrate on (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=ONE_BILLION.layers, help="of the model (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, to see that everything runs")
     work = (arguments := parser.parse_args()).work
     model, rounded, quantized, artifact = (work / name for name in ("model", "rounded", "quantized", "artifact"))
     if not model.exists():
-        shape = replace(ONE_BILLION, layers=arguments.layers)
+        shape = SMALL if arguments.quick else replace(ONE_BILLION, layers=arguments.layers)
         print(json.dumps({"parameters": write_model(model, shape)}), flush=True)
         write_tokenizer(model)
     weights = ("--weights", arguments.weights)

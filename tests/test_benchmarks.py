@@ -96,3 +96,13 @@ def test_generate(tmp_path: Path) -> None:
     assert rows.keys() == {"ternary", "ternary bodies"}
     assert all(row["decode_tokens_per_s"] > 0 and row["peak_memory_mib"] > 0 for row in rows.values())
     assert "| ternary bodies |" in done.stdout
+
+
+def test_one_billion(tmp_path: Path) -> None:
+    done = run("one_billion.py", "--work", str(tmp_path / "work"), "--quick", "--windows", "2")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    commands = [row["command"].split()[1] for row in rows if "command" in row]
+    assert commands == ["quantize", "quantize", "export"]
+    assert all(row["peak_rss_mib"] > 50 and row["seconds"] > 0 for row in rows if "command" in row)
+    assert "--method gptq" in rows[2]["command"] and rows[-1]["artifact_mib"] > 0
