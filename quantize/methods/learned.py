@@ -13,8 +13,9 @@ lambdas of the layer, which stay float, are learned along with it (Adam).
 Start are GPTQ's codes. The iterate with the least error on a fixed part of the calibration text is kept; the start is
 one of them. Of the head the Kullback-Leibler divergence of its predictions is minimised.
 
-Memory: of one layer, 26 bytes a weight (float copy, offset, rounded weight, their gradients, codes), and what the
-layer's backward pass keeps of BATCH_TOKENS tokens. A layer of 60 million weights: 1.6 GB and 0.4 GB.
+Memory: of one layer, 40 bytes a weight (it in float, offset now and at first, rounded weight, their gradients, codes;
+what updates need in passing), what a backward pass keeps of BATCH_TOKENS tokens, and the aim, a float for each hidden
+state. A layer of 60 million weights: 2.4 GB, 0.2 GB, and as much again as the calibration tokens' states take.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ from torch.func import functional_call
 from ...errors import DiffbitError
 from ..formats import Format, _to_half
 from ..linear import quantize_per_token_int8
+from ..model import quantize_weight
 from ..piece import Piece, Tokens
 from ..qtensor import QTensor
 from . import gptq
 
 CALIBRATED = True
 SEED = 0
-STEPS = 200
-BATCH_TOKENS = 1024  # in a step
+STEPS = 100
+BATCH_TOKENS = 512  # in a step
 RATE = 1 / STEPS  # of SignSGD at first, in steps of the weights; what a clip factor's end of the range moves, too
 BOUND = 0.5  # of offsets: as far as the neighbour on either side
 MARGIN = 0.49  # how far from its code's level a weight starts at most, in steps
 CLIP = (0.25, 4.0)  # bounds of clip factors
 FLOAT_RATE = 1e-3  # of Adam, at first: norms and lambdas
-CHECKS = 8  # how often the iterate is looked at
-STEP_PASSES = 2  # a step takes about as long as so many batches of calibration text going by
+CHECKS = 4  # how often the iterate is looked at
 CHECK_WINDOWS = 16  # what it is looked at with
 
 
@@ -54,11 +55,12 @@ def quantize_layer(piece: Piece) -> dict[str, QTensor]:
     if piece.tokens is None:
         raise DiffbitError("learned rounding needs calibration tokens; name a text to take them from")
     start: dict[str, QTensor] = {}
-    piece.expect(STEPS * STEP_PASSES)
+    piece.expect(STEPS)
     for stage in piece.stages():
         stats = piece.stats(start, stage[:1])[stage[0]]
         for name in stage:
-            start[name] = gptq.quantize(piece.tensors[f"{name}.weight"], piece.formats[name], stats)
+            weight, format = piece.tensors[f"{name}.weight"], piece.formats[name]
+            start[name] = quantize_weight(gptq.quantize, f"{name}.weight", weight, format, stats)
     with torch.enable_grad():
         return learn(piece, piece.tokens, start)
 
@@ -94,7 +96,7 @@ def learn(piece: Piece, tokens: Tokens, start: Mapping[str, QTensor]) -> dict[st
         adam.param_groups[0]["lr"] = FLOAT_RATE * left
         adam.step()
         adam.zero_grad()
-        piece.step(next(iter(start)), STEP_PASSES)
+        piece.step(next(iter(start)))
     for name, tensor in best_floats.items():
         piece.refitted[name] = tensor.to(piece.tensors[name].dtype)
     return best
@@ -111,8 +113,7 @@ class Problem:
     """The error of a piece's output as a function of its weights {linear layer: [N, K]} and norms and lambdas."""
 
     def __init__(self, piece: Piece, tokens: Tokens) -> None:
-        self.piece, self.tokens = piece, tokens
-        self.true, self.module = piece.module().requires_grad_(False), piece.module({}).requires_grad_(False)
+        self.piece, self.tokens, self.module = piece, tokens, piece.module({}).requires_grad_(False)
         int8 = piece.scheme.activations == "int8"
         for name, module in self.module.named_modules():
             format = piece.formats.get(piece.prefix + name)
@@ -121,11 +122,12 @@ class Problem:
             if getattr(module, "logits_hook", None) is not None:
                 attention: Any = module
                 attention.logits_hook = partial(_straight, attention.logits_hook)
-        self.target = None
+        true = piece.module()
+        self.true = None if piece.is_layer else true
+        self.target = torch.empty(0)  # of a layer: [n, S, E]; logits of all tokens would be too many
         if piece.is_layer:
             with torch.no_grad():
-                parts = [piece.run(self.true, batch.exact, batch) for batch in tokens.batches()]
-            self.target = torch.cat(parts)  # [n, S, E]
+                self.target = torch.cat([piece.run(true, batch.exact, batch) for batch in tokens.batches()])
 
     def loss(self, weights: Mapping[str, Tensor], floats: Mapping[str, Tensor], rows: Tensor) -> Tensor:
         """On these windows of calibration text."""
@@ -133,7 +135,7 @@ class Problem:
         named = {f"{name}.weight": weight for name, weight in weights.items()} | dict(floats)
         state = {self.piece.local(name): value for name, value in named.items()}
         output = self.piece.run(lambda *inputs: functional_call(self.module, state, inputs), batch.hidden, batch)
-        if self.target is not None:
+        if self.true is None:
             return (output - self.target[rows])[batch.counted].square().sum() / max(1, int(batch.counted.sum()))
         with torch.no_grad():
             wanted = self.piece.run(self.true, batch.exact, batch)[batch.counted].log_softmax(-1)
@@ -164,8 +166,8 @@ class Rounding:
         nearest = self.format.encode_each(self.weight, step, point).to(torch.uint8)
         # the smallest offset that leads to the start's code
         away = (away - away.clamp(-MARGIN * self.unit, MARGIN * self.unit)).masked_fill_(nearest == start.codes, 0)
-        self.low, self.high = away.clamp(max=-BOUND * self.unit), away.clamp(min=BOUND * self.unit)
-        self.offset = away.requires_grad_()
+        self.first = away  # an offset stays within BOUND, or between BOUND and where it started
+        self.offset = away.clone().requires_grad_()
         self.upper = torch.ones_like(start.scale).requires_grad_()
         self.lower = None if zero is None else torch.ones_like(start.scale).requires_grad_()
 
@@ -199,7 +201,8 @@ class Rounding:
                 continue
             if parameter is self.offset:
                 parameter.sub_(parameter.grad.sign_(), alpha=rate * self.unit)
-                torch.clamp(parameter, self.low, self.high, out=parameter)
+                bound = BOUND * self.unit
+                torch.clamp(parameter, self.first.clamp(max=-bound), self.first.clamp(min=bound), out=parameter)
             else:
                 parameter.sub_(parameter.grad.sign_(), alpha=rate / 2 ** (self.format.bits - 1)).clamp_(*CLIP)
             parameter.grad = None
