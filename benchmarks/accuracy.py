@@ -8,7 +8,8 @@ Every variant of every model is made in memory and scored on all windows of the 
 model as it is (evaluate/compare.py); methods calibrate on 128 windows of the calib split. Variants are spread over
 processes of one thread each. The JSON file is a comparison as `diffbit compare --json` prints it, and the time it took.
 
-RECIPES is the one place that says which methods are in the tables; a test holds it against the methods there are.
+RECIPES is the one place that says which methods are in the tables; a test holds it and ELSEWHERE against the methods
+there are.
 """
 
 from __future__ import annotations
@@ -44,13 +45,16 @@ FORMATS = ("int8", "int4_g128", "int3_g64", "int2_g64", "int2_g64_asym")
 LOW = FORMATS[1:4]  # at 8 bits there is next to nothing to recover
 RECIPES = {
     "rtn": FORMATS,
-    "clip": FORMATS[1:],
-    "hqq": FORMATS[1:],
+    "hqq": LOW,
     "awq": LOW,
-    "awq+clip": LOW,
     "gptq": FORMATS,
-    "awq+gptq": LOW,
-    "rotate+gptq": FORMATS,
+    "rotate+gptq": LOW,
+    "learned": LOW[1:],  # slow, and made for the lowest bits
+}
+ELSEWHERE = {
+    "smooth",  # with int8 inputs, below
+    "clip",  # a part of "awq+clip", beside AutoAWQ in quantizers.py
+    "rotate_heads",  # "rotate" with another head
 }
 ROUNDED_INPUTS = (("int8", "rtn"), ("int4_g128", "gptq"))  # weights, and the recipe that rounds them
 CALIBRATION_WINDOWS = 128
@@ -163,6 +167,10 @@ def recovered(row: Row) -> str:
     return "" if row["recovered"] is None else interval(row["recovered"], lambda share: percent(share, 0))
 
 
+def divergence(row: Row) -> str:
+    return interval(row["kl"], lambda nats: f"{nats:.4f}")
+
+
 def difference(contrast: Row) -> str:
     return interval(contrast["difference"], lambda nats: f"{nats:+.4f}".replace("-", "−"))
 
@@ -192,8 +200,9 @@ def weights_tables(comparison: Row) -> str:
             best = "**" if row["perplexity"]["value"] == least else ""
             size = f"{row['nbytes'] / 1e6:.2f}"
             perplexity = f"{best}{row['perplexity']['value']:.3f}{best}"
-            lines.append([row["format"], row["method"], perplexity, increase(row), recovered(row), size])
-        header = ["weights", "method", "perplexity", "increase", "of rtn's loss recovered", "MB"]
+            cells = [perplexity, increase(row), recovered(row), divergence(row), size]
+            lines.append([row["format"], row["method"], *cells])
+        header = ["weights", "method", "perplexity", "increase", "of rtn's loss recovered", "KL, nats a token", "MB"]
         title = (
             f"### {model['name']}\n\n{model['parameters']:,} parameters. At 16 bits: perplexity "
             f"{interval(whole['perplexity'], lambda value: f'{value:.3f}')}, {whole['nbytes'] / 1e6:.2f} MB."
@@ -222,8 +231,9 @@ def contrasts_table(comparison: Row) -> str:
 def inputs_table(comparison: Row) -> str:
     lines = []
     for row in of(comparison, "inputs"):
-        lines.append([row["model"], row["format"], row["method"], f"{row['perplexity']['value']:.3f}", increase(row)])
-    return table(["model", "linear layers", "method", "perplexity", "increase"], lines)
+        perplexity = f"{row['perplexity']['value']:.3f}"
+        lines.append([row["model"], row["format"], row["method"], perplexity, increase(row), divergence(row)])
+    return table(["model", "linear layers", "method", "perplexity", "increase", "KL, nats a token"], lines)
 
 
 def goals_table(comparison: Row) -> str:

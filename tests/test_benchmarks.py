@@ -17,7 +17,6 @@ from diffbit.quantize import methods
 from diffbit.runtime import native
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-OTHER_TABLES = {"smooth"}  # and not in RECIPES of accuracy.py
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -68,7 +67,8 @@ def test_accuracy(nano: Callable[[str], Path], tmp_path: Path) -> None:
 def test_every_method_is_in_the_table_of_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     accuracy = importlib.import_module("accuracy")
-    assert {part for recipe in accuracy.RECIPES for part in recipe.split("+")} | OTHER_TABLES == set(methods())
+    shown = {part for recipe in accuracy.RECIPES for part in recipe.split("+")}
+    assert shown | accuracy.ELSEWHERE == set(methods()) and not shown & accuracy.ELSEWHERE
 
 
 def test_mixed(checkpoint: Path, tmp_path: Path) -> None:
@@ -96,13 +96,3 @@ def test_generate(tmp_path: Path) -> None:
     assert rows.keys() == {"ternary", "ternary bodies"}
     assert all(row["decode_tokens_per_s"] > 0 and row["peak_memory_mib"] > 0 for row in rows.values())
     assert "| ternary bodies |" in done.stdout
-
-
-def test_one_billion(tmp_path: Path) -> None:
-    done = run("one_billion.py", "--work", str(tmp_path / "work"), "--quick", "--windows", "2")
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    commands = [row["command"].split()[1] for row in rows if "command" in row]
-    assert commands == ["quantize", "quantize", "export"]
-    assert all(row["peak_rss_mib"] > 50 and row["seconds"] > 0 for row in rows if "command" in row)
-    assert "--method gptq" in rows[2]["command"] and rows[-1]["artifact_mib"] > 0
