@@ -52,6 +52,8 @@ RECIPES = {
     "learned": LOW[1:],  # slow, and made for the lowest bits
 }
 ELSEWHERE = {
+    "joint",  # in subtraction.py
+    "relambda",  # there too
     "smooth",  # with int8 inputs, below
     "clip",  # a part of "awq+clip", beside AutoAWQ in quantizers.py
     "rotate_heads",  # "rotate" with another head

@@ -25,7 +25,7 @@ from ..models.masks import default_positions
 from ..models.rope import Rope
 from .formats import Format
 from .linear import QuantLinear
-from .methods import Recipe
+from .methods import Method, Recipe
 from .model import assemble, quantize_weight
 from .qtensor import QTensor
 from .report import OutputError
@@ -271,23 +271,31 @@ def quantize_piece(piece: Piece, recipe: Recipe) -> dict[str, QTensor]:
     if by_layer:
         quantized = recipe.rounding.quantize_layer(piece) if piece.formats else {}
     elif piece.tokens is not None and piece.index >= 0 and getattr(recipe.rounding, "CALIBRATED", True):
-        for stage in piece.stages():
-            stats = piece.stats(quantized, stage[:1])[stage[0]]
-            for name in stage:
-                quantized[name] = _round(piece, recipe, name, stats)
-                if piece.tokens.measuring:
-                    exact = piece.tensors[f"{name}.weight"]
-                    piece.proxy_losses[name] = proxy_loss(exact, quantized[name], stats.gram)
-                piece.step(name, unit)
+        quantized = round_stages(piece, lambda name: recipe.rounding.quantize)
     else:
         for name in piece.formats:
-            quantized[name] = _round(piece, recipe, name, None)
+            quantized[name] = _round(piece, recipe.rounding.quantize, name, None)
             piece.step(name, unit)
     for refit in recipe.refits:
         refit.refit(piece, quantized)
     return {name: quantized[name] for name in piece.formats if name in quantized}  # search.py rounds none
 
 
-def _round(piece: Piece, recipe: Recipe, name: str, stats: CalibStats | None) -> QTensor:
+def round_stages(piece: Piece, method: Callable[[str], Method]) -> dict[str, QTensor]:
+    """Round each layer of a piece by the method for its name, with statistics behind those rounded before."""
+    assert piece.tokens is not None
+    quantized: dict[str, QTensor] = {}
+    for stage in piece.stages():
+        stats = piece.stats(quantized, stage[:1])[stage[0]]
+        for name in stage:
+            quantized[name] = _round(piece, method(name), name, stats)
+            if piece.tokens.measuring:
+                exact = piece.tensors[f"{name}.weight"]
+                piece.proxy_losses[name] = proxy_loss(exact, quantized[name], stats.gram)
+            piece.step(name, len(piece.tokens.slices))
+    return quantized
+
+
+def _round(piece: Piece, method: Method, name: str, stats: CalibStats | None) -> QTensor:
     weight = f"{name}.weight"
-    return quantize_weight(recipe.rounding.quantize, weight, piece.tensors[weight], piece.formats[name], stats)
+    return quantize_weight(method, weight, piece.tensors[weight], piece.formats[name], stats)

@@ -8,9 +8,14 @@ A variant's file has MODEL_TYPE (the model_type of its config.json) and a class 
     out_scale       float: the factor on the heads' output before o_proj (1 but for diff_v1)
     logits_hook     None, or a function that sees and may replace the scaled attention logits (softmax.LogitsHook)
     lambda_value()  the number subtracted with (fp32 scalar), or None where it depends on the token
+    branches(x, rope, mask, cache) -> (signal, noise), fp32 [B, H, S, e]; lambda_of(x), what the second is multiplied by
+                    before it is subtracted; refit_lambda(x [T, E], wanted [T, H], weight [T, H]), which moves it (in
+                    new parameters) close to what is wanted; norm_eps, where a norm follows: differential variants only
     hf_heads(config) -> (num_attention_heads, num_key_value_heads) of a config.json, and heads_from_hf, its inverse
     equal_heads(pairs) -> (num_heads, num_kv_heads) of a model as large as diff_v1 with that many pairs, for fair twins
     row_order(config) -> {"q_proj": order, ...}: canonical rows = rows on disk[order]; absent where they are the same
+    joint_rows(config) -> {"q_proj": R, "k_proj": R, "v_proj": R}: each R neighbouring rows meet in one head, both
+                    branches of a pair where they have rows of their own (quantize/methods/joint.py)
     cache_heads(config) -> heads in the KV cache, each head_dim wide
     onnx(g, step, x, past_key, past_value)  the same as ONNX nodes (export/); cache_in_place: where one buffer may be
                     bound as past and as present, "always" or "native" (runtime/artifact.py, CacheSpec)

@@ -73,32 +73,53 @@ class Attention(nn.Module):
         self.logits_hook: LogitsHook | None = None
 
     def forward(self, x: Tensor, rope: Rope, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+        signal, noise = self.branches(x, rope, mask, cache)
+        out = signal - self.lambda_of(x) * noise  # fp32 [B, H, S, 2d]
+        out = F.rms_norm(out, out.shape[-1:], eps=self.norm_eps) * self.out_scale
+        return self.o_proj(out.to(x.dtype).transpose(1, 2).flatten(2))
+
+    def branches(self, x: Tensor, rope: Rope, mask: Tensor | None, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
+        """A1 v and A2 v, fp32 [B, H, S, 2d]."""
         query = apply_rope(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), rope).transpose(1, 2)  # [B, 2H, S, d]
         key = apply_rope(self.k_proj(x).unflatten(-1, (-1, self.head_dim)), rope).transpose(1, 2)  # [B, 2KV, S, d]
         value = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, 2KV, S, d]
         if cache is not None:
             key, value = cache.append(key, value)  # [B, 2KV, T, d]
         value = torch.cat((value[:, 0::2], value[:, 1::2]), dim=-1)  # [B, KV, T, 2d]
-        lambda_ = self.lambda_value()
         if self.logits_hook is None:
             signal = attend(query[:, 0::2], key[:, 0::2], value, mask, self.scale)
             noise = attend(query[:, 1::2], key[:, 1::2], value, mask, self.scale)
-            out = signal.float() - lambda_ * noise.float()  # [B, H, S, 2d]
-        else:
-            signal = explicit_logits(query[:, 0::2], key[:, 0::2], self.scale)  # [B, H, S, T]
-            noise = explicit_logits(query[:, 1::2], key[:, 1::2], self.scale)
-            logits = torch.stack((signal, noise), dim=2).flatten(1, 2)  # [B, 2H, S, T], in adjacent pairs
-            probabilities = explicit_softmax(logits, mask, self.logits_hook)
-            difference = probabilities[:, 0::2] - lambda_ * probabilities[:, 1::2]
-            out = difference @ value.float().repeat_interleave(difference.shape[1] // value.shape[1], dim=1)
-        out = F.rms_norm(out, out.shape[-1:], eps=self.norm_eps) * self.out_scale
-        return self.o_proj(out.to(x.dtype).transpose(1, 2).flatten(2))
+            return signal.float(), noise.float()
+        signal = explicit_logits(query[:, 0::2], key[:, 0::2], self.scale)  # [B, H, S, T]
+        noise = explicit_logits(query[:, 1::2], key[:, 1::2], self.scale)
+        logits = torch.stack((signal, noise), dim=2).flatten(1, 2)  # [B, 2H, S, T], in adjacent pairs
+        probabilities = explicit_softmax(logits, mask, self.logits_hook)
+        value = value.float().repeat_interleave(signal.shape[1] // value.shape[1], dim=1)
+        return probabilities[:, 0::2] @ value, probabilities[:, 1::2] @ value
+
+    def lambda_of(self, x: Tensor) -> Tensor:
+        """What the noise branch is multiplied by; the same for all tokens x."""
+        return self.lambda_value()
 
     def lambda_value(self) -> Tensor:
         """lambda of this layer: an fp32 scalar that gradients flow through."""
         first = (self.lambda_q1.float() * self.lambda_k1.float()).sum().exp()
         second = (self.lambda_q2.float() * self.lambda_k2.float()).sum().exp()
         return first - second + self.lambda_init
+
+    def refit_lambda(self, x: Tensor, wanted: Tensor, weight: Tensor) -> None:
+        """The lambda of least sum weight (lambda - wanted)^2, both [T, H]; lambda_q1 moves, along lambda_k1."""
+        value = float((weight.double() * wanted).sum() / weight.double().sum())
+        first, along = self.lambda_q1.detach().double(), self.lambda_k1.detach().double()
+        second = float((self.lambda_q2.detach().double() @ self.lambda_k2.detach().double()).exp())
+        power = value - self.lambda_init + second  # what exp(lambda_q1 . lambda_k1) has to be
+        if not power > 0 or not along.any():
+            raise DiffbitError(
+                f"lambda would have to be {value:.4g}, but these vectors reach only values above "
+                f"{self.lambda_init - second:.4g}: the layer is too far from its float model to be refitted"
+            )
+        moved = first + (math.log(power) - first @ along) / (along @ along) * along
+        self.lambda_q1 = nn.Parameter(moved.float())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Keep the lambda vectors float32 when the model is moved with .to(bfloat16), .half(), ..."""
@@ -166,6 +187,10 @@ class Attention(nn.Module):
             "k_proj": _pairs_from_halves(config.num_kv_heads, config.head_dim),
             "v_proj": _pairs_from_halves(config.num_kv_heads, config.head_dim),
         }
+
+    @staticmethod
+    def joint_rows(config: ModelConfig) -> dict[str, int]:
+        return dict.fromkeys(("q_proj", "k_proj", "v_proj"), 2 * config.head_dim)
 
     @staticmethod
     def cache_heads(config: ModelConfig) -> int:

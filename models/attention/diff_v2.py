@@ -22,6 +22,7 @@ from ..softmax import LogitsHook, attend, explicit_logits, explicit_softmax
 from ..symmetries import Symmetries
 
 MODEL_TYPE = "diff_llama_v2"
+RIDGE = 0.01  # of the mean of the normal equations' diagonal
 
 
 def symmetries(config: ModelConfig) -> Symmetries:
@@ -48,6 +49,12 @@ class Attention(nn.Module):
         self.logits_hook: LogitsHook | None = None
 
     def forward(self, x: Tensor, rope: Rope, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+        signal, noise = self.branches(x, rope, mask, cache)
+        out = signal - self.lambda_of(x) * noise  # fp32 [B, H, S, d]
+        return self.o_proj(out.to(x.dtype).transpose(1, 2).flatten(2))
+
+    def branches(self, x: Tensor, rope: Rope, mask: Tensor | None, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
+        """a_2i and a_2i+1, fp32 [B, H, S, d]."""
         query = apply_rope(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), rope).transpose(1, 2)  # [B, 2H, S, d]
         key = apply_rope(self.k_proj(x).unflatten(-1, (-1, self.head_dim)), rope).transpose(1, 2)  # [B, KV, S, d]
         value = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -58,9 +65,29 @@ class Attention(nn.Module):
         else:
             probabilities = explicit_softmax(explicit_logits(query, key, self.scale), mask, self.logits_hook)
             out = probabilities @ value.float().repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-        weight = self.lambda_proj(x).float().sigmoid().transpose(1, 2)[..., None]  # [B, H, S, 1]
-        out = out[:, 0::2] - weight * out[:, 1::2]  # [B, H, S, d]
-        return self.o_proj(out.to(x.dtype).transpose(1, 2).flatten(2))
+        return out[:, 0::2], out[:, 1::2]
+
+    def lambda_of(self, x: Tensor) -> Tensor:
+        """sigmoid(lambda(x)), fp32 [B, H, S, 1]."""
+        return self.lambda_proj(x).float().sigmoid().transpose(1, 2)[..., None]
+
+    def refit_lambda(self, x: Tensor, wanted: Tensor, weight: Tensor) -> None:
+        """One Gauss-Newton step of lambda_proj towards the least sum of weight (lambda - wanted)^2, both [T, H].
+
+        x: fp32 [T, E]. The sigmoid is taken as linear around its present value, and a ridge keeps directions that
+        the tokens hardly tell about where they are.
+        """
+        before = self.lambda_proj.weight.detach().float()
+        present = (x @ before.T).sigmoid()  # [T, H]
+        slope = present * (1 - present)
+        moved = before.clone()
+        for head in range(len(before)):
+            rows = x * (slope[:, head] * weight[:, head].sqrt())[:, None]
+            error = (wanted[:, head] - present[:, head]) * weight[:, head].sqrt()
+            normal = (rows.T @ rows).double()
+            normal.diagonal().add_(RIDGE * float(normal.diagonal().mean()) + 1e-30)
+            moved[head] += torch.linalg.solve(normal, (rows.T @ error).double()).float()
+        self.lambda_proj.weight = nn.Parameter(moved)
 
     def lambda_value(self) -> Tensor | None:
         return None
@@ -112,6 +139,10 @@ class Attention(nn.Module):
     @staticmethod
     def row_order(config: ModelConfig) -> dict[str, torch.Tensor]:
         return {}
+
+    @staticmethod
+    def joint_rows(config: ModelConfig) -> dict[str, int]:
+        return {"q_proj": 2 * config.head_dim, "k_proj": config.head_dim, "v_proj": config.head_dim}
 
     @staticmethod
     def cache_heads(config: ModelConfig) -> int:

@@ -103,5 +103,9 @@ class Attention(nn.Module):
         return {}
 
     @staticmethod
+    def joint_rows(config: ModelConfig) -> dict[str, int]:
+        return dict.fromkeys(("q_proj", "k_proj", "v_proj"), config.head_dim)
+
+    @staticmethod
     def cache_heads(config: ModelConfig) -> int:
         return config.num_kv_heads

@@ -25,6 +25,7 @@ Memory beside the weights: two matrices of K^2 numbers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from ..qtensor import QTensor
 CALIBRATED = True
 DAMPING = 0.01
 ROUNDS = 3
+Encode = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # a column, scales and zero points, each [N] -> codes [N]
 BLOCK = 128  # columns whose errors reach the others in one product
 PRECISE = 2048  # columns up to which the factorisation is done in fp64
 
@@ -56,9 +58,20 @@ def quantize(weight: Tensor, format: Format, stats: Any) -> QTensor:
 
 
 def round_columns(
-    weight: Tensor, format: Format, scale: Tensor, zero: Tensor | None, gram: Tensor, *, act_order: bool = True
+    weight: Tensor,
+    format: Format,
+    scale: Tensor,
+    zero: Tensor | None,
+    gram: Tensor,
+    *,
+    act_order: bool = True,
+    encode: Encode | None = None,
 ) -> Tensor:
-    """Codes uint8 [N, K] of a weight [N, K] under scales and zero points as `format.fit` shapes them, gram [K, K]."""
+    """Codes uint8 [N, K] of a weight [N, K] under scales and zero points as `format.fit` shapes them, gram [K, K].
+
+    encode: rounds a column, by default to the nearest codes.
+    """
+    encode = encode or format.encode_each
     rows, columns = weight.shape
     in_turn = torch.arange(columns, device=weight.device)
     order = gram.diagonal().argsort(descending=True, stable=True) if act_order else in_turn
@@ -74,18 +87,27 @@ def round_columns(
         for k in range(start, end):
             column = torch.addmv(moved[k - start], lost[start:k].T, factor[start:k, k])
             s, z = step[group[k]], None if point is None else point[group[k]]
-            codes[k] = format.encode_each(column, s, z)
+            codes[k] = encode(column, s, z)
             lost[k] = source[k] - format.decode_each(codes[k], s, z)
     result = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
     result[:, order] = codes.T
     return result
 
 
-def descend(weight: Tensor, format: Format, codes: Tensor, scale: Tensor, zero: Tensor | None, gram: Tensor) -> Tensor:
+def descend(
+    weight: Tensor,
+    format: Format,
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    gram: Tensor,
+    encode: Encode | None = None,
+) -> Tensor:
     """Codes after each column, in turn, was rounded once more to what suits all the others best: q_k moves towards
 
     q_k + sum_j (w_j - q_j) H_jk / H_kk
     """
+    encode = encode or format.encode_each
     rows, columns = weight.shape
     added = damping(gram)
     width = format.group_size or columns
@@ -103,7 +125,7 @@ def descend(weight: Tensor, format: Format, codes: Tensor, scale: Tensor, zero: 
             s, z = step[k // width], None if point is None else point[k // width]
             value = format.decode_each(codes[k], s, z)
             wanted = torch.addmv(pull[at], change[:at].T, gram[start:k, k]).div_(diagonal[k]).add_(value)
-            codes[k] = format.encode_each(wanted, s, z)
+            codes[k] = encode(wanted, s, z)
             change[at] = value - format.decode_each(codes[k], s, z)
         lost[start:end] += change
     return codes.T.contiguous()

@@ -1,0 +1,165 @@
+"""Queries, keys and values rounded for what attention makes of them: rows of a head together, branches of a pair too.
+
+Differential attention subtracts, out = O norm((A1 - lambda A2) v), and what rounding does to the queries of both
+branches arrives at a token's output as one sum (to first order; R_t rotary embedding, Cov over the keys that row t of
+A_b attends to, N_t the head norm's Jacobian, O the columns of o_proj that read the head):
+
+    d out_t = J1_t dW1 x_t - lambda J2_t dW2 x_t,       J_b,t = O N_t Cov_b,t(v, k_b) R_t / sqrt d
+
+For the rows W = [W1; W2] of a pair that is a quadratic form, here with its two factors averaged apart (K-FAC, arXiv
+1503.05671; signs and lambda are in J = [J1, -lambda J2]):
+
+    mean_t ||d out_t||^2  ~  tr(dW^T M dW G),           M = mean_t J_t^T J_t [R, R],   G = mean_t x_t x_t^T [K, K]
+
+GPTQ knows G alone: to it all rows weigh the same and no row can make up for another. With M it is the nearest plane
+of a Kronecker lattice (arXiv 2505.22988): columns as in GPTQ, and within a column the rows of a pair one after
+the other, each moved by what those before it lost,
+
+    w_i + sum_{h<i} (w_h - q_h) S_hi / S_ii,            M = S S^T,  S upper triangular, rows by falling M_ii
+
+so that the noise branch makes up for the signal branch and a head's dimensions for each other. A key is seen by all
+later tokens, a value likewise; M is the same mean for them, their own J^T J summed over the tokens that see them. The
+rounds that GPTQ goes on with, scales and then columns once more, are the same here under tr(dW^T M dW G).
+
+J is never written down. Random signs r_t on the output have the gradients g = J^T r at the projection, and the mean
+of g g^T is M: one backward pass of the attention that is there, whatever its variant. Which neighbouring rows meet in
+one head the variant says (`joint_rows`). Everything else in the layer is rounded by GPTQ.
+
+Memory beside GPTQ's: the graph of one batch of tokens through the attention.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import DiffbitError
+from .. import scales
+from ..formats import Format
+from ..piece import Piece, round_stages
+from ..qtensor import QTensor
+from ..stats import CalibStats
+from . import Method, gptq
+
+CALIBRATED = True
+SEED = 0  # of the random signs
+DAMPING = 0.1  # of M, as GPTQ's of G; more, for M is an estimate
+
+
+def quantize_layer(piece: Piece) -> dict[str, QTensor]:
+    if piece.tokens is None:
+        raise DiffbitError("joint needs calibration tokens; name a text to take them from (--calibration stdlib)")
+    piece.expect(len(piece.tokens.slices) * len(piece.formats))
+    metrics = row_metrics(piece) if piece.is_layer else {}
+
+    def method(name: str) -> Method:
+        return partial(quantize_rows, metric=metrics[name]) if name in metrics else gptq.quantize
+
+    return round_stages(piece, method)
+
+
+def quantize_rows(weight: Tensor, format: Format, stats: CalibStats, metric: Tensor) -> QTensor:
+    """GPTQ of a weight [N, K] whose rows are N/R blocks of R with a metric [N/R, R, R] each."""
+    weight, gram = weight.float(), stats.gram
+    mean = metric.diagonal(dim1=1, dim2=2).mean(1)
+    added = torch.where(mean > 0, DAMPING * mean, 1.0)  # 1: of a head that nobody reads, whose rows are rounded by GPTQ
+    metric = metric + added[:, None, None] * torch.eye(metric.shape[1])
+    weights = metric.diagonal(dim1=1, dim2=2)  # [B, R]
+    encode = row_by_row(format, metric)
+
+    def made(codes: Tensor, scale: Tensor) -> QTensor:
+        return QTensor(format, (weight.shape[0], weight.shape[1]), codes, scale, zero)
+
+    def pulled(rounded: QTensor) -> tuple[Tensor, Tensor]:
+        """What was lost, [B, R, K], and M times that."""
+        lost = (weight - rounded.dequantize()).unflatten(0, metric.shape[:2])
+        return lost, metric @ lost
+
+    def losses(rounded: QTensor) -> Tensor:
+        """tr(dW^T M dW G) of each block; of all where they share a scale."""
+        lost, pull = pulled(rounded)
+        each = ((lost @ gram) * pull).sum((1, 2))
+        return each.sum(0, keepdim=True) if rounded.scale.shape[0] == 1 else each
+
+    scale, zero = scales.search(weight, format, gram.diagonal())
+    best = made(gptq.round_columns(weight, format, scale, zero, gram, encode=encode), scale)
+    loss = losses(best)
+    for _ in range(gptq.ROUNDS):
+        # each row's scales for what the other rows of its block, as they are, would have it be
+        lost, pull = pulled(best)
+        wanted = weight + (pull / weights[..., None] - lost).flatten(0, 1)
+        scale = scales.solve(wanted, format, best.codes, best.scale, zero, gram, gptq.damping(gram))
+        now = made(gptq.descend(weight, format, best.codes, scale, zero, gram, encode), scale)
+        found = losses(now)
+        better = found <= loss  # a nearest plane is not the nearest point: a block may be worse off
+        loss = torch.where(better, found, loss)
+        rows = better.repeat_interleave(len(weight) // len(better))[:, None]
+        best = made(
+            torch.where(rows, now.codes, best.codes),
+            torch.where(rows if len(scale) == len(weight) else better[:, None], now.scale, best.scale),
+        )
+    return best
+
+
+def row_by_row(format: Format, metric: Tensor) -> gptq.Encode:
+    """Rounds a column [N] under a metric [B, R, R] of each of its B = N/R blocks of rows; all blocks at once."""
+    blocks, rows, _ = metric.shape
+    order = metric.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)  # [B, R]
+    factor = torch.stack([gptq.feedback(one, by) for one, by in zip(metric, order, strict=True)])
+    factor = factor.permute(1, 2, 0).contiguous()  # [R, R, B]
+    place = (order + rows * torch.arange(blocks)[:, None]).T  # [R, B]: where the i-th row of each block lies
+
+    def encode(column: Tensor, step: Tensor, point: Tensor | None) -> Tensor:
+        wanted, step = column[place], step[place]
+        point = None if point is None else point[place]
+        moved = wanted.clone()
+        codes = torch.empty(place.shape, dtype=torch.uint8)
+        for i in range(rows):
+            zero = None if point is None else point[i]
+            codes[i] = format.encode_each(moved[i], step[i], zero).to(torch.uint8)
+            lost = wanted[i] - format.decode_each(codes[i], step[i], zero)
+            moved[i + 1 :] += factor[i, i + 1 :] * lost
+        result = torch.empty(len(column), dtype=torch.uint8)
+        result[place] = codes
+        return result
+
+    return encode
+
+
+def row_metrics(piece: Piece) -> dict[str, Tensor]:
+    """{module: M, fp32 [B, R, R]} of the projections of this layer that are to be rounded and meet in heads."""
+    assert piece.tokens is not None
+    module: Any = piece.module().requires_grad_(False)
+    attention = module.self_attn
+    widths = {
+        name: rows
+        for projection, rows in attention.joint_rows(piece.config).items()
+        if (name := f"{piece.prefix}self_attn.{projection}") in piece.formats
+    }
+    outputs: dict[str, Tensor] = {}
+    for name in widths:
+
+        def keep(_: object, __: object, output: Tensor, name: str = name) -> Tensor:
+            outputs[name] = output.detach().requires_grad_()  # a leaf: the graph begins here
+            return outputs[name]
+
+        attention.get_submodule(name.rpartition(".")[2]).register_forward_hook(keep)
+    totals: dict[str, Tensor] = {}
+    if not widths:
+        return totals
+    piece.expect(len(piece.tokens.slices))
+    generator = torch.Generator().manual_seed(SEED)
+    for batch in piece.tokens.batches():
+        with torch.enable_grad():
+            out = attention(module.input_layernorm(batch.hidden), batch.rope, batch.mask, None)  # [n, S, E]
+            signs = torch.randint(0, 2, out.shape, generator=generator).mul(2).sub(1).to(out)
+            gradients = torch.autograd.grad(out, list(outputs.values()), signs * batch.counted[..., None])
+        for name, gradient in zip(outputs, gradients, strict=True):
+            blocks = gradient[batch.counted].unflatten(-1, (-1, widths[name]))  # [T, B, R]
+            squares = torch.einsum("tbi,tbj->bij", blocks, blocks)
+            totals[name] = totals[name] + squares if name in totals else squares
+        piece.step(f"{piece.prefix}self_attn")
+    return {name: total / piece.tokens.count for name, total in totals.items()}
