@@ -10,7 +10,7 @@ import torch
 from diffbit.errors import DiffbitError
 from diffbit.models.layout import HEAD
 from diffbit.models.symmetries import Symmetries
-from diffbit.quantize import folding
+from diffbit.quantize import Scheme, apply, folding, parse_format
 from diffbit.quantize.folding import fold, groups, per_channel, unchanged
 from diffbit.quantize.piece import FINAL_NORM
 
@@ -91,6 +91,15 @@ def test_what_does_not_cancel_is_refused(attention, wrong, monkeypatch):
     monkeypatch.setattr(folding, "symmetries", lambda config: wrong)
     with pytest.raises(DiffbitError, match=rf"^model.layers.0: .*'{attention}' computes something else \(by \d"):
         transformed(random_decoder(config_of(attention)), SimpleNamespace(transform=scaled))
+
+
+@pytest.mark.parametrize("method", ["rotate", "awq"])
+def test_a_damaged_weight_is_named(method):
+    decoder = random_decoder(config_of("diff_v1"))
+    with torch.no_grad():
+        decoder.model.layers[0].mlp.up_proj.weight[3, 5] = torch.nan
+    with pytest.raises(DiffbitError, match=r"up_proj.weight: the weight holds NaN or infinity"):
+        apply(decoder, Scheme(overrides=(("*.up_proj", parse_format("int4_g32")),)), method, random_ids())
 
 
 def test_columns_that_share_a_channel():
