@@ -14,6 +14,7 @@ import json
 import sys
 import types
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def awq(task: Task, weight: Tensor, inputs: Tensor, gram: Tensor) -> Iterator[tu
     """AutoAWQ's search for scales on one linear layer, without clipping; the division by them is put back into W."""
     quantizer = object.__new__(_awq_quantizer())
     quantizer.w_bit, quantizer.group_size, quantizer.zero_point = task["bits"], task["group_size"], True
-    quantizer.duo_scaling, quantizer.max_chunk_memory = True, 1 << 30
+    quantizer.duo_scaling, quantizer.max_chunk_memory, quantizer.n_parallel_calib_samples = True, 1 << 30, None
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     linear.weight.data = weight.clone()
     linear.weight.requires_grad_(False)
@@ -83,6 +84,7 @@ def awq(task: Task, weight: Tensor, inputs: Tensor, gram: Tensor) -> Iterator[tu
     yield "AutoAWQ", quantizer.pseudo_quantize_tensor(weight * scale)[0] / scale
 
 
+@cache
 def _awq_quantizer() -> Any:
     """The class in autoawq's quantizer.py; the package itself wants a transformers of 2025 and CUDA kernels."""
     spec = importlib.util.find_spec("awq")

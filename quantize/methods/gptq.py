@@ -139,7 +139,7 @@ def damping(gram: Tensor) -> float:
 def feedback(gram: Tensor, order: Tensor) -> Tensor:
     """fp32 [K, K]: above the diagonal R_jk / R_kk of the damped Gram matrix with its columns in this order."""
     backwards = order.flip(0)  # the lower factor of the reversed matrix, reversed, is the upper one
-    matrix = gram[backwards][:, backwards].to(torch.float64 if len(gram) <= PRECISE else torch.float32)
+    matrix = gram[backwards[:, None], backwards].to(torch.float64 if len(gram) <= PRECISE else torch.float32)
     added = damping(gram)
     matrix.diagonal().add_(added)
     while True:
@@ -148,6 +148,7 @@ def feedback(gram: Tensor, order: Tensor) -> Tensor:
             break
         matrix.diagonal().add_(9 * added)
         added *= 10
+    del matrix
     lower /= lower.diagonal().clone()
     return lower.flip(0, 1).float()
 
