@@ -77,7 +77,7 @@ def learn(piece: Piece, tokens: Tokens, start: Mapping[str, QTensor]) -> dict[st
     adam = torch.optim.Adam(floats.values(), lr=FLOAT_RATE)
     batches = _batches(len(tokens.ids), max(1, BATCH_TOKENS // tokens.ids.shape[1]), SEED + piece.index)
     least = float("inf")
-    best: dict[str, QTensor] = {}
+    best = dict(start)  # should no error be a number
     best_floats: dict[str, Tensor] = {}
     for step in range(STEPS + 1):
         if step % max(1, STEPS // CHECKS) == 0 or step == STEPS:
