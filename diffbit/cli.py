@@ -364,7 +364,7 @@ def quantize(
     candidates: Annotated[
         str | None,
         typer.Option(
-            help="Formats to choose from, as in int3_g64,int4_g128,none (float); default: eight of 2 bits and up."
+            help="Formats to choose from, as in int3_g64,int4_g128,none (float); default: of 2 to 8 bits, and none."
         ),
     ] = None,
     method: Annotated[

@@ -16,7 +16,7 @@ from ..formats import Format, parse_format
 from ..report import sizes
 from ..scheme import KEPT, Scheme, linear_shapes
 
-CANDIDATES = ("int2_g64", "int3_g128", "int3_g64", "int4_g128", "int5_g128", "int6_g128", "int8", "none")
+CANDIDATES = ("int2_g128", "int2_g64", "int3_g128", "int3_g64", "int4_g128", "int5_g128", "int6_g128", "int8", "none")
 FLOAT = "none"  # the name of no format, as in schemes
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
