@@ -134,9 +134,9 @@ def methods_of(what: str, differential: bool) -> list[str]:
 
 
 @torch.inference_mode()
-def premise(name: str, decoder: Decoder, calibration: Tensor, windows: Windows, format: str) -> Iterator[Row]:
+def premise(name: str, decoder: Decoder, calibration: Windows, windows: Windows, format: str) -> Iterator[Row]:
     """How the errors of the two branches meet, layer by layer."""
-    rounded = apply(decoder, scheme_of("qk", format), "gptq", calibration)
+    rounded = apply(decoder, scheme_of("qk", format), "gptq", calibration.ids, calibration.mask)
     ids = torch.from_numpy(windows.ids[windows.mask.all(1)][:32])
     rope, mask = rope_for(decoder.config, torch.arange(ids.shape[1])[None]), causal_mask(ids.shape[1])
     hidden = decoder.embed(ids)
@@ -168,7 +168,7 @@ def ratio(error: Tensor, exact: Tensor) -> float:
 
 
 def comparisons(
-    name: str, decoder: Decoder, calibration: Tensor, windows: Windows, formats: list[str], whats: list[str]
+    name: str, decoder: Decoder, calibration: Windows, windows: Windows, formats: list[str], whats: list[str]
 ) -> Iterator[Row]:
     reference = scores(decoder, windows)
     differential = hasattr(decoder.model.layers[0].self_attn, "branches")
@@ -179,7 +179,7 @@ def comparisons(
                 started = time.perf_counter()
                 recipe, context = VARIANTS.get(method, (method, lambda _: nullcontext()))
                 with context(decoder.config.head_dim):
-                    made = apply(decoder, scheme_of(what, format), recipe, calibration)
+                    made = apply(decoder, scheme_of(what, format), recipe, calibration.ids, calibration.mask)
                 found = scores(made, windows)
                 gptq = found if method == "gptq" else gptq
                 loss = mean(paired(found, reference), found.tokens)
@@ -236,7 +236,7 @@ def main() -> None:
         decoder = models.load(path).eval()
         length = min(Checkpoint(path).config.max_position, 512)
         windows = eval_windows("stdlib", path, length, arguments.windows)
-        calibration = torch.from_numpy(eval_windows("stdlib", path, length, arguments.calibration, split="calib").ids)
+        calibration = eval_windows("stdlib", path, length, arguments.calibration, split="calib")
         about |= {"windows": len(windows.ids), "length": length}
         measured = [
             premise(
