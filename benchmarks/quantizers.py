@@ -116,7 +116,8 @@ def peers(python: Path, found: dict[str, dict[str, Tensor]]) -> tuple[dict[str, 
         save_file(tensors, folder / "layers.safetensors")
         (folder / "tasks.json").write_text(json.dumps(tasks))
         script = Path(__file__).with_name("quantizer_peers.py")
-        subprocess.run([str(python), str(script), str(folder)], check=True, stdout=sys.stderr)
+        # isolated: kernels.py of this folder is not the package of that name that transformers looks for
+        subprocess.run([str(python), "-I", str(script), str(folder)], check=True, stdout=sys.stderr)
         return load_file(folder / "peers.safetensors"), json.loads((folder / "peers.json").read_text())
 
 
