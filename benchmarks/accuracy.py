@@ -5,7 +5,7 @@
     python benchmarks/accuracy.py --quick --models CHECKPOINT CHECKPOINT # does everything run?
 
 Every variant of every model is made in memory and scored on all windows of the eval split, token by token beside the
-model as it is (evaluate/compare.py); methods calibrate on 128 windows of the calib split. Variants are spread over
+model as it is (evaluate/compare.py); methods calibrate on 256 windows of the calib split. Variants are spread over
 processes of one thread each. The JSON file is a comparison as `diffbit compare --json` prints it, and the time it took.
 
 RECIPES is the one place that says which methods are in the tables; a test holds it and ELSEWHERE against the methods
@@ -59,7 +59,7 @@ ELSEWHERE = {
     "rotate_heads",  # "rotate" with another head
 }
 ROUNDED_INPUTS = (("int8", "rtn"), ("int4_g128", "gptq"))  # weights, and the recipe that rounds them
-CALIBRATION_WINDOWS = 128
+CALIBRATION_WINDOWS = 256
 QUICK_FORMATS, QUICK_RECIPES, QUICK_WINDOWS = ("int4_g128", "int2_g64"), ("rtn", "gptq"), (6, 8)
 SHARES = 4  # that a model's variants are split into, for the processes
 

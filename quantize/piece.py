@@ -163,7 +163,7 @@ class Piece:
     def step(self, at: str, count: int = 1) -> None:
         """So many of the steps are done, with this layer."""
         self._taken += count
-        self._share = max(self._share, min(1.0, self._taken / self._steps))
+        self._share = max(self._share, self._taken / max(self._taken, self._steps))
         self.moved(at, self._share)
 
     def module(self, quantized: Mapping[str, QTensor] | None = None) -> nn.Module:

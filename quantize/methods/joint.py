@@ -51,7 +51,7 @@ DAMPING = 0.1  # of M, as GPTQ's of G; more, for M is an estimate
 
 def quantize_layer(piece: Piece) -> dict[str, QTensor]:
     if piece.tokens is None:
-        raise DiffbitError("joint needs calibration tokens; name a text to take them from (--calibration stdlib)")
+        raise DiffbitError("joint needs calibration tokens; name a text to take them from (--calibrate stdlib)")
     piece.expect(len(piece.tokens.slices) * len(piece.formats))
     metrics = row_metrics(piece) if piece.is_layer else {}
 

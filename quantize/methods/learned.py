@@ -53,7 +53,7 @@ CHECK_WINDOWS = 16  # what it is looked at with
 def quantize_layer(piece: Piece) -> dict[str, QTensor]:
     """Round the weights in piece.formats together; piece.refitted gets better norms and lambdas."""
     if piece.tokens is None:
-        raise DiffbitError("learned rounding needs calibration tokens; name a text to take them from")
+        raise DiffbitError("learned needs calibration tokens; name a text to take them from (--calibrate stdlib)")
     start: dict[str, QTensor] = {}
     piece.expect(STEPS)
     for stage in piece.stages():

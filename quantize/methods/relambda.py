@@ -31,7 +31,7 @@ def refit(piece: Piece, quantized: Mapping[str, QTensor]) -> None:
     if not piece.is_layer or not any(name.startswith(f"{piece.prefix}self_attn.") for name in quantized):
         return
     if piece.tokens is None:
-        raise DiffbitError("relambda needs calibration tokens; name a text to take them from (--calibration stdlib)")
+        raise DiffbitError("relambda needs calibration tokens; name a text to take them from (--calibrate stdlib)")
     true: Any = piece.module()
     rounded: Any = piece.module(quantized)
     attention = rounded.self_attn
