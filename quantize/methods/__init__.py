@@ -1,6 +1,6 @@
 """Methods: how float weights become low-bit ones. One file each, found by listing this folder.
 
-A recipe names some of them, joined by +, such as "rotate+gptq+lambda". A method's file has ONE of these functions:
+A recipe names some of them, joined by +, such as "rotate+gptq+relambda". A method's file has ONE of these functions:
 
     transform(piece) -> None                    before rounding: changes piece.tensors and not what the model computes
     quantize(weight, format, stats) -> QTensor  rounds a weight [N, K]; stats: CalibStats of its input, or None

@@ -43,9 +43,7 @@ def quantize(weight: Tensor, format: Format, stats: Any = None) -> QTensor:
         raise DiffbitError("hqq fits scales to groups of weights, but ternary has one for a whole weight; use gptq")
     weight = weight.float()
     scale, zero = scales.search(weight, format)
-    real = format._grouped(torch.ones(1, weight.shape[1], device=weight.device))[
-        0
-    ]  # [G, group]: 0 where a short last group is filled up
+    real = format._grouped(torch.ones(1, weight.shape[1], device=weight.device))[0]  # [G, group]; 0: filling
     for rows in row_blocks(weight):
         found, point = _solve(
             format._grouped(weight[rows]),

@@ -66,7 +66,7 @@ def quantize_rows(weight: Tensor, format: Format, stats: CalibStats, metric: Ten
     weight, gram = weight.float(), stats.gram
     mean = metric.diagonal(dim1=1, dim2=2).mean(1)
     added = torch.where(mean > 0, DAMPING * mean, 1.0)  # 1: of a head that nobody reads, whose rows are rounded by GPTQ
-    metric = metric + added[:, None, None] * torch.eye(metric.shape[1])
+    metric = metric + added[:, None, None] * torch.eye(metric.shape[1], device=metric.device)
     weights = metric.diagonal(dim1=1, dim2=2)  # [B, R]
     encode = row_by_row(format, metric)
 
@@ -110,19 +110,20 @@ def row_by_row(format: Format, metric: Tensor) -> gptq.Encode:
     order = metric.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)  # [B, R]
     factor = torch.stack([gptq.feedback(one, by) for one, by in zip(metric, order, strict=True)])
     factor = factor.permute(1, 2, 0).contiguous()  # [R, R, B]
-    place = (order + rows * torch.arange(blocks)[:, None]).T  # [R, B]: where the i-th row of each block lies
+    starts = rows * torch.arange(blocks, device=metric.device)[:, None]
+    place = (order + starts).T  # [R, B]: where the i-th row of each block lies
 
     def encode(column: Tensor, step: Tensor, point: Tensor | None) -> Tensor:
         wanted, step = column[place], step[place]
         point = None if point is None else point[place]
         moved = wanted.clone()
-        codes = torch.empty(place.shape, dtype=torch.uint8)
+        codes = torch.empty(place.shape, dtype=torch.uint8, device=column.device)
         for i in range(rows):
             zero = None if point is None else point[i]
             codes[i] = format.encode_each(moved[i], step[i], zero).to(torch.uint8)
             lost = wanted[i] - format.decode_each(codes[i], step[i], zero)
             moved[i + 1 :] += factor[i, i + 1 :] * lost
-        result = torch.empty(len(column), dtype=torch.uint8)
+        result = torch.empty(len(column), dtype=torch.uint8, device=column.device)
         result[place] = codes
         return result
 
