@@ -1,7 +1,8 @@
 """softmax(q k^T * scale) v over a mask, twice: through torch's fused kernels, and step by step.
 
-Every attention variant is a composition of `attend`. The explicit form exists for low-bit attention logits and for
-outlier statistics: a hook sees the scaled logits, and what it returns takes their place.
+Every attention variant is a composition of `attend`. The explicit form exists for low-bit attention and for outlier
+statistics: an `Arithmetic` computes the logits and the product with the values, and a hook sees the scaled logits, and
+what it returns takes their place.
 """
 
 from __future__ import annotations
@@ -41,18 +42,44 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     )
 
 
-def explicit_logits(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """Scaled logits in float32: query [B, H, S, d], key [B, G, T, d] -> [B, H, S, T]."""
-    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    return (query.float() @ key.float().transpose(-1, -2)) * scale
+class Arithmetic:
+    """The two products of the explicit form, in float32; quantize/attention.py has them in low bits."""
+
+    def logits(self, query: Tensor, key: Tensor, scale: float, branch: int) -> Tensor:
+        """Scaled logits: query [B, H, S, d], key [B, G, T, d] -> [B, H, S, T]; branch 1 is the noise."""
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        return (query.float() @ key.float().transpose(-1, -2)) * scale
+
+    def mix(self, probabilities: Tensor, value: Tensor, head_dim: int) -> Tensor:
+        """Probabilities [B, H, S, T], values [B, G, T, e] -> [B, H, S, e]; a value is cached in rows of head_dim."""
+        return probabilities @ value.float().repeat_interleave(probabilities.shape[1] // value.shape[1], dim=1)
 
 
-def explicit_softmax(logits: Tensor, mask: Tensor | None, hook: LogitsHook) -> Tensor:
+def explicit_softmax(logits: Tensor, mask: Tensor | None, hook: LogitsHook | None) -> Tensor:
     """Probabilities in float32 of logits [B, H, S, T] that have passed through the hook; 0 where the mask hides."""
     if mask is None:
         length, total = logits.shape[-2:]
         mask = full_causal(length, total, logits.device)
-    logits = hook(logits, mask).float()
+    if hook is not None:
+        logits = hook(logits, mask).float()
     hidden = ~mask
     probabilities = logits.masked_fill(hidden, torch.finfo(logits.dtype).min).softmax(-1)
     return probabilities.masked_fill(hidden, 0.0)  # a query that sees nothing: zeros, not a uniform spread
+
+
+def explicit_pairs(
+    query: Tensor,
+    keys: tuple[Tensor, Tensor],
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    arithmetic: Arithmetic | None,
+    hook: LogitsHook | None,
+) -> tuple[Tensor, Tensor]:
+    """Both branches of H pairs step by step: query [B, 2H, S, d] in adjacent pairs, each branch's keys [B, G, T, d],
+    value [B, G, T, e] -> float32 [B, H, S, e] each. The hook sees the logits of all 2H sub-heads at once."""
+    arithmetic = arithmetic or Arithmetic()
+    logits = [arithmetic.logits(query[:, branch::2], keys[branch], scale, branch) for branch in (0, 1)]
+    probabilities = explicit_softmax(torch.stack(logits, dim=2).flatten(1, 2), mask, hook)  # [B, 2H, S, T]
+    signal, noise = (arithmetic.mix(probabilities[:, branch::2], value, query.shape[-1]) for branch in (0, 1))
+    return signal, noise

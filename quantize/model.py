@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import DiffbitError
 from ..models.layout import stays_float32
-from .attention import set_logits_hook
+from .attention import set_attention
 from .formats import Format
 from .linear import QuantLinear, quantize_per_token_int8
 from .methods import Method
@@ -29,8 +29,7 @@ def assemble(module: M, weights: Mapping[str, Tensor | QTensor], scheme: Scheme,
         else:
             state[name] = weight if dtype is None else weight.to(torch.float32 if stays_float32(name) else dtype)
     module.load_state_dict(state, strict=True, assign=True)
-    if scheme.attention.logits is not None:
-        set_logits_hook(module, scheme.attention.logits)
+    set_attention(module, scheme.attention)
     return module
 
 

@@ -2,7 +2,7 @@
 
     weights = "int4_g32"              # every linear layer of the decoder
     activations = "int8"              # their inputs, one scale a token; absent: float
-    attention = { logits = 8 }        # attention logits, one scale a query row (attention.py); absent: float
+    attention = { logits = 8, qk = "int8", keys = "int4", values = "int4", window = 32 }    # absent: float
 
     [overrides]                       # by module name; * also matches dots; the last match wins
     "lm_head" = "int8"
@@ -10,6 +10,10 @@
 
 Embeddings and norms are never quantized. The head and the lambda projection of diff_v2 are not either, unless an
 override spells out their name ("lm_head", "*.lambda_proj"): few parameters, felt by every logit.
+
+Of attention, logits are bits, with one scale a query row (attention.py); keys and values are what the KV cache holds:
+int8, int4 or int2 (ops/kv_cache.py), of which the last two leave `window` recent tokens float16; qk, int8 or int4, is
+what a query is rounded to, so that q k^T is a product of integers: keys have no more bits than it.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -26,18 +30,29 @@ from .. import files
 from ..errors import DiffbitError
 from ..models import ModelConfig
 from ..models.layout import EMBEDDING, shapes
+from ..ops.kv_cache import BITS, GROUP
 from .formats import Format, parse_format
 
 KEPT = ("lm_head", "lambda_proj")  # float unless an override names them
 LOGIT_BITS = range(2, 17)
+QK = ("int8", "int4")
+KV = ("int8", "int4", "int2")
+WINDOW = 32  # tokens
+MOST_WINDOW = 1 << 20
 HEAD_MODULE = "lm_head"
 
 
 @dataclass(frozen=True)
 class AttentionScheme:
-    """logits: bits of the attention logits, 2 to 16; None: not quantized."""
+    """logits: bits of the attention logits, 2 to 16. qk: "int8" or "int4", what a query is rounded to. keys, values:
+    "int8", "int4" or "int2", what the KV cache holds. Each None: float. window: tokens, at least, that stay float16 at
+    the end of a cache of less than 8 bits."""
 
     logits: int | None = None
+    qk: str | None = None
+    keys: str | None = None
+    values: str | None = None
+    window: int = WINDOW
 
     def __post_init__(self) -> None:
         if self.logits is not None and (type(self.logits) is not int or self.logits not in LOGIT_BITS):
@@ -45,6 +60,51 @@ class AttentionScheme:
                 f"attention logits are to have {self.logits!r} bits, wanted a whole number from {LOGIT_BITS[0]} to "
                 f"{LOGIT_BITS[-1]}"
             )
+        for name, format, wanted in (("qk", self.qk, QK), ("keys", self.keys, KV), ("values", self.values, KV)):
+            if format is not None and format not in wanted:
+                raise DiffbitError(f"attention's {name} is {format!r}, wanted one of {', '.join(wanted)} or none")
+        if type(self.window) is not int or not 0 <= self.window <= MOST_WINDOW:
+            raise DiffbitError(
+                f"the KV cache's window is {self.window!r}, wanted a whole number from 0 to {MOST_WINDOW}: the most "
+                "recent tokens, which stay float16"
+            )
+
+    @property
+    def query_bits(self) -> int:
+        """Bits that a query is rounded to; 0: it is not."""
+        return 0 if self.qk is None else BITS[self.qk]
+
+    @property
+    def key_format(self) -> str:
+        """ "float", "int8", "int4" or "int2": the smaller of what the cache and the product are to have."""
+        return min((self.keys or "float", self.qk or "float"), key=BITS.__getitem__)
+
+    @property
+    def value_format(self) -> str:
+        return self.values or "float"
+
+    def check(self, config: ModelConfig) -> None:
+        """A DiffbitError where a model's heads cannot be held in the cache's formats."""
+        for name, format in (("keys", self.key_format), ("values", self.value_format)):
+            if BITS[format] < 8 and config.head_dim % GROUP:
+                raise DiffbitError(
+                    f"{name} cannot be {format}: heads are {config.head_dim} wide, wanted a multiple of {GROUP}; use "
+                    "int8"
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON: what is not float."""
+        found = {name: getattr(self, name) for name in ("logits", "qk", "keys", "values")}
+        found = {name: value for name, value in found.items() if value is not None}
+        if any(0 < BITS[format] < 8 for format in (self.key_format, self.value_format)):
+            found["window"] = self.window
+        return found
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> AttentionScheme:
+        _known(values, tuple(field.name for field in fields(cls)), "a scheme's attention")
+        formats: dict[str, Any] = {name: None if value == "none" else value for name, value in values.items()}
+        return cls(**formats)
 
 
 @dataclass(frozen=True)
@@ -79,6 +139,7 @@ class Scheme:
 
         A DiffbitError where an override reaches no layer, or a format cannot hold a layer's shape.
         """
+        self.attention.check(config)
         layers = linear_shapes(config)
         for glob, _ in self.overrides:
             if not any(_reaches(glob, module) for module in layers):
@@ -99,7 +160,7 @@ class Scheme:
         return {
             "weights": _name(self.weights),
             "activations": self.activations,
-            "attention": {"logits": self.attention.logits},
+            "attention": self.attention.to_dict(),
             "overrides": {glob: _name(format) for glob, format in self.overrides},
         }
 
@@ -107,14 +168,12 @@ class Scheme:
     def from_dict(cls, values: Mapping[str, Any]) -> Scheme:
         """A scheme from parsed JSON or TOML; a DiffbitError names what is wrong."""
         _known(values, ("weights", "activations", "attention", "overrides"), "a scheme")
-        attention = _table(values, "attention")
-        _known(attention, ("logits",), "a scheme's attention")
         overrides = _table(values, "overrides").items()
         activations = values.get("activations")
         return cls(
             weights=_format(values.get("weights"), "weights"),
             activations=None if activations == "none" else activations,
-            attention=AttentionScheme(attention.get("logits")),
+            attention=AttentionScheme.from_dict(_table(values, "attention")),
             overrides=tuple((glob, _format(value, f"override {glob!r}")) for glob, value in overrides),
         )
 
@@ -149,8 +208,9 @@ class Scheme:
         lines = [f"weights = {json.dumps(_name(self.weights))}"]
         if self.activations is not None:
             lines.append(f"activations = {json.dumps(self.activations)}")
-        if self.attention.logits is not None:
-            lines.append(f"attention = {{ logits = {self.attention.logits} }}")
+        if attention := self.attention.to_dict():
+            entries = ", ".join(f"{name} = {json.dumps(value)}" for name, value in attention.items())
+            lines.append(f"attention = {{ {entries} }}")
         if self.overrides:
             lines += ["", "[overrides]"]
         lines += [f"{json.dumps(glob)} = {json.dumps(_name(format))}" for glob, format in self.overrides]

@@ -7,6 +7,7 @@ A variant's file has MODEL_TYPE (the model_type of its config.json) and a class 
     q_proj, k_proj, v_proj, o_proj   linears, named as in Hugging Face's models; the name of any other ends in _proj too
     out_scale       float: the factor on the heads' output before o_proj (1 but for diff_v1)
     logits_hook     None, or a function that sees and may replace the scaled attention logits (softmax.LogitsHook)
+    arithmetic      None, or what takes the place of the two matrix products (softmax.Arithmetic)
     lambda_value()  the number subtracted with (fp32 scalar), or None where it depends on the token
     branches(x, rope, mask, cache) -> (signal, noise), fp32 [B, H, S, e]; lambda_of(x), what the second is multiplied by
                     before it is subtracted; refit_lambda(x [T, E], wanted [T, H], weight [T, H]), which moves it (in

@@ -25,7 +25,7 @@ from ...ops import diff_attention
 from ..cache import LayerCache
 from ..config import ModelConfig
 from ..rope import Rope, apply_rope
-from ..softmax import LogitsHook, attend, explicit_logits, explicit_softmax
+from ..softmax import Arithmetic, LogitsHook, attend, explicit_pairs
 from ..symmetries import Symmetries
 
 MODEL_TYPE = "diffllama"
@@ -71,6 +71,7 @@ class Attention(nn.Module):
         self.lambda_init = lambda_init(layer_index)
         self.out_scale = 1.0 - self.lambda_init
         self.logits_hook: LogitsHook | None = None
+        self.arithmetic: Arithmetic | None = None
 
     def forward(self, x: Tensor, rope: Rope, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
         signal, noise = self.branches(x, rope, mask, cache)
@@ -86,16 +87,11 @@ class Attention(nn.Module):
         if cache is not None:
             key, value = cache.append(key, value)  # [B, 2KV, T, d]
         value = torch.cat((value[:, 0::2], value[:, 1::2]), dim=-1)  # [B, KV, T, 2d]
-        if self.logits_hook is None:
-            signal = attend(query[:, 0::2], key[:, 0::2], value, mask, self.scale)
-            noise = attend(query[:, 1::2], key[:, 1::2], value, mask, self.scale)
-            return signal.float(), noise.float()
-        signal = explicit_logits(query[:, 0::2], key[:, 0::2], self.scale)  # [B, H, S, T]
-        noise = explicit_logits(query[:, 1::2], key[:, 1::2], self.scale)
-        logits = torch.stack((signal, noise), dim=2).flatten(1, 2)  # [B, 2H, S, T], in adjacent pairs
-        probabilities = explicit_softmax(logits, mask, self.logits_hook)
-        value = value.float().repeat_interleave(signal.shape[1] // value.shape[1], dim=1)
-        return probabilities[:, 0::2] @ value, probabilities[:, 1::2] @ value
+        keys = key[:, 0::2], key[:, 1::2]
+        if self.logits_hook is not None or self.arithmetic is not None:
+            return explicit_pairs(query, keys, value, mask, self.scale, self.arithmetic, self.logits_hook)
+        signal, noise = (attend(query[:, branch::2], keys[branch], value, mask, self.scale) for branch in (0, 1))
+        return signal.float(), noise.float()
 
     def lambda_of(self, x: Tensor) -> Tensor:
         """What the noise branch is multiplied by; the same for all tokens x."""

@@ -18,7 +18,7 @@ from ...errors import DiffbitError
 from ..cache import LayerCache
 from ..config import ModelConfig
 from ..rope import Rope, apply_rope
-from ..softmax import LogitsHook, attend, explicit_logits, explicit_softmax
+from ..softmax import Arithmetic, LogitsHook, attend, explicit_pairs
 from ..symmetries import Symmetries
 
 MODEL_TYPE = "diff_llama_v2"
@@ -47,6 +47,7 @@ class Attention(nn.Module):
         self.scale = width**-0.5
         self.out_scale = 1.0
         self.logits_hook: LogitsHook | None = None
+        self.arithmetic: Arithmetic | None = None
 
     def forward(self, x: Tensor, rope: Rope, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
         signal, noise = self.branches(x, rope, mask, cache)
@@ -60,11 +61,9 @@ class Attention(nn.Module):
         value = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         if cache is not None:
             key, value = cache.append(key, value)  # [B, KV, T, d]
-        if self.logits_hook is None:
-            out = attend(query, key, value, mask, self.scale).float()  # [B, 2H, S, d]
-        else:
-            probabilities = explicit_softmax(explicit_logits(query, key, self.scale), mask, self.logits_hook)
-            out = probabilities @ value.float().repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+        if self.logits_hook is not None or self.arithmetic is not None:
+            return explicit_pairs(query, (key, key), value, mask, self.scale, self.arithmetic, self.logits_hook)
+        out = attend(query, key, value, mask, self.scale).float()  # [B, 2H, S, d]
         return out[:, 0::2], out[:, 1::2]
 
     def lambda_of(self, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from ...errors import DiffbitError
 from ..cache import LayerCache
 from ..config import ModelConfig
 from ..rope import Rope, apply_rope
-from ..softmax import LogitsHook, attend, explicit_logits, explicit_softmax
+from ..softmax import Arithmetic, LogitsHook, attend, explicit_softmax
 from ..symmetries import Symmetries
 
 MODEL_TYPE = "llama"
@@ -41,6 +41,7 @@ class Attention(nn.Module):
         self.scale = width**-0.5
         self.out_scale = 1.0
         self.logits_hook: LogitsHook | None = None
+        self.arithmetic: Arithmetic | None = None
 
     def forward(self, x: Tensor, rope: Rope, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
         return self.o_proj(self.heads(x, rope, mask, cache).transpose(1, 2).flatten(2))
@@ -52,11 +53,11 @@ class Attention(nn.Module):
         value = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         if cache is not None:
             key, value = cache.append(key, value)  # [B, KV, T, d]
-        if self.logits_hook is None:
+        if self.logits_hook is None and self.arithmetic is None:
             return attend(query, key, value, mask, self.scale)
-        probabilities = explicit_softmax(explicit_logits(query, key, self.scale), mask, self.logits_hook)
-        value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-        return (probabilities @ value.float()).to(x.dtype)
+        arithmetic = self.arithmetic or Arithmetic()
+        probabilities = explicit_softmax(arithmetic.logits(query, key, self.scale, 0), mask, self.logits_hook)
+        return arithmetic.mix(probabilities, value, self.head_dim).to(x.dtype)
 
     def lambda_value(self) -> Tensor | None:
         return None

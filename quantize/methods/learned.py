@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from ...errors import DiffbitError
+from ...models.softmax import Arithmetic
 from ..formats import Format, _to_half
 from ..linear import quantize_per_token_int8
 from ..model import quantize_weight
@@ -122,6 +123,9 @@ class Problem:
             if getattr(module, "logits_hook", None) is not None:
                 attention: Any = module
                 attention.logits_hook = partial(_straight, attention.logits_hook)
+            if getattr(module, "arithmetic", None) is not None:
+                layer: Any = module
+                layer.arithmetic = _StraightArithmetic(layer.arithmetic)
         true = piece.module()
         self.true = None if piece.is_layer else true
         self.target = torch.empty(0)  # of a layer: [n, S, E]; logits of all tokens would be too many
@@ -279,6 +283,21 @@ def _straight(function: Callable[..., Tensor], value: Tensor, *rest: Any) -> Ten
     """function(value, *rest), through which gradients pass as if it were value."""
     through: Tensor = _Straight.apply(value, function(value.detach(), *rest))
     return through
+
+
+class _StraightArithmetic(Arithmetic):
+    """Low-bit products, through which gradients pass as if they were exact."""
+
+    def __init__(self, low: Arithmetic) -> None:
+        self.low = low
+
+    def logits(self, query: Tensor, key: Tensor, scale: float, branch: int) -> Tensor:
+        exact = super().logits(query, key, scale, branch)
+        return exact + (self.low.logits(query.detach(), key.detach(), scale, branch) - exact.detach())
+
+    def mix(self, probabilities: Tensor, value: Tensor, head_dim: int) -> Tensor:
+        exact = super().mix(probabilities, value, head_dim)
+        return exact + (self.low.mix(probabilities.detach(), value.detach(), head_dim) - exact.detach())
 
 
 class _Straight(torch.autograd.Function):

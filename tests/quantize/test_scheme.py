@@ -92,7 +92,8 @@ def test_the_example_in_the_docstring_reads(tmp_path):
 
     text = (scheme.__doc__ or "").split("a file, a checkpoint, an artifact.")[1].split("Embeddings and norms")[0]
     read = Scheme.from_dict(tomllib.loads(text))
-    assert read == Scheme(INT4, "int8", AttentionScheme(8), (("lm_head", INT8), ("model.layers.0.*", None)))
+    attention = AttentionScheme(8, "int8", "int4", "int4", 32)
+    assert read == Scheme(INT4, "int8", attention, (("lm_head", INT8), ("model.layers.0.*", None)))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,11 @@ def test_the_example_in_the_docstring_reads(tmp_path):
         ("attention = { logits = 99 }", ["99", "2", "16"]),
         ("attention = { logits = 1 }", ["logits", "1"]),
         ("attention = { logits = true }", ["True"]),
-        ("attention = { qk = 4 }", ["qk", "logits"]),
+        ("attention = { kq = 'int4' }", ["kq", "logits"]),
+        ("attention = { qk = 4 }", ["qk", "4", "int8, int4"]),
+        ("attention = { keys = 'int3' }", ["keys", "int3", "int2"]),
+        ("attention = { values = ['int4'] }", ["values", "int4"]),
+        ("attention = { window = -1 }", ["window", "-1"]),
         ("attention = 4", ["attention", "4"]),
         ('[overrides]\nlm_head = "int17"', ["lm_head", "int17"]),
         ("[overrides]\nlm_head = 8", ["lm_head", "8"]),
