@@ -8,8 +8,7 @@ Every variant of every model is made in memory and scored on all windows of the 
 model as it is (evaluate/compare.py); methods calibrate on 256 windows of the calib split. Variants are spread over
 processes of one thread each. The JSON file is a comparison as `diffbit compare --json` prints it, and the time it took.
 
-RECIPES is the one place that says which methods are in the tables; a test holds it and ELSEWHERE against the methods
-there are.
+RECIPES says what is in the tables; a method that neither it nor ELSEWHERE names joins them by itself (`recipes`).
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ from diffbit.evaluate.compare import Comparison, Measured, Refusal, Variant, con
 from diffbit.models import Checkpoint, load
 from diffbit.progress import set_quiet, track
 from diffbit.quantize import Scheme, parse_format
+from diffbit.quantize.methods import methods
 
 ROOT = Path(__file__).parents[1]
 TRIO = [ROOT / "examples" / "nano" / name for name in ("softmax", "diff_v1", "diff_v2")]  # the first is held against
@@ -66,6 +66,12 @@ SHARES = 4  # that a model's variants are split into, for the processes
 Row = dict[str, Any]
 
 
+def recipes() -> dict[str, tuple[str, ...]]:
+    """{recipe: formats} of the tables: RECIPES, and every method that is in no table yet."""
+    named = ELSEWHERE.union(*(recipe.split("+") for recipe in RECIPES))
+    return RECIPES | {method: LOW for method in methods() if method not in named}
+
+
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
@@ -82,8 +88,8 @@ def plan(path: Path, length: int, quick: bool = False) -> Plan:
     """path: of one of the models; they share a tokenizer. length: of a window."""
     found = []
     for format in QUICK_FORMATS if quick else FORMATS:
-        recipes = QUICK_RECIPES if quick else [recipe for recipe, formats in RECIPES.items() if format in formats]
-        found += variants([format], ["weights"], recipes)
+        chosen = QUICK_RECIPES if quick else [recipe for recipe, formats in recipes().items() if format in formats]
+        found += variants([format], ["weights"], chosen)
     limits = QUICK_WINDOWS if quick else (None, CALIBRATION_WINDOWS)
     windows, calibration = (
         eval_windows("stdlib", path, length, limit, split=split)

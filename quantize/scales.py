@@ -17,7 +17,7 @@ with the Gram matrix H is least where C^T H C s = C^T H w: a small linear system
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -30,16 +30,22 @@ ALIVE = 1e-3  # of the mean importance, that every channel has: a group of unuse
 
 def search(weight: Tensor, format: Format, importance: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """weight [N, K], importance [K] >= 0 -> scale and zero as `format.fit` shapes them."""
-    best_scale, best_zero = format.fit(weight)
     if importance is None:
         importance = torch.ones(weight.shape[1], device=weight.device)
     importance = importance.float() / importance.float().mean().clamp(min=torch.finfo(torch.float32).tiny) + ALIVE
-    best = error(weight, format, best_scale, best_zero, importance)
+    return least(weight, format, lambda scale, zero: error(weight, format, scale, zero, importance))
+
+
+def least(
+    weight: Tensor, format: Format, loss: Callable[[Tensor, Tensor | None], Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """Of `format.fit` and the candidates, group by group, those of least loss(scale, zero), shaped as the scales."""
+    best_scale, best_zero = format.fit(weight)
+    best = loss(best_scale, best_zero)
     for scale, zero in candidates(weight, format):
-        loss = error(weight, format, scale, zero, importance)
-        better = loss < best
-        best = torch.where(better, loss, best)
-        best_scale = torch.where(better, scale, best_scale)
+        found = loss(scale, zero)
+        better = found < best
+        best, best_scale = torch.where(better, found, best), torch.where(better, scale, best_scale)
         if zero is not None and best_zero is not None:
             best_zero = torch.where(better, zero, best_zero)
     return best_scale, best_zero

@@ -30,16 +30,9 @@ def quantize(weight: Tensor, format: Format, stats: Any) -> QTensor:
         raise DiffbitError("clip needs calibration tokens; name a text to take them from (--calibrate stdlib)")
     weight = weight.float()
     blocks = gram_blocks(stats.gram.to(weight.device), format)
-    best, best_zero = format.fit(weight)
-    least = error(weight, format, best, best_zero, blocks)
-    for scale, zero in scales.candidates(weight, format):
-        loss = error(weight, format, scale, zero, blocks)
-        better = loss < least
-        least, best = torch.where(better, loss, least), torch.where(better, scale, best)
-        if zero is not None and best_zero is not None:
-            best_zero = torch.where(better, zero, best_zero)
-    codes = format.encode(weight, best, best_zero)
-    return QTensor(format, (weight.shape[0], weight.shape[1]), codes, best, best_zero)
+    scale, zero = scales.least(weight, format, lambda scale, zero: error(weight, format, scale, zero, blocks))
+    codes = format.encode(weight, scale, zero)
+    return QTensor(format, (weight.shape[0], weight.shape[1]), codes, scale, zero)
 
 
 def gram_blocks(gram: Tensor, format: Format) -> Tensor:
