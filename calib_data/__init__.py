@@ -1,18 +1,23 @@
 """Text for calibration, training and evaluation: sources with disjoint splits, tokenizers, windows of tokens."""
 
+from .needles import VALUE, Needles, NeedleWindows, needle_windows
 from .sources import Corpus, Split, load_text
 from .tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer, train_tokenizer
 from .window import Windows, eval_windows, stream, windows
 
 __all__ = [
     "END_OF_TEXT",
+    "VALUE",
     "Corpus",
+    "NeedleWindows",
+    "Needles",
     "Split",
     "TextTokenizer",
     "Windows",
     "eval_windows",
     "load_text",
     "load_tokenizer",
+    "needle_windows",
     "stream",
     "train_tokenizer",
     "windows",

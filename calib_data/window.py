@@ -47,6 +47,14 @@ class Windows:
         return int(self.target.sum())
 
 
+def digest(ids: np.ndarray, mask: np.ndarray, target: np.ndarray) -> str:
+    """The hash that windows [n, length] go by."""
+    found = hashlib.sha256(ids.shape[1].to_bytes(8, "little"))
+    for part in (ids.astype("<i8"), mask, target):
+        found.update(np.ascontiguousarray(part).tobytes())
+    return found.hexdigest()
+
+
 def stream(documents: Iterable[np.ndarray], eos_id: int) -> tuple[np.ndarray, int]:
     """`eos d1 eos d2 eos ... dn eos` as int64 [T], and the number n of documents."""
     eos = np.asarray([eos_id], dtype=np.int64)
@@ -99,14 +107,11 @@ def windows(
     target = mask & (np.arange(length) >= np.maximum(context, 1)[:, None])
 
     covered = np.unique(positions[mask]).size
-    digest = hashlib.sha256(length.to_bytes(8, "little"))
-    for part in (ids.astype("<i8"), mask, target):
-        digest.update(np.ascontiguousarray(part).tobytes())
     return Windows(
         ids=ids,
         mask=mask,
         target=target,
-        sha256=digest.hexdigest(),
+        sha256=digest(ids, mask, target),
         source=source,
         tokens=covered,
         unused=len(tokens) - covered,

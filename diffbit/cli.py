@@ -245,12 +245,24 @@ def _list_presets(wanted: bool) -> None:
 def train(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the run, and of the model it ends in.")],
     preset: Annotated[str, typer.Option(help="tiny, nano, small or base; see --list-presets.")] = "tiny",
-    attention: Annotated[str, typer.Option(help="A variant, such as softmax, diff_v1 or diff_v2.")] = "diff_v1",
+    attention: Annotated[
+        str | None, typer.Option(help="A variant, such as softmax, diff_v1 or diff_v2; default: diff_v1, or --init's.")
+    ] = None,
+    init: Annotated[
+        Path | None, typer.Option(help="A checkpoint to start from: its weights, its sizes, its tokenizer.")
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a row and of the model's context; default: the preset's, or --init's."),
+    ] = None,
     data: Data = "stdlib",
     field: Field = "text",
     tokenizer: Annotated[
         Path | None, typer.Option(help="A tokenizer.json or a folder that holds one; default: train one on the data.")
     ] = None,
+    needles: Annotated[
+        float, typer.Option(help="Share of the rows that have key-value needles laid into their text and asked for.")
+    ] = 0.0,
     steps: Annotated[int | None, typer.Option(help="Steps; default: the preset's.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows in a step; default: the preset's.")] = None,
     accumulate: Annotated[int | None, typer.Option(help="Forward passes summed up before a step.")] = None,
@@ -292,6 +304,9 @@ def train(
     config = train_config(
         preset,
         attention,
+        context=context,
+        init=None if init is None else str(init),
+        needles=needles,
         source=data,
         field=field,
         eval_every=eval_every,
@@ -307,7 +322,7 @@ def train(
         return
     row = {
         "model": str(result.path),
-        "attention": attention,
+        "attention": config.model.attention,
         "steps": len(result.losses),
         "tokens": result.tokens,
         "train_loss": result.losses[-1],

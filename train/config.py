@@ -26,6 +26,8 @@ class TrainConfig:
     field: str = "text"
     limit: int | None = None  # bytes of text read from the train split
     tokenizer: str | None = None  # a tokenizer.json or its folder; None: train one of model.vocab_size ids
+    init: str | None = None  # a checkpoint whose weights training starts from; None: fresh ones
+    needles: float = 0.0  # share of the rows that are needle rows (calib_data/needles.py)
     seed: int = 0  # of weights and of the order of rows
     device: str = "auto"  # auto | cpu | cuda
     compile: bool = False  # torch.compile
@@ -40,6 +42,7 @@ class TrainConfig:
         self._want("batch_size", self.batch_size <= 1 << 20, "at most 1,048,576")
         for name in ("warmup", "weight_decay", "eval_every", "checkpoint_every"):
             self._want(name, getattr(self, name) >= 0, "0 or more")
+        self._want("needles", 0 <= self.needles <= 1, "a share, 0 to 1")
         for name in ("learning_rate", "clip"):
             self._want(name, 0 < getattr(self, name) < float("inf"), "a positive number")
         self._want("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
@@ -64,6 +67,8 @@ class TrainConfig:
         """Names of the options that would change the result and differ from a `to_dict()` of another run."""
         ours = self.to_dict()
         free = {"device", "compile", "checkpoint_every"}
-        return [
-            field.name for field in fields(self) if field.name not in free and ours[field.name] != other.get(field.name)
+        return [  # a run of an earlier version lacks options, which were as they are by default
+            field.name
+            for field in fields(self)
+            if field.name not in free and ours[field.name] != other.get(field.name, field.default)
         ]

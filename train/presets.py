@@ -20,8 +20,10 @@ from typing import Any
 
 from ..calib_data import load_tokenizer
 from ..errors import DiffbitError
-from ..models import ModelConfig, num_parameters, variant, variants
+from ..models import Checkpoint, ModelConfig, num_parameters, variant, variants
 from .config import TrainConfig
+
+ATTENTION = "diff_v1"  # of a model that is to have none in particular
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,9 @@ PRESETS = {
 
 def model_config(preset: str, attention: str, *, vocab_size: int | None = None) -> ModelConfig:
     """The model of a preset with one attention variant (and the vocabulary of a given tokenizer)."""
-    if preset not in PRESETS:
-        raise DiffbitError(f"preset {preset!r} is none of {', '.join(PRESETS)}")
+    size = _preset(preset)
     if attention not in variants():
         raise DiffbitError(f"attention {attention!r} is none of {', '.join(variants())}")
-    size = PRESETS[preset]
     heads, kv_heads = variant(attention).Attention.equal_heads(size.num_pairs)
     return ModelConfig(
         vocab_size=vocab_size or size.vocab_size,
@@ -76,19 +76,36 @@ def model_config(preset: str, attention: str, *, vocab_size: int | None = None) 
     )
 
 
-def train_config(preset: str, attention: str, *, vocab_size: int | None = None, **changes: Any) -> TrainConfig:
+def train_config(
+    preset: str,
+    attention: str | None = None,
+    *,
+    vocab_size: int | None = None,
+    context: int | None = None,
+    init: str | None = None,
+    **changes: Any,
+) -> TrainConfig:
     """The training run of a preset; `changes` replace fields of TrainConfig.
 
-    The vocabulary is `vocab_size`, or else that of the tokenizer among the changes, or else the preset's.
+    The vocabulary is `vocab_size`, or else that of the tokenizer among the changes, or else the preset's. With `init`,
+    a checkpoint to start from, model and tokenizer are its own, and `attention` can only confirm it. `context`: of the
+    model and of the rows it is trained on; None: the preset's, or that of `init`.
     """
-    if vocab_size is None and changes.get("tokenizer") is not None:
-        vocab_size = load_tokenizer(changes["tokenizer"]).vocab_size
-    model = model_config(preset, attention, vocab_size=vocab_size)
-    size = PRESETS[preset]
+    if init is not None:
+        model = _model_of(init, attention)
+        changes = {"tokenizer": init, **changes}
+    else:
+        if vocab_size is None and changes.get("tokenizer") is not None:
+            vocab_size = load_tokenizer(changes["tokenizer"]).vocab_size
+        model = model_config(preset, attention or ATTENTION, vocab_size=vocab_size)
+    if context is not None:
+        model = replace(model, max_position=context)
+    size = _preset(preset)
     config = TrainConfig(
         model=model,
+        init=init,
         steps=size.steps,
-        length=size.context,
+        length=model.max_position,
         batch_size=size.batch_size,
         accumulate=size.accumulate,
         learning_rate=size.learning_rate,
@@ -97,6 +114,25 @@ def train_config(preset: str, attention: str, *, vocab_size: int | None = None, 
     if "steps" in changes:  # a shorter run warms up no longer than the same share of it
         changes = {"warmup": min(config.warmup, max(1, changes["steps"] // 10)), **changes}
     return replace(config, **changes)
+
+
+def _preset(name: str) -> Preset:
+    if name not in PRESETS:
+        raise DiffbitError(f"preset {name!r} is none of {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def _model_of(checkpoint: str, attention: str | None) -> ModelConfig:
+    """The model of a checkpoint that training can go on from."""
+    found = Checkpoint(checkpoint)
+    if found.quantization is not None:
+        raise DiffbitError(f"{checkpoint}: is quantized, and training starts from float weights; give its source")
+    if attention not in (None, found.config.attention):
+        raise DiffbitError(
+            f"{checkpoint}: its attention is {found.config.attention}, not {attention}; leave --attention out, or "
+            "start from another checkpoint"
+        )
+    return found.config
 
 
 def parameters() -> list[dict[str, Any]]:

@@ -5,7 +5,8 @@ In `out`, the run's folder:
     config.json, model.safetensors, tokenizer files    the trained model, once the run is through
     log.jsonl        a line a step: step, loss (mean nats per token of the step's batch, before its update), lr,
                      grad_norm (before clipping), tokens_per_second, and with diff_v1 lambda, one number a layer;
-                     eval_loss where the held-out text was scored after that step
+                     eval_loss where the held-out text was scored after that step; answer_loss, of the tokens of
+                     needles' answers, where the batch has any
     loss.png         both losses
     training.json    the options, the hashes of text and tokenizer, and the result
     checkpoints/     while it runs: see checkpoint.py
@@ -31,10 +32,20 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from ..calib_data import Corpus, TextTokenizer, Windows, load_text, load_tokenizer, stream, train_tokenizer, windows
+from ..calib_data import (
+    Corpus,
+    Needles,
+    TextTokenizer,
+    Windows,
+    load_text,
+    load_tokenizer,
+    stream,
+    train_tokenizer,
+    windows,
+)
 from ..errors import DiffbitError
 from ..files import check_apart, read_json, write_json
-from ..models import Decoder
+from ..models import Checkpoint, Decoder, load
 from ..progress import track
 from .checkpoint import last_checkpoint, restore, save_checkpoint
 from .config import TrainConfig
@@ -46,6 +57,7 @@ from .processes import Processes, processes
 
 BETAS = (0.9, 0.95)
 FINAL_RATE = 0.1  # of the highest learning rate, at the last step
+ANSWER_WEIGHT = 10.0  # in the loss, of the few tokens that answer a needle's query
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,7 @@ def train(config: TrainConfig, out: str | Path, *, resume: bool = False, overwri
     out = Path(out)
     check_folder(out, resume=resume, overwrite=overwrite)
     if overwrite and not resume:
-        check_apart(out, config.source, *([] if config.tokenizer is None else [config.tokenizer]))
+        check_apart(out, *(path for path in (config.source, config.tokenizer, config.init) if path is not None))
     pyplot()  # if it is missing, better told now than after the last step
     with processes(config.device) as here:
         here.wait()  # nobody may find what the first process now begins
@@ -111,7 +123,8 @@ class _Run:
         self.config = replace(config, model=replace(config.model, bos_token_id=eos, eos_token_ids=(eos,)))
         self.batch = config.batch_size * config.accumulate * here.count  # rows a step
         tokens, _ = stream(tokenizer.encode(text.documents), eos)
-        self.rows = Rows(tokens, config.length, config.seed)
+        needles = Needles.of(tokenizer) if config.needles else None
+        self.rows = Rows(tokens, config.length, config.seed, needles, config.needles)
         ids = tokenizer.encode(held_out.documents)
         self.held_out = windows(ids, config.length, eos_id=eos, max_windows=config.eval_windows, source=config.source)
         self.about: dict[str, Any] = {
@@ -122,10 +135,15 @@ class _Run:
             "eval_sha256": self.held_out.sha256,
             "tokenizer_sha256": tokenizer.sha256,
         }
+        if config.init is not None:
+            self.about["init_sha256"] = Checkpoint(config.init).sha256()
 
         torch.manual_seed(config.seed)
         self.model = Decoder(self.config.model)
-        initialize(self.model, config.seed)
+        if config.init is None:
+            initialize(self.model, config.seed)
+        else:
+            self.model.load_state_dict(load(config.init, dtype=torch.float32).state_dict())
         self.model.to(here.device)
         self.optimizer = adamw(self.model, config)
         self.forward: Callable[[torch.Tensor], torch.Tensor] = self.model
@@ -145,11 +163,11 @@ class _Run:
                 f"{folder}: belongs to a run with another {' and '.join(different)}; "
                 "resume with the options in its training.json, or start anew"
             )
-        for key in ("processes", "text_sha256", "tokenizer_sha256"):
-            if before.get(key) != self.about[key]:
+        for key in ("processes", "text_sha256", "tokenizer_sha256", "init_sha256"):
+            if before.get(key) != self.about.get(key):
                 raise DiffbitError(
-                    f"{folder}: was trained with {key} {before.get(key)}, now it is {self.about[key]}; resume with the "
-                    "same text, tokenizer and number of processes, or start anew"
+                    f"{folder}: was trained with {key} {before.get(key)}, now it is {self.about.get(key)}; resume with "
+                    "the same text, tokenizer, first weights and number of processes, or start anew"
                 )
         step = restore(folder, self.model, self.optimizer)
         if self.here.first:
@@ -182,21 +200,23 @@ class _Run:
         rate = learning_rate(config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        rows = torch.from_numpy(self.rows.take((step - 1) * self.batch, self.batch))
-        loss = torch.zeros((), device=here.device)
+        rows, answers = map(torch.from_numpy, self.rows.take((step - 1) * self.batch, self.batch))
+        sums = torch.zeros(2, device=here.device)  # of the losses: of all tokens, of the answers'
         for index in range(config.accumulate):
             first = (index * here.count + here.rank) * config.batch_size
             ids = rows[first : first + config.batch_size].to(here.device)  # [B, S + 1]
+            answer = answers[first : first + config.batch_size, 1:].to(here.device)  # [B, S]
             last = index == config.accumulate - 1
             with nullcontext() if self.parallel is None or last else self.parallel.no_sync():
                 with _autocast(here.device, config.precision):
                     logits = self.forward(ids[:, :-1])  # [B, S, V]
-                part = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten()) / config.accumulate
-                part.backward()
-            loss += part.detach()
+                losses = F.cross_entropy(logits.float().transpose(1, 2), ids[:, 1:], reduction="none")  # [B, S]
+                weighted = losses.sum() if not answer.any() else (losses * (1 + (ANSWER_WEIGHT - 1) * answer)).sum()
+                (weighted * here.count / (self.batch * config.length)).backward()  # processes' gradients are averaged
+            sums += torch.stack((losses.detach().sum(), (losses.detach() * answer).sum()))
         if here.count > 1:
-            dist.all_reduce(loss)
-            loss /= here.count
+            dist.all_reduce(sums)
+        loss = sums[0] / (self.batch * config.length)
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip))
         if not (math.isfinite(float(loss)) and math.isfinite(grad_norm)):
             raise DiffbitError(
@@ -207,6 +227,8 @@ class _Run:
         self.optimizer.zero_grad()
         row: dict[str, Any] = {"step": step, "loss": float(loss), "lr": rate, "grad_norm": grad_norm}
         row["tokens_per_second"] = round(self.batch * config.length / (time.perf_counter() - begin), 1)
+        if count := int(answers.sum()):
+            row["answer_loss"] = float(sums[1]) / count
         if values := lambdas(self.model):
             row["lambda"] = values
         return row

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from diffbit.calib_data import train_tokenizer
 from diffbit.errors import DiffbitError
-from diffbit.models import variants
+from diffbit.models import Checkpoint, variants
 from diffbit.train import PRESETS, model_config, parameters, train_config
 
 
@@ -41,12 +43,22 @@ def test_groups_of_every_format_come_out_even() -> None:
         assert size.hidden_size % (4 * size.num_pairs) == 0  # an even head_dim
 
 
-def test_train_config_takes_changes(tmp_path: Path) -> None:
+def test_train_config_takes_changes(tmp_path: Path, nano: Callable[[str], Path], quantized: Path) -> None:
     train_tokenizer(["a tokenizer of its own, with few ids"], 260, tmp_path)
     assert train_config("tiny", "softmax", tokenizer=str(tmp_path)).model.vocab_size == 260
     config = train_config("tiny", "diff_v1", vocab_size=777, seed=3)
     assert (config.model.vocab_size, config.seed, config.length) == (777, 3, PRESETS["tiny"].context)
     assert train_config("tiny", "softmax", steps=20).warmup == 2
+    grown = train_config("nano", context=512)
+    assert (grown.model.max_position, grown.length, grown.model.attention) == (512, 512, "diff_v1")
+    path = str(nano("diff_v2"))
+    started = train_config("nano", init=path, context=300, steps=5)
+    assert started.model == replace(Checkpoint(path).config, max_position=300)
+    assert (started.tokenizer, started.batch_size, started.warmup) == (path, PRESETS["nano"].batch_size, 1)
+    with pytest.raises(DiffbitError, match="its attention is diff_v2, not softmax"):
+        train_config("nano", "softmax", init=path)
+    with pytest.raises(DiffbitError, match="is quantized, and training starts from float weights"):
+        train_config("nano", init=str(quantized))
     for arguments, sentence in {
         ("huge", "softmax"): "none of tiny, nano",
         ("tiny", "linear"): "none of diff_v1",

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import diffbit
-from diffbit.calib_data import END_OF_TEXT, load_text, load_tokenizer, windows
+from diffbit.calib_data import END_OF_TEXT, Needles, load_text, load_tokenizer, windows
 from diffbit.errors import DiffbitError
-from diffbit.models import Decoder, ModelConfig, load
-from diffbit.train import TrainConfig, evaluation_loss, read_log, train
+from diffbit.models import Checkpoint, Decoder, ModelConfig, load
+from diffbit.train import TrainConfig, evaluation_loss, read_log, train, train_config
 from diffbit.train import checkpoint as checkpoint_module
 from diffbit.train import trainer as trainer_module
 from diffbit.train.data import Rows
@@ -155,7 +155,7 @@ def test_steps_against_adamw_written_out(text: str, tmp_path: Path, attention: s
     second = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
     clipped = 0
     for step, expected in enumerate(losses, 1):
-        ids = torch.from_numpy(rows.take(4 * (step - 1), 4))
+        ids = torch.from_numpy(rows.take(4 * (step - 1), 4)[0])
         logits = decoder(ids[:, :-1])
         loss = -torch.log_softmax(logits.double(), -1).gather(-1, ids[:, 1:, None]).mean()
         assert float(loss.detach()) == pytest.approx(expected, rel=2e-5)
@@ -173,6 +173,55 @@ def test_steps_against_adamw_written_out(text: str, tmp_path: Path, attention: s
                 decayed = p.double() * (1 - rate * 0.5) if p.ndim == 2 else p.double()
                 p.copy_(decayed - rate * update)
     assert clipped > 0
+
+
+def test_from_a_checkpoint_on_needles(text: str, tmp_path: Path, nano: Any) -> None:
+    """The first step's loss and gradient are those of the weights started from; answers weigh ten times as much."""
+    tokenizer = str(nano("softmax"))
+    plain = options(text, "softmax", tokenizer=tokenizer, model=model("softmax", vocab_size=1024))
+    first = train(plain, tmp_path / "a")
+    config = train_config(
+        "tiny", init=str(first.path), context=64, needles=0.6, steps=4, batch_size=6, source=text, checkpoint_every=2
+    )
+    assert (config.model.attention, config.model.max_position, config.length) == ("softmax", 64, 64)
+    whole = train(config, tmp_path / "b")
+    log = read_log(whole.path)
+    stored = json.loads((whole.path / "training.json").read_text())
+    assert stored["init_sha256"] == Checkpoint(first.path).sha256() and load(whole.path).config.max_position == 64
+
+    loaded = load_tokenizer(tokenizer)
+    eos = loaded.eos_id
+    pieces = [[eos], *([*ids, eos] for ids in loaded.encode(load_text(text, "train").documents))]
+    rows, answers = Rows(np.concatenate(pieces), 64, 0, Needles.of(loaded), 0.6).take(0, 6)
+    decoder = load(first.path)
+    ids, answer = torch.from_numpy(rows), torch.from_numpy(answers)[:, 1:]
+    losses = -torch.log_softmax(decoder(ids[:, :-1]).double(), -1).gather(-1, ids[:, 1:, None])[..., 0]
+    assert log[0]["loss"] == pytest.approx(losses.detach().mean().item(), rel=1e-5)
+    assert log[0]["answer_loss"] == pytest.approx(losses.detach()[answer].mean().item(), rel=1e-5)
+    weighted = torch.where(answer, 10 * losses, losses).mean()
+    gradients = torch.autograd.grad(weighted, list(decoder.parameters()))
+    norm = math.sqrt(sum(float((g.double() ** 2).sum()) for g in gradients))
+    assert log[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_at(patch, 4)
+        train(config, tmp_path / "c")
+    assert train(config, tmp_path / "c", resume=True).losses == whole.losses
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_at(patch, 4)
+        train(config, tmp_path / "d")
+    with pytest.raises(DiffbitError, match="another needles"):
+        train(replace(config, needles=0.5), tmp_path / "d", resume=True)
+    train(replace(plain, steps=3, seed=2), first.path, overwrite=True)
+    with pytest.raises(DiffbitError, match="trained with init_sha256"):
+        train(config, tmp_path / "d", resume=True)
+
+
+def test_options_of_earlier_versions_are_the_defaults() -> None:
+    config = options("stdlib")
+    before = {name: value for name, value in config.to_dict().items() if name not in ("init", "needles")}
+    assert config.differences(before) == []
+    assert replace(config, needles=0.5).differences(before) == ["needles"]
 
 
 def test_learning_rate_ends_at_a_tenth() -> None:
@@ -386,6 +435,7 @@ def test_refusals(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ({"warmup": 9}, "warmup is 9; wanted at most the 8 steps"),
         ({"learning_rate": float("nan")}, "learning_rate is nan; wanted a positive number"),
         ({"weight_decay": -1.0}, "weight_decay is -1.0; wanted 0 or more"),
+        ({"needles": 1.5}, r"needles is 1\.5; wanted a share"),
         ({"device": "tpu"}, "device is 'tpu'; wanted auto, cpu or cuda"),
     ):
         with pytest.raises(DiffbitError, match=sentence):
