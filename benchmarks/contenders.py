@@ -113,7 +113,8 @@ class Attention:
         if kv == "int8":
             inputs += [g.input(f"past_{name}_scale", f, past[:3]) for name in ("key", "value")]
             presents += [(f"present_{name}_scale", np.float32, [1, kv_heads, "D"]) for name in ("key", "value")]
-            op = SimpleNamespace(**vars(diff_attention) | {"function": partial(diff_attention.function, "int8")})
+            int8 = diff_attention.Kind(key_bits=8, value_bits=8)
+            op = SimpleNamespace(**vars(diff_attention) | {"function": partial(diff_attention.function, int8)})
         out, *caches = g.custom(
             op, inputs, outputs=1 + len(presents), num_heads=self.pairs, num_kv_heads=kv_heads, wide_value=1,
             scale=self.scale, norm_eps=self.norm_eps,

@@ -14,9 +14,10 @@ have none. A grid over 32 float16 numbers x is a step and a point, both float16:
     point = min x      step = float16((max x - min x) / (2^bits - 1))      code = clip(round((x - point) / step))
     x = code * step + point                                                 codes are 0 where the step is 0
 
-computed in float32. A key's grid needs 32 tokens, so the most recent tokens stay as they came, rounded to float16: of
-T tokens the first `settled(T, window)` are low-bit, a multiple of 32, and at least `window` are not. A query sees what
-the cache held when its own token was the last: the same, however the prompt was cut.
+computed in float32; where one of the numbers is infinite or NaN, step and point are NaN and the codes 0. A key's grid
+needs 32 tokens, so the most recent tokens stay as they came, rounded to float16: of T tokens the first
+`settled(T, window)` are low-bit, a multiple of 32, and at least `window` are not. A query sees what the cache held when
+its own token was the last: the same, however the prompt was cut.
 
 Codes of a row are packed by groups of 32 channels, 4 * bits bytes each: byte i holds the channels i, i + 4 bits,
 i + 8 bits, ... of its group, the first in its lowest bits, so that a vector of bytes unpacks into neighbours.
@@ -27,6 +28,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 GROUP = 32  # tokens that share a key's grid, channels that share a value's
@@ -61,7 +63,8 @@ def round_grid(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor]:
     top = 2**bits - 1
     point = x.amin(dim, keepdim=True)
     step = ((x.amax(dim, keepdim=True) - point) / top).half().float()
-    codes = torch.round((x - point) / torch.where(step == 0, 1, step)).clamp(0, top)
+    step, point = (torch.where(step.isfinite(), part, torch.nan) for part in (step, point))
+    codes = torch.round((x - point) / torch.where(step == 0, 1, step)).clamp(0, top).nan_to_num()
     return codes.to(torch.uint8), torch.stack((step, point)).half()
 
 
@@ -110,25 +113,34 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def row_scores(query: Tensor, codes: Tensor, steps: Tensor, bits: int) -> Tensor:
-    """Integer dot products with int8 keys: query [..., S, d], scaled, and [..., T, d], [..., T] -> float32 [..., S, T].
+    """Integer dot products with int8 keys: query [..., S, d], scaled, and [..., T, d], [..., T] -> [..., S, T].
 
     (codes of the query . codes of the key) * query's step * key's step
+
+    In float32, or in the query's float64; its codes are those of float32 in either case. So in `grid_scores`.
     """
+    dtype = _precision(query)
     rounded, step = round_rows(query, bits)
-    dots = rounded.float() @ codes.float().transpose(-1, -2)  # below 2^24: exact in float32
+    dots = rounded.to(dtype) @ codes.to(dtype).transpose(-1, -2)  # below 2^24: exact in float32
     return dots * step[..., None] * steps[..., None, :]
 
 
 def grid_scores(query: Tensor, codes: Tensor, grids: Tensor, bits: int) -> Tensor:
-    """Integer dot products with keys on grids: query [..., S, d], codes [..., 32 n, d] -> float32 [..., S, 32 n].
+    """Integer dot products with keys on grids: query [..., S, d], codes [..., 32 n, d] -> [..., S, 32 n].
 
     A key is code * step + point, channel by channel, so the steps of a block go to the query's side:
 
         u = query * step      (codes of u . codes of the key) * u's step + query . point
     """
+    dtype = _precision(query)
     steps, points = grids.float().unbind(-2)  # [..., n, d]
-    query = query.float()
-    rounded, step = round_rows(query.unsqueeze(-3) * steps.unsqueeze(-2), bits)  # [..., n, S, d]
-    dots = rounded.float() @ codes.float().unflatten(-2, (-1, GROUP)).transpose(-1, -2)  # [..., n, S, 32]
-    offsets = points @ query.transpose(-1, -2)  # [..., n, S]
+    rounded, step = round_rows(query.float().unsqueeze(-3) * steps.unsqueeze(-2), bits)  # [..., n, S, d]
+    dots = rounded.to(dtype) @ codes.to(dtype).unflatten(-2, (-1, GROUP)).transpose(-1, -2)  # [..., n, S, 32]
+    offsets = points.to(dtype) @ query.to(dtype).transpose(-1, -2)  # [..., n, S]
     return (dots * step[..., None] + offsets[..., None]).movedim(-3, -2).flatten(-2)
+
+
+def _precision(query: Tensor) -> torch.dtype:
+    import torch
+
+    return torch.float64 if query.dtype == torch.float64 else torch.float32

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..ops.cases import AttentionCase, Int4Case, TernaryCase
 from .nodes import Node, Output, attention, int4, ternary
@@ -165,7 +164,7 @@ def broken_attention() -> Iterator[Broken]:
     # A bound buffer of the wrong capacity is the caller's output: ONNX Runtime, or its stand-in, refuses it
     full = attention(replace(case, beyond=None), in_place=True)
     yield Broken(changed(full, "capacity_exceeded"), "present_key|shape")
-    int8 = attention(replace(case, cache=torch.int8))
+    int8 = attention(replace(case, key_bits=8, value_bits=8))
     scale = int8.inputs["past_key_scale"]
     assert scale is not None
     for name, sentence, changes in (

@@ -61,7 +61,9 @@ def attentions(draw: st.DrawFn) -> AttentionCase:
         token_lambda=draw(st.booleans()),
         padding=draw(st.sampled_from(("none", "left", "right"))),
         dtype=draw(st.sampled_from(FLOATS)),
-        cache=draw(st.sampled_from((None, *FLOATS, torch.int8))),
+        cache=draw(st.sampled_from((None, *FLOATS))),
+        key_bits=(bits := draw(st.sampled_from((16, 8)))),
+        value_bits=bits,
         seed=draw(st.integers(0, 1000)),
     )
 

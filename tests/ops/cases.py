@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+
+from diffbit.ops import diff_attention
 
 
 @dataclass(frozen=True)
@@ -25,73 +28,137 @@ class AttentionCase:
     token_lambda: bool = False
     padding: str = "none"  # "left" and "right" hide keys of the batch's first row
     dtype: torch.dtype = torch.float32
-    cache: torch.dtype | None = None  # None: as dtype
+    cache: torch.dtype | None = None  # of 16-bit keys and values; None: as dtype
+    branches: int = 2
+    key_bits: int = 16
+    value_bits: int = 16
+    query_bits: int = 0
+    window: int = 32
+    logit_bits: int = 0
     seed: int = 0
 
-    def inputs(self) -> dict[str, torch.Tensor]:
-        """Random inputs in the op's order; every float in the buffers beyond `past` is poisoned with NaN."""
+    @property
+    def total(self) -> int:
+        return self.past + self.steps
+
+    def settled(self, tokens: int) -> int:
+        """How many of `tokens` a cache of 4 or 2 bits holds as codes."""
+        return next(n for n in range(tokens // 32 * 32, -1, -32) if n == 0 or tokens - n >= self.window)
+
+    def kind(self) -> diff_attention.Kind:
+        return diff_attention.Kind(self.key_bits, self.value_bits, self.query_bits, self.branches, self.logit_bits)
+
+    def held(self, present: str) -> int:
+        """Slots of an output that hold tokens (for grids of keys: groups of them), along its third dimension."""
+        if (self.key_bits if "key" in present else self.value_bits) >= 8:
+            return self.total
+        settled = self.settled(self.total)
+        if present.endswith("recent"):
+            return self.total - settled
+        return settled // 32 if present == "present_key_scale" else settled
+
+    def inputs(self) -> dict[str, torch.Tensor | None]:
+        """Random inputs in the op's order, None those that the kind has no use for.
+
+        What lies in the buffers beyond `past` is poisoned: NaN in floats, random codes.
+        """
         g = torch.Generator().manual_seed(self.seed)
-        total = self.past + self.steps
-        capacity = self.past if self.beyond is None else total + self.beyond
 
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=g).to(self.dtype)
 
-        def cache() -> torch.Tensor:
-            if self.cache == torch.int8:
-                return torch.randint(-127, 128, (self.batch, self.kv_heads, capacity, self.d), generator=g).to(
-                    self.cache
-                )
-            buffer = torch.full(
-                (self.batch, self.kv_heads, capacity, self.d), float("nan"), dtype=self.cache or self.dtype
-            )
-            buffer[:, :, : self.past] = normal(self.batch, self.kv_heads, self.past, self.d)
+        def poisoned(filled: torch.Tensor, slots: int) -> torch.Tensor:
+            buffer = torch.full((*filled.shape[:2], slots, *filled.shape[3:]), float("nan"), dtype=filled.dtype)
+            buffer[:, :, : filled.shape[2]] = filled
             return buffer
 
-        def scale() -> torch.Tensor:
-            buffer = torch.full((self.batch, self.kv_heads, capacity), float("nan"))
-            buffer[:, :, : self.past] = torch.rand(self.batch, self.kv_heads, self.past, generator=g) * 0.02
-            return buffer
+        def cache(bits: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+            heads = (self.batch, self.kv_heads)
+            capacity = self.past if self.beyond is None else self.total + self.beyond
+            if bits == 16:
+                rows = normal(*heads, self.past, self.d).to(self.cache or self.dtype)
+                return poisoned(rows, capacity), None, None
+            if bits == 8:
+                codes = torch.randint(-127, 128, (*heads, capacity, self.d), generator=g).to(torch.int8)
+                return codes, poisoned(torch.rand(*heads, self.past, generator=g) * 0.02, capacity), None
+            past = self.settled(self.past)
+            capacity = past if self.beyond is None else -(-(self.settled(self.total) + self.beyond) // 32) * 32
+            codes = torch.randint(256, (*heads, capacity, self.d * bits // 8), generator=g).to(torch.uint8)
+            shape = (*heads, past // tokens, self.d * tokens // 32)
+            steps = (torch.rand(shape, generator=g) + 0.5) * 4 / (2**bits - 1)
+            points = torch.rand(shape, generator=g) - 2.5
+            grids = torch.stack((steps, points), 3).half()  # [B, Hk, C / tokens, 2, d / 32 * tokens]
+            recent = torch.randn(*heads, self.past - past, self.d, generator=g).half()
+            return codes, poisoned(grids, capacity // tokens), poisoned(recent, self.window + 32)
 
-        mask = torch.ones(self.batch, total, dtype=torch.int64)
+        mask = torch.ones(self.batch, self.total, dtype=torch.int64)
         if self.padding == "left":
             mask[0, :3] = 0
         elif self.padding == "right":
             mask[0, -2:] = 0
-        angles = torch.arange(total + 3)[:, None] * 0.7 ** torch.arange(self.d // 2)
+        angles = torch.arange(self.total + 3)[:, None] * 0.7 ** torch.arange(self.d // 2)
         lam_shape = (self.batch, self.steps, self.heads) if self.token_lambda else (self.heads,)
+        query = normal(self.batch, self.steps, self.branches * self.heads * self.d) * 2
+        key = normal(self.batch, self.steps, self.kv_heads * self.d) * 2
+        value = normal(self.batch, self.steps, self.kv_heads * self.d)
+        if self.key_bits < 16 and self.steps:
+            key[:, 0, : self.d] = 0  # a row of zeros has no step
+        if self.value_bits < 16 and self.steps:
+            value[:, -1, : self.d] = 0.5  # nor have equal numbers on a grid
+        lam = torch.rand(lam_shape, generator=g) if self.branches == 2 else None
+        past_key, past_key_scale, past_key_recent = cache(self.key_bits, 32)
+        past_value, past_value_scale, past_value_recent = cache(self.value_bits, 1)
         inputs = {
-            "query": normal(self.batch, self.steps, 2 * self.heads * self.d) * 2,
-            "key": normal(self.batch, self.steps, self.kv_heads * self.d) * 2,
-            "value": normal(self.batch, self.steps, self.kv_heads * self.d),
-            "lambda": torch.rand(lam_shape, generator=g),
-            "past_key": cache(),
-            "past_value": cache(),
+            "query": query,
+            "key": key,
+            "value": value,
+            "lambda": lam,
+            "past_key": past_key,
+            "past_value": past_value,
             "past_length": torch.tensor([self.past]),
             "position_ids": (mask.cumsum(1) - 1).clamp_min(0)[:, self.past :],
             "cos": angles.cos(),
             "sin": angles.sin(),
             "attention_mask": mask,
+            "past_key_scale": past_key_scale,
+            "past_value_scale": past_value_scale,
+            "past_key_recent": past_key_recent,
+            "past_value_recent": past_value_recent,
         }
-        if self.cache == torch.int8:
-            inputs["key"][0, 0, : self.d] = 0  # a row of zeros has no step
-            inputs |= {"past_key_scale": scale(), "past_value_scale": scale()}
+        while inputs[last := next(reversed(inputs))] is None:
+            del inputs[last]
         return inputs
 
     def attributes(self) -> dict[str, int | float]:
         """The node's attributes."""
-        return {
+        attributes = {
             "num_heads": self.heads,
             "num_kv_heads": self.kv_heads,
+            "branches": self.branches,
             "wide_value": int(self.wide_value),
             "scale": 1 / math.sqrt(self.d),
             "norm_eps": self.norm_eps,
-            "spec_version": 1,
+            "key_bits": self.key_bits,
+            "value_bits": self.value_bits,
+            "query_bits": self.query_bits,
+            "window": self.window,
+            "spec_version": diff_attention.VERSION,
         }
+        return attributes | ({"logit_bits": self.logit_bits} if self.logit_bits else {})
 
 
 _V1 = AttentionCase("v1_prefill")
 _V2 = replace(_V1, name="v2_prefill", kv_heads=1, wide_value=False, norm_eps=0.0, token_lambda=True)
+_SOFTMAX = replace(_V2, name="softmax", heads=4, kv_heads=2, d=32, branches=1, token_lambda=False)
+
+
+def _low(
+    name: str, keys: int, values: int, query: int = 0, *, base: AttentionCase = _V1, d: int = 32, **changes: Any
+) -> AttentionCase:
+    """A case of low-bit keys, values and queries."""
+    return replace(base, name=name, key_bits=keys, value_bits=values, query_bits=query, d=d, **changes)
+
+
 ATTENTION_CASES = [
     _V1,
     replace(_V1, name="v1_one_token", steps=1),
@@ -137,13 +204,87 @@ ATTENTION_CASES = [
     replace(_V1, name="v1_cache_fp16_prefill", cache=torch.float16, steps=40, past=6, beyond=2, d=16, heads=1, seed=32),
     replace(_V1, name="v1_cache_fp16_decode", cache=torch.float16, steps=1, past=300, beyond=5, d=64, heads=4, seed=33),
     replace(_V1, name="v1_fp16_cache_fp32", dtype=torch.float16, cache=torch.float32, steps=1, past=19, d=16, seed=34),
-    replace(_V1, name="v1_int8", cache=torch.int8, seed=35),
-    replace(_V1, name="v1_int8_decode", cache=torch.int8, steps=1, past=300, beyond=5, d=64, heads=4, seed=36),
-    replace(_V1, name="v1_int8_prefill", cache=torch.int8, steps=40, past=7, beyond=2, d=20, heads=1, seed=37),
-    replace(_V1, name="v1_int8_fp16", cache=torch.int8, dtype=torch.float16, steps=2, past=30, d=36, batch=2, seed=38),
-    replace(_V1, name="v1_int8_left", cache=torch.int8, steps=5, past=9, padding="left", batch=2, beyond=0, seed=39),
-    replace(_V2, name="v2_int8_decode", cache=torch.int8, steps=1, past=70, beyond=1, heads=4, d=32, seed=40),
-    replace(_V2, name="v2_int8_prefill", cache=torch.int8, steps=20, heads=3, d=16, seed=41),
+    _low("v1_int8", 8, 8, d=8, seed=35),
+    _low("v1_int8_decode", 8, 8, steps=1, past=300, beyond=5, d=64, heads=4, seed=36),
+    _low("v1_int8_prefill", 8, 8, steps=40, past=7, beyond=2, d=20, heads=1, seed=37),
+    _low("v1_int8_fp16", 8, 8, dtype=torch.float16, steps=2, past=30, d=36, batch=2, seed=38),
+    _low("v1_int8_left", 8, 8, d=8, past=9, padding="left", batch=2, beyond=0, seed=39),
+    _low("v2_int8_decode", 8, 8, base=_V2, steps=1, past=70, beyond=1, heads=4, seed=40),
+    _low("v2_int8_prefill", 8, 8, base=_V2, steps=20, heads=3, d=16, seed=41),
+    # A plain softmax over the same cache
+    replace(_SOFTMAX, name="softmax_prefill", steps=20, seed=42),
+    replace(_SOFTMAX, name="softmax_decode", steps=1, past=90, beyond=3, batch=2, padding="left", seed=43),
+    replace(_SOFTMAX, name="softmax_fp16", dtype=torch.float16, past=11, seed=44),
+    _low("softmax_int8_decode", 8, 8, base=_SOFTMAX, steps=1, past=90, beyond=3, seed=45),
+    _low("softmax_int4_chunk", 4, 4, base=_SOFTMAX, steps=40, past=70, seed=46),
+    _low("softmax_int4_query8_decode", 4, 4, 8, base=_SOFTMAX, steps=1, past=101, beyond=0, d=64, seed=47),
+    # Grids: nothing settled, a group, several; in one call and token by token; the buffers full, with room, growing
+    _low("int4_unsettled", 4, 4, steps=5, past=3, beyond=0, seed=50),
+    _low("int4_first_group", 4, 4, steps=1, past=63, seed=51),
+    _low("int4_first_group_buffer", 4, 4, steps=1, past=63, beyond=0, seed=52),
+    _low("int4_decode", 4, 4, steps=1, past=100, beyond=40, heads=4, kv_heads=4, batch=2, seed=53),
+    _low("int4_decode_full_buffer", 4, 4, steps=1, past=100, beyond=0, d=64, seed=54),
+    _low("int4_decode_group", 4, 4, steps=1, past=127, beyond=32, d=64, heads=4, seed=55),
+    _low("int4_long_decode", 4, 4, steps=1, past=700, beyond=3, padding="left", batch=2, seed=56),
+    _low("int4_prefill", 4, 4, steps=150, heads=1, seed=57),
+    _low("int4_prefill_buffer", 4, 4, steps=97, heads=1, beyond=64, d=64, seed=58),
+    _low("int4_chunk", 4, 4, steps=50, past=70, heads=1, seed=59),
+    _low("int4_chunk_two_groups", 4, 4, steps=70, past=60, beyond=0, heads=1, seed=60),
+    _low("int4_window0", 4, 4, window=0, steps=40, heads=1, seed=61),
+    _low("int4_window0_own_group", 4, 4, window=0, steps=1, past=31, beyond=5, seed=62),
+    _low("int4_window0_no_recent", 4, 4, window=0, steps=1, past=64, seed=63),
+    _low("int4_window0_chunk", 4, 4, window=0, steps=64, past=64, beyond=0, heads=1, seed=64),
+    _low("int4_window64", 4, 4, window=64, steps=9, past=90, beyond=2, seed=65),
+    _low("int4_window20", 4, 4, window=20, steps=9, past=47, seed=66),
+    _low("int4_d96", 4, 4, d=96, steps=3, past=66, beyond=1, seed=67),
+    _low("int4_d128_gqa2", 4, 4, d=128, heads=4, kv_heads=4, steps=1, past=97, seed=68),
+    _low("int4_fp16", 4, 4, dtype=torch.float16, steps=35, past=64, beyond=3, heads=1, seed=69),
+    _low("int4_left", 4, 4, padding="left", batch=2, steps=70, seed=70),
+    _low("int4_right", 4, 4, padding="right", batch=2, steps=4, past=94, beyond=0, seed=71),
+    _low("int2_prefill", 2, 2, steps=100, heads=1, seed=72),
+    _low("int2_decode", 2, 2, steps=1, past=159, beyond=1, d=64, seed=73),
+    _low("int2_d128_chunk", 2, 2, d=128, steps=33, past=40, heads=1, seed=74),
+    _low("v2_int4_decode", 4, 4, base=_V2, steps=1, past=95, beyond=7, heads=4, kv_heads=2, d=64, seed=75),
+    _low("v2_int4_prefill_fp16", 4, 4, base=_V2, steps=70, dtype=torch.float16, seed=76),
+    # Keys and values of different kinds
+    _low("int4_keys", 4, 16, steps=4, past=94, beyond=3, seed=80),
+    _low("int4_keys_fp16_values", 4, 16, cache=torch.float16, steps=40, past=60, heads=1, seed=81),
+    _low("int4_keys_int8_values", 4, 8, steps=3, past=94, beyond=0, seed=82),
+    _low("int4_keys_int2_values", 4, 2, steps=66, past=30, heads=1, seed=83),
+    _low("int8_keys", 8, 16, steps=4, past=20, seed=84),
+    _low("int8_keys_int4_values", 8, 4, steps=4, past=94, beyond=3, seed=85),
+    _low("int8_values", 16, 8, steps=4, past=20, beyond=1, seed=86),
+    _low("int4_values", 16, 4, steps=40, past=30, heads=1, seed=87),
+    _low("int2_values_decode", 16, 2, steps=1, past=95, cache=torch.float16, beyond=3, seed=88),
+    # Queries in integers
+    _low("int8_query8", 8, 8, 8, steps=6, past=40, beyond=3, seed=90),
+    _low("int8_query8_decode", 8, 8, 8, steps=1, past=300, beyond=5, d=64, heads=4, seed=91),
+    _low("int8_query4_d20", 8, 16, 4, d=20, steps=20, past=3, seed=92),
+    _low("int4_query8_prefill", 4, 4, 8, steps=100, heads=1, seed=93),
+    _low("int4_query8_decode", 4, 4, 8, steps=1, past=200, beyond=5, d=64, heads=4, seed=94),
+    _low("int4_query4_chunk", 4, 4, 4, steps=50, past=70, heads=1, d=128, seed=95),
+    _low("int4_query4_decode", 4, 4, 4, steps=1, past=95, beyond=32, d=96, kv_heads=4, heads=4, seed=96),
+    _low("int4_query4_fp16_left", 4, 8, 4, dtype=torch.float16, padding="left", batch=2, steps=70, seed=97),
+    _low("int2_query4", 2, 2, 4, window=0, steps=34, past=40, heads=1, seed=98),
+    _low("int2_query8_decode", 2, 4, 8, steps=1, past=127, d=64, seed=99),
+    _low("v2_int8_query8", 8, 8, 8, base=_V2, steps=21, past=5, heads=4, kv_heads=2, batch=2, seed=100),
+    _low("v2_int4_query4_decode", 4, 4, 4, base=_V2, steps=1, past=150, beyond=0, heads=4, kv_heads=2, seed=101),
+    # More tokens than a kernel's block of keys, and more queries
+    _low("int8_query8_long", 8, 8, 8, steps=35, past=500, beyond=9, heads=1, seed=102),
+    _low("int4_query4_long", 4, 4, 4, steps=35, past=520, beyond=9, heads=2, seed=103),
+    _low("int4_long_prefill_behind_past", 4, 4, steps=18, past=590, heads=1, beyond=9, padding="right", seed=104),
+]
+
+# LowBitLogitsAttention: no library has it
+LOGITS_CASES = [
+    replace(_V1, name="logits4_prefill", logit_bits=4, steps=20, seed=110),
+    replace(_V1, name="logits8_decode", logit_bits=8, steps=1, past=90, beyond=3, batch=2, padding="left", seed=111),
+    replace(_V1, name="logits5_right_fp16", logit_bits=5, padding="right", dtype=torch.float16, batch=2, seed=112),
+    replace(_V2, name="v2_logits6", logit_bits=6, past=11, heads=4, kv_heads=2, seed=113),
+    replace(_SOFTMAX, name="softmax_logits3", logit_bits=3, steps=20, seed=114),
+    _low("int8_logits4", 8, 8, 8, logit_bits=4, steps=4, past=20, beyond=2, seed=115),
+    _low("int4_logits4", 4, 4, 4, logit_bits=4, steps=70, past=40, heads=1, seed=116),
+    _low("int4_query0_logits2_decode", 4, 2, logit_bits=2, steps=1, past=95, beyond=32, seed=117),
 ]
 
 

@@ -23,11 +23,23 @@ from diffbit.runtime import native
 on_each_isa = pytest.mark.parametrize("isa", native.instruction_sets())
 
 
+def node_of(
+    name: str,
+    domain: str,
+    inputs: dict[str, np.ndarray | None],
+    attributes: dict[str, int | float],
+    outputs: dict[str, int | None],
+) -> onnx.NodeProto:
+    """A node; inputs and outputs that are None are empty names."""
+    given, made = (["" if x is None else name for name, x in side.items()] for side in (inputs, outputs))
+    return helper.make_node(name, given, made, domain=domain, **attributes)
+
+
 def run_node(
     function: onnx_ir.Function,
-    inputs: dict[str, np.ndarray],
+    inputs: dict[str, np.ndarray | None],
     attributes: dict[str, int | float],
-    outputs: dict[str, int],
+    outputs: dict[str, int | None],
     constants: tuple[str, ...] = (),
     isa: str | None = None,
     threads: int = 1,
@@ -35,10 +47,13 @@ def run_node(
 ) -> list[np.ndarray]:
     """The outputs (name -> rank) of a node; inputs named in `constants` become initializers, as weights are.
 
-    Outputs have the element type of the first input, but for those that `kinds` (name -> type) names.
+    Inputs and outputs that are None are left out. Outputs have the element type of the first input, but for those that
+    `kinds` (name -> type) names.
     """
     proto = onnx_ir.to_proto(function)
-    node = helper.make_node(proto.name, list(inputs), list(outputs), domain=proto.domain, **attributes)
+    node = node_of(proto.name, proto.domain, inputs, attributes, outputs)
+    inputs = {name: array for name, array in inputs.items() if array is not None}
+    outputs = {name: rank for name, rank in outputs.items() if rank is not None}
     element = {name: helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in inputs.items()}
     kind = element[next(iter(inputs))]
     graph = helper.make_graph(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -22,70 +23,152 @@ from onnx import helper
 from diffbit.ops import diff_attention
 from diffbit.runtime import native
 
-from .cases import ATTENTION_CASES, AttentionCase
-from .onnx_run import on_each_isa, run_node
+from .cases import ATTENTION_CASES, LOGITS_CASES, AttentionCase
+from .onnx_run import node_of, on_each_isa, run_node
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 ROUNDING = {torch.float32: 5e-7, torch.float16: 1e-3}  # of an output of size 1
 cases = pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda case: case.name)
+all_cases = pytest.mark.parametrize("case", ATTENTION_CASES + LOGITS_CASES, ids=lambda case: case.name)
+
+
+class Tokens:
+    """Keys or values of one sub-head, token by token, from the rules of ops/kv_cache.py: codes and floats."""
+
+    def __init__(self, case: AttentionCase, x: dict[str, np.ndarray], name: str, b: int, head: int) -> None:
+        self.case, self.bits = case, case.key_bits if name == "key" else case.value_bits
+        self.floats: dict[int, np.ndarray] = {}  # token -> [d]
+        self.codes: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}  # token -> codes [d], step, point
+        past, d = x[f"past_{name}"][b, head], case.d
+        for s in range(case.steps):
+            row = x[name][b, s, head * d : (head + 1) * d]
+            row = row if self.bits == 16 else row.astype(np.float32)
+            row = rotated(x, row, int(x["position_ids"][b, s])) if name == "key" else row
+            self.floats[case.past + s] = row
+        if self.bits == 16:
+            self.floats |= {t: past[t] for t in range(case.past)}
+            return
+        scale = x[f"past_{name}_scale"][b, head]
+        if self.bits == 8:
+            self.codes = {t: (past[t], scale[t], np.float32(0)) for t in range(case.past)}
+            for t, row in self.floats.items():
+                step = np.abs(row).max() / np.float32(127)
+                self.codes[t] = np.round(row / (step or np.float32(1))), step, np.float32(0)
+            return
+        recent, before = x[f"past_{name}_recent"][b, head], case.settled(case.past)
+        self.floats = {t: row.astype(np.float16) for t, row in self.floats.items()}
+        self.floats |= {t: recent[t - before] for t in range(before, case.past)}
+        for t in range(before):
+            step, point = scale[t // 32] if name == "key" else np.repeat(scale[t], 32, axis=1)
+            self.codes[t] = self.unpacked(past[t]), step, point
+        for first in range(before, case.settled(case.total), 32):
+            block = np.stack([self.floats[t] for t in range(first, first + 32)])  # [32, d]
+            for i in range(32):
+                parts = []
+                for c in range(d):
+                    step, point = self.grid(
+                        block[:, c] if name == "key" else block[i, c // 32 * 32 : c // 32 * 32 + 32]
+                    )
+                    code = (np.float32(block[i, c]) - np.float32(point)) / (np.float32(step) or np.float32(1))
+                    parts.append((min(max(np.round(code), 0), 2**self.bits - 1), step, point))
+                self.codes[first + i] = tuple(np.array(part) for part in zip(*parts, strict=True))
+
+    def unpacked(self, row: np.ndarray) -> np.ndarray:
+        codes = []
+        for channel in range(self.case.d):
+            place = channel % 32
+            byte = row[channel // 32 * 4 * self.bits + place % (4 * self.bits)]
+            codes.append(int(byte) >> place // (4 * self.bits) * self.bits & (1 << self.bits) - 1)
+        return np.array(codes)
+
+    def grid(self, numbers: np.ndarray) -> tuple[np.float16, np.float16]:
+        low, high = np.float32(min(numbers)), np.float32(max(numbers))
+        return np.float16((high - low) / np.float32(2**self.bits - 1)), np.float16(low)
+
+    def is_coded(self, t: int, s: int) -> bool:
+        """Does the call's token s read the code of token t?"""
+        return self.bits == 8 or (self.bits < 8 and t < self.case.settled(self.case.past + s + 1))
+
+    def number(self, t: int, s: int) -> np.ndarray:
+        if not self.is_coded(t, s):
+            return self.floats[t].astype(np.float64)
+        code, step, point = self.codes[t]
+        if self.bits == 8:
+            return code.astype(np.float64) * np.float64(step)
+        return (code.astype(np.float32) * step.astype(np.float32) + point.astype(np.float32)).astype(np.float64)
+
+    def score(self, query: np.ndarray, t: int, s: int, at_hand: dict[object, tuple[np.ndarray, np.float32]]) -> float:
+        """query [d] . key; `at_hand` keeps a query's codes."""
+        bits = self.case.query_bits
+        if not bits or not self.is_coded(t, s):
+            return float(query.astype(np.float64) @ self.number(t, s))
+        code, step, point = self.codes[t]
+        group = t // 32 if self.bits < 8 else None
+        if group not in at_hand:
+            u = query * (step.astype(np.float32) if self.bits < 8 else np.float32(1))
+            unit = np.abs(u).max() / np.float32(2 ** (bits - 1) - 1)
+            at_hand[group] = np.round(u / (unit or np.float32(1))), unit
+        u, unit = at_hand[group]
+        dot = sum(int(a) * int(b) for a, b in zip(u, code, strict=True))
+        if self.bits == 8:
+            return float(dot * np.float64(unit) * np.float64(step))
+        return float(dot * np.float64(unit) + query.astype(np.float64) @ point.astype(np.float64))
+
+
+def rotated(x: dict[str, np.ndarray], vector: np.ndarray, position: int) -> np.ndarray:
+    out, half = np.empty_like(vector), len(vector) // 2
+    for j in range(half):
+        c, s = (x[table][position, j].astype(vector.dtype) for table in ("cos", "sin"))
+        out[j] = vector[j] * c - vector[j + half] * s
+        out[j + half] = vector[j + half] * c + vector[j] * s
+    return out
 
 
 def by_the_book(case: AttentionCase) -> np.ndarray:
     """One number at a time, in float64, from arXiv 2410.05258 eq. 1 and the version 2 post: out [B, S, H, width]."""
-    inputs = case.inputs()
-    x = {name: tensor.double().numpy() for name, tensor in inputs.items()}
-    d, half, width = case.d, case.d // 2, case.d * (2 if case.wide_value else 1)
+    x = arrays(case.inputs())
+    for name, array in x.items():
+        if array is not None and array.dtype.kind == "f" and not name.endswith(("scale", "recent")):
+            x[name] = array.astype(np.float64)
+    d, width = case.d, case.d * (2 if case.wide_value else 1)
     groups = case.kv_heads // (2 if case.wide_value else 1)
-
-    def rotated(vector: np.ndarray, position: int) -> np.ndarray:
-        out = np.empty_like(vector)
-        for j in range(half):
-            c, s = (x[table][position, j].astype(vector.dtype) for table in ("cos", "sin"))
-            out[j] = vector[j] * c - vector[j + half] * s
-            out[j + half] = vector[j + half] * c + vector[j] * s
-        return out
-
-    def cached(name: str, b: int, head: int, t: int) -> np.ndarray:
-        int8 = case.cache == torch.int8
-        if t < case.past:
-            return x[f"past_{name}"][b, head, t] * (x[f"past_{name}_scale"][b, head, t] if int8 else 1)
-        new = x[name][b, t - case.past, head * d : (head + 1) * d]
-        row = new.astype(np.float32) if int8 else new
-        row = rotated(row, int(x["position_ids"][b, t - case.past])) if name == "key" else row
-        if not int8:
-            return row
-        step = np.abs(row).max() / np.float32(127)
-        return np.round(row / (step or np.float32(1))).astype(np.float64) * np.float64(step)
-
     out = np.zeros((case.batch, case.steps, case.heads, width))
-    keys = {
-        (b, head, t): (cached("key", b, head, t), cached("value", b, head, t))
-        for b, head, t in np.ndindex(case.batch, case.kv_heads, case.past + case.steps)
-    }
+    keys, values = (
+        {(b, head): Tokens(case, x, name, b, head) for b, head in np.ndindex(case.batch, case.kv_heads)}
+        for name in ("key", "value")
+    )
     for b, s, pair in np.ndindex(case.batch, case.steps, case.heads):
         group = pair // (case.heads // groups)
-        lam = x["lambda"][b, s, pair] if case.token_lambda else x["lambda"][pair]
         seen = [t for t in range(case.past + s + 1) if x["attention_mask"][b, t]]
-        for branch, sign in ((0, 1.0), (1, -lam)):
-            head = 2 * pair + branch
-            q = rotated(x["query"][b, s, head * d : (head + 1) * d], int(x["position_ids"][b, s]))
-            key_head = 2 * group + branch if case.wide_value else group
-            weights = [math.exp(q @ keys[b, key_head, t][0] / math.sqrt(d)) for t in seen]
+        for branch in range(case.branches):
+            head = case.branches * pair + branch
+            q = x["query"][b, s, head * d : (head + 1) * d].astype(np.float32 if case.query_bits else np.float64)
+            q = rotated(x, q, int(x["position_ids"][b, s])) * q.dtype.type(1 / math.sqrt(d))
+            key, codes = keys[b, 2 * group + branch if case.wide_value else group], {}
+            scores = np.array([key.score(q, t, s, codes) for t in seen])
+            if case.logit_bits and seen:
+                step = np.abs(scores).max() / (2 ** (case.logit_bits - 1) - 1)
+                scores = np.round(scores / (step or 1)) * step
+            weights = np.exp(scores)
+            sign = 1.0 if branch == 0 else -(x["lambda"][b, s, pair] if case.token_lambda else x["lambda"][pair])
             for weight, t in zip(weights, seen, strict=True):
-                value_heads = (2 * group, 2 * group + 1) if case.wide_value else (group,)
-                v = np.concatenate([keys[b, h, t][1] for h in value_heads])
-                out[b, s, pair] += sign * weight / sum(weights) * v
+                heads = (2 * group, 2 * group + 1) if case.wide_value else (group,)
+                v = np.concatenate([values[b, h].number(t, s) for h in heads])
+                out[b, s, pair] += sign * weight / weights.sum() * v
     if case.norm_eps:
         out /= np.sqrt((out**2).mean(-1, keepdims=True) + case.norm_eps)
     return out.reshape(case.batch, case.steps, -1)
 
 
-def call_reference(case: AttentionCase, x: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    x = dict(x)
-    x["lam"] = x.pop("lambda")
+def call_reference(case: AttentionCase, x: dict[str, torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+    """The outputs that the node has."""
+    x = {"lam" if name == "lambda" else name: tensor for name, tensor in x.items()}
     attributes = case.attributes()
     del attributes["spec_version"]
-    return diff_attention.reference(**{**x, "past_length": case.past}, **attributes)
+    outputs = diff_attention.reference(**{**x, "past_length": case.past}, **attributes)
+    wanted = dict(zip(diff_attention.OUTPUTS, outputs, strict=True))
+    assert [name for name, output in wanted.items() if output is not None] == list(filter(None, case.kind().outputs))
+    return tuple(output for output in outputs if output is not None)
 
 
 def reference(case: AttentionCase) -> tuple[torch.Tensor, ...]:
@@ -94,66 +177,78 @@ def reference(case: AttentionCase) -> tuple[torch.Tensor, ...]:
 
 def exact(case: AttentionCase, cache_too: bool = False) -> tuple[torch.Tensor, ...]:
     """The reference in float64; `cache_too`: with a float cache in float64 as well."""
-    kept = ("past_key_scale", "past_value_scale") if cache_too else ("past_key", "past_value")
-    x = {
-        name: tensor.double() if tensor.is_floating_point() and not name.startswith(kept) else tensor
-        for name, tensor in case.inputs().items()
-    }
-    return call_reference(case, x)
+
+    def widened(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        kept = name.endswith(("scale", "recent")) or (name.startswith("past") and not cache_too)
+        return tensor if tensor is None or kept or not tensor.is_floating_point() else tensor.double()
+
+    return call_reference(case, {name: widened(name, tensor) for name, tensor in case.inputs().items()})
 
 
-def function_of(case: AttentionCase) -> Any:
-    return diff_attention.function("int8" if case.cache == torch.int8 else "float")
+def outputs_of(case: AttentionCase) -> tuple[dict[str, int | None], dict[str, int]]:
+    """The node's outputs (name -> rank, None: left out), and the element types of those that hold the cache."""
+    names, types = case.kind().outputs, {}
+    for part, bits in (("key", case.key_bits), ("value", case.value_bits)):
+        floating = {torch.float32: 1, torch.float16: 10}[case.cache or case.dtype]
+        types[f"present_{part}"] = {16: floating, 8: 3}.get(bits, 2)
+        types[f"present_{part}_scale"] = 1 if bits == 8 else 10
+        types[f"present_{part}_recent"] = 10
+    scales = [3 if bits == 8 else 5 for bits in (case.key_bits, case.value_bits)]
+    ranks = dict(zip(diff_attention.OUTPUTS, (3, 4, 4, *scales, 4, 4), strict=True))
+    outputs = {name: ranks[name] if used else None for name, used in zip(ranks, names, strict=False)}
+    return outputs, {name: kind for name, kind in types.items() if outputs.get(name)}
 
 
-def outputs_of(case: AttentionCase) -> tuple[dict[str, int], dict[str, int]]:
-    """The node's outputs (name -> rank), and the element types of those that hold the cache."""
-    cache = {torch.float32: 1, torch.float16: 10, torch.int8: 3}[case.cache or case.dtype]
-    outputs, kinds = {"out": 3, "present_key": 4, "present_value": 4}, {"present_key": cache, "present_value": cache}
-    if case.cache == torch.int8:
-        outputs |= {"present_key_scale": 3, "present_value_scale": 3}
-        kinds |= {"present_key_scale": 1, "present_value_scale": 1}
-    return outputs, kinds
+def arrays(x: dict[str, torch.Tensor | None]) -> dict[str, np.ndarray]:
+    return {name: None if tensor is None else tensor.numpy() for name, tensor in x.items()}
 
 
-def arrays(x: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    return {name: tensor.numpy() for name, tensor in x.items()}
-
-
-def run(case: AttentionCase, x: dict[str, np.ndarray], isa: str | None = None, threads: int = 1) -> list[np.ndarray]:
+def run(
+    case: AttentionCase, x: dict[str, np.ndarray | None], isa: str | None = None, threads: int = 1
+) -> list[np.ndarray]:
     outputs, kinds = outputs_of(case)
-    return run_node(function_of(case), x, case.attributes(), outputs, isa=isa, threads=threads, kinds=kinds)
+    function = diff_attention.function(case.kind())
+    return run_node(function, x, case.attributes(), outputs, isa=isa, threads=threads, kinds=kinds)
 
 
-@cases
+def assert_same_cache(case: AttentionCase, got: Iterable[np.ndarray], wanted: Iterable[np.ndarray]) -> None:
+    """The outputs behind the first, bit for bit, but for what lies behind the recent tokens."""
+    names = [name for name in case.kind().outputs[1:] if name]
+    for name, a, b in zip(names, got, wanted, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype, name
+        if name.endswith("recent"):
+            a, b = (array[:, :, : case.held(name)] for array in (a, b))
+        np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+@all_cases
 def test_reference_is_the_equation(case: AttentionCase) -> None:
-    out, present_key, present_value = exact(case, cache_too=True)[:3]
+    out, present_key, present_value, *_ = exact(case, cache_too=True)
     np.testing.assert_allclose(out.numpy(), by_the_book(case), atol=1e-10)
-    total = case.past + case.steps
-    assert present_key.shape == present_value.shape
-    assert present_key.shape[2] == (total if case.beyond is None else total + case.beyond)
-    assert not present_key[:, :, :total].isnan().any()
+    for name, present in (("present_key", present_key), ("present_value", present_value)):
+        low = (case.key_bits if name == "present_key" else case.value_bits) < 8
+        room = 0 if case.beyond is None else -(-case.beyond // 32) * 32 if low else case.beyond
+        assert present.shape[2] == case.held(name) + room
+        assert not present[:, :, : case.held(name)].isnan().any()
     np.testing.assert_allclose(reference(case)[0].double().numpy(), exact(case)[0].numpy(), atol=TOLERANCE[case.dtype])
 
 
-@cases
+@all_cases
 def test_body_is_the_reference(case: AttentionCase) -> None:
-    got, wanted = run(case, arrays(case.inputs())), reference(case)
-    assert [a.dtype for a in got] == [np.dtype(str(b.dtype).removeprefix("torch.")) for b in wanted]
-    np.testing.assert_allclose(got[0].astype(np.float64), wanted[0].double().numpy(), atol=TOLERANCE[case.dtype])
-    for a, b in zip(got[1:], wanted[1:], strict=True):
-        np.testing.assert_array_equal(a, b.numpy())
+    got, wanted = run(case, arrays(case.inputs())), [tensor.numpy() for tensor in reference(case)]
+    assert got[0].dtype == wanted[0].dtype
+    np.testing.assert_allclose(got[0].astype(np.float64), wanted[0], atol=TOLERANCE[case.dtype])
+    assert_same_cache(case, got[1:], wanted[1:])
 
 
 @on_each_isa
 @cases
 def test_kernel_is_the_reference(case: AttentionCase, isa: str) -> None:
-    got, wanted = run(case, arrays(case.inputs()), isa), reference(case)
-    for a, b in zip(got[1:], wanted[1:], strict=True):
-        np.testing.assert_array_equal(a, b.numpy())
+    got, wanted = run(case, arrays(case.inputs()), isa), [tensor.numpy() for tensor in reference(case)]
+    assert_same_cache(case, got[1:], wanted[1:])
     oracle = exact(case)[0].numpy()
     size = max(1.0, np.abs(oracle).max())
-    error, allowed = (np.abs(a.astype(np.float64) - oracle).max() for a in (got[0], wanted[0].numpy()))
+    error, allowed = (np.abs(array.astype(np.float64) - oracle).max() for array in (got[0], wanted[0]))
     assert error <= 2 * allowed + ROUNDING[case.dtype] * size
 
 
@@ -171,7 +266,7 @@ def test_a_token_that_sees_nothing_gives_zeros(isa: str | None, steps: int) -> N
 @on_each_isa
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 def test_an_int8_row_with_no_finite_step_is_nan(odd: float, isa: str) -> None:
-    case = AttentionCase("odd", steps=5, past=3, beyond=1, d=20, cache=torch.int8)
+    case = AttentionCase("odd", steps=5, past=3, beyond=1, d=20, key_bits=8, value_bits=8)
     x = case.inputs()
     x["key"][0, 3, 2] = x["value"][0, 4, 19] = odd
     got, wanted = run(case, arrays(x), isa), call_reference(case, x)
@@ -192,15 +287,16 @@ def node_session(
     """
     outputs, kinds = outputs_of(case)
     x = arrays(case.inputs())
-    element = {name: helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in x.items()}
+    if without:
+        x[without] = None
     attributes = {k: v for k, v in {**case.attributes(), **changed}.items() if v is not None}
-    names = ["" if name == without else name for name in x]
-    node = helper.make_node("DiffAttention", names, list(outputs), domain="diffbit", **attributes)
+    node = node_of(case.kind().name, diff_attention.DOMAIN, x, attributes, outputs)
+    element = {n: helper.np_dtype_to_tensor_dtype(array.dtype) for n, array in x.items() if array is not None}
     graph = helper.make_graph(
         [node],
         "one_node",
-        [helper.make_tensor_value_info(name, kind, None) for name, kind in element.items() if name != without],
-        [helper.make_tensor_value_info(name, kinds.get(name, element["query"]), None) for name in outputs],
+        [helper.make_tensor_value_info(name, kind, None) for name, kind in element.items()],
+        [helper.make_tensor_value_info(n, kinds.get(n, element["query"]), None) for n, rank in outputs.items() if rank],
     )
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("diffbit", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
@@ -279,7 +375,7 @@ def test_bad_attributes_are_sentences() -> None:
 
 def test_bad_inputs_are_sentences() -> None:
     case = AttentionCase("bad", past=4, beyond=2, batch=2)
-    int8 = replace(case, cache=torch.int8)
+    int8 = replace(case, key_bits=8, value_bits=8)
     x = arrays(case.inputs())
     positions = x["position_ids"]
     for changed, sentence in [
@@ -326,7 +422,7 @@ def test_an_output_buffer_too_small_is_an_error() -> None:
 
 @pytest.mark.parametrize("dropped", ["past_key_scale", "past_value_scale"])
 def test_an_int8_cache_without_scales_is_an_error(dropped: str) -> None:
-    case = AttentionCase("scales", cache=torch.int8, past=2)
+    case = AttentionCase("scales", key_bits=8, value_bits=8, past=2)
     x = arrays(case.inputs())
     del x[dropped]
     with pytest.raises(Exception, match=f"{dropped} is missing, wanted exactly where the cache is int8"):
