@@ -405,15 +405,14 @@ def _append(
     if bits == 16:
         present = extended(past, past_length, rows)
         nothing = rows[:, :, :0]
-        presents = (present, None, None)
-        return _Side(presents, nothing, nothing[..., 0].float(), present[:, :, :total], coded([0 for _ in places]))
+        no_steps = nothing[..., 0].float()
+        return _Side((present, None, None), nothing, no_steps, present[:, :, :total], coded([0 for _ in places]))
     if bits == 8:
         assert scale is not None
         codes, steps = kv_cache.round_rows(rows)
         present, scale = extended(past, past_length, codes), extended(scale, past_length, steps)
-        presents = (present, scale, None)
         codes, steps = present[:, :, :total], scale[:, :, :total]
-        return _Side(presents, codes, steps, rows[:, :, :0], coded([total for _ in places]))
+        return _Side((present, scale, None), codes, steps, rows[:, :, :0], coded([total for _ in places]))
     assert scale is not None and recent is not None
     before, after = kv_cache.settled(past_length, window), kv_cache.settled(total, window)
     floats = torch.cat((recent[:, :, : past_length - before], rows.half()), 2)  # from `before` on
