@@ -26,7 +26,7 @@ from rich.table import Table
 
 from . import __version__
 from .errors import DiffbitError, MissingDependency
-from .files import check_place, read_json, write_json
+from .files import check_place, parse_size, read_json, write_json
 from .progress import set_quiet
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from .calib_data import Windows
-    from .quantize import Scheme, WeightReport
+    from .quantize import AttentionScheme, Scheme, WeightReport
     from .quantize.mixed import LayerPlan, Plan
     from .quantize.outliers import OutlierReport
     from .runtime import Verification
@@ -349,19 +349,36 @@ def _list_methods(wanted: bool) -> None:
         "diffbit quantize out/demo/diff_v1 --weights int3_g64 --method gptq --max-windows 64 -o out/diff-gptq",
         "diffbit quantize out/demo/diff_v1 --weights int3_g64 --override 'model.layers.0.*=int8' -o out/diff-int3",
         "diffbit quantize out/demo/diff_v1 --target-bits 3.5 --method gptq --max-windows 64 -o out/diff-mixed",
+        "diffbit quantize out/demo/diff_v1 --weights int4_g32 --kv int4 --qk int8 -o out/diff-int4-kv4",
+        "diffbit quantize out/demo/diff_v1 --kv int8,int4 --method relambda --max-windows 64 -o out/diff-kv84",
     )
 )
 def quantize(
     model: Annotated[Path, typer.Argument(help="A checkpoint folder: HF diffllama or llama, or diffbit's own.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the quantized checkpoint.")],
     weights: Annotated[
-        str | None, typer.Option(help="int8, int4_g32, int4_g128_asym, int3_g64, int2_g64, nf4, ternary, ...")
+        str | None, typer.Option(help="int8, int4_g32, int4_g128_asym, int3_g64, int2_g64, nf4, ternary, ..., or none.")
     ] = None,
     override: Annotated[
         list[str] | None, typer.Option(help="GLOB=FORMAT or GLOB=none for the modules it names; may be repeated.")
     ] = None,
     activations: Annotated[str | None, typer.Option(help="int8: activations too, a scale per token.")] = None,
-    logits: Annotated[int | None, typer.Option(help="Bits of the attention logits (measured in torch).")] = None,
+    kv: Annotated[
+        str | None,
+        typer.Option(help="The KV cache's numbers: int8, int4 or int2; int8,int4 for keys, values; none is float."),
+    ] = None,
+    qk: Annotated[
+        str | None,
+        typer.Option(help="int8 or int4: queries too, and q k^T is a product of integers; keys get no more bits."),
+    ] = None,
+    logits: Annotated[
+        int | None,
+        typer.Option(help="Bits of the attention logits, 2 to 16 (an experiment: an artifact runs them slowly)."),
+    ] = None,
+    kv_window: Annotated[
+        int | None,
+        typer.Option(help="Recent tokens, at least, that an int4 or int2 cache leaves float16; default: 32."),
+    ] = None,
     scheme_file: Annotated[
         Path | None, typer.Option("--scheme", help="A .json or .toml file with the whole scheme instead.")
     ] = None,
@@ -411,12 +428,15 @@ def quantize(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Quantize a checkpoint's weights, layer by layer; embeddings, head, norms and lambda stay unless overridden."""
-    from .quantize import AttentionScheme, Scheme, parse_format, parse_override, parse_recipe, quantize_checkpoint
+    """Quantize a checkpoint's weights, layer by layer, its KV cache and attention, or all of them.
+
+    Embeddings, head, norms and lambda stay unless overridden.
+    """
+    from .quantize import Scheme, parse_format, parse_override, parse_recipe, quantize_checkpoint
 
     set_quiet(quiet)
     recipe = parse_recipe(method)
-    options = (weights, override, activations, logits)
+    options = (weights, override, activations, kv, qk, logits, kv_window)
     mixed = target_bits is not None or target_size is not None
     if mixed and (weights is not None or scheme_file is not None):
         raise DiffbitError(
@@ -425,17 +445,21 @@ def quantize(
     if candidates is not None and not mixed:
         raise DiffbitError("--candidates are chosen from for a target; pass --target-bits or --target-size too")
     if scheme_file is None:
-        if weights is None and logits is None and not override and not mixed:
-            raise DiffbitError("nothing to quantize: pass --weights FORMAT, --logits BITS, --override or --scheme FILE")
+        if all(option in (None, "none") for option in (weights, kv, qk, logits)) and not override and not mixed:
+            raise DiffbitError(
+                "nothing to quantize: pass --weights FORMAT, --kv FORMAT, --qk FORMAT, --logits BITS, --override or "
+                "--scheme FILE"
+            )
         scheme = Scheme(
-            weights=None if weights is None else parse_format(weights),
+            weights=None if weights in (None, "none") else parse_format(weights),
             activations=activations,
-            attention=AttentionScheme(logits),
+            attention=_attention(kv, qk, logits, kv_window),
             overrides=tuple(parse_override(text) for text in override or ()),
         )
     elif any(option is not None for option in options):
         raise DiffbitError(
-            "--scheme holds the whole scheme; leave out --weights, --override, --activations and --logits"
+            "--scheme holds the whole scheme; leave out --weights, --override, --activations, --kv, --qk, --logits and "
+            "--kv-window"
         )
     else:
         scheme = Scheme.from_file(scheme_file)
@@ -479,7 +503,8 @@ def quantize(
     if as_json:
         _print_json({"output": str(output), **values})
         return
-    _print_table(_weight_rows(report.weights, layers))
+    if report.weights:
+        _print_table(_weight_rows(report.weights, layers))
     if plan is not None:
         _print_table(_plan_rows(plan), title="what each layer pays")
         _remark(_plan_words(plan, output), quiet)
@@ -489,6 +514,27 @@ def quantize(
         f"(before: {before.nbytes / 1e6:,.2f} MB, {before.bits_per_weight:.2f})",
         quiet,
     )
+    if (before.kv_bytes_per_1k_tokens, 0) != (after.kv_bytes_per_1k_tokens, after.kv_fixed_bytes):
+        fixed = f", and {after.kv_fixed_bytes / 1e6:,.3f} MB for the recent ones" if after.kv_fixed_bytes else ""
+        _remark(
+            f"KV cache: {after.kv_bytes_per_1k_tokens / 1e6:,.3f} MB for 1000 tokens{fixed} (before: "
+            f"{before.kv_bytes_per_1k_tokens / 1e6:,.3f} MB)",
+            quiet,
+        )
+
+
+def _attention(kv: str | None, qk: str | None, logits: int | None, window: int | None) -> AttentionScheme:
+    from .quantize import AttentionScheme, parse_kv
+
+    chosen: dict[str, Any] = {"logits": logits, "qk": None if qk == "none" else qk}
+    chosen |= {} if kv is None else parse_kv(kv)
+    chosen |= {} if window is None else {"window": window}
+    found = AttentionScheme(**chosen)
+    if window is not None and not found.has_window:
+        raise DiffbitError(
+            "--kv-window leaves tokens of an int4 or int2 cache float16; pass --kv int4, or leave it out"
+        )
+    return found
 
 
 def _plan(
@@ -500,7 +546,7 @@ def _plan(
     method: str,
     text: Windows,
 ) -> Plan:
-    from .quantize.mixed import CANDIDATES, parse_size, plan
+    from .quantize.mixed import CANDIDATES, plan
 
     if bits is not None and size is not None:
         raise DiffbitError("--target-bits and --target-size are two targets; pass one of them")
@@ -732,7 +778,12 @@ def verify(
         raise DiffbitError("; ".join(failed) or f"{artifact}: its logits are not those of {checkpoint}")
 
 
-@app.command(epilog=_example("diffbit bench out/demo/diff_v1-onnx --prompt-tokens 64 --new-tokens 32 --threads 2"))
+@app.command(
+    epilog=_example(
+        "diffbit bench out/demo/diff_v1-onnx --prompt-tokens 64 --new-tokens 32 --threads 2",
+        "diffbit bench out/demo/diff_v1-onnx --memory 512MB",
+    )
+)
 def bench(
     artifacts: Annotated[
         list[Path], typer.Argument(help="Folders made by `diffbit export`, or checkpoints (needs torch).")
@@ -740,6 +791,13 @@ def bench(
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt (prefill).")] = 64,
     new_tokens: Annotated[int, typer.Option(help="Tokens to generate (decode).")] = 64,
     repeats: Annotated[int, typer.Option(help="Runs of which the median is taken.")] = 5,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="As in 4GB: also the longest context whose KV cache fits in that beside the model's files, whatever "
+            "context the artifact was exported for."
+        ),
+    ] = None,
     threads: Threads = None,
     device: Device = "cpu",
     no_native: NoNative = False,
@@ -751,9 +809,10 @@ def bench(
     from .runtime import bench as bench_artifact
 
     set_quiet(quiet)
+    room = None if memory is None else parse_size(memory)
     with _as_artifacts(artifacts, quiet) as opened:
         rows = [
-            bench_artifact(artifact, prompt_tokens, new_tokens, repeats, threads, device, not no_native)
+            bench_artifact(artifact, prompt_tokens, new_tokens, repeats, threads, device, not no_native, room)
             | {"artifact": str(path)}
             for path, artifact in zip(artifacts, track(opened, "measuring"), strict=True)
         ]

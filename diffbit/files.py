@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: written beside, then renamed into place; plus JSON and hashes.
+"""Files that are either whole or absent: written beside, then renamed into place; plus JSON, hashes and sizes.
 
 Standard library only, so that every room, the device runtime included, can use it.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from typing import Any
 from .errors import DiffbitError
 
 MARKERS = ("config.json", "diffbit.json")  # a folder holding one of these is ours to replace
+UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
 def _beside(path: Path) -> Path:
@@ -130,3 +132,11 @@ def sha256_file(path: str | Path) -> str:
     """Hex SHA-256 of a file's bytes, read in pieces."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as "40MB" (40,000,000), "40MiB" (41,943,040), "1.2GB" or "800kB"."""
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", text.lower())
+    if match is None or match[2] not in UNITS:
+        raise DiffbitError(f"{text!r} is no size; wanted a number with its unit, such as 40MB, 40MiB or 1.2GB")
+    return int(float(match[1]) * UNITS[match[2]])

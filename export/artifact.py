@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,15 @@ from .. import files
 from ..errors import DiffbitError
 from ..models import Checkpoint, ModelConfig, variant
 from ..models.hf_config import to_hf
+from ..ops.kv_cache import GROUP
 from ..progress import track
-from ..quantize import read_scheme
-from .decoder import DecoderGraph
+from ..quantize import AttentionScheme, read_scheme
+from ..quantize.cache import buffers as cache_buffers
+from .decoder import DecoderGraph, cache_in_place
 from .graph import FLOATS, MODEL, Graph
 from .reference import Stream, check_scheme
 
-VERSION = 2
+VERSION = 3
 MANIFEST = "diffbit.json"
 TOKENIZER = "tokenizer.json"
 DTYPE_NAMES = {"fp32": "float32", "fp16": "float16"}
@@ -75,15 +78,20 @@ def export_artifact(
                 f"{config.vocab_size} tokens"
             )
     tokenizer_files = _tokenizer_files(source, tokenizer)
-    prompt = golden_prompt(config, length)
+    scheme = read_scheme(source)
+    attention = AttentionScheme() if scheme is None else scheme.attention
+    heads = variant(config.attention).Attention.cache_heads(config)
+    buffers = cache_buffers(attention, heads, config.head_dim, DTYPE_NAMES[dtype])
+    in_place = cache_in_place(config, attention)
+    prompt = golden_prompt(config, length, attention)
     kind = dtype, source.quantization is not None
     out = Path(out)
     with files.new_folder(out, overwrite=overwrite) as folder:
-        logits = _write_graph(Graph(folder, dtype), source, length, prompt, NOISE[kind])
+        graph = DecoderGraph(Graph(folder, dtype), config, length, attention, buffers)
+        logits = _write_graph(graph, source, prompt, NOISE[kind])
         for file in tokenizer_files:
             shutil.copyfile(file, folder / file.name)
-        _write_configs(folder, config, dtype, length)
-        scheme = read_scheme(source)
+        _write_configs(folder, config, dtype, length, in_place == "always")
         manifest = {
             "artifact_version": VERSION,
             "diffbit_version": _version(),
@@ -96,10 +104,8 @@ def export_artifact(
             "calibration": (source.quantization or {}).get("calibration"),
             "cache": {
                 "num_layers": config.num_layers,
-                "num_heads": variant(config.attention).Attention.cache_heads(config),
-                "head_dim": config.head_dim,
-                "dtype": DTYPE_NAMES[dtype],
-                "in_place": variant(config.attention).Attention.cache_in_place,
+                "in_place": in_place,
+                "buffers": [asdict(buffer) for buffer in buffers],
             },
             "context_length": length,
             "eos_token_ids": list(config.eos_token_ids),
@@ -115,9 +121,13 @@ def export_artifact(
     return out
 
 
-def golden_prompt(config: ModelConfig, context_length: int) -> list[int]:
-    """Token ids spread over the vocabulary; what they mean does not matter, that all devices agree on them does."""
-    return [(7919 * i + 1) % config.vocab_size for i in range(min(GOLDEN_LENGTH, context_length))]
+def golden_prompt(config: ModelConfig, context_length: int, attention: AttentionScheme) -> list[int]:
+    """Token ids spread over the vocabulary; what they mean does not matter, that all devices agree on them does.
+
+    Of a cache that leaves recent tokens as they came, some are older.
+    """
+    length = GOLDEN_LENGTH + (attention.window + 2 * GROUP if attention.has_window else 0)
+    return [(7919 * i + 1) % config.vocab_size for i in range(min(length, context_length))]
 
 
 def _golden(prompt: list[int], rows: Tensor, least_tolerance: float) -> dict[str, Any]:
@@ -138,9 +148,8 @@ def _golden(prompt: list[int], rows: Tensor, least_tolerance: float) -> dict[str
     }
 
 
-def _write_graph(g: Graph, source: Checkpoint, context_length: int, prompt: list[int], noise: float) -> Tensor:
+def _write_graph(graph: DecoderGraph, source: Checkpoint, prompt: list[int], noise: float) -> Tensor:
     """model.onnx and its data; returns the golden logits [1 + COPIES, V]."""
-    graph = DecoderGraph(g, source.config, context_length)
     stream = Stream(source, prompt, noise)
     graph.embed(stream.embedding())
     blocks = track(stream.blocks(), "exporting", total=source.config.num_layers)
@@ -148,7 +157,7 @@ def _write_graph(g: Graph, source: Checkpoint, context_length: int, prompt: list
         graph.block(block, index)
     norm, head, logits = stream.head()
     graph.head(norm, head)
-    g.save()
+    graph.g.save()
     if not logits.isfinite().all() or not logits[0].std() > 0:
         raise DiffbitError(
             f"{source.path}: a test prompt gives logits that are infinite or all the same; the weights are damaged"
@@ -179,7 +188,7 @@ def _tokenizer_files(source: Checkpoint, given: str | Path | None) -> list[Path]
     return found
 
 
-def _write_configs(folder: Path, config: ModelConfig, dtype: str, context_length: int) -> None:
+def _write_configs(folder: Path, config: ModelConfig, dtype: str, context_length: int, in_place: bool) -> None:
     attention = variant(config.attention).Attention
     query_heads, _ = attention.hf_heads(config)
     heads = {"num_attention_heads": query_heads, "num_key_value_heads": attention.cache_heads(config)}
@@ -192,7 +201,7 @@ def _write_configs(folder: Path, config: ModelConfig, dtype: str, context_length
     files.write_json(folder / "generation_config.json", tokens)
     if not (folder / "tokenizer_config.json").exists():
         files.write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
-    in_place = attention.cache_in_place == "always"  # onnxruntime-genai runs the bodies
+    # in place only where the operator always does: onnxruntime-genai runs the bodies
     files.write_json(folder / "genai_config.json", _genai(config, heads, context_length, in_place))
 
 

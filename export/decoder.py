@@ -5,14 +5,15 @@ Inputs and outputs carry the names that onnxruntime-genai and optimum look for:
     input_ids int64 [B, S], attention_mask int64 [B, T], position_ids int64 [B, S],
     past_key_values.N.key|value [B, Hk, C, d]   ->   logits fp32 [B, S, V], present.N.key|value [B, Hk, max(C, T), d]
 
-T = past + S: the past's length follows from the mask's, so no loader needs to pass it. What all layers share (lengths,
+T = past + S: the past's length follows from the mask's, so no loader needs to pass it. A low-bit cache has more buffers
+than key and value, and other shapes (quantize/cache.py). What all layers share (lengths,
 RoPE tables, the mask as a bias) is computed once, by `Step`; an attention variant adds its nodes through its own method
 `onnx` (models/attention/).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -24,12 +25,19 @@ from torch import Tensor, nn
 
 from ..models import Block, ModelConfig, rope_tables, variant
 from ..models.decoder import RMSNorm
+from ..ops import diff_attention
+from ..quantize import AttentionScheme
+from ..quantize.cache import BUFFERS, GROUPS, TOKENS, Buffer, is_low_bit
+from ..quantize.cache import attributes as low_bit_attributes
 from .graph import MICROSOFT, Graph
 
 # Added to the logits of hidden keys: finite, so that a query that sees nothing (padding) gives numbers and not NaN
 HIDDEN: dict[type, float] = {np.float32: -1e30, np.float16: -65504.0}
 
 HALVES: dict[torch.dtype, Any] = {torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
+
+# A layer's cache by the names of its buffers
+Cache = dict[str, ir.Value]
 
 T = TypeVar("T")
 
@@ -48,12 +56,18 @@ def shared(make: Callable[[Step], T]) -> cached_property[T]:
 class Step:
     """What all layers of one call share. Values are made on first use, so a graph holds only what its variant needs."""
 
-    def __init__(self, g: Graph, config: ModelConfig, context_length: int) -> None:
+    def __init__(self, g: Graph, config: ModelConfig, context_length: int, attention: AttentionScheme) -> None:
         self.graph = self._g = g
+        self.attention = attention
         self._tables = [table.numpy() for table in rope_tables(config, context_length)]
         self.input_ids = g.input("input_ids", np.int64, ["batch", "sequence"])
         self.attention_mask = g.input("attention_mask", np.int64, ["batch", "total_sequence"])
         self.position_ids = g.input("position_ids", np.int64, ["batch", "sequence"])
+
+    @property
+    def low_bit(self) -> bool:
+        """Is diffbit's own operator wanted, whatever the attention variant?"""
+        return is_low_bit(self.attention)
 
     @shared
     def _batch(self) -> ir.Value:
@@ -106,29 +120,33 @@ class Step:
         shape = g.op("Concat", [self._batch, g.const([1]), self._length, self._total], axis=0)
         return g.op("Expand", [g.op("Unsqueeze", [row, g.const([1, 2])]), shape])
 
-    def grouped_query_attention(
+    def softmax_attention(
         self,
         query: ir.Value,
         key: ir.Value,
         value: ir.Value,
-        past_key: ir.Value,
-        past_value: ir.Value,
+        past: Cache,
         *,
         num_heads: int,
         num_kv_heads: int,
         scale: float,
-    ) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """query [B, S, num_heads*d], key and value [B, S, num_kv_heads*d] -> attention, present_key, present_value.
+    ) -> tuple[ir.Value, Cache]:
+        """Query [B, S, num_heads*d], key and value [B, S, num_kv_heads*d] -> attention, the cache with them.
 
-        RoPE has a node of its own: the operator's built-in one reads only the first position of a prompt and counts
-        on from there, so rows padded on the left would enter the cache at positions other than those of later steps.
+        A GroupQueryAttention, or for low-bit attention a DiffAttention of one branch. Beside the former, RoPE has a
+        node of its own: the operator's built-in one reads only the first position of a prompt and counts on from there,
+        so rows padded on the left would enter the cache at positions other than those of later steps.
         """
+        if self.low_bit:
+            return self.diff_attention(
+                query, key, value, None, past, num_heads=num_heads, num_kv_heads=num_kv_heads, scale=scale, branches=1
+            )
         g = self._g
         rotated = [
             g.op("RotaryEmbedding", [x, self.position_ids, *self._rotary], domain=MICROSOFT) for x in (query, key)
         ]
-        inputs = [*rotated, value, past_key, past_value, *self._lengths, None, None, None, self._bias]
-        return g.op(
+        inputs = [*rotated, value, past["key"], past["value"], *self._lengths, None, None, None, self._bias]
+        out, present_key, present_value = g.op(
             "GroupQueryAttention",
             inputs,
             domain=MICROSOFT,
@@ -137,21 +155,64 @@ class Step:
             kv_num_heads=num_kv_heads,
             scale=scale,
         )
+        return out, {"key": present_key, "value": present_value}
+
+    def diff_attention(
+        self,
+        query: ir.Value,
+        key: ir.Value,
+        value: ir.Value,
+        lambda_: ir.Value | None,
+        past: Cache,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        scale: float,
+        branches: int = 2,
+        wide_value: int = 0,
+        norm_eps: float = 0.0,
+    ) -> tuple[ir.Value, Cache]:
+        """diffbit.DiffAttention with the scheme's numbers: `ops/diff_attention.py` says what its inputs are."""
+        g, first = self._g, [query, key, value, lambda_, past["key"], past["value"]]
+        shared = [self.past_length, self.position_ids, self.cos, self.sin, self.attention_mask]
+        more = [past.get(name) for name in BUFFERS[2:]]
+        while more and more[-1] is None:
+            more.pop()
+        low = low_bit_attributes(self.attention) | {"branches": branches}
+        out, *present = g.custom(
+            diff_attention,
+            [*first, *shared, *more],
+            outputs=3 + len(more),
+            body=lambda: diff_attention.function("int8" if low["key_bits"] == 8 else "float"),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            wide_value=wide_value,
+            scale=scale,
+            norm_eps=norm_eps,
+            **low,
+        )
+        for name, made in zip(BUFFERS, present, strict=False):
+            if name not in past:
+                made.name = ""  # as ONNX says that an output is left out
+        return out, {name: made for name, made in zip(BUFFERS, present, strict=False) if name in past}
 
 
 class DecoderGraph:
     """Built from the bottom up: `embed`, `block` for each layer, `head`. Weights are written as they come."""
 
-    def __init__(self, g: Graph, config: ModelConfig, context_length: int) -> None:
-        self.g, self.config = g, config
-        self.step = Step(g, config, context_length)
-        shape = ["batch", variant(config.attention).Attention.cache_heads(config), "past_sequence", config.head_dim]
-        self._cache_shape: list[int | str] = shape
+    def __init__(
+        self, g: Graph, config: ModelConfig, context_length: int, attention: AttentionScheme, buffers: Sequence[Buffer]
+    ) -> None:
+        self.g, self.config, self.buffers = g, config, buffers
+        self.step = Step(g, config, context_length, attention)
         self._past = [
-            tuple(g.input(f"past_key_values.{i}.{part}", g.dtype, shape) for part in ("key", "value"))
+            {
+                buffer.name: g.input(f"past_key_values.{i}.{buffer.name}", buffer.dtype, _named(buffer, "past"))
+                for buffer in buffers
+            }
             for i in range(config.num_layers)
         ]
-        self._present: list[tuple[ir.Value, ir.Value]] = []
+        self._present: list[Cache] = []
         self._x: ir.Value
         self._table: ir.Value
 
@@ -172,7 +233,7 @@ class DecoderGraph:
             normed = self._norm(x, block.input_layernorm, "input_layernorm")
             with g.scope("self_attn"):
                 attention: Any = block.self_attn
-                out, key, value = attention.onnx(g, self.step, normed, *self._past[index])
+                out, present = attention.onnx(g, self.step, normed, self._past[index])
             x = g.op("Add", [x, out])
             normed = self._norm(x, block.post_attention_layernorm, "post_attention_layernorm")
             with g.scope("mlp"):
@@ -181,7 +242,7 @@ class DecoderGraph:
                 silu = g.op("Mul", [gate, g.op("Sigmoid", [gate])])
                 down = g.linear(g.op("Mul", [silu, up]), block.mlp.down_proj, "down_proj")
             self._x = g.op("Add", [x, down])
-        self._present.append((key, value))
+        self._present.append(present)
 
     def head(self, norm: RMSNorm, head: nn.Module | None) -> None:
         """The final norm and the head; None ties it to the embedding. Declares the graph's outputs."""
@@ -194,12 +255,25 @@ class DecoderGraph:
         if g.dtype is not np.float32:
             logits = g.cast(logits, np.float32)
         g.output("logits", logits, np.float32, ["batch", "sequence", config.vocab_size])
-        shape = [dim if dim != "past_sequence" else "present_sequence" for dim in self._cache_shape]
-        for index, pair in enumerate(self._present):
-            for part, value in zip(("key", "value"), pair, strict=True):
-                g.output(f"present.{index}.{part}", value, g.dtype, shape)
+        for index, present in enumerate(self._present):
+            for buffer in self.buffers:
+                name = f"present.{index}.{buffer.name}"
+                g.output(name, present[buffer.name], buffer.dtype, _named(buffer, "present"))
 
     def _norm(self, x: ir.Value, norm: RMSNorm, name: str) -> ir.Value:
         # its kernels square and sum in float32 whatever the dtype, so large fp16 activations do not overflow
         weight = self.g.weight(f"{name}.weight", norm.weight.detach().float().numpy())
         return self.g.op("SimplifiedLayerNormalization", [x, weight], axis=-1, epsilon=norm.eps, stash_type=1)
+
+
+def cache_in_place(config: ModelConfig, attention: AttentionScheme) -> str:
+    """Where one buffer may be bound as past and as present: "always", "native" or "never" (runtime/artifact.py)."""
+    if attention.logits is not None:
+        return "never"  # there is no kernel
+    return "native" if is_low_bit(attention) else str(variant(config.attention).Attention.cache_in_place)
+
+
+def _named(buffer: Buffer, when: str) -> list[int | str]:
+    """Its shape with names for what varies."""
+    names: dict[int | str, str] = {TOKENS: f"{when}_sequence", GROUPS: f"{when}_groups"}
+    return ["batch", *(names.get(dim, dim) for dim in buffer.shape)]

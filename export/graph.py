@@ -15,7 +15,7 @@ IR version 10 and opset 21: what the oldest ONNX Runtime that diffbit supports r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -103,10 +103,21 @@ class Graph:
         self._graph.append(node)
         return node.outputs[0] if outputs == 1 else tuple(node.outputs)
 
-    def custom(self, op: ModuleType, inputs: Sequence[ir.Value], *, outputs: int = 1, **attributes: Any) -> Any:
-        """A node of one of diffbit's own ops (a module of ops/), whose body travels with the model."""
+    def custom(
+        self,
+        op: ModuleType,
+        inputs: Sequence[ir.Value | None],
+        *,
+        outputs: int = 1,
+        body: Callable[[], ir.Function] | None = None,
+        **attributes: Any,
+    ) -> Any:
+        """A node of one of diffbit's own ops (a module of ops/), whose body travels with the model.
+
+        body: makes it where the op has several; a model's nodes of one op share one.
+        """
         if op.NAME not in self._functions:
-            self._functions[op.NAME] = op.function()
+            self._functions[op.NAME] = (body or op.function)()
             self._graph.opset_imports[op.DOMAIN] = 1
         return self.op(op.NAME, inputs, domain=op.DOMAIN, outputs=outputs, spec_version=op.VERSION, **attributes)
 

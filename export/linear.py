@@ -21,6 +21,8 @@ Int4MatMul takes it beside its scales, which are float16 and exact.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 import torch.nn.functional as F
@@ -98,7 +100,7 @@ def _integer(g: Graph, x: ir.Value, weight: QTensor, scale: float) -> ir.Value:
     )
 
 
-def _int4(g: Graph, x: ir.Value, weight: int4_matmul.Packed, scale: float, **attributes: int) -> ir.Value:
+def _int4(g: Graph, x: ir.Value, weight: int4_matmul.Packed, scale: float, **attributes: Any) -> ir.Value:
     symmetric = weight.zeros.numel() == 1
     inputs = [
         x,

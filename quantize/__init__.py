@@ -20,7 +20,7 @@ from .methods import methods, parse_recipe
 from .methods.rtn import quantize as rtn
 from .qtensor import QTensor
 from .report import Report, Sizes, WeightReport, sizes
-from .scheme import AttentionScheme, Scheme, linear_shapes, parse_override
+from .scheme import AttentionScheme, Scheme, linear_shapes, parse_kv, parse_override
 from .stats import CalibStats, proxy_loss
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "matmul_nbits_activations",
     "methods",
     "parse_format",
+    "parse_kv",
     "parse_override",
     "parse_recipe",
     "proxy_loss",

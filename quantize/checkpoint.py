@@ -23,6 +23,7 @@ from ..errors import DiffbitError
 from ..models import Block, Checkpoint, CheckpointWriter, Decoder
 from ..models.layout import EMBEDDING, shapes
 from . import bitsandbytes_nf4
+from .cache import is_low_bit
 from .engine import Finished, quantize_pieces, stored_config, tokens_for
 from .methods import Method, parse_recipe
 from .model import assemble
@@ -64,8 +65,11 @@ def quantize_checkpoint(
     config = checkpoint.config
     recipe = parse_recipe(method)
     formats = scheme.formats(config)
-    if not formats and scheme.attention.logits is None:
-        raise DiffbitError("the scheme quantizes nothing; name a format for the weights, such as --weights int4_g32")
+    if not formats and not is_low_bit(scheme.attention):
+        raise DiffbitError(
+            "the scheme quantizes nothing; name a format for the weights, such as --weights int4_g32, or for the KV "
+            "cache, such as --kv int4"
+        )
     stored = stored_config(config, scheme, recipe)
     dtype = getattr(torch, checkpoint.dtype)
     before = sizes(config, dtype=dtype)
@@ -115,7 +119,7 @@ def load(
 ) -> Decoder:
     """The model in a checkpoint, float or quantized (by diffbit, or nf4 by bitsandbytes).
 
-    Quantized layers are QuantLinear modules; a scheme's activations and attention logits are in force.
+    Quantized layers are QuantLinear modules; a scheme's activations and attention are in force.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     scheme = read_scheme(checkpoint)

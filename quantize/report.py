@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ..models import ModelConfig
 from ..models.layout import HEAD, shapes, stays_float32
+from .cache import cache_bytes
 from .formats import row_blocks
 from .qtensor import QTensor
-from .scheme import HEAD_MODULE, Scheme
+from .scheme import HEAD_MODULE, AttentionScheme, Scheme
 
 TERNARY_WARNING = (
     "ternary weights by rounding alone: a model that was not trained with ternary weights is destroyed by this (BitNet "
@@ -45,10 +46,16 @@ class WeightReport:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of a model's tensors in a file, and the average over all its weights, the float ones included."""
+    """Bytes of a model's tensors in a file, and the average over all its weights, the float ones included.
+
+    kv_bytes_per_1k_tokens: of the KV cache of one sequence; kv_fixed_bytes: what it takes whatever it holds. What is
+    float in it has the width of what is float in the file.
+    """
 
     nbytes: int
     parameters: int
+    kv_bytes_per_1k_tokens: int
+    kv_fixed_bytes: int
 
     @property
     def bits_per_weight(self) -> float:
@@ -98,7 +105,8 @@ def sizes(config: ModelConfig, scheme: Scheme | None = None, dtype: torch.dtype 
         else:
             nbytes += count * (torch.float32 if stays_float32(name) else dtype).itemsize
         parameters += count
-    return Sizes(nbytes, parameters)
+    attention = AttentionScheme() if scheme is None else scheme.attention
+    return Sizes(nbytes, parameters, *cache_bytes(config, attention, str(dtype).removeprefix("torch.")))
 
 
 def weight_error(weight: Tensor, quantized: QTensor) -> float:

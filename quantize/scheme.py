@@ -83,6 +83,11 @@ class AttentionScheme:
     def value_format(self) -> str:
         return self.values or "float"
 
+    @property
+    def has_window(self) -> bool:
+        """Does the cache leave recent tokens as they came?"""
+        return any(BITS[format] < 8 for format in (self.key_format, self.value_format))
+
     def check(self, config: ModelConfig) -> None:
         """A DiffbitError where a model's heads cannot be held in the cache's formats."""
         for name, format in (("keys", self.key_format), ("values", self.value_format)):
@@ -96,7 +101,7 @@ class AttentionScheme:
         """Plain JSON: what is not float."""
         found = {name: getattr(self, name) for name in ("logits", "qk", "keys", "values")}
         found = {name: value for name, value in found.items() if value is not None}
-        if any(0 < BITS[format] < 8 for format in (self.key_format, self.value_format)):
+        if self.has_window:
             found["window"] = self.window
         return found
 
@@ -223,6 +228,14 @@ def parse_override(text: str) -> tuple[str, Format | None]:
     if not (glob and equals and value):
         raise DiffbitError(f"override {text!r}: wanted GLOB=FORMAT or GLOB=none, such as 'lm_head=int8'")
     return glob, _format(value, f"override {text!r}")
+
+
+def parse_kv(text: str) -> dict[str, str | None]:
+    """What a KV cache is to hold, as the command line takes it: "int4", or "int8,int4" for keys, values; or "none"."""
+    names = [None if name.strip() in ("none", "float") else name.strip() for name in text.split(",")]
+    if len(names) > 2:
+        raise DiffbitError(f"a KV cache of {text!r}: wanted one format, or two for keys and values, such as int8,int4")
+    return {"keys": names[0], "values": names[-1]}
 
 
 def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:

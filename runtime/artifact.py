@@ -22,28 +22,72 @@ from typing import Any
 from ..errors import DiffbitError
 from ..files import read_json, sha256_file
 
-VERSION = 2  # of the manifest; raised when a reader of the old one would get it wrong
+VERSION = 3  # of the manifest; raised when a reader of the old one would get it wrong
 MANIFEST = "diffbit.json"
 MODEL = "model.onnx"
 TOKENIZER = "tokenizer.json"
 _HEX64 = re.compile(r"[0-9a-f]{64}")
+_BUFFER = re.compile(r"[a-z][a-z0-9_]{0,39}")
+TOKENS = "tokens"  # a dimension that grows with the capacity; "tokens/32" counts groups of 32
+WIDTHS = {"float32": 4, "float16": 2, "int8": 1, "uint8": 1}  # of a buffer's numbers, in bytes
+MOST_BUFFERS, MOST_DIMENSIONS, MOST_GROUP = 16, 5, 1024
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One of a layer's buffers, [B, *shape]: the graph's input past_key_values.N.<name>, and its output
+    present.N.<name>. A dimension is a number, or (n,): one for each n tokens of capacity, "tokens/n"."""
+
+    name: str
+    dtype: str  # a key of WIDTHS
+    shape: tuple[int | tuple[int], ...]
+
+    def sizes(self, tokens: int) -> tuple[int, ...]:
+        """Without the batch; tokens: a multiple of `CacheSpec.multiple`."""
+        return tuple(dim if isinstance(dim, int) else tokens // dim[0] for dim in self.shape)
+
+    def nbytes(self, tokens: int) -> int:
+        return WIDTHS[self.dtype] * math.prod(self.sizes(tokens))
 
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """The KV cache of every layer: two tensors [B, num_heads, T, head_dim] of `dtype`."""
+    """The KV cache: the same buffers for every layer."""
 
     num_layers: int
-    num_heads: int
-    head_dim: int
-    dtype: str  # "float32" | "float16"
+    buffers: tuple[Buffer, ...]
     # Whether one full-capacity buffer may be bound as past and as present: "always", "native" (only where the native
-    # library runs the attention) or "never". Where not, present is S tokens longer than past.
+    # library runs the attention) or "never". Where not, present is longer than past by what came.
     in_place: str
 
     @property
-    def bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_heads * self.head_dim * (2 if self.dtype == "float16" else 4)
+    def multiple(self) -> int:
+        """Capacities are multiples of this many tokens."""
+        return math.lcm(*(dim[0] for buffer in self.buffers for dim in buffer.shape if not isinstance(dim, int)))
+
+    def capacity(self, tokens: int) -> int:
+        """The least that holds so many tokens."""
+        return -(-tokens // self.multiple) * self.multiple
+
+    def nbytes(self, tokens: int) -> int:
+        """Of one sequence, with room for so many tokens."""
+        capacity = self.capacity(tokens)
+        return self.num_layers * sum(buffer.nbytes(capacity) for buffer in self.buffers)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Of one sequence, whatever its length: the recent tokens that a low-bit cache keeps as they came."""
+        return self.nbytes(0)
+
+    @property
+    def bytes_per_1k_tokens(self) -> int:
+        """Of one sequence, without the fixed ones."""
+        return (self.nbytes(self.multiple) - self.fixed_bytes) * 1000 // self.multiple
+
+    def longest(self, nbytes: int) -> int:
+        """Tokens of the longest sequence whose cache takes so many bytes at most."""
+        step = self.nbytes(self.multiple) - self.fixed_bytes
+        return max(0, nbytes - self.fixed_bytes) // step * self.multiple
 
 
 @dataclass(frozen=True)
@@ -208,13 +252,35 @@ def manifest_sha256(manifest: Mapping[str, Any]) -> str:
 
 
 def _cache(fields: _Fields) -> CacheSpec:
-    return CacheSpec(
-        num_layers=fields.integer("num_layers", at_least=1),
-        num_heads=fields.integer("num_heads", at_least=1),
-        head_dim=fields.integer("head_dim", at_least=1),
-        dtype=fields.choice("dtype", "float32", "float16"),
-        in_place=fields.choice("in_place", "always", "native", "never"),
-    )
+    num_layers = fields.integer("num_layers", at_least=1)
+    buffers = tuple(_buffer(entry) for entry in fields.objects("buffers"))
+    names = [buffer.name for buffer in buffers]
+    if not 1 <= len(buffers) <= MOST_BUFFERS or len(set(names)) < len(names):
+        raise DiffbitError(
+            f"{fields.where}: buffers are named {', '.join(names) or 'nothing'}, wanted 1 to {MOST_BUFFERS}, each once"
+        )
+    if not any(not isinstance(dim, int) for buffer in buffers for dim in buffer.shape):
+        raise DiffbitError(f"{fields.where}: no buffer has a dimension {TOKENS!r}, so no token would be kept")
+    return CacheSpec(num_layers, buffers, fields.choice("in_place", "always", "native", "never"))
+
+
+def _buffer(fields: _Fields) -> Buffer:
+    name = fields.text("name")
+    if not _BUFFER.fullmatch(name):
+        raise DiffbitError(f"{fields.where}: name is {_shown(name)}, wanted small letters, digits and _")
+    shape = tuple(_dimension(dim, fields.where) for dim in fields.values_of("shape"))
+    if not 1 <= len(shape) <= MOST_DIMENSIONS:
+        raise DiffbitError(f"{fields.where}: shape has {len(shape)} dimensions, wanted 1 to {MOST_DIMENSIONS}")
+    return Buffer(name, fields.choice("dtype", *WIDTHS), shape)
+
+
+def _dimension(dim: Any, where: str) -> int | tuple[int]:
+    if isinstance(dim, int) and not isinstance(dim, bool) and 1 <= dim < 1 << 31:
+        return dim
+    word, slash, group = dim.partition("/") if isinstance(dim, str) else ("", "", "")
+    if word == TOKENS and (not slash or (group.isascii() and group.isdigit() and 1 <= int(group[:9]) <= MOST_GROUP)):
+        return (int(group[:9] or 1),)
+    raise DiffbitError(f"{where}: shape holds {_shown(dim)}, wanted a number above 0, {TOKENS!r} or {TOKENS + '/32'!r}")
 
 
 def _files(fields: _Fields) -> Iterator[tuple[str, FileEntry]]:
@@ -305,6 +371,15 @@ class _Fields:
 
     def numbers(self, key: str) -> tuple[float, ...]:
         return tuple(_finite(value, f"{self.where}: {key}") for value in self._get(key, list, "a list of numbers"))
+
+    def values_of(self, key: str) -> tuple[Any, ...]:
+        return tuple(self._get(key, list, "a list"))
+
+    def objects(self, key: str) -> list[_Fields]:
+        values = self.values_of(key)
+        if odd := [value for value in values if not isinstance(value, dict)]:
+            raise DiffbitError(f"{self.where}: {key} holds {_shown(odd[0])}, wanted objects")
+        return [_Fields(value, f"{self.where}: {key}[{index}]") for index, value in enumerate(values)]
 
     def object(self, key: str) -> _Fields:
         return _Fields(self._get(key, dict, "an object"), f"{self.where}: {key}")

@@ -30,13 +30,16 @@ def bench(
     threads: int | None = None,
     device: str = "cpu",
     native: bool = True,
+    memory: int | None = None,
 ) -> dict[str, Any]:
     """Run the artifact at `path` in a fresh process and return one flat row; times are medians over `repeats`.
 
     model_bytes (on disk), load_s (files read, graph optimized), prefill_tokens_per_s, time_to_first_token_s (the
-    prompt's prefill and one argmax), decode_tokens_per_s, kv_bytes_per_1k_tokens (of one sequence, 1000 tokens),
-    peak_memory_bytes (resident, of the whole process, Python included), and what was asked for. A repeat that warms
-    up comes first and is not counted.
+    prompt's prefill and one argmax), decode_tokens_per_s, kv_bytes_per_1k_tokens and kv_fixed_bytes (of one
+    sequence: for each 1000 tokens, and for recent ones that a low-bit cache keeps), peak_memory_bytes (resident, of the
+    whole process, Python included), and what was asked for. With `memory`, in bytes, also longest_context_tokens: the
+    longest sequence whose cache fits into it beside the model's files, whatever context the artifact was exported for;
+    activations and the process itself are not counted. A repeat that warms up comes first and is not counted.
     """
     for name, value in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens), ("repeats", repeats)):
         if value < 1:
@@ -64,7 +67,8 @@ def bench(
         raise DiffbitError(f"{path}: the measuring process died ({reason[0]}); is there enough memory?") from None
     if "error" in answer:
         raise DiffbitError(answer["error"])
-    return dict(answer)
+    fits = {} if memory is None else {"longest_context_tokens": artifact.cache.longest(memory - artifact.nbytes)}
+    return dict(answer) | fits
 
 
 def _child() -> None:
@@ -107,7 +111,8 @@ def _measure(
         "prefill_tokens_per_s": prompt_tokens / prefill,
         "time_to_first_token_s": prefill,
         "decode_tokens_per_s": (new_tokens - 1) / decode if new_tokens > 1 else None,
-        "kv_bytes_per_1k_tokens": 1000 * artifact.cache.bytes_per_token,
+        "kv_bytes_per_1k_tokens": artifact.cache.bytes_per_1k_tokens,
+        "kv_fixed_bytes": artifact.cache.fixed_bytes,
         "peak_memory_bytes": _peak_memory(),
     }
 

@@ -1,8 +1,9 @@
 """A model on a device: token ids in, logits out, the KV cache held between calls.
 
-The cache never passes through numpy. Where the graph can write into its input (`in_place` in the manifest), one
-full-capacity OrtValue per tensor is bound as past and as present, and a step writes one row of it; otherwise the graph
-returns present tensors that are S longer than the past ones, and those OrtValues are bound as the next call's past.
+The cache never passes through numpy. Which buffers it has, their types and shapes, the manifest says. Where the graph
+can write into its input (`in_place` there), one full-capacity OrtValue per buffer is bound as past and as present, and
+a step writes one row of it; otherwise the graph returns present tensors that are longer than the past ones by what
+came, and those OrtValues are bound as the next call's past.
 
 Batches of unequal prompts come with an `attention_mask` (1 = token, 0 = padding) on either side. Inside, each row's
 tokens are moved to its start: GroupQueryAttention reads a row's length as the sum of its mask and takes the tokens to
@@ -32,6 +33,12 @@ Logits = NDArray[np.float32]
 # every output whether it is asked for or not, so the head's work on positions that nobody reads cannot be saved here.
 CHUNK = 256
 LINE = 64  # bytes
+TENSORS = {
+    "float32": "tensor(float)",
+    "float16": "tensor(float16)",
+    "int8": "tensor(int8)",
+    "uint8": "tensor(uint8)",
+}
 
 
 class Session:
@@ -60,14 +67,14 @@ class Session:
         cache = self.artifact.cache
         self._in_place = cache.in_place == "always" or (cache.in_place == "native" and self.native)
         inputs = len(self._session.get_inputs())
-        if 2 * cache.num_layers > inputs:  # before their names fill the memory
+        if len(cache.buffers) * cache.num_layers > inputs:  # before their names fill the memory
             raise DiffbitError(
                 f"{self._model}: has {inputs} inputs, too few for the {cache.num_layers} layers that the manifest "
                 "describes; export the model again"
             )
-        parts = [f"{i}.{part}" for i in range(cache.num_layers) for part in ("key", "value")]
-        self._past_names = [f"past_key_values.{part}" for part in parts]
-        self._present_names = [f"present.{part}" for part in parts]
+        self._buffers = {f"{i}.{buffer.name}": buffer for i in range(cache.num_layers) for buffer in cache.buffers}
+        self._past_names = [f"past_key_values.{part}" for part in self._buffers]
+        self._present_names = [f"present.{part}" for part in self._buffers]
         self._check_signature()
         self._binding = self._session.io_binding()
         self._binding.bind_output("logits", "cpu")  # the first of the outputs
@@ -205,13 +212,15 @@ class Session:
         try:
             self._mask = np.zeros((batch, self.capacity), np.int64)
             if not self._past or batch != self._batch:
-                slots = self.capacity if self._in_place else 0
-                shape = (batch, cache.num_heads, slots, cache.head_dim)
+                slots = cache.capacity(self.capacity) if self._in_place else 0
                 make = onnxruntime().OrtValue.ortvalue_from_numpy
-                self._past = [make(_zeros(shape, cache.dtype), self.device, 0) for _ in self._past_names]
+                self._past = [
+                    make(_zeros((batch, *buffer.sizes(slots)), buffer.dtype), self.device, 0)
+                    for buffer in self._buffers.values()
+                ]
                 if self._in_place:
                     self._bind_cache()
-        except (MemoryError, ValueError):  # the latter where there are more bytes than addresses
+        except (MemoryError, ValueError, OverflowError):  # the latter two where there are more bytes than addresses
             raise DiffbitError(
                 f"{self.artifact.path}: a cache of {self.capacity} tokens does not fit into memory; export the model "
                 "with a shorter context_length"
@@ -236,15 +245,17 @@ class Session:
 
     def _check_signature(self) -> None:
         """The graph's inputs and outputs against the manifest; a dimension that the graph leaves open fits anything."""
-        artifact, cache = self.artifact, self.artifact.cache
+        artifact = self.artifact
         int64 = "tensor(int64)"
-        cache_type = "tensor(float16)" if cache.dtype == "float16" else "tensor(float)"
-        slot = (cache_type, (None, cache.num_heads, None, cache.head_dim))
+        slots = [
+            (TENSORS[buffer.dtype], (None, *(dim if isinstance(dim, int) else None for dim in buffer.shape)))
+            for buffer in self._buffers.values()
+        ]
         inputs = {name: (int64, (None, None)) for name in ("input_ids", "attention_mask", "position_ids")}
         outputs = {"logits": ("tensor(float)", (None, None, artifact.vocab_size))}
         for side, found, wanted in (
-            ("input", self._session.get_inputs(), inputs | dict.fromkeys(self._past_names, slot)),
-            ("output", self._session.get_outputs(), outputs | dict.fromkeys(self._present_names, slot)),
+            ("input", self._session.get_inputs(), inputs | dict(zip(self._past_names, slots, strict=True))),
+            ("output", self._session.get_outputs(), outputs | dict(zip(self._present_names, slots, strict=True))),
         ):
             nodes = {node.name: node for node in found}
             if odd := sorted(nodes.keys() ^ wanted.keys()):

@@ -18,8 +18,9 @@ A variant's file has MODEL_TYPE (the model_type of its config.json) and a class 
     joint_rows(config) -> {"q_proj": R, "k_proj": R, "v_proj": R}: each R neighbouring rows meet in one head, both
                     branches of a pair where they have rows of their own (quantize/methods/joint.py)
     cache_heads(config) -> heads in the KV cache, each head_dim wide
-    onnx(g, step, x, past_key, past_value)  the same as ONNX nodes (export/); cache_in_place: where one buffer may be
-                    bound as past and as present, "always" or "native" (runtime/artifact.py, CacheSpec)
+    onnx(g, step, x, past) -> (output, present)  the same as ONNX nodes (export/); past and present hold the layer's
+                    cache by its buffers' names; cache_in_place: where one buffer may be bound as both while attention
+                    is float, "always" or "native" (runtime/artifact.py, CacheSpec)
 
 Its linears but o_proj read x, which is the normed residual stream, and nothing else of it reads x: methods that run
 before rounding put a rotation or scales there (and refuse a layer that then computes something else). If more of its

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import DiffbitError
-from ...ops import diff_attention
 from ..cache import LayerCache
 from ..config import ModelConfig
 from ..rope import Rope, apply_rope
@@ -127,33 +126,22 @@ class Attention(nn.Module):
                 parameter.data = kept.to(parameter.device)
         return self
 
-    def onnx(self, g: Any, step: Any, x: Any, past_key: Any, past_value: Any) -> tuple[Any, Any, Any]:
-        """The same in ONNX: x [B, S, E] -> output, present_key, present_value. g: export/graph.py, step: decoder.py."""
+    def onnx(self, g: Any, step: Any, x: Any, past: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The same in ONNX: x [B, S, E] -> output, the cache with x. g: export/graph.py, step: decoder.py."""
         lambda_ = self.lambda_value()
-        inputs = [
+        out, present = step.diff_attention(
             g.linear(x, self.q_proj, "q_proj"),
             g.linear(x, self.k_proj, "k_proj"),
             g.linear(x, self.v_proj, "v_proj"),
             g.const([lambda_.item()] * self.num_heads, "float32"),
-            past_key,
-            past_value,
-            step.past_length,
-            step.position_ids,
-            step.cos,
-            step.sin,
-            step.attention_mask,
-        ]
-        out, present_key, present_value = g.custom(
-            diff_attention,
-            inputs,
-            outputs=3,
+            past,
             num_heads=self.num_heads,
             num_kv_heads=2 * self.num_kv_heads,
             wide_value=1,
             scale=self.scale,
             norm_eps=self.norm_eps,
         )
-        return g.linear(out, self.o_proj, "o_proj", self.out_scale), present_key, present_value
+        return g.linear(out, self.o_proj, "o_proj", self.out_scale), present
 
     @staticmethod
     def hf_heads(config: ModelConfig) -> tuple[int, int]:

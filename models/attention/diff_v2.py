@@ -91,27 +91,39 @@ class Attention(nn.Module):
     def lambda_value(self) -> Tensor | None:
         return None
 
-    def onnx(self, g: Any, step: Any, x: Any, past_key: Any, past_value: Any) -> tuple[Any, Any, Any]:
-        """The same in ONNX: x [B, S, E] -> output, present_key, present_value. g: export/graph.py, step: decoder.py."""
+    def onnx(self, g: Any, step: Any, x: Any, past: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The same in ONNX: x [B, S, E] -> output, the cache with x. g: export/graph.py, step: decoder.py."""
         query = g.linear(x, self.q_proj, "q_proj")
         key = g.linear(x, self.k_proj, "k_proj")
         value = g.linear(x, self.v_proj, "v_proj")
-        out, present_key, present_value = step.grouped_query_attention(
+        weight = g.op("Sigmoid", [g.linear(x, self.lambda_proj, "lambda_proj")])  # [B, S, H]
+        if step.low_bit:
+            lambda_ = g.cast(weight, "float32")
+            heads, present = step.diff_attention(
+                query,
+                key,
+                value,
+                lambda_,
+                past,
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                scale=self.scale,
+            )
+            return g.linear(heads, self.o_proj, "o_proj"), present
+        out, present = step.softmax_attention(
             query,
             key,
             value,
-            past_key,
-            past_value,
+            past,
             num_heads=2 * self.num_heads,
             num_kv_heads=self.num_kv_heads,
             scale=self.scale,
         )
-        weight = g.op("Sigmoid", [g.linear(x, self.lambda_proj, "lambda_proj")])  # [B, S, H]
         pairs = g.op("Reshape", [out, g.const([0, 0, self.num_heads, 2 * self.head_dim])])
         signal, noise = g.op("Split", [pairs], outputs=2, axis=-1, num_outputs=2)  # [B, S, H, d]
         noise = g.op("Mul", [noise, g.op("Unsqueeze", [weight, g.const([-1])])])
         heads = g.op("Reshape", [g.op("Sub", [signal, noise]), g.const([0, 0, self.num_heads * self.head_dim])])
-        return g.linear(heads, self.o_proj, "o_proj"), present_key, present_value
+        return g.linear(heads, self.o_proj, "o_proj"), present
 
     @staticmethod
     def hf_heads(config: ModelConfig) -> tuple[int, int]:

@@ -62,22 +62,18 @@ class Attention(nn.Module):
     def lambda_value(self) -> Tensor | None:
         return None
 
-    def onnx(self, g: Any, step: Any, x: Any, past_key: Any, past_value: Any) -> tuple[Any, Any, Any]:
-        """The same in ONNX: x [B, S, E] -> output, present_key, present_value. g: export/graph.py, step: decoder.py."""
-        out, present_key, present_value = self.onnx_heads(g, step, x, past_key, past_value)
-        return g.linear(out, self.o_proj, "o_proj"), present_key, present_value
+    def onnx(self, g: Any, step: Any, x: Any, past: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The same in ONNX: x [B, S, E] -> output, the cache with x. g: export/graph.py, step: decoder.py."""
+        out, present = self.onnx_heads(g, step, x, past)
+        return g.linear(out, self.o_proj, "o_proj"), present
 
-    def onnx_heads(self, g: Any, step: Any, x: Any, past_key: Any, past_value: Any) -> tuple[Any, Any, Any]:
-        """`heads` in ONNX: [B, S, H*d], present_key, present_value."""
-        query = g.linear(x, self.q_proj, "q_proj")
-        key = g.linear(x, self.k_proj, "k_proj")
-        value = g.linear(x, self.v_proj, "v_proj")
-        return step.grouped_query_attention(
-            query,
-            key,
-            value,
-            past_key,
-            past_value,
+    def onnx_heads(self, g: Any, step: Any, x: Any, past: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """`heads` in ONNX: [B, S, H*d], the cache with x."""
+        return step.softmax_attention(
+            g.linear(x, self.q_proj, "q_proj"),
+            g.linear(x, self.k_proj, "k_proj"),
+            g.linear(x, self.v_proj, "v_proj"),
+            past,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             scale=self.scale,

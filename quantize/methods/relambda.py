@@ -1,8 +1,9 @@
 """lambda fitted again after rounding, in closed form: it stays float and costs no bit.
 
-Rounding changes both branches of differential attention, S_th and O_th at token t and head h (A1 v and A2 v), and the
-lambda that was right for the float ones need not be right for them. With D_th = S - lambda O of the float model on its
-own, exact inputs, what the rounded layer should subtract with is the least-squares answer at each token and head,
+Rounding, of weights or of the attention itself (low-bit keys, values, products, logits), changes both branches of
+differential attention, S_th and O_th at token t and head h (A1 v and A2 v), and the lambda that was right for the float
+ones need not be right for them. With D_th = S - lambda O of the float model on its own, exact inputs, what the rounded
+layer should subtract with is the least-squares answer at each token and head,
 
     lambda*_th = <S_th - D_th, O_th> / <O_th, O_th>       of weight  w_th = <O_th, O_th> / (mean D_th^2 + eps)
 
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from ...errors import DiffbitError
+from ..cache import is_low_bit
 from ..piece import Piece
 from ..qtensor import QTensor
 
@@ -28,7 +30,8 @@ CALIBRATED = True
 
 @torch.no_grad()
 def refit(piece: Piece, quantized: Mapping[str, QTensor]) -> None:
-    if not piece.is_layer or not any(name.startswith(f"{piece.prefix}self_attn.") for name in quantized):
+    rounds = any(name.startswith(f"{piece.prefix}self_attn.") for name in quantized)
+    if not piece.is_layer or not (rounds or is_low_bit(piece.scheme.attention)):
         return
     if piece.tokens is None:
         raise DiffbitError("relambda needs calibration tokens; name a text to take them from (--calibrate stdlib)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,15 +17,6 @@ from ..scheme import KEPT, Scheme, linear_shapes
 
 CANDIDATES = ("int2_g128", "int2_g64", "int3_g128", "int3_g64", "int4_g128", "int5_g128", "int6_g128", "int8", "none")
 FLOAT = "none"  # the name of no format, as in schemes
-UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size such as "40MB" (40,000,000), "40MiB" (41,943,040), "1.2GB" or "800kB"."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", text.lower())
-    if match is None or match[2] not in UNITS:
-        raise DiffbitError(f"{text!r} is no size; wanted a number with its unit, such as 40MB, 40MiB or 1.2GB")
-    return int(float(match[1]) * UNITS[match[2]])
 
 
 class Space:

@@ -14,7 +14,9 @@ from diffbit import DiffbitError, runtime
 from diffbit.export import export_artifact, reference_model
 from diffbit.export.artifact import golden_prompt
 from diffbit.models import load, save
+from diffbit.ops import diff_attention
 from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
+from diffbit.runtime.artifact import Buffer
 
 from .conftest import Maker
 from .helpers import VARIANTS, config_of, write_artifact, write_model
@@ -37,7 +39,12 @@ def test_diff_v1_holds_the_op_and_its_body(checkpoint_of: Maker) -> None:
         "num_heads": 2,
         "num_kv_heads": 2,
         "wide_value": 1,
-        "spec_version": 1,
+        "branches": 2,
+        "key_bits": 16,
+        "value_bits": 16,
+        "query_bits": 0,
+        "window": 0,
+        "spec_version": diff_attention.VERSION,
     }
     functions = sorted((f.domain, f.name) for f in model.functions)
     assert functions == [("diffbit", "DiffAttention"), ("diffbit", "Int4MatMul")]
@@ -93,8 +100,8 @@ def test_manifest_and_golden_logits(checkpoint_of: Maker, attention: str, dtype:
     artifact = write_artifact(checkpoint, dtype)
     opened = runtime.Artifact.open(artifact)
     assert opened.dtype == dtype and opened.cache.in_place == ("native" if attention == "diff_v1" else "always")
-    assert opened.cache.num_heads == (2 if attention == "diff_v1" else 1)
-    assert opened.cache.dtype == {"fp32": "float32", "fp16": "float16"}[dtype]
+    heads, kind = 2 if attention == "diff_v1" else 1, {"fp32": "float32", "fp16": "float16"}[dtype]
+    assert opened.cache.buffers == tuple(Buffer(part, kind, (heads, (1,), 32)) for part in ("key", "value"))
     assert opened.model == config_of(attention).to_dict() and opened.eos_token_ids == (3,)
     assert Scheme.from_dict(opened.scheme) == Scheme(weights=parse_format("int4_g32"))
     assert set(opened.files) == {path.name for path in artifact.iterdir()} - {"diffbit.json"}
@@ -143,7 +150,7 @@ def test_context_length_bounds_the_tables(checkpoint_of: Maker, tmp_path: Path) 
     artifact = export_artifact(checkpoint, tmp_path / "a", context_length=9)
     tables = {t.name: tuple(t.dims) for t in graph_of(artifact).graph.initializer if t.name in ("cos", "sin")}
     assert tables == {"cos": (9, 16), "sin": (9, 16)}
-    assert len(golden_prompt(config_of("softmax"), 9)) == 9
+    assert len(golden_prompt(config_of("softmax"), 9, AttentionScheme())) == 9
     genai = json.loads((artifact / "genai_config.json").read_text())
     assert json.loads((artifact / "config.json").read_text())["max_position_embeddings"] == 9
     assert genai["model"]["context_length"] == genai["search"]["max_length"] == 9

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from diffbit import models
 from diffbit.errors import DiffbitError
+from diffbit.files import parse_size
 from diffbit.models import Decoder, ModelConfig
 from diffbit.quantize import Scheme, apply, load, parse_format, quantize_checkpoint, rtn, sizes
 from diffbit.quantize.methods import Recipe, parse_recipe
-from diffbit.quantize.mixed import parse_size, plan
+from diffbit.quantize.mixed import plan
 from diffbit.quantize.mixed.budget import Space, available_memory
 from diffbit.quantize.mixed.knapsack import Knapsack
 from diffbit.quantize.mixed.sensitivity import Reference, sensitivities

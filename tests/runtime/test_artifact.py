@@ -9,7 +9,7 @@ import pytest
 
 from diffbit.errors import DiffbitError
 from diffbit.runtime import Artifact
-from diffbit.runtime.artifact import manifest_sha256
+from diffbit.runtime.artifact import Buffer, CacheSpec, manifest_sha256
 
 from .toy import random_toy, seal
 
@@ -28,7 +28,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 def test_open_reads_what_was_written(folder: Path) -> None:
     artifact = Artifact.open(folder)
     assert (artifact.name, artifact.dtype, artifact.vocab_size, artifact.context_length) == ("toy", "fp32", 40, 24)
-    assert artifact.cache.bytes_per_token == 2 * 32 * 4
+    assert artifact.cache.bytes_per_1k_tokens == 1000 * 2 * 32 * 4 and artifact.cache.fixed_bytes == 0
     assert artifact.files["model.onnx"].bytes == (folder / "model.onnx").stat().st_size
     assert artifact.nbytes == sum((folder / name).stat().st_size for name in ("model.onnx", "tokenizer.json"))
     assert artifact.golden.input_ids == (1, 2, 3)
@@ -54,7 +54,8 @@ def test_an_edited_manifest_is_noticed(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"artifact_version": 3}, "artifact_version is 3, this diffbit reads 2; upgrade"),
+        ({"artifact_version": 4}, "artifact_version is 4, this diffbit reads 3; upgrade"),
+        ({"artifact_version": 2}, "artifact_version is 2, this diffbit reads 3; export the model again"),
         ({"artifact_version": True}, "artifact_version is True, wanted an integer"),
         ({"name": 3}, "name is 3, wanted a string"),
         ({"dtype": "bf16"}, "dtype is 'bf16', wanted one of fp32, fp16"),
@@ -78,6 +79,64 @@ def test_bad_fields_are_named(folder: Path, change: dict[str, Any], message: str
     seal(folder, manifest_of(folder) | change)
     with pytest.raises(DiffbitError, match=message):
         Artifact.open(folder)
+
+
+def buffer(**changes: Any) -> dict[str, Any]:
+    return {"name": "key", "dtype": "uint8", "shape": [2, "tokens", 16]} | changes
+
+
+@pytest.mark.parametrize(
+    ("buffers", "message"),
+    [
+        (7, "cache: buffers is 7, wanted a list"),
+        ([], "buffers are named nothing, wanted 1 to 16"),
+        ([3], "buffers holds 3, wanted objects"),
+        ([buffer(), buffer()], "buffers are named key, key, wanted 1 to 16, each once"),
+        ([buffer(name=f"b{i}") for i in range(17)], "wanted 1 to 16, each once"),
+        ([{"name": "key", "dtype": "int8"}], r"buffers\[0\]: has no field 'shape'"),
+        ([buffer(name="../key")], "name is '../key', wanted small letters"),
+        ([buffer(name="k" * 41)], "wanted small letters"),
+        ([buffer(), buffer(name="v", dtype="float64")], r"buffers\[1\]: dtype is 'float64', wanted one of"),
+        ([buffer(shape=[])], "shape has 0 dimensions"),
+        ([buffer(shape=["tokens"] * 6)], "shape has 6 dimensions"),
+        ([buffer(shape=[2, 4])], "no buffer has a dimension 'tokens'"),
+        *(
+            ([buffer(shape=[2, "tokens", odd])], "shape holds .*, wanted a number above 0, 'tokens' or 'tokens/32'")
+            for odd in (
+                0,
+                -1,
+                1 << 31,
+                True,
+                1.5,
+                "token",
+                "tokens/",
+                "tokens/0",
+                "tokens/-1",
+                "tokens/9999",
+                "tokens/²",
+            )
+        ),
+    ],
+)
+def test_bad_buffers(folder: Path, buffers: Any, message: str) -> None:
+    manifest = manifest_of(folder)
+    seal(folder, manifest | {"cache": manifest["cache"] | {"buffers": buffers}})
+    with pytest.raises(DiffbitError, match=message):
+        Artifact.open(folder)
+
+
+def test_bytes_of_a_low_bit_cache() -> None:
+    """An int4 cache of 3 layers with 2 heads of 64 and a window of 32, by hand."""
+    key = Buffer("key", "uint8", (2, (1,), 32))
+    grid = Buffer("key_scale", "float16", (2, (32,), 2, 64))
+    recent = Buffer("key_recent", "float16", (2, 64, 64))
+    cache = CacheSpec(3, (key, grid, recent), "native")
+    assert (cache.multiple, cache.capacity(1), cache.capacity(64)) == (32, 32, 64)
+    fixed, group = 3 * 2 * 64 * 64 * 2, 3 * 2 * (32 * 32 + 2 * 64 * 2)
+    assert cache.fixed_bytes == fixed and cache.nbytes(33) == fixed + 2 * group
+    assert cache.bytes_per_1k_tokens == group * 1000 // 32
+    assert cache.longest(fixed + 2 * group) == 64 and cache.longest(fixed + 2 * group - 1) == 32
+    assert cache.longest(fixed - 1) == 0
 
 
 @pytest.mark.parametrize(

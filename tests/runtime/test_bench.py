@@ -16,12 +16,13 @@ from .toy import random_toy
 
 
 def test_the_row(artifact: Path) -> None:
-    row = bench(artifact, prompt_tokens=10, new_tokens=8, repeats=2, threads=1)
+    row = bench(artifact, prompt_tokens=10, new_tokens=8, repeats=2, threads=1, memory=10**6)
     json.dumps(row)
     assert row["model_bytes"] == sum(path.stat().st_size for path in artifact.iterdir()) - (
         (artifact / "diffbit.json").stat().st_size
     )
-    assert row["kv_bytes_per_1k_tokens"] == 1000 * 2 * 32 * 4
+    assert row["kv_bytes_per_1k_tokens"] == 1000 * 2 * 32 * 4 and row["kv_fixed_bytes"] == 0
+    assert row["longest_context_tokens"] == (10**6 - row["model_bytes"]) // 256
     assert row["prefill_tokens_per_s"] == pytest.approx(10 / row["time_to_first_token_s"])
     assert row["decode_tokens_per_s"] > 0
     assert row["load_s"] > 0

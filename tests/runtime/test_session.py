@@ -158,9 +158,13 @@ def test_bad_input_is_refused(tmp_path: Path, ids: object, mask: object, message
 def test_graph_and_manifest_must_agree(tmp_path: Path) -> None:
     folder = TOY.write(tmp_path / "a")
     manifest = json.loads((folder / "diffbit.json").read_text())
+    key, value = manifest["cache"]["buffers"]
     for change, message in (
-        ({"head_dim": 8}, "input past_key_values.0.key is tensor"),
-        ({"dtype": "float16"}, r"describes tensor\(float16\)"),
+        ({"buffers": [key | {"shape": [2, "tokens", 8]}, value]}, "input past_key_values.0.key is tensor"),
+        ({"buffers": [key | {"dtype": "float16"}, value]}, r"describes tensor\(float16\)"),
+        ({"buffers": [key, value | {"name": "worth"}]}, "has an unknown input past_key_values.0.value"),
+        ({"buffers": [key, value, key | {"name": "key_scale"}]}, "has no input past_key_values.0.key_scale"),
+        ({"buffers": [key]}, "has an unknown input past_key_values.0.value"),
         ({"num_layers": 2}, "has no input past_key_values.1.key"),
         ({"num_layers": 10**9}, "has 5 inputs, too few for the 1000000000 layers"),
     ):

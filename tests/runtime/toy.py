@@ -131,11 +131,12 @@ class Toy:
         folder.mkdir()
         onnx.save(self.onnx(in_place), folder / "model.onnx")
         (folder / "tokenizer.json").write_text(byte_tokenizer().to_str(), encoding="utf-8")
+        width = self.embed.shape[1]
         prompt = [1, 2, 3]
         golden = self.logits(prompt)[-1]
         tops = [int(i) for i in np.argsort(-golden)[:8]]
         manifest = {
-            "artifact_version": 2,
+            "artifact_version": 3,
             "diffbit_version": "0.1.0",
             "name": "toy",
             "model": {"vocab_size": self.vocab_size, "bos_token_id": self.bos},
@@ -145,9 +146,10 @@ class Toy:
             "calibration": None,
             "cache": {
                 "num_layers": 1,
-                "num_heads": self.heads,
-                "head_dim": self.embed.shape[1] // self.heads,
-                "dtype": "float32",
+                "buffers": [
+                    {"name": part, "dtype": "float32", "shape": [self.heads, "tokens", width // self.heads]}
+                    for part in ("key", "value")
+                ],
                 "in_place": "always" if in_place else "never",
             },
             "context_length": context,

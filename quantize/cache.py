@@ -1,0 +1,85 @@
+"""What a scheme's attention is on a device: attributes of the operator, and the buffers that hold keys and values.
+
+Of one layer and one sequence, with `tokens` the capacity and Hk heads of width d in the cache (ops/kv_cache.py has the
+numbers, ops/diff_attention.py what an operator does with them):
+
+    format      key, value                         key_scale                       value_scale
+    float       T [Hk, tokens, d]
+    int8        int8 [Hk, tokens, d]               float32 [Hk, tokens]            float32 [Hk, tokens]
+    int4, int2  uint8 [Hk, tokens, d * bits / 8]   float16 [Hk, tokens/32, 2, d]   float16 [Hk, tokens, 2, d/32]
+
+and in the last case key_recent, value_recent: float16 [Hk, window + 32, d]. T is the graph's float type. Keys and
+values may have different formats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from ..models import ModelConfig, variant
+from ..ops.kv_cache import BITS, GROUP
+from .scheme import AttentionScheme
+
+BUFFERS = ("key", "value", "key_scale", "value_scale", "key_recent", "value_recent")  # in the operator's order
+TOKENS, GROUPS = "tokens", f"tokens/{GROUP}"  # dimensions that grow with the capacity
+WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1}  # bytes
+ROWS = ("float", "int8")  # formats that know no group of tokens
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One of a layer's buffers; a dimension is a number, TOKENS or GROUPS."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+    def nbytes(self, tokens: int) -> int:
+        """Of one sequence; tokens: a multiple of 32 where there are groups of them."""
+        sizes = {TOKENS: tokens, GROUPS: tokens // GROUP}
+        return WIDTHS[self.dtype] * prod(dim if isinstance(dim, int) else sizes[dim] for dim in self.shape)
+
+
+def is_low_bit(scheme: AttentionScheme) -> bool:
+    """Does it take diffbit's own operator, whatever the attention variant?"""
+    return scheme.logits is not None or scheme.key_format != "float" or scheme.value_format != "float"
+
+
+def attributes(scheme: AttentionScheme) -> dict[str, int]:
+    """Those of the operator that say how keys, values and queries are rounded."""
+    return {
+        "key_bits": BITS[scheme.key_format],
+        "value_bits": BITS[scheme.value_format],
+        "query_bits": scheme.query_bits,
+        "window": scheme.window if scheme.has_window else 0,
+    }
+
+
+def buffers(scheme: AttentionScheme, heads: int, head_dim: int, dtype: str) -> tuple[Buffer, ...]:
+    """A layer's, those of the keys and values first, in the operator's order; dtype: of what is not low-bit."""
+    formats = {"key": scheme.key_format, "value": scheme.value_format}
+    found = []
+    for part, format in formats.items():
+        kind, width = {"float": (dtype, head_dim), "int8": ("int8", head_dim)}.get(
+            format, ("uint8", head_dim * BITS[format] // 8)
+        )
+        found.append(Buffer(part, kind, (heads, TOKENS, width)))
+    for part, format in formats.items():
+        if format == "int8":
+            found.append(Buffer(f"{part}_scale", "float32", (heads, TOKENS)))
+        elif format != "float":
+            grid = (GROUPS, 2, head_dim) if part == "key" else (TOKENS, 2, head_dim // GROUP)
+            found.append(Buffer(f"{part}_scale", "float16", (heads, *grid)))
+    for part, format in formats.items():
+        if format not in ROWS:
+            found.append(Buffer(f"{part}_recent", "float16", (heads, scheme.window + GROUP, head_dim)))
+    return tuple(found)
+
+
+def cache_bytes(config: ModelConfig, scheme: AttentionScheme, dtype: str) -> tuple[int, int]:
+    """Of one sequence, all layers: bytes that 1000 tokens take, and those that are there whatever the capacity."""
+    heads = variant(config.attention).Attention.cache_heads(config)
+    layer = buffers(scheme, heads, config.head_dim, dtype)
+    fixed, group = (sum(buffer.nbytes(tokens) for buffer in layer) for tokens in (0, GROUP))
+    return config.num_layers * (group - fixed) * 1000 // GROUP, config.num_layers * fixed
