@@ -27,8 +27,7 @@ from ..models import Block, ModelConfig, rope_tables, variant
 from ..models.decoder import RMSNorm
 from ..ops import diff_attention
 from ..quantize import AttentionScheme
-from ..quantize.cache import BUFFERS, GROUPS, TOKENS, Buffer, is_low_bit
-from ..quantize.cache import attributes as low_bit_attributes
+from ..quantize.cache import GROUPS, TOKENS, Buffer, attributes, is_low_bit, operator
 from .graph import MICROSOFT, Graph
 
 # Added to the logits of hidden keys: finite, so that a query that sees nothing (padding) gives numbers and not NaN
@@ -172,29 +171,33 @@ class Step:
         wide_value: int = 0,
         norm_eps: float = 0.0,
     ) -> tuple[ir.Value, Cache]:
-        """diffbit.DiffAttention with the scheme's numbers: `ops/diff_attention.py` says what its inputs are."""
-        g, first = self._g, [query, key, value, lambda_, past["key"], past["value"]]
-        shared = [self.past_length, self.position_ids, self.cos, self.sin, self.attention_mask]
-        more = [past.get(name) for name in BUFFERS[2:]]
-        while more and more[-1] is None:
-            more.pop()
-        low = low_bit_attributes(self.attention) | {"branches": branches}
-        out, *present = g.custom(
+        """diffbit.DiffAttention with the scheme's numbers: ops/diff_attention.py says what its inputs are."""
+        kind = operator(self.attention, branches)
+        values = {"query": query, "key": key, "value": value, "lambda": lambda_}
+        values |= {
+            name: getattr(self, name) for name in ("past_length", "position_ids", "cos", "sin", "attention_mask")
+        }
+        values |= {f"past_{name}": buffer for name, buffer in past.items()}
+        made = self._g.custom(
             diff_attention,
-            [*first, *shared, *more],
-            outputs=3 + len(more),
-            body=lambda: diff_attention.function("int8" if low["key_bits"] == 8 else "float"),
+            [values.get(name) for name in kind.inputs],
+            outputs=len(kind.outputs),
+            kind=kind,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             wide_value=wide_value,
             scale=scale,
             norm_eps=norm_eps,
-            **low,
+            window=self.attention.window if self.attention.has_window else 0,
+            **attributes(kind),
         )
-        for name, made in zip(BUFFERS, present, strict=False):
-            if name not in past:
-                made.name = ""  # as ONNX says that an output is left out
-        return out, {name: made for name, made in zip(BUFFERS, present, strict=False) if name in past}
+        found = {}
+        for name, value in zip(kind.outputs, made, strict=True):
+            if name:
+                found[name] = value
+            else:
+                value.name = ""  # as ONNX has it for an output that is left out
+        return found["out"], {name: found[f"present_{name}"] for name in past}
 
 
 class DecoderGraph:

@@ -15,7 +15,7 @@ IR version 10 and opset 21: what the oldest ONNX Runtime that diffbit supports r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -109,17 +109,18 @@ class Graph:
         inputs: Sequence[ir.Value | None],
         *,
         outputs: int = 1,
-        body: Callable[[], ir.Function] | None = None,
+        kind: Any = None,
         **attributes: Any,
     ) -> Any:
         """A node of one of diffbit's own ops (a module of ops/), whose body travels with the model.
 
-        body: makes it where the op has several; a model's nodes of one op share one.
+        kind: of an op that has several bodies, which; it has the node's name, and a model's nodes of one name share it.
         """
-        if op.NAME not in self._functions:
-            self._functions[op.NAME] = (body or op.function)()
+        name = op.NAME if kind is None else kind.name
+        if name not in self._functions:
+            self._functions[name] = op.function() if kind is None else op.function(kind)
             self._graph.opset_imports[op.DOMAIN] = 1
-        return self.op(op.NAME, inputs, domain=op.DOMAIN, outputs=outputs, spec_version=op.VERSION, **attributes)
+        return self.op(name, inputs, domain=op.DOMAIN, outputs=outputs, spec_version=op.VERSION, **attributes)
 
     def const(self, values: ArrayLike, dtype: DTypeLike = np.int64) -> ir.Value:
         """A constant inside model.onnx; equal ones are shared."""

@@ -14,14 +14,14 @@ values may have different formats.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 
 from ..models import ModelConfig, variant
+from ..ops.diff_attention import Kind
 from ..ops.kv_cache import BITS, GROUP
 from .scheme import AttentionScheme
 
-BUFFERS = ("key", "value", "key_scale", "value_scale", "key_recent", "value_recent")  # in the operator's order
 TOKENS, GROUPS = "tokens", f"tokens/{GROUP}"  # dimensions that grow with the capacity
 WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1}  # bytes
 ROWS = ("float", "int8")  # formats that know no group of tokens
@@ -46,14 +46,20 @@ def is_low_bit(scheme: AttentionScheme) -> bool:
     return scheme.logits is not None or scheme.key_format != "float" or scheme.value_format != "float"
 
 
-def attributes(scheme: AttentionScheme) -> dict[str, int]:
-    """Those of the operator that say how keys, values and queries are rounded."""
-    return {
-        "key_bits": BITS[scheme.key_format],
-        "value_bits": BITS[scheme.value_format],
-        "query_bits": scheme.query_bits,
-        "window": scheme.window if scheme.has_window else 0,
-    }
+def operator(scheme: AttentionScheme, branches: int) -> Kind:
+    """The operator that computes it."""
+    return Kind(
+        key_bits=BITS[scheme.key_format],
+        value_bits=BITS[scheme.value_format],
+        query_bits=scheme.query_bits,
+        branches=branches,
+        logit_bits=scheme.logits or 0,
+    )
+
+
+def attributes(kind: Kind) -> dict[str, int]:
+    """A node's, of what a kind says; only LowBitLogitsAttention has logit_bits."""
+    return {name: value for name, value in asdict(kind).items() if name != "logit_bits" or value}
 
 
 def buffers(scheme: AttentionScheme, heads: int, head_dim: int, dtype: str) -> tuple[Buffer, ...]:
