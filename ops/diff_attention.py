@@ -84,6 +84,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import DiffbitError
 from . import kv_cache
+from .diff_attention_body import body
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -164,201 +165,6 @@ class Kind:
         return tuple(used)
 
 
-# Shapes beside the lines: G = kv heads that hold a value, r = H/G pairs per kv head, w = 1 + wide_value.
-_BODY = """
-<domain: "diffbit", opset_import: ["" : 21]>
-DiffAttention
-  <num_heads, num_kv_heads, branches, wide_value, scale, norm_eps, key_bits, value_bits, query_bits, window,
-   spec_version>
-  (query, key, value, lambda, past_key, past_value, past_length, position_ids, cos, sin, attention_mask@INPUTS)
-  => (out, present_key, present_value@OUTPUTS)
-{
-  zero = Constant <value_ints = [0]> ()
-  one = Constant <value_ints = [1]> ()
-  two = Constant <value_ints = [2]> ()
-  rest = Constant <value_ints = [-1]> ()
-  end = Constant <value_ints = [9223372036854775807]> ()
-  zero_0d = Constant <value_int = 0> ()
-  one_0d = Constant <value_int = 1> ()
-  zero_f = Constant <value_float = 0.0> ()
-  hidden = Constant <value_float = -1e30> ()
-  heads_0d = Constant <value_int: int = @num_heads> ()
-  kv_heads_0d = Constant <value_int: int = @num_kv_heads> ()
-  wide_0d = Constant <value_int: int = @wide_value> ()
-  scale_f = Constant <value_float: float = @scale> ()
-  eps_f = Constant <value_float: float = @norm_eps> ()
-  H = Reshape (heads_0d, one)
-  Hk = Reshape (kv_heads_0d, one)
-  wide = Reshape (wide_0d, one)
-  w = Add (wide, one)
-  G = Div (Hk, w)
-  r = Div (H, G)
-  sub_heads = Mul (H, two)
-  B = Shape <start = 0, end = 1> (query)
-  S = Shape <start = 1, end = 2> (query)
-  T = Add (past_length, S)
-  rS = Mul (r, S)
-
-  # RoPE, in [B, S, heads, d]
-  cos_rows = Gather <axis = 0> (cos, position_ids)
-  sin_rows = Gather <axis = 0> (sin, position_ids)
-  cos_t = Unsqueeze (cos_rows, two)
-  sin_t = Unsqueeze (sin_rows, two)
-  query_f = Cast <to = 1> (query)
-  query_shape = Concat <axis = 0> (B, S, sub_heads, rest)
-  query_4d = Reshape (query_f, query_shape)
-  q1, q2 = Split <axis = -1, num_outputs = 2> (query_4d)
-  q1_cos = Mul (q1, cos_t)
-  q2_sin = Mul (q2, sin_t)
-  q2_cos = Mul (q2, cos_t)
-  q1_sin = Mul (q1, sin_t)
-  q_low = Sub (q1_cos, q2_sin)
-  q_high = Add (q2_cos, q1_sin)
-  query_rotated = Concat <axis = -1> (q_low, q_high)
-  kv_shape = Concat <axis = 0> (B, S, Hk, rest)
-  key_f = Cast <to = 1> (key)
-  key_4d = Reshape (key_f, kv_shape)
-  k1, k2 = Split <axis = -1, num_outputs = 2> (key_4d)
-  k1_cos = Mul (k1, cos_t)
-  k2_sin = Mul (k2, sin_t)
-  k2_cos = Mul (k2, cos_t)
-  k1_sin = Mul (k1, sin_t)
-  k_low = Sub (k1_cos, k2_sin)
-  k_high = Add (k2_cos, k1_sin)
-  key_rotated = Concat <axis = -1> (k_low, k_high)
-
-  # The cache: what was, what is new, and what the buffer holds beyond (nothing when it grows)
-  key_rows = Transpose <perm = [0, 2, 1, 3]> (key_rotated)
-  value_4d = Reshape (value, kv_shape)
-  value_rows = Transpose <perm = [0, 2, 1, 3]> (value_4d)
-@APPEND
-  # Both branches' scores: [B, G, 2, r*S, d] x [B, G, w, d, T]; with w = 1 the branches share the key
-  query_6d_shape = Concat <axis = 0> (B, S, G, r, two, rest)
-  query_6d = Reshape (query_rotated, query_6d_shape)
-  query_t = Transpose <perm = [0, 2, 4, 3, 1, 5]> (query_6d)
-  query_5d_shape = Concat <axis = 0> (B, G, two, rS, rest)
-  query_5d = Reshape (query_t, query_5d_shape)
-  query_scaled = Mul (query_5d, scale_f)
-  cache_5d_shape = Concat <axis = 0> (B, G, w, T, rest)
-  key_5d = Reshape (key_all_f, cache_5d_shape)
-  key_t = Transpose <perm = [0, 1, 2, 4, 3]> (key_5d)
-  scores = MatMul (query_scaled, key_t)
-  scores_6d_shape = Concat <axis = 0> (B, G, two, r, S, T)
-  scores_6d = Reshape (scores, scores_6d_shape)
-
-  # One mask for all heads: [B, 1, S, T], causal in the cache's order and without padding
-  T_0d = Squeeze (T, zero)
-  S_0d = Squeeze (S, zero)
-  key_index = Range (zero_0d, T_0d, one_0d)
-  step_index = Range (zero_0d, S_0d, one_0d)
-  query_index = Add (step_index, past_length)
-  query_index_t = Unsqueeze (query_index, one)
-  causal = LessOrEqual (key_index, query_index_t)
-  mask_bool = Cast <to = 9> (attention_mask)
-  mask_axes = Constant <value_ints = [1, 2]> ()
-  mask_4d = Unsqueeze (mask_bool, mask_axes)
-  visible = And (causal, mask_4d)
-  visible_5d = Unsqueeze (visible, one)
-  visible_6d = Unsqueeze (visible_5d, one)
-  masked = Where (visible_6d, scores_6d, hidden)
-  both = Softmax <axis = -1> (masked)
-
-  # A1 - lambda A2: [B, G, r, S, T]
-  a1, a2 = Split <axis = 2, num_outputs = 2> (both)
-  signal = Squeeze (a1, two)
-  noise = Squeeze (a2, two)
-  lambda_f = Cast <to = 1> (lambda)
-  ones_3d = Constant <value_ints = [1, 1, 1]> ()
-  lambda_3d = Expand (lambda_f, ones_3d)
-  lambda_shape_tail = Concat <axis = 0> (zero, zero, G, r)
-  lambda_4d = Reshape (lambda_3d, lambda_shape_tail)
-  lambda_t = Transpose <perm = [0, 2, 3, 1]> (lambda_4d)
-  lambda_5d = Unsqueeze (lambda_t, rest)
-  noise_scaled = Mul (noise, lambda_5d)
-  difference = Sub (signal, noise_scaled)
-  seen = Where (visible_5d, difference, zero_f)
-
-  # One product with V for both halves of a wide value: [B, G, 1, r*S, T] x [B, G, w, T, d]
-  seen_5d_shape = Concat <axis = 0> (B, G, one, rS, T)
-  seen_5d = Reshape (seen, seen_5d_shape)
-  value_5d = Reshape (value_all_f, cache_5d_shape)
-  mixed = MatMul (seen_5d, value_5d)
-  mixed_6d_shape = Concat <axis = 0> (B, G, w, r, S, rest)
-  mixed_6d = Reshape (mixed, mixed_6d_shape)
-  mixed_t = Transpose <perm = [0, 4, 1, 3, 2, 5]> (mixed_6d)
-  head_shape = Concat <axis = 0> (B, S, H, rest)
-  heads = Reshape (mixed_t, head_shape)
-
-  # Head norm over the w*d of a head
-  squared = Mul (heads, heads)
-  mean = ReduceMean <keepdims = 1> (squared, rest)
-  mean_eps = Add (mean, eps_f)
-  root = Sqrt (mean_eps)
-  normed = Div (heads, root)
-  has_norm = Greater (eps_f, zero_f)
-  result = Where (has_norm, normed, heads)
-  out_shape = Concat <axis = 0> (B, S, rest)
-  out_f = Reshape (result, out_shape)
-  out = CastLike (out_f, query)
-}
-"""
-
-
-# How the cache grows: for the keys, and again for the values with their name in place of "key"
-_GROW = """
-  key_past = Slice (past_key, zero, past_length, two)
-  key_all = Concat <axis = 2> (key_past, key_new)
-  key_beyond = Slice (past_key, T, end, two)
-  present_key = Concat <axis = 2> (key_all, key_beyond)
-"""
-_APPEND_FLOAT = f"""
-  key_new = CastLike (key_rows, past_key)
-{_GROW}
-  key_all_f = Cast <to = 1> (key_all)
-"""
-_APPEND_INT8 = f"""
-  key_rows_f = Cast <to = 1> (key_rows)
-  key_magnitude = Abs (key_rows_f)
-  key_largest = ReduceMax <keepdims = 1> (key_magnitude, rest)
-  key_step = Div (key_largest, levels)
-  key_no_step = Equal (key_step, zero_f)
-  key_divisor = Where (key_no_step, one_f, key_step)
-  key_divided = Div (key_rows_f, key_divisor)
-  key_rounded = Round (key_divided)
-  key_clipped = Clip (key_rounded, least, levels)
-  key_new = Cast <to = 3> (key_clipped)
-{_GROW}
-  key_scale_new = Squeeze (key_step, rest)
-  key_scale_past = Slice (past_key_scale, zero, past_length, two)
-  key_scale_all = Concat <axis = 2> (key_scale_past, key_scale_new)
-  key_scale_beyond = Slice (past_key_scale, T, end, two)
-  present_key_scale = Concat <axis = 2> (key_scale_all, key_scale_beyond)
-  key_codes_f = Cast <to = 1> (key_all)
-  key_scale_4d = Unsqueeze (key_scale_all, rest)
-  key_all_f = Mul (key_codes_f, key_scale_4d)
-"""
-_INT8_CONSTANTS = """
-  one_f = Constant <value_float = 1.0> ()
-  levels = Constant <value_float = 127.0> ()
-  least = Constant <value_float = -127.0> ()
-"""
-
-
-def body(kind: Kind = Kind()) -> str:
-    """The op's body in ONNX's own syntax."""
-    int8 = kind.key_bits == 8
-    append = _APPEND_INT8 if int8 else _APPEND_FLOAT
-    parts = {
-        "@INPUTS": ", past_key_scale, past_value_scale" if int8 else "",
-        "@OUTPUTS": ", present_key_scale, present_value_scale" if int8 else "",
-        "@APPEND": (_INT8_CONSTANTS if int8 else "") + append + append.replace("key", "value"),
-    }
-    text = _BODY
-    for mark, part in parts.items():
-        text = text.replace(mark, part)
-    return text
-
-
 def function(kind: Kind = Kind()) -> onnx_ir.Function:
     """The op's body as an ONNX model-local function: what runs wherever no native library is registered.
 
@@ -367,7 +173,8 @@ def function(kind: Kind = Kind()) -> onnx_ir.Function:
     import onnx.parser
     from onnx_ir import serde
 
-    return serde.deserialize_function(onnx.parser.parse_function(body(kind)))
+    inputs, outputs = INPUTS[: len(kind.inputs)], OUTPUTS[: len(kind.outputs)]
+    return serde.deserialize_function(onnx.parser.parse_function(body(kind, inputs, outputs)))
 
 
 class _Side(NamedTuple):
