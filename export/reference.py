@@ -18,7 +18,6 @@ from ..models import Block, Checkpoint, Decoder, rope_for
 from ..models.decoder import RMSNorm
 from ..models.layout import EMBEDDING, HEAD
 from ..quantize import QTensor, QuantLinear, Scheme, load, load_block, read_scheme, read_weight
-from ..quantize.cache import is_low_bit
 from .linear import activations
 
 NORM = "model.norm.weight"
@@ -95,20 +94,6 @@ def linear(weight: Tensor | QTensor) -> nn.Module:
 def check_scheme(checkpoint: Checkpoint) -> None:
     """Refuse what ONNX Runtime has no operator for."""
     scheme = read_scheme(checkpoint) or Scheme()
-    if scheme.attention.logits is not None:
-        raise DiffbitError(
-            f"{checkpoint.path}: quantizes attention logits to {scheme.attention.logits} bits, which is measured in "
-            "torch only (diffbit compare) and has no ONNX operator; quantize the float checkpoint without it to export"
-        )
-    attention = scheme.attention
-    if is_low_bit(attention) and (
-        checkpoint.config.attention != "diff_v1"
-        or attention.qk is not None
-        or (attention.keys, attention.values) != ("int8", "int8")
-    ):
-        raise DiffbitError(
-            f"{checkpoint.path}: such low-bit attention has no ONNX operator; use --kv int8 with diff_v1"
-        )
     if scheme.activations is not None:
         for module, format in scheme.formats(checkpoint.config).items():
             if format.kind == "codebook":

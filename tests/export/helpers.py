@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import torch
 
@@ -52,6 +53,10 @@ def write_quantized(source: Path, format: str) -> Path:
 def write_artifact(checkpoint: Path, dtype: str = "fp32") -> Path:
     folder = checkpoint.with_name(f"{checkpoint.name}-{dtype}-onnx")
     return folder if folder.exists() else export_artifact(checkpoint, folder, dtype=dtype)
+
+
+def graph_of(artifact: Path) -> onnx.ModelProto:
+    return onnx.load(artifact / "model.onnx", load_external_data=False)
 
 
 def open_session(artifact: Path, profile: Path | None = None) -> onnxruntime.InferenceSession:

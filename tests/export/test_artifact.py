@@ -19,11 +19,7 @@ from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_che
 from diffbit.runtime.artifact import Buffer
 
 from .conftest import Maker
-from .helpers import VARIANTS, config_of, write_artifact, write_model
-
-
-def graph_of(artifact: Path) -> onnx.ModelProto:
-    return onnx.load(artifact / "model.onnx", load_external_data=False)
+from .helpers import VARIANTS, config_of, graph_of, write_artifact, write_model
 
 
 def test_diff_v1_holds_the_op_and_its_body(checkpoint_of: Maker) -> None:

@@ -1,0 +1,315 @@
+"""Low-bit attention in an artifact: torch's numbers under the same scheme, for all variants, by kernel and by body."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from diffbit import DiffbitError, runtime
+from diffbit.cli import app
+from diffbit.export import export_artifact, reference_model
+from diffbit.models import ModelConfig
+from diffbit.ops.kv_cache import settled
+from diffbit.quantize import AttentionScheme, Scheme, load, parse_format, quantize_checkpoint, read_scheme
+from diffbit.runtime.artifact import Buffer
+
+from .conftest import Maker
+from .helpers import VARIANTS, config_of, graph_of, relative_error, write_model
+
+LENGTH = 128
+CONFIG = {"max_position": LENGTH, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+KV8 = AttentionScheme(keys="int8", values="int8")
+KV4 = AttentionScheme(keys="int4", values="int4")
+SCHEMES = {
+    "int8": KV8,
+    "int4": KV4,
+    "int2": AttentionScheme(keys="int2", values="int2", window=7),
+    "int8-qk8": replace(KV8, qk="int8"),
+    "int4-qk8": replace(KV4, qk="int8"),
+    "qk4": AttentionScheme(qk="int4"),
+    "logits6": AttentionScheme(logits=6),
+    "keys8-values4": AttentionScheme(keys="int8", values="int4"),
+    "everything": replace(KV4, qk="int4", logits=8, window=0),
+}
+# A last-bit difference moves a code to its neighbour now and then, and the tokens that see it with it
+USUAL, WORST = 2e-4, 0.3  # of the median place, of any
+schemes = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
+variants = pytest.mark.parametrize("attention", VARIANTS)
+
+
+@pytest.fixture(scope="module")
+def quantized_of(checkpoint_of: Maker, tmp_path_factory: pytest.TempPathFactory) -> Maker:
+    """quantized_of("diff_v1", scheme): a checkpoint whose weights are float and whose attention is not."""
+    folder = tmp_path_factory.mktemp("low")
+    made: dict[tuple[str, AttentionScheme], Path] = {}
+
+    def make(attention: str, scheme: AttentionScheme) -> Path:
+        key = attention, scheme
+        if key not in made:
+            made[key] = folder / f"q{len(made)}"
+            quantize_checkpoint(checkpoint_of(attention, **CONFIG), made[key], Scheme(attention=scheme))
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def artifact_of(quantized_of: Maker) -> Maker:
+    def make(attention: str, scheme: AttentionScheme, dtype: str = "fp32") -> Path:
+        checkpoint = quantized_of(attention, scheme)
+        folder = checkpoint.with_name(f"{checkpoint.name}-{dtype}")
+        return folder if folder.exists() else export_artifact(checkpoint, folder, dtype=dtype)
+
+    return make
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 61, shape, generator=torch.Generator().manual_seed(1))
+
+
+def close(found: np.ndarray, wanted: torch.Tensor) -> None:
+    error = relative_error(found, wanted)
+    assert np.median(error) < USUAL and error.max() < WORST, error
+
+
+@schemes
+@variants
+@pytest.mark.parametrize("native", [True, False], ids=["kernels", "bodies"])
+def test_logits(quantized_of: Maker, artifact_of: Maker, attention: str, scheme: AttentionScheme, native: bool) -> None:
+    """A prompt in pieces, then token by token; again after a reset; and a batch with padding, with steps after it."""
+    model = reference_model(quantized_of(attention, scheme))
+    session = runtime.Session(artifact_of(attention, scheme), threads=1, native=native)
+    assert session.native is native
+    ids = tokens(1, 110)
+    with torch.inference_mode():
+        wanted = model(ids)[0]
+    parts = [session.prefill(ids[:, start:stop].numpy(), all_positions=True)[0] for start, stop in ((0, 37), (37, 96))]
+    parts += [session.step(ids[:, place : place + 1].numpy()) for place in range(96, 110)]
+    close(np.concatenate(parts), wanted)
+    session.reset()
+    close(session.prefill(ids.numpy(), all_positions=True)[0], wanted)
+
+    session.reset()
+    rows, mask = tokens(2, 75), torch.ones(2, 75, dtype=torch.int64)
+    mask[0, 40:70] = 0
+    rows[0, 40:70] = 0  # the session's padding: it shares grids with its neighbours
+    with torch.inference_mode():
+        wanted = model(rows, attention_mask=mask)
+    found = [session.prefill(rows[:, :70].numpy(), mask[:, :70].numpy(), all_positions=True)]
+    found += [session.step(rows[:, place : place + 1].numpy())[:, None] for place in range(70, 75)]
+    real = mask.bool()
+    close(np.concatenate(found, 1)[real.numpy()], wanted[real])
+
+
+@variants
+@pytest.mark.parametrize("scheme", [KV8, KV4, AttentionScheme(logits=6)], ids=["int8", "int4", "logits6"])
+def test_greedy_tokens_are_torchs(
+    quantized_of: Maker, artifact_of: Maker, attention: str, scheme: AttentionScheme
+) -> None:
+    model, wanted = load(quantized_of(attention, scheme)), tokens(1, 100)
+    for _ in range(16):
+        with torch.inference_mode():
+            wanted = torch.cat((wanted, model(wanted)[:, -1:].argmax(-1)), 1)
+    for native in (True, False):
+        session = runtime.Session(artifact_of(attention, scheme), threads=1, native=native)
+        found = [int(session.prefill(wanted[:, :100].numpy()).argmax())]
+        while len(found) < 16:
+            found.append(int(session.step([found[-1:]]).argmax()))
+        assert found == wanted[0, 100:].tolist(), native
+
+
+@variants
+@pytest.mark.parametrize("scheme", [KV4, replace(KV8, qk="int8")], ids=["int4", "int8-qk8"])
+def test_fp16(quantized_of: Maker, artifact_of: Maker, attention: str, scheme: AttentionScheme) -> None:
+    model, ids = reference_model(quantized_of(attention, scheme)), tokens(1, 100)
+    with torch.inference_mode():
+        wanted = model(ids)[0]
+    for native in (True, False):
+        session = runtime.Session(artifact_of(attention, scheme, "fp16"), threads=1, native=native)
+        error = relative_error(session.prefill(ids.numpy(), all_positions=True)[0], wanted)
+        assert np.median(error) < 0.05 and error.max() < WORST
+
+
+@schemes
+@variants
+def test_manifest_golden_and_verify(
+    quantized_of: Maker, artifact_of: Maker, attention: str, scheme: AttentionScheme
+) -> None:
+    artifact = runtime.Artifact.open(artifact_of(attention, scheme))
+    assert Scheme.from_dict(dict(artifact.scheme or {})).attention == scheme
+    assert artifact.cache.in_place == ("never" if scheme.logits else "native")
+    with torch.inference_mode():
+        logits = reference_model(quantized_of(attention, scheme))(torch.tensor([artifact.golden.input_ids]))[0, -1]
+    assert np.allclose(artifact.golden.logits, logits[list(artifact.golden.token_ids)], atol=1e-5)
+    assert not scheme.has_window or settled(len(artifact.golden.input_ids), scheme.window) >= 64
+    for native in (True, False):
+        result = runtime.verify(artifact.path, native=native)
+        assert result.passed, result.failures
+
+
+@variants
+def test_the_graph_and_its_buffers(artifact_of: Maker, attention: str) -> None:
+    artifact = artifact_of(attention, AttentionScheme(keys="int8", values="int4"))
+    heads = 4 if attention == "diff_v1" else 2
+    assert runtime.Artifact.open(artifact).cache.buffers == (
+        Buffer("key", "int8", (heads, (1,), 32)),
+        Buffer("value", "uint8", (heads, (1,), 16)),
+        Buffer("key_scale", "float32", (heads, (1,))),
+        Buffer("value_scale", "float16", (heads, (1,), 2, 1)),
+        Buffer("value_recent", "float16", (heads, 64, 32)),
+    )
+    graph = graph_of(artifact).graph
+    nodes = [node for node in graph.node if node.op_type == "DiffAttention"]
+    assert len(nodes) == 2 and not any(node.op_type == "GroupQueryAttention" for node in graph.node)
+    given = {a.name: a.i for a in nodes[0].attribute if a.name not in ("scale", "norm_eps")}
+    expected = {"branches": 1 if attention == "softmax" else 2, "wide_value": int(attention == "diff_v1")}
+    expected |= {"key_bits": 8, "value_bits": 4, "query_bits": 0, "window": 32, "num_heads": 4, "num_kv_heads": heads}
+    assert expected.items() <= given.items()
+    assert (nodes[0].input[3] == "") == (attention == "softmax")  # lambda
+    assert nodes[0].input[13] == nodes[0].output[5] == ""  # keys of 8 bits have none that are recent
+    assert nodes[0].input[14] == "past_key_values.0.value_recent" and nodes[0].output[6] == "present.0.value_recent"
+
+
+def test_logits_have_an_operator_of_their_own(artifact_of: Maker) -> None:
+    graph = graph_of(artifact_of("diff_v2", replace(KV8, logits=6)))
+    assert sorted(f.name for f in graph.functions) == ["LowBitLogitsAttention"]
+    (bits,) = {a.i for node in graph.graph.node for a in node.attribute if a.name == "logit_bits"}
+    assert bits == 6
+
+
+def test_buffers_in_place_and_growing(artifact_of: Maker) -> None:
+    artifact = artifact_of("diff_v1", KV4)
+    names = [f"past_key_values.{i}.{b.name}" for i in range(2) for b in runtime.Artifact.open(artifact).cache.buffers]
+    session = runtime.Session(artifact, threads=1)
+    assert session._past_names == names
+    session.prefill(tokens(1, 70).numpy())
+    pointers = [value.data_ptr() for value in session._past]
+    assert session._past[0].shape() == [1, 4, LENGTH, 16] and session._past[2].shape() == [1, 4, LENGTH // 32, 2, 32]
+    session.step([[3]])
+    assert [value.data_ptr() for value in session._binding.get_outputs()[1:]] == pointers
+    growing = runtime.Session(artifact, threads=1, native=False)
+    growing.prefill(tokens(1, 70).numpy())
+    assert [value.shape()[2] for value in growing._past[:6]] == [32, 32, 1, 32, 64, 64]  # settled(70, 32) is 32
+    for _ in range(26):
+        growing.step([[3]])
+    assert [value.shape()[2] for value in growing._past[:6]] == [64, 64, 2, 64, 64, 64]
+
+
+def test_a_context_that_is_no_multiple_of_32(checkpoint_of: Maker, tmp_path: Path) -> None:
+    quantize_checkpoint(checkpoint_of("diff_v2", **CONFIG), tmp_path / "q", Scheme(attention=replace(KV4, window=0)))
+    artifact = export_artifact(tmp_path / "q", tmp_path / "a", context_length=75)
+    ids = tokens(1, 75)
+    with torch.inference_mode():
+        wanted = load(tmp_path / "q")(ids)[0]
+    for native in (True, False):
+        session = runtime.Session(artifact, threads=1, native=native)
+        assert session.capacity == 75
+        close(session.prefill(ids.numpy(), all_positions=True)[0], wanted)
+        with pytest.raises(DiffbitError, match="holds 75 tokens, but 76 are wanted"):
+            session.step([[1]])
+
+
+def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m", config_of("diff_v1", head_dim=8))
+    done = CliRunner().invoke(app, ["quantize", str(model), "--kv", "int4", "-o", str(tmp_path / "q")])
+    assert isinstance(done.exception, DiffbitError) and not (tmp_path / "q").exists()
+    assert str(done.exception) == "keys cannot be int4: heads are 8 wide, wanted a multiple of 32; use int8"
+    done = CliRunner().invoke(app, ["quantize", str(model), "--kv", "int8", "-o", str(tmp_path / "q"), "--quiet"])
+    assert done.exit_code == 0
+    assert runtime.verify(export_artifact(tmp_path / "q", tmp_path / "a")).passed
+
+
+def test_from_the_command_line(checkpoint_of: Maker, tmp_path: Path) -> None:
+    source, folder = checkpoint_of("diff_v1", **CONFIG), tmp_path / "q"
+    command = [
+        "quantize",
+        str(source),
+        "--weights",
+        "int4_g32",
+        "--kv",
+        "int8,int4",
+        "--qk",
+        "int8",
+        "--kv-window",
+        "9",
+    ]
+    done = CliRunner().invoke(app, [*command, "-o", str(folder), "--json"])
+    assert done.exit_code == 0, done.output
+    scheme = Scheme(parse_format("int4_g32"), attention=AttentionScheme(None, "int8", "int8", "int4", 9))
+    from diffbit.models import Checkpoint
+
+    assert read_scheme(Checkpoint(folder)) == scheme
+    report = json.loads(done.stdout)
+    # a token of a layer: 4 heads of keys in bytes with a float32 step, of values in half bytes with two float16
+    assert report["after"]["kv_bytes_per_1k_tokens"] == 1000 * 2 * 4 * (32 + 4 + 16 + 4)
+    assert report["after"]["kv_fixed_bytes"] == 2 * 4 * 41 * 32 * 2
+    assert report["before"]["kv_bytes_per_1k_tokens"] == 1000 * 2 * 2 * 4 * 32 * 4
+    few = ["--repeats", "1", "--prompt-tokens", "60", "--new-tokens", "3", "--memory", "1GB", "--json"]
+    for flag in ([], ["--no-native"]):  # of a checkpoint
+        done = CliRunner().invoke(app, ["bench", str(folder), *few, *flag])
+        assert done.exit_code == 0, done.output
+        (row,) = json.loads(done.stdout)
+        assert row["kv_bytes_per_1k_tokens"] == report["after"]["kv_bytes_per_1k_tokens"]
+        assert row["kv_fixed_bytes"] == report["after"]["kv_fixed_bytes"]
+        room = 10**9 - row["model_bytes"] - row["kv_fixed_bytes"]
+        assert row["longest_context_tokens"] == pytest.approx(1000 * room / row["kv_bytes_per_1k_tokens"], rel=1e-4)
+    done = CliRunner().invoke(app, ["run", str(folder), "w1 w2", "--max-tokens", "2"])
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--kv", "int3"], "attention's keys is 'int3', wanted one of int8, int4, int2 or none"),
+        (["--kv", "int8,int4,int2"], "a KV cache of 'int8,int4,int2': wanted one format, or two for keys and values"),
+        (["--qk", "int2"], "attention's qk is 'int2', wanted one of int8, int4 or none"),
+        (["--logits", "1"], "attention logits are to have 1 bits"),
+        (["--kv", "int4", "--kv-window", "-1"], "the KV cache's window is -1"),
+        (["--kv", "int8", "--kv-window", "9"], "--kv-window leaves tokens of an int4 or int2 cache float16"),
+        (["--weights", "none", "--kv", "none"], "nothing to quantize"),
+        (["--kv", "int4", "--scheme", "s.toml"], "leave out --weights, --override, --activations, --kv"),
+    ],
+)
+def test_options_that_make_no_sense(checkpoint_of: Maker, tmp_path: Path, options: list[str], message: str) -> None:
+    source = checkpoint_of("diff_v1", **CONFIG)
+    done = CliRunner().invoke(app, ["quantize", str(source), *options, "-o", str(tmp_path / "q")])
+    assert isinstance(done.exception, DiffbitError) and message in str(done.exception)
+
+
+def test_relambda_sees_the_low_bit_attention(checkpoint_of: Maker, tmp_path: Path) -> None:
+    """Float weights: what moves lambda can only be the cache; and it moves to where the difference is closer."""
+    source = checkpoint_of("diff_v1", **CONFIG)
+    ids = tokens(16, 100)
+    coarse = AttentionScheme(keys="int2", values="int2", window=0)
+    float_model: ModelConfig | object = load(source)
+    errors, lambdas = {}, {}
+    for name, scheme in (("rtn", coarse), ("relambda", coarse)):
+        quantize_checkpoint(source, tmp_path / name, Scheme(attention=scheme), method=name, calibration=ids)
+        model = load(tmp_path / name)
+        lambdas[name] = model.model.layers[0].self_attn.lambda_value().item()
+        block, exact = model.model.layers[0], float_model.model.layers[0]  # type: ignore[attr-defined]
+        errors[name] = difference_error(block, exact, model.embed(ids))
+    assert abs(lambdas["relambda"] - lambdas["rtn"]) > 1e-3
+    assert errors["relambda"] < errors["rtn"]
+
+
+def difference_error(low: torch.nn.Module, exact: torch.nn.Module, x: torch.Tensor) -> float:
+    """||D_low - D||^2 / (||D||^2 / e + eps), as relambda weighs it, at tokens that may see all before them."""
+    from diffbit.models import rope_for
+
+    found = []
+    for block in (low, exact):
+        attention = block.self_attn
+        rope = rope_for(config_of("diff_v1", **CONFIG), torch.arange(x.shape[1])[None])
+        with torch.inference_mode():
+            hidden = block.input_layernorm(x)
+            signal, noise = attention.branches(hidden, rope, None, None)
+            found.append(signal - attention.lambda_of(hidden) * noise)
+    square = found[1].square().mean(-1) + attention.norm_eps
+    return float(((found[0] - found[1]).square().sum(-1) / square).mean())
