@@ -1,12 +1,30 @@
-"""Low-bit attention logits against a slow version, row by row."""
+"""Low-bit attention against slow versions: logits row by row, keys, values and products token by token."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
-from diffbit.models import Decoder, ModelConfig
+from diffbit.models import Decoder, KVCache, ModelConfig, causal_mask, rope_for
+from diffbit.models.cache import LayerCache
+from diffbit.ops.kv_cache import GROUP, settled
 from diffbit.quantize import AttentionScheme, Scheme, apply, quantize_logits
+from diffbit.quantize.attention import LowBitAttention, set_attention
+
+VARIANTS = ["softmax", "diff_v1", "diff_v2"]
+SCHEMES = {
+    "cache int8": AttentionScheme(keys="int8", values="int8"),
+    "products int8": AttentionScheme(qk="int8"),
+    "q int4, keys int8 to int4": AttentionScheme(qk="int4", keys="int8"),
+    "cache int4": AttentionScheme(keys="int4", values="int4", window=5),
+    "cache int2, no window": AttentionScheme(keys="int2", values="int2", window=0),
+    "q int8, keys int2, values int8": AttentionScheme(qk="int8", keys="int2", values="int8", window=0),
+    "q int4, values int4": AttentionScheme(qk="int4", values="int4", window=16),
+    "values int2 alone": AttentionScheme(values="int2", window=1),
+}
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -51,3 +69,185 @@ def test_a_scheme_sets_it_on_every_layer(attention):
     assert errors[0] > 1.5 * errors[1] > 2 * errors[2] > 2 * errors[3]
     assert errors[3] < 1e-3
     assert all(layer.self_attn.logits_hook is None for layer in decoder.model.layers)
+
+
+def one_layer(attention: str) -> Decoder:
+    torch.manual_seed(0)
+    decoder = Decoder(
+        ModelConfig(
+            vocab_size=50, hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=32,
+            intermediate_size=32, attention=attention,
+        )
+    )  # fmt: skip
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(20 if "q_proj" in name or "k_proj" in name else 5)
+    return decoder.eval()
+
+
+def slow_row(x: Tensor, bits: int) -> tuple[list[int], float]:
+    """Codes and step of symmetric rounding."""
+    top = 2 ** (bits - 1) - 1
+    step = x.float().abs().max() / top
+    return [round(value) for value in (x.float() / step).tolist()], float(step)
+
+
+def slow_grid(x: Tensor, bits: int) -> tuple[list[int], float, float]:
+    """Codes, step and point of the 32 numbers of a grid."""
+    assert len(x) == GROUP
+    x = x.half().float()
+    point, top = float(x.min()), 2**bits - 1
+    step = float(((x.max() - x.min()) / top).half())
+    return [max(0, min(top, round(value))) for value in ((x - point) / step).tolist()], step, point
+
+
+def slow_logit(query: Tensor, key: Tensor, place: int, held: int, scheme: AttentionScheme) -> float:
+    """Of one query [d], scaled, and key[place] [T, d], while the cache holds `held` tokens."""
+    bits = {"float": 16, "int8": 8, "int4": 4, "int2": 2}[scheme.key_format]
+    if bits == 8:
+        codes, step = slow_row(key[place], 8)
+        if not scheme.query_bits:
+            return sum(q * code * step for q, code in zip(query.tolist(), codes, strict=True))
+        own, query_step = slow_row(query, scheme.query_bits)
+        return sum(a * b for a, b in zip(own, codes, strict=True)) * query_step * step
+    if bits == 16 or place >= settled(held, scheme.window):
+        recent = key[place] if bits == 16 else key[place].half()
+        return float(query.double() @ recent.double())
+    begin = place // GROUP * GROUP
+    grids = [slow_grid(key[begin : begin + GROUP, channel], bits) for channel in range(key.shape[1])]
+    codes = [codes[place - begin] for codes, _, _ in grids]
+    offset = sum(q * point for q, (_, _, point) in zip(query.tolist(), grids, strict=True))
+    steps = torch.tensor([step for _, step, _ in grids])
+    if not scheme.query_bits:
+        return offset + sum(q * code for q, code in zip((query * steps).tolist(), codes, strict=True))
+    own, query_step = slow_row(query * steps, scheme.query_bits)
+    return offset + sum(a * b for a, b in zip(own, codes, strict=True)) * query_step
+
+
+def slow_value(row: Tensor, place: int, held: int, scheme: AttentionScheme) -> Tensor:
+    """A row [d] of the value cache."""
+    if scheme.value_format == "float":
+        return row.double()
+    if scheme.value_format == "int8":
+        codes, step = slow_row(row, 8)
+        return torch.tensor(codes).double() * step
+    if place >= settled(held, scheme.window):
+        return row.half().double()
+    found = []
+    for group in row.split(GROUP):
+        codes, step, point = slow_grid(group, {"int4": 4, "int2": 2}[scheme.value_format])
+        found.append(torch.tensor(codes).double() * step + point)
+    return torch.cat(found)
+
+
+def slow_head(query: Tensor, key: Tensor, values: list[Tensor], seen: Tensor, scale: float, scheme: Any) -> Tensor:
+    """query [S, d], key [T, d], rows of a value [T, d] each, seen bool [S, T] -> [S, e]."""
+    total, outputs = len(key), []
+    for step, row in enumerate(query):
+        held = total - len(query) + step + 1
+        places = [place for place in range(held) if seen[step, place]]
+        out = torch.zeros(sum(value.shape[1] for value in values)).double()
+        if places:
+            logits = [slow_logit(row.float() * scale, key, place, held, scheme) for place in places]
+            shares = torch.tensor(logits).double().softmax(0)
+            for share, place in zip(shares, places, strict=True):
+                out += share * torch.cat([slow_value(value[place], place, held, scheme) for value in values])
+        outputs.append(out)
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("attention", VARIANTS)
+@pytest.mark.parametrize("name", SCHEMES)
+@torch.inference_mode()
+def test_every_head_is_that_of_slow_loops(attention: str, name: str) -> None:
+    """Grouped heads, padding in the past and a query that sees nothing, three new tokens onto 68 cached ones."""
+    scheme, past, length = SCHEMES[name], 68, 3
+    decoder = one_layer(attention)
+    set_attention(decoder, scheme)
+    layer: Any = decoder.model.layers[0].self_attn
+    heads = type(layer).cache_heads(decoder.config)
+    keys, values, total = torch.randn(2, heads, past + length, 32), torch.randn(2, heads, past + length, 32), past + length
+    keys[:, :, :, 3] += 4  # a channel apart, and a token
+    keys[:, :, 40] *= 3
+    cache = LayerCache(keys.clone(), values.clone())
+    cache.length = past
+    x = torch.randn(2, length, 32)
+    padding = torch.ones(2, total, dtype=torch.long)
+    padding[0, :5] = 0
+    padding[1, : past + 1] = 0  # its first new token sees nothing
+    rope, mask = rope_for(decoder.config, torch.arange(past, total)[None]), causal_mask(length, past, padding)
+    got = [layer.heads(x, rope, mask, cache)] if attention == "softmax" else layer.branches(x, rope, mask, cache)
+    query = queries(layer, x, rope)
+    groups = decoder.config.num_kv_heads
+    for row in range(2):
+        for head in range(query.shape[1]):
+            group = head * groups // query.shape[1]
+            key, value = group, [group]
+            if attention == "diff_v1":
+                key, value = 2 * group + head % 2, [2 * group, 2 * group + 1]
+            rows = [cache.value[row, index] for index in value]
+            expected = slow_head(query[row, head], cache.key[row, key], rows, mask[row, 0], layer.scale, scheme)
+            found = got[0][row, head] if attention == "softmax" else got[head % 2][row, head // 2]
+            torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=2e-5)
+    assert not got[0][1, :, 0].any()
+
+
+def queries(layer: Any, x: Tensor, rope: Any) -> Tensor:
+    """Rotated, [B, heads, S, d]."""
+    cos, sin = (table.unsqueeze(2) for table in rope)
+    low, high = layer.q_proj(x).unflatten(-1, (-1, layer.head_dim)).chunk(2, -1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1).transpose(1, 2)
+
+
+@pytest.mark.parametrize("attention", VARIANTS)
+@pytest.mark.parametrize("name", SCHEMES)
+@torch.inference_mode()
+def test_a_prompt_in_pieces_is_the_prompt_at_once(attention: str, name: str) -> None:
+    """What a query sees of the cache depends on its place alone: 97 tokens at once, in three calls, and by one."""
+    decoder = one_layer(attention).double()  # the same codes in any order of summation
+    set_attention(decoder, SCHEMES[name])
+    ids = torch.randint(50, (2, 97), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(2, 97, dtype=torch.long)
+    mask[1, :7] = 0
+    once = decoder(ids, attention_mask=mask)
+    for cuts in ([40, 23, 34], [64] + [1] * 33):
+        cache = KVCache(decoder.config, 2, 97, dtype=torch.float64)
+        begin, parts = 0, []
+        for count in cuts:
+            end = begin + count
+            parts.append(decoder(ids[:, begin:end], cache=cache, attention_mask=mask[:, :end]))
+            begin = end
+        torch.testing.assert_close(torch.cat(parts, 1)[mask.bool()], once[mask.bool()], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_half_precision_comes_in_and_is_computed_with_in_float32(dtype: torch.dtype, name: str) -> None:
+    arithmetic = LowBitAttention(SCHEMES[name])
+    query, key = torch.randn(1, 4, 3, 32).to(dtype), torch.randn(1, 2, 70, 32).to(dtype)
+    value, shares = torch.randn(1, 2, 70, 64).to(dtype), torch.randn(1, 4, 3, 70).softmax(-1)
+    logits, mixed = arithmetic.logits(query, key, 0.2, 0), arithmetic.mix(shares, value, 32)
+    assert logits.dtype == mixed.dtype == torch.float32
+    assert torch.equal(logits, arithmetic.logits(query.float(), key.float(), 0.2, 0))
+    assert torch.equal(mixed, arithmetic.mix(shares, value.float(), 32))
+
+
+@pytest.mark.parametrize("attention", VARIANTS)
+@torch.inference_mode()
+def test_fewer_bits_err_more(attention: str) -> None:
+    decoder = one_layer(attention)
+    ids = torch.randint(50, (2, 97), generator=torch.Generator().manual_seed(1))
+    exact = decoder(ids)
+
+    def error(**scheme: Any) -> float:
+        made = apply(decoder, Scheme(attention=AttentionScheme(**scheme)))
+        return float((made(ids) - exact).norm() / exact.norm())
+
+    eight, four, two = (error(keys=format, values=format) for format in ("int8", "int4", "int2"))
+    assert 0 < eight < four / 3 < two / 6
+    assert error(keys="int2", window=64) < error(keys="int2", window=0)
+    assert error(keys="int2", window=97) < eight  # float16, all of it
+    products = [error(qk="int8", keys=format) for format in ("int8", "int4", "int2")]
+    assert products[0] < products[1] / 3 < products[2] / 6
+    assert error(qk="int4") > error(keys="int4")
