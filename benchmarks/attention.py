@@ -2,7 +2,7 @@
 
     python benchmarks/attention.py                                             # examples/nano, to the terminal
     python benchmarks/attention.py --what kv,qk --json out/attention.json --markdown
-    python benchmarks/attention.py CHECKPOINT CHECKPOINT --needles 32          # models that were trained to find needles
+    python benchmarks/attention.py CHECKPOINT CHECKPOINT --needles 32          # models trained to find needles
 
     logits       at b bits (arXiv 2410.05258, Figure 8), and DIFF at few bits against the Transformer at more
     kv           the cache: formats, keys and values apart, the window, and granularities that the product does not have
@@ -45,7 +45,7 @@ from diffbit.models.softmax import Arithmetic
 from diffbit.ops import kv_cache
 from diffbit.progress import set_quiet, track
 from diffbit.quantize import AttentionScheme, Scheme, apply, quantize_logits
-from diffbit.quantize.attention import LowBitAttention, set_attention
+from diffbit.quantize.attention import LowBitAttention
 from diffbit.quantize.hadamard import Rotation
 
 ROOT = Path(__file__).parents[1]
@@ -397,9 +397,7 @@ def qk_variants(attention: str, head_dim: int) -> Iterator[Variant]:
     symmetric = Kind(4, BLOCK, 1, window=32)
     for label, kind in (("", symmetric), (" around its mean", replace(symmetric, centred=True))):
         yield trial("qk", f"q float, keys int4 symmetric in 32 tokens{label}", lambda *_, kind=kind: Trial(kind))
-    yield trial(
-        "qk", "q float, keys int4 symmetric in 32 tokens, K smoothing", lambda *_: Smoothed(Trial(symmetric))
-    )
+    yield trial("qk", "q float, keys int4 symmetric in 32 tokens, K smoothing", lambda *_: Smoothed(Trial(symmetric)))
 
 
 def branch_variants(attention: str, head_dim: int) -> Iterator[Variant]:
@@ -451,7 +449,9 @@ def pv_variants(attention: str, head_dim: int) -> Iterator[Variant]:
         yield trial("pv", f"P uint{bits}, V float", lambda *_, bits=bits: LowBitMix(bits))
         if attention != "softmax":
             yield trial(
-                "pv", f"A1 - lambda A2 int{bits}, V float", lambda layer, means, bits=bits: LowBitDifference(layer, bits)
+                "pv",
+                f"A1 - lambda A2 int{bits}, V float",
+                lambda layer, means, bits=bits: LowBitDifference(layer, bits),
             )
 
 
@@ -558,7 +558,8 @@ def subtraction(decoder: Decoder, windows: Windows) -> Iterator[Row]:
         exact = parts(layer.self_attn, x, rope, mask)
         for label, other in low.items():
             errors = {
-                name: got - exact[name] for name, got in parts(other.model.layers[index].self_attn, x, rope, mask).items()
+                name: got - exact[name]
+                for name, got in parts(other.model.layers[index].self_attn, x, rope, mask).items()
             }
             row: Row = {"label": label, "layer": index}
             row |= {name: float(error.norm() / exact[name].norm()) for name, error in errors.items()}
@@ -713,7 +714,9 @@ def percent(loss: Row) -> str:
 
 def share(row: Row) -> str:
     found, less = row["found"], row["less_found"]
-    lost = "" if row["label"] == "float" else f" ({-100 * less['value']:+z.1f} ± {50 * (less['high'] - less['low']):.1f})"
+    lost = (
+        "" if row["label"] == "float" else f" ({-100 * less['value']:+z.1f} ± {50 * (less['high'] - less['low']):.1f})"
+    )
     return f"{100 * found['value']:.1f} %{lost}".replace("-", "−")
 
 
@@ -795,8 +798,8 @@ def pages(about: Row, rows: list[Row], against: list[Row]) -> dict[str, str]:
             text += contrasts_table(against)
         needles = f"; {about['needles']} rows of needles" if about["needles"] else ""
         found[what] = (
-            f"`{about['command']}`; {about['windows']} windows of {about['length']} held-out tokens{needles}; all parts "
-            f"together {about['minutes']:.0f} minutes of one core.\n\n{text}\n"
+            f"`{about['command']}`; {about['windows']} windows of {about['length']} held-out tokens{needles}; "
+            f"{about['minutes']:.1f} minutes of one core in all.\n\n{text}\n"
         )
     return found
 

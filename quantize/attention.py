@@ -15,10 +15,12 @@ would have rounded when it came is rounded anew at each call: the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..models.softmax import Arithmetic
@@ -54,7 +56,7 @@ class LowBitAttention(Arithmetic):
 
     def logits(self, query: Tensor, key: Tensor, scale: float, branch: int) -> Tensor:
         scheme, format = self.scheme, self.scheme.key_format
-        shared = query.shape[1] // key.shape[1]
+        shared, total = query.shape[1] // key.shape[1], key.shape[2]
         query = query.float() * scale
         if format == "float":
             return query @ _repeated(key.float(), shared).transpose(-1, -2)
@@ -63,38 +65,53 @@ class LowBitAttention(Arithmetic):
             if scheme.query_bits:
                 return kv_cache.row_scores(query, _repeated(codes, shared), _repeated(steps, shared), scheme.query_bits)
             return query @ _repeated(codes * steps[..., None], shared).transpose(-1, -2)
-        recent = query @ _repeated(key.half().float(), shared).transpose(-1, -2)
-        count = kv_cache.settled(key.shape[2], scheme.window)
-        if not count:
-            return recent
-        codes, grids = kv_cache.round_keys(key[:, :, :count], kv_cache.BITS[format])
-        if scheme.query_bits:
-            low = kv_cache.grid_scores(query, _repeated(codes, shared), _repeated(grids, shared), scheme.query_bits)
-        else:
-            low = query @ _repeated(kv_cache.restore_keys(codes, grids), shared).transpose(-1, -2)
-        old = self._old(query.shape[2], key.shape[2], query.device)[:, :count]
-        return torch.cat((torch.where(old, low, recent[..., :count]), recent[..., count:]), -1)
+        settled = kv_cache.settled(total, scheme.window)
+        codes, grids = kv_cache.round_keys(key[:, :, :settled], kv_cache.BITS[format])
+        low, recent = kv_cache.restore_keys(codes, grids), _repeated(key.half().float(), shared)
+        codes, grids, low = (_repeated(x, shared) for x in (codes, grids, low))
+        parts = []
+        for steps, count, end in self._runs(query.shape[2], total):
+            rows, held = query[:, :, steps], recent[:, :, count:end]
+            if scheme.query_bits and count:
+                old = kv_cache.grid_scores(
+                    rows, codes[:, :, :count], grids[:, :, : count // kv_cache.GROUP], scheme.query_bits
+                )
+                scores = torch.cat((old, rows @ held.transpose(-1, -2)), -1)
+            else:
+                scores = rows @ torch.cat((low[:, :, :count], held), 2).transpose(-1, -2)
+            parts.append(F.pad(scores, (0, total - end)))
+        return torch.cat(parts, 2)
 
     def mix(self, probabilities: Tensor, value: Tensor, head_dim: int) -> Tensor:
         format = self.scheme.value_format
-        shared = probabilities.shape[1] // value.shape[1]
+        shared, (length, total) = probabilities.shape[1] // value.shape[1], probabilities.shape[-2:]
         if format == "float":
             return probabilities @ _repeated(value.float(), shared)
         rows = value.unflatten(-1, (-1, head_dim))  # a value of diff_v1 is two rows of the cache
         if format == "int8":
             codes, steps = kv_cache.round_rows(rows)
             return probabilities @ _repeated((codes * steps[..., None]).flatten(-2), shared)
-        length, total = probabilities.shape[-2:]
-        old = self._old(length, total, value.device)
-        count = kv_cache.settled(total, self.scheme.window)
-        low = kv_cache.restore_values(*kv_cache.round_values(rows[:, :, :count], kv_cache.BITS[format])).flatten(-2)
-        recent = probabilities.masked_fill(old, 0) @ _repeated(value.half().float(), shared)
-        return recent + (probabilities * old)[..., :count] @ _repeated(low, shared)
+        settled = kv_cache.settled(total, self.scheme.window)
+        grids = kv_cache.round_values(rows[:, :, :settled], kv_cache.BITS[format])
+        low, recent = kv_cache.restore_values(*grids).flatten(-2), value.half().float()
+        low, recent = _repeated(low, shared), _repeated(recent, shared)
+        return torch.cat(
+            [
+                probabilities[:, :, steps, :end] @ torch.cat((low[:, :, :count], recent[:, :, count:end]), 2)
+                for steps, count, end in self._runs(length, total)
+            ],
+            2,
+        )
 
-    def _old(self, length: int, total: int, device: torch.device) -> Tensor:
-        """Of the last `length` of `total` tokens, which keys were low-bit when it was the last: bool [S, T]."""
-        ends = [kv_cache.settled(end, self.scheme.window) for end in range(total - length + 1, total + 1)]
-        return torch.arange(total, device=device) < torch.tensor(ends, device=device)[:, None]
+    def _runs(self, length: int, total: int) -> Iterator[tuple[slice, int, int]]:
+        """The last `length` of `total` tokens in runs that see the same cache: (queries, low-bit keys, keys in all).
+
+        Keys behind a run's last query are those that its mask hides anyway.
+        """
+        first = total - length
+        for count, run in groupby(range(first + 1, total + 1), lambda end: kv_cache.settled(end, self.scheme.window)):
+            held = list(run)
+            yield slice(held[0] - 1 - first, held[-1] - first), count, held[-1]
 
 
 def _repeated(x: Tensor, times: int) -> Tensor:

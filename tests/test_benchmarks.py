@@ -85,6 +85,36 @@ def test_mixed(checkpoint: Path, tmp_path: Path) -> None:
     assert "old" not in page.read_text() and "mixed, 3 bits" in page.read_text()
 
 
+def test_attention(nano: Callable[[str], Path], tmp_path: Path) -> None:
+    page, numbers = tmp_path / "attention.md", tmp_path / "out" / "attention.json"
+    names = re.findall(r"<!-- (\w+) -->", (BENCHMARKS.parent / "docs" / "attention.md").read_text())
+    page.write_text("".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in names))
+    options = ("--length", "96", "--windows", "2", "--jobs", "1")
+    models = (str(nano("softmax")), str(nano("diff_v1")))
+    done = run("attention.py", *models, *options, "--json", str(numbers), "--markdown", str(page))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(numbers.read_text())
+    kl = {(row["model"], row["what"], row["label"]): row["kl"]["value"] for row in found["rows"] if "kl" in row}
+    for model in ("Transformer", "DIFF v1"):
+        assert 0 < kl[model, "logits", "8 bits"] < kl[model, "logits", "3 bits"]
+        assert 0 < kl[model, "kv", "int4, window 0"] < kl[model, "kv", "int2, window 0"]
+        assert kl[model, "qk", "K smoothing, nothing rounded"] < 1e-6
+        smoothed = kl[model, "qk", "int4 rows, a step per token, K smoothing"]
+        assert 0 < smoothed < kl[model, "qk", "int4 rows, a step per token"]
+    assert {row["model"] for row in found["rows"] if row["what"] == "branches"} == {"DIFF v1"}
+    assert {row["model"] for row in found["contrasts"]} == {"DIFF v1"}
+    text = page.read_text()
+    assert set(names) == {row["what"] for row in found["rows"]} and "old" not in text
+    assert "| cache int4, DIFF v1 " in text
+
+    options = ("--what", "logits", "--windows", "2", "--jobs", "1", "--needles", "2", "--json", str(numbers))
+    done = run("attention.py", str(nano("diff_v2")), *options)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(numbers.read_text())["rows"]
+    assert len(rows) == 7 and all(0 <= row["found"]["value"] <= 1 for row in rows)
+    assert rows[0]["less_found"]["value"] == 0 and "Needles found" in done.stdout
+
+
 def test_generate(tmp_path: Path) -> None:
     rows_file = tmp_path / "rows.json"
     arguments = ("--work", str(tmp_path / "work"), "--quick", "--only", "ternary", "--threads", "1", "--rounds", "1")

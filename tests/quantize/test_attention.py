@@ -161,13 +161,17 @@ def slow_head(query: Tensor, key: Tensor, values: list[Tensor], seen: Tensor, sc
 @pytest.mark.parametrize("name", SCHEMES)
 @torch.inference_mode()
 def test_every_head_is_that_of_slow_loops(attention: str, name: str) -> None:
-    """Grouped heads, padding in the past and a query that sees nothing, three new tokens onto 68 cached ones."""
-    scheme, past, length = SCHEMES[name], 68, 3
+    """Grouped heads, padding in the past and a query that sees nothing, two new tokens onto 69 cached ones."""
+    scheme, past, length = SCHEMES[name], 69, 2
     decoder = one_layer(attention)
     set_attention(decoder, scheme)
     layer: Any = decoder.model.layers[0].self_attn
     heads = type(layer).cache_heads(decoder.config)
-    keys, values, total = torch.randn(2, heads, past + length, 32), torch.randn(2, heads, past + length, 32), past + length
+    keys, values, total = (
+        torch.randn(2, heads, past + length, 32),
+        torch.randn(2, heads, past + length, 32),
+        past + length,
+    )
     keys[:, :, :, 3] += 4  # a channel apart, and a token
     keys[:, :, 40] *= 3
     cache = LayerCache(keys.clone(), values.clone())

@@ -10,7 +10,7 @@ from torch import Tensor
 from diffbit.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig, save
 from diffbit.models.attention import diff_v2
-from diffbit.quantize import Scheme, apply, load, parse_format, quantize_checkpoint
+from diffbit.quantize import AttentionScheme, Scheme, apply, load, parse_format, quantize_checkpoint
 from diffbit.quantize.methods import relambda, rtn
 from diffbit.quantize.piece import Piece, Tokens
 from diffbit.quantize.qtensor import QTensor
@@ -122,6 +122,17 @@ def test_the_difference_comes_closer(attention):
         size = (wanted.square().mean(-1, keepdim=True) + 1e-5).sqrt() if attention == "diff_v1" else 1
         errors.append(float(((signal - lambda_ * noise - wanted) / size).norm()))
     assert errors[1] < errors[0], errors
+
+
+@pytest.mark.parametrize("attention", ["diff_v1", "diff_v2"])
+def test_low_bit_attention_alone_is_reason_enough(attention):
+    decoder = model(attention)
+    ids = torch.randint(0, 64, (4, 12), generator=torch.Generator().manual_seed(2))
+    scheme = Scheme(attention=AttentionScheme(logits=2))
+    plain, refitted = apply(decoder, scheme), apply(decoder, scheme, "rtn+relambda", ids)
+    before, after = plain.state_dict(), refitted.state_dict()
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert changed == ["model.layers.0.self_attn." + ("lambda_q1" if attention == "diff_v1" else "lambda_proj.weight")]
 
 
 def test_it_goes_through_a_checkpoint(tmp_path):
