@@ -70,8 +70,8 @@ class LowBitAttention(Arithmetic):
         low, recent = kv_cache.restore_keys(codes, grids), _repeated(key.half().float(), shared)
         codes, grids, low = (_repeated(x, shared) for x in (codes, grids, low))
         parts = []
-        for steps, count, end in self._runs(query.shape[2], total):
-            rows, held = query[:, :, steps], recent[:, :, count:end]
+        for run, count, end in self._runs(query.shape[2], total):
+            rows, held = query[:, :, run], recent[:, :, count:end]
             if scheme.query_bits and count:
                 old = kv_cache.grid_scores(
                     rows, codes[:, :, :count], grids[:, :, : count // kv_cache.GROUP], scheme.query_bits
@@ -97,8 +97,8 @@ class LowBitAttention(Arithmetic):
         low, recent = _repeated(low, shared), _repeated(recent, shared)
         return torch.cat(
             [
-                probabilities[:, :, steps, :end] @ torch.cat((low[:, :, :count], recent[:, :, count:end]), 2)
-                for steps, count, end in self._runs(length, total)
+                probabilities[:, :, run, :end] @ torch.cat((low[:, :, :count], recent[:, :, count:end]), 2)
+                for run, count, end in self._runs(length, total)
             ],
             2,
         )

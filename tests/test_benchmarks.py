@@ -104,7 +104,7 @@ def test_attention(nano: Callable[[str], Path], tmp_path: Path) -> None:
     assert {row["model"] for row in found["rows"] if row["what"] == "branches"} == {"DIFF v1"}
     assert {row["model"] for row in found["contrasts"]} == {"DIFF v1"}
     text = page.read_text()
-    assert set(names) == {row["what"] for row in found["rows"]} and "old" not in text
+    assert set(names) == {row["what"] for row in found["rows"]} and "\nold\n" not in text
     assert "| cache int4, DIFF v1 " in text
 
     options = ("--what", "logits", "--windows", "2", "--jobs", "1", "--needles", "2", "--json", str(numbers))
