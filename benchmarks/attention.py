@@ -368,6 +368,7 @@ def qk_variants(attention: str, head_dim: int) -> Iterator[Variant]:
     yield product("qk", "q int8, keys int8", qk="int8", needles=True)
     yield product("qk", "q int8, keys int4", qk="int8", keys="int4", needles=True)
     yield product("qk", "q int4, keys int4", qk="int4", needles=True)
+    yield product("qk", "q int4, keys int4, window 0", qk="int4", window=0)
     yield product("qk", "q int8, keys int2", qk="int8", keys="int2")
     yield product("qk", "q int4, keys int2", qk="int4", keys="int2")
     yield trial("qk", "K smoothing, nothing rounded", lambda *_: Smoothed(Trial()))
