@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from .calib_data import Windows
+    from .calib_data import NeedleWindows, Windows
     from .quantize import AttentionScheme, Scheme, WeightReport
     from .quantize.mixed import LayerPlan, Plan
     from .quantize.outliers import OutlierReport
@@ -153,6 +153,22 @@ def _windows(
     elif length > context:
         raise DiffbitError(f"a length of {length} tokens exceeds the context of {context} that {model} has")
     return eval_windows(data, model, length, max_windows, split=split, field=field)
+
+
+def _needles(
+    models: Sequence[Path], entries: str | None, data: str, field: str, rows: int, seed: int
+) -> list[NeedleWindows]:
+    """Rows of needles for every NEEDLES:QUERIES[:LENGTH], no longer than the shortest context among the models."""
+    from .calib_data import needle_windows
+    from .evaluate.retrieval import parse_setting
+    from .models import Checkpoint
+
+    context = min(Checkpoint(model).config.max_position for model in models)
+    asked = [parse_setting(entry, context) for entry in entries.split(",")] if entries else []
+    return [
+        needle_windows(data, models[0], length, needles, queries, rows, field=field, seed=seed)
+        for needles, queries, length in asked
+    ]
 
 
 @contextmanager
@@ -860,6 +876,7 @@ def outliers(
         "diffbit compare out/demo/diff_v1 out/demo/softmax --bits 16,8,4,3,2 -o out/comparison",
         "diffbit compare out/demo/diff_v1 --what weights --bits 16,int4_g32,nf4 --max-windows 16",
         "diffbit compare examples/nano/diff_v1 --what weights --bits 16,4,3 --method rtn,gptq --max-windows 16",
+        "diffbit compare examples/nano/diff_v1 --what kv,qk,logits --bits 16,8,4,2 --max-windows 16",
     )
 )
 def compare(
@@ -870,7 +887,9 @@ def compare(
     bits: Annotated[str, typer.Option(help="Widths and formats, as in 16,8,6,4,3,2,ternary,int4_g32,nf4.")] = ",".join(
         ("16", "8", "6", "4", "3", "2", "ternary")
     ),
-    what: Annotated[str, typer.Option(help="weights, logits or both: what is rounded.")] = "weights,logits",
+    what: Annotated[
+        str, typer.Option(help="What is rounded, by commas: weights, logits, qk, kv, keys, values.")
+    ] = "weights,logits",
     method: Annotated[
         str, typer.Option(help="How weights are rounded: recipes as `diffbit quantize --method` takes them, by commas.")
     ] = "rtn",
@@ -881,6 +900,11 @@ def compare(
     field: Field = "text",
     max_windows: MaxWindows = 64,
     length: Length = None,
+    retrieval: Annotated[
+        str | None,
+        typer.Option(help="Also count needles found in text: NEEDLES:QUERIES[:LENGTH], by commas, as in 1:1,6:2:512."),
+    ] = None,
+    rows: Annotated[int, typer.Option(help="Rows of needles for each entry of --retrieval.")] = 64,
     batch_size: Annotated[int, typer.Option(help="Windows in a batch.")] = 8,
     artifact: Annotated[
         list[Path] | None,
@@ -896,7 +920,11 @@ def compare(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Accuracy against bit-width: perplexity, KL and top-1 agreement with 95 % intervals, paired on the same text."""
+    """Accuracy against bit-width: perplexity, KL and top-1 agreement with 95 % intervals, paired on the same text.
+
+    Of attention: logits, at any bits; qk, products of integers, 8 or 4; kv, the cache, 8, 4 or 2 (keys, values: one of
+    the two). With --retrieval, also how many key-value needles in text are found.
+    """
     from .evaluate import ReportData, plot_comparison, plot_outliers, versions, write_report
     from .evaluate import compare as compare_models
     from .quantize import parse_recipe
@@ -912,6 +940,7 @@ def compare(
     layer_errors = {path.name: _part(path / LAYER_ERRORS, "weights", list) for path in quantized or ()}
     training = {model.resolve().name: found for model in models if (found := _training(model))}
     windows = _windows(models[0], data, field, max_windows, length)
+    needles = _needles(models, retrieval, data, field, rows, seed)
     methods = method.split(",")
     calibration = None
     if "weights" in what.split(",") and any(parse_recipe(name).calibrated for name in methods):
@@ -925,6 +954,7 @@ def compare(
         calibration=calibration,
         batch_size=batch_size,
         device=_torch_device(device),
+        needles=needles,
     )
     if output is not None:
         parts = [_inspect(path, prompt, seed) for path in artifact or ()]

@@ -5,15 +5,23 @@ the float checkpoint and held against it, token by token: metrics.py says what i
 the checkpoint itself, computed in fp32, and counted as two bytes a weight, as it is usually stored.
 
 A number of bits stands for a format: 8 for int8 (a scale per row), 7 to 2 for int7_g64 ... int2_g64; formats may also
-be named: int4_g32, nf4, ternary. Attention logits take whole numbers only (dynamic absmax per query row, arXiv
-2410.05258, Figure 8); named formats are left out there.
+be named: int4_g32, nf4, ternary. Of attention (quantize/attention.py), each `what` takes the bits it has a format for
+and leaves out the others:
+
+    logits          2 to 8, dynamic absmax per query row (arXiv 2410.05258, Figure 8)
+    qk              8, 4: products of integers; keys then have as many bits
+    kv              8, 4, 2, or int8, int4, int2: keys and values of the KV cache
+    keys, values    the same, one without the other
+
+Beside text, the same variants may be asked for needles (retrieval.py): rows of their own, which only count answers.
 
 A method is a recipe of quantize/methods, such as "gptq" or "rotate+gptq"; those that calibrate do so on windows of
 their own. Beside plain rounding ("rtn") each of the others also says which share of its loss it recovers.
 
 Memory: the model, one quantized copy (which shares what is not quantized), and the 16-bit model's log-probabilities of
 as many windows as fit into `cache_bytes`. Over the other windows the 16-bit model runs anew for each variant: a variant
-may be slow to make, so it is made once.
+may be slow to make, so it is made once. Low-bit attention has its weights [heads, T, T] in memory, a few times over:
+it takes as many windows at a time as fit into EXPLICIT_BYTES.
 """
 
 from __future__ import annotations
@@ -25,33 +33,39 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .. import files, models
-from ..calib_data import Windows
+from ..calib_data import NeedleWindows, Windows
 from ..errors import DiffbitError
 from ..models import Checkpoint, Decoder, ModelConfig, num_parameters
+from ..models.attention import variant as attention_variant
 from ..progress import track
 from ..quantize import AttentionScheme, Format, Scheme, apply, linear_shapes, parse_format, parse_recipe, sizes
-from ..quantize.scheme import LOGIT_BITS
+from ..quantize.scheme import KV, LOGIT_BITS, QK
 from .metrics import CONFIDENCE, Estimate, Scores, log_probabilities, mean, paired, perplexity_ratio, recovered, score
+from .retrieval import Retrieval, answered, contrast, label, retrieval, settings
 
 BITS = ("16", "8", "6", "4", "3", "2", "ternary")
-WHAT = ("weights", "logits")
+WHAT = ("weights", "logits", "qk", "kv", "keys", "values")
+ATTENTION_WHAT = {"qk": QK, "kv": KV, "keys": KV, "values": KV}  # and the formats of each
 FLOAT = "16"
 METHODS = ("rtn",)
 ROUNDED = "rtn"  # the method whose loss the others recover
 GROUP = 64  # of a format that is given as a number of bits below 8
+EXPLICIT_BYTES = 2 << 30  # of attention weights at a time, where low-bit attention computes them one by one
+COPIES = 8  # of them, in float32: logits, probabilities, masks
 
 
 @dataclass(frozen=True)
 class Variant:
     """Something to compare with the 16-bit model."""
 
-    what: str  # weights | logits
-    format: str  # int4_g64, nf4, ...; for logits "4-bit"
-    method: str  # rtn, gptq, rotate+gptq, ...; "none" for logits
+    what: str  # one of WHAT
+    format: str  # int4_g64, nf4, ...; int8, int4, int2 of qk and the KV cache; for logits "4-bit"
+    method: str  # rtn, gptq, rotate+gptq, ...; "none" but for weights
     bits: float  # of one number, without scales; ternary: log2(3)
     scheme: Scheme
 
@@ -71,6 +85,7 @@ class Measured:
     scores: Scores
     nbytes: int  # of the whole model in a file, what is not quantized at two bytes a weight
     bits_per_weight: float  # of the linear layers that are quantized, scales included
+    answers: tuple[np.ndarray, ...] = ()  # bool [n, R] for each of the needles asked for: which queries are answered
 
 
 @dataclass(frozen=True)
@@ -88,9 +103,9 @@ class Result:
     """One model at one width. The intervals of all but `perplexity` are of paired differences to the 16-bit model."""
 
     model: str
-    what: str  # weights | logits; "none" for the 16-bit model itself
+    what: str  # one of WHAT; "none" for the 16-bit model itself
     format: str
-    method: str  # "none" for logits and for the 16-bit model
+    method: str  # "none" but for weights
     bits: float
     bits_per_weight: float  # of the linear layers that are quantized, scales included
     nbytes: int  # of the whole model in a file, what is not quantized at two bytes a weight
@@ -99,6 +114,8 @@ class Result:
     kl: Estimate  # nats a token, from the 16-bit model
     agreement: Estimate  # share of tokens with the same most likely prediction
     recovered: Estimate | None  # share of the loss of rtn at this format; None: rtn itself, not compared, or no loss
+    cache_bytes: float  # of the KV cache, a token of context
+    retrieval: tuple[Retrieval, ...]  # of the needles asked for
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -114,6 +131,7 @@ class Contrast:
     format: str
     method: str
     difference: Estimate  # log(ratio of `model`) - log(ratio of `against`), nats a token: below 0, `model` loses less
+    retrieval: tuple[Estimate, ...]  # change of `model` - change of `against`, of needles: above 0, `model` loses less
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -142,6 +160,7 @@ class Comparison:
     text: dict[str, Any]  # source, sha256, windows, length, scored tokens
     calibration: dict[str, Any] | None  # source, sha256, windows, length, tokens; None where no method calibrates
     refused: tuple[Refusal, ...]
+    needles: tuple[dict[str, Any], ...]  # length, needles, queries, rows, source, sha256 of each that was asked for
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; plots.py and report.py take it."""
@@ -151,20 +170,24 @@ class Comparison:
         """A row per result, for a table."""
         percent = f"{self.confidence:.0%}"
         several = any(result.method not in ("none", ROUNDED) for result in self.results)
+        compared = {result.what for result in self.results}
+        weights, cache = "weights" in compared, compared & set(ATTENTION_WHAT)
         return [
             {
                 "model": result.model,
                 "what": "-" if result.what == "none" else result.what,
                 "format": result.format,
                 **({"method": "-" if result.method == "none" else result.method} if several else {}),
-                "bits/weight": round(result.bits_per_weight, 2),
-                "MB": round(result.nbytes / 1e6, 2),
+                **({"bits/weight": round(result.bits_per_weight, 2)} if weights else {}),
+                **({"MB": round(result.nbytes / 1e6, 2)} if weights else {}),
+                **({"KV bytes/token": round(result.cache_bytes, 1)} if cache else {}),
                 "perplexity": result.perplexity.value,
                 "increase": f"{result.ratio.value - 1:+z.2%}",
                 percent: f"{result.ratio.low - 1:+z.2%} to {result.ratio.high - 1:+z.2%}",
                 **({"of rtn's loss recovered": _share(result.recovered)} if several else {}),
                 "KL": result.kl.value,
                 "agreement": f"{result.agreement.value:.2%}",
+                **{f"found, {label(one)}": _found(one) for one in result.retrieval},
             }
             for result in self.results
         ]
@@ -179,10 +202,12 @@ class Comparison:
             row: dict[str, Any] = {}
             for name, value in result.to_dict().items():
                 if isinstance(value, dict) or name == "recovered":
-                    ends = value or {"value": "", "low": "", "high": ""}
-                    row |= {name: ends["value"], f"{name}_low": ends["low"], f"{name}_high": ends["high"]}
-                else:
+                    row |= _ends(name, value)
+                elif name != "retrieval":
                     row[name] = value
+            for one in result.retrieval:
+                name = f"retrieval_{one.needles}_{one.queries}_{one.length}"
+                row |= _ends(name, one.accuracy.to_dict()) | _ends(f"{name}_change", one.change.to_dict())
             flat.append(row)
         with files.write_atomic(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(flat[0]))
@@ -195,8 +220,8 @@ def variants(bits: Sequence[str] = BITS, what: Sequence[str] = WHAT, methods: Se
     recipes = list(dict.fromkeys(parse_recipe(method).name for method in methods))
     for name in what:
         if name not in WHAT:
-            raise DiffbitError(f"{name!r} cannot be compared; wanted one or both of {', '.join(WHAT)}")
-    found = []
+            raise DiffbitError(f"{name!r} cannot be compared; wanted one or more of {', '.join(WHAT)}")
+    found: list[Variant] = []
     wanted = list(dict.fromkeys(str(entry).strip() for entry in bits))
     formats = {entry: _format(entry) for entry in wanted if entry != FLOAT}
     if "weights" in what:
@@ -210,6 +235,12 @@ def variants(bits: Sequence[str] = BITS, what: Sequence[str] = WHAT, methods: Se
                 width = int(entry)
                 scheme = Scheme(attention=AttentionScheme(logits=width))
                 found.append(Variant("logits", f"{width}-bit", "none", width, scheme))
+    for name in (name for name in ATTENTION_WHAT if name in what):
+        for entry in dict.fromkeys(f"int{entry}" if entry.isdigit() else entry for entry in formats):
+            if entry in ATTENTION_WHAT[name]:
+                parts = ("keys", "values") if name == "kv" else (name,)
+                scheme = Scheme(attention=AttentionScheme.from_dict(dict.fromkeys(parts, entry)))
+                found.append(Variant(name, entry, "none", int(entry.removeprefix("int")), scheme))
     if not found:
         raise DiffbitError(
             f"--bits {','.join(wanted)} with --what {','.join(what)} leaves nothing to compare with the 16-bit model; "
@@ -239,19 +270,23 @@ def compare(
     confidence: float = CONFIDENCE,
     cache_bytes: int = 1 << 30,
     device: torch.device | str = "cpu",
+    needles: Sequence[NeedleWindows] = (),
 ) -> Comparison:
     """Compare float checkpoints at several bit-widths on windows cut by their common tokenizer.
 
     methods: recipes by which weights are rounded. calibration: windows of other text, for those that calibrate.
-    names: of the models, for tables and plots; default the folders' names. confidence: of the intervals.
+    names: of the models, for tables and plots; default the folders' names. confidence: of the intervals. needles: rows
+    that the same variants are asked to find needles in.
     """
     chosen = variants(bits, what, methods)
     if len(windows.ids) < 2:
         raise DiffbitError("the text fills one window, and an interval needs two: give more text, or shorter windows")
+    if any(len(one.starts) < 2 for one in needles):
+        raise DiffbitError("needles in one row give no interval; ask for two rows or more")
     checkpoints = [Checkpoint(path) for path in paths]
     names = _names(checkpoints, names)
     for checkpoint in checkpoints:
-        for text in (windows, calibration):
+        for text in (windows, calibration, *(one.windows for one in needles)):
             if text is not None:
                 _check(checkpoint, text)
     _check_tokenizers(checkpoints)
@@ -262,7 +297,14 @@ def compare(
         decoder = models.load(checkpoint, device=device)
         try:
             measured[name], refusals = measure(
-                decoder, chosen, windows, calibration, name=name, batch_size=batch_size, cache_bytes=cache_bytes
+                decoder,
+                chosen,
+                windows,
+                calibration,
+                name=name,
+                batch_size=batch_size,
+                cache_bytes=cache_bytes,
+                needles=needles,
             )
         finally:
             del decoder
@@ -270,7 +312,7 @@ def compare(
         refused += refusals
     if not any(parse_recipe(method).calibrated for method in methods):
         calibration = None
-    return conclude(checkpoints, measured, refused, windows, calibration, confidence)
+    return conclude(checkpoints, measured, refused, windows, calibration, confidence, needles)
 
 
 def measure(
@@ -282,15 +324,15 @@ def measure(
     name: str = "the model",
     batch_size: int = 8,
     cache_bytes: int = 1 << 30,
+    needles: Sequence[NeedleWindows] = (),
 ) -> tuple[list[Measured], list[Refusal]]:
-    """The 16-bit model and every variant on all windows; and the variants that their method refuses to make."""
+    """The 16-bit model and every variant on all windows and needles; and the variants that their method refuses."""
     if batch_size < 1:
         raise DiffbitError(f"batch_size is {batch_size}, wanted 1 or more")
     if calibration is None and (calibrated := [v.method for v in chosen if _recipe_calibrates(v)]):
         raise DiffbitError(f"method {calibrated[0]} calibrates on text; give calibration windows")
     device = next(decoder.parameters()).device
     ids, target, mask = (torch.from_numpy(array) for array in (windows.ids, windows.target, windows.mask))
-    batches = [slice(start, min(start + batch_size, len(ids))) for start in range(0, len(ids), batch_size)]
     kept = cache_bytes // (ids.shape[1] * decoder.config.vocab_size * 4)  # windows
     cache: dict[int, Tensor] = {}
 
@@ -304,7 +346,8 @@ def measure(
 
     def scores(variant: Variant | None, model: Decoder) -> Scores:
         found = Scores.zeros(len(ids))
-        for batch in batches:
+        size = _batch_size(variant, decoder.config, ids.shape[1], batch_size)
+        for batch in (slice(start, min(start + size, len(ids))) for start in range(0, len(ids), size)):
             log_q = run(model, batch)
             log_p: dict[int, Tensor] | dict[int, None] = dict.fromkeys(log_q)
             if variant is None:
@@ -330,7 +373,12 @@ def measure(
                 refused.append(Refusal(name, variant.format, variant.method, str(error)))
                 continue
         nbytes = sizes(model.config, scheme).nbytes
-        measured.append(Measured(variant, scores(variant, model), nbytes, _bits_per_weight(model.config, scheme)))
+        found = scores(variant, model)
+        answers = tuple(
+            answered(model, one, _batch_size(variant, decoder.config, one.windows.ids.shape[1], batch_size))
+            for one in needles
+        )
+        measured.append(Measured(variant, found, nbytes, _bits_per_weight(model.config, scheme), answers))
         del model  # before the next one is made
     if refused and len(measured) == 1:
         raise DiffbitError(f"{name}: {refused[0].reason}")
@@ -344,13 +392,14 @@ def conclude(
     windows: Windows,
     calibration: Windows | None,
     confidence: float = CONFIDENCE,
+    needles: Sequence[NeedleWindows] = (),
 ) -> Comparison:
     """What was `measure`d of each model by name, the 16-bit one first, as a comparison against the first of them."""
     infos = []
     results: list[Result] = []
     contrasts = []
-    (first, scores_of_first), *_ = scores = [(name, _by_key(found)) for name, found in measured.items()]
-    for checkpoint, (name, own) in zip(checkpoints, scores, strict=True):
+    (first, of_first), *_ = by_key = [(name, _by_key(found)) for name, found in measured.items()]
+    for checkpoint, (name, own) in zip(checkpoints, by_key, strict=True):
         config = checkpoint.config
         infos.append(
             ModelInfo(
@@ -363,21 +412,41 @@ def conclude(
                 hidden_size=config.hidden_size,
             )
         )
-        results += [_result(name, variant, own, confidence) for variant in measured[name]]
+        results += [_result(name, checkpoint.config, one, own, confidence, needles) for one in measured[name]]
         for key in own:
-            if key is None or name == first or key not in scores_of_first:
+            if key is None or name == first or key not in of_first:
                 continue
-            difference = paired(own[key], own[None]) - paired(scores_of_first[key], scores_of_first[None])
+            low, whole, other, other_whole = own[key], own[None], of_first[key], of_first[None]
+            lost = paired(low.scores, whole.scores) - paired(other.scores, other_whole.scores)
+            answers = zip(low.answers, whole.answers, other.answers, other_whole.answers, strict=True)
+            found = tuple(contrast((a, b), (c, d), confidence) for a, b, c, d in answers)
             what, format, method = key
-            estimate = mean(difference, own[None].tokens, confidence)
-            contrasts.append(Contrast(name, first, what, format, method, estimate))
+            estimate = mean(lost, whole.scores.tokens, confidence)
+            contrasts.append(Contrast(name, first, what, format, method, estimate, found))
     about = _about(windows) | {"scored_tokens": windows.scored}
     calibrated = None if calibration is None else _about(calibration) | {"tokens": int(calibration.mask.sum())}
-    return Comparison(tuple(infos), tuple(results), tuple(contrasts), confidence, about, calibrated, tuple(refused))
+    return Comparison(
+        tuple(infos),
+        tuple(results),
+        tuple(contrasts),
+        confidence,
+        about,
+        calibrated,
+        tuple(refused),
+        tuple(settings(needles)),
+    )
 
 
-def _by_key(measured: Sequence[Measured]) -> dict[Any, Scores]:
-    return {one.variant.key if one.variant else None: one.scores for one in measured}
+def _by_key(measured: Sequence[Measured]) -> dict[Any, Measured]:
+    return {one.variant.key if one.variant else None: one for one in measured}
+
+
+def _batch_size(variant: Variant | None, config: ModelConfig, length: int, wanted: int) -> int:
+    """Windows of `length` tokens that a variant takes at a time, at most as many as wanted."""
+    if variant is None or variant.scheme.attention == AttentionScheme():
+        return wanted
+    heads, _ = attention_variant(config.attention).Attention.hf_heads(config)  # sub-heads, which have weights each
+    return max(1, min(wanted, EXPLICIT_BYTES // (COPIES * 4 * heads * length * length)))
 
 
 def _made(decoder: Decoder, variant: Variant, calibration: Windows | None) -> Decoder:
@@ -398,12 +467,20 @@ def _about(windows: Windows) -> dict[str, Any]:
     return {"source": windows.source, "sha256": windows.sha256, "windows": count, "length": length}
 
 
-def _result(name: str, measured: Measured, scores: dict[Any, Scores], confidence: float) -> Result:
-    """scores: of all of the model's variants by key, and under None those of the 16-bit model."""
-    variant, found, reference = measured.variant, measured.scores, scores[None]
+def _result(
+    name: str,
+    config: ModelConfig,
+    measured: Measured,
+    own: dict[Any, Measured],
+    confidence: float,
+    needles: Sequence[NeedleWindows],
+) -> Result:
+    """own: all of the model's variants by key, and under None the 16-bit model."""
+    variant, found, reference = measured.variant, measured.scores, own[None].scores
+    scheme = AttentionScheme() if variant is None else variant.scheme.attention
     rounded = None
     if variant is not None and variant.method != ROUNDED:
-        rounded = scores.get((variant.what, variant.format, ROUNDED))
+        rounded = own.get((variant.what, variant.format, ROUNDED))
     return Result(
         model=name,
         what="none" if variant is None else variant.what,
@@ -416,8 +493,25 @@ def _result(name: str, measured: Measured, scores: dict[Any, Scores], confidence
         ratio=perplexity_ratio(found, reference, confidence),
         kl=found.divergence(confidence),
         agreement=found.agreement(confidence),
-        recovered=None if rounded is None else recovered(found, rounded, reference, confidence),
+        recovered=None if rounded is None else recovered(found, rounded.scores, reference, confidence),
+        cache_bytes=scheme.cache_bytes(config),
+        retrieval=tuple(
+            retrieval(one, answers, whole, confidence)
+            for one, answers, whole in zip(needles, measured.answers, own[None].answers, strict=True)
+        ),
     )
+
+
+def _found(one: Retrieval) -> str:
+    """Share of queries answered and, in points, its change with the interval."""
+    change = (f"{100 * end:+z.1f}" for end in (one.change.value, one.change.low, one.change.high))
+    return f"{one.accuracy.value:.1%} ({next(change)}; {next(change)} to {next(change)})"
+
+
+def _ends(name: str, estimate: Mapping[str, float] | None) -> dict[str, Any]:
+    """An estimate as three columns; empty ones where there is none."""
+    ends: Mapping[str, Any] = estimate or {"value": "", "low": "", "high": ""}
+    return {name: ends["value"], f"{name}_low": ends["low"], f"{name}_high": ends["high"]}
 
 
 def _share(estimate: Estimate | None) -> str:

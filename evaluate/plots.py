@@ -17,14 +17,23 @@ if TYPE_CHECKING:
 
 Data = Mapping[str, Any]
 
-SUBJECTS = {"weights": "Weights", "logits": "Attention logits"}
+NOUNS = {
+    "weights": "weights",
+    "logits": "attention logits",
+    "qk": "queries and keys",
+    "kv": "KV cache",
+    "keys": "cached keys",
+    "values": "cached values",
+}
+SUBJECTS = {what: noun[0].upper() + noun[1:] for what, noun in NOUNS.items()}
+AXES = {"weights": "format, scale per, bits a weight", "logits": "bits of a logit", "qk": "integers multiplied"}
 METRICS = ("increase", "kl")
 SITES = {"hidden_states": "Hidden states", "attention_logits": "Attention logits"}
 FLOOR = {"increase": 1e-4, "kl": 1e-7}  # what lies below is drawn there, hollow: it is noise, or nothing
 
 
 def plot_comparison(comparison: Data, path: str | Path) -> None:
-    """A row of panels for weights and one for attention logits, as compared; `charts` says what is in them."""
+    """A row of panels for weights and one for each part of attention, as compared; `charts` says what is in them."""
     style.check_path(path)
     rows = [charts(comparison, what) for what in subjects(comparison)]
     columns = max(len(row) for row in rows)
@@ -56,13 +65,14 @@ def plot_plan(plan: Data, path: str | Path) -> None:
 
 
 def subjects(comparison: Data) -> list[str]:
-    """Which of weights and logits were compared."""
+    """What was compared."""
     return [what for what in SUBJECTS if any(result["what"] == what for result in comparison["results"])]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A metric ("increase" of perplexity, or "kl") of `lines`, {label: results}, against the widths compared."""
+    """A metric ("increase" of perplexity, "kl", or "found": needles) of `lines`, {label: results}, against the widths
+    compared."""
 
     title: str
     what: str
@@ -70,13 +80,14 @@ class Chart:
     lines: dict[str, list[Data]]
     widths: dict[str, float]  # {format: bits}, widest first
     bounds: tuple[float, float]  # of the lines and bands, above the floor; charts side by side share them
+    setting: int = 0  # of needles, where they are the metric: which of the settings compared
 
 
 def charts(comparison: Data, what: str) -> list[Chart]:
-    """What to draw of weights or logits.
+    """What to draw of weights, or of a part of attention.
 
-    One method: perplexity and KL, a line for each model. Several: perplexity only, a chart for each model with a line
-    for each method.
+    One method: perplexity, KL and each setting of needles, a line for each model. Several: perplexity only, a chart
+    for each model with a line for each method.
     """
     results = [result for result in comparison["results"] if result["what"] == what]
     names = [model["name"] for model in comparison["models"]]
@@ -91,7 +102,16 @@ def charts(comparison: Data, what: str) -> list[Chart]:
         lines = {name: of("model", name, results) for name in names}
         subject = SUBJECTS[what]
         titles = {"increase": f"{subject}: increase of perplexity", "kl": f"{subject}: KL divergence"}
-        return [Chart(titles[m], what, m, lines, widths, _bounds(results, m)) for m in METRICS]
+        drawn = [Chart(titles[m], what, m, lines, widths, _bounds(results, m)) for m in METRICS]
+        whole = {r["model"]: r["retrieval"] for r in comparison["results"] if r["what"] == "none"}
+        for setting, asked in enumerate(comparison["needles"]):
+            title = f"{subject}: {asked['queries']} of {asked['needles']} needles in {asked['length']:,} tokens"
+            told = {
+                f"{name}, {whole[name][setting]['accuracy']['value']:.1%} at 16 bits": own
+                for name, own in lines.items()
+            }
+            drawn.append(Chart(title, what, "found", told, widths, _points(results, setting), setting))
+        return drawn
     bounds = _bounds(results, "increase")
     own = {name: [r for r in results if r["model"] == name] for name in names}
     return [
@@ -102,7 +122,37 @@ def charts(comparison: Data, what: str) -> list[Chart]:
 
 
 def draw(axes: Axes, chart: Chart) -> None:
-    """Logarithmic, with bands of confidence. Points at or below the axis's floor are drawn on it, hollow."""
+    """A line with its band of confidence for each label of the chart."""
+    if chart.metric == "found":
+        _draw_found(axes, chart)
+    else:
+        _draw_loss(axes, chart)
+    columns = range(len(chart.widths))
+    axes.set_title(chart.title)
+    axes.set_xticks(columns, [_tick(name, chart) for name in chart.widths])
+    axes.set_xlim(-0.35, len(chart.widths) - 0.65)
+    axes.set_xlabel(AXES.get(chart.what, "format of the cache"))
+    axes.legend(loc="upper left" if chart.metric != "found" else "lower left", ncols=1 if len(chart.lines) < 4 else 2)
+
+
+def _draw_found(axes: Axes, chart: Chart) -> None:
+    """Queries answered, in points more or less than by the 16-bit model; linear."""
+    columns = {name: column for column, name in enumerate(chart.widths)}
+    axes.axhline(0, color=style.MUTED, linewidth=0.8, zorder=1)
+    for index, own in enumerate(chart.lines.values()):
+        x = [columns[r["format"]] for r in own]
+        value, low, high = ([_change(r, chart.setting, end) for r in own] for end in ("value", "low", "high"))
+        look = style.line(index)
+        axes.fill_between(x, low, high, color=look["color"], alpha=0.18, linewidth=0)
+        axes.plot(x, value, label=list(chart.lines)[index], zorder=3, **look)
+    lowest, highest = chart.bounds
+    room = highest - lowest
+    axes.set_ylim(lowest - room * (0.08 + 0.09 * len(chart.lines)), highest + 0.05 * room)
+    axes.set_ylabel("queries answered, points to the 16-bit model")
+
+
+def _draw_loss(axes: Axes, chart: Chart) -> None:
+    """Logarithmic. Points at or below the axis's floor are drawn on it, hollow."""
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     columns = {name: column for column, name in enumerate(chart.widths)}
@@ -121,20 +171,15 @@ def draw(axes: Axes, chart: Chart) -> None:
     axes.set_yscale("log")
     lowest, highest = chart.bounds
     room = highest / lowest
-    names = -(-len(chart.lines) // (legend := 1 if len(chart.lines) < 4 else 2))
+    names = -(-len(chart.lines) // (1 if len(chart.lines) < 4 else 2))  # rows of the legend
     axes.set_ylim(lowest / room**0.05, highest * room ** (0.08 + 0.07 * names))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_title(chart.title)
     if chart.metric == "increase":
         axes.set_ylabel("over the 16-bit model")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _percent(y, floor)))
     else:
         axes.set_ylabel("from the 16-bit model, nats per token")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}".replace("e-0", "e-")))
-    axes.set_xticks(list(columns.values()), [_tick(name, chart.widths) for name in chart.widths])
-    axes.set_xlim(-0.35, len(chart.widths) - 0.65)
-    axes.set_xlabel("format, scale per, bits a weight" if chart.what == "weights" else "bits of a logit")
-    axes.legend(loc="upper left", ncols=legend)
 
 
 def _bounds(results: Sequence[Data], metric: str) -> tuple[float, float]:
@@ -143,6 +188,16 @@ def _bounds(results: Sequence[Data], metric: str) -> tuple[float, float]:
     lowest = min((max(_metric(r, metric, "value"), floor) for r in results), default=1.0)
     highest = max((max(_metric(r, metric, end), floor) for r in results for end in ("value", "high")), default=1.0)
     return min(1.0, lowest), max(100 * floor, highest)
+
+
+def _points(results: Sequence[Data], setting: int) -> tuple[float, float]:
+    """The lowest and the highest end of a band of needles found, at least a point on either side of 0."""
+    ends = [_change(r, setting, end) for r in results for end in ("low", "high")]
+    return min(-1.0, *ends), max(1.0, *ends)
+
+
+def _change(result: Data, setting: int, end: str) -> float:
+    return 100 * float(result["retrieval"][setting]["change"][end])
 
 
 def _metric(result: Data, metric: str, end: str) -> float:
@@ -266,14 +321,14 @@ def order(results: Sequence[Data]) -> dict[str, float]:
     return {name: size[name] for name in sorted(size, key=lambda name: rank[name], reverse=True)}
 
 
-def _tick(name: str, widths: Mapping[str, float]) -> str:
-    if name.endswith("-bit"):
+def _tick(name: str, chart: Chart) -> str:
+    if chart.what != "weights":
         return name.removesuffix("-bit")
     number, _, grain = name.partition("_")
     if not grain:  # the name does not say what shares a scale; the format does
         rows, groups = parse_format(name).scale_shape((2, 256))
         grain = "tensor" if rows == 1 else "row" if groups == 1 else f"g{256 // groups}"
-    return f"{number}\n{grain.replace('_', ' ')}\n{widths[name]:.2f}"
+    return f"{number}\n{grain.replace('_', ' ')}\n{chart.widths[name]:.2f}"
 
 
 def _plain_log_ticks(axes: Axes) -> None:

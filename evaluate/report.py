@@ -171,7 +171,7 @@ def _contrast_cards(data: ReportData) -> list[str]:
         losses = {m: sum(math.log(r["ratio"]["value"]) for r in results if r["method"] == m) for m in methods}
         best = min(losses, key=lambda method: losses[method])
         own = {r["model"]: r for r in results if r["method"] == best}
-        label = f"{escape(width)} {'weights' if what == 'weights' else 'attention logits'}"
+        label = f"{escape(width)} {plots.NOUNS[what]}"
         if len(methods) > 1:
             label += f" by {escape(best)}, the best of {len(methods)} methods,"
         for contrast in data.comparison["contrasts"]:
@@ -351,6 +351,13 @@ def _accuracy(data: ReportData) -> str:
                 svg = style.inline(figure, f"curve-{what}-{number}")
                 figures.append(_figure(svg, f"{chart.title} against bit-width", _chart_words(chart)))
         html += f'<div class="figures">{"".join(figures)}</div>{_result_table(data, what)}{_contrast_table(data, what)}'
+    if comparison["needles"]:
+        asked = comparison["needles"][0]
+        html += _note(
+            f"Needles: {asked['rows']:,} rows a setting, text from <code>{escape(str(asked['source']))}</code> "
+            "with key-value pairs laid into it. Some are asked for at its end; a query is answered when every token of "
+            "its value is the most likely one. Points: the paired change to the 16-bit model, over rows."
+        )
     for refusal in comparison["refused"]:
         html += _note(
             f"Left out, {escape(refusal['model'])} by {_bold(refusal['method'])}: {escape(refusal['reason'])}."
@@ -387,12 +394,20 @@ def _methods(comparison: Data, what: str) -> list[str]:
 def _chart_words(chart: plots.Chart) -> str:
     words = []
     for label, results in chart.lines.items():
-        values = [
-            f"{r['format']} {_increase(r['ratio']) if chart.metric == 'increase' else _number(r['kl']['value'])}"
-            for r in results
-        ]
+        values = [f"{r['format']} {_told(r, chart)}" for r in results]
         words.append(f"{label}: {', '.join(values)}")
     return "; ".join(words) + "."
+
+
+def _told(result: Data, chart: plots.Chart) -> str:
+    if chart.metric == "found":
+        return _change(result["retrieval"][chart.setting]["change"]["value"])
+    return _increase(result["ratio"]) if chart.metric == "increase" else _number(result["kl"]["value"])
+
+
+def _change(share: float) -> str:
+    """Of queries answered, in points."""
+    return f"{100 * share:+z.1f}".replace("-", "−", 1)
 
 
 def _result_table(data: ReportData, what: str) -> str:
@@ -405,6 +420,10 @@ def _result_table(data: ReportData, what: str) -> str:
         head.insert(5, "Recovered")
     if what == "weights":
         head += ["Bits a weight", "Size"]
+    elif what != "logits":
+        head += ["KV cache a token"]
+    for asked in data.comparison["needles"]:
+        head += [f"{asked['queries']} of {asked['needles']} needles in {asked['length']:,}", "Points"]
     rows = []
     for name in ["16", *plots.order([r for r in results if r["what"] == what])]:
         group = [r for r in results if r["format"] == name and r["what"] in (what, "none")]
@@ -421,6 +440,10 @@ def _result_table(data: ReportData, what: str) -> str:
             ]
             if what == "weights":
                 row += [f"{r['bits_per_weight']:.2f}", _bytes(r["nbytes"])]
+            elif what != "logits":
+                row += [_bytes(r["cache_bytes"])]
+            for one in r["retrieval"]:
+                row += [_percent(one["accuracy"]["value"]), "–" if name == "16" else _interval(one["change"], _change)]
             rows.append(row)
     return _table(f"{plots.SUBJECTS[what]}: every width", head, rows, left=left, grouped=True)
 
@@ -439,11 +462,14 @@ def _contrast_table(data: ReportData, what: str) -> str:
         verdict = f"{_bold(less)} loses less than {_bold(more)}" if clear else "not told apart"
         pair = f"{escape(c['model'])} − {escape(c['against'])}"
         method = [escape(c["method"])] if several else []
-        rows.append([f"<strong>{escape(c['format'])}</strong>", *method, pair, _interval(difference, _signed), verdict])
+        found = [_interval(estimate, _change) for estimate in c["retrieval"]]
+        row = [f"<strong>{escape(c['format'])}</strong>", *method, pair, _interval(difference, _signed), verdict]
+        rows.append([*row, *found])
     head = ["Format", *(["Method"] if several else []), "Models", "Difference of loss, nats a token"]
     left = (0, 1, 2, 4) if several else (0, 1, 3)
     title = f"{plots.SUBJECTS[what]}: which model loses more?"
-    table = _table(title, [*head, "With this confidence"], rows, left=left)
+    asked = [f"{one['queries']} of {one['needles']} in {one['length']:,}, points" for one in data.comparison["needles"]]
+    table = _table(title, [*head, "With this confidence", *asked], rows, left=left)
     return _details("Does one model lose more than the other? Paired differences", table, opened=True)
 
 

@@ -29,8 +29,9 @@ from typing import Any
 from .. import files
 from ..errors import DiffbitError
 from ..models import ModelConfig
+from ..models.attention import variant
 from ..models.layout import EMBEDDING, shapes
-from ..ops.kv_cache import BITS, GROUP
+from ..ops.kv_cache import BITS, GROUP, row_bytes
 from .formats import Format, parse_format
 
 KEPT = ("lm_head", "lambda_proj")  # float unless an override names them
@@ -87,6 +88,11 @@ class AttentionScheme:
     def has_window(self) -> bool:
         """Does the cache leave recent tokens as they came?"""
         return any(BITS[format] < 8 for format in (self.key_format, self.value_format))
+
+    def cache_bytes(self, config: ModelConfig) -> float:
+        """Of the KV cache, a token of context; what stays float is counted as two bytes a number."""
+        rows = config.num_layers * variant(config.attention).Attention.cache_heads(config)
+        return rows * sum(row_bytes(format, config.head_dim) for format in (self.key_format, self.value_format))
 
     def check(self, config: ModelConfig) -> None:
         """A DiffbitError where a model's heads cannot be held in the cache's formats."""

@@ -192,6 +192,14 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
     "no such text": (["train", "--data", "{out}/book.txt", "-o", "{out}/t"], ["book.txt"]),
     "compare bits": (["compare", "{checkpoint}", "--bits", "16,many", "-o", "{out}/c"], ["many"]),
     "compare what": (["compare", "{checkpoint}", "--what", "weights,moods", "-o", "{out}/c"], ["moods"]),
+    "retrieval": (["compare", "{checkpoint}", "--retrieval", "1:1,6", "-o", "{out}/c"], ["'6'", "6:2"]),
+    "needles in small words": (
+        ["compare", "{checkpoint}", "--retrieval", "1:1", "-o", "{out}/c"],
+        ["a word of", "larger vocabulary"],
+    ),
+    "training on needles": (["train", "--needles", "2", "-o", "{out}/t"], ["needles", "2", "share"]),
+    "training from nothing": (["train", "--init", "{out}/none", "-o", "{out}/t"], ["none"]),
+    "training from an artifact": (["train", "--init", "{artifact}", "-o", "{out}/t"], ["exported artifact"]),
     "compare with a lost artifact": (["compare", "{checkpoint}", "--artifact", "{out}/a", "-o", "{out}/c"], ["a"]),
     "layer errors of a float model": (
         ["compare", "{checkpoint}", "--quantized", "{checkpoint}", "-o", "{out}/c"],

@@ -20,7 +20,11 @@ def ratio(loss: float) -> dict[str, float]:
 
 
 def comparison(
-    names: tuple[str, ...] = ("diff", "plain"), *, told_apart: bool = True, methods: tuple[str, ...] = ("rtn",)
+    names: tuple[str, ...] = ("diff", "plain"),
+    *,
+    told_apart: bool = True,
+    methods: tuple[str, ...] = ("rtn",),
+    needles: tuple[int, ...] = (),
 ) -> dict[str, Any]:
     models = [
         {
@@ -44,7 +48,14 @@ def comparison(
                     "bits_per_weight": per_weight, "recovered": estimate(1 - share, 0.05) if share < 1 else None,
                     "nbytes": int(1e5 * per_weight), "perplexity": estimate(20 * math.exp(loss), 1.0),
                     "ratio": ratio(loss) if loss else estimate(1.0, 0.0), "kl": estimate(abs(loss), 0.1 * abs(loss)),
-                    "agreement": estimate(math.exp(-abs(loss)), 0.001),
+                    "agreement": estimate(math.exp(-abs(loss)), 0.001), "cache_bytes": 384.0,
+                    "retrieval": [
+                        {
+                            "length": length, "needles": 6, "queries": 2, "accuracy": estimate(0.9 - loss / 10, 0.05),
+                            "change": estimate(-loss / 10, 0.01), "by_depth": [0.9] * 5,
+                        }
+                        for length in needles
+                    ],
                 }
             )  # fmt: skip
 
@@ -54,6 +65,8 @@ def comparison(
                 add("weights", format, bits, per_weight, factor * LOSSES[format], method)
         for bits in (8, 4, 3):
             add("logits", f"{bits}-bit", bits, 16.0, factor * 0.5**bits)
+        for bits in (8, 4, 2) if needles else ():
+            add("kv", f"int{bits}", bits, 16.0, factor * 0.4**bits)
     for name in names[1:]:
         for result in results:
             if result["model"] == name and result["what"] != "none":
@@ -62,6 +75,7 @@ def comparison(
                         "model": name, "against": names[0], "what": result["what"], "format": result["format"],
                         "method": result["method"],
                         "difference": estimate(0.02, 0.01 if told_apart else 0.03),
+                        "retrieval": [estimate(-0.011, 0.005) for _ in needles],
                     }
                 )  # fmt: skip
     text = {"source": "stdlib", "sha256": "cd" * 32, "windows": 16, "length": 128, "scored_tokens": 2032}
@@ -69,6 +83,10 @@ def comparison(
     return {
         "models": models, "results": results, "contrasts": contrasts, "confidence": 0.95, "text": text,
         "calibration": calibration if len(methods) > 1 else None, "refused": [],
+        "needles": [
+            {"length": length, "needles": 6, "queries": 2, "rows": 32, "source": "stdlib", "sha256": "ab" * 32}
+            for length in needles
+        ],
     }  # fmt: skip
 
 

@@ -161,6 +161,20 @@ def test_several_methods() -> None:
     assert "Left out, diff by awq: ternary has no groups." in Page(render(replace(data, comparison=left_out))).text
 
 
+def test_needles_beside_perplexity() -> None:
+    page = Page(render(replace(everything(), comparison=made_up.comparison(needles=(128, 1024)))))
+    rows = [[cell.strip() for cell in row] for row in page.cells]
+    four = next(row for row in rows if row[:2] == ["int4", "diff"])
+    assert four[6:] == ["384 B", "89.7%", "−0.3 [−1.3, +0.7]", "89.7%", "−0.3 [−1.3, +0.7]"]
+    whole = next(row for row in rows if row[:2] == ["16", "diff"] and len(row) == 11)
+    assert whole[7:9] == ["90.0%", "–"]
+    pair = next(row for row in rows if row[:2] == ["int4", "plain − diff"])
+    assert pair[4:] == ["−1.1 [−1.6, −0.6]"] * 2
+    assert "2 of 6 needles in 1,024 tokens against bit-width" not in page.text  # an aria-label, not text
+    assert "32 rows a setting" in page.text and "Perplexity at int4 KV cache" in page.text
+    assert page.tags.count("svg") == 8 + 2 * 2 + 4
+
+
 def test_everything_from_outside_is_escaped() -> None:
     data = replace(everything(EVIL), title=EVIL, commands=[EVIL], versions={EVIL: EVIL})
     source = render(data)

@@ -1,0 +1,106 @@
+"""Needles found: how many queries of calib_data/needles.py a model answers, and what low bits change of that.
+
+A query is answered when every token of its value is the most likely one, given all before it. Of W rows of R queries
+each, the row is the unit of the intervals, as a window of text is in metrics.py: queries of a row share its haystack.
+The change is paired: the same rows, with low bits and without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..calib_data import VALUE, NeedleWindows
+from ..errors import DiffbitError
+from ..models import Decoder
+from .metrics import CONFIDENCE, Estimate, mean
+
+DEPTHS = 5  # equal parts of the haystack that accuracy is told for
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """Needles found by a model at one setting."""
+
+    length: int  # tokens of a row
+    needles: int  # N in a row
+    queries: int  # R of them asked for
+    accuracy: Estimate  # share of queries answered
+    change: Estimate  # of that share, to the 16-bit model's, paired
+    by_depth: tuple[float | None, ...]  # accuracy in each fifth of the haystack, from its beginning; None: no needle
+
+
+def parse_setting(text: str, context: int) -> tuple[int, int, int]:
+    """ "N:R" or "N:R:LENGTH" -> (N, R, length); the length is the context where none is given."""
+    parts = text.strip().split(":")
+    if len(parts) not in (2, 3) or not all(part.isdecimal() for part in parts):
+        raise DiffbitError(
+            f"needles {text!r}: wanted NEEDLES:QUERIES or NEEDLES:QUERIES:LENGTH, such as 6:2 or 6:2:512"
+        )
+    needles, queries, length = (*map(int, parts), context)[:3]
+    return needles, queries, length
+
+
+def answered(model: Decoder, needles: NeedleWindows, batch_size: int) -> np.ndarray:
+    """Which queries the model answers: bool [n, R]."""
+    device = next(model.parameters()).device
+    found = []
+    for begin in range(0, len(needles.starts), batch_size):
+        ids = torch.from_numpy(needles.windows.ids[begin : begin + batch_size]).to(device)
+        starts = torch.from_numpy(needles.starts[begin : begin + batch_size]).to(device)
+        with torch.inference_mode():
+            likeliest = model(ids).argmax(-1)  # [B, T]: of the token after each
+        places = [starts + offset for offset in range(VALUE)]
+        right = [likeliest.gather(1, place - 1) == ids.gather(1, place) for place in places]
+        found.append(torch.stack(right).all(0).cpu().numpy())
+    return np.concatenate(found)
+
+
+def retrieval(
+    needles: NeedleWindows, found: np.ndarray, reference: np.ndarray, confidence: float = CONFIDENCE
+) -> Retrieval:
+    """found, reference: bool [n, R], which queries this model and the 16-bit model answer."""
+    rows, queries = found.shape
+    asked = np.full(rows, queries)
+    part = np.minimum((needles.depths * DEPTHS).astype(int), DEPTHS - 1)
+    by_depth = [found[part == depth] for depth in range(DEPTHS)]
+    return Retrieval(
+        length=needles.windows.ids.shape[1],
+        needles=needles.needles,
+        queries=queries,
+        accuracy=mean(found.sum(1), asked, confidence),
+        change=mean(lost(found, reference), asked, confidence),
+        by_depth=tuple(float(own.mean()) if own.size else None for own in by_depth),
+    )
+
+
+def lost(found: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """Queries answered, less those that the 16-bit model answers, in each row: int64 [n]."""
+    return found.sum(1) - reference.sum(1)
+
+
+def contrast(
+    pair: tuple[np.ndarray, np.ndarray], against: tuple[np.ndarray, np.ndarray], confidence: float = CONFIDENCE
+) -> Estimate:
+    """Change of one model's share of queries answered, less that of another's: each (found, reference)."""
+    difference = lost(*pair) - lost(*against)
+    return mean(difference, np.full(len(difference), pair[0].shape[1]), confidence)
+
+
+def label(setting: Retrieval) -> str:
+    """A column's heading, such as "6:2 of 1024"."""
+    return f"{setting.needles}:{setting.queries} of {setting.length}"
+
+
+def settings(needles: Sequence[NeedleWindows]) -> list[dict[str, object]]:
+    """What was asked, for a report."""
+    return [
+        {
+            "length": one.windows.ids.shape[1], "needles": one.needles, "queries": one.starts.shape[1],
+            "rows": len(one.starts), "source": one.windows.source, "sha256": one.windows.sha256,
+        }
+        for one in needles
+    ]  # fmt: skip
