@@ -108,13 +108,17 @@ def _rotate(x: str) -> str:
 """
 
 
-def _round_rows(x: str, bits: int) -> str:
-    """Rows x [..., d] of float32 -> x_step [..., 1] and x_codes [..., d], integers in float32."""
+def _round_rows(x: str, axis: int, bits: int) -> str:
+    """Rows x [..., d] of float32 -> x_step [..., 1] and x_codes [..., d], integers in float32.
+
+    `axis` is the last: where there are no rows, ONNX Runtime (1.18 to 1.31) reduces no axis that is counted from behind.
+    """
     return f"""
+  {x}_axis = Constant <value_ints = [{axis}]> ()
   {x}_top = Constant <value_float = {2 ** (bits - 1) - 1}.0> ()
   {x}_bottom = Neg ({x}_top)
   {x}_magnitude = Abs ({x})
-  {x}_largest = ReduceMax <keepdims = 1> ({x}_magnitude, rest)
+  {x}_largest = ReduceMax <keepdims = 1> ({x}_magnitude, {x}_axis)
   {x}_step = Div ({x}_largest, {x}_top)
   {x}_no_step = Equal ({x}_step, zero_f)
   {x}_divisor = Where ({x}_no_step, one_f, {x}_step)
@@ -147,7 +151,7 @@ def _append_rows(x: str) -> str:
     """8 bits: x_codes [B, Hk, T, d] and x_scale_all [B, Hk, T]."""
     return f"""
   {x}_new_f = Cast <to = 1> ({x}_rows)
-{_round_rows(f"{x}_new_f", 8)}
+{_round_rows(f"{x}_new_f", 3, 8)}
   {x}_new = Cast <to = 3> ({x}_new_f_codes)
 {_grow(x)}
   {x}_scale_new = Squeeze ({x}_new_f_step, rest)
@@ -298,7 +302,7 @@ def _scores(key_bits: int, query_bits: int) -> str:
     else:
         text = _products("dots", query, "key_codes")
         if query_bits:
-            text = f"{_round_rows('query_scaled', query_bits)}{text}\n  dots_scaled = Mul (dots, query_scaled_step)"
+            text = f"{_round_rows('query_scaled', 4, query_bits)}{text}\n  dots_scaled = Mul (dots, query_scaled_step)"
         text += f"""
   key_scale_shape = Concat <axis = 0> (B, G, w, one, rest)
   key_scale_5d = Reshape (key_scale_all, key_scale_shape)
@@ -346,7 +350,7 @@ def _integer_products(query_bits: int) -> str:
   key_steps_6d = Reshape <allowzero = 1> (key_steps, key_steps_shape)
   query_scaled_6d = Unsqueeze (query_scaled, three)
   stepped = Mul (query_scaled_6d, key_steps_6d)
-{_round_rows("stepped", query_bits)}
+{_round_rows("stepped", 5, query_bits)}
   dots = MatMul (stepped_codes, key_codes_t)
   dots_scaled = Mul (dots, stepped_step)
   key_points_shape = Concat <axis = 0> (B, G, w, after_groups, d)
@@ -366,7 +370,7 @@ def _softmax(logit_bits: int) -> str:
         logits = "logits"
         text = f"""
   seen_scores = Where (visible_6d, scores_6d, zero_f)
-{_round_rows("seen_scores", logit_bits)}
+{_round_rows("seen_scores", 5, logit_bits)}
   logits = Mul (seen_scores_codes, seen_scores_step)
 """
     return f"""

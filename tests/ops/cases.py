@@ -264,6 +264,7 @@ ATTENTION_CASES = [
     _low("int4_query8_decode", 4, 4, 8, steps=1, past=200, beyond=5, d=64, heads=4, seed=94),
     _low("int4_query4_chunk", 4, 4, 4, steps=50, past=70, heads=1, d=128, seed=95),
     _low("int4_query4_decode", 4, 4, 4, steps=1, past=95, beyond=32, d=96, kv_heads=4, heads=4, seed=96),
+    _low("int4_query4_unsettled", 4, 4, 4, steps=7, beyond=3, d=64, seed=89),
     _low("int4_query4_fp16_left", 4, 8, 4, dtype=torch.float16, padding="left", batch=2, steps=70, seed=97),
     _low("int2_query4", 2, 2, 4, window=0, steps=34, past=40, heads=1, seed=98),
     _low("int2_query8_decode", 2, 4, 8, steps=1, past=127, d=64, seed=99),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -20,6 +20,7 @@ import pytest
 import torch
 from onnx import helper
 
+from diffbit.errors import DiffbitError
 from diffbit.ops import diff_attention
 from diffbit.runtime import native
 
@@ -203,6 +204,11 @@ def arrays(x: dict[str, torch.Tensor | None]) -> dict[str, np.ndarray]:
     return {name: None if tensor is None else tensor.numpy() for name, tensor in x.items()}
 
 
+def fed(x: dict[str, np.ndarray | None]) -> dict[str, np.ndarray]:
+    """What a session is given."""
+    return {name: array for name, array in x.items() if array is not None}
+
+
 def run(
     case: AttentionCase, x: dict[str, np.ndarray | None], isa: str | None = None, threads: int = 1
 ) -> list[np.ndarray]:
@@ -278,6 +284,65 @@ def test_an_int8_row_with_no_finite_step_is_nan(odd: float, isa: str) -> None:
     assert [int(np.isnan(scales[:, :, rows]).sum()) for scales in got[3:]] == [1, 1]
 
 
+@on_each_isa
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_a_grid_with_no_finite_step_is_nan(odd: float, isa: str) -> None:
+    case = AttentionCase("odd", steps=40, past=60, beyond=0, d=64, key_bits=4, value_bits=2)
+    x = case.inputs()
+    x["key"][0, 2, 5] = x["value"][0, 2, 64 + 40] = odd  # token 62, of the second group
+    got, wanted = run(case, arrays(x), isa), [tensor.numpy() for tensor in call_reference(case, x)]
+    assert_same_cache(case, got[1:], wanted[1:])
+    key_grids, value_grids = got[3][:, :, :2], got[4][:, :, :64]
+    assert np.argwhere(np.isnan(key_grids)).tolist() == [[0, 0, 1, part, 5] for part in (0, 1)]
+    assert np.argwhere(np.isnan(value_grids)).tolist() == [[0, 1, 62, part, 1] for part in (0, 1)]
+
+
+def in_chunks(
+    case: AttentionCase,
+    sizes: list[int],
+    call: Callable[[AttentionCase, dict[str, torch.Tensor | None]], Iterable[torch.Tensor]],
+) -> list[torch.Tensor]:
+    """A prompt's outputs when it comes in chunks of `sizes` tokens: those of all chunks, and the last cache."""
+    outs, done, cache = [], 0, {}
+    for steps in sizes:
+        x = case.inputs()
+        for name in ("query", "key", "value", "position_ids"):
+            x[name] = x[name][:, done : done + steps]
+        x |= {"attention_mask": x["attention_mask"][:, : done + steps], "past_length": torch.tensor([done])} | cache
+        part = replace(case, past=done, steps=steps)
+        out, *presents = call(part, x)
+        names = [name for name in case.kind().outputs[1:] if name]
+        cache = {name.replace("present", "past"): present for name, present in zip(names, presents, strict=True)}
+        outs.append(out)
+        done += steps
+    assert done == case.steps
+    return [torch.cat(outs, 1), *cache.values()]
+
+
+@pytest.mark.parametrize("isa", [None, *native.instruction_sets()])
+@pytest.mark.parametrize(
+    "case",
+    [
+        AttentionCase("int8", d=32, key_bits=8, value_bits=8, query_bits=8),
+        AttentionCase("int4", d=32, key_bits=4, value_bits=4, window=20),
+        AttentionCase("int4_query4", d=64, key_bits=4, value_bits=2, query_bits=4, padding="left", batch=2),
+        AttentionCase("int2_window0", d=32, key_bits=2, value_bits=2, query_bits=8, window=0),
+    ],
+    ids=lambda case: case.name,
+)
+def test_a_prompt_may_be_cut_anywhere(case: AttentionCase, isa: str | None) -> None:
+    def session(case: AttentionCase, x: dict[str, torch.Tensor | None]) -> list[torch.Tensor]:
+        return [torch.from_numpy(array) for array in run(case, arrays(x), isa)]
+
+    case = replace(case, steps=110)
+    wanted = [tensor.numpy() for tensor in in_chunks(case, [110], call_reference)]
+    cuts = [7, 31, 2, 33, 1, 36]
+    for sizes, call in (([1] * 110, call_reference), (cuts, call_reference), ([110], session), (cuts, session)):
+        got = [tensor.numpy() for tensor in in_chunks(case, sizes, call)]
+        np.testing.assert_allclose(got[0], wanted[0], atol=TOLERANCE[case.dtype])
+        assert_same_cache(case, got[1:], wanted[1:])
+
+
 def node_session(
     case: AttentionCase, threads: int = 1, isa: str | None = None, without: str = "", **changed: Any
 ) -> onnxruntime.InferenceSession:
@@ -315,7 +380,8 @@ IN_PLACE = [case for case in ATTENTION_CASES if case.beyond is not None]
 @pytest.mark.parametrize("case", IN_PLACE, ids=lambda case: case.name)
 def test_a_shared_buffer_gains_the_new_rows_and_nothing_else(case: AttentionCase, isa: str) -> None:
     wanted = run(case, arrays(case.inputs()), isa)
-    session, x, outputs = node_session(case, isa=isa), arrays(case.inputs()), list(outputs_of(case)[0])
+    session, x = node_session(case, isa=isa), fed(arrays(case.inputs()))
+    outputs = [name for name in case.kind().outputs if name]
     binding = session.io_binding()
     values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in x.items()}
     for name, value in values.items():
@@ -325,11 +391,12 @@ def test_a_shared_buffer_gains_the_new_rows_and_nothing_else(case: AttentionCase
         binding.bind_ortvalue_output(name, values[name.replace("present", "past")])
     session.run_with_iobinding(binding)
     np.testing.assert_array_equal(binding.get_outputs()[0].numpy(), wanted[0])
-    total = case.past + case.steps
     for name, copied in zip(outputs[1:], wanted[1:], strict=True):
         shared, before = values[name.replace("present", "past")].numpy(), x[name.replace("present", "past")]
-        np.testing.assert_array_equal(shared[:, :, :total], copied[:, :, :total])
-        np.testing.assert_array_equal(shared[:, :, total:], before[:, :, total:])
+        held = case.held(name)
+        np.testing.assert_array_equal(shared[:, :, :held], copied[:, :, :held])
+        if not name.endswith("recent"):
+            np.testing.assert_array_equal(shared[:, :, held:], before[:, :, held:])
 
 
 @on_each_isa
@@ -341,7 +408,7 @@ def test_threads_and_neighbours_change_no_bit(case: AttentionCase, isa: str) -> 
     found: list[list[np.ndarray]] = []
 
     def several(session: onnxruntime.InferenceSession) -> None:
-        found.extend(session.run(None, x) for _ in range(5))
+        found.extend(session.run(None, fed(x)) for _ in range(5))
 
     workers = [threading.Thread(target=several, args=(session,)) for session in sessions for _ in range(2)]
     for worker in workers:
@@ -350,8 +417,8 @@ def test_threads_and_neighbours_change_no_bit(case: AttentionCase, isa: str) -> 
         worker.join()
     assert len(found) == 20
     for got in found:
-        for a, b in zip(got, wanted, strict=True):
-            np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(got[0], wanted[0])
+        assert_same_cache(case, got[1:], wanted[1:])
 
 
 def test_bad_attributes_are_sentences() -> None:
@@ -427,3 +494,46 @@ def test_an_int8_cache_without_scales_is_an_error(dropped: str) -> None:
     del x[dropped]
     with pytest.raises(Exception, match=f"{dropped} is missing, wanted exactly where the cache is int8"):
         node_session(case, without=dropped).run(None, x)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"key_bits": 3}, "key_bits is 3, wanted one of 16, 8, 4, 2"),
+        ({"value_bits": 0}, "value_bits is 0, wanted one of 16, 8, 4, 2"),
+        ({"query_bits": 2, "key_bits": 2}, "query_bits is 2, wanted one of 0, 8, 4"),
+        ({"branches": 3}, "branches is 3, wanted one of 1, 2"),
+        ({"logit_bits": 1}, "logit_bits is 1, wanted one of 0, 2, 3"),
+        ({"query_bits": 8}, "query_bits is 8 and key_bits 16, wanted keys of 8, 4 or 2 bits"),
+    ],
+)
+def test_kinds_that_do_not_exist_are_refused(changed: dict[str, int], sentence: str) -> None:
+    with pytest.raises(DiffbitError, match=sentence):
+        diff_attention.Kind(**changed)
+    case = AttentionCase("refused")
+    with pytest.raises(DiffbitError, match=sentence):
+        call_reference(replace(case, **changed), case.inputs())
+
+
+@pytest.mark.parametrize("changed", [{"key_bits": 4}, {"value_bits": 2}])
+def test_grids_want_groups_of_channels(changed: dict[str, int]) -> None:
+    case = AttentionCase("narrow", d=40, **changed)
+    with pytest.raises(DiffbitError, match=r"heads are 40 wide, wanted a multiple of 32 .*; use 8 bits"):
+        call_reference(case, case.inputs())
+
+
+def test_a_node_names_what_its_kind_uses() -> None:
+    kind = diff_attention.Kind(value_bits=4, branches=1)
+    assert kind.inputs[3] == "" and kind.inputs[11:] == ("", "past_value_scale", "", "past_value_recent")
+    assert kind.outputs == (
+        "out",
+        "present_key",
+        "present_value",
+        "",
+        "present_value_scale",
+        "",
+        "present_value_recent",
+    )
+    assert diff_attention.Kind().inputs == diff_attention.INPUTS[:11]
+    assert len(diff_attention.Kind(8, 8).outputs) == 5
+    assert diff_attention.Kind(logit_bits=4).name == diff_attention.function(diff_attention.Kind(logit_bits=4)).name
