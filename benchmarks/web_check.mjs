@@ -17,9 +17,14 @@ const { golden, cache } = manifest;
 const int64 = (values) => new ort.Tensor("int64", BigInt64Array.from(values, BigInt), [1, values.length]);
 const count = golden.input_ids.length;
 const feeds = { input_ids: int64(golden.input_ids), attention_mask: int64(Array(count).fill(1)), position_ids: int64([...Array(count).keys()]) };
+const arrays = { float32: Float32Array, float16: Uint16Array, int8: Int8Array, uint8: Uint8Array };
 for (let layer = 0; layer < cache.num_layers; layer++)
-  for (const part of ["key", "value"])
-    feeds[`past_key_values.${layer}.${part}`] = new ort.Tensor(cache.dtype, cache.dtype === "float16" ? new Uint16Array(0) : new Float32Array(0), [1, cache.num_heads, 0, cache.head_dim]);
+  for (const { name, dtype, shape } of cache.buffers) {
+    // an empty cache: no tokens, and room for the recent ones of a low-bit cache
+    const dims = [1, ...shape.map((dim) => (typeof dim === "number" ? dim : 0))];
+    const size = dims.reduce((product, dim) => product * dim);
+    feeds[`past_key_values.${layer}.${name}`] = new ort.Tensor(dtype, new arrays[dtype](size), dims);
+  }
 const { logits } = await session.run(feeds);
 const vocab = logits.dims[2], last = logits.data.subarray((count - 1) * vocab);
 const error = Math.max(...golden.token_ids.map((id, i) => Math.abs(last[id] - golden.logits[i]))) / golden.spread;

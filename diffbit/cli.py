@@ -625,21 +625,30 @@ def _draw_plan(plan: Mapping[str, Any], path: Path, quiet: bool) -> None:
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, quantized or not.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the artifact.")],
-    dtype: Annotated[str, typer.Option(help="fp32 or fp16: of what is not quantized, and of the KV cache.")] = "fp32",
+    dtype: Annotated[str, typer.Option(help="fp32 or fp16: of what is not quantized, a float KV cache too.")] = "fp32",
     context_length: Annotated[int | None, typer.Option(help="Tokens that the artifact's cache holds.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json, if the checkpoint has none.")] = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Export a checkpoint as an ONNX artifact that `diffbit run`, onnxruntime-genai and optimum read."""
-    from .export import export_artifact
+    """Export a checkpoint as an ONNX artifact that `diffbit run`, onnxruntime-genai and optimum read.
+
+    One with a low-bit KV cache has more inputs than the latter two can feed.
+    """
+    from .export import export_artifact, readable_by_others
 
     set_quiet(quiet)
     export_artifact(
         checkpoint, output, dtype=dtype, context_length=context_length, tokenizer=tokenizer, overwrite=overwrite
     )
     manifest = read_json(output / "diffbit.json")
+    if not readable_by_others(buffer["name"] for buffer in manifest["cache"]["buffers"]):
+        _remark(
+            f"{output}: a low-bit KV cache, which diffbit runs, and a loader that feeds the buffers listed in "
+            "diffbit.json; onnxruntime-genai and optimum feed keys and values only",
+            quiet,
+        )
     if as_json:
         _print_json({"output": str(output), **manifest})
         return

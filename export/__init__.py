@@ -4,8 +4,8 @@ export_artifact("model-int4", "model-onnx")          # a folder that `diffbit ru
 reference_model("model-int4")                        # what its logits are compared with
 """
 
-from .artifact import export_artifact
+from .artifact import export_artifact, readable_by_others
 from .check import compare_with_checkpoint
 from .reference import reference_model
 
-__all__ = ["compare_with_checkpoint", "export_artifact", "reference_model"]
+__all__ = ["compare_with_checkpoint", "export_artifact", "readable_by_others", "reference_model"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,9 @@ def export_artifact(
         logits = _write_graph(graph, source, prompt, NOISE[kind])
         for file in tokenizer_files:
             shutil.copyfile(file, folder / file.name)
-        _write_configs(folder, config, dtype, length, in_place == "always")
+        _write_configs(folder, config, dtype, length)
+        if readable_by_others(buffer.name for buffer in buffers):  # onnxruntime-genai runs the bodies
+            files.write_json(folder / "genai_config.json", _genai(config, length, in_place == "always"))
         manifest = {
             "artifact_version": VERSION,
             "diffbit_version": _version(),
@@ -188,12 +191,14 @@ def _tokenizer_files(source: Checkpoint, given: str | Path | None) -> list[Path]
     return found
 
 
-def _write_configs(folder: Path, config: ModelConfig, dtype: str, context_length: int, in_place: bool) -> None:
+def _heads(config: ModelConfig) -> dict[str, int]:
     attention = variant(config.attention).Attention
-    query_heads, _ = attention.hf_heads(config)
-    heads = {"num_attention_heads": query_heads, "num_key_value_heads": attention.cache_heads(config)}
+    return {"num_attention_heads": attention.hf_heads(config)[0], "num_key_value_heads": attention.cache_heads(config)}
+
+
+def _write_configs(folder: Path, config: ModelConfig, dtype: str, context_length: int) -> None:
     # To loaders that feed a graph its cache, every variant is a llama with these heads
-    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | heads
+    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | _heads(config)
     llama |= {"max_position_embeddings": context_length}
     hf = to_hf(config, DTYPE_NAMES[dtype]) | llama
     files.write_json(folder / "config.json", hf)
@@ -201,11 +206,14 @@ def _write_configs(folder: Path, config: ModelConfig, dtype: str, context_length
     files.write_json(folder / "generation_config.json", tokens)
     if not (folder / "tokenizer_config.json").exists():
         files.write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
-    # in place only where the operator always does: onnxruntime-genai runs the bodies
-    files.write_json(folder / "genai_config.json", _genai(config, heads, context_length, in_place))
 
 
-def _genai(config: ModelConfig, heads: dict[str, int], context_length: int, in_place: bool) -> dict[str, Any]:
+def readable_by_others(buffers: Iterable[str]) -> bool:
+    """Can loaders that know of keys and values only, onnxruntime-genai and optimum, feed a cache of these buffers?"""
+    return set(buffers) == {"key", "value"}
+
+
+def _genai(config: ModelConfig, context_length: int, in_place: bool) -> dict[str, Any]:
     """What onnxruntime-genai reads. It wants token ids even where the model has none: then those of nothing in use."""
     eos = list(config.eos_token_ids)
     pad = config.pad_token_id if config.pad_token_id is not None else eos[0] if eos else 0
@@ -223,7 +231,7 @@ def _genai(config: ModelConfig, heads: dict[str, int], context_length: int, in_p
                 "hidden_size": config.hidden_size,
                 "head_size": config.head_dim,
                 "num_hidden_layers": config.num_layers,
-                **heads,
+                **_heads(config),
                 "inputs": {
                     "input_ids": "input_ids",
                     "attention_mask": "attention_mask",

@@ -185,6 +185,18 @@ def test_logits_have_an_operator_of_their_own(artifact_of: Maker) -> None:
     assert bits == 6
 
 
+def test_other_loaders_are_told(artifact_of: Maker, quantized_of: Maker, tmp_path: Path) -> None:
+    """onnxruntime-genai feeds keys and values: it finds its file where these are all, and only there."""
+    for scheme, readable in ((AttentionScheme(logits=6), True), (KV8, False), (KV4, False)):
+        assert (artifact_of("diff_v2", scheme) / "genai_config.json").exists() is readable
+        command = ["export", str(quantized_of("diff_v2", scheme)), "-o", str(tmp_path / "a"), "--overwrite"]
+        done = CliRunner().invoke(app, command)
+        assert (
+            done.exit_code == 0
+            and ("onnxruntime-genai and optimum feed keys and values only" in done.stderr) is not readable
+        )
+
+
 def test_buffers_in_place_and_growing(artifact_of: Maker) -> None:
     artifact = artifact_of("diff_v1", KV4)
     names = [f"past_key_values.{i}.{b.name}" for i in range(2) for b in runtime.Artifact.open(artifact).cache.buffers]
