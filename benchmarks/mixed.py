@@ -34,8 +34,8 @@ from diffbit.quantize.mixed import plan
 
 ROOT = Path(__file__).parents[1]
 NANO = ROOT / "examples" / "nano"
-UNIFORM = ("int2_g64", "int3_g64", "int4_g128")
-BITS = (2.5, 3.25, 3.5)  # 3.25: the size of int3_g64
+UNIFORM = ("int2_g64", "int3_g64", "int3_g32", "int4_g128")
+BITS = (2.5, 3.25, 3.5)  # 3.25: the size of int3_g64; 3.5: that of int3_g32
 CALIBRATION_WINDOWS = 128
 
 
