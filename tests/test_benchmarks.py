@@ -79,7 +79,7 @@ def test_mixed(checkpoint: Path, tmp_path: Path) -> None:
     done = run("mixed.py", str(checkpoint), *options, "--json", str(numbers), "--markdown", str(page))
     assert done.returncode == 0, done.stderr
     *uniform, mixed = json.loads(numbers.read_text())
-    assert [row["weights"] for row in uniform] == ["int2_g64", "int3_g64", "int4_g128"]
+    assert [row["weights"] for row in uniform] == ["int2_g64", "int3_g64", "int3_g32", "int4_g128"]
     assert 2.9 < mixed["bits_per_weight"] <= 3 and mixed["plan"]["bits_per_weight"] == mixed["bits_per_weight"]
     assert set(mixed["differences"]) == {row["weights"] for row in uniform}
     assert "old" not in page.read_text() and "mixed, 3 bits" in page.read_text()
