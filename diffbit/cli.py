@@ -381,7 +381,9 @@ def quantize(
     activations: Annotated[str | None, typer.Option(help="int8: activations too, a scale per token.")] = None,
     kv: Annotated[
         str | None,
-        typer.Option(help="The KV cache's numbers: int8, int4 or int2; int8,int4 for keys, values; none is float."),
+        typer.Option(
+            help="The KV cache's numbers: fp16, int8, int4 or int2; int8,int4 for keys, values; none is float."
+        ),
     ] = None,
     qk: Annotated[
         str | None,

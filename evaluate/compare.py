@@ -44,6 +44,7 @@ from ..models import Checkpoint, Decoder, ModelConfig, num_parameters
 from ..models.attention import variant as attention_variant
 from ..progress import track
 from ..quantize import AttentionScheme, Format, Scheme, apply, linear_shapes, parse_format, parse_recipe, sizes
+from ..quantize.cache import kv_bytes
 from ..quantize.scheme import KV, LOGIT_BITS, QK
 from .metrics import CONFIDENCE, Estimate, Scores, log_probabilities, mean, paired, perplexity_ratio, recovered, score
 from .retrieval import Retrieval, answered, contrast, label, retrieval, settings
@@ -494,7 +495,7 @@ def _result(
         kl=found.divergence(confidence),
         agreement=found.agreement(confidence),
         recovered=None if rounded is None else recovered(found, rounded.scores, reference, confidence),
-        cache_bytes=scheme.cache_bytes(config),
+        cache_bytes=kv_bytes(config, scheme, "float16")[0] / 1000,
         retrieval=tuple(
             retrieval(one, answers, whole, confidence)
             for one, answers, whole in zip(needles, measured.answers, own[None].answers, strict=True)

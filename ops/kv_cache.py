@@ -32,15 +32,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GROUP = 32  # tokens that share a key's grid, channels that share a value's
-BITS = {"float": 16, "int8": 8, "int4": 4, "int2": 2}  # of a cache's codes; float: as wide as the model's floats
-
-
-def row_bytes(format: str, width: int) -> float:
-    """Bytes that a token's row of `width` numbers takes in a cache of this format, with its share of scales; a float
-    is counted as two. What stays float16 of the most recent tokens is not counted."""
-    if format == "float":
-        return 2 * width
-    return width * BITS[format] / 8 + (4 if format == "int8" else 4 * width / GROUP)
+# Of a cache's codes; float: as wide as the model's floats
+BITS = {"float": 16, "fp16": 16, "int8": 8, "int4": 4, "int2": 2}
 
 
 def settled(total: int, window: int) -> int:

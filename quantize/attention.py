@@ -58,8 +58,8 @@ class LowBitAttention(Arithmetic):
         scheme, format = self.scheme, self.scheme.key_format
         shared, total = query.shape[1] // key.shape[1], key.shape[2]
         query = query.float() * scale
-        if format == "float":
-            return query @ _repeated(key.float(), shared).transpose(-1, -2)
+        if format in ("float", "fp16"):
+            return query @ _repeated(_held(key, format), shared).transpose(-1, -2)
         if format == "int8":
             codes, steps = kv_cache.round_rows(key)
             if scheme.query_bits:
@@ -85,8 +85,8 @@ class LowBitAttention(Arithmetic):
     def mix(self, probabilities: Tensor, value: Tensor, head_dim: int) -> Tensor:
         format = self.scheme.value_format
         shared, (length, total) = probabilities.shape[1] // value.shape[1], probabilities.shape[-2:]
-        if format == "float":
-            return probabilities @ _repeated(value.float(), shared)
+        if format in ("float", "fp16"):
+            return probabilities @ _repeated(_held(value, format), shared)
         rows = value.unflatten(-1, (-1, head_dim))  # a value of diff_v1 is two rows of the cache
         if format == "int8":
             codes, steps = kv_cache.round_rows(rows)
@@ -112,6 +112,10 @@ class LowBitAttention(Arithmetic):
         for count, run in groupby(range(first + 1, total + 1), lambda end: kv_cache.settled(end, self.scheme.window)):
             held = list(run)
             yield slice(held[0] - 1 - first, held[-1] - first), count, held[-1]
+
+
+def _held(x: Tensor, format: str) -> Tensor:
+    return x.half().float() if format == "fp16" else x.float()
 
 
 def _repeated(x: Tensor, times: int) -> Tensor:

@@ -5,6 +5,7 @@ numbers, ops/diff_attention.py what an operator does with them):
 
     format      key, value                         key_scale                       value_scale
     float       T [Hk, tokens, d]
+    fp16        float16 [Hk, tokens, d]
     int8        int8 [Hk, tokens, d]               float32 [Hk, tokens]            float32 [Hk, tokens]
     int4, int2  uint8 [Hk, tokens, d * bits / 8]   float16 [Hk, tokens/32, 2, d]   float16 [Hk, tokens, 2, d/32]
 
@@ -24,7 +25,6 @@ from .scheme import AttentionScheme
 
 TOKENS, GROUPS = "tokens", f"tokens/{GROUP}"  # dimensions that grow with the capacity
 WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1}  # bytes
-ROWS = ("float", "int8")  # formats that know no group of tokens
 
 
 @dataclass(frozen=True)
@@ -67,23 +67,22 @@ def buffers(scheme: AttentionScheme, heads: int, head_dim: int, dtype: str) -> t
     formats = {"key": scheme.key_format, "value": scheme.value_format}
     found = []
     for part, format in formats.items():
-        kind, width = {"float": (dtype, head_dim), "int8": ("int8", head_dim)}.get(
-            format, ("uint8", head_dim * BITS[format] // 8)
-        )
+        kind = {"float": dtype, "fp16": "float16", "int8": "int8"}.get(format, "uint8")
+        width = head_dim * BITS[format] // 8 if kind == "uint8" else head_dim
         found.append(Buffer(part, kind, (heads, TOKENS, width)))
     for part, format in formats.items():
         if format == "int8":
             found.append(Buffer(f"{part}_scale", "float32", (heads, TOKENS)))
-        elif format != "float":
+        elif BITS[format] < 8:
             grid = (GROUPS, 2, head_dim) if part == "key" else (TOKENS, 2, head_dim // GROUP)
             found.append(Buffer(f"{part}_scale", "float16", (heads, *grid)))
     for part, format in formats.items():
-        if format not in ROWS:
+        if BITS[format] < 8:
             found.append(Buffer(f"{part}_recent", "float16", (heads, scheme.window + GROUP, head_dim)))
     return tuple(found)
 
 
-def cache_bytes(config: ModelConfig, scheme: AttentionScheme, dtype: str) -> tuple[int, int]:
+def kv_bytes(config: ModelConfig, scheme: AttentionScheme, dtype: str) -> tuple[int, int]:
     """Of one sequence, all layers: bytes that 1000 tokens take, and those that are there whatever the capacity."""
     heads = variant(config.attention).Attention.cache_heads(config)
     layer = buffers(scheme, heads, config.head_dim, dtype)

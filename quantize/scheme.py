@@ -12,8 +12,8 @@ Embeddings and norms are never quantized. The head and the lambda projection of 
 override spells out their name ("lm_head", "*.lambda_proj"): few parameters, felt by every logit.
 
 Of attention, logits are bits, with one scale a query row (attention.py); keys and values are what the KV cache holds:
-int8, int4 or int2 (ops/kv_cache.py), of which the last two leave `window` recent tokens float16; qk, int8 or int4, is
-what a query is rounded to, so that q k^T is a product of integers: keys have no more bits than it.
+fp16, int8, int4 or int2 (ops/kv_cache.py), of which the last two leave `window` recent tokens float16; qk, int8 or int4,
+is what a query is rounded to, so that q k^T is a product of integers: keys have no more bits than it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from typing import Any
 from .. import files
 from ..errors import DiffbitError
 from ..models import ModelConfig
-from ..models.attention import variant
 from ..models.layout import EMBEDDING, shapes
-from ..ops.kv_cache import BITS, GROUP, row_bytes
+from ..ops.kv_cache import BITS, GROUP
 from .formats import Format, parse_format
 
 KEPT = ("lm_head", "lambda_proj")  # float unless an override names them
 LOGIT_BITS = range(2, 17)
 QK = ("int8", "int4")
 KV = ("int8", "int4", "int2")
+HELD = ("fp16", *KV)  # by a KV cache
 WINDOW = 32  # tokens
 MOST_WINDOW = 1 << 20
 HEAD_MODULE = "lm_head"
@@ -46,8 +46,8 @@ HEAD_MODULE = "lm_head"
 @dataclass(frozen=True)
 class AttentionScheme:
     """logits: bits of the attention logits, 2 to 16. qk: "int8" or "int4", what a query is rounded to. keys, values:
-    "int8", "int4" or "int2", what the KV cache holds. Each None: float. window: tokens, at least, that stay float16 at
-    the end of a cache of less than 8 bits."""
+    "fp16", "int8", "int4" or "int2", what the KV cache holds. Each None: float. window: tokens, at least, that stay
+    float16 at the end of a cache of less than 8 bits."""
 
     logits: int | None = None
     qk: str | None = None
@@ -61,7 +61,7 @@ class AttentionScheme:
                 f"attention logits are to have {self.logits!r} bits, wanted a whole number from {LOGIT_BITS[0]} to "
                 f"{LOGIT_BITS[-1]}"
             )
-        for name, format, wanted in (("qk", self.qk, QK), ("keys", self.keys, KV), ("values", self.values, KV)):
+        for name, format, wanted in (("qk", self.qk, QK), ("keys", self.keys, HELD), ("values", self.values, HELD)):
             if format is not None and format not in wanted:
                 raise DiffbitError(f"attention's {name} is {format!r}, wanted one of {', '.join(wanted)} or none")
         if type(self.window) is not int or not 0 <= self.window <= MOST_WINDOW:
@@ -77,7 +77,7 @@ class AttentionScheme:
 
     @property
     def key_format(self) -> str:
-        """ "float", "int8", "int4" or "int2": the smaller of what the cache and the product are to have."""
+        """ "float" or one of HELD: the smaller of what the cache and the product are to have."""
         return min((self.keys or "float", self.qk or "float"), key=BITS.__getitem__)
 
     @property
@@ -88,11 +88,6 @@ class AttentionScheme:
     def has_window(self) -> bool:
         """Does the cache leave recent tokens as they came?"""
         return any(BITS[format] < 8 for format in (self.key_format, self.value_format))
-
-    def cache_bytes(self, config: ModelConfig) -> float:
-        """Of the KV cache, a token of context; what stays float is counted as two bytes a number."""
-        rows = config.num_layers * variant(config.attention).Attention.cache_heads(config)
-        return rows * sum(row_bytes(format, config.head_dim) for format in (self.key_format, self.value_format))
 
     def check(self, config: ModelConfig) -> None:
         """A DiffbitError where a model's heads cannot be held in the cache's formats."""

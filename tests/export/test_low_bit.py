@@ -27,6 +27,7 @@ CONFIG = {"max_position": LENGTH, "num_layers": 2, "num_heads": 4, "num_kv_heads
 KV8 = AttentionScheme(keys="int8", values="int8")
 KV4 = AttentionScheme(keys="int4", values="int4")
 SCHEMES = {
+    "fp16": AttentionScheme(keys="fp16", values="fp16"),
     "int8": KV8,
     "int4": KV4,
     "int2": AttentionScheme(keys="int2", values="int2", window=7),
@@ -280,7 +281,7 @@ def test_from_the_command_line(checkpoint_of: Maker, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--kv", "int3"], "attention's keys is 'int3', wanted one of int8, int4, int2 or none"),
+        (["--kv", "int3"], "attention's keys is 'int3', wanted one of fp16, int8, int4, int2 or none"),
         (["--kv", "int8,int4,int2"], "a KV cache of 'int8,int4,int2': wanted one format, or two for keys and values"),
         (["--qk", "int2"], "attention's qk is 'int2', wanted one of int8, int4 or none"),
         (["--logits", "1"], "attention logits are to have 1 bits"),
