@@ -2,19 +2,23 @@
 // what several tasks made is summed in one order: the same bits on any number of threads.
 //
 // Rows. The queries of one kv head g are rows in the order [branch, pair, step]; sub-head j of the keys serves the rows
-// j * rows .. (j + 1) * rows. After the difference the rows of the first branch hold A1 - lambda A2.
+// j * streams .. (j + 1) * streams. After the difference the rows of the first branch hold A1 - lambda A2. With one
+// branch there is nothing to subtract.
 //
 // Few rows (decode): the context is cut into chunks.
 //     1. per (batch, kv head, chunk): append what is new, scores, exp(s - chunk's maximum)
 //     2. per (batch, kv head):        what each chunk's numbers must be multiplied by (log-sum-exp)
 //     3. per (batch, kv head, chunk): the difference, its product with the chunk's values
 //     4. per (batch, kv head):        the sum over the chunks, head norm
-// One chunk: all of it in one task. What is in the cache is read once, as it lies there.
+// One chunk: all of it in one task. What is in the cache is read once, as it lies there. With grids the settled tokens
+// are cut into chunks, and the last one has the recent tokens, too: it settles, shifts and appends, and no other task
+// sees the tokens that this moves. Steps between which a group settles are taken one part after the other.
 //
 // Many rows (prefill): the kv heads of which FLOATS_AT_ONCE hold the keys are taken together.
 //     1. per (batch, kv head, chunk): append, keys packed for the product with many queries, values made float
 //     2. per (batch, kv head, block of queries): scores of the keys that the block sees, softmax, difference, product
-// A block's [rows, T] scores stay with the thread that made them.
+// A block's [rows, T] scores stay with the thread that made them. With grids a token that settles in the call is there
+// twice, as float16 and from its codes; a block's queries, which all see the same tokens settled, take what they see.
 #include "diff_attention.h"
 
 #include <atomic>
@@ -22,58 +26,86 @@
 #include <cstring>
 #include <limits>
 #include <new>
+#include <vector>
 
 #include "half.h"
 #include "kernels/attention.h"
+#include "kernels/lowbit.h"
 
 namespace diffbit {
 namespace {
 
 // SCORES, QUERIES and MIXED belong to the calling thread where the rows are few, to each worker where they are many
-enum Scratch { SCORES, QUERIES, MIXED, MAXIMA, SUMS, KEYS, VALUES };
+enum Scratch { SCORES, QUERIES, MIXED, MAXIMA, SUMS, KEYS, VALUES, RECENT };
 constexpr int64_t CHUNK = 256;               // keys
 constexpr int64_t FEW_ROWS = 16;             // per branch: up to here the work is reading the cache
 constexpr int64_t BLOCK_ROWS = 16;           // of queries per branch in a block
 constexpr int64_t FLOATS_AT_ONCE = 4 << 20;  // of packed keys and values
+constexpr int64_t GROUP = LOWBIT_GROUP;
 
 static_assert(CHUNK % ATTENTION_KEYS == 0, "a chunk is packed by itself");
 
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/// Keys or values: what was, and the buffer that holds it with what is new.
+int64_t settled(int64_t total, int64_t window) { return total > window ? (total - window) / GROUP * GROUP : 0; }
+
+/// Keys or values: what was, and the buffers that hold it with what is new.
 struct Cache {
+  Tensor fresh;  // what is new: [B, S, Hk, d]
+  bool rotates;
+  int bits;        // 16: floats, of `kind`
+  CacheKind kind;  // of rows that are no grids
   const char* past;
   char* present;
-  const float* past_steps;
-  float* steps;
-  int64_t past_capacity, capacity;
   size_t row_bytes;
+  const char* past_scales;  // steps or grids
+  char* scales;
+  size_t scale_bytes;    // of scale_tokens tokens
+  int64_t scale_tokens;  // how many share one
+  int64_t past_capacity, capacity;
   bool in_place;
+  const Half* past_recent;  // [B, Hk, slots, d], with grids only
+  Half* recent;
+  int64_t slots;
+  bool recent_in_place;
 
-  /// Rows begin..end of a sub-head (counted through the batch) into the present, as they are.
+  bool grids() const { return bits < 8; }
+  GridKind grid() const { return bits == 4 ? GRID_INT4 : GRID_INT2; }
+  char* row(int64_t head, int64_t t) const { return present + (head * capacity + t) * row_bytes; }
+  char* scale(int64_t head, int64_t t) const {
+    return scales ? scales + (head * capacity + t) / scale_tokens * scale_bytes : nullptr;
+  }
+
+  /// Tokens begin..end of a sub-head (counted through the batch) into the present, as they are.
   void copy(int64_t head, int64_t begin, int64_t end) const {
     if (in_place || begin >= end) return;
-    std::memcpy(present + (head * capacity + begin) * row_bytes, past + (head * past_capacity + begin) * row_bytes,
-                (end - begin) * row_bytes);
-    if (steps)
-      std::memcpy(steps + head * capacity + begin, past_steps + head * past_capacity + begin,
-                  (end - begin) * sizeof(float));
+    std::memcpy(row(head, begin), past + (head * past_capacity + begin) * row_bytes, (end - begin) * row_bytes);
+    if (scales)
+      std::memcpy(scale(head, begin), past_scales + (head * past_capacity + begin) / scale_tokens * scale_bytes,
+                  (end - begin) / scale_tokens * scale_bytes);
   }
 };
 
 struct Run {
   const AttentionKernels& kernels;
-  int64_t batch, steps, heads, kv_heads, width, groups, pairs, d, past, total;
-  int64_t chunks, rows, stream_rows;  // rows of a branch; rows that one sub-head of the keys serves
+  const LowBitKernels& lowbit;
+  int64_t batch, steps, heads, kv_heads, width, branches, groups, pairs, d, past, total;
+  int64_t first = 0, all_steps, all_total;  // a part of a call: its steps begin at `first` of all_steps
+  int64_t window, before, after;        // tokens settled before the call and after it; 0 where there are no grids
+  int64_t chunks, rows, streams;        // rows of a branch; rows that one sub-head of the keys serves
+  int top;                              // of the query's codes, 0: the query is not rounded
   float scale, norm_eps;
   bool half;  // query, key, value, out are float16
-  CacheKind kind;
-  Tensor query, key, value, lambda, positions, cos, sin, mask, out;
+  Tensor query, lambda, positions, cos, sin, mask, out;
   Cache keys, values;
 
+  Run(const AttentionKernels& kernels_, const LowBitKernels& lowbit_) : kernels(kernels_), lowbit(lowbit_) {}
+
   int64_t width_floats() const { return width * padded(d); }
+  int64_t all_rows() const { return branches * rows; }
   bool few() const { return rows <= FEW_ROWS; }
+  bool grids() const { return keys.grids() || values.grids(); }
 
   /// d numbers of a tensor [B, S, any, d] as floats; `room` is used where they are not floats yet.
   const float* floats(const Tensor& tensor, int64_t index, float* room) const {
@@ -82,85 +114,192 @@ struct Run {
     return room;
   }
 
+  int64_t at_step(int64_t b, int64_t step) const { return b * all_steps + first + step; }
+
   void rotate(const float* x, int64_t b, int64_t step, float by, float* y) const {
-    const int64_t position = positions.as<int64_t>()[b * steps + step];
+    const int64_t position = positions.as<int64_t>()[at_step(b, step)];
     kernels.rotate(x, cos.as<float>() + position * (d / 2), sin.as<float>() + position * (d / 2), d, by, y);
   }
 
-  void store(const Cache& cache, int64_t head, int64_t t, const float* row) const {
-    char* place = cache.present + (head * cache.capacity + t) * cache.row_bytes;
-    if (kind == CACHE_FLOAT32) std::memcpy(place, row, cache.row_bytes);
-    if (kind == CACHE_FLOAT16) kernels.narrow(row, d, reinterpret_cast<Half*>(place));
-    if (kind == CACHE_INT8)
-      cache.steps[head * cache.capacity + t] = kernels.quantize(row, d, reinterpret_cast<int8_t*>(place));
+  /// A new token's numbers, as the cache would hold them if it held floats.
+  const float* fresh(const Cache& cache, int64_t b, int64_t sub_head, int64_t t, float* wide, float* rotated) const {
+    const float* x = floats(cache.fresh, at_step(b, t - past) * kv_heads + sub_head, wide);
+    if (!cache.rotates) return x;
+    rotate(x, b, t - past, 1, rotated);
+    return rotated;
   }
 
-  /// Makes the rows begin..end of kv head g's sub-heads present, and with the last of them what lies beyond.
-  void append(int64_t b, int64_t g, int64_t begin, int64_t end) const {
+  void store(const Cache& cache, int64_t head, int64_t t, const float* row) const {
+    char* place = cache.row(head, t);
+    if (cache.kind == CACHE_FLOAT32) std::memcpy(place, row, cache.row_bytes);
+    if (cache.kind == CACHE_FLOAT16) kernels.narrow(row, d, reinterpret_cast<Half*>(place));
+    if (cache.kind == CACHE_INT8)
+      *reinterpret_cast<float*>(cache.scale(head, t)) = kernels.quantize(row, d, reinterpret_cast<int8_t*>(place));
+  }
+
+  /// Rows begin..end made present, and with the last of them what lies beyond. Not for grids.
+  void append_rows(const Cache& cache, int64_t b, int64_t sub_head, int64_t begin, int64_t end) const {
     float wide[ATTENTION_MOST_D], rotated[ATTENTION_MOST_D];
-    for (int64_t j = 0; j < width; ++j) {
-      const int64_t sub_head = g * width + j, head = b * kv_heads + sub_head;
-      for (const Cache* cache : {&keys, &values}) {
-        cache->copy(head, begin, smaller(end, past));
-        if (end == total) cache->copy(head, total, cache->past_capacity);
-      }
-      for (int64_t t = larger(begin, past); t < end; ++t) {
-        const int64_t step = t - past, index = (b * steps + step) * kv_heads + sub_head;
-        rotate(floats(key, index, wide), b, step, 1, rotated);
-        store(keys, head, t, rotated);
-        store(values, head, t, floats(value, index, wide));
-      }
+    const int64_t head = b * kv_heads + sub_head;
+    cache.copy(head, begin, smaller(end, past));
+    if (end == total) cache.copy(head, total, cache.past_capacity);
+    for (int64_t t = larger(begin, past); t < end; ++t) store(cache, head, t, fresh(cache, b, sub_head, t, wide, rotated));
+  }
+
+  /// The tokens begin..end, none of which was settled before the call, as float16: rows [end - begin, d].
+  void recent_rows(const Cache& cache, int64_t b, int64_t sub_head, int64_t begin, int64_t end, Half* rows_) const {
+    float wide[ATTENTION_MOST_D], rotated[ATTENTION_MOST_D];
+    const Half* from = cache.past_recent + (b * kv_heads + sub_head) * cache.slots * d;
+    if (const int64_t old = smaller(end, past) - begin; old > 0)
+      std::memcpy(rows_, from + (begin - before) * d, static_cast<size_t>(old * d) * sizeof(Half));
+    for (int64_t t = larger(begin, past); t < end; ++t)
+      kernels.narrow(fresh(cache, b, sub_head, t, wide, rotated), d, rows_ + (t - begin) * d);
+  }
+
+  /// Rounds the tokens t .. t + count, whole groups, onto grids.
+  void settle(const Cache& cache, int64_t head, int64_t t, int64_t count, const Half* rows_) const {
+    const int64_t together = cache.scale_tokens;
+    const auto round = cache.rotates ? lowbit.round_keys[cache.grid()] : lowbit.round_value[cache.grid()];
+    for (int64_t i = 0; i < count; i += together)
+      round(rows_ + i * d, d, reinterpret_cast<uint8_t*>(cache.row(head, t + i)),
+            reinterpret_cast<Half*>(cache.scale(head, t + i)));
+  }
+
+  /// The slots behind the recent tokens, as they were.
+  void copy_free_slots(const Cache& cache, int64_t head) const {
+    if (cache.recent_in_place) return;
+    const int64_t used = total - after, place = (head * cache.slots + used) * d;
+    std::memcpy(cache.recent + place, cache.past_recent + place,
+                static_cast<size_t>((cache.slots - used) * d) * sizeof(Half));
+  }
+
+  /// Few steps of a cache with grids: the settled tokens begin..end of a chunk made present, with the last chunk the
+  /// recent ones, too.
+  void append_grids(const Cache& cache, int64_t b, int64_t sub_head, int64_t begin, int64_t end) const {
+    const int64_t head = b * kv_heads + sub_head;
+    cache.copy(head, begin, smaller(end, before));
+    if (end < total) return;
+    cache.copy(head, after, cache.past_capacity);
+    Half group[GROUP * ATTENTION_MOST_D];
+    for (int64_t t = before; t < after; t += GROUP) {
+      recent_rows(cache, b, sub_head, t, t + GROUP, group);
+      settle(cache, head, t, GROUP, group);
     }
+    Half* slots = cache.recent + head * cache.slots * d;
+    const Half* past_slots = cache.past_recent + head * cache.slots * d;
+    if (past > after && (!cache.recent_in_place || after > before))
+      std::memmove(slots, past_slots + (after - before) * d, static_cast<size_t>((past - after) * d) * sizeof(Half));
+    copy_free_slots(cache, head);
+    if (const int64_t t = larger(past, after); t < total) recent_rows(cache, b, sub_head, t, total, slots + (t - after) * d);
+  }
+
+  /// Makes the tokens begin..end of kv head g's sub-heads present, and with the last of them what lies beyond.
+  void append(int64_t b, int64_t g, int64_t begin, int64_t end) const {
+    for (int64_t sub_head = g * width; sub_head < (g + 1) * width; ++sub_head)
+      for (const Cache* cache : {&keys, &values})
+        if (cache->grids())
+          append_grids(*cache, b, sub_head, begin, end);
+        else
+          append_rows(*cache, b, sub_head, begin, end);
   }
 
   CacheRows at(const Cache& cache, int64_t b, int64_t g, int64_t t) const {
     CacheRows rows_{};
     rows_.count = width;
     for (int64_t j = 0; j < width; ++j) {
-      const int64_t row = (b * kv_heads + g * width + j) * cache.capacity + t;
-      rows_.rows[j] = cache.present + row * cache.row_bytes;
-      rows_.steps[j] = cache.steps ? cache.steps + row : nullptr;
+      const int64_t head = b * kv_heads + g * width + j;
+      rows_.rows[j] = cache.row(head, t);
+      rows_.steps[j] = reinterpret_cast<const float*>(cache.scale(head, t));
     }
     return rows_;
   }
 
-  /// The queries of kv head g and the steps first..last, rotated and scaled: q [2, pairs, last - first, padded(d)].
-  void rotate_queries(int64_t b, int64_t g, int64_t first, int64_t last, float* q) const {
+  GridRows grids_at(const Cache& cache, int64_t b, int64_t g, int64_t t) const {
+    GridRows rows_{};
+    rows_.count = width;
+    for (int64_t j = 0; j < width; ++j) {
+      const int64_t head = b * kv_heads + g * width + j;
+      rows_.codes[j] = reinterpret_cast<const uint8_t*>(cache.row(head, t));
+      rows_.grids[j] = reinterpret_cast<const Half*>(cache.scale(head, t));
+    }
+    return rows_;
+  }
+
+  CacheRows recent_at(const Cache& cache, int64_t b, int64_t g) const {
+    CacheRows rows_{};
+    rows_.count = width;
+    for (int64_t j = 0; j < width; ++j) rows_.rows[j] = cache.recent + (b * kv_heads + g * width + j) * cache.slots * d;
+    return rows_;
+  }
+
+  /// The queries of kv head g and the steps begin..end, rotated and scaled: q [branches, pairs, end - begin, padded(d)].
+  void rotate_queries(int64_t b, int64_t g, int64_t begin, int64_t end, float* q) const {
     float wide[ATTENTION_MOST_D];
-    for (int64_t branch = 0; branch < 2; ++branch)
+    for (int64_t branch = 0; branch < branches; ++branch)
       for (int64_t pair = 0; pair < pairs; ++pair)
-        for (int64_t step = first; step < last; ++step, q += padded(d)) {
-          const int64_t sub_head = 2 * (g * pairs + pair) + branch;
-          rotate(floats(query, (b * steps + step) * 2 * heads + sub_head, wide), b, step, scale, q);
+        for (int64_t step = begin; step < end; ++step, q += padded(d)) {
+          const int64_t sub_head = branches * (g * pairs + pair) + branch;
+          rotate(floats(query, at_step(b, step) * branches * heads + sub_head, wide), b, step, scale, q);
           for (int64_t i = d; i < padded(d); ++i) q[i] = 0;
         }
   }
 
   float lambda_of(int64_t b, int64_t step, int64_t pair) const {
-    return lambda.as<float>()[lambda.rank == 1 ? pair : (b * steps + step) * heads + pair];
+    return lambda.as<float>()[lambda.rank == 1 ? pair : at_step(b, step) * heads + pair];
   }
 
-  const int64_t* mask_of(int64_t b) const { return mask.as<int64_t>() + b * total; }
+  const int64_t* mask_of(int64_t b) const { return mask.as<int64_t>() + b * all_total; }
 
   void write(int64_t b, int64_t step, int64_t head, const float* parts, int64_t count, int64_t part_stride) const {
     float normed[2 * ATTENTION_MOST_D];
-    const int64_t index = ((b * steps + step) * heads + head) * width * d;
+    const int64_t index = (at_step(b, step) * heads + head) * width * d;
     kernels.finish(parts, count, part_stride, width, d, norm_eps, half ? normed : out.as<float>() + index);
     if (half) kernels.narrow(normed, width * d, out.as<Half>() + index);
   }
 
-  // Few rows. The arrays of a task: q [2 * rows, padded(d)], s [2 * rows, CHUNK], mixed [rows, width_floats].
-  // Those of a kv head: maxima and sums [2 * rows, chunks]; the maxima become factors.
+  // Few rows. The arrays of a task: q [all_rows, padded(d)], s [all_rows, span], mixed [rows, width_floats].
+  // Those of a kv head: maxima and sums [all_rows, chunks]; the maxima become factors.
+
+  int64_t chunk_end(int64_t chunk) const { return chunk == chunks - 1 ? total : (chunk + 1) * CHUNK; }
+
+  /// Keys of the longest chunk, as far as they reach.
+  int64_t span() const { return larger(CHUNK, divide_up(total - (chunks - 1) * CHUNK, GROUP) * GROUP); }
+
+  void scores(int64_t b, int64_t g, int64_t begin, int64_t end, const float* q, float* s) const {
+    if (!keys.grids()) {
+      const CacheRows from = at(keys, b, g, begin);
+      if (top)
+        lowbit.integer_row_scores(from, end - begin, d, q, streams, top, s, span());
+      else
+        kernels.scores[keys.kind](from, end - begin, d, q, streams, s, span());
+      return;
+    }
+    const int64_t count = smaller(end, after) - begin;
+    const GridRows from = grids_at(keys, b, g, begin);
+    if (count > 0 && top) lowbit.integer_scores[keys.grid()](from, count, d, q, streams, top, s, span());
+    if (count > 0 && !top) lowbit.scores[keys.grid()](from, count, d, q, streams, s, span());
+    if (end == total)
+      kernels.scores[CACHE_FLOAT16](recent_at(keys, b, g), total - after, d, q, streams, s + (after - begin), span());
+  }
+
+  void mix(int64_t b, int64_t g, int64_t begin, int64_t end, const float* p, float* mixed) const {
+    std::memset(mixed, 0, static_cast<size_t>(rows * width_floats()) * sizeof *mixed);
+    if (!values.grids()) return kernels.mix[values.kind](at(values, b, g, begin), end - begin, d, p, rows, span(), mixed);
+    const int64_t count = smaller(end, after) - begin;
+    if (count > 0) lowbit.mix[values.grid()](grids_at(values, b, g, begin), count, d, p, rows, span(), mixed);
+    if (end == total)
+      kernels.mix[CACHE_FLOAT16](recent_at(values, b, g), total - after, d, p + (after - begin), rows, span(), mixed);
+  }
 
   void chunk_scores(int64_t b, int64_t g, int64_t chunk, float* q, float* s, float* maxima, float* sums) const {
-    const int64_t begin = chunk * CHUNK, end = smaller(begin + CHUNK, total);
+    const int64_t begin = chunk * CHUNK, end = chunk_end(chunk);
     append(b, g, begin, end);
     rotate_queries(b, g, 0, steps, q);
-    kernels.scores[kind](at(keys, b, g, begin), end - begin, d, q, stream_rows, s, CHUNK);
+    scores(b, g, begin, end, q, s);
     const bool hide = kernels.hides(mask_of(b) + begin, end - begin);
-    for (int64_t row = 0; row < 2 * rows; ++row) {
+    for (int64_t row = 0; row < all_rows(); ++row) {
       const int64_t seen = larger(0, smaller(end - begin, past + row % steps + 1 - begin));
-      float* e = s + row * CHUNK;
+      float* e = s + row * span();
       if (hide) kernels.hide(e, mask_of(b) + begin, seen);
       maxima[row * chunks + chunk] = kernels.softmax(e, seen, sums + row * chunks + chunk);
       for (int64_t t = seen; t < end - begin; ++t) e[t] = 0;
@@ -168,7 +307,7 @@ struct Run {
   }
 
   void merge(int64_t b, int64_t g, float* maxima, const float* sums) const {
-    for (int64_t row = 0; row < 2 * rows; ++row) {
+    for (int64_t row = 0; row < all_rows(); ++row) {
       float *factors = maxima + row * chunks, largest = -std::numeric_limits<float>::infinity(), sum = 0;
       for (int64_t chunk = 0; chunk < chunks; ++chunk)
         if (factors[chunk] > largest) largest = factors[chunk];
@@ -184,33 +323,37 @@ struct Run {
   }
 
   void chunk_mix(int64_t b, int64_t g, int64_t chunk, float* s, const float* factors, float* mixed) const {
-    const int64_t begin = chunk * CHUNK, count = smaller(CHUNK, total - begin);
-    for (int64_t row = 0; row < rows; ++row)
-      kernels.combine(s + row * CHUNK, factors[row * chunks + chunk], s + (rows + row) * CHUNK,
-                      factors[(rows + row) * chunks + chunk], count, s + row * CHUNK);
-    kernels.mix[kind](at(values, b, g, begin), count, d, s, rows, CHUNK, mixed);
+    const int64_t begin = chunk * CHUNK, end = chunk_end(chunk);
+    for (int64_t row = 0; row < rows; ++row) {
+      float* signal = s + row * span();
+      const float* noise = branches == 2 ? signal + rows * span() : signal;
+      kernels.combine(signal, factors[row * chunks + chunk], noise,
+                      branches == 2 ? factors[(rows + row) * chunks + chunk] : 0, end - begin, signal);
+    }
+    mix(b, g, begin, end, s, mixed);
   }
 
   void decode(Context& context) const {
-    const int64_t all = batch * groups, tasks = all * chunks;
-    float* q = scratch<float>(QUERIES, tasks * 2 * rows * padded(d));
-    float* s = scratch<float>(SCORES, tasks * 2 * rows * CHUNK);
+    const int64_t all = batch * groups, tasks = all * chunks, q_floats = all_rows() * padded(d);
+    const int64_t s_floats = all_rows() * span(), of_chunks = chunks * all_rows();
+    float* q = scratch<float>(QUERIES, tasks * q_floats);
+    float* s = scratch<float>(SCORES, tasks * s_floats);
     float* mixed = scratch<float>(MIXED, tasks * rows * width_floats());
-    float* maxima = scratch<float>(MAXIMA, tasks * 2 * rows);
-    float* sums = scratch<float>(SUMS, tasks * 2 * rows);
+    float* maxima = scratch<float>(MAXIMA, all * of_chunks);
+    float* sums = scratch<float>(SUMS, all * of_chunks);
 
-    const auto scores = [&](int64_t task) {
-      const int64_t head = task / chunks, of_head = head * chunks * 2 * rows;
-      chunk_scores(head / groups, head % groups, task % chunks, q + task * 2 * rows * padded(d),
-                   s + task * 2 * rows * CHUNK, maxima + of_head, sums + of_head);
+    const auto scores_ = [&](int64_t task) {
+      const int64_t head = task / chunks;
+      chunk_scores(head / groups, head % groups, task % chunks, q + task * q_floats, s + task * s_floats,
+                   maxima + head * of_chunks, sums + head * of_chunks);
     };
     const auto factors = [&](int64_t head) {
-      merge(head / groups, head % groups, maxima + head * chunks * 2 * rows, sums + head * chunks * 2 * rows);
+      merge(head / groups, head % groups, maxima + head * of_chunks, sums + head * of_chunks);
     };
     const auto products = [&](int64_t task) {
       const int64_t head = task / chunks;
-      chunk_mix(head / groups, head % groups, task % chunks, s + task * 2 * rows * CHUNK,
-                maxima + head * chunks * 2 * rows, mixed + task * rows * width_floats());
+      chunk_mix(head / groups, head % groups, task % chunks, s + task * s_floats, maxima + head * of_chunks,
+                mixed + task * rows * width_floats());
     };
     const auto result = [&](int64_t head) {
       const int64_t g = head % groups;
@@ -220,12 +363,12 @@ struct Run {
     };
     if (chunks == 1)
       return context.parallel(all, [&](int64_t head) {
-        scores(head);
+        scores_(head);
         factors(head);
         products(head);
         result(head);
       });
-    context.parallel(tasks, scores);
+    context.parallel(tasks, scores_);
     context.parallel(all, factors);
     context.parallel(tasks, products);
     context.parallel(all, result);
@@ -233,41 +376,127 @@ struct Run {
 
   // Many rows
 
+  /// How a cache lies in floats, for the kv heads that are taken together. `settled_` tokens, all of them where there
+  /// are no grids; with grids also those from `before` on as they came.
+  struct Floats {
+    int64_t settled_, settled_floats;  // floats: of one kv head
+    int64_t recent, recent_floats;
+    float* from = nullptr;
+    Half* halves = nullptr;
+    int64_t all() const { return settled_floats + recent_floats; }
+    float* settled_of(int64_t slot) const { return from + slot * all(); }
+    float* recent_of(int64_t slot) const { return from + slot * all() + settled_floats; }
+  };
+
+  Floats floats_of(const Cache& cache) const {
+    const int64_t row = cache.rotates ? d : padded(d), block = cache.rotates ? ATTENTION_KEYS : 1;
+    const auto whole = [&](int64_t tokens) { return divide_up(tokens, block) * block; };
+    Floats found{};
+    found.settled_ = whole(cache.grids() ? after : total);
+    found.recent = cache.grids() ? whole(total - before) : 0;
+    found.settled_floats = as_they_lie(cache) ? 0 : width * found.settled_ * row;
+    found.recent_floats = width * found.recent * row;
+    return found;
+  }
+
+  bool as_they_lie(const Cache& cache) const {
+    return !cache.rotates && !cache.grids() && cache.kind == CACHE_FLOAT32 && padded(d) == d;
+  }
+
+  int64_t halves_of(const Cache& cache) const { return cache.grids() ? width * (total - before) * d : 0; }
+
+  /// The tokens begin..end of a sub-head in the present, and as floats. With grids the present's recent tokens wait until
+  /// nobody reads the past's.
+  void append_many(const Cache& cache, const Floats& to, int64_t slot, int64_t b, int64_t g, int64_t j, int64_t begin,
+                   int64_t end) const {
+    const int64_t sub_head = g * width + j, head = b * kv_heads + sub_head, row = cache.rotates ? d : padded(d);
+    float* settled_floats = to.settled_of(slot) + j * to.settled_ * row + begin * row;
+    if (!cache.grids()) {
+      append_rows(cache, b, sub_head, begin, end);
+      const float* steps_ = reinterpret_cast<const float*>(cache.scale(head, begin));
+      if (cache.rotates)
+        kernels.pack_keys[cache.kind](cache.row(head, begin), top ? nullptr : steps_, end - begin, d, settled_floats);
+      else if (!as_they_lie(cache))
+        kernels.unpack_values[cache.kind](cache.row(head, begin), steps_, end - begin, d, settled_floats);
+      return;
+    }
+    cache.copy(head, begin, smaller(end, before));
+    if (end == total) cache.copy(head, after, cache.past_capacity);
+    if (const int64_t from = larger(begin, before); from < end) {
+      Half* halves = to.halves + slot * halves_of(cache) + (j * (total - before) + from - before) * d;
+      recent_rows(cache, b, sub_head, from, end, halves);
+      if (from < after) settle(cache, head, from, smaller(end, after) - from, halves);
+      float* recent_floats = to.recent_of(slot) + (j * to.recent + from - before) * row;
+      (cache.rotates ? kernels.pack_keys : kernels.unpack_values)[CACHE_FLOAT16](halves, nullptr, end - from, d,
+                                                                                  recent_floats);
+    }
+    if (const int64_t count = smaller(end, after) - begin; count > 0) {
+      const uint8_t* codes = reinterpret_cast<const uint8_t*>(cache.row(head, begin));
+      const Half* grid = reinterpret_cast<const Half*>(cache.scale(head, begin));
+      if (cache.rotates)
+        lowbit.pack_keys[cache.grid()](codes, top ? nullptr : grid, count, d, settled_floats);
+      else
+        lowbit.unpack_values[cache.grid()](codes, grid, count, d, settled_floats);
+    }
+  }
+
+  void keep_recent(const Cache& cache, const Floats& from, int64_t slot, int64_t b, int64_t g) const {
+    for (int64_t j = 0; j < width; ++j) {
+      const int64_t head = b * kv_heads + g * width + j;
+      const Half* halves = from.halves + slot * halves_of(cache) + (j * (total - before) + after - before) * d;
+      std::memcpy(cache.recent + head * cache.slots * d, halves, static_cast<size_t>((total - after) * d) * sizeof(Half));
+      copy_free_slots(cache, head);
+    }
+  }
+
+  /// Where blocks of queries begin, and the end: the queries of a block see the same tokens settled.
+  std::vector<int64_t> blocks() const {
+    const int64_t most = larger(1, BLOCK_ROWS / pairs);
+    std::vector<int64_t> starts;
+    for (int64_t step = 0; step < steps; ++step)
+      if (step == 0 || step - starts.back() == most || seen_settled(step) != seen_settled(starts.back()))
+        starts.push_back(step);
+    starts.push_back(steps);
+    return starts;
+  }
+
+  int64_t seen_settled(int64_t step) const { return grids() ? settled(past + step + 1, window) : 0; }
+
   void prefill(Context& context) const {
-    const int64_t all = batch * groups, keys_ = chunks * CHUNK;
-    const bool as_they_lie = kind == CACHE_FLOAT32 && padded(d) == d;
-    const int64_t key_floats = width * keys_ * d, value_floats = as_they_lie ? 0 : total * width_floats();
-    const int64_t at_once = smaller(all, larger(1, FLOATS_AT_ONCE / (key_floats + value_floats)));
-    float* packed = scratch<float>(KEYS, at_once * key_floats);
-    float* floats_ = scratch<float>(VALUES, at_once * value_floats);
-    const int64_t block_steps = larger(1, BLOCK_ROWS / pairs), blocks = divide_up(steps, block_steps);
+    const int64_t all = batch * groups, chunks_ = divide_up(total, CHUNK);
+    Floats of_keys = floats_of(keys), of_values = floats_of(values);
+    const int64_t at_once = smaller(all, larger(1, FLOATS_AT_ONCE / (of_keys.all() + of_values.all())));
+    of_keys.from = scratch<float>(KEYS, at_once * of_keys.all());
+    of_values.from = scratch<float>(VALUES, at_once * of_values.all());
+    of_keys.halves = scratch<Half>(RECENT, at_once * (halves_of(keys) + halves_of(values)));
+    of_values.halves = of_keys.halves + at_once * halves_of(keys);
+    const std::vector<int64_t> starts = blocks();
+    const int64_t blocks_ = static_cast<int64_t>(starts.size()) - 1;
     std::atomic<bool> no_memory{false};
 
-    for (int64_t first = 0; first < all; first += at_once) {
-      const int64_t count = smaller(at_once, all - first);
-      context.parallel(count * chunks, [&](int64_t task) {
-        const int64_t slot = task / chunks, b = (first + slot) / groups, g = (first + slot) % groups;
-        const int64_t begin = task % chunks * CHUNK, end = smaller(begin + CHUNK, total);
-        append(b, g, begin, end);
-        const CacheRows from = at(keys, b, g, begin), values_from = at(values, b, g, begin);
+    for (int64_t begin = 0; begin < all; begin += at_once) {
+      const int64_t count = smaller(at_once, all - begin);
+      context.parallel(count * chunks_, [&](int64_t task) {
+        const int64_t slot = task / chunks_, b = (begin + slot) / groups, g = (begin + slot) % groups;
+        const int64_t t = task % chunks_ * CHUNK, end = smaller(t + CHUNK, total);
         for (int64_t j = 0; j < width; ++j) {
-          kernels.pack_keys[kind](from.rows[j], from.steps[j], end - begin, d,
-                                  packed + slot * key_floats + (j * keys_ + begin) * d);
-          if (!as_they_lie)
-            kernels.unpack_values[kind](values_from.rows[j], values_from.steps[j], end - begin, d,
-                                        floats_ + slot * value_floats + (j * total + begin) * padded(d));
+          append_many(keys, of_keys, slot, b, g, j, t, end);
+          append_many(values, of_values, slot, b, g, j, t, end);
         }
       });
-      context.parallel(count * blocks, [&](int64_t task) {
+      if (grids())
+        context.parallel(count, [&](int64_t slot) {
+          const int64_t b = (begin + slot) / groups, g = (begin + slot) % groups;
+          if (keys.grids()) keep_recent(keys, of_keys, slot, b, g);
+          if (values.grids()) keep_recent(values, of_values, slot, b, g);
+        });
+      context.parallel(count * blocks_, [&](int64_t task) {
         // The last queries see the most keys: they begin
-        const int64_t slot = task % count, b = (first + slot) / groups, g = (first + slot) % groups;
-        const int64_t begin = (blocks - 1 - task / count) * block_steps, end = smaller(begin + block_steps, steps);
-        CacheRows from = at(values, b, g, 0);
-        if (!as_they_lie)
-          for (int64_t j = 0; j < width; ++j)
-            from.rows[j] = floats_ + slot * value_floats + j * total * padded(d);
+        const int64_t slot = task % count, b = (begin + slot) / groups, g = (begin + slot) % groups;
+        const int64_t index = blocks_ - 1 - task / count;
         try {
-          block(b, g, begin, end, packed + slot * key_floats, keys_, from);
+          block(b, g, starts[static_cast<size_t>(index)], starts[static_cast<size_t>(index + 1)], of_keys, of_values,
+                slot);
         } catch (const std::bad_alloc&) {
           no_memory = true;
         }
@@ -276,34 +505,120 @@ struct Run {
     if (no_memory) throw std::bad_alloc();
   }
 
-  /// The steps begin..end of kv head g. packed: [width, keys_ / 32, d, 32]; from: rows of padded(d) floats.
-  void block(int64_t b, int64_t g, int64_t begin, int64_t end, const float* packed, int64_t keys_,
-             const CacheRows& from) const {
-    const int64_t steps_ = end - begin, rows_ = pairs * steps_, streams = 2 * rows_ / width;
-    const int64_t seen = past + end, blocks = divide_up(seen, ATTENTION_KEYS), stride = blocks * ATTENTION_KEYS;
-    float* q = scratch<float>(QUERIES, 2 * rows_ * padded(d));
-    float* s = scratch<float>(SCORES, 2 * rows_ * stride);
+  /// Scores of `count` rows of q with the keys of sub-head j that they see.
+  void block_scores(int64_t b, int64_t g, int64_t j, int64_t seen, int64_t old, const Floats& from, int64_t slot,
+                    const float* q, int64_t count, float* s, int64_t stride) const {
+    const float* packed = from.settled_of(slot) + j * from.settled_ * d;
+    const int64_t reach = keys.grids() ? old : seen, blocks_ = divide_up(reach, ATTENTION_KEYS);
+    if (!top) {
+      kernels.packed_scores(packed, blocks_, d, q, count, s, stride);
+    } else {
+      rounded_scores(b, g, j, blocks_, packed, q, count, s, stride);
+    }
+    if (!keys.grids()) return;
+    kernels.packed_scores(from.recent_of(slot) + (j * from.recent + old - before) * d,
+                          divide_up(seen - old, ATTENTION_KEYS), d, q, count, s + old, stride);
+  }
+
+  /// The same in integers, which floats hold: |dot| < 2^24.
+  void rounded_scores(int64_t b, int64_t g, int64_t j, int64_t blocks_, const float* packed, const float* q,
+                      int64_t count, float* s, int64_t stride) const {
+    static_assert(127 * 127 * ATTENTION_MOST_D < 1 << 24, "exact");
+    const int64_t head = b * kv_heads + g * width + j;
+    float codes[BLOCK_ROWS * ATTENTION_MOST_D], steps_[BLOCK_ROWS], offsets[BLOCK_ROWS];
+    for (int64_t row = 0; row < count; row += BLOCK_ROWS) {
+      const int64_t some = smaller(BLOCK_ROWS, count - row);
+      for (int64_t at = 0; at < blocks_; ++at) {
+        const bool grid = keys.grids();
+        const Half* grid_ = grid ? reinterpret_cast<const Half*>(keys.scale(head, at * GROUP)) : nullptr;
+        const float* key_steps = grid ? nullptr : reinterpret_cast<const float*>(keys.scale(head, at * GROUP));
+        if (grid || at == 0)
+          for (int64_t i = 0; i < some; ++i) {
+            float* to = codes + i * padded(d);
+            steps_[i] = lowbit.round_query(q + (row + i) * padded(d), grid_, d, top, to, offsets + i);
+            for (int64_t k = d; k < padded(d); ++k) to[k] = 0;
+          }
+        float* to = s + row * stride + at * GROUP;
+        kernels.packed_scores(packed + at * GROUP * d, 1, d, codes, some, to, stride);
+        const int64_t keys_ = grid ? GROUP : smaller(GROUP, total - at * GROUP);
+        for (int64_t i = 0; i < some; ++i)
+          for (int64_t t = 0; t < keys_; ++t)
+            to[i * stride + t] = to[i * stride + t] * steps_[i] * (grid ? 1 : key_steps[t]) + offsets[i];
+      }
+    }
+  }
+
+  /// The steps begin..end of kv head g.
+  void block(int64_t b, int64_t g, int64_t begin, int64_t end, const Floats& of_keys, const Floats& of_values,
+             int64_t slot) const {
+    const int64_t steps_ = end - begin, rows_ = pairs * steps_, streams_ = branches * rows_ / width;
+    const int64_t seen = past + end, old = seen_settled(begin), stride = divide_up(seen, ATTENTION_KEYS) * ATTENTION_KEYS;
+    float* q = scratch<float>(QUERIES, branches * rows_ * padded(d));
+    float* s = scratch<float>(SCORES, branches * rows_ * stride);
     float* mixed = scratch<float>(MIXED, rows_ * width_floats());
     rotate_queries(b, g, begin, end, q);
     for (int64_t j = 0; j < width; ++j)
-      kernels.packed_scores(packed + j * keys_ * d, blocks, d, q + j * streams * padded(d), streams,
-                            s + j * streams * stride, stride);
+      block_scores(b, g, j, seen, old, of_keys, slot, q + j * streams_ * padded(d), streams_, s + j * streams_ * stride,
+                   stride);
     const bool hide = kernels.hides(mask_of(b), seen);
     for (int64_t row = 0; row < rows_; ++row) {
       const int64_t step = begin + row % steps_, visible = past + step + 1;
-      float *signal = s + row * stride, *noise = s + (rows_ + row) * stride, sums[2];
-      for (float* e : {signal, noise}) {
+      float *signal = s + row * stride, *noise = s + (branches - 1) * rows_ * stride + row * stride, shares[2] = {};
+      for (int64_t branch = 0; branch < branches; ++branch) {
+        float* e = branch ? noise : signal;
         if (hide) kernels.hide(e, mask_of(b), visible);
-        float& sum = sums[e == noise];
+        float sum;
         kernels.softmax(e, visible, &sum);
-        sum = sum == 0 ? 0 : 1 / sum;
+        shares[branch] = sum == 0 ? 0 : 1 / sum;
       }
-      kernels.combine(signal, sums[0], noise, sums[1] * lambda_of(b, step, g * pairs + row / steps_), visible, signal);
+      if (branches == 2) shares[1] *= lambda_of(b, step, g * pairs + row / steps_);
+      kernels.combine(signal, shares[0], noise, shares[1], visible, signal);
       for (int64_t t = visible; t < seen; ++t) signal[t] = 0;
     }
-    kernels.mix[CACHE_FLOAT32](from, seen, padded(d), s, rows_, stride, mixed);
-    for (int64_t row = 0; row < rows_; ++row)
-      write(b, begin + row % steps_, g * pairs + row / steps_, mixed + row * width_floats(), 1, 0);
+    std::memset(mixed, 0, static_cast<size_t>(rows_ * width_floats()) * sizeof *mixed);
+    const int64_t row = padded(d), reach = values.grids() ? old : seen;
+    CacheRows from = as_they_lie(values) ? at(values, b, g, 0) : CacheRows{};
+    from.count = width;
+    if (!as_they_lie(values))
+      for (int64_t j = 0; j < width; ++j) from.rows[j] = of_values.settled_of(slot) + j * of_values.settled_ * row;
+    kernels.mix[CACHE_FLOAT32](from, reach, row, s, rows_, stride, mixed);
+    if (values.grids()) {
+      for (int64_t j = 0; j < width; ++j)
+        from.rows[j] = of_values.recent_of(slot) + (j * of_values.recent + old - before) * row;
+      kernels.mix[CACHE_FLOAT32](from, seen - old, row, s + old, rows_, stride, mixed);
+    }
+    for (int64_t i = 0; i < rows_; ++i)
+      write(b, begin + i % steps_, g * pairs + i / steps_, mixed + i * width_floats(), 1, 0);
+  }
+
+  // Both
+
+  /// What follows from past and steps.
+  void derive() {
+    total = past + steps;
+    before = grids() ? settled(past, window) : 0;
+    after = grids() ? settled(total, window) : 0;
+    rows = pairs * steps;
+    streams = branches * rows / width;
+    chunks = larger(1, divide_up(grids() ? after : total, CHUNK));
+  }
+
+  /// Few rows whose steps do not all see the same tokens settled: one part after the other, in the present's buffers.
+  void decode_parts(Context& context) const {
+    Run part = *this;
+    for (int64_t begin = 0, end; begin < steps || begin == 0; begin = end) {
+      for (end = begin + 1; end < steps && seen_settled(end) == seen_settled(begin);) ++end;
+      end = smaller(end, steps);
+      part.first = begin, part.past = past + begin, part.steps = end - begin;
+      part.derive();
+      part.decode(context);
+      if (end == steps) break;
+      for (Cache* cache : {&part.keys, &part.values}) {
+        cache->past = cache->present, cache->past_scales = cache->scales, cache->past_recent = cache->recent;
+        cache->past_capacity = cache->capacity;
+        cache->in_place = cache->recent_in_place = true;
+      }
+    }
   }
 };
 
@@ -315,22 +630,94 @@ CacheKind kind_of(const Tensor& cache) {
   }
 }
 
-Cache cache_of(const Tensor& past, const Tensor& present, const Tensor& past_steps, const Tensor& steps, size_t bytes) {
+/// A cache's tensors: the numbers, and what a low-bit one has beside them.
+struct Tensors {
+  Tensor rows, scale, recent;
+};
+
+/// Whether a past and its present are one memory.
+bool shared(const Tensor& past, const Tensor& present) { return past.size() > 0 && past.data == present.data; }
+
+long long number(int64_t value) { return static_cast<long long>(value); }
+
+/// Refuses inputs that do not fit `bits`; fills in what the inputs say.
+Cache cache_of(const Tensors& past, bool keys, int bits, int64_t batch, int64_t kv_heads, int64_t d, int64_t window) {
+  const bool grids = bits < 8;
+  const int type = past.rows.type;
+  const bool fits = bits == 16 ? type == ort::FLOAT32 || type == ort::FLOAT16 : type == (grids ? ort::UINT8 : ort::INT8);
+  if (!fits)
+    throw Error("%s is not %s, wanted where %s is %d", past.rows.name,
+                bits == 16 ? "float32 or float16" : grids ? "uint8" : "int8", keys ? "key_bits" : "value_bits", bits);
+  if (grids && d % GROUP)
+    throw Error("%s holds %lld numbers a token, wanted a multiple of %lld where %s is %d", past.rows.name, number(d),
+                number(GROUP), keys ? "key_bits" : "value_bits", bits);
+  past.rows.expect({batch, kv_heads, -1, grids ? d * bits / 8 : d});
+  const int64_t capacity = past.rows.shape[2];
+  if (grids && capacity % GROUP)
+    throw Error("%s has room for %lld tokens, wanted a multiple of %lld", past.rows.name, number(capacity), number(GROUP));
+  if (static_cast<bool>(past.scale) != (bits < 16))
+    throw Error("%s is %s, wanted exactly where the cache is int8, int4 or int2", past.scale.name,
+                past.scale ? "given" : "missing");
+  if (static_cast<bool>(past.recent) != grids)
+    throw Error("%s is %s, wanted exactly where the cache is int4 or int2", past.recent.name,
+                past.recent ? "given" : "missing");
+  if (bits == 8) past.scale.expect({batch, kv_heads, capacity});
+  if (grids && keys) past.scale.expect({batch, kv_heads, capacity / GROUP, 2, d});
+  if (grids && !keys) past.scale.expect({batch, kv_heads, capacity, 2, d / GROUP});
+  if (grids) past.recent.expect({batch, kv_heads, window + GROUP, d});
   Cache cache{};
-  cache.past = past.as<char>();
-  cache.present = present.as<char>();
-  cache.past_steps = past_steps.as<float>();
-  cache.steps = steps.as<float>();
-  cache.past_capacity = past.shape[2];
-  cache.capacity = present.shape[2];
-  cache.row_bytes = static_cast<size_t>(past.shape[3]) * bytes;
-  cache.in_place = past.size() > 0 && past.data == present.data;
-  if (cache.in_place && cache.past_capacity != cache.capacity)
-    throw Error("%s shares its memory with %s, but has room for %lld tokens where %lld are needed", past.name,
-                present.name, static_cast<long long>(cache.past_capacity), static_cast<long long>(cache.capacity));
-  if (steps && past_steps.size() > 0 && cache.in_place != (past_steps.data == steps.data))
-    throw Error("%s and %s must share their memory with the outputs both or neither", past.name, past_steps.name);
+  cache.rotates = keys;
+  cache.bits = bits;
+  cache.kind = kind_of(past.rows);
+  cache.row_bytes = static_cast<size_t>(bits == 16 && type == ort::FLOAT32 ? d * 4 : d * bits / 8);
+  cache.scale_tokens = grids && keys ? GROUP : 1;
+  cache.scale_bytes = bits == 8 ? sizeof(float) : static_cast<size_t>(2 * (keys ? d : d / GROUP)) * sizeof(Half);
+  cache.past_capacity = capacity;
+  cache.slots = window + GROUP;
+  cache.past = past.rows.as<char>();
+  cache.past_scales = past.scale.as<char>();
+  cache.past_recent = past.recent.as<Half>();
   return cache;
+}
+
+/// The present's buffers, with room for `tokens`.
+void bind(Context& context, Cache& cache, const Tensors& past, int64_t tokens) {
+  const char* const names[2][3] = {
+      {"DiffAttention: present_value", "DiffAttention: present_value_scale", "DiffAttention: present_value_recent"},
+      {"DiffAttention: present_key", "DiffAttention: present_key_scale", "DiffAttention: present_key_recent"}};
+  const char* const* name = names[cache.rotates];
+  const size_t first = cache.rotates ? 1 : 2;
+  const auto output = [&](size_t index, const char* what, const Tensor& of, int64_t room) {
+    int64_t shape[Tensor::MOST_DIMENSIONS];
+    std::memcpy(shape, of.shape, sizeof shape);
+    shape[2] = room;
+    const Tensor found = context.output(index, what, shape, of.rank);
+    if (!found.data && found.size())
+      throw Error("%s is missing, wanted where the cache is %s", what, cache.grids() ? "int4 or int2" : "int8");
+    return found;
+  };
+  const auto refuse = [&](size_t index, const char* what, const char* where) {  // nobody would write it
+    if (context.wants(index)) throw Error("%s is given, wanted exactly where the cache is %s", what, where);
+  };
+  cache.capacity = larger(cache.past_capacity, tokens);
+  const Tensor present = output(first, name[0], past.rows, cache.capacity);
+  cache.present = present.as<char>();
+  cache.in_place = shared(past.rows, present);
+  if (cache.in_place && cache.past_capacity != cache.capacity)
+    throw Error("%s shares its memory with %s, but has room for %lld tokens where %lld are needed", past.rows.name,
+                present.name, number(cache.past_capacity), number(cache.capacity));
+  if (cache.bits == 16) {
+    refuse(first + 2, name[1], "int8, int4 or int2");
+  } else {
+    const Tensor scales = output(first + 2, name[1], past.scale, cache.capacity / cache.scale_tokens);
+    cache.scales = scales.as<char>();
+    if (past.scale.size() > 0 && cache.in_place != (past.scale.data == scales.data))
+      throw Error("%s and %s must share their memory with the outputs both or neither", past.rows.name, past.scale.name);
+  }
+  if (!cache.grids()) return refuse(first + 4, name[2], "int4 or int2");
+  const Tensor recent = output(first + 4, name[2], past.recent, cache.slots);
+  cache.recent = recent.as<Half>();
+  cache.recent_in_place = shared(past.recent, recent);
 }
 
 }  // namespace
@@ -341,107 +728,101 @@ DiffAttention::DiffAttention(const Node& node)
       width_(1 + node.integer("wide_value", 0, 1)),
       scale_(node.number("scale")),
       norm_eps_(node.number("norm_eps")) {
-  node.expect_version(1);
+  if (node.integer("spec_version") != 1) {
+    node.expect_version(2);
+    branches_ = node.integer("branches", 1, 2);
+    query_bits_ = static_cast<int>(node.integer("query_bits", 0, 8));
+    window_ = node.integer("window", 0, 1 << 20);
+    for (const char* name : {"key_bits", "value_bits"}) {
+      const int bits = static_cast<int>(node.integer(name, 2, 16));
+      if (bits != 2 && bits != 4 && bits != 8 && bits != 16)
+        throw Error("DiffAttention: %s is %d, wanted 16, 8, 4 or 2", name, bits);
+      (name[0] == 'k' ? key_bits_ : value_bits_) = bits;
+    }
+    if (query_bits_ != 0 && query_bits_ != 4 && query_bits_ != 8)
+      throw Error("DiffAttention: query_bits is %d, wanted 0, 8 or 4", query_bits_);
+    if (query_bits_ && key_bits_ == 16)
+      throw Error("DiffAttention: query_bits is %d, wanted 0 where key_bits is 16", query_bits_);
+    if (branches_ == 1 && width_ == 2) throw Error("DiffAttention: wide_value is 1, wanted 0 where branches is 1");
+  }
   if (kv_heads_ % width_ || heads_ % (kv_heads_ / width_))
     throw Error("DiffAttention: num_heads is %lld, wanted a multiple of the %lld kv heads of num_kv_heads %lld%s",
-                static_cast<long long>(heads_), static_cast<long long>(kv_heads_ / width_),
-                static_cast<long long>(kv_heads_), width_ == 2 ? ", which must be even with wide_value" : "");
+                number(heads_), number(kv_heads_ / width_), number(kv_heads_),
+                width_ == 2 ? ", which must be even with wide_value" : "");
   const Isa isa = choose_isa();
   kernels_ = &DIFFBIT_PICK(isa, attention);
+  lowbit_ = &DIFFBIT_PICK(isa, lowbit);
 }
 
 void DiffAttention::compute(Context& context) const {
   const Tensor query = context.input(0, "DiffAttention: query"), key = context.input(1, "DiffAttention: key"),
                value = context.input(2, "DiffAttention: value"), lambda = context.input(3, "DiffAttention: lambda"),
-               past_key = context.input(4, "DiffAttention: past_key"),
-               past_value = context.input(5, "DiffAttention: past_value"),
                past_length = context.input(6, "DiffAttention: past_length"),
                positions = context.input(7, "DiffAttention: position_ids"),
                cos = context.input(8, "DiffAttention: cos"), sin = context.input(9, "DiffAttention: sin"),
-               mask = context.input(10, "DiffAttention: attention_mask"),
-               key_scale = context.input(11, "DiffAttention: past_key_scale"),
-               value_scale = context.input(12, "DiffAttention: past_value_scale");
+               mask = context.input(10, "DiffAttention: attention_mask");
+  const Tensors past_keys{context.input(4, "DiffAttention: past_key"),
+                          context.input(11, "DiffAttention: past_key_scale"),
+                          context.input(13, "DiffAttention: past_key_recent")};
+  const Tensors past_values{context.input(5, "DiffAttention: past_value"),
+                            context.input(12, "DiffAttention: past_value_scale"),
+                            context.input(14, "DiffAttention: past_value_recent")};
   query.expect({-1, -1, -1});
   key.expect({query.shape[0], query.shape[1], -1});
   const int64_t batch = query.shape[0], steps = query.shape[1], d = key.shape[2] / kv_heads_;
   if (d < 2 || d % 2 || d > ATTENTION_MOST_D || key.shape[2] % kv_heads_)
     throw Error("%s is %s, wanted %lld sub-heads of an even number of at most %lld numbers", key.name,
-                key.shape_text().c_str(), static_cast<long long>(kv_heads_), static_cast<long long>(ATTENTION_MOST_D));
-  query.expect({batch, steps, 2 * heads_ * d});
+                key.shape_text().c_str(), number(kv_heads_), number(ATTENTION_MOST_D));
+  query.expect({batch, steps, branches_ * heads_ * d});
   value.expect({batch, steps, kv_heads_ * d});
-  past_key.expect({batch, kv_heads_, -1, d});
-  past_value.expect({batch, kv_heads_, past_key.shape[2], d});
+  const auto bits_of = [](int bits, const Tensor& past) { return bits ? bits : past.type == ort::INT8 ? 8 : 16; };
+  const int key_bits = bits_of(key_bits_, past_keys.rows), value_bits = bits_of(value_bits_, past_values.rows);
+  const int64_t window = key_bits < 8 || value_bits < 8 ? window_ : 0;
+  Cache keys = cache_of(past_keys, true, key_bits, batch, kv_heads_, d, window);
+  Cache values = cache_of(past_values, false, value_bits, batch, kv_heads_, d, window);
+  keys.fresh = key, values.fresh = value;
+  if (keys.grids() == values.grids() && keys.past_capacity != values.past_capacity)
+    throw Error("%s is %s, wanted room for %lld tokens, as in past_key", past_values.rows.name,
+                past_values.rows.shape_text().c_str(), number(keys.past_capacity));
   past_length.expect({1});
-  const int64_t past = *past_length.as<int64_t>(), past_capacity = past_key.shape[2];
-  if (past < 0 || past > past_capacity)
-    throw Error("%s is %lld, wanted 0 to %lld, the capacity of past_key", past_length.name, static_cast<long long>(past),
-                static_cast<long long>(past_capacity));
-  const int64_t total = past + steps, capacity = larger(past_capacity, total);
+  const int64_t past = *past_length.as<int64_t>();
+  for (const Cache* cache : {&keys, &values}) {
+    const int64_t most = cache->past_capacity + (cache->grids() ? window + GROUP - 1 : 0);
+    if (past < 0 || past > most)
+      throw Error("%s is %lld, wanted 0 to %lld, the capacity of %s%s", past_length.name, number(past), number(most),
+                  cache == &keys ? "past_key" : "past_value", cache->grids() ? " and its recent tokens" : "");
+  }
+  const int64_t total = past + steps;
   mask.expect({batch, total});
   positions.expect({batch, steps});
   cos.expect({-1, d / 2});
   sin.expect({cos.shape[0], d / 2});
   for (int64_t i = 0; i < batch * steps; ++i)
     if (const int64_t position = positions.as<int64_t>()[i]; position < 0 || position >= cos.shape[0])
-      throw Error("%s holds %lld, wanted 0 to %lld: cos has %lld rows", positions.name, static_cast<long long>(position),
-                  static_cast<long long>(cos.shape[0] - 1), static_cast<long long>(cos.shape[0]));
+      throw Error("%s holds %lld, wanted 0 to %lld: cos has %lld rows", positions.name, number(position),
+                  number(cos.shape[0] - 1), number(cos.shape[0]));
+  if (static_cast<bool>(lambda) != (branches_ == 2))
+    throw Error("%s is %s, wanted exactly where branches is 2", lambda.name, lambda ? "given" : "missing");
   if (lambda.rank == 3)
     lambda.expect({batch, steps, heads_});
-  else
+  else if (lambda)
     lambda.expect({heads_});
-  const CacheKind kind = kind_of(past_key);
-  const bool scaled = kind == CACHE_INT8;
-  for (const Tensor& scale : {key_scale, value_scale}) {
-    if (static_cast<bool>(scale) != scaled)
-      throw Error("%s is %s, wanted exactly where the cache is int8", scale.name, scale ? "given" : "missing");
-    if (scaled) scale.expect({batch, kv_heads_, past_capacity});
-  }
 
   const Tensor out = context.output(0, "DiffAttention: out", {batch, steps, heads_ * width_ * d});
-  const Tensor present_key = context.output(1, "DiffAttention: present_key", {batch, kv_heads_, capacity, d});
-  const Tensor present_value = context.output(2, "DiffAttention: present_value", {batch, kv_heads_, capacity, d});
-  Tensor present_key_scale, present_value_scale;
-  if (!scaled && context.outputs() > 3)  // nobody would write them, and whoever reads them would crash
-    throw Error("DiffAttention: present_key_scale is given, wanted exactly where the cache is int8");
-  if (scaled) {
-    present_key_scale = context.output(3, "DiffAttention: present_key_scale", {batch, kv_heads_, capacity});
-    present_value_scale = context.output(4, "DiffAttention: present_value_scale", {batch, kv_heads_, capacity});
-    for (const Tensor& scale : {present_key_scale, present_value_scale})
-      if (!scale.data && scale.size()) throw Error("%s is missing, wanted with an int8 cache", scale.name);
-  }
-  const size_t bytes = kind == CACHE_FLOAT32 ? sizeof(float) : kind == CACHE_FLOAT16 ? sizeof(Half) : 1;
-  const int64_t groups = kv_heads_ / width_, pairs = heads_ / groups, rows = pairs * steps;
-  const Run run{*kernels_,
-                batch,
-                steps,
-                heads_,
-                kv_heads_,
-                width_,
-                groups,
-                pairs,
-                d,
-                past,
-                total,
-                larger(1, divide_up(total, CHUNK)),
-                rows,
-                2 * rows / width_,
-                scale_,
-                norm_eps_,
-                query.type == ort::FLOAT16,
-                kind,
-                query,
-                key,
-                value,
-                lambda,
-                positions,
-                cos,
-                sin,
-                mask,
-                out,
-                cache_of(past_key, present_key, key_scale, present_key_scale, bytes),
-                cache_of(past_value, present_value, value_scale, present_value_scale, bytes)};
+  bind(context, keys, past_keys, keys.grids() ? settled(total, window) : total);
+  bind(context, values, past_values, values.grids() ? settled(total, window) : total);
+  const int64_t groups = kv_heads_ / width_;
+  Run run(*kernels_, *lowbit_);
+  run.batch = batch, run.steps = run.all_steps = steps, run.past = past, run.all_total = total;
+  run.heads = heads_, run.kv_heads = kv_heads_, run.width = width_, run.branches = branches_;
+  run.groups = groups, run.pairs = heads_ / groups, run.d = d, run.window = window;
+  run.top = query_bits_ ? (1 << (query_bits_ - 1)) - 1 : 0;
+  run.scale = scale_, run.norm_eps = norm_eps_, run.half = query.type == ort::FLOAT16;
+  run.query = query, run.lambda = lambda, run.positions = positions, run.cos = cos, run.sin = sin;
+  run.mask = mask, run.out = out, run.keys = keys, run.values = values;
+  run.derive();
   if (run.few())
-    run.decode(context);
+    run.decode_parts(context);
   else
     run.prefill(context);
 }

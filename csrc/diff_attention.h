@@ -6,6 +6,7 @@
 namespace diffbit {
 
 struct AttentionKernels;
+struct LowBitKernels;
 
 class DiffAttention {
  public:
@@ -15,8 +16,11 @@ class DiffAttention {
 
  private:
   int64_t heads_, kv_heads_, width_;  // width_: sub-heads of a value, 2 or 1
+  int64_t branches_ = 2, window_ = 0;
+  int key_bits_ = 0, value_bits_ = 0, query_bits_ = 0;  // 0: as the cache's type says; the query is not rounded
   float scale_, norm_eps_;
   const AttentionKernels* kernels_;
+  const LowBitKernels* lowbit_;
 };
 
 }  // namespace diffbit

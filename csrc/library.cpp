@@ -4,6 +4,7 @@
 // has fails to load. So every combination that diffbit exports is here.
 
 #include <new>
+#include <vector>
 
 #include "diff_attention.h"
 #include "int4_matmul.h"
@@ -104,29 +105,26 @@ Entry make(const Signature& signature) {
 
 using namespace ort;
 
-/// T: query, key, value, out; the cache has a type of its own, and scales where it is int8.
-Entry diff_attention(int type, int cache) {
-  return make<DiffAttention>({13, 5,
-                              {type, type, type, FLOAT32, cache, cache, INT64, INT64, FLOAT32, FLOAT32, INT64, FLOAT32,
-                               FLOAT32},
-                              {type, cache, cache, FLOAT32, FLOAT32},
+/// T: query, key, value, out; keys and values have types of their own, and what their types need beside them.
+Entry diff_attention(int type, int keys, int values) {
+  const auto scale = [](int cache) { return cache == UINT8 ? FLOAT16 : FLOAT32; };
+  return make<DiffAttention>({15, 7,
+                              {type, type, type, FLOAT32, keys, values, INT64, INT64, FLOAT32, FLOAT32, INT64, scale(keys),
+                               scale(values), FLOAT16, FLOAT16},
+                              {type, keys, values, scale(keys), scale(values), FLOAT16, FLOAT16},
                               11, 3});
 }
 
-// clang-format off
-Entry entries[] = {
-    make<Int4MatMul>({5, 1, {FLOAT32, UINT8, FLOAT16, UINT8, FLOAT32}, {FLOAT32}, 5, 1}),
-    make<Int4MatMul>({5, 1, {FLOAT16, UINT8, FLOAT16, UINT8, FLOAT32}, {FLOAT16}, 5, 1}),
-    make<TernaryMatMul>({3, 1, {FLOAT32, UINT8, FLOAT32}, {FLOAT32}, 3, 1}),
-    make<TernaryMatMul>({3, 1, {FLOAT16, UINT8, FLOAT32}, {FLOAT16}, 3, 1}),
-    diff_attention(FLOAT32, FLOAT32),
-    diff_attention(FLOAT32, FLOAT16),
-    diff_attention(FLOAT32, INT8),
-    diff_attention(FLOAT16, FLOAT32),
-    diff_attention(FLOAT16, FLOAT16),
-    diff_attention(FLOAT16, INT8),
-};
-// clang-format on
+std::vector<Entry> every_entry() {
+  std::vector<Entry> all;
+  for (int type : {FLOAT32, FLOAT16}) {
+    all.push_back(make<Int4MatMul>({5, 1, {type, UINT8, FLOAT16, UINT8, FLOAT32}, {type}, 5, 1}));
+    all.push_back(make<TernaryMatMul>({3, 1, {type, UINT8, FLOAT32}, {type}, 3, 1}));
+    for (int keys : {FLOAT32, FLOAT16, INT8, UINT8})
+      for (int values : {FLOAT32, FLOAT16, INT8, UINT8}) all.push_back(diff_attention(type, keys, values));
+  }
+  return all;
+}
 
 }  // namespace
 }  // namespace diffbit
@@ -135,8 +133,9 @@ DIFFBIT_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const Or
   using namespace diffbit;
   const OrtApi* api = base->GetApi(ort::API_VERSION);
   if (!api) return nullptr;  // an ONNX Runtime before 1.18 has printed why, and runs the bodies
-  // The domain must outlive every session, so it is made once and kept
+  // The domain and its ops must outlive every session, so they are made once and kept
   static OrtStatus* failed = nullptr;
+  static std::vector<Entry> entries = every_entry();
   static OrtCustomOpDomain* domain = [&]() -> OrtCustomOpDomain* {
     OrtCustomOpDomain* made = nullptr;
     failed = ort::call<OrtStatus*>(api, ort::CreateCustomOpDomain, "diffbit", &made);

@@ -131,6 +131,15 @@ size_t Context::outputs() const {
   return count;
 }
 
+bool Context::wants(size_t index) {
+  if (index >= outputs()) return false;
+  const int64_t shape[] = {0};
+  OrtValue* value = nullptr;
+  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetOutput, context_, index,
+                                    static_cast<const int64_t*>(shape), size_t{1}, &value));
+  return value != nullptr;
+}
+
 void Context::parallel(int64_t count, void (*task)(void*, size_t), void* data) const {
   if (count <= 0) return;
   const OrtKernelContext* context = context_;

@@ -96,6 +96,8 @@ class Context {
   /// An output of a's shape but for the last dimension.
   Tensor product(size_t index, const char* name, const Tensor& a, int64_t last);
   size_t outputs() const;
+  /// Whether an output that the op may leave out is asked for; its shape is then [0].
+  bool wants(size_t index);
 
   /// Runs task(0) ... task(count - 1) on the session's threads, in any order; `task` must not throw.
   template <class Task>

@@ -60,30 +60,7 @@ void rotate(const float* __restrict__ x, const float* __restrict__ cos, const fl
   }
 }
 
-float quantize(const float* x, int64_t d, int8_t* codes) {
-  F32 most = splat(0), poison = splat(0);  // poison: infinity and NaN times 0 are NaN
-  const auto take = [&](F32 values) {
-    most = larger(magnitude(values), most);
-    poison = fma(values, splat(0), poison);
-  };
-  int64_t i = 0;
-  for (; i + L <= d; i += L) take(load(x + i));
-  if (i < d) take(load_part(x + i, d - i));
-  if (sum(poison) != 0) {
-    std::memset(codes, 0, static_cast<size_t>(d));
-    return __builtin_nanf("");
-  }
-  const float step = largest(most) / 127;
-  const F32 divisor = splat(step == 0 ? 1 : step);
-  const auto rounded_codes = [&](F32 values) { return smaller(splat(127), larger(splat(-127), values / divisor)); };
-  for (i = 0; i + L <= d; i += L) store_rounded(codes + i, rounded_codes(load(x + i)));
-  if (i < d) {
-    int8_t part[L];
-    store_rounded(part, rounded_codes(load_part(x + i, d - i)));
-    std::memcpy(codes + i, part, static_cast<size_t>(d - i));
-  }
-  return step;
-}
+float quantize(const float* x, int64_t d, int8_t* codes) { return round_row(x, d, 127, codes); }
 
 /// ROWS rows of q by n keys.
 template <class C, int ROWS>
@@ -236,7 +213,6 @@ template <class C>
 void mix(const CacheRows& values, int64_t n, int64_t d, const float* p, int64_t rows, int64_t stride, float* out) {
   constexpr int64_t SOME = 16;  // rows whose probabilities are multiplied by the values' steps at once
   const int64_t width = values.count * padded(d);
-  for (int64_t i = 0; i < rows * width; i += L) store(out + i, splat(0));
   in_turns<C>(values, n, d, rows, [&](int64_t j, int64_t begin, int64_t end) {
     const C* from = static_cast<const C*>(values.rows[j]) + begin * d;
     const int64_t count = end - begin;
@@ -271,7 +247,7 @@ template <class C>
 void unpack_values(const void* rows, const float* steps, int64_t n, int64_t d, float* values) {
   const C* from = static_cast<const C*>(rows);
   for (int64_t t = 0; t < n; ++t, from += d, values += padded(d)) {
-    const F32 step = splat(sizeof(C) == 1 ? steps[t] : 1);
+    const F32 step = splat(sizeof(C) == 1 && steps ? steps[t] : 1);
     int64_t i = 0;
     for (; i + L <= d; i += L) store(values + i, load(from + i) * step);
     if (i < d) {

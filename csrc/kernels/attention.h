@@ -45,14 +45,15 @@ struct AttentionKernels {
   float (*softmax)(float* s, int64_t n, float* sum);
   /// p = a * a_factor - b * b_factor; p may be a or b.
   void (*combine)(const float* a, float a_factor, const float* b, float b_factor, int64_t n, float* p);
-  /// out[i * width + j * padded(d) ..] = sum_t p[i * stride + t] * value t of sub-head j, width = values.count *
-  /// padded(d). Overwrites out.
+  /// Adds sum_t p[i * stride + t] * value t of sub-head j to out[i * width + j * padded(d) ..], width = values.count *
+  /// padded(d).
   void (*mix[CACHE_KINDS])(const CacheRows& values, int64_t n, int64_t d, const float* p, int64_t rows, int64_t stride,
                            float* out);
   /// out[0 .. width * d) = the head norm (none for eps 0) of the sum of `count` parts, `part_stride` floats apart.
   void (*finish)(const float* parts, int64_t count, int64_t part_stride, int64_t width, int64_t d, float eps, float* out);
 
-  // Many query rows: keys as blocks [d, 32], values as rows of padded(d) floats; both zero where there is none
+  // Many query rows: keys as blocks [d, 32], values as rows of padded(d) floats; both zero where there is none. int8
+  // without steps: the codes themselves
   void (*pack_keys[CACHE_KINDS])(const void* rows, const float* steps, int64_t n, int64_t d, float* packed);
   void (*unpack_values[CACHE_KINDS])(const void* rows, const float* steps, int64_t n, int64_t d, float* values);
   /// s[i * stride + t] = q[i] . key t for t < blocks * 32.

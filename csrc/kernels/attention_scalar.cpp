@@ -11,7 +11,7 @@ namespace {
 float number(const float* rows, const float*, int64_t row, int64_t d, int64_t i) { return rows[row * d + i]; }
 float number(const Half* rows, const float*, int64_t row, int64_t d, int64_t i) { return to_float(rows[row * d + i]); }
 float number(const int8_t* rows, const float* steps, int64_t row, int64_t d, int64_t i) {
-  return static_cast<float>(rows[row * d + i]) * steps[row];
+  return static_cast<float>(rows[row * d + i]) * (steps ? steps[row] : 1);
 }
 
 void widen(const Half* x, int64_t n, float* y) {
@@ -84,7 +84,6 @@ void mix(const CacheRows& values, int64_t n, int64_t d, const float* p, int64_t 
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t j = 0; j < values.count; ++j) {
       float* sums = out + (row * values.count + j) * padded(d);
-      for (int64_t i = 0; i < padded(d); ++i) sums[i] = 0;
       for (int64_t t = 0; t < n; ++t)
         for (int64_t i = 0; i < d; ++i)
           sums[i] += p[row * stride + t] * number(static_cast<const Cache*>(values.rows[j]), values.steps[j], t, d, i);

@@ -185,5 +185,34 @@ DIFFBIT_INLINE F32 exp(F32 x) {
   return zero_below(x, LEAST, p * power_of_two(n));
 }
 
+/// d floats to codes in -top..top; a row of zeros has step 0 and codes 0, one with an infinity or a NaN has step NaN and
+/// codes 0. Returns the step.
+DIFFBIT_INLINE float round_row(const float* x, int64_t d, int top, int8_t* codes) {
+  constexpr int64_t L = F32_LANES;
+  F32 most = splat(0), poison = splat(0);  // poison: infinity and NaN times 0 are NaN
+  const auto take = [&](F32 values) {
+    most = larger(magnitude(values), most);
+    poison = fma(values, splat(0), poison);
+  };
+  int64_t i = 0;
+  for (; i + L <= d; i += L) take(load(x + i));
+  if (i < d) take(load_part(x + i, d - i));
+  if (sum(poison) != 0) {
+    std::memset(codes, 0, static_cast<size_t>(d));
+    return __builtin_nanf("");
+  }
+  const float step = largest(most) / static_cast<float>(top);
+  const F32 divisor = splat(step == 0 ? 1 : step), high = splat(static_cast<float>(top));
+  const F32 low = splat(static_cast<float>(-top));
+  const auto rounded_codes = [&](F32 values) { return smaller(high, larger(low, values / divisor)); };
+  for (i = 0; i + L <= d; i += L) store_rounded(codes + i, rounded_codes(load(x + i)));
+  if (i < d) {
+    int8_t part[L];
+    store_rounded(part, rounded_codes(load_part(x + i, d - i)));
+    std::memcpy(codes + i, part, static_cast<size_t>(d - i));
+  }
+  return step;
+}
+
 }  // namespace
 }  // namespace diffbit::DIFFBIT_ISA
