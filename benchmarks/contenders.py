@@ -8,9 +8,7 @@ maps. Inputs and outputs are bound once, to memory that stays: a run is `count` 
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,14 +20,24 @@ from numpy.typing import NDArray
 
 from diffbit.export.graph import DATA, MICROSOFT, MODEL, PAGE, Graph
 from diffbit.export.linear import ROW_BLOCK, emit
-from diffbit.ops import diff_attention
+from diffbit.ops import diff_attention, kv_cache
 from diffbit.quantize.linear import QuantLinear
 from diffbit.quantize.packing import pack_bits
 from diffbit.quantize.qtensor import QTensor
 from diffbit.runtime import native
 
 Array = NDArray[Any]
-KV: dict[str, Any] = {"fp32": np.float32, "fp16": np.float16, "int8": np.int8}
+WINDOW = 32  # recent tokens that a cache of grids keeps
+# The kinds of cache that are measured; "+ qk" with the query in integers
+KINDS = {
+    "fp32": diff_attention.Kind(),
+    "fp16": diff_attention.Kind(),
+    "int8": diff_attention.Kind(8, 8),
+    "int4": diff_attention.Kind(4, 4),
+    "int2": diff_attention.Kind(2, 2),
+    "int8 + qk int8": diff_attention.Kind(8, 8, 8),
+    "int4 + qk int8": diff_attention.Kind(4, 4, 8),
+}
 
 
 def product_graph(folder: Path, weight: QTensor) -> None:
@@ -77,51 +85,69 @@ class Attention:
             random.standard_normal((1, 2 * kv_pairs, past, d), np.float32) for _ in range(2)
         )
 
-    def buffer(self, past: Array, slots: int) -> Array:
-        """`past` [1, heads, past, ...] in a buffer of `slots` tokens."""
-        buffer = np.zeros((*past.shape[:2], slots, *past.shape[3:]), past.dtype)
-        buffer[:, :, : self.past] = past
-        return buffer
-
     def past_cache(self, kv: str) -> dict[str, Array]:
-        """The cache before the new tokens, in the type `kv`: input name -> [1, heads, past, ...]."""
-        cache = {}
-        for name, exact in (("past_key", self.past_key), ("past_value", self.past_value)):
-            if kv == "int8":
-                step = np.abs(exact).max(-1, keepdims=True) / 127
-                cache[name] = np.rint(exact / step).astype(np.int8)
-                cache[f"{name}_scale"] = step[..., 0].astype(np.float32)
+        """The cache before the new tokens, of the kind `kv`, without room for more: input name -> buffer."""
+        kind, cache = KINDS[kv], {}
+        for name, exact, bits in (("key", self.past_key, kind.key_bits), ("value", self.past_value, kind.value_bits)):
+            if bits == 16:
+                cache[f"past_{name}"] = exact.astype(np.float16 if kv == "fp16" else np.float32)
+            elif bits == 8:
+                codes, steps = kv_cache.round_rows(torch.from_numpy(exact))
+                cache |= {f"past_{name}": codes.numpy(), f"past_{name}_scale": steps.numpy()}
             else:
-                cache[name] = exact.astype(KV[kv])
+                count = kv_cache.settled(self.past, WINDOW)
+                round_grids = kv_cache.round_keys if name == "key" else kv_cache.round_values
+                codes, grids = round_grids(torch.from_numpy(exact[:, :, :count]), bits)
+                recent = np.zeros((*exact.shape[:2], WINDOW + kv_cache.GROUP, self.d), np.float16)
+                recent[:, :, : self.past - count] = exact[:, :, count:]
+                cache |= {f"past_{name}": kv_cache.pack(codes, bits).numpy(), f"past_{name}_scale": grids.numpy()}
+                cache[f"past_{name}_recent"] = recent
         return cache
 
+    def grown(self, kv: str, past: dict[str, Array]) -> dict[str, Array]:
+        """The buffers of `past_cache` with room for the new tokens, as the present has them."""
+        kind, buffers = KINDS[kv], {}
+        for name, array in past.items():
+            bits = kind.key_bits if "key" in name else kind.value_bits
+            tokens = kv_cache.settled(self.total, WINDOW) if bits < 8 else self.total
+            if bits < 8 and name == "past_key_scale":
+                tokens //= kv_cache.GROUP
+            slots = array.shape[2] if name.endswith("recent") else tokens
+            buffers[name] = np.zeros((*array.shape[:2], slots, *array.shape[3:]), array.dtype)
+            buffers[name][:, :, : array.shape[2]] = array
+        return buffers
+
     def graph(self, folder: Path, kv: str) -> None:
-        """One DiffAttention node; kv is the type of its cache."""
-        heads, kv_heads, d = 2 * self.pairs, 2 * self.kv_pairs, self.d
+        """One DiffAttention node over a cache of the kind `kv`."""
+        heads, kv_heads, d, kind = 2 * self.pairs, 2 * self.kv_pairs, self.d, KINDS[kv]
         g = Graph(folder, "fp32")
         f, i = np.float32, np.int64
-        past = [1, kv_heads, "C", d]
-        inputs = [
-            g.input("query", f, [1, "S", heads * d]), g.input("key", f, [1, "S", kv_heads * d]),
-            g.input("value", f, [1, "S", kv_heads * d]), g.input("lambda", f, [self.pairs]),
-            g.input("past_key", KV[kv], past), g.input("past_value", KV[kv], past),
-            g.input("past_length", i, [1]), g.input("position_ids", i, [1, "S"]),
-            g.input("cos", f, ["P", d // 2]), g.input("sin", f, ["P", d // 2]), g.input("attention_mask", i, [1, "T"]),
-        ]  # fmt: skip
-        presents = [(name, KV[kv], [1, kv_heads, "D", d]) for name in ("present_key", "present_value")]
-        op: Any = diff_attention
-        if kv == "int8":
-            inputs += [g.input(f"past_{name}_scale", f, past[:3]) for name in ("key", "value")]
-            presents += [(f"present_{name}_scale", np.float32, [1, kv_heads, "D"]) for name in ("key", "value")]
-            int8 = diff_attention.Kind(key_bits=8, value_bits=8)
-            op = SimpleNamespace(**vars(diff_attention) | {"function": partial(diff_attention.function, int8)})
-        out, *caches = g.custom(
-            op, inputs, outputs=1 + len(presents), num_heads=self.pairs, num_kv_heads=kv_heads, wide_value=1,
-            scale=self.scale, norm_eps=self.norm_eps,
+        inputs = {
+            "query": g.input("query", f, [1, "S", heads * d]), "key": g.input("key", f, [1, "S", kv_heads * d]),
+            "value": g.input("value", f, [1, "S", kv_heads * d]), "lambda": g.input("lambda", f, [self.pairs]),
+            "past_length": g.input("past_length", i, [1]), "position_ids": g.input("position_ids", i, [1, "S"]),
+            "cos": g.input("cos", f, ["P", d // 2]), "sin": g.input("sin", f, ["P", d // 2]),
+            "attention_mask": g.input("attention_mask", i, [1, "T"]),
+        }  # fmt: skip
+        cache = {
+            name: (array.dtype, [1, kv_heads, f"{name}_slots", *array.shape[3:]])
+            for name, array in self.past_cache(kv).items()
+        }
+        inputs |= {name: g.input(name, dtype, shape) for name, (dtype, shape) in cache.items()}
+        made = g.custom(
+            diff_attention, [inputs.get(name) for name in kind.inputs], outputs=len(kind.outputs), kind=kind,
+            num_heads=self.pairs, num_kv_heads=kv_heads, branches=kind.branches, wide_value=1, scale=self.scale,
+            norm_eps=self.norm_eps, key_bits=kind.key_bits, value_bits=kind.value_bits, query_bits=kind.query_bits,
+            window=WINDOW,
         )  # fmt: skip
-        g.output("y", out, f, [1, "S", heads * d])
-        for value, (name, dtype, shape) in zip(caches, presents, strict=True):
-            g.output(name, value, dtype, shape)
+        for name, value in zip(kind.outputs, made, strict=True):
+            if name == "out":
+                g.output("y", value, f, [1, "S", heads * d])
+            elif name:
+                dtype, shape = cache[name.replace("present", "past")]
+                g.output(name, value, dtype, [*shape[:2], f"{name}_slots", *shape[3:]])
+            else:
+                value.name = ""
         g.save()
 
     def feeds(self) -> dict[str, Array]:
@@ -176,9 +202,9 @@ class Attention:
             "cos": self.cos, "sin": self.sin, "lambda": self.lam.reshape(self.kv_pairs, 1, group, 1),
         }  # fmt: skip
 
-    def past_half(self, half: int) -> Array:
-        """One half of the values for both sub-heads of each pair: [1, 2 kv_pairs, past, d]."""
-        return self.past_value[:, half::2].repeat(2, 1)
+    def half(self, values: Array, half: int) -> Array:
+        """One half of the values [1, 2 kv_pairs, slots, d] for both sub-heads of each pair."""
+        return values[:, half::2].repeat(2, 1)
 
 
 def repeat(folder: Path, count: int, shared: frozenset[str]) -> Path:

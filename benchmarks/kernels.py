@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import torch
-from contenders import Attention, OrtContender, nbits_graph, product_graph, repeat, ternary_as_two_bits
+from contenders import KINDS, Attention, OrtContender, nbits_graph, product_graph, repeat, ternary_as_two_bits
 from machine import READ_BYTES, Machine, Reader, describe
 from peers import Bitnet, BitnetProducts, Ggml, GgmlProducts, llama_environment
 from report import command_line, kernel_tables, renew
@@ -66,6 +66,9 @@ TARGETS: dict[tuple[str, str], Callable[[int], dict[str, float]]] = {
     ("attention fp32", "one"): lambda threads: {"bandwidth": 80, "body": 3.0, "two calls": 1.5},
     ("attention fp32", "many"): lambda threads: {"two calls": 1.5},
 }  # fmt: skip
+# Of a long context on two threads: how many times faster than our own float caches
+CACHE_TARGETS = {"int8": {"fp32": 1.6, "fp16": 1.3}, "int4": {"fp32": 2.2, "fp16": 1.8}}
+CACHE_ERRORS = {"int4": 0.3, "int4 + qk int8": 0.3, "int2": 0.9}  # of random numbers, which 2 bits hardly hold
 
 
 @dataclass(frozen=True)
@@ -290,26 +293,22 @@ def attention_rows(
             build(folder / what)
             paths[what] = repeat(folder / what, nodes, names)
         y = ((1, steps, 2 * PAIRS * HEAD_DIM), np.float32)
-        presents = {name: name.replace("past", "present") for name in past_cache}
+        presents, grown = {name: name.replace("past", "present") for name in past_cache}, layer.grown(kv, past_cache)
         for count in threads:
             contenders: dict[str, Any] = {}
             for i, isa in enumerate(options.isas):
-                in_place = {name: (layer.buffer(array, total), (presents[name],)) for name, array in past_cache.items()}
+                in_place = {name: (array, (presents[name],)) for name, array in grown.items()}
                 label = OURS if not i else f"{OURS} {isa}"
                 contenders[label] = OrtContender(paths[OURS], nodes, count, shared, {"y": y}, in_place, isa)
             if one or total <= 2048:  # a long prompt's scores fill the memory
                 growing = {name: (array, ()) for name, array in past_cache.items()}
-                outputs = {"y": y} | {
-                    presents[name]: ((*array.shape[:2], total, *array.shape[3:]), array.dtype)
-                    for name, array in past_cache.items()
-                }
+                outputs = {"y": y} | {presents[name]: (array.shape, array.dtype) for name, array in grown.items()}
                 contenders["body"] = OrtContender(paths[OURS], nodes, count, shared, outputs, growing)
             if kv == "fp32":
                 caches = {
-                    "past_key": (layer.buffer(layer.past_key, total), ("present_key_0", "present_key_1")),
+                    "past_key": (grown["past_key"], ("present_key_0", "present_key_1")),
                     **{
-                        f"past_half_{i}": (layer.buffer(layer.past_half(i), total), (f"present_half_{i}",))
-                        for i in range(2)
+                        f"past_half_{i}": (layer.half(grown["past_value"], i), (f"present_half_{i}",)) for i in range(2)
                     },
                 }
                 contenders["two calls"] = OrtContender(
@@ -331,6 +330,65 @@ def attention_rows(
             else:  # two products per branch's scores and one with values twice as wide, over the causal half
                 row["gops"] = round(4 * PAIRS * HEAD_DIM * steps * (steps + 1) / us / 1e3, 1)
             yield times.row(row, op if kv_pairs == PAIRS else "", "one" if one else "many")
+
+
+def cache_rows(
+    past: int, threads: tuple[int, ...], options: Options, readers: dict[int, Reader]
+) -> Iterator[dict[str, Any]]:
+    """A row for each kind of cache: one token after `past`, all kinds in turn."""
+    layer = Attention(PAIRS, PAIRS, HEAD_DIM, past, 1)
+    shared, y = layer.feeds(), ((1, 1, 2 * PAIRS * HEAD_DIM), np.float32)
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        paths, buffers, bytes_read, counts = {}, {}, {}, {}
+        for i, kv in enumerate(KINDS):
+            buffers[kv] = layer.grown(kv, layer.past_cache(kv))
+            bytes_read[kv] = sum(array.nbytes for array in buffers[kv].values())
+            counts[kv] = max(1, round(options.cycle_bytes / bytes_read[kv]))
+            folder = Path(name) / str(i)
+            folder.mkdir()
+            layer.graph(folder, kv)
+            paths[kv] = repeat(folder, counts[kv], frozenset(shared))
+        for count in threads:
+            contenders: dict[str, Any] = {
+                kv: OrtContender(
+                    paths[kv], counts[kv], count, shared, {"y": y},
+                    {name: (array, (name.replace("past", "present"),)) for name, array in buffers[kv].items()},
+                    options.isas[0], options.spinning,
+                )
+                for kv in KINDS
+            }  # fmt: skip
+            check_caches(contenders)
+            contenders[READ] = readers[count]
+            times = measure(contenders, counts | {READ: 1}, options.seconds * len(KINDS))
+            close(contenders)
+            read = READ_BYTES / times.us[READ] / 1e3
+            for kv in KINDS:
+                us = times.us[kv]
+                row: dict[str, Any] = {
+                    "op": "caches", "kv": kv, "pairs": PAIRS, "d": HEAD_DIM, "context": past, "tokens": 1,
+                    "threads": count, "isa": options.isas[0], "us": round(us, 1), "noise": round(times.noise, 2),
+                    "mb": round(bytes_read[kv] / 1e6, 2), "gb_per_s": round(bytes_read[kv] / us / 1e3, 1),
+                    "read_gb_per_s": round(read, 1), "ratio": {},
+                }  # fmt: skip
+                row["bandwidth_percent"] = round(100 * row["gb_per_s"] / read, 1)
+                row["ratio"] = {other: round(times.us[other] / us, 2) for other in ("fp32", "fp16") if other != kv}
+                wanted = CACHE_TARGETS.get(kv, {}) if count == 2 and past >= 8000 else {}
+                row["targets"] = {
+                    other: {"wanted": least, "reached": row["ratio"][other] >= least} for other, least in wanted.items()
+                }
+                yield row
+
+
+def check_caches(contenders: dict[str, Any]) -> None:
+    """Each kind gives what float32 gives, up to its rounding."""
+    results = {}
+    for name, contender in contenders.items():
+        contender.run()
+        results[name] = contender.first().copy()
+    for name, result in results.items():
+        error = np.linalg.norm(result - results["fp32"]) / np.linalg.norm(results["fp32"])
+        if not error < CACHE_ERRORS.get(name, 0.02):
+            raise SystemExit(f"attention over {name}: {error:.3f} off, wanted less than {CACHE_ERRORS.get(name, 0.02)}")
 
 
 def check_attention(contenders: dict[str, Any], kv: str) -> None:
@@ -376,6 +434,10 @@ def rows(arguments: argparse.Namespace, peers: Peers, options: Options, machine:
         for kv, kv_pairs in (("fp32", PAIRS), ("fp16", PAIRS), ("int8", PAIRS), ("fp32", 4)):
             for past in decode:
                 yield from attention_rows(kv, kv_pairs, past, 1, threads, options, readers)
+    if only in (None, "attention", "caches"):
+        for past in (64,) if quick else (1024, 8192):
+            yield from cache_rows(past, threads, options, readers)
+    if only in (None, "attention"):
         for steps in prefill:
             yield from attention_rows("fp32", PAIRS, 0, steps, threads, options, readers)
 
@@ -388,7 +450,7 @@ def shape_of(text: str) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("ternary", "int4_g32", "int4_g64", "int4_g128", "attention"))
+    parser.add_argument("--only", choices=("ternary", "int4_g32", "int4_g64", "int4_g128", "attention", "caches"))
     parser.add_argument("--shapes", type=shape_of, nargs="+", metavar="NxK", help="of the products (default: all five)")
     parser.add_argument("--tokens", type=int, nargs="+", metavar="M", help="of the products (default: 1 128 512)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="(default: 1 2)")

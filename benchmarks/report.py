@@ -95,6 +95,13 @@ def kernel_tables(about: Row, rows: Sequence[Row]) -> str:
         end = ["GB/s", "of read"] if one else ["GFLOPS"]
         header = ["cache", "kv pairs", "context", "threads", "us", *end, *(f"vs {name}" for name in peers), "reached"]
         parts.append(f"{title}\n\n" + table(header, lines))
+    if chosen := [row for row in rows if row["op"] == "caches"]:
+        lines = []
+        for r in chosen:
+            what = [r["kv"], r["context"], r["threads"], r["us"], r["mb"], r["gb_per_s"], share(r)]
+            lines.append([*what, *(against(r, name) for name in ("fp32", "fp16")), reached(r)])
+        header = ["cache", "context", "threads", "us", "MB", "GB/s", "of read", "vs fp32", "vs fp16", "reached"]
+        parts.append("DiffAttention, one token, kinds of cache in turn\n\n" + table(header, lines))
     return "\n\n".join(parts) + "\n"
 
 

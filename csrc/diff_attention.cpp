@@ -781,9 +781,8 @@ void DiffAttention::compute(Context& context) const {
   Cache keys = cache_of(past_keys, true, key_bits, batch, kv_heads_, d, window);
   Cache values = cache_of(past_values, false, value_bits, batch, kv_heads_, d, window);
   keys.fresh = key, values.fresh = value;
-  if (keys.grids() == values.grids() && keys.past_capacity != values.past_capacity)
-    throw Error("%s is %s, wanted room for %lld tokens, as in past_key", past_values.rows.name,
-                past_values.rows.shape_text().c_str(), number(keys.past_capacity));
+  if (keys.grids() == values.grids())
+    past_values.rows.expect({batch, kv_heads_, keys.past_capacity, past_values.rows.shape[3]});
   past_length.expect({1});
   const int64_t past = *past_length.as<int64_t>();
   for (const Cache* cache : {&keys, &values}) {

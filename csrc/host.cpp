@@ -70,8 +70,8 @@ struct OrtKernelInfo {
 
 struct OrtKernelContext {
   std::vector<std::shared_ptr<OrtValue>> inputs;  // null: omitted
-  std::vector<int> output_types;
-  std::vector<int> shared;  // for each output the input whose memory it takes, or -1
+  std::vector<int> output_types;  // UNDEFINED: omitted
+  std::vector<int> shared;        // for each output the input whose memory it takes, or -1
   std::vector<std::shared_ptr<OrtValue>> outputs;
   int threads = 1;
 };
@@ -209,6 +209,8 @@ OrtStatus* get_input(const OrtKernelContext* context, size_t index, const OrtVal
 
 OrtStatus* get_output(OrtKernelContext* context, size_t index, const int64_t* shape, size_t rank, OrtValue** out) {
   if (index >= context->output_types.size()) return status("no such output");
+  *out = nullptr;
+  if (context->output_types[index] == ort::UNDEFINED) return nullptr;
   const std::vector<int64_t> wanted(shape, shape + rank);
   auto& output = context->outputs[index];
   if (context->shared[index] >= 0) {
@@ -338,7 +340,8 @@ const OrtCustomOp* find(const OrtSessionOptions& options, const Node& node, std:
         else fits = op->GetInputCharacteristic(op, i) == ort::OPTIONAL;
       }
       for (size_t i = 0; fits && i < outputs; ++i) {
-        if (i < node.output_types.size()) fits = op->GetOutputType(op, i) == node.output_types[i];
+        const bool given = i < node.output_types.size() && node.output_types[i] != ort::UNDEFINED;
+        if (given) fits = op->GetOutputType(op, i) == node.output_types[i];
         else fits = op->GetOutputCharacteristic(op, i) == ort::OPTIONAL;
       }
       if (fits) return op;
@@ -374,9 +377,11 @@ Result compute(const OrtCustomOp* op, void* kernel, const Node& node, int thread
     result.error = take(failed);
     return result;
   }
-  for (size_t i = 0; i < context.outputs.size(); ++i)
+  for (size_t i = 0; i < context.outputs.size(); ++i) {
+    if (node.output_types[i] == ort::UNDEFINED) continue;
     if (!context.outputs[i]) result.error = "output " + std::to_string(i) + " was never asked for";
-  result.outputs = std::move(context.outputs);
+    result.outputs.push_back(std::move(context.outputs[i]));
+  }
   return result;
 }
 

@@ -23,6 +23,7 @@ struct Signature {
   int input_types[MOST_INPUTS];
   int output_types[MOST_OUTPUTS];
   size_t required_inputs, required_outputs;  // those after them are optional
+  size_t optional_input = MOST_INPUTS;       // one before them
 };
 
 struct Entry : OrtCustomOp {
@@ -73,7 +74,8 @@ Entry make(const Signature& signature) {
   made.GetOutputType = [](const OrtCustomOp* op, size_t i) { return entry(op).signature.output_types[i]; };
   made.GetOutputTypeCount = [](const OrtCustomOp* op) { return entry(op).signature.outputs; };
   made.GetInputCharacteristic = [](const OrtCustomOp* op, size_t i) -> int {
-    return i < entry(op).signature.required_inputs ? ort::REQUIRED : ort::OPTIONAL;
+    const Signature& signature = entry(op).signature;
+    return i < signature.required_inputs && i != signature.optional_input ? ort::REQUIRED : ort::OPTIONAL;
   };
   made.GetOutputCharacteristic = [](const OrtCustomOp* op, size_t i) -> int {
     return i < entry(op).signature.required_outputs ? ort::REQUIRED : ort::OPTIONAL;
@@ -112,7 +114,7 @@ Entry diff_attention(int type, int keys, int values) {
                               {type, type, type, FLOAT32, keys, values, INT64, INT64, FLOAT32, FLOAT32, INT64, scale(keys),
                                scale(values), FLOAT16, FLOAT16},
                               {type, keys, values, scale(keys), scale(values), FLOAT16, FLOAT16},
-                              11, 3});
+                              11, 3, 3});
 }
 
 std::vector<Entry> every_entry() {

@@ -93,7 +93,7 @@ if TYPE_CHECKING:
 DOMAIN = "diffbit"
 NAME = "DiffAttention"
 LOGITS_NAME = "LowBitLogitsAttention"
-VERSION = 1  # of the meaning; a kernel checks it against the attribute spec_version
+VERSION = 2  # of the meaning; a kernel checks it against the attribute spec_version
 
 INPUTS = (
     "query", "key", "value", "lambda", "past_key", "past_value", "past_length", "position_ids", "cos", "sin",

@@ -102,11 +102,11 @@ void scores(const GridRows& keys, int64_t n, int64_t d, const float* q, int64_t 
     for (int64_t t = 0; t < n; ++t) {
       const uint8_t* packed = keys.codes[row / rows] + t * d * BITS / 8;
       const Half* grid = keys.grids[row / rows] + t / GROUP * 2 * d;
-      float sum = 0;
+      double sum = 0;
       for (int64_t i = 0; i < d; ++i)
         sum += q[row * d + i] *
                (static_cast<float>(code<BITS>(packed, i)) * to_float(grid[i]) + to_float(grid[d + i]));
-      s[row * stride + t] = sum;
+      s[row * stride + t] = static_cast<float>(sum);
     }
 }
 

@@ -34,7 +34,9 @@ def of_any_op(node: Node, optional: tuple[str, ...] = ()) -> Iterator[Broken]:
         kind, other = ("integer", float(value)) if isinstance(value, int) else ("float", 1)
         yield Broken(changed(node, f"no_{name}", **{name: None}), f"{node.op} has no {kind} attribute {name}")
         yield Broken(changed(node, f"{name}_of_another_kind", **{name: other}), f"has no {kind} attribute {name}")
-    yield Broken(changed(node, "newer", spec_version=2), "spec_version is 2, this library computes 1")
+    version = node.attributes["spec_version"]
+    newer = changed(node, "newer", spec_version=version + 1)
+    yield Broken(newer, f"spec_version is {version + 1}, this library computes {version}")
     for name, array in node.inputs.items():
         if array is None or name in optional:
             continue

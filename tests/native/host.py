@@ -90,6 +90,9 @@ def _recorded(node: Node) -> bytes:
             header = " ".join(map(str, ("input", CODES[array.dtype], *array.shape)))
             lines += [f"{header}\n".encode(), np.ascontiguousarray(array).tobytes(), b"\n"]
     for output in node.outputs:
+        if output is None:
+            lines.append(b"output 0\n")
+            continue
         shared = "" if output.shared is None else f" {list(node.inputs).index(output.shared)}"
         lines.append(f"output {CODES[output.dtype]}{shared}\n".encode())
     return b"".join([*lines, b"end\n"])

@@ -31,7 +31,7 @@ class Node:
     op: str
     attributes: dict[str, int | float]
     inputs: dict[str, np.ndarray | None]  # in the op's order; None: omitted
-    outputs: tuple[Output, ...]
+    outputs: tuple[Output | None, ...]  # None: left out
     check: Callable[[list[np.ndarray]], None]
     constants: tuple[str, ...] = ()  # inputs that are weights
 
@@ -108,17 +108,16 @@ def attention(case: AttentionCase, in_place: bool = False, roundings: int = 1) -
         rounding = roundings * ROUNDING[case.dtype] * max(1.0, np.abs(oracle).max())
         assert error <= 2 * allowed + rounding, f"error {error:.3g}, the reference's {allowed:.3g}"
 
+    def output(name: str) -> Output:
+        array, shared = wanted[names.index(name)], in_place and name != "out"
+        return Output(name, array.dtype, array.ndim, name.replace("present", "past") if shared else None)
+
     return Node(
         f"attention/{case.name}{'_in_place' if in_place else ''}",
         diff_attention.NAME,
         case.attributes(),
         arrays(case.inputs()),
-        tuple(
-            Output(
-                name, array.dtype, array.ndim, name.replace("present", "past") if in_place and name != "out" else None
-            )
-            for name, array in zip(names, wanted, strict=True)
-        ),
+        tuple(output(name) if name else None for name in case.kind().outputs),
         check,
     )
 

@@ -19,7 +19,8 @@ def session(node: Node, isa: str, threads: int = 1) -> onnxruntime.InferenceSess
     """The node as a model; inputs in `node.constants` are weights of the model."""
     given = {name: array for name, array in node.inputs.items() if array is not None}
     names = [name if name in given else "" for name in node.inputs]
-    made = helper.make_node(node.op, names, [output.name for output in node.outputs], node.name, domain="diffbit")
+    outputs = [output.name if output else "" for output in node.outputs]
+    made = helper.make_node(node.op, names, outputs, node.name, domain="diffbit")
     made.attribute.extend(helper.make_attribute(name, value) for name, value in node.attributes.items())
 
     def value(name: str, dtype: np.dtype, rank: int) -> TensorProto:
@@ -29,7 +30,7 @@ def session(node: Node, isa: str, threads: int = 1) -> onnxruntime.InferenceSess
         [made],
         "one_node",
         [value(name, array.dtype, array.ndim) for name, array in given.items() if name not in node.constants],
-        [value(output.name, output.dtype, output.rank) for output in node.outputs],
+        [value(output.name, output.dtype, output.rank) for output in node.outputs if output],
         [numpy_helper.from_array(array, name) for name, array in given.items() if name in node.constants],
     )
     model = helper.make_model(
@@ -46,17 +47,17 @@ def session(node: Node, isa: str, threads: int = 1) -> onnxruntime.InferenceSess
 def run(made: onnxruntime.InferenceSession, node: Node) -> list[np.ndarray]:
     """The node's outputs; those that share an input's memory lie in a copy of it."""
     values = {
-        name: onnxruntime.OrtValue.ortvalue_from_numpy(array)  # a copy
+        name: onnxruntime.OrtValue.ortvalue_from_numpy(array.copy())  # it may keep the array's own memory
         for name, array in node.inputs.items()
         if array is not None and name not in node.constants
     }
     binding = made.io_binding()
     for name, value in values.items():
         binding.bind_ortvalue_input(name, value)
-    for output in node.outputs:
+    for output in filter(None, node.outputs):
         if output.shared is None:
             binding.bind_output(output.name)
         else:
             binding.bind_ortvalue_output(output.name, values[output.shared])
     made.run_with_iobinding(binding)
-    return [value.numpy() for value in binding.get_outputs()]
+    return [value.numpy().copy() for value in binding.get_outputs()]  # before `values` and its memory go
