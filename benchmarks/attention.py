@@ -34,12 +34,14 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from report import renew, table
 from torch import Tensor
 
 from diffbit.calib_data import NeedleWindows, Windows, eval_windows, needle_windows
 from diffbit.evaluate.metrics import Scores, log_probabilities, mean, paired, score
+from diffbit.evaluate.retrieval import answered, lost
 from diffbit.models import Checkpoint, Decoder, KVCache, causal_mask, load, rope_for
 from diffbit.models.softmax import Arithmetic
 from diffbit.ops import kv_cache
@@ -581,23 +583,6 @@ def parts(layer: Any, x: Tensor, rope: Any, mask: Tensor | None) -> dict[str, Te
     return {"signal": signal, "noise": noise, "difference": signal - noise}
 
 
-@torch.inference_mode()
-def found_needles(decoder: Decoder, needles: NeedleWindows) -> tuple[list[int], list[int]]:
-    """Per window: queries whose answer is the most likely one, token by token, and queries."""
-    ids = torch.from_numpy(needles.windows.ids)
-    target = torch.from_numpy(needles.windows.target)
-    right, asked = [], []
-    for batch in batches(*ids.shape):
-        for logits, row, wanted, starts in zip(
-            forward(decoder, ids[batch]), ids[batch], target[batch], needles.starts[batch], strict=True
-        ):
-            hits = logits[:-1].argmax(-1) == row[1:]  # of the token after
-            size = int(wanted.sum()) // len(starts)
-            right.append(sum(bool(hits[start - 1 : start - 1 + size].all()) for start in starts))
-            asked.append(len(starts))
-    return right, asked
-
-
 @dataclass(frozen=True, eq=False)
 class Text:
     """What every task reads, cut once."""
@@ -644,7 +629,7 @@ class Task:
             got = scores(made, windows, reference, first=variant is whole)
             row: Row = {"what": self.what, "model": self.name, "label": variant.label}
             if laid is not None and variant.needles:
-                row["right"], row["asked"] = found_needles(made, laid)
+                row["answered"] = answered(made, laid, max(1, BATCH_TOKENS // laid.windows.ids.shape[1])).tolist()
             found.append((row, got))
         return found, time.process_time() - begin
 
@@ -673,10 +658,11 @@ def concluded(found: list[tuple[Row, Scores | None]]) -> Iterator[Row]:
             continue
         loss = mean(paired(got, reference), got.tokens)
         row |= {"perplexity": got.perplexity().value, "loss": loss.to_dict(), "kl": got.divergence().to_dict()}
-        if "right" in row:
-            right, asked = (torch.tensor(row.pop(name)).double().numpy() for name in ("right", "asked"))
-            row["found"] = mean(right, asked).to_dict()
-            row["less_found"] = mean(torch.tensor(first["right"]).double().numpy() - right, asked).to_dict()
+        if "answered" in row:
+            own, whole = np.array(row.pop("answered")), np.array(first["answered"])
+            asked = np.full(len(own), own.shape[1])
+            row["found"] = mean(own.sum(1), asked).to_dict()
+            row["change"] = mean(lost(own, whole), asked).to_dict()
         yield row
 
 
@@ -711,11 +697,11 @@ def percent(loss: Row) -> str:
 
 
 def share(row: Row) -> str:
-    found, less = row["found"], row["less_found"]
-    lost = (
-        "" if row["label"] == "float" else f" ({-100 * less['value']:+z.1f} ± {50 * (less['high'] - less['low']):.1f})"
-    )
-    return f"{100 * found['value']:.1f} %{lost}".replace("-", "−")
+    found, change = f"{100 * row['found']['value']:.1f} %", row["change"]
+    if row["label"] == "float":
+        return found
+    value, low, high = (f"{100 * change[end]:+z.1f}" for end in ("value", "low", "high"))
+    return f"{found}, {value} [{low}, {high}]".replace("-", "−")
 
 
 def variants_table(rows: list[Row]) -> str:
@@ -740,7 +726,7 @@ def variants_table(rows: list[Row]) -> str:
             seen.append([label, *(share(by[label, model]) if (label, model) in by else "" for model in models)])
     text = table(header, lines)
     if needles:
-        text += "\n\nNeedles found:\n\n" + table(["", *models], seen)
+        text += "\n\nNeedles found, and the change in points:\n\n" + table(["", *models], seen)
     return text
 
 
@@ -794,7 +780,9 @@ def pages(about: Row, rows: list[Row], against: list[Row]) -> dict[str, str]:
         if what == "logits" and against:
             text += "\n\nHundredths of a nat a token that DIFF loses more than the Transformer:\n\n"
             text += contrasts_table(against)
-        needles = f"; {about['needles']} rows of needles" if about["needles"] else ""
+        needles = (
+            f"; {about['needles']} rows of {NEEDLES[0]} needles, {NEEDLES[1]} asked for" if about["needles"] else ""
+        )
         found[what] = (
             f"`{about['command']}`; {about['windows']} windows of {about['length']} held-out tokens{needles}; "
             f"{about['minutes']:.1f} minutes of one core in all.\n\n{text}\n"

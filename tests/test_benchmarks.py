@@ -112,7 +112,7 @@ def test_attention(nano: Callable[[str], Path], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = json.loads(numbers.read_text())["rows"]
     assert len(rows) == 7 and all(0 <= row["found"]["value"] <= 1 for row in rows)
-    assert rows[0]["less_found"]["value"] == 0 and "Needles found" in done.stdout
+    assert rows[0]["change"]["value"] == 0 and "Needles found" in done.stdout
 
 
 def test_generate(tmp_path: Path) -> None:
