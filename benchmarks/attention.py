@@ -492,9 +492,21 @@ def relambda_variants(attention: str, head_dim: int) -> Iterator[Variant]:
 
 
 def forward(decoder: Decoder, ids: Tensor) -> Tensor:
-    """ids [n, T] -> logits [n, T, V], CHUNK tokens a call: half of the scores of one long call are never computed."""
+    """ids [n, T] -> logits [n, T, V], CHUNK tokens a call: half of the scores of one long call are never computed, and
+    the others stay in the processor's cache."""
     cache = KVCache(decoder.config, len(ids), ids.shape[1])
     return torch.cat([decoder(part, cache=cache) for part in ids.split(CHUNK, dim=1)], dim=1)
+
+
+class InCalls(torch.nn.Module):
+    """A decoder that `forward` is used with."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return forward(self.decoder, ids)
 
 
 def batches(count: int, length: int) -> list[slice]:
@@ -629,7 +641,7 @@ class Task:
             got = scores(made, windows, reference, first=variant is whole)
             row: Row = {"what": self.what, "model": self.name, "label": variant.label}
             if laid is not None and variant.needles:
-                row["answered"] = answered(made, laid, max(1, BATCH_TOKENS // laid.windows.ids.shape[1])).tolist()
+                row["answered"] = answered(InCalls(made), laid, batches(*laid.windows.ids.shape)[0].stop).tolist()
             found.append((row, got))
         return found, time.process_time() - begin
 
