@@ -333,6 +333,7 @@ def logits_variants(attention: str, head_dim: int) -> Iterator[Variant]:
 
 
 def kv_variants(attention: str, head_dim: int) -> Iterator[Variant]:
+    yield product("kv", "fp16", keys="fp16", values="fp16")
     yield product("kv", "int8", keys="int8", values="int8", needles=True)
     for format in ("int4", "int2"):
         for window in (0, 32, 64, 128):

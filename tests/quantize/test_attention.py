@@ -16,6 +16,7 @@ from diffbit.quantize.attention import LowBitAttention, set_attention
 
 VARIANTS = ["softmax", "diff_v1", "diff_v2"]
 SCHEMES = {
+    "cache fp16": AttentionScheme(keys="fp16", values="fp16"),
     "cache int8": AttentionScheme(keys="int8", values="int8"),
     "products int8": AttentionScheme(qk="int8"),
     "q int4, keys int8 to int4": AttentionScheme(qk="int4", keys="int8"),
@@ -104,15 +105,15 @@ def slow_grid(x: Tensor, bits: int) -> tuple[list[int], float, float]:
 
 def slow_logit(query: Tensor, key: Tensor, place: int, held: int, scheme: AttentionScheme) -> float:
     """Of one query [d], scaled, and key[place] [T, d], while the cache holds `held` tokens."""
-    bits = {"float": 16, "int8": 8, "int4": 4, "int2": 2}[scheme.key_format]
+    bits = {"float": 32, "fp16": 16, "int8": 8, "int4": 4, "int2": 2}[scheme.key_format]
     if bits == 8:
         codes, step = slow_row(key[place], 8)
         if not scheme.query_bits:
             return sum(q * code * step for q, code in zip(query.tolist(), codes, strict=True))
         own, query_step = slow_row(query, scheme.query_bits)
         return sum(a * b for a, b in zip(own, codes, strict=True)) * query_step * step
-    if bits == 16 or place >= settled(held, scheme.window):
-        recent = key[place] if bits == 16 else key[place].half()
+    if bits >= 16 or place >= settled(held, scheme.window):
+        recent = key[place] if bits == 32 else key[place].half()
         return float(query.double() @ recent.double())
     begin = place // GROUP * GROUP
     grids = [slow_grid(key[begin : begin + GROUP, channel], bits) for channel in range(key.shape[1])]
@@ -132,7 +133,7 @@ def slow_value(row: Tensor, place: int, held: int, scheme: AttentionScheme) -> T
     if scheme.value_format == "int8":
         codes, step = slow_row(row, 8)
         return torch.tensor(codes).double() * step
-    if place >= settled(held, scheme.window):
+    if scheme.value_format == "fp16" or place >= settled(held, scheme.window):
         return row.half().double()
     found = []
     for group in row.split(GROUP):
