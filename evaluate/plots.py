@@ -105,7 +105,7 @@ def charts(comparison: Data, what: str) -> list[Chart]:
         drawn = [Chart(titles[m], what, m, lines, widths, _bounds(results, m)) for m in METRICS]
         whole = {r["model"]: r["retrieval"] for r in comparison["results"] if r["what"] == "none"}
         for setting, asked in enumerate(comparison["needles"]):
-            title = f"{subject}: {asked['queries']} of {asked['needles']} needles in {asked['length']:,} tokens"
+            title = f"{subject}: {asked['queries']} of {asked['needles']} needles"
             told = {
                 f"{name}, {whole[name][setting]['accuracy']['value']:.1%} at 16 bits": own
                 for name, own in lines.items()
@@ -148,7 +148,8 @@ def _draw_found(axes: Axes, chart: Chart) -> None:
     lowest, highest = chart.bounds
     room = highest - lowest
     axes.set_ylim(lowest - room * (0.08 + 0.09 * len(chart.lines)), highest + 0.05 * room)
-    axes.set_ylabel("queries answered, points to the 16-bit model")
+    length = next(iter(chart.lines.values()))[0]["retrieval"][chart.setting]["length"]
+    axes.set_ylabel(f"points to 16 bits, of {length:,} tokens")
 
 
 def _draw_loss(axes: Axes, chart: Chart) -> None:

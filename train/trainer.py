@@ -7,7 +7,7 @@ In `out`, the run's folder:
                      grad_norm (before clipping), tokens_per_second, and with diff_v1 lambda, one number a layer;
                      eval_loss where the held-out text was scored after that step; answer_loss, of the tokens of
                      needles' answers, where the batch has any
-    loss.png         both losses
+    loss.png         these losses
     training.json    the options, the hashes of text and tokenizer, and the result
     checkpoints/     while it runs: see checkpoint.py
 

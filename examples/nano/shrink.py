@@ -1,9 +1,11 @@
-"""Trained models as they lie in this folder: weights in fp16, the loss in a table and a picture.
+"""Trained models as they lie here and in ../nano_1k: weights in fp16, the loss in a table and a picture.
 
     python examples/nano/shrink.py out/nano out/nano/fp16
 
 Each run of the folder RUNS becomes a checkpoint in OUTPUT with its training.json (to which the command is added) and
-loss.csv: step, training loss (mean since the row before), held-out loss where it was measured.
+loss.csv: step, training loss (mean since the row before), held-out loss where it was measured, and the loss of needles'
+answers where there were needles. Of a run that began where another run ended, that other one is told as well: as
+"before" in training.json, and in loss_before.csv.
 """
 
 from __future__ import annotations
@@ -12,34 +14,72 @@ import argparse
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from diffbit.models import load, save
-from diffbit.train import plot_losses, read_log
+from diffbit.train import PRESETS, plot_losses, read_log
 
 EVERY = 10  # steps in a row of loss.csv
 
 
-def shrink(run: Path, output: Path) -> None:
+def shrink(run: Path, output: Path, root: Path) -> None:
     save(load(run), output, dtype=torch.float16, tokenizer_from=run)
+    (output / "training.json").write_text(json.dumps(described(run, root), indent=2) + "\n")
+    write_losses(run, output / "loss.csv")
+    init = json.loads((run / "training.json").read_text())["config"].get("init")
+    if init is not None and (Path(init) / "log.jsonl").is_file():
+        write_losses(Path(init), output / "loss_before.csv")
+
+
+def described(run: Path, root: Path) -> dict[str, Any]:
+    """A run's training.json with its command; paths below `root`, the folder of all runs, as train.sh has them."""
     about = json.loads((run / "training.json").read_text())
-    config = about["config"]
-    command = f"diffbit train --preset nano --steps {config['steps']} --precision {config['precision']}"
-    command += f" --eval-every {config['eval_every']} --attention {config['model']['attention']}"
-    if config["tokenizer"] is not None:
-        config["tokenizer"] = f"out/nano/{Path(config['tokenizer']).name}"  # wherever it was on that machine
-        command += f" --tokenizer {config['tokenizer']}"
-    about = {"command": f"{command} -o out/nano/{run.name}", **about}
-    (output / "training.json").write_text(json.dumps(about, indent=2) + "\n")
+    config, preset = about["config"], PRESETS["nano"]
+    before = Path(config["init"]) if config.get("init") else None
+    for name in ("tokenizer", "init"):
+        if config.get(name) is not None:
+            config[name] = place(Path(config[name]), root)
+    command = "diffbit train --preset nano"
+    if before is None:
+        command += f" --attention {config['model']['attention']}"
+        command += f" --tokenizer {config['tokenizer']}" if config["tokenizer"] is not None else ""
+    else:
+        command += f" --init {config['init']} --context {config['length']} --needles {config['needles']}"
+    command += f" --steps {config['steps']}"
+    for name in ("batch_size", "learning_rate"):
+        if config[name] != getattr(preset, name):
+            command += f" --{name.replace('_', '-')} {config[name]}"
+    command += f" --precision {config['precision']}"
+    command += f" --eval-every {config['eval_every']}" if config["eval_every"] else ""
+    told = {"command": f"{command} -o {place(run, root)}", **about}
+    if before is not None and (before / "log.jsonl").is_file():
+        told["before"] = described(before, root)
+    return told
+
+
+def place(path: Path, root: Path) -> str:
+    """out/<folder of runs>/... of a run below the root; examples/... of what lies here."""
+    if path.resolve().is_relative_to(root.resolve()):
+        return f"out/{root.resolve().name}/{path.resolve().relative_to(root.resolve())}"
+    return "examples/" + path.resolve().as_posix().rpartition("/examples/")[2]
+
+
+def write_losses(run: Path, path: Path) -> None:
     log = read_log(run)
-    with open(output / "loss.csv", "w", newline="") as file:
+    answers = any("answer_loss" in row for row in log)
+    with open(path, "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["step", "loss", "eval_loss"])
+        writer.writerow(["step", "loss", "eval_loss", *(["answer_loss"] if answers else [])])
         for end in range(EVERY, len(log) + 1, EVERY):
             rows = log[end - EVERY : end]
             held_out = f"{rows[-1]['eval_loss']:.4f}" if "eval_loss" in rows[-1] else ""
-            writer.writerow([rows[-1]["step"], f"{sum(row['loss'] for row in rows) / EVERY:.4f}", held_out])
+            line = [rows[-1]["step"], f"{sum(row['loss'] for row in rows) / EVERY:.4f}", held_out]
+            if answers:
+                found = [row["answer_loss"] for row in rows if "answer_loss" in row]
+                line.append(f"{sum(found) / len(found):.4f}" if found else "")
+            writer.writerow(line)
 
 
 def main() -> None:
@@ -49,7 +89,7 @@ def main() -> None:
     arguments = parser.parse_args()
     runs = sorted(path.parent for path in arguments.runs.glob("*/training.json"))
     for run in runs:
-        shrink(run, arguments.output / run.name)
+        shrink(run, arguments.output / run.name, arguments.runs)
     plot_losses({run.name: read_log(run) for run in runs}, arguments.output / "loss.png")
 
 

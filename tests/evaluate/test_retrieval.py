@@ -195,13 +195,14 @@ def test_the_plot_shows_points_to_the_16_bit_model(tmp_path: Path) -> None:
     data = made_up.comparison(needles=(128, 1024))
     charts = plots.charts(data, "kv")
     assert [chart.metric for chart in charts] == ["increase", "kl", "found", "found"]
-    assert charts[3].title == "KV cache: 2 of 6 needles in 1,024 tokens"
+    assert charts[3].title == "KV cache: 2 of 6 needles"
     with style.panels() as (_, axes):
         plots.draw(axes[0], charts[3])
         lines = {line.get_label(): list(line.get_ydata()) for line in axes[0].lines}
         ticks = [tick.get_text() for tick in axes[0].get_xticklabels()]
         band = axes[0].collections[0].get_paths()[0].vertices
         bottom, top = axes[0].get_ylim()
+        assert axes[0].get_ylabel() == "points to 16 bits, of 1,024 tokens"
     assert ticks == ["int8", "int4", "int2"]
     own = [r for r in data["results"] if r["model"] == "diff" and r["what"] == "kv"]
     assert lines["diff, 90.0% at 16 bits"] == [100 * r["retrieval"][1]["change"]["value"] for r in own]
