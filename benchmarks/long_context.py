@@ -4,16 +4,17 @@
     python benchmarks/long_context.py --work DIR --attention softmax   # the float cache is then GroupQueryAttention's
     python benchmarks/long_context.py --work DIR --json out/long_context.json --markdown
 
-Writes a checkpoint of random weights (4 layers, hidden size 1024, 16 query sub-heads of 64 that share no keys, as in the
-paper's models; 60 million parameters), quantizes it to int4_g32 with each cache as a user would, and exports it. At a
-context of 8192 the float32 cache is 8 times as large as everything else that a token reads, so this measures what the
-cache costs: a model whose weights are larger beside its cache gains less.
+Writes a checkpoint of random weights (4 layers, hidden size 1024, 16 query sub-heads of 64 that share no keys, as in
+the paper's models; 59 million parameters), quantizes it to int4_g32 with each cache, and exports it. At a context of
+8192 the float32 cache is 8 times as large as everything else that a token reads (256 MiB, 31 MiB of weights), so this
+measures what the cache costs: a model whose weights are larger beside its cache gains less.
 
 All contenders are open in one process, each behind a prompt of --context tokens (prefill is timed once, in passing).
 Then they take turns: a step to warm up and --steps timed ones, --rounds times; a pause in between, for threads that
 spin after their run. Numbers are medians over the steps.
 
-Rows, as JSON: one per number of threads and cache; `ratio` is against the float32 and the float16 cache, above 1 faster.
+Rows, as JSON: one per number of threads and cache; `ratio` is against the float32 and the float16 cache, above 1 is
+faster.
 """
 
 from __future__ import annotations
@@ -29,22 +30,23 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import torch
-from generate import diffbit
 from machine import describe
 from report import command_line, renew, table
 from synthetic import write_tokenizer
 
+from diffbit.export import export_artifact
 from diffbit.models import Decoder, ModelConfig, save, variant
+from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
 from diffbit.runtime import Session, native
 
 CACHES = {
-    "fp32": (),
-    "fp16": ("--kv", "fp16"),
-    "int8": ("--kv", "int8"),
-    "int8, qk int8": ("--kv", "int8", "--qk", "int8"),
-    "int4": ("--kv", "int4"),
-    "int4, qk int8": ("--kv", "int4", "--qk", "int8"),
-    "int2": ("--kv", "int2"),
+    "fp32": AttentionScheme(),
+    "fp16": AttentionScheme(keys="fp16", values="fp16"),
+    "int8": AttentionScheme(keys="int8", values="int8"),
+    "int8, qk int8": AttentionScheme(keys="int8", values="int8", qk="int8"),
+    "int4": AttentionScheme(keys="int4", values="int4"),
+    "int4, qk int8": AttentionScheme(keys="int4", values="int4", qk="int8"),
+    "int2": AttentionScheme(keys="int2", values="int2"),
 }
 BESIDE = ("fp32", "fp16")
 TARGETS = {"int8": (1.6, 1.3), "int4": (2.2, 1.8)}  # against BESIDE, at least
@@ -59,8 +61,9 @@ def prepare(work: Path, attention: str, caches: list[str], context: int, quick: 
         pairs, hidden = (2, 128) if quick else (PAIRS, 1024)
         heads, kv_heads = variant(attention).Attention.equal_heads(pairs)
         config = ModelConfig(
-            vocab_size=512 if quick else 4096, hidden_size=hidden, num_layers=4, num_heads=heads, num_kv_heads=kv_heads,
-            head_dim=hidden // pairs // 2, intermediate_size=hidden * 11 // 4, max_position=context, attention=attention,
+            vocab_size=512 if quick else 4096, hidden_size=hidden, num_layers=4, num_heads=heads,
+            num_kv_heads=kv_heads, head_dim=hidden // pairs // 2, intermediate_size=hidden * 11 // 4,
+            max_position=context, attention=attention,
         )  # fmt: skip
         torch.manual_seed(0)
         save(Decoder(config), source, dtype=torch.bfloat16)
@@ -69,10 +72,10 @@ def prepare(work: Path, attention: str, caches: list[str], context: int, quick: 
     for cache in caches:
         found[cache] = artifact = source.with_name(f"{source.name}-{cache.replace(', ', '-').replace(' ', '')}")
         if not (artifact / "diffbit.json").exists():
-            quantized = work / "quantized"
-            weights = ("--weights", "int4_g32", "--override", "lm_head=int4_g32", *CACHES[cache])
-            diffbit("quantize", str(source), *weights, "-o", str(quantized), "--quiet", "--overwrite")
-            diffbit("export", str(quantized), "-o", str(artifact), "--quiet")
+            int4 = parse_format("int4_g32")
+            scheme = Scheme(int4, attention=CACHES[cache], overrides=(("lm_head", int4),))
+            quantize_checkpoint(source, work / "quantized", scheme, overwrite=True)
+            export_artifact(work / "quantized", artifact)
     return found
 
 

@@ -12,8 +12,8 @@ Embeddings and norms are never quantized. The head and the lambda projection of 
 override spells out their name ("lm_head", "*.lambda_proj"): few parameters, felt by every logit.
 
 Of attention, logits are bits, with one scale a query row (attention.py); keys and values are what the KV cache holds:
-fp16, int8, int4 or int2 (ops/kv_cache.py), of which the last two leave `window` recent tokens float16; qk, int8 or int4,
-is what a query is rounded to, so that q k^T is a product of integers: keys have no more bits than it.
+fp16, int8, int4 or int2 (ops/kv_cache.py), of which the last two leave `window` recent tokens float16; qk, int8 or
+int4, is what a query is rounded to, so that q k^T is a product of integers: keys have no more bits than it.
 """
 
 from __future__ import annotations

@@ -47,6 +47,36 @@ def test_kernels(tmp_path: Path) -> None:
     assert "old" not in text and "| 256 x 256 |" in text
 
 
+def test_long_context(tmp_path: Path) -> None:
+    page, rows_file = tmp_path / "page.md", tmp_path / "rows.json"
+    page.write_text("<!-- long_context_softmax -->\nold\n<!-- /long_context_softmax -->\n")
+    caches = ("--attention", "softmax", "--caches", "fp32", "fp16", "int4")
+    written = ("--json", str(rows_file), "--markdown", str(page))
+    done = run("long_context.py", "--quick", "--work", str(tmp_path / "work"), *caches, *written)
+    if not native.instruction_sets():
+        assert done.returncode == 1 and "native library is not installed" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    rows = {row["cache"]: row for row in json.loads(rows_file.read_text())["rows"]}
+    assert rows.keys() == {"fp32", "fp16", "int4"} and rows["int4"]["ratio"].keys() == {"fp32", "fp16"}
+    # 4 layers, 4 heads of 32: 4 bytes a number, 2, and 5 bits
+    assert [row["kv_bytes_per_1k_tokens"] // 1000 for row in rows.values()] == [4096, 2048, 640]
+    assert "| int4 " in page.read_text() and "old" not in page.read_text()
+
+
+def test_stock_cache(nano: Callable[[str], Path], tmp_path: Path) -> None:
+    done = run("stock_cache.py", "--quick", "--models", str(nano("diff_v2")), "--json", str(tmp_path / "rows.json"))
+    if not native.instruction_sets():
+        assert done.returncode == 1 and "native library is not installed" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    about, *rows = json.loads((tmp_path / "rows.json").read_text())
+    assert about["check_int8"] < 1e-5 and about["check_int4"] < 1e-5  # the operator computes what is measured
+    changes = {row["cache"]: row["change"] for row in rows if "change" in row}
+    assert changes["DiffAttention int4"] < changes["GroupQueryAttention int4, a scale a tensor"]
+    assert all(row["ratio"] > 0 for row in rows if "ratio" in row) and len(rows) == 6 + 6
+
+
 def test_accuracy(nano: Callable[[str], Path], tmp_path: Path) -> None:
     page, numbers = tmp_path / "accuracy.md", tmp_path / "out" / "accuracy.json"
     names = re.findall(r"<!-- (\w+) -->", (BENCHMARKS.parent / "docs" / "accuracy.md").read_text())
