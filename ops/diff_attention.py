@@ -59,7 +59,8 @@ into calls, but for the rounding of float32 sums. Padding is tokens like others:
 Query bits (query_bits 8 or 4; key_bits 8, 4 or 2): products with codes of keys are products of integers. The query,
 rotated, times scale, each step rounded to float32, is rounded to codes by a row (`kv_cache.row_scores`, 8-bit keys) or
 by a row and a group of 32 keys (`kv_cache.grid_scores`); the int32 dot product is exact, and then come, in float32,
-    row:   dot * query's step * key's step        group:  dot * query's step + query . point
+    row:   dot * query's step * key's step
+    group: dot * query's step + query . point + (2^key_bits - 1) / 2 * sum(query * steps - its codes * query's step)
 products with float16 keys are float32's own. query_bits 0: the float32 query meets float32 keys, code * step (+ point).
 
 Logits (logit_bits, 0: as they are). A node whose logits are rounded is a `LowBitLogitsAttention`: the same op with the
@@ -311,8 +312,10 @@ def reference(
             of_branch(x, branch) for x in (keys.codes, keys.scale, restored, keys.floats.to(dtype))
         )
         if query_bits:
-            products = kv_cache.row_scores if key_bits == 8 else kv_cache.grid_scores
-            low = products(q[:, branch], codes, scales, query_bits)
+            if key_bits == 8:
+                low = kv_cache.row_scores(q[:, branch], codes, scales, query_bits)
+            else:
+                low = kv_cache.grid_scores(q[:, branch], codes, scales, query_bits, key_bits)
         else:
             low = q[:, branch] @ numbers.transpose(-1, -2)
         high = q[:, branch] @ floats.transpose(-1, -2)

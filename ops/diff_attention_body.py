@@ -111,7 +111,7 @@ def _rotate(x: str) -> str:
 def _round_rows(x: str, axis: int, bits: int) -> str:
     """Rows x [..., d] of float32 -> x_step [..., 1] and x_codes [..., d], integers in float32.
 
-    `axis` is the last: where there are no rows, ONNX Runtime (1.18 to 1.31) reduces no axis that is counted from behind.
+    `axis` is the last: where there are no rows, ONNX Runtime reduces no axis that is counted from behind (1.18, 1.31).
     """
     return f"""
   {x}_axis = Constant <value_ints = [{axis}]> ()
@@ -295,7 +295,7 @@ def _products(result: str, query: str, keys: str) -> str:
 def _scores(key_bits: int, query_bits: int) -> str:
     """scores_6d [B, G, n, r, S, T], before any mask."""
     if key_bits < 8:
-        return _grid_scores(query_bits)
+        return _grid_scores(key_bits, query_bits)
     query = "query_scaled_codes" if query_bits else "query_scaled"
     if key_bits == 16:
         text = _products("scores", query, "key_floats")
@@ -315,10 +315,10 @@ def _scores(key_bits: int, query_bits: int) -> str:
 """
 
 
-def _grid_scores(query_bits: int) -> str:
+def _grid_scores(key_bits: int, query_bits: int) -> str:
     """Codes below `before`, floats from `after` on, and in the strip what the query's place says."""
     return f"""
-{_integer_products(query_bits) if query_bits else _FLOAT_PRODUCTS}
+{_integer_products(key_bits, query_bits) if query_bits else _FLOAT_PRODUCTS}
 {_products("high", "query_scaled", "key_floats")}
   low_shape = Concat <axis = 0> (B, G, n, r, S, after)
   low_6d = Reshape <allowzero = 1> (low, low_shape)
@@ -338,9 +338,10 @@ _FLOAT_PRODUCTS = f"""
 """
 
 
-def _integer_products(query_bits: int) -> str:
-    """The steps of a block of 32 keys go to the query's side: [B, G, n, blocks, r*S, d] x [B, G, w, blocks, d, 32]; and
-    its points meet the query as it is: [B, G, w, blocks, d] x [B, G, n, d, r*S]."""
+def _integer_products(key_bits: int, query_bits: int) -> str:
+    """The steps of a block of 32 keys go to the query's side: [B, G, n, blocks, r*S, d] x [B, G, w, blocks, d, 32]. Its
+    points meet the query as it is: [B, G, w, blocks, d] x [B, G, n, d, r*S]; and the middle of a key's codes meets what
+    the query lost when it was rounded."""
     return f"""
   three = Constant <value_ints = [3]> ()
   key_codes_shape_6d = Concat <axis = 0> (B, G, w, after_groups, group, d)
@@ -356,9 +357,15 @@ def _integer_products(query_bits: int) -> str:
   key_points_shape = Concat <axis = 0> (B, G, w, after_groups, d)
   key_points_5d = Reshape <allowzero = 1> (key_points, key_points_shape)
   query_columns = Transpose <perm = [0, 1, 2, 4, 3]> (query_scaled)
-  offsets = MatMul (key_points_5d, query_columns)
-  offsets_6d = Unsqueeze (offsets, rest)
-  low_blocks = Add (dots_scaled, offsets_6d)
+  at_points = MatMul (key_points_5d, query_columns)
+  at_points_6d = Unsqueeze (at_points, rest)
+  stepped_back = Mul (stepped_codes, stepped_step)
+  stepped_error = Sub (stepped, stepped_back)
+  lost = ReduceSum <keepdims = 1> (stepped_error, stepped_axis)
+  middle = Constant <value_float = {(2**key_bits - 1) / 2}> ()
+  at_middle = Mul (lost, middle)
+  offsets = Add (at_points_6d, at_middle)
+  low_blocks = Add (dots_scaled, offsets)
   low = Transpose <perm = [0, 1, 2, 4, 3, 5]> (low_blocks)
 """
 

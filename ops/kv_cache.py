@@ -126,18 +126,24 @@ def row_scores(query: Tensor, codes: Tensor, steps: Tensor, bits: int) -> Tensor
     return dots * step[..., None] * steps[..., None, :]
 
 
-def grid_scores(query: Tensor, codes: Tensor, grids: Tensor, bits: int) -> Tensor:
+def grid_scores(query: Tensor, codes: Tensor, grids: Tensor, bits: int, key_bits: int) -> Tensor:
     """Integer dot products with keys on grids: query [..., S, d], codes [..., 32 n, d] -> [..., S, 32 n].
 
     A key is code * step + point, channel by channel, so the steps of a block go to the query's side:
 
-        u = query * step      (codes of u . codes of the key) * u's step + query . point
+        u = query * step      (codes of u . codes of the key) * u's step + query . point + mid * lost
+
+    A key's codes lie around the middle of their grid, mid = (2^key bits - 1) / 2, so what u lost when it was rounded is
+    mostly lost times mid. That comes back, as one number a query and block: lost = sum(u - codes of u * u's step).
     """
     dtype = _precision(query)
     steps, points = grids.float().unbind(-2)  # [..., n, d]
-    rounded, step = round_rows(query.float().unsqueeze(-3) * steps.unsqueeze(-2), bits)  # [..., n, S, d]
-    dots = rounded.to(dtype) @ codes.to(dtype).unflatten(-2, (-1, GROUP)).transpose(-1, -2)  # [..., n, S, 32]
-    offsets = points.to(dtype) @ query.to(dtype).transpose(-1, -2)  # [..., n, S]
+    stepped = query.float().unsqueeze(-3) * steps.unsqueeze(-2)  # [..., n, S, d]
+    rounded, step = round_rows(stepped, bits)
+    rounded = rounded.to(dtype)
+    dots = rounded @ codes.to(dtype).unflatten(-2, (-1, GROUP)).transpose(-1, -2)  # [..., n, S, 32]
+    lost = (stepped.to(dtype) - rounded * step[..., None]).sum(-1)
+    offsets = points.to(dtype) @ query.to(dtype).transpose(-1, -2) + lost * ((2**key_bits - 1) / 2)  # [..., n, S]
     return (dots * step[..., None] + offsets[..., None]).movedim(-3, -2).flatten(-2)
 
 

@@ -73,8 +73,9 @@ class LowBitAttention(Arithmetic):
         for run, count, end in self._runs(query.shape[2], total):
             rows, held = query[:, :, run], recent[:, :, count:end]
             if scheme.query_bits and count:
+                blocks = count // kv_cache.GROUP
                 old = kv_cache.grid_scores(
-                    rows, codes[:, :, :count], grids[:, :, : count // kv_cache.GROUP], scheme.query_bits
+                    rows, codes[:, :, :count], grids[:, :, :blocks], scheme.query_bits, kv_cache.BITS[format]
                 )
                 scores = torch.cat((old, rows @ held.transpose(-1, -2)), -1)
             else:

@@ -98,7 +98,9 @@ class Tokens:
             return code.astype(np.float64) * np.float64(step)
         return (code.astype(np.float32) * step.astype(np.float32) + point.astype(np.float32)).astype(np.float64)
 
-    def score(self, query: np.ndarray, t: int, s: int, at_hand: dict[object, tuple[np.ndarray, np.float32]]) -> float:
+    def score(
+        self, query: np.ndarray, t: int, s: int, at_hand: dict[object, tuple[np.ndarray, np.float32, float]]
+    ) -> float:
         """query [d] . key; `at_hand` keeps a query's codes."""
         bits = self.case.query_bits
         if not bits or not self.is_coded(t, s):
@@ -108,12 +110,14 @@ class Tokens:
         if group not in at_hand:
             u = query * (step.astype(np.float32) if self.bits < 8 else np.float32(1))
             unit = np.abs(u).max() / np.float32(2 ** (bits - 1) - 1)
-            at_hand[group] = np.round(u / (unit or np.float32(1))), unit
-        u, unit = at_hand[group]
-        dot = sum(int(a) * int(b) for a, b in zip(u, code, strict=True))
+            codes = np.round(u / (unit or np.float32(1)))
+            at_hand[group] = codes, unit, sum(float(a) - int(c) * float(unit) for a, c in zip(u, codes, strict=True))
+        codes, unit, lost = at_hand[group]
+        dot = sum(int(a) * int(b) for a, b in zip(codes, code, strict=True))
         if self.bits == 8:
             return float(dot * np.float64(unit) * np.float64(step))
-        return float(dot * np.float64(unit) + query.astype(np.float64) @ point.astype(np.float64))
+        at_points = query.astype(np.float64) @ point.astype(np.float64)
+        return float(dot * np.float64(unit) + at_points + (2**self.bits - 1) / 2 * lost)
 
 
 def rotated(x: dict[str, np.ndarray], vector: np.ndarray, position: int) -> np.ndarray:

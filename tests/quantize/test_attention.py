@@ -123,6 +123,8 @@ def slow_logit(query: Tensor, key: Tensor, place: int, held: int, scheme: Attent
     if not scheme.query_bits:
         return offset + sum(q * code for q, code in zip((query * steps).tolist(), codes, strict=True))
     own, query_step = slow_row(query * steps, scheme.query_bits)
+    lost = sum(u - code * query_step for u, code in zip((query * steps).tolist(), own, strict=True))
+    offset += (2**bits - 1) / 2 * lost
     return offset + sum(a * b for a, b in zip(own, codes, strict=True)) * query_step
 
 
