@@ -535,7 +535,7 @@ struct Run {
         if (grid || at == 0)
           for (int64_t i = 0; i < some; ++i) {
             float* to = codes + i * padded(d);
-            steps_[i] = lowbit.round_query(q + (row + i) * padded(d), grid_, d, top, to, offsets + i);
+            steps_[i] = lowbit.round_query(q + (row + i) * padded(d), grid_, keys.bits, d, top, to, offsets + i);
             for (int64_t k = d; k < padded(d); ++k) to[k] = 0;
           }
         float* to = s + row * stride + at * GROUP;

@@ -283,6 +283,13 @@ DIFFBIT_INLINE void arrange(const int8_t* codes, int64_t d, const Layout& layout
   }
 }
 
+/// What rounding took from x, summed.
+DIFFBIT_INLINE float lost(const float* x, const int8_t* codes, float step, int64_t d) {
+  F32 part = splat(0.0f);
+  for (int64_t i = 0; i < d; i += L) part = part + (load(x + i) - load(codes + i) * splat(step));
+  return sum(part);
+}
+
 template <int BITS>
 void integer_scores(const GridRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, int top, float* s,
                     int64_t stride) {
@@ -304,7 +311,7 @@ void integer_scores(const GridRows& keys, int64_t n, int64_t d, const float* q, 
       }
       u.step = round_row(scaled, d, top, rounded_codes);
       arrange<BITS>(rounded_codes, d, layout, u);
-      const F32 step = splat(u.step), offset = splat(sum(part));
+      const F32 step = splat(u.step), offset = splat(sum(part) + middle(BITS) * lost(scaled, rounded_codes, u.step, d));
       float* to = s + row * stride + block * GROUP;
       dots_of_block<8 / BITS>(codes, layout, u, [&](int64_t t, Ints dots) {
         store(to + t, to_floats(dots) * step + offset);
@@ -444,7 +451,7 @@ void pack_keys(const uint8_t* codes, const Half* grids, int64_t n, int64_t d, fl
     }
 }
 
-float round_query(const float* q, const Half* grid, int64_t d, int top, float* codes, float* offset) {
+float round_query(const float* q, const Half* grid, int key_bits, int64_t d, int top, float* codes, float* offset) {
   int8_t rounded_codes[MOST_D];
   float scaled[MOST_D];
   F32 part = splat(0.0f);
@@ -453,8 +460,8 @@ float round_query(const float* q, const Half* grid, int64_t d, int top, float* c
       store(scaled + i, load(q + i) * load(grid + i));
       part = fma(load(q + i), load(grid + d + i), part);
     }
-  *offset = sum(part);
   const float step = round_row(grid ? scaled : q, d, top, rounded_codes);
+  *offset = grid ? sum(part) + middle(key_bits) * lost(scaled, rounded_codes, step, d) : 0;
   for (int64_t i = 0; i < d; ++i) codes[i] = rounded_codes[i];
   return step;
 }

@@ -20,6 +20,9 @@ struct GridRows {
   int64_t count;
 };
 
+/// Of the codes of a grid.
+constexpr float middle(int bits) { return static_cast<float>((1 << bits) - 1) / 2; }
+
 enum GridKind { GRID_INT4, GRID_INT2, GRID_KINDS };
 
 struct LowBitKernels {
@@ -31,7 +34,7 @@ struct LowBitKernels {
   void (*scores[GRID_KINDS])(const GridRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, float* s,
                              int64_t stride);
   /// The same with products of integers: for each block the query times the steps is rounded to -top..top. Its codes'
-  /// products are summed in int32.
+  /// products are summed in int32; what rounding lost meets the middle of the keys' grid.
   void (*integer_scores[GRID_KINDS])(const GridRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, int top,
                                      float* s, int64_t stride);
   /// The same over int8 rows, any n and d: each query is rounded once.
@@ -44,9 +47,9 @@ struct LowBitKernels {
   // Many query rows, as in attention.h. Without grids: the codes themselves
   void (*pack_keys[GRID_KINDS])(const uint8_t* codes, const Half* grids, int64_t n, int64_t d, float* packed);
   void (*unpack_values[GRID_KINDS])(const uint8_t* codes, const Half* grids, int64_t n, int64_t d, float* values);
-  /// codes = the rounded q, or with the grid of a block of keys the rounded q * steps, as floats. *offset = q . points,
-  /// 0 without a grid. Returns the step.
-  float (*round_query)(const float* q, const Half* grid, int64_t d, int top, float* codes, float* offset);
+  /// codes = the rounded q, or with the grid of a block of keys the rounded q * steps, as floats. *offset = q . points
+  /// and what rounding lost times the middle of the keys' grid, 0 without a grid. Returns the step.
+  float (*round_query)(const float* q, const Half* grid, int key_bits, int64_t d, int top, float* codes, float* offset);
 };
 
 DIFFBIT_DECLARE(LowBitKernels, lowbit)

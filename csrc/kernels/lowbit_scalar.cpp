@@ -86,14 +86,18 @@ float round_row(const float* x, int64_t d, int top, int* codes) {
 }
 
 /// The grid of a block of keys meets the query; without one the query is rounded as it is.
-float round_with(const float* q, const Half* grid, int64_t d, int top, int* codes, float* offset) {
-  float scaled[ATTENTION_MOST_D];
+float round_with(const float* q, const Half* grid, int key_bits, int64_t d, int top, int* codes, float* offset) {
+  float scaled[ATTENTION_MOST_D] = {};
   *offset = 0;
   for (int64_t i = 0; i < d; ++i) {
     scaled[i] = grid ? q[i] * to_float(grid[i]) : q[i];
     if (grid) *offset += q[i] * to_float(grid[d + i]);
   }
-  return round_row(scaled, d, top, codes);
+  const float step = round_row(scaled, d, top, codes);
+  float lost = 0;
+  for (int64_t i = 0; i < d; ++i) lost += scaled[i] - static_cast<float>(codes[i]) * step;
+  if (grid) *offset += middle(key_bits) * lost;
+  return step;
 }
 
 template <int BITS>
@@ -118,7 +122,7 @@ void integer_scores(const GridRows& keys, int64_t n, int64_t d, const float* q, 
       int codes[ATTENTION_MOST_D];
       float offset;
       const float step =
-          round_with(q + row * d, keys.grids[row / rows] + block * 2 * d, d, top, codes, &offset);
+          round_with(q + row * d, keys.grids[row / rows] + block * 2 * d, BITS, d, top, codes, &offset);
       for (int64_t t = block * GROUP; t < (block + 1) * GROUP; ++t) {
         int32_t sum = 0;
         for (int64_t i = 0; i < d; ++i) sum += codes[i] * code<BITS>(keys.codes[row / rows] + t * d * BITS / 8, i);
@@ -172,9 +176,9 @@ void pack_keys(const uint8_t* packed, const Half* grids, int64_t n, int64_t d, f
       }
 }
 
-float round_query(const float* q, const Half* grid, int64_t d, int top, float* rounded, float* offset) {
+float round_query(const float* q, const Half* grid, int key_bits, int64_t d, int top, float* rounded, float* offset) {
   int codes[ATTENTION_MOST_D];
-  const float step = round_with(q, grid, d, top, codes, offset);
+  const float step = round_with(q, grid, key_bits, d, top, codes, offset);
   for (int64_t i = 0; i < d; ++i) rounded[i] = static_cast<float>(codes[i]);
   return step;
 }
