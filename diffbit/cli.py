@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .quantize import AttentionScheme, Scheme, WeightReport
     from .quantize.mixed import LayerPlan, Plan
     from .quantize.outliers import OutlierReport
-    from .runtime import Verification
+    from .runtime import Artifact, Verification
 
 LAYER_ERRORS = "quantization_report.json"
 CALIBRATION_WINDOWS = 128  # of the model's context (at most 512 tokens), for methods that calibrate
@@ -1024,7 +1024,7 @@ def _inspect(path: Path, prompt: str, seed: int) -> dict[str, Any]:
     return {
         "size": {
             "name": path.resolve().name,
-            "format": (opened.scheme or {}).get("weights") or opened.dtype,
+            "format": ", ".join([(opened.scheme or {}).get("weights") or opened.dtype, *_attention_words(opened)]),
             "bytes": opened.nbytes,
             "source_bytes": float_bytes,
         },
@@ -1042,6 +1042,12 @@ def _inspect(path: Path, prompt: str, seed: int) -> dict[str, Any]:
             "settings": f"temperature 0.7, top-p 0.9, seed {seed}",
         },
     }
+
+
+def _attention_words(artifact: Artifact) -> list[str]:
+    """What is low-bit in its attention, such as "keys int4"."""
+    attention = (artifact.scheme or {}).get("attention", {})
+    return [f"{name} {attention[name]}" for name in ("keys", "values", "qk", "logits") if name in attention]
 
 
 def _training(model: Path) -> dict[str, Any] | None:

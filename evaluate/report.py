@@ -554,6 +554,7 @@ def _artifacts(data: ReportData) -> str:
         html += _table("Sizes on disk, tokenizer and graph included", head, rows, left=(0, 1))
     if data.bench:
         head = ["Artifact", "Device", "Threads", "Prefill, tokens/s", "Decode, tokens/s", "First token", "Peak memory"]
+        head.append("KV cache of 1000 tokens")
         rows = [
             [
                 f"<strong>{escape(str(row['artifact']))}</strong>",
@@ -563,6 +564,7 @@ def _artifacts(data: ReportData) -> str:
                 _number(row.get("decode_tokens_per_s")),
                 f"{1000 * row['time_to_first_token_s']:,.3g} ms",
                 _bytes(row["peak_memory_bytes"]) if row.get("peak_memory_bytes") else "–",
+                _bytes(row["kv_bytes_per_1k_tokens"]) if row.get("kv_bytes_per_1k_tokens") else "–",
             ]
             for row in data.bench
         ]

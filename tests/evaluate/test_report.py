@@ -82,6 +82,7 @@ def everything(name: str = "diff") -> ReportData:
             {
                 "artifact": f"{name}-onnx", "device": "cpu", "threads": 2, "prefill_tokens_per_s": 1234.5,
                 "decode_tokens_per_s": 99.0, "time_to_first_token_s": 0.051, "peak_memory_bytes": 181e6,
+                "kv_bytes_per_1k_tokens": 640_000,
             }
         ],
         verification=[
@@ -131,7 +132,7 @@ def test_the_tables_hold_the_numbers(page: Page) -> None:
     assert four[2].startswith("20.6") and four[3] == "+3.05% [+2.72, +3.38%]" and four[6] == "4.25"
     assert any(row[:2] == ["int4_g64", "plain − diff"] and row[3] == "diff loses less than plain" for row in rows)
     assert ["diff-onnx", "int4_g32", "2.5 MB", "10 MB", "4.00×"] in rows
-    assert any(row[0] == "diff-onnx" and row[3:] == ["1,234.5", "99.0", "51 ms", "181 MB"] for row in rows)
+    assert any(row[0] == "diff-onnx" and row[3:] == ["1,234.5", "99.0", "51 ms", "181 MB", "640 kB"] for row in rows)
     assert ["file:model.onnx.data", "✗ failed", "was changed"] in rows
 
 
