@@ -192,6 +192,22 @@ _STRIP = f"""
 """
 
 
+def _unpack(x: str, bits: int) -> str:
+    """x_packed [groups, bytes] -> x_fields [groups, 8/bits * bytes]: place by place and in two dimensions, which takes
+    half the time of one BitShift that broadcasts."""
+    text, places = f"\n  {x}_mask = Constant <value = uint8[1] {{{2**bits - 1}}}> ()", range(8 // bits)
+    for i in places:
+        shifted = f"{x}_packed"
+        if i:
+            shifted = f"{x}_shifted_{i}" if i < places[-1] else f"{x}_field_{i}"  # in the last there is nothing to mask
+            text += f"""
+  {x}_shift_{i} = Constant <value = uint8[1] {{{i * bits}}}> ()
+  {shifted} = BitShift <direction = "RIGHT"> ({x}_packed, {x}_shift_{i})"""
+        if i < places[-1]:
+            text += f"\n  {x}_field_{i} = BitwiseAnd ({shifted}, {x}_mask)"
+    return f"{text}\n  {x}_fields = Concat <axis = 1> ({', '.join(f'{x}_field_{i}' for i in places)})"
+
+
 def _append_grids(x: str, bits: int) -> str:
     """4 or 2 bits: x_floats [B, Hk, T - before, d], and codes of `after` tokens in blocks, for keys
     [B, Hk, after/32, 32, d], for values [B, Hk, after, d/32, 32], with x_steps and x_points that broadcast to them.
@@ -254,12 +270,9 @@ def _append_grids(x: str, bits: int) -> str:
 {_grow(x, "before", "after")}
   {join}
 {_grow(f"{x}_scale", *(("before_groups", "after_groups") if key else ("before", "after")))}
-  {x}_packed_shape = Concat <axis = 0> (B, Hk, after, d_groups, one, {x}_bytes)
+  {x}_packed_shape = Concat <axis = 0> (rest, {x}_bytes)
   {x}_packed = Reshape <allowzero = 1> ({x}_all, {x}_packed_shape)
-  {x}_shifts = Constant <value = uint8[{len(shifts)}, 1] {{{", ".join(map(str, shifts))}}}> ()
-  {x}_mask = Constant <value = uint8[1] {{{2**bits - 1}}}> ()
-  {x}_shifted = BitShift <direction = "RIGHT"> ({x}_packed, {x}_shifts)
-  {x}_fields = BitwiseAnd ({x}_shifted, {x}_mask)
+{_unpack(x, bits)}
   {x}_fields_f = Cast <to = 1> ({x}_fields)
   {x}_codes_shape = Concat <axis = 0> (B, Hk, {block})
   {x}_codes = Reshape <allowzero = 1> ({x}_fields_f, {x}_codes_shape)
