@@ -26,6 +26,7 @@
 #include <cstring>
 #include <limits>
 #include <new>
+#include <utility>
 #include <vector>
 
 #include "half.h"
@@ -726,25 +727,22 @@ DiffAttention::DiffAttention(const Node& node)
     : heads_(node.integer("num_heads", 1, 1 << 16)),
       kv_heads_(node.integer("num_kv_heads", 1, 1 << 16)),
       width_(1 + node.integer("wide_value", 0, 1)),
+      branches_(node.integer("branches", 1, 2)),
+      window_(node.integer("window", 0, 1 << 20)),
+      key_bits_(static_cast<int>(node.integer("key_bits", 2, 16))),
+      value_bits_(static_cast<int>(node.integer("value_bits", 2, 16))),
+      query_bits_(static_cast<int>(node.integer("query_bits", 0, 8))),
       scale_(node.number("scale")),
       norm_eps_(node.number("norm_eps")) {
-  if (node.integer("spec_version") != 1) {
-    node.expect_version(2);
-    branches_ = node.integer("branches", 1, 2);
-    query_bits_ = static_cast<int>(node.integer("query_bits", 0, 8));
-    window_ = node.integer("window", 0, 1 << 20);
-    for (const char* name : {"key_bits", "value_bits"}) {
-      const int bits = static_cast<int>(node.integer(name, 2, 16));
-      if (bits != 2 && bits != 4 && bits != 8 && bits != 16)
-        throw Error("DiffAttention: %s is %d, wanted 16, 8, 4 or 2", name, bits);
-      (name[0] == 'k' ? key_bits_ : value_bits_) = bits;
-    }
-    if (query_bits_ != 0 && query_bits_ != 4 && query_bits_ != 8)
-      throw Error("DiffAttention: query_bits is %d, wanted 0, 8 or 4", query_bits_);
-    if (query_bits_ && key_bits_ == 16)
-      throw Error("DiffAttention: query_bits is %d, wanted 0 where key_bits is 16", query_bits_);
-    if (branches_ == 1 && width_ == 2) throw Error("DiffAttention: wide_value is 1, wanted 0 where branches is 1");
-  }
+  node.expect_version(2);
+  for (const auto& [name, bits] : {std::pair{"key_bits", key_bits_}, {"value_bits", value_bits_}})
+    if (bits != 2 && bits != 4 && bits != 8 && bits != 16)
+      throw Error("DiffAttention: %s is %d, wanted 16, 8, 4 or 2", name, bits);
+  if (query_bits_ != 0 && query_bits_ != 4 && query_bits_ != 8)
+    throw Error("DiffAttention: query_bits is %d, wanted 0, 8 or 4", query_bits_);
+  if (query_bits_ && key_bits_ == 16)
+    throw Error("DiffAttention: query_bits is %d, wanted 0 where key_bits is 16", query_bits_);
+  if (branches_ == 1 && width_ == 2) throw Error("DiffAttention: wide_value is 1, wanted 0 where branches is 1");
   if (kv_heads_ % width_ || heads_ % (kv_heads_ / width_))
     throw Error("DiffAttention: num_heads is %lld, wanted a multiple of the %lld kv heads of num_kv_heads %lld%s",
                 number(heads_), number(kv_heads_ / width_), number(kv_heads_),
@@ -775,11 +773,9 @@ void DiffAttention::compute(Context& context) const {
                 key.shape_text().c_str(), number(kv_heads_), number(ATTENTION_MOST_D));
   query.expect({batch, steps, branches_ * heads_ * d});
   value.expect({batch, steps, kv_heads_ * d});
-  const auto bits_of = [](int bits, const Tensor& past) { return bits ? bits : past.type == ort::INT8 ? 8 : 16; };
-  const int key_bits = bits_of(key_bits_, past_keys.rows), value_bits = bits_of(value_bits_, past_values.rows);
-  const int64_t window = key_bits < 8 || value_bits < 8 ? window_ : 0;
-  Cache keys = cache_of(past_keys, true, key_bits, batch, kv_heads_, d, window);
-  Cache values = cache_of(past_values, false, value_bits, batch, kv_heads_, d, window);
+  const int64_t window = window_;
+  Cache keys = cache_of(past_keys, true, key_bits_, batch, kv_heads_, d, window);
+  Cache values = cache_of(past_values, false, value_bits_, batch, kv_heads_, d, window);
   keys.fresh = key, values.fresh = value;
   if (keys.grids() == values.grids())
     past_values.rows.expect({batch, kv_heads_, keys.past_capacity, past_values.rows.shape[3]});

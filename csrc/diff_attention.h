@@ -16,8 +16,8 @@ class DiffAttention {
 
  private:
   int64_t heads_, kv_heads_, width_;  // width_: sub-heads of a value, 2 or 1
-  int64_t branches_ = 2, window_ = 0;
-  int key_bits_ = 0, value_bits_ = 0, query_bits_ = 0;  // 0: as the cache's type says; the query is not rounded
+  int64_t branches_, window_;
+  int key_bits_, value_bits_, query_bits_;
   float scale_, norm_eps_;
   const AttentionKernels* kernels_;
   const LowBitKernels* lowbit_;

@@ -38,9 +38,10 @@ def of_any_op(node: Node, optional: tuple[str, ...] = ()) -> Iterator[Broken]:
     newer = changed(node, "newer", spec_version=version + 1)
     yield Broken(newer, f"spec_version is {version + 1}, this library computes {version}")
     for name, array in node.inputs.items():
-        if array is None or name in optional:
+        if array is None:
             continue
-        yield Broken(changed(node, f"{name}_omitted", **{name: None}), None)
+        if name not in optional:
+            yield Broken(changed(node, f"{name}_omitted", **{name: None}), None)
         yield Broken(changed(node, f"{name}_float64", **{name: array.astype(np.float64)}), None)
         deep = array.reshape(array.shape + (1,) * (9 - array.ndim))
         yield Broken(changed(node, f"{name}_of_rank_9", **{name: deep}), "has 9 dimensions, wanted at most 8")
@@ -118,7 +119,7 @@ def broken_attention() -> Iterator[Broken]:
     case = AttentionCase("base", batch=2, past=4, beyond=2)
     node = attention(case)
     x = {name: array for name, array in node.inputs.items() if array is not None}
-    yield from of_any_op(node)
+    yield from of_any_op(node, optional=("lambda",))
 
     def length(value: int) -> np.ndarray:
         return np.array([value])
@@ -156,6 +157,21 @@ def broken_attention() -> Iterator[Broken]:
         ("positions_negative", "position_ids holds -", {"position_ids": x["position_ids"] - (1 << 40)}),
         ("no_tables", "position_ids holds 4, wanted 0 to -1", {"cos": x["cos"][:0], "sin": x["sin"][:0]}),
         ("sin_short", r"sin is \[3, 4\], wanted \[12, 4\]", {"sin": x["sin"][:3]}),
+        ("no_branches", "branches is 0, wanted 1 to 2", {"branches": 0}),
+        ("three_branches", "branches is 3, wanted 1 to 2", {"branches": 3}),
+        ("one_branch_wide", "wide_value is 1, wanted 0 where branches is 1", {"branches": 1}),
+        ("no_lambda", "lambda is missing, wanted exactly where branches is 2", {"lambda": None}),
+        ("key_bits_3", "key_bits is 3, wanted 16, 8, 4 or 2", {"key_bits": 3}),
+        ("key_bits_32", "key_bits is 32, wanted 2 to 16", {"key_bits": 32}),
+        ("value_bits_5", "value_bits is 5, wanted 16, 8, 4 or 2", {"value_bits": 5}),
+        ("value_bits_0", "value_bits is 0, wanted 2 to 16", {"value_bits": 0}),
+        ("query_bits_2", "query_bits is 2, wanted 0, 8 or 4", {"query_bits": 2}),
+        ("query_bits_16", "query_bits is 16, wanted 0 to 8", {"query_bits": 16}),
+        ("query_bits_of_floats", "query_bits is 8, wanted 0 where key_bits is 16", {"query_bits": 8}),
+        ("window_negative", "window is -1, wanted 0 to 1048576", {"window": -1}),
+        ("window_huge", "window is 4611686018427387904, wanted 0 to 1048576", {"window": 1 << 62}),
+        ("floats_as_8", "past_key is not int8, wanted where key_bits is 8", {"key_bits": 8}),
+        ("floats_as_4", "past_value is not uint8, wanted where value_bits is 4", {"value_bits": 4}),
     ):
         yield Broken(changed(node, name, **changes), f"{sentence}")
     scales = tuple(Output(name, np.dtype(np.float32), 3) for name in ("present_key_scale", "present_value_scale"))
@@ -173,8 +189,83 @@ def broken_attention() -> Iterator[Broken]:
         ("int8_no_scale", "past_key_scale is missing, wanted exactly", {"past_key_scale": None}),
         ("int8_no_value_scale", "past_value_scale is missing, wanted exactly", {"past_value_scale": None}),
         ("int8_scale_short", r"past_key_scale is \[2, 2, 10\], wanted", {"past_key_scale": scale[:, :, 1:]}),
+        ("int8_as_16", "past_key is not float32 or float16, wanted where key_bits is 16", {"key_bits": 16}),
     ):
         yield Broken(changed(int8, name, **changes), sentence)
+    one = AttentionCase("one", kv_heads=1, wide_value=False, branches=1)
+    yield Broken(
+        changed(attention(one), "lambda_of_one_branch", **{"lambda": np.zeros(2, np.float32)}),
+        "lambda is given, wanted exactly where branches is 2",
+    )
+
+
+def broken_grids() -> Iterator[Broken]:
+    """DiffAttention over a cache of 4 bits: 32 of 70 tokens are settled, there is room for 64."""
+    case = AttentionCase("base", batch=2, past=70, beyond=32, d=32, key_bits=4, value_bits=4)
+    node = attention(case)
+    x = {name: array for name, array in node.inputs.items() if array is not None}
+    narrow = {name: x[name][..., : x[name].shape[-1] // 2] for name in ("query", "key", "value", "cos", "sin")}
+    uneven = {name: x[name][:, :, 32:] for name in ("past_value", "past_value_scale")}
+    ceiling = "wanted 0 to 127, the capacity of past_key and its recent tokens"
+    for name, sentence, changes in (
+        ("d_16", "past_key holds 16 numbers a token, wanted a multiple of 32 where key_bits is 4", narrow),
+        ("codes_short", r"past_key is \[2, 2, 64, 8\], wanted \[2, 2, any, 16\]", {"past_key": x["past_key"][..., :8]}),
+        ("as_2_bits", r"past_key is \[2, 2, 64, 16\], wanted \[2, 2, any, 8\]", {"key_bits": 2}),
+        (
+            "codes_odd",
+            "past_key has room for 63 tokens, wanted a multiple of 32",
+            {"past_key": x["past_key"][:, :, 1:]},
+        ),
+        ("values_uneven", r"past_value is \[2, 2, 32, 16\], wanted \[2, 2, 64, 16\]", uneven),
+        ("past_negative", f"past_length is -1, {ceiling}", {"past_length": np.array([-1])}),
+        ("past_beyond", f"past_length is 128, {ceiling}", {"past_length": np.array([128])}),
+        ("past_huge", f"past_length is 9223372036854775807, {ceiling}", {"past_length": np.array([(1 << 63) - 1])}),
+        ("no_grids", "past_key_scale is missing, wanted exactly where", {"past_key_scale": None}),
+        ("no_value_grids", "past_value_scale is missing, wanted exactly where", {"past_value_scale": None}),
+        ("no_recent", "past_key_recent is missing, wanted exactly where", {"past_key_recent": None}),
+        ("no_value_recent", "past_value_recent is missing, wanted exactly where", {"past_value_recent": None}),
+        (
+            "grids_short",
+            r"past_key_scale is \[2, 2, 1, 2, 32\], wanted \[2, 2, 2, 2, 32\]",
+            {"past_key_scale": x["past_key_scale"][:, :, 1:]},
+        ),
+        (
+            "grids_of_keys",
+            r"past_value_scale is \[2, 2, 2, 2, 32\], wanted \[2, 2, 64, 2, 1\]",
+            {"past_value_scale": x["past_key_scale"]},
+        ),
+        (
+            "recent_short",
+            r"past_key_recent is \[2, 2, 63, 32\], wanted \[2, 2, 64, 32\]",
+            {"past_key_recent": x["past_key_recent"][:, :, 1:]},
+        ),
+        ("other_window", r"past_key_recent is \[2, 2, 64, 32\], wanted \[2, 2, 32, 32\]", {"window": 0}),
+        ("float_recent", None, {"past_key_recent": x["past_key_recent"].astype(np.float32)}),
+        ("float_grids", None, {"past_key_scale": x["past_key_scale"].astype(np.float32)}),
+    ):
+        yield Broken(changed(node, f"int4_{name}", **changes), sentence)
+
+    def without(node: Node, index: int, output: Output | None) -> tuple[Output | None, ...]:
+        return (*node.outputs[:index], output, *node.outputs[index + 1 :])
+
+    for index, name in ((3, "present_key_scale"), (5, "present_key_recent")):
+        yield Broken(
+            replace(changed(node, f"int4_no_{name}"), outputs=without(node, index, None)),
+            f"{name} is missing, wanted where the cache is int4 or int2",
+        )
+    shared = attention(case, in_place=True)
+    grids = shared.outputs[3]
+    assert grids is not None
+    yield Broken(
+        replace(changed(shared, "int4_half_shared"), outputs=without(shared, 3, replace(grids, shared=None))),
+        "past_key and .*past_key_scale must share their memory with the outputs both or neither",
+    )
+    rows = attention(replace(case, key_bits=8, value_bits=8))
+    recent = Output("present_key_recent", np.dtype(np.float16), 4)
+    yield Broken(
+        replace(changed(rows, "int8_recent"), outputs=(*rows.outputs, recent)),
+        "present_key_recent is given, wanted exactly where the cache is int4 or int2",
+    )
 
 
 def broken() -> Iterator[Broken]:
@@ -182,3 +273,4 @@ def broken() -> Iterator[Broken]:
     yield from broken_ternary()
     yield from broken_int4()
     yield from broken_attention()
+    yield from broken_grids()

@@ -143,6 +143,7 @@ def one_of_each() -> list[Node]:
         int4(Int4Case("small", lead=(2,), k=200, n=21, symmetric=False)),
         attention(cache),
         attention(replace(cache, name="small_int8", key_bits=8, value_bits=8)),
+        attention(replace(cache, name="small_int4", past=35, d=32, key_bits=4, value_bits=2, query_bits=8, window=0)),
     ]
 
 
@@ -154,3 +155,8 @@ def large() -> Iterator[Node]:
     yield attention(
         AttentionCase("large_decode", steps=1, past=1500, beyond=9, heads=8, kv_heads=4, d=32), in_place=True
     )
+    grids = AttentionCase(
+        "large_int4", steps=70, past=400, beyond=9, heads=8, kv_heads=4, d=32, key_bits=4, value_bits=4
+    )
+    yield attention(grids, in_place=True)
+    yield attention(replace(grids, name="large_int4_decode", steps=1, past=1503, query_bits=8), in_place=True)

@@ -45,7 +45,10 @@ INT4 = st.builds(
 
 @st.composite
 def attentions(draw: st.DrawFn) -> AttentionCase:
-    wide, groups, pairs = draw(st.booleans()), draw(st.integers(1, 2)), draw(st.integers(1, 9))
+    branches, groups, pairs = draw(st.sampled_from((2, 2, 1))), draw(st.integers(1, 2)), draw(st.integers(1, 9))
+    wide = branches == 2 and draw(st.booleans())
+    key_bits, value_bits = (draw(st.sampled_from((16, 8, 4, 2))) for _ in range(2))
+    any_d = 2 * draw(st.one_of(st.integers(1, 12), st.sampled_from((16, 20, 32, 40, 64))))
     return AttentionCase(
         "any",
         batch=draw(st.integers(1, 2)),
@@ -54,16 +57,19 @@ def attentions(draw: st.DrawFn) -> AttentionCase:
         beyond=draw(st.one_of(st.none(), st.integers(0, 9))),
         heads=groups * pairs,
         kv_heads=groups * (1 + wide),
-        d=2 * draw(st.one_of(st.integers(1, 12), st.sampled_from((16, 20, 32, 40, 64)))),
+        d=any_d if min(key_bits, value_bits) > 4 else draw(st.sampled_from((32, 64, 96, 128))),
         wide_value=wide,
         # not less: where A1 - lambda A2 cancels, the norm makes the last bits of the reference itself large
         norm_eps=draw(st.sampled_from((0.1, 0.0))) if wide else 0.0,
-        token_lambda=draw(st.booleans()),
+        token_lambda=branches == 2 and draw(st.booleans()),
         padding=draw(st.sampled_from(("none", "left", "right"))),
         dtype=draw(st.sampled_from(FLOATS)),
         cache=draw(st.sampled_from((None, *FLOATS))),
-        key_bits=(bits := draw(st.sampled_from((16, 8)))),
-        value_bits=bits,
+        branches=branches,
+        key_bits=key_bits,
+        value_bits=value_bits,
+        query_bits=draw(st.sampled_from((0, 8, 4))) if key_bits < 16 else 0,
+        window=draw(st.sampled_from((0, 20, 32))),
         seed=draw(st.integers(0, 1000)),
     )
 
