@@ -21,6 +21,16 @@ constexpr int64_t group_bytes() {
   return GROUP * BITS / 8;
 }
 
+/// Keeps the compiler from multiplying one lane and copying the product to the others: loads copy for nothing.
+DIFFBIT_INLINE F32 in_lanes(F32 a) {
+#if DIFFBIT_ISA_NEON
+  __asm__("" : "+w"(a));
+#else
+  __asm__("" : "+v"(a));
+#endif
+  return a;
+}
+
 DIFFBIT_INLINE void ask(const void* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += LINE) prefetch(static_cast<const char*>(from) + i + AHEAD);
 }
@@ -144,6 +154,7 @@ DIFFBIT_INLINE void score_rows(const uint8_t* codes, const Half* grid, int64_t d
       parts[row] = fma(one, point, parts[row]);
     }
   }
+  if (d == 64) return score_block<BITS, ROWS>(codes, 64, u, parts, s, stride);  // known: u stays in registers
   score_block<BITS, ROWS>(codes, d, u, parts, s, stride);
 }
 
@@ -243,7 +254,7 @@ DIFFBIT_INLINE void dots_of_block(const uint8_t* rows, const Layout& layout, con
   switch (layout.stride) {
     case 8: return dots_of_block<PLACES, 1>(rows, 1, u, put);
     case 16: return dots_of_block<PLACES, 2>(rows, 1, u, put);
-    case 32: 
+    case 32:
       if constexpr (WIDTH >= 32) return dots_of_block<PLACES, 3>(rows, 1, u, put);
       break;
     case 64:
@@ -368,7 +379,7 @@ DIFFBIT_INLINE void mix_tile(const uint8_t* codes, int64_t bytes, const float* g
       F32 c[VECTORS];
       load_codes<BITS>(codes + group * group_bytes<BITS>(), c);
       DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row) {
-        const F32 share = splat(p[row * stride + t]) * splat(grids[group]);
+        const F32 share = in_lanes(splat(p[row * stride + t])) * splat(grids[group]);
         DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v)
           sums[row][group][v] = fma(share, c[v], sums[row][group][v]);
       }

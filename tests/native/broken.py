@@ -157,7 +157,7 @@ def broken_attention() -> Iterator[Broken]:
         ("positions_negative", "position_ids holds -", {"position_ids": x["position_ids"] - (1 << 40)}),
         ("no_tables", "position_ids holds 4, wanted 0 to -1", {"cos": x["cos"][:0], "sin": x["sin"][:0]}),
         ("sin_short", r"sin is \[3, 4\], wanted \[12, 4\]", {"sin": x["sin"][:3]}),
-        ("no_branches", "branches is 0, wanted 1 to 2", {"branches": 0}),
+        ("zero_branches", "branches is 0, wanted 1 to 2", {"branches": 0}),
         ("three_branches", "branches is 3, wanted 1 to 2", {"branches": 3}),
         ("one_branch_wide", "wide_value is 1, wanted 0 where branches is 1", {"branches": 1}),
         ("no_lambda", "lambda is missing, wanted exactly where branches is 2", {"lambda": None}),
