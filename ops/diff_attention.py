@@ -59,8 +59,10 @@ into calls, but for the rounding of float32 sums. Padding is tokens like others:
 Query bits (query_bits 8 or 4; key_bits 8, 4 or 2): products with codes of keys are products of integers. The query,
 rotated, times scale, each step rounded to float32, is rounded to codes by a row (`kv_cache.row_scores`, 8-bit keys) or
 by a row and a group of 32 keys (`kv_cache.grid_scores`); the int32 dot product is exact, and then come, in float32,
+
     row:   dot * query's step * key's step
     group: dot * query's step + query . point + (2^key_bits - 1) / 2 * sum(query * steps - its codes * query's step)
+
 products with float16 keys are float32's own. query_bits 0: the float32 query meets float32 keys, code * step (+ point).
 
 Logits (logit_bits, 0: as they are). A node whose logits are rounded is a `LowBitLogitsAttention`: the same op with the
@@ -169,7 +171,8 @@ class Kind:
 def function(kind: Kind = Kind()) -> onnx_ir.Function:
     """The op's body as an ONNX model-local function: what runs wherever no native library is registered.
 
-    A model's functions have names of their own, so all its nodes of one name are of one kind.
+    A model's functions have names of their own, so all its nodes of one name are of one kind. The function declares as
+    many inputs and outputs as the node has; ONNX Runtime inlines it if it makes all of them, those left out as well.
     """
     import onnx.parser
     from onnx_ir import serde

@@ -324,28 +324,39 @@ def in_chunks(
     return [torch.cat(outs, 1), *cache.values()]
 
 
-@pytest.mark.parametrize("isa", [None, *native.instruction_sets()])
-@pytest.mark.parametrize(
+PROMPT = AttentionCase("prompt", steps=110, d=32)
+CUTS = [7, 31, 2, 33, 1, 36]
+prompts = pytest.mark.parametrize(
     "case",
     [
-        AttentionCase("int8", d=32, key_bits=8, value_bits=8, query_bits=8),
-        AttentionCase("int4", d=32, key_bits=4, value_bits=4, window=20),
-        AttentionCase("int4_query4", d=64, key_bits=4, value_bits=2, query_bits=4, padding="left", batch=2),
-        AttentionCase("int2_window0", d=32, key_bits=2, value_bits=2, query_bits=8, window=0),
+        replace(PROMPT, name="int8", key_bits=8, value_bits=8, query_bits=8),
+        replace(PROMPT, name="int4", key_bits=4, value_bits=4, window=20),
+        replace(PROMPT, name="int4_query4", d=64, key_bits=4, value_bits=2, query_bits=4, padding="left", batch=2),
+        replace(PROMPT, name="int2_window0", key_bits=2, value_bits=2, query_bits=8, window=0),
     ],
     ids=lambda case: case.name,
 )
-def test_a_prompt_may_be_cut_anywhere(case: AttentionCase, isa: str | None) -> None:
+
+
+def assert_same(case: AttentionCase, got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    found, expected = ([tensor.numpy() for tensor in side] for side in (got, wanted))
+    np.testing.assert_allclose(found[0], expected[0], atol=TOLERANCE[case.dtype])
+    assert_same_cache(case, found[1:], expected[1:])
+
+
+@prompts
+@pytest.mark.parametrize("sizes", [[1] * 110, CUTS], ids=["tokens", "chunks"])
+def test_a_prompt_may_be_cut_anywhere(case: AttentionCase, sizes: list[int]) -> None:
+    assert_same(case, in_chunks(case, sizes, call_reference), in_chunks(case, [110], call_reference))
+
+
+@prompts
+@pytest.mark.parametrize("isa", [None, *native.instruction_sets()])
+def test_bodies_and_kernels_take_a_prompt_in_chunks(case: AttentionCase, isa: str | None) -> None:
     def session(case: AttentionCase, x: dict[str, torch.Tensor | None]) -> list[torch.Tensor]:
         return [torch.from_numpy(array) for array in run(case, arrays(x), isa)]
 
-    case = replace(case, steps=110)
-    wanted = [tensor.numpy() for tensor in in_chunks(case, [110], call_reference)]
-    cuts = [7, 31, 2, 33, 1, 36]
-    for sizes, call in (([1] * 110, call_reference), (cuts, call_reference), ([110], session), (cuts, session)):
-        got = [tensor.numpy() for tensor in in_chunks(case, sizes, call)]
-        np.testing.assert_allclose(got[0], wanted[0], atol=TOLERANCE[case.dtype])
-        assert_same_cache(case, got[1:], wanted[1:])
+    assert_same(case, in_chunks(case, CUTS, session), in_chunks(case, [110], call_reference))
 
 
 def node_session(
