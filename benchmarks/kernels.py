@@ -4,6 +4,7 @@
     python benchmarks/kernels.py --llama ENV --bitnet CHECKOUT       # with llama.cpp's and bitnet.cpp's kernels
     python benchmarks/kernels.py --json out/kernels.json --markdown  # keep the rows; renew docs/performance.md
     python benchmarks/kernels.py --only ternary --threads 2
+    python benchmarks/kernels.py --only caches                       # DiffAttention over each kind of KV cache
 
 ENV is a Python environment with llama-cpp-python (pip install llama-cpp-python builds it for this CPU), CHECKOUT a
 clone of github.com/microsoft/BitNet. Needs a C and a C++ compiler on the path.
@@ -17,7 +18,9 @@ read bandwidth (machine.c; the best of twelve ways, which then takes its turn am
 2*M*N*K over the time.
 
 Rows, as JSON: read and peak (the machine), then one per op, shape N x K, tokens M and threads, with `ratio`: how many
-times faster than each peer, and `targets`: wanted and reached. The exit status tells only whether everything ran.
+times faster than each peer, and `targets`: wanted and reached. The rows "caches" are our own kinds of KV cache, all
+timed in turn; `mb` is what one token reads, `ratio` how many times faster than our own float caches. The exit status
+tells only whether everything ran.
 """
 
 from __future__ import annotations

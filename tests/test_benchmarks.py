@@ -42,6 +42,10 @@ def test_kernels(tmp_path: Path) -> None:
                       ("attention fp32", {"body", "two calls"})):  # fmt: skip
         for row in by_op[op]:
             assert row["ratio"].keys() >= peers and min(row["ratio"].values()) > 0
+    caches = {(row["kv"], row["threads"]): row for row in by_op["caches"]}
+    kinds = {"fp32", "fp16", "int8", "int4", "int2", "int8 + qk int8", "int4 + qk int8"}
+    assert caches.keys() == {(kind, threads) for kind in kinds for threads in (1, 2)}
+    assert caches["int4", 1]["mb"] < caches["fp32", 1]["mb"] and caches["int4", 1]["ratio"].keys() == {"fp32", "fp16"}
     text = page.read_text()
     assert text.startswith("before\n<!-- kernels -->") and text.endswith("<!-- /kernels -->\nafter\n")
     assert "old" not in text and "| 256 x 256 |" in text
