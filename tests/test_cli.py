@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,15 @@ SHORTER = {"train": ["--steps", "2", "--quiet"], "compare": FEW, "outliers": FEW
 
 
 @pytest.fixture(scope="module")
-def workplace(checkpoint: Path, quantized: Path, artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that looks as a clone does after `make demo`, with the tests' small model for all of the models."""
+def workplace(
+    checkpoint: Path,
+    quantized: Path,
+    artifact: Path,
+    nano: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """A folder that looks as a clone does after `make demo`, with the tests' small model for all of the models but the
+    one that finds needles."""
     folder = tmp_path_factory.mktemp("workplace")
     demo = folder / "out" / "demo"
     for name in ("diff_v1", "softmax"):
@@ -37,6 +45,7 @@ def workplace(checkpoint: Path, quantized: Path, artifact: Path, tmp_path_factor
         shutil.copytree(quantized, demo / f"{name}-int4")
         shutil.copytree(artifact, demo / f"{name}-onnx")
     shutil.copytree(checkpoint, folder / "examples" / "nano" / "diff_v1")
+    shutil.copytree(nano("diff_v1").parents[1] / "nano_1k" / "diff_v1", folder / "examples" / "nano_1k" / "diff_v1")
     return folder
 
 
