@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The three models of this folder, made again: about an hour on one idle CPU core (../nano/README.md has the times).
+# The two models of this folder, made again: about half an hour on one idle CPU core (../nano/README.md has the times).
 #
 #     bash examples/nano_1k/train.sh [OUT]          # default out/nano_1k; the fp16 models land in OUT/fp16
 set -euo pipefail
@@ -8,8 +8,8 @@ out=${1:-out/nano_1k}
 nano=$(dirname "$0")/../nano
 train() { diffbit train --preset nano --learning-rate 0.001 --precision bf16 "$@"; }
 
-# The same batches in the same order for all three; needles are learned in short rows, then followed into long ones.
-for name in diff_v1 softmax diff_v2; do
+# The same batches in the same order for both; needles are learned in short rows, then followed into long ones.
+for name in diff_v1 softmax; do
     train --init "$nano/$name" --context 256 --needles 0.7 --steps 140 -o "$out/256/$name"
     train --init "$out/256/$name" --context 1024 --needles 0.5 --steps 300 --batch-size 8 --eval-every 50 -o "$out/$name"
 done
