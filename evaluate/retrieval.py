@@ -66,12 +66,13 @@ def retrieval(
     rows, queries = found.shape
     asked = np.full(rows, queries)
     part = np.minimum((needles.depths * DEPTHS).astype(int), DEPTHS - 1)
+    accuracy = mean(found.sum(1), asked, confidence)
     by_depth = [found[part == depth] for depth in range(DEPTHS)]
     return Retrieval(
         length=needles.windows.ids.shape[1],
         needles=needles.needles,
         queries=queries,
-        accuracy=mean(found.sum(1), asked, confidence),
+        accuracy=Estimate(accuracy.value, max(accuracy.low, 0.0), min(accuracy.high, 1.0)),
         change=mean(lost(found, reference), asked, confidence),
         by_depth=tuple(float(own.mean()) if own.size else None for own in by_depth),
     )

@@ -108,6 +108,7 @@ def test_a_setting_by_hand(checkpoints: list[Path]) -> None:
     half = 2.20099 * lost.std(ddof=1) / math.sqrt(ROWS)  # t of 11 degrees of freedom
     assert told.change.high - told.change.value == pytest.approx(half, rel=1e-4)
     assert told.by_depth == (1.0, None, None, None, 0.75)
+    assert told.accuracy.high == 1.0  # a share, whatever the interval's formula says
     same = retrieval(needles, found, found).change
     assert (same.value, same.low, same.high) == (0, 0, 0)
 
