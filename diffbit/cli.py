@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .quantize import AttentionScheme, Scheme, WeightReport
     from .quantize.mixed import LayerPlan, Plan
     from .quantize.outliers import OutlierReport
-    from .runtime import Artifact, Verification
+    from .runtime import Verification
 
 LAYER_ERRORS = "quantization_report.json"
 CALIBRATION_WINDOWS = 128  # of the model's context (at most 512 tokens), for methods that calibrate
@@ -527,18 +527,20 @@ def quantize(
         _print_table(_plan_rows(plan), title="what each layer pays")
         _remark(_plan_words(plan, output), quiet)
     before, after = report.before, report.after
+    if attention := scheme.attention.to_dict():
+        _print_table(
+            {
+                "KV cache": name,
+                "bytes for 1000 tokens": size.kv_bytes_per_1k_tokens,
+                "and for recent ones": size.kv_fixed_bytes,
+            }
+            for name, size in (("before", before), (_attention_name(attention), after))
+        )
     _remark(
         f"{output}: {after.nbytes / 1e6:,.2f} MB, {after.bits_per_weight:.2f} bits a weight over the whole model "
         f"(before: {before.nbytes / 1e6:,.2f} MB, {before.bits_per_weight:.2f})",
         quiet,
     )
-    if (before.kv_bytes_per_1k_tokens, 0) != (after.kv_bytes_per_1k_tokens, after.kv_fixed_bytes):
-        fixed = f", and {after.kv_fixed_bytes / 1e6:,.3f} MB for the recent ones" if after.kv_fixed_bytes else ""
-        _remark(
-            f"KV cache: {after.kv_bytes_per_1k_tokens / 1e6:,.3f} MB for 1000 tokens{fixed} (before: "
-            f"{before.kv_bytes_per_1k_tokens / 1e6:,.3f} MB)",
-            quiet,
-        )
 
 
 def _attention(kv: str | None, qk: str | None, logits: int | None, window: int | None) -> AttentionScheme:
@@ -1021,10 +1023,12 @@ def _inspect(path: Path, prompt: str, seed: int) -> dict[str, Any]:
     sample = generate(session, tokenizer, prompt, max_tokens=session.capacity // 2, sampler=sampler)
     half = max(1, min(session.capacity, 256) // 2)
     float_bytes = 2 * num_parameters(ModelConfig.from_dict(dict(opened.model)))
+    scheme = opened.scheme or {}
+    formats = (scheme.get("weights") or opened.dtype, _attention_name(scheme.get("attention", {})))
     return {
         "size": {
             "name": path.resolve().name,
-            "format": ", ".join([(opened.scheme or {}).get("weights") or opened.dtype, *_attention_words(opened)]),
+            "format": ", ".join(name for name in formats if name),
             "bytes": opened.nbytes,
             "source_bytes": float_bytes,
         },
@@ -1044,10 +1048,9 @@ def _inspect(path: Path, prompt: str, seed: int) -> dict[str, Any]:
     }
 
 
-def _attention_words(artifact: Artifact) -> list[str]:
-    """What is low-bit in its attention, such as "keys int4"."""
-    attention = (artifact.scheme or {}).get("attention", {})
-    return [f"{name} {attention[name]}" for name in ("keys", "values", "qk", "logits") if name in attention]
+def _attention_name(attention: Mapping[str, Any]) -> str:
+    """Such as "keys int4, values int4"."""
+    return ", ".join(f"{name} {attention[name]}" for name in ("keys", "values", "qk", "logits") if name in attention)
 
 
 def _training(model: Path) -> dict[str, Any] | None:
