@@ -1001,7 +1001,12 @@ def compare(
         verdict = "less than" if lost.high < 0 else "more than" if lost.low > 0 else "as much, within error, as"
         _remark(
             f"{contrast.what} at {contrast.format}{by}: {contrast.model} loses {verdict} {contrast.against} "
-            f"({lost.value:+.4f} nats a token, 95 %: {lost.low:+.4f} to {lost.high:+.4f})",
+            f"({lost.value:+.4f} nats a token, 95 %: {lost.low:+.4f} to {lost.high:+.4f})"
+            + "".join(
+                f"; {asked['queries']} of {asked['needles']} needles: {100 * found.value:+.1f} points "
+                f"({100 * found.low:+.1f} to {100 * found.high:+.1f})"
+                for asked, found in zip(comparison.needles, contrast.retrieval, strict=True)
+            ),
             quiet,
         )
     if output is not None:
