@@ -58,7 +58,7 @@ SUBTRACTING = ("branches", "relambda")  # nothing in them for a plain Transforme
 PAGE = ROOT / "docs" / "attention.md"
 TOKENS = 12288  # of held-out text that each variant is scored on
 CALIBRATION_TOKENS = 16384
-NEEDLES = 6, 4  # in a row, and how many of them are asked for
+NEEDLES = 16, 16  # in a row, and how many of them are asked for
 CHUNK = 256  # tokens a call
 BATCH_TOKENS = 2048  # a call's over all its windows, about
 BLOCK = kv_cache.GROUP
@@ -815,6 +815,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     parser.add_argument("--markdown", type=Path, nargs="?", const=PAGE, metavar="FILE",
                         help="renew the tables in this page (default: docs/attention.md)")  # fmt: skip
+    parser.add_argument("--suffix", default="", help="of the marks around these tables there, such as _1k")
     arguments = parser.parse_args()
     parts_wanted = arguments.what.split(",")
     if unknown := [what for what in parts_wanted if what not in WHAT]:
@@ -844,7 +845,7 @@ def main() -> None:
         arguments.json.write_text(json.dumps({"about": about, "rows": rows, "contrasts": against}, indent=1))
     if arguments.markdown:
         for what, text in found.items():
-            renew(arguments.markdown, what, text)
+            renew(arguments.markdown, what + arguments.suffix, text)
 
 
 if __name__ == "__main__":
