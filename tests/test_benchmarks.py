@@ -121,7 +121,7 @@ def test_mixed(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_attention(nano: Callable[[str], Path], tmp_path: Path) -> None:
     page, numbers = tmp_path / "attention.md", tmp_path / "out" / "attention.json"
-    names = re.findall(r"<!-- (\w+) -->", (BENCHMARKS.parent / "docs" / "attention.md").read_text())
+    names = re.findall(r"<!-- ([a-z]+) -->", (BENCHMARKS.parent / "docs" / "attention.md").read_text())
     page.write_text("".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in names))
     options = ("--length", "96", "--windows", "2", "--jobs", "1")
     models = (str(nano("softmax")), str(nano("diff_v1")))
@@ -141,8 +141,8 @@ def test_attention(nano: Callable[[str], Path], tmp_path: Path) -> None:
     assert set(names) == {row["what"] for row in found["rows"]} and "\nold\n" not in text
     assert "| cache int4, DIFF v1 " in text
 
-    options = ("--what", "logits", "--windows", "2", "--jobs", "1", "--needles", "2", "--json", str(numbers))
-    done = run("attention.py", str(nano("diff_v2")), *options)
+    options = ("--what", "logits", "--length", "512", "--windows", "2", "--jobs", "1", "--needles", "2")
+    done = run("attention.py", str(nano("../nano_1k/diff_v1")), *options, "--json", str(numbers))
     assert done.returncode == 0, done.stderr
     rows = json.loads(numbers.read_text())["rows"]
     assert len(rows) == 7 and all(0 <= row["found"]["value"] <= 1 for row in rows)
