@@ -1,6 +1,6 @@
 """Peak memory and time of `diffbit quantize` and `diffbit export` on a synthetic model of 1.1 billion parameters.
 
-    python benchmarks/one_billion.py --work /tmp/one_billion          # about 40 minutes on 2 cores, 8 GB of disk
+    python benchmarks/one_billion.py --work /tmp/one_billion          # about 50 minutes of one core, 8 GB of disk
     python benchmarks/one_billion.py --work /tmp/two --layers 2       # a tenth of it, nearly the same peak
 
 Writes a diffllama of TinyLlama's shape with random bf16 weights in one shard per layer, then runs the commands as a
