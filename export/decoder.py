@@ -6,9 +6,8 @@ Inputs and outputs carry the names that onnxruntime-genai and optimum look for:
     past_key_values.N.key|value [B, Hk, C, d]   ->   logits fp32 [B, S, V], present.N.key|value [B, Hk, max(C, T), d]
 
 T = past + S: the past's length follows from the mask's, so no loader needs to pass it. A low-bit cache has more buffers
-than key and value, and other shapes (quantize/cache.py). What all layers share (lengths,
-RoPE tables, the mask as a bias) is computed once, by `Step`; an attention variant adds its nodes through its own method
-`onnx` (models/attention/).
+than key and value, and other shapes (quantize/cache.py). What all layers share (lengths, RoPE tables, the mask as a
+bias) is computed once, by `Step`; a variant adds its nodes through its own method `onnx` (models/attention/).
 """
 
 from __future__ import annotations

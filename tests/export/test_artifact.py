@@ -147,6 +147,11 @@ def test_context_length_bounds_the_tables(checkpoint_of: Maker, tmp_path: Path) 
     tables = {t.name: tuple(t.dims) for t in graph_of(artifact).graph.initializer if t.name in ("cos", "sin")}
     assert tables == {"cos": (9, 16), "sin": (9, 16)}
     assert len(golden_prompt(config_of("softmax"), 9, AttentionScheme())) == 9
+    lengths = [
+        len(golden_prompt(config_of("softmax"), 100_000, AttentionScheme(keys="int4", window=window)))
+        for window in (0, 32, 5000)
+    ]
+    assert lengths == [80, 112, 512]  # groups settle in it, but a large window does not make it large
     genai = json.loads((artifact / "genai_config.json").read_text())
     assert json.loads((artifact / "config.json").read_text())["max_position_embeddings"] == 9
     assert genai["model"]["context_length"] == genai["search"]["max_length"] == 9
