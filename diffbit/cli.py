@@ -1029,7 +1029,8 @@ def _inspect(path: Path, prompt: str, seed: int) -> dict[str, Any]:
     half = max(1, min(session.capacity, 256) // 2)
     float_bytes = 2 * num_parameters(ModelConfig.from_dict(dict(opened.model)))
     scheme = opened.scheme or {}
-    formats = (scheme.get("weights") or opened.dtype, _attention_name(scheme.get("attention", {})))
+    weights = scheme.get("weights", "none")
+    formats = (opened.dtype if weights == "none" else weights, _attention_name(scheme.get("attention", {})))
     return {
         "size": {
             "name": path.resolve().name,
