@@ -1,4 +1,4 @@
-"""The decoder's graph, one layer at a time: embedding, blocks of attention and SwiGLU, final norm, head.
+"""The decoder's graph, one layer at a time: embedding, blocks of attention and gated MLP, final norm, head.
 
 Inputs and outputs carry the names that onnxruntime-genai and optimum look for:
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models import Block, ModelConfig, rope_tables, variant
-from ..models.decoder import RMSNorm
+from ..models.norm import RMSNorm
 from ..ops import diff_attention
 from ..quantize import AttentionScheme
 from ..quantize.cache import GROUPS, TOKENS, Buffer, attributes, is_low_bit, operator
@@ -232,24 +232,24 @@ class DecoderGraph:
         """Decoder layer `index`; its linears are float or QuantLinear."""
         g, x = self.g, self._x
         with g.scope(f"layers.{index}"):
-            normed = self._norm(x, block.input_layernorm, "input_layernorm")
+            normed = g.norm(x, block.input_layernorm, "input_layernorm")
             with g.scope("self_attn"):
                 attention: Any = block.self_attn
                 out, present = attention.onnx(g, self.step, normed, self._past[index])
             x = g.op("Add", [x, out])
-            normed = self._norm(x, block.post_attention_layernorm, "post_attention_layernorm")
+            normed = g.norm(x, block.post_attention_layernorm, "post_attention_layernorm")
             with g.scope("mlp"):
                 gate = g.linear(normed, block.mlp.gate_proj, "gate_proj")
                 up = g.linear(normed, block.mlp.up_proj, "up_proj")
-                silu = g.op("Mul", [gate, g.op("Sigmoid", [gate])])
-                down = g.linear(g.op("Mul", [silu, up]), block.mlp.down_proj, "down_proj")
+                hidden = g.norm(g.op("Mul", [self._act(gate), up]), block.mlp.ffn_sub_norm, "ffn_sub_norm")
+                down = g.linear(hidden, block.mlp.down_proj, "down_proj")
             self._x = g.op("Add", [x, down])
         self._present.append(present)
 
     def head(self, norm: RMSNorm, head: nn.Module | None) -> None:
         """The final norm and the head; None ties it to the embedding. Declares the graph's outputs."""
         g, config = self.g, self.config
-        x = self._norm(self._x, norm, "norm")
+        x = g.norm(self._x, norm, "norm")
         if head is None:
             logits = g.op("MatMul", [x, g.op("Transpose", [self._table], perm=[1, 0])])  # folded at load
         else:
@@ -262,10 +262,12 @@ class DecoderGraph:
                 name = f"present.{index}.{buffer.name}"
                 g.output(name, present[buffer.name], buffer.dtype, _named(buffer, "present"))
 
-    def _norm(self, x: ir.Value, norm: RMSNorm, name: str) -> ir.Value:
-        # its kernels square and sum in float32 whatever the dtype, so large fp16 activations do not overflow
-        weight = self.g.weight(f"{name}.weight", norm.weight.detach().float().numpy())
-        return self.g.op("SimplifiedLayerNormalization", [x, weight], axis=-1, epsilon=norm.eps, stash_type=1)
+    def _act(self, gate: ir.Value) -> ir.Value:
+        g = self.g
+        if self.config.mlp == "swiglu":
+            return g.op("Mul", [gate, g.op("Sigmoid", [gate])])
+        positive = g.op("Relu", [gate])
+        return g.op("Mul", [positive, positive])
 
 
 def cache_in_place(config: ModelConfig, attention: AttentionScheme) -> str:

@@ -26,6 +26,7 @@ import onnx_ir as ir
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ..errors import DiffbitError
+from ..models.norm import RMSNorm
 
 MODEL = "model.onnx"
 DATA = "model.onnx.data"
@@ -177,6 +178,14 @@ class Graph:
 
         with self.scope(name):
             return emit(self, x, module, scale)
+
+    def norm(self, x: ir.Value, module: Any, name: str) -> ir.Value:
+        """x through an RMSNorm; unchanged where none stands (nn.Identity)."""
+        if not isinstance(module, RMSNorm):
+            return x
+        # its kernels square and sum in float32 whatever the dtype, so large fp16 activations do not overflow
+        weight = self.weight(f"{name}.weight", module.weight.detach().float().numpy())
+        return self.op("SimplifiedLayerNormalization", [x, weight], axis=-1, epsilon=module.eps, stash_type=1)
 
     def save(self) -> None:
         """Write model.onnx beside its data."""

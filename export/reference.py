@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..errors import DiffbitError
 from ..models import Block, Checkpoint, Decoder, rope_for
-from ..models.decoder import RMSNorm
 from ..models.layout import EMBEDDING, HEAD
+from ..models.norm import RMSNorm
 from ..quantize import QTensor, QuantLinear, Scheme, load, load_block, read_scheme, read_weight
 from .linear import activations
 

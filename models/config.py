@@ -19,6 +19,7 @@ from typing import Any
 
 from ..errors import DiffbitError
 
+MLPS = ("swiglu", "relu2")
 LIMITS = {  # far above any model, low enough that a damaged config.json cannot ask for the moon
     "vocab_size": 1 << 24,
     "hidden_size": 1 << 20,
@@ -53,7 +54,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder: pre-RMSNorm, RoPE, SwiGLU, grouped-query attention of one of the variants in models/attention/."""
+    """A decoder: pre-RMSNorm, RoPE, gated MLP, grouped-query attention of one of the variants in models/attention/."""
 
     vocab_size: int
     hidden_size: int
@@ -67,7 +68,8 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5  # of the RMSNorms, and of diff_v1's head norm
     attention: str = "softmax"  # the name of a file in models/attention/
-    mlp: str = "swiglu"
+    mlp: str = "swiglu"  # or "relu2": the gate's function is silu(x) or relu(x)^2
+    sub_norms: bool = False  # RMSNorms before o_proj and down_proj, as BitNet has them
     tie_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -88,8 +90,10 @@ class ModelConfig:
             raise DiffbitError(f"head_dim is {self.head_dim}, wanted an even number: rotary embedding turns pairs")
         if self.attention not in variants():
             raise DiffbitError(f"attention is {self.attention!r}, wanted one of {', '.join(variants())}")
-        if self.mlp != "swiglu":
-            raise DiffbitError(f"mlp is {self.mlp!r}, wanted 'swiglu'")
+        if self.mlp not in MLPS:
+            raise DiffbitError(f"mlp is {self.mlp!r}, wanted one of {', '.join(MLPS)}")
+        if not isinstance(self.sub_norms, bool):
+            raise DiffbitError(f"sub_norms is {self.sub_norms!r}, wanted true or false")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; `from_dict` reads it back to an equal config."""

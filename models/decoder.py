@@ -1,6 +1,6 @@
-"""The decoder every variant shares: embedding, pre-RMSNorm blocks of attention and SwiGLU, RMSNorm, head.
+"""The decoder every variant shares: embedding, pre-RMSNorm blocks of attention and gated MLP, RMSNorm, head.
 
-    x = x + attention(norm(x));   x = x + down(silu(gate(norm(x))) * up(norm(x)));   logits = norm(x) W_head^T
+    x = x + attention(norm(x));   x = x + down(act(gate(norm(x))) * up(norm(x)));   logits = norm(x) W_head^T
 
 Parameter names are those of Hugging Face's llama, so a state_dict differs from a checkpoint in the order of rows only.
 A model can be run whole (`Decoder.forward`) or piece by piece (`embed`, each `Block`, `head`, with `rope_for` and
@@ -17,34 +17,30 @@ from .attention import variant
 from .cache import KVCache, LayerCache
 from .config import ModelConfig
 from .masks import causal_mask, default_positions
+from .norm import RMSNorm, sub_norm
 from .rope import Rope, rope_for
 
 INIT_STD = 0.02
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467, eq. 4); the division in float32, as in Hugging Face's."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x)^2 (arXiv 2109.08668), of BitNet b1.58 2B4T (2504.12285, section 2)."""
+    return F.relu(x).square()
 
 
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202, eq. 6)."""
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)) (arXiv 2002.05202, eq. 6), with a norm before down where the model has sub_norms."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.ffn_sub_norm = sub_norm(config, config.intermediate_size)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act = F.silu if config.mlp == "swiglu" else squared_relu
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.ffn_sub_norm(self.act(self.gate_proj(x)) * self.up_proj(x)))
 
 
 class Block(nn.Module):
@@ -55,7 +51,7 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = variant(config.attention).Attention(config, index)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = SwiGLU(config)
+        self.mlp = GatedMLP(config)
 
     def forward(self, x: Tensor, rope: Rope, mask: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache)

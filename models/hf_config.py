@@ -11,25 +11,31 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import DiffbitError
-from .attention import model_types, variant
+from .attention import model_type, model_types, variant
 from .config import ModelConfig, RopeScaling
 
 DTYPES = ("float32", "bfloat16", "float16")
-CLASSES = {"llama": "LlamaForCausalLM", "diffllama": "DiffLlamaForCausalLM"}  # those that transformers has
+ACTS = {"silu": "swiglu", "relu2": "relu2"}  # hidden_act: ModelConfig.mlp
+CLASSES = {  # those that transformers has
+    "llama": "LlamaForCausalLM",
+    "diffllama": "DiffLlamaForCausalLM",
+    "bitnet": "BitNetForCausalLM",
+}
 
 
 def from_hf(values: dict[str, Any]) -> ModelConfig:
     """The config in a parsed config.json; a DiffbitError (that names no file) where diffbit cannot read it."""
-    model_type = values.get("model_type")
+    kind = values.get("model_type")
     known = model_types()
-    if not isinstance(model_type, str) or model_type not in known:
-        raise DiffbitError(f"model_type is {model_type!r}, wanted one of {', '.join(sorted(known))}")
-    attention = known[model_type]
+    if not isinstance(kind, str) or kind not in known:
+        raise DiffbitError(f"model_type is {kind!r}, wanted one of {', '.join(sorted(known))}")
+    attention, sub_norms = known[kind]
     for name in ("attention_bias", "mlp_bias"):
         if values.get(name):
             raise DiffbitError(f"{name} is {values[name]!r}, wanted false: diffbit's linear layers have no bias")
-    if values.get("hidden_act", "silu") != "silu":
-        raise DiffbitError(f"hidden_act is {values['hidden_act']!r}, wanted 'silu'")
+    act = values.get("hidden_act") or ("relu2" if kind == "bitnet" else "silu")
+    if act not in ACTS:
+        raise DiffbitError(f"hidden_act is {act!r}, wanted one of {', '.join(ACTS)}")
     query_heads = _count(values, "num_attention_heads")
     kv_heads = _count(values, "num_key_value_heads", default=query_heads)
     hidden_size = _count(values, "hidden_size")
@@ -40,7 +46,7 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
         )
     heads, kv_heads = variant(attention).Attention.heads_from_hf(query_heads, kv_heads)
     max_position = _count(values, "max_position_embeddings", default=2048)
-    theta, scaling = _rope(values, max_position)
+    theta, scaling = _rope(values, max_position, 500000.0 if kind == "bitnet" else 10000.0)
     return ModelConfig(
         vocab_size=_count(values, "vocab_size"),
         hidden_size=hidden_size,
@@ -52,8 +58,10 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
         max_position=max_position,
         rope_theta=theta,
         rope_scaling=scaling,
-        norm_eps=_number(values, "rms_norm_eps", default=1e-6 if model_type == "llama" else 1e-5),
+        norm_eps=_number(values, "rms_norm_eps", default=1e-6 if kind == "llama" else 1e-5),
         attention=attention,
+        mlp=ACTS[act],
+        sub_norms=sub_norms,
         tie_embeddings=_flag(values, "tie_word_embeddings"),
         bos_token_id=_token(values, "bos_token_id"),
         eos_token_ids=_tokens(values, "eos_token_id"),
@@ -74,12 +82,12 @@ def with_tokens(config: ModelConfig, generation: dict[str, Any]) -> ModelConfig:
 
 def to_hf(config: ModelConfig, dtype: str, quantization: dict[str, Any] | None = None) -> dict[str, Any]:
     """The config.json of a checkpoint whose float tensors are `dtype` ("float32", "bfloat16" or "float16")."""
-    module = variant(config.attention)
-    query_heads, kv_heads = module.Attention.hf_heads(config)
+    kind = model_type(config.attention, config.sub_norms)
+    query_heads, kv_heads = variant(config.attention).Attention.hf_heads(config)
     eos = config.eos_token_ids
     scaling = config.rope_scaling
     values: dict[str, Any] = {
-        "model_type": module.MODEL_TYPE,
+        "model_type": kind,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -87,7 +95,7 @@ def to_hf(config: ModelConfig, dtype: str, quantization: dict[str, Any] | None =
         "num_attention_heads": query_heads,
         "num_key_value_heads": kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": next(act for act, mlp in ACTS.items() if mlp == config.mlp),
         "max_position_embeddings": config.max_position,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
@@ -107,14 +115,14 @@ def to_hf(config: ModelConfig, dtype: str, quantization: dict[str, Any] | None =
         "pad_token_id": config.pad_token_id,
         "torch_dtype": dtype,
     }
-    if module.MODEL_TYPE in CLASSES:
-        values = {"architectures": [CLASSES[module.MODEL_TYPE]]} | values
+    if kind in CLASSES:
+        values = {"architectures": [CLASSES[kind]]} | values
     if quantization is not None:
         values["quantization_config"] = quantization
     return values
 
 
-def _rope(values: dict[str, Any], max_position: int) -> tuple[float, RopeScaling | None]:
+def _rope(values: dict[str, Any], max_position: int, default: float) -> tuple[float, RopeScaling | None]:
     """(theta, scaling) from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
     rope: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):  # where both stand, rope_scaling wins, as in transformers
@@ -122,7 +130,7 @@ def _rope(values: dict[str, Any], max_position: int) -> tuple[float, RopeScaling
         if entry is not None and not isinstance(entry, dict):
             raise DiffbitError(f"{name} is {entry!r}, wanted an object or null")
         rope = entry or rope
-    theta = _number(rope if rope.get("rope_theta") is not None else values, "rope_theta", default=10000.0)
+    theta = _number(rope if rope.get("rope_theta") is not None else values, "rope_theta", default=default)
     for source in (values, rope):
         if source.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise DiffbitError(

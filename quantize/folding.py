@@ -93,16 +93,20 @@ class Group:
 def groups(piece: Piece) -> list[Group]:
     """What of a piece can be scaled, channel by channel, without changing what it computes.
 
-    The norms' weights against the layers behind them, up_proj against down_proj (silu(gate) * up is linear in up) and
-    v_proj against o_proj where the attention variant lets scales pass.
+    The norms' weights against the layers behind them, up_proj against down_proj (act(gate) * up is linear in up) and
+    v_proj against o_proj where the attention variant lets scales pass and no norm stands between.
     """
     start, tensors = piece.prefix, piece.tensors
     found: list[tuple[str, list[str]]] = []
     if piece.is_layer:
         found.append((f"{start}input_layernorm.weight", attention_readers(piece)))
         found.append((f"{start}post_attention_layernorm.weight", mlp_readers(piece)))
-        found.append((f"{start}mlp.up_proj.weight", [f"{start}mlp.down_proj.weight"]))
-        if symmetries(piece.config).value_scales:
+        norm = piece.config.sub_norms  # before down_proj and o_proj
+        maker = "mlp.ffn_sub_norm" if norm else "mlp.up_proj"
+        found.append((f"{start}{maker}.weight", [f"{start}mlp.down_proj.weight"]))
+        if norm:
+            found.append((f"{start}self_attn.attn_sub_norm.weight", [f"{start}self_attn.o_proj.weight"]))
+        elif symmetries(piece.config).value_scales:
             found.append((f"{start}self_attn.v_proj.weight", [f"{start}self_attn.o_proj.weight"]))
     elif piece.index >= 0 and not piece.config.tie_embeddings:
         found.append((FINAL_NORM, [HEAD]))

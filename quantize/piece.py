@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from ..errors import DiffbitError
 from ..models import Block, ModelConfig, causal_mask, rope_for
-from ..models.decoder import RMSNorm
 from ..models.layout import EMBEDDING, HEAD
 from ..models.masks import default_positions
+from ..models.norm import RMSNorm
 from ..models.rope import Rope
 from .formats import Format
 from .linear import QuantLinear

@@ -5,7 +5,8 @@ A variant's file has MODEL_TYPE (the model_type of its config.json) and a class 
     __init__(config, layer_index)
     forward(x [B, S, E], rope (cos, sin: fp32 [B, S, d/2]), mask, cache) -> [B, S, E]
     q_proj, k_proj, v_proj, o_proj   linears, named as in Hugging Face's models; the name of any other ends in _proj too
-    out_scale       float: the factor on the heads' output before o_proj (1 but for diff_v1)
+    attn_sub_norm   what stands before o_proj: models/norm.py, sub_norm
+    out_scale       float: the factor on o_proj's output (1 but for diff_v1)
     logits_hook     None, or a function that sees and may replace the scaled attention logits (softmax.LogitsHook)
     arithmetic      None, or what takes the place of the two matrix products (softmax.Arithmetic)
     lambda_value()  the number subtracted with (fp32 scalar), or None where it depends on the token
@@ -34,6 +35,7 @@ sub-heads.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
@@ -58,11 +60,22 @@ def variant(name: str) -> ModuleType:
 
 
 def symmetries(config: ModelConfig) -> Symmetries:
-    """Those of a model's attention variant; none where its file does not say."""
+    """Those of a model's attention variant; none where its file does not say. A norm behind the heads lets no change
+    of the values pass."""
     said = getattr(variant(config.attention), "symmetries", None)
-    return Symmetries() if said is None else said(config)
+    found = Symmetries() if said is None else said(config)
+    return replace(found, value_width=0, value_scales=False) if config.sub_norms else found
 
 
-def model_types() -> dict[str, str]:
-    """{model_type of a config.json: variant}."""
-    return {variant(name).MODEL_TYPE: name for name in variants()}
+def model_type(name: str, sub_norms: bool) -> str:
+    """The model_type of a config.json: that of a variant, and another where the model has sub_norms, which no reader
+    of the former knows. The plain Transformer's is then Hugging Face's `bitnet`."""
+    plain: str = variant(name).MODEL_TYPE
+    if not sub_norms:
+        return plain
+    return "bitnet" if plain == "llama" else f"{plain}_bitnet"
+
+
+def model_types() -> dict[str, tuple[str, bool]]:
+    """{model_type of a config.json: (variant, sub_norms)}."""
+    return {model_type(name, norms): (name, norms) for name in variants() for norms in (False, True)}

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ...errors import DiffbitError
 from ..cache import LayerCache
 from ..config import ModelConfig
+from ..norm import sub_norm
 from ..rope import Rope, apply_rope
 from ..softmax import Arithmetic, LogitsHook, attend, explicit_pairs
 from ..symmetries import Symmetries
@@ -58,6 +59,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, 2 * heads * width, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, 2 * kv_heads * width, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, 2 * kv_heads * width, bias=False)
+        self.attn_sub_norm = sub_norm(config, 2 * heads * width)
         self.o_proj = nn.Linear(2 * heads * width, config.hidden_size, bias=False)
         for name in LAMBDAS:
             vector = torch.empty(width, dtype=torch.float32)
@@ -75,8 +77,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: Rope, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
         signal, noise = self.branches(x, rope, mask, cache)
         out = signal - self.lambda_of(x) * noise  # fp32 [B, H, S, 2d]
-        out = F.rms_norm(out, out.shape[-1:], eps=self.norm_eps) * self.out_scale
-        return self.o_proj(out.to(x.dtype).transpose(1, 2).flatten(2))
+        out = F.rms_norm(out, out.shape[-1:], eps=self.norm_eps)
+        return self.o_proj(self.attn_sub_norm(out.to(x.dtype).transpose(1, 2).flatten(2))) * self.out_scale
 
     def branches(self, x: Tensor, rope: Rope, mask: Tensor | None, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
         """A1 v and A2 v, fp32 [B, H, S, 2d]."""
@@ -141,6 +143,7 @@ class Attention(nn.Module):
             scale=self.scale,
             norm_eps=self.norm_eps,
         )
+        out = g.norm(out, self.attn_sub_norm, "attn_sub_norm")
         return g.linear(out, self.o_proj, "o_proj", self.out_scale), present
 
     @staticmethod

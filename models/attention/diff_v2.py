@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ...errors import DiffbitError
 from ..cache import LayerCache
 from ..config import ModelConfig
+from ..norm import sub_norm
 from ..rope import Rope, apply_rope
 from ..softmax import Arithmetic, LogitsHook, attend, explicit_pairs
 from ..symmetries import Symmetries
@@ -41,6 +42,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, 2 * heads * width, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, kv_heads * width, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_heads * width, bias=False)
+        self.attn_sub_norm = sub_norm(config, heads * width)
         self.o_proj = nn.Linear(heads * width, config.hidden_size, bias=False)
         self.lambda_proj = nn.Linear(config.hidden_size, heads, bias=False)
         self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, width
@@ -52,7 +54,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: Rope, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
         signal, noise = self.branches(x, rope, mask, cache)
         out = signal - self.lambda_of(x) * noise  # fp32 [B, H, S, d]
-        return self.o_proj(out.to(x.dtype).transpose(1, 2).flatten(2))
+        return self.o_proj(self.attn_sub_norm(out.to(x.dtype).transpose(1, 2).flatten(2)))
 
     def branches(self, x: Tensor, rope: Rope, mask: Tensor | None, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
         """a_2i and a_2i+1, fp32 [B, H, S, d]."""
@@ -109,7 +111,7 @@ class Attention(nn.Module):
                 num_kv_heads=self.num_kv_heads,
                 scale=self.scale,
             )
-            return g.linear(heads, self.o_proj, "o_proj"), present
+            return g.linear(g.norm(heads, self.attn_sub_norm, "attn_sub_norm"), self.o_proj, "o_proj"), present
         out, present = step.softmax_attention(
             query,
             key,
@@ -123,7 +125,7 @@ class Attention(nn.Module):
         signal, noise = g.op("Split", [pairs], outputs=2, axis=-1, num_outputs=2)  # [B, S, H, d]
         noise = g.op("Mul", [noise, g.op("Unsqueeze", [weight, g.const([-1])])])
         heads = g.op("Reshape", [g.op("Sub", [signal, noise]), g.const([0, 0, self.num_heads * self.head_dim])])
-        return g.linear(heads, self.o_proj, "o_proj"), present
+        return g.linear(g.norm(heads, self.attn_sub_norm, "attn_sub_norm"), self.o_proj, "o_proj"), present
 
     @staticmethod
     def hf_heads(config: ModelConfig) -> tuple[int, int]:

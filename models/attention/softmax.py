@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...errors import DiffbitError
 from ..cache import LayerCache
 from ..config import ModelConfig
+from ..norm import sub_norm
 from ..rope import Rope, apply_rope
 from ..softmax import Arithmetic, LogitsHook, attend, explicit_softmax
 from ..symmetries import Symmetries
@@ -36,6 +37,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, heads * width, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, kv_heads * width, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_heads * width, bias=False)
+        self.attn_sub_norm = sub_norm(config, heads * width)
         self.o_proj = nn.Linear(heads * width, config.hidden_size, bias=False)
         self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, width
         self.scale = width**-0.5
@@ -44,7 +46,7 @@ class Attention(nn.Module):
         self.arithmetic: Arithmetic | None = None
 
     def forward(self, x: Tensor, rope: Rope, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
-        return self.o_proj(self.heads(x, rope, mask, cache).transpose(1, 2).flatten(2))
+        return self.o_proj(self.attn_sub_norm(self.heads(x, rope, mask, cache).transpose(1, 2).flatten(2)))
 
     def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
         """What the heads find, before the output projection: [B, H, S, d]."""
@@ -65,7 +67,7 @@ class Attention(nn.Module):
     def onnx(self, g: Any, step: Any, x: Any, past: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The same in ONNX: x [B, S, E] -> output, the cache with x. g: export/graph.py, step: decoder.py."""
         out, present = self.onnx_heads(g, step, x, past)
-        return g.linear(out, self.o_proj, "o_proj"), present
+        return g.linear(g.norm(out, self.attn_sub_norm, "attn_sub_norm"), self.o_proj, "o_proj"), present
 
     def onnx_heads(self, g: Any, step: Any, x: Any, past: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """`heads` in ONNX: [B, S, H*d], the cache with x."""

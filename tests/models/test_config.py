@@ -101,7 +101,7 @@ def test_llama3_tables_against_transformers() -> None:
         ({"head_dim": 7}, "head_dim is 7, wanted an even number"),
         ({"num_kv_heads": 3}, "num_heads is 4, wanted a multiple of num_kv_heads, which is 3"),
         ({"attention": "linear"}, "attention is 'linear', wanted one of diff_v1, diff_v2, softmax"),
-        ({"mlp": "relu2"}, "mlp is 'relu2', wanted 'swiglu'"),
+        ({"mlp": "gelu"}, "mlp is 'gelu', wanted one of swiglu, relu2"),
         ({"rope_theta": 0.0}, "rope_theta is 0.0"),
         ({"norm_eps": float("nan")}, "norm_eps is nan"),
     ],

@@ -145,7 +145,10 @@ CASES: dict[str, tuple[str, Callable[[Path], Any], list[str]]] = {
     "unknown model_type": (
         "single",
         config(model_type="mamba"),
-        ["config.json: model_type is 'mamba', wanted one of diff_llama_v2, diffllama, llama"],
+        [
+            "config.json: model_type is 'mamba', wanted one of bitnet, diff_llama_v2, diff_llama_v2_bitnet, diffllama, "
+            "diffllama_bitnet, llama"
+        ],
     ),
     "no model_type": ("single", config(model_type="DELETE"), ["config.json: model_type is None"]),
     "list as model_type": ("single", config(model_type=["llama"]), ["config.json: model_type is ['llama']"]),
@@ -165,7 +168,7 @@ CASES: dict[str, tuple[str, Callable[[Path], Any], list[str]]] = {
     "fraction": ("single", config(num_hidden_layers=2.5), ["num_hidden_layers is 2.5"]),
     "bad eps": ("single", config(rms_norm_eps="tiny"), ["rms_norm_eps is 'tiny'"]),
     "bad eos": ("single", config(eos_token_id=[1, "x"]), ["eos_token_id is [1, 'x']"]),
-    "activation": ("single", config(hidden_act="gelu"), ["hidden_act is 'gelu', wanted 'silu'"]),
+    "activation": ("single", config(hidden_act="gelu"), ["hidden_act is 'gelu', wanted one of silu, relu2"]),
     "attention bias": ("single", config(attention_bias=True), ["attention_bias is True, wanted false"]),
     "mlp bias": ("tied", config(mlp_bias=True), ["mlp_bias is True, wanted false"]),
     "rope type": (
