@@ -23,6 +23,7 @@ The body unpacks with shifts and masks of constants only, so that ONNX Runtime f
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -125,13 +126,28 @@ def unpack(packed: torch.Tensor, columns: int) -> torch.Tensor:
     return codes.reshape(packed.shape[0], -1)[:, :columns].to(torch.int8) - 1
 
 
-def reference(a: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The op in torch: A [..., K] float, packed and scale as in the module's docstring -> [..., N] in A's dtype."""
+def rounded(a: torch.Tensor, bits: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [..., K] -> whole numbers q fp32 [..., K] and steps a fp32 [..., 1], as in the module's docstring."""
     import torch
 
+    def divided(x: torch.Tensor, number: float) -> torch.Tensor:
+        return x / torch.full_like(x, number)  # not x / number: on a GPU torch multiplies by the inverse
+
     x = a.float()
-    step = x.abs().amax(-1, keepdim=True).clamp_min(1e-5) / 127
-    q = torch.round(x / step)
+    magnitude = x.abs()
+    largest = magnitude.amax(-1, keepdim=True)
+    if bits == 8:
+        step = divided(largest.clamp_min(1e-5), 127)
+        return torch.round(x / step), step
+    grid = largest.double() * (2 * a.shape[-1])
+    total = ((magnitude.double() + grid) - grid).sum(-1, keepdim=True)
+    step = divided(divided(total, a.shape[-1]).float().clamp_min(1e-5), math.sqrt(7))
+    return torch.round(x / step).clamp_(-8, 7), step
+
+
+def reference(a: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, bits: int = 8) -> torch.Tensor:
+    """The op in torch: A [..., K] float, packed and scale as in the module's docstring -> [..., N] in A's dtype."""
+    q, step = rounded(a, bits)
     weight = unpack(packed, a.shape[-1])
     # float64 sums of integers below 2^53 are the int32 sums, exactly
     sums = (q.double() @ weight.double().T).float()

@@ -20,6 +20,7 @@ from .methods import methods, parse_recipe
 from .methods.rtn import quantize as rtn
 from .qtensor import QTensor
 from .report import Report, Sizes, WeightReport, sizes
+from .rounding import Rounding, rounded_input, rounding_for, spread
 from .scheme import AttentionScheme, Scheme, linear_shapes, parse_kv, parse_override
 from .stats import CalibStats, proxy_loss
 
@@ -32,6 +33,7 @@ __all__ = [
     "QTensor",
     "QuantLinear",
     "Report",
+    "Rounding",
     "Scheme",
     "Sizes",
     "TernaryFormat",
@@ -54,7 +56,10 @@ __all__ = [
     "quantize_per_token_int8",
     "read_scheme",
     "read_weight",
+    "rounded_input",
+    "rounding_for",
     "rtn",
     "sizes",
+    "spread",
     "ternary_linear",
 ]

@@ -39,7 +39,15 @@ class Finished:
 
 
 def stored_config(config: ModelConfig, scheme: Scheme, recipe: Recipe) -> ModelConfig:
-    """That of the quantized model: a transform may change it, and a tied head that is quantized is stored apart."""
+    """That of the quantized model: a transform may change it, and a tied head that is quantized is stored apart.
+
+    A DiffbitError where the scheme's int4 activations are asked of a method that does not know of them.
+    """
+    if scheme.activations == "int4" and recipe.name != "rtn":
+        raise DiffbitError(
+            f"method {recipe.name!r} does not know int4 activations, whose Hadamard turns weights too; take method "
+            "'rtn', or train with them"
+        )
     config = recipe.config(config)
     return replace(config, tie_embeddings=config.tie_embeddings and HEAD_MODULE not in scheme.formats(config))
 
@@ -135,7 +143,7 @@ def _row(piece: Piece, module: str, weight: QTensor, output_error: float | None)
         name=module,
         format=weight.format.name,
         shape=weight.shape,
-        weight_error=weight_error(piece.tensors[f"{module}.weight"], weight),
+        weight_error=weight_error(piece.weight(module), weight),
         output_error=output_error,
         proxy_loss=piece.proxy_losses.get(module),
         bits_per_weight=weight.bits_per_weight,

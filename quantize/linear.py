@@ -14,22 +14,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .qtensor import QTensor
+from .rounding import INT8, Rounding, rounded_input
 
 Activations = Callable[[Tensor], Tensor]
-SMALLEST = 1e-5  # of a token's largest activation, as in BitNet b1.58
 
 
 class QuantLinear(nn.Module):
     """y = act(x) W^T, x [..., K] -> [..., N], W a QTensor [N, K] dequantized in x's dtype.
 
     activations: a function applied to x first, such as `quantize_per_token_int8`; None: x as it is. A ternary weight
-    computes what the op TernaryMatMul does, int8 activations included, so none is given for it.
+    computes what the op TernaryMatMul does, rounded activations included: it is given `rounding` in their place.
     """
 
-    def __init__(self, weight: QTensor, activations: Activations | None = None) -> None:
+    def __init__(self, weight: QTensor, activations: Activations | None = None, rounding: Rounding = INT8) -> None:
         super().__init__()
         self.weight = weight
         self.activations = activations
+        self.rounding = rounding
 
     @property
     def out_features(self) -> int:
@@ -43,7 +44,7 @@ class QuantLinear(nn.Module):
         if self.activations is not None:
             x = self.activations(x)
         if self.weight.format.kind == "ternary":
-            return ternary_linear(x, self.weight)
+            return ternary_linear(x, self.weight, self.rounding)
         return F.linear(x, self.weight.dequantize(x.dtype))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -53,28 +54,24 @@ class QuantLinear(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        return f"{self.in_features} -> {self.out_features}, {self.weight.format}"
+        rounding = f", {self.rounding}" if self.weight.format.kind == "ternary" else ""
+        return f"{self.in_features} -> {self.out_features}, {self.weight.format}{rounding}"
 
 
-def ternary_linear(x: Tensor, weight: QTensor) -> Tensor:
-    """The op diffbit.TernaryMatMul (ops/ternary_matmul.py): int8 activations, an exact integer sum, times a * scale.
+def ternary_linear(x: Tensor, weight: QTensor, rounding: Rounding = INT8) -> Tensor:
+    """The op diffbit.TernaryMatMul (ops/ternary_matmul.py), behind a Hadamard where the rounding has one: whole numbers
+    as activations, an exact integer sum, times a * scale.
 
     float32 holds every partial sum exactly: they are integers below 127 * K < 2^24 for K up to 132,000.
     """
-    q, a = per_token_int8(x.float())
+    q, a = rounded_input(x, rounding)
     sums = F.linear(q, weight.codes.float() - 1)
     return (sums * a * weight.scale.view(1)).to(x.dtype)
 
 
-def per_token_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x fp32 [..., K] -> whole numbers -127 ... 127 as floats [..., K], and steps a = max(|x|, 1e-5) / 127 [..., 1]."""
-    a = x.abs().amax(-1, keepdim=True).clamp_min(SMALLEST) / 127
-    return torch.round(x / a), a
-
-
 def quantize_per_token_int8(x: Tensor) -> Tensor:
     """x [..., K] rounded to int8 with one scale per token (BitNet b1.58, arXiv 2402.17764), as floats again."""
-    q, a = per_token_int8(x.float())
+    q, a = rounded_input(x, INT8)
     return (q * a).to(x.dtype)
 
 

@@ -15,6 +15,7 @@ from .formats import Format
 from .linear import QuantLinear, quantize_per_token_int8
 from .methods import Method
 from .qtensor import QTensor
+from .rounding import rounding_for
 from .scheme import Scheme
 
 M = TypeVar("M", bound=nn.Module)
@@ -25,7 +26,8 @@ def assemble(module: M, weights: Mapping[str, Tensor | QTensor], scheme: Scheme,
     state = {}
     for name, weight in weights.items():
         if isinstance(weight, QTensor):
-            module.set_submodule(name.removesuffix(".weight"), quant_linear(weight, scheme))
+            linear = name.removesuffix(".weight")
+            module.set_submodule(linear, quant_linear(linear, weight, scheme))
         else:
             state[name] = weight if dtype is None else weight.to(torch.float32 if stays_float32(name) else dtype)
     module.load_state_dict(state, strict=True, assign=True)
@@ -33,10 +35,11 @@ def assemble(module: M, weights: Mapping[str, Tensor | QTensor], scheme: Scheme,
     return module
 
 
-def quant_linear(weight: QTensor, scheme: Scheme) -> QuantLinear:
+def quant_linear(module: str, weight: QTensor, scheme: Scheme) -> QuantLinear:
     """The layer of a weight, its activations as the scheme wants; a ternary one rounds its input in any case."""
-    rounded = scheme.activations == "int8" and weight.format.kind != "ternary"
-    return QuantLinear(weight, quantize_per_token_int8 if rounded else None)
+    if weight.format.kind == "ternary":
+        return QuantLinear(weight, rounding=rounding_for(module, weight.shape[1], scheme.activations))
+    return QuantLinear(weight, quantize_per_token_int8 if scheme.activations == "int8" else None)
 
 
 def quantize_weight(method: Method, name: str, weight: Tensor, format: Format, stats: Any = None) -> QTensor:

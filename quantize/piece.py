@@ -29,6 +29,7 @@ from .methods import Method, Recipe
 from .model import assemble, quantize_weight
 from .qtensor import QTensor
 from .report import OutputError
+from .rounding import rounding_for, spread
 from .scheme import Scheme
 from .stats import CalibStats, gather, proxy_loss
 
@@ -166,6 +167,11 @@ class Piece:
         self._share = max(self._share, self._taken / max(self._taken, self._steps))
         self.moved(at, self._share)
 
+    def weight(self, name: str) -> Tensor:
+        """What is rounded for a linear layer: its float weight W, or W H where its input will be x H (rounding.py)."""
+        weight = self.tensors[f"{name}.weight"]
+        return spread(weight, rounding_for(name, weight.shape[1], self.scheme.activations))
+
     def module(self, quantized: Mapping[str, QTensor] | None = None) -> nn.Module:
         """The piece as a module in fp32: all float, or (even with {}) under its scheme, with these weights in place."""
         with torch.device("meta"):
@@ -298,4 +304,4 @@ def round_stages(piece: Piece, method: Callable[[str], Method]) -> dict[str, QTe
 
 def _round(piece: Piece, method: Method, name: str, stats: CalibStats | None) -> QTensor:
     weight = f"{name}.weight"
-    return quantize_weight(method, weight, piece.tensors[weight], piece.formats[name], stats)
+    return quantize_weight(method, weight, piece.weight(name), piece.formats[name], stats)

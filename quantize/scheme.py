@@ -1,7 +1,7 @@
 """What of a model is quantized, and to what: a value that is the same text in a file, a checkpoint, an artifact.
 
     weights = "int4_g32"              # every linear layer of the decoder
-    activations = "int8"              # their inputs, one scale a token; absent: float
+    activations = "int8"              # their inputs, one scale a token; "int4": of ternary layers; absent: float
     attention = { logits = 8, qk = "int8", keys = "int4", values = "int4", window = 32 }    # absent: float
 
     [overrides]                       # by module name; * also matches dots; the last match wins
@@ -115,7 +115,10 @@ class AttentionScheme:
 
 @dataclass(frozen=True)
 class Scheme:
-    """The linear layers' format (None: float), "int8" activations or None, attention, and ((glob, format), ...)."""
+    """The linear layers' format (None: float), activations ("int8", "int4" or None), attention, ((glob, format), ...).
+
+    A ternary layer rounds its input in any case: to 4 bits where activations are "int4" (rounding.py), else to 8.
+    """
 
     weights: Format | None = None
     activations: str | None = None
@@ -123,11 +126,24 @@ class Scheme:
     overrides: tuple[tuple[str, Format | None], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.activations not in (None, "int8"):
-            raise DiffbitError(f"activations are {self.activations!r}, wanted 'int8' or nothing")
+        if self.activations not in (None, "int8", "int4"):
+            raise DiffbitError(f"activations are {self.activations!r}, wanted 'int8', 'int4' or nothing")
+        if self.activations == "int4":
+            self._check_ternary()
         globs = [glob for glob, _ in self.overrides]
         if twice := [glob for glob in globs if globs.count(glob) > 1]:  # in a file it is a key
             raise DiffbitError(f"override {twice[0]!r} is given twice; leave one of them out")
+
+    def _check_ternary(self) -> None:
+        """int4 activations are TernaryMatMul's alone: a DiffbitError where another format is to meet them."""
+        named = [("the scheme", self.weights), *((f"override {glob!r}", format) for glob, format in self.overrides)]
+        kinds = {what: None if format is None else format.kind for what, format in named}
+        for what, format in named:
+            if (format is None and "ternary" not in kinds.values()) or kinds[what] not in ("ternary", None):
+                raise DiffbitError(
+                    f"activations 'int4' go with ternary weights alone, and {what} asks for {_name(format)}; make all "
+                    "that is quantized ternary, or ask for activations 'int8'"
+                )
 
     def format_for(self, module: str) -> Format | None:
         """The format of a linear layer by its name, such as "model.layers.0.self_attn.q_proj"; None is float."""

@@ -52,14 +52,15 @@ def transform(piece: Piece) -> None:
         )
     inputs = gather(piece)
     scale_groups(
-        piece, lambda first, weights, formats, channels: search(weights, formats, inputs[first], scheme, channels)
+        piece,
+        lambda first, weights, formats, channels: search(first, weights, formats, inputs[first], scheme, channels),
     )
 
 
 def search(
-    weights: Sequence[Tensor], formats: Sequence[Format], inputs: Inputs, scheme: Scheme, channels: Tensor
+    module: str, weights: Sequence[Tensor], formats: Sequence[Format], inputs: Inputs, scheme: Scheme, channels: Tensor
 ) -> Tensor:
-    """Scales fp32 [C] for weights [N, K] that read the same input; channels: as in folding.Group."""
+    """Scales fp32 [C] for weights [N, K] that read one input, module the first's; channels: as in folding.Group."""
     channels = channels.to(weights[0].device)
     x = _bounded(per_channel(inputs.absmax, channels, "amax"))
     largest = torch.stack([weight.float().abs().amax(0) for weight in weights]).amax(0)
@@ -68,7 +69,7 @@ def search(
     for scale in (torch.ones_like(x), *(x**alpha / w ** (1 - alpha) for alpha in GRID)):
         loss = 0.0
         for weight, format in zip(weights, formats, strict=True):
-            layer = quant_linear(rtn(weight.float() * scale[channels], format), scheme)
+            layer = quant_linear(module, rtn(weight.float() * scale[channels], format), scheme)
             exact = inputs.sample @ weight.float().T
             loss += float((layer(inputs.sample / scale[channels]) - exact).square().sum(dtype=torch.float64))
         if loss < least:

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from diffbit.ops import ternary_matmul
+from diffbit.ops import hadamard, ternary_matmul
 from diffbit.quantize import (
     IntFormat,
     QTensor,
     QuantLinear,
+    Rounding,
     matmul_nbits_activations,
     parse_format,
     quantize_per_block_int8,
@@ -37,6 +38,17 @@ def test_ternary_sums_are_exact_at_their_largest():
     columns = 14336
     weight = QTensor(parse_format("ternary"), (1, columns), torch.full((1, columns), 2).byte(), torch.ones(1, 1))
     assert ternary_linear(torch.full((1, columns), 127.0), weight).item() == 127.0 * columns
+
+
+def test_int4_ternary_is_the_op_behind_the_hadamard_to_the_last_bit():
+    weight = rtn(normal(16, 192), parse_format("ternary"))
+    x = normal(2, 3, 192, seed=1)
+    turned = hadamard.reference(x, 64)
+    wanted = ternary_matmul.reference(turned, weight.packed(), weight.scale.view(1), 4)
+    assert torch.equal(QuantLinear(weight, rounding=Rounding(4, 64))(x), wanted)
+    half = x.half()
+    wanted = ternary_matmul.reference(hadamard.reference(half, 64), weight.packed(), weight.scale.view(1), 4)
+    assert torch.equal(ternary_linear(half, weight, Rounding(4, 64)), wanted)
 
 
 def test_per_token_int8():

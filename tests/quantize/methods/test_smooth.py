@@ -52,7 +52,7 @@ def test_it_is_the_slow_search(name, shared):
                 loss += float((rounded @ given - weight @ token).square().sum())
         if loss < least:
             best, least = scale, loss
-    found = smooth.search(weights, formats, smooth.Inputs(sample, absmax), INT8, channels)
+    found = smooth.search("model.layers.0.mlp.up_proj", weights, formats, smooth.Inputs(sample, absmax), INT8, channels)
     torch.testing.assert_close(found, best)
 
 
