@@ -12,8 +12,9 @@
 
 MatMulNBits has no 3-, 5-, 6- or 7-bit kernels, so their codes travel in the next larger container: code - zero is the
 same number there. One scale per row becomes blocks of 128 that repeat it, and so do 2-bit groups of 256. Accuracy
-level 4: the operator rounds its input to int8, one scale per block of the weight (`activations`); the levels below are
-fifty times slower at 2 and 8 bits. Int4MatMul computes the same, from a layout that diffbit's kernels read as it lies.
+level 4: the operator rounds its input to int8, one scale per block of the weight (quantize/linear.py); the levels below
+are fifty times slower at 2 and 8 bits. Int4MatMul computes the same, from a layout that diffbit's kernels read as it
+lies.
 
 A factor on the output ((1 - lambda_init) of diff_v1, arXiv 2410.05258 eq. 3) goes into the weight or its scales;
 Int4MatMul takes it beside its scales, which are float16 and exact.
@@ -29,32 +30,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..ops import int4_matmul, ternary_matmul
-from ..quantize.formats import NF4, CodebookFormat, Format
-from ..quantize.linear import Activations, QuantLinear, matmul_nbits_activations
+from ..quantize.formats import NF4, CodebookFormat
+from ..quantize.linear import QuantLinear, container
 from ..quantize.packing import pack_bits
 from ..quantize.qtensor import QTensor
 from .graph import MICROSOFT, Graph
 
-ROW_BLOCK = 128  # block size that stands for "one scale per row"
 ACCURACY_LEVEL = 4  # int8 activations
 BNB_NF4 = 1  # MatMulBnb4's quant_type
-
-
-def container(format: Format) -> tuple[int, int]:
-    """(bits, block size) of the node of an integer format."""
-    bits = 2 if format.bits == 2 else 4 if format.bits <= 4 else 8
-    block = format.group_size or ROW_BLOCK
-    if bits == 2 and block == 16:
-        bits = 4
-    return bits, min(block, ROW_BLOCK) if bits == 2 else block
-
-
-def activations(format: Format) -> Activations | None:
-    """What the runtime's operator does to the input of a weight in this format; None: nothing.
-
-    The rounding of TernaryMatMul is part of QuantLinear itself.
-    """
-    return matmul_nbits_activations(*container(format)) if format.kind == "int" else None
 
 
 def emit(g: Graph, x: ir.Value, module: nn.Linear | QuantLinear, scale: float) -> ir.Value:

@@ -18,7 +18,7 @@ from ..models import Block, Checkpoint, Decoder, rope_for
 from ..models.layout import EMBEDDING, HEAD
 from ..models.norm import RMSNorm
 from ..quantize import QTensor, QuantLinear, Scheme, load, load_block, read_scheme, read_weight
-from .linear import activations
+from ..quantize.linear import runtime_activations
 
 NORM = "model.norm.weight"
 COPIES = 3
@@ -107,7 +107,7 @@ def check_scheme(checkpoint: Checkpoint) -> None:
 def _as_exported(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, QuantLinear):
-            part.activations = activations(part.weight.format)
+            part.activations = runtime_activations(part.weight.format)
 
 
 def _float(weight: Tensor | QTensor) -> Tensor:

@@ -136,5 +136,6 @@ def save(
         tokenizer_from=tokenizer_from,
         overwrite=overwrite,
     ) as writer:
-        for name, parameter in decoder.named_parameters():
+        for name in layout.shapes(decoder.config):  # while it is trained, a model may hold others
+            parameter = decoder.get_parameter(name)
             writer.add(name, parameter.to(torch.float32 if layout.stays_float32(name) else dtype))

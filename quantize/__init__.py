@@ -6,7 +6,7 @@ decoder = apply(float_decoder, scheme)               # the same in memory
 """
 
 from .attention import logits_hook, quantize_logits
-from .checkpoint import load, load_block, quantize_checkpoint, read_scheme, read_weight
+from .checkpoint import load, load_block, quantize_checkpoint, read_scheme, read_weight, save
 from .engine import apply
 from .formats import CodebookFormat, Format, IntFormat, TernaryFormat, parse_format
 from .linear import (
@@ -59,6 +59,7 @@ __all__ = [
     "rounded_input",
     "rounding_for",
     "rtn",
+    "save",
     "sizes",
     "spread",
     "ternary_linear",

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import files, models
 from ..errors import DiffbitError
-from ..models import Block, Checkpoint, CheckpointWriter, Decoder
+from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig
 from ..models.layout import EMBEDDING, shapes
 from . import bitsandbytes_nf4
 from .cache import is_low_bit
@@ -112,6 +112,29 @@ def quantize_checkpoint(
         calibration_tokens=tokens.count if tokens else 0,
         warnings=(TERNARY_WARNING,) if any(format.kind == "ternary" for format in formats.values()) else (),
     )
+
+
+def save(
+    weights: Mapping[str, Tensor | QTensor],
+    path: str | Path,
+    config: ModelConfig,
+    scheme: Scheme,
+    *,
+    method: str,
+    tokenizer_from: str | Path | None = None,
+) -> None:
+    """Write a model whose weights are quantized already, by name: a Tensor fp32 or a QTensor where the scheme says so.
+
+    method: how they came about, for config.json.
+    """
+    entry = {"quant_method": "diffbit", "version": VERSION, "scheme": scheme.to_dict(), "method": method}
+    with CheckpointWriter(path, config, quantization=entry, tokenizer_from=tokenizer_from) as writer:
+        for name, weight in weights.items():
+            if isinstance(weight, QTensor):
+                for part, tensor in _parts(weight).items():
+                    writer.add(f"{name.removesuffix('.weight')}.{part}", tensor)
+            else:
+                writer.add(name, weight)
 
 
 def load(

@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .formats import Format
 from .qtensor import QTensor
 from .rounding import INT8, Rounding, rounded_input
 
 Activations = Callable[[Tensor], Tensor]
+ROW_BLOCK = 128  # of the container's blocks that stand for "one scale per row"
 
 
 class QuantLinear(nn.Module):
@@ -99,3 +101,20 @@ def matmul_nbits_activations(bits: int, block_size: int) -> Activations | None:
     if bits in (4, 8) or (bits == 2 and block_size in (32, 64, 128)):
         return partial(quantize_per_block_int8, block=block_size)
     return None
+
+
+def container(format: Format) -> tuple[int, int]:
+    """(bits, block size) in which the operators of an artifact hold an integer format's codes (export/linear.py)."""
+    bits = 2 if format.bits == 2 else 4 if format.bits <= 4 else 8
+    block = format.group_size or ROW_BLOCK
+    if bits == 2 and block == 16:
+        bits = 4
+    return bits, min(block, ROW_BLOCK) if bits == 2 else block
+
+
+def runtime_activations(format: Format) -> Activations | None:
+    """What the operator of an artifact does to the input of a weight in this format; None: nothing.
+
+    The rounding of a ternary layer is part of QuantLinear itself.
+    """
+    return matmul_nbits_activations(*container(format)) if format.kind == "int" else None

@@ -2,7 +2,8 @@
 
     checkpoints/step-00000500/
         config.json, model.safetensors, tokenizer files     a model folder like any other
-        optimizer.safetensors    <parameter>.exp_avg, <parameter>.exp_avg_sq (fp32)
+        optimizer.safetensors    <parameter>.exp_avg, <parameter>.exp_avg_sq (fp32); <parameter>.value of those that
+                                 the model has only while it is trained: learned quantization steps
         training.json            step, the run's options, the hash of its text, number of processes
 
 A checkpoint is written beside its place and renamed once whole, and its predecessor is deleted after that: a run that
@@ -23,6 +24,7 @@ from safetensors.torch import load_file
 from ..errors import DiffbitError
 from ..files import new_folder, read_json, write_json
 from ..models import Decoder, load, save
+from ..models.layout import shapes
 from ..models.safetensors_file import write_tensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -38,6 +40,8 @@ def save_checkpoint(
     for name, parameter in model.named_parameters():
         for moment in MOMENTS:
             tensors[f"{name}.{moment}"] = optimizer.state[parameter][moment].detach().cpu().contiguous()
+        if name not in shapes(model.config):
+            tensors[f"{name}.value"] = parameter.detach().cpu().contiguous()
     with new_folder(place, overwrite=True) as temporary:
         save(model, temporary, dtype=torch.float32, tokenizer_from=tokenizer)
         write_tensors(temporary / "optimizer.safetensors", tensors)
@@ -57,7 +61,7 @@ def last_checkpoint(out: Path) -> Path:
 
 def restore(folder: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> int:
     """Put the weights and the optimizer's moments of a checkpoint back, in place; its step."""
-    model.load_state_dict(load(folder).state_dict())
+    model.load_state_dict(load(folder).state_dict(), strict=False)
     file = folder / "optimizer.safetensors"
     try:
         tensors = load_file(file)
@@ -69,6 +73,9 @@ def restore(folder: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> i
             moments = {moment: tensors[f"{name}.{moment}"].to(parameter.device) for moment in MOMENTS}
             if any(moment.shape != parameter.shape for moment in moments.values()):
                 raise DiffbitError(f"{file}: the moments of {name} are not of its shape {list(parameter.shape)}")
+            if name not in shapes(model.config):
+                with torch.no_grad():
+                    parameter.copy_(tensors[f"{name}.value"])
             counter = torch.tensor(float(step), device=parameter.device)  # fused AdamW counts there, in fp32
             optimizer.state[parameter] = {"step": counter, **moments}
         return step

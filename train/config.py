@@ -7,6 +7,9 @@ from typing import Any
 
 from ..errors import DiffbitError
 from ..models import ModelConfig
+from ..quantize import Scheme, parse_format
+
+SCHEDULES = ("cosine", "two_stage")
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,7 @@ class TrainConfig:
     length: int  # tokens a row: the context trained on
     batch_size: int = 16  # rows in one forward pass of one process
     accumulate: int = 1  # forward passes summed up before a step
-    learning_rate: float = 3e-3  # at its highest, after `warmup` steps; then a cosine down to a tenth of it
+    learning_rate: float = 3e-3  # at its highest, after `warmup` steps; what follows is the schedule's
     warmup: int = 50
     weight_decay: float = 0.1  # of matrices; norms and lambda vectors are not decayed
     clip: float = 1.0  # largest norm of the gradient
@@ -27,6 +30,10 @@ class TrainConfig:
     limit: int | None = None  # bytes of text read from the train split
     tokenizer: str | None = None  # a tokenizer.json or its folder; None: train one of model.vocab_size ids
     init: str | None = None  # a checkpoint whose weights training starts from; None: fresh ones
+    qat: str | None = None  # the format that linear layers compute in, such as "ternary"; None: float
+    activations: str = "int8"  # of ternary layers: int8, or int4 behind a Hadamard transform (BitNet v2)
+    ramp: int = 0  # steps over which quantization grows from nothing to its full strength
+    schedule: str = "cosine"  # of the learning rate, or "two_stage"
     needles: float = 0.0  # share of the rows that are needle rows (calib_data/needles.py)
     seed: int = 0  # of weights and of the order of rows
     device: str = "auto"  # auto | cpu | cuda
@@ -48,6 +55,12 @@ class TrainConfig:
         self._want("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
         self._want("device", self.device in ("auto", "cpu", "cuda"), "auto, cpu or cuda")
         self._want("precision", self.precision in ("auto", "fp32", "bf16"), "auto, fp32 or bf16")
+        self._want("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
+        self._want("activations", self.activations in ("int8", "int4"), "int8 or int4")
+        self._want("ramp", 0 <= self.ramp <= self.steps, f"0 to the {self.steps} steps of the run")
+        scheme = self.scheme
+        if scheme is not None:
+            scheme.formats(self.model)  # refuses what cannot be
         self._want("warmup", self.warmup <= self.steps, f"at most the {self.steps} steps of the run")
         self._want(
             "length",
@@ -58,6 +71,14 @@ class TrainConfig:
     def _want(self, name: str, met: bool, wanted: str) -> None:
         if not met:
             raise DiffbitError(f"training option {name} is {getattr(self, name)!r}; wanted {wanted}")
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """What is trained for; None: a float model."""
+        if self.qat is None:
+            return None
+        format = parse_format(self.qat)
+        return Scheme(weights=format, activations=self.activations if format.kind == "ternary" else None)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""

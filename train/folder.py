@@ -13,9 +13,14 @@ import torch
 from ..errors import DiffbitError
 from ..files import write_atomic
 from ..models import Decoder, save
+from ..quantize import Scheme
+from ..quantize import save as save_quantized
 from .checkpoint import FOLDER
+from .qat import weights
 
 LOG = "log.jsonl"
+MASTER = "master"
+METHOD = "qat"  # in the quantization_config of what comes out
 
 
 def check_folder(out: Path, *, resume: bool, overwrite: bool) -> None:
@@ -71,12 +76,16 @@ def rewind_log(out: Path, step: int) -> None:
         temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def place_model(model: Decoder, out: Path, tokenizer: Path) -> None:
+def place_model(model: Decoder, out: Path, tokenizer: Path, scheme: Scheme | None) -> None:
     """Save the trained model into `out` and drop what only the run needed. config.json comes last: with it, the
-    folder is a whole model."""
+    folder is a whole model. One trained for a scheme is saved quantized, its float weights in the folder MASTER."""
     folder = out / ".model"
     shutil.rmtree(folder, ignore_errors=True)
-    save(model, folder, dtype=torch.float32, tokenizer_from=tokenizer)
+    if scheme is None:
+        save(model, folder, dtype=torch.float32, tokenizer_from=tokenizer)
+    else:
+        save_quantized(weights(model), folder, model.config, scheme, method=METHOD, tokenizer_from=tokenizer)
+        save(model, folder / MASTER, dtype=torch.float32, tokenizer_from=tokenizer)
     for file in sorted(folder.iterdir(), key=lambda file: file.name == "config.json"):
         os.replace(file, out / file.name)
     for leftover in (folder, tokenizer, out / FOLDER):

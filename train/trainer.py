@@ -6,9 +6,11 @@ In `out`, the run's folder:
     log.jsonl        a line a step: step, loss (mean nats per token of the step's batch, before its update), lr,
                      grad_norm (before clipping), tokens_per_second, and with diff_v1 lambda, one number a layer;
                      eval_loss where the held-out text was scored after that step; answer_loss, of the tokens of
-                     needles' answers, where the batch has any
+                     needles' answers, where the batch has any; with qat, after the update, flips, the share of the
+                     quantized weights whose code is another than before it, and zeros, the share that is 0
     loss.png         these losses
     training.json    the options, the hashes of text and tokenizer, and the result
+    master/          with qat: the float weights behind the quantized ones, a model folder to train on from
     checkpoints/     while it runs: see checkpoint.py
 
 Under torchrun every process takes its share of each batch and gradients are averaged (DistributedDataParallel).
@@ -46,6 +48,7 @@ from ..calib_data import (
 from ..errors import DiffbitError
 from ..files import check_apart, read_json, write_json
 from ..models import Checkpoint, Decoder, load
+from ..models.layout import shapes
 from ..progress import track
 from .checkpoint import last_checkpoint, restore, save_checkpoint
 from .config import TrainConfig
@@ -54,9 +57,11 @@ from .folder import LOG, begin_run, check_folder, place_model, read_log, rewind_
 from .initialize import initialize
 from .plot import plot_losses, pyplot
 from .processes import Processes, processes
+from .qat import prepare, refresh
 
 BETAS = (0.9, 0.95)
 FINAL_RATE = 0.1  # of the highest learning rate, at the last step
+SECOND_PEAK = 2 / 3  # of the first, in two stages
 ANSWER_WEIGHT = 10.0  # in the loss, of the few tokens that answer a needle's query
 
 
@@ -144,6 +149,7 @@ class _Run:
             initialize(self.model, config.seed)
         else:
             self.model.load_state_dict(load(config.init, dtype=torch.float32).state_dict())
+        self.layers = [] if config.scheme is None else prepare(self.model, config.scheme)
         self.model.to(here.device)
         self.optimizer = adamw(self.model, config)
         self.forward: Callable[[torch.Tensor], torch.Tensor] = self.model
@@ -170,6 +176,7 @@ class _Run:
                     "the same text, tokenizer, first weights and number of processes, or start anew"
                 )
         step = restore(folder, self.model, self.optimizer)
+        refresh(self.layers)
         if self.here.first:
             rewind_log(self.out, step)
         return step
@@ -197,9 +204,12 @@ class _Run:
         """Forward and backward over the batch of step 1 ... steps, then the update; its line for the log."""
         config, here = self.config, self.here
         begin = time.perf_counter()
-        rate = learning_rate(config, step)
+        rate, decay = learning_rate(config, step), weight_decay(config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+            group["weight_decay"] = decay if group["decay"] else 0.0
+        for layer in self.layers:
+            layer.strength = min(1.0, step / config.ramp) if config.ramp else 1.0
         rows, answers = map(torch.from_numpy, self.rows.take((step - 1) * self.batch, self.batch))
         sums = torch.zeros(2, device=here.device)  # of the losses: of all tokens, of the answers'
         for index in range(config.accumulate):
@@ -229,6 +239,8 @@ class _Run:
         row["tokens_per_second"] = round(self.batch * config.length / (time.perf_counter() - begin), 1)
         if count := int(answers.sum()):
             row["answer_loss"] = float(sums[1]) / count
+        if self.layers:
+            row |= refresh(self.layers)
         if values := lambdas(self.model):
             row["lambda"] = values
         return row
@@ -239,22 +251,41 @@ class _Run:
         plot_losses({self.config.model.attention: log}, self.out / "loss.png")
         result = {"loss": log[-1]["loss"], "eval_loss": log[-1]["eval_loss"], "seconds": round(seconds, 2)}
         write_json(self.out / "training.json", {**self.about, "result": result})
-        place_model(self.model, self.out, self.out / "tokenizer")
+        place_model(self.model, self.out, self.out / "tokenizer", self.config.scheme)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Rate of step 1 ... steps: peak * step / warmup, then peak * (0.1 + 0.9 (1 + cos(pi t)) / 2) for t in (0, 1]."""
+    """Rate of step 1 ... steps: peak * step / warmup, then by the schedule.
+
+    cosine      peak * (0.1 + 0.9 (1 + cos(pi t)) / 2) for t in (0, 1]
+    two_stage   peak * (1 - t), and from half of the steps on a lower peak, 2/3 of it, times (1 - t), t = done / steps:
+                what helps where small steps flip no weight (The Era of 1-bit LLMs: Training Tips, Code and FAQ, 2024)
+    """
     if step <= config.warmup:
         return config.learning_rate * step / config.warmup
+    if config.schedule == "two_stage":
+        left = 1 - (step - 1) / config.steps
+        return config.learning_rate * (left if first_stage(config, step) else SECOND_PEAK * left)
     t = (step - config.warmup) / (config.steps - config.warmup)
     return config.learning_rate * (FINAL_RATE + (1 - FINAL_RATE) * (1 + math.cos(math.pi * t)) / 2)
 
 
+def weight_decay(config: TrainConfig, step: int) -> float:
+    """Of matrices in step 1 ... steps; none in the second stage, where a ternary model's weights are to settle."""
+    return config.weight_decay if config.schedule == "cosine" or first_stage(config, step) else 0.0
+
+
+def first_stage(config: TrainConfig, step: int) -> bool:
+    return step <= config.steps // 2
+
+
 def adamw(model: Decoder, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW that decays matrices and leaves norms and lambda vectors alone."""
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    """AdamW that decays matrices and leaves norms, lambda vectors and quantization steps alone."""
+    decayed: list[torch.nn.Parameter] = []
+    free: list[torch.nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        (decayed if parameter.ndim >= 2 and name in shapes(model.config) else free).append(parameter)
+    groups = [{"params": decayed, "decay": True}, {"params": free, "decay": False}]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS, fused=True)
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from diffbit.export.graph import Graph
-from diffbit.export.linear import activations, container
 from diffbit.quantize import QuantLinear, parse_format, rtn
+from diffbit.quantize.linear import container, runtime_activations
 
 from .helpers import open_session
 
@@ -99,7 +99,7 @@ def test_fp16(tmp_path: Path, format: str) -> None:
         assert types["proj.scale"] == onnx.TensorProto.FLOAT16
     x = torch.randn(7, 192, generator=torch.Generator().manual_seed(1)).half()
     (found,) = open_session(tmp_path / "m").run(None, {"x": x.numpy()})
-    module = QuantLinear(quantized, activations(quantized.format))
+    module = QuantLinear(quantized, runtime_activations(quantized.format))
     wanted = module(x.float())
     assert found.dtype == np.float16
     assert np.median(np.abs(found - wanted.numpy())) < 1e-3
@@ -133,4 +133,4 @@ def test_no_container_runs_without_an_integer_kernel() -> None:
             format = parse_format(f"int{bits}{group}")
             size, block = container(format)
             assert size >= bits and (not format.group_size or format.group_size % block == 0)
-            assert activations(format) is not None
+            assert runtime_activations(format) is not None

@@ -1,0 +1,184 @@
+"""Quantization-aware training: linear layers that compute in a low-bit format and keep their weights in float.
+
+A weight W, its master, is trained in float32; every forward pass multiplies by what a format makes of it, and rounding
+is taken as the identity on the way back (the straight-through estimator). One mechanism, formats as values:
+
+    ternary       absmean codes and int8 activations a token (BitNet b1.58, arXiv 2402.17764, eq. 1-3); the forward is
+                  the exported operator's: int8 codes, an exact integer sum, times a * s (ops/ternary_matmul.py)
+    int2 ... int8 symmetric, steps learned with the weights (LSQ, arXiv 1902.08153, eq. 3 and section 2.2); activations
+                  are rounded as the exported operator rounds them
+    codebooks     ranges taken anew from the weights at each step
+
+`strength` s below 1 mixes: (1 - s) W + s W_q, and so the input, so that a trained float model is led into the format
+instead of being thrown there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import DiffbitError
+from ..models import Decoder
+from ..models.layout import shapes
+from ..ops.ternary_matmul import rounded
+from ..quantize import QTensor, Scheme
+from ..quantize.formats import Format, IntFormat
+from ..quantize.linear import runtime_activations
+from ..quantize.rounding import INT8, Rounding, rounding_for, spread
+from ..quantize.scales import search
+
+SMALLEST_STEP = 2.0**-24  # fp16's smallest number
+
+
+class QATLinear(nn.Linear):
+    """y = act(x) Q(W)^T, x [..., K] -> [..., N]; `weight` [N, K] is the master, `step` what is learned of its scales.
+
+    `refresh` must follow every change of the weight: codes and scale are made there, not at each forward pass.
+    """
+
+    strength = 1.0
+
+    def __init__(self, linear: nn.Linear, format: Format, rounding: Rounding = INT8) -> None:
+        with torch.device("meta"):
+            super().__init__(linear.in_features, linear.out_features, bias=False)
+        self.weight = linear.weight
+        self.format = format
+        self.rounding = rounding  # of a ternary layer's input; of others:
+        self.activations = runtime_activations(format)
+        self.step: nn.Parameter | None = None
+        if isinstance(format, IntFormat):
+            self.step = nn.Parameter(search(self.weight.detach(), format)[0])
+        self.codes: Tensor  # uint8 [N, K]
+        self.scale: Tensor  # fp32, format.scale_shape
+        self.refresh()
+        nothing = torch.zeros(1, self.in_features, device=self.weight.device)
+        self.zero = int(format.encode(nothing, self.scale[:1], None)[0, 0])  # the code that stands for 0
+
+    @torch.no_grad()
+    def refresh(self) -> int:
+        """Codes and scales of the weight as it is now; the number of codes that are not what they were."""
+        before = getattr(self, "codes", None)
+        weight = spread(self.weight.detach(), self.rounding)
+        self.scale = self.format.fit(weight)[0] if self.step is None else self._scale(self.step)
+        self.codes = self.format.encode(weight, self.scale, None)
+        return 0 if before is None else int((before != self.codes).sum())
+
+    def quantized(self) -> QTensor:
+        """What the layer multiplies by at full strength."""
+        return QTensor(self.format, (self.out_features, self.in_features), self.codes, self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, weight = spread(x, self.rounding), spread(self.weight, self.rounding)
+        if self.format.kind == "ternary" and self.strength == 1:
+            return _Ternary.apply(x, weight, self.codes, self.scale, self.rounding.bits)
+        if self.step is None:
+            value = self.format.decode(self.codes, self.scale, None)
+            weight = _mixed(weight, value, self.strength)
+        else:
+            value = learned_step(weight, self.step, self._scale, self.format)
+            weight = value if self.strength == 1 else weight + self.strength * (value - weight)
+        return F.linear(_mixed(x, self._rounded(x), self.strength), weight)
+
+    @torch.no_grad()
+    def _rounded(self, x: Tensor) -> Tensor:
+        if self.format.kind == "ternary":
+            q, a = rounded(x, self.rounding.bits)
+            return (q * a).to(x.dtype)
+        return x if self.activations is None else self.activations(x)
+
+    def _scale(self, step: Tensor) -> Tensor:
+        """Steps as a file holds them; none may reach zero, where nothing would come back."""
+        tiny = torch.where(step < 0, -SMALLEST_STEP, SMALLEST_STEP)
+        return self.format.stored(torch.where(step.abs() < SMALLEST_STEP, tiny, step))
+
+
+class _Ternary(torch.autograd.Function):
+    """int8 activations times {-1, 0, 1}: forward exact, backward as if nothing had been rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, codes: Tensor, scale: Tensor, bits: int) -> Tensor:
+        q, a = rounded(x, bits)
+        q, signs = q.to(torch.int8), codes.to(torch.int8) - 1
+        sums = integer_product(q.flatten(0, -2), signs).view(*x.shape[:-1], -1)
+        ctx.save_for_backward(q, a, signs, scale)
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        ctx.dtype = x.dtype
+        return (sums * a * scale.view(1)).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, a, signs, scale = ctx.saved_tensors
+        grad = grads[0]
+        to_x = (grad @ signs.to(grad.dtype)).to(ctx.dtype).mul_(scale.view(1)) if ctx.needs_input_grad[0] else None
+        x = (q * a).to(grad.dtype)  # what the weight was multiplied with
+        return to_x, (grad.flatten(0, -2).T @ x.flatten(0, -2)).float(), None, None, None
+
+
+def integer_product(q: Tensor, weight: Tensor) -> Tensor:
+    """int8 [M, K] times int8 [N, K] -> exact sums as fp32 [M, N], by whatever is fast: int8 instructions where there
+    are, else float32, which holds these sums exactly up to K = 132,000 (|q| <= 127, |w| <= 1)."""
+    if q.device.type == "cpu" and torch.cpu._is_vnni_supported():
+        return torch._int_mm(q, weight.T.contiguous()).float()
+    if q.device.type == "cuda" and len(q) > 16 and not q.shape[1] % 8 and not len(weight) % 8:
+        return torch._int_mm(q, weight.T).float()
+    return F.linear(q.float(), weight.float())
+
+
+def learned_step(weight: Tensor, step: Tensor, stored: Any, format: Format) -> Tensor:
+    """LSQ: step * clip(round(W / step)), gradients to both (arXiv 1902.08153, eq. 3); step fp32 [N, G].
+
+    d/dstep of an element is round(W/step) - W/step inside the range and the bound outside, times 1 / sqrt(n Q) with
+    the n weights that share the step and the largest code Q (section 2.2).
+    """
+    high = 2 ** (format.bits - 1) - 1
+    grouped = format._grouped(weight)  # [N, G, group]
+    share = (grouped.shape[-1] * high) ** -0.5
+    slowed = step * share
+    slowed = slowed + (stored(step) - slowed).detach()  # the value of the file's step, a small gradient
+    ratio = (grouped / slowed[..., None]).clamp(-high - 1, high)
+    codes = ratio + (ratio.round() - ratio).detach()
+    return (codes * slowed[..., None]).flatten(1)[:, : weight.shape[1]]
+
+
+def prepare(model: Decoder, scheme: Scheme) -> list[QATLinear]:
+    """Put QATLinears in the place of the layers that a scheme quantizes; their weights stay the same parameters."""
+    made = []
+    for name, format in scheme.formats(model.config).items():
+        if not format.symmetric:
+            raise DiffbitError(f"training cannot learn {format}: its zero points do not move; use a symmetric format")
+        if name == "lm_head" and model.lm_head is None:
+            raise DiffbitError("the head shares the embedding's weight, which is not trained in a format; leave it out")
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        layer = QATLinear(linear, format, rounding_for(name, linear.in_features, scheme.activations))
+        model.set_submodule(name, layer)
+        made.append(layer)
+    if not made:
+        raise DiffbitError("the scheme quantizes no weights, so there is nothing to train for; name a format")
+    return made
+
+
+def refresh(layers: list[QATLinear]) -> dict[str, float]:
+    """Codes of all layers after a step: the shares of codes that moved ("flips") and that stand for 0 ("zeros")."""
+    weights = sum(layer.codes.numel() for layer in layers)
+    flips = sum(layer.refresh() for layer in layers)
+    zeros = sum(int((layer.codes == layer.zero).sum()) for layer in layers)
+    return {"flips": flips / weights, "zeros": zeros / weights}
+
+
+def _mixed(exact: Tensor, rounded: Tensor, strength: float) -> Tensor:
+    """exact + strength (rounded - exact), whose gradient is the identity."""
+    return exact + strength * (rounded.to(exact.dtype) - exact).detach()
+
+
+def weights(model: Decoder) -> dict[str, Tensor | QTensor]:
+    """The model's weights by name, those of QATLinears as they multiply."""
+    found: dict[str, Tensor | QTensor] = {}
+    for name in shapes(model.config):
+        layer = model.get_submodule(name.rpartition(".")[0])
+        found[name] = layer.quantized() if isinstance(layer, QATLinear) else model.get_parameter(name).detach()
+    return found
