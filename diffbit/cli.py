@@ -276,6 +276,24 @@ def train(
     tokenizer: Annotated[
         Path | None, typer.Option(help="A tokenizer.json or a folder that holds one; default: train one on the data.")
     ] = None,
+    qat: Annotated[
+        str | None,
+        typer.Option(
+            help="Train for a format that the linear layers compute in, and end in a quantized model: ternary (BitNet "
+            "b1.58), int4_g128, int2_g64, ...; its float weights lie in OUTPUT/master.",
+        ),
+    ] = None,
+    activations: Annotated[
+        str, typer.Option(help="With --qat ternary: int8, or int4 behind a Hadamard transform (BitNet v2).")
+    ] = "int8",
+    ramp: Annotated[int, typer.Option(help="With --qat: steps over which rounding grows to its full strength.")] = 0,
+    mlp: Annotated[str | None, typer.Option(help="swiglu or relu2; default: swiglu, or --init's.")] = None,
+    sub_norms: Annotated[
+        bool | None,
+        typer.Option(
+            "--sub-norms/--no-sub-norms", help="Norms before o_proj and down_proj; default: with --qat ternary."
+        ),
+    ] = None,
     needles: Annotated[
         float, typer.Option(help="Share of the rows that have key-value needles laid into their text and asked for.")
     ] = 0.0,
@@ -305,6 +323,9 @@ def train(
 
     Under torchrun every process takes its share of each batch:
     torchrun --nproc-per-node 8 -m diffbit train --preset base --attention diff_v1 -o out/base
+
+    A ternary model, from training to a device: diffbit train --qat ternary -o out/b158, diffbit export out/b158 -o
+    out/artifact, diffbit run out/artifact
     """
     from .train import train as run_training
     from .train import train_config
@@ -322,6 +343,11 @@ def train(
         attention,
         context=context,
         init=None if init is None else str(init),
+        mlp=mlp,
+        sub_norms=sub_norms,
+        qat=qat,
+        activations=activations,
+        ramp=ramp,
         needles=needles,
         source=data,
         field=field,

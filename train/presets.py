@@ -23,6 +23,7 @@ from ..errors import DiffbitError
 from ..models import Checkpoint, ModelConfig, num_parameters, variant, variants
 from .config import TrainConfig
 
+TERNARY_RATE = 2.0  # learning rate of ternary weights, times that of float ones
 ATTENTION = "diff_v1"  # of a model that is to have none in particular
 
 
@@ -56,7 +57,9 @@ PRESETS = {
 }
 
 
-def model_config(preset: str, attention: str, *, vocab_size: int | None = None) -> ModelConfig:
+def model_config(
+    preset: str, attention: str, *, vocab_size: int | None = None, mlp: str = "swiglu", sub_norms: bool = False
+) -> ModelConfig:
     """The model of a preset with one attention variant (and the vocabulary of a given tokenizer)."""
     size = _preset(preset)
     if attention not in variants():
@@ -73,6 +76,8 @@ def model_config(preset: str, attention: str, *, vocab_size: int | None = None) 
         max_position=size.context,
         attention=attention,
         tie_embeddings=size.tie_embeddings,
+        mlp=mlp,
+        sub_norms=sub_norms,
     )
 
 
@@ -83,21 +88,31 @@ def train_config(
     vocab_size: int | None = None,
     context: int | None = None,
     init: str | None = None,
+    mlp: str | None = None,
+    sub_norms: bool | None = None,
     **changes: Any,
 ) -> TrainConfig:
     """The training run of a preset; `changes` replace fields of TrainConfig.
+
+    mlp, sub_norms: of the model (models/config.py). None: swiglu and, for `qat` in ternary, sub-norms, or what `init`
+    has. A ternary run from fresh weights has the recipe of BitNet b1.58: a learning rate TERNARY_RATE times as high,
+    in two stages.
 
     The vocabulary is `vocab_size`, or else that of the tokenizer among the changes, or else the preset's. With `init`,
     a checkpoint to start from, model and tokenizer are its own, and `attention` can only confirm it. `context`: of the
     model and of the rows it is trained on; None: the preset's, or that of `init`.
     """
+    ternary = changes.get("qat") == "ternary"
     if init is not None:
-        model = _model_of(init, attention)
+        model = _model_of(init, attention, mlp, sub_norms)
         changes = {"tokenizer": init, **changes}
     else:
         if vocab_size is None and changes.get("tokenizer") is not None:
             vocab_size = load_tokenizer(changes["tokenizer"]).vocab_size
-        model = model_config(preset, attention or ATTENTION, vocab_size=vocab_size)
+        norms = ternary if sub_norms is None else sub_norms
+        model = model_config(
+            preset, attention or ATTENTION, vocab_size=vocab_size, mlp=mlp or "swiglu", sub_norms=norms
+        )
     if context is not None:
         model = replace(model, max_position=context)
     size = _preset(preset)
@@ -111,6 +126,8 @@ def train_config(
         learning_rate=size.learning_rate,
         warmup=size.warmup,
     )
+    if ternary and init is None:
+        config = replace(config, learning_rate=TERNARY_RATE * size.learning_rate, schedule="two_stage")
     if "steps" in changes:  # a shorter run warms up no longer than the same share of it
         changes = {"warmup": min(config.warmup, max(1, changes["steps"] // 10)), **changes}
     return replace(config, **changes)
@@ -122,7 +139,7 @@ def _preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-def _model_of(checkpoint: str, attention: str | None) -> ModelConfig:
+def _model_of(checkpoint: str, attention: str | None, mlp: str | None, sub_norms: bool | None) -> ModelConfig:
     """The model of a checkpoint that training can go on from."""
     found = Checkpoint(checkpoint)
     if found.quantization is not None:
@@ -131,6 +148,14 @@ def _model_of(checkpoint: str, attention: str | None) -> ModelConfig:
         raise DiffbitError(
             f"{checkpoint}: its attention is {found.config.attention}, not {attention}; leave --attention out, or "
             "start from another checkpoint"
+        )
+    if mlp not in (None, found.config.mlp):
+        raise DiffbitError(
+            f"{checkpoint}: its MLP is {found.config.mlp}, not {mlp}; leave --mlp out, or start from another checkpoint"
+        )
+    if sub_norms not in (None, found.config.sub_norms):
+        raise DiffbitError(
+            f"{checkpoint}: has {'' if found.config.sub_norms else 'no '}sub-norms; leave that option out"
         )
     return found.config
 

@@ -24,11 +24,10 @@ from torch import Tensor, nn
 from ..errors import DiffbitError
 from ..models import Decoder
 from ..models.layout import shapes
-from ..ops.ternary_matmul import rounded
 from ..quantize import QTensor, Scheme
 from ..quantize.formats import Format, IntFormat
 from ..quantize.linear import runtime_activations
-from ..quantize.rounding import INT8, Rounding, rounding_for, spread
+from ..quantize.rounding import INT8, Rounding, rounded_input, rounding_for, spread
 from ..quantize.scales import search
 
 SMALLEST_STEP = 2.0**-24  # fp16's smallest number
@@ -86,7 +85,7 @@ class QATLinear(nn.Linear):
     @torch.no_grad()
     def _rounded(self, x: Tensor) -> Tensor:
         if self.format.kind == "ternary":
-            q, a = rounded(x, self.rounding.bits)
+            q, a = rounded_input(x, Rounding(self.rounding.bits))
             return (q * a).to(x.dtype)
         return x if self.activations is None else self.activations(x)
 
@@ -101,7 +100,7 @@ class _Ternary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, codes: Tensor, scale: Tensor, bits: int) -> Tensor:
-        q, a = rounded(x, bits)
+        q, a = rounded_input(x, Rounding(bits))
         q, signs = q.to(torch.int8), codes.to(torch.int8) - 1
         sums = integer_product(q.flatten(0, -2), signs).view(*x.shape[:-1], -1)
         ctx.save_for_backward(q, a, signs, scale)
