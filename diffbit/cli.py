@@ -683,6 +683,22 @@ def export(
         _print_json({"output": str(output), **manifest})
         return
     _print_table({"file": name, "bytes": entry["bytes"]} for name, entry in manifest["files"].items())
+    _print_table(_part_rows(manifest["parts"]), title="what they are made of")
+
+
+def _part_rows(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row per part of an artifact, and their sum."""
+    total = sum(part["bytes"] for part in parts)
+    return [
+        {
+            "part": part["name"],
+            "bytes": part["bytes"],
+            "share": f"{part['bytes'] / total:.1%}",
+            "weights": part["weights"],
+            "bits/weight": 8 * part["bytes"] / part["weights"] if part["weights"] else None,
+        }
+        for part in (*parts, {"name": "all", "bytes": total, "weights": None})
+    ]
 
 
 @app.command(

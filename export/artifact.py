@@ -28,6 +28,7 @@ from ..quantize import AttentionScheme, read_scheme
 from ..quantize.cache import buffers as cache_buffers
 from .decoder import DecoderGraph, cache_in_place
 from .graph import FLOATS, MODEL, Graph
+from .parts import parts
 from .reference import Stream, check_scheme
 
 VERSION = 3
@@ -96,7 +97,7 @@ def export_artifact(
         _write_configs(folder, config, dtype, length)
         if readable_by_others(buffer.name for buffer in buffers):  # onnxruntime-genai runs the bodies
             files.write_json(folder / "genai_config.json", _genai(config, length, in_place == "always"))
-        manifest = {
+        manifest: dict[str, Any] = {
             "artifact_version": VERSION,
             "diffbit_version": _version(),
             "name": source.path.resolve().name,
@@ -119,6 +120,7 @@ def export_artifact(
             },
             "golden": _golden(prompt, logits, LEAST_TOLERANCE[kind]),
         }
+        manifest["parts"] = [asdict(part) for part in parts(folder, manifest["files"])]
         canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
         manifest["sha256"] = hashlib.sha256(canonical.encode("ascii")).hexdigest()
         files.write_json(folder / MANIFEST, manifest)

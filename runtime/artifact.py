@@ -129,6 +129,7 @@ class Artifact:
     files: Mapping[str, FileEntry]
     golden: Golden
     sha256: str  # of the manifest
+    parts: tuple[Mapping[str, Any], ...] = ()  # name, bytes, weights: the files' (export/parts.py); () in older ones
 
     @classmethod
     def open(cls, path: str | Path) -> Artifact:
@@ -171,6 +172,7 @@ class Artifact:
             files=dict(_files(fields.object("files"))),
             golden=_golden(fields.object("golden")),
             sha256=sha256,
+            parts=tuple(_part(entry) for entry in fields.objects("parts")) if "parts" in raw else (),
         )
         artifact._check_tokens(str(where))
         return artifact
@@ -291,6 +293,11 @@ def _files(fields: _Fields) -> Iterator[tuple[str, FileEntry]]:
         yield name, FileEntry(entry.integer("bytes", at_least=0), entry.sha256("sha256"))
     if MODEL not in fields.values:
         raise DiffbitError(f"{fields.where}: lists no {MODEL}")
+
+
+def _part(fields: _Fields) -> Mapping[str, Any]:
+    weights = None if fields.values.get("weights") is None else fields.integer("weights", at_least=1)
+    return {"name": fields.text("name"), "bytes": fields.integer("bytes", at_least=0), "weights": weights}
 
 
 def _golden(fields: _Fields) -> Golden:

@@ -72,6 +72,7 @@ def test_an_edited_manifest_is_noticed(folder: Path) -> None:
         ({"files": {"../model.onnx": {}}}, "'../model.onnx' is no name of a file in the folder"),
         ({"files": {"/etc/passwd": {}}}, "'/etc/passwd' is no name"),
         ({"files": {}}, "lists no model.onnx"),
+        ({"parts": [{"name": "scales", "bytes": -1}]}, "bytes is -1, wanted at least 0"),
         ({"files": {"model.onnx": {"bytes": 1, "sha256": "abc"}}}, "wanted 64 hexadecimal digits"),
     ],
 )
