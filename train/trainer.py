@@ -176,7 +176,8 @@ class _Run:
                     "the same text, tokenizer, first weights and number of processes, or start anew"
                 )
         step = restore(folder, self.model, self.optimizer)
-        refresh(self.layers)
+        if self.layers:
+            refresh(self.layers)
         if self.here.first:
             rewind_log(self.out, step)
         return step
@@ -204,10 +205,10 @@ class _Run:
         """Forward and backward over the batch of step 1 ... steps, then the update; its line for the log."""
         config, here = self.config, self.here
         begin = time.perf_counter()
-        rate, decay = learning_rate(config, step), weight_decay(config, step)
+        rate = learning_rate(config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-            group["weight_decay"] = decay if group["decay"] else 0.0
+        self.optimizer.param_groups[0]["weight_decay"] = weight_decay(config, step)
         for layer in self.layers:
             layer.strength = min(1.0, step / config.ramp) if config.ramp else 1.0
         rows, answers = map(torch.from_numpy, self.rows.take((step - 1) * self.batch, self.batch))
@@ -285,7 +286,7 @@ def adamw(model: Decoder, config: TrainConfig) -> torch.optim.AdamW:
     free: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
         (decayed if parameter.ndim >= 2 and name in shapes(model.config) else free).append(parameter)
-    groups = [{"params": decayed, "decay": True}, {"params": free, "decay": False}]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": free, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS, fused=True)
 
 
