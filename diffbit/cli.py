@@ -287,6 +287,22 @@ def train(
         str, typer.Option(help="With --qat ternary: int8, or int4 behind a Hadamard transform (BitNet v2).")
     ] = "int8",
     ramp: Annotated[int, typer.Option(help="With --qat: steps over which rounding grows to its full strength.")] = 0,
+    distill: Annotated[
+        Path | None,
+        typer.Option(
+            help="A teacher: a checkpoint, float or quantized, of the same tokenizer, whose predictions and relations "
+            "between tokens are learned from beside the text (BitDistill)."
+        ),
+    ] = None,
+    distill_weight: Annotated[
+        float | None, typer.Option(help="With --distill: weight of the teacher's predictions; the text's is 1.")
+    ] = None,
+    relation_weight: Annotated[
+        float | None, typer.Option(help="With --distill: weight of one layer's relations between tokens.")
+    ] = None,
+    distill_layer: Annotated[
+        int | None, typer.Option(help="With --distill: the layer whose relations; default: three quarters up.")
+    ] = None,
     mlp: Annotated[str | None, typer.Option(help="swiglu or relu2; default: swiglu, or --init's.")] = None,
     sub_norms: Annotated[
         bool | None,
@@ -326,6 +342,9 @@ def train(
 
     A ternary model, from training to a device: diffbit train --qat ternary -o out/b158, diffbit export out/b158 -o
     out/artifact, diffbit run out/artifact
+
+    The same from a trained model, which is its own teacher: diffbit train --init out/float --qat ternary --distill
+    out/float -o out/b158
     """
     from .train import train as run_training
     from .train import train_config
@@ -337,6 +356,10 @@ def train(
         "accumulate": accumulate,
         "learning_rate": learning_rate,
         "tokenizer": None if tokenizer is None else str(tokenizer),
+        "distill": None if distill is None else str(distill),
+        "distill_weight": distill_weight,
+        "relation_weight": relation_weight,
+        "distill_layer": distill_layer,
     }
     config = train_config(
         preset,

@@ -6,8 +6,10 @@ In `out`, the run's folder:
     log.jsonl        a line a step: step, loss (mean nats per token of the step's batch, before its update), lr,
                      grad_norm (before clipping), tokens_per_second, and with diff_v1 lambda, one number a layer;
                      eval_loss where the held-out text was scored after that step; answer_loss, of the tokens of
-                     needles' answers, where the batch has any; with qat, after the update, flips, the share of the
-                     quantized weights whose code is another than before it, and zeros, the share that is 0
+                     needles' answers, where the batch has any; with distill, distill_loss and relation_loss, which
+                     the gradient has a share of (distill.py), while loss stays the text's; with qat, after the
+                     update, flips, the share of the quantized weights whose code is another than before it, and
+                     zeros, the share that is 0
     loss.png         these losses
     training.json    the options, the hashes of text and tokenizer, and the result
     master/          with qat: the float weights behind the quantized ones, a model folder to train on from
@@ -53,6 +55,7 @@ from ..progress import track
 from .checkpoint import last_checkpoint, restore, save_checkpoint
 from .config import TrainConfig
 from .data import Rows
+from .distill import Teacher
 from .folder import LOG, begin_run, check_folder, place_model, read_log, rewind_log
 from .initialize import initialize
 from .plot import plot_losses, pyplot
@@ -86,7 +89,8 @@ def train(config: TrainConfig, out: str | Path, *, resume: bool = False, overwri
     out = Path(out)
     check_folder(out, resume=resume, overwrite=overwrite)
     if overwrite and not resume:
-        check_apart(out, *(path for path in (config.source, config.tokenizer, config.init) if path is not None))
+        given = config.source, config.tokenizer, config.init, config.distill
+        check_apart(out, *(path for path in given if path is not None))
     pyplot()  # if it is missing, better told now than after the last step
     with processes(config.device) as here:
         here.wait()  # nobody may find what the first process now begins
@@ -150,6 +154,9 @@ class _Run:
         else:
             self.model.load_state_dict(load(config.init, dtype=torch.float32).state_dict())
         self.layers = [] if config.scheme is None else prepare(self.model, config.scheme)
+        self.teacher = Teacher(self.config, self.model, tokenizer, here.device) if config.distill else None
+        if self.teacher is not None:
+            self.about["distill_sha256"] = self.teacher.sha256
         self.model.to(here.device)
         self.optimizer = adamw(self.model, config)
         self.forward: Callable[[torch.Tensor], torch.Tensor] = self.model
@@ -169,11 +176,11 @@ class _Run:
                 f"{folder}: belongs to a run with another {' and '.join(different)}; "
                 "resume with the options in its training.json, or start anew"
             )
-        for key in ("processes", "text_sha256", "tokenizer_sha256", "init_sha256"):
+        for key in ("processes", "text_sha256", "tokenizer_sha256", "init_sha256", "distill_sha256"):
             if before.get(key) != self.about.get(key):
                 raise DiffbitError(
                     f"{folder}: was trained with {key} {before.get(key)}, now it is {self.about.get(key)}; resume with "
-                    "the same text, tokenizer, first weights and number of processes, or start anew"
+                    "the same text, tokenizer, first weights, teacher and number of processes, or start anew"
                 )
         step = restore(folder, self.model, self.optimizer)
         if self.layers:
@@ -212,7 +219,7 @@ class _Run:
         for layer in self.layers:
             layer.strength = min(1.0, step / config.ramp) if config.ramp else 1.0
         rows, answers = map(torch.from_numpy, self.rows.take((step - 1) * self.batch, self.batch))
-        sums = torch.zeros(2, device=here.device)  # of the losses: of all tokens, of the answers'
+        sums = torch.zeros(4, device=here.device)  # of the losses: of all tokens, of the answers', of distill.py's two
         for index in range(config.accumulate):
             first = (index * here.count + here.rank) * config.batch_size
             ids = rows[first : first + config.batch_size].to(here.device)  # [B, S + 1]
@@ -221,10 +228,16 @@ class _Run:
             with nullcontext() if self.parallel is None or last else self.parallel.no_sync():
                 with _autocast(here.device, config.precision):
                     logits = self.forward(ids[:, :-1])  # [B, S, V]
+                    target = None if self.teacher is None else self.teacher.logits(ids[:, :-1])
                 losses = F.cross_entropy(logits.float().transpose(1, 2), ids[:, 1:], reduction="none")  # [B, S]
                 weighted = losses.sum() if not answer.any() else (losses * (1 + (ANSWER_WEIGHT - 1) * answer)).sum()
+                distilled = related = torch.zeros((), device=here.device)
+                if self.teacher is not None and target is not None:
+                    distilled, related = self.teacher.losses(logits, target)
+                    weighted = weighted + config.distill_weight * distilled + config.relation_weight * related
                 (weighted * here.count / (self.batch * config.length)).backward()  # processes' gradients are averaged
-            sums += torch.stack((losses.detach().sum(), (losses.detach() * answer).sum()))
+            parts = losses.sum(), (losses * answer).sum(), distilled, related
+            sums += torch.stack([part.detach() for part in parts])
         if here.count > 1:
             dist.all_reduce(sums)
         loss = sums[0] / (self.batch * config.length)
@@ -240,6 +253,10 @@ class _Run:
         row["tokens_per_second"] = round(self.batch * config.length / (time.perf_counter() - begin), 1)
         if count := int(answers.sum()):
             row["answer_loss"] = float(sums[1]) / count
+        if self.teacher is not None:
+            row["distill_loss"] = float(sums[2]) / (self.batch * config.length)
+            if self.teacher.related:
+                row["relation_loss"] = float(sums[3]) / (self.batch * config.length)
         if self.layers:
             row |= refresh(self.layers)
         if values := lambdas(self.model):

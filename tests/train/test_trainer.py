@@ -18,76 +18,15 @@ import torch
 import diffbit
 from diffbit.calib_data import END_OF_TEXT, Needles, load_text, load_tokenizer, windows
 from diffbit.errors import DiffbitError
-from diffbit.models import Checkpoint, Decoder, ModelConfig, load
-from diffbit.train import TrainConfig, evaluation_loss, read_log, train, train_config
+from diffbit.models import Checkpoint, Decoder, load
 from diffbit.train import checkpoint as checkpoint_module
+from diffbit.train import evaluation_loss, read_log, train, train_config
 from diffbit.train import trainer as trainer_module
 from diffbit.train.data import Rows
 from diffbit.train.initialize import initialize
 from diffbit.train.trainer import learning_rate
 
-SENTENCE = "def function_{}(self, value={}):\n    return self.items[{}] + value\n"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    draw = np.random.default_rng(0).integers(0, 1000, (400, 3))
-    path.write_text("".join(SENTENCE.format(*row) for row in draw))
-    return str(path)
-
-
-def model(attention: str = "diff_v1", **changes: Any) -> ModelConfig:
-    heads = 4 if attention == "softmax" else 2
-    config = ModelConfig(
-        vocab_size=288,
-        hidden_size=32,
-        num_layers=2,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=8,
-        intermediate_size=64,
-        max_position=32,
-        attention=attention,
-        tie_embeddings=True,
-    )
-    return replace(config, **changes)
-
-
-def options(source: str, attention: str = "diff_v1", **changes: Any) -> TrainConfig:
-    config = TrainConfig(
-        model=model(attention),
-        steps=8,
-        length=16,
-        batch_size=4,
-        warmup=2,
-        source=source,
-        device="cpu",
-        eval_windows=8,
-        checkpoint_every=3,
-        seed=1,
-    )
-    return replace(config, **changes)
-
-
-def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """Interrupt the run when it is about to take a step."""
-    take = trainer_module._Run.take
-
-    def interrupted(self: Any, number: int) -> dict[str, Any]:
-        if number == step:
-            raise KeyboardInterrupt
-        return take(self, number)
-
-    monkeypatch.setattr(trainer_module._Run, "take", interrupted)
+from .toy import model, options, stop_at
 
 
 def test_a_run_learns_and_leaves_a_model(text: str, tmp_path: Path) -> None:
