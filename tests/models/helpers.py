@@ -8,12 +8,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BitNetConfig,
+    BitNetForCausalLM,
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from diffbit.models import ModelConfig
 
 VOCABULARY = 61
-HF = {"llama": (LlamaConfig, LlamaForCausalLM), "diffllama": (DiffLlamaConfig, DiffLlamaForCausalLM)}
+HF = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "diffllama": (DiffLlamaConfig, DiffLlamaForCausalLM),
+    "bitnet": (BitNetConfig, BitNetForCausalLM),
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -34,7 +45,7 @@ def hf_model(model_type: str, *, seed: int = 0, **changes: Any) -> Any:
         "num_hidden_layers": 3,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
-        "head_dim": 8,
+        "head_dim": 4 if model_type == "bitnet" else 8,  # its sub-norm is as wide as the hidden states
         "max_position_embeddings": 64,
         "initializer_range": 0.15,
     }

@@ -26,10 +26,10 @@ def fresh(attention: str, **changes: object) -> models.Decoder:
 
 
 @pytest.mark.parametrize("attention", VARIANTS)
-@pytest.mark.parametrize("tied", [False, True])
-def test_round_trip_is_bit_equal(attention: str, tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}, {"sub_norms": True, "mlp": "relu2"}])
+def test_round_trip_is_bit_equal(attention: str, changes: dict[str, object], tmp_path: Path) -> None:
     scaling = models.RopeScaling(8.0, 1.0, 4.0, 32)
-    model = fresh(attention, tie_embeddings=tied, rope_scaling=scaling, rope_theta=555.0, eos_token_ids=(4, 5))
+    model = fresh(attention, rope_scaling=scaling, rope_theta=555.0, eos_token_ids=(4, 5), **changes)
     models.save(model, tmp_path / "m")
     again = models.load(tmp_path / "m")
     assert again.config == model.config

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import BitNetConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from diffbit import DiffbitError, models
@@ -45,12 +45,17 @@ def test_rope_in_every_form(values: dict[str, Any], theta: float, scaling: model
     assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
 
 
-def test_defaults_of_optional_fields_are_transformers(tmp_path: Any) -> None:
-    ours, theirs = from_hf(MINIMAL), LlamaConfig(**{k: v for k, v in MINIMAL.items() if k != "model_type"})
-    assert ours.num_kv_heads == theirs.num_key_value_heads == 4
-    assert ours.head_dim == theirs.head_dim == 8
+@pytest.mark.parametrize(("kind", "config_class"), [("llama", LlamaConfig), ("bitnet", BitNetConfig)])
+def test_defaults_of_optional_fields_are_transformers(kind: str, config_class: Any) -> None:
+    values = MINIMAL | {"num_key_value_heads": 2}
+    ours, theirs = from_hf(values | {"model_type": kind}), config_class(**values)
+    assert ours.head_dim == 8 and getattr(theirs, "head_dim", 8) == 8
     assert ours.norm_eps == theirs.rms_norm_eps and ours.max_position == theirs.max_position_embeddings
     assert ours.tie_embeddings == theirs.tie_word_embeddings
+    assert {"swiglu": "silu"}.get(ours.mlp, ours.mlp) == theirs.hidden_act
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert ours.sub_norms == (kind == "bitnet")
+    assert from_hf(MINIMAL).num_kv_heads == LlamaConfig(**MINIMAL).num_key_value_heads == 4
 
 
 @pytest.mark.parametrize("eos", [None, 2, [2, 5]])
@@ -61,8 +66,11 @@ def test_eos(eos: Any) -> None:
 
 
 @pytest.mark.parametrize("attention", models.variants())
-def test_round_trips(attention: str) -> None:
-    config = small_config(attention, rope_scaling=SCALING, eos_token_ids=(1, 2), pad_token_id=0, norm_eps=1e-6)
+@pytest.mark.parametrize("sub_norms", [False, True])
+@pytest.mark.parametrize("mlp", ["swiglu", "relu2"])
+def test_round_trips(attention: str, sub_norms: bool, mlp: str) -> None:
+    values = {"rope_scaling": SCALING, "eos_token_ids": (1, 2), "pad_token_id": 0, "norm_eps": 1e-6}
+    config = small_config(attention, sub_norms=sub_norms, mlp=mlp, **values)
     assert models.ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert from_hf(json.loads(json.dumps(to_hf(config, "bfloat16")))) == config
 
@@ -102,6 +110,7 @@ def test_llama3_tables_against_transformers() -> None:
         ({"num_kv_heads": 3}, "num_heads is 4, wanted a multiple of num_kv_heads, which is 3"),
         ({"attention": "linear"}, "attention is 'linear', wanted one of diff_v1, diff_v2, softmax"),
         ({"mlp": "gelu"}, "mlp is 'gelu', wanted one of swiglu, relu2"),
+        ({"sub_norms": 1}, "sub_norms is 1, wanted true or false"),
         ({"rope_theta": 0.0}, "rope_theta is 0.0"),
         ({"norm_eps": float("nan")}, "norm_eps is nan"),
     ],

@@ -32,6 +32,8 @@ def reopened(kind: str, folder: Path, dtype: torch.dtype) -> Any:
         pytest.param({"head_dim": 4, "rms_norm_eps": 1e-3}, id="narrow-heads"),
         pytest.param({"rope_parameters": LLAMA3 | {"rope_theta": 500.0}}, id="llama3-rope"),
         pytest.param({"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}}, id="theta"),
+        pytest.param({"hidden_act": "silu"}, id="silu"),
+        pytest.param({"hidden_act": "relu2"}, id="relu2"),
     ],
 )
 @pytest.mark.parametrize("length", [1, 13])
@@ -137,6 +139,7 @@ def test_transformers_reads_what_we_write(
         "num_key_value_heads",
         "head_dim",
         "rms_norm_eps",
+        "hidden_act",
         "tie_word_embeddings",
         "bos_token_id",
         "eos_token_id",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from diffbit import DiffbitError, models
+from diffbit.models.attention import model_type
 from diffbit.models.rope import inverse_frequencies
 
 from .helpers import small_config, tokens
@@ -36,13 +37,14 @@ def set_hook(model: models.Decoder, hook: object) -> None:
 def test_variants_are_the_files_of_the_folder() -> None:
     assert VARIANTS == ("diff_v1", "diff_v2", "softmax")
     assert [models.variant(name).MODEL_TYPE for name in VARIANTS] == ["diffllama", "diff_llama_v2", "llama"]
+    assert [model_type(name, True) for name in VARIANTS] == ["diffllama_bitnet", "diff_llama_v2_bitnet", "bitnet"]
 
 
 @pytest.mark.parametrize("attention", VARIANTS)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_explicit_path_equals_fused(attention: str, kv_heads: int) -> None:
     """Prefill, a chunk after a cache and a single step, with padding: the hooked path gives the same logits."""
-    model = decoder(attention, num_kv_heads=kv_heads)
+    model = decoder(attention, num_kv_heads=kv_heads, sub_norms=kv_heads == 2)
     ids = tokens(2, 10)
     mask = torch.ones(2, 10, dtype=torch.long)
     mask[0, :3] = 0
@@ -187,19 +189,47 @@ def test_lambda_stays_float32() -> None:
 
 
 @pytest.mark.parametrize("attention", VARIANTS)
+def test_sub_norms_stand_before_both_output_projections(attention: str) -> None:
+    """What o_proj and down_proj read has the size of the norms' weights, over all heads and channels together."""
+    model = decoder(attention, sub_norms=True, mlp="relu2")
+    layer = model.model.layers[1]
+    norms = {layer.self_attn.o_proj: layer.self_attn.attn_sub_norm, layer.mlp.down_proj: layer.mlp.ffn_sub_norm}
+    read: dict[torch.nn.Module, Tensor] = {}
+    for linear, norm in norms.items():
+        norm.weight.uniform_(0.5, 1.5)
+        linear.register_forward_hook(lambda linear, arguments, _: read.__setitem__(linear, arguments[0]))
+    ids = tokens(2, 7)
+    before = model(ids)
+    for linear, norm in norms.items():
+        assert norm.weight.shape == (linear.in_features,)
+        size = (read[linear] / norm.weight).square().mean(-1)
+        torch.testing.assert_close(size, torch.ones_like(size), rtol=0, atol=0.05)
+    gate, up = (
+        p(layer.post_attention_layernorm(tokens(2, 32).float())) for p in (layer.mlp.gate_proj, layer.mlp.up_proj)
+    )
+    torch.testing.assert_close(layer.mlp.act(gate) * up, gate.clamp(min=0) ** 2 * up)
+    for factor in (layer.self_attn.v_proj, layer.mlp.up_proj):
+        factor.weight.mul_(8)
+    torch.testing.assert_close(model(ids), before, rtol=0, atol=0.05)  # up to the norms' epsilon
+
+
+@pytest.mark.parametrize("attention", VARIANTS)
 @pytest.mark.parametrize("tied", [False, True])
-def test_num_parameters(attention: str, tied: bool) -> None:
-    config = small_config(attention, tie_embeddings=tied)
+@pytest.mark.parametrize("sub_norms", [False, True])
+def test_num_parameters(attention: str, tied: bool, sub_norms: bool) -> None:
+    config = small_config(attention, tie_embeddings=tied, sub_norms=sub_norms)
     d, e, h, kv = 8, 32, 4, 2
     rows = {"softmax": (h + 2 * kv + h) * d, "diff_v1": (2 * h + 4 * kv + 2 * h) * d, "diff_v2": (3 * h + 2 * kv) * d}
     extra = {"softmax": 0, "diff_v1": 4 * d, "diff_v2": h * e}[attention]
-    per_layer = rows[attention] * e + extra + 3 * 48 * e + 2 * e
+    norms = 2 * e + (48 + (2 if attention == "diff_v1" else 1) * h * d if sub_norms else 0)
+    per_layer = rows[attention] * e + extra + 3 * 48 * e + norms
     assert models.num_parameters(config) == 2 * per_layer + 61 * e * (1 if tied else 2) + e
 
 
 @pytest.mark.parametrize("attention", VARIANTS)
-def test_piecewise_equals_whole(attention: str) -> None:
-    model = decoder(attention)
+@pytest.mark.parametrize("sub_norms", [False, True])
+def test_piecewise_equals_whole(attention: str, sub_norms: bool) -> None:
+    model = decoder(attention, sub_norms=sub_norms)
     ids = tokens(2, 7)
     x, rope = model.embed(ids), models.rope_for(model.config, torch.arange(7).expand(2, 7))
     for layer in model.model.layers:

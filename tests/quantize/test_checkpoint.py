@@ -31,6 +31,7 @@ from diffbit.quantize import (
     sizes,
 )
 from diffbit.quantize import checkpoint as checkpoint_module
+from diffbit.quantize.methods import learned
 
 CONFIG = ModelConfig(
     vocab_size=96, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=128,
@@ -105,9 +106,9 @@ def test_rows_lie_on_disk_as_the_float_ones_do(model: Path, quantized: Path):
 
 
 @pytest.mark.parametrize("attention", ["softmax", "diff_v1", "diff_v2"])
-@pytest.mark.parametrize("tie", [False, True])
-def test_load_is_apply_is_dequantized_weights(attention: str, tie: bool, tmp_path: Path):
-    config = replace(CONFIG, attention=attention, tie_embeddings=tie)
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}, {"sub_norms": True, "mlp": "relu2"}])
+def test_load_is_apply_is_dequantized_weights(attention: str, changes: dict[str, object], tmp_path: Path):
+    config = replace(CONFIG, attention=attention, **changes)
     source = make(tmp_path / "float", config)
     scheme = Scheme(weights=parse_format("int4_g32"), overrides=(("lm_head", parse_format("int8")),))
     quantize_checkpoint(source, tmp_path / "q", scheme)
@@ -123,6 +124,27 @@ def test_load_is_apply_is_dequantized_weights(attention: str, tie: bool, tmp_pat
     torch.testing.assert_close(loaded(IDS), by_hand(IDS))
     assert torch.equal(loaded(IDS), applied(IDS))
     assert (loaded(IDS) - exact(IDS)).abs().max() > 0.01
+
+
+METHODS = ["gptq", "joint", "learned", "awq+hqq", "smooth+clip", "rotate", "rotate_heads+gptq"]
+
+
+@pytest.mark.parametrize("attention", ["softmax", "diff_v1", "diff_v2"])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_takes_a_model_with_sub_norms(attention: str, method: str, monkeypatch: pytest.MonkeyPatch):
+    """At 8 bits all that is left is rounding: a method that folded something wrongly would be far off."""
+    monkeypatch.setattr(learned, "STEPS", 4)
+    torch.manual_seed(0)
+    decoder = Decoder(replace(CONFIG, num_layers=1, attention=attention, sub_norms=True, mlp="relu2"))
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            parameter.uniform_(0.5, 1.5) if name.endswith("norm.weight") else parameter.mul_(4)
+    scheme = Scheme(weights=parse_format("int8"), activations="int8")
+    if attention != "softmax":
+        method += "+relambda"
+    with torch.no_grad():
+        exact, got = decoder(IDS), apply(decoder, scheme, method, IDS)(IDS)
+    assert (got - exact).norm() / exact.norm() < 0.05
 
 
 def test_apply_shares_what_it_leaves_alone(model: Path):

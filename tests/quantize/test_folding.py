@@ -21,6 +21,7 @@ SHAPES = {
     "grouped": {},
     "four": {"num_kv_heads": 1, "tie_embeddings": True},
     "odd": {"hidden_size": 37, "num_heads": 6, "num_kv_heads": 3, "head_dim": 6, "intermediate_size": 29},
+    "sub_norms": {"sub_norms": True, "mlp": "relu2"},
 }
 
 
@@ -43,16 +44,18 @@ def test_logits_stay(attention, shape):
     torch.testing.assert_close(logits64(made, ids), logits64(decoder, ids), rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("sub_norms", [False, True])
 @pytest.mark.parametrize("attention", VARIANTS)
-def test_every_linear_layer_is_reached(attention):
-    """All but what a norm of the heads keeps scales from: o_proj of diff_v1."""
-    for piece in pieces(random_decoder(config_of(attention))):
+def test_every_linear_layer_is_reached(attention, sub_norms):
+    """All but what a norm of the heads without weight keeps scales from: o_proj of diff_v1."""
+    for piece in pieces(random_decoder(config_of(attention, sub_norms=sub_norms))):
         before = dict(piece.tensors)
         scaled(piece)
         changed = {name for name, tensor in piece.tensors.items() if not torch.equal(tensor, before[name])}
         kept = {name.removeprefix(piece.prefix) for name in set(before) - changed}
         vectors = {name for name in kept if "lambda_q" in name or "lambda_k" in name}
-        o_proj = {"self_attn.o_proj.weight"} if attention == "diff_v1" and piece.is_layer else set()
+        kept_out = attention == "diff_v1" and not sub_norms and piece.is_layer
+        o_proj = {"self_attn.o_proj.weight"} if kept_out else set()
         assert kept - vectors - o_proj == ({"model.embed_tokens.weight"} if piece.index < 0 else set())
         if piece.index == piece.config.num_layers:
             assert [(group.maker, group.readers) for group in groups(piece)] == [(FINAL_NORM, (HEAD,))]
