@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "diff_attention.h"
+#include "hadamard.h"
 #include "int4_matmul.h"
 #include "op.h"
 #include "ternary_matmul.h"
@@ -120,6 +121,7 @@ Entry diff_attention(int type, int keys, int values) {
 std::vector<Entry> every_entry() {
   std::vector<Entry> all;
   for (int type : {FLOAT32, FLOAT16}) {
+    all.push_back(make<Hadamard>({1, 1, {type}, {type}, 1, 1}));
     all.push_back(make<Int4MatMul>({5, 1, {type, UINT8, FLOAT16, UINT8, FLOAT32}, {type}, 5, 1}));
     all.push_back(make<TernaryMatMul>({3, 1, {type, UINT8, FLOAT32}, {type}, 3, 1}));
     for (int keys : {FLOAT32, FLOAT16, INT8, UINT8})

@@ -23,7 +23,10 @@ int64_t streamed_rows(int64_t n, int64_t row_bytes) {
 
 TernaryMatMul::TernaryMatMul(const Node& node)
     : k_(node.integer("K", 1, int64_t{1} << 24)), n_(node.integer("N", 1, int64_t{1} << 31)) {
-  node.expect_version(1);
+  node.expect_version(2);
+  bits_ = node.integer("activation_bits", 4, 8);
+  if (bits_ != 4 && bits_ != 8)
+    throw Error("TernaryMatMul: attribute activation_bits is %d, wanted 8 or 4", static_cast<int>(bits_));
   const Isa isa = choose_isa();
   kernels_ = &DIFFBIT_PICK(isa, ternary);
 }
@@ -47,7 +50,7 @@ void TernaryMatMul::compute(Context& context) const {
   context.parallel(divide_up(rows, some), [&](int64_t task) {
     for (int64_t row = task * some; row < rows && row < (task + 1) * some; ++row) {
       const void* x = half ? static_cast<const void*>(a.as<Half>() + row * k_) : a.as<float>() + row * k_;
-      quantized[row] = kernels_->quantize(x, half, k_, blocks, q + row * q_size);
+      quantized[row] = kernels_->quantize(x, half, bits_, k_, blocks, q + row * q_size);
     }
   });
 

@@ -14,7 +14,7 @@ class TernaryMatMul {
   void compute(Context& context) const;
 
  private:
-  int64_t k_, n_;
+  int64_t k_, n_, bits_;
   const TernaryKernels* kernels_;
 };
 

@@ -8,7 +8,8 @@
     int5 to int8     com.microsoft.MatMulNBits   8-bit codes
     nf4              com.microsoft.MatMulBnb4    bitsandbytes' own bytes
     other codebooks  Gather, Mul, MatMul         bytes as nf4's; looked up once, at load, into floats
-    ternary          diffbit.TernaryMatMul       2 bits a weight (ops/ternary_matmul.py)
+    ternary          diffbit.TernaryMatMul       2 bits a weight (ops/ternary_matmul.py), behind a diffbit.Hadamard
+                                                 where the layer's rounding has one (quantize/rounding.py)
 
 MatMulNBits has no 3-, 5-, 6- or 7-bit kernels, so their codes travel in the next larger container: code - zero is the
 same number there. One scale per row becomes blocks of 128 that repeat it, and so do 2-bit groups of 256. Accuracy
@@ -29,11 +30,12 @@ import onnx_ir as ir
 import torch.nn.functional as F
 from torch import nn
 
-from ..ops import int4_matmul, ternary_matmul
+from ..ops import hadamard, int4_matmul, ternary_matmul
 from ..quantize.formats import NF4, CodebookFormat
 from ..quantize.linear import QuantLinear, container
 from ..quantize.packing import pack_bits
 from ..quantize.qtensor import QTensor
+from ..quantize.rounding import Rounding
 from .graph import MICROSOFT, Graph
 
 ACCURACY_LEVEL = 4  # int8 activations
@@ -45,7 +47,9 @@ def emit(g: Graph, x: ir.Value, module: nn.Linear | QuantLinear, scale: float) -
     if isinstance(module, nn.Linear):
         transposed = (module.weight.detach().float() * scale).T.contiguous()
         return g.op("MatMul", [x, g.weight("weight", transposed.numpy())])
-    kinds = {"int": _integer, "codebook": _codebook, "ternary": _ternary}
+    if module.weight.format.kind == "ternary":
+        return _ternary(g, x, module.weight, scale, module.rounding)
+    kinds = {"int": _integer, "codebook": _codebook}
     return kinds[module.weight.format.kind](g, x, module.weight, scale)
 
 
@@ -119,11 +123,13 @@ def _codebook(g: Graph, x: ir.Value, weight: QTensor, scale: float) -> ir.Value:
     return g.op("MatMul", [x, g.op("Transpose", [table], perm=[1, 0])])
 
 
-def _ternary(g: Graph, x: ir.Value, weight: QTensor, scale: float) -> ir.Value:
+def _ternary(g: Graph, x: ir.Value, weight: QTensor, scale: float, rounding: Rounding) -> ir.Value:
     rows, columns = weight.shape
+    if rounding.hadamard > 1:
+        x = g.custom(hadamard, [x], block=rounding.hadamard)
     inputs = [
         x,
         g.initializer("codes", weight.packed().numpy()),
         g.initializer("scale", np.asarray(weight.scale.view(1) * scale, np.float32)),
     ]
-    return g.custom(ternary_matmul, inputs, K=columns, N=rows)
+    return g.custom(ternary_matmul, inputs, K=columns, N=rows, activation_bits=rounding.bits)

@@ -19,6 +19,7 @@ from ..models.layout import EMBEDDING, HEAD
 from ..models.norm import RMSNorm
 from ..quantize import QTensor, QuantLinear, Scheme, load, load_block, read_scheme, read_weight
 from ..quantize.linear import runtime_activations
+from ..quantize.model import quant_linear
 
 NORM = "model.norm.weight"
 COPIES = 3
@@ -75,14 +76,14 @@ class Stream:
             if config.tie_embeddings:
                 table = _float(read_weight(self.checkpoint, EMBEDDING))
                 return norm, None, (last @ table.float().T)[:, 0]
-            head = linear(read_weight(self.checkpoint, HEAD))
+            head = linear(HEAD, read_weight(self.checkpoint, HEAD), read_scheme(self.checkpoint) or Scheme())
             return norm, head, head(last)[:, 0]
 
 
-def linear(weight: Tensor | QTensor) -> nn.Module:
-    """A layer of its own around a weight [N, K]."""
+def linear(name: str, weight: Tensor | QTensor, scheme: Scheme) -> nn.Module:
+    """A layer of its own around a weight [N, K] of this name."""
     if isinstance(weight, QTensor):
-        module = QuantLinear(weight)
+        module = quant_linear(name.removesuffix(".weight"), weight, scheme)
         _as_exported(module)
         return module
     with torch.device("meta"):

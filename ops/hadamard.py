@@ -21,11 +21,74 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import onnx_ir
     import torch
 
 DOMAIN = "diffbit"
 NAME = "Hadamard"
 VERSION = 1  # of the meaning; a kernel checks it against the attribute spec_version
+
+BODY = """
+<domain: "diffbit", opset_import: ["" : 21]>
+Hadamard <block, spec_version> (A) => (Y)
+{
+  one = Constant <value_ints = [1]> ()
+  rest = Constant <value_ints = [-1]> ()
+  block_0d = Constant <value_int: int = @block> ()
+  block_1d = Reshape (block_0d, one)
+  block_f = Cast <to = 1> (block_0d)
+  block_log = Log (block_f)
+  two_f = Constant <value_float = 2.0> ()
+  two_log = Log (two_f)
+  stages_f = Div (block_log, two_log)
+  stages_rounded = Round (stages_f)
+  stages = Cast <to = 7> (stages_rounded)
+
+  # [h, n], n the blocks of all rows, so that long runs are added. Each stage is the same: of neighbours (u, v) along h
+  # first all sums, then all differences, which makes neighbours of those that the next stage wants
+  two = Constant <value_ints = [2]> ()
+  half = Div (block_1d, two)
+  row_shape = Concat <axis = 0> (rest, block_1d)
+  A_f = Cast <to = 1> (A)
+  rows = Reshape (A_f, row_shape)
+  columns = Transpose <perm = [1, 0]> (rows)
+  count = Shape <start = 1, end = 2> (columns)
+  before_shape = Concat <axis = 0> (block_1d, one, count)
+  pair_shape = Concat <axis = 0> (half, two, count)
+  before = Reshape <allowzero = 1> (columns, before_shape)
+  always = Constant <value = bool {1}> ()
+  after = Loop (stages, always, before) <
+    body = stage (int64 i, bool go, float[n, h, w] x) => (bool go_on, float[n, h, w] y) {
+      go_on = Identity (go)
+      pairs = Reshape <allowzero = 1> (x, pair_shape)
+      u, v = Split <axis = 1, num_outputs = 2> (pairs)
+      sums = Add (u, v)
+      differences = Sub (u, v)
+      y = Concat <axis = 0> (sums, differences)
+    }
+  >
+  after_shape = Concat <axis = 0> (block_1d, count)
+  after_columns = Reshape <allowzero = 1> (after, after_shape)
+  after_rows = Transpose <perm = [1, 0]> (after_columns)
+  A_shape = Shape (A)
+  shaped = Reshape <allowzero = 1> (after_rows, A_shape)
+  block_d = Cast <to = 11> (block_0d)
+  root = Sqrt (block_d)
+  one_d = Cast <to = 11> (one)
+  scale_d = Div (one_d, root)
+  scale = Cast <to = 1> (scale_d)
+  scaled = Mul (shaped, scale)
+  Y = CastLike (scaled, A)
+}
+"""
+
+
+def function() -> onnx_ir.Function:
+    """The op's body as an ONNX model-local function: what runs wherever no native library is registered."""
+    import onnx.parser
+    from onnx_ir import serde
+
+    return serde.deserialize_function(onnx.parser.parse_function(BODY))
 
 
 def block_size(columns: int) -> int:
@@ -38,7 +101,7 @@ def reference(a: torch.Tensor, block: int) -> torch.Tensor:
     import torch
 
     # [h, n], n the blocks of all rows: each stage adds and subtracts long runs, whatever its s
-    x = a.detach().float().reshape(-1, block).T.contiguous()
+    x = a.detach().float().reshape(-1, block).T.clone(memory_format=torch.contiguous_format)
     y = torch.empty_like(x)
     count = x.shape[1]
     for stage in range(block.bit_length() - 1):

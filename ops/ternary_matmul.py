@@ -1,9 +1,16 @@
-"""`diffbit.TernaryMatMul`: int8 activations times {-1, 0, 1} weights at two bits each (BitNet b1.58, arXiv 2402.17764).
+"""`diffbit.TernaryMatMul`: rounded activations times {-1, 0, 1} weights at two bits each (BitNet).
 
-Meaning, bit for bit, for every row x of A (length K):
+Meaning, bit for bit, for every row x of A (length K), in float32 but for m:
 
-    a = max(max|x|, 1e-5) / 127        q = round-half-to-even(x / a)  in int8
+    8 bits    a = max(max|x|, 1e-5) / 127      q = round-half-to-even(x / a)               b1.58, arXiv 2402.17764
+    4 bits    a = max(m, 1e-5) / sqrt 7        q = clip(round-half-to-even(x / a), -8, 7)    v2, arXiv 2504.18415
     y_n = float32(sum_k q_k w_nk) * a * scale                         the sum in int32, exact; left to right
+
+m is the mean of |x|, made so that no order of summation changes it: in float64, with C = 2 K max|x|,
+
+    m = float32(sum_k ((|x_k| + C) - C) / K)
+
+where + C and - C leave of |x_k| a multiple of C's last place, 2^-52 of it, and sums of K such numbers are exact.
 
 Inputs
     A       T [..., K]           float32 or float16; computed in float32
@@ -11,7 +18,7 @@ Inputs
     scale   float [1]            the weight is scale * w
 Output
     Y       T [..., N]
-Attributes: K, N, spec_version.
+Attributes: K, N, activation_bits (8 or 4), spec_version.
 
 Layout of `packed`: each row is a run of blocks of 128 weights in 32 bytes; byte j of a block holds the weights j,
 j+32, j+64 and j+96 as codes w+1 in bits 0-1, 2-3, 4-5 and 6-7. One 32-byte load and three shifts give four vectors
@@ -32,13 +39,13 @@ if TYPE_CHECKING:
 
 DOMAIN = "diffbit"
 NAME = "TernaryMatMul"
-VERSION = 1  # of the meaning and the layout; a kernel checks it against the attribute spec_version
+VERSION = 2  # of the meaning and the layout; a kernel checks it against the attribute spec_version
 BLOCK = 128  # weights in a block
 BLOCK_BYTES = 32
 
 BODY = """
 <domain: "diffbit", opset_import: ["" : 21]>
-TernaryMatMul <K, N, spec_version> (A, packed, scale) => (Y)
+TernaryMatMul <K, N, activation_bits, spec_version> (A, packed, scale) => (Y)
 {
   one = Constant <value_ints = [1]> ()
   zero = Constant <value_ints = [0]> ()
@@ -74,11 +81,40 @@ TernaryMatMul <K, N, spec_version> (A, packed, scale) => (Y)
   magnitude = Abs (A_f)
   largest = ReduceMax <keepdims = 1> (magnitude, rest)
   smallest = Constant <value_float = 1e-5> ()
-  clamped = Max (largest, smallest)
-  levels = Constant <value_float = 127.0> ()
-  a = Div (clamped, levels)
-  scaled = Div (A_f, a)
-  rounded = Round (scaled)
+  # Its condition is a constant: ONNX Runtime keeps one of the branches
+  bits = Constant <value_int: int = @activation_bits> ()
+  four = Constant <value_int = 4> ()
+  four_bits = Equal (bits, four)
+  a, rounded = If (four_bits) <
+    then_branch = by_mean () => (a_4, codes_4) {
+      magnitude_d = Cast <to = 11> (magnitude)
+      largest_d = Cast <to = 11> (largest)
+      K_d = Cast <to = 11> (K_1d)
+      two_d = Cast <to = 11> (two)
+      twice_K = Mul (K_d, two_d)
+      grid = Mul (largest_d, twice_K)
+      lifted = Add (magnitude_d, grid)
+      on_grid = Sub (lifted, grid)
+      total = ReduceSum <keepdims = 1> (on_grid, rest)
+      mean_d = Div (total, K_d)
+      mean = Cast <to = 1> (mean_d)
+      mean_clamped = Max (mean, smallest)
+      root_7 = Constant <value_float = 2.6457513> ()
+      a_4 = Div (mean_clamped, root_7)
+      scaled_4 = Div (A_f, a_4)
+      rounded_4 = Round (scaled_4)
+      lowest = Constant <value_float = -8.0> ()
+      highest = Constant <value_float = 7.0> ()
+      codes_4 = Clip (rounded_4, lowest, highest)
+    },
+    else_branch = by_largest () => (a_8, codes_8) {
+      clamped = Max (largest, smallest)
+      levels = Constant <value_float = 127.0> ()
+      a_8 = Div (clamped, levels)
+      scaled_8 = Div (A_f, a_8)
+      codes_8 = Round (scaled_8)
+    }
+  >
   # ONNX Runtime is a hundred times faster at uint8 by int8 on the CPU than at int8 by int8
   middle_f = Constant <value_float = 128.0> ()
   raised = Add (rounded, middle_f)

@@ -22,7 +22,7 @@ MOST_THREADS = 512  # ONNX Runtime starts as many as it is told to, and hangs in
 COMPUTE = frozenset(
     {
         *("MatMul", "Gemm", "FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"),
-        *("MatMulNBits", "MatMulBnb4", "Int4MatMul", "TernaryMatMul"),
+        *("MatMulNBits", "MatMulBnb4", "Int4MatMul", "TernaryMatMul", "Hadamard"),
         *("Softmax", "Attention", "MultiHeadAttention", "GroupQueryAttention", "DiffAttention"),
     }
 )

@@ -49,13 +49,13 @@ DIFFBIT_INLINE int64_t place(int64_t i) {
   return (byte / WIDTH * 4 + field) * WIDTH + byte % WIDTH;
 }
 
-TernaryRow quantize(const void* x, bool half, int64_t k, int64_t blocks, int8_t* q) {
+TernaryRow quantize(const void* x, bool half, int64_t bits, int64_t k, int64_t blocks, int8_t* q) {
   const int64_t size = quantized_size(blocks);
   constexpr int64_t LAST = 4 * WIDTH > TERNARY_BLOCK ? 4 * WIDTH : TERNARY_BLOCK;  // what x may leave unwritten
   for (int64_t i = size - LAST; i < size; i += WIDTH) store(q + i, splat(0));
   Ints sums = zero();
   TernaryRow row;
-  row.step = quantize_row(x, half, k, [&](int64_t i, Bytes values) {
+  row.step = quantize_row(x, half, bits, k, [&](int64_t i, Bytes values) {
 #if DIFFBIT_ISA_AVX512VNNI
     store_halves(q + place(i), q + place(i + 32), values);
 #else

@@ -11,20 +11,28 @@ namespace {
 
 int64_t quantized_size(int64_t blocks) { return blocks * TERNARY_BLOCK; }
 
-TernaryRow quantize(const void* x, bool half, int64_t k, int64_t blocks, int8_t* q) {
+TernaryRow quantize(const void* x, bool half, int64_t bits, int64_t k, int64_t blocks, int8_t* q) {
   const auto at = [=](int64_t i) {
     return half ? to_float(static_cast<const Half*>(x)[i]) : static_cast<const float*>(x)[i];
   };
   std::fill(q, q + quantized_size(blocks), int8_t{0});
-  float largest = 1e-5f;
+  float largest = 0;
   for (int64_t i = 0; i < k; ++i) {
     // As in a computation in float, where such a row ends as NaN
     if (!std::isfinite(at(i))) return {std::numeric_limits<float>::quiet_NaN(), 0};
     largest = std::max(largest, std::fabs(at(i)));
   }
-  TernaryRow row = {largest / 127, 0};
+  TernaryRow row = {std::max(largest, 1e-5f) / 127, 0};
+  if (bits == 4) {
+    const double grid = largest * (2.0 * static_cast<double>(k));
+    double sum = 0;
+    for (int64_t i = 0; i < k; ++i) sum += (static_cast<double>(std::fabs(at(i))) + grid) - grid;
+    row.step = std::max(static_cast<float>(sum / static_cast<double>(k)), 1e-5f) / 2.6457513f;
+  }
   for (int64_t i = 0; i < k; ++i) {
-    q[i] = static_cast<int8_t>(std::nearbyint(at(i) / row.step));
+    float value = std::nearbyint(at(i) / row.step);
+    if (bits == 4) value = std::min(std::max(value, -8.0f), 7.0f);
+    q[i] = static_cast<int8_t>(value);
     row.sum += q[i];
   }
   return row;

@@ -133,6 +133,6 @@ def test_an_unknown_spec_version_is_refused_by_the_kernel(checkpoint_of: Maker, 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.register_custom_ops_library(str(native.library()))
-    with pytest.raises(Exception, match="spec_version is 99, this library computes 1"):
+    with pytest.raises(Exception, match="spec_version is 99, this library computes 2"):
         onnxruntime.InferenceSession(str(changed), options, providers=["CPUExecutionProvider"])
     changed.unlink()

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..ops.cases import AttentionCase, Int4Case, TernaryCase
-from .nodes import Node, Output, attention, int4, ternary
+from ..ops.cases import AttentionCase, HadamardCase, Int4Case, TernaryCase
+from .nodes import Node, Output, attention, int4, ternary, transform
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,25 @@ def broken_ternary() -> Iterator[Broken]:
         ("packed_flat", r"packed is \[320\], wanted \[5, 64\]", {"packed": packed.reshape(-1)}),
         ("packed_short", r"packed is \[5, 63\], wanted \[5, 64\]", {"packed": packed[:, :63]}),
         ("packed_empty", r"packed is \[0, 64\], wanted \[5, 64\]", {"packed": packed[:0]}),
+        ("bits_6", "activation_bits is 6, wanted 8 or 4", {"activation_bits": 6}),
+        ("bits_2", "attribute activation_bits is 2, wanted 4 to 8", {"activation_bits": 2}),
         ("scale_of_rows", r"scale is \[5\], wanted \[1\]", {"scale": np.ones(5, np.float32)}),
         ("scale_empty", r"scale is \[0\], wanted \[1\]", {"scale": np.ones(0, np.float32)}),
+    ):
+        yield Broken(changed(node, name, **changes), sentence)
+
+
+def broken_hadamard() -> Iterator[Broken]:
+    node = transform(HadamardCase("base", lead=(2,), k=192, block=64))
+    yield from of_any_op(node)
+    for name, sentence, changes in (
+        ("block_0", "attribute block is 0, wanted 1 to", {"block": 0}),
+        ("block_negative", "attribute block is -64, wanted 1 to", {"block": -64}),
+        ("block_huge", "attribute block is 4611686018427387904, wanted", {"block": 1 << 62}),
+        ("block_48", "attribute block is 48, wanted a power of two", {"block": 48}),
+        ("block_128", r"A is \[2, 192\], wanted its last dimension a multiple of 128", {"block": 128}),
+        ("a_a_number", r"A is \[\], wanted its last dimension a multiple of 64", {"A": np.zeros((), np.float32)}),
+        ("a_transposed", r"A is \[192, 2\], wanted", {"A": np.zeros((192, 2), np.float32)}),
     ):
         yield Broken(changed(node, name, **changes), sentence)
 
@@ -272,5 +289,6 @@ def broken() -> Iterator[Broken]:
     """Every op's."""
     yield from broken_ternary()
     yield from broken_int4()
+    yield from broken_hadamard()
     yield from broken_attention()
     yield from broken_grids()

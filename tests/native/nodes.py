@@ -6,10 +6,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
-from diffbit.ops import diff_attention, int4_matmul, ternary_matmul
+from diffbit.ops import diff_attention, hadamard, int4_matmul, ternary_matmul
 
-from ..ops.cases import ATTENTION_CASES, INT4_CASES, TERNARY_CASES, AttentionCase, Int4Case, TernaryCase
+from ..ops.cases import (
+    ATTENTION_CASES,
+    HADAMARD_CASES,
+    INT4_CASES,
+    TERNARY_CASES,
+    AttentionCase,
+    HadamardCase,
+    Int4Case,
+    TernaryCase,
+)
 from ..ops.test_diff_attention import ROUNDING, arrays, exact, reference
 
 
@@ -64,11 +74,23 @@ def ternary(case: TernaryCase) -> Node:
     return Node(
         f"ternary/{case.name}",
         ternary_matmul.NAME,
-        {"K": case.k, "N": case.n, "spec_version": ternary_matmul.VERSION},
+        {"K": case.k, "N": case.n, "activation_bits": case.bits, "spec_version": ternary_matmul.VERSION},
         {"A": a.numpy(), "packed": packed.numpy(), "scale": scale.numpy()},
         (Output("Y", a.numpy().dtype, a.dim()),),
-        equal(ternary_matmul.reference(a, packed, scale).numpy()),
+        equal(ternary_matmul.reference(a, packed, scale, case.bits).numpy()),
         constants=("packed", "scale"),
+    )
+
+
+def transform(case: HadamardCase) -> Node:
+    a = case.inputs()
+    return Node(
+        f"hadamard/{case.name}",
+        hadamard.NAME,
+        {"block": case.block, "spec_version": hadamard.VERSION},
+        {"A": a.numpy()},
+        (Output("Y", a.numpy().dtype, a.dim()),),
+        equal(hadamard.reference(a, case.block).numpy()),
     )
 
 
@@ -126,9 +148,11 @@ def nodes() -> Iterator[Node]:
     """Every case of every op that the library holds."""
     yield from map(ternary, TERNARY_CASES)
     yield from map(int4, INT4_CASES)
+    yield from map(transform, HADAMARD_CASES)
     for lead in ((0,), (2, 0)):
         yield ternary(TernaryCase(f"empty_{len(lead)}", lead=lead))
         yield int4(Int4Case(f"empty_{len(lead)}", lead=lead))
+        yield transform(HadamardCase(f"empty_{len(lead)}", lead=lead))
     yield from map(attention, ATTENTION_CASES)
     yield from (attention(case, in_place=True) for case in ATTENTION_CASES if case.beyond is not None)
     nothing = AttentionCase("no_steps", steps=0, past=3, beyond=2)
@@ -140,6 +164,8 @@ def one_of_each() -> list[Node]:
     cache = AttentionCase("small", batch=2, steps=3, past=4, beyond=2, heads=4, kv_heads=4)
     return [
         ternary(TernaryCase("small", lead=(2,), k=200, n=5)),
+        ternary(TernaryCase("small_int4", lead=(2,), k=200, n=5, bits=4)),
+        transform(HadamardCase("small", lead=(2,), k=192, block=64)),
         int4(Int4Case("small", lead=(2,), k=200, n=21, symmetric=False)),
         attention(cache),
         attention(replace(cache, name="small_int8", key_bits=8, value_bits=8)),
@@ -150,6 +176,9 @@ def one_of_each() -> list[Node]:
 def large() -> Iterator[Node]:
     """Nodes large enough that threads meet: too slow for an emulator."""
     yield ternary(TernaryCase("large", lead=(64,), k=1024, n=1000))
+    yield ternary(TernaryCase("large_int4", lead=(64,), k=1024, n=1000, bits=4))
+    yield transform(HadamardCase("large", lead=(64,), k=3072, block=1024))
+    yield transform(HadamardCase("large_fp16", lead=(64,), k=3072, block=1024, dtype=torch.float16))
     yield int4(Int4Case("large", lead=(64,), k=1024, n=1000))
     yield attention(AttentionCase("large", steps=70, past=400, beyond=9, heads=8, kv_heads=4, d=32))
     yield attention(

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from diffbit.ops import int4_matmul
 
-from ..ops.cases import AttentionCase, Int4Case, TernaryCase
+from ..ops.cases import AttentionCase, HadamardCase, Int4Case, TernaryCase
 from .host import build
-from .nodes import Node, attention, int4, ternary
+from .nodes import Node, attention, int4, ternary, transform
 from .test_host import differences
 
 FLOATS = (torch.float32, torch.float16)
@@ -32,7 +32,12 @@ def matmuls(fills: tuple[str, ...]) -> dict[str, st.SearchStrategy]:
     }
 
 
-TERNARY = st.builds(TernaryCase, st.just("any"), **matmuls(("normal", "ones", "minus", "zero", "tiny")))
+TERNARY = st.builds(
+    TernaryCase,
+    st.just("any"),
+    **matmuls(("normal", "ones", "minus", "zero", "tiny", "outliers")),
+    bits=st.sampled_from((8, 4)),
+)
 INT4 = st.builds(
     Int4Case,
     st.just("any"),
@@ -41,6 +46,19 @@ INT4 = st.builds(
     symmetric=st.booleans(),
     factor=st.sampled_from((1.0, 0.37)),
 )
+
+
+@st.composite
+def hadamards(draw: st.DrawFn) -> HadamardCase:
+    block = 1 << draw(st.integers(0, 11))
+    return HadamardCase(
+        "any",
+        lead=draw(LEADS),
+        k=block * draw(st.integers(1, 5)),
+        block=block,
+        dtype=draw(st.sampled_from(FLOATS)),
+        seed=draw(st.integers(0, 1000)),
+    )
 
 
 @st.composite
@@ -79,7 +97,12 @@ def any_attention(case: AttentionCase) -> Node:
     return attention(case, in_place=case.beyond is not None and case.seed % 2 == 0, roundings=10)
 
 
-OPS = {"ternary": (ternary, TERNARY), "int4": (int4, INT4), "attention": (any_attention, attentions())}
+OPS = {
+    "ternary": (ternary, TERNARY),
+    "int4": (int4, INT4),
+    "hadamard": (transform, hadamards()),
+    "attention": (any_attention, attentions()),
+}
 
 
 @pytest.mark.parametrize("op", OPS)

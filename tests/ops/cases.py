@@ -297,9 +297,11 @@ class TernaryCase:
     lead: tuple[int, ...] = (3,)
     k: int = 128
     n: int = 5
-    fill: str = "normal"  # "ones", "minus": weights 1, activations at one end, the sums' extremes; "zero"; "tiny"
+    # "ones", "minus": weights 1, activations at one end, the sums' extremes; "zero"; "tiny"; "outliers"
+    fill: str = "normal"
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    bits: int = 8  # of the activations
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """A, the weight in {-1, 0, 1} (int8, not packed) and its scale."""
@@ -314,6 +316,8 @@ class TernaryCase:
             a = torch.zeros_like(a)
         elif self.fill == "tiny":
             a = a * 1e-6
+        elif self.fill == "outliers":
+            a[..., ::50] *= -2000
         return a.to(self.dtype), weight, torch.tensor([0.037])
 
 
@@ -341,6 +345,49 @@ TERNARY_CASES = [
     TernaryCase("prefill", lead=(2, 150), k=512, n=259, seed=13),
     TernaryCase("prefill_fp16", lead=(200,), k=320, n=135, dtype=torch.float16, seed=14),
     TernaryCase("one_row_fp16", lead=(1,), k=515, n=301, dtype=torch.float16, seed=15),
+    # Activations of four bits
+    TernaryCase("int4", bits=4, seed=20),
+    TernaryCase("int4_one_row", lead=(1,), k=700, n=300, bits=4, seed=21),
+    TernaryCase("int4_ragged", lead=(2, 3), k=201, n=17, bits=4, seed=22),
+    TernaryCase("int4_one_number", lead=(), k=1, n=1, bits=4, seed=23),
+    TernaryCase("int4_ones", lead=(2,), k=4096, n=3, fill="ones", bits=4),
+    TernaryCase("int4_outliers", lead=(3,), k=1500, n=40, fill="outliers", bits=4, seed=24),
+    TernaryCase("int4_zero_rows", lead=(2,), fill="zero", bits=4),
+    TernaryCase("int4_tiny_rows", lead=(4,), fill="tiny", bits=4, seed=25),
+    TernaryCase("int4_fp16", lead=(7,), k=333, n=35, fill="outliers", bits=4, dtype=torch.float16, seed=26),
+    TernaryCase("int4_long_row", lead=(1,), k=33000, n=6, bits=4, seed=27),
+    TernaryCase("int4_prefill", lead=(150,), k=512, n=259, bits=4, seed=28),
+]
+
+
+@dataclass(frozen=True)
+class HadamardCase:
+    """A call of Hadamard: A [*lead, K] in blocks."""
+
+    name: str
+    lead: tuple[int, ...] = (3,)
+    k: int = 128
+    block: int = 128
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def inputs(self) -> torch.Tensor:
+        """A, with an outlier in each row."""
+        a = torch.randn(*self.lead, self.k, generator=torch.Generator().manual_seed(self.seed))
+        a[..., self.k // 2] *= 100
+        return a.to(self.dtype)
+
+
+HADAMARD_CASES = [
+    *(HadamardCase(f"block_{1 << i}", lead=(2,), k=3 << i, block=1 << i, seed=i) for i in range(14)),
+    *(HadamardCase(f"block_{1 << i}_fp16", k=3 << i, block=1 << i, dtype=torch.float16, seed=i) for i in range(10)),
+    HadamardCase("one_block", lead=(1,), seed=20),
+    HadamardCase("no_lead", lead=(), k=64, block=64, seed=21),
+    HadamardCase("batched", lead=(2, 5), k=192, block=64, seed=22),
+    HadamardCase("small_blocks", lead=(7,), k=6, block=2, seed=23),
+    HadamardCase("prefill", lead=(150,), k=768, block=256, seed=24),
+    HadamardCase("prefill_fp16", lead=(150,), k=512, block=512, dtype=torch.float16, seed=25),
+    HadamardCase("long", lead=(1,), k=1 << 16, block=1 << 16, seed=26),
 ]
 
 

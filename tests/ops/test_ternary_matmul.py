@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -18,13 +19,19 @@ from .onnx_run import on_each_isa, run_node
 cases = pytest.mark.parametrize("case", TERNARY_CASES, ids=lambda case: case.name)
 
 
-def by_the_book(a: np.ndarray, weight: np.ndarray, scale: np.float32) -> np.ndarray:
-    """Row by row with int64 sums and float32 steps in the order that the docstring gives."""
+def by_the_book(a: np.ndarray, weight: np.ndarray, scale: np.float32, bits: int) -> np.ndarray:
+    """Row by row with int64 sums and float32 steps in the order that the docstring gives; sums of |x| in rationals."""
     rows = a.astype(np.float32).reshape(-1, a.shape[-1])
     out = np.empty((len(rows), len(weight)), np.float32)
     for i, x in enumerate(rows):
-        step = max(np.abs(x).max(), np.float32(1e-5)) / np.float32(127)
-        q = np.round(x / step).astype(np.int64)  # numpy rounds halves to even
+        if bits == 8:
+            step = max(np.abs(x).max(), np.float32(1e-5)) / np.float32(127)
+            q = np.round(x / step).astype(np.int64)  # numpy rounds halves to even
+        else:
+            grid = 2 * len(x) * float(np.abs(x).max())
+            total = sum(Fraction((abs(value) + grid) - grid) for value in x.astype(float).tolist())
+            step = max(np.float32(float(total) / len(x)), np.float32(1e-5)) / np.float32(math.sqrt(7))
+            q = np.round(x / step).clip(-8, 7).astype(np.int64)
         for n, w in enumerate(weight):
             out[i, n] = np.float32(int(q @ w.astype(np.int64))) * step * scale
     return out.reshape(*a.shape[:-1], len(weight)).astype(a.dtype)
@@ -33,8 +40,8 @@ def by_the_book(a: np.ndarray, weight: np.ndarray, scale: np.float32) -> np.ndar
 @cases
 def test_reference_is_exact(case: TernaryCase) -> None:
     a, weight, scale = case.inputs()
-    got = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale)
-    wanted = by_the_book(a.numpy(), weight.numpy(), scale.numpy()[0])
+    got = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale, case.bits)
+    wanted = by_the_book(a.numpy(), weight.numpy(), scale.numpy()[0], case.bits)
     assert got.dtype == case.dtype and np.array_equal(got.numpy(), wanted)
 
 
@@ -43,15 +50,17 @@ def test_body_is_exact(case: TernaryCase) -> None:
     a, weight, scale = case.inputs()
     packed = ternary_matmul.pack(weight)
     inputs = {"A": a.numpy(), "packed": packed.numpy(), "scale": scale.numpy()}
-    attributes = {"K": case.k, "N": case.n, "spec_version": 1}
+    attributes = {"K": case.k, "N": case.n, "activation_bits": case.bits, "spec_version": 2}
     (got,) = run_node(ternary_matmul.function(), inputs, attributes, {"Y": a.dim()}, constants=("packed", "scale"))
-    assert np.array_equal(got, ternary_matmul.reference(a, packed, scale).numpy())
+    assert np.array_equal(got, ternary_matmul.reference(a, packed, scale, case.bits).numpy())
 
 
-def run_kernel(a: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, isa: str, threads: int = 1) -> np.ndarray:
+def run_kernel(
+    a: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, isa: str, threads: int = 1, bits: int = 8
+) -> np.ndarray:
     packed = ternary_matmul.pack(weight)
     inputs = {"A": a.numpy(), "packed": packed.numpy(), "scale": scale.numpy()}
-    attributes = {"K": weight.shape[1], "N": weight.shape[0], "spec_version": 1}
+    attributes = {"K": weight.shape[1], "N": weight.shape[0], "activation_bits": bits, "spec_version": 2}
     constants = ("packed", "scale")
     (y,) = run_node(ternary_matmul.function(), inputs, attributes, {"Y": a.dim()}, constants, isa, threads)
     return y
@@ -61,8 +70,8 @@ def run_kernel(a: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, isa: 
 @cases
 def test_kernel_is_exact(case: TernaryCase, isa: str) -> None:
     a, weight, scale = case.inputs()
-    wanted = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale)
-    assert np.array_equal(run_kernel(a, weight, scale, isa), wanted.numpy())
+    wanted = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale, case.bits)
+    assert np.array_equal(run_kernel(a, weight, scale, isa, bits=case.bits), wanted.numpy())
 
 
 @on_each_isa
@@ -75,13 +84,14 @@ def test_any_number_of_threads_gives_the_same(isa: str) -> None:
 
 
 @on_each_isa
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_a_row_with_no_finite_step_is_nan(isa: str, dtype: torch.dtype) -> None:
+def test_a_row_with_no_finite_step_is_nan(isa: str, dtype: torch.dtype, bits: int) -> None:
     a, weight, scale = TernaryCase("odd", lead=(6,), k=200, dtype=dtype, seed=21).inputs()
     a[0, 3], a[2, 199], a[4, 77] = math.nan, math.inf, -math.inf
-    wanted = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale).numpy()
+    wanted = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale, bits).numpy()
     assert np.isnan(wanted[::2]).all() and np.isfinite(wanted[1::2]).all()
-    assert np.array_equal(run_kernel(a, weight, scale, isa), wanted, equal_nan=True)
+    assert np.array_equal(run_kernel(a, weight, scale, isa, bits=bits), wanted, equal_nan=True)
 
 
 @on_each_isa
