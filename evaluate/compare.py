@@ -46,6 +46,7 @@ from ..progress import track
 from ..quantize import AttentionScheme, Format, Scheme, apply, linear_shapes, parse_format, parse_recipe, sizes
 from ..quantize.cache import kv_bytes
 from ..quantize.scheme import KV, LOGIT_BITS, QK
+from .cost import Cost, token_cost
 from .metrics import CONFIDENCE, Estimate, Scores, log_probabilities, mean, paired, perplexity_ratio, recovered, score
 from .retrieval import Retrieval, answered, contrast, label, retrieval, settings
 
@@ -86,6 +87,7 @@ class Measured:
     scores: Scores
     nbytes: int  # of the whole model in a file, what is not quantized at two bytes a weight
     bits_per_weight: float  # of the linear layers that are quantized, scales included
+    cost: Cost  # of a token, at the windows' length
     answers: tuple[np.ndarray, ...] = ()  # bool [n, R] for each of the needles asked for: which queries are answered
 
 
@@ -116,6 +118,7 @@ class Result:
     agreement: Estimate  # share of tokens with the same most likely prediction
     recovered: Estimate | None  # share of the loss of rtn at this format; None: rtn itself, not compared, or no loss
     cache_bytes: float  # of the KV cache, a token of context
+    cost: Cost  # of a decoded token, at the windows' length
     retrieval: tuple[Retrieval, ...]  # of the needles asked for
 
     def to_dict(self) -> dict[str, Any]:
@@ -168,11 +171,13 @@ class Comparison:
         return asdict(self)
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row per result, for a table."""
+        """A row per result, for a table. Of a decoded token: "MB moved", millions of operations of ternary, integer and
+        float weights ("M ops t/i/f") and the energy, of the 16-bit model's (cost.py)."""
         percent = f"{self.confidence:.0%}"
         several = any(result.method not in ("none", ROUNDED) for result in self.results)
         compared = {result.what for result in self.results}
         weights, cache = "weights" in compared, compared & set(ATTENTION_WHAT)
+        energy = {result.model: result.cost.energy() for result in self.results if result.what == "none"}
         return [
             {
                 "model": result.model,
@@ -182,6 +187,9 @@ class Comparison:
                 **({"bits/weight": round(result.bits_per_weight, 2)} if weights else {}),
                 **({"MB": round(result.nbytes / 1e6, 2)} if weights else {}),
                 **({"KV bytes/token": round(result.cache_bytes, 1)} if cache else {}),
+                "MB moved": round(result.cost.nbytes / 1e6, 2),
+                "M ops t/i/f": "/".join(f"{count / 1e6:.1f}" for count in result.cost.operations.values()),
+                "energy": f"{result.cost.energy() / energy[result.model]:.1%}",
                 "perplexity": result.perplexity.value,
                 "increase": f"{result.ratio.value - 1:+z.2%}",
                 percent: f"{result.ratio.low - 1:+z.2%} to {result.ratio.high - 1:+z.2%}",
@@ -202,7 +210,9 @@ class Comparison:
         for result in self.results:
             row: dict[str, Any] = {}
             for name, value in result.to_dict().items():
-                if isinstance(value, dict) or name == "recovered":
+                if name == "cost":
+                    row |= result.cost.columns()
+                elif isinstance(value, dict) or name == "recovered":
                     row |= _ends(name, value)
                 elif name != "retrieval":
                     row[name] = value
@@ -373,13 +383,13 @@ def measure(
             except DiffbitError as error:
                 refused.append(Refusal(name, variant.format, variant.method, str(error)))
                 continue
-        nbytes = sizes(model.config, scheme).nbytes
+        nbytes, cost = sizes(model.config, scheme).nbytes, token_cost(model.config, scheme, ids.shape[1])
         found = scores(variant, model)
         answers = tuple(
             answered(model, one, _batch_size(variant, decoder.config, one.windows.ids.shape[1], batch_size))
             for one in needles
         )
-        measured.append(Measured(variant, found, nbytes, _bits_per_weight(model.config, scheme), answers))
+        measured.append(Measured(variant, found, nbytes, _bits_per_weight(model.config, scheme), cost, answers))
         del model  # before the next one is made
     if refused and len(measured) == 1:
         raise DiffbitError(f"{name}: {refused[0].reason}")
@@ -496,6 +506,7 @@ def _result(
         agreement=found.agreement(confidence),
         recovered=None if rounded is None else recovered(found, rounded.scores, reference, confidence),
         cache_bytes=kv_bytes(config, scheme, "float16")[0] / 1000,
+        cost=measured.cost,
         retrieval=tuple(
             retrieval(one, answers, whole, confidence)
             for one, answers, whole in zip(needles, measured.answers, own[None].answers, strict=True)

@@ -351,6 +351,7 @@ def _accuracy(data: ReportData) -> str:
                 svg = style.inline(figure, f"curve-{what}-{number}")
                 figures.append(_figure(svg, f"{chart.title} against bit-width", _chart_words(chart)))
         html += f'<div class="figures">{"".join(figures)}</div>{_result_table(data, what)}{_contrast_table(data, what)}'
+        html += _cost_table(data, what)
     if comparison["needles"]:
         asked = comparison["needles"][0]
         html += _note(
@@ -446,6 +447,43 @@ def _result_table(data: ReportData, what: str) -> str:
                 row += [_percent(one["accuracy"]["value"]), "–" if name == "16" else _interval(one["change"], _change)]
             rows.append(row)
     return _table(f"{plots.SUBJECTS[what]}: every width", head, rows, left=left, grouped=True)
+
+
+def _cost_table(data: ReportData, what: str) -> str:
+    """What a decoded token moves and computes, by format; a method changes it only where it unties the head."""
+    assert data.comparison
+    if what == "logits":  # rounded and computed in float
+        return ""
+    results = [r for r in data.comparison["results"] if r["what"] in (what, "none")]
+    whole = {r["model"]: r["cost"] for r in results if r["what"] == "none"}
+    rows = []
+    for name in ["16", *plots.order([r for r in results if r["what"] == what])]:
+        costs = {r["model"]: r["cost"] for r in reversed(results) if r["format"] == name}  # by the first method
+        for index, model in enumerate(m for m in whole if m in costs):
+            cost, exact = costs[model], whole[model]
+            row = [
+                f"<strong>{escape(name)}</strong>" if index == 0 else "",
+                _swatch(data, model),
+                _bytes(cost["weight_bytes"]),
+                _bytes(cost["cache_bytes"]),
+                *(_millions(cost[kind]) for kind in ("ternary", "integer", "floating", "other")),
+            ]
+            for node in ("7nm", "45nm"):
+                row.append(f"{_number(cost['arithmetic_pj'][node] / 1e6)} µJ")
+            row.append(f"{_number(cost['memory_pj'] / 1e6)} µJ")
+            energy, before = (c["arithmetic_pj"]["7nm"] + c["memory_pj"] for c in (cost, exact))
+            rows.append([*row, _percent(energy / before)])
+    head = ["Format", "Model", "Weights read", "Cache read, written", "Ternary additions", "Integer multiply-adds"]
+    head += ["Float multiply-adds", "Element by element", "Arithmetic, 7 nm", "45 nm", "Memory", "Energy, of 16 bits"]
+    title = f"{plots.SUBJECTS[what]}: what a decoded token costs"
+    note = _note(
+        f"One token at a context of {next(iter(whole.values()))['context']:,} tokens, counted from the model's shapes. "
+        "Energy is an estimate: additions and multiplications as published for 45 nm (Horowitz, ISSCC 2014) and 7 nm "
+        "(arXiv 2112.00133, the table behind BitNet b1.58), memory at 1.3 nJ for 64 bits of DRAM; the last column is "
+        "arithmetic at 7 nm and memory. Activations stay in caches and are not counted."
+    )
+    table = _table(title, head, rows, left=(0, 1), grouped=True)
+    return _details("What does a token cost? Bytes, operations, energy", table + note)
 
 
 def _contrast_table(data: ReportData, what: str) -> str:
@@ -725,6 +763,10 @@ def _number(value: float | None) -> str:
     if abs(value) < 100:
         return f"{value:#.3g}"
     return f"{value:,.1f}" if abs(value) < 10_000 else f"{value:,.0f}"
+
+
+def _millions(count: int) -> str:
+    return "–" if not count else f"{_number(count / 1e6)} M"
 
 
 def _integer(value: int | None) -> str:

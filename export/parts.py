@@ -4,7 +4,7 @@
     integer codes     of int2 to int8: the bits of the container that the operator reads (linear.py)
     codebook codes    nf4
     scales            and zero points
-    embedding         where it is tied, the head too
+    embedding         a row of it is read for a token; "embedding, head" where the head is the same table
     head              a float one
     float weights     linear layers that are not quantized
     lambda            lambda_proj of diff_v2; the numbers of diff_v1 are constants of the graph
@@ -82,11 +82,9 @@ def parts(folder: str | Path, files: Iterable[str]) -> list[Part]:
         if name.endswith("codes"):
             part, weights, nbytes = _codes(value, tensor)
         else:
-            part, weights, nbytes = (
-                next(p for end, p in NAMED.items() if name.endswith(end)),
-                tensor.size,
-                tensor.nbytes,
-            )
+            part, weights, nbytes = NAMED[next(filter(name.endswith, NAMED))], tensor.size, tensor.nbytes
+            if part == "embedding" and len(value.consumers()) > 1:
+                part = "embedding, head"
         add(part, nbytes, weights)
         add("padding", -nbytes)
     rows = [Part(name, nbytes, weights or None) for name, (nbytes, weights) in found.items()]

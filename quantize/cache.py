@@ -20,7 +20,7 @@ from math import prod
 
 from ..models import ModelConfig, variant
 from ..ops.diff_attention import Kind
-from ..ops.kv_cache import BITS, GROUP
+from ..ops.kv_cache import BITS, GROUP, settled
 from .scheme import AttentionScheme
 
 TOKENS, GROUPS = "tokens", f"tokens/{GROUP}"  # dimensions that grow with the capacity
@@ -88,3 +88,18 @@ def kv_bytes(config: ModelConfig, scheme: AttentionScheme, dtype: str) -> tuple[
     layer = buffers(scheme, heads, config.head_dim, dtype)
     fixed, group = (sum(buffer.nbytes(tokens) for buffer in layer) for tokens in (0, GROUP))
     return config.num_layers * (group - fixed) * 1000 // GROUP, config.num_layers * fixed
+
+
+def step_bytes(config: ModelConfig, scheme: AttentionScheme, dtype: str, context: int) -> float:
+    """Of one sequence, all layers: bytes that a decoded token reads of a cache of `context` tokens, itself among them,
+    and writes to it; what is written once for a group of tokens counts a share of it."""
+    heads = variant(config.attention).Attention.cache_heads(config)
+    low = settled(context, scheme.window)
+    total = 0.0
+    for buffer in buffers(scheme, heads, config.head_dim, dtype):
+        format = scheme.key_format if buffer.name.startswith("key") else scheme.value_format
+        if buffer.name.endswith("recent"):
+            total += heads * config.head_dim * WIDTHS[buffer.dtype] * (context - low + 1)
+        else:
+            total += buffer.nbytes(GROUP) / GROUP * ((low if BITS[format] < 8 else context) + 1)
+    return config.num_layers * total

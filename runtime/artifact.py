@@ -30,6 +30,7 @@ _HEX64 = re.compile(r"[0-9a-f]{64}")
 _BUFFER = re.compile(r"[a-z][a-z0-9_]{0,39}")
 TOKENS = "tokens"  # a dimension that grows with the capacity; "tokens/32" counts groups of 32
 WIDTHS = {"float32": 4, "float16": 2, "int8": 1, "uint8": 1}  # of a buffer's numbers, in bytes
+ROWS_READ = ("embedding", "rotary tables")  # parts of which a token reads a row
 MOST_BUFFERS, MOST_DIMENSIONS, MOST_GROUP = 16, 5, 1024
 
 
@@ -189,6 +190,13 @@ class Artifact:
     def nbytes(self) -> int:
         """Bytes of all files on disk, as the manifest lists them."""
         return sum(entry.bytes for entry in self.files.values())
+
+    def bytes_per_token(self, context: int) -> int | None:
+        """Bytes of weights and cache that a decoded token reads; None where the manifest has no parts."""
+        if not self.parts:
+            return None
+        weights = sum(part["bytes"] for part in self.parts if part["weights"] and part["name"] not in ROWS_READ)
+        return weights + self.cache.nbytes(context)
 
     def file(self, name: str) -> Path:
         """The path of a listed file; it must exist and lie inside the folder."""

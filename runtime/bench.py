@@ -35,7 +35,8 @@ def bench(
     """Run the artifact at `path` in a fresh process and return one flat row; times are medians over `repeats`.
 
     model_bytes (on disk), load_s (files read, graph optimized), prefill_tokens_per_s, time_to_first_token_s (the
-    prompt's prefill and one argmax), decode_tokens_per_s, kv_bytes_per_1k_tokens and kv_fixed_bytes (of one
+    prompt's prefill and one argmax), decode_tokens_per_s, bytes_per_token (of weights and cache that the last new token
+    reads; None for an artifact that does not say what it is made of), kv_bytes_per_1k_tokens and kv_fixed_bytes (of one
     sequence: for each 1000 tokens, and for recent ones that a low-bit cache keeps), peak_memory_bytes (resident, of the
     whole process, Python included), and what was asked for. With `memory`, in bytes, also longest_context_tokens: the
     longest sequence whose cache fits into it beside the model's files, whatever context the artifact was exported for;
@@ -111,6 +112,7 @@ def _measure(
         "prefill_tokens_per_s": prompt_tokens / prefill,
         "time_to_first_token_s": prefill,
         "decode_tokens_per_s": (new_tokens - 1) / decode if new_tokens > 1 else None,
+        "bytes_per_token": artifact.bytes_per_token(prompt_tokens + new_tokens - 1),
         "kv_bytes_per_1k_tokens": artifact.cache.bytes_per_1k_tokens,
         "kv_fixed_bytes": artifact.cache.fixed_bytes,
         "peak_memory_bytes": _peak_memory(),

@@ -19,6 +19,15 @@ def ratio(loss: float) -> dict[str, float]:
     return {end: math.exp(x) for end, x in (("value", loss), ("low", loss - half), ("high", loss + half))}
 
 
+def cost(per_weight: float) -> dict[str, Any]:
+    """Of a token: 8 million weights of so many bits."""
+    return {
+        "context": 128, "weight_bytes": int(1e6 * per_weight), "cache_bytes": 1e5, "ternary": 0, "integer": 8_000_000,
+        "floating": 1_500_000, "other": 20_000, "arithmetic_pj": {"45nm": 4e6, "7nm": 1e6},
+        "memory_pj": 162.5 * (1e6 * per_weight + 1e5),
+    }  # fmt: skip
+
+
 def comparison(
     names: tuple[str, ...] = ("diff", "plain"),
     *,
@@ -48,7 +57,7 @@ def comparison(
                     "bits_per_weight": per_weight, "recovered": estimate(1 - share, 0.05) if share < 1 else None,
                     "nbytes": int(1e5 * per_weight), "perplexity": estimate(20 * math.exp(loss), 1.0),
                     "ratio": ratio(loss) if loss else estimate(1.0, 0.0), "kl": estimate(abs(loss), 0.1 * abs(loss)),
-                    "agreement": estimate(math.exp(-abs(loss)), 0.001), "cache_bytes": 384.0,
+                    "agreement": estimate(math.exp(-abs(loss)), 0.001), "cache_bytes": 384.0, "cost": cost(per_weight),
                     "retrieval": [
                         {
                             "length": length, "needles": 6, "queries": 2, "accuracy": estimate(0.9 - loss / 10, 0.05),

@@ -136,6 +136,14 @@ def test_the_tables_hold_the_numbers(page: Page) -> None:
     assert ["file:model.onnx.data", "✗ failed", "was changed"] in rows
 
 
+def test_what_a_token_costs() -> None:
+    rows = [[cell.strip() for cell in row] for row in Page(render(everything())).cells]
+    row = next(row for row in rows if row[:1] == ["int4_g64"] and len(row) == 12)
+    memory, whole = 162.5 * 4.35, 162.5 * 16.1
+    assert row[2:10] == ["4.25 MB", "100 kB", "–", "8.00 M", "1.50 M", "0.0200 M", "1.00 µJ", "4.00 µJ"]
+    assert row[10:] == [f"{memory:.1f} µJ", f"{100 * (1 + memory) / (1 + whole):.1f}%"]
+
+
 def test_findings_say_what_the_intervals_allow(page: Page) -> None:
     findings = page.text[page.text.index("Findings") : page.text.index("The models")]
     assert "+3.05% vs +4.60%" in findings and "diff loses less; the paired interval excludes zero" in findings

@@ -1,0 +1,153 @@
+"""What one decoded token costs, counted from a model's shapes and its scheme: bytes moved, operations, energy.
+
+Of one sequence with `context` tokens in the cache, the new one among them. Bytes are those that come from, or go to,
+memory once a token: all weights in their formats, a row of the embedding (beside the whole table where it is the head),
+the keys and values that are read and those that are written. Activations stay in caches and are not counted.
+
+Operations:
+
+    ternary   additions of integer activations, one a ternary weight (a weight of 0 counts too)
+    integer   multiply-adds of integers of 8 bits or fewer: int8 activations by int2 to int8 weights, low-bit q k^T
+    floating  multiply-adds of float matrices: float and nf4 layers, the head, attention
+    other     what is done element by element, each a float multiply-add: norms, RoPE, softmax, gates, residual sums,
+              rounding of activations, scales, Hadamard transforms (K log2 h additions), keys and values out of codes
+
+Attention is counted as the exported operators compute it: n query sub-heads of width d take n d T multiply-adds for
+q k^T. For the product with the values float attention takes n d T, too (diff_v1 subtracts first and has one product of
+H heads 2d wide; diff_v2 has two products d wide), low-bit attention one product after the difference.
+
+Energy. An estimate from published numbers a device is not held to: pJ of an addition and a multiplication at 45 nm
+(Horowitz, Computing's energy problem, ISSCC 2014) and at 7 nm (Zhang et al., PokeBNN, arXiv 2112.00133), the ones
+behind BitNet b1.58's figure 3 (2402.17764), whose 71.4 times is an fp16 multiply-add over an int8 addition at 7 nm:
+
+              add                                   multiply
+              int8     fp16    fp32                 int8    fp16    fp32
+    45 nm     0.03     0.4     0.9                  0.2     1.1     3.7
+    7 nm      0.007    0.16    0.38                 0.07    0.34    1.31
+
+As there, additions are counted at the width of what is added, not of the accumulator; int4 counts as int8, bfloat16 as
+fp16. Memory: 1.3 nJ for 64 bits of DRAM, the low end of Horowitz's 1.3 to 2.6, which is 162.5 pJ a byte, at both nodes:
+DRAM does not shrink as logic does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import log2, prod
+from typing import Any
+
+import torch
+
+from ..models import Block, ModelConfig, variant
+from ..models.layout import shapes
+from ..quantize import Scheme, linear_shapes, rounding_for
+from ..quantize.cache import is_low_bit, step_bytes
+from ..quantize.linear import runtime_activations
+
+PICOJOULES = {  # of an addition and of a multiplication
+    "45nm": {"int8": (0.03, 0.2), "float16": (0.4, 1.1), "float32": (0.9, 3.7)},
+    "7nm": {"int8": (0.007, 0.07), "float16": (0.16, 0.34), "float32": (0.38, 1.31)},
+}
+DRAM_PICOJOULES = 1300 / 8  # of a byte
+WIDTHS = {"float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one decoded token; see the module's docstring."""
+
+    context: int
+    weight_bytes: int  # of linear layers, head, norms and the embedding's row
+    cache_bytes: float  # read and written
+    ternary: int
+    integer: int
+    floating: int
+    other: int
+    arithmetic_pj: dict[str, float]  # by node
+    memory_pj: float
+
+    @property
+    def nbytes(self) -> float:
+        return self.weight_bytes + self.cache_bytes
+
+    def energy(self, node: str = "7nm") -> float:
+        """Picojoules."""
+        return self.arithmetic_pj[node] + self.memory_pj
+
+    @property
+    def operations(self) -> dict[str, int]:
+        """By kind; what is done element by element is float, too."""
+        return {"ternary": self.ternary, "integer": self.integer, "float": self.floating + self.other}
+
+    def columns(self) -> dict[str, Any]:
+        """Flat, for a table of numbers."""
+        found = {f"token_{name}": value for name, value in asdict(self).items() if name != "arithmetic_pj"}
+        return found | {f"token_arithmetic_pj_{node}": value for node, value in self.arithmetic_pj.items()}
+
+
+def token_cost(config: ModelConfig, scheme: Scheme | None, context: int, dtype: str = "float16") -> Cost:
+    """Of a model under a scheme (None: float); dtype, float16 or float32: of what is not quantized, cache included."""
+    scheme = scheme or Scheme()
+    formats, linears = scheme.formats(config), linear_shapes(config)
+    count = {"ternary": 0, "integer": 0, "floating": 0, "other": 0}
+    nbytes = config.hidden_size * WIDTHS[dtype]  # the embedding's row
+    for module, (rows, columns) in linears.items():
+        format, weights = formats.get(module), rows * columns
+        if format is None:
+            count["floating"] += weights
+            nbytes += weights * WIDTHS[dtype]
+            continue
+        nbytes += format.nbytes((rows, columns))
+        if format.kind == "ternary":
+            count["ternary"] += weights
+            block = rounding_for(module, columns, scheme.activations).hadamard
+            count["other"] += 2 * columns + 2 * rows + (columns * int(log2(block)) + columns if block > 1 else 0)
+        elif runtime_activations(format) is not None:
+            count["integer"] += weights
+            count["other"] += 2 * columns + rows * format.groups(columns)
+        else:
+            count["floating"] += weights
+            count["other"] += rows * format.groups(columns)
+    norms = [shape for name, shape in shapes(config).items() if name.endswith("norm.weight")]
+    nbytes += sum(prod(shape) for shape in norms) * WIDTHS[dtype]
+    count["other"] += 2 * sum(prod(shape) for shape in norms)
+    for kind, number in _layer(config, scheme, context).items():
+        count[kind] += config.num_layers * number
+    cache = step_bytes(config, scheme.attention, dtype, context)
+    arithmetic = {
+        node: count["ternary"] * prices["int8"][0]
+        + count["integer"] * sum(prices["int8"])
+        + (count["floating"] + count["other"]) * sum(prices[dtype])
+        for node, prices in PICOJOULES.items()
+    }
+    return Cost(context, nbytes, cache, **count, arithmetic_pj=arithmetic, memory_pj=DRAM_PICOJOULES * (nbytes + cache))
+
+
+def _layer(config: ModelConfig, scheme: Scheme, context: int) -> dict[str, int]:
+    """Operations of a layer outside its linears and weighted norms."""
+    attention = scheme.attention
+    with torch.device("meta"):
+        block: Any = Block(config, 0)
+    layer: Any = block.self_attn
+    width, out = config.head_dim, layer.o_proj.in_features
+    queries = layer.q_proj.out_features // width  # sub-heads: softmaxes
+    paired = queries != config.num_heads
+    products, mixed = queries * width * context, queries * width * context
+    other = 2 * queries * context + 2 * (layer.q_proj.out_features + layer.k_proj.out_features)  # softmax, RoPE
+    if is_low_bit(attention):
+        mixed = out * context
+    if paired:  # the difference, of weights or of results
+        after = not is_low_bit(attention) and out != layer.q_proj.out_features
+        other += out if after else queries // 2 * context
+    if hasattr(layer, "norm_eps"):
+        other += 2 * out  # the heads' norm
+    heads = variant(config.attention).Attention.cache_heads(config)
+    if attention.value_format.startswith("int"):
+        other += heads * width * context
+    if attention.key_format.startswith("int"):
+        other += queries * context if attention.query_bits else heads * width * context
+    gate = 3 if config.mlp == "swiglu" else 2
+    other += gate * config.intermediate_size + 2 * config.hidden_size
+    kind = "integer" if attention.query_bits else "floating"
+    found = {"floating": mixed, "other": other}
+    return found | {kind: found.get(kind, 0) + products}
