@@ -6,6 +6,7 @@ folder, marked by "quantization_config" in config.json, holds parts in place of 
 
     quant_method "diffbit"         <linear>.codes, .scale, .zero in place of <linear>.weight
     quant_method "bitsandbytes"    <linear>.weight packed, beside <linear>.weight.absmax and others
+    quant_method "bitnet"          <linear>.weight packed (or float), beside <linear>.weight_scale
 
 The parts are listed and read here; what they mean is the business of quantize/.
 """
@@ -32,7 +33,7 @@ from .safetensors_file import Entry, read_tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 PARTS = ("codes", "scale", "zero")  # of a weight that diffbit quantized; zero only in asymmetric formats
-QUANT_METHODS = ("diffbit", "bitsandbytes")
+QUANT_METHODS = ("diffbit", "bitsandbytes", "bitnet")
 HARMLESS = ".rotary_emb.inv_freq"  # a buffer that older transformers saved; it follows from the config
 
 
@@ -99,7 +100,7 @@ class Checkpoint:
                     hint = "; if the head shares the embedding, config.json must say tie_word_embeddings: true"
                 raise DiffbitError(f"{self.path}: tensor {name} of shape {shape} is missing from the weights{hint}")
             entry = stored[name]
-            if self._is_packed(entry):
+            if self._is_packed(entry) and len(shape) == 2 and entry.shape != shape:
                 continue
             if entry.shape != shape:
                 raise DiffbitError(
@@ -115,7 +116,7 @@ class Checkpoint:
         return None if self.quantization is None else self.quantization["quant_method"]
 
     def _is_packed(self, entry: Entry) -> bool:
-        return self._method() == "bitsandbytes" and entry.dtype not in FLOATS
+        return self._method() in ("bitsandbytes", "bitnet") and entry.dtype not in FLOATS
 
     def _is_part(self, name: str, stored: dict[str, Entry], wanted: dict[str, tuple[int, ...]]) -> bool:
         weight = f"{layout.linear_of(name)}.weight"
@@ -123,6 +124,8 @@ class Checkpoint:
             return False
         if self._method() == "diffbit":
             return name in _parts(weight) and weight not in stored
+        if self._method() == "bitnet":  # the norm is refused where its quantization_config is read
+            return name in (f"{weight}_scale", f"{layout.linear_of(name)}.rms_norm.weight")
         return self._method() == "bitsandbytes" and name.startswith(f"{weight}.")
 
     def _has_parts(self, name: str, stored: dict[str, Entry]) -> bool:

@@ -1,7 +1,7 @@
 """Low-bit weights: number formats, methods that round to them, schemes that say what goes where, checkpoints.
 
 report = quantize_checkpoint("model", "model-int4", Scheme(weights=parse_format("int4_g128")))
-decoder = load("model-int4")                         # float, quantized and bitsandbytes nf4 folders alike
+decoder = load("model-int4")                         # float and quantized folders, bitsandbytes' and bitnet's too
 decoder = apply(float_decoder, scheme)               # the same in memory
 """
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from .. import files, models
 from ..errors import DiffbitError
 from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig
 from ..models.layout import EMBEDDING, shapes
-from . import bitsandbytes_nf4
+from . import bitnet_hf, bitsandbytes_nf4
 from .cache import is_low_bit
 from .engine import Finished, quantize_pieces, stored_config, tokens_for
 from .methods import Method, parse_recipe
@@ -33,6 +34,7 @@ from .scheme import Scheme
 from .unfinished import Stored, Unfinished, run
 
 VERSION = 1
+OTHERS: dict[str, ModuleType] = {"bitsandbytes": bitsandbytes_nf4, "bitnet": bitnet_hf}  # quant_method: who reads it
 SHARD_FROM = 256 << 20  # bytes of the float model: from here on the output is a file per layer, one in memory
 
 
@@ -140,7 +142,7 @@ def save(
 def load(
     path: str | Path | Checkpoint, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Decoder:
-    """The model in a checkpoint, float or quantized (by diffbit, or nf4 by bitsandbytes).
+    """The model in a checkpoint, float or quantized (by diffbit, nf4 by bitsandbytes, or Hugging Face's bitnet).
 
     Quantized layers are QuantLinear modules; a scheme's activations and attention are in force.
     """
@@ -170,8 +172,9 @@ def read_scheme(checkpoint: Checkpoint) -> Scheme | None:
     entry = checkpoint.quantization
     if entry is None:
         return None
-    if entry["quant_method"] == "bitsandbytes":
-        return bitsandbytes_nf4.scheme(checkpoint)
+    if entry["quant_method"] in OTHERS:
+        found: Scheme = OTHERS[entry["quant_method"]].scheme(checkpoint)
+        return found
     where = f"{checkpoint.path / 'config.json'}: quantization_config"
     if entry.get("version") != VERSION:
         raise DiffbitError(
@@ -203,8 +206,9 @@ def _read(checkpoint: Checkpoint, name: str, scheme: Scheme | None) -> Tensor | 
         if name not in checkpoint.names:
             raise _disagrees(checkpoint, name, "float")
         return checkpoint.read(name)
-    if checkpoint.quantization and checkpoint.quantization["quant_method"] == "bitsandbytes":
-        return bitsandbytes_nf4.read(checkpoint, name)
+    if checkpoint.quantization and checkpoint.quantization["quant_method"] in OTHERS:
+        read: QTensor = OTHERS[checkpoint.quantization["quant_method"]].read(checkpoint, name)
+        return read
     wanted = ["codes", "scale"] if format.symmetric else ["codes", "scale", "zero"]
     if not all(f"{module}.{part}" in checkpoint.names for part in wanted):
         raise _disagrees(checkpoint, name, format.name)

@@ -1,0 +1,163 @@
+"""Hugging Face's `bitnet` checkpoints, such as microsoft/bitnet-b1.58-2B-4T (arXiv 2504.12285): ternary layers.
+
+config.json's "quantization_config" has quant_method "bitnet" and says how the weights lie (transformers'
+integrations/bitnet.py):
+
+    linear_class     quantization_mode   <linear>.weight               scale s of the weight s * {-1, 0, 1}
+    "bitlinear"      any                 uint8 [N/4, K]                1 / <linear>.weight_scale    (the default)
+    "autobitlinear"  "offline"           uint8 [N/4, K], or the        <linear>.weight_scale
+                                         numbers -1, 0, 1 [N, K]
+    "autobitlinear"  "online"            float [N, K]                  max(mean|W|, 1e-5)
+
+Packed: bits 2i and 2i+1 of row r hold W[r + i*N/4] + 1. Online are the weights that training goes on with, rounded at
+every call: here once, as they are read, with transformers' own arithmetic. Inputs are rounded to int8 per token, as in
+any ternary layer. Which linear layers are such layers follows from modules_to_not_convert: all, or all but the head.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DiffbitError
+from ..models import Checkpoint
+from ..models.layout import HEAD, reorder
+from .formats import NAMED
+from .qtensor import QTensor
+from .scheme import KEPT, Scheme, linear_shapes
+
+PER_BYTE = 4
+CHOICES = {"linear_class": ("bitlinear", "autobitlinear"), "quantization_mode": ("offline", "online")}
+PATTERN = re.compile(r"[\w.]+(\*[\w.]+){0,2}\*?")  # a module's name, perhaps with .* in it, which cannot run for ever
+
+
+def scheme(checkpoint: Checkpoint) -> Scheme:
+    """What is ternary in the checkpoint and what is not, as a scheme."""
+    _settings(checkpoint)
+    ternary = NAMED["ternary"]
+    names = set(checkpoint.names)
+    overrides = []
+    for module, shape in linear_shapes(checkpoint.config).items():
+        name = f"{module}.weight"
+        converted = name in names and _converts(checkpoint, module)
+        if not converted and name in names and checkpoint.shape(name) != shape:
+            raise DiffbitError(
+                f"{checkpoint.path}: tensor {name} is packed, but float by modules_to_not_convert in config.json; "
+                "config and weights do not belong together"
+            )
+        if converted == (module.rpartition(".")[2] in KEPT):  # otherwise than by default
+            overrides.append((module, ternary if converted else None))
+    return Scheme(weights=ternary, overrides=tuple(overrides))
+
+
+def read(checkpoint: Checkpoint, name: str) -> QTensor:
+    """The weight `name` in canonical row order."""
+    linear_class, mode = _settings(checkpoint)
+    shape = linear_shapes(checkpoint.config)[name.removesuffix(".weight")]
+    where = f"{checkpoint.path}: tensor {name}"
+    weight = checkpoint.read_raw(name)
+    if (linear_class, mode) == ("autobitlinear", "online"):
+        if not weight.is_floating_point():
+            raise DiffbitError(f"{where}: is packed, but config.json says quantization_mode 'online': wanted floats")
+        codes, scale = online(weight)
+    else:
+        codes = _codes(weight, shape, where)
+        scale = _scale(checkpoint, f"{name}_scale")
+        if linear_class == "bitlinear":
+            scale = 1 / scale
+    return QTensor(NAMED["ternary"], shape, reorder(codes, checkpoint.row_order(name)), scale.view(1, 1))
+
+
+def online(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """uint8 codes [N, K] and the scale of a float weight, rounded as transformers does it (WeightQuant)."""
+    weight = weight.float()
+    inverse = 1.0 / weight.abs().mean().clamp(min=1e-5)
+    return (weight * inverse).round().clamp(-1, 1).add(1).to(torch.uint8), 1 / inverse
+
+
+def pack(codes: Tensor) -> Tensor:
+    """uint8 codes 0, 1, 2 [N, K] -> uint8 [N/4, K]."""
+    quarters = codes.unflatten(0, (PER_BYTE, -1))
+    packed = torch.zeros_like(quarters[0])
+    for i, quarter in enumerate(quarters):
+        packed |= quarter << 2 * i
+    return packed
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """The inverse of `pack`."""
+    return torch.cat([packed >> 2 * i & 3 for i in range(PER_BYTE)])
+
+
+def _codes(weight: Tensor, shape: tuple[int, int], where: str) -> Tensor:
+    if weight.is_floating_point():
+        codes = weight.float() + 1
+        if not ((codes == 0) | (codes == 1) | (codes == 2)).all():
+            raise DiffbitError(
+                f"{where}: holds floats other than -1, 0 and 1, wanted packed weights; if they are those that training "
+                'goes on with, config.json must say "linear_class": "autobitlinear", "quantization_mode": "online"'
+            )
+        return codes.to(torch.uint8)
+    rows, columns = shape
+    if rows % PER_BYTE:
+        raise DiffbitError(f"{where}: its {rows} rows cannot be packed, wanted a multiple of {PER_BYTE}")
+    if weight.dtype != torch.uint8 or weight.shape != (rows // PER_BYTE, columns):
+        raise DiffbitError(
+            f"{where}: is {str(weight.dtype).removeprefix('torch.')} {tuple(weight.shape)}, wanted uint8 "
+            f"{(rows // PER_BYTE, columns)}, four rows a byte, or floats {shape}"
+        )
+    codes = unpack(weight)
+    if (codes == 3).any():
+        raise DiffbitError(f"{where}: holds a code of 3, wanted 0, 1 or 2; the file is damaged")
+    return codes
+
+
+def _scale(checkpoint: Checkpoint, name: str) -> Tensor:
+    """The weight_scale of a linear layer, fp32."""
+    if name not in checkpoint.names:
+        raise DiffbitError(
+            f"{checkpoint.path}: tensor {name} is missing; a packed layer has one, and a float layer is named in "
+            "modules_to_not_convert in config.json"
+        )
+    scale = checkpoint.read_raw(name)
+    if not scale.is_floating_point() or scale.numel() != 1 or not scale.item() > 0:
+        raise DiffbitError(
+            f"{checkpoint.path}: tensor {name} is {scale.flatten()[:4].tolist()} of shape {tuple(scale.shape)}, wanted "
+            "one positive number"
+        )
+    return scale.float()
+
+
+def _settings(checkpoint: Checkpoint) -> tuple[str, str]:
+    """(linear_class, quantization_mode); a DiffbitError where quantization_config asks for what is not known here."""
+    entry: dict[str, Any] = checkpoint.quantization or {}
+    where = f"{checkpoint.path / 'config.json'}: quantization_config"
+    found = []
+    for name, known in CHOICES.items():
+        value = entry.get(name, known[0])
+        if value not in known:
+            raise DiffbitError(f"{where} has {name} {value!r}, wanted one of {', '.join(known)}")
+        found.append(value)
+    if entry.get("use_rms_norm"):
+        raise DiffbitError(
+            f"{where} has use_rms_norm, a norm of its own before each linear layer, which diffbit's models do not have"
+        )
+    patterns = entry.get("modules_to_not_convert")
+    if patterns is not None and not (
+        isinstance(patterns, list) and all(isinstance(name, str) and PATTERN.fullmatch(name) for name in patterns)
+    ):
+        raise DiffbitError(f"{where} has modules_to_not_convert {patterns!r}, wanted a list of modules' names or null")
+    return found[0], found[1]
+
+
+def _converts(checkpoint: Checkpoint, module: str) -> bool:
+    """Does transformers put a ternary layer in this module's place (should_convert_module)?"""
+    patterns = (checkpoint.quantization or {}).get("modules_to_not_convert")
+    if patterns is None:
+        patterns = [HEAD.removesuffix(".weight")]
+    return not any(
+        re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", module) or module.endswith(pattern) for pattern in patterns
+    )
