@@ -165,9 +165,10 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         ["modules_to_not_convert 'lm_head', wanted a list"],
     ),
     "a pattern that runs for ever": (settings(modules_to_not_convert=["(a+)+b"]), ["['(a+)+b'], wanted a list"]),
+    "another one": (settings(modules_to_not_convert=["m" + ".*a" * 9]), ["wanted a list of modules' names"]),
     "packed where it is float": (
         settings(modules_to_not_convert=["lm_head", "up_proj"]),
-        ["up_proj.weight is packed, but by modules_to_not_convert", "float"],
+        ["up_proj.weight is packed, but float by modules_to_not_convert"],
     ),
 }
 
