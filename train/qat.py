@@ -5,8 +5,9 @@ is taken as the identity on the way back (the straight-through estimator). One m
 
     ternary       absmean codes and int8 activations a token (BitNet b1.58, arXiv 2402.17764, eq. 1-3); the forward is
                   the exported operator's: int8 codes, an exact integer sum, times a * s (ops/ternary_matmul.py)
-    int2 ... int8 symmetric, steps learned with the weights (LSQ, arXiv 1902.08153, eq. 3 and section 2.2); activations
-                  are rounded as the exported operator rounds them
+    int2 ... int8 symmetric, steps learned with the weights (LSQ, arXiv 1902.08153, eq. 3 and section 2.2), as factors
+                  of those they start from: AdamW moves a number by the learning rate whatever its gradient, and a
+                  step of 0.01 would be gone after a few; activations are rounded as the exported operator does it
     codebooks     ranges taken anew from the weights at each step
 
 `strength` s below 1 mixes: (1 - s) W + s W_q, and so the input, so that a trained float model is led into the format
@@ -34,7 +35,8 @@ SMALLEST_STEP = 2.0**-24  # fp16's smallest number
 
 
 class QATLinear(nn.Linear):
-    """y = act(x) Q(W)^T, x [..., K] -> [..., N]; `weight` [N, K] is the master, `step` what is learned of its scales.
+    """y = act(x) Q(W)^T, x [..., K] -> [..., N]; `weight` [N, K] is the master, `step` what is learned of its scales:
+    fp32 [N, G], factors of those they start from.
 
     `refresh` must follow every change of the weight: codes and scale are made there, not at each forward pass.
     """
@@ -50,7 +52,9 @@ class QATLinear(nn.Linear):
         self.activations = runtime_activations(format)
         self.step: nn.Parameter | None = None
         if isinstance(format, IntFormat):
-            self.step = nn.Parameter(search(self.weight.detach(), format)[0])
+            start = search(self.weight.detach(), format)[0]
+            self.start = start.masked_fill(start == 0, float(start.abs().mean().clamp(min=SMALLEST_STEP)))
+            self.step = nn.Parameter(torch.ones_like(start))
         self.codes: Tensor  # uint8 [N, K]
         self.scale: Tensor  # fp32, format.scale_shape
         self.refresh()
@@ -62,23 +66,29 @@ class QATLinear(nn.Linear):
         """Codes and scales of the weight as it is now; the number of codes that are not what they were."""
         before = getattr(self, "codes", None)
         weight = spread(self.weight.detach(), self.rounding)
-        self.scale = self.format.fit(weight)[0] if self.step is None else self._scale(self.step)
+        self.scale = self.format.fit(weight)[0] if self.step is None else self._stored(self.step * self.start)
         self.codes = self.format.encode(weight, self.scale, None)
+        self._value: Tensor | None = None
         return 0 if before is None else int((before != self.codes).sum())
 
     def quantized(self) -> QTensor:
         """What the layer multiplies by at full strength."""
         return QTensor(self.format, (self.out_features, self.in_features), self.codes, self.scale)
 
+    def value(self) -> Tensor:
+        """`quantized` as numbers, fp32 [N, K]; decoded once after a refresh."""
+        if self._value is None:
+            self._value = self.format.decode(self.codes, self.scale, None)
+        return self._value
+
     def forward(self, x: Tensor) -> Tensor:
         x, weight = spread(x, self.rounding), spread(self.weight, self.rounding)
         if self.format.kind == "ternary" and self.strength == 1:
             return _Ternary.apply(x, weight, self.codes, self.scale, self.rounding.bits)
         if self.step is None:
-            value = self.format.decode(self.codes, self.scale, None)
-            weight = _mixed(weight, value, self.strength)
+            weight = _mixed(weight, self.value(), self.strength)
         else:
-            value = learned_step(weight, self.step, self._scale, self.format)
+            value = _LearnedStep.apply(weight, self.step, self.value(), self.scale, self.start, self.format)
             weight = value if self.strength == 1 else weight + self.strength * (value - weight)
         return F.linear(_mixed(x, self._rounded(x), self.strength), weight)
 
@@ -89,10 +99,10 @@ class QATLinear(nn.Linear):
             return (q * a).to(x.dtype)
         return x if self.activations is None else self.activations(x)
 
-    def _scale(self, step: Tensor) -> Tensor:
-        """Steps as a file holds them; none may reach zero, where nothing would come back."""
-        tiny = torch.where(step < 0, -SMALLEST_STEP, SMALLEST_STEP)
-        return self.format.stored(torch.where(step.abs() < SMALLEST_STEP, tiny, step))
+    def _stored(self, scale: Tensor) -> Tensor:
+        """Scales as a file holds them; none may reach zero, where nothing would come back."""
+        tiny = torch.where(self.start < 0, -SMALLEST_STEP, SMALLEST_STEP)
+        return self.format.stored(torch.where(scale.abs() < SMALLEST_STEP, tiny, scale))
 
 
 class _Ternary(torch.autograd.Function):
@@ -127,20 +137,38 @@ def integer_product(q: Tensor, weight: Tensor) -> Tensor:
     return F.linear(q.float(), weight.float())
 
 
-def learned_step(weight: Tensor, step: Tensor, stored: Any, format: Format) -> Tensor:
-    """LSQ: step * clip(round(W / step)), gradients to both (arXiv 1902.08153, eq. 3); step fp32 [N, G].
+class _LearnedStep(torch.autograd.Function):
+    """LSQ: scale * clip(round(W / scale), -Q - 1, Q), Q = 2^(bits - 1) - 1; what `value` holds already.
 
-    d/dstep of an element is round(W/step) - W/step inside the range and the bound outside, times 1 / sqrt(n Q) with
-    the n weights that share the step and the largest code Q (section 2.2).
+    Gradients (arXiv 1902.08153, eq. 3 and 5; here a bound belongs to the outside):
+
+        to W        that of the output inside the range, 0 outside
+        to scale    times round(W / scale) - W / scale inside, times the bound outside, summed over the n weights that
+                    share it, times 1 / sqrt(n Q) (section 2.2); `step` is scale / start, so times start
     """
-    high = 2 ** (format.bits - 1) - 1
-    grouped = format._grouped(weight)  # [N, G, group]
-    share = (grouped.shape[-1] * high) ** -0.5
-    slowed = step * share
-    slowed = slowed + (stored(step) - slowed).detach()  # the value of the file's step, a small gradient
-    ratio = (grouped / slowed[..., None]).clamp(-high - 1, high)
-    codes = ratio + (ratio.round() - ratio).detach()
-    return (codes * slowed[..., None]).flatten(1)[:, : weight.shape[1]]
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, step: Tensor, value: Tensor, scale: Tensor, start: Tensor, format: IntFormat
+    ) -> Tensor:
+        ctx.save_for_backward(weight, scale, start)
+        ctx.format = format
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        weight, scale, start = ctx.saved_tensors
+        format, columns = ctx.format, weight.shape[1]
+        high = 2 ** (format.bits - 1) - 1
+        ratio = format._grouped(weight) / scale[..., None]  # [N, G, group]
+        grad = format._grouped(grads[0])
+        inside = (ratio > -high - 1) & (ratio < high)
+        slope = torch.where(inside, ratio.round() - ratio, ratio.clamp(-high - 1, high))
+        groups, size = ratio.shape[1:]
+        count = torch.full((groups,), size, dtype=torch.float32, device=weight.device)
+        count[-1] -= groups * size - columns  # the last group may be short
+        to_step = (grad * slope).sum(-1) * start / (count * high).sqrt()
+        return (grad * inside).flatten(1)[:, :columns], to_step, None, None, None, None
 
 
 def prepare(model: Decoder, scheme: Scheme) -> list[QATLinear]:
@@ -171,7 +199,19 @@ def refresh(layers: list[QATLinear]) -> dict[str, float]:
 
 def _mixed(exact: Tensor, rounded: Tensor, strength: float) -> Tensor:
     """exact + strength (rounded - exact), whose gradient is the identity."""
+    if strength == 1:
+        return _Through.apply(exact, rounded)
     return exact + strength * (rounded.to(exact.dtype) - exact).detach()
+
+
+class _Through(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exact: Tensor, rounded: Tensor) -> Tensor:
+        return rounded.to(exact.dtype).view_as(rounded)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
 
 
 def weights(model: Decoder) -> dict[str, Tensor | QTensor]:

@@ -61,10 +61,12 @@ from .initialize import initialize
 from .plot import plot_losses, pyplot
 from .processes import Processes, processes
 from .qat import prepare, refresh
+from .sub_norms import insert
 
 BETAS = (0.9, 0.95)
 FINAL_RATE = 0.1  # of the highest learning rate, at the last step
 SECOND_PEAK = 2 / 3  # of the first, in two stages
+CALIBRATION_ROWS = 16  # of the training text, that sub-norms are fitted to
 ANSWER_WEIGHT = 10.0  # in the loss, of the few tokens that answer a needle's query
 
 
@@ -152,12 +154,16 @@ class _Run:
         if config.init is None:
             initialize(self.model, config.seed)
         else:
-            self.model.load_state_dict(load(config.init, dtype=torch.float32).state_dict())
+            source = load(config.init, dtype=torch.float32)
+            if self.config.model.sub_norms == source.config.sub_norms:
+                self.model.load_state_dict(source.state_dict())
+            else:
+                insert(source, self.model, torch.from_numpy(self.rows.take(0, CALIBRATION_ROWS)[0][:, :-1]))
+        self.model.to(here.device)
         self.layers = [] if config.scheme is None else prepare(self.model, config.scheme)
         self.teacher = Teacher(self.config, self.model, tokenizer, here.device) if config.distill else None
         if self.teacher is not None:
             self.about["distill_sha256"] = self.teacher.sha256
-        self.model.to(here.device)
         self.optimizer = adamw(self.model, config)
         self.forward: Callable[[torch.Tensor], torch.Tensor] = self.model
         self.parallel: DistributedDataParallel | None = None
