@@ -18,7 +18,8 @@ are fifty times slower at 2 and 8 bits. Int4MatMul computes the same, from a lay
 lies.
 
 A factor on the output ((1 - lambda_init) of diff_v1, arXiv 2410.05258 eq. 3) goes into the weight or its scales;
-Int4MatMul takes it beside its scales, which are float16 and exact.
+Int4MatMul takes it beside its scales, which are float16 and exact, and behind TernaryMatMul it has a node of its own:
+there the graph's numbers are those of training, to the last bit.
 """
 
 from __future__ import annotations
@@ -130,6 +131,7 @@ def _ternary(g: Graph, x: ir.Value, weight: QTensor, scale: float, rounding: Rou
     inputs = [
         x,
         g.initializer("codes", weight.packed().numpy()),
-        g.initializer("scale", np.asarray(weight.scale.view(1) * scale, np.float32)),
+        g.initializer("scale", weight.scale.view(1).numpy()),
     ]
-    return g.custom(ternary_matmul, inputs, K=columns, N=rows, activation_bits=rounding.bits)
+    y = g.custom(ternary_matmul, inputs, K=columns, N=rows, activation_bits=rounding.bits)
+    return y if scale == 1 else g.op("Mul", [y, g.const(scale, g.dtype)])

@@ -81,8 +81,9 @@ def test_node_computes_the_format(tmp_path: Path, format: str, columns: int) -> 
     generator = torch.Generator().manual_seed(columns)
     weight = torch.randn(24, columns, generator=generator)
     model, quantized = build(tmp_path / "m", weight, format, 0.37, "fp32")
-    (node,) = model.graph.node
+    node, *factor = model.graph.node
     assert node.op_type == operator
+    assert [node.op_type for node in factor] == (["Mul"] if format == "ternary" else [])
     if operator == "MatMulNBits":
         attributes = {a.name: a.i for a in node.attribute}
         assert (attributes["bits"], attributes["block_size"], attributes["accuracy_level"]) == (bits, block, 4)
