@@ -992,7 +992,10 @@ def compare(
     ] = None,
     quantized: Annotated[
         list[Path] | None,
-        typer.Option(help="Quantized checkpoints whose layer errors the report shows; may be repeated."),
+        typer.Option(
+            help="Quantized checkpoints whose layer errors the report shows, and runs of train --qat, with their "
+            "weights and how they moved; may be repeated."
+        ),
     ] = None,
     prompt: Annotated[str, typer.Option(help="What the artifacts' samples continue.")] = "def __init__(self",
     device: TorchDevice = "auto",
@@ -1005,7 +1008,7 @@ def compare(
     Of attention: logits, at any bits; qk, products of integers, 8 or 4; kv, the cache, 8, 4 or 2 (keys, values: one of
     the two). With --retrieval, also how many key-value needles in text are found.
     """
-    from .evaluate import ReportData, plot_comparison, plot_outliers, versions, write_report
+    from .evaluate import ReportData, is_run, plot_comparison, plot_outliers, read_run, versions, write_report
     from .evaluate import compare as compare_models
     from .quantize import parse_recipe
     from .runtime import Artifact
@@ -1017,7 +1020,9 @@ def compare(
         raise DiffbitError(f"{output}: is a file, but a folder is to be written there; choose another name")
     for path in artifact or ():  # better refused now than after the comparison
         Artifact.open(path)
-    layer_errors = {path.name: _part(path / LAYER_ERRORS, "weights", list) for path in quantized or ()}
+    runs = {path.resolve().name: read_run(path) for path in quantized or () if is_run(path)}
+    reported = [path for path in quantized or () if not is_run(path)]
+    layer_errors = {path.name: _part(path / LAYER_ERRORS, "weights", list) for path in reported}
     training = {model.resolve().name: found for model in models if (found := _training(model))}
     windows = _windows(models[0], data, field, max_windows, length)
     needles = _needles(models, retrieval, data, field, rows, seed)
@@ -1044,6 +1049,7 @@ def compare(
             outliers=[report.to_dict() for report in _measure_outliers(models, windows, device)],
             training=training,
             quantization=layer_errors,
+            qat=runs,
             artifacts=[part["size"] for part in parts],
             bench=[part["bench"] for part in parts],
             verification=[part["verification"] for part in parts],

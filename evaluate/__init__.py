@@ -9,6 +9,7 @@ write_report(ReportData(comparison=comparison.to_dict(), versions=versions()), "
 from .compare import Comparison, compare
 from .metrics import Estimate, Scores
 from .plots import plot_comparison, plot_outliers, plot_plan
+from .qat import is_run, read_run
 from .report import ReportData, versions, write_report
 
 __all__ = [
@@ -17,9 +18,11 @@ __all__ = [
     "ReportData",
     "Scores",
     "compare",
+    "is_run",
     "plot_comparison",
     "plot_outliers",
     "plot_plan",
+    "read_run",
     "versions",
     "write_report",
 ]

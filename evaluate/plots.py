@@ -282,6 +282,56 @@ def errors(axes: Axes, weights: Sequence[Data], title: str, value: str, largest:
     heat_map(axes, weights, title, value, largest, "layer; relative error in %", lambda error: f"{100 * error:.1f}")
 
 
+def distribution(axes: Axes, run: Data) -> None:
+    """Float weights over their scales, a histogram for each kind of layer, one above the other; colours say which code
+    a weight has, and numbers how many have it where there are three codes."""
+    edges, thresholds = run["edges"], run["thresholds"]
+    middles = [(a + b) / 2 for a, b in zip(edges[1:], edges[:-1], strict=True)]
+    ternary = len(run["values"]) == 3
+    colors = (style.COLORS[0], style.MUTED, style.COLORS[1]) if ternary else (style.COLORS[0], style.COLORS[5])
+    zone = [sum(middle > threshold for threshold in thresholds) for middle in middles]  # the code of each bin
+    kinds = list(run["kinds"])
+    for row, kind in enumerate(reversed(kinds)):
+        counts = run["kinds"][kind]["counts"]
+        heights = [0.9 * count / max(counts) for count in counts]
+        for code in sorted(set(zone)):
+            first, last = zone.index(code), len(zone) - zone[::-1].index(code)
+            tops, color = [row + height for height in heights[first:last]], colors[code % len(colors)]
+            axes.stairs(tops, edges[first : last + 1], baseline=row, fill=True, color=color)
+        if ternary:
+            for x, share in zip((-2.6, 0.0, 2.6), run["kinds"][kind]["shares"], strict=True):
+                axes.text(x, row + (0.4 if x else 0.12), f"{share:.0%}", ha="center", fontsize=9,
+                          color="white" if not x else style.INK)  # fmt: skip
+    for threshold in thresholds if ternary else ():
+        axes.axvline(threshold, color=style.INK, linewidth=0.9, linestyle=(0, (3, 2)))
+    axes.set_yticks([row + 0.3 for row in range(len(kinds))], list(reversed(kinds)))
+    axes.set_ylim(0, len(kinds))
+    axes.set_xlim(edges[0], edges[-1])
+    axes.set_title(f"Float weights behind {run['format']} codes")
+    axes.set_xlabel("weight / scale; dashed: where codes change" if ternary else "weight / scale")
+    axes.grid(False)
+    axes.spines["left"].set_visible(False)
+
+
+def movement(axes: Axes, runs: Mapping[str, Data], what: str) -> None:
+    """ "flips" (logarithmic) or "zeros" of each run over its steps."""
+    from matplotlib.ticker import FuncFormatter
+
+    for index, (name, run) in enumerate(runs.items()):
+        look = style.line(index) | {"marker": ""}
+        points = [(x, y) for x, y in zip(run["steps"], run[what], strict=True) if y > 0 or what == "zeros"]
+        axes.plot(*zip(*points, strict=True), label=name, **look)
+    if what == "flips":
+        axes.set_yscale("log")
+        _plain_log_ticks(axes)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:,g}%"))
+    titles = {"flips": "Codes that move in a step", "zeros": "Codes that are 0"}
+    axes.set_title(titles[what])
+    axes.set_ylabel("of the quantized weights")
+    axes.set_xlabel("step")
+    axes.legend(loc="best")
+
+
 def heat_map(
     axes: Axes, rows: Sequence[Data], title: str, value: str, largest: float, label: str, show: Callable[[float], str]
 ) -> None:

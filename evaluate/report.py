@@ -6,6 +6,7 @@ It takes plain dictionaries, as the commands print them with --json, and shows t
     outliers       OutlierReport.to_dict() of each model                `diffbit outliers`
     comparison     Comparison.to_dict()                                 `diffbit compare`
     quantization   {title: Report.to_dict()}                            `diffbit quantize`
+    qat            {model: qat.read_run()}                              `diffbit train --qat`
     artifacts      {"name", "format", "bytes", "source_bytes"}          sizes; source_bytes: at 16 bits
     bench          rows of runtime.bench                                `diffbit bench`
     verification   {"artifact", "passed", "checks", ["checkpoint"]}     `diffbit verify`
@@ -46,6 +47,7 @@ PAPER = {  # Table 5 of arXiv 2410.05258: top-1, 2, 3, 10, 100, median
 MENU = {  # what is too long for the line of links
     "Activation outliers": "Outliers",
     "Accuracy against bit-width": "Accuracy",
+    "Trained at low bits": "Training",
     "Error of each layer": "Layers",
     "How this was made": "Provenance",
 }
@@ -61,6 +63,7 @@ class ReportData:
     outliers: Sequence[Data] = ()
     training: Mapping[str, Data] = field(default_factory=dict)
     quantization: Mapping[str, Data] = field(default_factory=dict)
+    qat: Mapping[str, Data] = field(default_factory=dict)
     artifacts: Sequence[Data] = ()
     bench: Sequence[Data] = ()
     verification: Sequence[Data] = ()
@@ -96,6 +99,7 @@ def render(data: ReportData) -> str:
         "Models": _models,
         "Activation outliers": _outliers,
         "Accuracy against bit-width": _accuracy,
+        "Trained at low bits": _qat,
         "Error of each layer": _layers,
         "Artifacts": _artifacts,
         "Verification": _verification,
@@ -511,11 +515,47 @@ def _contrast_table(data: ReportData, what: str) -> str:
     return _details("Does one model lose more than the other? Paired differences", table, opened=True)
 
 
+def _qat(data: ReportData) -> str:
+    if not data.qat:
+        return ""
+    html = _lead(
+        "Models whose float weights were trained through their own rounding. A weight that lies near a threshold may "
+        "still change its code; the share of codes that do, step by step, says whether training has settled."
+    )
+    figures, rows = [], []
+    for index, (name, run) in enumerate(data.qat.items()):
+        words = []
+        for kind, found in run["kinds"].items():
+            shares = [_percent(share) for share in found["shares"]] if len(run["values"]) == 3 else []
+            words.append(f"{kind} {' / '.join(shares)}" if shares else kind)
+            errors = [r["weight_error"] for r in run["weights"] if r["name"].split(".")[-2] == kind]
+            error = _percent(sum(errors) / len(errors))
+            zero = found["shares"][min(range(len(run["values"])), key=lambda code: abs(run["values"][code]))]
+            rows.append([escape(name), f"<code>{escape(kind)}</code>", escape(run["format"]), _percent(zero), error])
+        title = f"{name}: float weights over their scales"
+        told = f"Shares of -1 / 0 / +1: {', '.join(words)}." if len(run["values"]) == 3 else f"{', '.join(words)}."
+        with style.panels() as (figure, axes):
+            plots.distribution(axes[0], run)
+            axes[0].set_title(f"{name}: float weights behind {run['format']} codes")
+            figures.append(_figure(style.inline(figure, f"weights-{index}"), title, told))
+    for what, title in (("flips", "Codes that move in a step"), ("zeros", "Codes that are 0")):
+        with style.panels() as (figure, axes):
+            plots.movement(axes[0], data.qat, what)
+            ends = [
+                f"{name}: {_percent(run[what][0])} first, {_percent(run[what][-1])} last"
+                for name, run in data.qat.items()
+            ]
+            figures.append(_figure(style.inline(figure, f"movement-{what}"), title, f"{'; '.join(ends)}."))
+    head = ["Model", "Layers", "Format", "Codes that are 0", "Weight error, mean"]
+    table = _table("Trained at low bits: kinds of layers", head, rows, left=(0, 1, 2))
+    return f'{html}<div class="figures">{"".join(figures)}</div>{_details("Kinds of layers, in numbers", table)}'
+
+
 def _layers(data: ReportData) -> str:
     figures, tables = [], []
     layers = {
         title: [entry for entry in report["weights"] if entry["name"].startswith("model.layers.")]
-        for title, report in data.quantization.items()
+        for title, report in (*data.quantization.items(), *data.qat.items())
     }
     layers = {title: weights for title, weights in layers.items() if weights}
     measured = all(entry["output_error"] is not None for weights in layers.values() for entry in weights)
