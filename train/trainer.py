@@ -11,6 +11,7 @@ In `out`, the run's folder:
                      update, flips, the share of the quantized weights whose code is another than before it, and
                      zeros, the share that is 0
     loss.png         these losses
+    qat.png          with qat: flips and zeros
     training.json    the options, the hashes of text and tokenizer, and the result
     master/          with qat: the float weights behind the quantized ones, a model folder to train on from
     checkpoints/     while it runs: see checkpoint.py
@@ -58,7 +59,7 @@ from .data import Rows
 from .distill import Teacher
 from .folder import LOG, begin_run, check_folder, place_model, read_log, rewind_log
 from .initialize import initialize
-from .plot import plot_losses, pyplot
+from .plot import plot_codes, plot_losses, pyplot
 from .processes import Processes, processes
 from .qat import prepare, refresh
 from .sub_norms import insert
@@ -273,6 +274,8 @@ class _Run:
         """Write plot, summary and model."""
         log = read_log(self.out)
         plot_losses({self.config.model.attention: log}, self.out / "loss.png")
+        if self.layers:
+            plot_codes(log, self.out / "qat.png")
         result = {"loss": log[-1]["loss"], "eval_loss": log[-1]["eval_loss"], "seconds": round(seconds, 2)}
         write_json(self.out / "training.json", {**self.about, "result": result})
         place_model(self.model, self.out, self.out / "tokenizer", self.config.scheme)
