@@ -319,10 +319,9 @@ def movement(axes: Axes, runs: Mapping[str, Data], what: str) -> None:
 
     for index, (name, run) in enumerate(runs.items()):
         look = style.line(index) | {"marker": ""}
-        points = [(x, y) for x, y in zip(run["steps"], run[what], strict=True) if y > 0 or what == "zeros"]
-        axes.plot(*zip(*points, strict=True), label=name, **look)
-    if what == "flips":
-        axes.set_yscale("log")
+        axes.plot(run["steps"], run[what], label=name, **look)
+    if what == "flips" and any(max(run["flips"]) > 0 for run in runs.values()):
+        axes.set_yscale("log", nonpositive="clip")
         _plain_log_ticks(axes)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:,g}%"))
     titles = {"flips": "Codes that move in a step", "zeros": "Codes that are 0"}

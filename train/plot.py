@@ -63,7 +63,8 @@ def plot_codes(log: list[dict[str, Any]], path: str | Path) -> None:
         axes.set_xlabel("step")
         axes.set_ylabel(words)
         axes.grid(alpha=0.3)
-    panels[0].set_yscale("log", nonpositive="clip")
+    if any(row["flips"] > 0 for row in log):
+        panels[0].set_yscale("log", nonpositive="clip")
     with write_atomic(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
     plt.close(figure)
