@@ -303,30 +303,35 @@ import torch
 from diffbit.models import ModelConfig
 from diffbit.train import TrainConfig, train
 torch.set_num_threads(1)
-options = json.loads(sys.argv[1])
-model = ModelConfig.from_dict(options.pop("model"))
-train(TrainConfig(model=model, **options), sys.argv[2])
+for options, out in json.loads(sys.argv[1]):
+    model = ModelConfig.from_dict(options.pop("model"))
+    train(TrainConfig(model=model, **options), out)
 """
 
 
 def test_two_processes_equal_one_with_the_doubled_batch(text: str, tmp_path: Path) -> None:
-    one = train(options(text, batch_size=8, accumulate=2), tmp_path / "one")
+    plain = options(text, batch_size=8, accumulate=2)
+    taught = replace(plain, qat="int4_g16", steps=4, tokenizer=str(tmp_path / "one"), distill=str(tmp_path / "one"))
+    one = [train(plain, tmp_path / "one"), train(taught, tmp_path / "one_taught")]
+    halves = [replace(config, batch_size=4).to_dict() for config in (plain, taught)]
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    command += [str(tmp_path / "script.py"), json.dumps(options(text, batch_size=4, accumulate=2).to_dict())]
+    runs = [(half, str(tmp_path / name)) for half, name in zip(halves, ("two", "two_taught"), strict=True)]
     where = str(Path(diffbit.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": where, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [*command, str(tmp_path / "two")], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+        [*command, str(tmp_path / "script.py"), json.dumps(runs)],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    log = read_log(tmp_path / "two")
-    assert [row["loss"] for row in log] == pytest.approx(one.losses, rel=1e-5)
-    assert [row["grad_norm"] for row in log] == pytest.approx(
-        [row["grad_norm"] for row in read_log(tmp_path / "one")], rel=1e-4
-    )
-    assert log[-1]["eval_loss"] == pytest.approx(one.eval_loss, rel=1e-5)
-    assert json.loads((tmp_path / "two" / "training.json").read_text())["processes"] == 2
+    for result, name, rel in zip(one, ("two", "two_taught"), (1e-5, 1e-4), strict=True):  # a code may flip
+        log, before = read_log(tmp_path / name), read_log(result.path)
+        assert [row["loss"] for row in log] == pytest.approx(result.losses, rel=rel)
+        for key in ("grad_norm", "distill_loss", "relation_loss"):
+            assert [row.get(key, 0) for row in log] == pytest.approx([row.get(key, 0) for row in before], rel=10 * rel)
+        assert log[-1]["eval_loss"] == pytest.approx(result.eval_loss, rel=rel)
+        assert json.loads((tmp_path / name / "training.json").read_text())["processes"] == 2
+    assert "relation_loss" in log[0]
 
 
 def test_compiled_training_gives_the_same_losses(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
