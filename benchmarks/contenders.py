@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 from diffbit.export.graph import DATA, MICROSOFT, MODEL, PAGE, Graph
-from diffbit.export.linear import ROW_BLOCK, emit
+from diffbit.export.linear import emit
 from diffbit.ops import diff_attention, kv_cache
-from diffbit.quantize.linear import QuantLinear
+from diffbit.quantize.linear import ROW_BLOCK, QuantLinear
 from diffbit.quantize.packing import pack_bits
 from diffbit.quantize.qtensor import QTensor
 from diffbit.runtime import native

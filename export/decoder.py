@@ -241,8 +241,7 @@ class DecoderGraph:
             with g.scope("mlp"):
                 gate = g.linear(normed, block.mlp.gate_proj, "gate_proj")
                 up = g.linear(normed, block.mlp.up_proj, "up_proj")
-                hidden = g.norm(g.op("Mul", [self._act(gate), up]), block.mlp.ffn_sub_norm, "ffn_sub_norm")
-                down = g.linear(hidden, block.mlp.down_proj, "down_proj")
+                down = g.linear(self._gated(gate, up, block), block.mlp.down_proj, "down_proj")
             self._x = g.op("Add", [x, down])
         self._present.append(present)
 
@@ -262,12 +261,21 @@ class DecoderGraph:
                 name = f"present.{index}.{buffer.name}"
                 g.output(name, present[buffer.name], buffer.dtype, _named(buffer, "present"))
 
-    def _act(self, gate: ir.Value) -> ir.Value:
-        g = self.g
+    def _gated(self, gate: ir.Value, up: ir.Value, block: Block) -> ir.Value:
+        """What down_proj reads: act(gate) * up, through a norm where the model has one.
+
+        relu(gate)^2 * up grows with the third power: where both are 41, a few times what a small model's are, it passes
+        float16's largest number, so that a float16 graph computes it, and the norm that makes it small again, in
+        float32.
+        """
+        g, norm = self.g, block.mlp.ffn_sub_norm
         if self.config.mlp == "swiglu":
-            return g.op("Mul", [gate, g.op("Sigmoid", [gate])])
+            return g.norm(g.op("Mul", [g.op("Mul", [gate, g.op("Sigmoid", [gate])]), up]), norm, "ffn_sub_norm")
+        if g.dtype is not np.float32:
+            gate, up = g.cast(gate, np.float32), g.cast(up, np.float32)
         positive = g.op("Relu", [gate])
-        return g.op("Mul", [positive, positive])
+        hidden = g.norm(g.op("Mul", [g.op("Mul", [positive, positive]), up]), norm, "ffn_sub_norm", np.float32)
+        return hidden if g.dtype is np.float32 else g.cast(hidden, g.dtype)
 
 
 def cache_in_place(config: ModelConfig, attention: AttentionScheme) -> str:

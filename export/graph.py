@@ -151,11 +151,13 @@ class Graph:
         )
         return self._register(ir.Value(name=name, const_value=tensor))
 
-    def weight(self, name: str, array: NDArray[np.floating[Any]]) -> ir.Value:
-        """A floating-point weight in the graph's dtype; one that fp16 cannot hold is a DiffbitError."""
+    def weight(
+        self, name: str, array: NDArray[np.floating[Any]], dtype: type[np.floating[Any]] | None = None
+    ) -> ir.Value:
+        """A floating-point weight in the graph's dtype or `dtype`; one that fp16 cannot hold is a DiffbitError."""
         with np.errstate(over="ignore"):
-            cast = np.asarray(array, self.dtype)
-        if self.dtype is np.float16 and not np.isfinite(cast).all():
+            cast = np.asarray(array, dtype or self.dtype)
+        if cast.dtype == np.float16 and not np.isfinite(cast).all():
             raise DiffbitError(
                 f"{self._name(name)}: holds {np.abs(array).max():.4g}, more than fp16's largest number, 65504; "
                 "export with --dtype fp32"
@@ -179,12 +181,12 @@ class Graph:
         with self.scope(name):
             return emit(self, x, module, scale)
 
-    def norm(self, x: ir.Value, module: Any, name: str) -> ir.Value:
-        """x through an RMSNorm; unchanged where none stands (nn.Identity)."""
+    def norm(self, x: ir.Value, module: Any, name: str, dtype: type[np.floating[Any]] | None = None) -> ir.Value:
+        """x, of the graph's dtype or `dtype`, through an RMSNorm; unchanged where none stands (nn.Identity)."""
         if not isinstance(module, RMSNorm):
             return x
         # its kernels square and sum in float32 whatever the dtype, so large fp16 activations do not overflow
-        weight = self.weight(f"{name}.weight", module.weight.detach().float().numpy())
+        weight = self.weight(f"{name}.weight", module.weight.detach().float().numpy(), dtype)
         return self.op("SimplifiedLayerNormalization", [x, weight], axis=-1, epsilon=module.eps, stash_type=1)
 
     def save(self) -> None:

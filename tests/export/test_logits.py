@@ -6,14 +6,16 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from diffbit.export import reference_model
 from diffbit.models import ModelConfig, RopeScaling
 
 from .conftest import Maker
-from .helpers import VARIANTS, Runner, config_of, modes, relative_error, write_artifact
+from .helpers import VARIANTS, Runner, config_of, graph_of, modes, relative_error, write_artifact, write_model
 
 FORMATS = ("int8", "int4_g32", "int4_g64_asym", "int3_g64", "int2_g64", "nf4", "ternary")
 FLOAT = 1e-4
@@ -63,14 +65,50 @@ def test_fp16_without_int8_activations_is_as_close_as_float(checkpoint_of: Maker
         {"num_heads": 4, "num_kv_heads": 1, "head_dim": 8},
         {"num_heads": 3, "num_kv_heads": 3, "head_dim": 24, "hidden_size": 48, "intermediate_size": 72},
         {"tie_embeddings": True, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 16), "rope_theta": 500000.0},
+        {"sub_norms": True, "mlp": "relu2"},
     ],
-    ids=["gqa4", "odd", "llama3-tied"],
+    ids=["gqa4", "odd", "llama3-tied", "bitnet"],
 )
 def test_shapes(checkpoint_of: Maker, attention: str, changes: dict[str, object]) -> None:
     config = config_of(attention, **changes)
     assert prefill_error(checkpoint_of(attention, **changes), config, "fp32").max() < FLOAT
     quantized = checkpoint_of(attention, "int4_g32", **changes)
     assert np.median(prefill_error(quantized, config, "fp32")) < QUANTIZED
+
+
+@variants
+@pytest.mark.parametrize(("dtype", "bound"), [("fp32", QUANTIZED), ("fp16", FP16_QUANTIZED)])
+def test_ternary_behind_sub_norms(checkpoint_of: Maker, attention: str, dtype: str, bound: float) -> None:
+    changes = {"sub_norms": True, "mlp": "relu2"}
+    error = prefill_error(checkpoint_of(attention, "ternary", **changes), config_of(attention, **changes), dtype)
+    assert np.median(error) < bound
+
+
+def test_squared_relu_may_pass_what_float16_holds(tmp_path: Path) -> None:
+    """Before the sub-norm: gates of some 100 give products of up to a million, which the graph leaves float32.
+
+    On a CPU ONNX Runtime computes in float32 whatever the graph says, so that the graph is looked at, too.
+    """
+    config = config_of("softmax", sub_norms=True, mlp="relu2")
+    folder = write_model(tmp_path / "m", config)
+    stored = load_file(folder / "model.safetensors")
+    for name in stored:
+        if "gate_proj" in name or "up_proj" in name:
+            stored[name] *= 60
+    save_file(stored, folder / "model.safetensors")
+    assert prefill_error(folder, config, "fp16").max() < FP16
+    graph = graph_of(write_artifact(folder, "fp16")).graph
+    makers = {name: node for node in graph.node for name in node.output}
+    types = {weight.name: weight.data_type for weight in graph.initializer}
+    float32 = onnx.TensorProto.FLOAT
+    squares = [node for node in graph.node if node.op_type == "Relu"]
+    norms = [node for node in graph.node if any("ffn_sub_norm" in name for name in node.input)]
+    assert len(squares) == len(norms) == config.num_layers
+    for relu, norm in zip(squares, norms, strict=True):
+        product = makers[norm.input[0]]
+        assert product.op_type == "Mul" and types[norm.input[1]] == float32
+        for value in (relu.input[0], product.input[1]):  # gate and up
+            assert makers[value].op_type == "Cast" and makers[value].attribute[0].i == float32
 
 
 @variants
