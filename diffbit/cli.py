@@ -676,10 +676,21 @@ def _draw_plan(plan: Mapping[str, Any], path: Path, quiet: bool) -> None:
         _remark(f"no plot: {error}", quiet)
 
 
-@app.command(epilog=_example("diffbit export out/demo/diff_v1-int4 -o out/diff-onnx"))
+@app.command(
+    epilog=_example(
+        "diffbit export out/demo/diff_v1-int4 -o out/diff-onnx",
+        "diffbit export out/ternary -o out/ternary-hf --format hf-bitnet",
+    )
+)
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, quantized or not.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the artifact.")],
+    format: Annotated[
+        str,
+        typer.Option(
+            help="artifact: for ONNX Runtime; hf-bitnet: a ternary Transformer as a bitnet checkpoint for transformers."
+        ),
+    ] = "artifact",
     dtype: Annotated[str, typer.Option(help="fp32 or fp16: of what is not quantized, a float KV cache too.")] = "fp32",
     context_length: Annotated[int | None, typer.Option(help="Tokens that the artifact's cache holds.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json, if the checkpoint has none.")] = None,
@@ -689,11 +700,24 @@ def export(
 ) -> None:
     """Export a checkpoint as an ONNX artifact that `diffbit run`, onnxruntime-genai and optimum read.
 
-    One with a low-bit KV cache has more inputs than the latter two can feed.
+    One with a low-bit KV cache has more inputs than the latter two can feed. With --format hf-bitnet, a folder that
+    transformers reads.
     """
-    from .export import export_artifact, readable_by_others
+    from .export import export_artifact, export_bitnet, readable_by_others
 
     set_quiet(quiet)
+    if format not in ("artifact", "hf-bitnet"):
+        raise DiffbitError(f"format {format!r} is unknown; choose artifact or hf-bitnet")
+    if format == "hf-bitnet":
+        if dtype != "fp32" or context_length is not None:
+            raise DiffbitError("--dtype and --context-length are an artifact's; a bitnet folder keeps its checkpoint's")
+        export_bitnet(checkpoint, output, tokenizer=tokenizer, overwrite=overwrite)
+        sizes = {file.name: {"bytes": file.stat().st_size} for file in sorted(output.iterdir())}
+        if as_json:
+            _print_json({"output": str(output), "files": sizes})
+        else:
+            _print_table({"file": name, **entry} for name, entry in sizes.items())
+        return
     export_artifact(
         checkpoint, output, dtype=dtype, context_length=context_length, tokenizer=tokenizer, overwrite=overwrite
     )

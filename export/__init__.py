@@ -2,10 +2,12 @@
 
 export_artifact("model-int4", "model-onnx")          # a folder that `diffbit run` and other loaders read
 reference_model("model-int4")                        # what its logits are compared with
+export_bitnet("model-ternary", "model-hf")           # a checkpoint that transformers reads
 """
 
 from .artifact import export_artifact, readable_by_others
+from .bitnet_hf import export_bitnet
 from .check import compare_with_checkpoint
 from .reference import reference_model
 
-__all__ = ["compare_with_checkpoint", "export_artifact", "readable_by_others", "reference_model"]
+__all__ = ["compare_with_checkpoint", "export_artifact", "export_bitnet", "readable_by_others", "reference_model"]

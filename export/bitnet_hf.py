@@ -1,0 +1,87 @@
+"""A ternary checkpoint as a folder of Hugging Face's `bitnet`, which transformers reads: two bits a weight.
+
+Laid out as microsoft/bitnet-b1.58-2B-4T is: linear_class "autobitlinear", quantization_mode "offline"
+(quantize/bitnet_hf.py says what that means). Codes and scales come back bit for bit. "bitlinear" is not written: it
+wants the reciprocal of the scale, and in float32 the reciprocal of that is not always the scale.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from .. import files
+from ..errors import DiffbitError
+from ..models import Checkpoint, CheckpointWriter
+from ..models.layout import HEAD, shapes
+from ..progress import track
+from ..quantize import linear_shapes, read_scheme, read_weight, sizes
+from ..quantize.bitnet_hf import PER_BYTE, pack
+from ..quantize.cache import is_low_bit
+from ..quantize.checkpoint import SHARD_FROM
+
+SETTINGS = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"}
+
+
+def export_bitnet(
+    checkpoint: str | Path, out: str | Path, *, tokenizer: str | Path | None = None, overwrite: bool = False
+) -> Path:
+    """Write the folder `out` of a ternary checkpoint, a tensor in memory at a time, and return it.
+
+    tokenizer: a tokenizer.json, or a folder with one, to use in place of the checkpoint's own.
+    """
+    source = Checkpoint(checkpoint)
+    files.check_apart(out, source.path, *([] if tokenizer is None else [tokenizer]))
+    kept = _float_layers(source)
+    names = shapes(source.config)
+    with CheckpointWriter(
+        out,
+        source.config,
+        quantization=SETTINGS | ({"modules_to_not_convert": kept} if len(kept) > 1 else {}),
+        dtype=source.dtype,
+        shard_layers=sizes(source.config).nbytes > SHARD_FROM,
+        tokenizer_from=source.path if tokenizer is None else tokenizer,
+        overwrite=overwrite,
+    ) as writer:
+        for name in track(names, "exporting", total=len(names)):
+            weight = read_weight(source, name)
+            if isinstance(weight, Tensor):
+                writer.add(name, weight)
+            else:
+                writer.add(name, pack(weight.codes))
+                writer.add(f"{name}_scale", weight.scale.view(1))
+    return Path(out)
+
+
+def _float_layers(source: Checkpoint) -> list[str]:
+    """The head and the other linear layers that are float; a DiffbitError where something cannot be written."""
+    config, head = source.config, HEAD.removesuffix(".weight")
+    scheme = read_scheme(source)
+    formats = {} if scheme is None else scheme.formats(config)
+
+    def refuse(found: str, wanted: str) -> DiffbitError:
+        return DiffbitError(f"{source.path}: {found}, which a Hugging Face bitnet folder cannot hold; {wanted}")
+
+    if config.attention != "softmax":
+        raise refuse(f"its attention is {config.attention}", "transformers' BitNet model has softmax attention")
+    if scheme is None or not formats:
+        raise refuse("its weights are float", "wanted ternary ones, as diffbit train --qat ternary makes them")
+    if scheme.activations == "int4":
+        raise refuse("its activations are int4", "wanted a model trained with --activations int8")
+    if is_low_bit(scheme.attention):
+        raise refuse("its attention is in low bits", "wanted a checkpoint with ternary weights and no more")
+    if head in formats:
+        raise refuse("its head is quantized", f"leave {head} float")
+    for module, format in formats.items():
+        if format.kind != "ternary":
+            raise refuse(f"{module} is {format}", "wanted ternary or float layers")
+        if linear_shapes(config)[module][0] % PER_BYTE:
+            raise refuse(f"{module} has {linear_shapes(config)[module][0]} rows", f"wanted a multiple of {PER_BYTE}")
+    if config.sub_norms and config.num_heads * config.head_dim != config.hidden_size:
+        raise refuse(
+            f"its heads are {config.num_heads * config.head_dim} wide together and its hidden states "
+            f"{config.hidden_size}",
+            "transformers' BitNet model has both of one width",
+        )
+    return [head, *(module for module in linear_shapes(config) if module not in formats and module != head)]
