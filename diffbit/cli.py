@@ -307,7 +307,9 @@ def train(
     sub_norms: Annotated[
         bool | None,
         typer.Option(
-            "--sub-norms/--no-sub-norms", help="Norms before o_proj and down_proj; default: with --qat ternary."
+            "--sub-norms/--no-sub-norms",
+            help="Norms before o_proj and down_proj, put into --init's model if it has none; default: --init's, or "
+            "with --qat ternary.",
         ),
     ] = None,
     needles: Annotated[
@@ -316,7 +318,10 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Steps; default: the preset's.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows in a step; default: the preset's.")] = None,
     accumulate: Annotated[int | None, typer.Option(help="Forward passes summed up before a step.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="At its highest; default: the preset's.")] = None,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(help="At its highest; default: the preset's, with --qat another (doubled, or less from --init)."),
+    ] = None,
     eval_every: Annotated[int, typer.Option(help="Steps between evaluations; 0: at the end only.")] = 0,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints to resume from; 0: none.")] = 500,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in OUTPUT.")] = False,

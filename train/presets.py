@@ -21,9 +21,13 @@ from typing import Any
 from ..calib_data import load_tokenizer
 from ..errors import DiffbitError
 from ..models import Checkpoint, ModelConfig, num_parameters, variant, variants
+from ..quantize import parse_format
 from .config import TrainConfig
 
 TERNARY_RATE = 2.0  # learning rate of ternary weights, times that of float ones
+# The same from a trained checkpoint: two bits have to move far, more are there but for the rounding
+FEW_BITS_FROM_CHECKPOINT = 0.5
+FROM_CHECKPOINT = 0.1
 ATTENTION = "diff_v1"  # of a model that is to have none in particular
 
 
@@ -95,8 +99,9 @@ def train_config(
     """The training run of a preset; `changes` replace fields of TrainConfig.
 
     mlp, sub_norms: of the model (models/config.py). None: swiglu and, for `qat` in ternary, sub-norms, or what `init`
-    has. A ternary run from fresh weights has the recipe of BitNet b1.58: a learning rate TERNARY_RATE times as high,
-    in two stages.
+    has; sub-norms can be put into the model of `init`. A ternary run from fresh weights has the recipe of BitNet b1.58:
+    a learning rate TERNARY_RATE times as high, in two stages. One for a format from `init` has a lower one than the
+    preset's: half at two bits, a tenth above.
 
     The vocabulary is `vocab_size`, or else that of the tokenizer among the changes, or else the preset's. With `init`,
     a checkpoint to start from, model and tokenizer are its own, and `attention` can only confirm it. `context`: of the
@@ -128,6 +133,11 @@ def train_config(
     )
     if ternary and init is None:
         config = replace(config, learning_rate=TERNARY_RATE * size.learning_rate, schedule="two_stage")
+    elif changes.get("qat") is not None and init is not None:
+        few = parse_format(changes["qat"]).bits == 2
+        config = replace(
+            config, learning_rate=size.learning_rate * (FEW_BITS_FROM_CHECKPOINT if few else FROM_CHECKPOINT)
+        )
     if "steps" in changes:  # a shorter run warms up no longer than the same share of it
         changes = {"warmup": min(config.warmup, max(1, changes["steps"] // 10)), **changes}
     return replace(config, **changes)

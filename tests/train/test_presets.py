@@ -55,6 +55,13 @@ def test_train_config_takes_changes(tmp_path: Path, nano: Callable[[str], Path],
     started = train_config("nano", init=path, context=300, steps=5)
     assert started.model == replace(Checkpoint(path).config, max_position=300)
     assert (started.tokenizer, started.batch_size, started.warmup) == (path, PRESETS["nano"].batch_size, 1)
+    peak = PRESETS["nano"].learning_rate
+    for qat, factor in {"ternary": 0.5, "int2_g64": 0.5, "int4_g128": 0.1}.items():
+        taught = train_config("nano", init=path, qat=qat)
+        assert (taught.learning_rate, taught.schedule, taught.model.sub_norms) == (factor * peak, "cosine", False)
+        assert train_config("nano", init=path, qat=qat, learning_rate=0.5).learning_rate == 0.5
+    fresh = train_config("nano", qat="ternary")
+    assert (fresh.learning_rate, fresh.schedule, fresh.model.sub_norms) == (2 * peak, "two_stage", True)
     with pytest.raises(DiffbitError, match="its attention is diff_v2, not softmax"):
         train_config("nano", "softmax", init=path)
     with pytest.raises(DiffbitError, match="is quantized, and training starts from float weights"):
