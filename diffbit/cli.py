@@ -699,6 +699,9 @@ def export(
     dtype: Annotated[str, typer.Option(help="fp32 or fp16: of what is not quantized, a float KV cache too.")] = "fp32",
     context_length: Annotated[int | None, typer.Option(help="Tokens that the artifact's cache holds.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json, if the checkpoint has none.")] = None,
+    ternary_storage: Annotated[
+        str, typer.Option(help="2bit, or base3: ternary weights at 1.6 bits each in the file, expanded at load.")
+    ] = "2bit",
     overwrite: Overwrite = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -724,7 +727,13 @@ def export(
             _print_table({"file": name, **entry} for name, entry in sizes.items())
         return
     export_artifact(
-        checkpoint, output, dtype=dtype, context_length=context_length, tokenizer=tokenizer, overwrite=overwrite
+        checkpoint,
+        output,
+        dtype=dtype,
+        context_length=context_length,
+        tokenizer=tokenizer,
+        ternary_storage=ternary_storage,
+        overwrite=overwrite,
     )
     manifest = read_json(output / "diffbit.json")
     if not readable_by_others(buffer["name"] for buffer in manifest["cache"]["buffers"]):

@@ -109,7 +109,7 @@ def reference(a: torch.Tensor, block: int) -> torch.Tensor:
     y = torch.empty_like(x)
     count = x.shape[1]
     for stage in range(block.bit_length() - 1):
-        before, after = (buffer.view(-1, 2, (1 << stage) * count) for buffer in (x, y))
+        before, after = (buffer.view(block >> stage + 1, 2, (1 << stage) * count) for buffer in (x, y))
         torch.add(before[:, 0], before[:, 1], out=after[:, 0])
         torch.sub(before[:, 0], before[:, 1], out=after[:, 1])
         x, y = y, x
