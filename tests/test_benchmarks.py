@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from diffbit.quantize import methods
 from diffbit.runtime import native
@@ -79,6 +82,51 @@ def test_stock_cache(nano: Callable[[str], Path], tmp_path: Path) -> None:
     changes = {row["cache"]: row["change"] for row in rows if "change" in row}
     assert changes["DiffAttention int4"] < changes["GroupQueryAttention int4, a scale a tensor"]
     assert all(row["ratio"] > 0 for row in rows if "ratio" in row) and len(rows) == 6 + 6
+
+
+def test_bitnet(checkpoint: Path, tmp_path: Path) -> None:
+    from diffbit.models import Decoder, load, save
+    from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
+
+    def write(name: str, format: str | None, seed: int) -> None:
+        torch.manual_seed(seed)
+        attention = "softmax" if name.startswith("softmax") else "diff_v1"
+        config = replace(load(checkpoint).config, attention=attention, sub_norms=format == "ternary")
+        folder = tmp_path / "runs" / name if format is None else tmp_path / name
+        save(Decoder(config), folder, tokenizer_from=checkpoint)
+        if format is not None:
+            quantize_checkpoint(folder, tmp_path / "runs" / name, Scheme(weights=parse_format(format)))
+
+    formats = {"softmax": None, "softmax_ternary": "ternary", "diff_v1": None, "diff_v1_int4": "int4_g32",
+               "diff_v1_ternary_distilled": "ternary", "diff_v1_ternary": "ternary"}  # fmt: skip
+    for seed, (name, format) in enumerate(formats.items()):
+        write(name, format, seed)
+    page, numbers = tmp_path / "bitnet.md", tmp_path / "out" / "bitnet.json"
+    page.write_text("before\n<!-- tiny -->\nold\n<!-- /tiny -->\nafter\n")
+    options = ("--quick", "--jobs", "1", "--json", str(numbers), "--markdown", str(page), "--name", "tiny")
+    done = run("bitnet.py", str(tmp_path / "runs"), *options)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(numbers.read_text())
+    rows = {(row["model"], row["kind"]): row for row in found["rows"]}
+    kinds = ["float", "ternary", "ternary_distilled", "int4"]
+    assert list(rows) == [("Transformer", kind) for kind in kinds[:2]] + [("DIFF v1", kind) for kind in kinds]
+    ternary, exact = rows["DIFF v1", "ternary"], rows["DIFF v1", "float"]
+    assert exact["ratio"] is None and exact["decode_tokens_per_s"] > 0
+    wanted = ternary["perplexity"]["value"] / exact["perplexity"]["value"]
+    assert ternary["ratio"]["value"] == pytest.approx(wanted) and ternary["closed"] is None
+    assert sum(part["bytes"] for part in ternary["parts"]) == ternary["nbytes"] < exact["nbytes"]
+    assert ternary["cost"]["ternary"] > 0 == exact["cost"]["ternary"]
+    assert rows["DIFF v1", "int4"]["cost"]["integer"] == ternary["cost"]["ternary"]
+    (contrast,) = found["contrasts"]
+    other = rows["Transformer", "ternary"]["ratio"]["value"]
+    assert (contrast["model"], contrast["kind"]) == ("DIFF v1", "ternary")
+    assert contrast["difference"]["value"] == pytest.approx(math.log(wanted / other), abs=1e-9)
+    text = page.read_text()
+    assert text.startswith("before") and text.endswith("after\n") and "\nold\n" not in text
+    assert "| ternary codes " in text and "int4: perplexity at most 1% up" in text and "tokens/s" in text
+
+    done = run("bitnet.py", str(tmp_path / "nothing"))
+    assert done.returncode == 1 and "holds no model named like" in done.stderr
 
 
 def test_accuracy(nano: Callable[[str], Path], tmp_path: Path) -> None:
