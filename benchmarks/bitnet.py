@@ -86,8 +86,8 @@ def find(runs: Path, floats: Path | None) -> list[Model]:
     for model, vocabulary in zip(found, vocabularies, strict=True):
         if vocabulary != vocabularies[0]:
             raise DiffbitError(
-                f"{model.path}: another vocabulary than {found[0].path}, so perplexities cannot be compared; train with "
-                f"--tokenizer {found[0].path}"
+                f"{model.path}: another vocabulary than {found[0].path}, so perplexities cannot be compared; train "
+                f"with --tokenizer {found[0].path}"
             )
     return found
 
