@@ -67,7 +67,8 @@ def ternary_linear(x: Tensor, weight: QTensor, rounding: Rounding = INT8) -> Ten
     float32 holds every partial sum exactly: they are integers below 127 * K < 2^24 for K up to 132,000.
     """
     q, a = rounded_input(x, rounding)
-    sums = F.linear(q, weight.codes.float() - 1)
+    with torch.autocast(x.device.type, enabled=False):  # which would round the sums
+        sums = F.linear(q, weight.codes.float() - 1)
     return (sums * a * weight.scale.view(1)).to(x.dtype)
 
 

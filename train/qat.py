@@ -134,7 +134,8 @@ def integer_product(q: Tensor, weight: Tensor) -> Tensor:
         return torch._int_mm(q, weight.T.contiguous()).float()
     if q.device.type == "cuda" and len(q) > 16 and not q.shape[1] % 8 and not len(weight) % 8:
         return torch._int_mm(q, weight.T).float()
-    return F.linear(q.float(), weight.float())
+    with torch.autocast(q.device.type, enabled=False):  # which would round the sums
+        return F.linear(q.float(), weight.float())
 
 
 class _LearnedStep(torch.autograd.Function):

@@ -45,12 +45,18 @@ def inputs(columns: int = 96) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rounding", [INT8, *INT4.values()])
-def test_ternary_forward_is_the_operators(rounding: Rounding) -> None:
+@pytest.mark.parametrize("instructions", ["those there are", "no int8"])
+def test_ternary_forward_is_the_operators(
+    monkeypatch: pytest.MonkeyPatch, rounding: Rounding, instructions: str
+) -> None:
+    if instructions == "no int8":
+        monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
     ours, x = layer("ternary", rounding), inputs()
     expected = ternary_linear(x.detach(), ours.quantized(), rounding)
     assert torch.equal(ours(x), expected) and torch.equal(QuantLinear(ours.quantized(), None, rounding)(x), expected)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(ours(x), expected.bfloat16())
+        assert torch.equal(QuantLinear(ours.quantized(), None, rounding)(x), expected)
     assert rounding_for("model.layers.0.mlp.down_proj", 96, "int4") == INT4["down_proj"]
     assert rounding_for("model.layers.0.self_attn.q_proj", 96, "int4") == INT4["q_proj"]
 
