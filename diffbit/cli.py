@@ -717,8 +717,11 @@ def export(
     if format not in ("artifact", "hf-bitnet"):
         raise DiffbitError(f"format {format!r} is unknown; choose artifact or hf-bitnet")
     if format == "hf-bitnet":
-        if dtype != "fp32" or context_length is not None:
-            raise DiffbitError("--dtype and --context-length are an artifact's; a bitnet folder keeps its checkpoint's")
+        if (dtype, context_length, ternary_storage) != ("fp32", None, "2bit"):
+            raise DiffbitError(
+                "--dtype, --context-length and --ternary-storage are an artifact's; a bitnet folder keeps what its "
+                "checkpoint has"
+            )
         export_bitnet(checkpoint, output, tokenizer=tokenizer, overwrite=overwrite)
         sizes = {file.name: {"bytes": file.stat().st_size} for file in sorted(output.iterdir())}
         if as_json:

@@ -557,7 +557,8 @@ def _check(checkpoint: Checkpoint, windows: Windows) -> None:
     config, path = checkpoint.config, checkpoint.path
     if checkpoint.quantization is not None:
         raise DiffbitError(
-            f"{path}: is quantized already; compare makes its own variants, give it the float checkpoint"
+            f"{path}: is quantized already; compare makes its own variants, give it the float checkpoint (this one is "
+            f"measured by diffbit verify ARTIFACT --checkpoint {path})"
         )
     if (largest := int(windows.ids.max())) >= config.vocab_size:
         raise DiffbitError(

@@ -182,6 +182,10 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
     "threads": (["run", "{artifact}", "x", "--threads", "99999999999"], ["threads", "512"]),
     "seed": (["train", "--seed", "9" * 30, "-o", "{out}/t"], ["seed", "2**63"]),
     "output is taken": (["quantize", "{checkpoint}", "--weights", "int8", "-o", "{artifact}"], ["--overwrite"]),
+    "differential attention as bitnet": (
+        ["export", "{checkpoint}", "--format", "hf-bitnet", "-o", "{out}/a"],
+        ["diff_v1", "bitnet", "softmax"],
+    ),
     "dtype": (["export", "{checkpoint}", "--dtype", "int7", "-o", "{out}/a"], ["int7", "fp16"]),
     "context length": (["export", "{checkpoint}", "--context-length", "0", "-o", "{out}/a"], ["context", "0"]),
     "unknown preset": (["train", "--preset", "giant", "-o", "{out}/t"], ["giant", "tiny"]),

@@ -134,8 +134,9 @@ def test_from_the_command_line(checkpoint_of: Maker, tmp_path: Path) -> None:
     assert sizes["model.safetensors"]["bytes"] == (tmp_path / "hf" / "model.safetensors").stat().st_size
     for format, more, words in (
         ("gguf", [], "'gguf' is unknown; choose artifact or hf-bitnet"),
-        ("hf-bitnet", ["--dtype", "fp16"], "--dtype and --context-length"),
-        ("hf-bitnet", ["--context-length", "8"], "--dtype and --context-length"),
+        ("hf-bitnet", ["--dtype", "fp16"], "--dtype, --context-length and"),
+        ("hf-bitnet", ["--context-length", "8"], "--dtype, --context-length and"),
+        ("hf-bitnet", ["--ternary-storage", "base3"], "--dtype, --context-length and"),
         ("hf-bitnet", [], "already exists"),
     ):
         failed = CliRunner().invoke(app, [*arguments, format, *more])
