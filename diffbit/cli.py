@@ -857,10 +857,11 @@ def _verify_against(
     device: str,
     threads: int | None,
     native: bool,
-) -> dict[str, Any]:
-    """The artifact's logits over text against those of the checkpoint in torch."""
+    tokens: int,
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The artifact's logits over text, and the greedy tokens that follow it, against those of torch."""
     from .calib_data import eval_windows
-    from .export import compare_with_checkpoint
+    from .export import compare_greedy_tokens, compare_with_checkpoint
     from .runtime import Session
 
     session = Session(artifact, device, threads, native)
@@ -871,16 +872,42 @@ def _verify_against(
 
     if length is None:
         length = min(session.capacity, 512)
+
+    def logits_after(ids: list[int], new: bool) -> NDArray[np.float32]:
+        if new:
+            session.reset()
+        return session.prefill([ids])[0]
+
     text = eval_windows(data, artifact, length, max_windows, field=field)
-    return compare_with_checkpoint(logits_of, checkpoint, text, tolerance=session.artifact.golden.tolerance)
+    tolerance = session.artifact.golden.tolerance
+    logits = compare_with_checkpoint(logits_of, checkpoint, text, tolerance=tolerance)
+    if not tokens:
+        return logits, None
+    capacity = session.capacity
+    return logits, compare_greedy_tokens(
+        logits_after, checkpoint, text, tokens=tokens, capacity=capacity, tolerance=tolerance
+    )
 
 
-@app.command(epilog=_example("diffbit verify out/demo/diff_v1-onnx --checkpoint out/demo/diff_v1-int4"))
+@app.command(
+    epilog=_example(
+        "diffbit verify out/demo/diff_v1-onnx --checkpoint out/demo/diff_v1-int4",
+        "diffbit verify out/demo/diff_v1-onnx --checkpoint out/demo/diff_v1-int4 --max-windows 20 --tokens 200",
+    )
+)
 def verify(
     artifact: Annotated[Path, typer.Argument(help="Folder made by `diffbit export`.")],
     checkpoint: Annotated[
         Path | None, typer.Option(help="Also compare the logits over text with this checkpoint's, in torch.")
     ] = None,
+    tokens: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="With --checkpoint: also generate so many tokens with both, greedily, after the beginning of each "
+            "window, and tell where they part.",
+        ),
+    ] = 0,
     data: Data = "stdlib",
     field: Field = "text",
     max_windows: MaxWindows = 8,
@@ -900,19 +927,27 @@ def verify(
     report: dict[str, Any] = {"artifact": str(artifact), "device": device, "native": result.native}
     report |= {"passed": result.passed, "checks": rows}
     if checkpoint is not None and result.passed:
-        report["checkpoint"] = _verify_against(
-            artifact, checkpoint, data, field, max_windows, length, device, threads, not no_native
+        report["checkpoint"], greedy = _verify_against(
+            artifact, checkpoint, data, field, max_windows, length, device, threads, not no_native, tokens
         )
         report["passed"] = report["checkpoint"]["passed"]
+        if greedy is not None:
+            report["greedy"] = greedy
+            report["passed"] &= greedy["passed"]
     if as_json:
         _print_json(report)
     else:
         _print_table(rows, title=f"{artifact} on {device}, {'native kernels' if result.native else 'portable bodies'}")
         if "checkpoint" in report:
             _print_table([report["checkpoint"]], title=f"against {checkpoint}")
+        if "greedy" in report:
+            differences = report["greedy"].pop("differences")
+            _print_table([report["greedy"]], title="greedy tokens")
+            if differences:
+                _print_table(differences, title="where they part")
     if not report["passed"]:
         failed = [f"{check.name}: {check.detail}" for check in result.failures]
-        raise DiffbitError("; ".join(failed) or f"{artifact}: its logits are not those of {checkpoint}")
+        raise DiffbitError("; ".join(failed) or f"{artifact}: does not compute what {checkpoint} does; see above")
 
 
 @app.command(

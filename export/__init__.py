@@ -7,7 +7,14 @@ export_bitnet("model-ternary", "model-hf")           # a checkpoint that transfo
 
 from .artifact import export_artifact, readable_by_others
 from .bitnet_hf import export_bitnet
-from .check import compare_with_checkpoint
+from .check import compare_greedy_tokens, compare_with_checkpoint
 from .reference import reference_model
 
-__all__ = ["compare_with_checkpoint", "export_artifact", "export_bitnet", "readable_by_others", "reference_model"]
+__all__ = [
+    "compare_greedy_tokens",
+    "compare_with_checkpoint",
+    "export_artifact",
+    "export_bitnet",
+    "readable_by_others",
+    "reference_model",
+]

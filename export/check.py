@@ -16,12 +16,17 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import DiffbitError
-from ..models import Checkpoint
+from ..models import Checkpoint, KVCache
 from ..progress import track
 from .reference import reference_model
 
 LogitsFunction = Callable[[NDArray[np.int64], NDArray[np.bool_]], NDArray[np.float32]]
 """(token ids [1, S], mask [1, S]: True for a token, False for padding at the end) -> logits [1, S, V]."""
+
+StepFunction = Callable[[list[int], bool], NDArray[np.float32]]
+"""(token ids, is this a new sequence?) -> logits [V] after them; they follow the sequence so far if it is not."""
+
+PROMPT_TOKENS = 16
 
 
 class TextWindows(Protocol):
@@ -51,12 +56,7 @@ def compare_with_checkpoint(
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
     if not windows.target.any():
         raise DiffbitError("the text has no token to compare at; take a longer one")
-    largest = int(windows.ids.max())
-    if largest >= checkpoint.config.vocab_size:
-        raise DiffbitError(
-            f"{checkpoint.path}: has a vocabulary of {checkpoint.config.vocab_size} tokens, but the text holds token "
-            f"{largest}; the tokenizer belongs to another model"
-        )
+    _check_vocabulary(checkpoint, windows)
     model = reference_model(checkpoint)
     columns: dict[str, list[torch.Tensor]] = {"error": [], "kl": [], "same": [], "here": [], "there": []}
     rows = zip(windows.ids, windows.mask, windows.target, strict=True)
@@ -89,3 +89,73 @@ def compare_with_checkpoint(
         "tolerance": tolerance,
         "passed": median <= tolerance,  # False for NaN too
     }
+
+
+def compare_greedy_tokens(
+    logits_after: StepFunction,
+    checkpoint: str | Path | Checkpoint,
+    windows: TextWindows,
+    *,
+    tokens: int,
+    capacity: int,
+    tolerance: float,
+) -> dict[str, Any]:
+    """Generate greedily with both after the first PROMPT_TOKENS of each window, until they choose different tokens.
+
+    Up to `tokens` tokens, or what the `capacity` of the artifact's context leaves; an eos token does not end them.
+
+    Returns
+        prompts, same       how many there are, and how many have the same tokens to the end
+        tokens              chosen by both, the same
+        differences         a row for each other prompt: prompt and token (places, from 0), here and reference (ids),
+                            gap (of these two's logits in the reference) and error (max_v |artifact - reference|),
+                            both relative to std_v(reference)
+        tolerance, passed   every gap <= 2 tolerance: what the tolerance lets two logits move towards each other
+    """
+    checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
+    _check_vocabulary(checkpoint, windows)
+    model = reference_model(checkpoint)
+    differences = []
+    alike = 0
+    prompts = [ids[mask][:PROMPT_TOKENS] for ids, mask in zip(windows.ids, windows.mask, strict=True)]
+    for index, prompt in enumerate(track(prompts, "generating")):
+        count = min(tokens, capacity - len(prompt) + 1)
+        cache = KVCache(checkpoint.config, 1, capacity)
+        ids = prompt.tolist()
+        for place in range(count):
+            here = torch.from_numpy(logits_after(ids, place == 0)).double()
+            with torch.inference_mode():
+                there = model(torch.tensor([ids]), cache=cache)[0, -1].double()
+            found, wanted = int(here.argmax()), int(there.argmax())
+            if found != wanted:
+                spread = float(there.std())
+                differences.append(
+                    {
+                        "prompt": index,
+                        "token": place,
+                        "here": found,
+                        "reference": wanted,
+                        "gap": float(there[wanted] - there[found]) / spread,
+                        "error": float((here - there).abs().max()) / spread,
+                    }
+                )
+                break
+            alike += 1
+            ids = [found]
+    return {
+        "prompts": len(prompts),
+        "same": len(prompts) - len(differences),
+        "tokens": alike,
+        "differences": differences,
+        "tolerance": tolerance,
+        "passed": all(row["gap"] <= 2 * tolerance for row in differences),  # False for NaN too
+    }
+
+
+def _check_vocabulary(checkpoint: Checkpoint, windows: TextWindows) -> None:
+    largest = int(windows.ids.max())
+    if largest >= checkpoint.config.vocab_size:
+        raise DiffbitError(
+            f"{checkpoint.path}: has a vocabulary of {checkpoint.config.vocab_size} tokens, but the text holds token "
+            f"{largest}; the tokenizer belongs to another model"
+        )

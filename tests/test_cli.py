@@ -25,7 +25,7 @@ EXAMPLES = [
     if line.strip().startswith("diffbit ")
 ]
 FEW = ["--max-windows", "2"]
-SHORTER = {"train": ["--steps", "2", "--quiet"], "compare": FEW, "outliers": FEW, "quantize": FEW}
+SHORTER = {"train": ["--steps", "2", "--quiet"], "compare": FEW, "outliers": FEW, "quantize": FEW, "verify": FEW}
 
 
 @pytest.fixture(scope="module")
