@@ -1186,6 +1186,7 @@ def _inspect(path: Path, prompt: str, seed: int) -> dict[str, Any]:
             "format": ", ".join(name for name in formats if name),
             "bytes": opened.nbytes,
             "source_bytes": float_bytes,
+            "parts": [dict(part) for part in opened.parts],
         },
         "bench": {**bench_artifact(path, half, half, 3), "artifact": path.resolve().name},
         "verification": {

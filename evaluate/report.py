@@ -7,7 +7,7 @@ It takes plain dictionaries, as the commands print them with --json, and shows t
     comparison     Comparison.to_dict()                                 `diffbit compare`
     quantization   {title: Report.to_dict()}                            `diffbit quantize`
     qat            {model: qat.read_run()}                              `diffbit train --qat`
-    artifacts      {"name", "format", "bytes", "source_bytes"}          sizes; source_bytes: at 16 bits
+    artifacts      {"name", "format", "bytes", "source_bytes", "parts"} sizes; source_bytes: at 16 bits
     bench          rows of runtime.bench                                `diffbit bench`
     verification   {"artifact", "passed", "checks", ["checkpoint"]}     `diffbit verify`
     samples        {"model", "prompt", "text", ["settings"]}            `diffbit run`
@@ -630,6 +630,7 @@ def _artifacts(data: ReportData) -> str:
             )
         head = ["Artifact", "Format", "Size on disk", "At 16 bits", "Smaller by"]
         html += _table("Sizes on disk, tokenizer and graph included", head, rows, left=(0, 1))
+        html += "".join(_parts(entry) for entry in data.artifacts if entry.get("parts"))
     if data.bench:
         head = ["Artifact", "Device", "Threads", "Prefill, tokens/s", "Decode, tokens/s", "First token", "Peak memory"]
         head.append("KV cache of 1000 tokens")
@@ -648,6 +649,21 @@ def _artifacts(data: ReportData) -> str:
         ]
         html += _table("Speed on this machine", head, rows, left=(0, 1))
     return html
+
+
+def _parts(entry: Data) -> str:
+    rows = [
+        [
+            escape(str(part["name"])),
+            f"{part['bytes']:,}",
+            _percent(part["bytes"] / entry["bytes"]),
+            _integer(part["weights"]),
+            f"{8 * part['bytes'] / part['weights']:.2f}" if part["weights"] else "–",
+        ]
+        for part in entry["parts"]
+    ]
+    title = f"What {entry['name']} is made of"
+    return _details(title, _table(title, ["Part", "Bytes", "Share", "Numbers", "Bits each"], rows))
 
 
 def _verification(data: ReportData) -> str:

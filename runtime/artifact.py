@@ -195,7 +195,9 @@ class Artifact:
         """Bytes of weights and cache that a decoded token reads; None where the manifest has no parts."""
         if not self.parts:
             return None
-        weights = sum(part["bytes"] for part in self.parts if part["weights"] and part["name"] not in ROWS_READ)
+        read = [part for part in self.parts if part["weights"] and part["name"] not in ROWS_READ]
+        # ternary codes are two bits a weight in memory, whatever they are in the file
+        weights = sum(part["weights"] // 4 if part["name"] == "ternary codes" else part["bytes"] for part in read)
         return weights + self.cache.nbytes(context)
 
     def file(self, name: str) -> Path:

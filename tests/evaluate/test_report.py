@@ -77,7 +77,15 @@ def everything(name: str = "diff") -> ReportData:
         outliers=[made_up.outliers(name), made_up.outliers("plain", 5.0)],
         training={name: {"tokens": 1228800, "eval_loss": 3.0517}},
         quantization={f"{name} at int4_g32": made_up.weights(), "plain at int4_g32": made_up.weights()},
-        artifacts=[{"name": f"{name}-onnx", "format": "int4_g32", "bytes": 2_500_000, "source_bytes": 10_000_000}],
+        artifacts=[
+            {
+                "name": f"{name}-onnx", "format": "int4_g32", "bytes": 2_500_000, "source_bytes": 10_000_000,
+                "parts": [
+                    {"name": "integer codes", "bytes": 2_000_000, "weights": 4_000_000},
+                    {"name": "graph", "bytes": 500_000, "weights": None},
+                ],
+            }
+        ],
         bench=[
             {
                 "artifact": f"{name}-onnx", "device": "cpu", "threads": 2, "prefill_tokens_per_s": 1234.5,
@@ -132,6 +140,8 @@ def test_the_tables_hold_the_numbers(page: Page) -> None:
     assert four[2].startswith("20.6") and four[3] == "+3.05% [+2.72, +3.38%]" and four[6] == "4.25"
     assert any(row[:2] == ["int4_g64", "plain − diff"] and row[3] == "diff loses less than plain" for row in rows)
     assert ["diff-onnx", "int4_g32", "2.5 MB", "10 MB", "4.00×"] in rows
+    assert ["integer codes", "2,000,000", "80.0%", "4,000,000", "4.00"] in rows
+    assert ["graph", "500,000", "20.0%", "–", "–"] in rows
     assert any(row[0] == "diff-onnx" and row[3:] == ["1,234.5", "99.0", "51 ms", "181 MB", "640 kB"] for row in rows)
     assert ["file:model.onnx.data", "✗ failed", "was changed"] in rows
 

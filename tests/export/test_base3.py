@@ -13,7 +13,7 @@ import pytest
 from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
 from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
-from diffbit.runtime import native
+from diffbit.runtime import Artifact, native
 from diffbit.runtime.providers import open_session
 
 from .helpers import Runner, config_of, graph_of, write_model
@@ -66,6 +66,8 @@ def test_sizes(artifacts: tuple[Path, Path]) -> None:
     assert base3["weights"] == two_bits["weights"]
     assert 8 * two_bits["bytes"] == 2 * two_bits["weights"]
     assert 1.6 <= 8 * base3["bytes"] / base3["weights"] < 1.65
+    # in memory, where a token reads them, they are the same
+    assert len({Artifact.open(artifact).bytes_per_token(8) for artifact in artifacts}) == 1
 
 
 def test_what_cannot_be(checkpoint: Path, tmp_path: Path) -> None:
