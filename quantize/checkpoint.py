@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import files, models
 from ..errors import DiffbitError
 from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig
-from ..models.layout import EMBEDDING, shapes
+from ..models.layout import EMBEDDING, shapes, stays_float32
 from . import bitnet_hf, bitsandbytes_nf4
 from .cache import is_low_bit
 from .engine import Finished, quantize_pieces, stored_config, tokens_for
@@ -123,20 +123,22 @@ def save(
     scheme: Scheme,
     *,
     method: str,
+    dtype: torch.dtype = torch.float32,
     tokenizer_from: str | Path | None = None,
 ) -> None:
-    """Write a model whose weights are quantized already, by name: a Tensor fp32 or a QTensor where the scheme says so.
+    """Write a model whose weights are quantized already, by name: QTensors where the scheme says so, others as `dtype`.
 
     method: how they came about, for config.json.
     """
     entry = {"quant_method": "diffbit", "version": VERSION, "scheme": scheme.to_dict(), "method": method}
-    with CheckpointWriter(path, config, quantization=entry, tokenizer_from=tokenizer_from) as writer:
+    label = str(dtype).removeprefix("torch.")
+    with CheckpointWriter(path, config, quantization=entry, dtype=label, tokenizer_from=tokenizer_from) as writer:
         for name, weight in weights.items():
             if isinstance(weight, QTensor):
                 for part, tensor in _parts(weight).items():
                     writer.add(f"{name.removesuffix('.weight')}.{part}", tensor)
             else:
-                writer.add(name, weight)
+                writer.add(name, weight.to(torch.float32 if stays_float32(name) else dtype))
 
 
 def load(

@@ -1,4 +1,4 @@
-"""Trained models as they lie here and in ../nano_1k: weights in fp16, the loss in a table and a picture.
+"""Trained models as they lie here and beside here: float weights in fp16, the loss in a table and a picture.
 
     python examples/nano/shrink.py out/nano out/nano/fp16
 
@@ -18,14 +18,25 @@ from typing import Any
 
 import torch
 
-from diffbit.models import load, save
+from diffbit.models import Checkpoint, load, save
+from diffbit.models.layout import shapes
+from diffbit.quantize import read_scheme, read_weight
+from diffbit.quantize import save as save_quantized
 from diffbit.train import PRESETS, plot_losses, read_log
 
 EVERY = 10  # steps in a row of loss.csv
 
 
 def shrink(run: Path, output: Path, root: Path) -> None:
-    save(load(run), output, dtype=torch.float16, tokenizer_from=run)
+    checkpoint = Checkpoint(run)
+    scheme = read_scheme(checkpoint)
+    if scheme is None:
+        save(load(checkpoint), output, dtype=torch.float16, tokenizer_from=run)
+    else:
+        weights = {name: read_weight(checkpoint, name) for name in shapes(checkpoint.config)}
+        save_quantized(
+            weights, output, checkpoint.config, scheme, method="qat", dtype=torch.float16, tokenizer_from=run
+        )
     (output / "training.json").write_text(json.dumps(described(run, root), indent=2) + "\n")
     write_losses(run, output / "loss.csv")
     init = json.loads((run / "training.json").read_text())["config"].get("init")
@@ -38,7 +49,7 @@ def described(run: Path, root: Path) -> dict[str, Any]:
     about = json.loads((run / "training.json").read_text())
     config, preset = about["config"], PRESETS["nano"]
     before = Path(config["init"]) if config.get("init") else None
-    for name in ("tokenizer", "init"):
+    for name in ("tokenizer", "init", "distill"):
         if config.get(name) is not None:
             config[name] = place(Path(config[name]), root)
     command = "diffbit train --preset nano"
@@ -46,7 +57,12 @@ def described(run: Path, root: Path) -> dict[str, Any]:
         command += f" --attention {config['model']['attention']}"
         command += f" --tokenizer {config['tokenizer']}" if config["tokenizer"] is not None else ""
     else:
-        command += f" --init {config['init']} --context {config['length']} --needles {config['needles']}"
+        command += f" --init {config['init']}"
+        command += f" --context {config['length']} --needles {config['needles']}" if config["needles"] else ""
+    if config.get("qat"):
+        command += f" --qat {config['qat']}"
+    if config.get("distill"):
+        command += f" --distill {config['distill']}"
     command += f" --steps {config['steps']}"
     for name in ("batch_size", "learning_rate"):
         if config[name] != getattr(preset, name):
