@@ -54,6 +54,16 @@ def test_kernels(tmp_path: Path) -> None:
     assert "old" not in text and "| 256 x 256 |" in text
 
 
+def test_bitnet_folder(tmp_path: Path) -> None:
+    done = run("bitnet_folder.py", "--quick", "--work", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["folder"] for row in rows if "folder" in row] == ["fp32", "fp16", "again"]
+    assert all(row["peak_rss_mib"] > 0 for row in rows if "command" in row)
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert config["quantization_config"]["linear_class"] == "autobitlinear"
+
+
 def test_long_context(tmp_path: Path) -> None:
     page, rows_file = tmp_path / "page.md", tmp_path / "rows.json"
     page.write_text("<!-- long_context_softmax -->\nold\n<!-- /long_context_softmax -->\n")

@@ -27,9 +27,7 @@ def config_of(attention: str, **changes: object) -> ModelConfig:
 
 
 def write_model(folder: Path, config: ModelConfig, dtype: torch.dtype = torch.float32) -> Path:
-    """A random checkpoint whose logits differ between tokens, with the smallest of tokenizers."""
-    from tokenizers import Tokenizer, models
-
+    """A random checkpoint whose logits differ between tokens, with a tokenizer."""
     torch.manual_seed(0)
     decoder = Decoder(config)
     with torch.no_grad():
@@ -39,9 +37,16 @@ def write_model(folder: Path, config: ModelConfig, dtype: torch.dtype = torch.fl
             elif "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     save(decoder, folder, dtype=dtype)
-    words = {f"w{i}": i for i in range(config.vocab_size)}
-    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    write_tokenizer(folder, config.vocab_size)
     return folder
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """The smallest of tokenizers."""
+    from tokenizers import Tokenizer, models
+
+    words = {f"w{i}": i for i in range(vocab_size)}
+    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
 
 
 def write_quantized(source: Path, format: str) -> Path:

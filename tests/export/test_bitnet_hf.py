@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,13 +15,15 @@ from typer.testing import CliRunner
 
 from diffbit import DiffbitError
 from diffbit.cli import app
-from diffbit.export import bitnet_hf, export_bitnet
+from diffbit.export import bitnet_hf, export_artifact, export_bitnet
 from diffbit.models import Checkpoint
 from diffbit.models.layout import shapes
 from diffbit.quantize import AttentionScheme, QTensor, Scheme, load, parse_format, quantize_checkpoint, read_weight
+from diffbit.runtime import verify
 
 from ..quantize.bitnet_folders import DIVIDING, MASTER, PACKED, theirs, write_folder
 from .conftest import Maker
+from .helpers import Runner, relative_error, write_tokenizer
 
 TERNARY = parse_format("ternary")
 BITNET = {"sub_norms": True, "mlp": "relu2", "num_heads": 4, "head_dim": 16}
@@ -90,6 +93,27 @@ def test_a_bitnet_folder(settings: dict[str, str], tmp_path: Path) -> None:
     if settings == PACKED:
         stored, wanted = load_file(out / "model.safetensors"), load_file(source / "model.safetensors")
         assert all(torch.equal(stored[name], tensor) for name, tensor in wanted.items()) and len(stored) == len(wanted)
+
+
+@pytest.mark.parametrize("settings", [PACKED, DIVIDING, MASTER], ids=["packed", "dividing", "master"])
+def test_an_artifact_computes_what_transformers_does(settings: dict[str, str], tmp_path: Path) -> None:
+    """From the folder of theirs to ONNX Runtime: logits of prompts, and greedy tokens through the cache."""
+    source = write_folder(tmp_path / "m", settings, tie_word_embeddings=True, vocab_size=61)
+    write_tokenizer(source, 61)
+    artifact = export_artifact(source, tmp_path / "onnx")
+    assert verify(artifact).passed
+    model, ids = theirs(source), torch.randint(61, (4, 9), generator=torch.Generator().manual_seed(2))
+    wanted = model(ids).logits
+    run = Runner(artifact, Checkpoint(source).config)
+    error = relative_error(run(ids.numpy(), np.ones((4, 9), np.int64)), wanted)
+    assert np.median(error) < 1e-5 and error.max() < 0.03
+    expected, found = ids[:1, :4].tolist()[0], ids[:1, :4].tolist()[0]
+    logits = run(np.array([found]), np.ones((1, 4), np.int64))
+    for _ in range(24):
+        expected.append(int(model(torch.tensor([expected])).logits[0, -1].argmax()))
+        found.append(int(logits[0, -1].argmax()))
+        logits = run(np.array([found[-1:]]), np.ones((1, len(found)), np.int64))
+    assert found == expected
 
 
 @pytest.mark.parametrize(
