@@ -35,7 +35,7 @@ class TrainConfig:
     ramp: int = 0  # steps over which quantization grows from nothing to its full strength
     schedule: str = "cosine"  # of the learning rate, or "two_stage"
     distill: str | None = None  # a checkpoint, float or quantized, whose predictions are learned from too; None: none
-    distill_weight: float = 10.0  # alpha of distill.py: of its predictions, beside 1 of the text
+    distill_weight: float = 100.0  # alpha of distill.py: of its predictions, beside 1 of the text
     relation_weight: float = 0.1  # gamma of distill.py: of one layer's relations between tokens
     distill_layer: int | None = None  # the layer whose relations are compared; None: three quarters up
     needles: float = 0.0  # share of the rows that are needle rows (calib_data/needles.py)

@@ -27,7 +27,7 @@ from .config import TrainConfig
 TERNARY_RATE = 2.0  # learning rate of ternary weights, times that of float ones
 # The same from a trained checkpoint: two bits have to move far, more are there but for the rounding
 FEW_BITS_FROM_CHECKPOINT = 0.5
-FROM_CHECKPOINT = 0.1
+FROM_CHECKPOINT = 0.025
 ATTENTION = "diff_v1"  # of a model that is to have none in particular
 
 
@@ -101,7 +101,7 @@ def train_config(
     mlp, sub_norms: of the model (models/config.py). None: swiglu and, for `qat` in ternary, sub-norms, or what `init`
     has; sub-norms can be put into the model of `init`. A ternary run from fresh weights has the recipe of BitNet b1.58:
     a learning rate TERNARY_RATE times as high, in two stages. One for a format from `init` has a lower one than the
-    preset's: half at two bits, a tenth above.
+    preset's: half at two bits, a fortieth above.
 
     The vocabulary is `vocab_size`, or else that of the tokenizer among the changes, or else the preset's. With `init`,
     a checkpoint to start from, model and tokenizer are its own, and `attention` can only confirm it. `context`: of the

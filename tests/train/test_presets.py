@@ -56,7 +56,7 @@ def test_train_config_takes_changes(tmp_path: Path, nano: Callable[[str], Path],
     assert started.model == replace(Checkpoint(path).config, max_position=300)
     assert (started.tokenizer, started.batch_size, started.warmup) == (path, PRESETS["nano"].batch_size, 1)
     peak = PRESETS["nano"].learning_rate
-    for qat, factor in {"ternary": 0.5, "int2_g64": 0.5, "int4_g128": 0.1}.items():
+    for qat, factor in {"ternary": 0.5, "int2_g64": 0.5, "int4_g128": 0.025}.items():
         taught = train_config("nano", init=path, qat=qat)
         assert (taught.learning_rate, taught.schedule, taught.model.sub_norms) == (factor * peak, "cosine", False)
         assert train_config("nano", init=path, qat=qat, learning_rate=0.5).learning_rate == 0.5
