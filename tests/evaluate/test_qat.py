@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from diffbit import DiffbitError
+from diffbit.cli import main
 from diffbit.evaluate import ReportData, is_run, plots, read_run, style
 from diffbit.evaluate.report import render
 from diffbit.models import Checkpoint, Decoder, ModelConfig, save
@@ -104,3 +106,19 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     (out / "log.jsonl").write_text("nothing\n")
     with pytest.raises(DiffbitError, match="is no log of a run"):
         read_run(out)
+
+
+def test_compare_takes_runs(checkpoint: Path, tmp_path: Path) -> None:
+    run = tmp_path / "b158"
+    quantize_checkpoint(checkpoint, run, Scheme(weights=parse_format("ternary")))
+    shutil.copytree(checkpoint, run / "master")
+    (run / "log.jsonl").write_text(json.dumps({"step": 1, "loss": 3.0, "flips": 0.5, "zeros": 0.25}) + "\n")
+    options = ["--what", "weights", "--bits", "16,ternary", "--max-windows", "2", "--length", "32", "--quiet", "--json"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["compare", str(checkpoint), *options, "--quantized", str(run), "-o", str(tmp_path / "report")])
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "b158: float weights behind ternary codes" in page and "b158: 50.0% first, 50.0% last." in page
+    assert "b158, relative error of weights" in page
+    whole, ternary = json.loads((tmp_path / "report" / "comparison.json").read_text())["results"]
+    assert ternary["cost"]["weight_bytes"] < whole["cost"]["weight_bytes"]
+    assert whole["cost"]["floating"] - ternary["cost"]["floating"] == ternary["cost"]["ternary"] > 0
