@@ -5,7 +5,7 @@
     python benchmarks/bitnet.py out/bitnet --skip-speed --quick                         # does everything run?
 
 RUNS holds a folder for each model: VARIANT, the float one, and VARIANT_KIND for others, such as diff_v1_ternary,
-diff_v1_ternary_distilled or softmax_int4 (what `diffbit train --qat` leaves). Float models may lie elsewhere, in the
+diff_v1_distilled or softmax_int4 (what `diffbit train --qat` leaves). Float models may lie elsewhere, in the
 folder that --floats names. Any may be missing; a model is held against the float one of its own variant, window by
 window of the same held-out text, and its loss against the first variant's at the same kind.
 
@@ -48,7 +48,7 @@ from diffbit.runtime import Artifact, bench
 
 ROOT = Path(__file__).parents[1]
 VARIANTS = {"softmax": "Transformer", "diff_v1": "DIFF v1", "diff_v2": "DIFF v2"}
-FLOAT, TERNARY, DISTILLED, INT4 = "float", "ternary", "ternary_distilled", "int4"
+FLOAT, TERNARY, DISTILLED, INT4 = "float", "ternary", "distilled", "int4"
 KINDS = (FLOAT, TERNARY, DISTILLED, INT4)  # first in the tables, in this order; others follow
 TERNARY_WITHIN, INT4_WITHIN, CLOSED = 0.10, 0.01, 0.5  # what is wanted: of perplexity, of it, of ternary's gap
 QUICK_WINDOWS = 6

@@ -108,7 +108,7 @@ def test_bitnet(checkpoint: Path, tmp_path: Path) -> None:
             quantize_checkpoint(folder, tmp_path / "runs" / name, Scheme(weights=parse_format(format)))
 
     formats = {"softmax": None, "softmax_ternary": "ternary", "diff_v1": None, "diff_v1_int4": "int4_g32",
-               "diff_v1_ternary_distilled": "ternary", "diff_v1_ternary": "ternary"}  # fmt: skip
+               "diff_v1_distilled": "ternary", "diff_v1_ternary": "ternary"}  # fmt: skip
     for seed, (name, format) in enumerate(formats.items()):
         write(name, format, seed)
     page, numbers = tmp_path / "bitnet.md", tmp_path / "out" / "bitnet.json"
@@ -118,7 +118,7 @@ def test_bitnet(checkpoint: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(numbers.read_text())
     rows = {(row["model"], row["kind"]): row for row in found["rows"]}
-    kinds = ["float", "ternary", "ternary_distilled", "int4"]
+    kinds = ["float", "ternary", "distilled", "int4"]
     assert list(rows) == [("Transformer", kind) for kind in kinds[:2]] + [("DIFF v1", kind) for kind in kinds]
     ternary, exact = rows["DIFF v1", "ternary"], rows["DIFF v1", "float"]
     assert exact["ratio"] is None and exact["decode_tokens_per_s"] > 0
