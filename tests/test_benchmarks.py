@@ -64,6 +64,14 @@ def test_bitnet_folder(tmp_path: Path) -> None:
     assert config["quantization_config"]["linear_class"] == "autobitlinear"
 
 
+def test_base3(tmp_path: Path) -> None:
+    done = run("base3.py", "--quick", "--work", str(tmp_path / "work"))
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    bytes_of = {row["storage"]: row["bytes"] for row in rows}
+    assert len(rows) == 4 and bytes_of["base3"] < bytes_of["2bit"]
+
+
 def test_long_context(tmp_path: Path) -> None:
     page, rows_file = tmp_path / "page.md", tmp_path / "rows.json"
     page.write_text("<!-- long_context_softmax -->\nold\n<!-- /long_context_softmax -->\n")
