@@ -1,6 +1,6 @@
 """Peak memory and time of reading and exporting a Hugging Face bitnet folder of microsoft/bitnet-b1.58-2B-4T's shape.
 
-    python benchmarks/bitnet_folder.py --work /tmp/bitnet               # 30 layers: 8 GB of disk
+    python benchmarks/bitnet_folder.py --work /tmp/bitnet               # 30 layers: 6 GB of disk
     python benchmarks/bitnet_folder.py --work /tmp/bitnet2 --layers 2   # nearly the same peak: the embedding's
 
 Writes the folder with random ternary weights, packed, a shard per layer, norms and the shared embedding in bf16; then
