@@ -922,6 +922,8 @@ def verify(
     from .runtime import verify as verify_artifact
 
     set_quiet(quiet)
+    if tokens and checkpoint is None:
+        raise DiffbitError("--tokens compares with a checkpoint's tokens; pass one with --checkpoint")
     result = verify_artifact(artifact, device, threads, not no_native)
     rows = _check_rows(result)
     report: dict[str, Any] = {"artifact": str(artifact), "device": device, "native": result.native}

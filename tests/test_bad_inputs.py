@@ -107,6 +107,7 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
     "no cuda here": (["run", "{artifact}", "x", "--device", "cuda"], ["cuda", "CUDAExecutionProvider"]),
     "unknown device": (["run", "{artifact}", "x", "--device", "tpu"], ["tpu", "cpu"]),
     "bench past the context": (["bench", "{artifact}", "--prompt-tokens", "100"], ["100", "128"]),
+    "tokens of what": (["verify", "{artifact}", "--tokens", "5"], ["--tokens", "--checkpoint"]),
     "unknown format": (["quantize", "{checkpoint}", "--weights", "int4_g33", "-o", "{out}/q"], ["int4_g33"]),
     "no format at all": (["quantize", "{checkpoint}", "-o", "{out}/q"], ["--weights"]),
     "unknown method": (

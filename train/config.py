@@ -65,6 +65,7 @@ class TrainConfig:
         self._want("precision", self.precision in ("auto", "fp32", "bf16"), "auto, fp32 or bf16")
         self._want("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
         self._want("activations", self.activations in ("int8", "int4"), "int8 or int4")
+        self._want("activations", self.activations == "int8" or self.qat == "ternary", "int8 where qat is not ternary")
         self._want("ramp", 0 <= self.ramp <= self.steps, f"0 to the {self.steps} steps of the run")
         scheme = self.scheme
         if scheme is not None:

@@ -16,6 +16,7 @@ its authors do, and pays with fewer key-value heads (grouped queries, 4 query he
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ..calib_data import load_tokenizer
@@ -23,6 +24,7 @@ from ..errors import DiffbitError
 from ..models import Checkpoint, ModelConfig, num_parameters, variant, variants
 from ..quantize import parse_format
 from .config import TrainConfig
+from .folder import MASTER
 
 TERNARY_RATE = 2.0  # learning rate of ternary weights, times that of float ones
 # The same from a trained checkpoint: two bits have to move far, more are there but for the rounding
@@ -153,7 +155,9 @@ def _model_of(checkpoint: str, attention: str | None, mlp: str | None, sub_norms
     """The model of a checkpoint that training can go on from."""
     found = Checkpoint(checkpoint)
     if found.quantization is not None:
-        raise DiffbitError(f"{checkpoint}: is quantized, and training starts from float weights; give its source")
+        master = Path(checkpoint) / MASTER
+        source = f"give {master}" if master.is_dir() else "give its source"
+        raise DiffbitError(f"{checkpoint}: is quantized, and training starts from float weights; {source}")
     if attention not in (None, found.config.attention):
         raise DiffbitError(
             f"{checkpoint}: its attention is {found.config.attention}, not {attention}; leave --attention out, or "
