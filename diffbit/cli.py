@@ -1038,7 +1038,12 @@ def outliers(
     )
 )
 def compare(
-    models: Annotated[list[Path], typer.Argument(help="Float checkpoints with the same tokenizer.")],
+    models: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Checkpoints with the same tokenizer: float ones at all widths, quantized ones as they are."
+        ),
+    ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for report.html, the plots, .json and .csv.")
     ] = None,
@@ -1137,7 +1142,8 @@ def compare(
         )
         comparison.write_json(output / "comparison.json")
         comparison.write_csv(output / "comparison.csv")
-        plot_comparison(report.comparison or {}, output / "comparison.svg")
+        if len(comparison.results) > len(models):  # models that came quantized have no variants to draw
+            plot_comparison(report.comparison or {}, output / "comparison.svg")
         plot_outliers(report.outliers, output / "outliers.svg")
         write_report(report, output / "report.html")
     if as_json:

@@ -4,6 +4,9 @@ For every model, every variant ("weights at int4_g64 by gptq", "attention logits
 the float checkpoint and held against it, token by token: metrics.py says what is measured and how sure it is. "16" is
 the checkpoint itself, computed in fp32, and counted as two bytes a weight, as it is usually stored.
 
+A checkpoint that is quantized already, such as one trained in low bits, is measured as it is beside them: no variants
+are made of it, and what it lost to a float model it does not tell.
+
 A number of bits stands for a format: 8 for int8 (a scale per row), 7 to 2 for int7_g64 ... int2_g64; formats may also
 be named: int4_g32, nf4, ternary. Of attention (quantize/attention.py), each `what` takes the bits it has a format for
 and leaves out the others:
@@ -37,13 +40,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import files, models
+from .. import files
 from ..calib_data import NeedleWindows, Windows
 from ..errors import DiffbitError
 from ..models import Checkpoint, Decoder, ModelConfig, num_parameters
 from ..models.attention import variant as attention_variant
 from ..progress import track
-from ..quantize import AttentionScheme, Format, Scheme, apply, linear_shapes, parse_format, parse_recipe, sizes
+from ..quantize import (
+    AttentionScheme,
+    Format,
+    Scheme,
+    apply,
+    linear_shapes,
+    load,
+    parse_format,
+    parse_recipe,
+    read_scheme,
+    sizes,
+)
 from ..quantize.cache import kv_bytes
 from ..quantize.scheme import KV, LOGIT_BITS, QK
 from .cost import Cost, token_cost
@@ -81,9 +95,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class Measured:
-    """A variant of a model (None: the 16-bit model) on the windows."""
+    """A variant of a model (None: the model as its checkpoint has it) on the windows."""
 
     variant: Variant | None
+    scheme: Scheme | None  # of the variant, or of a checkpoint that is quantized already
     scores: Scores
     nbytes: int  # of the whole model in a file, what is not quantized at two bytes a weight
     bits_per_weight: float  # of the linear layers that are quantized, scales included
@@ -106,7 +121,7 @@ class Result:
     """One model at one width. The intervals of all but `perplexity` are of paired differences to the 16-bit model."""
 
     model: str
-    what: str  # one of WHAT; "none" for the 16-bit model itself
+    what: str  # one of WHAT; "none" for the 16-bit model itself, or a quantized checkpoint
     format: str
     method: str  # "none" but for weights
     bits: float
@@ -178,6 +193,11 @@ class Comparison:
         compared = {result.what for result in self.results}
         weights, cache = "weights" in compared, compared & set(ATTENTION_WHAT)
         energy = {result.model: result.cost.energy() for result in self.results if result.what == "none"}
+
+        def alone(result: Result) -> bool:
+            """Of a checkpoint that came quantized: there is nothing to hold it against."""
+            return result.what == "none" and result.format != FLOAT
+
         return [
             {
                 "model": result.model,
@@ -189,13 +209,13 @@ class Comparison:
                 **({"KV bytes/token": round(result.cache_bytes, 1)} if cache else {}),
                 "MB moved": round(result.cost.nbytes / 1e6, 2),
                 "M ops t/i/f": "/".join(f"{count / 1e6:.1f}" for count in result.cost.operations.values()),
-                "energy": f"{result.cost.energy() / energy[result.model]:.1%}",
+                "energy": "-" if alone(result) else f"{result.cost.energy() / energy[result.model]:.1%}",
                 "perplexity": result.perplexity.value,
-                "increase": f"{result.ratio.value - 1:+z.2%}",
-                percent: f"{result.ratio.low - 1:+z.2%} to {result.ratio.high - 1:+z.2%}",
+                "increase": "-" if alone(result) else f"{result.ratio.value - 1:+z.2%}",
+                percent: "-" if alone(result) else f"{result.ratio.low - 1:+z.2%} to {result.ratio.high - 1:+z.2%}",
                 **({"of rtn's loss recovered": _share(result.recovered)} if several else {}),
-                "KL": result.kl.value,
-                "agreement": f"{result.agreement.value:.2%}",
+                "KL": "-" if alone(result) else result.kl.value,
+                "agreement": "-" if alone(result) else f"{result.agreement.value:.2%}",
                 **{f"found, {label(one)}": _found(one) for one in result.retrieval},
             }
             for result in self.results
@@ -237,9 +257,8 @@ def variants(bits: Sequence[str] = BITS, what: Sequence[str] = WHAT, methods: Se
     formats = {entry: _format(entry) for entry in wanted if entry != FLOAT}
     if "weights" in what:
         for format in formats.values():
-            width = 1.585 if format.kind == "ternary" else format.bits
             scheme = Scheme(weights=format)
-            found += [Variant("weights", format.name, method, width, scheme) for method in recipes]
+            found += [Variant("weights", format.name, method, _bits(format), scheme) for method in recipes]
     if "logits" in what:
         for entry in formats:
             if entry.isdigit() and int(entry) in LOGIT_BITS:
@@ -258,6 +277,10 @@ def variants(bits: Sequence[str] = BITS, what: Sequence[str] = WHAT, methods: Se
             f"give widths below 16, such as {','.join(BITS)}"
         )
     return found
+
+
+def _bits(format: Format) -> float:
+    return 1.585 if format.kind == "ternary" else format.bits
 
 
 def _format(entry: str) -> Format:
@@ -283,7 +306,8 @@ def compare(
     device: torch.device | str = "cpu",
     needles: Sequence[NeedleWindows] = (),
 ) -> Comparison:
-    """Compare float checkpoints at several bit-widths on windows cut by their common tokenizer.
+    """Compare float checkpoints at several bit-widths, and quantized ones as they are, on windows cut by their common
+    tokenizer.
 
     methods: recipes by which weights are rounded. calibration: windows of other text, for those that calibrate.
     names: of the models, for tables and plots; default the folders' names. confidence: of the intervals. needles: rows
@@ -305,17 +329,19 @@ def compare(
     measured: dict[str, list[Measured]] = {}
     refused: list[Refusal] = []
     for name, checkpoint in zip(names, checkpoints, strict=True):
-        decoder = models.load(checkpoint, device=device)
+        scheme = read_scheme(checkpoint)
+        decoder = load(checkpoint, device=device)
         try:
             measured[name], refusals = measure(
                 decoder,
-                chosen,
+                chosen if scheme is None else (),
                 windows,
                 calibration,
                 name=name,
                 batch_size=batch_size,
                 cache_bytes=cache_bytes,
                 needles=needles,
+                stored=scheme,
             )
         finally:
             del decoder
@@ -336,8 +362,11 @@ def measure(
     batch_size: int = 8,
     cache_bytes: int = 1 << 30,
     needles: Sequence[NeedleWindows] = (),
+    stored: Scheme | None = None,
 ) -> tuple[list[Measured], list[Refusal]]:
-    """The 16-bit model and every variant on all windows and needles; and the variants that their method refuses."""
+    """The model and every variant on all windows and needles; and the variants that their method refuses.
+
+    stored: the scheme of a model that is quantized as it comes, of which there are no variants."""
     if batch_size < 1:
         raise DiffbitError(f"batch_size is {batch_size}, wanted 1 or more")
     if calibration is None and (calibrated := [v.method for v in chosen if _recipe_calibrates(v)]):
@@ -375,7 +404,7 @@ def measure(
     measured: list[Measured] = []
     refused: list[Refusal] = []
     for variant in track([None, *chosen], f"comparing {name}"):
-        model, scheme = decoder, None
+        model, scheme = decoder, stored
         if variant is not None:
             scheme = variant.scheme
             try:
@@ -389,7 +418,7 @@ def measure(
             answered(model, one, _batch_size(variant, decoder.config, one.windows.ids.shape[1], batch_size))
             for one in needles
         )
-        measured.append(Measured(variant, found, nbytes, _bits_per_weight(model.config, scheme), cost, answers))
+        measured.append(Measured(variant, scheme, found, nbytes, _bits_per_weight(model.config, scheme), cost, answers))
         del model  # before the next one is made
     if refused and len(measured) == 1:
         raise DiffbitError(f"{name}: {refused[0].reason}")
@@ -488,16 +517,17 @@ def _result(
 ) -> Result:
     """own: all of the model's variants by key, and under None the 16-bit model."""
     variant, found, reference = measured.variant, measured.scores, own[None].scores
-    scheme = AttentionScheme() if variant is None else variant.scheme.attention
+    stored = None if measured.scheme is None else measured.scheme.weights
+    attention = AttentionScheme() if measured.scheme is None else measured.scheme.attention
     rounded = None
     if variant is not None and variant.method != ROUNDED:
         rounded = own.get((variant.what, variant.format, ROUNDED))
     return Result(
         model=name,
         what="none" if variant is None else variant.what,
-        format=FLOAT if variant is None else variant.format,
+        format=variant.format if variant else stored.name if stored else FLOAT,
         method="none" if variant is None else variant.method,
-        bits=16.0 if variant is None else variant.bits,
+        bits=variant.bits if variant else _bits(stored) if stored else 16.0,
         bits_per_weight=measured.bits_per_weight,
         nbytes=measured.nbytes,
         perplexity=found.perplexity(confidence),
@@ -505,7 +535,7 @@ def _result(
         kl=found.divergence(confidence),
         agreement=found.agreement(confidence),
         recovered=None if rounded is None else recovered(found, rounded.scores, reference, confidence),
-        cache_bytes=kv_bytes(config, scheme, "float16")[0] / 1000,
+        cache_bytes=kv_bytes(config, attention, "float16")[0] / 1000,
         cost=measured.cost,
         retrieval=tuple(
             retrieval(one, answers, whole, confidence)
@@ -555,11 +585,6 @@ def _names(checkpoints: Sequence[Checkpoint], names: Sequence[str] | None) -> li
 
 def _check(checkpoint: Checkpoint, windows: Windows) -> None:
     config, path = checkpoint.config, checkpoint.path
-    if checkpoint.quantization is not None:
-        raise DiffbitError(
-            f"{path}: is quantized already; compare makes its own variants, give it the float checkpoint (this one is "
-            f"measured by diffbit verify ARTIFACT --checkpoint {path})"
-        )
     if (largest := int(windows.ids.max())) >= config.vocab_size:
         raise DiffbitError(
             f"{path}: the text holds token {largest}, the model has {config.vocab_size}; take the model's own tokenizer"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import DiffbitError
 from ..quantize import parse_format
 from . import style
 
@@ -36,6 +37,8 @@ def plot_comparison(comparison: Data, path: str | Path) -> None:
     """A row of panels for weights and one for each part of attention, as compared; `charts` says what is in them."""
     style.check_path(path)
     rows = [charts(comparison, what) for what in subjects(comparison)]
+    if not rows:
+        raise DiffbitError("all models came quantized, so there is nothing to draw against bits; give a float one, too")
     columns = max(len(row) for row in rows)
     with style.panels(columns, len(rows)) as (figure, axes):
         for number, row in enumerate(rows):
@@ -90,7 +93,7 @@ def charts(comparison: Data, what: str) -> list[Chart]:
     for each model with a line for each method.
     """
     results = [result for result in comparison["results"] if result["what"] == what]
-    names = [model["name"] for model in comparison["models"]]
+    names = list(dict.fromkeys(result["model"] for result in results))  # not those quantized already
     methods = list(dict.fromkeys(result["method"] for result in results))
     widths = order(results)
     place = {name: column for column, name in enumerate(widths)}

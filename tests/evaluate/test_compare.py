@@ -17,8 +17,9 @@ from diffbit.calib_data import Windows, windows
 from diffbit.errors import DiffbitError
 from diffbit.evaluate.compare import compare, variants
 from diffbit.evaluate.metrics import Scores, recovered
+from diffbit.evaluate.plots import plot_comparison
 from diffbit.models import Decoder, ModelConfig, load, save
-from diffbit.quantize import Scheme, apply, parse_format, rtn
+from diffbit.quantize import Scheme, apply, parse_format, quantize_checkpoint, rtn
 
 VOCABULARY = 97
 
@@ -235,6 +236,22 @@ def test_numbers_of_bits_and_names() -> None:
     ]  # fmt: skip
     assert [v.bits for v in found if v.what == "weights"] == [8, 6, 5, 4, 3, 2, 1.585, 4, 4]  # log2(3) of three values
     assert [v.format for v in found if v.what == "logits"] == ["8-bit", "6-bit", "5-bit", "4-bit", "3-bit", "2-bit"]
+
+
+def test_a_quantized_checkpoint_is_measured_as_it_is(checkpoints: list[Path], text: Windows, tmp_path: Path) -> None:
+    scheme = Scheme(weights=parse_format("int4_g32"))
+    quantize_checkpoint(checkpoints[0], tmp_path / "low", scheme)
+    found = compare([checkpoints[0], tmp_path / "low"], text, ["int4_g32"], ["weights"])
+    whole, made, stored = found.results
+    assert (stored.model, stored.what, stored.format, stored.bits) == ("low", "none", "int4_g32", 4)
+    assert stored.perplexity == made.perplexity != whole.perplexity
+    assert (stored.nbytes, stored.bits_per_weight, stored.cost) == (made.nbytes, made.bits_per_weight, made.cost)
+    assert found.contrasts == ()
+    assert found.rows()[2]["increase"] == "-"
+    plot_comparison(found.to_dict(), tmp_path / "plot.svg")
+    alone = compare([tmp_path / "low"], text, ["8"], ["weights"])
+    with pytest.raises(DiffbitError, match="came quantized"):
+        plot_comparison(alone.to_dict(), tmp_path / "none.svg")
 
 
 def test_bad_requests(checkpoints: list[Path], text: Windows, tmp_path: Path) -> None:
