@@ -684,7 +684,7 @@ def _draw_plan(plan: Mapping[str, Any], path: Path, quiet: bool) -> None:
 @app.command(
     epilog=_example(
         "diffbit export out/demo/diff_v1-int4 -o out/diff-onnx",
-        "diffbit export out/ternary -o out/ternary-hf --format hf-bitnet",
+        "diffbit export examples/bitnet/softmax_ternary -o out/bitnet-hf --format hf-bitnet",
     )
 )
 def export(

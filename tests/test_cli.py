@@ -45,7 +45,9 @@ def workplace(
         shutil.copytree(quantized, demo / f"{name}-int4")
         shutil.copytree(artifact, demo / f"{name}-onnx")
     shutil.copytree(checkpoint, folder / "examples" / "nano" / "diff_v1")
-    shutil.copytree(nano("diff_v1").parents[1] / "nano_1k" / "diff_v1", folder / "examples" / "nano_1k" / "diff_v1")
+    examples = nano("diff_v1").parents[1]
+    shutil.copytree(examples / "bitnet" / "softmax_ternary", folder / "examples" / "bitnet" / "softmax_ternary")
+    shutil.copytree(examples / "nano_1k" / "diff_v1", folder / "examples" / "nano_1k" / "diff_v1")
     return folder
 
 

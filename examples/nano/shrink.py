@@ -2,9 +2,9 @@
 
     python examples/nano/shrink.py out/nano out/nano/fp16
 
-Each run of the folder RUNS becomes a checkpoint in OUTPUT with its training.json (to which the command is added) and
-loss.csv: step, training loss (mean since the row before), held-out loss where it was measured, and the loss of needles'
-answers where there were needles. Of a run that began where another run ended, that other one is told as well: as
+Each finished run of the folder RUNS becomes a checkpoint in OUTPUT with its training.json (to which the command is added) and
+loss.csv: step, training loss (mean since the row before), held-out loss where it was measured, the loss of needles'
+answers where there were needles, and with --qat the shares of weights that flip in a step and that are zero. Of a run that began where another run ended, that other one is told as well: as
 "before" in training.json, and in loss_before.csv.
 """
 
@@ -22,7 +22,7 @@ from diffbit.models import Checkpoint, load, save
 from diffbit.models.layout import shapes
 from diffbit.quantize import read_scheme, read_weight
 from diffbit.quantize import save as save_quantized
-from diffbit.train import PRESETS, plot_losses, read_log
+from diffbit.train import plot_losses, read_log, train_config
 
 EVERY = 10  # steps in a row of loss.csv
 
@@ -47,7 +47,8 @@ def shrink(run: Path, output: Path, root: Path) -> None:
 def described(run: Path, root: Path) -> dict[str, Any]:
     """A run's training.json with its command; paths below `root`, the folder of all runs, as train.sh has them."""
     about = json.loads((run / "training.json").read_text())
-    config, preset = about["config"], PRESETS["nano"]
+    config = about["config"]
+    usual = train_config("nano", init=config.get("init"), qat=config.get("qat"))
     before = Path(config["init"]) if config.get("init") else None
     for name in ("tokenizer", "init", "distill"):
         if config.get(name) is not None:
@@ -65,7 +66,7 @@ def described(run: Path, root: Path) -> dict[str, Any]:
         command += f" --distill {config['distill']}"
     command += f" --steps {config['steps']}"
     for name in ("batch_size", "learning_rate"):
-        if config[name] != getattr(preset, name):
+        if config[name] != getattr(usual, name):
             command += f" --{name.replace('_', '-')} {config[name]}"
     command += f" --precision {config['precision']}"
     command += f" --eval-every {config['eval_every']}" if config["eval_every"] else ""
@@ -87,7 +88,8 @@ def write_losses(run: Path, path: Path) -> None:
     answers = any("answer_loss" in row for row in log)
     with open(path, "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["step", "loss", "eval_loss", *(["answer_loss"] if answers else [])])
+        shares = [name for name in ("flips", "zeros") if name in log[0]]
+        writer.writerow(["step", "loss", "eval_loss", *(["answer_loss"] if answers else []), *shares])
         for end in range(EVERY, len(log) + 1, EVERY):
             rows = log[end - EVERY : end]
             held_out = f"{rows[-1]['eval_loss']:.4f}" if "eval_loss" in rows[-1] else ""
@@ -95,6 +97,7 @@ def write_losses(run: Path, path: Path) -> None:
             if answers:
                 found = [row["answer_loss"] for row in rows if "answer_loss" in row]
                 line.append(f"{sum(found) / len(found):.4f}" if found else "")
+            line += [f"{sum(row[name] for row in rows) / EVERY:.6f}" for name in shares]
             writer.writerow(line)
 
 

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# The models of this folder, made again from those in ../nano: about 8 hours of one CPU core (docs/bitnet.md has the times).
+#
+#     bash examples/bitnet/train.sh [OUT]          # default out/bitnet; the models of this folder land in OUT/fp16
+set -euo pipefail
+
+out=${1:-out/bitnet}
+nano=$(dirname "$0")/../nano
+train() { diffbit train --preset nano --precision bf16 --eval-every 250 "$@"; }
+
+for variant in diff_v1 diff_v2 softmax; do
+    # From scratch: as many tokens as the float models, the same batches in the same order.
+    train --steps 2000 --attention $variant --qat ternary --tokenizer "$nano/diff_v1" -o "$out/${variant}_ternary"
+    # From the float model, which is the teacher, too.
+    train --steps 500 --init "$nano/$variant" --qat ternary --distill "$nano/$variant" -o "$out/${variant}_distilled"
+    train --steps 200 --init "$nano/$variant" --qat int4_g128 --distill "$nano/$variant" -o "$out/${variant}_int4"
+    # As long as int4, without rounding: what the 200 steps give by themselves.
+    train --steps 200 --init "$nano/$variant" --learning-rate 5e-5 -o "$out/${variant}_longer"
+done
+
+python "$nano/shrink.py" "$out" "$out/fp16"
