@@ -2,10 +2,11 @@
 
     python examples/nano/shrink.py out/nano out/nano/fp16
 
-Each finished run of the folder RUNS becomes a checkpoint in OUTPUT with its training.json (to which the command is added) and
-loss.csv: step, training loss (mean since the row before), held-out loss where it was measured, the loss of needles'
-answers where there were needles, and with --qat the shares of weights that flip in a step and that are zero. Of a run that began where another run ended, that other one is told as well: as
-"before" in training.json, and in loss_before.csv.
+Each finished run of the folder RUNS becomes a checkpoint in OUTPUT with its training.json (to which the command is
+added) and loss.csv: step, training loss (mean since the row before), held-out loss where it was measured, the loss of
+needles' answers where there were needles, and with --qat the shares of weights that flip in a step and that are zero.
+Of a run that began where another run ended, that other one is told as well: as "before" in training.json, and in
+loss_before.csv.
 """
 
 from __future__ import annotations
