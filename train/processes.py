@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -32,11 +31,11 @@ class Processes:
             dist.barrier()
 
 
-@contextmanager
-def processes(device: str) -> Iterator[Processes]:
-    """Join the process group that torchrun's environment describes (if any), and leave it at the end.
+def processes(device: str) -> Processes:
+    """Join the process group that torchrun's environment describes (if any).
 
-    `device` is auto, cpu or cuda; each process takes the GPU of its local rank.
+    `device` is auto, cpu or cuda; each process takes the GPU of its local rank. The group is left when the process ends
+    and not before: a second run in the same processes would wait for ever while it forms a second one.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise DiffbitError("device cuda was asked for, but torch sees no CUDA GPU; pass cpu, or install a CUDA torch")
@@ -51,10 +50,7 @@ def processes(device: str) -> Iterator[Processes]:
     here = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(here)
-    if count > 1:
+    if count > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if on_gpu else "gloo")
-    try:
-        yield Processes(rank, count, here)
-    finally:
-        if count > 1:
-            dist.destroy_process_group()
+        atexit.register(dist.destroy_process_group)
+    return Processes(rank, count, here)

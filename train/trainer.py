@@ -95,25 +95,25 @@ def train(config: TrainConfig, out: str | Path, *, resume: bool = False, overwri
         given = config.source, config.tokenizer, config.init, config.distill
         check_apart(out, *(path for path in given if path is not None))
     pyplot()  # if it is missing, better told now than after the last step
-    with processes(config.device) as here:
-        here.wait()  # nobody may find what the first process now begins
-        text = load_text(config.source, "train", field=config.field, limit=config.limit)
-        held_out = load_text(config.source, "eval", field=config.field)
-        if here.first and not resume:
-            begin_run(out)
-        here.wait()
-        folder = out / "tokenizer"
-        if here.first:
-            _prepare_tokenizer(config, text, folder)
-        here.wait()
-        run = _Run(config, out, here, text, held_out, load_tokenizer(folder))
-        done = run.resume() if resume else 0
-        start = time.perf_counter()
-        run.steps(done)
-        seconds = time.perf_counter() - start
-        if here.first:
-            run.finish(seconds)
-        here.wait()
+    here = processes(config.device)
+    here.wait()  # nobody may find what the first process now begins
+    text = load_text(config.source, "train", field=config.field, limit=config.limit)
+    held_out = load_text(config.source, "eval", field=config.field)
+    if here.first and not resume:
+        begin_run(out)
+    here.wait()
+    folder = out / "tokenizer"
+    if here.first:
+        _prepare_tokenizer(config, text, folder)
+    here.wait()
+    run = _Run(config, out, here, text, held_out, load_tokenizer(folder))
+    done = run.resume() if resume else 0
+    start = time.perf_counter()
+    run.steps(done)
+    seconds = time.perf_counter() - start
+    if here.first:
+        run.finish(seconds)
+    here.wait()
     log = read_log(out)
     return TrainResult(
         losses=[row["loss"] for row in log],
