@@ -185,6 +185,6 @@ def reference(a: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, bits: 
     """The op in torch: A [..., K] float, packed and scale as in the module's docstring -> [..., N] in A's dtype."""
     q, step = rounded(a, bits)
     weight = unpack(packed, a.shape[-1])
-    # float64 sums of integers below 2^53 are the int32 sums, exactly
-    sums = (q.double() @ weight.double().T).float()
+    # float64 sums of integers below 2^53 are the int32 sums, exactly; integers have no -0
+    sums = (q.double() @ weight.double().T).float() + 0.0
     return (sums * step * scale.float()).to(a.dtype)
