@@ -67,6 +67,8 @@ class TrainConfig:
         self._want("activations", self.activations in ("int8", "int4"), "int8 or int4")
         self._want("activations", self.activations == "int8" or self.qat == "ternary", "int8 where qat is not ternary")
         self._want("ramp", 0 <= self.ramp <= self.steps, f"0 to the {self.steps} steps of the run")
+        self._want("ramp", not self.ramp or self.qat is not None, "0 where qat is none: there is nothing to grow")
+        self._want("distill_layer", self.distill_layer is None or self.distill is not None, "none without distill")
         scheme = self.scheme
         if scheme is not None:
             scheme.formats(self.model)  # refuses what cannot be

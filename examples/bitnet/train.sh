@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The models of this folder, made again from those in ../nano: about 8 hours of one CPU core (docs/bitnet.md has the times).
+# The models of this folder, and more of their kind, from those in ../nano: hours of a CPU core (docs/bitnet.md has times).
 #
-#     bash examples/bitnet/train.sh [OUT]          # default out/bitnet; the models of this folder land in OUT/fp16
+#     bash examples/bitnet/train.sh [OUT]          # default out/bitnet; the fp16 models land in OUT/fp16
 set -euo pipefail
 
 out=${1:-out/bitnet}
