@@ -86,9 +86,8 @@ def place_model(model: Decoder, out: Path, tokenizer: Path, scheme: Scheme | Non
     else:
         save_quantized(weights(model), folder, model.config, scheme, method=METHOD, tokenizer_from=tokenizer)
         save(model, folder / MASTER, dtype=torch.float32, tokenizer_from=tokenizer)
-    shutil.rmtree(
-        out / MASTER, ignore_errors=True
-    )  # of a run that was killed right here: no folder replaces a full one
+    # Of a run that was killed right here: a folder cannot replace one that holds something
+    shutil.rmtree(out / MASTER, ignore_errors=True)
     for file in sorted(folder.iterdir(), key=lambda file: file.name == "config.json"):
         os.replace(file, out / file.name)
     for leftover in (folder, tokenizer, out / FOLDER):
