@@ -1,0 +1,46 @@
+// What device.h says of the device and of errors.
+#include "device.h"
+
+#include <cstdarg>
+#include <cstdio>
+
+namespace diffbit::cuda {
+
+const char* sentence(const char* format, ...) {
+  static thread_local char text[512];
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(text, sizeof text, format, arguments);
+  va_end(arguments);
+  return text;
+}
+
+#ifdef __CUDACC__
+
+namespace {
+
+int attribute(cudaDeviceAttr which) {
+  int device = 0, value = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  return cudaDeviceGetAttribute(&value, which, device) == cudaSuccess ? value : 0;
+}
+
+}  // namespace
+
+size_t most_shared() { return static_cast<size_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)); }
+int multiprocessors() { return attribute(cudaDevAttrMultiProcessorCount); }
+
+const char* launched(const char* what) {
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? nullptr : sentence("CUDA did not start %s: %s", what, cudaGetErrorString(error));
+}
+
+#else
+
+size_t most_shared() { return emulate::most_shared(); }
+int multiprocessors() { return 4; }
+const char* launched(const char*) { return nullptr; }
+
+#endif
+
+}  // namespace diffbit::cuda

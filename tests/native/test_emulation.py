@@ -1,0 +1,52 @@
+"""The emulation of CUDA (csrc/cuda/emulate.h) computes what CUDA's manual says, and shows the mistakes it is there for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from .host import ROOT
+
+SEEDS = range(4)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cuda, built = ROOT / "csrc/cuda", tmp_path_factory.mktemp("emulation") / "emulation"
+    sources = [ROOT / "tests/native/emulation.cu", cuda / "emulate.cpp", cuda / "device.cu"]
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{cuda}"]
+    subprocess.run([os.environ.get("CXX", "c++"), *flags, "-x", "c++", *sources, "-o", built], check=True)
+    return built
+
+
+def run(program: Path, name: str, seed: int = 0) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "DIFFBIT_EMULATE_SEED": str(seed)}
+    return subprocess.run([program, name], capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize("name", ["product", "product of integers", "shuffles", "barrier", "copy"])
+def test_what_is_right_is_right_in_every_order(program: Path, name: str) -> None:
+    assert [run(program, name, seed).stdout for seed in SEEDS] == ["right\n" for _ in SEEDS]
+
+
+@pytest.mark.parametrize("name", ["missing barrier", "early read"])
+def test_what_is_missing_shows(program: Path, name: str) -> None:
+    assert "wrong\n" in [run(program, name, seed).stdout for seed in SEEDS]
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("divergent barrier", "none can go on: 24 threads ended, 40 threads wait at __syncthreads"),
+        ("absent lane", "none can go on: 1 threads ended, 31 threads wait at __shfl_sync"),
+        ("misaligned copy", "is no multiple of 16"),
+        ("too much memory", "102400 bytes of shared memory, and a block has 101376"),
+    ],
+)
+def test_what_a_gpu_refuses_ends_with_a_sentence(program: Path, name: str, sentence: str) -> None:
+    result = run(program, name)
+    assert result.returncode != 0
+    assert sentence in result.stderr
