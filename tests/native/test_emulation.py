@@ -1,4 +1,4 @@
-"""The emulation of CUDA (csrc/cuda/emulate.h) computes what CUDA's manual says, and shows the mistakes it is there for."""
+"""The emulation of CUDA (csrc/cuda/emulate.h) computes what CUDA says, and shows the mistakes it is there for."""
 
 from __future__ import annotations
 
