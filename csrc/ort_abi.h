@@ -62,7 +62,7 @@ namespace diffbit::ort {
 constexpr uint32_t API_VERSION = 18;
 
 // Element types of tensors, as ONNX numbers them
-enum Type : int { UNDEFINED = 0, FLOAT32 = 1, UINT8 = 2, INT8 = 3, INT64 = 7, FLOAT16 = 10 };
+enum Type : int { UNDEFINED = 0, FLOAT32 = 1, UINT8 = 2, INT8 = 3, INT64 = 7, FLOAT16 = 10, BFLOAT16 = 16 };
 enum Characteristic : int { REQUIRED = 0, OPTIONAL = 1 };
 enum Code : int { FAIL = 1, INVALID_ARGUMENT = 2 };
 
