@@ -51,3 +51,12 @@ struct DiffbitAttention {
 };
 DIFFBIT_CUDA_API size_t diffbit_cuda_attention_workspace(const DiffbitAttention*);
 DIFFBIT_CUDA_API const char* diffbit_cuda_attention(const DiffbitAttention*, void* workspace, void* stream);
+
+struct DiffbitHadamard {
+  const void* a;  // `size` numbers
+  void* y;
+  int64_t size, block;
+  int64_t type;  // FLOAT32 or FLOAT16, of both
+};
+DIFFBIT_CUDA_API size_t diffbit_cuda_hadamard_workspace(const DiffbitHadamard*);
+DIFFBIT_CUDA_API const char* diffbit_cuda_hadamard(const DiffbitHadamard*, void* workspace, void* stream);

@@ -1,0 +1,132 @@
+// Hadamard. A block of threads has TILE numbers, 16 a thread, and takes four stages at a time in registers: those between
+// neighbours, then, through shared memory, those between numbers 16 and 256 apart. What is further apart goes through the
+// workspace, four stages a pass. Every number is the sum or the difference that the definition names, in its order: the
+// same bits.
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cmath>
+
+#include "api.h"
+
+namespace diffbit::cuda {
+namespace {
+
+constexpr int EACH = 16;  // numbers of a thread
+constexpr int THREADS = 256;
+constexpr int64_t TILE = THREADS * EACH;
+
+__device__ float to_float(float x) { return x; }
+__device__ float to_float(__half x) { return __half2float(x); }
+template <class T>
+__device__ T from_float(float x) {
+  if constexpr (sizeof(T) == 2)
+    return __float2half_rn(x);
+  else
+    return x;
+}
+
+/// The stages of 16 numbers, `apart` numbers from one to the next, as far as they are in one block.
+__device__ void stages(float (&x)[EACH], int64_t apart, int64_t block) {
+#pragma unroll
+  for (int near = 1; near < EACH; near *= 2) {
+    if (near * apart >= block) return;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      if (i & near) continue;
+      const float u = x[i], v = x[i + near];
+      x[i] = u + v;
+      x[i + near] = u - v;
+    }
+  }
+}
+
+/// Where number i of a tile lies in shared memory: no two threads of a warp meet in one bank.
+__device__ int place(int i) { return i + i / EACH; }
+
+/// The stages within a tile; blocks of no more than TILE are done then, and are scaled.
+template <class From, class To>
+__global__ void __launch_bounds__(THREADS) near_stages(const From* a, To* y, int64_t size, int64_t block, float scale) {
+  __shared__ float shared[TILE + THREADS];
+  const int64_t begin = blockIdx.x * TILE;
+  const int thread = threadIdx.x;
+  float x[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int64_t at = begin + i * THREADS + thread;
+    shared[place(i * THREADS + thread)] = at < size ? to_float(a[at]) : 0.0f;
+  }
+#pragma unroll
+  for (int apart = 1; apart < TILE; apart *= EACH) {  // thread = above * apart + below
+    __syncthreads();
+    const int first = thread / apart * apart * EACH + thread % apart;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) x[i] = shared[place(first + i * apart)];
+    stages(x, apart, block);
+    if (apart * EACH == TILE) break;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) shared[place(first + i * apart)] = x[i];
+  }
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int64_t at = begin + i * THREADS + thread;
+    if (at < size) y[at] = from_float<To>(x[i] * scale);
+  }
+}
+
+/// The next four stages of blocks of more than TILE numbers, 16 numbers a thread.
+template <class To>
+__global__ void __launch_bounds__(THREADS) far_stages(const float* from, To* to, int64_t size, int64_t block, int64_t apart,
+                                                      float scale) {
+  // The numbers of a thread: of one run of `span` numbers where that is whole, else those of a shorter one
+  const int64_t span = apart * EACH < block ? apart * EACH : block, each = span / apart;
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
+  const int64_t first = thread / apart * span + thread % apart;
+  if (first >= size) return;
+  float x[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) x[i] = i < each ? from[first + i * apart] : 0.0f;
+  stages(x, apart, block);
+#pragma unroll
+  for (int i = 0; i < EACH; ++i)
+    if (i < each) to[first + i * apart] = from_float<To>(x[i] * scale);
+}
+
+template <class T>
+const char* transform(const DiffbitHadamard& op, float* floats, cudaStream_t stream) {
+  const T* a = static_cast<const T*>(op.a);
+  T* y = static_cast<T*>(op.y);
+  const float scale = static_cast<float>(1 / std::sqrt(static_cast<double>(op.block)));
+  const unsigned tiles = static_cast<unsigned>((op.size + TILE - 1) / TILE);
+  if (op.block <= TILE) {
+    near_stages<T, T><<<tiles, THREADS, 0, stream>>>(a, y, op.size, op.block, scale);
+    return nullptr;
+  }
+  near_stages<T, float><<<tiles, THREADS, 0, stream>>>(a, floats, op.size, op.block, 1.0f);
+  for (int64_t apart = TILE; apart < op.block; apart *= EACH) {
+    const int64_t each = op.block / apart < EACH ? op.block / apart : EACH;
+    const unsigned blocks = static_cast<unsigned>((op.size / each + THREADS - 1) / THREADS);
+    if (apart * EACH < op.block)
+      far_stages<float><<<blocks, THREADS, 0, stream>>>(floats, floats, op.size, op.block, apart, 1.0f);
+    else
+      far_stages<T><<<blocks, THREADS, 0, stream>>>(floats, y, op.size, op.block, apart, scale);
+  }
+  return nullptr;
+}
+
+}  // namespace
+}  // namespace diffbit::cuda
+
+size_t diffbit_cuda_hadamard_workspace(const DiffbitHadamard* op) {
+  return op->block <= diffbit::cuda::TILE ? 0 : static_cast<size_t>(op->size) * sizeof(float);
+}
+
+const char* diffbit_cuda_hadamard(const DiffbitHadamard* op, void* workspace, void* stream_) {
+  using namespace diffbit::cuda;
+  if (!op->size) return nullptr;
+  float* floats = static_cast<float*>(workspace);
+  cudaStream_t stream = static_cast<cudaStream_t>(stream_);
+  const char* wrong = op->type == 10 ? transform<__half>(*op, floats, stream) : transform<float>(*op, floats, stream);
+  const cudaError_t error = cudaGetLastError();
+  return wrong ? wrong : error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
