@@ -2,12 +2,11 @@
 // neighbours, then, through shared memory, those between numbers 16 and 256 apart. What is further apart goes through the
 // workspace, four stages a pass. Every number is the sum or the difference that the definition names, in its order: the
 // same bits.
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-
 #include <cmath>
 
+#include "../ort_abi.h"
 #include "api.h"
+#include "device.h"
 
 namespace diffbit::cuda {
 namespace {
@@ -15,16 +14,6 @@ namespace {
 constexpr int EACH = 16;  // numbers of a thread
 constexpr int THREADS = 256;
 constexpr int64_t TILE = THREADS * EACH;
-
-__device__ float to_float(float x) { return x; }
-__device__ float to_float(__half x) { return __half2float(x); }
-template <class T>
-__device__ T from_float(float x) {
-  if constexpr (sizeof(T) == 2)
-    return __float2half_rn(x);
-  else
-    return x;
-}
 
 /// The stages of 16 numbers, `apart` numbers from one to the next, as far as they are in one block.
 __device__ void stages(float (&x)[EACH], int64_t apart, int64_t block) {
@@ -47,7 +36,7 @@ __device__ int place(int i) { return i + i / EACH; }
 /// The stages within a tile; blocks of no more than TILE are done then, and are scaled.
 template <class From, class To>
 __global__ void __launch_bounds__(THREADS) near_stages(const From* a, To* y, int64_t size, int64_t block, float scale) {
-  __shared__ float shared[TILE + THREADS];
+  float* shared = shared_memory<float>();  // place(TILE) of them
   const int64_t begin = blockIdx.x * TILE;
   const int thread = threadIdx.x;
   float x[EACH];
@@ -98,20 +87,17 @@ const char* transform(const DiffbitHadamard& op, float* floats, cudaStream_t str
   T* y = static_cast<T*>(op.y);
   const float scale = static_cast<float>(1 / std::sqrt(static_cast<double>(op.block)));
   const unsigned tiles = static_cast<unsigned>((op.size + TILE - 1) / TILE);
-  if (op.block <= TILE) {
-    near_stages<T, T><<<tiles, THREADS, 0, stream>>>(a, y, op.size, op.block, scale);
-    return nullptr;
-  }
-  near_stages<T, float><<<tiles, THREADS, 0, stream>>>(a, floats, op.size, op.block, 1.0f);
-  for (int64_t apart = TILE; apart < op.block; apart *= EACH) {
+  const size_t shared = (TILE + THREADS) * sizeof(float);
+  if (op.block <= TILE) return launch(near_stages<T, T>, tiles, THREADS, shared, stream, a, y, op.size, op.block, scale);
+  const char* wrong = launch(near_stages<T, float>, tiles, THREADS, shared, stream, a, floats, op.size, op.block, 1.0f);
+  for (int64_t apart = TILE; apart < op.block && !wrong; apart *= EACH) {
     const int64_t each = op.block / apart < EACH ? op.block / apart : EACH;
     const unsigned blocks = static_cast<unsigned>((op.size / each + THREADS - 1) / THREADS);
-    if (apart * EACH < op.block)
-      far_stages<float><<<blocks, THREADS, 0, stream>>>(floats, floats, op.size, op.block, apart, 1.0f);
-    else
-      far_stages<T><<<blocks, THREADS, 0, stream>>>(floats, y, op.size, op.block, apart, scale);
+    wrong = apart * each < op.block
+                ? launch(far_stages<float>, blocks, THREADS, 0, stream, floats, floats, op.size, op.block, apart, 1.0f)
+                : launch(far_stages<T>, blocks, THREADS, 0, stream, floats, y, op.size, op.block, apart, scale);
   }
-  return nullptr;
+  return wrong;
 }
 
 }  // namespace
@@ -121,12 +107,9 @@ size_t diffbit_cuda_hadamard_workspace(const DiffbitHadamard* op) {
   return op->block <= diffbit::cuda::TILE ? 0 : static_cast<size_t>(op->size) * sizeof(float);
 }
 
-const char* diffbit_cuda_hadamard(const DiffbitHadamard* op, void* workspace, void* stream_) {
-  using namespace diffbit::cuda;
+const char* diffbit_cuda_hadamard(const DiffbitHadamard* op, void* workspace, void* stream) {
+  using namespace diffbit;
   if (!op->size) return nullptr;
-  float* floats = static_cast<float*>(workspace);
-  cudaStream_t stream = static_cast<cudaStream_t>(stream_);
-  const char* wrong = op->type == 10 ? transform<__half>(*op, floats, stream) : transform<float>(*op, floats, stream);
-  const cudaError_t error = cudaGetLastError();
-  return wrong ? wrong : error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  const auto transform = op->type == ort::FLOAT16 ? cuda::transform<__half> : cuda::transform<float>;
+  return transform(*op, static_cast<float*>(workspace), static_cast<cudaStream_t>(stream));
 }
