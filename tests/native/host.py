@@ -134,14 +134,27 @@ def build(kind: str) -> Build:
     missing = [package for tool, package in tools.items() if not shutil.which(tool)]
     if missing:
         skip(f"needs apt-get install --no-install-recommends {' '.join(missing)}")
-    folder = ROOT / "build" / "native" / kind
+    return Build(_built(kind, options, "diffbit_ops", "diffbit_host"), tuple(runner))
+
+
+@functools.cache
+def emulated() -> Path:
+    """The CUDA kernels as a library that takes pointers to the host's memory."""
+    if not shutil.which("c++"):
+        skip("needs apt-get install --no-install-recommends g++")
+    return _built("emulated", ["-DDIFFBIT_CUDA=OFF"], "diffbit_cuda_emulated") / "libdiffbit_cuda_emulated.so"
+
+
+def _built(name: str, options: list[str], *targets: str) -> Path:
+    """The folder of a build, brought up to date."""
+    folder = ROOT / "build" / "native" / name
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for command in (
             ["cmake", "-S", str(ROOT / "csrc"), "-B", str(folder), *options],
-            ["cmake", "--build", str(folder), "-j2", "--target", "diffbit_ops", "diffbit_host"],
+            ["cmake", "--build", str(folder), "-j2", "--target", *targets],
         ):
             done = subprocess.run(command, capture_output=True, text=True)
             assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
-    return Build(folder, tuple(runner))
+    return folder

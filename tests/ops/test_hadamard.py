@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from diffbit.ops import hadamard
+from diffbit.runtime import cuda
 
 from .cases import HADAMARD_CASES, HadamardCase
+from .cuda_run import TYPES, Device, on_each_device
 from .onnx_run import on_each_isa, run_node
 
 cases = pytest.mark.parametrize("case", HADAMARD_CASES, ids=lambda case: case.name)
@@ -63,6 +65,25 @@ def test_kernel_is_exact(case: HadamardCase, isa: str) -> None:
     wanted = hadamard.reference(case.inputs(), case.block).numpy()
     for threads in (1, 2):
         assert np.array_equal(run(case, isa, threads), wanted)
+
+
+# Several blocks of threads and a part of one; the workspace's numbers as float16; a second pass through it
+CUDA_CASES = [
+    *HADAMARD_CASES,
+    HadamardCase("tiles", lead=(5,), k=3 * 512, block=512),
+    HadamardCase("tile", lead=(3,), k=4096, block=4096, dtype=torch.float16),
+    HadamardCase("further_fp16", lead=(2,), k=3 << 14, block=1 << 14, dtype=torch.float16),
+    HadamardCase("furthest", lead=(1,), k=1 << 17, block=1 << 17),
+]
+
+
+@on_each_device
+@pytest.mark.parametrize("case", CUDA_CASES, ids=lambda case: case.name)
+def test_cuda_kernel_is_exact(case: HadamardCase, device: Device) -> None:
+    a = case.inputs()
+    x, y = device.put(a), device.poisoned(a.shape, a.dtype)
+    device.run(cuda.Hadamard(x.data_ptr(), y.data_ptr(), a.numel(), case.block, TYPES[a.dtype]))
+    assert np.array_equal(y.cpu().numpy(), hadamard.reference(a, case.block).numpy())
 
 
 @on_each_isa
