@@ -1,5 +1,6 @@
 // What the files of DiffAttention share. attention.cu makes the new tokens present and cuts a call into parts,
-// attention_decode.cu attends with few queries, attention_prefill.cu with many.
+// attention_decode.cu attends with few queries, attention_prefill.cu with many. Both read present alone, which holds
+// the old tokens when they begin.
 #pragma once
 
 #include "../ort_abi.h"
@@ -8,32 +9,69 @@
 
 namespace diffbit::cuda {
 
-constexpr int64_t GROUP = 32;          // tokens that share a key's grid, channels that share a value's
-constexpr int64_t FEW_STEPS = 8;       // of a part that attention_decode.cu takes
+constexpr int64_t GROUP = 32;     // tokens that share a key's grid, channels that share a value's
+constexpr int64_t FEW_STEPS = 8;  // of a part that attention_decode.cu takes
 constexpr int64_t ATTENTION_MOST_D = 512;
 
 using Attention = DiffbitAttention;
 
-/// Some steps of a call, whose tokens are the last that the present holds.
+/// Some steps of a call; the tokens before them are present.
 struct Part {
   int64_t first, steps;
 };
 
-/// attention_prefill.cu: whether it takes a call; its scratch memory; all steps of a call whose tokens the present holds.
+/// attention_prefill.cu: whether it takes a call, its scratch memory, and all steps of a call whose tokens are present.
 bool prefill_takes(const Attention& a);
 size_t prefill_workspace(const Attention& a);
 const char* prefill(const Attention& a, void* workspace, cudaStream_t stream);
 
+/// attention_decode.cu: the steps of a part; its tokens are present but where it appends them itself.
+bool decode_appends(const Attention& a);
+size_t decode_workspace(const Attention& a, Part part);
+const char* decode(const Attention& a, Part part, void* workspace, cudaStream_t stream);
+
 __host__ __device__ inline int64_t settled(int64_t total, int64_t window) {
   return total > window ? (total - window) / GROUP * GROUP : 0;
 }
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+__host__ __device__ inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Rows of a call: a sub-head of the keys or values serves `width` = 1 + wide_value sub-heads of a kv head.
+// A kv head has `width` sub-heads of keys and values, and `pairs` heads read it.
 __host__ __device__ inline int64_t width(const Attention& a) { return 1 + a.wide_value; }
 __host__ __device__ inline int64_t groups(const Attention& a) { return a.kv_heads / width(a); }
-__host__ __device__ inline int64_t pairs(const Attention& a) { return a.heads / groups(a); }  // of a kv head
-__host__ __device__ inline int64_t total(const Attention& a) { return a.past_length + a.steps; }
+__host__ __device__ inline int64_t pairs(const Attention& a) { return a.heads / groups(a); }
+__host__ __device__ inline bool on_grids(const Attention& a) { return a.key_bits < 8 || a.value_bits < 8; }
+
+/// Keys or values: what is new, and the present.
+struct Side {
+  bool keys;
+  int bits;
+  int64_t type;  // of 16 bits
+  const void* fresh;
+  char* rows;
+  char* scales;
+  __half* recent;
+  int64_t capacity;
+};
+
+__host__ __device__ inline Side side_of(const Attention& a, bool keys) {
+  Side side;
+  side.keys = keys;
+  side.bits = static_cast<int>(keys ? a.key_bits : a.value_bits);
+  side.type = keys ? a.key_type : a.value_type;
+  side.fresh = keys ? a.key : a.value;
+  side.rows = static_cast<char*>(keys ? a.present_key : a.present_value);
+  side.scales = static_cast<char*>(keys ? a.present_key_scale : a.present_value_scale);
+  side.recent = static_cast<__half*>(keys ? a.present_key_recent : a.present_value_recent);
+  side.capacity = keys ? a.key_capacity : a.value_capacity;
+  return side;
+}
+
+__host__ __device__ inline int64_t row_bytes(const Attention& a, bool keys) {
+  const Side side = side_of(a, keys);
+  return side.bits == 16 && side.type == ort::FLOAT32 ? a.d * 4 : a.d * side.bits / 8;
+}
+
+__device__ __forceinline__ float nan_number() { return __int_as_float(0x7fffffff); }
 
 /// Number i of a tensor of one of the types of floats.
 __device__ __forceinline__ float number(const void* x, int64_t type, int64_t i) {
@@ -50,15 +88,60 @@ __device__ __forceinline__ void put_number(void* x, int64_t type, int64_t i, flo
     static_cast<float*>(x)[i] = y;
 }
 
-/// Channels i and i + d / 2 of a row of d numbers, rotated by the angle of token s of batch row b; every product and
-/// difference is rounded for itself.
-__device__ __forceinline__ float2 rotated(const Attention& a, int64_t b, int64_t s, const void* x, int64_t row, int64_t i) {
+/// Channels i and i + d / 2 of row `row` of x (query or key), turned by the angle of step s of batch row b; products
+/// and their difference are rounded each.
+__device__ __forceinline__ float2 rotated(const Attention& a, int64_t b, int64_t s, const void* x, int64_t row,
+                                          int64_t i) {
   const int64_t position = static_cast<const int64_t*>(a.position_ids)[b * a.steps + s], half = a.d / 2;
   const bool known = position >= 0 && position < a.positions;
-  const float c = known ? static_cast<const float*>(a.cos)[position * half + i] : __int_as_float(0x7fffffff);
+  const float c = known ? static_cast<const float*>(a.cos)[position * half + i] : nan_number();
   const float n = known ? static_cast<const float*>(a.sin)[position * half + i] : c;
   const float low = number(x, a.type, row * a.d + i), high = number(x, a.type, row * a.d + i + half);
-  return make_float2(__fsub_rn(__fmul_rn(low, c), __fmul_rn(high, n)), __fadd_rn(__fmul_rn(high, c), __fmul_rn(low, n)));
+  return make_float2(__fsub_rn(__fmul_rn(low, c), __fmul_rn(high, n)),
+                     __fadd_rn(__fmul_rn(high, c), __fmul_rn(low, n)));
+}
+
+/// Channels i and i + d / 2 of step s, as the cache would hold them if it held floats.
+__device__ __forceinline__ float2 fresh(const Attention& a, const Side& side, int64_t b, int64_t s, int64_t sub_head,
+                                        int64_t i) {
+  const int64_t row = (b * a.steps + s) * a.kv_heads + sub_head;
+  if (side.keys) return rotated(a, b, s, side.fresh, row, i);
+  return make_float2(number(side.fresh, a.type, row * a.d + i), number(side.fresh, a.type, row * a.d + i + a.d / 2));
+}
+
+/// A warp puts a sub-head's row of step s into a cache of 16 or 8 bits.
+__device__ __forceinline__ void append_row(const Attention& a, const Side& side, int64_t b, int64_t s, int64_t sub_head,
+                                           int lane) {
+  const int64_t half = a.d / 2, slot = (b * a.kv_heads + sub_head) * side.capacity + a.past_length + s;
+  if (side.bits == 16) {
+    for (int64_t i = lane; i < half; i += 32) {
+      const float2 x = fresh(a, side, b, s, sub_head, i);
+      put_number(side.rows, side.type, slot * a.d + i, x.x);
+      put_number(side.rows, side.type, slot * a.d + i + half, x.y);
+    }
+    return;
+  }
+  float largest = 0;
+  bool finite = true;
+  for (int64_t i = lane; i < half; i += 32) {
+    const float2 x = fresh(a, side, b, s, sub_head, i);
+    finite = finite && fabsf(x.x) <= FLT_MAX && fabsf(x.y) <= FLT_MAX;
+    largest = fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y)));
+  }
+  for (int with = 16; with; with /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, with));
+  finite = __all_sync(0xffffffffu, finite);
+  const float step = finite ? __fdiv_rn(largest, 127.0f) : nan_number();
+  const auto code = [&](float x) {
+    const float rounded = !finite || step == 0 ? 0.0f : rintf(__fdiv_rn(x, step));
+    return static_cast<int8_t>(fminf(127.0f, fmaxf(-127.0f, rounded)));  // beyond only where step is denormal
+  };
+  int8_t* codes = reinterpret_cast<int8_t*>(side.rows) + slot * a.d;
+  for (int64_t i = lane; i < half; i += 32) {
+    const float2 x = fresh(a, side, b, s, sub_head, i);
+    codes[i] = code(x.x);
+    codes[i + half] = code(x.y);
+  }
+  if (lane == 0) reinterpret_cast<float*>(side.scales)[slot] = step;
 }
 
 }  // namespace diffbit::cuda
