@@ -322,6 +322,10 @@ def train(
         float | None,
         typer.Option(help="At its highest; default: the preset's, with --qat another (doubled, or less from --init)."),
     ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(help="cosine or two_stage (BitNet's); default: two_stage for --qat ternary from fresh weights."),
+    ] = None,
     eval_every: Annotated[int, typer.Option(help="Steps between evaluations; 0: at the end only.")] = 0,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints to resume from; 0: none.")] = 500,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in OUTPUT.")] = False,
@@ -360,6 +364,7 @@ def train(
         "batch_size": batch_size,
         "accumulate": accumulate,
         "learning_rate": learning_rate,
+        "schedule": schedule,
         "tokenizer": None if tokenizer is None else str(tokenizer),
         "distill": None if distill is None else str(distill),
         "distill_weight": distill_weight,

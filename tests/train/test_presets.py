@@ -62,6 +62,7 @@ def test_train_config_takes_changes(tmp_path: Path, nano: Callable[[str], Path],
         assert train_config("nano", init=path, qat=qat, learning_rate=0.5).learning_rate == 0.5
     fresh = train_config("nano", qat="ternary")
     assert (fresh.learning_rate, fresh.schedule, fresh.model.sub_norms) == (2 * peak, "two_stage", True)
+    assert train_config("nano", schedule="two_stage").schedule == "two_stage"
     with pytest.raises(DiffbitError, match="its attention is diff_v2, not softmax"):
         train_config("nano", "softmax", init=path)
     with pytest.raises(DiffbitError, match="is quantized, and training starts from float weights"):
