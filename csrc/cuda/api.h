@@ -60,3 +60,27 @@ struct DiffbitHadamard {
 };
 DIFFBIT_CUDA_API size_t diffbit_cuda_hadamard_workspace(const DiffbitHadamard*);
 DIFFBIT_CUDA_API const char* diffbit_cuda_hadamard(const DiffbitHadamard*, void* workspace, void* stream);
+
+struct DiffbitTernaryMatMul {
+  const void* a;       // [m, k]
+  const void* packed;  // at a multiple of 16
+  const void* scale;
+  void* y;  // [m, n]
+  int64_t m, n, k, activation_bits;
+  int64_t type;  // FLOAT32, FLOAT16 or BFLOAT16, of a and y
+};
+DIFFBIT_CUDA_API size_t diffbit_cuda_ternary_matmul_workspace(const DiffbitTernaryMatMul*);
+DIFFBIT_CUDA_API const char* diffbit_cuda_ternary_matmul(const DiffbitTernaryMatMul*, void* workspace, void* stream);
+
+struct DiffbitInt4MatMul {
+  const void* a;       // [m, k]
+  const void* codes;   // these three at multiples of 16
+  const void* scales;
+  const void* zeros;   // [tiles, groups, 16]; null: 8 everywhere
+  const void* factor;
+  void* y;  // [m, n]
+  int64_t m, n, k, group_size;
+  int64_t type;  // FLOAT32, FLOAT16 or BFLOAT16, of a and y
+};
+DIFFBIT_CUDA_API size_t diffbit_cuda_int4_matmul_workspace(const DiffbitInt4MatMul*);
+DIFFBIT_CUDA_API const char* diffbit_cuda_int4_matmul(const DiffbitInt4MatMul*, void* workspace, void* stream);
