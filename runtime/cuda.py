@@ -47,6 +47,16 @@ class Hadamard(Op):
     _fields_ = _fields("a y", "size block type")
 
 
+class TernaryMatMul(Op):
+    name = "ternary_matmul"
+    _fields_ = _fields("a packed scale y", "m n k activation_bits type")
+
+
+class Int4MatMul(Op):
+    name = "int4_matmul"
+    _fields_ = _fields("a codes scales zeros factor y", "m n k group_size type")
+
+
 class Kernels:
     """The C functions of a library; a DiffbitError where it was built without CUDA."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffbit.ops import int4_matmul
+from diffbit.runtime import cuda
 
 from .cases import INT4_CASES, Int4Case
+from .cuda_run import TYPES, Device, on_each_device
 from .onnx_run import on_each_isa, run_node
 
 cases = pytest.mark.parametrize("case", INT4_CASES, ids=lambda case: case.name)
@@ -57,10 +61,14 @@ def node(case: Int4Case) -> tuple[dict[str, np.ndarray], dict[str, int | float]]
     return {name: tensor.numpy() for name, tensor in tensors.items()}, attributes
 
 
-def reference(case: Int4Case) -> np.ndarray:
+def expected(case: Int4Case) -> torch.Tensor:
     a, codes, scale, zero, factor = case.inputs()
     packed = int4_matmul.pack(codes, scale, zero, case.group)
-    return int4_matmul.reference(a, packed, factor, case.n, case.group).numpy()
+    return int4_matmul.reference(a, packed, factor, case.n, case.group)
+
+
+def reference(case: Int4Case) -> np.ndarray:
+    return expected(case).numpy()
 
 
 @cases
@@ -89,6 +97,72 @@ def test_kernel_is_exact(case: Int4Case, isa: str) -> None:
     (got,) = run_node(int4_matmul.function(), inputs, attributes, {"Y": inputs["A"].ndim}, CONSTANTS, isa)
     wanted = reference(case)
     assert got.dtype == wanted.dtype and np.array_equal(got, wanted, equal_nan=True)
+
+
+# Numbers of rows around a product's, every size of a group, odd numbers of groups and tiles, tiles of both sizes
+CUDA_CASES = [
+    *INT4_CASES,
+    *(
+        Int4Case(f"around_{m}_g{group}", (m,), 450, 61, group, group == 64, 0.7, dtype=torch.bfloat16, seed=60 + m)
+        for m in (1, 7, 8, 16, 17, 33)
+        for group in int4_matmul.GROUP_SIZES
+    ),
+    *(Int4Case(f"long_{m}", (m,), 2100, 100, symmetric=False, seed=70 + m) for m in (1, 2, 5, 11, 20)),
+    Int4Case("more_rows_than_fit", lead=(8,), k=3000, n=100, group=128, seed=80),
+    *(Int4Case(f"high_codes_{m}", (m,), 1024, 70, 128, False, fill="high") for m in (16, 20)),
+    *(Int4Case(f"low_codes_{m}", (m,), 1024, 70, 128, fill="low") for m in (16, 20)),
+    Int4Case("wild_prefill", lead=(20,), k=96, fill="wild", seed=81),
+    Int4Case("wide_tiles", lead=(130,), k=200, n=700, dtype=torch.float16, seed=82),
+    Int4Case("wide_tiles_g64", lead=(129,), k=500, n=641, group=64, symmetric=False, seed=83),
+    Int4Case("wide_tiles_g128", lead=(131,), k=300, n=648, group=128, dtype=torch.bfloat16, seed=84),
+]
+
+
+def run_cuda_kernel(case: Int4Case, device: Device) -> torch.Tensor:
+    a, codes, scale, zero, factor = case.inputs()
+    packed = int4_matmul.pack(codes, scale, zero, case.group)
+    inputs = [device.put(x) for x in (a, packed.codes, packed.scales, packed.zeros, factor)]
+    y = device.poisoned((*case.lead, case.n), a.dtype)
+    pointers = [x.data_ptr() for x in (*inputs, y)]
+    if case.symmetric:
+        pointers[3] = 0
+    device.run(cuda.Int4MatMul(*pointers, a.numel() // case.k, case.n, case.k, case.group, TYPES[a.dtype]))
+    return y.cpu()
+
+
+def same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return got.dtype == wanted.dtype and torch.allclose(got, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@on_each_device
+@pytest.mark.parametrize("case", CUDA_CASES, ids=lambda case: case.name)
+def test_cuda_kernel_is_exact(case: Int4Case, device: Device) -> None:
+    assert same(run_cuda_kernel(case, device), expected(case))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 16])
+def test_cuda_kernel_with_more_shared_memory_is_exact(rows: int) -> None:
+    case = Int4Case("large", lead=(rows,), k=3000, n=200, symmetric=False, seed=85)
+    with mock.patch.dict(os.environ, {"DIFFBIT_EMULATE_SHARED": str(227 << 10)}):
+        assert same(run_cuda_kernel(case, Device("cpu")), expected(case))
+
+
+@on_each_device
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 700),
+    n=st.integers(1, 150),
+    group=st.sampled_from(int4_matmul.GROUP_SIZES),
+    symmetric=st.booleans(),
+    dtype=st.sampled_from(list(TYPES)),
+    seed=st.integers(0, 2**31),
+)
+def test_cuda_kernel_at_any_shape(
+    device: Device, rows: int, columns: int, n: int, group: int, symmetric: bool, dtype: torch.dtype, seed: int
+) -> None:
+    case = Int4Case("any", (rows,), columns, n, group, symmetric, 0.3, dtype=dtype, seed=seed)
+    assert same(run_cuda_kernel(case, device), expected(case))
 
 
 @on_each_isa
@@ -156,6 +230,11 @@ def test_unpack_undoes_pack(rows: int, columns: int, group: int, symmetric: bool
 def test_scales_must_be_float16_numbers() -> None:
     with pytest.raises(ValueError, match="not rounded to float16"):
         int4_matmul.pack(torch.zeros(1, 32, dtype=torch.uint8), torch.tensor([[0.1]]), None, 32)
+
+
+@on_each_device
+def test_no_rows_on_cuda(device: Device) -> None:
+    assert run_cuda_kernel(Int4Case("none", lead=(2, 0), n=40), device).shape == (2, 0, 40)
 
 
 @on_each_isa

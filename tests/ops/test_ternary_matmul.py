@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from fractions import Fraction
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffbit.ops import ternary_matmul
+from diffbit.runtime import cuda
 
 from .cases import TERNARY_CASES, TernaryCase
+from .cuda_run import TYPES, Device, on_each_device
 from .onnx_run import on_each_isa, run_node
 
 cases = pytest.mark.parametrize("case", TERNARY_CASES, ids=lambda case: case.name)
@@ -83,6 +87,81 @@ def test_any_number_of_threads_gives_the_same(isa: str) -> None:
         assert np.array_equal(run_kernel(a[:1], weight, scale, isa, threads), wanted[:1])
 
 
+# Numbers of rows around a product's, K and N around a tile's; tiles of both sizes; blocks with more tiles than sums fit
+CUDA_CASES = [
+    *TERNARY_CASES,
+    *(
+        TernaryCase(f"around_{m}", lead=(m,), k=515, n=61, dtype=torch.bfloat16, seed=30 + m)
+        for m in (1, 7, 16, 17, 33)
+    ),
+    *(TernaryCase(f"few_{m}", lead=(m,), k=1030, n=300, bits=4, seed=40 + m) for m in (1, 2, 8, 9)),
+    TernaryCase("more_rows_than_fit", lead=(8,), k=3000, n=100, seed=50),
+    TernaryCase("more_tiles_than_fit", lead=(16,), k=100, n=1500, seed=51),
+    TernaryCase("extreme_16", lead=(16,), k=8192, n=20, fill="minus"),
+    TernaryCase("extreme_prefill", lead=(40,), k=8192, n=20, fill="ones"),
+    TernaryCase("large_tiles", lead=(300,), k=390, n=517, dtype=torch.float16, seed=52),
+    TernaryCase("large_tiles_even", lead=(257,), k=256, n=514, dtype=torch.bfloat16, seed=53),
+    TernaryCase("large_tiles_fp32", lead=(257,), k=130, n=512, bits=4, seed=54),
+]
+on_cuda_cases = pytest.mark.parametrize("case", CUDA_CASES, ids=lambda case: case.name)
+
+
+def run_cuda_kernel(
+    device: Device, a: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bits: int = 8
+) -> torch.Tensor:
+    n, k = weight.shape
+    x, packed, factor = (device.put(tensor) for tensor in (a, ternary_matmul.pack(weight), scale))
+    y = device.poisoned((*a.shape[:-1], n), a.dtype)
+    pointers = (tensor.data_ptr() for tensor in (x, packed, factor, y))
+    device.run(cuda.TernaryMatMul(*pointers, a.numel() // k, n, k, bits, TYPES[a.dtype]))
+    return y.cpu()
+
+
+@on_each_device
+@on_cuda_cases
+def test_cuda_kernel_is_exact(case: TernaryCase, device: Device) -> None:
+    a, weight, scale = case.inputs()
+    wanted = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale, case.bits)
+    assert torch.equal(run_cuda_kernel(device, a, weight, scale, case.bits), wanted)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 16])
+def test_cuda_kernel_with_more_shared_memory_is_exact(rows: int) -> None:
+    a, weight, scale = TernaryCase("large", lead=(rows,), k=3000, n=1100, seed=55).inputs()
+    wanted = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale)
+    with mock.patch.dict(os.environ, {"DIFFBIT_EMULATE_SHARED": str(227 << 10)}):
+        assert torch.equal(run_cuda_kernel(Device("cpu"), a, weight, scale), wanted)
+
+
+@on_each_device
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 700),
+    n=st.integers(1, 150),
+    dtype=st.sampled_from(list(TYPES)),
+    bits=st.sampled_from((8, 4)),
+    seed=st.integers(0, 2**31),
+)
+def test_cuda_kernel_at_any_shape(
+    device: Device, rows: int, columns: int, n: int, dtype: torch.dtype, bits: int, seed: int
+) -> None:
+    a, weight, scale = TernaryCase("any", (rows,), columns, n, "outliers", dtype, seed).inputs()
+    wanted = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale, bits)
+    assert torch.equal(run_cuda_kernel(device, a, weight, scale, bits), wanted)
+
+
+@on_each_device
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("rows", [6, 12, 20])
+def test_a_row_with_no_finite_step_is_nan_on_cuda(device: Device, rows: int, bits: int) -> None:
+    a, weight, scale = TernaryCase("odd", lead=(rows,), k=200, dtype=torch.float16, seed=21).inputs()
+    a[0, 3], a[2, 199], a[4, 77] = math.nan, math.inf, -math.inf
+    wanted = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale, bits)
+    got = run_cuda_kernel(device, a, weight, scale, bits)
+    assert np.array_equal(got.numpy(), wanted.numpy(), equal_nan=True) and torch.isnan(got[:5:2]).all()
+
+
 @on_each_isa
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -92,6 +171,12 @@ def test_a_row_with_no_finite_step_is_nan(isa: str, dtype: torch.dtype, bits: in
     wanted = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale, bits).numpy()
     assert np.isnan(wanted[::2]).all() and np.isfinite(wanted[1::2]).all()
     assert np.array_equal(run_kernel(a, weight, scale, isa, bits=bits), wanted, equal_nan=True)
+
+
+@on_each_device
+def test_no_rows_on_cuda(device: Device) -> None:
+    _, weight, scale = TernaryCase("none").inputs()
+    assert run_cuda_kernel(device, torch.empty(2, 0, weight.shape[1]), weight, scale).shape == (2, 0, len(weight))
 
 
 @on_each_isa
