@@ -53,6 +53,312 @@ __device__ __forceinline__ float warp_most(float x) {
   return x;
 }
 
+// ---- the cache that tensor cores take ------------------------------------------------------------------------------
+
+constexpr int FAST_WARPS = 4;
+constexpr int FAST_TOKENS = 16;                     // of a tile, a warp's
+constexpr int FAST_BESIDE = 2 * 4 * FAST_TOKENS;    // bytes: of each token two steps, or its mask
+
+/// Kind of the rows, and channels of a kv head's sub-heads side by side.
+template <class Kind, int CHANNELS>
+struct Fast {
+  static constexpr bool CODES = sizeof(Kind) == 1;
+  using Number = std::conditional_t<CODES, __half, Kind>;  // that the tensor cores multiply
+  static constexpr int BYTES = CHANNELS * static_cast<int>(sizeof(Kind));  // of a token
+  static constexpr int PIECES = BYTES / 16;
+  static constexpr int TILE = FAST_TOKENS * BYTES;
+  static constexpr int SLOT = TILE + 2 * FAST_BESIDE;  // keys: steps, mask; values: steps
+  static constexpr int SLOTS = BYTES == 512 ? 3 : 4;   // of a warp
+  static constexpr int QUERIES = 2 * ROWS * CHANNELS * 2;
+  static constexpr int BLOCKS = BYTES == 512 || CHANNELS == 256 ? 2 : BYTES == 256 ? 3 : 4;  // of a multiprocessor
+
+  /// Where a piece of a token lies in a tile: eight tokens' same pieces are in different banks.
+  static __device__ __forceinline__ int place(int token, int piece) {
+    return token * BYTES + (piece ^ (PIECES >= 8 ? token & 7 : token >> 1 & 3)) * 16;
+  }
+  /// Where a channel of a query lies among the channels, so that it meets the key's: a lane's four neighbouring codes
+  /// become the pairs that it has of a row of 16.
+  static __device__ __forceinline__ int column(int channel) {
+    if (!CODES) return channel;
+    const int k = channel % 16;
+    return channel - k + k / 4 * 2 + k % 2 + k % 4 / 2 * 8;
+  }
+};
+
+/// Four codes as pairs of halves: of `first` the bytes 0 and 1, or 0 and 2, of `second` the others.
+__device__ __forceinline__ void halves(uint32_t codes, unsigned first, unsigned second, uint32_t& a, uint32_t& b) {
+  const uint32_t moved = codes ^ 0x80808080u;  // + 128; 0x64 before a byte is 1024 + that
+  a = subtract2(__byte_perm(moved, 0x64646464u, first), 0x64806480u);
+  b = subtract2(__byte_perm(moved, 0x64646464u, second), 0x64806480u);
+}
+
+template <class Kind, int CHANNELS>
+__global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Kind, CHANNELS>::BLOCKS)
+    decode_fast(const Attention a, const Cut cut) {
+  using F = Fast<Kind, CHANNELS>;
+  using Number = typename F::Number;
+  constexpr int BLOCKS_OF_16 = CHANNELS / 16;
+  __shared__ float scales[ROWS], mosts[FAST_WARPS][ROWS], shares_of[FAST_WARPS][ROWS];
+  unsigned char* shared = shared_memory();
+  Number* queries = reinterpret_cast<Number*>(shared);
+  const int d = static_cast<int>(a.d), wide = static_cast<int>(a.wide_value);
+  const int64_t first_row = blockIdx.x % cut.row_blocks * ROWS, split = blockIdx.x / cut.row_blocks;
+  const int64_t group = blockIdx.y, b = blockIdx.z, head = b * a.kv_heads + group * (1 + wide);
+  const int rows = static_cast<int>(min(static_cast<int64_t>(ROWS), cut.rows - first_row));
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  const int warps = static_cast<int>(blockDim.x) / 32, g = lane / 4, t = lane % 4;
+  unsigned char* ring = shared + F::QUERIES + warp * F::SLOTS * F::SLOT;
+  const bool last = split == cut.splits - 1;
+
+  if (last) {  // the new tokens
+    const int each = (1 + wide) * static_cast<int>(cut.part.steps);
+    for (int i = warp; i < 2 * each; i += warps)
+      append_row(a, side_of(a, i < each), b, cut.part.first + i % each / (1 + wide),
+                 group * (1 + wide) + i % (1 + wide), lane);
+    __threadfence();
+  }
+  for (int row = warp; row < ROWS; row += warps) {
+    constexpr int EACH = CHANNELS / 64;
+    float2 x[EACH];
+    float largest = 0;
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) {
+      const int i = lane + 32 * k;
+      x[k] = row < rows && i < d / 2 ? query_at(a, cut.part, b, group, first_row + row, i) : make_float2(0.0f, 0.0f);
+      largest = fmaxf(largest, fmaxf(fabsf(x[k].x), fabsf(x[k].y)));
+    }
+    // A power of 2 brings the row to 1 .. 2
+    const uint32_t exponent = __float_as_uint(warp_most(largest)) >> 23;
+    const bool normal = exponent > 0 && exponent < 254;
+    const float by = normal ? __uint_as_float((254 - exponent) << 23) : 1.0f;
+    if (lane == 0) scales[row] = (normal ? __uint_as_float(exponent << 23) : 1.0f) * LOG2_E;
+    const int own = wide && first_row + row >= pairs(a) * cut.part.steps ? d : 0;  // where its sub-head's keys begin
+    const auto put = [&](int channel, float y) {
+      const int column = F::column(channel), at = (column / 8 ^ (row & 7)) * 8 + column % 8;
+      const Number high = from_float<Number>(y);
+      queries[row * CHANNELS + at] = high;
+      queries[(row + ROWS) * CHANNELS + at] = from_float<Number>(y - to_float(high));
+    };
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) {
+      const int i = lane + 32 * k;
+      if (i >= d / 2) break;
+      put(own + i, x[k].x * by);
+      put(own + i + d / 2, x[k].y * by);
+      if (wide) put(d - own + i, 0.0f), put(d - own + i + d / 2, 0.0f);
+    }
+  }
+  __syncthreads();
+
+  // A warp's tiles: every warps-th of the split's, and with one warp of the last split the new tokens'
+  const int64_t begin = split * cut.span, end = min(begin + cut.span, cut.past);
+  const int64_t in_split = begin < end ? divide_up(end - begin, FAST_TOKENS) : 0;
+  const int old_tiles = static_cast<int>(in_split > warp ? divide_up(in_split - warp, warps) : 0);
+  const int tiles = old_tiles + (last && in_split % warps == warp);
+  const auto first_of = [&](int tile) {
+    return tile == old_tiles ? cut.past : begin + (static_cast<int64_t>(tile) * warps + warp) * FAST_TOKENS;
+  };
+
+  // Lane l copies piece l % PIECES of tokens l / PIECES, ...
+  constexpr int TOGETHER = 32 / F::PIECES;
+  const int piece = lane % F::PIECES, of_head = d * static_cast<int>(sizeof(Kind)) / 16, sub_head = piece / of_head;
+  const int64_t row_size = a.d * static_cast<int64_t>(sizeof(Kind));
+  const auto load = [&](const char* from, const char* steps, int64_t capacity, int64_t begin_, int64_t end_,
+                        unsigned char* slot) {
+    const char* source = from + (head + sub_head) * capacity * row_size + piece % of_head * 16;
+#pragma unroll
+    for (int k = 0; k < FAST_TOKENS / TOGETHER; ++k) {
+      const int token = lane / F::PIECES + k * TOGETHER;
+      const bool valid = begin_ + token < end_;
+      copy_async16(slot + F::place(token, piece), source + (valid ? begin_ + token : 0) * row_size, valid);
+    }
+    if (F::CODES && lane / FAST_TOKENS <= wide) {
+      const int64_t at = begin_ + lane % FAST_TOKENS;
+      const bool valid = at < end_;
+      copy_async<4>(slot + F::TILE + 4 * lane, steps + 4 * ((head + lane / FAST_TOKENS) * capacity + (valid ? at : 0)),
+                    valid);
+    }
+  };
+  const auto start = [&](int unit) {  // keys and values of a tile, in turn
+    if (unit < 2 * tiles) {
+      unsigned char* slot = ring + unit % F::SLOTS * F::SLOT;
+      const int64_t begin_ = first_of(unit / 2), end_ = unit / 2 == old_tiles ? cut.all : end;
+      if (unit % 2) {
+        load(static_cast<const char*>(a.present_value), static_cast<const char*>(a.present_value_scale),
+             a.value_capacity, begin_, end_, slot);
+      } else {
+        load(static_cast<const char*>(a.present_key), static_cast<const char*>(a.present_key_scale), a.key_capacity,
+             begin_, end_, slot);
+        if (lane < FAST_TOKENS) {  // zeros beyond the end: hidden
+          const bool valid = begin_ + lane < end_;
+          copy_async<8>(slot + F::TILE + FAST_BESIDE + 8 * lane,
+                        static_cast<const int64_t*>(a.attention_mask) + b * (a.past_length + a.steps) +
+                            (valid ? begin_ + lane : 0),
+                        valid);
+        }
+      }
+    }
+    copy_async_commit();
+  };
+
+  // Fragments lie as device.h says. Logits: rows and what rounding left of them are the 16 rows of a, a tile's keys two
+  // times 8 columns of b, so that lane 4 g + t has those of row g and of tokens 2t, 2t + 1, + 8. Shares are then as b
+  // wants them, and values, [16 channels, 16 tokens], are a.
+  float sums[BLOCKS_OF_16][4] = {}, most = -infinity(), total = 0;
+  const int64_t row = min(first_row + g, cut.rows - 1);
+  const int step = static_cast<int>(row % cut.part.steps), own = wide && row >= pairs(a) * cut.part.steps;
+  const float scale = scales[g];
+  const int token_of_lane = lane / 16 * 8 + lane % 8, half = lane / 8 % 2;  // of load_matrix_x4's rows
+  float s[4];
+
+  const auto logits = [&](const unsigned char* slot, int seen) {
+    float c[2][4] = {};
+    const auto query = [&](int k, uint32_t(&q)[4]) {
+      load_matrix_x4(q, queries + lane % 16 * CHANNELS + ((2 * k + lane / 16) ^ (lane & 7)) * 8);
+    };
+#pragma unroll
+    for (int k = 0; k < BLOCKS_OF_16; k += 1 + F::CODES) {
+      uint32_t q[4], x[4];
+      query(k, q);
+      if constexpr (F::CODES) {  // two pieces, of 16 channels each
+        load_matrix_x4(x, slot + F::place(half * 8 + lane % 8, k + lane / 16));
+        uint32_t other[4], key[2];
+        query(k + 1, other);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          halves(x[i], 0x4140, 0x4342, key[0], key[1]);
+          mma<Number>(c[i % 2], i < 2 ? q : other, key);
+        }
+      } else {
+        load_matrix_x4(x, slot + F::place(token_of_lane, 2 * k + half));
+        const uint32_t first[2] = {x[0], x[1]}, second[2] = {x[2], x[3]};
+        mma<Number>(c[0], q, first);
+        mma<Number>(c[1], q, second);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int token = 8 * i + 2 * t;
+      const uint4 mask = *reinterpret_cast<const uint4*>(slot + F::TILE + FAST_BESIDE + 8 * token);
+      const float* steps = reinterpret_cast<const float*>(slot + F::TILE) + own * FAST_TOKENS + token;
+      const bool shown[2] = {(mask.x | mask.y) && token <= seen, (mask.z | mask.w) && token < seen};
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        s[2 * i + j] = shown[j] ? (c[i][j] + c[i][2 + j]) * scale * (F::CODES ? steps[j] : 1.0f) : -infinity();
+    }
+  };
+
+  const auto mix = [&](const unsigned char* slot) {
+    // Codes: a share times the value's step is at most about 1, too, so the steps' sizes count in the maximum
+    float steps[2][4], next = most;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* beside = reinterpret_cast<const float*>(slot + F::TILE) + i / 2 * 8 + 2 * t + i % 2;
+      steps[0][i] = F::CODES ? beside[0] : 1.0f;
+      steps[1][i] = F::CODES && wide ? beside[FAST_TOKENS] : steps[0][i];
+      const int size = static_cast<int>(__float_as_uint(fmaxf(steps[0][i], steps[1][i])) >> 23) - 127;
+      next = fmaxf(next, F::CODES ? s[i] + static_cast<float>(max(size, -60)) : s[i]);
+    }
+    next = fmaxf(next, __shfl_xor_sync(0xffffffffu, next, 1));
+    next = fmaxf(next, __shfl_xor_sync(0xffffffffu, next, 2));
+    if (__any_sync(0xffffffffu, next > most)) {
+      const float factor = exp2_approx(most - level(next));
+      const float factors[2] = {__shfl_sync(0xffffffffu, factor, 8 * t), __shfl_sync(0xffffffffu, factor, 8 * t + 4)};
+      total *= factor;
+      most = next;
+#pragma unroll
+      for (int k = 0; k < BLOCKS_OF_16; ++k)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[k][i] *= factors[i % 2];
+    }
+    uint32_t high[2][2], low[2][2];  // of the sub-heads
+    float shares[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      shares[i] = exp2_approx(s[i] - level(most));
+      total += shares[i];
+    }
+#pragma unroll
+    for (int j = 0; j < (F::CODES ? 2 : 1); ++j)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float x = shares[2 * i] * steps[j][2 * i], y = shares[2 * i + 1] * steps[j][2 * i + 1];
+        high[j][i] = pack2<Number>(x, y);
+        const float2 rounded = unpack2<Number>(high[j][i]);
+        low[j][i] = pack2<Number>(x - rounded.x, y - rounded.y);
+      }
+    if constexpr (F::CODES) {
+#pragma unroll
+      for (int k = 0; k < BLOCKS_OF_16; k += 2) {
+        uint32_t x[4], value[4];
+        load_matrix_x4_transposed(x, slot + F::place(half * 8 + lane % 8, k + lane / 16));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          halves(x[2 * i], 0x4240, 0x4341, value[0], value[1]);
+          halves(x[2 * i + 1], 0x4240, 0x4341, value[2], value[3]);
+          const int j = k >= BLOCKS_OF_16 / 2;  // the same where there is one sub-head
+          mma<Number>(sums[k + i], value, high[j]);
+          mma<Number>(sums[k + i], value, low[j]);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < BLOCKS_OF_16; ++k) {
+        uint32_t value[4];
+        load_matrix_x4_transposed(value, slot + F::place(token_of_lane, 2 * k + half));
+        mma<Number>(sums[k], value, high[0]);
+        mma<Number>(sums[k], value, low[0]);
+      }
+    }
+  };
+
+#pragma unroll
+  for (int unit = 0; unit < F::SLOTS - 1; ++unit) start(unit);
+  for (int tile = 0; tile < tiles; ++tile) {
+    copy_async_wait<F::SLOTS - 2>();
+    __syncwarp();  // the others' bytes, and all have read what the next copies replace
+    start(2 * tile + F::SLOTS - 1);
+    logits(ring + 2 * tile % F::SLOTS * F::SLOT, tile == old_tiles ? step : FAST_TOKENS);
+    copy_async_wait<F::SLOTS - 2>();
+    __syncwarp();
+    start(2 * tile + F::SLOTS);
+    mix(ring + (2 * tile + 1) % F::SLOTS * F::SLOT);
+  }
+  total += __shfl_xor_sync(0xffffffffu, total, 1);
+  total += __shfl_xor_sync(0xffffffffu, total, 2);
+  copy_async_wait<0>();
+  __syncthreads();
+
+  float* all = reinterpret_cast<float*>(shared);  // [warps, ROWS, CHANNELS]
+  if (t == 0) mosts[warp][g] = most, shares_of[warp][g] = total;
+#pragma unroll
+  for (int k = 0; k < BLOCKS_OF_16; ++k)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int channel = 16 * k + (F::CODES ? 2 * g + i / 2 : g + i / 2 * 8);
+      all[(warp * ROWS + 2 * t + i % 2) * CHANNELS + channel] = sums[k][i];
+    }
+  __syncthreads();
+  const int64_t at = ((b * groups(a) + group) * cut.splits + split) * cut.rows + first_row;
+  for (int r = 0; r < rows; ++r) {
+    float largest = -infinity(), sum = 0, factors[FAST_WARPS];
+    for (int w = 0; w < warps; ++w) largest = fmaxf(largest, mosts[w][r]);
+#pragma unroll
+    for (int w = 0; w < FAST_WARPS; ++w) {
+      factors[w] = w < warps ? exp2_approx(mosts[w][r] - level(largest)) : 0.0f;
+      if (w < warps) sum += shares_of[w][r] * factors[w];
+    }
+    for (int channel = thread; channel < CHANNELS; channel += 32 * warps) {
+      float x = 0;
+#pragma unroll
+      for (int w = 0; w < FAST_WARPS; ++w)
+        if (w < warps) x += factors[w] * all[(w * ROWS + r) * CHANNELS + channel];
+      cut.sums[(at + r) * CHANNELS + channel] = x;
+    }
+    if (thread == 0) cut.marks[2 * (at + r)] = largest, cut.marks[2 * (at + r) + 1] = sum;
+  }
+}
+
 // ---- any cache -----------------------------------------------------------------------------------------------------
 
 constexpr int ANY_THREADS = 256;
@@ -300,38 +606,94 @@ __global__ void __launch_bounds__(MERGE_THREADS) merge(const Attention a, const 
     put_number(a.out, a.type, ((b * a.steps + s) * a.heads + head) * channels + channel, out[channel] / root);
 }
 
-Cut cut_of(const Attention& a, Part part) {
+// ---- launches ------------------------------------------------------------------------------------------------------
+
+struct Plan {
+  void (*kernel)(Attention, Cut);
+  int warps;
+  size_t shared;
+  int64_t tokens;  // a split has a multiple of them
+};
+
+template <class Kind, int CHANNELS>
+Plan fast_plan() {
+  using F = Fast<Kind, CHANNELS>;
+  constexpr size_t EACH = F::SLOTS * F::SLOT, FIXED = 1024;  // what the kernel has beside, and some
+  static_assert(EACH >= ROWS * CHANNELS * sizeof(float), "a warp's sums fit");
+  const size_t room = (most_shared() - F::QUERIES - FIXED) / EACH;
+  const int warps = room < FAST_WARPS ? static_cast<int>(room) : FAST_WARPS;
+  return {decode_fast<Kind, CHANNELS>, warps, F::QUERIES + warps * EACH, FAST_TOKENS * warps};
+}
+
+template <class Kind>
+Plan fast_plan(int64_t channels) {
+  return channels == 64 ? fast_plan<Kind, 64>() : channels == 128 ? fast_plan<Kind, 128>() : fast_plan<Kind, 256>();
+}
+
+/// What the tensor cores take of keys and values that are held alike: FLOAT16, BFLOAT16 or INT8; 0 where they take none.
+/// Queries and shares are sums of two numbers: 22 bits with __half, 16 with __nv_bfloat16, enough where the output is that.
+int64_t fast_kind(const Attention& a) {
+  const int64_t channels = width(a) * a.d;
+  if ((channels != 64 && channels != 128 && channels != 256) || a.d % 32 || a.query_bits) return 0;
+  if (a.key_bits == 8 && a.value_bits == 8) return ort::INT8;
+  if (a.key_bits != 16 || a.value_bits != 16 || a.key_type != a.value_type) return 0;
+  if (a.key_type == ort::FLOAT16) return ort::FLOAT16;
+  return a.key_type == ort::BFLOAT16 && a.type == ort::BFLOAT16 ? ort::BFLOAT16 : 0;
+}
+
+Plan plan_of(const Attention& a) {
+  switch (fast_kind(a)) {
+    case ort::FLOAT16: return fast_plan<__half>(width(a) * a.d);
+    case ort::BFLOAT16: return fast_plan<__nv_bfloat16>(width(a) * a.d);
+    case ort::INT8: return fast_plan<int8_t>(width(a) * a.d);
+    default: {
+      const int64_t floats = (a.query_bits ? 2 : 1) * ROWS * a.d;
+      return {decode_any, ANY_WARPS, static_cast<size_t>(floats) * sizeof(float), ANY_TOKENS};
+    }
+  }
+}
+
+/// Splits so that the blocks fill the card as evenly as they can: the time is that of the waves of blocks, each as long
+/// as a split and what a block does besides (about as much as SETUP tokens).
+Cut cut_of(const Attention& a, Part part, const Plan& plan) {
+  constexpr int64_t SETUP = 128;
   Cut cut{};
   cut.part = part;
   cut.past = a.past_length + part.first;
   cut.all = cut.past + part.steps;
   cut.rows = a.branches * pairs(a) * part.steps;
   cut.row_blocks = divide_up(cut.rows, ROWS);
-  const int64_t units = a.batch * groups(a) * cut.row_blocks, room = 2 * multiprocessors();
-  const int64_t wanted = units < room ? room / units : 1, most = divide_up(cut.all, 64);
-  cut.span = divide_up(divide_up(cut.all, wanted < most ? wanted : most), ANY_TOKENS) * ANY_TOKENS;
-  cut.splits = divide_up(cut.all, cut.span);
+  const int64_t tokens = fast_kind(a) ? cut.past : cut.all;
+  const int64_t units = a.batch * groups(a) * cut.row_blocks;
+  const int64_t room = multiprocessors() * blocks_at_once(plan.kernel, 32 * plan.warps, plan.shared);
+  const int64_t one = 1, most = max(one, min(divide_up(tokens, plan.tokens), divide_up(4 * room, units)));
+  int64_t best = 0;
+  for (int64_t splits = 1; splits <= most; ++splits) {
+    const int64_t span = max(one, divide_up(divide_up(tokens, splits), plan.tokens)) * plan.tokens;
+    const int64_t found = max(one, divide_up(tokens, span)), time = divide_up(units * found, room) * (span + SETUP);
+    if (best && time >= best) continue;
+    best = time, cut.span = span, cut.splits = found;
+  }
   return cut;
 }
 
 }  // namespace
 
-bool decode_appends(const Attention&) { return false; }
+bool decode_appends(const Attention& a) { return fast_kind(a); }
 
 size_t decode_workspace(const Attention& a, Part part) {
-  const Cut cut = cut_of(a, part);
+  const Cut cut = cut_of(a, part, plan_of(a));
   return static_cast<size_t>(a.batch * groups(a) * cut.splits * cut.rows * (width(a) * a.d + 2)) * sizeof(float);
 }
 
 const char* decode(const Attention& a, Part part, void* workspace, cudaStream_t stream) {
-  Cut cut = cut_of(a, part);
-  const int64_t all = a.batch * groups(a) * cut.splits * cut.rows;
+  const Plan plan = plan_of(a);
+  Cut cut = cut_of(a, part, plan);
   cut.sums = static_cast<float*>(workspace);
-  cut.marks = cut.sums + all * width(a) * a.d;
+  cut.marks = cut.sums + a.batch * groups(a) * cut.splits * cut.rows * width(a) * a.d;
   const dim3 grid(static_cast<unsigned>(cut.splits * cut.row_blocks), static_cast<unsigned>(groups(a)),
                   static_cast<unsigned>(a.batch));
-  const size_t shared = static_cast<size_t>((a.query_bits ? 2 : 1) * ROWS * a.d) * sizeof(float);
-  if (const char* wrong = launch(decode_any, grid, ANY_THREADS, shared, stream, a, cut)) return wrong;
+  if (const char* wrong = launch(plan.kernel, grid, 32 * plan.warps, plan.shared, stream, a, cut)) return wrong;
   const dim3 heads(static_cast<unsigned>(a.heads), static_cast<unsigned>(part.steps), static_cast<unsigned>(a.batch));
   return launch(merge, heads, MERGE_THREADS, 0, stream, a, cut);
 }

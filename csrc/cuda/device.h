@@ -78,6 +78,18 @@ __device__ __forceinline__ uint32_t pack2(float low, float high) {
 #endif
 }
 
+/// Differences of two pairs of __half.
+__device__ __forceinline__ uint32_t subtract2(uint32_t a, uint32_t b) {
+#ifdef __CUDACC__
+  uint32_t c;
+  asm("sub.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  return c;
+#else
+  const float2 x = unpack2<__half>(a), y = unpack2<__half>(b);
+  return pack2<__half>(x.x - y.x, x.y - y.y);
+#endif
+}
+
 /// 2^x to about 2 ulp; 0 for -infinity.
 __device__ __forceinline__ float exp2_approx(float x) {
 #ifdef __CUDACC__
@@ -122,7 +134,21 @@ __device__ __forceinline__ void copy_async16(void* shared, const void* global, b
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid ? 16 : 0) : "memory");
 #else
-  emulate::copy_async16(shared, global, valid);
+  emulate::copy_async(shared, global, 16, valid);
+#endif
+}
+
+/// As copy_async16, BYTES 4 or 8 and addresses that are multiples of it; they pass through the first-level cache.
+template <int BYTES>
+__device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid = true) {
+  static_assert(BYTES == 4 || BYTES == 8);
+#ifdef __CUDACC__
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(global), "n"(BYTES),
+               "r"(valid ? BYTES : 0)
+               : "memory");
+#else
+  emulate::copy_async(shared, global, BYTES, valid);
 #endif
 }
 
@@ -264,6 +290,21 @@ const char* launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
   emulate::run(grid, block, shared, [=] { kernel(static_cast<Parameters>(arguments)...); });
 #endif
   return launched("a kernel");
+}
+
+/// Blocks of a kernel that one multiprocessor holds at once.
+template <class... Parameters>
+int blocks_at_once(void (*kernel)(Parameters...), int threads, size_t shared) {
+#ifdef __CUDACC__
+  int blocks = 0;
+  cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                       static_cast<int>(shared));
+  const cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared);
+  return error == cudaSuccess && blocks ? blocks : 1;
+#else
+  static_cast<void>(kernel), static_cast<void>(threads), static_cast<void>(shared);
+  return 1;
+#endif
 }
 
 }  // namespace diffbit::cuda

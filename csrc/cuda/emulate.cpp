@@ -71,7 +71,8 @@ struct Machine {
 
 struct Copy {
   unsigned char* to;
-  unsigned char bytes[16];
+  size_t bytes;
+  unsigned char from[16];
 };
 
 struct Fiber {
@@ -328,12 +329,12 @@ const unsigned char* exchange(unsigned mask, const char* what, const void* given
   return set;
 }
 
-void copy_async16(void* shared, const void* global, bool valid) {
-  check_aligned(shared, 16, "copy_async16 to shared memory");
-  check_aligned(global, 16, "copy_async16 from global memory");
-  Copy copy{static_cast<unsigned char*>(shared), {}};
-  if (valid) std::memcpy(copy.bytes, global, 16);
-  std::memset(shared, SPOILED, 16);
+void copy_async(void* shared, const void* global, size_t bytes, bool valid) {
+  check_aligned(shared, bytes, "copy_async to shared memory");
+  check_aligned(global, bytes, "copy_async from global memory");
+  Copy copy{static_cast<unsigned char*>(shared), bytes, {}};
+  if (valid) std::memcpy(copy.from, global, bytes);
+  std::memset(shared, SPOILED, bytes);
   block.current->copies.back().push_back(copy);
 }
 
@@ -343,7 +344,7 @@ void copy_async_wait(int pending) {
   auto& groups = block.current->copies;
   const size_t arriving = groups.size() - 1 > static_cast<size_t>(pending) ? groups.size() - 1 - static_cast<size_t>(pending) : 0;
   for (size_t i = 0; i < arriving; ++i)
-    for (const Copy& copy : groups[i]) std::memcpy(copy.to, copy.bytes, 16);
+    for (const Copy& copy : groups[i]) std::memcpy(copy.to, copy.from, copy.bytes);
   groups.erase(groups.begin(), groups.begin() + static_cast<std::ptrdiff_t>(arriving));
 }
 

@@ -288,6 +288,35 @@ LOGITS_CASES = [
     _low("int4_query0_logits2_decode", 4, 2, logit_bits=2, steps=1, past=95, beyond=32, seed=117),
 ]
 
+_BF16 = torch.bfloat16
+# bfloat16, which CUDA alone has; what its decode kernel takes in tiles of 16 tokens and 8 rows: fractions of them,
+# several splits of the context, 64, 128 and 256 channels
+CUDA_ATTENTION_CASES = [
+    replace(_V1, name="bf16_decode", steps=1, past=300, beyond=5, d=64, dtype=_BF16, seed=120),
+    replace(_V1, name="bf16_first_token", steps=1, past=0, beyond=5, d=64, dtype=_BF16, seed=121),
+    replace(_V1, name="bf16_sixteen", steps=1, past=16, d=64, dtype=_BF16, seed=122),
+    replace(_V1, name="bf16_prefill", steps=19, past=5, d=64, dtype=_BF16, seed=123),
+    replace(_V1, name="bf16_eight_steps_left", steps=8, past=71, d=32, dtype=_BF16, padding="left", batch=2, seed=124),
+    replace(_V1, name="bf16_right", steps=2, past=64, d=64, dtype=_BF16, padding="right", batch=2, beyond=0, seed=125),
+    replace(_V1, name="bf16_d128", steps=1, past=150, d=128, dtype=_BF16, beyond=3, seed=126),
+    replace(_V1, name="bf16_gqa8_three_steps", steps=3, past=99, d=64, heads=8, dtype=_BF16, seed=127),
+    replace(_V1, name="bf16_d80", steps=2, past=33, d=80, dtype=_BF16, seed=128),
+    replace(_V1, name="bf16_cache_fp32", steps=2, past=33, d=64, dtype=_BF16, cache=torch.float32, seed=129),
+    replace(_V1, name="fp16_cache_bf16", steps=2, past=33, d=64, dtype=torch.float16, cache=_BF16, seed=130),
+    replace(_V1, name="fp16_d128_gqa2", steps=2, past=90, d=128, heads=4, kv_heads=4, dtype=torch.float16, seed=131),
+    replace(_V1, name="fp32_cache_fp16_d128", steps=2, past=200, d=128, cache=torch.float16, beyond=1, seed=132),
+    replace(_V2, name="v2_bf16_d128", steps=1, past=200, d=128, heads=4, kv_heads=2, dtype=_BF16, batch=2, seed=133),
+    replace(_V2, name="v2_fp16_d256", steps=1, past=70, d=256, dtype=torch.float16, seed=134),
+    replace(_SOFTMAX, name="softmax_bf16_gqa4", steps=1, past=130, d=64, heads=8, dtype=_BF16, beyond=9, seed=135),
+    _low("int8_bf16_decode", 8, 8, steps=1, past=300, beyond=5, d=64, heads=4, dtype=_BF16, seed=136),
+    _low("int8_first_token", 8, 8, steps=1, d=64, seed=137),
+    _low("int8_d128_eight_steps", 8, 8, steps=8, past=77, d=128, padding="left", batch=2, seed=138),
+    _low("int8_d128_gqa4", 8, 8, steps=1, past=150, d=128, heads=4, dtype=torch.float16, beyond=2, seed=139),
+    _low("v2_int8_d128", 8, 8, base=_V2, steps=2, past=131, d=128, heads=4, kv_heads=2, dtype=_BF16, seed=140),
+    _low("v2_int8_d64", 8, 8, base=_V2, steps=3, past=31, d=64, heads=8, kv_heads=2, beyond=0, seed=141),
+    _low("int4_bf16", 4, 4, steps=3, past=95, d=64, dtype=_BF16, beyond=40, seed=142),
+]
+
 
 @dataclass(frozen=True)
 class TernaryCase:

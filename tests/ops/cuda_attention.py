@@ -1,0 +1,102 @@
+"""Calls of DiffAttention's CUDA kernels by pointers, and what their outputs must be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from diffbit.runtime import cuda
+
+from .cases import AttentionCase
+from .cuda_run import TYPES, Device
+from .test_diff_attention import ROUNDING, exact, reference
+
+Tensors = dict[str, torch.Tensor | None]
+
+
+def shapes_of(case: AttentionCase, x: Tensors) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Of the node's outputs."""
+    query, width = x["query"], 2 if case.wide_value else 1
+    assert query is not None
+    shapes = {"out": (torch.Size((case.batch, case.steps, case.heads * width * case.d)), query.dtype)}
+    for name in filter(None, case.kind().outputs[1:]):
+        past = x[name.replace("present", "past")]
+        assert past is not None
+        shape = list(past.shape)
+        if not name.endswith("recent"):
+            shape[2] = max(shape[2], case.held(name))
+        shapes[name] = (torch.Size(shape), past.dtype)
+    return shapes
+
+
+def run_cuda(device: Device, case: AttentionCase, x: Tensors, in_place: bool = False) -> dict[str, torch.Tensor]:
+    """The outputs; `in_place`: present lies where past does."""
+    there = {name: None if tensor is None else device.put(tensor) for name, tensor in x.items()}
+    got = {name: device.poisoned(*shape) for name, shape in shapes_of(case, x).items()}
+    for name in [*got][1:] if in_place else []:
+        past = there[name.replace("present", "past")]
+        assert past is not None and past.shape == got[name].shape
+        got[name] = past
+
+    def slots(name: str) -> int:
+        tensor = got[name] if name in got else there[name]
+        assert tensor is not None
+        return tensor.shape[2]
+
+    def type_of(name: str) -> int:
+        return TYPES.get(got[name].dtype, 0)
+
+    tensors: dict[str, Any] = {
+        name: tensor.data_ptr() for name, tensor in {**there, **got}.items() if tensor is not None
+    }
+    del tensors["past_length"]
+    assert there["cos"] is not None
+    op = cuda.Attention(
+        **tensors,
+        batch=case.batch,
+        steps=case.steps,
+        past_length=case.past,
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        d=case.d,
+        past_key_capacity=slots("past_key"),
+        past_value_capacity=slots("past_value"),
+        key_capacity=slots("present_key"),
+        value_capacity=slots("present_value"),
+        positions=there["cos"].shape[0],
+        branches=case.branches,
+        wide_value=case.wide_value,
+        lambda_per_token=case.token_lambda,
+        key_bits=case.key_bits,
+        value_bits=case.value_bits,
+        query_bits=case.query_bits,
+        window=case.window,
+        type=type_of("out"),
+        key_type=type_of("present_key"),
+        value_type=type_of("present_value"),
+        scale=case.attributes()["scale"],
+        norm_eps=case.norm_eps,
+    )
+    device.run(op)
+    return {name: tensor.cpu() for name, tensor in got.items()}
+
+
+def same_bits(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """One NaN is like the other, and so are zeros."""
+    return got.dtype == wanted.dtype and torch.equal(got.nan_to_num(1e4), wanted.nan_to_num(1e4))
+
+
+def check(case: AttentionCase, got: dict[str, torch.Tensor], roundings: int = 1) -> None:
+    """The cache bit for bit; the output with at most twice the reference's error, both against float64."""
+    names = [name for name in case.kind().outputs if name]
+    wanted = dict(zip(names, reference(case), strict=True))
+    assert [*got] == names
+    for name in names[1:]:
+        assert got[name].shape == wanted[name].shape, name
+        slots = case.held(name) if name.endswith("recent") else None
+        assert same_bits(got[name][:, :, :slots], wanted[name][:, :, :slots]), f"{name} has other bits"
+    oracle = exact(case)[0]
+    size = max(1.0, float(oracle.abs().max()))
+    error, allowed = (float((out.double() - oracle).abs().max()) for out in (got["out"], wanted["out"]))
+    assert error <= 2 * allowed + roundings * ROUNDING[case.dtype] * size, f"{error:.3g}, the reference's {allowed:.3g}"

@@ -1,0 +1,110 @@
+"""DiffAttention's CUDA kernels: the table of cases, emulated in two orders of threads and on a card, with present where
+past lies in one of them and apart in the other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from diffbit.errors import DiffbitError
+
+from .cases import ATTENTION_CASES, CUDA_ATTENTION_CASES, AttentionCase
+from .cuda_attention import check, run_cuda, same_bits
+from .cuda_run import Device, on_each_device
+from .test_diff_attention import call_reference, in_chunks
+
+CASES = ATTENTION_CASES + CUDA_ATTENTION_CASES
+
+
+@on_each_device
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_cuda_kernels(case: AttentionCase, device: Device) -> None:
+    shared = case.beyond is not None and (device.seed == 1 or device.name == "cuda")
+    check(case, run_cuda(device, case, case.inputs(), in_place=shared))
+    if shared and device.name == "cuda":
+        check(case, run_cuda(device, case, case.inputs()))
+
+
+HIDDEN = AttentionCase("hidden", batch=2, past=2, d=64)
+
+
+@on_each_device
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(HIDDEN, steps=1, dtype=torch.bfloat16),
+        replace(HIDDEN, steps=20, dtype=torch.bfloat16),
+        replace(HIDDEN, steps=3, key_bits=8, value_bits=8),
+        replace(HIDDEN, steps=5, key_bits=4, value_bits=16, window=0, past=60),
+    ],
+    ids=["bf16", "bf16_prefill", "int8", "int4_keys"],
+)
+def test_a_token_that_sees_nothing_gives_zeros(case: AttentionCase, device: Device) -> None:
+    x = case.inputs()
+    x["attention_mask"][0] = 0
+    out = run_cuda(device, case, x)["out"]
+    assert (out[0] == 0).all() and (out[1] != 0).any() and out.isfinite().all()
+
+
+@on_each_device
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_rows_and_grids_with_no_finite_step_are_nan(odd: float, device: Device) -> None:
+    rows = AttentionCase("rows", steps=5, past=3, beyond=1, d=32, key_bits=8, value_bits=8)
+    grids = AttentionCase("grids", steps=40, past=60, beyond=0, d=64, key_bits=4, value_bits=2)
+    for case, value in ((rows, (4, 19)), (grids, (2, 64 + 40))):
+        x = case.inputs()
+        x["key"][0, 2, 5] = x["value"][0, *value] = odd
+        got = run_cuda(device, case, x)
+        names = [name for name in case.kind().outputs if name]
+        wanted = dict(zip(names, call_reference(case, x), strict=True))
+        for name in names:
+            slots = case.held(name) if name.endswith("recent") else None
+            assert torch.equal(got[name][:, :, :slots].isnan(), wanted[name][:, :, :slots].isnan()), name
+            assert name == "out" or same_bits(got[name][:, :, :slots], wanted[name][:, :, :slots]), name
+
+
+@on_each_device
+@pytest.mark.parametrize(
+    "case",
+    [
+        AttentionCase("fp16", steps=40, d=64, dtype=torch.float16),
+        AttentionCase("int8", steps=40, d=32, key_bits=8, value_bits=8),
+        AttentionCase("int4", steps=75, d=32, key_bits=4, value_bits=4, window=20),
+        AttentionCase("int2_query4", steps=75, d=32, key_bits=2, value_bits=4, query_bits=4, window=0),
+    ],
+    ids=lambda case: case.name,
+)
+def test_a_prompt_may_be_cut_anywhere(case: AttentionCase, device: Device) -> None:
+    def call(part: AttentionCase, x: dict[str, torch.Tensor | None]) -> list[torch.Tensor]:
+        return [*run_cuda(device, part, x).values()]
+
+    sizes = [7, 1, 9, 2, 1, 11, 9] if case.steps == 40 else [31, 1, 9, 8, 1, 2, 23]
+    got = dict(zip(filter(None, case.kind().outputs), in_chunks(case, sizes, call), strict=True))
+    check(case, got)
+
+
+@on_each_device
+def test_a_position_beyond_the_tables_is_nan(device: Device) -> None:
+    case = AttentionCase("position", steps=2, past=3, batch=2, d=32)
+    x = case.inputs()
+    x["position_ids"][0] = torch.tensor([-1, 1 << 40])
+    out = run_cuda(device, case, x)["out"]
+    assert out[0].isnan().all() and out[1].isfinite().all()
+
+
+@on_each_device
+def test_nothing_to_do(device: Device) -> None:
+    for case in (AttentionCase("no_steps", steps=0, past=3, beyond=2), AttentionCase("no_batch", batch=0, past=3)):
+        got, wanted = run_cuda(device, case, case.inputs()), call_reference(case, case.inputs())
+        for a, b in zip(got.values(), wanted, strict=True):
+            assert a.shape == b.shape and same_bits(a, b)
+
+
+@on_each_device
+def test_what_no_kernel_takes_is_a_sentence(device: Device) -> None:
+    wide = AttentionCase("wide", d=514, steps=1)
+    with pytest.raises(DiffbitError, match="heads are 514 wide, wanted an even number of at most 512"):
+        run_cuda(device, wide, wide.inputs())
