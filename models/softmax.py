@@ -13,7 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .cache import LayerCache
 from .masks import full_causal
+
+KERNEL_DEVICES: tuple[str, ...] = ()  # "cuda" joins once benchmarks/gpu.py finds it faster than torch's own attention
+"""Where a pair's two branches are one call of triton_attention.py; elsewhere, each is a call of `attend`."""
+
+FLASH_WIDEST = 256  # of a head, in torch's flash attention
 
 LogitsHook = Callable[[Tensor, Tensor], Tensor]
 """(scaled logits fp32 [B, heads, S, T] before masking, mask of valid places broadcastable to it) -> logits."""
@@ -27,9 +33,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     the fastest of two wide unfused calls, two calls per half of the value, and padding, from 512 tokens on (166 ms
     against 213 and 187 for 4 x 512 tokens, 8 heads of 32), and within 25 % of the fastest below. A single query
     (decoding) would pad the whole cache, so it goes unpadded.
+
+    On a GPU padding is what torch's flash attention and cuDNN want, which take 16 bits, no value wider than its key,
+    and grouped heads; flash attention no mask. See `ungrouped` for the rest.
     """
     length, total, extra = query.shape[2], key.shape[2], value.shape[-1] - key.shape[-1]
-    if extra and length > 1:
+    if query.is_cuda and (query.dtype == torch.float32 or mask is not None or value.shape[-1] > FLASH_WIDEST):
+        key, value = ungrouped(query, key, value)
+    elif extra and length > 1:
         query, key = F.pad(query, (0, extra)), F.pad(key, (0, extra))
     return F.scaled_dot_product_attention(
         query,
@@ -40,6 +51,22 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def ungrouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Key and value with a head for each of query's, as torch's memory-efficient attention wants them, which takes
+    float32, masks and values of any width; without it torch would hold all [S, T] scores on a GPU."""
+    shared = query.shape[1] // key.shape[1]
+    return (key, value) if shared == 1 else (key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1))
+
+
+def in_one_kernel(query: Tensor, mask: Tensor | None, cache: LayerCache | None) -> bool:
+    """Whether triton_attention.py computes both branches: query [B, S, 2H, d], all tokens at once and none hidden."""
+    if query.device.type not in KERNEL_DEVICES or mask is not None or cache is not None:
+        return False
+    from .triton_attention import takes
+
+    return takes(query)
 
 
 class Arithmetic:

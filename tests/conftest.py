@@ -5,10 +5,15 @@ Rooms are imported inside the fixtures, so that the tests of one room run while 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():  # Triton's kernels run on the CPU then; read when whoever it is first imports Triton
+    os.environ["TRITON_INTERPRET"] = "1"
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TEXT = """def add(a, b):

@@ -25,7 +25,7 @@ from ..cache import LayerCache
 from ..config import ModelConfig
 from ..norm import sub_norm
 from ..rope import Rope, apply_rope
-from ..softmax import Arithmetic, LogitsHook, attend, explicit_pairs
+from ..softmax import Arithmetic, LogitsHook, attend, explicit_pairs, in_one_kernel
 from ..symmetries import Symmetries
 
 MODEL_TYPE = "diffllama"
@@ -75,16 +75,37 @@ class Attention(nn.Module):
         self.arithmetic: Arithmetic | None = None
 
     def forward(self, x: Tensor, rope: Rope, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
-        signal, noise = self.branches(x, rope, mask, cache)
-        out = signal - self.lambda_of(x) * noise  # fp32 [B, H, S, 2d]
-        out = F.rms_norm(out, out.shape[-1:], eps=self.norm_eps)
-        return self.o_proj(self.attn_sub_norm(out.to(x.dtype).transpose(1, 2).flatten(2))) * self.out_scale
+        projected = self._projected(x, rope)
+        if self.logits_hook is None and self.arithmetic is None and in_one_kernel(projected[0], mask, cache):
+            out = self._in_one_kernel(*projected)  # [B, S, H, 2d]
+        else:
+            signal, noise = self._branches(*projected, mask, cache)
+            out = signal - self.lambda_of(x) * noise  # fp32 [B, H, S, 2d]
+            out = F.rms_norm(out, out.shape[-1:], eps=self.norm_eps).to(x.dtype).transpose(1, 2)
+        return self.o_proj(self.attn_sub_norm(out.flatten(2))) * self.out_scale
 
     def branches(self, x: Tensor, rope: Rope, mask: Tensor | None, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
         """A1 v and A2 v, fp32 [B, H, S, 2d]."""
-        query = apply_rope(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), rope).transpose(1, 2)  # [B, 2H, S, d]
-        key = apply_rope(self.k_proj(x).unflatten(-1, (-1, self.head_dim)), rope).transpose(1, 2)  # [B, 2KV, S, d]
-        value = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, 2KV, S, d]
+        return self._branches(*self._projected(x, rope), mask, cache)
+
+    def _projected(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [B, S, 2H, d] and key [B, S, 2KV, d], rotated, and value [B, S, 2KV, d]."""
+        query = apply_rope(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), rope)
+        key = apply_rope(self.k_proj(x).unflatten(-1, (-1, self.head_dim)), rope)
+        return query, key, self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+
+    def _in_one_kernel(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The normed difference, [B, S, H, 2d]."""
+        from ..triton_attention import diff_attention
+
+        lambda_ = self.lambda_value().expand(query.shape[0], self.num_heads, query.shape[1])
+        wide = value.unflatten(2, (-1, 2)).flatten(3)  # [B, S, KV, 2d]
+        return diff_attention(query, key, wide, lambda_, self.scale, self.norm_eps)
+
+    def _branches(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cache: LayerCache | None
+    ) -> tuple[Tensor, Tensor]:
+        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))  # [B, heads, S, d]
         if cache is not None:
             key, value = cache.append(key, value)  # [B, 2KV, T, d]
         value = torch.cat((value[:, 0::2], value[:, 1::2]), dim=-1)  # [B, KV, T, 2d]

@@ -19,7 +19,7 @@ from ..cache import LayerCache
 from ..config import ModelConfig
 from ..norm import sub_norm
 from ..rope import Rope, apply_rope
-from ..softmax import Arithmetic, LogitsHook, attend, explicit_pairs
+from ..softmax import Arithmetic, LogitsHook, attend, explicit_pairs, in_one_kernel
 from ..symmetries import Symmetries
 
 MODEL_TYPE = "diff_llama_v2"
@@ -52,15 +52,30 @@ class Attention(nn.Module):
         self.arithmetic: Arithmetic | None = None
 
     def forward(self, x: Tensor, rope: Rope, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
-        signal, noise = self.branches(x, rope, mask, cache)
-        out = signal - self.lambda_of(x) * noise  # fp32 [B, H, S, d]
-        return self.o_proj(self.attn_sub_norm(out.to(x.dtype).transpose(1, 2).flatten(2)))
+        projected = self._projected(x, rope)
+        if self.logits_hook is None and self.arithmetic is None and in_one_kernel(projected[0], mask, cache):
+            from ..triton_attention import diff_attention
+
+            out = diff_attention(*projected, self.lambda_of(x).squeeze(-1), self.scale)  # [B, S, H, d]
+        else:
+            signal, noise = self._branches(*projected, mask, cache)
+            out = (signal - self.lambda_of(x) * noise).to(x.dtype).transpose(1, 2)  # of fp32 [B, H, S, d]
+        return self.o_proj(self.attn_sub_norm(out.flatten(2)))
 
     def branches(self, x: Tensor, rope: Rope, mask: Tensor | None, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
         """a_2i and a_2i+1, fp32 [B, H, S, d]."""
-        query = apply_rope(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), rope).transpose(1, 2)  # [B, 2H, S, d]
-        key = apply_rope(self.k_proj(x).unflatten(-1, (-1, self.head_dim)), rope).transpose(1, 2)  # [B, KV, S, d]
-        value = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return self._branches(*self._projected(x, rope), mask, cache)
+
+    def _projected(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [B, S, 2H, d] and key [B, S, KV, d], rotated, and value [B, S, KV, d]."""
+        query = apply_rope(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), rope)
+        key = apply_rope(self.k_proj(x).unflatten(-1, (-1, self.head_dim)), rope)
+        return query, key, self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+
+    def _branches(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cache: LayerCache | None
+    ) -> tuple[Tensor, Tensor]:
+        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))  # [B, heads, S, d]
         if cache is not None:
             key, value = cache.append(key, value)  # [B, KV, T, d]
         if self.logits_hook is not None or self.arithmetic is not None:
