@@ -49,15 +49,17 @@ def product_graph(folder: Path, weight: QTensor) -> None:
     g.save()
 
 
-def nbits_graph(folder: Path, codes: torch.Tensor, scale: torch.Tensor, bits: int, block: int) -> None:
+def nbits_graph(
+    folder: Path, codes: torch.Tensor, scale: torch.Tensor, bits: int, block: int, dtype: str = "fp32"
+) -> None:
     """The same with ONNX Runtime's own MatMulNBits at accuracy level 4: codes [N, K], scale [N, K/block]."""
     rows, columns = codes.shape
-    g = Graph(folder, "fp32")
-    x = g.input("x", np.float32, ["M", columns])
+    g = Graph(folder, dtype)
+    x = g.input("x", g.dtype, ["M", columns])
     packed = pack_bits(codes, bits).view(rows, columns // block, block * bits // 8)
-    inputs = [x, g.initializer("codes", packed.numpy()), g.initializer("scale", scale.numpy())]
+    inputs = [x, g.initializer("codes", packed.numpy()), g.weight("scale", scale.numpy())]
     y = g.op("MatMulNBits", inputs, domain=MICROSOFT, K=columns, N=rows, bits=bits, block_size=block, accuracy_level=4)
-    g.output("y", y, np.float32, ["M", rows])
+    g.output("y", y, g.dtype, ["M", rows])
     g.save()
 
 

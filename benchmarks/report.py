@@ -122,6 +122,75 @@ def generate_table(about: Row, rows: Sequence[Row]) -> str:
     )
 
 
+def gpu_tables(about: Row, rows: Sequence[Row]) -> str:
+    """All that gpu.py measured, and what it could not."""
+    software = ("triton", "onnxruntime", "bitsandbytes", "flash-attn")
+    versions = ", ".join(f"{name} {about[name]}" for name in software if name in about)
+    parts = [
+        f"{about['date']}: {about['card']} ({about['multiprocessors']} multiprocessors, {about['gib']} GiB, L2 "
+        f"{about['l2_mib']} MiB), driver {about['driver']}, CUDA {about['cuda']}, torch {about['torch']}; {versions}. "
+        f"`{about['command']}`, {about['seconds']} seconds."
+    ]
+    tests = [row for row in rows if row["part"] in ("check", "sanitize")]
+    lines = [f"- {r.get('tool', 'the tests')}: {r.get('verdict', r.get('wrong'))}" for r in tests]
+    parts += ["\n".join(lines)] if lines else []
+    good = [row for row in rows if "wrong" not in row]
+    for part, title in GPU_PARTS.items():
+        chosen = [row for row in good if row["part"] == part]
+        peers = list(dict.fromkeys(name for row in chosen for name in row.get("ratio", ())))
+        columns = {
+            key: name for key, name in GPU_COLUMNS.items() if any(key in row for row in chosen)
+        }  # those that this part has
+        lines = []
+        for row in chosen:
+            full = {"ratio": {}, "targets": {}} | row
+            cells = [shortfall(full) if key == "share_percent" else row.get(key) for key in columns]
+            lines.append([*cells, *(against(full, name) for name in peers), reached(full)])
+        if lines:
+            parts.append(
+                f"{title}\n\n" + table([*columns.values(), *(f"vs {name}" for name in peers), "reached"], lines)
+            )
+    wrong = [f"- {named(row)}: {row['wrong']}" for row in rows if "wrong" in row and row not in tests]
+    reasons: dict[str, dict[str, None]] = {}
+    for row in rows:
+        for name, why in row.get("missing", {}).items():
+            reasons.setdefault(why, {})[name] = None
+    missing = [f"- {'; '.join(names)}: {why}" for why, names in reasons.items()]
+    parts += ["Not measured, or wrong\n\n" + "\n".join([*wrong, *missing])] if wrong or missing else []
+    return "\n\n".join(parts) + "\n"
+
+
+GPU_PARTS = {
+    "rates": "What the card can do",
+    "decode": "DiffAttention, one token",
+    "products": "Low-bit weights",
+    "prefill": "DiffAttention, a causal prompt in bf16",
+    "training": "Differential attention in torch, forward and backward, bf16",
+    "model": "1.1 billion parameters on ONNX Runtime",
+}
+GPU_COLUMNS = {
+    "op": "op", "model": "model", "weights": "weights", "how": "how", "kv": "cache", "n": "N", "k": "K", "m": "M",
+    "pairs": "pairs", "d": "d", "context": "context", "prompt": "prompt", "copy_gb_per_s": "copy GB/s", "us": "us",
+    "gb_per_s": "GB/s", "tflops": "TFLOP/s", "share_percent": "of the bound",
+    "decode_tokens_per_s": "decode tok/s", "prefill_tokens_per_s": "prefill tok/s", "model_mib": "MiB",
+}  # fmt: skip
+
+
+def named(row: Row) -> str:
+    """Which row it is, in words."""
+    words = [row["part"], *(f"{name} {row[key]}" for key, name in GPU_COLUMNS.items() if key in row and key != "us")]
+    return ", ".join(words)
+
+
+def shortfall(row: Row) -> str:
+    """The share of the bound, with its target where that is missed."""
+    if "share_percent" not in row:
+        return ""
+    target = row["targets"].get("share")
+    missed = f" (wanted {target['wanted']:g})" if target and not target["reached"] else ""
+    return f"{row['share_percent']:.0f} %{missed}"
+
+
 def command_line(script: str, arguments: Sequence[str]) -> str:
     """The command as another machine would give it: folders by their names in the help."""
     names = {"--llama": "ENV", "--peers": "ENV", "--bitnet": "CHECKOUT", "--work": "DIR"}

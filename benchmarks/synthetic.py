@@ -1,4 +1,4 @@
-"""Checkpoints of random weights for measurements: a diffllama of a given shape, and a tokenizer beside it."""
+"""Checkpoints of random weights for measurements: a diffllama or llama of a given shape, and a tokenizer beside it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ ONE_BILLION = Shape(2048, 22, 5632, 32, 4, 64, 32000)  # TinyLlama's, 1.1 billio
 SMALL = Shape(256, 2, 512, 4, 4, 64, 512)  # to see that everything runs
 
 
-def write_model(folder: Path, shape: Shape) -> int:
-    """A Hugging Face diffllama folder with a shard per layer, in bf16; returns the number of parameters."""
+def write_model(folder: Path, shape: Shape, kind: str = "diffllama", positions: int = 2048) -> int:
+    """A Hugging Face folder of the kind diffllama or llama with a shard per layer, in bf16; returns the number of
+    parameters."""
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(0)
 
     def normal(*size: int, std: float = 0.02) -> torch.Tensor:
         return (torch.randn(*size, generator=generator) * std).to(torch.bfloat16)
+
+    lambdas = ("q1", "k1", "q2", "k2") if kind == "diffllama" else ()
 
     def layer(i: int) -> dict[str, torch.Tensor]:
         attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
@@ -40,7 +43,7 @@ def write_model(folder: Path, shape: Shape) -> int:
             f"{attention}.k_proj.weight": normal(shape.kv_sub_heads * shape.head_dim, shape.hidden),
             f"{attention}.v_proj.weight": normal(shape.kv_sub_heads * shape.head_dim, shape.hidden),
             f"{attention}.o_proj.weight": normal(shape.hidden, shape.hidden),
-            **{f"{attention}.lambda_{name}": normal(shape.head_dim, std=0.1) for name in ("q1", "k1", "q2", "k2")},
+            **{f"{attention}.lambda_{name}": normal(shape.head_dim, std=0.1) for name in lambdas},
             f"{mlp}.gate_proj.weight": normal(shape.intermediate, shape.hidden),
             f"{mlp}.up_proj.weight": normal(shape.intermediate, shape.hidden),
             f"{mlp}.down_proj.weight": normal(shape.hidden, shape.intermediate),
@@ -64,10 +67,11 @@ def write_model(folder: Path, shape: Shape) -> int:
     weight_map = {"metadata": {"total_size": 2 * parameters}, "weight_map": index}
     (folder / "model.safetensors.index.json").write_text(json.dumps(weight_map))
     config = {
-        "architectures": ["DiffLlamaForCausalLM"], "model_type": "diffllama", "vocab_size": shape.vocab,
+        "architectures": [{"diffllama": "DiffLlamaForCausalLM", "llama": "LlamaForCausalLM"}[kind]],
+        "model_type": kind, "vocab_size": shape.vocab,
         "hidden_size": shape.hidden, "num_hidden_layers": shape.layers, "intermediate_size": shape.intermediate,
         "num_attention_heads": shape.sub_heads, "num_key_value_heads": shape.kv_sub_heads, "head_dim": shape.head_dim,
-        "max_position_embeddings": 2048, "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        "max_position_embeddings": positions, "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "hidden_act": "silu",
         "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config, indent=2))

@@ -9,15 +9,19 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from diffbit.errors import DiffbitError
 from diffbit.quantize import methods
-from diffbit.runtime import native
+from diffbit.runtime import cuda, native, verify
+
+from .native.host import emulated
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -227,3 +231,140 @@ def test_generate(tmp_path: Path) -> None:
     assert rows.keys() == {"ternary", "ternary bodies"}
     assert all(row["decode_tokens_per_s"] > 0 and row["peak_memory_mib"] > 0 for row in rows.values())
     assert "| ternary bodies |" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[Any]:
+    """benchmarks/gpu.py and what it imports, as modules of a script."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        yield importlib.import_module("gpu")
+
+
+@pytest.fixture(scope="module")
+def emulated_bench(gpu: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The benchmark over the kernels' own source on the CPU (csrc/cuda/emulate.h): small sizes, another clock."""
+    sizes = gpu.Sizes(1, (64,), (96,), (40,), ((64, 128),), (1, 20), (40,), 1 << 14, 32, 1 << 14, 0.01)
+    work = tmp_path_factory.mktemp("gpu")
+    clock = importlib.import_module("gpu_clock").HostClock()
+    return gpu.Bench("cpu", clock, cuda.Kernels(emulated()), sizes, work)
+
+
+ABOUT = {"date": "2026-01-01", "card": "none", "multiprocessors": 1, "gib": 1, "l2_mib": 1, "driver": "none",
+         "cuda": "none", "torch": "2", "command": "python benchmarks/gpu.py", "seconds": 1}  # fmt: skip
+
+
+def test_gpu_without_a_gpu() -> None:
+    done = run("gpu.py", "--quick")
+    if torch.cuda.is_available():
+        assert done.returncode == 0, done.stdout + done.stderr
+    else:
+        assert done.returncode == 2 and "needs a CUDA device" in done.stderr and not done.stdout
+
+
+def test_gpu_decode_and_prefill(gpu: Any, emulated_bench: Any) -> None:
+    rows = [*gpu.decode(emulated_bench), *gpu.prefill(emulated_bench)]
+    assert [row.get("kv", row["part"]) for row in rows] == ["bf16", "int8", "int4", "prefill"]
+    for row in rows:
+        assert "wrong" not in row and 0 < row["error"] <= row["allowed"] < 0.1
+        assert row["us"] > row["bound_us"] > 0 and row["share_percent"] < 100
+    floats, int8, int4, prompt = rows
+    assert floats["bytes"] == 97 * 8 * 64 and int8["bytes"] == 97 * (4 * 64 + 16)
+    assert int4["bytes"] == 64 * (2 * 64 + 2 * 16) + 33 * 8 * 64  # 64 tokens settled
+    for row in (floats, prompt):
+        assert row["ratio"].keys() == {"two calls", "four calls"} == row["targets"].keys() - {"share"}
+        each = row["each_us"]
+        assert {"two calls: SDPA math", "two calls, batched: SDPA math", "two calls, padded: SDPA flash",
+                "four calls: SDPA flash", "four calls, batched: SDPA flash"} <= each.keys()  # fmt: skip
+        best = min(us for name, us in each.items() if name.startswith("four"))
+        assert row["peers_us"]["four calls"] == pytest.approx(best, abs=0.1)
+        assert "same last dimension" in row["missing"]["two calls: SDPA flash"]  # as torch has it
+    assert int8["ratio"].keys() == int4["ratio"].keys() == {"bf16"}
+    text = gpu.gpu_tables(ABOUT, rows)
+    assert "| bf16 " in text and "vs four calls" in text and "Not measured, or wrong" in text
+
+
+def test_gpu_attention_peers_compute_the_same(gpu: Any) -> None:
+    peers, training = gpu.gpu_peers, gpu.gpu_training
+    layer = gpu.Layer("fp16", 2, 1, 32, 20, 1, "cpu")
+    wanted = layer.attended(torch.arange(1), torch.float64)[0]
+    for way, form in peers.WAYS.items():
+        outs = [peers.attends()["SDPA math"](*triple, 32**-0.5, False) for triple in form(*layer.for_peers())]
+        signal, noise = peers.joined(outs)[:, :, 0].double()
+        out = signal - layer.inputs["lambda"][:, None] * noise
+        out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + layer.eps)
+        assert torch.allclose(out, wanted, atol=5e-3), way
+    some = training.inputs(2, 16, 9, "cpu", torch.float32)
+    for name, function in training.compositions().items():
+        if "math" in name:
+            assert max(training.errors(function, some)) < 1e-5, name
+
+
+def test_gpu_finds_what_is_wrong(gpu: Any, emulated_bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that writes nothing, or NaN, is not timed, and the other contenders are."""
+    monkeypatch.setattr(emulated_bench.kernels, "run", lambda op, workspace, stream: None)
+    (row,) = gpu.prefill(emulated_bench)
+    assert "an error of inf" in row["wrong"] and "us" not in row
+
+    def refuse(*_: object) -> None:
+        raise DiffbitError("no such kernel")
+
+    monkeypatch.setattr(emulated_bench.kernels, "run", refuse)
+    floats, *_ = gpu.decode(emulated_bench)
+    assert "no such kernel" in floats["wrong"]
+    named = "decode, cache bf16, pairs 1, d 64, context 96: DiffbitError: no such kernel"
+    assert named in gpu.gpu_tables(ABOUT, [floats])
+    for row in gpu.products(emulated_bench):
+        assert "no such kernel" in row["wrong"]
+
+
+def test_gpu_products(gpu: Any, emulated_bench: Any) -> None:
+    rows = list(gpu.products(emulated_bench))
+    assert [(row["op"], row["m"]) for row in rows] == [(op, m) for m in (1, 20) for op in ("ternary", "int4_g32")]
+    for row in rows:
+        assert "wrong" not in row and row["error"] <= row["allowed"]
+        assert {"torch bf16", "ORT 4-bit"} <= row["ratio"].keys()
+        assert row["bytes"] == {"ternary": 64 * 32 + 4, "int4_g32": 64 * 64 + 64 * 4 * 2 + 1 + 4}[row["op"]] + (
+            2 * row["m"] * (64 + 128)
+        )
+    assert "bitsandbytes nf4" in rows[0]["ratio"] or "bitsandbytes nf4" in rows[0]["missing"]
+
+
+def test_gpu_training_and_rates(gpu: Any, emulated_bench: Any) -> None:
+    (row,) = gpu.training(emulated_bench)
+    assert "two calls: SDPA math" in row["each_us"] and "plain: SDPA math" in row["each_us"]
+    (row,) = gpu.rates(emulated_bench)
+    assert row["copy_gb_per_s"] > 0
+
+
+def test_gpu_model(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = gpu.gpu_model
+    monkeypatch.setattr(model, "WEIGHTS", {"fp16": ()})
+    rows = list(model.rows(tmp_path, "cpu", model.QUICK))
+    bodies, transformer = [row for row in rows if row["how"] == "bodies"], tmp_path / "Transformer_fp16"
+    assert len(bodies) == 1 and all(row["decode_tokens_per_s"] > 0 for row in rows if "wrong" not in row)
+    if native.instruction_sets():
+        assert {(row["model"], row["how"]) for row in rows} == {("DIFF", "library"), ("DIFF", "bodies"),
+                                                                ("Transformer", "library")}  # fmt: skip
+        assert rows[0]["ratio"].keys() == {"bodies", "Transformer"}
+    assert verify(transformer).passed  # without attention_bias it computes the same
+
+
+def test_gpu_parts_that_end_badly(gpu: Any, tmp_path: Path) -> None:
+    """A part's own process tells why it ended; a checker is believed where its last line says that it ran."""
+    if not torch.cuda.is_available():
+        (row,) = gpu.part_rows("rates", tmp_path / "none.so", ["--quick"], 100)
+        assert row["part"] == "rates" and "needs a CUDA device" in row["wrong"]
+    (row,) = gpu.part_rows("rates", tmp_path / "none.so", ["--quick"], 0.01)
+    assert "was not done in 0 seconds" in row["wrong"]
+
+    def verdict(script: str, limit: float = 60) -> dict[str, Any]:
+        return dict(gpu.verdict([sys.executable, "-c", script], dict(os.environ), limit, gpu.SANITIZERS["memcheck"]))
+
+    fine = verdict("print('ERROR SUMMARY: 0 errors')")
+    assert fine["verdict"] == "ERROR SUMMARY: 0 errors" and "wrong" not in fine
+    assert "ERROR SUMMARY: 3 errors" in verdict("print('ERROR SUMMARY: 3 errors'); exit(9)")["wrong"]
+    assert verdict("pass")["wrong"] == "exit status 0: nothing ran"
+    assert "was not done" in verdict("import time; time.sleep(9)", 0.2)["wrong"]
+    text = gpu.gpu_tables(ABOUT, [{"part": "sanitize", "tool": "memcheck"} | fine, row])
+    assert "- memcheck: ERROR SUMMARY: 0 errors" in text and "- rates: was not done in 0 seconds" in text
