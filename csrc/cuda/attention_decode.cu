@@ -1,9 +1,38 @@
+// DiffAttention with few queries: the context is cut into splits, a block a split, and a second kernel merges them.
+//
+// A split reads its keys and values once, for both softmaxes and for 8 rows (branch, pair, step) of a kv head; more rows
+// are more blocks, next to each other in the grid, so that the second finds the split in the second-level cache. Each row
+// keeps its maximum, its sum of shares and its product with the values; the merge weighs them (log-sum-exp), subtracts,
+// and norms.
+//
+// What bounds it is bytes: 4 * channels of 16 bits a token and kv head (channels = width d; 8 d in version 1). An H200
+// reads 4.3 TB/s: 18.6 bytes a clock of each of its 132 multiprocessors at 1.75 GHz. 16 tokens of 128 channels are 8 KB,
+// 440 clocks, in which a multiprocessor issues 1760 instructions. Instructions of a warp for these 16 tokens:
+//     on CUDA cores, one pair     16 (6 d fmas + 4 d conversions) / 32 = 320, four pairs 900, and the sums across lanes
+//     on tensor cores, 8 rows     64 mma and 32 ldmatrix halves, see below: the same for one pair and for four
+// With int8 there are half the bytes, 880 slots, and codes must become floats: 320 + 1.25 * 4096 / 32 on CUDA cores. So
+// all is done on tensor cores (mma m16n8k16), whose other rows are not wasted: float32 precision is wanted of queries and
+// shares (the difference of two softmaxes cancels, the norm enlarges what is left), so each is two 16-bit numbers, and
+// 8 rows and what rounding left of them are the 16 rows of a fragment. Logits leave the first product as the second wants
+// its shares: nothing moves between lanes but a row's maximum.
+//
+// A warp has a ring of its own in shared memory, filled by cp.async, and no barrier but its own: keys and values of a
+// tile of 16 tokens, in turn, 3 slots ahead. With 8 to 16 warps 100 to 150 KB are on their way to a multiprocessor, three
+// times what its share of the bandwidth times a latency of a microsecond is. The new tokens are appended by the blocks of
+// the last split while their first tiles come, and are a tile of their own.
+//
+//     kernel          caches                                 what it multiplies
+//     decode_fast     float16, bfloat16, int8; 64, 128 or    the numbers; codes, exact as float16, the row's step on the
+//                     256 channels                           logit and on the share
+//     decode_grids    int4, with 16-bit queries              codes, as decode_grids says
+//     decode_any      everything else                        on CUDA cores; right, not fast
 #include "attention.h"
 
 namespace diffbit::cuda {
 namespace {
 
 constexpr int ROWS = 8;         // that a block takes: columns of a tensor core's product
+constexpr int FAST_WARPS = 4;   // at most, of a block of the kernels on tensor cores
 constexpr float LOG2_E = 1.4426950408889634f;
 
 /// A part of a call, and how it is cut. Rows are the queries of a kv head in the order [branch, pair, step]. A split
@@ -14,9 +43,11 @@ struct Cut {
   int64_t past, all;       // tokens before the part, and with it
   int64_t rows;            // of a kv head
   int64_t row_blocks;      // of ROWS
-  int64_t splits, span;    // tokens of a split
+  int64_t splits;          // of all kernels
   float* sums;
   float* marks;
+  // A kernel's: the tokens begin .. end in `own_splits` of `span` tokens, the first of which is split `first_split`
+  int64_t begin, end, own_splits, span, first_split;
 };
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
@@ -53,9 +84,55 @@ __device__ __forceinline__ float warp_most(float x) {
   return x;
 }
 
+/// A lane's channels of a row's query, lane + 32 k and d / 2 further, times a power of 2 that brings the row to 1 .. 2;
+/// returns that power's inverse. Zeros for a row that is none.
+template <int EACH>
+__device__ __forceinline__ float query_of(const Attention& a, const Cut& cut, int64_t b, int64_t group, int64_t row,
+                                          int lane, float2 (&x)[EACH]) {
+  float largest = 0;
+#pragma unroll
+  for (int k = 0; k < EACH; ++k) {
+    const int i = lane + 32 * k;
+    x[k] = row < cut.rows && i < a.d / 2 ? query_at(a, cut.part, b, group, row, i) : make_float2(0.0f, 0.0f);
+    largest = fmaxf(largest, fmaxf(fabsf(x[k].x), fabsf(x[k].y)));
+  }
+  const uint32_t exponent = __float_as_uint(warp_most(largest)) >> 23;
+  const bool normal = exponent > 0 && exponent < 254;
+#pragma unroll
+  for (int k = 0; k < EACH; ++k) {
+    const float by = normal ? __uint_as_float((254 - exponent) << 23) : 1.0f;
+    x[k] = make_float2(x[k].x * by, x[k].y * by);
+  }
+  return normal ? __uint_as_float(exponent << 23) : 1.0f;
+}
+
+/// A block's rows to the workspace: `sum` has a warp's sums of them, under the warp's maximum.
+template <int CHANNELS, class Sum>
+__device__ __forceinline__ void leave(const Attention& a, const Cut& cut, int64_t first_row, int rows, int warps,
+                                      const float (*mosts)[ROWS], const float (*shares)[ROWS], const Sum& sum) {
+  const int64_t head = blockIdx.z * groups(a) + blockIdx.y, split = blockIdx.x / cut.row_blocks;
+  const int64_t at = (head * cut.splits + cut.first_split + split) * cut.rows + first_row;
+  for (int r = 0; r < rows; ++r) {
+    float most = -infinity(), share = 0, factors[FAST_WARPS];
+    for (int w = 0; w < warps; ++w) most = fmaxf(most, mosts[w][r]);
+#pragma unroll
+    for (int w = 0; w < FAST_WARPS; ++w) {
+      factors[w] = w < warps ? exp2_approx(mosts[w][r] - level(most)) : 0.0f;
+      if (w < warps) share += shares[w][r] * factors[w];
+    }
+    for (int channel = static_cast<int>(threadIdx.x); channel < CHANNELS; channel += 32 * warps) {
+      float x = 0;
+#pragma unroll
+      for (int w = 0; w < FAST_WARPS; ++w)
+        if (w < warps) x += factors[w] * sum(w, r, channel);
+      cut.sums[(at + r) * CHANNELS + channel] = x;
+    }
+    if (threadIdx.x == 0) cut.marks[2 * (at + r)] = most, cut.marks[2 * (at + r) + 1] = share;
+  }
+}
+
 // ---- the cache that tensor cores take ------------------------------------------------------------------------------
 
-constexpr int FAST_WARPS = 4;
 constexpr int FAST_TOKENS = 16;                     // of a tile, a warp's
 constexpr int FAST_BESIDE = 2 * 4 * FAST_TOKENS;    // bytes: of each token two steps, or its mask
 
@@ -85,11 +162,11 @@ struct Fast {
   }
 };
 
-/// Four codes as pairs of halves: of `first` the bytes 0 and 1, or 0 and 2, of `second` the others.
+/// Four codes of 8 bits as pairs of halves: of `first` the bytes 0 and 1, or 0 and 2, of `second` the others.
 __device__ __forceinline__ void halves(uint32_t codes, unsigned first, unsigned second, uint32_t& a, uint32_t& b) {
   const uint32_t moved = codes ^ 0x80808080u;  // + 128; 0x64 before a byte is 1024 + that
-  a = subtract2(__byte_perm(moved, 0x64646464u, first), 0x64806480u);
-  b = subtract2(__byte_perm(moved, 0x64646464u, second), 0x64806480u);
+  a = subtract2<__half>(__byte_perm(moved, 0x64646464u, first), 0x64806480u);
+  b = subtract2<__half>(__byte_perm(moved, 0x64646464u, second), 0x64806480u);
 }
 
 template <class Kind, int CHANNELS>
@@ -104,59 +181,22 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Kind, CHANNELS>::BLOCKS)
   const int d = static_cast<int>(a.d), wide = static_cast<int>(a.wide_value);
   const int64_t first_row = blockIdx.x % cut.row_blocks * ROWS, split = blockIdx.x / cut.row_blocks;
   const int64_t group = blockIdx.y, b = blockIdx.z, head = b * a.kv_heads + group * (1 + wide);
+  const bool recent = a.key_bits < 8;  // of a cache with grids; its new tokens are there
+  const void* key_rows = recent ? a.present_key_recent : a.present_key;
+  const void* value_rows = recent ? a.present_value_recent : a.present_value;
   const int rows = static_cast<int>(min(static_cast<int64_t>(ROWS), cut.rows - first_row));
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int warps = static_cast<int>(blockDim.x) / 32, g = lane / 4, t = lane % 4;
   unsigned char* ring = shared + F::QUERIES + warp * F::SLOTS * F::SLOT;
-  const bool last = split == cut.splits - 1;
-
-  if (last) {  // the new tokens
-    const int each = (1 + wide) * static_cast<int>(cut.part.steps);
-    for (int i = warp; i < 2 * each; i += warps)
-      append_row(a, side_of(a, i < each), b, cut.part.first + i % each / (1 + wide),
-                 group * (1 + wide) + i % (1 + wide), lane);
-    __threadfence();
-  }
-  for (int row = warp; row < ROWS; row += warps) {
-    constexpr int EACH = CHANNELS / 64;
-    float2 x[EACH];
-    float largest = 0;
-#pragma unroll
-    for (int k = 0; k < EACH; ++k) {
-      const int i = lane + 32 * k;
-      x[k] = row < rows && i < d / 2 ? query_at(a, cut.part, b, group, first_row + row, i) : make_float2(0.0f, 0.0f);
-      largest = fmaxf(largest, fmaxf(fabsf(x[k].x), fabsf(x[k].y)));
-    }
-    // A power of 2 brings the row to 1 .. 2
-    const uint32_t exponent = __float_as_uint(warp_most(largest)) >> 23;
-    const bool normal = exponent > 0 && exponent < 254;
-    const float by = normal ? __uint_as_float((254 - exponent) << 23) : 1.0f;
-    if (lane == 0) scales[row] = (normal ? __uint_as_float(exponent << 23) : 1.0f) * LOG2_E;
-    const int own = wide && first_row + row >= pairs(a) * cut.part.steps ? d : 0;  // where its sub-head's keys begin
-    const auto put = [&](int channel, float y) {
-      const int column = F::column(channel), at = (column / 8 ^ (row & 7)) * 8 + column % 8;
-      const Number high = from_float<Number>(y);
-      queries[row * CHANNELS + at] = high;
-      queries[(row + ROWS) * CHANNELS + at] = from_float<Number>(y - to_float(high));
-    };
-#pragma unroll
-    for (int k = 0; k < EACH; ++k) {
-      const int i = lane + 32 * k;
-      if (i >= d / 2) break;
-      put(own + i, x[k].x * by);
-      put(own + i + d / 2, x[k].y * by);
-      if (wide) put(d - own + i, 0.0f), put(d - own + i + d / 2, 0.0f);
-    }
-  }
-  __syncthreads();
+  const bool last = split == cut.own_splits - 1;
 
   // A warp's tiles: every warps-th of the split's, and with one warp of the last split the new tokens'
-  const int64_t begin = split * cut.span, end = min(begin + cut.span, cut.past);
+  const int64_t begin = cut.begin + split * cut.span, end = min(begin + cut.span, cut.end);
   const int64_t in_split = begin < end ? divide_up(end - begin, FAST_TOKENS) : 0;
   const int old_tiles = static_cast<int>(in_split > warp ? divide_up(in_split - warp, warps) : 0);
   const int tiles = old_tiles + (last && in_split % warps == warp);
   const auto first_of = [&](int tile) {
-    return tile == old_tiles ? cut.past : begin + (static_cast<int64_t>(tile) * warps + warp) * FAST_TOKENS;
+    return tile == old_tiles ? cut.end : begin + (static_cast<int64_t>(tile) * warps + warp) * FAST_TOKENS;
   };
 
   // Lane l copies piece l % PIECES of tokens l / PIECES, ...
@@ -165,12 +205,12 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Kind, CHANNELS>::BLOCKS)
   const int64_t row_size = a.d * static_cast<int64_t>(sizeof(Kind));
   const auto load = [&](const char* from, const char* steps, int64_t capacity, int64_t begin_, int64_t end_,
                         unsigned char* slot) {
-    const char* source = from + (head + sub_head) * capacity * row_size + piece % of_head * 16;
+    const char* source = from + ((head + sub_head) * capacity - cut.begin) * row_size + piece % of_head * 16;
 #pragma unroll
     for (int k = 0; k < FAST_TOKENS / TOGETHER; ++k) {
       const int token = lane / F::PIECES + k * TOGETHER;
       const bool valid = begin_ + token < end_;
-      copy_async16(slot + F::place(token, piece), source + (valid ? begin_ + token : 0) * row_size, valid);
+      copy_async16(slot + F::place(token, piece), source + (valid ? begin_ + token : cut.begin) * row_size, valid);
     }
     if (F::CODES && lane / FAST_TOKENS <= wide) {
       const int64_t at = begin_ + lane % FAST_TOKENS;
@@ -184,11 +224,11 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Kind, CHANNELS>::BLOCKS)
       unsigned char* slot = ring + unit % F::SLOTS * F::SLOT;
       const int64_t begin_ = first_of(unit / 2), end_ = unit / 2 == old_tiles ? cut.all : end;
       if (unit % 2) {
-        load(static_cast<const char*>(a.present_value), static_cast<const char*>(a.present_value_scale),
-             a.value_capacity, begin_, end_, slot);
+        load(static_cast<const char*>(value_rows), static_cast<const char*>(a.present_value_scale),
+             recent ? a.window + GROUP : a.value_capacity, begin_, end_, slot);
       } else {
-        load(static_cast<const char*>(a.present_key), static_cast<const char*>(a.present_key_scale), a.key_capacity,
-             begin_, end_, slot);
+        load(static_cast<const char*>(key_rows), static_cast<const char*>(a.present_key_scale),
+             recent ? a.window + GROUP : a.key_capacity, begin_, end_, slot);
         if (lane < FAST_TOKENS) {  // zeros beyond the end: hidden
           const bool valid = begin_ + lane < end_;
           copy_async<8>(slot + F::TILE + FAST_BESIDE + 8 * lane,
@@ -201,17 +241,54 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Kind, CHANNELS>::BLOCKS)
     copy_async_commit();
   };
 
+#pragma unroll
+  for (int unit = 0; unit < F::SLOTS - 1; ++unit)
+    if (unit < 2 * old_tiles) start(unit);
+  if (last && !recent) {  // the new tokens
+    const int each = (1 + wide) * static_cast<int>(cut.part.steps);
+    for (int i = warp; i < 2 * each; i += warps)
+      append_row(a, side_of(a, i < each), b, cut.part.first + i % each / (1 + wide),
+                 group * (1 + wide) + i % (1 + wide), lane);
+    __threadfence();
+  }
+  for (int row = warp; row < ROWS; row += warps) {
+    constexpr int EACH = CHANNELS / 64;
+    float2 x[EACH];
+    const float size = query_of(a, cut, b, group, first_row + row, lane, x);
+    if (lane == 0) scales[row] = size * LOG2_E;
+    const int own = wide && first_row + row >= pairs(a) * cut.part.steps ? d : 0;  // where its sub-head's keys begin
+    const auto put = [&](int channel, float y) {
+      const int column = F::column(channel), at = (column / 8 ^ (row & 7)) * 8 + column % 8;
+      const Number high = from_float<Number>(y);
+      queries[row * CHANNELS + at] = high;
+      queries[(row + ROWS) * CHANNELS + at] = from_float<Number>(y - to_float(high));
+    };
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) {
+      const int i = lane + 32 * k;
+      if (i >= d / 2) break;
+      put(own + i, x[k].x);
+      put(own + i + d / 2, x[k].y);
+      if (wide) put(d - own + i, 0.0f), put(d - own + i + d / 2, 0.0f);
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int unit = 0; unit < F::SLOTS - 1; ++unit)
+    if (unit >= 2 * old_tiles) start(unit);
+
   // Fragments lie as device.h says. Logits: rows and what rounding left of them are the 16 rows of a, a tile's keys two
   // times 8 columns of b, so that lane 4 g + t has those of row g and of tokens 2t, 2t + 1, + 8. Shares are then as b
   // wants them, and values, [16 channels, 16 tokens], are a.
   float sums[BLOCKS_OF_16][4] = {}, most = -infinity(), total = 0;
   const int64_t row = min(first_row + g, cut.rows - 1);
-  const int step = static_cast<int>(row % cut.part.steps), own = wide && row >= pairs(a) * cut.part.steps;
+  const int seen = static_cast<int>(cut.past + row % cut.part.steps - cut.end);  // of the new tokens' tile
+  const int own = wide && row >= pairs(a) * cut.part.steps;
   const float scale = scales[g];
   const int token_of_lane = lane / 16 * 8 + lane % 8, half = lane / 8 % 2;  // of load_matrix_x4's rows
   float s[4];
 
-  const auto logits = [&](const unsigned char* slot, int seen) {
+  const auto logits = [&](const unsigned char* slot, int most_seen) {
     float c[2][4] = {};
     const auto query = [&](int k, uint32_t(&q)[4]) {
       load_matrix_x4(q, queries + lane % 16 * CHANNELS + ((2 * k + lane / 16) ^ (lane & 7)) * 8);
@@ -241,7 +318,7 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Kind, CHANNELS>::BLOCKS)
       const int token = 8 * i + 2 * t;
       const uint4 mask = *reinterpret_cast<const uint4*>(slot + F::TILE + FAST_BESIDE + 8 * token);
       const float* steps = reinterpret_cast<const float*>(slot + F::TILE) + own * FAST_TOKENS + token;
-      const bool shown[2] = {(mask.x | mask.y) && token <= seen, (mask.z | mask.w) && token < seen};
+      const bool shown[2] = {(mask.x | mask.y) && token <= most_seen, (mask.z | mask.w) && token < most_seen};
 #pragma unroll
       for (int j = 0; j < 2; ++j)
         s[2 * i + j] = shown[j] ? (c[i][j] + c[i][2 + j]) * scale * (F::CODES ? steps[j] : 1.0f) : -infinity();
@@ -312,13 +389,11 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Kind, CHANNELS>::BLOCKS)
     }
   };
 
-#pragma unroll
-  for (int unit = 0; unit < F::SLOTS - 1; ++unit) start(unit);
   for (int tile = 0; tile < tiles; ++tile) {
     copy_async_wait<F::SLOTS - 2>();
     __syncwarp();  // the others' bytes, and all have read what the next copies replace
     start(2 * tile + F::SLOTS - 1);
-    logits(ring + 2 * tile % F::SLOTS * F::SLOT, tile == old_tiles ? step : FAST_TOKENS);
+    logits(ring + 2 * tile % F::SLOTS * F::SLOT, tile == old_tiles ? seen : FAST_TOKENS);
     copy_async_wait<F::SLOTS - 2>();
     __syncwarp();
     start(2 * tile + F::SLOTS);
@@ -339,24 +414,258 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Kind, CHANNELS>::BLOCKS)
       all[(warp * ROWS + 2 * t + i % 2) * CHANNELS + channel] = sums[k][i];
     }
   __syncthreads();
-  const int64_t at = ((b * groups(a) + group) * cut.splits + split) * cut.rows + first_row;
-  for (int r = 0; r < rows; ++r) {
-    float largest = -infinity(), sum = 0, factors[FAST_WARPS];
-    for (int w = 0; w < warps; ++w) largest = fmaxf(largest, mosts[w][r]);
-#pragma unroll
-    for (int w = 0; w < FAST_WARPS; ++w) {
-      factors[w] = w < warps ? exp2_approx(mosts[w][r] - level(largest)) : 0.0f;
-      if (w < warps) sum += shares_of[w][r] * factors[w];
-    }
-    for (int channel = thread; channel < CHANNELS; channel += 32 * warps) {
-      float x = 0;
-#pragma unroll
-      for (int w = 0; w < FAST_WARPS; ++w)
-        if (w < warps) x += factors[w] * all[(w * ROWS + r) * CHANNELS + channel];
-      cut.sums[(at + r) * CHANNELS + channel] = x;
-    }
-    if (thread == 0) cut.marks[2 * (at + r)] = largest, cut.marks[2 * (at + r) + 1] = sum;
+  leave<CHANNELS>(a, cut, first_row, rows, warps, mosts, shares_of,
+                  [&](int w, int r, int channel) { return all[(w * ROWS + r) * CHANNELS + channel]; });
+}
+
+// ---- grids of 4 bits -----------------------------------------------------------------------------------------------
+// The settled tokens; the recent ones are a cache of __half to decode_fast. A tile is a group of 32 tokens:
+//     logit = sum_i (q_i step_i) code_i + q . points        out = sum_t (p_t step_t) code_t + sum_t p_t point_t
+// Products q step are two __half (what is lost of small ones does not change a logit), products p step, of any size,
+// are two __nv_bfloat16, and the points' sum is a product by itself, whose rows are the grids of a token.
+
+template <int CHANNELS>
+struct Grid {
+  static constexpr int BYTES = CHANNELS / 2;  // of a token
+  static constexpr int PIECES = BYTES / 16;   // of 32 channels
+  static constexpr int TILE = static_cast<int>(GROUP) * BYTES;
+  static constexpr int KEY_GRIDS = 4 * CHANNELS;
+  static constexpr int VALUE_GRID = CHANNELS / 8 < 16 ? 16 : CHANNELS / 8;  // of a token
+  static constexpr int MASK = 8 * static_cast<int>(GROUP);
+  static constexpr int SLOT = TILE + (KEY_GRIDS + MASK > 32 * VALUE_GRID ? KEY_GRIDS + MASK : 32 * VALUE_GRID);
+  static constexpr int SLOTS = CHANNELS == 256 ? 3 : 4;
+  static constexpr int QUERY = CHANNELS + 16;  // floats: two rows are in different banks
+  static constexpr int QUERIES = ROWS * QUERY * 4;
+  static constexpr int BLOCKS = CHANNELS == 256 ? 2 : 3;
+
+  static __device__ __forceinline__ int place(int token, int piece) {
+    return token * BYTES + (piece ^ (token / (8 / PIECES) & (PIECES - 1))) * 16;
   }
+};
+
+/// Of eight codes of 4 bits the four low ones or the four high ones as pairs of T, as in `halves`.
+template <class T>
+__device__ __forceinline__ void nibbles(uint32_t codes, bool of_high, unsigned first, unsigned second, uint32_t& a,
+                                        uint32_t& b) {
+  constexpr bool HALF = std::is_same_v<T, __half>;  // a byte behind 0x64 is 1024 + it, and 128 + it behind 0x43
+  constexpr uint32_t BEFORE = HALF ? 0x64646464u : 0x43434343u, SURPLUS = HALF ? 0x64006400u : 0x43004300u;
+  const uint32_t own = (of_high ? codes >> 4 : codes) & 0x0f0f0f0fu;
+  a = subtract2<T>(__byte_perm(own, BEFORE, first), SURPLUS);
+  b = subtract2<T>(__byte_perm(own, BEFORE, second), SURPLUS);
+}
+
+/// x, y as two pairs whose sums they are.
+template <class T>
+__device__ __forceinline__ void halve(float x, float y, uint32_t& high, uint32_t& low) {
+  high = pack2<T>(x, y);
+  const float2 rounded = unpack2<T>(high);
+  low = pack2<T>(x - rounded.x, y - rounded.y);
+}
+
+template <int CHANNELS>
+__global__ void __launch_bounds__(32 * FAST_WARPS, Grid<CHANNELS>::BLOCKS)
+    decode_grids(const Attention a, const Cut cut) {
+  using G = Grid<CHANNELS>;
+  constexpr int TOKENS = static_cast<int>(GROUP);
+  __shared__ float scales[ROWS], mosts[FAST_WARPS][ROWS], shares_of[FAST_WARPS][ROWS];
+  unsigned char* shared = shared_memory();
+  float* queries = reinterpret_cast<float*>(shared);
+  const int d = static_cast<int>(a.d), wide = static_cast<int>(a.wide_value);
+  const int64_t first_row = blockIdx.x % cut.row_blocks * ROWS, split = blockIdx.x / cut.row_blocks;
+  const int64_t group = blockIdx.y, b = blockIdx.z, head = b * a.kv_heads + group * (1 + wide);
+  const int rows = static_cast<int>(min(static_cast<int64_t>(ROWS), cut.rows - first_row));
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  const int warps = static_cast<int>(blockDim.x) / 32, g = lane / 4, t = lane % 4;
+  unsigned char* ring = shared + G::QUERIES + warp * G::SLOTS * G::SLOT;
+  const int64_t begin = split * cut.span, end = min(begin + cut.span, cut.end), in_split = (end - begin) / TOKENS;
+  const int tiles = static_cast<int>(in_split > warp ? divide_up(in_split - warp, warps) : 0);
+
+  const int of_head = d / TOKENS;  // groups of channels
+  const auto load = [&](const void* codes, int64_t capacity, int64_t t0, unsigned char* slot) {
+    const int piece = lane % G::PIECES;
+    const char* from = static_cast<const char*>(codes) +
+                       ((head + piece / of_head) * capacity + t0) * (d / 2) + piece % of_head * 16;
+#pragma unroll
+    for (int k = 0; k < G::PIECES; ++k) {
+      const int token = lane / G::PIECES + k * (32 / G::PIECES);
+      copy_async16(slot + G::place(token, piece), from + token * (d / 2));
+    }
+  };
+  const auto start = [&](int unit) {  // keys and values of a tile, in turn
+    if (unit < 2 * tiles) {
+      unsigned char *slot = ring + unit % G::SLOTS * G::SLOT, *beside = slot + G::TILE;
+      const int64_t t0 = begin + (static_cast<int64_t>(unit / 2) * warps + warp) * TOKENS;
+      if (unit % 2) {
+        load(a.present_value, a.value_capacity, t0, slot);
+        const char* grids = static_cast<const char*>(a.present_value_scale);
+#pragma unroll
+        for (int k = 0; k < CHANNELS / 64; ++k)  // a token's grids, d / 8 bytes of each sub-head
+          copy_async<8>(beside + lane * G::VALUE_GRID + 8 * k,
+                        grids + ((head + 64 * k / d) * a.value_capacity + t0 + lane) * (d / 8) + 64 * k % d / 8);
+      } else {
+        load(a.present_key, a.key_capacity, t0, slot);
+        const char* grids = static_cast<const char*>(a.present_key_scale);
+        for (int i = 16 * lane; i < G::KEY_GRIDS; i += 16 * 32)
+          copy_async16(beside + i, grids + ((head + i / (4 * d)) * a.key_capacity + t0) / GROUP * 4 * d + i % (4 * d));
+        copy_async<8>(beside + G::KEY_GRIDS + 8 * lane, static_cast<const int64_t*>(a.attention_mask) +
+                                                            b * (a.past_length + a.steps) + t0 + lane);
+      }
+    }
+    copy_async_commit();
+  };
+#pragma unroll
+  for (int unit = 0; unit < G::SLOTS - 1; ++unit) start(unit);
+  for (int row = warp; row < ROWS; row += warps) {
+    constexpr int EACH = CHANNELS / 64;
+    float2 x[EACH];
+    const float size = query_of(a, cut, b, group, first_row + row, lane, x);
+    if (lane == 0) scales[row] = size * LOG2_E;
+    const int own = wide && first_row + row >= pairs(a) * cut.part.steps ? d : 0;
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) {
+      const int i = lane + 32 * k;
+      if (i >= d / 2) break;
+      float* to = queries + row * G::QUERY + i;
+      to[own] = x[k].x, to[own + d / 2] = x[k].y;
+      if (wide) to[d - own] = 0, to[d - own + d / 2] = 0;
+    }
+  }
+  __syncthreads();
+
+  float sums[CHANNELS / 16][4] = {}, of_points[4] = {}, s[8], most = -infinity(), total = 0;
+  const float scale = scales[g];
+
+  const auto logits = [&](const unsigned char* slot) {
+    float c[4][4] = {}, offset = 0;
+#pragma unroll
+    for (int piece = 0; piece < G::PIECES; ++piece) {
+      uint32_t x[4];
+      load_matrix_x4(x, slot + G::place(lane, piece));
+      const int second = wide && TOKENS * piece >= d;
+      const __half* grid = reinterpret_cast<const __half*>(slot + G::TILE) + second * d + TOKENS * piece;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int at = 16 * half + 4 * t;
+        const float4 q = *reinterpret_cast<const float4*>(queries + g * G::QUERY + TOKENS * piece + at);
+        const uint2 step = *reinterpret_cast<const uint2*>(grid + at);
+        const uint2 point = *reinterpret_cast<const uint2*>(grid + d + at);
+        const float2 steps[2] = {unpack2<__half>(step.x), unpack2<__half>(step.y)};
+        const float2 points[2] = {unpack2<__half>(point.x), unpack2<__half>(point.y)};
+        offset += q.x * points[0].x + q.y * points[0].y + q.z * points[1].x + q.w * points[1].y;
+        uint32_t query[4], key[2];
+        halve<__half>(q.x * steps[0].x, q.y * steps[0].y, query[0], query[1]);
+        halve<__half>(q.z * steps[1].x, q.w * steps[1].y, query[2], query[3]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          nibbles<__half>(x[i], half, 0x4140, 0x4342, key[0], key[1]);
+          mma<__half>(c[i], query, key);
+        }
+      }
+    }
+    offset += __shfl_xor_sync(0xffffffffu, offset, 1);
+    offset += __shfl_xor_sync(0xffffffffu, offset, 2);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint4 mask = *reinterpret_cast<const uint4*>(slot + G::TILE + G::KEY_GRIDS + 8 * (8 * i + 2 * t));
+      s[2 * i] = mask.x | mask.y ? (c[i][0] + c[i][2] + offset) * scale : -infinity();
+      s[2 * i + 1] = mask.z | mask.w ? (c[i][1] + c[i][3] + offset) * scale : -infinity();
+    }
+  };
+
+  const auto mix = [&](const unsigned char* slot) {
+    float next = most, shares[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) next = fmaxf(next, s[i]);
+    next = fmaxf(next, __shfl_xor_sync(0xffffffffu, next, 1));
+    next = fmaxf(next, __shfl_xor_sync(0xffffffffu, next, 2));
+    if (__any_sync(0xffffffffu, next > most)) {
+      const float factor = exp2_approx(most - level(next));
+      const float factors[2] = {__shfl_sync(0xffffffffu, factor, 8 * t), __shfl_sync(0xffffffffu, factor, 8 * t + 4)};
+      total *= factor;
+      most = next;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        of_points[i] *= factors[i % 2];
+#pragma unroll
+        for (int k = 0; k < CHANNELS / 16; ++k) sums[k][i] *= factors[i % 2];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      shares[i] = exp2_approx(s[i] - level(most));
+      total += shares[i];
+    }
+    const unsigned char* grids = slot + G::TILE;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {  // 16 tokens
+      uint32_t point[4] = {}, high[2], low[2];
+      halve<__half>(shares[4 * i], shares[4 * i + 1], high[0], low[0]);
+      halve<__half>(shares[4 * i + 2], shares[4 * i + 3], high[1], low[1]);
+      if constexpr (CHANNELS == 256) {
+        load_matrix_x4_transposed(
+            point, grids + (16 * i + lane / 16 * 8 + lane % 8) * G::VALUE_GRID + lane / 8 % 2 * 16);
+      } else {
+        uint32_t x[2];
+        load_matrix_x2_transposed(x, grids + (16 * i + lane % 16) * G::VALUE_GRID);
+        point[0] = x[0], point[2] = x[1];
+      }
+      mma<__half>(of_points, point, high);
+      mma<__half>(of_points, point, low);
+    }
+#pragma unroll
+    for (int piece = 0; piece < G::PIECES; ++piece) {
+      const int second = wide && TOKENS * piece >= d;
+      uint32_t x[4], high[4], low[4], value[4];
+      load_matrix_x4_transposed(x, slot + G::place(lane, piece));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const unsigned char* own = grids + (8 * i + 2 * t) * G::VALUE_GRID + 2 * (piece + second * of_head);
+        const float one = to_float(*reinterpret_cast<const __half*>(own));
+        const float other = to_float(*reinterpret_cast<const __half*>(own + G::VALUE_GRID));
+        halve<__nv_bfloat16>(shares[2 * i] * one, shares[2 * i + 1] * other, high[i], low[i]);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+          nibbles<__nv_bfloat16>(x[i], half, 0x4240, 0x4341, value[0], value[1]);
+          nibbles<__nv_bfloat16>(x[i + 1], half, 0x4240, 0x4341, value[2], value[3]);
+          const uint32_t more[2] = {high[i], high[i + 1]}, less[2] = {low[i], low[i + 1]};
+          mma<__nv_bfloat16>(sums[2 * piece + half], value, more);
+          mma<__nv_bfloat16>(sums[2 * piece + half], value, less);
+        }
+    }
+  };
+
+  for (int tile = 0; tile < tiles; ++tile) {
+    copy_async_wait<G::SLOTS - 2>();
+    __syncwarp();
+    start(2 * tile + G::SLOTS - 1);
+    logits(ring + 2 * tile % G::SLOTS * G::SLOT);
+    copy_async_wait<G::SLOTS - 2>();
+    __syncwarp();
+    start(2 * tile + G::SLOTS);
+    mix(ring + (2 * tile + 1) % G::SLOTS * G::SLOT);
+  }
+  total += __shfl_xor_sync(0xffffffffu, total, 1);
+  total += __shfl_xor_sync(0xffffffffu, total, 2);
+  copy_async_wait<0>();
+  __syncthreads();
+
+  float *all = reinterpret_cast<float*>(shared), *points = all + warps * ROWS * CHANNELS;  // [warps, ROWS, 16]
+  if (t == 0) mosts[warp][g] = most, shares_of[warp][g] = total;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int r = warp * ROWS + 2 * t + i % 2;
+    points[r * 16 + g + i / 2 * 8] = of_points[i];
+#pragma unroll
+    for (int k = 0; k < CHANNELS / 16; ++k) all[r * CHANNELS + 16 * k + 2 * g + i / 2] = sums[k][i];
+  }
+  __syncthreads();
+  leave<CHANNELS>(a, cut, first_row, rows, warps, mosts, shares_of, [&](int w, int r, int channel) {
+    const int at = w * ROWS + r, of_channels = channel / TOKENS;
+    return all[at * CHANNELS + channel] + points[at * 16 + of_channels + (of_channels / of_head + 1) * of_head];
+  });
 }
 
 // ---- any cache -----------------------------------------------------------------------------------------------------
@@ -439,7 +748,7 @@ __global__ void __launch_bounds__(ANY_THREADS) decode_any(const Attention a, con
   const int64_t g = blockIdx.y, b = blockIdx.z, head = b * a.kv_heads + g * width(a);
   const int rows = static_cast<int>(min(static_cast<int64_t>(ROWS), cut.rows - first_row));
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
-  const int64_t begin = split * cut.span, end = min(begin + cut.span, cut.all);
+  const int64_t begin = split * cut.span, end = min(begin + cut.span, cut.end);
   const int64_t after = on_grids(a) ? settled(cut.all, a.window) : 0;
   const Side keys = side_of(a, true), values = side_of(a, false);
   const float top = static_cast<float>((1 << (a.query_bits ? a.query_bits - 1 : 0)) - 1);
@@ -571,6 +880,7 @@ __global__ void __launch_bounds__(MERGE_THREADS) merge(const Attention a, const 
   float squares = 0;
   for (int64_t begin = 0; begin < channels; begin += MERGE_CHANNELS) {
     float sums[MERGE_CHANNELS / 32] = {};
+#pragma unroll 4
     for (int64_t split = warp; split < cut.splits; split += MERGE_WARPS)
 #pragma unroll
       for (int branch = 0; branch < 2; ++branch) {
@@ -615,85 +925,139 @@ struct Plan {
   int64_t tokens;  // a split has a multiple of them
 };
 
+/// A kernel with a ring a warp, as many warps as the card has room for.
+Plan ring_plan(void (*kernel)(Attention, Cut), size_t queries, size_t ring, int64_t tokens) {
+  constexpr size_t BESIDE = 1024;  // what the kernel has for itself, and some
+  const size_t room = (most_shared() - queries - BESIDE) / ring;
+  const int warps = room < FAST_WARPS ? static_cast<int>(room) : FAST_WARPS;
+  return {kernel, warps, queries + warps * ring, tokens * warps};
+}
+
 template <class Kind, int CHANNELS>
 Plan fast_plan() {
   using F = Fast<Kind, CHANNELS>;
-  constexpr size_t EACH = F::SLOTS * F::SLOT, FIXED = 1024;  // what the kernel has beside, and some
-  static_assert(EACH >= ROWS * CHANNELS * sizeof(float), "a warp's sums fit");
-  const size_t room = (most_shared() - F::QUERIES - FIXED) / EACH;
-  const int warps = room < FAST_WARPS ? static_cast<int>(room) : FAST_WARPS;
-  return {decode_fast<Kind, CHANNELS>, warps, F::QUERIES + warps * EACH, FAST_TOKENS * warps};
+  static_assert(F::SLOTS * F::SLOT >= ROWS * CHANNELS * 4, "a warp's sums fit");
+  return ring_plan(decode_fast<Kind, CHANNELS>, F::QUERIES, F::SLOTS * F::SLOT, FAST_TOKENS);
 }
 
 template <class Kind>
-Plan fast_plan(int64_t channels) {
+Plan fast_plan(const Attention& a) {
+  const int64_t channels = width(a) * a.d;
   return channels == 64 ? fast_plan<Kind, 64>() : channels == 128 ? fast_plan<Kind, 128>() : fast_plan<Kind, 256>();
 }
 
-/// What the tensor cores take of keys and values that are held alike: FLOAT16, BFLOAT16 or INT8; 0 where they take none.
-/// Queries and shares are sums of two numbers: 22 bits with __half, 16 with __nv_bfloat16, enough where the output is that.
-int64_t fast_kind(const Attention& a) {
+template <int CHANNELS>
+Plan grid_plan() {
+  using G = Grid<CHANNELS>;
+  static_assert(G::SLOTS * G::SLOT >= ROWS * (CHANNELS + 16) * 4, "a warp's sums fit");
+  return ring_plan(decode_grids<CHANNELS>, G::QUERIES, G::SLOTS * G::SLOT, GROUP);
+}
+
+Plan grid_plan(const Attention& a) {
   const int64_t channels = width(a) * a.d;
-  if ((channels != 64 && channels != 128 && channels != 256) || a.d % 32 || a.query_bits) return 0;
-  if (a.key_bits == 8 && a.value_bits == 8) return ort::INT8;
-  if (a.key_bits != 16 || a.value_bits != 16 || a.key_type != a.value_type) return 0;
-  if (a.key_type == ort::FLOAT16) return ort::FLOAT16;
-  return a.key_type == ort::BFLOAT16 && a.type == ort::BFLOAT16 ? ort::BFLOAT16 : 0;
+  return channels == 64 ? grid_plan<64>() : channels == 128 ? grid_plan<128>() : grid_plan<256>();
 }
 
-Plan plan_of(const Attention& a) {
-  switch (fast_kind(a)) {
-    case ort::FLOAT16: return fast_plan<__half>(width(a) * a.d);
-    case ort::BFLOAT16: return fast_plan<__nv_bfloat16>(width(a) * a.d);
-    case ort::INT8: return fast_plan<int8_t>(width(a) * a.d);
-    default: {
-      const int64_t floats = (a.query_bits ? 2 : 1) * ROWS * a.d;
-      return {decode_any, ANY_WARPS, static_cast<size_t>(floats) * sizeof(float), ANY_TOKENS};
-    }
+Plan any_plan(const Attention& a) {
+  const int64_t floats = (a.query_bits ? 2 : 1) * ROWS * a.d;
+  return {decode_any, ANY_WARPS, static_cast<size_t>(floats) * sizeof(float), ANY_TOKENS};
+}
+
+enum class Way { HALF, BFLOAT16, CODES, GRIDS, ANY };
+
+/// What the tensor cores take are keys and values that are held alike. Queries and shares are sums of two numbers: 22
+/// bits with __half, and with __nv_bfloat16 16 bits, enough where the output has fewer.
+Way way_of(const Attention& a) {
+  const int64_t channels = width(a) * a.d;
+  const bool floats = a.type == ort::FLOAT32;
+  if ((channels != 64 && channels != 128 && channels != 256) || a.d % 32 || a.query_bits) return Way::ANY;
+  if (a.key_bits != a.value_bits) return Way::ANY;
+  if (a.key_bits == 8) return Way::CODES;
+  if (a.key_bits == 4) return a.d % 64 || floats ? Way::ANY : Way::GRIDS;
+  if (a.key_bits == 2 || a.key_type != a.value_type) return Way::ANY;
+  if (a.key_type == ort::FLOAT16) return Way::HALF;
+  return a.key_type == ort::BFLOAT16 && a.type == ort::BFLOAT16 ? Way::BFLOAT16 : Way::ANY;
+}
+
+/// A kernel for the tokens begin .. end, in splits with which the blocks fill the card as evenly as they can: the time
+/// is that of the waves of blocks, each as long as a split and what a block does besides (as much as SETUP tokens).
+struct Run {
+  Plan plan;
+  int64_t begin, end, splits, span;
+};
+
+Run run_of(const Attention& a, const Cut& cut, const Plan& plan, int64_t begin, int64_t end) {
+  constexpr int64_t SETUP = 128, ONE = 1;
+  const int64_t tokens = end - begin, units = a.batch * groups(a) * cut.row_blocks;
+  const int64_t room = multiprocessors() * blocks_at_once(plan.kernel, 32 * plan.warps, plan.shared);
+  const int64_t most = max(ONE, min(divide_up(tokens, plan.tokens), divide_up(4 * room, units)));
+  Run run{plan, begin, end, 0, 0};
+  int64_t best = 0;
+  for (int64_t splits = 1; splits <= most; ++splits) {
+    const int64_t span = max(ONE, divide_up(divide_up(tokens, splits), plan.tokens)) * plan.tokens;
+    const int64_t found = max(ONE, divide_up(tokens, span)), time = divide_up(units * found, room) * (span + SETUP);
+    if (best && time >= best) continue;
+    best = time, run.span = span, run.splits = found;
   }
+  return run;
 }
 
-/// Splits so that the blocks fill the card as evenly as they can: the time is that of the waves of blocks, each as long
-/// as a split and what a block does besides (about as much as SETUP tokens).
-Cut cut_of(const Attention& a, Part part, const Plan& plan) {
-  constexpr int64_t SETUP = 128;
-  Cut cut{};
+/// A part as one or two kernels.
+struct Runs {
+  Cut cut;
+  int count;
+  Run run[2];
+};
+
+Runs runs_of(const Attention& a, Part part) {
+  Runs runs{};
+  Cut& cut = runs.cut;
   cut.part = part;
   cut.past = a.past_length + part.first;
   cut.all = cut.past + part.steps;
   cut.rows = a.branches * pairs(a) * part.steps;
   cut.row_blocks = divide_up(cut.rows, ROWS);
-  const int64_t tokens = fast_kind(a) ? cut.past : cut.all;
-  const int64_t units = a.batch * groups(a) * cut.row_blocks;
-  const int64_t room = multiprocessors() * blocks_at_once(plan.kernel, 32 * plan.warps, plan.shared);
-  const int64_t one = 1, most = max(one, min(divide_up(tokens, plan.tokens), divide_up(4 * room, units)));
-  int64_t best = 0;
-  for (int64_t splits = 1; splits <= most; ++splits) {
-    const int64_t span = max(one, divide_up(divide_up(tokens, splits), plan.tokens)) * plan.tokens;
-    const int64_t found = max(one, divide_up(tokens, span)), time = divide_up(units * found, room) * (span + SETUP);
-    if (best && time >= best) continue;
-    best = time, cut.span = span, cut.splits = found;
+  const auto add = [&](const Plan& plan, int64_t begin, int64_t end) {
+    runs.run[runs.count] = run_of(a, cut, plan, begin, end);
+    cut.splits += runs.run[runs.count++].splits;
+  };
+  switch (way_of(a)) {
+    case Way::HALF: add(fast_plan<__half>(a), 0, cut.past); break;
+    case Way::BFLOAT16: add(fast_plan<__nv_bfloat16>(a), 0, cut.past); break;
+    case Way::CODES: add(fast_plan<int8_t>(a), 0, cut.past); break;
+    case Way::ANY: add(any_plan(a), 0, cut.all); break;
+    case Way::GRIDS: {
+      const int64_t after = settled(cut.all, a.window);
+      if (after) add(grid_plan(a), 0, after);
+      add(fast_plan<__half>(a), after, max(cut.past, after));
+    }
   }
-  return cut;
+  return runs;
 }
 
 }  // namespace
 
-bool decode_appends(const Attention& a) { return fast_kind(a); }
+bool decode_appends(const Attention& a) { return !on_grids(a) && way_of(a) != Way::ANY; }
 
 size_t decode_workspace(const Attention& a, Part part) {
-  const Cut cut = cut_of(a, part, plan_of(a));
+  const Cut cut = runs_of(a, part).cut;
   return static_cast<size_t>(a.batch * groups(a) * cut.splits * cut.rows * (width(a) * a.d + 2)) * sizeof(float);
 }
 
 const char* decode(const Attention& a, Part part, void* workspace, cudaStream_t stream) {
-  const Plan plan = plan_of(a);
-  Cut cut = cut_of(a, part, plan);
+  const Runs runs = runs_of(a, part);
+  Cut cut = runs.cut;
   cut.sums = static_cast<float*>(workspace);
   cut.marks = cut.sums + a.batch * groups(a) * cut.splits * cut.rows * width(a) * a.d;
-  const dim3 grid(static_cast<unsigned>(cut.splits * cut.row_blocks), static_cast<unsigned>(groups(a)),
-                  static_cast<unsigned>(a.batch));
-  if (const char* wrong = launch(plan.kernel, grid, 32 * plan.warps, plan.shared, stream, a, cut)) return wrong;
+  for (int i = 0; i < runs.count; ++i) {
+    const Run& run = runs.run[i];
+    cut.begin = run.begin, cut.end = run.end, cut.own_splits = run.splits, cut.span = run.span;
+    const dim3 grid(static_cast<unsigned>(run.splits * cut.row_blocks), static_cast<unsigned>(groups(a)),
+                    static_cast<unsigned>(a.batch));
+    if (const char* wrong = launch(run.plan.kernel, grid, 32 * run.plan.warps, run.plan.shared, stream, a, cut))
+      return wrong;
+    cut.first_split += run.splits;
+  }
   const dim3 heads(static_cast<unsigned>(a.heads), static_cast<unsigned>(part.steps), static_cast<unsigned>(a.batch));
   return launch(merge, heads, MERGE_THREADS, 0, stream, a, cut);
 }

@@ -78,15 +78,19 @@ __device__ __forceinline__ uint32_t pack2(float low, float high) {
 #endif
 }
 
-/// Differences of two pairs of __half.
+/// Differences of two pairs of T.
+template <class T>
 __device__ __forceinline__ uint32_t subtract2(uint32_t a, uint32_t b) {
 #ifdef __CUDACC__
   uint32_t c;
-  asm("sub.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  if constexpr (std::is_same_v<T, __half>)
+    asm("sub.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  else  // sm_80 has no subtraction: a * 1 + -b
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(c) : "r"(a), "r"(0x3f803f80u), "r"(b ^ 0x80008000u));
   return c;
 #else
-  const float2 x = unpack2<__half>(a), y = unpack2<__half>(b);
-  return pack2<__half>(x.x - y.x, x.y - y.y);
+  const float2 x = unpack2<T>(a), y = unpack2<T>(b);
+  return pack2<T>(x.x - y.x, x.y - y.y);
 #endif
 }
 

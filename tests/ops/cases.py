@@ -322,6 +322,12 @@ CUDA_ATTENTION_CASES = [
     _low("v2_int8_d128", 8, 8, base=_V2, steps=2, past=131, d=128, heads=4, kv_heads=2, dtype=_BF16, seed=140),
     _low("v2_int8_d64", 8, 8, base=_V2, steps=3, past=31, d=64, heads=8, kv_heads=2, beyond=0, seed=141),
     _low("int4_bf16", 4, 4, steps=3, past=95, d=64, dtype=_BF16, beyond=40, seed=142),
+    _low("int4_fp16_decode", 4, 4, steps=1, past=460, d=64, dtype=torch.float16, beyond=40, batch=2, seed=143),
+    _low("int4_fp16_gqa8_left", 4, 4, steps=2, past=190, d=64, heads=8, dtype=torch.float16, padding="left", seed=144),
+    _low("int4_bf16_d128", 4, 4, steps=1, past=300, d=128, heads=4, kv_heads=4, dtype=_BF16, seed=145),
+    _low("int4_bf16_window0", 4, 4, steps=5, past=92, d=64, window=0, dtype=_BF16, beyond=0, seed=146),
+    _low("v2_int4_bf16_d128", 4, 4, base=_V2, steps=1, past=200, d=128, heads=4, kv_heads=2, dtype=_BF16, seed=147),
+    _low("softmax_int4_fp16", 4, 4, base=_SOFTMAX, steps=1, past=290, d=64, dtype=torch.float16, seed=148),
 ]
 
 
