@@ -16,6 +16,7 @@ fails; the others go on. Each part is a process of its own, so that a kernel tha
     products   ternary and int4 weights times 1 to 16 rows of activations, and 128 and 1024
     prefill    causal prompts of 4k, 8k and 32k tokens in bf16
     training   differential attention, forward and backward: Triton and compositions (gpu_training.py)
+    step       a training step of models with differential and with plain attention (gpu_step.py)
     model      tokens a second of a model of 1.1 billion parameters on ONNX Runtime's CUDA provider (gpu_model.py)
 
 What is measured: medians of CUDA-event times, contenders in turn, from memory and not from L2 (gpu_clock.py). Before a
@@ -48,6 +49,7 @@ from typing import Any
 import gpu_calls
 import gpu_model
 import gpu_peers
+import gpu_step
 import gpu_training
 import onnxruntime
 import torch
@@ -62,7 +64,7 @@ from diffbit.runtime import cuda, native
 Row = dict[str, Any]
 ROOT = Path(__file__).parents[1]
 BUILD, WORK = ROOT / "build" / "gpu", ROOT / "build" / "gpu_model"
-PARTS = {"check": 150, "rates": 60, "decode": 150, "products": 150, "prefill": 120, "training": 120, "model": 400}
+PARTS = {"check": 150, "rates": 60, "decode": 150, "products": 150, "prefill": 120, "training": 180, "step": 120, "model": 400}
 OURS, COPY, PRODUCT, LAYERS = "diffbit", "copy", "product", "layers"
 TESTS = ("tests/ops", "tests/models", "tests/train", "tests/runtime")  # where some want a GPU
 SANITIZERS = {"memcheck": r"ERROR SUMMARY: .*", "racecheck": r"RACECHECK SUMMARY: .*"}  # and what they end with
@@ -364,13 +366,18 @@ def training(bench: Bench) -> Iterator[Row]:
             empty_memory(bench)
 
 
+def step(bench: Bench) -> Iterator[Row]:
+    yield from gpu_step.rows(bench.device, gpu_step.QUICK if bench.sizes is QUICK else gpu_step.Plan())
+
+
 def model(bench: Bench) -> Iterator[Row]:
     plan = gpu_model.QUICK if bench.sizes is QUICK else gpu_model.Plan()
     yield from gpu_model.rows(bench.work, bench.device, plan)
 
 
 TIMED: dict[str, Callable[[Bench], Iterator[Row]]] = {
-    "rates": rates, "decode": decode, "products": products, "prefill": prefill, "training": training, "model": model,
+    "rates": rates, "decode": decode, "products": products, "prefill": prefill, "training": training, "step": step,
+    "model": model,
 }  # fmt: skip
 
 

@@ -166,6 +166,7 @@ GPU_PARTS = {
     "products": "Low-bit weights",
     "prefill": "DiffAttention, a causal prompt in bf16",
     "training": "Differential attention in torch, forward and backward, bf16",
+    "step": "A training step of four blocks, bf16, without the optimizer",
     "model": "1.1 billion parameters on ONNX Runtime",
 }
 GPU_COLUMNS = {
@@ -173,6 +174,7 @@ GPU_COLUMNS = {
     "pairs": "pairs", "d": "d", "context": "context", "prompt": "prompt", "copy_gb_per_s": "copy GB/s", "us": "us",
     "gb_per_s": "GB/s", "tflops": "TFLOP/s", "share_percent": "of the bound",
     "decode_tokens_per_s": "decode tok/s", "prefill_tokens_per_s": "prefill tok/s", "model_mib": "MiB",
+    "train_tokens_per_s": "tokens/s", "peak_mib": "MiB a step",
 }  # fmt: skip
 
 

@@ -368,3 +368,32 @@ def test_gpu_parts_that_end_badly(gpu: Any, tmp_path: Path) -> None:
     assert "was not done" in verdict("import time; time.sleep(9)", 0.2)["wrong"]
     text = gpu.gpu_tables(ABOUT, [{"part": "sanitize", "tool": "memcheck"} | fine, row])
     assert "- memcheck: ERROR SUMMARY: 0 errors" in text and "- rates: was not done in 0 seconds" in text
+
+
+def test_gpu_step(tmp_path: Path) -> None:
+    """The script, on a CPU."""
+    numbers = tmp_path / "steps.json"
+    options = ("--hidden", "64", "--pairs", "2", "--layers", "1", "--lengths", "16", "32", "--tokens", "64")
+    done = run("gpu_step.py", "--device", "cpu", *options, "--json", str(numbers))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(numbers.read_text())
+    assert [(row["model"], row["prompt"]) for row in rows] == [
+        (model, length) for length in (16, 32) for model in ("softmax", "diff_v1", "diff_v2")
+    ]
+    assert all(row["batch"] * row["prompt"] == 64 and row["train_tokens_per_s"] > 0 for row in rows)
+    assert all(("ratio" in row) == (row["model"] != "softmax") for row in rows)
+    assert "| diff_v1 | torch |" in done.stdout
+    if not torch.cuda.is_available():
+        done = run("gpu_step.py")
+        assert done.returncode == 2 and "no CUDA device" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux only")
+def test_triton_tiles(tmp_path: Path) -> None:
+    """A GPU's kernels are compiled without one, and a block fits in its memory."""
+    numbers = tmp_path / "tiles.json"
+    done = run("triton_tiles.py", "--capability", "90", "--d", "64", "--version", "2", "--json", str(numbers))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(numbers.read_text())["rows"]
+    assert [row["kernel"] for row in rows] == ["forward", "of_keys", "of_queries"]
+    assert all(row["wgmma"] and row["fits"] and row["stack"] <= 16 for row in rows)

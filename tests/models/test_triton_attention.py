@@ -171,6 +171,9 @@ def test_a_model_takes_the_kernel_where_it_may(
     wanted, gradients = run()
     assert not calls
     monkeypatch.setattr(softmax, "KERNEL_DEVICES", (device,))
+    model(ids)
+    assert not calls  # float32 is left to torch
+    monkeypatch.setattr(module, "takes", lambda query: True)
     found, others = run()
     assert len(calls) == 1
     torch.testing.assert_close(found, wanted)
