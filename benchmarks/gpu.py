@@ -64,7 +64,16 @@ from diffbit.runtime import cuda, native
 Row = dict[str, Any]
 ROOT = Path(__file__).parents[1]
 BUILD, WORK = ROOT / "build" / "gpu", ROOT / "build" / "gpu_model"
-PARTS = {"check": 150, "rates": 60, "decode": 150, "products": 150, "prefill": 120, "training": 180, "step": 120, "model": 400}
+PARTS = {
+    "check": 150,
+    "rates": 60,
+    "decode": 150,
+    "products": 150,
+    "prefill": 120,
+    "training": 180,
+    "step": 120,
+    "model": 400,
+}
 OURS, COPY, PRODUCT, LAYERS = "diffbit", "copy", "product", "layers"
 TESTS = ("tests/ops", "tests/models", "tests/train", "tests/runtime")  # where some want a GPU
 SANITIZERS = {"memcheck": r"ERROR SUMMARY: .*", "racecheck": r"RACECHECK SUMMARY: .*"}  # and what they end with
@@ -336,6 +345,8 @@ def training(bench: Bench) -> Iterator[Row]:
     candidates: dict[str, gpu_training.Differential] = {
         OURS: gpu_training.kernels, LAYERS: gpu_training.layers, **gpu_training.compositions(),
     }  # fmt: skip
+    if bench.device == "cuda":
+        candidates["flex_attention"] = gpu_training.flex
     for d in sizes.dims:
         for steps in sizes.training:
             row: Row = {"part": "training", "pairs": sizes.pairs, "d": d, "prompt": steps, "missing": {}}

@@ -10,8 +10,9 @@ optimizer, which is the same for all. Versions 1 and 2 are run through torch's o
 models/triton_attention.py (on a CPU, which is there to try the script, through the former only). The steps of a length
 are timed in turn; numbers are medians.
 
-Rows, as gpu.py's, of which this is a part: `ratio` to `plain` is the share of the plain Transformer's tokens a second at that length, and the target is the
-paper's: not slower by more than 9 %. `peak_mib` is what a step takes above the weights: a tensor [S, S] would show.
+Rows, as gpu.py's, of which this is a part: the ratio to `plain` is the share of the plain Transformer's tokens a second
+at that length, and its target is the paper's: not slower by more than 9 %. `peak_mib` is what a step takes above the
+weights, where a tensor [S, S] would show.
 """
 
 from __future__ import annotations

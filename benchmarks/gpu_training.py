@@ -8,7 +8,7 @@ one call. `plain` is the attention of a plain Transformer of the same size: 2H h
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,21 @@ def oracle(query: Tensor, key: Tensor, value: Tensor, lam: Tensor) -> Tensor:
 
 def compositions() -> dict[str, Differential]:
     return {f"{way}: {name}": partial(composed, way, attend) for way in WAYS for name, attend in attends().items()}
+
+
+def flex(query: Tensor, key: Tensor, value: Tensor, lam: Tensor) -> Tensor:
+    """torch's flex_attention, compiled for these shapes: both branches as a batch of two."""
+    q, k, v = by_branch(query), by_branch(key), value.transpose(1, 2)  # [2, H, S, d], [1, H, S, 2d]
+    outs = _flex(q.shape[2], query.device.type)(q, k, v.expand(2, -1, -1, -1))
+    return normed(*outs.float(), lam).to(query.dtype)
+
+
+@cache
+def _flex(steps: int, device: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    blocks = create_block_mask(lambda b, h, q, k: q >= k, None, None, steps, steps, device=device)
+    return torch.compile(partial(flex_attention, block_mask=blocks), dynamic=False)
 
 
 def layers(query: Tensor, key: Tensor, value: Tensor, lam: Tensor) -> Tensor:

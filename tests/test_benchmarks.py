@@ -284,7 +284,7 @@ def test_gpu_decode_and_prefill(gpu: Any, emulated_bench: Any) -> None:
     assert "| bf16 " in text and "vs four calls" in text and "Not measured, or wrong" in text
 
 
-def test_gpu_attention_peers_compute_the_same(gpu: Any) -> None:
+def test_gpu_attention_peers_compute_the_same(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     peers, training = gpu.gpu_peers, gpu.gpu_training
     layer = gpu.Layer("fp16", 2, 1, 32, 20, 1, "cpu")
     wanted = layer.attended(torch.arange(1), torch.float64)[0]
@@ -298,6 +298,11 @@ def test_gpu_attention_peers_compute_the_same(gpu: Any) -> None:
     for name, function in training.compositions().items():
         if "math" in name:
             assert max(training.errors(function, some)) < 1e-5, name
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # uncompiled it runs on a CPU, forwards
+    with torch.no_grad():
+        exact = training.oracle(*(x.double() for x in some))
+        found = training.flex(*(x.detach() for x in some))
+        assert float((found - exact).norm() / exact.norm()) < 1e-5
 
 
 def test_gpu_finds_what_is_wrong(gpu: Any, emulated_bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
