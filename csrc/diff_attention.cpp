@@ -49,8 +49,6 @@ static_assert(CHUNK % ATTENTION_KEYS == 0, "a chunk is packed by itself");
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-int64_t settled(int64_t total, int64_t window) { return total > window ? (total - window) / GROUP * GROUP : 0; }
-
 /// Keys or values: what was, and the buffers that hold it with what is new.
 struct Cache {
   Tensor fresh;  // what is new: [B, S, Hk, d]
@@ -631,190 +629,55 @@ CacheKind kind_of(const Tensor& cache) {
   }
 }
 
-/// A cache's tensors: the numbers, and what a low-bit one has beside them.
-struct Tensors {
-  Tensor rows, scale, recent;
-};
-
-/// Whether a past and its present are one memory.
-bool shared(const Tensor& past, const Tensor& present) { return past.size() > 0 && past.data == present.data; }
-
-long long number(int64_t value) { return static_cast<long long>(value); }
-
-/// Refuses inputs that do not fit `bits`; fills in what the inputs say.
-Cache cache_of(const Tensors& past, bool keys, int bits, int64_t batch, int64_t kv_heads, int64_t d, int64_t window) {
-  const bool grids = bits < 8;
-  const int type = past.rows.type;
-  const bool fits = bits == 16 ? type == ort::FLOAT32 || type == ort::FLOAT16 : type == (grids ? ort::UINT8 : ort::INT8);
-  if (!fits)
-    throw Error("%s is not %s, wanted where %s is %d", past.rows.name,
-                bits == 16 ? "float32 or float16" : grids ? "uint8" : "int8", keys ? "key_bits" : "value_bits", bits);
-  if (grids && d % GROUP)
-    throw Error("%s holds %lld numbers a token, wanted a multiple of %lld where %s is %d", past.rows.name, number(d),
-                number(GROUP), keys ? "key_bits" : "value_bits", bits);
-  past.rows.expect({batch, kv_heads, -1, grids ? d * bits / 8 : d});
-  const int64_t capacity = past.rows.shape[2];
-  if (grids && capacity % GROUP)
-    throw Error("%s has room for %lld tokens, wanted a multiple of %lld", past.rows.name, number(capacity), number(GROUP));
-  if (static_cast<bool>(past.scale) != (bits < 16))
-    throw Error("%s is %s, wanted exactly where the cache is int8, int4 or int2", past.scale.name,
-                past.scale ? "given" : "missing");
-  if (static_cast<bool>(past.recent) != grids)
-    throw Error("%s is %s, wanted exactly where the cache is int4 or int2", past.recent.name,
-                past.recent ? "given" : "missing");
-  if (bits == 8) past.scale.expect({batch, kv_heads, capacity});
-  if (grids && keys) past.scale.expect({batch, kv_heads, capacity / GROUP, 2, d});
-  if (grids && !keys) past.scale.expect({batch, kv_heads, capacity, 2, d / GROUP});
-  if (grids) past.recent.expect({batch, kv_heads, window + GROUP, d});
+Cache cache_of(const CacheTensors& tensors, bool keys, int64_t d, int64_t window) {
   Cache cache{};
+  cache.fresh = tensors.fresh;
   cache.rotates = keys;
-  cache.bits = bits;
-  cache.kind = kind_of(past.rows);
-  cache.row_bytes = static_cast<size_t>(bits == 16 && type == ort::FLOAT32 ? d * 4 : d * bits / 8);
-  cache.scale_tokens = grids && keys ? GROUP : 1;
-  cache.scale_bytes = bits == 8 ? sizeof(float) : static_cast<size_t>(2 * (keys ? d : d / GROUP)) * sizeof(Half);
-  cache.past_capacity = capacity;
+  cache.bits = tensors.bits;
+  cache.kind = kind_of(tensors.past);
+  cache.row_bytes = static_cast<size_t>(cache.kind == CACHE_FLOAT32 && cache.bits == 16 ? d * 4 : d * cache.bits / 8);
+  cache.scale_tokens = tensors.scale_tokens;
+  cache.scale_bytes =
+      cache.bits == 8 ? sizeof(float) : static_cast<size_t>(2 * (keys ? d : d / GROUP)) * sizeof(Half);
+  cache.past_capacity = tensors.past_capacity;
+  cache.capacity = tensors.capacity;
   cache.slots = window + GROUP;
-  cache.past = past.rows.as<char>();
-  cache.past_scales = past.scale.as<char>();
-  cache.past_recent = past.recent.as<Half>();
+  cache.past = tensors.past.as<char>();
+  cache.past_scales = tensors.past_scale.as<char>();
+  cache.past_recent = tensors.past_recent.as<Half>();
+  cache.present = tensors.present.as<char>();
+  cache.scales = tensors.present_scale.as<char>();
+  cache.recent = tensors.present_recent.as<Half>();
+  cache.in_place = tensors.in_place;
+  cache.recent_in_place = tensors.recent_in_place;
   return cache;
-}
-
-/// The present's buffers, with room for `tokens`.
-void bind(Context& context, Cache& cache, const Tensors& past, int64_t tokens) {
-  const char* const names[2][3] = {
-      {"DiffAttention: present_value", "DiffAttention: present_value_scale", "DiffAttention: present_value_recent"},
-      {"DiffAttention: present_key", "DiffAttention: present_key_scale", "DiffAttention: present_key_recent"}};
-  const char* const* name = names[cache.rotates];
-  const size_t first = cache.rotates ? 1 : 2;
-  const auto output = [&](size_t index, const char* what, const Tensor& of, int64_t room) {
-    int64_t shape[Tensor::MOST_DIMENSIONS];
-    std::memcpy(shape, of.shape, sizeof shape);
-    shape[2] = room;
-    const Tensor found = context.output(index, what, shape, of.rank);
-    if (!found.data && found.size())
-      throw Error("%s is missing, wanted where the cache is %s", what, cache.grids() ? "int4 or int2" : "int8");
-    return found;
-  };
-  const auto refuse = [&](size_t index, const char* what, const char* where) {  // nobody would write it
-    if (context.wants(index)) throw Error("%s is given, wanted exactly where the cache is %s", what, where);
-  };
-  cache.capacity = larger(cache.past_capacity, tokens);
-  const Tensor present = output(first, name[0], past.rows, cache.capacity);
-  cache.present = present.as<char>();
-  cache.in_place = shared(past.rows, present);
-  if (cache.in_place && cache.past_capacity != cache.capacity)
-    throw Error("%s shares its memory with %s, but has room for %lld tokens where %lld are needed", past.rows.name,
-                present.name, number(cache.past_capacity), number(cache.capacity));
-  if (cache.bits == 16) {
-    refuse(first + 2, name[1], "int8, int4 or int2");
-  } else {
-    const Tensor scales = output(first + 2, name[1], past.scale, cache.capacity / cache.scale_tokens);
-    cache.scales = scales.as<char>();
-    if (past.scale.size() > 0 && cache.in_place != (past.scale.data == scales.data))
-      throw Error("%s and %s must share their memory with the outputs both or neither", past.rows.name, past.scale.name);
-  }
-  if (!cache.grids()) return refuse(first + 4, name[2], "int4 or int2");
-  const Tensor recent = output(first + 4, name[2], past.recent, cache.slots);
-  cache.recent = recent.as<Half>();
-  cache.recent_in_place = shared(past.recent, recent);
 }
 
 }  // namespace
 
-DiffAttention::DiffAttention(const Node& node)
-    : heads_(node.integer("num_heads", 1, 1 << 16)),
-      kv_heads_(node.integer("num_kv_heads", 1, 1 << 16)),
-      width_(1 + node.integer("wide_value", 0, 1)),
-      branches_(node.integer("branches", 1, 2)),
-      window_(node.integer("window", 0, 1 << 20)),
-      key_bits_(static_cast<int>(node.integer("key_bits", 2, 16))),
-      value_bits_(static_cast<int>(node.integer("value_bits", 2, 16))),
-      query_bits_(static_cast<int>(node.integer("query_bits", 0, 8))),
-      scale_(node.number("scale")),
-      norm_eps_(node.number("norm_eps")) {
-  node.expect_version(2);
-  for (const auto& [name, bits] : {std::pair{"key_bits", key_bits_}, {"value_bits", value_bits_}})
-    if (bits != 2 && bits != 4 && bits != 8 && bits != 16)
-      throw Error("DiffAttention: %s is %d, wanted 16, 8, 4 or 2", name, bits);
-  if (query_bits_ != 0 && query_bits_ != 4 && query_bits_ != 8)
-    throw Error("DiffAttention: query_bits is %d, wanted 0, 8 or 4", query_bits_);
-  if (query_bits_ && key_bits_ == 16)
-    throw Error("DiffAttention: query_bits is %d, wanted 0 where key_bits is 16", query_bits_);
-  if (branches_ == 1 && width_ == 2) throw Error("DiffAttention: wide_value is 1, wanted 0 where branches is 1");
-  if (kv_heads_ % width_ || heads_ % (kv_heads_ / width_))
-    throw Error("DiffAttention: num_heads is %lld, wanted a multiple of the %lld kv heads of num_kv_heads %lld%s",
-                number(heads_), number(kv_heads_ / width_), number(kv_heads_),
-                width_ == 2 ? ", which must be even with wide_value" : "");
+DiffAttention::DiffAttention(const Node& node) : AttentionNode(node) {
   const Isa isa = choose_isa();
   kernels_ = &DIFFBIT_PICK(isa, attention);
   lowbit_ = &DIFFBIT_PICK(isa, lowbit);
 }
 
 void DiffAttention::compute(Context& context) const {
-  const Tensor query = context.input(0, "DiffAttention: query"), key = context.input(1, "DiffAttention: key"),
-               value = context.input(2, "DiffAttention: value"), lambda = context.input(3, "DiffAttention: lambda"),
-               past_length = context.input(6, "DiffAttention: past_length"),
-               positions = context.input(7, "DiffAttention: position_ids"),
-               cos = context.input(8, "DiffAttention: cos"), sin = context.input(9, "DiffAttention: sin"),
-               mask = context.input(10, "DiffAttention: attention_mask");
-  const Tensors past_keys{context.input(4, "DiffAttention: past_key"),
-                          context.input(11, "DiffAttention: past_key_scale"),
-                          context.input(13, "DiffAttention: past_key_recent")};
-  const Tensors past_values{context.input(5, "DiffAttention: past_value"),
-                            context.input(12, "DiffAttention: past_value_scale"),
-                            context.input(14, "DiffAttention: past_value_recent")};
-  query.expect({-1, -1, -1});
-  key.expect({query.shape[0], query.shape[1], -1});
-  const int64_t batch = query.shape[0], steps = query.shape[1], d = key.shape[2] / kv_heads_;
-  if (d < 2 || d % 2 || d > ATTENTION_MOST_D || key.shape[2] % kv_heads_)
-    throw Error("%s is %s, wanted %lld sub-heads of an even number of at most %lld numbers", key.name,
-                key.shape_text().c_str(), number(kv_heads_), number(ATTENTION_MOST_D));
-  query.expect({batch, steps, branches_ * heads_ * d});
-  value.expect({batch, steps, kv_heads_ * d});
-  const int64_t window = window_;
-  Cache keys = cache_of(past_keys, true, key_bits_, batch, kv_heads_, d, window);
-  Cache values = cache_of(past_values, false, value_bits_, batch, kv_heads_, d, window);
-  keys.fresh = key, values.fresh = value;
-  if (keys.grids() == values.grids())
-    past_values.rows.expect({batch, kv_heads_, keys.past_capacity, past_values.rows.shape[3]});
-  past_length.expect({1});
-  const int64_t past = *past_length.as<int64_t>();
-  for (const Cache* cache : {&keys, &values}) {
-    const int64_t most = cache->past_capacity + (cache->grids() ? window + GROUP - 1 : 0);
-    if (past < 0 || past > most)
-      throw Error("%s is %lld, wanted 0 to %lld, the capacity of %s%s", past_length.name, number(past), number(most),
-                  cache == &keys ? "past_key" : "past_value", cache->grids() ? " and its recent tokens" : "");
-  }
-  const int64_t total = past + steps;
-  mask.expect({batch, total});
-  positions.expect({batch, steps});
-  cos.expect({-1, d / 2});
-  sin.expect({cos.shape[0], d / 2});
-  for (int64_t i = 0; i < batch * steps; ++i)
-    if (const int64_t position = positions.as<int64_t>()[i]; position < 0 || position >= cos.shape[0])
-      throw Error("%s holds %lld, wanted 0 to %lld: cos has %lld rows", positions.name, number(position),
-                  number(cos.shape[0] - 1), number(cos.shape[0]));
-  if (static_cast<bool>(lambda) != (branches_ == 2))
-    throw Error("%s is %s, wanted exactly where branches is 2", lambda.name, lambda ? "given" : "missing");
-  if (lambda.rank == 3)
-    lambda.expect({batch, steps, heads_});
-  else if (lambda)
-    lambda.expect({heads_});
+  const AttentionTensors of = tensors(context);
+  const int64_t positions = of.batch * of.steps, rows = of.cos.shape[0];
+  for (int64_t i = 0; i < positions; ++i)
+    if (const int64_t position = of.positions.as<int64_t>()[i]; position < 0 || position >= rows)
+      throw Error("%s holds %lld, wanted 0 to %lld: cos has %lld rows", of.positions.name, number(position),
+                  number(rows - 1), number(rows));
 
-  const Tensor out = context.output(0, "DiffAttention: out", {batch, steps, heads_ * width_ * d});
-  bind(context, keys, past_keys, keys.grids() ? settled(total, window) : total);
-  bind(context, values, past_values, values.grids() ? settled(total, window) : total);
-  const int64_t groups = kv_heads_ / width_;
   Run run(*kernels_, *lowbit_);
-  run.batch = batch, run.steps = run.all_steps = steps, run.past = past, run.all_total = total;
-  run.heads = heads_, run.kv_heads = kv_heads_, run.width = width_, run.branches = branches_;
-  run.groups = groups, run.pairs = heads_ / groups, run.d = d, run.window = window;
-  run.top = query_bits_ ? (1 << (query_bits_ - 1)) - 1 : 0;
-  run.scale = scale_, run.norm_eps = norm_eps_, run.half = query.type == ort::FLOAT16;
-  run.query = query, run.lambda = lambda, run.positions = positions, run.cos = cos, run.sin = sin;
-  run.mask = mask, run.out = out, run.keys = keys, run.values = values;
+  run.batch = of.batch, run.steps = run.all_steps = of.steps, run.past = of.past, run.all_total = of.past + of.steps;
+  run.heads = heads, run.kv_heads = kv_heads, run.width = width, run.branches = branches;
+  run.groups = kv_heads / width, run.pairs = heads / run.groups, run.d = of.d, run.window = window;
+  run.top = query_bits ? (1 << (query_bits - 1)) - 1 : 0;
+  run.scale = scale, run.norm_eps = norm_eps, run.half = of.query.type == ort::FLOAT16;
+  run.query = of.query, run.lambda = of.lambda, run.positions = of.positions, run.cos = of.cos, run.sin = of.sin;
+  run.mask = of.mask, run.out = of.out;
+  run.keys = cache_of(of.keys, true, of.d, window), run.values = cache_of(of.values, false, of.d, window);
   run.derive();
   if (run.few())
     run.decode_parts(context);

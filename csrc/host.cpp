@@ -1,13 +1,15 @@
 // A stand-in for ONNX Runtime that runs recorded nodes: what the library computes, seen without Python. It works where
 // ONNX Runtime itself does not: under sanitizers, and on another architecture's emulator.
 //
-//   diffbit_host LIBRARY NODES RESULTS THREADS
+//   diffbit_host LIBRARY NODES RESULTS THREADS [PROVIDER]
 //   diffbit_host LIBRARY                         prints the instruction sets that it can use
 //
 // Every tensor is a heap block of its own that ends where the tensor ends, so that AddressSanitizer sees each byte read
 // beyond. With more than one thread it is as unkind as ONNX Runtime may be: tensors are aligned to their elements only,
 // the tasks of a node start from the last, and a node is computed by two callers at once, who must get the same bits.
 // An output's memory is NaN until it is written; empty tensors have no memory.
+//
+// PROVIDER chooses the ops of another execution provider than the CPU's; for it, too, all memory is the host's.
 //
 // NODES is a sequence of lines; the bytes of a tensor follow its line, and a line end follows the bytes:
 //   node NAME OP
@@ -240,6 +242,38 @@ OrtStatus* parallel_for(const OrtKernelContext* context, void (*task)(void*, siz
   return nullptr;
 }
 
+// Memory of a device
+
+OrtStatus* get_stream(const OrtKernelContext*, void** out) {
+  *out = nullptr;
+  return nullptr;
+}
+
+OrtStatus* get_memory_info(const OrtValue* value, const OrtMemoryInfo** out) {
+  if (!value) return status("no value");
+  *out = reinterpret_cast<const OrtMemoryInfo*>(&value->info);
+  return nullptr;
+}
+
+OrtStatus* get_allocator(const OrtKernelContext*, const OrtMemoryInfo*, OrtAllocator** out) {
+  *out = reinterpret_cast<OrtAllocator*>(new char);
+  return nullptr;
+}
+
+void release_allocator(OrtAllocator* allocator) { delete reinterpret_cast<char*>(allocator); }
+
+OrtStatus* get_scratch(const OrtKernelContext*, const OrtMemoryInfo*, size_t bytes, void** out) {
+  constexpr size_t ALIGNMENT = 256;
+  if (posix_memalign(out, ALIGNMENT, bytes)) return status("out of memory");
+  std::memset(*out, 0xff, bytes);
+  return nullptr;
+}
+
+OrtStatus* free_scratch(OrtAllocator*, void* memory) {
+  std::free(memory);
+  return nullptr;
+}
+
 OrtStatus* missing() { fail("the library called a function of ONNX Runtime that the host does not have"); }
 
 const OrtApi* api() {
@@ -266,6 +300,12 @@ const OrtApi* api() {
     set(ort::KernelContext_GetInput, get_input);
     set(ort::KernelContext_GetOutput, get_output);
     set(ort::KernelContext_ParallelFor, parallel_for);
+    set(ort::KernelContext_GetGPUComputeStream, get_stream);
+    set(ort::GetTensorMemoryInfo, get_memory_info);
+    set(ort::KernelContext_GetAllocator, get_allocator);
+    set(ort::KernelContext_GetScratchBuffer, get_scratch);
+    set(ort::AllocatorFree, free_scratch);
+    set(ort::ReleaseAllocator, release_allocator);
     return filled;
   }();
   return &table;
@@ -326,12 +366,14 @@ bool read_node(std::istream& file, Node& node) {
   return false;
 }
 
-/// The entry that ONNX Runtime would take: same name, and types that fit. `why` says what is wrong where there is none.
-const OrtCustomOp* find(const OrtSessionOptions& options, const Node& node, std::string& why) {
+/// The entry that ONNX Runtime would take: same name and provider, and types that fit. `why` says what is wrong where
+/// there is none.
+const OrtCustomOp* find(const OrtSessionOptions& options, const Node& node, const std::string& provider, std::string& why) {
   why = "no such op";
   for (const OrtCustomOpDomain* domain : options.domains)
     for (const OrtCustomOp* op : domain->ops) {
-      if (node.op != op->GetName(op)) continue;
+      const char* where = op->GetExecutionProviderType(op);
+      if (node.op != op->GetName(op) || provider != (where ? where : "")) continue;
       const size_t inputs = op->GetInputTypeCount(op), outputs = op->GetOutputTypeCount(op);
       bool fits = node.inputs.size() <= inputs && node.output_types.size() <= outputs;
       for (size_t i = 0; fits && i < inputs; ++i) {
@@ -394,9 +436,9 @@ bool same(const Result& a, const Result& b) {
   return true;
 }
 
-Result run(const OrtSessionOptions& options, const Node& node, int threads) {
+Result run(const OrtSessionOptions& options, const Node& node, int threads, const std::string& provider) {
   Result result;
-  const OrtCustomOp* op = find(options, node, result.error);
+  const OrtCustomOp* op = find(options, node, provider, result.error);
   if (!op) return result;
   result.error.clear();
   void* kernel = nullptr;
@@ -434,7 +476,7 @@ void write(std::ostream& file, const Result& result) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  if (count != 2 && count != 5) fail("wanted LIBRARY, or LIBRARY NODES RESULTS THREADS");
+  if (count != 2 && count != 5 && count != 6) fail("wanted LIBRARY, or LIBRARY NODES RESULTS THREADS [PROVIDER]");
   void* library = dlopen(arguments[1], RTLD_NOW | RTLD_LOCAL);
   if (!library) fail(dlerror());
   if (count == 2) {
@@ -459,7 +501,7 @@ int main(int count, char** arguments) {
     Node node;
     if (!read_node(nodes, node)) break;
     results << "node " << node.name << "\n" << std::flush;  // what a crash leaves behind ends with its node
-    write(results, run(options, node, threads));
+    write(results, run(options, node, threads, count == 6 ? arguments[5] : ""));
   }
   return results.flush() ? 0 : 2;
 }

@@ -14,41 +14,51 @@ constexpr int64_t TILES_PER_TASK = 8;
 
 }  // namespace
 
-Int4MatMul::Int4MatMul(const Node& node)
-    : k_(node.integer("K", 1, int64_t{1} << 24)),
-      n_(node.integer("N", 1, int64_t{1} << 31)),
-      group_size_(node.integer("group_size", 32, 128)) {
+Int4Node::Int4Node(const Node& node)
+    : k(node.integer("K", 1, int64_t{1} << 24)),
+      n(node.integer("N", 1, int64_t{1} << 31)),
+      group_size(node.integer("group_size", 32, 128)) {
   node.expect_version(1);
-  if (group_size_ & (group_size_ - 1))
-    throw Error("Int4MatMul: attribute group_size is %d, wanted 32, 64 or 128", static_cast<int>(group_size_));
+  if (group_size & (group_size - 1))
+    throw Error("Int4MatMul: attribute group_size is %d, wanted 32, 64 or 128", static_cast<int>(group_size));
+}
+
+Int4Node::Tensors Int4Node::tensors(Context& context) const {
+  const Tensor a = context.input(0, "Int4MatMul: A"), codes = context.input(1, "Int4MatMul: codes"),
+               scales = context.input(2, "Int4MatMul: scales"), zeros = context.input(3, "Int4MatMul: zeros"),
+               factor = context.input(4, "Int4MatMul: factor");
+  const int64_t groups = divide_up(k, group_size), tiles = divide_up(n, INT4_TILE);
+  a.expect_last(k);
+  codes.expect({tiles, groups, group_size / INT4_STEP, INT4_TILE, 4});
+  scales.expect({tiles, groups, INT4_TILE});
+  factor.expect({1});
+  const bool symmetric = zeros.size() == 1;
+  if (symmetric)
+    zeros.expect({1, 1, 1});
+  else
+    zeros.expect({tiles, groups, INT4_TILE});
+  return {a, codes, scales, zeros, factor, context.product(0, "Int4MatMul: Y", a, n), a.size() / k, symmetric};
+}
+
+Int4MatMul::Int4MatMul(const Node& node) : Int4Node(node) {
   const Isa isa = choose_isa();
   kernels_ = &DIFFBIT_PICK(isa, int4);
 }
 
 void Int4MatMul::compute(Context& context) const {
-  const Tensor a = context.input(0, "Int4MatMul: A"), codes = context.input(1, "Int4MatMul: codes"),
-               scales = context.input(2, "Int4MatMul: scales"), zeros = context.input(3, "Int4MatMul: zeros"),
-               factor = context.input(4, "Int4MatMul: factor");
-  const int64_t groups = divide_up(k_, group_size_), tiles = divide_up(n_, INT4_TILE), width = groups * group_size_;
-  a.expect_last(k_);
-  codes.expect({tiles, groups, group_size_ / INT4_STEP, INT4_TILE, 4});
-  scales.expect({tiles, groups, INT4_TILE});
-  factor.expect({1});
-  const bool symmetric = zeros.size() == 1;
-  if (!symmetric) {
-    zeros.expect({tiles, groups, INT4_TILE});
-  } else if (zeros.expect({1, 1, 1}); *zeros.as<uint8_t>() != 8) {
+  const Tensors of = tensors(context);
+  const Tensor &a = of.a, &codes = of.codes, &scales = of.scales, &zeros = of.zeros, &factor = of.factor, &y = of.y;
+  const bool symmetric = of.symmetric;
+  if (symmetric && *zeros.as<uint8_t>() != 8)
     throw Error("%s is one %d, wanted one 8 or one of each group", zeros.name, int{*zeros.as<uint8_t>()});
-  }
-  const Tensor y = context.product(0, "Int4MatMul: Y", a, n_);
-  const int64_t rows = a.size() / k_;
+  const int64_t rows = of.rows, groups = divide_up(k, group_size), tiles = divide_up(n, INT4_TILE);
+  const int64_t width = groups * group_size;
   if (!rows) return;
 
   const bool half = a.type == ort::FLOAT16;
   const int64_t item = half ? 2 : 4;
-  const Int4Weight weight = {codes.as<uint8_t>(), scales.as<uint16_t>(), symmetric ? nullptr : zeros.as<uint8_t>(),
-                             *factor.as<float>(), n_,                    groups,
-                             group_size_};
+  const Int4Weight weight = {codes.as<uint8_t>(),  scales.as<uint16_t>(), symmetric ? nullptr : zeros.as<uint8_t>(),
+                             *factor.as<float>(), n, groups, group_size};
   int8_t* q = scratch<int8_t>(QUANTIZED, rows * width);
   int32_t* offsets = scratch<int32_t>(OFFSETS, rows * groups);
   float* steps = scratch<float>(STEPS, rows * groups);
@@ -57,9 +67,9 @@ void Int4MatMul::compute(Context& context) const {
     return Int4Rows{std::min(most, rows - i * most), q + i * most * width, offsets + i * most * groups,
                     steps + i * most * groups};
   };
-  const auto output = [&](int64_t i) { return y.as<char>() + i * most * n_ * item; };
+  const auto output = [&](int64_t i) { return y.as<char>() + i * most * n * item; };
   context.parallel(blocks, [&](int64_t i) {
-    kernels_->quantize(a.as<char>() + i * most * k_ * item, half, k_, groups, group_size_, symmetric ? -8 : -1, block(i));
+    kernels_->quantize(a.as<char>() + i * most * k * item, half, k, groups, group_size, symmetric ? -8 : -1, block(i));
   });
 
   if (blocks == 1) {  // bound by memory: several tiles at once, far apart, then the few that are left

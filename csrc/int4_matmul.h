@@ -7,14 +7,27 @@ namespace diffbit {
 
 struct Int4Kernels;
 
-class Int4MatMul {
+/// What a node and its tensors say, checked; the same on every device.
+struct Int4Node {
+  struct Tensors {
+    Tensor a, codes, scales, zeros, factor, y;
+    int64_t rows;  // of a
+    bool symmetric;  // zeros is one number
+  };
+
+  explicit Int4Node(const Node& node);
+  Tensors tensors(Context& context) const;
+
+  int64_t k, n, group_size;
+};
+
+class Int4MatMul : Int4Node {
  public:
   static constexpr const char* NAME = "Int4MatMul";
   explicit Int4MatMul(const Node& node);
   void compute(Context& context) const;
 
  private:
-  int64_t k_, n_, group_size_;
   const Int4Kernels* kernels_;
 };
 

@@ -1,7 +1,7 @@
 // The entry point that ONNX Runtime calls: registers diffbit's ops, one entry per combination of tensor types.
 //
 // With a library registered there is no way back to an op's portable body: a model whose types none of these entries
-// has fails to load. So every combination that diffbit exports is here.
+// has fails to load. So every combination that diffbit exports is here, for each device that the library has kernels for.
 
 #include <new>
 #include <vector>
@@ -11,6 +11,9 @@
 #include "int4_matmul.h"
 #include "op.h"
 #include "ternary_matmul.h"
+#if DIFFBIT_HAS_CUDA
+#include "cuda/ops.h"
+#endif
 
 #define DIFFBIT_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -27,9 +30,16 @@ struct Signature {
   size_t optional_input = MOST_INPUTS;       // one before them
 };
 
+/// Where an op runs: nullptr, the CPU; and which of its inputs the CPU reads even so.
+struct Place {
+  const char* provider = nullptr;
+  size_t cpu_input = MOST_INPUTS;
+};
+
 struct Entry : OrtCustomOp {
   const char* op = "";
   Signature signature{};
+  Place place{};
 };
 
 struct Kernel {
@@ -63,13 +73,14 @@ OrtStatus* guarded(const OrtApi* api, const char* op, const Body& body) {
 const Entry& entry(const OrtCustomOp* op) { return *static_cast<const Entry*>(op); }
 
 template <class Op>
-Entry make(const Signature& signature) {
+Entry make(const Signature& signature, const Place& place = {}) {
   Entry made{};
   made.op = Op::NAME;
   made.signature = signature;
+  made.place = place;
   made.version = ort::API_VERSION;
   made.GetName = [](const OrtCustomOp* op) { return entry(op).op; };
-  made.GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };  // the CPU
+  made.GetExecutionProviderType = [](const OrtCustomOp* op) { return entry(op).place.provider; };
   made.GetInputType = [](const OrtCustomOp* op, size_t i) { return entry(op).signature.input_types[i]; };
   made.GetInputTypeCount = [](const OrtCustomOp* op) { return entry(op).signature.inputs; };
   made.GetOutputType = [](const OrtCustomOp* op, size_t i) { return entry(op).signature.output_types[i]; };
@@ -81,7 +92,9 @@ Entry make(const Signature& signature) {
   made.GetOutputCharacteristic = [](const OrtCustomOp* op, size_t i) -> int {
     return i < entry(op).signature.required_outputs ? ort::REQUIRED : ort::OPTIONAL;
   };
-  made.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };
+  made.GetInputMemoryType = [](const OrtCustomOp* op, size_t i) -> int {
+    return i == entry(op).place.cpu_input ? ort::CPU_INPUT : ort::DEVICE;
+  };
   made.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 1; };
   made.GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 1; };
   made.GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 1; };
@@ -109,23 +122,39 @@ Entry make(const Signature& signature) {
 using namespace ort;
 
 /// T: query, key, value, out; keys and values have types of their own, and what their types need beside them.
-Entry diff_attention(int type, int keys, int values) {
+Signature diff_attention(int type, int keys, int values) {
   const auto scale = [](int cache) { return cache == UINT8 ? FLOAT16 : FLOAT32; };
-  return make<DiffAttention>({15, 7,
-                              {type, type, type, FLOAT32, keys, values, INT64, INT64, FLOAT32, FLOAT32, INT64, scale(keys),
-                               scale(values), FLOAT16, FLOAT16},
-                              {type, keys, values, scale(keys), scale(values), FLOAT16, FLOAT16},
-                              11, 3, 3});
+  return {15, 7,
+          {type, type, type, FLOAT32, keys, values, INT64, INT64, FLOAT32, FLOAT32, INT64, scale(keys), scale(values),
+           FLOAT16, FLOAT16},
+          {type, keys, values, scale(keys), scale(values), FLOAT16, FLOAT16},
+          11, 3, 3};
 }
 
 std::vector<Entry> every_entry() {
   std::vector<Entry> all;
+#if DIFFBIT_HAS_CUDA
+  const Place gpu{cuda::PROVIDER}, attention_gpu{cuda::PROVIDER, 6};  // past_length says how much there is to start
+#endif
   for (int type : {FLOAT32, FLOAT16}) {
-    all.push_back(make<Hadamard>({1, 1, {type}, {type}, 1, 1}));
-    all.push_back(make<Int4MatMul>({5, 1, {type, UINT8, FLOAT16, UINT8, FLOAT32}, {type}, 5, 1}));
-    all.push_back(make<TernaryMatMul>({3, 1, {type, UINT8, FLOAT32}, {type}, 3, 1}));
+    const Signature hadamard = {1, 1, {type}, {type}, 1, 1};
+    const Signature int4 = {5, 1, {type, UINT8, FLOAT16, UINT8, FLOAT32}, {type}, 5, 1};
+    const Signature ternary = {3, 1, {type, UINT8, FLOAT32}, {type}, 3, 1};
+    all.push_back(make<Hadamard>(hadamard));
+    all.push_back(make<Int4MatMul>(int4));
+    all.push_back(make<TernaryMatMul>(ternary));
+#if DIFFBIT_HAS_CUDA
+    all.push_back(make<cuda::Hadamard>(hadamard, gpu));
+    all.push_back(make<cuda::Int4MatMul>(int4, gpu));
+    all.push_back(make<cuda::TernaryMatMul>(ternary, gpu));
+#endif
     for (int keys : {FLOAT32, FLOAT16, INT8, UINT8})
-      for (int values : {FLOAT32, FLOAT16, INT8, UINT8}) all.push_back(diff_attention(type, keys, values));
+      for (int values : {FLOAT32, FLOAT16, INT8, UINT8}) {
+        all.push_back(make<DiffAttention>(diff_attention(type, keys, values)));
+#if DIFFBIT_HAS_CUDA
+        all.push_back(make<cuda::DiffAttention>(diff_attention(type, keys, values), attention_gpu));
+#endif
+      }
   }
   return all;
 }
@@ -161,4 +190,14 @@ DIFFBIT_EXPORT const char* diffbit_isas() {
     return found;
   }();
   return text.c_str();
+}
+
+/// The GPUs that this build has CUDA kernels for, as in "80 90a" of sm_80 and sm_90a, separated by spaces; newer ones run
+/// them, too. Empty where it has none.
+DIFFBIT_EXPORT const char* diffbit_cuda_architectures() {
+#ifdef DIFFBIT_CUDA_ARCHITECTURES
+  return DIFFBIT_CUDA_ARCHITECTURES;
+#else
+  return "";
+#endif
 }

@@ -147,6 +147,35 @@ void Context::parallel(int64_t count, void (*task)(void*, size_t), void* data) c
                                     size_t{0}, data));
 }
 
+void* Context::stream() const {
+  void* found = nullptr;
+  const OrtKernelContext* context = context_;
+  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetGPUComputeStream, context, &found));
+  return found;
+}
+
+DeviceScratch::DeviceScratch(const Context& context_, size_t bytes) : api_(context_.api_) {
+  if (!bytes) return;
+  const OrtKernelContext* context = context_.context_;
+  const OrtValue* input = nullptr;
+  const OrtMemoryInfo* where = nullptr;
+  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetInput, context, size_t{0}, &input));
+  check(api_, ort::call<OrtStatus*>(api_, ort::GetTensorMemoryInfo, input, &where));
+  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetAllocator, context, where, &allocator_));
+  OrtStatus* failed = ort::call<OrtStatus*>(api_, ort::KernelContext_GetScratchBuffer, context, where, bytes, &data_);
+  if (!failed && data_) return;
+  ort::call<void>(api_, ort::ReleaseAllocator, allocator_);
+  check(api_, failed);
+  throw std::bad_alloc();
+}
+
+DeviceScratch::~DeviceScratch() {
+  if (!allocator_) return;
+  OrtStatus* failed = ort::call<OrtStatus*>(api_, ort::AllocatorFree, allocator_, data_);
+  if (failed) ort::call<void>(api_, ort::ReleaseStatus, failed);  // it is lost; nothing else can be done here
+  ort::call<void>(api_, ort::ReleaseAllocator, allocator_);
+}
+
 void* scratch(int slot, size_t bytes) {
   constexpr int SLOTS = 8;
   constexpr size_t ALIGNMENT = 64;

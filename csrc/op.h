@@ -99,6 +99,9 @@ class Context {
   /// Whether an output that the op may leave out is asked for; its shape is then [0].
   bool wants(size_t index);
 
+  /// The stream of the GPU on which a node's inputs are ready and its outputs are wanted.
+  void* stream() const;
+
   /// Runs task(0) ... task(count - 1) on the session's threads, in any order; `task` must not throw.
   template <class Task>
   void parallel(int64_t count, const Task& task) const {
@@ -108,10 +111,28 @@ class Context {
   }
 
  private:
+  friend class DeviceScratch;
   void parallel(int64_t count, void (*task)(void*, size_t), void* data) const;
 
   const OrtApi* api_;
   OrtKernelContext* context_;
+};
+
+/// `bytes` bytes where the node's first input lies, for what is started on the node's stream. They go back when this
+/// goes, which does not wait for the stream: ONNX Runtime notes whose stream they were taken for, and gives them to
+/// another only when that one is done; what comes later on the same stream runs later.
+class DeviceScratch {
+ public:
+  DeviceScratch(const Context& context, size_t bytes);
+  ~DeviceScratch();
+  DeviceScratch(const DeviceScratch&) = delete;
+  DeviceScratch& operator=(const DeviceScratch&) = delete;
+  void* data() const { return data_; }
+
+ private:
+  const OrtApi* api_;
+  OrtAllocator* allocator_ = nullptr;
+  void* data_ = nullptr;
 };
 
 /// `bytes` bytes, 64-byte aligned, that stay valid until this thread's next call with the same `slot`; grown, never

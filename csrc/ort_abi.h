@@ -15,9 +15,11 @@ struct OrtKernelInfo;
 struct OrtKernelContext;
 struct OrtValue;
 struct OrtTensorTypeAndShapeInfo;
+struct OrtMemoryInfo;
+struct OrtAllocator;
 
 struct OrtApi {
-  void* slot[275];
+  void* slot[278];
 };
 
 struct OrtApiBase {
@@ -64,6 +66,7 @@ constexpr uint32_t API_VERSION = 18;
 // Element types of tensors, as ONNX numbers them
 enum Type : int { UNDEFINED = 0, FLOAT32 = 1, UINT8 = 2, INT8 = 3, INT64 = 7, FLOAT16 = 10, BFLOAT16 = 16 };
 enum Characteristic : int { REQUIRED = 0, OPTIONAL = 1 };
+enum Memory : int { CPU_INPUT = -2, DEVICE = 0 };
 enum Code : int { FAIL = 1, INVALID_ARGUMENT = 2 };
 
 // One entry of the table: ort::call<int, const char*>(api, 0)(FAIL, "...") and so on, with these signatures:
@@ -78,6 +81,7 @@ enum Slot : int {
   GetDimensionsCount = 61,             // OrtStatus* (const OrtTensorTypeAndShapeInfo*, size_t* out)
   GetDimensions = 62,                  // OrtStatus* (const OrtTensorTypeAndShapeInfo*, int64_t* out, size_t count)
   GetTensorTypeAndShape = 65,          // OrtStatus* (const OrtValue*, OrtTensorTypeAndShapeInfo** out)
+  AllocatorFree = 76,                  // OrtStatus* (OrtAllocator*, void*)
   KernelInfoGetAttribute_float = 85,   // OrtStatus* (const OrtKernelInfo*, const char* name, float* out)
   KernelInfoGetAttribute_int64 = 86,   // OrtStatus* (const OrtKernelInfo*, const char* name, int64_t* out)
   KernelContext_GetInputCount = 88,    // OrtStatus* (const OrtKernelContext*, size_t* out)
@@ -86,8 +90,13 @@ enum Slot : int {
   KernelContext_GetOutput = 91,        // OrtStatus* (OrtKernelContext*, size_t, const int64_t*, size_t, OrtValue** out)
   ReleaseStatus = 93,                  // void (OrtStatus*)
   ReleaseTensorTypeAndShapeInfo = 99,  // void (OrtTensorTypeAndShapeInfo*)
+  ReleaseAllocator = 132,              // void (OrtAllocator*)
+  KernelContext_GetGPUComputeStream = 193,  // OrtStatus* (const OrtKernelContext*, void** out)
+  GetTensorMemoryInfo = 194,           // OrtStatus* (const OrtValue*, const OrtMemoryInfo** out)
+  KernelContext_GetAllocator = 253,    // OrtStatus* (const OrtKernelContext*, const OrtMemoryInfo*, OrtAllocator** out)
   KernelContext_ParallelFor = 274,     // OrtStatus* (const OrtKernelContext*, void (*)(void*, size_t), size_t total,
                                        //             size_t num_batch, void* user_data)
+  KernelContext_GetScratchBuffer = 277,  // OrtStatus* (const OrtKernelContext*, const OrtMemoryInfo*, size_t, void** out)
 };
 
 template <class Result, class... Arguments>

@@ -7,14 +7,26 @@ namespace diffbit {
 
 struct TernaryKernels;
 
-class TernaryMatMul {
+/// What a node and its tensors say, checked; the same on every device.
+struct TernaryNode {
+  struct Tensors {
+    Tensor a, packed, scale, y;
+    int64_t rows;  // of a
+  };
+
+  explicit TernaryNode(const Node& node);
+  Tensors tensors(Context& context) const;
+
+  int64_t k, n, activation_bits;
+};
+
+class TernaryMatMul : TernaryNode {
  public:
   static constexpr const char* NAME = "TernaryMatMul";
   explicit TernaryMatMul(const Node& node);
   void compute(Context& context) const;
 
  private:
-  int64_t k_, n_, bits_;
   const TernaryKernels* kernels_;
 };
 

@@ -807,8 +807,9 @@ def run(
     with _as_artifacts([artifact], quiet) as (opened,):
         session = Session(opened, device, threads, not no_native)
         tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))
-        if device == "cpu" and not (session.native or no_native):
-            _remark("no native library in this installation (it was made without a C++ compiler): slower", quiet)
+        if not (session.native or no_native):
+            what = ("native library", "a C++ compiler") if device == "cpu" else ("kernels for GPUs", "nvcc")
+            _remark(f"no {what[0]} in this installation (it was made without {what[1]}): slower", quiet)
 
         def answer(text: str) -> None:
             def show(piece: str) -> None:

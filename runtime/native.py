@@ -1,7 +1,8 @@
-"""The native library: diffbit's operators as C++ kernels for ONNX Runtime on the CPU (csrc/).
+"""The native library: diffbit's operators as kernels for ONNX Runtime (csrc/), for the CPU and for NVIDIA GPUs.
 
-It is built with the package where there is a C++ compiler. Without it the same artifact runs on the portable bodies of
-its operators: the same integers, the same floats up to their last bits, and slower.
+It is built with the package where there is a C++ compiler, and has the GPU's kernels where there is nvcc, too. Without
+it the same artifact runs on the portable bodies of its operators: the same integers, the same floats up to their last
+bits, and slower.
 """
 
 from __future__ import annotations
@@ -39,5 +40,15 @@ def instruction_sets() -> list[str]:
     if path is None:
         return []
     function = ctypes.CDLL(str(path)).diffbit_isas
+    function.restype = ctypes.c_char_p
+    return str(function().decode()).split()
+
+
+def cuda_architectures() -> list[str]:
+    """The GPUs that the library has kernels for, "90a" of sm_90a; newer ones run them, too. [] where it has none."""
+    path = library()
+    function = getattr(ctypes.CDLL(str(path)), "diffbit_cuda_architectures", None) if path else None
+    if function is None:
+        return []
     function.restype = ctypes.c_char_p
     return str(function().decode()).split()

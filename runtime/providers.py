@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -73,22 +74,24 @@ def open_session(model: Path, device: str, threads: int | None, library: Path | 
             ) from None
     providers = ["CPUExecutionProvider"]
     if device == "cuda":
+        ort.set_default_logger_severity(4)  # what the provider says outside of a session
         _require_cuda(ort)
         providers.insert(0, "CUDAExecutionProvider")
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     try:
-        session = ort.InferenceSession(str(model), options, providers=providers)
+        # Its own way back to the CPU would be silent but for what it prints
+        session = ort.InferenceSession(str(model), options, providers=providers, enable_fallback=0)
     except Exception as error:  # ONNX Runtime's exceptions have no base of their own
+        if out_of_memory(error):
+            raise DiffbitError(f"{model}: does not fit into the memory of device {device}") from None
+        if device == "cuda" and "CUDA" in str(error) and (why := why_no_cuda(ort)):
+            raise DiffbitError(_no_cuda(ort, why)) from None
         raise DiffbitError(f"{model}: ONNX Runtime {ort.__version__} cannot load it ({_first_line(error)})") from None
     _give_memory_back()
     if device == "cuda":
         active = session.get_providers()
         if "CUDAExecutionProvider" not in active:
-            raise DiffbitError(
-                f"device cuda was asked for, but ONNX Runtime {ort.__version__} could not start its "
-                f"CUDAExecutionProvider (it offers {', '.join(active)}); check the NVIDIA driver and that "
-                "pip install 'diffbit[gpu]' brought the CUDA libraries, or run with device cpu"
-            )
+            raise DiffbitError(_no_cuda(ort, why_no_cuda(ort) or f"it offers {', '.join(active)}"))
         if stray := compute_on_cpu(session):
             raise DiffbitError(
                 f"{model}: device cuda was asked for, but ONNX Runtime {ort.__version__} would run these operators of "
@@ -131,6 +134,57 @@ def _require_cuda(ort: ModuleType) -> None:
     if hasattr(ort, "preload_dlls"):
         with contextlib.redirect_stdout(io.StringIO()):
             ort.preload_dlls()
+
+
+def _no_cuda(ort: ModuleType, why: str) -> str:
+    return (
+        f"device cuda was asked for, but ONNX Runtime {ort.__version__} cannot start its CUDAExecutionProvider: {why}; "
+        "or run with device cpu"
+    )
+
+
+def why_no_cuda(ort: ModuleType) -> str | None:
+    """What keeps the CUDAExecutionProvider from starting: a library that is not there, or what the driver says.
+
+    ONNX Runtime itself writes it to its log only. None where nothing is found, or where it is not Linux.
+    """
+    if sys.platform != "linux":
+        return None
+    folder = Path(ort.__file__ or "").parent / "capi"
+    try:  # as it does: the second takes its functions from the first
+        ctypes.CDLL(str(folder / "libonnxruntime_providers_shared.so"), ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(folder / "libonnxruntime_providers_cuda.so"))
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return _missing_library(str(error))
+    status = driver.cuInit(0)
+    if status == 0:
+        return None
+    said = ctypes.c_char_p()
+    driver.cuGetErrorString(status, ctypes.byref(said))
+    text = (said.value or b"").decode() or f"error {status}"
+    version = ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    major, minor = version.value // 1000, version.value % 1000 // 10
+    return f"the NVIDIA driver, which is for CUDA {major}.{minor}, says: {text}"
+
+
+def _missing_library(said: str) -> str:
+    """What the dynamic linker said, with what to do about it."""
+    found = re.match(r"(?P<name>[^:/]+): cannot open shared object file", said)
+    if found is None:
+        return said
+    name = found["name"]
+    if name.startswith("libcuda.so"):
+        return f"{name} is missing, which comes with the NVIDIA driver: install the driver"
+    return f"{name} is missing: pip install 'diffbit[gpu]' brings CUDA's libraries"
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an exception of ONNX Runtime says that there is no memory left, on the device or beside it."""
+    said = str(error).lower()
+    texts = ("out of memory", "failed to allocate memory", "available memory of", "bad_alloc", "bad allocation")
+    return isinstance(error, MemoryError) or any(text in said for text in texts)
 
 
 def _first_line(error: Exception) -> str:

@@ -22,8 +22,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import DiffbitError
 from .artifact import MODEL, Artifact
+from .native import cuda_architectures
 from .native import library as native_library
-from .providers import onnxruntime, open_session
+from .providers import onnxruntime, open_session, out_of_memory
 
 Ids = NDArray[np.int64]
 Logits = NDArray[np.float32]
@@ -49,9 +50,10 @@ class Session:
         logits = session.step([[int(logits[0].argmax())]])
         session.reset()                                 # the next prompt starts from an empty cache
 
-    On the CPU diffbit's operators run as kernels of the native library (native.py); native=False, or an installation
-    without it, runs their portable bodies: the same meaning, slower. Opening checks the listed files' sizes (`diffbit
-    verify` checks their hashes) and that the graph's inputs and outputs are those the manifest describes.
+    diffbit's operators run as kernels of the native library (native.py) where it has them for the device; native=False,
+    or an installation without, runs their portable bodies: the same meaning, slower. Opening checks the listed files'
+    sizes (`diffbit verify` checks their hashes) and that the graph's inputs and outputs are those that the manifest
+    describes.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Session:
         self.artifact.check_files(hashes=False)
         self.device = device
         self._model = self.artifact.file(MODEL)
-        library = native_library() if native and device == "cpu" else None
+        library = native_library() if native and (device == "cpu" or cuda_architectures()) else None
         self._session = open_session(self._model, device, threads, library)
         self.native = library is not None
         cache = self.artifact.cache
@@ -184,6 +186,11 @@ class Session:
         except Exception as error:  # ONNX Runtime's exceptions have no base of their own
             self._batch, self._past = 0, []
             self.reset()
+            if out_of_memory(error):
+                raise DiffbitError(
+                    f"{self._model}: device {self.device} has no memory left for a call with {ids.size} new tokens "
+                    f"after {start} cached ones; export the model with a shorter context_length, or with fewer bits"
+                ) from None
             raise DiffbitError(f"{self._model}: ONNX Runtime failed while running it ({error})") from None
         if not self._in_place:
             self._past = binding.get_outputs()[1:]  # in the order of first binding
@@ -220,7 +227,10 @@ class Session:
                 ]
                 if self._in_place:
                     self._bind_cache()
-        except (MemoryError, ValueError, OverflowError):  # the latter two where there are more bytes than addresses
+        except Exception as error:  # ONNX Runtime's exceptions have no base of their own
+            # ValueError, OverflowError: more bytes than addresses
+            if not isinstance(error, (ValueError, OverflowError)) and not out_of_memory(error):
+                raise
             raise DiffbitError(
                 f"{self.artifact.path}: a cache of {self.capacity} tokens does not fit into memory; export the model "
                 "with a shorter context_length"

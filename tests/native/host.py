@@ -47,8 +47,10 @@ class Build:
     folder: Path
     runner: tuple[str, ...]
 
-    def _call(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        command = [*self.runner, str(self.folder / "diffbit_host"), str(self.folder / "libdiffbit_ops.so"), *arguments]
+    def _call(
+        self, *arguments: str, library: str = "diffbit_ops", **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        command = [*self.runner, str(self.folder / "diffbit_host"), str(self.folder / f"lib{library}.so"), *arguments]
         environment = {
             **os.environ,
             # memory that nobody wrote is no longer zero by chance
@@ -67,10 +69,18 @@ class Build:
 
     def run(self, nodes: Iterable[Node], isa: str, threads: int) -> dict[str, list[np.ndarray] | str]:
         """Each node's outputs, or its error; a crash fails with the sanitizer's report and the node's name."""
+        return self._run(nodes, str(threads), DIFFBIT_ISA=isa)
+
+    def run_cuda(self, nodes: Iterable[Node], seed: int = 0) -> dict[str, list[np.ndarray] | str]:
+        """The same on the emulated GPU, whose threads run in an order that the seed says."""
+        run = functools.partial(self._run, library="diffbit_ops_emulated", DIFFBIT_EMULATE_SEED=str(seed))
+        return run(nodes, "1", "CUDAExecutionProvider")
+
+    def _run(self, nodes: Iterable[Node], *arguments: str, **call: str) -> dict[str, list[np.ndarray] | str]:
         with tempfile.TemporaryDirectory() as folder:
             recorded, results = Path(folder) / "nodes", Path(folder) / "results"
             recorded.write_bytes(b"".join(map(_recorded, nodes)))
-            done = self._call(str(recorded), str(results), str(threads), DIFFBIT_ISA=isa)
+            done = self._call(str(recorded), str(results), *arguments, **call)
             found = _results(results.read_bytes()) if results.exists() else {}
             if done.returncode != 0 or done.stderr:
                 last = list(found)[-1] if found else "none"
@@ -134,7 +144,8 @@ def build(kind: str) -> Build:
     missing = [package for tool, package in tools.items() if not shutil.which(tool)]
     if missing:
         skip(f"needs apt-get install --no-install-recommends {' '.join(missing)}")
-    return Build(_built(kind, options, "diffbit_ops", "diffbit_host"), tuple(runner))
+    targets = ["diffbit_ops", "diffbit_host", *(["diffbit_ops_emulated"] if kind == "sanitized" else [])]
+    return Build(_built(kind, options, *targets), tuple(runner))
 
 
 @functools.cache

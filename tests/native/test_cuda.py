@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import re
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from diffbit.runtime import cuda
+from diffbit.runtime import cuda, native
 
 from .host import ROOT
 
 API = (ROOT / "csrc" / "cuda" / "api.h").read_text()
+MAGIC = struct.pack("<I", 0xBA55ED50)  # of a fat binary
 KINDS = {"void*": ctypes.c_void_p, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
 
 
@@ -27,3 +34,55 @@ def test_structures_are_those_of_the_header(op: type[cuda.Op]) -> None:
 def test_every_op_of_the_header_has_a_structure() -> None:
     found = set(re.findall(r"DIFFBIT_CUDA_API const char\* diffbit_cuda_(\w+)\(const Diffbit(\w+)\*", API))
     assert found == {(op.name, op.__name__) for op in cuda.Op.__subclasses__()}
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    """The library, where it is an ELF file."""
+    path = native.library()
+    if path is None or sys.platform != "linux" or not shutil.which("readelf"):
+        pytest.skip("needs the native library, Linux and binutils")
+    return path
+
+
+def readelf(*arguments: str | Path) -> str:
+    return subprocess.run(["readelf", "--wide", *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def test_exports_nothing_else(library: Path) -> None:
+    defined = [line.split() for line in readelf("--dyn-syms", library).splitlines() if " DEFAULT " in line]
+    names = {words[7] for words in defined if words[6] != "UND"}
+    wanted = {"RegisterCustomOps", "diffbit_isas", "diffbit_cuda_architectures"}
+    if native.cuda_architectures():
+        wanted |= {f"diffbit_cuda_{op.name}{end}" for op in cuda.Op.__subclasses__() for end in ("", "_workspace")}
+    assert names == wanted
+
+
+def test_needs_neither_cuda_nor_torch_nor_onnx_runtime(library: Path) -> None:
+    """So it loads on machines without a GPU; CUDA's runtime is in it, and finds the driver when it is first asked."""
+    needed = re.findall(r"\(NEEDED\).*\[(.+?)\.so", readelf("--dynamic", library))
+    assert "libc" in needed and not {name for name in needed if re.search("cuda|torch|onnx|nvidia", name)}, needed
+
+
+def fat_binaries(data: bytes) -> Iterator[tuple[str, int]]:
+    """Kind and architecture of each piece of code that nvcc put into a library: ("ptx", 80), ("elf", 90), ..."""
+    at = data.find(MAGIC)
+    while at >= 0:
+        _, _, header, size = struct.unpack_from("<IHHQ", data, at)
+        at += header
+        end = at + size
+        while at < end:
+            kind, _, header, size, _, _, _, architecture = struct.unpack_from("<HHIQIIII", data, at)
+            yield {1: "ptx", 2: "elf"}[kind], architecture
+            at += header + size
+        at = data.find(MAGIC, at)
+
+
+def test_holds_code_for_the_architectures_that_it_names(library: Path) -> None:
+    names = native.cuda_architectures()
+    if not names:
+        pytest.skip("the library was built without CUDA")
+    found = list(fat_binaries(library.read_bytes()))
+    assert {number for kind, number in found if kind == "elf"} == {int(name.rstrip("a")) for name in names}
+    for_newer = {int(names[0])} if names[0].isdigit() else set()
+    assert {number for kind, number in found if kind == "ptx"} == for_newer

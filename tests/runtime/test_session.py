@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import ctypes
 import json
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -205,8 +208,10 @@ def test_devices_and_threads(tmp_path: Path) -> None:
         Session(folder, threads=0)
 
 
-def _fake_ort(available: list[str], active: list[str], stray: list[str]) -> SimpleNamespace:
-    """onnxruntime as a GPU wheel shows itself."""
+def _fake_ort(
+    available: list[str], active: list[str], stray: list[str], error: str | None = None, file: str = "nowhere"
+) -> SimpleNamespace:
+    """onnxruntime as a GPU wheel shows itself, installed at `file`; `error`: what making a session ends in."""
     nodes = [SimpleNamespace(op_type=op) for op in stray]
     session = SimpleNamespace(
         get_providers=lambda: active,
@@ -214,10 +219,18 @@ def _fake_ort(available: list[str], active: list[str], stray: list[str]) -> Simp
             SimpleNamespace(ep_name="CPUExecutionProvider", get_nodes=lambda: nodes)
         ],
     )
+
+    def make(*args: object, **options: object) -> SimpleNamespace:
+        if error is not None:
+            raise RuntimeError(error)
+        return session
+
     return SimpleNamespace(
         __version__="1.0",
+        __file__=file,
         SessionOptions=lambda: SimpleNamespace(add_session_config_entry=lambda key, value: None),
-        InferenceSession=lambda *args, **options: session,
+        InferenceSession=make,
+        set_default_logger_severity=lambda level: None,
         get_available_providers=lambda: available,
         preload_dlls=lambda: print("Failed to load libcublas"),
     )
@@ -230,7 +243,7 @@ BOTH = ["CUDAExecutionProvider", "CPUExecutionProvider"]
     ("available", "active", "stray", "message"),
     [
         (BOTH[1:], BOTH[1:], [], r"the installed wheel has CPUExecutionProvider: .*diffbit\[gpu\]"),
-        (BOTH, BOTH[1:], [], r"could not start its CUDAExecutionProvider \(it offers CPUExecutionProvider\)"),
+        (BOTH, BOTH[1:], [], "cannot start its CUDAExecutionProvider: .*run with device cpu"),
         (BOTH, BOTH, ["Shape", "MatMulNBits"], "on the CPU: MatMulNBits;"),
         (BOTH, BOTH, ["Shape", "Gather"], None),
     ],
@@ -250,6 +263,144 @@ def test_cuda_asked_for_is_cuda_or_an_error(
         with pytest.raises(DiffbitError, match=message):
             providers.open_session(Path("model.onnx"), "cuda", None)
     assert capsys.readouterr().out == ""
+
+
+def _compiled(source: str, library: Path, *options: str) -> None:
+    library.parent.mkdir(exist_ok=True)
+    command = ["c++", "-x", "c++", "-", "-shared", "-fPIC", "-o", str(library), "-x", "none", *options]
+    subprocess.run(command, input=source, text=True, check=True)
+
+
+@pytest.fixture
+def gpu_wheel(tmp_path: Path) -> str:
+    """Where a module would lie whose CUDA provider needs libgpumath.so.7, which is there, and a driver."""
+    if sys.platform != "linux" or not shutil.which("c++"):
+        pytest.skip("needs Linux and a C++ compiler")
+    capi = tmp_path / "onnxruntime" / "capi"
+    capi.parent.mkdir()
+    math = capi / "libgpumath.so.7"
+    _compiled('extern "C" int multiply() { return 1; }', math, "-Wl,-soname,libgpumath.so.7")
+    _compiled('extern "C" int host() { return 1; }', capi / "libonnxruntime_providers_shared.so")
+    _compiled(
+        'extern "C" int multiply(); extern "C" int host(); int both() { return multiply() + host(); }',
+        capi / "libonnxruntime_providers_cuda.so",
+        str(math),
+        "-Wl,-rpath,$ORIGIN",
+    )
+    return str(capi.parent / "__init__.py")
+
+
+def test_the_missing_library_is_named(gpu_wheel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (Path(gpu_wheel).parent / "capi" / "libgpumath.so.7").unlink()
+    monkeypatch.setattr(providers, "onnxruntime", lambda: _fake_ort(BOTH, BOTH[1:], [], file=gpu_wheel))
+    message = (
+        r"cannot start its CUDAExecutionProvider: libgpumath\.so\.7 is missing: pip install 'diffbit\[gpu\]' brings"
+    )
+    with pytest.raises(DiffbitError, match=message):
+        providers.open_session(Path("model.onnx"), "cuda", None)
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (None, r"libcuda\.so\.1 is missing, which comes with the NVIDIA driver: install the driver"),
+        (100, r"the NVIDIA driver, which is for CUDA 12\.4, says: no CUDA-capable device is detected"),
+    ],
+)
+def test_what_the_driver_says(
+    status: int | None, message: str, gpu_wheel: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    open_library = ctypes.CDLL
+    driver = tmp_path / "driver" / "libdriver.so"
+    said = "no CUDA-capable device is detected"
+    _compiled(
+        f"""extern "C" int cuInit(unsigned) {{ return {status or 0}; }}
+        extern "C" int cuGetErrorString(int, const char** out) {{ *out = "{said}"; return 0; }}
+        extern "C" int cuDriverGetVersion(int* out) {{ *out = 12040; return 0; }}""",
+        driver,
+    )
+
+    def fake(name: str, *mode: int) -> ctypes.CDLL:
+        if name != "libcuda.so.1":
+            return open_library(name, *mode)
+        if status is None:
+            raise OSError("libcuda.so.1: cannot open shared object file: No such file or directory")
+        return open_library(str(driver))
+
+    monkeypatch.setattr(providers.ctypes, "CDLL", fake)
+    error = (
+        "CUDA failure 100: no CUDA-capable device is detected ; GPU=0 ; hostname=here ; file=cuda_execution_provider.cc"
+    )
+    fakes = [_fake_ort(BOTH, BOTH[1:], [], file=gpu_wheel), _fake_ort(BOTH, BOTH, [], error, gpu_wheel)]
+    for ort in fakes:  # it falls back, or it refuses
+        monkeypatch.setattr(providers, "onnxruntime", lambda ort=ort: ort)
+        with pytest.raises(DiffbitError, match=message):
+            providers.open_session(Path("model.onnx"), "cuda", None)
+
+
+def test_a_model_larger_than_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = (
+        "[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : Failed to allocate memory for requested buffer of size 4294967296"
+    )
+    monkeypatch.setattr(providers, "onnxruntime", lambda: _fake_ort(BOTH, BOTH, [], said))
+    with pytest.raises(DiffbitError, match=r"^model\.onnx: does not fit into the memory of device cuda$"):
+        providers.open_session(Path("model.onnx"), "cuda", None)
+
+
+def test_a_device_without_room_for_a_call(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session(artifact, threads=1)
+
+    def full(binding: object) -> None:
+        raise RuntimeError("CUDA failure 2: out of memory ; GPU=0\nand more lines")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "_session", SimpleNamespace(run_with_iobinding=full))
+        with pytest.raises(DiffbitError, match="has no memory left for a call with 3 new tokens after 0 cached ones; "):
+            session.prefill([PROMPT[:3]])
+    np.testing.assert_allclose(session.prefill([PROMPT])[0], TOY.logits(PROMPT)[-1], atol=1e-4)
+
+
+def test_a_device_without_room_for_the_cache(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session(artifact, threads=1)
+
+    def full(*args: object) -> None:
+        raise RuntimeError("CUDA failure 2: out of memory ; GPU=0")
+
+    fake = SimpleNamespace(OrtValue=SimpleNamespace(ortvalue_from_numpy=full))
+    monkeypatch.setattr("diffbit.runtime.session.onnxruntime", lambda: fake)
+    with pytest.raises(DiffbitError, match=r"a cache of .* tokens does not fit into memory"):
+        session.prefill([PROMPT])
+
+
+@pytest.mark.parametrize(
+    ("device", "native", "architectures", "registered"),
+    [
+        ("cuda", True, ["90a"], True),
+        ("cuda", False, ["90a"], False),
+        ("cuda", True, [], False),
+        ("cpu", True, [], True),
+    ],
+)
+def test_which_device_gets_the_library(
+    device: str,
+    native: bool,
+    architectures: list[str],
+    registered: bool,
+    artifact: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernels of a device that the library has none for would be refused: its operators run as bodies."""
+    given: list[Path | None] = []
+
+    def on_the_cpu(model: Path, device: str, threads: int | None, library: Path | None = None) -> object:
+        given.append(library)
+        return providers.open_session(model, "cpu", threads)
+
+    monkeypatch.setattr("diffbit.runtime.session.open_session", on_the_cpu)
+    monkeypatch.setattr("diffbit.runtime.session.native_library", lambda: Path("libdiffbit_ops.so"))
+    monkeypatch.setattr("diffbit.runtime.session.cuda_architectures", lambda: architectures)
+    session = Session(artifact, device, threads=1, native=native)
+    assert session.native == registered and given == [Path("libdiffbit_ops.so") if registered else None]
 
 
 def test_placement_is_read_from_a_real_session(tmp_path: Path) -> None:
