@@ -134,6 +134,8 @@ class NBits:
         provider = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}[device]
         if provider not in onnxruntime.get_available_providers():
             raise ImportError(f"this onnxruntime {onnxruntime.__version__} has no {provider}")
+        if device == "cuda":
+            onnxruntime.preload_dlls()
         self.rows, self.count, self.device = rows, count, device
         generator = torch.Generator().manual_seed(0)
         codes = torch.randint(1 << bits, (rows, columns), generator=generator, dtype=torch.uint8)
@@ -145,18 +147,24 @@ class NBits:
             options.log_severity_level = 3
             if device == "cuda":  # a node that CUDA has no kernel for would run on the CPU without a word
                 options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-            for self.graph in (True, False):
+            self._make_options = onnxruntime.RunOptions
+            for self.graph in (True, False) if device == "cuda" else (False,):
                 settings = {"user_compute_stream": str(stream)} | ({"enable_cuda_graph": "1"} if self.graph else {})
+                providers = [(provider, settings if device == "cuda" else {})]
                 try:
-                    providers = [(provider, settings if device == "cuda" else {})]
-                    self._session = onnxruntime.InferenceSession(str(path), options, providers=providers)
+                    # It falls back to other providers with a message only, and from one that did not start without one
+                    self._session = onnxruntime.InferenceSession(
+                        str(path), options, providers=providers, enable_fallback=0
+                    )
+                    if provider not in self._session.get_providers():
+                        raise ImportError(f"onnxruntime {onnxruntime.__version__} could not start its {provider}")
+                    (run,) = self.products(torch.ones(1, columns, dtype=torch.float16, device=device)).calls
+                    for _ in range(3):  # the second or third makes the graph
+                        run()
                     break
                 except Exception:
                     if not self.graph:
                         raise
-        if provider not in self._session.get_providers():  # it falls back to the CPU with a warning only
-            raise ImportError(f"onnxruntime {onnxruntime.__version__} could not start its {provider}")
-        self._make_options = onnxruntime.RunOptions
 
     def products(self, x: Tensor) -> Contender:
         """x float16 [M, K]."""

@@ -2,7 +2,8 @@
 // the same on a CPU).
 //
 // What past holds is copied into present where they are not one memory; from then on everything is in place. A part has
-// at most FEW_STEPS steps, which with grids all see the same tokens settled; attention_decode.cu takes it.
+// at most FEW_STEPS steps, which with grids all see the same tokens settled; attention_decode.cu takes it. A call with
+// more steps that attention_prefill.cu takes is not cut.
 #include "attention.h"
 
 namespace diffbit::cuda {
@@ -180,6 +181,8 @@ Part part_at(const Attention& a, int64_t first) {
   return part;
 }
 
+bool prefills(const Attention& a) { return a.steps > FEW_STEPS && prefill_takes(a); }
+
 const char* refused(const Attention& a) {
   const bool grids = on_grids(a);
   if (a.d < 2 || a.d % 2 || a.d > ATTENTION_MOST_D)
@@ -196,6 +199,7 @@ const char* refused(const Attention& a) {
 
 size_t diffbit_cuda_attention_workspace(const DiffbitAttention* op) {
   using namespace diffbit::cuda;
+  if (prefills(*op)) return prefill_workspace(*op);
   size_t most = 0;
   for (Part part{0, 0}; part.first < op->steps; part.first += part.steps) {
     part = part_at(*op, part.first);
@@ -212,6 +216,10 @@ const char* diffbit_cuda_attention(const DiffbitAttention* op, void* workspace, 
   for (const bool keys : {true, false})
     if (const char* wrong = copy_past(*op, keys, stream)) return wrong;
   if (!op->batch || !op->steps) return nullptr;
+  if (prefills(*op)) {
+    if (const char* wrong = append(*op, Part{0, op->steps}, stream)) return wrong;
+    return prefill(*op, workspace, stream);
+  }
   for (Part part{0, 0}; part.first < op->steps; part.first += part.steps) {
     part = part_at(*op, part.first);
     if (!decode_appends(*op))

@@ -105,6 +105,14 @@ __device__ __forceinline__ float exp2_approx(float x) {
 #endif
 }
 
+/// x, as if it were unknown: what was derived from it before is not kept in registers for what comes.
+__device__ __forceinline__ unsigned anew(unsigned x) {
+#ifdef __CUDACC__
+  asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
+
 // ---- memory --------------------------------------------------------------------------------------------------------
 
 /// The block's dynamic shared memory, aligned to 128 bytes.

@@ -302,7 +302,6 @@ CUDA_ATTENTION_CASES = [
     replace(_V1, name="bf16_decode", steps=1, past=300, beyond=5, d=64, dtype=_BF16, seed=120),
     replace(_V1, name="bf16_first_token", steps=1, past=0, beyond=5, d=64, dtype=_BF16, seed=121),
     replace(_V1, name="bf16_sixteen", steps=1, past=16, d=64, dtype=_BF16, seed=122),
-    replace(_V1, name="bf16_prefill", steps=19, past=5, d=64, dtype=_BF16, seed=123),
     replace(_V1, name="bf16_eight_steps_left", steps=8, past=71, d=32, dtype=_BF16, padding="left", batch=2, seed=124),
     replace(_V1, name="bf16_right", steps=2, past=64, d=64, dtype=_BF16, padding="right", batch=2, beyond=0, seed=125),
     replace(_V1, name="bf16_d128", steps=1, past=150, d=128, dtype=_BF16, beyond=3, seed=126),
@@ -328,6 +327,28 @@ CUDA_ATTENTION_CASES = [
     _low("int4_bf16_window0", 4, 4, steps=5, past=92, d=64, window=0, dtype=_BF16, beyond=0, seed=146),
     _low("v2_int4_bf16_d128", 4, 4, base=_V2, steps=1, past=200, d=128, heads=4, kv_heads=2, dtype=_BF16, seed=147),
     _low("softmax_int4_fp16", 4, 4, base=_SOFTMAX, steps=1, past=290, d=64, dtype=torch.float16, seed=148),
+]
+
+# Many tokens of 16 bits: blocks of 64 or 128 queries, steps of 32 keys, and their edges
+_FP16 = torch.float16
+PREFILL_CASES = [
+    replace(_V1, name="v1_d64", steps=40, d=64, heads=1, dtype=_BF16, seed=150),
+    replace(_V1, name="v1_d64_fp16", steps=9, past=5, d=64, heads=1, dtype=_FP16, seed=151),
+    replace(_V1, name="v1_d64_past", steps=19, past=5, d=64, dtype=_BF16, seed=123),
+    replace(_V1, name="v1_d64_two_blocks", steps=135, d=64, heads=1, dtype=_BF16, beyond=0, seed=152),
+    replace(_V1, name="v1_d64_past_left", steps=33, past=31, d=64, batch=2, dtype=_FP16, padding="left", seed=153),
+    replace(_V1, name="v1_d64_gqa4", steps=32, past=32, d=64, heads=8, kv_heads=4, dtype=_BF16, beyond=7, seed=154),
+    replace(_V1, name="v1_d64_token_lambda", steps=17, d=64, token_lambda=True, norm_eps=0.0, dtype=_FP16, seed=155),
+    replace(_V1, name="v1_d128", steps=17, d=128, heads=1, dtype=_FP16, seed=156),
+    replace(_V1, name="v1_d128_two_blocks", steps=66, past=70, d=128, heads=1, dtype=_BF16, beyond=3, seed=157),
+    replace(
+        _V1, name="v1_d128_gqa2_right", steps=20, d=128, kv_heads=2, batch=2, dtype=_BF16, padding="right", seed=158
+    ),
+    replace(_V2, name="v2_d64", steps=70, past=1, d=64, heads=4, kv_heads=2, dtype=_FP16, seed=159),
+    replace(_V2, name="v2_d64_left", steps=35, d=64, batch=2, dtype=_BF16, padding="left", seed=160),
+    replace(_V2, name="v2_d128", steps=65, past=60, d=128, heads=3, dtype=_BF16, beyond=4, seed=161),
+    replace(_SOFTMAX, name="softmax_d64", steps=131, d=64, dtype=_BF16, seed=162),
+    replace(_SOFTMAX, name="softmax_d128", steps=66, past=33, d=128, dtype=_FP16, batch=2, padding="left", seed=163),
 ]
 
 

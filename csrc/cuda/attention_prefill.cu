@@ -1,0 +1,566 @@
+// Differential attention over many new tokens, with tensor cores: both softmaxes of a head in one kernel (arXiv
+// 2205.14135 and 2307.08691 for the streaming of keys; eq. 1-3 of 2410.05258 for the difference).
+//
+// A block owns ROWS queries of one head and streams the keys and values that they see through shared memory, 32 tokens
+// a step. Its warps work in pairs. The warps of a pair own the same rows; warp b of a pair computes
+//     S = Q_b K_b^T, the running maximum, P_b = exp(S - maximum)           of branch b, all 32 keys
+//     O_0 += P_0 V_b,  O_1 += P_1 V_b                                      of both branches, half of the columns of V
+// and the two give each other their P through shared memory. So a value is read from there once for both branches, the
+// difference is formed in registers at the end, and d = 128 needs no more registers than d = 64. (The difference cannot
+// be summed up as it goes: either branch's maximum may still grow.) With one branch there are no pairs: a warp does it
+// all by itself.
+//
+// The widest kinds (version 1, value 2d wide), a warp and a step; MMA is of 16 x 8 x 16:
+//     d     rows a warp   registers: O   Q   S   P    MMA   read from shared memory       ROWS   from L2 a block
+//     64    32                      128  32  32   -    96   4 KB of K, 4 of V, 4 of P     128    16 KB
+//     128   16                      128  32  16   8    96   8 KB of K, 8 of V, 1 of P      64    32 KB
+// Shared memory gives 128 bytes a cycle; a multiprocessor takes 2 cycles for an MMA on sm_80, about 1.6 on sm_90. So
+// on sm_90 the 8 warps need 1230 cycles for their products and 770 (d = 64) or 1090 (128) for what they read. With a
+// warp for each branch and all columns of V it would be 770 and 1540, with both branches in one warp 1020 and 1540. 64
+// rows a block at d = 128 are what the registers hold: 96 operations for a byte from L2, where d = 64 has 192.
+//
+// A step's scores are computed one step ahead: S(i + 1) = Q K(i + 1) first, then O += P(i) V(i) with the softmax of
+// S(i + 1) in between, so that each warp has work for the tensor cores and for the other units at the same time. This
+// also makes one barrier a step enough: it says that K(i + 1) and V(i) have come, that P(i) is written, and that the
+// slots of K(i) and V(i - 1) may be filled.
+//
+// What P is relative to follows the maximum only where scores grow by more than 2^8 (P in float16 or bfloat16 is as
+// precise at 256 as at 1, and sums are float32): after the first steps O is hardly ever rescaled.
+//
+// Which keys padding hides is found out once, by a kernel of its own, as a bit for each key: a step whose 32 bits are
+// ones and that lies below the diagonal is not masked; those before the first one and behind the last row's are not
+// read. Blocks with the most keys start first.
+#include "attention.h"
+#include "device.h"
+
+namespace diffbit::cuda {
+namespace {
+
+constexpr int KEYS = 32;         // of a step, and of a word of the mask
+constexpr int MOST_STAGES = 4;   // steps on their way, one of them being worked on
+constexpr float LATE = 8;        // log2 of how far scores may exceed what P is relative to
+constexpr float LEAST = -1e30f;  // what P is relative to where no key was seen: far below all scores, and no infinity
+
+struct Prefill {
+  const void *query, *keys, *values;  // [B, S, n*H*d]; present caches [B, Hk, capacity, d]
+  const float *lambda, *cos, *sin;
+  const int64_t* positions;
+  const uint32_t* seen;  // [B, words]: bit k % 32 of word k / 32 is 1 where the mask shows key k
+  void* out;
+  int64_t capacity_keys, capacity_values, rotations;  // rows of cos and sin
+  int steps, past, heads, kv_heads, shared, words, stages;  // `shared` heads read one kv head
+  bool lambda_per_token;
+  float scale, norm_eps;  // scale times log2(e)
+};
+
+template <class T_, int D_, bool WIDE, int BRANCHES_>
+struct Shape {
+  using T = T_;
+  static constexpr int D = D_, BRANCHES = BRANCHES_, WIDTH = WIDE ? 2 : 1;
+  static constexpr int WARPS = BRANCHES == 2 ? 8 : 4, THREADS = 32 * WARPS;
+  static constexpr int TILES = D == 64 ? 2 : 1;                         // of 16 rows, a warp
+  static constexpr int ROWS = WARPS / BRANCHES * TILES * 16;            // a block
+  static constexpr int COLUMNS = WIDTH * D / BRANCHES;                  // of O, a warp
+  static constexpr int SIDE = WIDTH * KEYS * D * 2;                     // bytes of a step's keys, or its values
+  static constexpr int FRAGMENTS = TILES * KEYS / 16;                   // of P, a warp
+  static constexpr int SHARES = BRANCHES == 2 ? WARPS * FRAGMENTS * 32 * 16 : 0;  // bytes of all P of a step
+  static constexpr bool HELD = BRANCHES == 1 || TILES == 1;  // a warp's own P stays in registers, too
+  static constexpr int NOTES = BRANCHES == 2 ? WARPS * TILES * 16 * 4 : 0;        // bytes of a number per row
+  static constexpr size_t bytes(int stages) { return size_t(stages) * 2 * SIDE + 2 * (SHARES + NOTES); }
+};
+
+/// Mask words: word w of row b says which of the keys 32 w ... 32 w + 31 are there and not hidden.
+__global__ void see(const int64_t* mask, int64_t total, int words, uint32_t* seen) {
+  const int64_t key = int64_t{blockIdx.x} * blockDim.x + threadIdx.x, b = blockIdx.y;
+  const uint32_t word = __ballot_sync(0xffffffffu, key < total && mask[b * total + key] != 0);
+  if (threadIdx.x % 32 == 0 && key / 32 < words) seen[b * words + key / 32] = word;
+}
+
+/// A block's keys or values on their way into shared memory, step by step. There, a row's 16-byte piece c lies at
+/// c ^ row % 8, so that 8 rows' pieces c lie in different banks.
+template <class S>
+struct Stream {
+  static constexpr int PIECES = S::D / 8, ROWS = S::THREADS / PIECES;  // of a sub-head, a pass of the threads
+  static_assert(KEYS % ROWS == 0 && ROWS % 8 == 0);
+
+  const unsigned char* from;
+  int64_t sub_head;  // bytes from one to the next
+  int left;          // tokens that are still to come
+
+  __device__ __forceinline__ Stream(const void* rows, int64_t first_sub_head, int64_t capacity, int begin, int total)
+      : from(static_cast<const unsigned char*>(rows) + (first_sub_head * capacity + begin) * (S::D * 2)),
+        sub_head(capacity * (S::D * 2)),
+        left(total - begin) {}
+
+  /// Starts the copies of the next 32 tokens, zeros where there are fewer.
+  __device__ __forceinline__ void next(unsigned char* step) {
+    const unsigned thread = threadIdx.x, row = thread / PIECES, to = thread % PIECES ^ row % 8;
+#pragma unroll
+    for (int pass = 0; pass < S::WIDTH * KEYS / ROWS; ++pass) {
+      const int down = pass * ROWS % KEYS;
+      copy_async16(step + row * S::D * 2 + to * 16 + pass * ROWS * S::D * 2,
+                   from + pass * ROWS / KEYS * sub_head + down * S::D * 2 + thread * 16,
+                   static_cast<int>(row) + down < left);
+    }
+    from += KEYS * S::D * 2;
+    left -= KEYS;
+  }
+};
+
+/// x, which is the same in all lanes, so that the compiler knows.
+__device__ __forceinline__ int of_warp(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+__device__ __forceinline__ void wait_for_all_but(int groups) {
+  if (groups == 0) copy_async_wait<0>();
+  else if (groups == 1) copy_async_wait<1>();
+  else if (groups == 2) copy_async_wait<2>();
+  else copy_async_wait<MOST_STAGES - 1>();
+}
+
+/// The sum or the maximum over the four lanes that hold a row.
+__device__ __forceinline__ float sum_of_row(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+__device__ __forceinline__ float maximum_of_row(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+__device__ __forceinline__ void copy(const uint4& from, uint32_t (&to)[4]) {
+  to[0] = from.x, to[1] = from.y, to[2] = from.z, to[3] = from.w;
+}
+__device__ __forceinline__ void copy(const uint32_t (&from)[4], uint32_t (&to)[4]) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) to[e] = from[e];
+}
+
+/// What a warp holds. Rows: lane 4 g + t has of tile m the rows g (half 0) and g + 8 (half 1).
+template <class S>
+struct Warp {
+  using T = typename S::T;
+  static constexpr int D = S::D, TILES = S::TILES, BRANCHES = S::BRANCHES;
+
+  const Prefill& a;
+  unsigned lane;
+  int warp, branch;  // `branch` is also the half of the value's columns
+  int first_row;           // of this warp: counted from the first new token
+  uint32_t q[TILES][D / 16][4];
+  float s[TILES][KEYS / 8][4];
+  uint32_t p[TILES][KEYS / 16][4];  // of this warp's branch
+  float o[BRANCHES][TILES][S::COLUMNS / 8][4];  // of this warp's branch, then of the other one
+  // Of each row: log2 of what P is relative to, the sum of P, and what the last step multiplied that by
+  float reference[TILES][2], total[TILES][2], change[TILES][2];
+
+  __device__ __forceinline__ explicit Warp(const Prefill& a_) : a(a_) {
+    lane = threadIdx.x % 32;
+    warp = of_warp(static_cast<int>(threadIdx.x / 32));
+    branch = BRANCHES == 2 ? warp % 2 : 0;
+    first_row = static_cast<int>(gridDim.y - 1 - blockIdx.y) * S::ROWS + warp / BRANCHES * TILES * 16;
+#pragma unroll
+    for (int m = 0; m < TILES; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        reference[m][half] = LEAST;
+        total[m][half] = 0;
+        change[m][half] = 1;
+      }
+#pragma unroll
+    for (int b = 0; b < BRANCHES; ++b)
+#pragma unroll
+      for (int m = 0; m < TILES; ++m)
+#pragma unroll
+        for (int n = 0; n < S::COLUMNS / 8; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) o[b][m][n][e] = 0;
+  }
+
+  __device__ __forceinline__ int row(int m, int half) const {
+    return first_row + m * 16 + half * 8 + static_cast<int>(lane / 4);
+  }
+
+  /// The queries, rotated in float32. Rows behind the last token are zeros.
+  __device__ __forceinline__ void load_queries(int64_t b, int head) {
+#pragma unroll
+    for (int m = 0; m < TILES; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const bool there = row(m, half) < a.steps;
+        const int64_t token = b * a.steps + (there ? row(m, half) : 0), wanted = a.positions[token];
+        const bool known = wanted >= 0 && wanted < a.rotations;
+        const int64_t position = known ? wanted : 0;
+        const auto* x = static_cast<const T*>(a.query) + ((token * a.heads + head) * BRANCHES + branch) * D;
+        const float *cos = a.cos + position * (D / 2), *sin = a.sin + position * (D / 2);
+#pragma unroll
+        for (int k = 0; k < D / 32; ++k)
+#pragma unroll
+          for (int eight = 0; eight < 2; ++eight) {
+            const unsigned i = k * 16 + eight * 8 + lane % 4 * 2;
+            const float2 low = unpack2<T>(*reinterpret_cast<const uint32_t*>(x + i));
+            const float2 high = unpack2<T>(*reinterpret_cast<const uint32_t*>(x + i + D / 2));
+            float2 c = *reinterpret_cast<const float2*>(cos + i), s_ = *reinterpret_cast<const float2*>(sin + i);
+            if (!known) c = s_ = make_float2(NAN, NAN);
+            const uint32_t lower = pack2<T>(__fsub_rn(__fmul_rn(low.x, c.x), __fmul_rn(high.x, s_.x)),
+                                            __fsub_rn(__fmul_rn(low.y, c.y), __fmul_rn(high.y, s_.y)));
+            const uint32_t upper = pack2<T>(__fadd_rn(__fmul_rn(high.x, c.x), __fmul_rn(low.x, s_.x)),
+                                            __fadd_rn(__fmul_rn(high.y, c.y), __fmul_rn(low.y, s_.y)));
+            q[m][k][2 * eight + half] = there ? lower : 0;
+            q[m][k + D / 32][2 * eight + half] = there ? upper : 0;
+          }
+      }
+  }
+
+  /// S = Q K^T; `keys` are this branch's.
+  __device__ __forceinline__ void score(const unsigned char* keys) {
+#pragma unroll
+    for (int m = 0; m < TILES; ++m)
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[m][n][e] = 0;
+    const unsigned at = (lane / 16 * 8 + lane % 8) * D * 2 + (lane / 8 % 2 ^ lane % 8) * 16;
+#pragma unroll
+    for (int k = 0; k < D / 16; ++k)
+#pragma unroll
+      for (int n = 0; n < KEYS / 16; ++n) {
+        uint32_t r[4];
+        load_matrix_x4(r, keys + (at ^ k * 32) + n * 16 * D * 2);
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+#pragma unroll
+          for (int m = 0; m < TILES; ++m) mma<T>(s[m][2 * n + e], q[m][k], {r[2 * e], r[2 * e + 1]});
+      }
+  }
+
+  /// Hides of the keys from `first` on those that `word` or their place hides.
+  __device__ __forceinline__ void hide(int first, uint32_t word) {
+    lane = anew(threadIdx.x) % 32;
+#pragma unroll
+    for (int m = 0; m < TILES; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int behind = first + KEYS - 1 - a.past - row(m, half);  // keys that the row does not see yet
+        const uint32_t sees = behind <= 0 ? word : behind < KEYS ? word << behind >> behind : 0;
+        const uint32_t own = sees >> lane % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            if (!(own & 1u << (n * 8 + e))) s[m][n][2 * half + e] = -INFINITY;
+      }
+  }
+
+  /// The first part of the softmax: what P is relative to.
+  __device__ __forceinline__ void follow_maximum() {
+#pragma unroll
+    for (int m = 0; m < TILES; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float x = -INFINITY;
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; ++n) x = fmaxf(x, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+        x = maximum_of_row(x) * a.scale;
+        const bool grown = x > reference[m][half] + LATE;
+        change[m][half] = grown ? exp2_approx(reference[m][half] - x) : 1;
+        if (grown) reference[m][half] = x;
+        total[m][half] *= change[m][half];
+      }
+  }
+
+  /// Its other parts: P of tile m and 16 keys, and its share of the sums.
+  __device__ __forceinline__ void weigh(int m, int k, uint32_t (&next)[4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const float x = exp2_approx(fmaf(s[m][2 * k + n][2 * half], a.scale, -reference[m][half]));
+        const float y = exp2_approx(fmaf(s[m][2 * k + n][2 * half + 1], a.scale, -reference[m][half]));
+        total[m][half] += x + y;
+        next[2 * n + half] = pack2<T>(x, y);
+      }
+    }
+  }
+
+  /// O *= by[branch], where that is not 1 everywhere.
+  __device__ __forceinline__ void rescale(const float (&by)[BRANCHES][TILES][2]) {
+    bool same = true;
+#pragma unroll
+    for (int b = 0; b < BRANCHES; ++b)
+#pragma unroll
+      for (int m = 0; m < TILES; ++m) same = same && by[b][m][0] == 1 && by[b][m][1] == 1;
+    if (__all_sync(0xffffffffu, same)) return;
+#pragma unroll
+    for (int b = 0; b < BRANCHES; ++b)
+#pragma unroll
+      for (int m = 0; m < TILES; ++m)
+#pragma unroll
+        for (int n = 0; n < S::COLUMNS / 8; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) o[b][m][n][e] *= by[b][m][e / 2];
+  }
+
+  /// O += P V for 16 keys and 16 columns; `values` are [32, D] with this warp's columns from `piece` on.
+  __device__ __forceinline__ void mix(const unsigned char* values, int piece, int k, int column,
+                                      const uint32_t (&weights)[BRANCHES][TILES][4]) {
+    const unsigned at = (lane / 8 % 2 * 8 + lane % 8) * D * 2 + (lane / 16 ^ lane % 8) * 16;
+    uint32_t r[4];
+    load_matrix_x4_transposed(r, values + (at ^ (piece + column * 2) * 16) + k * 16 * D * 2);
+#pragma unroll
+    for (int e = 0; e < 2; ++e)
+#pragma unroll
+      for (int b = 0; b < BRANCHES; ++b)
+#pragma unroll
+        for (int m = 0; m < TILES; ++m) mma<T>(o[b][m][2 * column + e], weights[b][m], {r[2 * e], r[2 * e + 1]});
+  }
+};
+
+template <class S>
+__global__ void __launch_bounds__(S::THREADS, 1) attend(const Prefill a) {
+  using T = typename S::T;
+  constexpr int D = S::D, TILES = S::TILES, BRANCHES = S::BRANCHES, WIDTH = S::WIDTH;
+  constexpr int PARTS = KEYS / 16 * (S::COLUMNS / 16);  // of O += P V
+  constexpr int PIECES = 1 + TILES * KEYS / 16;         // of a softmax
+  auto* const keys = shared_memory<unsigned char>();
+  auto* const values = keys + a.stages * S::SIDE;
+  auto* const shares = reinterpret_cast<uint4*>(values + a.stages * S::SIDE);               // [2][WARPS][FRAGMENTS][32]
+  auto* const notes = reinterpret_cast<float*>(values + a.stages * S::SIDE + 2 * S::SHARES);  // [2][WARPS][TILES * 16]
+  const int head = static_cast<int>(blockIdx.x);
+  const int64_t b = blockIdx.z;
+  const int total = a.past + a.steps;
+  const int64_t sub_head = b * a.kv_heads + of_warp(head / a.shared) * WIDTH;
+
+  Warp<S> w(a);
+  const unsigned& lane = w.lane;
+  const int other = w.warp ^ 1;
+  const int first_row = static_cast<int>(gridDim.y - 1 - blockIdx.y) * S::ROWS;
+  const int last_row = min(first_row + S::ROWS, a.steps) - 1;
+  const uint32_t* seen = a.seen + b * a.words;
+  const int end = (a.past + last_row) / KEYS + 1;
+  int begin = 0;
+  while (begin < end && __ldg(seen + begin) == 0) ++begin;
+  const int count = end - begin;
+  Stream<S> of_keys(a.keys, sub_head, a.capacity_keys, begin * KEYS, total);
+  Stream<S> of_values(a.values, sub_head, a.capacity_values, begin * KEYS, total);
+
+  // Numbers per row that the warps of a pair tell each other; lane t of a row tells that of tile t / 2, half t % 2
+  const auto tell = [&](int i, const float (&x)[TILES][2]) {
+    const float low = lane % 2 ? x[0][1] : x[0][0], high = lane % 2 ? x[TILES - 1][1] : x[TILES - 1][0];
+    if (lane % 4 < 2 * TILES)
+      notes[((i & 1) * S::WARPS + w.warp) * (TILES * 16) + lane % 4 * 8 + lane / 4] = lane % 4 < 2 ? low : high;
+  };
+  const auto hear = [&](int i, int of, float (&x)[TILES][2]) {
+#pragma unroll
+    for (int m = 0; m < TILES; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        x[m][half] = notes[((i & 1) * S::WARPS + of) * (TILES * 16) + m * 16 + half * 8 + lane / 4];
+  };
+  const auto share = [&](int i, int of, int m, int k) -> uint4& {
+    return shares[(((i & 1) * S::WARPS + of) * S::FRAGMENTS + m * (KEYS / 16) + k) * 32 + lane];
+  };
+  const int half_of_keys = WIDTH == 2 ? w.branch * KEYS * D * 2 : 0;
+  const auto score = [&](int i, int slot) {
+    const uint32_t word = __ldg(seen + begin + i);
+    const int first = (begin + i) * KEYS;
+    w.score(keys + slot + half_of_keys);
+    if (word != 0xffffffffu || first + KEYS - 1 > a.past + first_row) w.hide(first, word);
+  };
+  // part `piece` of the softmax of step i
+  const auto soften = [&](int i, int piece, uint32_t (&next)[TILES][KEYS / 16][4]) {
+    if (piece == 0) {
+      w.follow_maximum();
+      if (BRANCHES == 2) tell(i, w.change);
+      return;
+    }
+    const int m = (piece - 1) / (KEYS / 16), k = (piece - 1) % (KEYS / 16);
+    uint32_t(&x)[4] = next[m][k];
+    w.weigh(m, k, x);
+    if (BRANCHES == 2) share(i, w.warp, m, k) = make_uint4(x[0], x[1], x[2], x[3]);
+  };
+
+  // The slots of the values of the step before, of the step that is worked on, and of the keys of the next one
+  int before = (a.stages - 1) * S::SIDE, now = 0, after = S::SIDE;
+  if (count > 0) of_keys.next(keys);
+  copy_async_commit();
+  for (int i = 1; i < a.stages; ++i) {
+    if (i < count) of_keys.next(keys + i * S::SIDE);
+    if (i <= count) of_values.next(values + (i - 1) * S::SIDE);
+    copy_async_commit();
+  }
+  w.load_queries(b, head);
+  if (count > 0) {
+    wait_for_all_but(a.stages - 1);
+    __syncthreads();
+    score(0, 0);
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) soften(0, piece, w.p);
+  }
+  for (int i = 0; i < count; ++i) {
+    wait_for_all_but(a.stages - 2);
+    __syncthreads();
+    const bool more = i + 1 < count;
+    if (more) score(i + 1, after);
+    if (i + a.stages < count) of_keys.next(keys + now);
+    if (i + a.stages <= count) of_values.next(values + before);
+    copy_async_commit();
+
+    float change[BRANCHES][TILES][2];
+    if (BRANCHES == 2) {
+      hear(i, w.warp, change[0]);
+      hear(i, other, change[BRANCHES - 1]);
+    } else {
+#pragma unroll
+      for (int m = 0; m < TILES; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) change[0][m][half] = w.change[m][half];
+    }
+    w.rescale(change);
+
+    uint32_t weights[BRANCHES][TILES][4], next[TILES][KEYS / 16][4];
+    const auto mix = [&](int part) {
+      const int k = part / (S::COLUMNS / 16), column = part % (S::COLUMNS / 16);
+      if (column == 0)
+#pragma unroll
+        for (int m = 0; m < TILES; ++m) {
+          if (S::HELD) copy(w.p[m][k], weights[0][m]);
+          else copy(share(i, w.warp, m, k), weights[0][m]);
+          if (BRANCHES == 2) copy(share(i, other, m, k), weights[BRANCHES - 1][m]);
+        }
+      w.mix(values + now + (WIDTH == 2 ? half_of_keys : 0), WIDTH == 1 ? w.branch * (S::COLUMNS / 8) : 0, k, column,
+            weights);
+    };
+    if (more) {
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) {
+        mix(part);
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece)
+          if (piece * PARTS / PIECES + (TILES == 1) == part) soften(i + 1, piece, next);
+      }
+#pragma unroll
+      for (int m = 0; m < TILES; ++m)
+#pragma unroll
+        for (int k = 0; k < KEYS / 16; ++k) copy(next[m][k], w.p[m][k]);
+    } else {
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) mix(part);
+    }
+    before = now, now = after;
+    after = after + S::SIDE == a.stages * S::SIDE ? 0 : after + S::SIDE;
+  }
+
+  w.lane = anew(threadIdx.x) % 32;
+  const int head_again = static_cast<int>(anew(blockIdx.x));
+
+  // Each branch's share of the output, the second one's -lambda; then the sum of squares of a row
+  float by[BRANCHES][TILES][2], squares[BRANCHES][TILES][2];
+#pragma unroll
+  for (int m = 0; m < TILES; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = sum_of_row(w.total[m][half]);
+      by[0][m][half] = sum > 0 ? 1 / sum : 0;
+      if (w.branch == 0) continue;
+      const int64_t token = b * a.steps + min(w.row(m, half), a.steps - 1);
+      by[0][m][half] *= -a.lambda[a.lambda_per_token ? token * a.heads + head_again : head_again];
+    }
+  if (BRANCHES == 2) {
+    tell(count, by[0]);
+    __syncthreads();
+    hear(count, other, by[BRANCHES - 1]);
+  }
+#pragma unroll
+  for (int m = 0; m < TILES; ++m) {
+    squares[0][m][0] = squares[0][m][1] = 0;
+#pragma unroll
+    for (int n = 0; n < S::COLUMNS / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float& x = w.o[0][m][n][e];
+        x *= by[0][m][e / 2];
+        if (BRANCHES == 2) x += w.o[BRANCHES - 1][m][n][e] * by[BRANCHES - 1][m][e / 2];
+        squares[0][m][e / 2] += x * x;
+      }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) squares[0][m][half] = sum_of_row(squares[0][m][half]);
+  }
+  if (BRANCHES == 2) {
+    tell(count + 1, squares[0]);
+    __syncthreads();
+    hear(count + 1, other, squares[BRANCHES - 1]);
+  }
+#pragma unroll
+  for (int m = 0; m < TILES; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = squares[0][m][half] + (BRANCHES == 2 ? squares[BRANCHES - 1][m][half] : 0);
+      const float norm = a.norm_eps > 0 ? rsqrtf(sum / (WIDTH * D) + a.norm_eps) : 1;
+      if (w.row(m, half) >= a.steps) continue;
+      T* const out = static_cast<T*>(a.out) + ((b * a.steps + w.row(m, half)) * a.heads + head_again) * (WIDTH * D) +
+                     w.branch * S::COLUMNS + lane % 4 * 2;
+#pragma unroll
+      for (int n = 0; n < S::COLUMNS / 8; ++n)
+        *reinterpret_cast<uint32_t*>(out + n * 8) =
+            pack2<T>(w.o[0][m][n][2 * half] * norm, w.o[0][m][n][2 * half + 1] * norm);
+    }
+}
+
+template <class S>
+const char* start(const Attention& a, Prefill p, cudaStream_t stream) {
+  for (p.stages = MOST_STAGES; p.stages > 2 && S::bytes(p.stages) > most_shared();) --p.stages;
+  const dim3 grid(static_cast<unsigned>(a.heads), static_cast<unsigned>(divide_up(a.steps, S::ROWS)),
+                  static_cast<unsigned>(a.batch));
+  return launch(attend<S>, grid, dim3(S::THREADS), S::bytes(p.stages), stream, p);
+}
+
+template <class T>
+const char* start_of(const Attention& a, const Prefill& p, cudaStream_t stream) {
+  if (a.d == 64) {
+    if (a.branches == 1) return start<Shape<T, 64, false, 1>>(a, p, stream);
+    return a.wide_value ? start<Shape<T, 64, true, 2>>(a, p, stream) : start<Shape<T, 64, false, 2>>(a, p, stream);
+  }
+  if (a.branches == 1) return start<Shape<T, 128, false, 1>>(a, p, stream);
+  return a.wide_value ? start<Shape<T, 128, true, 2>>(a, p, stream) : start<Shape<T, 128, false, 2>>(a, p, stream);
+}
+
+bool aligned(const void* pointer, uintptr_t to) { return reinterpret_cast<uintptr_t>(pointer) % to == 0; }
+
+}  // namespace
+
+bool prefill_takes(const Attention& a) {
+  const int64_t all_tokens = a.past_length + a.steps;
+  constexpr int64_t MOST = int64_t{1} << 30;  // of what is an int in the kernel
+  return (a.type == ort::FLOAT16 || a.type == ort::BFLOAT16) && a.key_bits == 16 && a.value_bits == 16 &&
+         a.key_type == a.type && a.value_type == a.type && (a.d == 64 || a.d == 128) && a.scale > 0 &&
+         all_tokens < MOST && a.heads < MOST && divide_up(a.steps, 64) < 65536 && a.batch < 65536 &&
+         aligned(a.present_key, 16) && aligned(a.present_value, 16) && aligned(a.query, 4) && aligned(a.out, 4) &&
+         aligned(a.cos, 8) && aligned(a.sin, 8) && most_shared() >= Shape<__half, 64, true, 2>::bytes(2);
+}
+
+size_t prefill_workspace(const Attention& a) {
+  return static_cast<size_t>(a.batch * divide_up(a.past_length + a.steps, KEYS)) * sizeof(uint32_t);
+}
+
+const char* prefill(const Attention& a, void* workspace, cudaStream_t stream) {
+  const int64_t all_tokens = a.past_length + a.steps;
+  Prefill p{};
+  p.query = a.query, p.keys = a.present_key, p.values = a.present_value;
+  p.lambda = static_cast<const float*>(a.lambda);
+  p.cos = static_cast<const float*>(a.cos), p.sin = static_cast<const float*>(a.sin);
+  p.positions = static_cast<const int64_t*>(a.position_ids);
+  p.out = a.out;
+  p.capacity_keys = a.key_capacity, p.capacity_values = a.value_capacity, p.rotations = a.positions;
+  p.steps = static_cast<int>(a.steps), p.past = static_cast<int>(a.past_length);
+  p.heads = static_cast<int>(a.heads), p.kv_heads = static_cast<int>(a.kv_heads), p.shared = static_cast<int>(pairs(a));
+  p.words = static_cast<int>(divide_up(all_tokens, KEYS));
+  p.lambda_per_token = a.lambda_per_token != 0;
+  p.scale = a.scale * 1.44269504f, p.norm_eps = a.norm_eps;
+  uint32_t* const seen = static_cast<uint32_t*>(workspace);
+  p.seen = seen;
+  const dim3 grid(static_cast<unsigned>(divide_up(all_tokens, 256)), static_cast<unsigned>(a.batch));
+  const auto* const mask = static_cast<const int64_t*>(a.attention_mask);
+  if (const char* wrong = launch(see, grid, dim3(256), 0, stream, mask, all_tokens, p.words, seen)) return wrong;
+  return a.type == ort::FLOAT16 ? start_of<__half>(a, p, stream) : start_of<__nv_bfloat16>(a, p, stream);
+}
+
+}  // namespace diffbit::cuda
