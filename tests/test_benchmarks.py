@@ -407,3 +407,33 @@ def test_triton_tiles(tmp_path: Path) -> None:
     rows = json.loads(numbers.read_text())["rows"]
     assert [row["kernel"] for row in rows] == ["forward", "of_keys", "of_queries"]
     assert all(row["wgmma"] and row["fits"] and row["stack"] <= 16 for row in rows)
+
+
+def test_gpu_writes_what_its_parts_say(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole of main, with parts that need no card: rows, tables, what was too late, the exit status."""
+    rows = {
+        "rates": [{"part": "rates", "copy_gb_per_s": 4300, "tflops": 790.0}],
+        "decode": [{"part": "decode", "kv": "bf16", "d": 64, "us": 70.0, "share_percent": 89.1,
+                    "ratio": {"two calls": 1.3}, "targets": {"two calls": {"wanted": 1.4, "reached": False}}}],
+        "model": [{"part": "model", "model": "DIFF", "weights": "int4", "how": "library", "decode_tokens_per_s": 400.0,
+                   "ratio": {"bodies": 9.0}}],
+    }  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "describe", lambda: dict(ABOUT))
+    monkeypatch.setattr(gpu, "prepare", lambda options: subprocess.Popen([sys.executable, "-c", "pass"]))
+    monkeypatch.setattr(gpu, "check", lambda library, draw, limit: {"part": "check", "verdict": "346 passed"})
+    monkeypatch.setattr(gpu, "part_rows", lambda part, library, options, limit: iter(rows[part]))
+    page, numbers = tmp_path / "gpu.md", tmp_path / "out" / "gpu.json"
+    page.write_text("before\n<!-- gpu -->\nNot measured yet.\n<!-- /gpu -->\nafter\n")
+    command = ["gpu.py", "--library", "any.so", "--only", "check", "rates", "decode", "model", "--json", str(numbers)]
+    monkeypatch.setattr(sys, "argv", [*command, "--markdown", str(page)])
+    gpu.main()
+    text = page.read_text()
+    assert text.startswith("before") and text.endswith("after\n") and "Not measured yet" not in text
+    assert "- the tests: 346 passed" in text and "89 %" in text and "1.30x (wanted 1.4)" in text and "9.00x" in text
+    assert [row["part"] for row in json.loads(numbers.read_text())["rows"]] == ["check", "rates", "decode", "model"]
+
+    monkeypatch.setattr(sys, "argv", [*command, "--minutes", "0"])
+    with pytest.raises(SystemExit, match="1"):
+        gpu.main()
+    assert all("not started" in row["wrong"] for row in json.loads(numbers.read_text())["rows"])
