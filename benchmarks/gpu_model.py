@@ -32,6 +32,7 @@ from diffbit.runtime.artifact import MANIFEST, MODEL, manifest_sha256
 
 Row = dict[str, Any]
 DIFF, PLAIN = "DIFF", "Transformer"
+LIBRARY, BODIES = "library", "bodies"
 KINDS = {DIFF: "diffllama", PLAIN: "llama"}
 WEIGHTS: dict[str, tuple[str, ...]] = {  # what `diffbit quantize` is told; fp16: it is not asked
     "fp16": (),
@@ -103,31 +104,39 @@ def prepared(work: Path, plan: Plan) -> dict[tuple[str, str], Path | str]:
 def rows(work: Path, device: str, plan: Plan) -> Iterator[Row]:
     """A row for each model, format of weights, and way to run it."""
     artifacts = prepared(work, plan)
-    found: dict[tuple[str, str, str], Row] = {}
-    for (model, weights), artifact in artifacts.items():
-        for how in ("library", "bodies") if model == DIFF else ("library",):
+    for weights in WEIGHTS:
+        found: dict[tuple[str, str], Row] = {}
+        missing: dict[str, str] = {}
+        for model, how in ((DIFF, LIBRARY), (DIFF, BODIES), (PLAIN, LIBRARY)):
             row: Row = {"part": "model", "model": model, "weights": weights, "how": how, "context": plan.context}
-            if isinstance(artifact, str):
-                yield row | {"wrong": artifact}
-                continue
-            prompt = plan.context - plan.new
-            try:
-                took = bench(artifact, prompt, plan.new, plan.repeats, None, device, how == "library")
-            except Exception as error:
-                yield row | {"wrong": sentence(error)}
-                continue
-            if how == "library" and model == DIFF and not took["native"]:
-                yield row | {"wrong": "the library was not used"}
-                continue
-            row |= {key: round(took[key], 1) for key in ("decode_tokens_per_s", "prefill_tokens_per_s")}
-            row |= {"bytes_per_token": took["bytes_per_token"], "model_mib": round(took["model_bytes"] / 2**20)}
-            found[model, weights, how] = row
-    for (model, weights, how), row in found.items():
-        row["ratio"] = {}
-        for name, other in (("bodies", (DIFF, weights, "bodies")), (PLAIN, (PLAIN, weights, "library"))):
-            if model == DIFF and how == "library" and other in found:
-                row["ratio"][name] = round(row["decode_tokens_per_s"] / found[other]["decode_tokens_per_s"], 2)
-        yield row
+            artifact = artifacts[model, weights]
+            why = artifact if isinstance(artifact, str) else speeds(artifact, device, plan, how == LIBRARY, row)
+            if why is None:
+                found[model, how] = row
+            elif (model, how) == (DIFF, LIBRARY):
+                yield row | {"wrong": why}
+            else:
+                missing[f"{model}, {weights}, {how}"] = why
+        for (model, how), row in found.items():
+            row["ratio"] = {
+                name: round(row["decode_tokens_per_s"] / found[other]["decode_tokens_per_s"], 2)
+                for name, other in ((BODIES, (DIFF, BODIES)), (PLAIN, (PLAIN, LIBRARY)))
+                if (model, how) == (DIFF, LIBRARY) and other in found
+            }
+            yield row | {"missing": missing}
+
+
+def speeds(artifact: Path, device: str, plan: Plan, native: bool, row: Row) -> str | None:
+    """Measures the artifact into `row`; or says why it can't be."""
+    try:
+        took = bench(artifact, plan.context - plan.new, plan.new, plan.repeats, None, device, native)
+    except Exception as error:
+        return sentence(error)
+    if native and not took["native"]:
+        return "the library has no kernels for this device"
+    row |= {key: round(took[key], 1) for key in ("decode_tokens_per_s", "prefill_tokens_per_s")}
+    row |= {"bytes_per_token": took["bytes_per_token"], "model_mib": round(took["model_bytes"] / 2**20)}
+    return None
 
 
 def checkpoint(folder: Path, kind: str, plan: Plan) -> None:
