@@ -62,7 +62,7 @@ from report import command_line, gpu_tables, renew
 from diffbit.runtime import cuda, native
 
 Row = dict[str, Any]
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 BUILD, WORK = ROOT / "build" / "gpu", ROOT / "build" / "gpu_model"
 PARTS = {  # the seconds that each may take
     "check": 150, "rates": 60, "decode": 150, "products": 150, "prefill": 120, "training": 180, "step": 120,
@@ -433,8 +433,10 @@ def verdict(command: list[str], environment: dict[str, str], limit: float, summa
 
 
 def environment_with(library: Path) -> dict[str, str]:
-    """What a child process of ours is given: the library, and diffbit from this checkout."""
-    paths = [str(ROOT), *(entry or os.getcwd() for entry in sys.path)]
+    """What a child process of ours is given: the library, and diffbit from this checkout. Not this folder: others look
+    for a package that is named as a script here."""
+    here = Path(__file__).resolve().parent
+    paths = [str(ROOT), *(entry or os.getcwd() for entry in sys.path if Path(entry).resolve() != here)]
     return os.environ | {native.OVERRIDE: str(library), "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
@@ -504,11 +506,12 @@ def part_rows(part: str, library: Path, options: list[str], limit: float) -> Ite
         yield {"part": part, "wrong": why or f"exit status {status}", "output": "".join(errors)[-3000:]}
 
 
-def prepare(options: list[str]) -> subprocess.Popen[bytes]:
+def prepare(library: Path, options: list[str]) -> subprocess.Popen[bytes]:
     """Makes the models meanwhile, on the CPU; what goes wrong with one shows when it is to be measured."""
     command = [sys.executable, str(Path(__file__).with_name("gpu_model.py")), *options]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+    return subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment_with(library)
+    )
 
 
 def main() -> None:
@@ -545,7 +548,7 @@ def main() -> None:
             yield from sanitize(library, max(60.0, left() / len(SANITIZERS)))
             return
         options = ["--work", str(arguments.work), *(["--quick"] if arguments.quick else [])]
-        preparing = prepare(options) if "model" in arguments.only else None
+        preparing = prepare(library, options) if "model" in arguments.only else None
         for part in arguments.only:
             if part == "model" and preparing is not None:
                 try:

@@ -420,7 +420,7 @@ def test_gpu_writes_what_its_parts_say(gpu: Any, tmp_path: Path, monkeypatch: py
     }  # fmt: skip
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu, "describe", lambda: dict(ABOUT))
-    monkeypatch.setattr(gpu, "prepare", lambda options: subprocess.Popen([sys.executable, "-c", "pass"]))
+    monkeypatch.setattr(gpu, "prepare", lambda library, options: subprocess.Popen([sys.executable, "-c", "pass"]))
     monkeypatch.setattr(gpu, "check", lambda library, draw, limit: {"part": "check", "verdict": "346 passed"})
     monkeypatch.setattr(gpu, "part_rows", lambda part, library, options, limit: iter(rows[part]))
     page, numbers = tmp_path / "gpu.md", tmp_path / "out" / "gpu.json"
