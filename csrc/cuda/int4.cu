@@ -5,35 +5,42 @@
 // rows) are two runs of 256 bytes: [step][row][4]. Lane 4 g + t reads 16 of them, the eight weights of step t of the rows
 // 4 g ... 4 g + 3, a row in each word; low and high nibbles are registers of mma_s8 as they stand: four codes of one row,
 // at the even and the odd k of the step. Which k stands in which of the product's 32 columns is free as long as both
-// matrices agree: the activations are stored as [32 k][row][step][even, odd]. Zero points come in as where the sum starts:
-// minus the sum of the group's q, times 8 or the row's own.
+// matrices agree: the activations are stored to fit. A chunk is 128 of k: q[chunk][half][row][t] has the 16 bytes of step t
+// of two slabs of 32 k, even, odd, even, odd; with it go, of each of its groups, the step a and minus the sum of q, which
+// the zero points are multiplied by.
 //
 // Few rows (M <= 16) are bound by the weight's bytes: 14336 x 4096 are 33 MB with scales, 7.7 us at 4.3 TB/s. A block a
-// multiprocessor has a run of pairs of tiles. Its 16 workers take their groups in turns, copy them six times 0.6 KiB ahead
-// (48 KiB a multiprocessor under way; 4.3 TB/s in 132 parts over 1 us are 33), and put a group's sums into shared memory; M
-// other warps, one a row of activations with a lane for each of the 32 rows of the weight, run s = fma(sum, d a, s) along
-// them, a segment behind: two loads, a product and an fma a group, hidden behind the workers. So K is split over 16 warps
-// and the order of the float sums is still the reference's. Up to eight rows are quantized by each block for itself while
-// its first weights come.
+// multiprocessor has a run of pairs of tiles, whose chunks its 8 workers take in turns, copied three ahead (7 KiB a warp, 58
+// KB a multiprocessor under way; 4.3 TB/s in 132 parts over 1 us are 33). Each lane copies what it will read itself. A
+// chunk is 2.3 KB: some 120 instructions, half of them masks and shifts, 8 products; 1.8 us of issuing for all. Its sums go
+// into shared memory, and M other warps, one a row of activations with a lane for each of the 32 rows of the weight, run
+// s = fma(sum, d a, s) along them, a chunk of each worker behind. So K is split over 8 warps and the order of the float sums
+// is still the reference's. Up to eight rows are quantized by each block for itself while its first weights come.
 //
-// Many rows: a block has 64 rows of activations, quantized before, by 64 PAIRS of the weight, 128 of k at a time, twice
+// Many rows: a block has 64 rows of activations, quantized before, by 64 PAIRS of the weight, a chunk of k at a time, twice
 // buffered; a warp a quarter. A sum starts at the bits of 1.5 * 2^23, so that one subtraction makes a float of it.
 #include "activations.h"
 
 namespace diffbit::cuda {
 namespace {
 
-constexpr int TILE = 16, PAIR = 2 * TILE;  // rows of the weight
-constexpr int SLAB = 32;                   // of k, in one product
+constexpr int TILE = 16, PAIR = 2 * TILE;    // rows of the weight
+constexpr int SLAB = 32;                     // of k, in one product
 constexpr int SLAB_BYTES = SLAB * TILE / 2;  // of a tile
-constexpr int GROUP = 8;                   // rows of activations in a product
-constexpr int WORKERS = 16;
-constexpr int STAGES = 6;
-constexpr int SLOT = 2 * SLAB_BYTES + 2 * PAIR + PAIR;  // codes, scales, zeros of a pair
-constexpr int RING = STAGES * WORKERS * SLOT;
+constexpr int CHUNK_SLABS = 4, CHUNK = CHUNK_SLABS * SLAB;
+constexpr int GROUP = 8;  // rows of activations in a product
+constexpr int WORKERS = 8;
+constexpr int MOST_STAGES = 4, LEAST_STAGES = 2;
+constexpr int CODES = 2 * CHUNK_SLABS * SLAB_BYTES;  // of a pair's chunk
 constexpr float SMALLEST = 1e-30f;
-constexpr int MANY_THREADS = 128, MANY_ROWS = 64, MANY_SLABS = 4;
+constexpr int MANY_THREADS = 128, MANY_ROWS = 64;
 constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: the bits of MAGIC + i are those of MAGIC, plus i, for |i| < 2^22
+
+/// A group of a row of activations.
+struct Step {
+  int32_t minus;  // the sum of q, negated; 8 times that for a weight without zeros
+  float step;     // a
+};
 
 struct Product {
   const void* a;
@@ -43,24 +50,21 @@ struct Product {
   const float* factor;
   void* y;
   // Activations: rows from m on are never written, and their products never stored
-  uint8_t* q;        // [groups * slabs][columns][4][8]
-  int32_t* offsets;  // [groups][columns]: minus the sum of the group's q; 8 times that without zeros
-  float* steps;      // [groups][columns]
+  uint8_t* q;   // [chunks][2][columns][4][16]
+  Step* steps;  // [chunks][columns][4 / slabs]
   int64_t n, tiles, columns;
-  int m, k, groups, slabs;  // slabs of a group
+  int m, k, groups, slabs, chunks;  // slabs of a group
   bool aligned;
 };
 
-/// Quantizes rows first ... first + count - 1 of a, all threads of the block. Row i goes to q + 32 i, offsets + i and steps
-/// + i, of `columns` rows.
+/// Quantizes rows first ... first + count - 1 of a, all threads of the block, as rows 0 ... of `columns` in q and steps.
 template <class T>
-__device__ void quantize(const Product& p, int64_t first, int count, uint8_t* q, int32_t* offsets, float* steps,
-                         int64_t columns) {
+__device__ void quantize(const Product& p, int64_t first, int count, uint8_t* q, Step* steps, int64_t columns) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, each = blockDim.x / 32 / count;
   const int row = warp % count, part = warp / count;
   if (part >= each) return;
   const T* from = static_cast<const T*>(p.a) + (first + row) * p.k;
-  const int lanes = p.slabs * (SLAB / 8), eights = p.groups * lanes;  // lanes of a group
+  const int lanes = p.slabs * (SLAB / 8), eights = p.chunks * (CHUNK / 8);  // lanes of a group
   for (int begin = 32 * part; begin < eights; begin += 32 * each) {
     const int i = begin + lane;
     float x[8];
@@ -78,19 +82,20 @@ __device__ void quantize(const Product& p, int64_t first, int count, uint8_t* q,
     int sum = __dp4a(static_cast<int>(even), 0x01010101, __dp4a(static_cast<int>(odd), 0x01010101, 0));
     for (int with = 1; with < lanes; with *= 2) sum += __shfl_xor_sync(WARP, sum, with);
     if (i >= eights) continue;
-    *reinterpret_cast<uint2*>(q + (i / 4 * columns + row) * SLAB + i % 4 * 8) = make_uint2(even, odd);
+    // i = 16 chunk + 8 half + 4 slab + t
+    *reinterpret_cast<uint2*>(q + (i / 8 * columns + row) * 64 + i % 4 * 16 + i / 4 % 2 * 8) = make_uint2(even, odd);
     if (i % lanes) continue;
-    const int64_t at = i / lanes * columns + row;
-    offsets[at] = (p.zeros ? -1 : -8) * sum;
-    steps[at] = wild ? __int_as_float(0x7fc00000) : zero ? 0.0f : __fdiv_rn(largest, 127.0f);
+    const int groups = CHUNK_SLABS / p.slabs;  // of a chunk
+    steps[(i / 16 * columns + row) * groups + i / lanes % groups] = {
+        (p.zeros ? -1 : -8) * sum, wild ? __int_as_float(0x7fc00000) : zero ? 0.0f : __fdiv_rn(largest, 127.0f)};
   }
 }
 
 /// One row a block, into the workspace.
 template <class T>
-__global__ void __launch_bounds__(256) quantize_rows(const Product p) {
+__global__ void __launch_bounds__(256, 4) quantize_rows(const Product p) {
   const int64_t row = blockIdx.x;
-  quantize<T>(p, row, 1, p.q + row * SLAB, p.offsets + row, p.steps + row, p.columns);
+  quantize<T>(p, row, 1, p.q + row * 64, p.steps + row * (CHUNK_SLABS / p.slabs), p.columns);
 }
 
 __device__ __forceinline__ uint32_t low(uint32_t word) { return word & 0x0f0f0f0fu; }
@@ -99,169 +104,207 @@ __device__ __forceinline__ uint32_t high(uint32_t word) { return word >> 4 & 0x0
 /// Byte i of eight, as a number.
 __device__ __forceinline__ int byte(uint2 eight, int i) { return (i < 4 ? eight.x : eight.y) >> 8 * (i % 4) & 0xff; }
 
-/// The shared memory of a block for few rows.
+/// The shared memory of a block for few rows: the workers' rings [stages][WORKERS] of codes, scales and zeros; then, twice,
+/// [WORKERS][groups of a chunk][m][32] sums and the workers' scales and zeros; then the activations.
 struct Shared {
-  int segment;         // groups
-  size_t sums, scales, q, offsets, steps, size;  // where they start: [2][segment][m][32] float, [2][segment][32] float, ...
+  int stages, slot;
+  int sums, parameters, q, steps;  // where they start
+  size_t size;
 
-  __host__ __device__ Shared(int m, int groups, int slabs, bool fused) : segment(m <= 4 ? 2 * WORKERS : WORKERS) {
-    const size_t part = static_cast<size_t>(2 * segment) * PAIR * sizeof(float), rows = fused ? m : 0;
-    sums = RING;
-    scales = sums + part * m;
-    q = scales + part;
-    offsets = q + rows * groups * slabs * SLAB;
-    steps = offsets + rows * groups * sizeof(int32_t);
-    size = steps + rows * groups * sizeof(float);
+  Shared(int m, const Product& p, bool fused, int stages_) : stages(stages_) {
+    const int groups = CHUNK_SLABS / p.slabs, of_weight = 3 * PAIR * groups, rows = fused ? m : 0;
+    slot = CODES + of_weight;
+    sums = stages * WORKERS * slot;
+    parameters = sums + 2 * WORKERS * groups * m * PAIR * static_cast<int>(sizeof(int32_t));
+    q = parameters + 2 * WORKERS * of_weight;
+    const size_t each = static_cast<size_t>(p.chunks) * rows;
+    steps = static_cast<int>(std::min<size_t>(q + each * CHUNK, INT32_MAX));
+    size = q + each * (CHUNK + groups * sizeof(Step));
   }
+};
+
+/// Which pairs of tiles a block has: `each`, one more in the first `rest` blocks.
+struct Share {
+  int64_t each, rest;
 };
 
 /// m <= 8 GROUPS rows. FUSED: it quantizes them itself (one group), else they are in the workspace. WORKERS warps and one
 /// for each row, 8 of these at most.
-template <class T, int GROUPS, bool FUSED>
-__global__ void __launch_bounds__(32 * (WORKERS + GROUP), 1) few_rows(const Product p) {
+template <class T, int SLABS, int GROUPS, bool FUSED>
+__global__ void __launch_bounds__(32 * (WORKERS + GROUP), 1) few_rows(const Product p, const Shared at, const Share share) {
   static_assert(!FUSED || GROUPS == 1);
+  constexpr int PARTS = CHUNK_SLABS / SLABS;  // groups of a chunk
+  constexpr int SCALES = 2 * PAIR * PARTS, PARAMETERS = 3 * PAIR * PARTS;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int64_t all = (p.tiles + 1) / 2, first_pair = all * blockIdx.x / gridDim.x;
-  const int units = static_cast<int>(all * (blockIdx.x + 1) / gridDim.x - first_pair) * p.groups;
+  const int64_t block = blockIdx.x, first_pair = block * share.each + min(block, share.rest);
+  const int units = static_cast<int>(share.each + (block < share.rest)) * p.chunks;
   const bool worker = warp < WORKERS;
+  const int m = p.m;
 
   unsigned char* shared = shared_memory();
-  const Shared plan(p.m, p.groups, p.slabs, FUSED);
-  float* sums = reinterpret_cast<float*>(shared + plan.sums);
-  float* scales = reinterpret_cast<float*>(shared + plan.scales);
-  unsigned char* ring = shared + warp * SLOT;  // [stage][warp]
+  unsigned char* ring = shared + warp * at.slot;  // [stage][warp]
+  int32_t* sums = reinterpret_cast<int32_t*>(shared + at.sums);
+  unsigned char* parameters = shared + at.parameters;
 
-  // What a worker copies next: slab `copied_slab` of group `copied_group` of a pair, WORKERS groups apart
-  int copied = worker ? warp : units, copied_group = copied % p.groups, copied_slab = 0;
-  int64_t copied_pair = first_pair + copied / p.groups;
+  // What a worker copies next: a chunk of a pair, WORKERS chunks apart. Beyond the last tile: that again, which nobody stores
+  int copied = worker ? warp : units, copied_chunk = copied % p.chunks;
+  int64_t copied_pair = first_pair + copied / p.chunks;
+  const uint8_t *codes = nullptr, *scales = nullptr, *zeros = nullptr;
+  const auto enter = [&] {
+    const auto tile = [&](int half) { return min(2 * copied_pair + half, p.tiles - 1) * p.groups; };
+    codes = p.codes + tile(g / 4) * (SLABS * SLAB_BYTES) + t * (4 * TILE) + g % 4 * 16;
+    scales = p.scales + tile(lane / (2 * PARTS) % 2) * (2 * TILE) + lane % (2 * PARTS) * 16;  // of a chunk and tile 2 PARTS
+    if (p.zeros) zeros = p.zeros + tile(lane / PARTS % 2) * TILE + lane % PARTS * 16;         // and PARTS pieces
+  };
   const auto copy = [&](int stage) {
     if (copied < units) {
-      unsigned char* to = ring + stage * (WORKERS * SLOT);
-      const auto group = [&](int half) {  // beyond the last tile: that again, which nobody stores
-        return min(2 * copied_pair + half, p.tiles - 1) * p.groups + copied_group;
-      };
-      copy_async16(to + 16 * lane,
-                   p.codes + (group(g / 4) * p.slabs + copied_slab) * SLAB_BYTES + t * (4 * TILE) + g % 4 * 16);
-      if (!copied_slab) {
-        if (lane < 4) copy_async16(to + 2 * SLAB_BYTES + 16 * lane, p.scales + group(lane / 2) * (2 * TILE) + lane % 2 * 16);
-        if (p.zeros && lane >= 4 && lane < 6)
-          copy_async16(to + 2 * SLAB_BYTES + 16 * lane, p.zeros + group(lane - 4) * TILE);
+      unsigned char* to = ring + stage * (WORKERS * at.slot) + 16 * lane;
+      const uint8_t* from = codes + static_cast<int64_t>(copied_chunk) * (CHUNK_SLABS * SLAB_BYTES);
+      const int groups = p.groups - copied_chunk * PARTS;  // the last chunk may lack some
+#pragma unroll
+      for (int i = 0; i < CHUNK_SLABS; ++i) {
+        const bool valid = i / SLABS < groups;
+        copy_async16(to + i * (2 * SLAB_BYTES), from + (valid ? i * SLAB_BYTES : 0), valid);
       }
-      if (++copied_slab == p.slabs) {
-        copied_slab = 0;
-        copied += WORKERS;
-        copied_group += WORKERS;
-        while (copied_group >= p.groups) {
-          copied_group -= p.groups;
+      if (lane < 4 * PARTS) {
+        const bool valid = lane % (2 * PARTS) / 2 < groups;
+        copy_async16(to + CODES, valid ? scales + static_cast<int64_t>(copied_chunk) * (PARTS * 2 * TILE) : p.scales, valid);
+      }
+      if (p.zeros && lane < 2 * PARTS) {
+        const bool valid = lane % PARTS < groups;
+        copy_async16(to + CODES + SCALES, valid ? zeros + static_cast<int64_t>(copied_chunk) * (PARTS * TILE) : p.zeros,
+                     valid);
+      }
+      copied += WORKERS;
+      copied_chunk += WORKERS;
+      if (copied_chunk >= p.chunks) {
+        do {
+          copied_chunk -= p.chunks;
           ++copied_pair;
-        }
+        } while (copied_chunk >= p.chunks);
+        enter();
       }
     }
     copy_async_commit();
   };
-#pragma unroll
-  for (int stage = 0; stage < STAGES - 1; ++stage) copy(stage);
+  enter();
+  for (int stage = 0; stage < at.stages - 1; ++stage) copy(stage);
 
   const uint8_t* q = p.q;
-  const int32_t* offsets = p.offsets;
-  const float* steps = p.steps;
-  const int64_t columns = FUSED ? p.m : p.columns;
+  const Step* steps = p.steps;
+  const int64_t columns = FUSED ? m : p.columns;
   if constexpr (FUSED) {
-    quantize<T>(p, 0, p.m, shared + plan.q, reinterpret_cast<int32_t*>(shared + plan.offsets),
-                reinterpret_cast<float*>(shared + plan.steps), p.m);
-    q = shared + plan.q;
-    offsets = reinterpret_cast<const int32_t*>(shared + plan.offsets);
-    steps = reinterpret_cast<const float*>(shared + plan.steps);
+    quantize<T>(p, 0, m, shared + at.q, reinterpret_cast<Step*>(shared + at.steps), m);
+    q = shared + at.q;
+    steps = reinterpret_cast<const Step*>(shared + at.steps);
     __syncthreads();
   }
-  q += (FUSED ? min(g, p.m - 1) : g) * SLAB + 8 * t;  // columns beyond m: the last one again, or what lies there
+  q += (GROUPS == 1 ? min(g, m - 1) : g) * 64 + 16 * t;  // columns beyond m: the last one again, or what lies there
 
-  int stage = 0, group = warp % p.groups;  // a worker's
-  int at = 0;                              // the other warps' group
-  int64_t pair = first_pair;
+  int stage = 0, chunk = warp % p.chunks;  // a worker's
+  int64_t pair = first_pair;               // the others'
+  int done = 0;
   float results[GROUPS] = {};
-  for (int begin = 0, turn = 0; begin < units; begin += plan.segment, turn ^= 1) {
-    if (worker) {
-      for (int unit = warp; unit < plan.segment && begin + unit < units; unit += WORKERS) {
-        int32_t c[GROUPS][2][4];
-        for (int slab = 0; slab < p.slabs; ++slab) {
-          copy_async_wait<STAGES - 2>();
-          __syncwarp();
-          const unsigned char* slot = ring + stage * (WORKERS * SLOT);
-          const uint4 words = *reinterpret_cast<const uint4*>(slot + 16 * lane);
-          if (!slab) {
-            scales[(turn * plan.segment + unit) * PAIR + lane] =
-                __half2float(reinterpret_cast<const __half*>(slot + 2 * SLAB_BYTES)[lane]);
-            uint32_t zero = 0x01010101;
-            if (p.zeros) zero = *reinterpret_cast<const uint32_t*>(slot + 2 * SLAB_BYTES + 2 * PAIR + 4 * g);
+  for (int begin = 0, turn = 0; begin < units; begin += WORKERS, turn ^= 1) {
+    if (worker && begin + warp < units) {
+      // In all but the latest groups there is what comes next
+      if (at.stages == 4) copy_async_wait<2>();
+      else if (at.stages == 3) copy_async_wait<1>();
+      else copy_async_wait<0>();
+      __syncwarp();
+      const unsigned char* slot = ring + stage * (WORKERS * at.slot) + 16 * lane;
+      unsigned char* kept = parameters + (turn * WORKERS + warp) * PARAMETERS + 16 * lane;
+      uint4 words[CHUNK_SLABS], b[2][GROUPS];
 #pragma unroll
-            for (int i = 0; i < GROUPS; ++i)
+      for (int i = 0; i < CHUNK_SLABS; ++i) words[i] = *reinterpret_cast<const uint4*>(slot + i * (2 * SLAB_BYTES));
+      const uint8_t* of_chunk = q + chunk * columns * CHUNK;
 #pragma unroll
-              for (int r = 0; r < 8; ++r) {
-                const int column = min(8 * i + 2 * t + r % 2, p.m - 1);
-                const int32_t offset = offsets[group * columns + column];
-                c[i][r / 4][r % 4] = offset * static_cast<int32_t>(zero >> 8 * (r / 2) & 0xff);
-              }
+      for (int i = 0; i < GROUPS; ++i) {
+        b[0][i] = *reinterpret_cast<const uint4*>(of_chunk + GROUP * i * 64);
+        b[1][i] = *reinterpret_cast<const uint4*>(of_chunk + columns * 64 + GROUP * i * 64);
+      }
+      if (lane < PARAMETERS / 16) *reinterpret_cast<uint4*>(kept) = *reinterpret_cast<const uint4*>(slot + CODES);
+      int32_t* to = sums + (turn * WORKERS + warp) * (PARTS * PAIR) * m + 4 * g;
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) {
+        int32_t c[GROUPS][2][4] = {};
+#pragma unroll
+        for (int i = part * SLABS; i < (part + 1) * SLABS; ++i) {
+          const uint4 w = words[i];
+          const uint32_t upper[4] = {low(w.x), low(w.y), high(w.x), high(w.y)};
+          const uint32_t lower[4] = {low(w.z), low(w.w), high(w.z), high(w.w)};
+#pragma unroll
+          for (int j = 0; j < GROUPS; ++j) {
+            const uint4 both = b[i / 2][j];
+            const uint32_t k[2] = {i % 2 ? both.z : both.x, i % 2 ? both.w : both.y};
+            mma_s8(c[j][0], upper, k);
+            mma_s8(c[j][1], lower, k);
           }
-#pragma unroll
-          for (int i = 0; i < GROUPS; ++i) {
-            const uint2 b = *reinterpret_cast<const uint2*>(
-                q + ((static_cast<int64_t>(group) * p.slabs + slab) * columns + GROUP * i) * SLAB);
-            mma_s8(c[i][0], {low(words.x), low(words.y), high(words.x), high(words.y)}, {b.x, b.y});
-            mma_s8(c[i][1], {low(words.z), low(words.w), high(words.z), high(words.w)}, {b.x, b.y});
-          }
-          copy(stage ? stage - 1 : STAGES - 1);  // where the bytes of the iteration before were
-          stage = stage + 1 < STAGES ? stage + 1 : 0;
         }
-        group += WORKERS;
-        while (group >= p.groups) group -= p.groups;
-        float* to = sums + static_cast<int64_t>(turn * plan.segment + unit) * p.m * PAIR + 4 * g;
 #pragma unroll
-        for (int i = 0; i < GROUPS; ++i)
+        for (int j = 0; j < GROUPS; ++j)
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
-            const int column = 8 * i + 2 * t + r;
-            if (column < p.m)
-              *reinterpret_cast<float4*>(to + column * PAIR) =
-                  make_float4(__int2float_rn(c[i][0][r]), __int2float_rn(c[i][0][r + 2]), __int2float_rn(c[i][1][r]),
-                              __int2float_rn(c[i][1][r + 2]));
+            if (r && m == 1) continue;
+            const int column = 8 * j + 2 * t + r;
+            if (column < m)
+              *reinterpret_cast<int4*>(to + (part * m + column) * PAIR) =
+                  make_int4(c[j][0][r], c[j][0][r + 2], c[j][1][r], c[j][1][r + 2]);
           }
       }
+      copy(stage ? stage - 1 : at.stages - 1);  // where the bytes of the turn before were
+      stage = stage + 1 < at.stages ? stage + 1 : 0;
+      chunk += WORKERS;
+      while (chunk >= p.chunks) chunk -= p.chunks;
     }
     __syncthreads();
     if (worker) continue;
-    constexpr int AHEAD = 4;  // loads of these do not wait for the fma before
-    const int count = min(plan.segment, units - begin);
-    for (int unit = 0; unit < count; unit += AHEAD) {
-      float sum[AHEAD][GROUPS], scale[AHEAD][GROUPS];
-      int next = at;
+
+    // What the fma of unit `unit` need, which do not wait for one another
+    struct Ready {
+      float sum[PARTS][GROUPS], scale[PARTS][GROUPS];
+    };
+    const auto load = [&](int unit, int of) {
+      Ready ready;
+      const unsigned char* kept = parameters + (turn * WORKERS + unit) * PARAMETERS;
 #pragma unroll
-      for (int i = 0; i < AHEAD; ++i) {
-        const int from = turn * plan.segment + min(unit + i, count - 1);
+      for (int part = 0; part < PARTS; ++part) {
+        const int row = (lane / TILE * PARTS + part) * TILE + lane % TILE;
+        const float scale = __half2float(reinterpret_cast<const __half*>(kept)[row]);
+        const int zero = p.zeros ? kept[SCALES + row] : 1;
 #pragma unroll
         for (int j = 0; j < GROUPS; ++j) {
-          const int column = min(GROUP * j + warp - WORKERS, p.m - 1);
-          sum[i][j] = sums[(static_cast<int64_t>(from) * p.m + column) * PAIR + lane];
-          scale[i][j] = __fmul_rn(scales[from * PAIR + lane], steps[next * columns + column]);
+          const int column = min(GROUP * j + warp - WORKERS, m - 1);
+          const Step step = steps[(of * columns + column) * PARTS + part];
+          const int sum = sums[(((turn * WORKERS + unit) * PARTS + part) * m + column) * PAIR + lane];
+          ready.sum[part][j] = __int2float_rn(sum + zero * step.minus);
+          ready.scale[part][j] = __fmul_rn(scale, step.step);
         }
-        next = next + 1 < p.groups ? next + 1 : 0;
       }
+      return ready;
+    };
+    const int count = min(WORKERS, units - begin);
+    Ready next = load(0, done);
+    for (int unit = 0; unit < count; ++unit) {
+      const Ready now = next;
+      const int after = done + 1 < p.chunks ? done + 1 : 0;
+      if (unit + 1 < count) next = load(unit + 1, after);
+      const int groups = p.groups - done * PARTS;
 #pragma unroll
-      for (int i = 0; i < AHEAD; ++i) {
-        if (unit + i >= count) break;
+      for (int part = 0; part < PARTS; ++part)
+        if (part < groups)
 #pragma unroll
-        for (int j = 0; j < GROUPS; ++j) results[j] = __fmaf_rn(sum[i][j], scale[i][j], results[j]);
-        if (++at < p.groups) continue;
-        at = 0;
-        const int64_t n = pair * PAIR + lane;
-        ++pair;
+          for (int j = 0; j < GROUPS; ++j) results[j] = __fmaf_rn(now.sum[part][j], now.scale[part][j], results[j]);
+      done = after;
+      if (done) continue;
+      const int64_t n = pair * PAIR + lane;
+      ++pair;
 #pragma unroll
-        for (int j = 0; j < GROUPS; ++j) {
-          const int column = GROUP * j + warp - WORKERS;
-          if (n < p.n && column < p.m)
-            static_cast<T*>(p.y)[column * p.n + n] = from_float<T>(__fmul_rn(results[j], __ldg(p.factor)));
-          results[j] = 0;
-        }
+      for (int j = 0; j < GROUPS; ++j) {
+        const int column = GROUP * j + warp - WORKERS;
+        if (n < p.n && column < m)
+          static_cast<T*>(p.y)[column * p.n + n] = from_float<T>(__fmul_rn(results[j], __ldg(p.factor)));
+        results[j] = 0;
       }
     }
   }
@@ -288,37 +331,37 @@ __device__ __forceinline__ void store8(T* to, const float (&x)[8], int64_t room,
 
 /// 64 rows of activations by 64 PAIRS of the weight a block, 2 x 2 warps.
 template <class T, int SLABS, int PAIRS>
-__global__ void __launch_bounds__(MANY_THREADS, PAIRS == 1 ? 3 : 2) many_rows(const Product p, int blocks_down, bool whole) {
-  constexpr int MT = MANY_ROWS / 2 / 16, GROUPS = MANY_SLABS / SLABS, TILES = 4 * PAIRS;  // of a stage
-  constexpr int A = MANY_SLABS * MANY_ROWS * SLAB, B = 2 * PAIRS * MANY_SLABS * 2 * SLAB_BYTES;
-  constexpr int SCALES = GROUPS * TILES * TILE * 2, ZEROS = SCALES / 2, FOURS = GROUPS * MANY_ROWS * 4;
-  constexpr int STAGE = A + B + SCALES + ZEROS + 2 * FOURS;
-  static_assert(SCALES / 16 <= 64 && ZEROS / 16 <= 64 && 2 * FOURS / 16 <= MANY_THREADS);
+__global__ void __launch_bounds__(MANY_THREADS, PAIRS == 1 ? 3 : 2)
+    many_rows(const Product p, int blocks_down, bool whole) {
+  constexpr int MT = MANY_ROWS / 2 / 16, PARTS = CHUNK_SLABS / SLABS, TILES = 4 * PAIRS;
+  constexpr int A = CHUNK * MANY_ROWS, B = 2 * PAIRS * CODES, SCALES = PARTS * TILES * TILE * 2, ZEROS = SCALES / 2;
+  constexpr int STEPS = MANY_ROWS * PARTS * static_cast<int>(sizeof(Step)), STAGE = A + B + SCALES + ZEROS + STEPS;
+  static_assert(SCALES / 16 <= 64 && ZEROS / 16 <= 64 && STEPS / 16 <= MANY_THREADS);
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
   const int down = warp % 2, across = warp / 2;
   const int64_t first = static_cast<int64_t>(blockIdx.x % blocks_down) * MANY_ROWS;
   const int64_t first_tile = static_cast<int64_t>(blockIdx.x / blocks_down) * TILES;
-  const int stages = (p.groups + GROUPS - 1) / GROUPS;
   unsigned char* shared = shared_memory();
 
-  const auto copy = [&](int stage) {
-    unsigned char* to = shared + stage % 2 * STAGE;
-    if (stage < stages) {
-      const int slab = stage * MANY_SLABS, slabs = min(MANY_SLABS, p.groups * SLABS - slab);
-      const int group = stage * GROUPS, groups = min(GROUPS, p.groups - group);
+  const auto copy = [&](int chunk) {
+    unsigned char* to = shared + chunk % 2 * STAGE;
+    if (chunk < p.chunks) {
+      const int group = chunk * PARTS, groups = min(PARTS, p.groups - group), slabs = groups * SLABS;
 #pragma unroll
-      for (int i = 0; i < MANY_SLABS; ++i)
-        copy_async16(to + i * (MANY_ROWS * SLAB) + 16 * thread,
-                     p.q + ((slab + (i < slabs ? i : 0)) * p.columns + first) * SLAB + 16 * thread, i < slabs);
+      for (int i = 0; i < A / (16 * MANY_THREADS); ++i) {
+        const int64_t half = 2 * chunk + i / 2;
+        copy_async16(to + (i * MANY_THREADS + thread) * 16,
+                     p.q + (half * p.columns + first) * 64 + (i % 2 * MANY_THREADS + thread) * 16);
+      }
 #pragma unroll
       for (int i = 0; i < 2 * PAIRS; ++i) {  // a warp a slab, a pair after the other, lane by lane as they are read
         const int64_t tile = min(first_tile + 2 * i + g / 4, p.tiles - 1);
-        copy_async16(to + A + (i * MANY_SLABS + warp) * (2 * SLAB_BYTES) + 16 * lane,
-                     p.codes + (tile * p.groups * SLABS + slab + (warp < slabs ? warp : 0)) * SLAB_BYTES +
-                         t * (4 * TILE) + g % 4 * 16,
+        const int slab = warp < slabs ? warp : 0;
+        copy_async16(to + A + i * CODES + warp * (2 * SLAB_BYTES) + 16 * lane,
+                     p.codes + ((tile * p.groups + group) * SLABS + slab) * SLAB_BYTES + t * (4 * TILE) + g % 4 * 16,
                      warp < slabs);
       }
-      const auto group_of = [&](int64_t tile, int i) {
+      const auto group_of = [&](int tile, int i) {
         return min(first_tile + tile, p.tiles - 1) * p.groups + group + (i < groups ? i : 0);
       };
       if (thread < SCALES / 16) {
@@ -330,14 +373,9 @@ __global__ void __launch_bounds__(MANY_THREADS, PAIRS == 1 ? 3 : 2) many_rows(co
         copy_async16(to + A + B + SCALES + 16 * (thread - 64), p.zeros + group_of((thread - 64) % TILES, i) * TILE,
                      i < groups);
       }
-      if (thread < 2 * FOURS / 16) {
-        const int i = thread % (FOURS / 16) / 16;
-        const void* from = thread < FOURS / 16 ? static_cast<const void*>(p.offsets) : p.steps;
+      if (thread < STEPS / 16)
         copy_async16(to + A + B + SCALES + ZEROS + 16 * thread,
-                     static_cast<const uint8_t*>(from) + ((group + (i < groups ? i : 0)) * p.columns + first) * 4 +
-                         thread % 16 * 16,
-                     i < groups);
-      }
+                     reinterpret_cast<const uint8_t*>(p.steps + (chunk * p.columns + first) * PARTS) + 16 * thread);
     }
     copy_async_commit();
   };
@@ -345,32 +383,25 @@ __global__ void __launch_bounds__(MANY_THREADS, PAIRS == 1 ? 3 : 2) many_rows(co
   float sums[MT][2][PAIRS][8] = {};  // of row g + 8 half, at the pair's columns 8 t ...
   copy(0);
   copy(1);
-  for (int stage = 0; stage < stages; ++stage) {
+  for (int chunk = 0; chunk < p.chunks; ++chunk) {
     copy_async_wait<1>();
     __syncthreads();
-    const unsigned char* base = shared + stage % 2 * STAGE;
-    const unsigned char* a = base + (down * (16 * MT) + g) * SLAB + 8 * t;
-    const unsigned char* b = base + A + across * PAIRS * MANY_SLABS * (2 * SLAB_BYTES) + 16 * lane;
+    const unsigned char* base = shared + chunk % 2 * STAGE;
+    const unsigned char* a = base + (down * (16 * MT) + g) * 64 + 16 * t;
+    const unsigned char* b = base + A + across * PAIRS * CODES + 16 * lane;
     const unsigned char* scales = base + A + B;
     const unsigned char* zeros = scales + SCALES;
-    const int32_t* offsets = reinterpret_cast<const int32_t*>(zeros + ZEROS);
-    const float* steps = reinterpret_cast<const float*>(zeros + ZEROS + FOURS);
+    const Step* steps = reinterpret_cast<const Step*>(zeros + ZEROS);
 #pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
-      if (stage * GROUPS + group >= p.groups) break;
-      int32_t offset[MT][2];
-      float step[MT][2];
+    for (int part = 0; part < PARTS; ++part) {
+      if (chunk * PARTS + part >= p.groups) break;
+      Step step[2 * MT];
 #pragma unroll
-      for (int i = 0; i < 2 * MT; ++i) {
-        // Rows beyond m: the last one again
-        const int row = static_cast<int>(min(int64_t{(down * MT + i / 2) * 16 + i % 2 * 8 + g}, p.m - 1 - first));
-        offset[i / 2][i % 2] = offsets[group * MANY_ROWS + max(row, 0)];
-        step[i / 2][i % 2] = steps[group * MANY_ROWS + max(row, 0)];
-      }
+      for (int i = 0; i < 2 * MT; ++i) step[i] = steps[((down * MT * 2 + i) * 8 + g) * PARTS + part];
 #pragma unroll
       for (int pair = 0; pair < PAIRS; ++pair) {
-        const int tile = group * TILES + 2 * (across * PAIRS + pair) + t / 2, eight = t % 2 * 8;
-        uint2 zero = {};
+        const int tile = part * TILES + 2 * (across * PAIRS + pair) + t / 2, eight = t % 2 * 8;
+        uint2 zero = make_uint2(0x01010101, 0x01010101);
         if (p.zeros) zero = *reinterpret_cast<const uint2*>(zeros + tile * TILE + eight);
         int32_t c[MT][4][4];
 #pragma unroll
@@ -379,25 +410,25 @@ __global__ void __launch_bounds__(MANY_THREADS, PAIRS == 1 ? 3 : 2) many_rows(co
           for (int u = 0; u < 4; ++u)
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
-              const int32_t o = offset[i][r / 2];
-              c[i][u][r] = __float_as_int(MAGIC) + (p.zeros ? o * byte(zero, u + r % 2 * 4) : o);
+              // Unsigned: rows from m on hold anything
+              const uint32_t minus = static_cast<uint32_t>(step[2 * i + r / 2].minus);
+              const uint32_t z = static_cast<uint32_t>(byte(zero, u + r % 2 * 4));
+              c[i][u][r] = static_cast<int32_t>(__float_as_uint(MAGIC) + (p.zeros ? minus * z : minus));
             }
 #pragma unroll
-        for (int k = 0; k < SLABS; ++k) {
-          const int slab = group * SLABS + k;
-          const uint4 words = *reinterpret_cast<const uint4*>(b + (pair * MANY_SLABS + slab) * (2 * SLAB_BYTES));
+        for (int k = part * SLABS; k < (part + 1) * SLABS; ++k) {
+          const uint4 words = *reinterpret_cast<const uint4*>(b + pair * CODES + k * (2 * SLAB_BYTES));
           const uint32_t word[4] = {words.x, words.y, words.z, words.w};
-          uint2 upper[MT], lower[MT];
+          uint2 rows[2 * MT];
 #pragma unroll
-          for (int i = 0; i < MT; ++i) {
-            upper[i] = *reinterpret_cast<const uint2*>(a + (slab * MANY_ROWS + i * 16) * SLAB);
-            lower[i] = *reinterpret_cast<const uint2*>(a + (slab * MANY_ROWS + i * 16 + 8) * SLAB);
-          }
+          for (int i = 0; i < 2 * MT; ++i)
+            rows[i] = *reinterpret_cast<const uint2*>(a + (k / 2 * MANY_ROWS + i * 8) * 64 + k % 2 * 8);
 #pragma unroll
           for (int u = 0; u < 4; ++u)
 #pragma unroll
             for (int i = 0; i < MT; ++i)
-              mma_s8(c[i][u], {upper[i].x, lower[i].x, upper[i].y, lower[i].y}, {low(word[u]), high(word[u])});
+              mma_s8(c[i][u], {rows[2 * i].x, rows[2 * i + 1].x, rows[2 * i].y, rows[2 * i + 1].y},
+                     {low(word[u]), high(word[u])});
         }
         const uint4 halves = *reinterpret_cast<const uint4*>(scales + (tile * TILE + eight) * 2);
         const float2 pairs[4] = {unpack2<__half>(halves.x), unpack2<__half>(halves.y), unpack2<__half>(halves.z),
@@ -412,12 +443,12 @@ __global__ void __launch_bounds__(MANY_THREADS, PAIRS == 1 ? 3 : 2) many_rows(co
             for (int u = 0; u < 4; ++u) {
               float& s = sums[i][r / 2][pair][r % 2 * 4 + u];
               s = __fmaf_rn(__fsub_rn(__int_as_float(c[i][u][r]), MAGIC),
-                            __fmul_rn(scale[r % 2 * 4 + u], step[i][r / 2]), s);
+                            __fmul_rn(scale[r % 2 * 4 + u], step[2 * i + r / 2].step), s);
             }
       }
     }
     __syncthreads();
-    copy(stage + 2);
+    copy(chunk + 2);
   }
 
   const float factor = __ldg(p.factor);
@@ -436,60 +467,64 @@ __global__ void __launch_bounds__(MANY_THREADS, PAIRS == 1 ? 3 : 2) many_rows(co
   }
 }
 
-/// How few rows are launched: `rows` of them at once.
+/// How few rows are launched: `rows` of them at once, with `stages` stages.
 struct Few {
-  int rows;
+  int rows, stages;
   bool fused;
 };
 
 Few plan_few(const Product& p) {
-  const auto fits = [&](int m, bool fused) { return Shared(m, p.groups, p.slabs, fused).size <= most_shared(); };
-  if (p.m <= GROUP && fits(p.m, true)) return {p.m, true};
-  return {p.m <= GROUP || fits(p.m, false) ? p.m : GROUP, false};
+  const auto fits = [&](int rows, bool fused, int stages) { return Shared(rows, p, fused, stages).size <= most_shared(); };
+  for (int rows = p.m;; rows = (rows + 1) / 2)
+    for (int stages = MOST_STAGES; stages >= LEAST_STAGES; --stages) {
+      if (rows == p.m && rows <= GROUP && fits(rows, true, stages)) return {rows, stages, true};
+      if (fits(rows, false, stages) || (rows == 1 && stages == LEAST_STAGES)) return {rows, stages, false};
+    }
 }
 
-template <class T>
-const char* few(Product p, cudaStream_t stream) {
-  const Few plan = plan_few(p);
-  const int64_t blocks = std::max<int64_t>(1, std::min<int64_t>((p.tiles + 1) / 2, multiprocessors()));
+template <class T, int SLABS>
+const char* few(Product p, const Few& plan, cudaStream_t stream) {
+  const int64_t pairs = (p.tiles + 1) / 2, blocks = std::max<int64_t>(1, std::min<int64_t>(pairs, multiprocessors()));
+  const Share share = {pairs / blocks, pairs % blocks};
   const int m = p.m;
   for (int first = 0; first < m; first += plan.rows) {
     p.m = std::min(plan.rows, m - first);
-    const auto kernel = plan.fused ? few_rows<T, 1, true> : p.m <= GROUP ? few_rows<T, 1, false> : few_rows<T, 2, false>;
-    const int warps = WORKERS + std::min(p.m, GROUP);
-    if (const char* wrong = launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(32 * warps),
-                                   Shared(p.m, p.groups, p.slabs, plan.fused).size, stream, p))
+    const auto kernel = plan.fused       ? few_rows<T, SLABS, 1, true>
+                        : p.m <= GROUP ? few_rows<T, SLABS, 1, false>
+                                       : few_rows<T, SLABS, 2, false>;
+    const Shared shared(p.m, p, plan.fused, plan.stages);
+    if (const char* wrong = launch(kernel, dim3(static_cast<unsigned>(blocks)),
+                                   dim3(static_cast<unsigned>(32 * (WORKERS + std::min(p.m, GROUP)))), shared.size, stream,
+                                   p, shared, share))
       return wrong;
     p.y = static_cast<T*>(p.y) + plan.rows * p.n;
-    p.q += plan.rows * SLAB;
-    p.offsets += plan.rows;
-    p.steps += plan.rows;
+    p.q += plan.rows * 64;
+    p.steps += plan.rows * (CHUNK_SLABS / SLABS);
   }
   return nullptr;
 }
 
-template <class T, int PAIRS>
-const char* many(const Product& p, int64_t m, cudaStream_t stream) {
-  const int64_t down = (m + MANY_ROWS - 1) / MANY_ROWS, blocks = down * ((p.tiles + 4 * PAIRS - 1) / (4 * PAIRS));
+template <class T, int SLABS, int PAIRS>
+const char* many(const Product& p, cudaStream_t stream) {
+  const int64_t down = (p.m + MANY_ROWS - 1) / MANY_ROWS, blocks = down * ((p.tiles + 4 * PAIRS - 1) / (4 * PAIRS));
   const bool whole = p.n % 8 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;
-  const auto kernel = p.slabs == 1 ? many_rows<T, 1, PAIRS> : p.slabs == 2 ? many_rows<T, 2, PAIRS> : many_rows<T, 4, PAIRS>;
-  const int groups = MANY_SLABS / p.slabs;
-  const int stage = MANY_SLABS * MANY_ROWS * SLAB + 2 * PAIRS * MANY_SLABS * 2 * SLAB_BYTES +
-                    groups * (4 * PAIRS * TILE * 3 + 2 * MANY_ROWS * 4);
-  return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(MANY_THREADS), static_cast<size_t>(2 * stage), stream, p,
-                static_cast<int>(down), whole);
+  const int stage = CHUNK * MANY_ROWS + 2 * PAIRS * CODES +
+                    CHUNK_SLABS / SLABS * (4 * PAIRS * TILE * 3 + MANY_ROWS * static_cast<int>(sizeof(Step)));
+  return launch(many_rows<T, SLABS, PAIRS>, dim3(static_cast<unsigned>(blocks)), dim3(MANY_THREADS),
+                static_cast<size_t>(2 * stage), stream, p, static_cast<int>(down), whole);
 }
 
-template <class T>
+template <class T, int SLABS>
 const char* multiply(Product p, cudaStream_t stream) {
   p.aligned = aligned_rows<T>(p.a, p.k);
   const bool is_few = p.m <= 2 * GROUP;
-  if (!is_few || !plan_few(p).fused)
+  const Few plan = is_few ? plan_few(p) : Few{};
+  if (!plan.fused)
     if (const char* wrong = launch(quantize_rows<T>, dim3(static_cast<unsigned>(p.m)), dim3(256), 0, stream, p)) return wrong;
-  if (is_few) return few<T>(p, stream);
+  if (is_few) return few<T, SLABS>(p, plan, stream);
   // Wide tiles read the activations less often, narrow ones give every multiprocessor some
   const int64_t wide = (p.m + MANY_ROWS - 1) / MANY_ROWS * ((p.tiles + 7) / 8);
-  return wide >= 3 * multiprocessors() ? many<T, 2>(p, p.m, stream) : many<T, 1>(p, p.m, stream);
+  return wide >= 2 * multiprocessors() ? many<T, SLABS, 2>(p, stream) : many<T, SLABS, 1>(p, stream);
 }
 
 Product product(const DiffbitInt4MatMul& op, void* workspace) {
@@ -503,13 +538,13 @@ Product product(const DiffbitInt4MatMul& op, void* workspace) {
   p.n = op.n;
   p.tiles = (op.n + TILE - 1) / TILE;
   p.m = static_cast<int>(op.m);
-  p.columns = op.m <= 2 * GROUP ? (op.m + GROUP - 1) / GROUP * GROUP : (op.m + MANY_ROWS - 1) / MANY_ROWS * MANY_ROWS;
+  p.columns = op.m <= 2 * GROUP ? 2 * GROUP : (op.m + MANY_ROWS - 1) / MANY_ROWS * MANY_ROWS;
   p.k = static_cast<int>(op.k);
   p.groups = static_cast<int>((op.k + op.group_size - 1) / op.group_size);
   p.slabs = static_cast<int>(op.group_size / SLAB);
+  p.chunks = static_cast<int>((op.k + CHUNK - 1) / CHUNK);
   p.q = static_cast<uint8_t*>(workspace);
-  p.offsets = reinterpret_cast<int32_t*>(p.q + p.columns * p.groups * p.slabs * SLAB);
-  p.steps = reinterpret_cast<float*>(p.offsets + p.columns * p.groups);
+  p.steps = reinterpret_cast<Step*>(p.q + p.columns * p.chunks * CHUNK);
   return p;
 }
 
@@ -520,10 +555,10 @@ size_t diffbit_cuda_int4_matmul_workspace(const DiffbitInt4MatMul* op) {
   using namespace diffbit::cuda;
   const Product p = product(*op, nullptr);
   if (op->m <= 2 * GROUP && plan_few(p).fused) return 0;
-  return static_cast<size_t>(p.columns * p.groups * (p.slabs * SLAB + 8));
+  return static_cast<size_t>(p.columns * p.chunks) * (CHUNK + CHUNK_SLABS / p.slabs * sizeof(Step));
 }
 
-const char* diffbit_cuda_int4_matmul(const DiffbitInt4MatMul* op, void* workspace, void* stream) {
+const char* diffbit_cuda_int4_matmul(const DiffbitInt4MatMul* op, void* workspace, void* stream_) {
   using namespace diffbit::cuda;
   if (!op->m) return nullptr;
   if (op->m > INT32_MAX) return sentence("Int4MatMul: %lld rows are too many", static_cast<long long>(op->m));
@@ -531,6 +566,9 @@ const char* diffbit_cuda_int4_matmul(const DiffbitInt4MatMul* op, void* workspac
     if (reinterpret_cast<uintptr_t>(tensor) % 16)
       return sentence("Int4MatMul: the weight's tensors are not aligned to 16 bytes");
   const Product p = product(*op, workspace);
-  return with_type(op->type, "Int4MatMul",
-                   [&](auto number) { return multiply<decltype(number)>(p, static_cast<cudaStream_t>(stream)); });
+  cudaStream_t stream = static_cast<cudaStream_t>(stream_);
+  return with_type(op->type, "Int4MatMul", [&](auto number) {
+    using T = decltype(number);
+    return p.slabs == 1 ? multiply<T, 1>(p, stream) : p.slabs == 2 ? multiply<T, 2>(p, stream) : multiply<T, 4>(p, stream);
+  });
 }

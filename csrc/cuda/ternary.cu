@@ -130,7 +130,7 @@ __device__ void quantize(const Product& p, int64_t first, int count, uint8_t* q,
 
 /// One row a block, into the workspace.
 template <class T>
-__global__ void __launch_bounds__(256) quantize_rows(const Product p) {
+__global__ void __launch_bounds__(256, 4) quantize_rows(const Product p) {
   Rows& rows = *shared_memory<Rows>();
   const int64_t row = blockIdx.x;
   quantize<T>(p, row, 1, p.q + row / GROUP * GROUP_STEP + row % GROUP * 4 * PIECE, p.groups * GROUP_STEP, GROUP_STEP / 4,
@@ -169,15 +169,19 @@ __device__ __forceinline__ void advance(int32_t (&sums)[GROUPS][4], const uint4&
   }
 }
 
+/// Which tiles a block has: `each`, one more in the first `rest` blocks.
+struct Share {
+  int64_t each, rest;
+};
+
 /// M <= 8 GROUPS rows. FUSED: it quantizes them itself (one group), else they are in the workspace.
 template <class T, int GROUPS, bool FUSED>
-__global__ void __launch_bounds__(THREADS, 1) few_rows(const Product p) {
+__global__ void __launch_bounds__(THREADS, 1) few_rows(const Product p, const Share share) {
   static_assert(!FUSED || GROUPS == 1);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int m = static_cast<int>(p.m);
-  const int64_t all = (p.n + TILE - 1) / TILE;
-  const int64_t first_tile = all * blockIdx.x / gridDim.x;
-  const int tiles = static_cast<int>(all * (blockIdx.x + 1) / gridDim.x - first_tile);
+  const int64_t block = blockIdx.x, first_tile = block * share.each + min(block, share.rest);
+  const int tiles = static_cast<int>(share.each + (block < share.rest));
 
   unsigned char* shared = shared_memory();
   uint4* ring = reinterpret_cast<uint4*>(shared) + warp * 64 + lane;  // [stage][warp][half][lane]
@@ -186,9 +190,8 @@ __global__ void __launch_bounds__(THREADS, 1) few_rows(const Product p) {
   uint8_t* q_shared = reinterpret_cast<uint8_t*>(&rows + 1);
 
   const int64_t units = static_cast<int64_t>(tiles) * p.steps;
-  const int64_t begin = units * warp / WARPS;
-  const int count = static_cast<int>(units * (warp + 1) / WARPS - begin);
-  int tile = static_cast<int>(begin / p.steps), step = static_cast<int>(begin % p.steps);
+  const int begin = static_cast<int>(units * warp / WARPS), count = static_cast<int>(units * (warp + 1) / WARPS) - begin;
+  int tile = begin / p.steps, step = begin % p.steps;
 
   // What is copied next
   int copied = 0, copied_tile = tile, copied_step = step;
@@ -390,14 +393,16 @@ const char* multiply(const DiffbitTernaryMatMul& op, Product& p, cudaStream_t st
   p.aligned = aligned_rows<T>(op.a, op.k);
   const bool few = op.m <= 2 * GROUP;
   const Few plan = few ? plan_few(op) : Few{};
-  if (plan.fused)
-    return launch(few_rows<T, 1, true>, dim3(static_cast<unsigned>(plan.blocks)), dim3(THREADS), plan.shared, stream, p);
+  const int64_t tiles = (op.n + TILE - 1) / TILE;
+  const auto run_few = [&](auto kernel) {
+    return launch(kernel, dim3(static_cast<unsigned>(plan.blocks)), dim3(THREADS), plan.shared, stream, p,
+                  Share{tiles / plan.blocks, tiles % plan.blocks});
+  };
+  if (plan.fused) return run_few(few_rows<T, 1, true>);
   if (const char* wrong =
           launch(quantize_rows<T>, dim3(static_cast<unsigned>(op.m)), dim3(256), sizeof(Rows), stream, p))
     return wrong;
-  if (few)
-    return launch(op.m <= GROUP ? few_rows<T, 1, false> : few_rows<T, 2, false>,
-                  dim3(static_cast<unsigned>(plan.blocks)), dim3(THREADS), plan.shared, stream, p);
+  if (few) return run_few(op.m <= GROUP ? few_rows<T, 1, false> : few_rows<T, 2, false>);
 
   const auto many = [&](auto kernel, int rows, int columns) {
     const int64_t down = (op.m + rows - 1) / rows, blocks = down * ((op.n + columns - 1) / columns);
