@@ -14,14 +14,16 @@ bool aligned_rows(const void* a, int64_t k) {
   return reinterpret_cast<uintptr_t>(a) % 16 == 0 && k * static_cast<int64_t>(sizeof(T)) % 16 == 0;
 }
 
-/// Numbers begin ... begin + 7 of a row of k, zeros behind its end. `aligned`: the row starts at a multiple of 16 bytes.
+/// Numbers begin ... begin + 7 of a row of k, zeros behind its end. `aligned`: the row starts at a multiple of 16
+/// bytes.
 template <class T>
 __device__ __forceinline__ void load8(float (&x)[8], const T* row, int begin, int k, bool aligned) {
   if (aligned && begin + 8 <= k) {
     if constexpr (std::is_same_v<T, float>) {
       const float4 low = __ldg(reinterpret_cast<const float4*>(row + begin));
       const float4 high = __ldg(reinterpret_cast<const float4*>(row + begin + 4));
-      x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w, x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+      x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
+      x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
     } else {
       const uint4 words = __ldg(reinterpret_cast<const uint4*>(row + begin));
       const uint32_t each[4] = {words.x, words.y, words.z, words.w};

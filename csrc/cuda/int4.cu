@@ -1,24 +1,26 @@
-// Int4MatMul (ops/int4_matmul.py), the reference's bits: a group's sum is an integer, whoever adds it up, and the groups of
-// an output are taken together by one thread, in order.
+// Int4MatMul (ops/int4_matmul.py), the reference's bits: a group's sum is an integer, whoever adds it up, and the
+// groups of an output are taken together by one thread, in order.
 //
-// The weight is read as it lies in the file and meets the tensor cores without a shuffle. 32 weights of a pair of tiles (32
-// rows) are two runs of 256 bytes: [step][row][4]. Lane 4 g + t reads 16 of them, the eight weights of step t of the rows
-// 4 g ... 4 g + 3, a row in each word; low and high nibbles are registers of mma_s8 as they stand: four codes of one row,
-// at the even and the odd k of the step. Which k stands in which of the product's 32 columns is free as long as both
-// matrices agree: the activations are stored to fit. A chunk is 128 of k: q[chunk][half][row][t] has the 16 bytes of step t
-// of two slabs of 32 k, even, odd, even, odd; with it go, of each of its groups, the step a and minus the sum of q, which
-// the zero points are multiplied by.
+// The weight is read as it lies in the file and meets the tensor cores without a shuffle. 32 weights of a pair of tiles
+// (32 rows) are two runs of 256 bytes: [step][row][4]. Lane 4 g + t reads 16 of them, the eight weights of step t of
+// the rows 4 g ... 4 g + 3, a row in each word; low and high nibbles are registers of mma_s8 as they stand: four codes
+// of one row, at the even and the odd k of the step. Which k stands in which of the product's 32 columns is free as
+// long as both matrices agree: the activations are stored to fit. A chunk is 128 of k: q[chunk][half][row][t] has the
+// 16 bytes of step t of two slabs of 32 k, even, odd, even, odd; with it go, of each of its groups, the step a and
+// minus the sum of q, which the zero points are multiplied by.
 //
 // Few rows (M <= 16) are bound by the weight's bytes: 14336 x 4096 are 33 MB with scales, 7.7 us at 4.3 TB/s. A block a
-// multiprocessor has a run of pairs of tiles, whose chunks its 8 workers take in turns, copied three ahead (7 KiB a warp, 58
-// KB a multiprocessor under way; 4.3 TB/s in 132 parts over 1 us are 33). Each lane copies what it will read itself. A
-// chunk is 2.3 KB: some 120 instructions, half of them masks and shifts, 8 products; 1.8 us of issuing for all. Its sums go
-// into shared memory, and M other warps, one a row of activations with a lane for each of the 32 rows of the weight, run
-// s = fma(sum, d a, s) along them, a chunk of each worker behind. So K is split over 8 warps and the order of the float sums
-// is still the reference's. Up to eight rows are quantized by each block for itself while its first weights come.
+// multiprocessor has a run of pairs of tiles, whose chunks its 8 workers take in turns, copied three ahead (7 KB a
+// warp, 56 KB a multiprocessor under way; 4.3 TB/s in 132 parts over 1 us are 33). A chunk is 2.3 KB and, in sm_90's
+// code for one row, some 240 instructions: 48 masks and shifts, 8 products, 60 for the copies; 3.7 us of issuing for
+// all. Its sums go into shared memory, and M other warps, one a row of activations with a lane for each of the 32 rows
+// of the weight, run s = fma(sum, d a, s) along them, a chunk of each worker behind. So K is split over 8 warps and the
+// order of the float sums is still the reference's. Up to eight rows are quantized by each block for itself while its
+// first weights come.
 //
-// Many rows: a block has 64 rows of activations, quantized before, by 64 PAIRS of the weight, a chunk of k at a time, twice
-// buffered; a warp a quarter. A sum starts at the bits of 1.5 * 2^23, so that one subtraction makes a float of it.
+// Many rows: a block has 64 rows of activations, quantized before, by 64 PAIRS of the weight, a chunk of k at a time,
+// twice buffered; a warp a quarter. A sum starts at the bits of 1.5 * 2^23, so that one subtraction makes a float of
+// it.
 #include "activations.h"
 
 namespace diffbit::cuda {
@@ -57,7 +59,8 @@ struct Product {
   bool aligned;
 };
 
-/// Quantizes rows first ... first + count - 1 of a, all threads of the block, as rows 0 ... of `columns` in q and steps.
+/// Quantizes rows first ... first + count - 1 of a, all threads of the block, as rows 0 ... of `columns` in q and
+/// steps.
 template <class T>
 __device__ void quantize(const Product& p, int64_t first, int count, uint8_t* q, Step* steps, int64_t columns) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, each = blockDim.x / 32 / count;
@@ -104,8 +107,8 @@ __device__ __forceinline__ uint32_t high(uint32_t word) { return word >> 4 & 0x0
 /// Byte i of eight, as a number.
 __device__ __forceinline__ int byte(uint2 eight, int i) { return (i < 4 ? eight.x : eight.y) >> 8 * (i % 4) & 0xff; }
 
-/// The shared memory of a block for few rows: the workers' rings [stages][WORKERS] of codes, scales and zeros; then, twice,
-/// [WORKERS][groups of a chunk][m][32] sums and the workers' scales and zeros; then the activations.
+/// The shared memory of a block for few rows: the workers' rings [stages][WORKERS] of codes, scales and zeros; then,
+/// twice, [WORKERS][groups of a chunk][m][32] sums and the workers' scales and zeros; then the activations.
 struct Shared {
   int stages, slot;
   int sums, parameters, q, steps;  // where they start
@@ -128,10 +131,11 @@ struct Share {
   int64_t each, rest;
 };
 
-/// m <= 8 GROUPS rows. FUSED: it quantizes them itself (one group), else they are in the workspace. WORKERS warps and one
-/// for each row, 8 of these at most.
+/// m <= 8 GROUPS rows. FUSED: it quantizes them itself (one group), else they are in the workspace. WORKERS warps and
+/// one for each row, 8 of these at most.
 template <class T, int SLABS, int GROUPS, bool FUSED>
-__global__ void __launch_bounds__(32 * (WORKERS + GROUP), 1) few_rows(const Product p, const Shared at, const Share share) {
+__global__ void __launch_bounds__(32 * (WORKERS + GROUP), 1)
+    few_rows(const Product p, const Shared at, const Share share) {
   static_assert(!FUSED || GROUPS == 1);
   constexpr int PARTS = CHUNK_SLABS / SLABS;  // groups of a chunk
   constexpr int SCALES = 2 * PAIR * PARTS, PARAMETERS = 3 * PAIR * PARTS;
@@ -146,15 +150,17 @@ __global__ void __launch_bounds__(32 * (WORKERS + GROUP), 1) few_rows(const Prod
   int32_t* sums = reinterpret_cast<int32_t*>(shared + at.sums);
   unsigned char* parameters = shared + at.parameters;
 
-  // What a worker copies next: a chunk of a pair, WORKERS chunks apart. Beyond the last tile: that again, which nobody stores
+  // What a worker copies next: a chunk of a pair, WORKERS chunks apart. Beyond the last tile: that again, which nobody
+  // stores
   int copied = worker ? warp : units, copied_chunk = copied % p.chunks;
   int64_t copied_pair = first_pair + copied / p.chunks;
   const uint8_t *codes = nullptr, *scales = nullptr, *zeros = nullptr;
   const auto enter = [&] {
     const auto tile = [&](int half) { return min(2 * copied_pair + half, p.tiles - 1) * p.groups; };
     codes = p.codes + tile(g / 4) * (SLABS * SLAB_BYTES) + t * (4 * TILE) + g % 4 * 16;
-    scales = p.scales + tile(lane / (2 * PARTS) % 2) * (2 * TILE) + lane % (2 * PARTS) * 16;  // of a chunk and tile 2 PARTS
-    if (p.zeros) zeros = p.zeros + tile(lane / PARTS % 2) * TILE + lane % PARTS * 16;         // and PARTS pieces
+    // Of a chunk and tile 2 PARTS pieces, and PARTS
+    scales = p.scales + tile(lane / (2 * PARTS) % 2) * (2 * TILE) + lane % (2 * PARTS) * 16;
+    if (p.zeros) zeros = p.zeros + tile(lane / PARTS % 2) * TILE + lane % PARTS * 16;
   };
   const auto copy = [&](int stage) {
     if (copied < units) {
@@ -168,7 +174,8 @@ __global__ void __launch_bounds__(32 * (WORKERS + GROUP), 1) few_rows(const Prod
       }
       if (lane < 4 * PARTS) {
         const bool valid = lane % (2 * PARTS) / 2 < groups;
-        copy_async16(to + CODES, valid ? scales + static_cast<int64_t>(copied_chunk) * (PARTS * 2 * TILE) : p.scales, valid);
+        copy_async16(to + CODES, valid ? scales + static_cast<int64_t>(copied_chunk) * (PARTS * 2 * TILE) : p.scales,
+                     valid);
       }
       if (p.zeros && lane < 2 * PARTS) {
         const bool valid = lane % PARTS < groups;
@@ -366,8 +373,8 @@ __global__ void __launch_bounds__(MANY_THREADS, PAIRS == 1 ? 3 : 2)
       };
       if (thread < SCALES / 16) {
         const int i = thread / (2 * TILES);
-        copy_async16(to + A + B + 16 * thread, p.scales + group_of(thread / 2 % TILES, i) * (2 * TILE) + thread % 2 * 16,
-                     i < groups);
+        copy_async16(to + A + B + 16 * thread,
+                     p.scales + group_of(thread / 2 % TILES, i) * (2 * TILE) + thread % 2 * 16, i < groups);
       } else if (p.zeros && thread >= 64 && thread < 64 + ZEROS / 16) {
         const int i = (thread - 64) / TILES;
         copy_async16(to + A + B + SCALES + 16 * (thread - 64), p.zeros + group_of((thread - 64) % TILES, i) * TILE,
@@ -474,7 +481,9 @@ struct Few {
 };
 
 Few plan_few(const Product& p) {
-  const auto fits = [&](int rows, bool fused, int stages) { return Shared(rows, p, fused, stages).size <= most_shared(); };
+  const auto fits = [&](int rows, bool fused, int stages) {
+    return Shared(rows, p, fused, stages).size <= most_shared();
+  };
   for (int rows = p.m;; rows = (rows + 1) / 2)
     for (int stages = MOST_STAGES; stages >= LEAST_STAGES; --stages) {
       if (rows == p.m && rows <= GROUP && fits(rows, true, stages)) return {rows, stages, true};
@@ -493,9 +502,9 @@ const char* few(Product p, const Few& plan, cudaStream_t stream) {
                         : p.m <= GROUP ? few_rows<T, SLABS, 1, false>
                                        : few_rows<T, SLABS, 2, false>;
     const Shared shared(p.m, p, plan.fused, plan.stages);
-    if (const char* wrong = launch(kernel, dim3(static_cast<unsigned>(blocks)),
-                                   dim3(static_cast<unsigned>(32 * (WORKERS + std::min(p.m, GROUP)))), shared.size, stream,
-                                   p, shared, share))
+    const unsigned threads = static_cast<unsigned>(32 * (WORKERS + std::min(p.m, GROUP)));
+    if (const char* wrong = launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(threads), shared.size, stream, p,
+                                   shared, share))
       return wrong;
     p.y = static_cast<T*>(p.y) + plan.rows * p.n;
     p.q += plan.rows * 64;
@@ -520,7 +529,8 @@ const char* multiply(Product p, cudaStream_t stream) {
   const bool is_few = p.m <= 2 * GROUP;
   const Few plan = is_few ? plan_few(p) : Few{};
   if (!plan.fused)
-    if (const char* wrong = launch(quantize_rows<T>, dim3(static_cast<unsigned>(p.m)), dim3(256), 0, stream, p)) return wrong;
+    if (const char* wrong = launch(quantize_rows<T>, dim3(static_cast<unsigned>(p.m)), dim3(256), 0, stream, p))
+      return wrong;
   if (is_few) return few<T, SLABS>(p, plan, stream);
   // Wide tiles read the activations less often, narrow ones give every multiprocessor some
   const int64_t wide = (p.m + MANY_ROWS - 1) / MANY_ROWS * ((p.tiles + 7) / 8);
@@ -566,9 +576,10 @@ const char* diffbit_cuda_int4_matmul(const DiffbitInt4MatMul* op, void* workspac
     if (reinterpret_cast<uintptr_t>(tensor) % 16)
       return sentence("Int4MatMul: the weight's tensors are not aligned to 16 bytes");
   const Product p = product(*op, workspace);
-  cudaStream_t stream = static_cast<cudaStream_t>(stream_);
+  const cudaStream_t stream = static_cast<cudaStream_t>(stream_);
   return with_type(op->type, "Int4MatMul", [&](auto number) {
     using T = decltype(number);
-    return p.slabs == 1 ? multiply<T, 1>(p, stream) : p.slabs == 2 ? multiply<T, 2>(p, stream) : multiply<T, 4>(p, stream);
+    const auto run = p.slabs == 1 ? multiply<T, 1> : p.slabs == 2 ? multiply<T, 2> : multiply<T, 4>;
+    return run(p, stream);
   });
 }

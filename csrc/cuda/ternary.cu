@@ -1,27 +1,27 @@
 // TernaryMatMul (ops/ternary_matmul.py). All sums are integers, so the bits of y do not depend on who sums what.
 //
-// The weight is read as it lies in the file and meets the tensor cores without a shuffle. mma_s8 multiplies 16 rows by 32
-// columns; which k stands in which of its columns is free as long as both matrices agree. Lane 4 g + t reads the 16 bytes
-// t of a run of 64 of row g: 64 weights in four words of four fields. A field of a word, masked, is a register of the
-// product as it stands: four codes of one row, at k = 128 (t / 2) + 32 field + 16 (t % 2) + 4 word + 0..3. The
-// activations, whose order is ours, are stored to fit: 16-byte pieces q[step][field][row][t] for steps of 256 k. Codes are
-// one more than weights, so the sum of a row's q is taken off at its end.
+// The weight is read as it lies in the file and meets the tensor cores without a shuffle. mma_s8 multiplies 16 rows by
+// 32 columns; which k stands in which of its columns is free as long as both matrices agree. Lane 4 g + t reads the 16
+// bytes t of a run of 64 of row g: 64 weights in four words of four fields. A field of a word, masked, is a register of
+// the product as it stands: four codes of one row, at k = 128 (t / 2) + 32 field + 16 (t % 2) + 4 word + 0..3. The
+// activations, whose order is ours, are stored to fit: 16-byte pieces q[step][field][row][t] for steps of 256 k. Codes
+// are one more than weights, so the sum of a row's q is taken off at its end.
 //
 // Few rows (M <= 16) are bound by the weight's bytes. Per KiB of it, 4096 weights, a warp issues 2 copies, 2 + 4 loads
-// from shared memory, 40 masks and shifts (one shift of a word serves two fields; those masked with 0x0c count fourfold in
-// sums of their own) and 8 mma_s8, some 65 instructions; dp4a would take 64 and the loads, for one row of activations where
-// the mma takes eight. On an H200 that is 1.0 us of issuing for a weight of 14336 x 4096, whose 14.7 MB take 3.4 us at
-// 4.3 TB/s. A block a multiprocessor, 16 warps: each block has a run of tiles of 16 weight rows, one piece of memory, and
-// cuts it into 16 equal runs of KiB (tile, step), one a warp, whichever tiles they touch; sums meet in shared memory by
-// atomic additions at the end of a tile or run. So no warp has more to do than another, there is one barrier, and 64 KiB a
-// multiprocessor are under way from the first instruction on (4.3 TB/s in 132 parts over 1 us are 33 KiB). Each lane copies
-// what it will read itself: the ring needs no barrier.
-// Quantizing 4096 numbers costs a block 0.3 us while its first weights come; a kernel of its own would cost a launch of 2
-// us or more: up to eight rows are quantized by every block for itself.
+// from shared memory, 40 masks and shifts (one shift of a word serves two fields; those masked with 0x0c count fourfold
+// in sums of their own) and 8 mma_s8; with what moves the pointers some 100 instructions in sm_90's code. dp4a would
+// take 32 for the products alone, and for one row of activations where the mma takes eight. On an H200 that is 1.6 us
+// of issuing for a weight of 14336 x 4096, whose 14.7 MB take 3.4 us at 4.3 TB/s. A block a multiprocessor, 16 warps:
+// each block has a run of tiles of 16 weight rows, one piece of memory, and cuts it into 16 equal runs of KiB (tile,
+// step), one a warp, whichever tiles they touch; sums meet in shared memory by atomic additions at the end of a tile or
+// run. So no warp has more to do than another, there is one barrier, and 64 KiB a multiprocessor are under way from the
+// first instruction on (4.3 TB/s in 132 parts over 1 us are 33 KiB). Each lane copies what it will read itself: the
+// ring needs no barrier. Quantizing 4096 numbers costs a block 0.3 us while its first weights come; a kernel of its own
+// would cost a launch of 2 us or more: up to eight rows are quantized by every block for itself.
 //
 // Many rows: a block has 32 MT rows of activations, quantized before, by 16 NT of the weight, 256 of k at a time, twice
-// buffered; a warp a quarter of it. A word of the weight is unpacked in registers, 7 instructions for four fields, for MT
-// products: at MT = 4 less than one instruction a product.
+// buffered; a warp a quarter of it. A word of the weight is unpacked in registers, 7 instructions for four fields, for
+// MT products: at MT = 4 less than one instruction a product.
 #include "activations.h"
 
 namespace diffbit::cuda {
@@ -44,7 +44,8 @@ struct Product {
   const uint8_t* packed;
   const float* scale;
   void* y;
-  uint8_t* q;        // [steps][groups][4][8][4] pieces; rows from m on are never written, and their products never stored
+  // Activations: rows from m on are never written, and their products never stored
+  uint8_t* q;        // [steps][groups][4][8][4] pieces
   float* row_steps;  // [m]
   int32_t* sums;     // [m]
   int64_t m, n, groups, row_bytes;
@@ -133,8 +134,8 @@ template <class T>
 __global__ void __launch_bounds__(256, 4) quantize_rows(const Product p) {
   Rows& rows = *shared_memory<Rows>();
   const int64_t row = blockIdx.x;
-  quantize<T>(p, row, 1, p.q + row / GROUP * GROUP_STEP + row % GROUP * 4 * PIECE, p.groups * GROUP_STEP, GROUP_STEP / 4,
-              rows);
+  quantize<T>(p, row, 1, p.q + row / GROUP * GROUP_STEP + row % GROUP * 4 * PIECE, p.groups * GROUP_STEP,
+              GROUP_STEP / 4, rows);
   __syncthreads();
   if (threadIdx.x) return;
   p.row_steps[row] = rows.step[0];
@@ -190,7 +191,8 @@ __global__ void __launch_bounds__(THREADS, 1) few_rows(const Product p, const Sh
   uint8_t* q_shared = reinterpret_cast<uint8_t*>(&rows + 1);
 
   const int64_t units = static_cast<int64_t>(tiles) * p.steps;
-  const int begin = static_cast<int>(units * warp / WARPS), count = static_cast<int>(units * (warp + 1) / WARPS) - begin;
+  const int begin = static_cast<int>(units * warp / WARPS);
+  const int count = static_cast<int>(units * (warp + 1) / WARPS) - begin;
   int tile = begin / p.steps, step = begin % p.steps;
 
   // What is copied next
@@ -280,7 +282,8 @@ __global__ void __launch_bounds__(THREADS, 1) few_rows(const Product p, const Sh
 
 /// 32 MT rows of activations by 16 NT rows of the weight a block, 2 x 2 warps.
 template <class T, int MT, int NT>
-__global__ void __launch_bounds__(MANY_THREADS, MT == 4 ? 2 : 4) many_rows(const Product p, int blocks_down, bool pairs) {
+__global__ void __launch_bounds__(MANY_THREADS, MT == 4 ? 2 : 4)
+    many_rows(const Product p, int blocks_down, bool pairs) {
   constexpr int A = 4 * MT * GROUP_STEP, B = 16 * NT * 4 * PIECE, ROUNDS = B / (MANY_THREADS * PIECE);
   static_assert(GROUP_STEP == MANY_THREADS * PIECE && ROUNDS * MANY_THREADS * PIECE == B);
   const int thread = threadIdx.x, lane = thread % 32, g = lane / 4, t = lane % 4;
@@ -375,7 +378,8 @@ struct Few {
 Few plan_few(const DiffbitTernaryMatMul& op) {
   const int64_t steps = (op.k + STEP - 1) / STEP, tiles = (op.n + TILE - 1) / TILE;
   const int64_t sums = op.m * TILE * static_cast<int64_t>(sizeof(int32_t));  // of a tile
-  const int64_t room = static_cast<int64_t>(most_shared()) - RING, q = static_cast<int64_t>(sizeof(Rows)) + op.m * steps * STEP;
+  const int64_t room = static_cast<int64_t>(most_shared()) - RING;
+  const int64_t q = static_cast<int64_t>(sizeof(Rows)) + op.m * steps * STEP;
   const int64_t blocks = std::max<int64_t>(1, std::min<int64_t>(tiles, multiprocessors()));
   Few few = {blocks, 0, op.m <= GROUP && (tiles + blocks - 1) / blocks * sums + q <= room};
   if (!few.fused)  // as many blocks as it takes for their sums to fit
@@ -429,7 +433,8 @@ size_t diffbit_cuda_ternary_matmul_workspace(const DiffbitTernaryMatMul* op) {
 const char* diffbit_cuda_ternary_matmul(const DiffbitTernaryMatMul* op, void* workspace, void* stream) {
   using namespace diffbit::cuda;
   if (!op->m) return nullptr;
-  if (reinterpret_cast<uintptr_t>(op->packed) % PIECE) return sentence("TernaryMatMul: packed is not aligned to 16 bytes");
+  if (reinterpret_cast<uintptr_t>(op->packed) % PIECE)
+    return sentence("TernaryMatMul: packed is not aligned to 16 bytes");
   const int64_t steps = (op->k + STEP - 1) / STEP, groups = row_groups(op->m);
   Product p = {};
   p.a = op->a;
