@@ -34,8 +34,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     against 213 and 187 for 4 x 512 tokens, 8 heads of 32), and within 25 % of the fastest below. A single query
     (decoding) would pad the whole cache, so it goes unpadded.
 
-    On a GPU padding is what torch's flash attention and cuDNN want, which take 16 bits, no value wider than its key,
-    and grouped heads; flash attention no mask. See `ungrouped` for the rest.
+    On a GPU torch's flash attention takes 16 bits and grouped heads, but no mask and no value wider than its key;
+    padding costs as many products as two calls per half of the value, and half of the exponentials. What it does not
+    take goes to memory-efficient attention (see `ungrouped`).
     """
     length, total, extra = query.shape[2], key.shape[2], value.shape[-1] - key.shape[-1]
     if query.is_cuda and (query.dtype == torch.float32 or mask is not None or value.shape[-1] > FLASH_WIDEST):

@@ -12,8 +12,9 @@ backward computes P_b again from the log-sum-exps (2307.08691), and shares what 
 
 One kernel adds up dk and dv for a block of keys, another dq for a block of queries, so nothing is added into memory
 that another block writes too, and results are the same from run to run. The price is that S_b and dP are computed in
-both. In products of length d for a pair and two tokens, forward and backward: 6 + 14 in version 1, where torch's
-attention takes 8 + 20 (two calls with q and k padded to 2d, or four with halves of v), and 4 + 11 in version 2.
+both. In products of length d for a pair and two tokens, forward and backward: 6 + 14 in version 1, where torch's flash
+attention takes 8 + 20 (two calls with q and k padded to 2d, or four with halves of v), and 4 + 11 in version 2, where
+it takes 4 + 10, as for a plain Transformer's two heads.
 
 To be imported where tensors lie on a GPU only: it is torch's CUDA builds that bring Triton along.
 """
@@ -273,14 +274,13 @@ def tiles(d: int, bits: int, shared_memory: int) -> Tiles:
     H100 or H200, 163 on an A100, 99 on most others. benchmarks/triton_tiles.py shows what becomes of them."""
     if bits == 32:
         return Tiles(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))
-    much = shared_memory >= 163 << 10
+    most, much = shared_memory >= 227 << 10, shared_memory >= 163 << 10
+    if d <= 64 and much:
+        return Tiles(Tile(128, 32, 8, 3), Tile(32, 128, 8, 2), Tile(128, 32, 8, 2))
     if d <= 64:
-        of_keys, of_queries = (
-            (Tile(32, 128, 8, 2), Tile(128, 32, 8, 2)) if much else (Tile(32, 64, 8, 2), Tile(64, 32, 8, 2))
-        )
-        return Tiles(Tile(128, 32, 8, 3 if much else 2), of_keys, of_queries)
+        return Tiles(Tile(128, 32, 8, 2), Tile(32, 64, 8, 2), Tile(64, 32, 8, 2))
     if much:
-        return Tiles(Tile(64, 16, 8, 2), Tile(32, 64, 8, 2), Tile(64, 32, 8, 2))
+        return Tiles(Tile(64, 16, 8, 2), Tile(32, 64, 8, 2), Tile(128 if most else 64, 16, 8, 2))
     return Tiles(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 4, 1))
 
 
