@@ -1,31 +1,30 @@
 // DiffAttention with few queries: the context is cut into splits, a block a split, and a second kernel merges them.
 //
-// A split reads its keys and values once, for both softmaxes and for 8 rows (branch, pair, step) of a kv head; more rows
-// are more blocks, next to each other in the grid, so that the second finds the split in the second-level cache. Each row
-// keeps its maximum, its sum of shares and its product with the values; the merge weighs them (log-sum-exp), subtracts,
-// and norms.
+// A split reads its keys and values once, for both softmaxes and for 8 rows (branch, pair, step) of a kv head. More
+// rows are more blocks, neighbours in the grid, so that the second finds the split in the second-level cache. A row
+// keeps the maximum of its logits, the sum of its shares and their product with the values; the merge weighs these
+// (log-sum-exp), subtracts, and norms.
 //
-// What bounds it is bytes: 4 * channels of 16 bits a token and kv head (channels = width d; 8 d in version 1). An H200
-// reads 4.3 TB/s: 18.6 bytes a clock of each of its 132 multiprocessors at 1.75 GHz. 16 tokens of 128 channels are 8 KB,
-// 440 clocks, in which a multiprocessor issues 1760 instructions. Instructions of a warp for these 16 tokens:
-//     on CUDA cores, one pair     16 (6 d fmas + 4 d conversions) / 32 = 320, four pairs 900, and the sums across lanes
-//     on tensor cores, 8 rows     64 mma and 32 ldmatrix halves, see below: the same for one pair and for four
-// With int8 there are half the bytes, 880 slots, and codes must become floats: 320 + 1.25 * 4096 / 32 on CUDA cores. So
-// all is done on tensor cores (mma m16n8k16), whose other rows are not wasted: float32 precision is wanted of queries and
-// shares (the difference of two softmaxes cancels, the norm enlarges what is left), so each is two 16-bit numbers, and
-// 8 rows and what rounding left of them are the 16 rows of a fragment. Logits leave the first product as the second wants
-// its shares: nothing moves between lanes but a row's maximum.
+// What bounds it is bytes: 4 * channels with 16 bits, a token and kv head (channels = width d; 8 d in version 1). An
+// H200 reads 4.3 TB/s, 18.6 bytes a clock of each of its 132 multiprocessors at 1.75 GHz. 16 tokens of 128 channels are
+// 8 KB, or 440 clocks, in which a multiprocessor issues 1760 instructions. A warp's instructions for these 16 tokens:
+//     CUDA cores     one pair 16 (6 d fmas + 4 d conversions) / 32 = 320, four pairs 900, and the sums across lanes
+//     tensor cores   32 mma and 24 ldmatrix, the same for any number of rows up to 8
+// int8 halves the bytes, to 234 clocks or 936 instructions, and adds 5 instructions for 4 codes made floats, 160 in all.
+// So all is done on tensor cores (mma m16n8k16). Their other 8 rows are not wasted: queries and shares want float32's
+// precision (the difference of two softmaxes cancels, and the norm enlarges what is left), so each is the sum of two
+// 16-bit numbers, and 8 rows with what rounding left of them are the 16 rows of a fragment. Logits leave the first
+// product where the second wants its shares: nothing moves between lanes but a row's maximum.
 //
-// A warp has a ring of its own in shared memory, filled by cp.async, and no barrier but its own: keys and values of a
-// tile of 16 tokens, in turn, 3 slots ahead. With 8 to 16 warps 100 to 150 KB are on their way to a multiprocessor, three
-// times what its share of the bandwidth times a latency of a microsecond is. The new tokens are appended by the blocks of
-// the last split while their first tiles come, and are a tile of their own.
+// A warp has a ring in shared memory of its own, filled by cp.async, and no barrier but its own: keys and values of a
+// tile of 16 tokens in turn, up to 3 slots ahead. With 8 to 16 warps 60 to 140 KB are on their way to a multiprocessor,
+// more than a microsecond of its share of the bandwidth, 33 KB. The new tokens are appended by the blocks of the last
+// split while their first tiles come, and are a tile of their own.
 //
-//     kernel          caches                                 what it multiplies
-//     decode_fast     float16, bfloat16, int8; 64, 128 or    the numbers; codes, exact as float16, the row's step on the
-//                     256 channels                           logit and on the share
-//     decode_grids    int4, with 16-bit queries              codes, as decode_grids says
-//     decode_any      everything else                        on CUDA cores; right, not fast
+//     kernel         caches                                       what it multiplies
+//     decode_fast    float16, bfloat16, int8; d 64 and 128        the numbers; codes as float16, which is exact
+//     decode_grids   int4, d 64 and 128; queries of 16 bits       codes as float16 and bfloat16
+//     decode_any     everything else                              floats on CUDA cores; right, not fast
 #include "attention.h"
 
 namespace diffbit::cuda {
@@ -136,9 +135,11 @@ __device__ __forceinline__ void leave(const Attention& a, const Cut& cut, int64_
 constexpr int FAST_TOKENS = 16;                     // of a tile, a warp's
 constexpr int FAST_BESIDE = 2 * 4 * FAST_TOKENS;    // bytes: of each token two steps, or its mask
 
-/// Kind of the rows, and channels of a kv head's sub-heads side by side.
-template <class Kind, int CHANNELS>
+/// Kind of the rows, the width of a sub-head, and whether a kv head has two of them.
+template <class Kind, int D, bool WIDE>
 struct Fast {
+  static constexpr int CHANNELS = WIDE ? 2 * D : D;
+  static constexpr int ROW = D * static_cast<int>(sizeof(Kind));  // bytes of a sub-head's token
   static constexpr bool CODES = sizeof(Kind) == 1;
   using Number = std::conditional_t<CODES, __half, Kind>;  // that the tensor cores multiply
   static constexpr int BYTES = CHANNELS * static_cast<int>(sizeof(Kind));  // of a token
@@ -147,7 +148,7 @@ struct Fast {
   static constexpr int SLOT = TILE + 2 * FAST_BESIDE;  // keys: steps, mask; values: steps
   static constexpr int SLOTS = BYTES == 512 ? 3 : 4;   // of a warp
   static constexpr int QUERIES = 2 * ROWS * CHANNELS * 2;
-  static constexpr int BLOCKS = BYTES == 512 || CHANNELS == 256 ? 2 : BYTES == 256 ? 3 : 4;  // of a multiprocessor
+  static constexpr int BLOCKS = CHANNELS == 256 ? 2 : CHANNELS == 128 ? 3 : 4;  // of a multiprocessor
 
   /// Where a piece of a token lies in a tile: eight tokens' same pieces are in different banks.
   static __device__ __forceinline__ int place(int token, int piece) {
@@ -169,21 +170,18 @@ __device__ __forceinline__ void halves(uint32_t codes, unsigned first, unsigned 
   b = subtract2<__half>(__byte_perm(moved, 0x64646464u, second), 0x64806480u);
 }
 
-template <class Kind, int CHANNELS>
-__global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Kind, CHANNELS>::BLOCKS)
+template <class Kind, int D, bool WIDE>
+__global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Kind, D, WIDE>::BLOCKS)
     decode_fast(const Attention a, const Cut cut) {
-  using F = Fast<Kind, CHANNELS>;
+  using F = Fast<Kind, D, WIDE>;
   using Number = typename F::Number;
-  constexpr int BLOCKS_OF_16 = CHANNELS / 16;
+  constexpr int CHANNELS = F::CHANNELS, BLOCKS_OF_16 = CHANNELS / 16;
   __shared__ float scales[ROWS], mosts[FAST_WARPS][ROWS], shares_of[FAST_WARPS][ROWS];
   unsigned char* shared = shared_memory();
   Number* queries = reinterpret_cast<Number*>(shared);
-  const int d = static_cast<int>(a.d), wide = static_cast<int>(a.wide_value);
   const int64_t first_row = blockIdx.x % cut.row_blocks * ROWS, split = blockIdx.x / cut.row_blocks;
-  const int64_t group = blockIdx.y, b = blockIdx.z, head = b * a.kv_heads + group * (1 + wide);
+  const int64_t group = blockIdx.y, b = blockIdx.z, head = b * a.kv_heads + group * (1 + WIDE);
   const bool recent = a.key_bits < 8;  // of a cache with grids; its new tokens are there
-  const void* key_rows = recent ? a.present_key_recent : a.present_key;
-  const void* value_rows = recent ? a.present_value_recent : a.present_value;
   const int rows = static_cast<int>(min(static_cast<int64_t>(ROWS), cut.rows - first_row));
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int warps = static_cast<int>(blockDim.x) / 32, g = lane / 4, t = lane % 4;
@@ -199,64 +197,79 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Kind, CHANNELS>::BLOCKS)
     return tile == old_tiles ? cut.end : begin + (static_cast<int64_t>(tile) * warps + warp) * FAST_TOKENS;
   };
 
-  // Lane l copies piece l % PIECES of tokens l / PIECES, ...
+  // Lane l copies piece l % PIECES of tokens l / PIECES, + TOGETHER, ...; step l, of sub-head l / 16; and mask l
   constexpr int TOGETHER = 32 / F::PIECES;
-  const int piece = lane % F::PIECES, of_head = d * static_cast<int>(sizeof(Kind)) / 16, sub_head = piece / of_head;
-  const int64_t row_size = a.d * static_cast<int64_t>(sizeof(Kind));
-  const auto load = [&](const char* from, const char* steps, int64_t capacity, int64_t begin_, int64_t end_,
-                        unsigned char* slot) {
-    const char* source = from + ((head + sub_head) * capacity - cut.begin) * row_size + piece % of_head * 16;
+  const int piece = lane % F::PIECES, token_ = lane / F::PIECES, in_tile = lane % FAST_TOKENS;
+  const int64_t key_slots = recent ? a.window + GROUP : a.key_capacity;
+  const int64_t value_slots = recent ? a.window + GROUP : a.value_capacity;
+  const auto piece_of = [&](const void* rows_, int64_t slots) {  // of token 0
+    return static_cast<const char*>(rows_) + ((head + piece * 16 / F::ROW) * slots - cut.begin) * F::ROW +
+           piece * 16 % F::ROW;
+  };
+  const char* const key_rows = piece_of(recent ? a.present_key_recent : a.present_key, key_slots);
+  const char* const value_rows = piece_of(recent ? a.present_value_recent : a.present_value, value_slots);
+  const bool has_step = F::CODES && lane < (WIDE ? 32 : FAST_TOKENS);
+  const int64_t step_head = head + lane / FAST_TOKENS;
+  const float* const key_steps = static_cast<const float*>(a.present_key_scale) + step_head * key_slots;
+  const float* const value_steps = static_cast<const float*>(a.present_value_scale) + step_head * value_slots;
+  const int64_t* const mask = static_cast<const int64_t*>(a.attention_mask) + b * (a.past_length + a.steps);
+  const int64_t of_whole = begin < end ? (end - begin) / FAST_TOKENS : 0;  // tiles
+  const int whole = static_cast<int>(of_whole > warp ? divide_up(of_whole - warp, warps) : 0);
+
+  const auto load = [&](const char* rows_, const float* steps, int tile, unsigned char* slot) {
+    const int64_t first = first_of(tile);
+    if (tile < whole) {
+      const char* from = rows_ + (first + token_) * F::ROW;
+#pragma unroll
+      for (int k = 0; k < FAST_TOKENS / TOGETHER; ++k)
+        copy_async16(slot + F::place(token_ + k * TOGETHER, piece), from + k * TOGETHER * F::ROW);
+      if (has_step) copy_async<4>(slot + F::TILE + 4 * lane, steps + first + in_tile);
+      return;
+    }
+    const int count = static_cast<int>((tile == old_tiles ? cut.all : end) - first);
 #pragma unroll
     for (int k = 0; k < FAST_TOKENS / TOGETHER; ++k) {
-      const int token = lane / F::PIECES + k * TOGETHER;
-      const bool valid = begin_ + token < end_;
-      copy_async16(slot + F::place(token, piece), source + (valid ? begin_ + token : cut.begin) * row_size, valid);
+      const int token = token_ + k * TOGETHER;
+      const bool valid = token < count;
+      copy_async16(slot + F::place(token, piece), rows_ + (valid ? first + token : cut.begin) * F::ROW, valid);
     }
-    if (F::CODES && lane / FAST_TOKENS <= wide) {
-      const int64_t at = begin_ + lane % FAST_TOKENS;
-      const bool valid = at < end_;
-      copy_async<4>(slot + F::TILE + 4 * lane, steps + 4 * ((head + lane / FAST_TOKENS) * capacity + (valid ? at : 0)),
-                    valid);
-    }
+    const bool valid = in_tile < count;
+    if (has_step) copy_async<4>(slot + F::TILE + 4 * lane, steps + (valid ? first + in_tile : 0), valid);
   };
-  const auto start = [&](int unit) {  // keys and values of a tile, in turn
-    if (unit < 2 * tiles) {
-      unsigned char* slot = ring + unit % F::SLOTS * F::SLOT;
-      const int64_t begin_ = first_of(unit / 2), end_ = unit / 2 == old_tiles ? cut.all : end;
-      if (unit % 2) {
-        load(static_cast<const char*>(value_rows), static_cast<const char*>(a.present_value_scale),
-             recent ? a.window + GROUP : a.value_capacity, begin_, end_, slot);
-      } else {
-        load(static_cast<const char*>(key_rows), static_cast<const char*>(a.present_key_scale),
-             recent ? a.window + GROUP : a.key_capacity, begin_, end_, slot);
-        if (lane < FAST_TOKENS) {  // zeros beyond the end: hidden
-          const bool valid = begin_ + lane < end_;
-          copy_async<8>(slot + F::TILE + FAST_BESIDE + 8 * lane,
-                        static_cast<const int64_t*>(a.attention_mask) + b * (a.past_length + a.steps) +
-                            (valid ? begin_ + lane : 0),
-                        valid);
-        }
-      }
+  const auto start_keys = [&](int tile, unsigned char* slot) {
+    if (tile < tiles) {
+      load(key_rows, key_steps, tile, slot);
+      const int64_t t = first_of(tile) + lane;
+      const bool valid = t < (tile == old_tiles ? cut.all : end);  // zeros beyond the end: hidden
+      if (lane < FAST_TOKENS) copy_async<8>(slot + F::TILE + FAST_BESIDE + 8 * lane, mask + (valid ? t : 0), valid);
     }
     copy_async_commit();
   };
-
+  const auto start_values = [&](int tile, unsigned char* slot) {
+    if (tile < tiles) load(value_rows, value_steps, tile, slot);
+    copy_async_commit();
+  };
+  const auto start_first = [&](bool old) {  // keys and values of a tile, in turn
 #pragma unroll
-  for (int unit = 0; unit < F::SLOTS - 1; ++unit)
-    if (unit < 2 * old_tiles) start(unit);
+    for (int unit = 0; unit < F::SLOTS - 1; ++unit)
+      if ((unit / 2 < old_tiles) == old)
+        unit % 2 ? start_values(unit / 2, ring + unit * F::SLOT) : start_keys(unit / 2, ring + unit * F::SLOT);
+  };
+
+  start_first(true);
   if (last && !recent) {  // the new tokens
-    const int each = (1 + wide) * static_cast<int>(cut.part.steps);
+    const int each = (1 + WIDE) * static_cast<int>(cut.part.steps);
     for (int i = warp; i < 2 * each; i += warps)
-      append_row(a, side_of(a, i < each), b, cut.part.first + i % each / (1 + wide),
-                 group * (1 + wide) + i % (1 + wide), lane);
+      append_row(a, side_of(a, i < each), b, cut.part.first + i % each / (1 + WIDE),
+                 group * (1 + WIDE) + i % (1 + WIDE), lane);
     __threadfence();
   }
   for (int row = warp; row < ROWS; row += warps) {
-    constexpr int EACH = CHANNELS / 64;
+    constexpr int EACH = D / 64;
     float2 x[EACH];
     const float size = query_of(a, cut, b, group, first_row + row, lane, x);
     if (lane == 0) scales[row] = size * LOG2_E;
-    const int own = wide && first_row + row >= pairs(a) * cut.part.steps ? d : 0;  // where its sub-head's keys begin
+    const int own = WIDE && first_row + row >= pairs(a) * cut.part.steps ? D : 0;  // where its sub-head's keys begin
     const auto put = [&](int channel, float y) {
       const int column = F::column(channel), at = (column / 8 ^ (row & 7)) * 8 + column % 8;
       const Number high = from_float<Number>(y);
@@ -266,16 +279,13 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Kind, CHANNELS>::BLOCKS)
 #pragma unroll
     for (int k = 0; k < EACH; ++k) {
       const int i = lane + 32 * k;
-      if (i >= d / 2) break;
       put(own + i, x[k].x);
-      put(own + i + d / 2, x[k].y);
-      if (wide) put(d - own + i, 0.0f), put(d - own + i + d / 2, 0.0f);
+      put(own + i + D / 2, x[k].y);
+      if (WIDE) put(D - own + i, 0.0f), put(D - own + i + D / 2, 0.0f);
     }
   }
   __syncthreads();
-#pragma unroll
-  for (int unit = 0; unit < F::SLOTS - 1; ++unit)
-    if (unit >= 2 * old_tiles) start(unit);
+  start_first(false);
 
   // Fragments lie as device.h says. Logits: rows and what rounding left of them are the 16 rows of a, a tile's keys two
   // times 8 columns of b, so that lane 4 g + t has those of row g and of tokens 2t, 2t + 1, + 8. Shares are then as b
@@ -283,7 +293,7 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Kind, CHANNELS>::BLOCKS)
   float sums[BLOCKS_OF_16][4] = {}, most = -infinity(), total = 0;
   const int64_t row = min(first_row + g, cut.rows - 1);
   const int seen = static_cast<int>(cut.past + row % cut.part.steps - cut.end);  // of the new tokens' tile
-  const int own = wide && row >= pairs(a) * cut.part.steps;
+  const int own = WIDE && row >= pairs(a) * cut.part.steps;
   const float scale = scales[g];
   const int token_of_lane = lane / 16 * 8 + lane % 8, half = lane / 8 % 2;  // of load_matrix_x4's rows
   float s[4];
@@ -332,7 +342,7 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Kind, CHANNELS>::BLOCKS)
     for (int i = 0; i < 4; ++i) {
       const float* beside = reinterpret_cast<const float*>(slot + F::TILE) + i / 2 * 8 + 2 * t + i % 2;
       steps[0][i] = F::CODES ? beside[0] : 1.0f;
-      steps[1][i] = F::CODES && wide ? beside[FAST_TOKENS] : steps[0][i];
+      steps[1][i] = F::CODES && WIDE ? beside[FAST_TOKENS] : steps[0][i];
       const int size = static_cast<int>(__float_as_uint(fmaxf(steps[0][i], steps[1][i])) >> 23) - 127;
       next = fmaxf(next, F::CODES ? s[i] + static_cast<float>(max(size, -60)) : s[i]);
     }
@@ -356,7 +366,7 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Kind, CHANNELS>::BLOCKS)
       total += shares[i];
     }
 #pragma unroll
-    for (int j = 0; j < (F::CODES ? 2 : 1); ++j)
+    for (int j = 0; j < (F::CODES && WIDE ? 2 : 1); ++j)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float x = shares[2 * i] * steps[j][2 * i], y = shares[2 * i + 1] * steps[j][2 * i + 1];
@@ -373,7 +383,7 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Kind, CHANNELS>::BLOCKS)
         for (int i = 0; i < 2; ++i) {
           halves(x[2 * i], 0x4240, 0x4341, value[0], value[1]);
           halves(x[2 * i + 1], 0x4240, 0x4341, value[2], value[3]);
-          const int j = k >= BLOCKS_OF_16 / 2;  // the same where there is one sub-head
+          const int j = WIDE && k >= BLOCKS_OF_16 / 2;
           mma<Number>(sums[k + i], value, high[j]);
           mma<Number>(sums[k + i], value, low[j]);
         }
@@ -389,15 +399,22 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Kind, CHANNELS>::BLOCKS)
     }
   };
 
+  unsigned char *free = ring + (F::SLOTS - 1) * F::SLOT, *slot = ring;
+  const auto next = [&] {
+    free = slot;
+    slot = slot == ring + (F::SLOTS - 1) * F::SLOT ? ring : slot + F::SLOT;
+  };
   for (int tile = 0; tile < tiles; ++tile) {
     copy_async_wait<F::SLOTS - 2>();
     __syncwarp();  // the others' bytes, and all have read what the next copies replace
-    start(2 * tile + F::SLOTS - 1);
-    logits(ring + 2 * tile % F::SLOTS * F::SLOT, tile == old_tiles ? seen : FAST_TOKENS);
+    F::SLOTS % 2 ? start_keys(tile + F::SLOTS / 2, free) : start_values(tile + F::SLOTS / 2 - 1, free);
+    logits(slot, tile == old_tiles ? seen : FAST_TOKENS);
+    next();
     copy_async_wait<F::SLOTS - 2>();
     __syncwarp();
-    start(2 * tile + F::SLOTS);
-    mix(ring + (2 * tile + 1) % F::SLOTS * F::SLOT);
+    F::SLOTS % 2 ? start_values(tile + F::SLOTS / 2, free) : start_keys(tile + F::SLOTS / 2, free);
+    mix(slot);
+    next();
   }
   total += __shfl_xor_sync(0xffffffffu, total, 1);
   total += __shfl_xor_sync(0xffffffffu, total, 2);
@@ -424,8 +441,9 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Kind, CHANNELS>::BLOCKS)
 // Products q step are two __half (what is lost of small ones does not change a logit), products p step, of any size,
 // are two __nv_bfloat16, and the points' sum is a product by itself, whose rows are the grids of a token.
 
-template <int CHANNELS>
+template <int D, bool WIDE>
 struct Grid {
+  static constexpr int CHANNELS = WIDE ? 2 * D : D;
   static constexpr int BYTES = CHANNELS / 2;  // of a token
   static constexpr int PIECES = BYTES / 16;   // of 32 channels
   static constexpr int TILE = static_cast<int>(GROUP) * BYTES;
@@ -462,17 +480,16 @@ __device__ __forceinline__ void halve(float x, float y, uint32_t& high, uint32_t
   low = pack2<T>(x - rounded.x, y - rounded.y);
 }
 
-template <int CHANNELS>
-__global__ void __launch_bounds__(32 * FAST_WARPS, Grid<CHANNELS>::BLOCKS)
+template <int D, bool WIDE>
+__global__ void __launch_bounds__(32 * FAST_WARPS, Grid<D, WIDE>::BLOCKS)
     decode_grids(const Attention a, const Cut cut) {
-  using G = Grid<CHANNELS>;
-  constexpr int TOKENS = static_cast<int>(GROUP);
+  using G = Grid<D, WIDE>;
+  constexpr int CHANNELS = G::CHANNELS, TOKENS = static_cast<int>(GROUP), OF_HEAD = D / TOKENS;
   __shared__ float scales[ROWS], mosts[FAST_WARPS][ROWS], shares_of[FAST_WARPS][ROWS];
   unsigned char* shared = shared_memory();
   float* queries = reinterpret_cast<float*>(shared);
-  const int d = static_cast<int>(a.d), wide = static_cast<int>(a.wide_value);
   const int64_t first_row = blockIdx.x % cut.row_blocks * ROWS, split = blockIdx.x / cut.row_blocks;
-  const int64_t group = blockIdx.y, b = blockIdx.z, head = b * a.kv_heads + group * (1 + wide);
+  const int64_t group = blockIdx.y, b = blockIdx.z, head = b * a.kv_heads + group * (1 + WIDE);
   const int rows = static_cast<int>(min(static_cast<int64_t>(ROWS), cut.rows - first_row));
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int warps = static_cast<int>(blockDim.x) / 32, g = lane / 4, t = lane % 4;
@@ -480,54 +497,66 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Grid<CHANNELS>::BLOCKS)
   const int64_t begin = split * cut.span, end = min(begin + cut.span, cut.end), in_split = (end - begin) / TOKENS;
   const int tiles = static_cast<int>(in_split > warp ? divide_up(in_split - warp, warps) : 0);
 
-  const int of_head = d / TOKENS;  // groups of channels
-  const auto load = [&](const void* codes, int64_t capacity, int64_t t0, unsigned char* slot) {
-    const int piece = lane % G::PIECES;
-    const char* from = static_cast<const char*>(codes) +
-                       ((head + piece / of_head) * capacity + t0) * (d / 2) + piece % of_head * 16;
+  // Lane l copies piece l % PIECES of tokens l / PIECES, ..., the values' grids of token l, and mask l
+  const int piece_ = lane % G::PIECES, token_ = lane / G::PIECES;
+  constexpr int ROW = D / 2;  // bytes of a sub-head's token
+  const auto piece_of = [&](const void* rows_, int64_t slots) {
+    return static_cast<const char*>(rows_) + ((head + piece_ / OF_HEAD) * slots + token_) * ROW + piece_ % OF_HEAD * 16;
+  };
+  const char* const key_rows = piece_of(a.present_key, a.key_capacity);
+  const char* const value_rows = piece_of(a.present_value, a.value_capacity);
+  const int64_t* const mask = static_cast<const int64_t*>(a.attention_mask) + b * (a.past_length + a.steps) + lane;
+  const int64_t next_values = a.value_capacity * (D / 8), next_keys = a.key_capacity / GROUP * (4 * D);  // sub-head
+  const char* const key_grids = static_cast<const char*>(a.present_key_scale) + head * next_keys;
+  const char* const value_grids = static_cast<const char*>(a.present_value_scale) + head * next_values + lane * (D / 8);
+
+  const auto load = [&](const char* from, unsigned char* slot) {
 #pragma unroll
     for (int k = 0; k < G::PIECES; ++k) {
-      const int token = lane / G::PIECES + k * (32 / G::PIECES);
-      copy_async16(slot + G::place(token, piece), from + token * (d / 2));
+      constexpr int TOGETHER = 32 / G::PIECES;
+      copy_async16(slot + G::place(token_ + k * TOGETHER, piece_), from + k * TOGETHER * ROW);
     }
   };
-  const auto start = [&](int unit) {  // keys and values of a tile, in turn
-    if (unit < 2 * tiles) {
-      unsigned char *slot = ring + unit % G::SLOTS * G::SLOT, *beside = slot + G::TILE;
-      const int64_t t0 = begin + (static_cast<int64_t>(unit / 2) * warps + warp) * TOKENS;
-      if (unit % 2) {
-        load(a.present_value, a.value_capacity, t0, slot);
-        const char* grids = static_cast<const char*>(a.present_value_scale);
+  const auto first_of = [&](int tile) { return begin + (static_cast<int64_t>(tile) * warps + warp) * TOKENS; };
+  const auto start_keys = [&](int tile, unsigned char* slot) {
+    if (tile < tiles) {
+      const int64_t first = first_of(tile);
+      load(key_rows + first * ROW, slot);
+      const char* grids = key_grids + first / GROUP * (4 * D);
 #pragma unroll
-        for (int k = 0; k < CHANNELS / 64; ++k)  // a token's grids, d / 8 bytes of each sub-head
-          copy_async<8>(beside + lane * G::VALUE_GRID + 8 * k,
-                        grids + ((head + 64 * k / d) * a.value_capacity + t0 + lane) * (d / 8) + 64 * k % d / 8);
-      } else {
-        load(a.present_key, a.key_capacity, t0, slot);
-        const char* grids = static_cast<const char*>(a.present_key_scale);
-        for (int i = 16 * lane; i < G::KEY_GRIDS; i += 16 * 32)
-          copy_async16(beside + i, grids + ((head + i / (4 * d)) * a.key_capacity + t0) / GROUP * 4 * d + i % (4 * d));
-        copy_async<8>(beside + G::KEY_GRIDS + 8 * lane, static_cast<const int64_t*>(a.attention_mask) +
-                                                            b * (a.past_length + a.steps) + t0 + lane);
+      for (int k = 0; k < (G::KEY_GRIDS + 511) / 512; ++k) {
+        const int i = 16 * lane + 512 * k;
+        if (i < G::KEY_GRIDS) copy_async16(slot + G::TILE + i, grids + (i / (4 * D) ? next_keys : 0) + i % (4 * D));
       }
+      copy_async<8>(slot + G::TILE + G::KEY_GRIDS + 8 * lane, mask + first);
+    }
+    copy_async_commit();
+  };
+  const auto start_values = [&](int tile, unsigned char* slot) {
+    if (tile < tiles) {
+      const int64_t first = first_of(tile);
+      load(value_rows + first * ROW, slot);
+      const char* grids = value_grids + first * (D / 8);
+#pragma unroll
+      for (int k = 0; k < CHANNELS / 8; k += 8)
+        copy_async<8>(slot + G::TILE + lane * G::VALUE_GRID + k, grids + (k / (D / 8) ? next_values : 0) + k % (D / 8));
     }
     copy_async_commit();
   };
 #pragma unroll
-  for (int unit = 0; unit < G::SLOTS - 1; ++unit) start(unit);
+  for (int unit = 0; unit < G::SLOTS - 1; ++unit)  // keys and values of a tile, in turn
+    unit % 2 ? start_values(unit / 2, ring + unit * G::SLOT) : start_keys(unit / 2, ring + unit * G::SLOT);
   for (int row = warp; row < ROWS; row += warps) {
-    constexpr int EACH = CHANNELS / 64;
+    constexpr int EACH = D / 64;
     float2 x[EACH];
     const float size = query_of(a, cut, b, group, first_row + row, lane, x);
     if (lane == 0) scales[row] = size * LOG2_E;
-    const int own = wide && first_row + row >= pairs(a) * cut.part.steps ? d : 0;
+    const int own = WIDE && first_row + row >= pairs(a) * cut.part.steps ? D : 0;
 #pragma unroll
     for (int k = 0; k < EACH; ++k) {
-      const int i = lane + 32 * k;
-      if (i >= d / 2) break;
-      float* to = queries + row * G::QUERY + i;
-      to[own] = x[k].x, to[own + d / 2] = x[k].y;
-      if (wide) to[d - own] = 0, to[d - own + d / 2] = 0;
+      float* to = queries + row * G::QUERY + lane + 32 * k;
+      to[own] = x[k].x, to[own + D / 2] = x[k].y;
+      if (WIDE) to[D - own] = 0, to[D - own + D / 2] = 0;
     }
   }
   __syncthreads();
@@ -541,14 +570,14 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Grid<CHANNELS>::BLOCKS)
     for (int piece = 0; piece < G::PIECES; ++piece) {
       uint32_t x[4];
       load_matrix_x4(x, slot + G::place(lane, piece));
-      const int second = wide && TOKENS * piece >= d;
-      const __half* grid = reinterpret_cast<const __half*>(slot + G::TILE) + second * d + TOKENS * piece;
+      const int second = piece / OF_HEAD;
+      const __half* grid = reinterpret_cast<const __half*>(slot + G::TILE) + second * D + TOKENS * piece;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int at = 16 * half + 4 * t;
         const float4 q = *reinterpret_cast<const float4*>(queries + g * G::QUERY + TOKENS * piece + at);
         const uint2 step = *reinterpret_cast<const uint2*>(grid + at);
-        const uint2 point = *reinterpret_cast<const uint2*>(grid + d + at);
+        const uint2 point = *reinterpret_cast<const uint2*>(grid + D + at);
         const float2 steps[2] = {unpack2<__half>(step.x), unpack2<__half>(step.y)};
         const float2 points[2] = {unpack2<__half>(point.x), unpack2<__half>(point.y)};
         offset += q.x * points[0].x + q.y * points[0].y + q.z * points[1].x + q.w * points[1].y;
@@ -614,12 +643,12 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Grid<CHANNELS>::BLOCKS)
     }
 #pragma unroll
     for (int piece = 0; piece < G::PIECES; ++piece) {
-      const int second = wide && TOKENS * piece >= d;
+      const int second = piece / OF_HEAD;
       uint32_t x[4], high[4], low[4], value[4];
       load_matrix_x4_transposed(x, slot + G::place(lane, piece));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const unsigned char* own = grids + (8 * i + 2 * t) * G::VALUE_GRID + 2 * (piece + second * of_head);
+        const unsigned char* own = grids + (8 * i + 2 * t) * G::VALUE_GRID + 2 * (piece + second * OF_HEAD);
         const float one = to_float(*reinterpret_cast<const __half*>(own));
         const float other = to_float(*reinterpret_cast<const __half*>(own + G::VALUE_GRID));
         halve<__nv_bfloat16>(shares[2 * i] * one, shares[2 * i + 1] * other, high[i], low[i]);
@@ -637,15 +666,22 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Grid<CHANNELS>::BLOCKS)
     }
   };
 
+  unsigned char *free = ring + (G::SLOTS - 1) * G::SLOT, *slot = ring;
+  const auto next = [&] {
+    free = slot;
+    slot = slot == ring + (G::SLOTS - 1) * G::SLOT ? ring : slot + G::SLOT;
+  };
   for (int tile = 0; tile < tiles; ++tile) {
     copy_async_wait<G::SLOTS - 2>();
     __syncwarp();
-    start(2 * tile + G::SLOTS - 1);
-    logits(ring + 2 * tile % G::SLOTS * G::SLOT);
+    G::SLOTS % 2 ? start_keys(tile + G::SLOTS / 2, free) : start_values(tile + G::SLOTS / 2 - 1, free);
+    logits(slot);
+    next();
     copy_async_wait<G::SLOTS - 2>();
     __syncwarp();
-    start(2 * tile + G::SLOTS);
-    mix(ring + (2 * tile + 1) % G::SLOTS * G::SLOT);
+    G::SLOTS % 2 ? start_values(tile + G::SLOTS / 2, free) : start_keys(tile + G::SLOTS / 2, free);
+    mix(slot);
+    next();
   }
   total += __shfl_xor_sync(0xffffffffu, total, 1);
   total += __shfl_xor_sync(0xffffffffu, total, 2);
@@ -664,7 +700,7 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Grid<CHANNELS>::BLOCKS)
   __syncthreads();
   leave<CHANNELS>(a, cut, first_row, rows, warps, mosts, shares_of, [&](int w, int r, int channel) {
     const int at = w * ROWS + r, of_channels = channel / TOKENS;
-    return all[at * CHANNELS + channel] + points[at * 16 + of_channels + (of_channels / of_head + 1) * of_head];
+    return all[at * CHANNELS + channel] + points[at * 16 + of_channels + (of_channels / OF_HEAD + 1) * OF_HEAD];
   });
 }
 
@@ -933,29 +969,29 @@ Plan ring_plan(void (*kernel)(Attention, Cut), size_t queries, size_t ring, int6
   return {kernel, warps, queries + warps * ring, tokens * warps};
 }
 
-template <class Kind, int CHANNELS>
+template <class Kind, int D, bool WIDE>
 Plan fast_plan() {
-  using F = Fast<Kind, CHANNELS>;
-  static_assert(F::SLOTS * F::SLOT >= ROWS * CHANNELS * 4, "a warp's sums fit");
-  return ring_plan(decode_fast<Kind, CHANNELS>, F::QUERIES, F::SLOTS * F::SLOT, FAST_TOKENS);
+  using F = Fast<Kind, D, WIDE>;
+  static_assert(F::SLOTS * F::SLOT >= ROWS * F::CHANNELS * 4, "a warp's sums fit");
+  return ring_plan(decode_fast<Kind, D, WIDE>, F::QUERIES, F::SLOTS * F::SLOT, FAST_TOKENS);
 }
 
 template <class Kind>
 Plan fast_plan(const Attention& a) {
-  const int64_t channels = width(a) * a.d;
-  return channels == 64 ? fast_plan<Kind, 64>() : channels == 128 ? fast_plan<Kind, 128>() : fast_plan<Kind, 256>();
+  if (a.d == 64) return a.wide_value ? fast_plan<Kind, 64, true>() : fast_plan<Kind, 64, false>();
+  return a.wide_value ? fast_plan<Kind, 128, true>() : fast_plan<Kind, 128, false>();
 }
 
-template <int CHANNELS>
+template <int D, bool WIDE>
 Plan grid_plan() {
-  using G = Grid<CHANNELS>;
-  static_assert(G::SLOTS * G::SLOT >= ROWS * (CHANNELS + 16) * 4, "a warp's sums fit");
-  return ring_plan(decode_grids<CHANNELS>, G::QUERIES, G::SLOTS * G::SLOT, GROUP);
+  using G = Grid<D, WIDE>;
+  static_assert(G::SLOTS * G::SLOT >= ROWS * (G::CHANNELS + 16) * 4, "a warp's sums fit");
+  return ring_plan(decode_grids<D, WIDE>, G::QUERIES, G::SLOTS * G::SLOT, GROUP);
 }
 
 Plan grid_plan(const Attention& a) {
-  const int64_t channels = width(a) * a.d;
-  return channels == 64 ? grid_plan<64>() : channels == 128 ? grid_plan<128>() : grid_plan<256>();
+  if (a.d == 64) return a.wide_value ? grid_plan<64, true>() : grid_plan<64, false>();
+  return a.wide_value ? grid_plan<128, true>() : grid_plan<128, false>();
 }
 
 Plan any_plan(const Attention& a) {
@@ -968,12 +1004,9 @@ enum class Way { HALF, BFLOAT16, CODES, GRIDS, ANY };
 /// What the tensor cores take are keys and values that are held alike. Queries and shares are sums of two numbers: 22
 /// bits with __half, and with __nv_bfloat16 16 bits, enough where the output has fewer.
 Way way_of(const Attention& a) {
-  const int64_t channels = width(a) * a.d;
-  const bool floats = a.type == ort::FLOAT32;
-  if ((channels != 64 && channels != 128 && channels != 256) || a.d % 32 || a.query_bits) return Way::ANY;
-  if (a.key_bits != a.value_bits) return Way::ANY;
+  if ((a.d != 64 && a.d != 128) || a.key_bits != a.value_bits || a.query_bits) return Way::ANY;
   if (a.key_bits == 8) return Way::CODES;
-  if (a.key_bits == 4) return a.d % 64 || floats ? Way::ANY : Way::GRIDS;
+  if (a.key_bits == 4) return a.type == ort::FLOAT32 ? Way::ANY : Way::GRIDS;
   if (a.key_bits == 2 || a.key_type != a.value_type) return Way::ANY;
   if (a.key_type == ort::FLOAT16) return Way::HALF;
   return a.key_type == ort::BFLOAT16 && a.type == ort::BFLOAT16 ? Way::BFLOAT16 : Way::ANY;

@@ -302,7 +302,7 @@ CUDA_ATTENTION_CASES = [
     replace(_V1, name="bf16_decode", steps=1, past=300, beyond=5, d=64, dtype=_BF16, seed=120),
     replace(_V1, name="bf16_first_token", steps=1, past=0, beyond=5, d=64, dtype=_BF16, seed=121),
     replace(_V1, name="bf16_sixteen", steps=1, past=16, d=64, dtype=_BF16, seed=122),
-    replace(_V1, name="bf16_eight_steps_left", steps=8, past=71, d=32, dtype=_BF16, padding="left", batch=2, seed=124),
+    replace(_V1, name="bf16_eight_steps_left", steps=8, past=71, d=64, dtype=_BF16, padding="left", batch=2, seed=124),
     replace(_V1, name="bf16_right", steps=2, past=64, d=64, dtype=_BF16, padding="right", batch=2, beyond=0, seed=125),
     replace(_V1, name="bf16_d128", steps=1, past=150, d=128, dtype=_BF16, beyond=3, seed=126),
     replace(_V1, name="bf16_gqa8_three_steps", steps=3, past=99, d=64, heads=8, dtype=_BF16, seed=127),
