@@ -199,6 +199,7 @@ const char* refused(const Attention& a) {
 
 size_t diffbit_cuda_attention_workspace(const DiffbitAttention* op) {
   using namespace diffbit::cuda;
+  if (!op->batch) return 0;
   if (prefills(*op)) return prefill_workspace(*op);
   size_t most = 0;
   for (Part part{0, 0}; part.first < op->steps; part.first += part.steps) {

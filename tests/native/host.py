@@ -32,6 +32,7 @@ REQUIRE = "DIFFBIT_REQUIRE_CROSS"  # set where a missing tool must fail the test
 KINDS = {
     "sanitized": (["-DDIFFBIT_SANITIZE=address,undefined"], [], {"c++": "g++"}),
     "threads": (["-DDIFFBIT_SANITIZE=thread"], [], {"c++": "g++"}),
+    "emulated": (["-DDIFFBIT_CUDA=OFF"], [], {"c++": "g++"}),
     "aarch64": (
         ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", "-DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++"],
         ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu"],
@@ -46,11 +47,11 @@ class Build:
 
     folder: Path
     runner: tuple[str, ...]
+    library: str
 
-    def _call(
-        self, *arguments: str, library: str = "diffbit_ops", **environment: str
-    ) -> subprocess.CompletedProcess[str]:
-        command = [*self.runner, str(self.folder / "diffbit_host"), str(self.folder / f"lib{library}.so"), *arguments]
+    def _call(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        library = self.folder / f"lib{self.library}.so"
+        command = [*self.runner, str(self.folder / "diffbit_host"), str(library), *arguments]
         environment = {
             **os.environ,
             # memory that nobody wrote is no longer zero by chance
@@ -72,15 +73,14 @@ class Build:
         return self._run(nodes, str(threads), DIFFBIT_ISA=isa)
 
     def run_cuda(self, nodes: Iterable[Node], seed: int = 0) -> dict[str, list[np.ndarray] | str]:
-        """The same on the emulated GPU, whose threads run in an order that the seed says."""
-        run = functools.partial(self._run, library="diffbit_ops_emulated", DIFFBIT_EMULATE_SEED=str(seed))
-        return run(nodes, "1", "CUDAExecutionProvider")
+        """The same on the emulated GPU of build("emulated"), whose threads run in an order that the seed says."""
+        return self._run(nodes, "1", "CUDAExecutionProvider", DIFFBIT_EMULATE_SEED=str(seed))
 
-    def _run(self, nodes: Iterable[Node], *arguments: str, **call: str) -> dict[str, list[np.ndarray] | str]:
+    def _run(self, nodes: Iterable[Node], *arguments: str, **environment: str) -> dict[str, list[np.ndarray] | str]:
         with tempfile.TemporaryDirectory() as folder:
             recorded, results = Path(folder) / "nodes", Path(folder) / "results"
             recorded.write_bytes(b"".join(map(_recorded, nodes)))
-            done = self._call(str(recorded), str(results), *arguments, **call)
+            done = self._call(str(recorded), str(results), *arguments, **environment)
             found = _results(results.read_bytes()) if results.exists() else {}
             if done.returncode != 0 or done.stderr:
                 last = list(found)[-1] if found else "none"
@@ -144,16 +144,17 @@ def build(kind: str) -> Build:
     missing = [package for tool, package in tools.items() if not shutil.which(tool)]
     if missing:
         skip(f"needs apt-get install --no-install-recommends {' '.join(missing)}")
-    targets = ["diffbit_ops", "diffbit_host", *(["diffbit_ops_emulated"] if kind == "sanitized" else [])]
-    return Build(_built(kind, options, *targets), tuple(runner))
+    library = "diffbit_ops_emulated" if kind == "emulated" else "diffbit_ops"
+    return Build(_built(kind, options, library, "diffbit_host"), tuple(runner), library)
 
 
 @functools.cache
 def emulated() -> Path:
     """The CUDA kernels as a library that takes pointers to the host's memory."""
+    options, _, tools = KINDS["emulated"]
     if not shutil.which("c++"):
-        skip("needs apt-get install --no-install-recommends g++")
-    return _built("emulated", ["-DDIFFBIT_CUDA=OFF"], "diffbit_cuda_emulated") / "libdiffbit_cuda_emulated.so"
+        skip(f"needs apt-get install --no-install-recommends {tools['c++']}")
+    return _built("emulated", options, "diffbit_cuda_emulated") / "libdiffbit_cuda_emulated.so"
 
 
 def _built(name: str, options: list[str], *targets: str) -> Path:

@@ -15,7 +15,10 @@ import pytest
 
 from diffbit.runtime import cuda, native
 
-from .host import ROOT
+from .broken import broken
+from .host import ROOT, build
+from .nodes import nodes
+from .test_host import differences
 
 API = (ROOT / "csrc" / "cuda" / "api.h").read_text()
 MAGIC = struct.pack("<I", 0xBA55ED50)  # of a fat binary
@@ -86,3 +89,22 @@ def test_holds_code_for_the_architectures_that_it_names(library: Path) -> None:
     assert {number for kind, number in found if kind == "elf"} == {int(name.rstrip("a")) for name in names}
     for_newer = {int(names[0])} if names[0].isdigit() else set()
     assert {number for kind, number in found if kind == "ptx"} == for_newer
+
+
+def test_ops_as_onnx_runtime_calls_them() -> None:
+    """Every case from its node to its kernel on the emulated GPU; the kernels' own tests are in tests/ops."""
+    table = list(nodes())
+    found = build("emulated").run_cuda(table)
+    wrong = [text for node in table if (text := differences(found[node.name], node))]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_wrong_nodes_end_in_a_sentence() -> None:
+    """The same ones as on the CPU, but where only the device could read what is wrong."""
+    on_the_device = ("positions_beyond", "positions_negative", "no_tables", "zeros_of_9")
+    table = [case for case in broken() if not case.node.name.endswith(on_the_device)]
+    found = build("emulated").run_cuda(case.node for case in table)
+    for case in table:
+        text = found[case.node.name]
+        assert isinstance(text, str), f"{case.node.name} computed something"
+        assert re.search(case.sentence or "no entry of the op", text), f"{case.node.name}: {text}"
