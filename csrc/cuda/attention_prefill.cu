@@ -320,6 +320,7 @@ __global__ void __launch_bounds__(S::THREADS, 1) attend(const Prefill a) {
   constexpr int D = S::D, TILES = S::TILES, BRANCHES = S::BRANCHES, WIDTH = S::WIDTH;
   constexpr int PARTS = KEYS / 16 * (S::COLUMNS / 16);  // of O += P V
   constexpr int PIECES = 1 + TILES * KEYS / 16;         // of a softmax
+  constexpr int EARLY = TILES == 1 ? 0 : 2;             // of them come before, where registers are short
   auto* const keys = shared_memory<unsigned char>();
   auto* const values = keys + a.stages * S::SIDE;
   auto* const shares = reinterpret_cast<uint4*>(values + a.stages * S::SIDE);               // [2][WARPS][FRAGMENTS][32]
@@ -395,15 +396,7 @@ __global__ void __launch_bounds__(S::THREADS, 1) attend(const Prefill a) {
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) soften(0, piece, w.p);
   }
-  for (int i = 0; i < count; ++i) {
-    wait_for_all_but(a.stages - 2);
-    __syncthreads();
-    const bool more = i + 1 < count;
-    if (more) score(i + 1, after);
-    if (i + a.stages < count) of_keys.next(keys + now);
-    if (i + a.stages <= count) of_values.next(values + before);
-    copy_async_commit();
-
+  const auto rescale = [&](int i) {
     float change[BRANCHES][TILES][2];
     if (BRANCHES == 2) {
       hear(i, w.warp, change[0]);
@@ -415,38 +408,50 @@ __global__ void __launch_bounds__(S::THREADS, 1) attend(const Prefill a) {
         for (int half = 0; half < 2; ++half) change[0][m][half] = w.change[m][half];
     }
     w.rescale(change);
-
-    uint32_t weights[BRANCHES][TILES][4], next[TILES][KEYS / 16][4];
-    const auto mix = [&](int part) {
-      const int k = part / (S::COLUMNS / 16), column = part % (S::COLUMNS / 16);
-      if (column == 0)
+  };
+  uint32_t weights[BRANCHES][TILES][4];
+  const auto mix = [&](int i, int part) {  // part `part` of O += P V
+    const int k = part / (S::COLUMNS / 16), column = part % (S::COLUMNS / 16);
+    if (column == 0)
 #pragma unroll
-        for (int m = 0; m < TILES; ++m) {
-          if (S::HELD) copy(w.p[m][k], weights[0][m]);
-          else copy(share(i, w.warp, m, k), weights[0][m]);
-          if (BRANCHES == 2) copy(share(i, other, m, k), weights[BRANCHES - 1][m]);
-        }
-      w.mix(values + now + (WIDTH == 2 ? half_of_keys : 0), WIDTH == 1 ? w.branch * (S::COLUMNS / 8) : 0, k, column,
-            weights);
-    };
-    if (more) {
-#pragma unroll
-      for (int part = 0; part < PARTS; ++part) {
-        mix(part);
-#pragma unroll
-        for (int piece = 0; piece < PIECES; ++piece)
-          if (piece * PARTS / PIECES + (TILES == 1) == part) soften(i + 1, piece, next);
+      for (int m = 0; m < TILES; ++m) {
+        if (S::HELD) copy(w.p[m][k], weights[0][m]);
+        else copy(share(i, w.warp, m, k), weights[0][m]);
+        if (BRANCHES == 2) copy(share(i, other, m, k), weights[BRANCHES - 1][m]);
       }
+    w.mix(values + now + half_of_keys, WIDTH == 1 ? w.branch * (S::COLUMNS / 8) : 0, k, column, weights);
+  };
+  for (int i = 0; i + 1 < count; ++i) {
+    wait_for_all_but(a.stages - 2);
+    __syncthreads();
+    score(i + 1, after);
+    if (i + a.stages < count) of_keys.next(keys + now);
+    if (i + a.stages <= count) of_values.next(values + before);
+    copy_async_commit();
+    rescale(i);
+    uint32_t next[TILES][KEYS / 16][4];
 #pragma unroll
-      for (int m = 0; m < TILES; ++m)
+    for (int piece = 0; piece < EARLY; ++piece) soften(i + 1, piece, next);
 #pragma unroll
-        for (int k = 0; k < KEYS / 16; ++k) copy(next[m][k], w.p[m][k]);
-    } else {
+    for (int part = 0; part < PARTS; ++part) {
+      mix(i, part);
 #pragma unroll
-      for (int part = 0; part < PARTS; ++part) mix(part);
+      for (int piece = EARLY; piece < PIECES; ++piece)
+        if ((piece - EARLY + 1) * PARTS / (PIECES - EARLY + 1) - 1 == part) soften(i + 1, piece, next);
     }
+#pragma unroll
+    for (int m = 0; m < TILES; ++m)
+#pragma unroll
+      for (int k = 0; k < KEYS / 16; ++k) copy(next[m][k], w.p[m][k]);
     before = now, now = after;
     after = after + S::SIDE == a.stages * S::SIDE ? 0 : after + S::SIDE;
+  }
+  if (count > 0) {
+    wait_for_all_but(0);
+    __syncthreads();
+    rescale(count - 1);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) mix(count - 1, part);
   }
 
   w.lane = anew(threadIdx.x) % 32;
