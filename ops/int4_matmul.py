@@ -6,7 +6,7 @@ Meaning, for every row x of A in groups of `group_size` neighbours, g = 0 ... G-
     s_n = 0; for g in order: s_n = fma(float32(sum_k q_k (c_nk - z_ng)), d_ng * a_g, s_n)      the sum in int32, exact
     y_n = s_n * factor
 
-all in float32, each operation rounded once and in this order, so that every instruction set, number of threads and
+all in float32, each operation rounded once and in this order, so that every instruction set, GPU, number of threads and
 number of rows gives the same bits. A group that holds an infinity or a NaN has a_g = NaN and q = 0: its row is NaN.
 One step per row and group is closer to x than one per row, and it is what ONNX Runtime does: on x86 its q are these to
 the last unit. On ARM it rounds ties away from zero, and there a q on a tie may be off by one.
