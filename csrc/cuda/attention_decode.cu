@@ -14,9 +14,9 @@
 // So all is done on tensor cores (mma m16n8k16), and with copies, addresses and softmax a tile takes about 350
 // instructions with 16 bits, 510 with int8, and 560 with int4, whose bytes have room for 550 (counted in code for
 // sm_90a). Their other 8 rows are not wasted: queries and shares want float32's precision (the difference of two
-// softmaxes cancels, and the norm enlarges what is left), so each is the sum of two 16-bit numbers, and 8 rows with what
-// rounding left of them are the 16 rows of a fragment. Logits leave the first product where the second wants its shares:
-// nothing moves between lanes but a row's maximum.
+// softmaxes cancels, and the norm enlarges what is left), so each is the sum of two 16-bit numbers, and 8 rows with
+// what rounding left of them are the 16 rows of a fragment. Logits leave the first product where the second wants its
+// shares: nothing moves between lanes but a row's maximum.
 //
 // A warp has a ring in shared memory of its own, filled by cp.async, and no barrier but its own: keys and values of a
 // tile of 16 tokens in turn, up to 3 slots ahead. With 8 to 16 warps 60 to 140 KB are on their way to a multiprocessor,
