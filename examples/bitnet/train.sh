@@ -11,8 +11,10 @@ train() { diffbit train --preset nano --precision bf16 --eval-every 250 "$@"; }
 for variant in diff_v1 diff_v2 softmax; do
     # From scratch: as many tokens as the float models, the same batches in the same order.
     train --steps 2000 --attention $variant --qat ternary --tokenizer "$nano/diff_v1" -o "$out/${variant}_ternary"
+    # The same, with the float model as a teacher.
+    train --steps 2000 --attention $variant --qat ternary --tokenizer "$nano/diff_v1" --distill "$nano/$variant" \
+        -o "$out/${variant}_distilled"
     # From the float model, which is the teacher, too.
-    train --steps 500 --init "$nano/$variant" --qat ternary --distill "$nano/$variant" -o "$out/${variant}_distilled"
     train --steps 200 --init "$nano/$variant" --qat int4_g128 --distill "$nano/$variant" -o "$out/${variant}_int4"
     # As long as int4, without rounding: what the 200 steps give by themselves.
     train --steps 200 --init "$nano/$variant" --learning-rate 5e-5 -o "$out/${variant}_longer"
