@@ -192,8 +192,8 @@ DIFFBIT_EXPORT const char* diffbit_isas() {
   return text.c_str();
 }
 
-/// The GPUs that this build has CUDA kernels for, as in "80 90a" of sm_80 and sm_90a, separated by spaces; newer ones run
-/// them, too. Empty where it has none.
+/// The GPUs that this build has CUDA kernels for, as in "80 90a" of sm_80 and sm_90a, separated by spaces; where the first
+/// has no letter, newer ones run them, too. Empty where it has none.
 DIFFBIT_EXPORT const char* diffbit_cuda_architectures() {
 #ifdef DIFFBIT_CUDA_ARCHITECTURES
   return DIFFBIT_CUDA_ARCHITECTURES;

@@ -45,7 +45,8 @@ def instruction_sets() -> list[str]:
 
 
 def cuda_architectures() -> list[str]:
-    """The GPUs that the library has kernels for, "90a" of sm_90a; newer ones run them, too. [] where it has none."""
+    """The GPUs that the library has kernels for, oldest first, "90a" of sm_90a; where the first has no letter, newer
+    ones run them, too. [] where it has none."""
     path = library()
     function = getattr(ctypes.CDLL(str(path)), "diffbit_cuda_architectures", None) if path else None
     if function is None:
