@@ -22,6 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "export": {"ops", "models", "quantize"},
     "runtime": set(),
     "evaluate": {"models", "quantize", "calib_data", "runtime"},
+    "cli": {"models", "quantize", "calib_data", "train", "export", "runtime", "evaluate"},
 }
 
 

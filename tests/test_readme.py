@@ -29,7 +29,8 @@ def test_the_extensions_work(tmp_path: Path) -> None:
     (check,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert [diff.count("diff --git") for diff in diffs] == [1, 1, 1]
     tree = tmp_path / "tree"
-    for room in ("ops", "calib_data", "models", "quantize", "train", "export", "runtime", "evaluate", "diffbit"):
+    rooms = ("ops", "calib_data", "models", "quantize", "train", "export", "runtime", "evaluate", "cli", "diffbit")
+    for room in rooms:
         shutil.copytree(ROOT / room, tree / room, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for diff in diffs:
         subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=tree, check=True)
@@ -41,10 +42,10 @@ def test_the_extensions_work(tmp_path: Path) -> None:
 
 
 def test_the_command_reference_is_current() -> None:
-    command = [sys.executable, "-m", "typer", "diffbit.cli", "utils", "docs", "--name", "diffbit"]
+    command = [sys.executable, "-m", "typer", "diffbit.cli.app", "utils", "docs", "--name", "diffbit"]
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert (ROOT / "docs" / "cli.md").read_text().strip() == made.strip(), (
-        "out of date; run: python -m typer diffbit.cli utils docs --name diffbit --output docs/cli.md"
+        "out of date; run: python -m typer diffbit.cli.app utils docs --name diffbit --output docs/cli.md"
     )
 
 

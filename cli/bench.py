@@ -1,0 +1,58 @@
+"""diffbit bench: speed, memory and size of artifacts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..files import parse_size
+from ..progress import set_quiet, track
+from .options import Device, Json, NoNative, Quiet, Threads, as_artifacts
+from .output import print_json, print_table
+
+EXAMPLES = (
+    "diffbit bench out/demo/diff_v1-onnx --prompt-tokens 64 --new-tokens 32 --threads 2",
+    "diffbit bench out/demo/diff_v1-onnx --memory 512MB",
+)
+
+
+def bench(
+    artifacts: Annotated[
+        list[Path], typer.Argument(help="Folders made by `diffbit export`, or checkpoints (needs torch).")
+    ],
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt (prefill).")] = 64,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate (decode).")] = 64,
+    repeats: Annotated[int, typer.Option(help="Runs of which the median is taken.")] = 5,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="As in 4GB: also the longest context whose KV cache fits in that beside the model's files, whatever "
+            "context the artifact was exported for."
+        ),
+    ] = None,
+    threads: Threads = None,
+    device: Device = "cpu",
+    no_native: NoNative = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Prefill and decode speed, peak memory and size of artifacts, each measured in a process of its own."""
+    from ..runtime import bench as bench_artifact
+
+    set_quiet(quiet)
+    room = None if memory is None else parse_size(memory)
+    with as_artifacts(artifacts, quiet) as opened:
+        rows = [
+            bench_artifact(artifact, prompt_tokens, new_tokens, repeats, threads, device, not no_native, room)
+            | {"artifact": str(path)}
+            for path, artifact in zip(artifacts, track(opened, "measuring"), strict=True)
+        ]
+    if as_json:
+        print_json(rows)
+        return
+    # an artifact a column: there are more figures than artifacts
+    columns = [(f"{path}/", row) for path, row in zip(artifacts, rows, strict=True)]
+    figures = [name for name in rows[0] if name != "artifact"]
+    print_table({"figure": name.replace("_", " ")} | {label: row[name] for label, row in columns} for name in figures)

@@ -1,0 +1,287 @@
+"""diffbit compare: accuracy against bit-width, and the report."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import DiffbitError
+from ..files import read_json
+from ..progress import set_quiet
+from .options import (
+    CALIBRATION_WINDOWS,
+    Data,
+    Field,
+    Json,
+    Length,
+    MaxWindows,
+    Quiet,
+    Seed,
+    TorchDevice,
+    read_windows,
+    torch_device,
+)
+from .outliers import measure_outliers
+from .output import attention_name, check_rows, print_json, print_table, remark
+from .quantize import LAYER_ERRORS
+
+if TYPE_CHECKING:
+    from ..calib_data import NeedleWindows
+    from ..evaluate import Comparison
+
+EXAMPLES = (
+    "diffbit compare out/demo/diff_v1 out/demo/softmax --bits 16,8,4,3,2 -o out/comparison",
+    "diffbit compare out/demo/diff_v1 --what weights --bits 16,int4_g32,nf4 --max-windows 16",
+    "diffbit compare examples/nano/diff_v1 --what weights --bits 16,4,3 --method rtn,gptq --max-windows 16",
+    "diffbit compare examples/nano_1k/diff_v1 --what kv,qk --bits 16,8,4,2 --retrieval 6:2:256 --rows 16",
+)
+
+Models = Annotated[
+    list[Path],
+    typer.Argument(help="Checkpoints with the same tokenizer: float ones at all widths, quantized ones as they are."),
+]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Folder for report.html, the plots, .json and .csv.")
+]
+Bits = Annotated[str, typer.Option(help="Widths and formats, as in 16,8,6,4,3,2,ternary,int4_g32,nf4.")]
+What = Annotated[str, typer.Option(help="What is rounded, by commas: weights, logits, qk, kv, keys, values.")]
+Methods = Annotated[
+    str, typer.Option(help="How weights are rounded: recipes as `diffbit quantize --method` takes them, by commas.")
+]
+Calibrate = Annotated[str, typer.Option(help="Text for methods that calibrate: 'stdlib', a file, a folder, hf:NAME.")]
+Needles = Annotated[
+    str | None,
+    typer.Option(help="Also count needles found in text: NEEDLES:QUERIES[:LENGTH], by commas, as in 1:1,6:2:512."),
+]
+Rows = Annotated[int, typer.Option(help="Rows of needles for each entry of --retrieval.")]
+BatchSize = Annotated[int, typer.Option(help="Windows in a batch.")]
+Artifacts = Annotated[
+    list[Path] | None,
+    typer.Option(help="Artifacts to size, verify, time and sample in the report; may be repeated."),
+]
+Quantized = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Quantized checkpoints whose layer errors the report shows, and runs of train --qat, with their "
+        "weights and how they moved; may be repeated."
+    ),
+]
+Prompt = Annotated[str, typer.Option(help="What the artifacts' samples continue.")]
+
+
+def compare(
+    models: Models,
+    output: Output = None,
+    bits: Bits = "16,8,6,4,3,2,ternary",
+    what: What = "weights,logits",
+    method: Methods = "rtn",
+    calibrate: Calibrate = "stdlib",
+    data: Data = "stdlib",
+    field: Field = "text",
+    max_windows: MaxWindows = 64,
+    length: Length = None,
+    retrieval: Needles = None,
+    rows: Rows = 64,
+    batch_size: BatchSize = 8,
+    artifact: Artifacts = None,
+    quantized: Quantized = None,
+    prompt: Prompt = "def __init__(self",
+    device: TorchDevice = "auto",
+    seed: Seed = 1,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Accuracy against bit-width: perplexity, KL and top-1 agreement with 95 % intervals, paired on the same text.
+
+    Of attention: logits, at any bits; qk, products of integers, 8 or 4; kv, the cache, 8, 4 or 2 (keys, values: one of
+    the two). With --retrieval, also how many key-value needles in text are found.
+    """
+    from ..evaluate import compare as compare_models
+    from ..quantize import parse_recipe
+
+    set_quiet(quiet)
+    _check_places(output, artifact or (), quantized or ())
+    known = _read_reports(models, quantized or ())
+    windows = read_windows(models[0], data, field, max_windows, length)
+    needles = _needles(models, retrieval, data, field, rows, seed)
+    methods = method.split(",")
+    calibration = None
+    if "weights" in what.split(",") and any(parse_recipe(name).calibrated for name in methods):
+        calibration = read_windows(models[0], calibrate, field, CALIBRATION_WINDOWS, None, split="calib")
+    comparison = compare_models(
+        models,
+        windows,
+        bits.split(","),
+        what.split(","),
+        methods,
+        calibration=calibration,
+        batch_size=batch_size,
+        device=torch_device(device),
+        needles=needles,
+    )
+    if output is not None:
+        known |= _inspect(artifact or (), prompt, seed)
+        outliers = measure_outliers(models, windows, device)
+        _write(comparison, [report.to_dict() for report in outliers], known, output)
+    if as_json:
+        print_json(comparison.to_dict())
+        return
+    print_table(comparison.rows())
+    _remarks(comparison, len(methods) > 1, quiet)
+    if output is not None:
+        remark(f"the report: {output / 'report.html'}", quiet)
+
+
+def _check_places(output: Path | None, artifacts: Sequence[Path], quantized: Sequence[Path]) -> None:
+    """Refuse before the comparison what would be refused after it."""
+    from ..runtime import Artifact
+
+    if output is None and (artifacts or quantized):
+        raise DiffbitError("--artifact and --quantized go into the report; name a folder for it with -o")
+    if output is not None and output.is_file():
+        raise DiffbitError(f"{output}: is a file, but a folder is to be written there; choose another name")
+    for path in artifacts:
+        Artifact.open(path)
+
+
+def _read_reports(models: Sequence[Path], quantized: Sequence[Path]) -> dict[str, Any]:
+    """What earlier commands wrote of the models, as ReportData names it: how they were trained, quantized, changed."""
+    from ..evaluate import is_run, read_run
+
+    return {
+        "training": {model.resolve().name: found for model in models if (found := _training(model))},
+        "quantization": {
+            path.name: _part(path / LAYER_ERRORS, "weights", list) for path in quantized if not is_run(path)
+        },
+        "qat": {path.resolve().name: read_run(path) for path in quantized if is_run(path)},
+    }
+
+
+def _training(model: Path) -> dict[str, Any] | None:
+    """How a model was trained, if it was trained here."""
+    path = model / "training.json"
+    if not path.is_file():
+        return None
+    run = _part(path, "result", dict)
+    try:
+        config, result = run["config"], run["result"]
+        rows = config["steps"] * config["batch_size"] * config["accumulate"] * run["processes"]
+        return {"tokens": rows * config["length"], "training_s": result["seconds"], "eval_loss": result["eval_loss"]}
+    except (KeyError, TypeError) as error:
+        raise DiffbitError(f"{path}: was changed after training ({error}); restore or remove it") from None
+
+
+def _part(path: Path, key: str, kind: type) -> dict[str, Any]:
+    """The JSON object in a file that diffbit wrote, which must hold `key`."""
+    values = read_json(path)
+    if not isinstance(values.get(key), kind):
+        raise DiffbitError(f"{path}: holds no {key}; it was changed after it was written, make it again")
+    return values
+
+
+def _needles(
+    models: Sequence[Path], entries: str | None, data: str, field: str, rows: int, seed: int
+) -> list[NeedleWindows]:
+    """Rows of needles for every NEEDLES:QUERIES[:LENGTH], no longer than the shortest context among the models."""
+    from ..calib_data import needle_windows
+    from ..evaluate.retrieval import parse_setting
+    from ..models import Checkpoint
+
+    context = min(Checkpoint(model).config.max_position for model in models)
+    asked = [parse_setting(entry, context) for entry in entries.split(",")] if entries else []
+    return [
+        needle_windows(data, models[0], length, needles, queries, rows, field=field, seed=seed)
+        for needles, queries, length in asked
+    ]
+
+
+def _inspect(artifacts: Sequence[Path], prompt: str, seed: int) -> dict[str, Any]:
+    """Of artifacts, as ReportData names it: size, speed, whether they verify, and samples of their text."""
+    parts = [_inspect_one(path, prompt, seed) for path in artifacts]
+    return {name: [part[name] for part in parts] for name in ("artifacts", "bench", "verification", "samples")}
+
+
+def _inspect_one(path: Path, prompt: str, seed: int) -> dict[str, Any]:
+    from ..models import ModelConfig, num_parameters
+    from ..runtime import Artifact, Sampler, Session, Tokenizer, generate
+    from ..runtime import bench as bench_artifact
+    from ..runtime import verify as verify_artifact
+
+    opened = Artifact.open(path)
+    checked = verify_artifact(path)
+    session = Session(opened)
+    tokenizer = Tokenizer(opened.file("tokenizer.json"))
+    sampler = Sampler(0.7, top_p=0.9, seed=seed)
+    sample = generate(session, tokenizer, prompt, max_tokens=session.capacity // 2, sampler=sampler)
+    half = max(1, min(session.capacity, 256) // 2)
+    float_bytes = 2 * num_parameters(ModelConfig.from_dict(dict(opened.model)))
+    scheme = opened.scheme or {}
+    weights = scheme.get("weights", "none")
+    formats = (opened.dtype if weights == "none" else weights, attention_name(scheme.get("attention", {})))
+    return {
+        "artifacts": {
+            "name": path.resolve().name,
+            "format": ", ".join(name for name in formats if name),
+            "bytes": opened.nbytes,
+            "source_bytes": float_bytes,
+            "parts": [dict(part) for part in opened.parts],
+        },
+        "bench": {**bench_artifact(path, half, half, 3), "artifact": path.resolve().name},
+        "verification": {
+            "artifact": str(path),
+            "device": "cpu",
+            "passed": checked.passed,
+            "checks": check_rows(checked),
+        },
+        "samples": {
+            "model": path.resolve().name,
+            "prompt": prompt,
+            "text": sample.text,
+            "settings": f"temperature 0.7, top-p 0.9, seed {seed}",
+        },
+    }
+
+
+def _write(comparison: Comparison, outliers: list[dict[str, Any]], known: dict[str, Any], output: Path) -> None:
+    """The report's page, and beside it its plots and the comparison for programs."""
+    from ..evaluate import ReportData, plot_comparison, plot_outliers, versions, write_report
+
+    report = ReportData(
+        title="Accuracy against bit-width",
+        comparison=comparison.to_dict(),
+        outliers=outliers,
+        commands=[shlex.join(["diffbit", *sys.argv[1:]])],
+        versions=versions(),
+        **known,
+    )
+    comparison.write_json(output / "comparison.json")
+    comparison.write_csv(output / "comparison.csv")
+    if len(comparison.results) > len(comparison.models):  # models that came quantized have no variants to draw
+        plot_comparison(comparison.to_dict(), output / "comparison.svg")
+    plot_outliers(outliers, output / "outliers.svg")
+    write_report(report, output / "report.html")
+
+
+def _remarks(comparison: Comparison, several: bool, quiet: bool) -> None:
+    """What was left out, and which model loses less. several: methods were compared, so name them."""
+    for refusal in comparison.refused:
+        remark(f"left out, {refusal.model} by {refusal.method}: {refusal.reason}", quiet)
+    for contrast in comparison.contrasts:
+        lost = contrast.difference
+        by = f" by {contrast.method}" if several and contrast.method != "none" else ""
+        verdict = "less than" if lost.high < 0 else "more than" if lost.low > 0 else "as much, within error, as"
+        remark(
+            f"{contrast.what} at {contrast.format}{by}: {contrast.model} loses {verdict} {contrast.against} "
+            f"({lost.value:+.4f} nats a token, 95 %: {lost.low:+.4f} to {lost.high:+.4f})"
+            + "".join(
+                f"; {asked['queries']} of {asked['needles']} needles: {100 * found.value:+.1f} points "
+                f"({100 * found.low:+.1f} to {100 * found.high:+.1f})"
+                for asked, found in zip(comparison.needles, contrast.retrieval, strict=True)
+            ),
+            quiet,
+        )

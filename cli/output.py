@@ -1,0 +1,67 @@
+"""What a command prints: results to stdout as tables or JSON, remarks and errors to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from ..runtime import Verification
+
+
+def fail(message: str) -> NoReturn:
+    """Print an error and exit with code 2."""
+    Console(stderr=True, soft_wrap=True).print(f"[red]error:[/] {escape(message)}", highlight=False)
+    raise SystemExit(2)
+
+
+def remark(message: str, quiet: bool) -> None:
+    """A line on stderr, unless quiet."""
+    if not quiet:
+        Console(stderr=True, soft_wrap=True).print(escape(message), highlight=False)
+
+
+def print_json(value: Any) -> None:
+    """One JSON value on stdout."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, default=str), flush=True)
+
+
+def print_table(rows: Iterable[Mapping[str, Any]], title: str | None = None) -> None:
+    """Rows as a table: numbers to the right in four significant digits, the first row's keys as headings."""
+    rows = list(rows)
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for name in rows[0] if rows else ():
+        numeric = all(isinstance(row.get(name), int | float | None) for row in rows)
+        heading = name.replace("_", " ") if name.isidentifier() else name
+        table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row.values()))
+    # piped into a file, a table keeps its columns whole
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else escape(str(value))
+
+
+def attention_name(attention: Mapping[str, Any]) -> str:
+    """Such as "keys int4, values int4"."""
+    return ", ".join(f"{name} {attention[name]}" for name in ("keys", "values", "qk", "logits") if name in attention)
+
+
+def check_rows(verification: Verification) -> list[dict[str, str]]:
+    """A row for each check of an artifact."""
+    return [
+        {"check": check.name, "result": "ok" if check.passed else "FAILED", "detail": check.detail}
+        for check in verification.checks
+    ]

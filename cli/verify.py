@@ -1,0 +1,115 @@
+"""diffbit verify: does an artifact compute what it should?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import DiffbitError
+from ..progress import set_quiet
+from .options import Data, Device, Field, Json, Length, MaxWindows, NoNative, Quiet, Threads
+from .output import check_rows, print_json, print_table
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ..runtime import Session
+
+EXAMPLES = (
+    "diffbit verify out/demo/diff_v1-onnx --checkpoint out/demo/diff_v1-int4",
+    "diffbit verify out/demo/diff_v1-onnx --checkpoint out/demo/diff_v1-int4 --max-windows 20 --tokens 200",
+)
+
+
+def verify(
+    artifact: Annotated[Path, typer.Argument(help="Folder made by `diffbit export`.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Also compare the logits over text with this checkpoint's, in torch.")
+    ] = None,
+    tokens: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="With --checkpoint: also generate so many tokens with both, greedily, after the beginning of each "
+            "window, and tell where they part.",
+        ),
+    ] = 0,
+    data: Data = "stdlib",
+    field: Field = "text",
+    max_windows: MaxWindows = 8,
+    length: Length = None,
+    threads: Threads = None,
+    device: Device = "cpu",
+    no_native: NoNative = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check an artifact on this device: its files' hashes and the golden prompt's logits. Exit code 2 if it fails."""
+    from ..runtime import Session
+    from ..runtime import verify as verify_artifact
+
+    set_quiet(quiet)
+    if tokens and checkpoint is None:
+        raise DiffbitError("--tokens compares with a checkpoint's tokens; pass one with --checkpoint")
+    result = verify_artifact(artifact, device, threads, not no_native)
+    rows = check_rows(result)
+    report: dict[str, Any] = {"artifact": str(artifact), "device": device, "native": result.native}
+    report |= {"passed": result.passed, "checks": rows}
+    if checkpoint is not None and result.passed:
+        session = Session(artifact, device, threads, not no_native)
+        report |= _compare(session, artifact, checkpoint, data, field, max_windows, length, tokens)
+        report["passed"] = all(report[part]["passed"] for part in ("checkpoint", "greedy") if part in report)
+    if as_json:
+        print_json(report)
+    else:
+        print_table(rows, title=f"{artifact} on {device}, {'native kernels' if result.native else 'portable bodies'}")
+        if "checkpoint" in report:
+            print_table([report["checkpoint"]], title=f"against {checkpoint}")
+        if "greedy" in report:
+            differences = report["greedy"].pop("differences")
+            print_table([report["greedy"]], title="greedy tokens")
+            if differences:
+                print_table(differences, title="where they part")
+    if not report["passed"]:
+        failed = [f"{check.name}: {check.detail}" for check in result.failures]
+        raise DiffbitError("; ".join(failed) or f"{artifact}: does not compute what {checkpoint} does; see above")
+
+
+def _compare(
+    session: Session,
+    artifact: Path,
+    checkpoint: Path,
+    data: str,
+    field: str,
+    max_windows: int,
+    length: int | None,
+    tokens: int,
+) -> dict[str, Any]:
+    """Against torch: under "checkpoint" the artifact's logits over text, under "greedy" the tokens that follow it."""
+    from ..calib_data import eval_windows
+    from ..export import compare_greedy_tokens, compare_with_checkpoint
+
+    def logits_of(ids: NDArray[np.int64], mask: NDArray[np.bool_]) -> NDArray[np.float32]:
+        session.reset()
+        return session.prefill(ids, mask, all_positions=True)
+
+    def logits_after(ids: list[int], new: bool) -> NDArray[np.float32]:
+        if new:
+            session.reset()
+        return session.prefill([ids])[0]
+
+    if length is None:
+        length = min(session.capacity, 512)
+    text = eval_windows(data, artifact, length, max_windows, field=field)
+    tolerance = session.artifact.golden.tolerance
+    found: dict[str, Any] = {
+        "checkpoint": compare_with_checkpoint(logits_of, checkpoint, text, tolerance=tolerance),
+    }
+    if tokens:
+        found["greedy"] = compare_greedy_tokens(
+            logits_after, checkpoint, text, tokens=tokens, capacity=session.capacity, tolerance=tolerance
+        )
+    return found
