@@ -44,7 +44,7 @@ def export(
     One with a low-bit KV cache has more inputs than the latter two can feed. With --format hf-bitnet, a folder that
     transformers reads.
     """
-    from ..export import export_artifact, export_bitnet, readable_by_others
+    from ..export import export_artifact, export_bitnet
 
     set_quiet(quiet)
     if format not in ("artifact", "hf-bitnet"):
@@ -72,7 +72,7 @@ def export(
         overwrite=overwrite,
     )
     manifest = read_json(output / "diffbit.json")
-    if not readable_by_others(buffer["name"] for buffer in manifest["cache"]["buffers"]):
+    if not (output / "genai_config.json").exists():
         remark(
             f"{output}: a low-bit KV cache, which diffbit runs, and a loader that feeds the buffers listed in "
             "diffbit.json; onnxruntime-genai and optimum feed keys and values only",

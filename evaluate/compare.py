@@ -58,7 +58,7 @@ from ..quantize import (
     read_scheme,
     sizes,
 )
-from ..quantize.cache import kv_bytes
+from ..quantize.cache import cache_spec
 from ..quantize.scheme import KV, LOGIT_BITS, QK
 from .cost import Cost, token_cost
 from .metrics import CONFIDENCE, Estimate, Scores, log_probabilities, mean, paired, perplexity_ratio, recovered, score
@@ -535,7 +535,7 @@ def _result(
         kl=found.divergence(confidence),
         agreement=found.agreement(confidence),
         recovered=None if rounded is None else recovered(found, rounded.scores, reference, confidence),
-        cache_bytes=kv_bytes(config, attention, "float16")[0] / 1000,
+        cache_bytes=cache_spec(config, attention, "float16").bytes_per_1k_tokens / 1000,
         cost=measured.cost,
         retrieval=tuple(
             retrieval(one, answers, whole, confidence)

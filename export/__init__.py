@@ -5,7 +5,6 @@ reference_model("model-int4")                        # what its logits are compa
 export_bitnet("model-ternary", "model-hf")           # a checkpoint that transformers reads
 """
 
-from .artifact import export_artifact, readable_by_others
 from .bitnet_hf import export_bitnet
 from .check import compare_greedy_tokens, compare_with_checkpoint
 from .reference import reference_model
@@ -15,6 +14,5 @@ __all__ = [
     "compare_with_checkpoint",
     "export_artifact",
     "export_bitnet",
-    "readable_by_others",
     "reference_model",
 ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,16 +21,17 @@ from .. import files
 from ..errors import DiffbitError
 from ..models import Checkpoint, ModelConfig, variant
 from ..models.hf_config import to_hf
+from ..ops.cache import CacheSpec
 from ..ops.kv_cache import GROUP
 from ..progress import track
 from ..quantize import AttentionScheme, Scheme, read_scheme
-from ..quantize.cache import buffers as cache_buffers
-from .decoder import DecoderGraph, cache_in_place
+from ..quantize.cache import cache_spec
+from .decoder import DecoderGraph
 from .graph import FLOATS, MODEL, Graph
 from .parts import parts
 from .reference import Stream, check_scheme
 
-VERSION = 3
+VERSION = 4
 MANIFEST = "diffbit.json"
 TOKENIZER = "tokenizer.json"
 STORAGE = ("2bit", "base3")  # of ternary weights
@@ -88,20 +88,18 @@ def export_artifact(
     scheme = read_scheme(source)
     _check_storage(ternary_storage, source, scheme)
     attention = AttentionScheme() if scheme is None else scheme.attention
-    heads = variant(config.attention).Attention.cache_heads(config)
-    buffers = cache_buffers(attention, heads, config.head_dim, DTYPE_NAMES[dtype])
-    in_place = cache_in_place(config, attention)
+    cache = cache_spec(config, attention, DTYPE_NAMES[dtype])
     prompt = golden_prompt(config, length, attention)
     kind = dtype, source.quantization is not None
     out = Path(out)
     with files.new_folder(out, overwrite=overwrite) as folder:
-        graph = DecoderGraph(Graph(folder, dtype, ternary_storage == "base3"), config, length, attention, buffers)
+        graph = DecoderGraph(Graph(folder, dtype, ternary_storage == "base3"), config, length, attention, cache)
         logits = _write_graph(graph, source, prompt, NOISE[kind])
         for file in tokenizer_files:
             shutil.copyfile(file, folder / file.name)
         _write_configs(folder, config, dtype, length)
-        if readable_by_others(buffer.name for buffer in buffers):  # onnxruntime-genai runs the bodies
-            files.write_json(folder / "genai_config.json", _genai(config, length, in_place == "always"))
+        if _readable_by_others(cache):
+            files.write_json(folder / "genai_config.json", _genai(config, length, cache))
         manifest: dict[str, Any] = {
             "artifact_version": VERSION,
             "diffbit_version": _version(),
@@ -112,11 +110,7 @@ def export_artifact(
             "source": {"name": source.path.resolve().name, "sha256": source.sha256()},
             "method": (source.quantization or {}).get("method"),
             "calibration": (source.quantization or {}).get("calibration"),
-            "cache": {
-                "num_layers": config.num_layers,
-                "in_place": in_place,
-                "buffers": [asdict(buffer) for buffer in buffers],
-            },
+            "cache": {"layers": [{"buffers": [asdict(buffer) for buffer in layer]} for layer in cache.layers]},
             "context_length": length,
             "eos_token_ids": list(config.eos_token_ids),
             "files": {
@@ -226,13 +220,14 @@ def _write_configs(folder: Path, config: ModelConfig, dtype: str, context_length
         files.write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
-def readable_by_others(buffers: Iterable[str]) -> bool:
-    """Can loaders that know of keys and values only, onnxruntime-genai and optimum, feed a cache of these buffers?"""
-    return set(buffers) == {"key", "value"}
+def _readable_by_others(cache: CacheSpec) -> bool:
+    """Whether loaders that know one key and one value a layer (onnxruntime-genai, optimum) can feed this cache."""
+    return all({buffer.name for buffer in layer} == {"key", "value"} for layer in cache.layers)
 
 
-def _genai(config: ModelConfig, context_length: int, in_place: bool) -> dict[str, Any]:
+def _genai(config: ModelConfig, context_length: int, cache: CacheSpec) -> dict[str, Any]:
     """What onnxruntime-genai reads. It wants token ids even where the model has none: then those of nothing in use."""
+    in_place = all(buffer.in_place == "always" for buffer in cache.buffers.values())  # it runs the portable bodies
     eos = list(config.eos_token_ids)
     pad = config.pad_token_id if config.pad_token_id is not None else eos[0] if eos else 0
     return {

@@ -12,7 +12,7 @@ bias) is computed once, by `Step`; a variant adds its nodes through its own meth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -22,11 +22,13 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
-from ..models import Block, ModelConfig, rope_tables, variant
+from ..models import Block, ModelConfig, rope_tables
 from ..models.norm import RMSNorm
 from ..ops import diff_attention
+from ..ops.cache import Buffer, CacheSpec, tokens_each
+from ..ops.kv_cache import GROUP
 from ..quantize import AttentionScheme
-from ..quantize.cache import GROUPS, TOKENS, Buffer, attributes, is_low_bit, operator
+from ..quantize.cache import attributes, is_low_bit, operator
 from .graph import MICROSOFT, Graph
 
 # Added to the logits of hidden keys: finite, so that a query that sees nothing (padding) gives numbers and not NaN
@@ -203,16 +205,16 @@ class DecoderGraph:
     """Built from the bottom up: `embed`, `block` for each layer, `head`. Weights are written as they come."""
 
     def __init__(
-        self, g: Graph, config: ModelConfig, context_length: int, attention: AttentionScheme, buffers: Sequence[Buffer]
+        self, g: Graph, config: ModelConfig, context_length: int, attention: AttentionScheme, cache: CacheSpec
     ) -> None:
-        self.g, self.config, self.buffers = g, config, buffers
+        self.g, self.config, self.cache = g, config, cache
         self.step = Step(g, config, context_length, attention)
         self._past = [
             {
                 buffer.name: g.input(f"past_key_values.{i}.{buffer.name}", buffer.dtype, _named(buffer, "past"))
-                for buffer in buffers
+                for buffer in layer
             }
-            for i in range(config.num_layers)
+            for i, layer in enumerate(cache.layers)
         ]
         self._present: list[Cache] = []
         self._x: ir.Value
@@ -257,7 +259,7 @@ class DecoderGraph:
             logits = g.cast(logits, np.float32)
         g.output("logits", logits, np.float32, ["batch", "sequence", config.vocab_size])
         for index, present in enumerate(self._present):
-            for buffer in self.buffers:
+            for buffer in self.cache.layers[index]:
                 name = f"present.{index}.{buffer.name}"
                 g.output(name, present[buffer.name], buffer.dtype, _named(buffer, "present"))
 
@@ -278,14 +280,7 @@ class DecoderGraph:
         return hidden if g.dtype is np.float32 else g.cast(hidden, g.dtype)
 
 
-def cache_in_place(config: ModelConfig, attention: AttentionScheme) -> str:
-    """Where one buffer may be bound as past and as present: "always", "native" or "never" (runtime/artifact.py)."""
-    if attention.logits is not None:
-        return "never"  # there is no kernel
-    return "native" if is_low_bit(attention) else str(variant(config.attention).Attention.cache_in_place)
-
-
 def _named(buffer: Buffer, when: str) -> list[int | str]:
     """Its shape with names for what varies."""
-    names: dict[int | str, str] = {TOKENS: f"{when}_sequence", GROUPS: f"{when}_groups"}
-    return ["batch", *(names.get(dim, dim) for dim in buffer.shape)]
+    names = {1: f"{when}_sequence", GROUP: f"{when}_groups"}
+    return ["batch", *(dim if isinstance(dim, int) else names[tokens_each(dim)] for dim in buffer.shape)]

@@ -15,30 +15,15 @@ values may have different formats.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from math import prod
+from dataclasses import asdict
 
 from ..models import ModelConfig, variant
+from ..ops.cache import TOKENS, Buffer, CacheSpec
 from ..ops.diff_attention import Kind
 from ..ops.kv_cache import BITS, GROUP, settled
 from .scheme import AttentionScheme
 
-TOKENS, GROUPS = "tokens", f"tokens/{GROUP}"  # dimensions that grow with the capacity
-WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1}  # bytes
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """One of a layer's buffers; a dimension is a number, TOKENS or GROUPS."""
-
-    name: str
-    dtype: str
-    shape: tuple[int | str, ...]
-
-    def nbytes(self, tokens: int) -> int:
-        """Of one sequence; tokens: a multiple of 32 where there are groups of them."""
-        sizes = {TOKENS: tokens, GROUPS: tokens // GROUP}
-        return WIDTHS[self.dtype] * prod(dim if isinstance(dim, int) else sizes[dim] for dim in self.shape)
+GROUPS = f"{TOKENS}/{GROUP}"
 
 
 def is_low_bit(scheme: AttentionScheme) -> bool:
@@ -62,44 +47,47 @@ def attributes(kind: Kind) -> dict[str, int]:
     return {name: value for name, value in asdict(kind).items() if name != "logit_bits" or value}
 
 
-def buffers(scheme: AttentionScheme, heads: int, head_dim: int, dtype: str) -> tuple[Buffer, ...]:
-    """A layer's, those of the keys and values first, in the operator's order; dtype: of what is not low-bit."""
+def cache_spec(config: ModelConfig, scheme: AttentionScheme, dtype: str) -> CacheSpec:
+    """The cache of a model under a scheme; dtype: of what is not low-bit."""
+    attention = variant(config.attention).Attention
+    in_place = "native" if is_low_bit(scheme) else str(attention.cache_in_place)
+    if scheme.logits is not None:
+        in_place = "never"  # there is no kernel
+    layer = buffers(scheme, attention.cache_heads(config), config.head_dim, dtype, in_place)
+    return CacheSpec((layer,) * config.num_layers)
+
+
+def buffers(
+    scheme: AttentionScheme, heads: int, head_dim: int, dtype: str, in_place: str = "never"
+) -> tuple[Buffer, ...]:
+    """An attention layer's, keys and values first, in the operator's order; dtype: of what is not low-bit."""
     formats = {"key": scheme.key_format, "value": scheme.value_format}
-    found = []
+    found: list[tuple[str, str, tuple[int | str, ...]]] = []
     for part, format in formats.items():
         kind = {"float": dtype, "fp16": "float16", "int8": "int8"}.get(format, "uint8")
         width = head_dim * BITS[format] // 8 if kind == "uint8" else head_dim
-        found.append(Buffer(part, kind, (heads, TOKENS, width)))
+        found.append((part, kind, (heads, TOKENS, width)))
     for part, format in formats.items():
         if format == "int8":
-            found.append(Buffer(f"{part}_scale", "float32", (heads, TOKENS)))
+            found.append((f"{part}_scale", "float32", (heads, TOKENS)))
         elif BITS[format] < 8:
             grid = (GROUPS, 2, head_dim) if part == "key" else (TOKENS, 2, head_dim // GROUP)
-            found.append(Buffer(f"{part}_scale", "float16", (heads, *grid)))
+            found.append((f"{part}_scale", "float16", (heads, *grid)))
     for part, format in formats.items():
         if BITS[format] < 8:
-            found.append(Buffer(f"{part}_recent", "float16", (heads, scheme.window + GROUP, head_dim)))
-    return tuple(found)
-
-
-def kv_bytes(config: ModelConfig, scheme: AttentionScheme, dtype: str) -> tuple[int, int]:
-    """Of one sequence, all layers: bytes that 1000 tokens take, and those that are there whatever the capacity."""
-    heads = variant(config.attention).Attention.cache_heads(config)
-    layer = buffers(scheme, heads, config.head_dim, dtype)
-    fixed, group = (sum(buffer.nbytes(tokens) for buffer in layer) for tokens in (0, GROUP))
-    return config.num_layers * (group - fixed) * 1000 // GROUP, config.num_layers * fixed
+            found.append((f"{part}_recent", "float16", (heads, scheme.window + GROUP, head_dim)))
+    return tuple(Buffer(name, kind, shape, in_place) for name, kind, shape in found)
 
 
 def step_bytes(config: ModelConfig, scheme: AttentionScheme, dtype: str, context: int) -> float:
     """Of one sequence, all layers: bytes that a decoded token reads of a cache of `context` tokens, itself among them,
     and writes to it; what is written once for a group of tokens counts a share of it."""
-    heads = variant(config.attention).Attention.cache_heads(config)
     low = settled(context, scheme.window)
     total = 0.0
-    for buffer in buffers(scheme, heads, config.head_dim, dtype):
+    for buffer in cache_spec(config, scheme, dtype).buffers.values():
         format = scheme.key_format if buffer.name.startswith("key") else scheme.value_format
         if buffer.name.endswith("recent"):
-            total += heads * config.head_dim * WIDTHS[buffer.dtype] * (context - low + 1)
+            total += buffer.nbytes(0) / (scheme.window + GROUP) * (context - low + 1)
         else:
             total += buffer.nbytes(GROUP) / GROUP * ((low if BITS[format] < 8 else context) + 1)
-    return config.num_layers * total
+    return total

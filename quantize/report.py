@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..models import ModelConfig
 from ..models.layout import HEAD, shapes, stays_float32
-from .cache import kv_bytes
+from .cache import cache_spec
 from .formats import row_blocks
 from .qtensor import QTensor
 from .scheme import HEAD_MODULE, AttentionScheme, Scheme
@@ -106,7 +106,8 @@ def sizes(config: ModelConfig, scheme: Scheme | None = None, dtype: torch.dtype 
             nbytes += count * (torch.float32 if stays_float32(name) else dtype).itemsize
         parameters += count
     attention = AttentionScheme() if scheme is None else scheme.attention
-    return Sizes(nbytes, parameters, *kv_bytes(config, attention, str(dtype).removeprefix("torch.")))
+    cache = cache_spec(config, attention, str(dtype).removeprefix("torch."))
+    return Sizes(nbytes, parameters, cache.bytes_per_1k_tokens, cache.fixed_bytes)
 
 
 def weight_error(weight: Tensor, quantized: QTensor) -> float:

@@ -21,74 +21,16 @@ from typing import Any
 
 from ..errors import DiffbitError
 from ..files import read_json, sha256_file
+from ..ops.cache import IN_PLACE, TOKENS, WIDTHS, Buffer, CacheSpec
 
-VERSION = 3  # of the manifest; raised when a reader of the old one would get it wrong
+VERSION = 4  # of the manifest; raised when a reader of the old one would get it wrong
 MANIFEST = "diffbit.json"
 MODEL = "model.onnx"
 TOKENIZER = "tokenizer.json"
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _BUFFER = re.compile(r"[a-z][a-z0-9_]{0,39}")
-TOKENS = "tokens"  # a dimension that grows with the capacity; "tokens/32" counts groups of 32
-WIDTHS = {"float32": 4, "float16": 2, "int8": 1, "uint8": 1}  # of a buffer's numbers, in bytes
 ROWS_READ = ("embedding", "rotary tables")  # parts of which a token reads a row
-MOST_BUFFERS, MOST_DIMENSIONS, MOST_GROUP = 16, 5, 1024
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """One of a layer's buffers, [B, *shape]: the graph's input past_key_values.N.<name>, and its output
-    present.N.<name>. A dimension is a number, or (n,): one for each n tokens of capacity, "tokens/n"."""
-
-    name: str
-    dtype: str  # a key of WIDTHS
-    shape: tuple[int | tuple[int], ...]
-
-    def sizes(self, tokens: int) -> tuple[int, ...]:
-        """Without the batch; tokens: a multiple of `CacheSpec.multiple`."""
-        return tuple(dim if isinstance(dim, int) else tokens // dim[0] for dim in self.shape)
-
-    def nbytes(self, tokens: int) -> int:
-        return WIDTHS[self.dtype] * math.prod(self.sizes(tokens))
-
-
-@dataclass(frozen=True)
-class CacheSpec:
-    """The KV cache: the same buffers for every layer."""
-
-    num_layers: int
-    buffers: tuple[Buffer, ...]
-    # Whether one full-capacity buffer may be bound as past and as present: "always", "native" (only where the native
-    # library runs the attention) or "never". Where not, present is longer than past by what came.
-    in_place: str
-
-    @property
-    def multiple(self) -> int:
-        """Capacities are multiples of this many tokens."""
-        return math.lcm(*(dim[0] for buffer in self.buffers for dim in buffer.shape if not isinstance(dim, int)))
-
-    def capacity(self, tokens: int) -> int:
-        """The least that holds so many tokens."""
-        return -(-tokens // self.multiple) * self.multiple
-
-    def nbytes(self, tokens: int) -> int:
-        """Of one sequence, with room for so many tokens."""
-        capacity = self.capacity(tokens)
-        return self.num_layers * sum(buffer.nbytes(capacity) for buffer in self.buffers)
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Of one sequence, whatever its length: the recent tokens that a low-bit cache keeps as they came."""
-        return self.nbytes(0)
-
-    @property
-    def bytes_per_1k_tokens(self) -> int:
-        """Of one sequence, without the fixed ones."""
-        return (self.nbytes(self.multiple) - self.fixed_bytes) * 1000 // self.multiple
-
-    def longest(self, nbytes: int) -> int:
-        """Tokens of the longest sequence whose cache takes so many bytes at most."""
-        step = self.nbytes(self.multiple) - self.fixed_bytes
-        return max(0, nbytes - self.fixed_bytes) // step * self.multiple
+MOST_LAYERS, MOST_BUFFERS, MOST_DIMENSIONS, MOST_GROUP = 1024, 16, 5, 1024
 
 
 @dataclass(frozen=True)
@@ -264,16 +206,23 @@ def manifest_sha256(manifest: Mapping[str, Any]) -> str:
 
 
 def _cache(fields: _Fields) -> CacheSpec:
-    num_layers = fields.integer("num_layers", at_least=1)
+    layers = fields.objects("layers")
+    if not 1 <= len(layers) <= MOST_LAYERS:
+        raise DiffbitError(f"{fields.where}: layers has {len(layers)} entries, wanted 1 to {MOST_LAYERS}")
+    cache = CacheSpec(tuple(_layer(layer) for layer in layers))
+    if not cache.buffers:
+        raise DiffbitError(f"{fields.where}: no layer has a buffer, so nothing of the past would be kept")
+    return cache
+
+
+def _layer(fields: _Fields) -> tuple[Buffer, ...]:
     buffers = tuple(_buffer(entry) for entry in fields.objects("buffers"))
     names = [buffer.name for buffer in buffers]
-    if not 1 <= len(buffers) <= MOST_BUFFERS or len(set(names)) < len(names):
+    if len(buffers) > MOST_BUFFERS or len(set(names)) < len(names):
         raise DiffbitError(
-            f"{fields.where}: buffers are named {', '.join(names) or 'nothing'}, wanted 1 to {MOST_BUFFERS}, each once"
+            f"{fields.where}: buffers are named {', '.join(names)}, wanted at most {MOST_BUFFERS}, each once"
         )
-    if not any(not isinstance(dim, int) for buffer in buffers for dim in buffer.shape):
-        raise DiffbitError(f"{fields.where}: no buffer has a dimension {TOKENS!r}, so no token would be kept")
-    return CacheSpec(num_layers, buffers, fields.choice("in_place", "always", "native", "never"))
+    return buffers
 
 
 def _buffer(fields: _Fields) -> Buffer:
@@ -283,15 +232,15 @@ def _buffer(fields: _Fields) -> Buffer:
     shape = tuple(_dimension(dim, fields.where) for dim in fields.values_of("shape"))
     if not 1 <= len(shape) <= MOST_DIMENSIONS:
         raise DiffbitError(f"{fields.where}: shape has {len(shape)} dimensions, wanted 1 to {MOST_DIMENSIONS}")
-    return Buffer(name, fields.choice("dtype", *WIDTHS), shape)
+    return Buffer(name, fields.choice("dtype", *WIDTHS), shape, fields.choice("in_place", *IN_PLACE))
 
 
-def _dimension(dim: Any, where: str) -> int | tuple[int]:
+def _dimension(dim: Any, where: str) -> int | str:
     if isinstance(dim, int) and not isinstance(dim, bool) and 1 <= dim < 1 << 31:
         return dim
     word, slash, group = dim.partition("/") if isinstance(dim, str) else ("", "", "")
     if word == TOKENS and (not slash or (group.isascii() and group.isdigit() and 1 <= int(group[:9]) <= MOST_GROUP)):
-        return (int(group[:9] or 1),)
+        return str(dim)
     raise DiffbitError(f"{where}: shape holds {_shown(dim)}, wanted a number above 0, {TOKENS!r} or {TOKENS + '/32'!r}")
 
 

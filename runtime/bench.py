@@ -39,7 +39,8 @@ def bench(
     reads; None for an artifact that does not say what it is made of), kv_bytes_per_1k_tokens and kv_fixed_bytes (of one
     sequence: for each 1000 tokens, and for recent ones that a low-bit cache keeps), peak_memory_bytes (resident, of the
     whole process, Python included), and what was asked for. With `memory`, in bytes, also longest_context_tokens: the
-    longest sequence whose cache fits into it beside the model's files, whatever context the artifact was exported for;
+    longest sequence whose cache fits into it beside the model's files (None: the cache does not grow), whatever context
+    the artifact was exported for;
     activations and the process itself are not counted. A repeat that warms up comes first and is not counted.
     """
     for name, value in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens), ("repeats", repeats)):

@@ -1,9 +1,9 @@
 """A model on a device: token ids in, logits out, the KV cache held between calls.
 
-The cache never passes through numpy. Which buffers it has, their types and shapes, the manifest says. Where the graph
-can write into its input (`in_place` there), one full-capacity OrtValue per buffer is bound as past and as present, and
-a step writes one row of it; otherwise the graph returns present tensors that are longer than the past ones by what
-came, and those OrtValues are bound as the next call's past.
+The cache never passes through numpy. The manifest lists each layer's buffers with their types and shapes. Where the
+graph can write into its input (`in_place` there), one full-capacity OrtValue is bound as past and as present, and a
+step writes one row of it; otherwise the graph returns a present of its own (longer than the past by the new tokens, or
+a state of the same size), and that OrtValue is bound as the next call's past.
 
 Batches of unequal prompts come with an `attention_mask` (1 = token, 0 = padding) on either side. Inside, each row's
 tokens are moved to its start: GroupQueryAttention reads a row's length as the sum of its mask and takes the tokens to
@@ -66,15 +66,11 @@ class Session:
         library = native_library() if native and (device == "cpu" or cuda_architectures()) else None
         self._session = open_session(self._model, device, threads, library)
         self.native = library is not None
-        cache = self.artifact.cache
-        self._in_place = cache.in_place == "always" or (cache.in_place == "native" and self.native)
-        inputs = len(self._session.get_inputs())
-        if len(cache.buffers) * cache.num_layers > inputs:  # before their names fill the memory
-            raise DiffbitError(
-                f"{self._model}: has {inputs} inputs, too few for the {cache.num_layers} layers that the manifest "
-                "describes; export the model again"
-            )
-        self._buffers = {f"{i}.{buffer.name}": buffer for i in range(cache.num_layers) for buffer in cache.buffers}
+        self._buffers = self.artifact.cache.buffers
+        self._in_place = [
+            buffer.in_place == "always" or (buffer.in_place == "native" and self.native)
+            for buffer in self._buffers.values()
+        ]
         self._past_names = [f"past_key_values.{part}" for part in self._buffers]
         self._present_names = [f"present.{part}" for part in self._buffers]
         self._check_signature()
@@ -99,8 +95,6 @@ class Session:
     def reset(self) -> None:
         """Forget all tokens. In-place buffers are kept and written over."""
         self._length = 0
-        if not self._in_place:
-            self._past = []
 
     def prefill(
         self, token_ids: ArrayLike, attention_mask: ArrayLike | None = None, *, all_positions: bool = False
@@ -174,8 +168,7 @@ class Session:
         binding = self._binding
         for name, array in feeds.items():
             binding.bind_cpu_input(name, array)
-        if not self._in_place:
-            self._bind_cache()
+        self._bind_cache()
         try:
             logits = _pages((*ids.shape, self.artifact.vocab_size if fetch else 0))
             if fetch:  # written where it is wanted: ONNX Runtime's own output would have to be copied
@@ -192,20 +185,20 @@ class Session:
                     f"after {start} cached ones; export the model with a shorter context_length, or with fewer bits"
                 ) from None
             raise DiffbitError(f"{self._model}: ONNX Runtime failed while running it ({error})") from None
-        if not self._in_place:
+        if not all(self._in_place):
             self._past = binding.get_outputs()[1:]  # in the order of first binding
         self._tokens = self._tokens + mask.sum(axis=1)
         self._length = stop
         return logits
 
     def _bind_cache(self) -> None:
-        for name, value in zip(self._past_names, self._past, strict=True):
-            self._binding.bind_ortvalue_input(name, value)
-        for name, value in zip(self._present_names, self._past, strict=True):
-            if self._in_place:
-                self._binding.bind_ortvalue_output(name, value)
-            else:
-                self._binding.bind_output(name, self.device)
+        """Bind what moves from call to call; the buffers that stay where they are were bound by `_begin`."""
+        for past, present, value, in_place in zip(
+            self._past_names, self._present_names, self._past, self._in_place, strict=True
+        ):
+            if not in_place:
+                self._binding.bind_ortvalue_input(past, value)
+                self._binding.bind_output(present, self.device)
 
     def _begin(self, batch: int) -> None:
         """Make the cache ready for `batch` rows, if it holds no tokens yet."""
@@ -215,18 +208,9 @@ class Session:
                     f"token_ids has {batch} rows, the cache holds {self._batch}; call reset() before another batch"
                 )
             return
-        cache = self.artifact.cache
         try:
             self._mask = np.zeros((batch, self.capacity), np.int64)
-            if not self._past or batch != self._batch:
-                slots = cache.capacity(self.capacity) if self._in_place else 0
-                make = onnxruntime().OrtValue.ortvalue_from_numpy
-                self._past = [
-                    make(_zeros((batch, *buffer.sizes(slots)), buffer.dtype), self.device, 0)
-                    for buffer in self._buffers.values()
-                ]
-                if self._in_place:
-                    self._bind_cache()
+            self._make_buffers(batch)
         except Exception as error:  # ONNX Runtime's exceptions have no base of their own
             # ValueError, OverflowError: more bytes than addresses
             if not isinstance(error, (ValueError, OverflowError)) and not out_of_memory(error):
@@ -237,6 +221,27 @@ class Session:
             ) from None
         self._batch = batch
         self._tokens = np.zeros(batch, np.int64)
+
+    def _make_buffers(self, batch: int) -> None:
+        """Empty buffers for `batch` rows. One that grows in place is kept: what lies behind its end is not read."""
+        kept = self._past if batch == self._batch else []
+        capacity = self.artifact.cache.capacity(self.capacity)
+        made = []
+        for index, (name, buffer) in enumerate(self._buffers.items()):
+            in_place = self._in_place[index]
+            if kept and in_place and buffer.grows:
+                made.append(kept[index])
+                continue
+            zeros = _zeros((batch, *buffer.sizes(capacity if in_place else 0)), buffer.dtype)
+            value = onnxruntime().OrtValue.ortvalue_from_numpy(zeros, self.device, 0)
+            # In the order of the names, so that the binding returns its outputs in this order
+            self._binding.bind_ortvalue_input(f"past_key_values.{name}", value)
+            if in_place:
+                self._binding.bind_ortvalue_output(f"present.{name}", value)
+            else:
+                self._binding.bind_output(f"present.{name}", self.device)
+            made.append(value)
+        self._past = made
 
     def _check_room(self, count: int) -> None:
         if self._length + count > self.capacity:

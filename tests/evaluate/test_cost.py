@@ -15,7 +15,7 @@ from diffbit.models import Decoder, ModelConfig, save
 from diffbit.models.cache import KVCache
 from diffbit.models.softmax import Arithmetic
 from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
-from diffbit.quantize.cache import kv_bytes, step_bytes
+from diffbit.quantize.cache import cache_spec, step_bytes
 from diffbit.runtime import Artifact
 
 CONFIG = ModelConfig(
@@ -113,7 +113,7 @@ def test_bytes_are_those_of_a_real_artifact(
 def test_a_low_bit_cache_is_read_as_it_lies(window: int) -> None:
     scheme = AttentionScheme(keys="int4", values="int2", window=window)
     context = 128 + window
-    per_token = kv_bytes(CONFIG, scheme, "float16")[0] / 1000
+    per_token = cache_spec(CONFIG, scheme, "float16").bytes_per_1k_tokens / 1000
     recent = 2 * 2 * 32 * 2  # layers, keys and values, d, bytes
     assert step_bytes(CONFIG, scheme, "float16", context) == per_token * 129 + recent * (window + 1)
 

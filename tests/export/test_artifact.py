@@ -15,8 +15,8 @@ from diffbit.export import export_artifact, reference_model
 from diffbit.export.artifact import golden_prompt
 from diffbit.models import load, save
 from diffbit.ops import diff_attention
+from diffbit.ops.cache import Buffer
 from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
-from diffbit.runtime.artifact import Buffer
 
 from .conftest import Maker
 from .helpers import VARIANTS, config_of, graph_of, write_artifact, write_model
@@ -95,9 +95,11 @@ def test_manifest_and_golden_logits(checkpoint_of: Maker, attention: str, dtype:
     checkpoint = checkpoint_of(attention, "int4_g32")
     artifact = write_artifact(checkpoint, dtype)
     opened = runtime.Artifact.open(artifact)
-    assert opened.dtype == dtype and opened.cache.in_place == ("native" if attention == "diff_v1" else "always")
+    assert opened.dtype == dtype
     heads, kind = 2 if attention == "diff_v1" else 1, {"fp32": "float32", "fp16": "float16"}[dtype]
-    assert opened.cache.buffers == tuple(Buffer(part, kind, (heads, (1,), 32)) for part in ("key", "value"))
+    in_place = "native" if attention == "diff_v1" else "always"
+    layer = tuple(Buffer(part, kind, (heads, "tokens", 32), in_place) for part in ("key", "value"))
+    assert opened.cache.layers == (layer,) * opened.model["num_layers"]
     assert opened.model == config_of(attention).to_dict() and opened.eos_token_ids == (3,)
     assert Scheme.from_dict(opened.scheme) == Scheme(weights=parse_format("int4_g32"))
     assert set(opened.files) == {path.name for path in artifact.iterdir()} - {"diffbit.json"}

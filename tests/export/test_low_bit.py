@@ -15,9 +15,9 @@ from diffbit import DiffbitError, runtime
 from diffbit.cli import app
 from diffbit.export import export_artifact, reference_model
 from diffbit.models import ModelConfig
+from diffbit.ops.cache import Buffer
 from diffbit.ops.kv_cache import settled
 from diffbit.quantize import AttentionScheme, Scheme, load, parse_format, quantize_checkpoint, read_scheme
-from diffbit.runtime.artifact import Buffer
 
 from .conftest import Maker
 from .helpers import VARIANTS, config_of, graph_of, relative_error, write_model
@@ -144,7 +144,7 @@ def test_manifest_golden_and_verify(
 ) -> None:
     artifact = runtime.Artifact.open(artifact_of(attention, scheme))
     assert Scheme.from_dict(dict(artifact.scheme or {})).attention == scheme
-    assert artifact.cache.in_place == ("never" if scheme.logits else "native")
+    assert {buffer.in_place for buffer in artifact.cache.buffers.values()} == {"never" if scheme.logits else "native"}
     with torch.inference_mode():
         logits = reference_model(quantized_of(attention, scheme))(torch.tensor([artifact.golden.input_ids]))[0, -1]
     off = np.abs(np.array(artifact.golden.logits) - logits[list(artifact.golden.token_ids)].numpy()).max()
@@ -160,12 +160,14 @@ def test_manifest_golden_and_verify(
 def test_the_graph_and_its_buffers(artifact_of: Maker, attention: str) -> None:
     artifact = artifact_of(attention, AttentionScheme(keys="int8", values="int4"))
     heads = 4 if attention == "diff_v1" else 2
-    assert runtime.Artifact.open(artifact).cache.buffers == (
-        Buffer("key", "int8", (heads, (1,), 32)),
-        Buffer("value", "uint8", (heads, (1,), 16)),
-        Buffer("key_scale", "float32", (heads, (1,))),
-        Buffer("value_scale", "float16", (heads, (1,), 2, 1)),
-        Buffer("value_recent", "float16", (heads, 64, 32)),
+    assert runtime.Artifact.open(artifact).cache.layers == 2 * (
+        (
+            Buffer("key", "int8", (heads, "tokens", 32), "native"),
+            Buffer("value", "uint8", (heads, "tokens", 16), "native"),
+            Buffer("key_scale", "float32", (heads, "tokens"), "native"),
+            Buffer("value_scale", "float16", (heads, "tokens", 2, 1), "native"),
+            Buffer("value_recent", "float16", (heads, 64, 32), "native"),
+        ),
     )
     graph = graph_of(artifact).graph
     nodes = [node for node in graph.node if node.op_type == "DiffAttention"]
@@ -200,7 +202,7 @@ def test_other_loaders_are_told(artifact_of: Maker, quantized_of: Maker, tmp_pat
 
 def test_buffers_in_place_and_growing(artifact_of: Maker) -> None:
     artifact = artifact_of("diff_v1", KV4)
-    names = [f"past_key_values.{i}.{b.name}" for i in range(2) for b in runtime.Artifact.open(artifact).cache.buffers]
+    names = [f"past_key_values.{name}" for name in runtime.Artifact.open(artifact).cache.buffers]
     session = runtime.Session(artifact, threads=1)
     assert session._past_names == names
     session.prefill(tokens(1, 70).numpy())

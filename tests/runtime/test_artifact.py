@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from diffbit.errors import DiffbitError
+from diffbit.ops.cache import Buffer, CacheSpec
 from diffbit.runtime import Artifact
-from diffbit.runtime.artifact import Buffer, CacheSpec, manifest_sha256
+from diffbit.runtime.artifact import manifest_sha256
 
 from .toy import random_toy, seal
 
@@ -54,8 +55,8 @@ def test_an_edited_manifest_is_noticed(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"artifact_version": 4}, "artifact_version is 4, this diffbit reads 3; upgrade"),
-        ({"artifact_version": 2}, "artifact_version is 2, this diffbit reads 3; export the model again"),
+        ({"artifact_version": 5}, "artifact_version is 5, this diffbit reads 4; upgrade"),
+        ({"artifact_version": 2}, "artifact_version is 2, this diffbit reads 4; export the model again"),
         ({"artifact_version": True}, "artifact_version is True, wanted an integer"),
         ({"name": 3}, "name is 3, wanted a string"),
         ({"dtype": "bf16"}, "dtype is 'bf16', wanted one of fp32, fp16"),
@@ -63,7 +64,8 @@ def test_an_edited_manifest_is_noticed(folder: Path) -> None:
         ({"model": {"vocab_size": 40, "bos_token_id": 40}}, "model.bos_token_id holds 40, outside the vocabulary"),
         ({"model": {"vocab_size": 40, "bos_token_id": "x"}}, "bos_token_id is 'x', wanted an integer"),
         ({"scheme": []}, r"scheme is \[\], wanted an object"),
-        ({"cache": {"num_layers": 0}}, "cache: num_layers is 0, wanted at least 1"),
+        ({"cache": {"layers": []}}, "cache: layers has 0 entries, wanted 1 to 1024"),
+        ({"cache": {"layers": [{"buffers": []}] * 2}}, "no layer has a buffer"),
         ({"context_length": 2}, "golden.input_ids holds 3 tokens, more than the context_length 2"),
         ({"context_length": "24"}, "context_length is '24', wanted an integer"),
         ({"eos_token_ids": [1, 40]}, "eos_token_ids holds 40, outside"),
@@ -83,24 +85,23 @@ def test_bad_fields_are_named(folder: Path, change: dict[str, Any], message: str
 
 
 def buffer(**changes: Any) -> dict[str, Any]:
-    return {"name": "key", "dtype": "uint8", "shape": [2, "tokens", 16]} | changes
+    return {"name": "key", "dtype": "uint8", "shape": [2, "tokens", 16], "in_place": "native"} | changes
 
 
 @pytest.mark.parametrize(
     ("buffers", "message"),
     [
-        (7, "cache: buffers is 7, wanted a list"),
-        ([], "buffers are named nothing, wanted 1 to 16"),
+        (7, r"layers\[1\]: buffers is 7, wanted a list"),
         ([3], "buffers holds 3, wanted objects"),
-        ([buffer(), buffer()], "buffers are named key, key, wanted 1 to 16, each once"),
-        ([buffer(name=f"b{i}") for i in range(17)], "wanted 1 to 16, each once"),
+        ([buffer(), buffer()], "buffers are named key, key, wanted at most 16, each once"),
+        ([buffer(name=f"b{i}") for i in range(17)], "wanted at most 16, each once"),
         ([{"name": "key", "dtype": "int8"}], r"buffers\[0\]: has no field 'shape'"),
         ([buffer(name="../key")], "name is '../key', wanted small letters"),
         ([buffer(name="k" * 41)], "wanted small letters"),
         ([buffer(), buffer(name="v", dtype="float64")], r"buffers\[1\]: dtype is 'float64', wanted one of"),
         ([buffer(shape=[])], "shape has 0 dimensions"),
         ([buffer(shape=["tokens"] * 6)], "shape has 6 dimensions"),
-        ([buffer(shape=[2, 4])], "no buffer has a dimension 'tokens'"),
+        ([buffer(in_place="often")], "in_place is 'often', wanted one of always, native, never"),
         *(
             ([buffer(shape=[2, "tokens", odd])], "shape holds .*, wanted a number above 0, 'tokens' or 'tokens/32'")
             for odd in (
@@ -121,23 +122,33 @@ def buffer(**changes: Any) -> dict[str, Any]:
 )
 def test_bad_buffers(folder: Path, buffers: Any, message: str) -> None:
     manifest = manifest_of(folder)
-    seal(folder, manifest | {"cache": manifest["cache"] | {"buffers": buffers}})
+    seal(folder, manifest | {"cache": {"layers": [*manifest["cache"]["layers"], {"buffers": buffers}]}})
     with pytest.raises(DiffbitError, match=message):
         Artifact.open(folder)
 
 
 def test_bytes_of_a_low_bit_cache() -> None:
     """An int4 cache of 3 layers with 2 heads of 64 and a window of 32, by hand."""
-    key = Buffer("key", "uint8", (2, (1,), 32))
-    grid = Buffer("key_scale", "float16", (2, (32,), 2, 64))
+    key = Buffer("key", "uint8", (2, "tokens", 32))
+    grid = Buffer("key_scale", "float16", (2, "tokens/32", 2, 64))
     recent = Buffer("key_recent", "float16", (2, 64, 64))
-    cache = CacheSpec(3, (key, grid, recent), "native")
+    cache = CacheSpec(((key, grid, recent),) * 3)
     assert (cache.multiple, cache.capacity(1), cache.capacity(64)) == (32, 32, 64)
     fixed, group = 3 * 2 * 64 * 64 * 2, 3 * 2 * (32 * 32 + 2 * 64 * 2)
     assert cache.fixed_bytes == fixed and cache.nbytes(33) == fixed + 2 * group
     assert cache.bytes_per_1k_tokens == group * 1000 // 32
     assert cache.longest(fixed + 2 * group) == 64 and cache.longest(fixed + 2 * group - 1) == 32
     assert cache.longest(fixed - 1) == 0
+
+
+def test_bytes_of_unequal_layers() -> None:
+    """A layer with a cache, one that reads the first one's, one with a state of fixed size."""
+    key = Buffer("key", "float16", (2, "tokens", 64))
+    state = Buffer("state", "float32", (8, 16))
+    cache = CacheSpec(((key,), (), (state,)))
+    assert list(cache.buffers) == ["0.key", "2.state"]
+    assert (cache.multiple, cache.fixed_bytes, cache.nbytes(10)) == (1, 512, 512 + 10 * 256)
+    assert CacheSpec(((state,),)).longest(10**9) is None and CacheSpec(((state,),)).nbytes(99) == 512
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import onnx
+import onnx.parser
 import pytest
 
 from diffbit.errors import DiffbitError
@@ -161,17 +163,17 @@ def test_bad_input_is_refused(tmp_path: Path, ids: object, mask: object, message
 def test_graph_and_manifest_must_agree(tmp_path: Path) -> None:
     folder = TOY.write(tmp_path / "a")
     manifest = json.loads((folder / "diffbit.json").read_text())
-    key, value = manifest["cache"]["buffers"]
-    for change, message in (
-        ({"buffers": [key | {"shape": [2, "tokens", 8]}, value]}, "input past_key_values.0.key is tensor"),
-        ({"buffers": [key | {"dtype": "float16"}, value]}, r"describes tensor\(float16\)"),
-        ({"buffers": [key, value | {"name": "worth"}]}, "has an unknown input past_key_values.0.value"),
-        ({"buffers": [key, value, key | {"name": "key_scale"}]}, "has no input past_key_values.0.key_scale"),
-        ({"buffers": [key]}, "has an unknown input past_key_values.0.value"),
-        ({"num_layers": 2}, "has no input past_key_values.1.key"),
-        ({"num_layers": 10**9}, "has 5 inputs, too few for the 1000000000 layers"),
+    (layer,) = manifest["cache"]["layers"]
+    key, value = layer["buffers"]
+    for layers, message in (
+        ([[key | {"shape": [2, "tokens", 8]}, value]], "input past_key_values.0.key is tensor"),
+        ([[key | {"dtype": "float16"}, value]], r"describes tensor\(float16\)"),
+        ([[key, value | {"name": "worth"}]], "has an unknown input past_key_values.0.value"),
+        ([[key, value, key | {"name": "key_scale"}]], "has no input past_key_values.0.key_scale"),
+        ([[key]], "has an unknown input past_key_values.0.value"),
+        ([[key, value]] * 2, "has no input past_key_values.1.key"),
     ):
-        seal(folder, manifest | {"cache": manifest["cache"] | change})
+        seal(folder, manifest | {"cache": {"layers": [{"buffers": buffers} for buffers in layers]}})
         with pytest.raises(DiffbitError, match=message):
             Session(folder)
 
@@ -433,3 +435,42 @@ def test_no_memory_for_the_logits(artifact: Path, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(DiffbitError, match="Cannot allocate memory"):
             session.prefill([PROMPT])
     np.testing.assert_allclose(session.prefill([PROMPT])[0], TOY.logits(PROMPT)[-1], atol=1e-4)
+
+
+RUNNING_SUM = """
+<ir_version: 10, opset_import: ["": 21]>
+toy (int64[B, S] input_ids, int64[B, T] attention_mask, int64[B, S] position_ids, float[B, E] "past_key_values.1.state")
+  => (float[B, S, 40] logits, float[B, E] "present.1.state")
+  <int64 one = {1}, int64[1] one_1d = {1}, int64 last = {-1}>
+{
+  x = Gather (embed, input_ids)
+  sums = CumSum (x, one)
+  before = Unsqueeze ("past_key_values.1.state", one_1d)
+  h = Add (sums, before)
+  "present.1.state" = Gather <axis = 1> (h, last)
+  logits = MatMul (h, out)
+}
+"""
+
+
+@pytest.mark.parametrize("in_place", ["always", "never"])
+def test_a_state_of_fixed_size_and_a_layer_without_a_cache(in_place: str, tmp_path: Path) -> None:
+    """Layer 0 keeps nothing, layer 1 a running sum: calls, steps and resets against the formula."""
+    folder = TOY.write(tmp_path / "a")
+    width = TOY.embed.shape[1]
+    model = onnx.parser.parse_model(RUNNING_SUM.replace("E]", f"{width}]").replace("40]", f"{TOY.vocab_size}]"))
+    for name, values in (("embed", TOY.embed), ("out", TOY.out)):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(values.astype(np.float32), name))
+    onnx.save(model, folder / "model.onnx")
+    manifest = json.loads((folder / "diffbit.json").read_text())
+    state = {"name": "state", "dtype": "float32", "shape": [width], "in_place": in_place}
+    changed = {"layers": [{"buffers": []}, {"buffers": [state]}]}
+    seal(folder, {key: value for key, value in manifest.items() if key != "files"} | {"cache": changed})
+    session = Session(folder, threads=1)
+    ids = [3, 1, 4, 1, 5, 9, 2, 6]
+    wanted = np.cumsum(TOY.embed[ids].astype(np.float64), axis=0) @ TOY.out
+    for _ in range(2):  # the second time after a reset
+        found = [session.prefill([ids[:3]]), session.prefill([ids[3:5]]), *(session.step([[i]]) for i in ids[5:])]
+        assert np.allclose(np.concatenate(found), wanted[[2, 4, 5, 6, 7]], atol=1e-5)
+        session.reset()
+    assert np.allclose(session.prefill([ids[:2], ids[1:3]])[0], wanted[1], atol=1e-5)

@@ -136,7 +136,7 @@ class Toy:
         golden = self.logits(prompt)[-1]
         tops = [int(i) for i in np.argsort(-golden)[:8]]
         manifest = {
-            "artifact_version": 3,
+            "artifact_version": 4,
             "diffbit_version": "0.1.0",
             "name": "toy",
             "model": {"vocab_size": self.vocab_size, "bos_token_id": self.bos},
@@ -145,12 +145,19 @@ class Toy:
             "source": {"name": "toy", "sha256": "0" * 64},
             "calibration": None,
             "cache": {
-                "num_layers": 1,
-                "buffers": [
-                    {"name": part, "dtype": "float32", "shape": [self.heads, "tokens", width // self.heads]}
-                    for part in ("key", "value")
-                ],
-                "in_place": "always" if in_place else "never",
+                "layers": [
+                    {
+                        "buffers": [
+                            {
+                                "name": part,
+                                "dtype": "float32",
+                                "shape": [self.heads, "tokens", width // self.heads],
+                                "in_place": "always" if in_place else "never",
+                            }
+                            for part in ("key", "value")
+                        ]
+                    }
+                ]
             },
             "context_length": context,
             "eos_token_ids": list(self.eos),

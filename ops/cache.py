@@ -1,0 +1,94 @@
+"""What holds a model's past between calls: for each layer a list of buffers, described without any library.
+
+A layer of grouped-query attention has the buffers `key` and `value`, whose capacity grows with the context; one with a
+recurrent state has buffers of fixed size; one that reads another layer's keys and values has none. The manifest of an
+artifact lists them, and session, generate, verify and bench read nothing else about the cache.
+
+A dimension is a number, "tokens" (one entry for each token of capacity) or "tokens/32" (one for each 32 tokens).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+TOKENS = "tokens"
+WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1}  # bytes of a buffer's numbers
+IN_PLACE = ("always", "native", "never")
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One buffer of a layer, [B, *shape]: the graph's input past_key_values.N.<name> and its output present.N.<name>.
+
+    in_place: whether one memory of full capacity may be bound as past and as present: "always", "native" (only where
+    the native library runs the layer) or "never". Where it may not, a present that grows is longer than the past by
+    the tokens of the call.
+    """
+
+    name: str
+    dtype: str  # a key of WIDTHS
+    shape: tuple[int | str, ...]
+    in_place: str = "never"
+
+    @property
+    def multiple(self) -> int:
+        """Capacities are multiples of this many tokens."""
+        return math.lcm(*(tokens_each(dim) for dim in self.shape if isinstance(dim, str)))
+
+    @property
+    def grows(self) -> bool:
+        return any(isinstance(dim, str) for dim in self.shape)
+
+    def sizes(self, tokens: int) -> tuple[int, ...]:
+        """The shape for a capacity of `tokens`, a multiple of `multiple`, without the batch."""
+        return tuple(dim if isinstance(dim, int) else tokens // tokens_each(dim) for dim in self.shape)
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes of one sequence."""
+        return WIDTHS[self.dtype] * math.prod(self.sizes(tokens))
+
+
+def tokens_each(dim: str) -> int:
+    """Tokens for each entry of a growing dimension: 1 of "tokens", 32 of "tokens/32"."""
+    return int(dim.partition("/")[2] or 1)
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """`layers[i]`: the buffers of layer i, possibly none."""
+
+    layers: tuple[tuple[Buffer, ...], ...]
+
+    @property
+    def buffers(self) -> dict[str, Buffer]:
+        """ "N.name" -> buffer, as the graph's inputs and outputs are named, in their order."""
+        return {f"{index}.{buffer.name}": buffer for index, layer in enumerate(self.layers) for buffer in layer}
+
+    @property
+    def multiple(self) -> int:
+        return math.lcm(*(buffer.multiple for layer in self.layers for buffer in layer))
+
+    def capacity(self, tokens: int) -> int:
+        """The least capacity that holds so many tokens."""
+        return -(-tokens // self.multiple) * self.multiple
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes of one sequence, with room for so many tokens."""
+        capacity = self.capacity(tokens)
+        return sum(buffer.nbytes(capacity) for layer in self.layers for buffer in layer)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of one sequence, whatever its length: states, and the recent tokens that a low-bit cache keeps."""
+        return self.nbytes(0)
+
+    @property
+    def bytes_per_1k_tokens(self) -> int:
+        """Bytes of one sequence for each 1000 tokens, without the fixed ones."""
+        return (self.nbytes(self.multiple) - self.fixed_bytes) * 1000 // self.multiple
+
+    def longest(self, nbytes: int) -> int | None:
+        """Tokens of the longest sequence whose cache takes so many bytes at most; None where it does not grow."""
+        growth = self.nbytes(self.multiple) - self.fixed_bytes
+        return max(0, nbytes - self.fixed_bytes) // growth * self.multiple if growth else None
