@@ -5,6 +5,7 @@ reference_model("model-int4")                        # what its logits are compa
 export_bitnet("model-ternary", "model-hf")           # a checkpoint that transformers reads
 """
 
+from .artifact import export_artifact
 from .bitnet_hf import export_bitnet
 from .check import compare_greedy_tokens, compare_with_checkpoint
 from .reference import reference_model
