@@ -45,22 +45,15 @@ Qat = Annotated[
 Activations = Annotated[
     str, typer.Option(help="With --qat ternary: int8, or int4 behind a Hadamard transform (BitNet v2).")
 ]
-Ramp = Annotated[int, typer.Option(help="With --qat: steps over which rounding grows to its full strength.")]
 Distill = Annotated[
     Path | None,
     typer.Option(
-        help="A teacher: a checkpoint, float or quantized, of the same tokenizer, whose predictions and relations "
-        "between tokens are learned from beside the text (BitDistill)."
+        help="A teacher: a checkpoint, float or quantized, of the same tokenizer, whose predictions are learned from "
+        "beside the text (BitDistill)."
     ),
 ]
 DistillWeight = Annotated[
     float | None, typer.Option(help="With --distill: weight of the teacher's predictions; the text's is 1.")
-]
-RelationWeight = Annotated[
-    float | None, typer.Option(help="With --distill: weight of one layer's relations between tokens.")
-]
-DistillLayer = Annotated[
-    int | None, typer.Option(help="With --distill: the layer whose relations; default: three quarters up.")
 ]
 Mlp = Annotated[str | None, typer.Option(help="swiglu or relu2; default: swiglu, or --init's.")]
 SubNorms = Annotated[
@@ -109,11 +102,8 @@ def train(
     tokenizer: TokenizerFile = None,
     qat: Qat = None,
     activations: Activations = "int8",
-    ramp: Ramp = 0,
     distill: Distill = None,
     distill_weight: DistillWeight = None,
-    relation_weight: RelationWeight = None,
-    distill_layer: DistillLayer = None,
     mlp: Mlp = None,
     sub_norms: SubNorms = None,
     needles: Needles = 0.0,
@@ -151,9 +141,8 @@ def train(
     set_quiet(quiet)
     changes: dict[str, Any] = dict(context=context, init=init, mlp=mlp, sub_norms=sub_norms)
     changes |= dict(source=data, field=field, tokenizer=tokenizer, needles=needles)
-    changes |= dict(qat=qat, activations=activations, ramp=ramp)
+    changes |= dict(qat=qat, activations=activations)
     changes |= dict(distill=distill, distill_weight=distill_weight)
-    changes |= dict(relation_weight=relation_weight, distill_layer=distill_layer)
     changes |= dict(steps=steps, batch_size=batch_size, accumulate=accumulate)
     changes |= dict(learning_rate=learning_rate, schedule=schedule, seed=seed)
     changes |= dict(eval_every=eval_every, checkpoint_every=checkpoint_every)

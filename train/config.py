@@ -32,12 +32,9 @@ class TrainConfig:
     init: str | None = None  # a checkpoint whose weights training starts from; None: fresh ones
     qat: str | None = None  # the format that linear layers compute in, such as "ternary"; None: float
     activations: str = "int8"  # of ternary layers: int8, or int4 behind a Hadamard transform (BitNet v2)
-    ramp: int = 0  # steps over which quantization grows from nothing to its full strength
     schedule: str = "cosine"  # of the learning rate, or "two_stage"
     distill: str | None = None  # a checkpoint, float or quantized, whose predictions are learned from too; None: none
     distill_weight: float = 100.0  # alpha of distill.py: of its predictions, beside 1 of the text
-    relation_weight: float = 0.1  # gamma of distill.py: of one layer's relations between tokens
-    distill_layer: int | None = None  # the layer whose relations are compared; None: three quarters up
     needles: float = 0.0  # share of the rows that are needle rows (calib_data/needles.py)
     seed: int = 0  # of weights and of the order of rows
     device: str = "auto"  # auto | cpu | cuda
@@ -54,10 +51,7 @@ class TrainConfig:
         for name in ("warmup", "weight_decay", "eval_every", "checkpoint_every"):
             self._want(name, getattr(self, name) >= 0, "0 or more")
         self._want("needles", 0 <= self.needles <= 1, "a share, 0 to 1")
-        for name in ("distill_weight", "relation_weight"):
-            self._want(name, 0 <= getattr(self, name) < float("inf"), "0 or more")
-        layers = self.model.num_layers
-        self._want("distill_layer", 0 <= (self.distill_layer or 0) < layers, f"0 to {layers - 1}")
+        self._want("distill_weight", 0 <= self.distill_weight < float("inf"), "0 or more")
         for name in ("learning_rate", "clip"):
             self._want(name, 0 < getattr(self, name) < float("inf"), "a positive number")
         self._want("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
@@ -66,9 +60,6 @@ class TrainConfig:
         self._want("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
         self._want("activations", self.activations in ("int8", "int4"), "int8 or int4")
         self._want("activations", self.activations == "int8" or self.qat == "ternary", "int8 where qat is not ternary")
-        self._want("ramp", 0 <= self.ramp <= self.steps, f"0 to the {self.steps} steps of the run")
-        self._want("ramp", not self.ramp or self.qat is not None, "0 where qat is none: there is nothing to grow")
-        self._want("distill_layer", self.distill_layer is None or self.distill is not None, "none without distill")
         scheme = self.scheme
         if scheme is not None:
             scheme.formats(self.model)  # refuses what cannot be

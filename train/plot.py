@@ -1,4 +1,4 @@
-"""Loss curves, and what quantized weights did, as pictures."""
+"""Loss curves as a picture."""
 
 from __future__ import annotations
 
@@ -46,25 +46,6 @@ def plot_losses(logs: Mapping[str, list[dict[str, Any]]], path: str | Path) -> N
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
-    with write_atomic(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=120)
-    plt.close(figure)
-
-
-def plot_codes(log: list[dict[str, Any]], path: str | Path) -> None:
-    """Draw which share of the codes moved in each step (logarithmic), and which stood for 0."""
-    plt = pyplot()
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-    steps = np.array([row["step"] for row in log])
-    for axes, name, words in zip(
-        panels, ("flips", "zeros"), ("codes that move, %", "codes that are 0, %"), strict=True
-    ):
-        axes.plot(steps, [100 * row[name] for row in log], linewidth=1)
-        axes.set_xlabel("step")
-        axes.set_ylabel(words)
-        axes.grid(alpha=0.3)
-    if any(row["flips"] > 0 for row in log):
-        panels[0].set_yscale("log", nonpositive="clip")
     with write_atomic(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
     plt.close(figure)

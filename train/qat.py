@@ -9,9 +9,6 @@ is taken as the identity on the way back (the straight-through estimator). One m
                   of those they start from: AdamW moves a number by the learning rate whatever its gradient, and a
                   step of 0.01 would be gone after a few; activations are rounded as the exported operator does it
     codebooks     ranges taken anew from the weights at each step
-
-`strength` s below 1 mixes: (1 - s) W + s W_q, and so the input, so that a trained float model is led into the format
-instead of being thrown there.
 """
 
 from __future__ import annotations
@@ -40,8 +37,6 @@ class QATLinear(nn.Linear):
 
     `refresh` must follow every change of the weight: codes and scale are made there, not at each forward pass.
     """
-
-    strength = 1.0
 
     def __init__(self, linear: nn.Linear, format: Format, rounding: Rounding = INT8) -> None:
         with torch.device("meta"):
@@ -72,7 +67,7 @@ class QATLinear(nn.Linear):
         return 0 if before is None else int((before != self.codes).sum())
 
     def quantized(self) -> QTensor:
-        """What the layer multiplies by at full strength."""
+        """What the layer multiplies by."""
         return QTensor(self.format, (self.out_features, self.in_features), self.codes, self.scale)
 
     def value(self) -> Tensor:
@@ -83,21 +78,15 @@ class QATLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         x, weight = spread(x, self.rounding), spread(self.weight, self.rounding)
-        if self.format.kind == "ternary" and self.strength == 1:
+        if self.format.kind == "ternary":
             return _Ternary.apply(x, weight, self.codes, self.scale, self.rounding.bits)
         if self.step is None:
-            weight = _mixed(weight, self.value(), self.strength)
+            weight = _StraightThrough.apply(weight, self.value())
         else:
-            value = _LearnedStep.apply(weight, self.step, self.value(), self.scale, self.start, self.format)
-            weight = value if self.strength == 1 else weight + self.strength * (value - weight)
-        return F.linear(_mixed(x, self._rounded(x), self.strength), weight)
-
-    @torch.no_grad()
-    def _rounded(self, x: Tensor) -> Tensor:
-        if self.format.kind == "ternary":
-            q, a = rounded_input(x, Rounding(self.rounding.bits))
-            return (q * a).to(x.dtype)
-        return x if self.activations is None else self.activations(x)
+            weight = _LearnedStep.apply(weight, self.step, self.value(), self.scale, self.start, self.format)
+        if self.activations is not None:
+            x = _StraightThrough.apply(x, self.activations(x.detach()))
+        return F.linear(x, weight)
 
     def _stored(self, scale: Tensor) -> Tensor:
         """Scales as a file holds them; none may reach zero, where nothing would come back."""
@@ -198,14 +187,9 @@ def refresh(layers: list[QATLinear]) -> dict[str, float]:
     return {"flips": flips / weights, "zeros": zeros / weights}
 
 
-def _mixed(exact: Tensor, rounded: Tensor, strength: float) -> Tensor:
-    """exact + strength (rounded - exact), whose gradient is the identity."""
-    if strength == 1:
-        return _Through.apply(exact, rounded)
-    return exact + strength * (rounded.to(exact.dtype) - exact).detach()
+class _StraightThrough(torch.autograd.Function):
+    """`rounded` forward, the identity of `exact` backward."""
 
-
-class _Through(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exact: Tensor, rounded: Tensor) -> Tensor:
         return rounded.to(exact.dtype).view_as(rounded)

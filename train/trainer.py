@@ -6,12 +6,11 @@ In `out`, the run's folder:
     log.jsonl        a line a step: step, loss (mean nats per token of the step's batch, before its update), lr,
                      grad_norm (before clipping), tokens_per_second, and with diff_v1 lambda, one number a layer;
                      eval_loss where the held-out text was scored after that step; answer_loss, of the tokens of
-                     needles' answers, where the batch has any; with distill, distill_loss and relation_loss, which
-                     the gradient has a share of (distill.py), while loss stays the text's; with qat, after the
+                     needles' answers, where the batch has any; with distill, distill_loss, which the gradient has
+                     a share of (distill.py), while loss stays the text's; with qat, after the
                      update, flips, the share of the quantized weights whose code is another than before it, and
                      zeros, the share that is 0
     loss.png         these losses
-    qat.png          with qat: flips and zeros
     training.json    the options, the hashes of text and tokenizer, and the result
     master/          with qat: the float weights behind the quantized ones, a model folder to train on from
     checkpoints/     while it runs: see checkpoint.py
@@ -56,10 +55,10 @@ from ..progress import track
 from .checkpoint import last_checkpoint, restore, save_checkpoint
 from .config import TrainConfig
 from .data import Rows
-from .distill import Teacher
+from .distill import Teacher, distillation_loss
 from .folder import LOG, begin_run, check_folder, place_model, read_log, rewind_log
 from .initialize import initialize
-from .plot import plot_codes, plot_losses, pyplot
+from .plot import plot_losses, pyplot
 from .processes import Processes, processes
 from .qat import prepare, refresh
 from .sub_norms import insert
@@ -162,7 +161,7 @@ class _Run:
                 insert(source, self.model, torch.from_numpy(self.rows.take(0, CALIBRATION_ROWS)[0][:, :-1]))
         self.model.to(here.device)
         self.layers = [] if config.scheme is None else prepare(self.model, config.scheme)
-        self.teacher = Teacher(self.config, self.model, tokenizer, here.device) if config.distill else None
+        self.teacher = Teacher(self.config, tokenizer, here.device) if config.distill else None
         if self.teacher is not None:
             self.about["distill_sha256"] = self.teacher.sha256
         self.optimizer = adamw(self.model, config)
@@ -223,10 +222,8 @@ class _Run:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.param_groups[0]["weight_decay"] = weight_decay(config, step)
-        for layer in self.layers:
-            layer.strength = min(1.0, step / config.ramp) if config.ramp else 1.0
         rows, answers = map(torch.from_numpy, self.rows.take((step - 1) * self.batch, self.batch))
-        sums = torch.zeros(4, device=here.device)  # of the losses: of all tokens, of the answers', of distill.py's two
+        sums = torch.zeros(3, device=here.device)  # of the losses: of all tokens, of the answers', of the teacher's
         for index in range(config.accumulate):
             first = (index * here.count + here.rank) * config.batch_size
             ids = rows[first : first + config.batch_size].to(here.device)  # [B, S + 1]
@@ -238,12 +235,12 @@ class _Run:
                     target = None if self.teacher is None else self.teacher.logits(ids[:, :-1])
                 losses = F.cross_entropy(logits.float().transpose(1, 2), ids[:, 1:], reduction="none")  # [B, S]
                 weighted = losses.sum() if not answer.any() else (losses * (1 + (ANSWER_WEIGHT - 1) * answer)).sum()
-                distilled = related = torch.zeros((), device=here.device)
-                if self.teacher is not None and target is not None:
-                    distilled, related = self.teacher.losses(logits, target)
-                    weighted = weighted + config.distill_weight * distilled + config.relation_weight * related
+                distilled = torch.zeros((), device=here.device)
+                if target is not None:
+                    distilled = distillation_loss(logits, target)
+                    weighted = weighted + config.distill_weight * distilled
                 (weighted * here.count / (self.batch * config.length)).backward()  # processes' gradients are averaged
-            parts = losses.sum(), (losses * answer).sum(), distilled, related
+            parts = losses.sum(), (losses * answer).sum(), distilled
             sums += torch.stack([part.detach() for part in parts])
         if here.count > 1:
             dist.all_reduce(sums)
@@ -262,8 +259,6 @@ class _Run:
             row["answer_loss"] = float(sums[1]) / count
         if self.teacher is not None:
             row["distill_loss"] = float(sums[2]) / (self.batch * config.length)
-            if self.teacher.related:
-                row["relation_loss"] = float(sums[3]) / (self.batch * config.length)
         if self.layers:
             row |= refresh(self.layers)
         if values := lambdas(self.model):
@@ -274,8 +269,6 @@ class _Run:
         """Write plot, summary and model."""
         log = read_log(self.out)
         plot_losses({self.config.model.attention: log}, self.out / "loss.png")
-        if self.layers:
-            plot_codes(log, self.out / "qat.png")
         result = {"loss": log[-1]["loss"], "eval_loss": log[-1]["eval_loss"], "seconds": round(seconds, 2)}
         write_json(self.out / "training.json", {**self.about, "result": result})
         place_model(self.model, self.out, self.out / "tokenizer", self.config.scheme)

@@ -145,20 +145,19 @@ def test_a_step_never_reaches_zero_and_a_group_of_zeros_wakes() -> None:
 
 
 @pytest.mark.parametrize("format", ["ternary", "int3_g16", "nf4"])
-def test_strength_mixes_and_ends_exact(format: str) -> None:
+def test_the_forward_is_the_quantized_layer_and_gradients_pass_straight_through(format: str) -> None:
     ours, x = layer(format, columns=128), inputs(128)
-    rounded, weight, value = ours._rounded(x.detach()), ours.weight.detach(), ours.quantized().dequantize()
-    ours.strength = 0.25
-    mixed = x.detach() + 0.25 * (rounded - x.detach()), weight + 0.25 * (value - weight)
-    assert torch.allclose(ours(x), nn.functional.linear(*mixed), atol=1e-5)
+    quantized = ours.quantized()
+    assert torch.equal(ours(x), QuantLinear(quantized, ours.activations)(x.detach()))
     to_x, to_weight = torch.autograd.grad(ours(x).sum(), (x, ours.weight))
-    assert torch.allclose(to_x, mixed[1].sum(0).expand_as(to_x), atol=1e-5)
-    share = 0.75 + 0.25 * (value.abs() < 3 * ours.scale.abs().repeat_interleave(16, 1)) if format == "int3_g16" else 1
-    if format != "int3_g16":
-        assert torch.allclose(to_weight, share * mixed[0].sum((0, 1)).expand_as(to_weight), atol=1e-3)
-    ours.strength = 1.0
-    exact = QuantLinear(ours.quantized(), ours.activations)
-    assert torch.equal(ours(x), exact(x.detach()))
+    assert torch.allclose(to_x, quantized.dequantize().sum(0).expand_as(to_x), atol=1e-4)
+    if format == "ternary":  # int8, one scale a token
+        scale = x.detach().abs().amax(-1, keepdim=True) / 127
+        rounded = (x.detach() / scale).round() * scale
+    else:
+        rounded = x.detach() if ours.activations is None else ours.activations(x.detach())
+    if format != "int3_g16":  # LSQ passes nothing to a weight outside its range
+        assert torch.allclose(to_weight, rounded.sum((0, 1)).expand_as(to_weight), atol=1e-3)
 
 
 def test_flips_and_zeros_by_hand() -> None:
@@ -218,7 +217,7 @@ def test_a_trained_folder_is_exported_as_it_is(text: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("format", ["int3_g16", "nf4"])
 def test_an_interrupted_run_repeats_the_losses_bit_for_bit(text: str, tmp_path: Path, format: str) -> None:
     wide = replace(model("softmax", hidden_size=64, intermediate_size=128), num_heads=8, num_kv_heads=8)
-    config = options(text, model=wide, qat=format, ramp=6, steps=7, learning_rate=1e-2)
+    config = options(text, model=wide, qat=format, steps=7, learning_rate=1e-2)
     whole = train(config, tmp_path / "whole")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         stop_at(patch, 6)
@@ -273,7 +272,6 @@ def test_refusals(text: str) -> None:
         ({"qat": "fp8"}, "'fp8' is no number format"),
         ({"qat": "ternary", "activations": "int2"}, "activations is 'int2'; wanted int8 or int4"),
         ({"qat": "int4_g32", "activations": "int4"}, "activations is 'int4'; wanted int8 where qat is not ternary"),
-        ({"qat": "ternary", "ramp": 9}, "ramp is 9; wanted 0 to the 8 steps"),
         ({"schedule": "linear"}, "schedule is 'linear'; wanted one of cosine, two_stage"),
     ):
         with pytest.raises(DiffbitError, match=sentence):
@@ -304,10 +302,3 @@ def test_a_run_killed_while_its_model_is_placed_ends_when_resumed(text: str, tmp
     result = train(config, out, resume=True)
     assert len(result.losses) == 4
     assert Checkpoint(out / "master").config == Checkpoint(out).config
-
-
-def test_options_that_would_do_nothing_are_refused(text: str) -> None:
-    with pytest.raises(DiffbitError, match="ramp is 2"):
-        options(text, steps=4, ramp=2)
-    with pytest.raises(DiffbitError, match="distill_layer is 1"):
-        options(text, distill_layer=1)
