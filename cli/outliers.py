@@ -14,7 +14,7 @@ from .output import print_json, print_table
 
 if TYPE_CHECKING:
     from ..calib_data import Windows
-    from ..quantize.outliers import OutlierReport
+    from ..evaluate.outliers import OutlierReport
 
 EXAMPLES = ("diffbit outliers out/demo/diff_v1 out/demo/softmax --plot out/outliers.svg",)
 
@@ -32,7 +32,7 @@ def outliers(
     quiet: Quiet = False,
 ) -> None:
     """The largest attention logits and hidden states of models, as in Table 5 of arXiv 2410.05258."""
-    from ..quantize.outliers import rows
+    from ..evaluate.outliers import rows
 
     set_quiet(quiet)
     reports = measure_outliers(models, read_windows(models[0], data, field, max_windows, length), device)
@@ -51,7 +51,7 @@ def outliers(
 def measure_outliers(models: Iterable[Path], windows: Windows, device: str) -> list[OutlierReport]:
     """The outliers of each model over the same windows of text."""
     from ..quantize import load
-    from ..quantize.outliers import measure
+    from ..evaluate.outliers import measure
 
     where = torch_device(device)
     return [measure(load(model, device=where), windows, name=model.resolve().name) for model in models]

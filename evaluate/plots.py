@@ -1,4 +1,4 @@
-"""Plots of what compare.py and quantize/outliers.py found. They take those results' `to_dict()`, so that a plot can be
+"""Plots of what compare.py and outliers.py found. They take those results' `to_dict()`, so that a plot can be
 drawn again from a JSON file, and write .svg or .png. One function per kind of panel; style.py has the look.
 """
 

@@ -12,7 +12,7 @@ import torch
 
 from diffbit.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig, rope_for
-from diffbit.quantize.outliers import MEDIAN_ERROR, RANKS, OutlierReport, Place, Statistics, measure, rows
+from diffbit.evaluate.outliers import MEDIAN_ERROR, RANKS, OutlierReport, Place, Statistics, measure, rows
 
 
 def place(offset: int = 0):
