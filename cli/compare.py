@@ -66,10 +66,7 @@ Artifacts = Annotated[
 ]
 Quantized = Annotated[
     list[Path] | None,
-    typer.Option(
-        help="Quantized checkpoints whose layer errors the report shows, and runs of train --qat, with their "
-        "weights and how they moved; may be repeated."
-    ),
+    typer.Option(help="Quantized checkpoints whose layer errors the report shows; may be repeated."),
 ]
 Prompt = Annotated[str, typer.Option(help="What the artifacts' samples continue.")]
 
@@ -150,15 +147,10 @@ def _check_places(output: Path | None, artifacts: Sequence[Path], quantized: Seq
 
 
 def _read_reports(models: Sequence[Path], quantized: Sequence[Path]) -> dict[str, Any]:
-    """What earlier commands wrote of the models, as ReportData names it: how they were trained, quantized, changed."""
-    from ..evaluate import is_run, read_run
-
+    """What earlier commands wrote of the models, as ReportData names it: how they were trained and quantized."""
     return {
         "training": {model.resolve().name: found for model in models if (found := _training(model))},
-        "quantization": {
-            path.name: _part(path / LAYER_ERRORS, "weights", list) for path in quantized if not is_run(path)
-        },
-        "qat": {path.resolve().name: read_run(path) for path in quantized if is_run(path)},
+        "quantization": {path.resolve().name: _part(path / LAYER_ERRORS, "weights", list) for path in quantized},
     }
 
 

@@ -1,4 +1,4 @@
-"""How good is a model, and what do low bits cost it? Metrics with intervals, comparison, plots, one-page report.
+"""How good is a model, and what do low bits cost it? Metrics with intervals, comparison, outliers, plots, a report.
 
 comparison = compare(["diff", "softmax"], windows, bits=["16", "8", "4", "nf4"])
 comparison.rows(); comparison.to_dict()                        # a table; plain JSON
@@ -9,7 +9,6 @@ write_report(ReportData(comparison=comparison.to_dict(), versions=versions()), "
 from .compare import Comparison, compare
 from .metrics import Estimate, Scores
 from .plots import plot_comparison, plot_outliers, plot_plan
-from .qat import is_run, read_run
 from .report import ReportData, versions, write_report
 
 __all__ = [
@@ -18,11 +17,9 @@ __all__ = [
     "ReportData",
     "Scores",
     "compare",
-    "is_run",
     "plot_comparison",
     "plot_outliers",
     "plot_plan",
-    "read_run",
     "versions",
     "write_report",
 ]

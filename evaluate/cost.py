@@ -1,4 +1,4 @@
-"""What one decoded token costs, counted from a model's shapes and its scheme: bytes moved, operations, energy.
+"""What one decoded token costs, counted from a model's shapes and its scheme: bytes moved and operations.
 
 Of one sequence with `context` tokens in the cache, the new one among them. Bytes are those that come from, or go to,
 memory once a token: all weights in their formats, a row of the embedding (beside the whole table where it is the head),
@@ -15,24 +15,11 @@ Operations:
 Attention is counted as the exported operators compute it: n query sub-heads of width d take n d T multiply-adds for
 q k^T. For the product with the values float attention takes n d T, too (diff_v1 subtracts first and has one product of
 H heads 2d wide; diff_v2 has two products d wide), low-bit attention one product after the difference.
-
-Energy. An estimate from published numbers a device is not held to: pJ of an addition and a multiplication at 45 nm
-(Horowitz, Computing's energy problem, ISSCC 2014) and at 7 nm (Zhang et al., PokeBNN, arXiv 2112.00133), the ones
-behind BitNet b1.58's figure 3 (2402.17764), whose 71.4 times is an fp16 multiply-add over an int8 addition at 7 nm:
-
-              add                                   multiply
-              int8     fp16    fp32                 int8    fp16    fp32
-    45 nm     0.03     0.4     0.9                  0.2     1.1     3.7
-    7 nm      0.007    0.16    0.38                 0.07    0.34    1.31
-
-As there, additions are counted at the width of what is added, not of the accumulator; int4 counts as int8, bfloat16 as
-fp16. Memory: 1.3 nJ for 64 bits of DRAM, the low end of Horowitz's 1.3 to 2.6, which is 162.5 pJ a byte, at both nodes:
-DRAM does not shrink as logic does.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import log2, prod
 from typing import Any
 
@@ -44,11 +31,6 @@ from ..quantize import Scheme, linear_shapes, rounding_for
 from ..quantize.cache import is_low_bit, step_bytes
 from ..quantize.linear import runtime_activations
 
-PICOJOULES = {  # of an addition and of a multiplication
-    "45nm": {"int8": (0.03, 0.2), "float16": (0.4, 1.1), "float32": (0.9, 3.7)},
-    "7nm": {"int8": (0.007, 0.07), "float16": (0.16, 0.34), "float32": (0.38, 1.31)},
-}
-DRAM_PICOJOULES = 1300 / 8  # of a byte
 WIDTHS = {"float16": 2, "float32": 4}
 
 
@@ -63,26 +45,15 @@ class Cost:
     integer: int
     floating: int
     other: int
-    arithmetic_pj: dict[str, float]  # by node
-    memory_pj: float
 
     @property
     def nbytes(self) -> float:
         return self.weight_bytes + self.cache_bytes
 
-    def energy(self, node: str = "7nm") -> float:
-        """Picojoules."""
-        return self.arithmetic_pj[node] + self.memory_pj
-
     @property
     def operations(self) -> dict[str, int]:
         """By kind; what is done element by element is float, too."""
         return {"ternary": self.ternary, "integer": self.integer, "float": self.floating + self.other}
-
-    def columns(self) -> dict[str, Any]:
-        """Flat, for a table of numbers."""
-        found = {f"token_{name}": value for name, value in asdict(self).items() if name != "arithmetic_pj"}
-        return found | {f"token_arithmetic_pj_{node}": value for node, value in self.arithmetic_pj.items()}
 
 
 def token_cost(config: ModelConfig, scheme: Scheme | None, context: int, dtype: str = "float16") -> Cost:
@@ -114,13 +85,7 @@ def token_cost(config: ModelConfig, scheme: Scheme | None, context: int, dtype: 
     for kind, number in _layer(config, scheme, context).items():
         count[kind] += config.num_layers * number
     cache = step_bytes(config, scheme.attention, dtype, context)
-    arithmetic = {
-        node: count["ternary"] * prices["int8"][0]
-        + count["integer"] * sum(prices["int8"])
-        + (count["floating"] + count["other"]) * sum(prices[dtype])
-        for node, prices in PICOJOULES.items()
-    }
-    return Cost(context, nbytes, cache, **count, arithmetic_pj=arithmetic, memory_pj=DRAM_PICOJOULES * (nbytes + cache))
+    return Cost(context, nbytes, cache, **count)
 
 
 def _layer(config: ModelConfig, scheme: Scheme, context: int) -> dict[str, int]:

@@ -23,8 +23,7 @@ def cost(per_weight: float) -> dict[str, Any]:
     """Of a token: 8 million weights of so many bits."""
     return {
         "context": 128, "weight_bytes": int(1e6 * per_weight), "cache_bytes": 1e5, "ternary": 0, "integer": 8_000_000,
-        "floating": 1_500_000, "other": 20_000, "arithmetic_pj": {"45nm": 4e6, "7nm": 1e6},
-        "memory_pj": 162.5 * (1e6 * per_weight + 1e5),
+        "floating": 1_500_000, "other": 20_000,
     }  # fmt: skip
 
 

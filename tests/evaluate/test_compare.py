@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 
 from diffbit.calib_data import Windows, windows
 from diffbit.errors import DiffbitError
-from diffbit.evaluate.compare import compare, variants
+from diffbit.evaluate import compare, measure
 from diffbit.evaluate.metrics import Scores, recovered
 from diffbit.evaluate.plots import plot_comparison
 from diffbit.models import Decoder, ModelConfig, load, save
@@ -157,7 +156,7 @@ def test_a_variant_is_made_once_and_what_a_method_refuses_is_left_out(
             raise DiffbitError("ternary has no groups")
         return apply(decoder, scheme, method)
 
-    monkeypatch.setattr(sys.modules[compare.__module__], "apply", counted)
+    monkeypatch.setattr(measure, "apply", counted)
     result = compare(checkpoints, text, ["3", "ternary"], ["weights"], batch_size=2, cache_bytes=1)
     assert made == [("int3_g64", "rtn"), ("ternary", "rtn")] * 2
     assert [r.format for r in result.results] == ["16", "int3_g64"] * 2
@@ -227,15 +226,6 @@ def test_outputs(checkpoints: list[Path], text: Windows, tmp_path: Path) -> None
     assert table[1]["recovered"] == table[1]["recovered_low"] == "" and stored["calibration"] is None
     assert float(table[1]["kl_high"]) == result.results[1].kl.high
     assert table[1]["model"] == "DIFF" and result.rows()[1]["format"] == "int4_g64"
-
-
-def test_numbers_of_bits_and_names() -> None:
-    found = variants(["16", "8", "6", "5", "4", "3", "2", "ternary", "nf4", "int4_g32_asym", "4"])
-    assert [v.format for v in found if v.what == "weights"] == [
-        "int8", "int6_g64", "int5_g64", "int4_g64", "int3_g64", "int2_g64", "ternary", "nf4", "int4_g32_asym",
-    ]  # fmt: skip
-    assert [v.bits for v in found if v.what == "weights"] == [8, 6, 5, 4, 3, 2, 1.585, 4, 4]  # log2(3) of three values
-    assert [v.format for v in found if v.what == "logits"] == ["8-bit", "6-bit", "5-bit", "4-bit", "3-bit", "2-bit"]
 
 
 def test_a_quantized_checkpoint_is_measured_as_it_is(checkpoints: list[Path], text: Windows, tmp_path: Path) -> None:

@@ -60,19 +60,6 @@ def test_by_hand() -> None:
     codes = layers * (qkvo + mlp + 128 * 64) // 4 + layers * 7 * 4  # o_proj's rows of 64 fill blocks of 128
     assert cost.weight_bytes == codes + 4 * (layers * 2 * 128 + 160 * 128 + norms + 128)
     assert cost.cache_bytes == layers * 2 * 32 * 4 * (100 + 1)
-    arithmetic = 0.007 * cost.ternary + (0.38 + 1.31) * (cost.floating + cost.other)
-    assert cost.arithmetic_pj["7nm"] == pytest.approx(arithmetic)
-    assert cost.energy("7nm") == pytest.approx(arithmetic + 162.5 * (cost.weight_bytes + cost.cache_bytes))
-
-
-def test_a_ternary_product_is_71_4_times_cheaper() -> None:
-    """Arithmetic of the matrix products alone at 7 nm, as BitNet b1.58 has it (arXiv 2402.17764, figure 3)."""
-    exact, low = token_cost(CONFIG, None, 1), token_cost(CONFIG, TERNARY, 1)
-    saved = exact.floating - low.floating
-    assert saved == low.ternary
-    extra = (low.other - exact.other) * (0.16 + 0.34)
-    spent = low.arithmetic_pj["7nm"] - exact.arithmetic_pj["7nm"] + saved * (0.16 + 0.34) - extra
-    assert saved * (0.16 + 0.34) / spent == pytest.approx(71.43, rel=1e-3)
 
 
 def write(folder: Path, config: ModelConfig, scheme: Scheme, dtype: str) -> Path:

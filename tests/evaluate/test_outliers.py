@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from diffbit.errors import DiffbitError
-from diffbit.models import Decoder, ModelConfig, rope_for
 from diffbit.evaluate.outliers import MEDIAN_ERROR, RANKS, OutlierReport, Place, Statistics, measure, rows
+from diffbit.models import Decoder, ModelConfig, rope_for
 
 
 def place(offset: int = 0):

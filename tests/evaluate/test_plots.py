@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from diffbit.errors import DiffbitError, MissingDependency
-from diffbit.evaluate import plot_comparison, plot_outliers, plot_plan, plots, style
+from diffbit.evaluate import plot_comparison, plot_outliers, plot_plan, plots
 
 from . import made_up
 
@@ -19,7 +19,7 @@ FORMATS = ["int8", "int4_g64", "int2_g64", "ternary"]
 def test_a_curve_shows_the_increase_from_wide_to_narrow() -> None:
     data = made_up.comparison()
     data["results"].reverse()  # whatever order they come in
-    with style.panels() as (_, axes):
+    with plots.panels() as (_, axes):
         plots.draw(axes[0], plots.charts(data, "weights")[0])
         lines = {line.get_label(): list(line.get_ydata()) for line in axes[0].lines if line.get_linestyle() != "None"}
         ticks = [tick.get_text() for tick in axes[0].get_xticklabels()]
@@ -27,11 +27,11 @@ def test_a_curve_shows_the_increase_from_wide_to_narrow() -> None:
     assert ticks[1] == "int4\ng64\n4.25"
     for model in ("diff", "plain"):
         ratios = {r["format"]: r["ratio"]["value"] for r in data["results"] if r["model"] == model}
-        assert lines[model] == pytest.approx([max(ratios[name] - 1, 1e-4) for name in FORMATS])
+        assert lines[model] == pytest.approx([max(100 * (ratios[name] - 1), 0.01) for name in FORMATS])
 
 
 def test_a_gain_is_drawn_hollow_on_the_floor() -> None:
-    with style.panels() as (_, axes):
+    with plots.panels() as (_, axes):
         plots.draw(axes[0], plots.charts(made_up.comparison(("one",)), "weights")[0])
         hollow = [line for line in axes[0].lines if line.get_markerfacecolor() == "white"]
     assert [list(line.get_xdata()) for line in hollow] == [[0]]
@@ -39,7 +39,7 @@ def test_a_gain_is_drawn_hollow_on_the_floor() -> None:
 
 def test_kl_with_its_band() -> None:
     data = made_up.comparison(("one",))
-    with style.panels() as (_, axes):
+    with plots.panels() as (_, axes):
         plots.draw(axes[0], plots.charts(data, "logits")[1])
         band = axes[0].collections[0].get_paths()[0].vertices
     kl = next(r["kl"] for r in data["results"] if r["format"] == "3-bit")
@@ -56,7 +56,7 @@ def test_several_methods_have_a_chart_for_each_model_and_the_same_line_in_all() 
     assert len({chart.bounds for chart in charts}) == 1
     ends, colors = [], []
     for chart in charts:
-        with style.panels() as (_, axes):
+        with plots.panels() as (_, axes):
             plots.draw(axes[0], chart)
             lines = {line.get_label(): line for line in axes[0].lines if line.get_linestyle() != "None"}
             ends.append(axes[0].get_ylim())
@@ -64,27 +64,27 @@ def test_several_methods_have_a_chart_for_each_model_and_the_same_line_in_all() 
         colors.append([line.get_color() for line in lines.values()])
         for method, line in lines.items():
             own = [r for r in chart.lines[method] if r["format"] == "int4_g64"]
-            place = list(chart.widths).index("int4_g64") - (len(FORMATS) - len(line.get_xdata()))
-            assert line.get_ydata()[place] == pytest.approx(own[0]["ratio"]["value"] - 1)
+            place = list(chart.ticks).index("int4_g64") - (len(FORMATS) - len(line.get_xdata()))
+            assert line.get_ydata()[place] == pytest.approx(100 * (own[0]["ratio"]["value"] - 1))
     assert ends[0] == ends[1] == ends[2] and colors[0] == colors[1] == colors[2]
-    assert [chart.metric for chart in plots.charts(data, "logits")] == ["increase", "kl"]
+    assert [chart.metric for chart in plots.charts(data, "logits")] == [plots.INCREASE, plots.KL]
 
 
 def test_layers_show_largest_and_median() -> None:
     reports = [made_up.outliers("diff"), made_up.outliers("plain", 5.0)]
-    with style.panels() as (_, axes):
+    with plots.panels() as (_, axes):
         plots.layers(axes[0], reports, "hidden_states")
         lines = {line.get_label(): list(line.get_ydata()) for line in axes[0].lines}
     assert lines["diff, largest"] == [1.0, 2.0, 3.0] and lines["plain, largest"] == [5.0, 10.0, 15.0]
     assert lines["plain, median"] == [0.25] * 3
 
 
-def test_errors_are_placed_by_layer_and_kind() -> None:
-    with style.panels() as (_, axes):
-        plots.errors(axes[0], made_up.weights()["weights"], "t", "output_error", 0.06)
+def test_a_heat_map_has_a_cell_for_each_layer_and_module() -> None:
+    with plots.panels() as (_, axes):
+        plots.heat_map(axes[0], made_up.weights()["weights"], "output_error", 0.06, lambda error: f"{100 * error:.1f}")
         cells = {(t.get_position()): t.get_text() for t in axes[0].texts}
-        kinds = [tick.get_text() for tick in axes[0].get_yticklabels()]
-    assert kinds == ["q_proj", "down_proj"]
+        modules = [tick.get_text() for tick in axes[0].get_yticklabels()]
+    assert modules == ["q_proj", "down_proj"]
     assert cells[2.5, 0.5] == "6.0" and cells[0.5, 1.5] == "2.0"
 
 
@@ -116,19 +116,14 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 def test_a_plan_shows_what_every_budget_loses_and_the_bits_of_each_layer(tmp_path: Path) -> None:
     plan = made_up.plan()
-    with style.panels(2) as (_, axes):
+    with plots.panels() as (_, axes):
         plots.frontier(axes[0], plan)
         lines = {line.get_label(): line.get_xydata().tolist() for line in axes[0].lines}
         names = [text.get_text() for text in axes[0].texts]
-        plots.bits(axes[1], plan["layers"])
-        cells = [text.get_text() for text in axes[1].texts]
     assert lines["mixed, predicted"] == [list(point) for point in plan["curve"]]
-    assert lines["all layers alike, predicted"] == [
-        [2.25, 0.5],
-        [4.5, 0.02],
-    ]  # float, which loses nothing, is not there
+    assert lines["all layers alike, predicted"] == [[2.25, 0.5], [4.5, 0.02]]  # the float model loses nothing
     assert names == ["int2_g64", "int4_g32"]
     assert lines["chosen, measured"] == [[3.375, 0.12]]
-    assert cells == ["4.50", "2.25"]
     plot_plan(plan, tmp_path / "mixed.svg")
-    assert "int4_g32" in (tmp_path / "mixed.svg").read_text()
+    drawn = "".join(ElementTree.fromstring((tmp_path / "mixed.svg").read_text()).itertext())
+    assert "int4_g32" in drawn and "4.50" in drawn and "2.25" in drawn  # bits a weight of the two layers

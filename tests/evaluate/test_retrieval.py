@@ -13,10 +13,10 @@ import torch
 
 from diffbit.calib_data import VALUE, NeedleWindows, Windows, windows
 from diffbit.errors import DiffbitError
-from diffbit.evaluate import compare as compare_models
-from diffbit.evaluate import plots, style
-from diffbit.evaluate.compare import EXPLICIT_BYTES, Variant, _batch_size, compare, variants
+from diffbit.evaluate import compare, plots
+from diffbit.evaluate.measure import EXPLICIT_BYTES, _batch_size
 from diffbit.evaluate.retrieval import answered, parse_setting, retrieval
+from diffbit.evaluate.variants import Variant
 from diffbit.models import Decoder, ModelConfig, load, save
 from diffbit.quantize import AttentionScheme, Scheme, apply
 
@@ -151,22 +151,6 @@ def test_compare_with_needles(checkpoints: list[Path], text: Windows, tmp_path: 
     assert float(table[5][f"retrieval_5_3_{LENGTH}_change_low"]) == result.results[5].retrieval[0].change.low
 
 
-def test_parts_of_attention_take_the_bits_they_have() -> None:
-    found = variants(["16", "8", "6", "4", "3", "2", "int4", "int8"], ["kv", "logits", "keys", "values", "qk"])
-    named = {what: [v.format for v in found if v.what == what] for what in ("logits", "qk", "kv", "keys", "values")}
-    assert named["logits"] == ["8-bit", "6-bit", "4-bit", "3-bit", "2-bit"]
-    assert named["qk"] == ["int8", "int4"]
-    assert named["kv"] == named["keys"] == named["values"] == ["int8", "int4", "int2"]
-    schemes = {(v.what, v.format): v.scheme.attention for v in found}
-    assert schemes["kv", "int4"] == AttentionScheme(keys="int4", values="int4")
-    assert schemes["keys", "int2"] == AttentionScheme(keys="int2")
-    assert schemes["values", "int8"] == AttentionScheme(values="int8")
-    assert schemes["qk", "int4"] == AttentionScheme(qk="int4")
-    assert [v.bits for v in found if v.what == "kv"] == [8, 4, 2]
-    with pytest.raises(DiffbitError, match="leaves nothing to compare"):
-        variants(["16", "6", "3"], ["kv", "qk"])
-
-
 def test_explicit_attention_takes_as_many_windows_as_fit() -> None:
     config = ModelConfig(
         vocab_size=VOCABULARY, hidden_size=256, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=32,
@@ -186,18 +170,18 @@ def test_refusals(checkpoints: list[Path], text: Windows) -> None:
     needles = asked(checkpoints[0])
     one = replace(needles, starts=needles.starts[:1], depths=needles.depths[:1])
     with pytest.raises(DiffbitError, match="two rows or more"):
-        compare_models(checkpoints[:1], text, ["8"], ["kv"], needles=[one])
+        compare(checkpoints[:1], text, ["8"], ["kv"], needles=[one])
     long = replace(needles, windows=replace(needles.windows, ids=np.ones((2, LENGTH + 1), dtype=np.int64)))
     with pytest.raises(DiffbitError, match=f"context of {LENGTH}"):
-        compare_models(checkpoints[:1], text, ["8"], ["kv"], needles=[long])
+        compare(checkpoints[:1], text, ["8"], ["kv"], needles=[long])
 
 
 def test_the_plot_shows_points_to_the_16_bit_model(tmp_path: Path) -> None:
     data = made_up.comparison(needles=(128, 1024))
     charts = plots.charts(data, "kv")
-    assert [chart.metric for chart in charts] == ["increase", "kl", "found", "found"]
+    assert [chart.metric.unit for chart in charts] == ["%", " nats", " points", " points"]
     assert charts[3].title == "KV cache: 2 of 6 needles"
-    with style.panels() as (_, axes):
+    with plots.panels() as (_, axes):
         plots.draw(axes[0], charts[3])
         lines = {line.get_label(): list(line.get_ydata()) for line in axes[0].lines}
         ticks = [tick.get_text() for tick in axes[0].get_xticklabels()]

@@ -1,0 +1,113 @@
+"""What to compare with the 16-bit model: weights in a number format, rounded by a method, or a part of attention.
+
+A number of bits stands for a format: 8 for int8 (one scale per row), 7 to 2 for int7_g64 ... int2_g64. A format may
+also be named: int4_g32, nf4, ternary. Parts of attention (quantize/attention.py) take the widths that they have a
+format for and leave out the others:
+
+    logits          2 to 8, dynamic absmax per query row (arXiv 2410.05258, Figure 8). Rounded in torch: a study of
+                    attention, which no artifact offers
+    qk              8, 4: products of integers; the keys then have as many bits
+    kv              8, 4, 2, or int8, int4, int2: keys and values of the KV cache
+    keys, values    the same, one without the other
+
+A method is a recipe of quantize/methods, such as "gptq" or "rotate+gptq".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..errors import DiffbitError
+from ..quantize import AttentionScheme, Format, Scheme, parse_format, parse_recipe
+from ..quantize.scheme import KV, LOGIT_BITS, QK
+
+BITS = ("16", "8", "6", "4", "3", "2", "ternary")
+ATTENTION = {"qk": QK, "kv": KV, "keys": KV, "values": KV}  # the formats that each part takes
+WHAT = ("weights", "logits", *ATTENTION)
+METHODS = ("rtn",)
+FLOAT = "16"  # the model as its checkpoint has it
+NO_METHOD = "none"  # of a variant whose weights stay as they are
+GROUP_SIZE = 64  # of a format that is given as a number of bits below 8
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model to compare with the 16-bit model."""
+
+    what: str  # one of WHAT
+    format: str  # int4_g64, nf4, ...; int8, int4, int2 for qk and the KV cache; "4-bit" for logits
+    method: str  # rtn, gptq, rotate+gptq, ...; NO_METHOD unless weights are rounded
+    bits: float  # of one number, without scales; ternary: log2(3)
+    scheme: Scheme
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.what, self.format, self.method
+
+    @property
+    def calibrates(self) -> bool:
+        """Does its method need calibration text?"""
+        return self.method != NO_METHOD and parse_recipe(self.method).calibrated
+
+    def __str__(self) -> str:
+        return f"{self.what} at {self.format}" + (f" by {self.method}" if self.what == "weights" else "")
+
+
+def variants(bits: Sequence[str] = BITS, what: Sequence[str] = WHAT, methods: Sequence[str] = METHODS) -> list[Variant]:
+    """The variants that `bits`, `what` and `methods` ask for, weights first, without the 16-bit model.
+
+    Raises DiffbitError for a width, format, part or method that does not exist, and where nothing is left to compare.
+    """
+    for name in what:
+        if name not in WHAT:
+            raise DiffbitError(f"{name!r} cannot be compared; wanted one or more of {', '.join(WHAT)}")
+    recipes = list(dict.fromkeys(parse_recipe(method).name for method in methods))
+    widths = list(dict.fromkeys(str(entry).strip() for entry in bits))
+    formats = {entry: _format(entry) for entry in widths if entry != FLOAT}
+    found: list[Variant] = []
+    if "weights" in what:
+        for format in formats.values():
+            scheme = Scheme(weights=format)
+            found += [Variant("weights", format.name, recipe, bits_of(format), scheme) for recipe in recipes]
+    if "logits" in what:
+        found += [_logits(int(entry)) for entry in formats if entry.isdigit() and int(entry) in LOGIT_BITS]
+    for part in (part for part in ATTENTION if part in what):
+        found += _attention(part, formats)
+    if not found:
+        raise DiffbitError(
+            f"--bits {','.join(widths)} with --what {','.join(what)} leaves nothing to compare with the 16-bit model; "
+            f"give widths below 16, such as {','.join(BITS)}"
+        )
+    return found
+
+
+def bits_of(format: Format) -> float:
+    """Bits of one number, without scales."""
+    return 1.585 if format.kind == "ternary" else format.bits
+
+
+def _logits(bits: int) -> Variant:
+    return Variant("logits", f"{bits}-bit", NO_METHOD, bits, Scheme(attention=AttentionScheme(logits=bits)))
+
+
+def _attention(part: str, entries: Iterable[str]) -> list[Variant]:
+    """Variants of one part of attention, in those of the formats that it has."""
+    names = dict.fromkeys(f"int{entry}" if entry.isdigit() else entry for entry in entries)
+    rounded = ("keys", "values") if part == "kv" else (part,)
+    return [
+        Variant(
+            part, name, NO_METHOD, int(name.removeprefix("int")),
+            Scheme(attention=AttentionScheme.from_dict(dict.fromkeys(rounded, name))),
+        )
+        for name in names
+        if name in ATTENTION[part]
+    ]  # fmt: skip
+
+
+def _format(entry: str) -> Format:
+    if not entry.isdigit():
+        return parse_format(entry)
+    if not 2 <= int(entry) <= 8:
+        raise DiffbitError(f"{entry} bits: wanted 16 (the model as it is), 8 to 2, or a format such as int4_g32 or nf4")
+    return parse_format("int8" if entry == "8" else f"int{entry}_g{GROUP_SIZE}")
