@@ -31,8 +31,10 @@ from machine import describe
 from report import renew, table
 
 from diffbit.calib_data import Windows, eval_windows
-from diffbit.evaluate import style
-from diffbit.evaluate.compare import Comparison, Measured, Refusal, Variant, conclude, measure, variants
+from diffbit.evaluate import plots
+from diffbit.evaluate.compare import Comparison, conclude
+from diffbit.evaluate.measure import Measured, Refusal, measure
+from diffbit.evaluate.variants import Variant, variants
 from diffbit.models import Checkpoint, load
 from diffbit.progress import set_quiet, track
 from diffbit.quantize import Scheme, parse_format
@@ -275,14 +277,14 @@ def goals_table(comparison: Row) -> str:
 
 def picture(comparison: Row, path: Path) -> None:
     """Perplexity against bits a weight, each model by the method that is best at that width."""
-    with style.panels() as (figure, (axes,)):
+    with plots.panels() as (figure, (axes,)):
         for index, model in enumerate(comparison["models"]):
             rows = of(comparison, "weights", model=model["name"])
             best: dict[float, Row] = {}
             for row in sorted(rows, key=lambda row: row["ratio"]["value"], reverse=True):
                 best[row["bits"]] = row
             chosen = [best[bits] for bits in sorted(best)]
-            look = style.line(index)
+            look = plots.line(index)
             x = [row["bits_per_weight"] for row in chosen]
             (whole,) = of(comparison, "none", model=model["name"])
             exact = whole["perplexity"]["value"]
@@ -295,7 +297,7 @@ def picture(comparison: Row, path: Path) -> None:
         axes.set_ylabel("perplexity on held-out text")
         axes.set_xlim(left=2)
         axes.legend(loc="upper right")
-        style.save(figure, path)
+        plots.save(figure, path)
 
 
 def tables(comparison: Row) -> dict[str, str]:

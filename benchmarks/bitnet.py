@@ -10,7 +10,7 @@ folder that --floats names. Any may be missing; a model is held against the floa
 window of the same held-out text, and its loss against the first variant's at the same kind.
 
 Every model is exported twice: at fp16, for its size on disk, and at fp32, which is what CPUs compute in, for its speed.
-Speed needs a quiet machine: contenders take turns, numbers are medians over the rounds. Bytes, operations and energy of
+Speed needs a quiet machine: contenders take turns, numbers are medians over the rounds. Bytes and operations of
 a token are counted from shapes (evaluate/cost.py), float numbers at 16 bits.
 """
 
@@ -36,8 +36,8 @@ from report import renew, table
 
 from diffbit.calib_data import Windows, eval_windows
 from diffbit.errors import DiffbitError
-from diffbit.evaluate.compare import measure
 from diffbit.evaluate.cost import token_cost
+from diffbit.evaluate.measure import measure
 from diffbit.evaluate.metrics import Estimate, Scores, mean, paired, perplexity_ratio, recovered
 from diffbit.export import export_artifact
 from diffbit.files import read_json
@@ -119,7 +119,7 @@ def facts(model: Model, context: int) -> Row:
         "sha256": checkpoint.sha256(),
         "scheme": None if scheme is None else scheme.to_dict(),
         "parameters": num_parameters(config),
-        "cost": vars(cost) | {"nbytes": cost.nbytes, "operations": cost.operations, "energy_pj": cost.energy()},
+        "cost": vars(cost) | {"nbytes": cost.nbytes, "operations": cost.operations},
     }
     if (model.path / "training.json").is_file():
         run = read_json(model.path / "training.json")
@@ -232,12 +232,11 @@ def quality_table(rows: Sequence[Row]) -> str:
 
 
 def cost_table(rows: Sequence[Row]) -> str:
-    """Size, speed and what a token takes, each also over the float model's."""
-    exact = {row["model"]: row for row in rows if row["kind"] == FLOAT}
+    """Size, speed and what a token takes."""
     speed = any("decode_tokens_per_s" in row for row in rows)
     lines = []
     for row in rows:
-        cost, whole = row["cost"], exact.get(row["model"], {}).get("cost")
+        cost = row["cost"]
         operations = [f"{count / 1e6:.2f}" for count in cost["operations"].values()]
         rate = f"{row['decode_tokens_per_s']:,.0f}" if "decode_tokens_per_s" in row else ""
         lines.append(
@@ -247,13 +246,10 @@ def cost_table(rows: Sequence[Row]) -> str:
                 *([rate] if speed else []),
                 f"{cost['nbytes'] / 1e6:.2f}",
                 *operations,
-                f"{cost['arithmetic_pj']['7nm'] / 1e6:.3f}",
-                f"{cost['energy_pj'] / 1e6:.0f}",
-                "" if whole is None else percent(cost["energy_pj"] / whole["energy_pj"]),
             ]
         )
     header = ["model", "weights", "MB on disk", *(["tokens/s"] if speed else []), "MB moved", "M ternary", "M integer"]
-    header += ["M float", "arithmetic, µJ", "with memory, µJ", "of float"]
+    header.append("M float")
     return table(header, lines)
 
 

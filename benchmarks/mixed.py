@@ -25,8 +25,9 @@ import torch
 from report import renew, table
 
 from diffbit.calib_data import eval_windows
-from diffbit.evaluate.compare import Variant, measure
+from diffbit.evaluate.measure import measure
 from diffbit.evaluate.metrics import mean, paired, perplexity_ratio
+from diffbit.evaluate.variants import Variant
 from diffbit.models import Checkpoint, load
 from diffbit.progress import set_quiet
 from diffbit.quantize import Scheme, parse_format

@@ -144,6 +144,9 @@ def _check_places(output: Path | None, artifacts: Sequence[Path], quantized: Seq
         raise DiffbitError(f"{output}: is a file, but a folder is to be written there; choose another name")
     for path in artifacts:
         Artifact.open(path)
+    for path in quantized:
+        if not (path / LAYER_ERRORS).is_file():
+            raise DiffbitError(f"{path}: holds no {LAYER_ERRORS}; --quantized takes folders of `diffbit quantize`")
 
 
 def _read_reports(models: Sequence[Path], quantized: Sequence[Path]) -> dict[str, Any]:

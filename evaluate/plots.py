@@ -236,9 +236,9 @@ def draw(axes: Axes, chart: Chart) -> None:
         value, low, high = ([max(metric.value(r, end), floor or -math.inf) for r in results] for end in ENDS)
         axes.fill_between(x, low, high, color=look["color"], alpha=0.18, linewidth=0)
         axes.plot(x, value, label=label, zorder=3, **look)
-        hidden = [place for place, height in zip(x, value, strict=True) if height == floor]
-        hollow = look | {"markerfacecolor": "white", "markeredgecolor": look["color"], "linestyle": "none"}
-        axes.plot(hidden, [floor] * len(hidden), zorder=4, **hollow)
+        if floor and (hidden := [place for place, height in zip(x, value, strict=True) if height == floor]):
+            hollow = look | {"markerfacecolor": "white", "markeredgecolor": look["color"], "linestyle": "none"}
+            axes.plot(hidden, [floor] * len(hidden), zorder=4, **hollow)
     (bottom, top), legend = chart.bounds, 0.08 + 0.07 * len(chart.lines)  # of the height
     if floor:
         axes.set_yscale("log")

@@ -23,6 +23,7 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from platform import machine, python_version, system
@@ -199,7 +200,7 @@ def _subject(comparison: Data, what: str) -> dict[str, Any]:
     return {
         "what": what,
         "title": plots.SUBJECTS[what][0],
-        "figures": [_figure(lambda axes, c=chart: plots.draw(axes, c), chart.words()) for chart in charts],
+        "figures": [_figure(partial(plots.draw, chart=chart), chart.words()) for chart in charts],
         "methods": list(dict.fromkeys(r["method"] for r in results if r["what"] == what)),
         "formats": {name: [r for r in results if r["format"] == name] for name in formats},
         "contrasts": [c for c in comparison["contrasts"] if c["what"] == what],
@@ -213,7 +214,7 @@ def _outlier_figure(data: ReportData, site: str) -> Figure:
         ends = f"{number(largest[0])} in the first layer, {number(largest[-1])} in the last"
         words.append(f"{report['model']}: largest value {ends}, {number(max(largest))} at most")
     title = f"{plots.SITES[site]} by layer. {'; '.join(words)}."
-    return _figure(lambda axes: plots.layers(axes, data.outliers, site), title)
+    return _figure(partial(plots.layers, reports=data.outliers, site=site), title)
 
 
 def _layer_errors(data: ReportData) -> Iterator[dict[str, Any]]:

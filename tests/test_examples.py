@@ -11,7 +11,8 @@ import pytest
 
 from diffbit.calib_data import eval_windows, needle_windows
 from diffbit.cli import main
-from diffbit.evaluate.compare import measure, variants
+from diffbit.evaluate.measure import measure
+from diffbit.evaluate.variants import variants
 from diffbit.models import Checkpoint, load
 
 PERPLEXITY = {"diff_v1": 9.10, "softmax": 8.89, "diff_v2": 10.66}  # of the held-out text at the end of training
