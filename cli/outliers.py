@@ -50,8 +50,8 @@ def outliers(
 
 def measure_outliers(models: Iterable[Path], windows: Windows, device: str) -> list[OutlierReport]:
     """The outliers of each model over the same windows of text."""
-    from ..quantize import load
     from ..evaluate.outliers import measure
+    from ..quantize import load
 
     where = torch_device(device)
     return [measure(load(model, device=where), windows, name=model.resolve().name) for model in models]
