@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .errors import DiffbitError
+from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .evaluate.compare import compare
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from .quantize import Scheme, load, parse_format, quantize_checkpoint
     from .runtime import Sampler, Session, Tokenizer, generate, verify
 
-__version__ = "0.1.0"
 __all__ = [
     "DiffbitError",
     "Sampler",

@@ -26,6 +26,7 @@ from ..ops.kv_cache import GROUP
 from ..progress import track
 from ..quantize import AttentionScheme, Scheme, read_scheme
 from ..quantize.cache import cache_spec
+from ..version import __version__
 from .decoder import DecoderGraph
 from .graph import FLOATS, MODEL, Graph
 from .parts import parts
@@ -102,7 +103,7 @@ def export_artifact(
             files.write_json(folder / "genai_config.json", _genai(config, length, cache))
         manifest: dict[str, Any] = {
             "artifact_version": VERSION,
-            "diffbit_version": _version(),
+            "diffbit_version": __version__,
             "name": source.path.resolve().name,
             "model": config.to_dict(),
             "dtype": dtype,
@@ -265,9 +266,3 @@ def _genai(config: ModelConfig, context_length: int, cache: CacheSpec) -> dict[s
             "past_present_share_buffer": in_place,
         },
     }
-
-
-def _version() -> str:
-    from .. import __version__
-
-    return __version__

@@ -24,6 +24,7 @@ from torch import Tensor
 from .. import files
 from ..errors import DiffbitError
 from ..models.safetensors_file import read_header, read_tensor, write_tensors
+from ..version import __version__
 from .piece import Tokens
 from .report import WeightReport
 
@@ -140,8 +141,6 @@ def run(
     source: str, scheme: Mapping[str, Any], method: str, tokens: Tokens | None, calibration: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """What a run makes from what. source: the checkpoint's sha256."""
-    from .. import __version__
-
     ids = None
     if tokens is not None:
         digest = hashlib.sha256(repr((tokens.ids.shape, tokens.slices)).encode())
