@@ -137,9 +137,9 @@ def log_probabilities(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def score(scores: Scores, window: int, ids: Tensor, target: Tensor, log_q: Tensor, log_p: Tensor | None = None) -> None:
-    """Enter one window into `scores`: ids [S], target bool [S], log_q [n, V] of the model, log_p of the 16-bit model.
+    """Add one window to `scores`: ids [S], target bool [S], log_q [n, V] of the model, log_p of the 16-bit model.
 
-    Without log_p the model is the 16-bit model: no divergence, full agreement.
+    Without log_p the model is the 16-bit model itself: no divergence, full agreement. Raises DiffbitError for NaN.
     """
     wanted = ids[1:][target[1:]]
     nll = -log_q.gather(-1, wanted[:, None]).double().sum().item()

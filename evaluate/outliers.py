@@ -1,5 +1,5 @@
-"""How large do a model's activations get? The question that low bits depend on: an absmax scale is set by the largest
-value, and whatever is small against it is rounded away.
+"""How large do a model's activations get? Low bits depend on it: the largest value sets an absmax scale, and whatever is
+small against it is rounded away.
 
 Measured as in Table 5 of arXiv 2410.05258, over all layers and over each, on the tokens of evaluation windows:
 
@@ -49,7 +49,7 @@ _CHUNK = 1 << 22  # numbers that are turned into float64 at a time
 
 
 class TokenWindows(Protocol):
-    """What is measured on; diffbit.calib_data.Windows is one."""
+    """Windows of tokens to measure on, such as diffbit.calib_data.Windows."""
 
     @property
     def ids(self) -> np.ndarray: ...  # int64 [n, length]
@@ -70,7 +70,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Summary:
-    """What is known of a set of numbers x once they are gone."""
+    """Statistics of a set of numbers x, which are not kept."""
 
     count: int
     top: tuple[float | None, ...]  # the RANKS-th largest |x|; None where there are fewer numbers
@@ -106,7 +106,7 @@ class Summary:
 
 
 class Statistics:
-    """A growing summary of numbers; see the module's docstring. It takes about 1 MB, however many there are."""
+    """Statistics that numbers are added to; see the module's docstring. They take about 1 MB, however many numbers."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -256,7 +256,7 @@ def rows(reports: Iterable[OutlierReport]) -> list[dict[str, Any]]:
 def measure(decoder: Decoder, windows: TokenWindows, batch_size: int = 8, *, name: str = "model") -> OutlierReport:
     """Run the model over the windows, without gradients, and summarize its attention logits and hidden states.
 
-    Attention takes its explicit path, so that a batch needs batch_size * heads * length^2 fp32 numbers. A model with
+    Attention computes its logits explicitly, so a batch needs batch_size * heads * length^2 fp32 numbers. A model with
     low-bit attention logits keeps them; what is measured is what goes into their quantizer.
     """
     layers = list(decoder.model.layers)
@@ -294,7 +294,7 @@ def measure(decoder: Decoder, windows: TokenWindows, batch_size: int = 8, *, nam
 
 
 class _Observer:
-    """What happens with each layer's activations; set anew for every batch."""
+    """Takes each layer's activations; its functions are set for every batch."""
 
     on_logits: Callable[[int, Tensor, Tensor], None]
     on_hidden: Callable[[int, Tensor], None]

@@ -1,4 +1,4 @@
-"""Needles found: how many queries of calib_data/needles.py a model answers, and what low bits change of that.
+"""Needles: how many queries of calib_data/needles.py a model answers, and how low bits change that.
 
 A query is answered when every token of its value is the most likely one, given all before it. Of W rows of R queries
 each, the row is the unit of the intervals, as a window of text is in metrics.py: queries of a row share its haystack.
@@ -18,12 +18,12 @@ from ..errors import DiffbitError
 from ..models import Decoder
 from .metrics import CONFIDENCE, Estimate, mean
 
-DEPTHS = 5  # equal parts of the haystack that accuracy is told for
+DEPTHS = 5  # equal parts of the haystack, with an accuracy each
 
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Needles found by a model at one setting."""
+    """How many needles of one set a model finds."""
 
     length: int  # tokens of a row
     needles: int  # N in a row
@@ -79,14 +79,14 @@ def retrieval(
 
 
 def lost(found: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """Queries answered, less those that the 16-bit model answers, in each row: int64 [n]."""
+    """In each row, queries answered minus those that the 16-bit model answers: int64 [n]."""
     return found.sum(1) - reference.sum(1)
 
 
 def contrast(
     pair: tuple[np.ndarray, np.ndarray], against: tuple[np.ndarray, np.ndarray], confidence: float = CONFIDENCE
 ) -> Estimate:
-    """Change of one model's share of queries answered, less that of another's: each (found, reference)."""
+    """Change of one model's share of queries answered minus that of another's; each pair is (found, reference)."""
     difference = lost(*pair) - lost(*against)
     return mean(difference, np.full(len(difference), pair[0].shape[1]), confidence)
 
@@ -97,7 +97,7 @@ def label(setting: Retrieval) -> str:
 
 
 def settings(needles: Sequence[NeedleWindows]) -> list[dict[str, object]]:
-    """What was asked, for a report."""
+    """The sets of needles, for a report."""
     return [
         {
             "length": one.windows.ids.shape[1], "needles": one.needles, "queries": one.starts.shape[1],
