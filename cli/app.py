@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from .. import __version__
+from ..version import __version__
 from . import bench, compare, export, outliers, quantize, run, train, verify
 
 app = typer.Typer(

@@ -1,4 +1,4 @@
-"""How large do a model's activations get? Low bits depend on it: the largest value sets an absmax scale, and whatever is
+"""How large do a model's activations get? Low bits depend on it: the largest value sets an absmax scale, and what is
 small against it is rounded away.
 
 Measured as in Table 5 of arXiv 2410.05258, over all layers and over each, on the tokens of evaluation windows:
