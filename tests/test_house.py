@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quantize": {"ops", "models"},
     "train": {"models", "quantize", "calib_data"},
     "export": {"ops", "models", "quantize"},
-    "runtime": set(),
+    "runtime": {"ops"},
     "evaluate": {"models", "quantize", "calib_data", "runtime"},
     "cli": {"models", "quantize", "calib_data", "train", "export", "runtime", "evaluate"},
 }
