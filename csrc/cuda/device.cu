@@ -3,6 +3,9 @@
 
 #include <cstdarg>
 #include <cstdio>
+#include <mutex>
+#include <set>
+#include <utility>
 
 namespace diffbit::cuda {
 
@@ -42,5 +45,19 @@ int multiprocessors() { return 4; }
 const char* launched(const char*) { return nullptr; }
 
 #endif
+
+void allow_most_shared(const void* kernel) {
+  static std::mutex mutex;
+  static std::set<std::pair<const void*, int>> done;
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return;  // the launch says what is wrong
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (done.count({kernel, device})) return;
+  cudaFuncAttributes own{};
+  if (cudaFuncGetAttributes(&own, kernel) != cudaSuccess) return;
+  const int most = static_cast<int>(most_shared() - own.sharedSizeBytes);
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most) == cudaSuccess)
+    done.emplace(kernel, device);
+}
 
 }  // namespace diffbit::cuda

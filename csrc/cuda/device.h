@@ -28,6 +28,10 @@ __attribute__((format(printf, 1, 2))) const char* sentence(const char* format, .
 size_t most_shared();
 int multiprocessors();
 
+/// Lets a kernel have as much dynamic shared memory as blocks of the current device can, once for each kernel and device.
+/// Not what one launch asks for: two threads that launch it with different shapes would take it from each other.
+void allow_most_shared(const void* kernel);
+
 /// What a launch was refused for, as a sentence; null where it was not.
 const char* launched(const char* what);
 
@@ -288,18 +292,20 @@ __device__ __forceinline__ void mma_s8(int32_t (&c)[4], const uint32_t (&a)[4], 
 
 // ---- launches ------------------------------------------------------------------------------------------------------
 
+// Bytes of dynamic shared memory that every kernel may have: 48 KB, less what is declared in it
+constexpr size_t SHARED_UNASKED = size_t{32} << 10;
+
 /// Starts `kernel` on the stream; a sentence where that fails.
 template <class... Parameters, class... Arguments>
 const char* launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream,
                    Arguments... arguments) {
+  const void* which = reinterpret_cast<const void*>(kernel);
+  if (shared > SHARED_UNASKED) allow_most_shared(which);
 #ifdef __CUDACC__
-  if (shared > size_t{48} << 10)
-    cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                         static_cast<int>(shared));
   kernel<<<grid, block, shared, stream>>>(static_cast<Parameters>(arguments)...);
 #else
   static_cast<void>(stream);
-  emulate::run(grid, block, shared, [=] { kernel(static_cast<Parameters>(arguments)...); });
+  emulate::run(which, grid, block, shared, [=] { kernel(static_cast<Parameters>(arguments)...); });
 #endif
   return launched("a kernel");
 }
@@ -307,14 +313,13 @@ const char* launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
 /// Blocks of a kernel that one multiprocessor holds at once.
 template <class... Parameters>
 int blocks_at_once(void (*kernel)(Parameters...), int threads, size_t shared) {
+  if (shared > SHARED_UNASKED) allow_most_shared(reinterpret_cast<const void*>(kernel));
 #ifdef __CUDACC__
   int blocks = 0;
-  cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                       static_cast<int>(shared));
   const cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared);
   return error == cudaSuccess && blocks ? blocks : 1;
 #else
-  static_cast<void>(kernel), static_cast<void>(threads), static_cast<void>(shared);
+  static_cast<void>(threads);
   return 1;
 #endif
 }

@@ -7,6 +7,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../half.h"
@@ -21,6 +22,25 @@
 #endif
 
 dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace {
+
+std::map<std::pair<const void*, int>, size_t> allowed;  // shared memory of a kernel on a device
+
+}  // namespace
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = static_cast<int>(diffbit::cuda::emulate::most_shared());
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int value) {
+  int device = 0;
+  cudaGetDevice(&device);
+  if (!allowed.emplace(std::pair(kernel, device), value).second)
+    diffbit::cuda::emulate::fail("a kernel's shared memory is set again, which takes it from another thread's launch");
+  return cudaSuccess;
+}
 
 namespace diffbit::cuda::emulate {
 namespace {
@@ -262,7 +282,7 @@ void fail(const char* format, ...) {
   std::abort();
 }
 
-void run(dim3 grid, dim3 size, size_t shared, const std::function<void()>& thread) {
+void run(const void* kernel, dim3 grid, dim3 size, size_t shared, const std::function<void()>& thread) {
   const char* seed = std::getenv("DIFFBIT_EMULATE_SEED");
   block.random.seed(seed ? static_cast<unsigned>(std::strtoul(seed, nullptr, 10)) : 0u);
   gridDim = grid;
@@ -271,6 +291,9 @@ void run(dim3 grid, dim3 size, size_t shared, const std::function<void()>& threa
   if (block.threads < 1 || block.threads > 1024) fail("a block of %d threads, wanted 1 to 1024", block.threads);
   if (grid.y > 65535 || grid.z > 65535) fail("a grid of %u x %u x %u blocks: y and z end at 65535", grid.x, grid.y, grid.z);
   if (shared > most_shared()) fail("%zu bytes of shared memory, and a block has %zu", shared, most_shared());
+  constexpr size_t EVERY = size_t{48} << 10;
+  if (shared > EVERY && shared > allowed[{kernel, static_cast<int>(most_shared())}])
+    fail("%zu bytes of shared memory, and the kernel was allowed no more than %zu", shared, EVERY);
   if (block.fibers.size() < static_cast<size_t>(block.threads)) block.fibers.resize(static_cast<size_t>(block.threads));
   block.body = &thread;
   // Exactly what was asked for, so that an address sanitizer sees a byte beyond it

@@ -37,6 +37,13 @@ constexpr int warpSize = 32;
 
 using cudaStream_t = void*;
 
+enum cudaError_t { cudaSuccess };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+struct cudaFuncAttributes { size_t sharedSizeBytes; };
+cudaError_t cudaGetDevice(int* device);  // a card with another most_shared() is another device
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) { return *attributes = {}, cudaSuccess; }
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int value);
+
 #define DIFFBIT_VECTOR(name, type)                                        \
   struct alignas(2 * sizeof(type)) name##2 { type x, y; };                \
   struct name##3 { type x, y, z; };                                       \
@@ -79,8 +86,8 @@ inline float exp2(float x) {
 size_t most_shared();
 void* shared_memory();
 
-/// Runs the block's threads of each block of the grid.
-void run(dim3 grid, dim3 block, size_t shared, const std::function<void()>& thread);
+/// Runs the threads of each block of the grid; `kernel` must have been allowed so much shared memory.
+void run(const void* kernel, dim3 grid, dim3 block, size_t shared, const std::function<void()>& thread);
 
 /// Ends the process with a sentence about the thread that runs.
 [[noreturn]] __attribute__((format(printf, 1, 2))) void fail(const char* format, ...);

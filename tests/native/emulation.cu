@@ -127,6 +127,19 @@ __global__ void absent() {
 
 __global__ void misaligned(const float* x) { copy_async16(shared_memory<float>(), x + 1); }
 
+/// Launches of one kernel with more shared memory, with less, and with more again: the kernel's limit is set once.
+bool limits_are_right() {
+  std::vector<float> y(256);
+  for (const size_t kilobytes : {64, 49, 99})
+    if (launch(neighbours, dim3(1), dim3(256), kilobytes << 10, nullptr, y.data(), true)) return false;
+  return y[0] == 128;
+}
+
+/// What CUDA would refuse: the kernel was not allowed that much.
+void launch_unasked() {
+  emulate::run(reinterpret_cast<const void*>(divergent), dim3(1), dim3(1), size_t{64} << 10, [] {});
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
@@ -139,11 +152,13 @@ int main(int, char** arguments) {
   if (is("barrier")) return tell(neighbours_are_right(true));
   if (is("missing barrier")) return tell(neighbours_are_right(false));
   if (is("copy")) return tell(early_is_right(true));
+  if (is("shared memory")) return tell(limits_are_right());
   if (is("early read")) return tell(early_is_right(false));
   alignas(16) static float numbers[8] = {};
   if (is("divergent barrier")) launch(divergent, dim3(1), dim3(64), 0, nullptr);
   if (is("absent lane")) launch(absent, dim3(1), dim3(32), 0, nullptr);
   if (is("misaligned copy")) launch(misaligned, dim3(1), dim3(1), 16, nullptr, numbers);
   if (is("too much memory")) launch(divergent, dim3(1), dim3(32), size_t{100} << 10, nullptr);
+  if (is("memory unasked")) launch_unasked();
   return 0;
 }

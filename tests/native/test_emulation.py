@@ -27,7 +27,7 @@ def run(program: Path, name: str, seed: int = 0) -> subprocess.CompletedProcess[
     return subprocess.run([program, name], capture_output=True, text=True, env=environment)
 
 
-@pytest.mark.parametrize("name", ["product", "product of integers", "shuffles", "barrier", "copy"])
+@pytest.mark.parametrize("name", ["product", "product of integers", "shuffles", "barrier", "copy", "shared memory"])
 def test_what_is_right_is_right_in_every_order(program: Path, name: str) -> None:
     assert [run(program, name, seed).stdout for seed in SEEDS] == ["right\n" for _ in SEEDS]
 
@@ -44,6 +44,7 @@ def test_what_is_missing_shows(program: Path, name: str) -> None:
         ("absent lane", "none can go on: 1 threads ended, 31 threads wait at __shfl_sync"),
         ("misaligned copy", "is no multiple of 16"),
         ("too much memory", "102400 bytes of shared memory, and a block has 101376"),
+        ("memory unasked", "65536 bytes of shared memory, and the kernel was allowed no more than 49152"),
     ],
 )
 def test_what_a_gpu_refuses_ends_with_a_sentence(program: Path, name: str, sentence: str) -> None:
