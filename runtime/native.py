@@ -1,8 +1,8 @@
 """The native library: diffbit's operators as kernels for ONNX Runtime (csrc/), for the CPU and for NVIDIA GPUs.
 
-It is built with the package where there is a C++ compiler, and has the GPU's kernels where there is nvcc, too. Without
-it the same artifact runs on the portable bodies of its operators: the same integers, the same floats up to their last
-bits, and slower.
+It is built with the package where there is a C++ compiler, and has the GPU's kernels where there is an NVIDIA card, or
+where they are asked for (docs/gpu.md). Without it the same artifact runs on the portable bodies of its operators: the
+same integers, the same floats up to their last bits, and slower.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def instruction_sets() -> list[str]:
     return str(function().decode()).split()
 
 
-def cuda_architectures() -> list[str]:
-    """The GPUs that the library has kernels for, oldest first, "90a" of sm_90a; where the first has no letter, newer
-    ones run them, too. [] where it has none."""
-    path = library()
+def cuda_architectures(path: Path | None = None) -> list[str]:
+    """The GPUs that the library (at `path`) has kernels for, oldest first, "90a" of sm_90a; where the first has no
+    letter, newer ones run them, too. [] where it has none."""
+    path = path or library()
     function = getattr(ctypes.CDLL(str(path)), "diffbit_cuda_architectures", None) if path else None
     if function is None:
         return []

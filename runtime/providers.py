@@ -16,8 +16,12 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import DiffbitError
+from .driver import Driver, runs, version_text
+from .native import cuda_architectures
 
 DEVICES = ("cpu", "cuda")
+DRIVERS = {12: 525, 13: 580}  # the oldest driver of each CUDA
+FIRST_FOR_CUDA_13 = "1.27"  # of onnxruntime-gpu's wheels on PyPI; those before are for CUDA 12
 MOST_THREADS = 512  # ONNX Runtime starts as many as it is told to, and hangs in that
 
 # What a model spends its time in. `session.disable_cpu_ep_fallback` would be the stricter guard, but ONNX Runtime
@@ -76,6 +80,7 @@ def open_session(model: Path, device: str, threads: int | None, library: Path | 
     if device == "cuda":
         ort.set_default_logger_severity(4)  # what the provider says outside of a session
         _require_cuda(ort)
+        _check_card(ort, library)
         providers.insert(0, "CUDAExecutionProvider")
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     try:
@@ -136,6 +141,31 @@ def _require_cuda(ort: ModuleType) -> None:
             ort.preload_dlls()
 
 
+def _check_card(ort: ModuleType, library: Path | None) -> None:
+    """Refuses a driver that is older than ONNX Runtime's CUDA, and a card that the library has no kernels for."""
+    try:
+        driver = Driver()
+        card = driver.architecture
+    except (OSError, DiffbitError):
+        return  # ONNX Runtime cannot start either, and why_no_cuda says why
+    wanted = str(getattr(ort, "cuda_version", None) or "")  # of the wheel, such as "13.0"
+    major = int(wanted.partition(".")[0]) if wanted[:1].isdigit() else 0
+    if driver.cuda_version[0] < major:
+        newer = f"install driver {DRIVERS[major]} or newer" if major in DRIVERS else "install a newer driver"
+        older = f", or pip install 'onnxruntime-gpu[cuda,cudnn]<{FIRST_FOR_CUDA_13}'" if major == 13 else ""
+        raise DiffbitError(
+            f"device cuda was asked for, but the NVIDIA driver is for CUDA {version_text(driver.cuda_version)}, and "
+            f"ONNX Runtime {ort.__version__} is for CUDA {wanted}: {newer}{older}, or run with device cpu"
+        )
+    compiled = cuda_architectures(library) if library is not None else []
+    if compiled and not runs(card, compiled):
+        raise DiffbitError(
+            f"device cuda was asked for, but the card is an sm_{card}, and {library} has kernels for "
+            f"{', '.join(f'sm_{name}' for name in compiled)}: build it with -DDIFFBIT_CUDA_ARCHITECTURES={card} "
+            "(docs/gpu.md), run without it (--no-native), or with device cpu"
+        )
+
+
 def _no_cuda(ort: ModuleType, why: str) -> str:
     return (
         f"device cuda was asked for, but ONNX Runtime {ort.__version__} cannot start its CUDAExecutionProvider: {why}; "
@@ -154,19 +184,12 @@ def why_no_cuda(ort: ModuleType) -> str | None:
     try:  # as it does: the second takes its functions from the first
         ctypes.CDLL(str(folder / "libonnxruntime_providers_shared.so"), ctypes.RTLD_GLOBAL)
         ctypes.CDLL(str(folder / "libonnxruntime_providers_cuda.so"))
-        driver = ctypes.CDLL("libcuda.so.1")
+        Driver()
     except OSError as error:
         return _missing_library(str(error))
-    status = driver.cuInit(0)
-    if status == 0:
-        return None
-    said = ctypes.c_char_p()
-    driver.cuGetErrorString(status, ctypes.byref(said))
-    text = (said.value or b"").decode() or f"error {status}"
-    version = ctypes.c_int()
-    driver.cuDriverGetVersion(ctypes.byref(version))
-    major, minor = version.value // 1000, version.value % 1000 // 10
-    return f"the NVIDIA driver, which is for CUDA {major}.{minor}, says: {text}"
+    except DiffbitError as error:
+        return str(error)
+    return None
 
 
 def _missing_library(said: str) -> str:

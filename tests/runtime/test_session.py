@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import ctypes
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +14,9 @@ import pytest
 from diffbit.errors import DiffbitError
 from diffbit.runtime import Session, providers
 from diffbit.runtime import session as session_module
+from diffbit.runtime.driver import runs
 
+from .stand_in import compiled, install_driver
 from .toy import random_toy, seal
 
 TOY = random_toy()
@@ -267,12 +267,6 @@ def test_cuda_asked_for_is_cuda_or_an_error(
     assert capsys.readouterr().out == ""
 
 
-def _compiled(source: str, library: Path, *options: str) -> None:
-    library.parent.mkdir(exist_ok=True)
-    command = ["c++", "-x", "c++", "-", "-shared", "-fPIC", "-o", str(library), "-x", "none", *options]
-    subprocess.run(command, input=source, text=True, check=True)
-
-
 @pytest.fixture
 def gpu_wheel(tmp_path: Path) -> str:
     """Where a module would lie whose CUDA provider needs libgpumath.so.7, which is there, and a driver."""
@@ -281,9 +275,9 @@ def gpu_wheel(tmp_path: Path) -> str:
     capi = tmp_path / "onnxruntime" / "capi"
     capi.parent.mkdir()
     math = capi / "libgpumath.so.7"
-    _compiled('extern "C" int multiply() { return 1; }', math, "-Wl,-soname,libgpumath.so.7")
-    _compiled('extern "C" int host() { return 1; }', capi / "libonnxruntime_providers_shared.so")
-    _compiled(
+    compiled('extern "C" int multiply() { return 1; }', math, "-Wl,-soname,libgpumath.so.7")
+    compiled('extern "C" int host() { return 1; }', capi / "libonnxruntime_providers_shared.so")
+    compiled(
         'extern "C" int multiply(); extern "C" int host(); int both() { return multiply() + host(); }',
         capi / "libonnxruntime_providers_cuda.so",
         str(math),
@@ -312,24 +306,7 @@ def test_the_missing_library_is_named(gpu_wheel: str, monkeypatch: pytest.Monkey
 def test_what_the_driver_says(
     status: int | None, message: str, gpu_wheel: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    open_library = ctypes.CDLL
-    driver = tmp_path / "driver" / "libdriver.so"
-    said = "no CUDA-capable device is detected"
-    _compiled(
-        f"""extern "C" int cuInit(unsigned) {{ return {status or 0}; }}
-        extern "C" int cuGetErrorString(int, const char** out) {{ *out = "{said}"; return 0; }}
-        extern "C" int cuDriverGetVersion(int* out) {{ *out = 12040; return 0; }}""",
-        driver,
-    )
-
-    def fake(name: str, *mode: int) -> ctypes.CDLL:
-        if name != "libcuda.so.1":
-            return open_library(name, *mode)
-        if status is None:
-            raise OSError("libcuda.so.1: cannot open shared object file: No such file or directory")
-        return open_library(str(driver))
-
-    monkeypatch.setattr(providers.ctypes, "CDLL", fake)
+    install_driver(monkeypatch, tmp_path, version=12040, status=status)
     error = (
         "CUDA failure 100: no CUDA-capable device is detected ; GPU=0 ; hostname=here ; file=cuda_execution_provider.cc"
     )
@@ -338,6 +315,64 @@ def test_what_the_driver_says(
         monkeypatch.setattr(providers, "onnxruntime", lambda ort=ort: ort)
         with pytest.raises(DiffbitError, match=message):
             providers.open_session(Path("model.onnx"), "cuda", None)
+
+
+@pytest.mark.parametrize(
+    ("version", "card", "compiled_for", "message"),
+    [
+        (
+            12040,
+            90,
+            ["90a"],
+            "for CUDA 12.4, and ONNX Runtime 1.0 is for CUDA 13.0: install driver 580 or newer",
+        ),
+        (13000, 75, ["80", "90a"], "the card is an sm_75, and libx.so has kernels for sm_80, sm_90a: build it with"),
+        (13000, 100, ["90a"], "the card is an sm_100, and libx.so has kernels for sm_90a: build it with"),
+        (13000, 90, ["90a"], None),
+        (13010, 100, ["80", "90a"], None),
+        (13000, 75, [], None),  # the operators' bodies run
+    ],
+)
+def test_a_driver_or_a_card_that_does_not_fit(
+    version: int,
+    card: int,
+    compiled_for: list[str],
+    message: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    install_driver(monkeypatch, tmp_path, version=version, card=card)
+    monkeypatch.setattr(providers, "cuda_architectures", lambda path: compiled_for)
+    ort = _fake_ort(BOTH, BOTH, [])
+    ort.cuda_version = "13.0"
+    ort.SessionOptions = lambda: SimpleNamespace(
+        add_session_config_entry=lambda key, value: None, register_custom_ops_library=lambda path: None
+    )
+    monkeypatch.setattr(providers, "onnxruntime", lambda: ort)
+    library = Path("libx.so") if compiled_for else None
+    if message is None:
+        providers.open_session(Path("model.onnx"), "cuda", None, library)
+    else:
+        with pytest.raises(DiffbitError, match=message):
+            providers.open_session(Path("model.onnx"), "cuda", None, library)
+
+
+@pytest.mark.parametrize(
+    ("card", "compiled_for", "wanted"),
+    [
+        (80, ["80"], True),
+        (89, ["86"], True),  # code of the same major version
+        (86, ["89"], False),
+        (86, ["89", "80"], True),
+        (90, ["89", "90a"], True),
+        (121, ["120a"], False),  # a letter: that card only
+        (120, ["80", "90a"], True),  # the first's PTX
+        (120, ["90a", "80"], False),
+        (75, ["80"], False),
+    ],
+)
+def test_what_runs_on_a_card(card: int, compiled_for: list[str], wanted: bool) -> None:
+    assert runs(card, compiled_for) is wanted
 
 
 def test_a_model_larger_than_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
