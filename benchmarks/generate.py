@@ -121,7 +121,7 @@ def main() -> None:
                     body = bench(artifact, prompt, min(new, 8), 1, threads, native=False)
                     runs.setdefault(f"{format} bodies", []).append(body)
         medians = {
-            name: {key: statistics.median(run[key] for run in some) for key in (*SPEEDS, "peak_memory_bytes")}
+            name: {key: statistics.median(run[key] for run in some) for key in (*SPEEDS, "peak_host_memory_bytes")}
             for name, some in runs.items()
         }
         for name, found in medians.items():
@@ -130,7 +130,7 @@ def main() -> None:
                 "threads": threads,
                 "decode_tokens_per_s": round(found["decode_tokens_per_s"], 1),
                 "prefill_tokens_per_s": round(found["prefill_tokens_per_s"], 1),
-                "peak_memory_mib": round(found["peak_memory_bytes"] / 2**20),
+                "peak_memory_mib": round(found["peak_host_memory_bytes"] / 2**20),
                 "model_mib": round(runs[name][0]["model_bytes"] / 2**20),
             }
             format = name.split()[0]
@@ -138,7 +138,7 @@ def main() -> None:
                 row["ratio"] = {
                     "decode": round(found["decode_tokens_per_s"] / peer["decode_tokens_per_s"], 2),
                     "prefill": round(found["prefill_tokens_per_s"] / peer["prefill_tokens_per_s"], 2),
-                    "memory": round(peer["peak_memory_bytes"] / found["peak_memory_bytes"], 2),
+                    "memory": round(peer["peak_host_memory_bytes"] / found["peak_host_memory_bytes"], 2),
                 }
                 if name in TARGETS:
                     row["targets"] = {

@@ -107,7 +107,7 @@ def measure(file: str, prompt: int, new: int, repeats: int, threads: int) -> dic
         "load_s": load,
         "prefill_tokens_per_s": prompt / statistics.median(prefills[1:]),
         "decode_tokens_per_s": (new - 1) / statistics.median(decodes[1:]),
-        "peak_memory_bytes": int(peak.split()[1]) * 1024,
+        "peak_host_memory_bytes": int(peak.split()[1]) * 1024,
     }
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from ..errors import DiffbitError
 from .artifact import Artifact
+from .driver import Driver
 from .session import Session
 
 
@@ -37,11 +38,13 @@ def bench(
     model_bytes (on disk), load_s (files read, graph optimized), prefill_tokens_per_s, time_to_first_token_s (the
     prompt's prefill and one argmax), decode_tokens_per_s, bytes_per_token (of weights and cache that the last new token
     reads; None for an artifact that does not say what it is made of), kv_bytes_per_1k_tokens and kv_fixed_bytes (of one
-    sequence: for each 1000 tokens, and for recent ones that a low-bit cache keeps), peak_memory_bytes (resident, of the
-    whole process, Python included), and what was asked for. With `memory`, in bytes, also longest_context_tokens: the
-    longest sequence whose cache fits into it beside the model's files (None: the cache does not grow), whatever context
-    the artifact was exported for;
-    activations and the process itself are not counted. A repeat that warms up comes first and is not counted.
+    sequence: for each 1000 tokens, and for recent ones that a low-bit cache keeps), peak_host_memory_bytes (resident,
+    of the whole process, Python included), on cuda also peak_device_memory_bytes (by how much the card's memory in use
+    grew since before the model was loaded: with all that ONNX Runtime keeps for itself, without the CUDA context, and
+    with what other processes take meanwhile), and what was asked for. With `memory`, in bytes, also
+    longest_context_tokens: the longest sequence whose cache fits into it beside the model's files (None: the cache does
+    not grow), whatever context the artifact was exported for; activations and the process itself are not counted. A
+    repeat that warms up comes first and is not counted.
     """
     for name, value in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens), ("repeats", repeats)):
         if value < 1:
@@ -85,6 +88,9 @@ def _measure(
     path: str, prompt_tokens: int, new_tokens: int, repeats: int, threads: int | None, device: str, native: bool
 ) -> dict[str, Any]:
     artifact = Artifact.open(path)
+    driver = _driver() if device == "cuda" else None
+    before = driver.used_memory() if driver else 0
+    peak_device = 0
     started = time.perf_counter()
     session = Session(artifact, device, threads, native)
     load = time.perf_counter() - started
@@ -99,6 +105,8 @@ def _measure(
             token = int(session.step([[token]]).argmax())
         prefills.append(first - started)
         decodes.append(time.perf_counter() - first)
+        if driver:  # ONNX Runtime gives nothing back in between: a run's end shows its most
+            peak_device = max(peak_device, driver.used_memory() - before)
     prefill, decode = statistics.median(prefills[1:]), statistics.median(decodes[1:])
     return {
         "artifact": artifact.name,
@@ -116,8 +124,16 @@ def _measure(
         "bytes_per_token": artifact.bytes_per_token(prompt_tokens + new_tokens - 1),
         "kv_bytes_per_1k_tokens": artifact.cache.bytes_per_1k_tokens,
         "kv_fixed_bytes": artifact.cache.fixed_bytes,
-        "peak_memory_bytes": _peak_memory(),
-    }
+        "peak_host_memory_bytes": _peak_memory(),
+    } | ({"peak_device_memory_bytes": peak_device} if driver else {})
+
+
+def _driver() -> Driver | None:
+    """None where there is none, or no card: opening the session says so."""
+    try:
+        return Driver()
+    except (OSError, DiffbitError):
+        return None
 
 
 def _peak_memory() -> int | None:

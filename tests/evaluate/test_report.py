@@ -95,7 +95,7 @@ def everything(name: str = "diff") -> ReportData:
         bench=[
             {
                 "artifact": f"{name}-onnx", "device": "cpu", "threads": 2, "prefill_tokens_per_s": 1234.5,
-                "decode_tokens_per_s": 99.0, "time_to_first_token_s": 0.051, "peak_memory_bytes": 181e6,
+                "decode_tokens_per_s": 99.0, "time_to_first_token_s": 0.051, "peak_host_memory_bytes": 181e6,
                 "kv_bytes_per_1k_tokens": 640_000,
             }
         ],

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -10,9 +11,12 @@ import numpy as np
 import pytest
 
 from diffbit.errors import DiffbitError
-from diffbit.runtime import bench
+from diffbit.runtime import Session, bench
 
+from .stand_in import install_driver
 from .toy import random_toy
+
+bench_module = importlib.import_module("diffbit.runtime.bench")  # the package's `bench` is its function
 
 
 def test_the_row(artifact: Path) -> None:
@@ -32,7 +36,17 @@ def test_peak_memory_is_the_childs_own(tmp_path: Path) -> None:
     folder = random_toy().write(tmp_path / "a")
     ballast = np.ones(400 * 2**20, np.uint8)  # resident here, not there
     row = bench(folder, prompt_tokens=4, new_tokens=2, repeats=1, threads=1)
-    assert 20 * 2**20 < row["peak_memory_bytes"] < ballast.nbytes
+    assert 20 * 2**20 < row["peak_host_memory_bytes"] < ballast.nbytes
+
+
+def test_on_a_gpu_the_cards_memory_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that finds 1000 bytes more in use each time it is asked; the model itself runs here."""
+    install_driver(monkeypatch, tmp_path)
+    monkeypatch.setattr(bench_module, "Session", lambda artifact, device, threads, native: Session(artifact, threads=1))
+    row = bench_module._measure(str(random_toy().write(tmp_path / "a")), 4, 2, 3, 1, "cuda", True)
+    assert row["peak_device_memory_bytes"] == 4 * 1000  # after three repeats, and one to warm up
+    assert row["peak_host_memory_bytes"] > 20 * 2**20
+    assert "peak_device_memory_bytes" not in bench_module._measure(str(tmp_path / "a"), 4, 2, 1, 1, "cpu", True)
 
 
 def test_refusals(tmp_path: Path) -> None:
