@@ -27,11 +27,11 @@ CacheTensors past_of(const Context& context, bool keys, const Tensor& fresh, int
       context.input(keys ? 13 : 14, keys ? "DiffAttention: past_key_recent" : "DiffAttention: past_value_recent");
   const Tensor &past = cache.past, &scale = cache.past_scale, &recent = cache.past_recent;
   const bool grids = cache.grids();
-  const bool fits =
-      bits == 16 ? past.type == ort::FLOAT32 || past.type == ort::FLOAT16 : past.type == (grids ? ort::UINT8 : ort::INT8);
+  const bool codes = past.type == ort::UINT8 || past.type == ort::INT8;  // which floats there are, the entries say
+  const bool fits = bits == 16 ? !codes : past.type == (grids ? ort::UINT8 : ort::INT8);
   if (!fits)
     throw Error("%s is not %s, wanted where %s is %d", past.name,
-                bits == 16 ? "float32 or float16" : grids ? "uint8" : "int8", keys ? "key_bits" : "value_bits", bits);
+                bits == 16 ? "float" : grids ? "uint8" : "int8", keys ? "key_bits" : "value_bits", bits);
   if (grids && d % GROUP)
     throw Error("%s holds %lld numbers a token, wanted a multiple of %lld where %s is %d", past.name, number(d),
                 number(GROUP), keys ? "key_bits" : "value_bits", bits);

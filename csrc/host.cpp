@@ -90,7 +90,7 @@ constexpr int64_t MOST_BYTES = int64_t{1} << 32;
 int element_bytes(int type) {
   switch (type) {
     case ort::UINT8: case ort::INT8: return 1;
-    case ort::FLOAT16: return 2;
+    case ort::FLOAT16: case ort::BFLOAT16: return 2;
     case ort::FLOAT32: return 4;
     case ort::INT64: case 11: return 8;  // 11: double
     default: fail("a tensor of type " + std::to_string(type));

@@ -3,6 +3,7 @@
 // With a library registered there is no way back to an op's portable body: a model whose types none of these entries
 // has fails to load. So every combination that diffbit exports is here, for each device that the library has kernels for.
 
+#include <initializer_list>
 #include <new>
 #include <vector>
 
@@ -131,31 +132,26 @@ Signature diff_attention(int type, int keys, int values) {
           11, 3, 3};
 }
 
+/// The ops of one place, for numbers of one type beside caches of any of these.
+template <class Attention, class Transform, class Int4, class Ternary>
+void add(std::vector<Entry>& all, int type, std::initializer_list<int> caches, const Place& place, const Place& attention) {
+  all.push_back(make<Transform>({1, 1, {type}, {type}, 1, 1}, place));
+  all.push_back(make<Int4>({5, 1, {type, UINT8, FLOAT16, UINT8, FLOAT32}, {type}, 5, 1}, place));
+  all.push_back(make<Ternary>({3, 1, {type, UINT8, FLOAT32}, {type}, 3, 1}, place));
+  for (int keys : caches)
+    for (int values : caches) all.push_back(make<Attention>(diff_attention(type, keys, values), attention));
+}
+
 std::vector<Entry> every_entry() {
   std::vector<Entry> all;
+  for (int type : {FLOAT32, FLOAT16})
+    add<DiffAttention, Hadamard, Int4MatMul, TernaryMatMul>(all, type, {FLOAT32, FLOAT16, INT8, UINT8}, {}, {});
 #if DIFFBIT_HAS_CUDA
-  const Place gpu{cuda::PROVIDER}, attention_gpu{cuda::PROVIDER, 6};  // past_length says how much there is to start
+  const Place gpu{cuda::PROVIDER}, attention{cuda::PROVIDER, 6};  // past_length says how much there is to start
+  for (int type : {FLOAT32, FLOAT16, BFLOAT16})
+    add<cuda::DiffAttention, cuda::Hadamard, cuda::Int4MatMul, cuda::TernaryMatMul>(
+        all, type, {FLOAT32, FLOAT16, BFLOAT16, INT8, UINT8}, gpu, attention);
 #endif
-  for (int type : {FLOAT32, FLOAT16}) {
-    const Signature hadamard = {1, 1, {type}, {type}, 1, 1};
-    const Signature int4 = {5, 1, {type, UINT8, FLOAT16, UINT8, FLOAT32}, {type}, 5, 1};
-    const Signature ternary = {3, 1, {type, UINT8, FLOAT32}, {type}, 3, 1};
-    all.push_back(make<Hadamard>(hadamard));
-    all.push_back(make<Int4MatMul>(int4));
-    all.push_back(make<TernaryMatMul>(ternary));
-#if DIFFBIT_HAS_CUDA
-    all.push_back(make<cuda::Hadamard>(hadamard, gpu));
-    all.push_back(make<cuda::Int4MatMul>(int4, gpu));
-    all.push_back(make<cuda::TernaryMatMul>(ternary, gpu));
-#endif
-    for (int keys : {FLOAT32, FLOAT16, INT8, UINT8})
-      for (int values : {FLOAT32, FLOAT16, INT8, UINT8}) {
-        all.push_back(make<DiffAttention>(diff_attention(type, keys, values)));
-#if DIFFBIT_HAS_CUDA
-        all.push_back(make<cuda::DiffAttention>(diff_attention(type, keys, values), attention_gpu));
-#endif
-      }
-  }
   return all;
 }
 

@@ -56,7 +56,7 @@ struct DiffbitHadamard {
   const void* a;  // `size` numbers
   void* y;
   int64_t size, block;
-  int64_t type;  // FLOAT32 or FLOAT16, of both
+  int64_t type;  // FLOAT32, FLOAT16 or BFLOAT16, of both
 };
 DIFFBIT_CUDA_API size_t diffbit_cuda_hadamard_workspace(const DiffbitHadamard*);
 DIFFBIT_CUDA_API const char* diffbit_cuda_hadamard(const DiffbitHadamard*, void* workspace, void* stream);

@@ -110,6 +110,8 @@ size_t diffbit_cuda_hadamard_workspace(const DiffbitHadamard* op) {
 const char* diffbit_cuda_hadamard(const DiffbitHadamard* op, void* workspace, void* stream) {
   using namespace diffbit;
   if (!op->size) return nullptr;
-  const auto transform = op->type == ort::FLOAT16 ? cuda::transform<__half> : cuda::transform<float>;
+  const auto transform = op->type == ort::FLOAT16    ? cuda::transform<__half>
+                         : op->type == ort::BFLOAT16 ? cuda::transform<__nv_bfloat16>
+                                                     : cuda::transform<float>;
   return transform(*op, static_cast<float*>(workspace), static_cast<cudaStream_t>(stream));
 }

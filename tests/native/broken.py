@@ -206,7 +206,7 @@ def broken_attention() -> Iterator[Broken]:
         ("int8_no_scale", "past_key_scale is missing, wanted exactly", {"past_key_scale": None}),
         ("int8_no_value_scale", "past_value_scale is missing, wanted exactly", {"past_value_scale": None}),
         ("int8_scale_short", r"past_key_scale is \[2, 2, 10\], wanted", {"past_key_scale": scale[:, :, 1:]}),
-        ("int8_as_16", "past_key is not float32 or float16, wanted where key_bits is 16", {"key_bits": 16}),
+        ("int8_as_16", "past_key is not float, wanted where key_bits is 16", {"key_bits": 16}),
     ):
         yield Broken(changed(int8, name, **changes), sentence)
     one = AttentionCase("one", kv_heads=1, wide_value=False, branches=1)

@@ -18,14 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from .nodes import Node
 
 ROOT = Path(__file__).parents[2]
-TYPES = {1: "float32", 2: "uint8", 3: "int8", 7: "int64", 10: "float16", 11: "float64"}
-CODES = {np.dtype(name): code for code, name in TYPES.items()}
+NUMPY = (np.float32, np.uint8, np.int8, np.int64, np.float16, np.float64, ml_dtypes.bfloat16)
+TYPES = {code: np.dtype(dtype) for code, dtype in zip((1, 2, 3, 7, 10, 11, 16), NUMPY, strict=True)}  # ONNX's code
+CODES = {dtype: code for code, dtype in TYPES.items()}
 REQUIRE = "DIFFBIT_REQUIRE_CROSS"  # set where a missing tool must fail the tests, as in CI
 
 # what CMake is told, what runs the result, and the packages of Debian that bring the tools

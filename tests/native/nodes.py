@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+import ml_dtypes
 import numpy as np
 import torch
 
@@ -12,6 +13,7 @@ from diffbit.ops import diff_attention, hadamard, int4_matmul, ternary_matmul
 
 from ..ops.cases import (
     ATTENTION_CASES,
+    CUDA_ATTENTION_CASES,
     HADAMARD_CASES,
     INT4_CASES,
     TERNARY_CASES,
@@ -20,7 +22,7 @@ from ..ops.cases import (
     Int4Case,
     TernaryCase,
 )
-from ..ops.test_diff_attention import ROUNDING, arrays, exact, reference
+from ..ops.test_diff_attention import ROUNDING, exact, reference
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,16 @@ class Node:
         return f"Node({self.name})"
 
 
+def array(tensor: torch.Tensor) -> np.ndarray:
+    """The same numbers for numpy, which has no bfloat16 of its own."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
 def bits(array: np.ndarray) -> bytes:
     """An array's bits, one NaN like the other: which of them comes out is the processor's affair."""
-    if array.dtype.kind == "f":
+    if array.dtype.kind == "f" or array.dtype == ml_dtypes.bfloat16:
         array = np.where(np.isnan(array), np.nan, array).astype(array.dtype)
     return array.tobytes()
 
@@ -75,9 +84,9 @@ def ternary(case: TernaryCase) -> Node:
         f"ternary/{case.name}",
         ternary_matmul.NAME,
         {"K": case.k, "N": case.n, "activation_bits": case.bits, "spec_version": ternary_matmul.VERSION},
-        {"A": a.numpy(), "packed": packed.numpy(), "scale": scale.numpy()},
-        (Output("Y", a.numpy().dtype, a.dim()),),
-        equal(ternary_matmul.reference(a, packed, scale, case.bits).numpy()),
+        {"A": array(a), "packed": packed.numpy(), "scale": scale.numpy()},
+        (Output("Y", array(a).dtype, a.dim()),),
+        equal(array(ternary_matmul.reference(a, packed, scale, case.bits))),
         constants=("packed", "scale"),
     )
 
@@ -88,9 +97,9 @@ def transform(case: HadamardCase) -> Node:
         f"hadamard/{case.name}",
         hadamard.NAME,
         {"block": case.block, "spec_version": hadamard.VERSION},
-        {"A": a.numpy()},
-        (Output("Y", a.numpy().dtype, a.dim()),),
-        equal(hadamard.reference(a, case.block).numpy()),
+        {"A": array(a)},
+        (Output("Y", array(a).dtype, a.dim()),),
+        equal(array(hadamard.reference(a, case.block))),
     )
 
 
@@ -102,9 +111,9 @@ def int4(case: Int4Case) -> Node:
         f"int4/{case.name}",
         int4_matmul.NAME,
         {"K": case.k, "N": case.n, "group_size": case.group, "spec_version": int4_matmul.VERSION},
-        {"A": a.numpy(), **inputs, "factor": factor.numpy()},
-        (Output("Y", a.numpy().dtype, a.dim()),),
-        equal(int4_matmul.reference(a, packed, factor, case.n, case.group).numpy()),
+        {"A": array(a), **inputs, "factor": factor.numpy()},
+        (Output("Y", array(a).dtype, a.dim()),),
+        equal(array(int4_matmul.reference(a, packed, factor, case.n, case.group))),
         constants=(*inputs, "factor"),
     )
 
@@ -114,7 +123,7 @@ def attention(case: AttentionCase, in_place: bool = False, roundings: int = 1) -
 
     `roundings` of an output's size are allowed beside twice the reference's error.
     """
-    wanted = [tensor.numpy() for tensor in reference(case)]
+    wanted = [array(tensor) for tensor in reference(case)]
     names = [name for name in case.kind().outputs if name]
     oracle = exact(case)[0].numpy()
 
@@ -126,19 +135,19 @@ def attention(case: AttentionCase, in_place: bool = False, roundings: int = 1) -
         assert got[0].shape == oracle.shape and got[0].dtype == wanted[0].dtype
         if not oracle.size:
             return
-        error, allowed = (np.abs(array.astype(np.float64) - oracle).max() for array in (got[0], wanted[0]))
+        error, allowed = (np.abs(out.astype(np.float64) - oracle).max() for out in (got[0], wanted[0]))
         rounding = roundings * ROUNDING[case.dtype] * max(1.0, np.abs(oracle).max())
         assert error <= 2 * allowed + rounding, f"error {error:.3g}, the reference's {allowed:.3g}"
 
     def output(name: str) -> Output:
-        array, shared = wanted[names.index(name)], in_place and name != "out"
-        return Output(name, array.dtype, array.ndim, name.replace("present", "past") if shared else None)
+        made, shared = wanted[names.index(name)], in_place and name != "out"
+        return Output(name, made.dtype, made.ndim, name.replace("present", "past") if shared else None)
 
     return Node(
         f"attention/{case.name}{'_in_place' if in_place else ''}",
         diff_attention.NAME,
         case.attributes(),
-        arrays(case.inputs()),
+        {name: None if tensor is None else array(tensor) for name, tensor in case.inputs().items()},
         tuple(output(name) if name else None for name in case.kind().outputs),
         check,
     )
@@ -157,6 +166,16 @@ def nodes() -> Iterator[Node]:
     yield from (attention(case, in_place=True) for case in ATTENTION_CASES if case.beyond is not None)
     nothing = AttentionCase("no_steps", steps=0, past=3, beyond=2)
     yield from map(attention, (nothing, replace(nothing, name="no_batch", batch=0, steps=2)))
+
+
+def bfloat16_nodes() -> Iterator[Node]:
+    """What only a GPU has entries for: every op in bfloat16, and caches of it."""
+    bf16 = torch.bfloat16
+    yield ternary(TernaryCase("bf16", lead=(3,), k=200, n=5, dtype=bf16))
+    yield int4(Int4Case("bf16", lead=(3,), k=200, n=21, symmetric=False, dtype=bf16))
+    for block in (64, 8192):  # in one kernel, in several
+        yield transform(HadamardCase(f"bf16_{block}", lead=(2,), k=3 * block, block=block, dtype=bf16))
+    yield from (attention(case) for case in CUDA_ATTENTION_CASES if bf16 in (case.dtype, case.cache))
 
 
 def one_of_each() -> list[Node]:

@@ -17,15 +17,16 @@ from diffbit.runtime import cuda, native
 
 from .broken import broken
 from .host import ROOT, build
-from .nodes import nodes
+from .nodes import bfloat16_nodes, nodes
 from .test_host import differences
 
 API = (ROOT / "csrc" / "cuda" / "api.h").read_text()
 MAGIC = struct.pack("<I", 0xBA55ED50)  # of a fat binary
+OPS = cuda.Op.__subclasses__()
 KINDS = {"void*": ctypes.c_void_p, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
 
 
-@pytest.mark.parametrize("op", cuda.Op.__subclasses__(), ids=lambda op: op.name)
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_structures_are_those_of_the_header(op: type[cuda.Op]) -> None:
     (body,) = re.findall(rf"struct Diffbit{op.__name__} \{{(.*?)\n\}};", API, re.DOTALL)
     fields = []
@@ -36,7 +37,7 @@ def test_structures_are_those_of_the_header(op: type[cuda.Op]) -> None:
 
 def test_every_op_of_the_header_has_a_structure() -> None:
     found = set(re.findall(r"DIFFBIT_CUDA_API const char\* diffbit_cuda_(\w+)\(const Diffbit(\w+)\*", API))
-    assert found == {(op.name, op.__name__) for op in cuda.Op.__subclasses__()}
+    assert found == {(op.name, op.__name__) for op in OPS}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def test_exports_nothing_else(library: Path) -> None:
     names = {words[7] for words in defined if words[6] != "UND"}
     wanted = {"RegisterCustomOps", "diffbit_isas", "diffbit_cuda_architectures"}
     if native.cuda_architectures():
-        wanted |= {f"diffbit_cuda_{op.name}{end}" for op in cuda.Op.__subclasses__() for end in ("", "_workspace")}
+        wanted |= {f"diffbit_cuda_{op.name}{end}" for op in OPS for end in ("", "_workspace")}
     assert names == wanted
 
 
@@ -97,6 +98,17 @@ def test_ops_as_onnx_runtime_calls_them() -> None:
     found = build("emulated").run_cuda(table)
     wrong = [text for node in table if (text := differences(found[node.name], node))]
     assert not wrong, "\n".join(wrong)
+
+
+def test_bfloat16_as_onnx_runtime_calls_it() -> None:
+    """Every op has an entry for it on a GPU, and none on a CPU."""
+    table = list(bfloat16_nodes())
+    assert {node.op for node in table} == {op.__name__.replace("Attention", "DiffAttention") for op in OPS}
+    library = build("emulated")
+    found, there = library.run_cuda(table), library.run(table, "scalar", 1)
+    wrong = [text for node in table if (text := differences(found[node.name], node))]
+    assert not wrong, "\n".join(wrong)
+    assert set(there.values()) == {"no entry of the op has these types"}
 
 
 def test_wrong_nodes_end_in_a_sentence() -> None:
