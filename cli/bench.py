@@ -10,7 +10,7 @@ import typer
 from ..files import parse_size
 from ..progress import set_quiet, track
 from .options import Device, Json, NoNative, Quiet, Threads, as_artifacts
-from .output import print_json, print_table
+from .output import print_json, print_table, remark
 
 EXAMPLES = (
     "diffbit bench out/demo/diff_v1-onnx --prompt-tokens 64 --new-tokens 32 --threads 2",
@@ -39,11 +39,14 @@ def bench(
     quiet: Quiet = False,
 ) -> None:
     """Prefill and decode speed, peak memory and size of artifacts, each measured in a process of its own."""
+    from ..runtime import Artifact, slowdowns
     from ..runtime import bench as bench_artifact
 
     set_quiet(quiet)
     room = None if memory is None else parse_size(memory)
-    with as_artifacts(artifacts, quiet) as opened:
+    with as_artifacts(artifacts, quiet, device) as opened:
+        for sentence in dict.fromkeys(s for path in opened for s in slowdowns(Artifact.open(path), device)):
+            remark(sentence, quiet or no_native)
         rows = [
             bench_artifact(artifact, prompt_tokens, new_tokens, repeats, threads, device, not no_native, room)
             | {"artifact": str(path)}

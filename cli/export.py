@@ -11,7 +11,7 @@ import typer
 from ..errors import DiffbitError
 from ..files import read_json
 from ..progress import set_quiet
-from .options import Json, Overwrite, Quiet
+from .options import Json, Overwrite, Quiet, dtype_for
 from .output import print_json, print_table, remark
 
 EXAMPLES = (
@@ -29,7 +29,15 @@ def export(
             help="artifact: for ONNX Runtime; hf-bitnet: a ternary Transformer as a bitnet checkpoint for transformers."
         ),
     ] = "artifact",
-    dtype: Annotated[str, typer.Option(help="fp32 or fp16: of what is not quantized, a float KV cache too.")] = "fp32",
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda, where the artifact is to run: the default of --dtype.")
+    ] = "cpu",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="fp32 or fp16: of what is not quantized, a float KV cache too; default: fp32, with --device cuda fp16."
+        ),
+    ] = None,
     context_length: Annotated[int | None, typer.Option(help="Tokens that the artifact's cache holds.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json, if the checkpoint has none.")] = None,
     ternary_storage: Annotated[
@@ -47,13 +55,15 @@ def export(
     from ..export import export_artifact, export_bitnet
 
     set_quiet(quiet)
+    if device not in ("cpu", "cuda"):
+        raise DiffbitError(f"device {device!r} is unknown; choose cpu or cuda")
     if format not in ("artifact", "hf-bitnet"):
         raise DiffbitError(f"format {format!r} is unknown; choose artifact or hf-bitnet")
     if format == "hf-bitnet":
-        if (dtype, context_length, ternary_storage) != ("fp32", None, "2bit"):
+        if (device, dtype, context_length, ternary_storage) != ("cpu", None, None, "2bit"):
             raise DiffbitError(
-                "--dtype, --context-length and --ternary-storage are an artifact's; a bitnet folder keeps what its "
-                "checkpoint has"
+                "--device, --dtype, --context-length and --ternary-storage are an artifact's; a bitnet folder keeps "
+                "what its checkpoint has"
             )
         export_bitnet(checkpoint, output, tokenizer=tokenizer, overwrite=overwrite)
         sizes = {file.name: {"bytes": file.stat().st_size} for file in sorted(output.iterdir())}
@@ -65,7 +75,7 @@ def export(
     export_artifact(
         checkpoint,
         output,
-        dtype=dtype,
+        dtype=dtype or dtype_for(device),
         context_length=context_length,
         tokenizer=tokenizer,
         ternary_storage=ternary_storage,

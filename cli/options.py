@@ -64,8 +64,13 @@ def torch_device(name: str) -> str:
     return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def dtype_for(device: str) -> str:
+    """The floats of an artifact that a device runs fast: fp16 on a GPU, whose tensor cores take 16 bits."""
+    return "fp16" if device == "cuda" else "fp32"
+
+
 @contextmanager
-def as_artifacts(paths: Sequence[Path], quiet: bool) -> Iterator[list[Path]]:
+def as_artifacts(paths: Sequence[Path], quiet: bool, device: str) -> Iterator[list[Path]]:
     """Artifacts as they are; a checkpoint among them is exported into a folder that lives as long as the command."""
     from ..runtime.artifact import MANIFEST
 
@@ -83,7 +88,8 @@ def as_artifacts(paths: Sequence[Path], quiet: bool) -> Iterator[list[Path]]:
                     f"`diffbit export {path} -o ARTIFACT` where it is (pip install 'diffbit[lab]') and take ARTIFACT"
                 ) from None
             target = Path(folder) / str(index) / path.resolve().name
-            export_artifact(path, target)
-            remark(f"{path}: a checkpoint, exported for now; once and for all: diffbit export {path} -o FOLDER", quiet)
+            export_artifact(path, target, dtype=dtype_for(device))
+            command = f"diffbit export {path} -o FOLDER{' --device cuda' if device == 'cuda' else ''}"
+            remark(f"{path}: a checkpoint, exported for now; once and for all: {command}", quiet)
             found.append(target)
         yield found

@@ -40,7 +40,7 @@ def run(
     quiet: Quiet = False,
 ) -> None:
     """Continue a prompt with an artifact on ONNX Runtime; needs no torch. The text goes to stdout, speed to stderr."""
-    from ..runtime import Sampler, Session, Tokenizer, generate
+    from ..runtime import Sampler, Session, Tokenizer, generate, slowdowns
 
     set_quiet(quiet)
     if interactive and (prompt is not None or as_json):
@@ -48,12 +48,11 @@ def run(
     if sys.stdin is None and (interactive or prompt in (None, "-")):
         raise DiffbitError("the prompt is to come from stdin, which is closed; pass it as an argument")
     sampler = Sampler(temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed)
-    with as_artifacts([artifact], quiet) as (opened,):
+    with as_artifacts([artifact], quiet, device) as (opened,):
         session = Session(opened, device, threads, not no_native)
         tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))
-        if not (session.native or no_native):
-            what = ("native library", "a C++ compiler") if device == "cpu" else ("kernels for GPUs", "nvcc")
-            remark(f"no {what[0]} in this installation (it was made without {what[1]}): slower", quiet)
+        for sentence in slowdowns(session.artifact, device) if not no_native else ():
+            remark(sentence, quiet)
 
         def answer(text: str) -> None:
             result = generate(

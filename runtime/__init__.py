@@ -13,7 +13,7 @@ from .artifact import Artifact, CacheSpec, FileEntry, Golden
 from .bench import bench
 from .generate import Generation, generate
 from .sampler import Sampler
-from .session import Session
+from .session import Session, slowdowns
 from .tokenizer import TextStream, Tokenizer
 from .verify import Check, Verification, verify
 
@@ -31,5 +31,6 @@ __all__ = [
     "Verification",
     "bench",
     "generate",
+    "slowdowns",
     "verify",
 ]

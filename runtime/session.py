@@ -63,7 +63,7 @@ class Session:
         self.artifact.check_files(hashes=False)
         self.device = device
         self._model = self.artifact.file(MODEL)
-        library = native_library() if native and (device == "cpu" or cuda_architectures()) else None
+        library = _library(device) if native else None
         self._session = open_session(self._model, device, threads, library)
         self.native = library is not None
         self._buffers = self.artifact.cache.buffers
@@ -286,6 +286,28 @@ class Session:
                         f"{self._model}: {side} {name} is {node.type} {node.shape}, but the manifest describes {kind} "
                         f"{list(shape)}; export the model again"
                     )
+
+
+def slowdowns(artifact: Artifact, device: str) -> list[str]:
+    """What makes the artifact slower on this device than it need be, a sentence each."""
+    if _library(device) is None:
+        missing = (
+            "native library in this installation (it was made without a C++ compiler)"
+            if device == "cpu"
+            else "kernels for GPUs in this installation (docs/gpu.md says how to build them)"
+        )
+        return [f"no {missing}: slower"]
+    if device == "cuda" and artifact.dtype == "fp32":
+        return [
+            f"{artifact.path}: an fp32 artifact, which takes attention's general kernel on a GPU: slower; "
+            "`diffbit export --device cuda` makes an fp16 one"
+        ]
+    return []
+
+
+def _library(device: str) -> Path | None:
+    """The native library, where it has kernels for the device."""
+    return native_library() if device == "cpu" or cuda_architectures() else None
 
 
 def _zeros(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:

@@ -15,6 +15,7 @@ import pytest
 from typer.main import get_command
 
 from diffbit.cli import app, main
+from diffbit.runtime import Session
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
@@ -156,6 +157,35 @@ def test_what_to_install(missing: str, workplace: Path) -> None:
     for lab in (["quantize", str(demo / "diff_v1"), "--weights", "int8", "-o", "x"], ["train", "-o", "x"]):
         refused = command(*lab)
         assert refused.returncode == 2 and "pip install 'diffbit[lab]'" in refused.stderr, refused.stderr
+
+
+def test_an_artifact_for_a_gpu_is_fp16(
+    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`export --device cuda` makes one; `run` and `bench` remark on another (the model itself runs here)."""
+    demo, out = workplace / "out" / "demo", tmp_path / "artifact"
+    with pytest.raises(SystemExit) as stopped:
+        main(["export", str(demo / "diff_v1"), "-o", str(out), "--device", "cuda"])
+    assert stopped.value.code == 0
+    assert json.loads((out / "diffbit.json").read_text())["dtype"] == "fp16"
+
+    def here(artifact: Path, device: str, threads: int | None, native: bool) -> Session:
+        return Session(artifact, threads=1)
+
+    def bench_here(artifact: Path, *arguments: object) -> dict[str, object]:
+        return {"artifact": artifact.name}
+
+    monkeypatch.setattr("diffbit.runtime.Session", here)
+    monkeypatch.setattr("diffbit.runtime.bench", bench_here)
+    monkeypatch.setattr("diffbit.runtime.session.cuda_architectures", lambda: ["90a"])
+    for command in (["run", "PATH", "def", "--max-tokens", "1"], ["bench", "PATH"]):
+        for artifact, said in ((out, False), (demo / "diff_v1-onnx", True)):
+            capfd.readouterr()
+            with pytest.raises(SystemExit) as stopped:
+                main([str(artifact) if word == "PATH" else word for word in command] + ["--device", "cuda"])
+            captured = capfd.readouterr()
+            assert stopped.value.code == 0, captured.err
+            assert ("`diffbit export --device cuda` makes an fp16 one" in captured.err) is said
 
 
 def test_the_calibration_text_is_kept_as_far_as_the_manifest(workplace: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import onnx.parser
 import pytest
 
 from diffbit.errors import DiffbitError
-from diffbit.runtime import Session, providers
+from diffbit.runtime import Artifact, Session, providers, slowdowns
 from diffbit.runtime import session as session_module
 from diffbit.runtime.driver import runs
 
@@ -438,6 +439,28 @@ def test_which_device_gets_the_library(
     monkeypatch.setattr("diffbit.runtime.session.cuda_architectures", lambda: architectures)
     session = Session(artifact, device, threads=1, native=native)
     assert session.native == registered and given == [Path("libdiffbit_ops.so") if registered else None]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "architectures", "said"),
+    [
+        ("cuda", "fp32", ["90a"], "an fp32 artifact, .*: slower; `diffbit export --device cuda` makes an fp16 one$"),
+        ("cuda", "fp16", ["90a"], None),
+        ("cuda", "fp32", [], "^no kernels for GPUs in this installation"),
+        ("cpu", "fp32", [], None),
+    ],
+)
+def test_what_is_slower_than_it_need_be(
+    device: str, dtype: str, architectures: list[str], said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diffbit.runtime.session.native_library", lambda: Path("libdiffbit_ops.so"))
+    monkeypatch.setattr("diffbit.runtime.session.cuda_architectures", lambda: architectures)
+    sentences = slowdowns(Artifact.open(TOY.write(tmp_path / "a", dtype=dtype)), device)
+    if said is None:
+        assert sentences == []
+    else:
+        (sentence,) = sentences
+        assert re.search(said, sentence)
 
 
 def test_placement_is_read_from_a_real_session(tmp_path: Path) -> None:
