@@ -5,6 +5,7 @@
 # make arm64   an ARM Python with ONNX Runtime, with which the tests run whole artifacts on qemu-aarch64
 # make bench-kernels   the kernels beside ONNX Runtime's: time, bandwidth, ratios; PEERS='--llama ENV --bitnet CHECKOUT'
 #              measures llama.cpp's and bitnet.cpp's too (benchmarks/kernels.py)
+# make models   the models that docs/ was measured on, out of this repository's history: examples/{nano,nano_1k,bitnet}
 # make accuracy   the tables of docs/accuracy.md: what low bits cost the models in examples/nano, by every method
 # make wheel   dist/: a wheel with the library inside, for any Linux of this processor
 # They set up .venv first; all they need is Python 3.11 or later, a C++ compiler and make.
@@ -15,7 +16,7 @@ INSTALLED := .venv/.installed
 BUILT := .venv/.built
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint pytest build arm64 bench-kernels accuracy wheel clean
+.PHONY: demo test lint pytest build arm64 bench-kernels models accuracy wheel clean
 
 demo: $(BUILT)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh out/demo
@@ -47,6 +48,9 @@ arm64: $(INSTALLED)
 
 bench-kernels: $(BUILT)
 	$(BIN)/python benchmarks/kernels.py $(PEERS)
+
+models:
+	bash examples/restore.sh
 
 accuracy: $(BUILT)
 	$(BIN)/python benchmarks/accuracy.py --json out/accuracy.json --markdown

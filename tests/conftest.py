@@ -27,14 +27,14 @@ class Stack:
 
 
 @pytest.fixture(scope="session")
-def nano() -> Callable[[str], Path]:
-    """nano("diff_v1"), nano("softmax"), nano("diff_v2"): the trained models of examples/nano.
+def trained() -> Callable[[str], Path]:
+    """trained("diff_v1"), also of "softmax", "diff_v2" and "softmax_ternary": the models of examples/pico.
 
     What holds of trained weights only (the margin of one method over another) is to be tested on them.
     """
 
     def find(name: str) -> Path:
-        path = EXAMPLES / "nano" / name
+        path = EXAMPLES / "pico" / name
         assert (path / "model.safetensors").is_file()
         return path
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -94,8 +95,8 @@ def test_long_context(tmp_path: Path) -> None:
     assert "| int4 " in page.read_text() and "old" not in page.read_text()
 
 
-def test_stock_cache(nano: Callable[[str], Path], tmp_path: Path) -> None:
-    done = run("stock_cache.py", "--quick", "--models", str(nano("diff_v2")), "--json", str(tmp_path / "rows.json"))
+def test_stock_cache(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    done = run("stock_cache.py", "--quick", "--models", str(trained("diff_v2")), "--json", str(tmp_path / "rows.json"))
     if not native.instruction_sets():
         assert done.returncode == 1 and "native library is not installed" in done.stderr
         return
@@ -152,11 +153,11 @@ def test_bitnet(checkpoint: Path, tmp_path: Path) -> None:
     assert done.returncode == 1 and "holds no model named like" in done.stderr
 
 
-def test_accuracy(nano: Callable[[str], Path], tmp_path: Path) -> None:
+def test_accuracy(trained: Callable[[str], Path], tmp_path: Path) -> None:
     page, numbers = tmp_path / "accuracy.md", tmp_path / "out" / "accuracy.json"
     names = re.findall(r"<!-- (\w+) -->", (BENCHMARKS.parent / "docs" / "accuracy.md").read_text())
     page.write_text("".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in names))
-    models = ("--models", str(nano("softmax")), str(nano("diff_v1")))
+    models = ("--models", str(trained("softmax")), str(trained("diff_v1")))
     done = run("accuracy.py", "--quick", *models, "--jobs", "2", "--json", str(numbers), "--markdown", str(page))
     assert done.returncode == 0, done.stderr
     found = json.loads(numbers.read_text())
@@ -190,12 +191,12 @@ def test_mixed(checkpoint: Path, tmp_path: Path) -> None:
     assert "old" not in page.read_text() and "mixed, 3 bits" in page.read_text()
 
 
-def test_attention(nano: Callable[[str], Path], tmp_path: Path) -> None:
+def test_attention(trained: Callable[[str], Path], tmp_path: Path) -> None:
     page, numbers = tmp_path / "attention.md", tmp_path / "out" / "attention.json"
     names = re.findall(r"<!-- ([a-z]+) -->", (BENCHMARKS.parent / "docs" / "attention.md").read_text())
     page.write_text("".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in names))
     options = ("--length", "96", "--windows", "2", "--jobs", "1")
-    models = (str(nano("softmax")), str(nano("diff_v1")))
+    models = (str(trained("softmax")), str(trained("diff_v1")))
     done = run("attention.py", *models, *options, "--json", str(numbers), "--markdown", str(page))
     assert done.returncode == 0, done.stderr
     found = json.loads(numbers.read_text())
@@ -212,8 +213,11 @@ def test_attention(nano: Callable[[str], Path], tmp_path: Path) -> None:
     assert set(names) == {row["what"] for row in found["rows"]} and "\nold\n" not in text
     assert "| cache int4, DIFF v1 " in text
 
+    longer = shutil.copytree(trained("diff_v1"), tmp_path / "longer")  # 16 needles do not fit into its 256 tokens
+    described = json.loads((longer / "config.json").read_text())
+    (longer / "config.json").write_text(json.dumps(described | {"max_position_embeddings": 512}))
     options = ("--what", "logits", "--length", "512", "--windows", "2", "--jobs", "1", "--needles", "2")
-    done = run("attention.py", str(nano("../nano_1k/diff_v1")), *options, "--json", str(numbers))
+    done = run("attention.py", str(longer), *options, "--json", str(numbers))
     assert done.returncode == 0, done.stderr
     rows = json.loads(numbers.read_text())["rows"]
     assert len(rows) == 7 and all(0 <= row["found"]["value"] <= 1 for row in rows)

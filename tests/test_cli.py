@@ -34,21 +34,20 @@ def workplace(
     checkpoint: Path,
     quantized: Path,
     artifact: Path,
-    nano: Callable[[str], Path],
+    trained: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """A folder that looks as a clone does after `make demo`, with the tests' small model for all of the models but the
-    one that finds needles."""
+    """A folder that looks as a clone does after `make demo` and `make models`, with the tests' smallest model for the
+    demo's and a trained one for that which finds needles."""
     folder = tmp_path_factory.mktemp("workplace")
     demo = folder / "out" / "demo"
     for name in ("diff_v1", "softmax"):
         shutil.copytree(checkpoint, demo / name)
         shutil.copytree(quantized, demo / f"{name}-int4")
         shutil.copytree(artifact, demo / f"{name}-onnx")
-    shutil.copytree(checkpoint, folder / "examples" / "nano" / "diff_v1")
-    examples = nano("diff_v1").parents[1]
-    shutil.copytree(examples / "bitnet" / "softmax_ternary", folder / "examples" / "bitnet" / "softmax_ternary")
-    shutil.copytree(examples / "nano_1k" / "diff_v1", folder / "examples" / "nano_1k" / "diff_v1")
+    examples = folder / "examples"
+    shutil.copytree(trained("diff_v1").parent, examples / "pico")
+    shutil.copytree(trained("diff_v1"), examples / "nano_1k" / "diff_v1")
     return folder
 
 

@@ -4,63 +4,96 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from diffbit.calib_data import eval_windows, needle_windows
+from diffbit.calib_data import eval_windows
 from diffbit.cli import main
 from diffbit.evaluate.measure import measure
-from diffbit.evaluate.variants import variants
-from diffbit.models import Checkpoint, load
+from diffbit.models import Checkpoint
+from diffbit.quantize import load
 
-PERPLEXITY = {"diff_v1": 9.10, "softmax": 8.89, "diff_v2": 10.66}  # of the held-out text at the end of training
+ROOT = Path(__file__).parents[1]
+RESTORE = ROOT / "examples" / "restore.sh"
+PERPLEXITY = {"diff_v1": 1, "softmax": 1, "diff_v2": 1, "softmax_ternary": 1}  # of the held-out text, end of training
 
-LONG = {"diff_v1": 8.38, "softmax": 8.47}  # of the longer context
-
-Nano = Callable[[str], Path]
+Trained = Callable[[str], Path]
 
 
 @pytest.mark.parametrize("name", PERPLEXITY)
-def test_a_trained_model(name: str, nano: Nano) -> None:
-    path = nano(name)
-    assert Checkpoint(path).config.attention == name
-    assert Checkpoint(path).dtype == "float16"
-    assert sum(file.stat().st_size for file in path.iterdir()) < 6e6
+def test_a_trained_model(name: str, trained: Trained) -> None:
+    path = trained(name)
+    found = Checkpoint(path)
+    assert found.config.attention == name.removesuffix("_ternary") and found.config.max_position == 256
+    assert (found.quantization is not None) == name.endswith("_ternary")
+    assert sum(file.stat().st_size for file in path.iterdir()) < (4e5 if name.endswith("_ternary") else 8e5)
     (whole,), _ = measure(load(path), [], eval_windows("stdlib", path, 256, 24))
     perplexity = whole.scores.perplexity().value
     assert 0.8 * PERPLEXITY[name] < perplexity < 1.25 * PERPLEXITY[name]  # the text is that of the running Python
     about = json.loads((path / "training.json").read_text())
-    assert about["command"].startswith("diffbit train --preset nano --steps 2000")
+    assert about["command"].startswith("diffbit train --preset pico")
     assert math.exp(about["result"]["eval_loss"]) == pytest.approx(PERPLEXITY[name], rel=0.02)
     last = (path / "loss.csv").read_text().splitlines()[-1].split(",")
-    assert last[0] == "2000" and float(last[2]) == pytest.approx(about["result"]["eval_loss"], abs=1e-4)
+    assert last[0] == "800" and float(last[2]) == pytest.approx(about["result"]["eval_loss"], abs=1e-4)
 
 
-def test_a_newcomers_first_command(nano: Nano, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_newcomers_first_command(trained: Trained, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main(["run", str(nano("diff_v1")), "def __init__(self", "--max-tokens", "24", "--quiet"])
+        main(["run", str(trained("diff_v1")), "def __init__(self", "--max-tokens", "24", "--quiet"])
     captured = capfd.readouterr()
     assert stopped.value.code == 0 and captured.err == ""
     assert "self." in captured.out
 
 
-@pytest.mark.parametrize("name", LONG)
-def test_a_model_that_finds_needles(name: str, nano: Nano) -> None:
-    path = nano(name).parents[1] / "nano_1k" / name
-    config = Checkpoint(path).config
-    assert (config.attention, config.max_position, Checkpoint(path).dtype) == (name, 1024, "float16")
-    assert sum(file.stat().st_size for file in path.iterdir()) < 6e6
-    needles = needle_windows("stdlib", path, 1024, 4, 4, 4)
-    chosen = variants(["4"], ["kv"])
-    (whole, low), _ = measure(load(path), chosen, eval_windows("stdlib", path, 1024, 6), needles=[needles])
-    perplexity = whole.scores.perplexity().value
-    assert 0.75 * LONG[name] < perplexity < 1.33 * LONG[name]  # the text is that of the running Python, and little
-    assert abs(low.scores.perplexity().value / perplexity - 1) < 0.02
-    assert whole.answers[0].mean() >= 0.75 and low.answers[0].mean() >= 0.75  # where guessing finds none
-    about = json.loads((path / "training.json").read_text())
-    assert about["command"].startswith(f"diffbit train --preset nano --init out/nano_1k/256/{name} --context 1024")
-    assert about["before"]["command"].startswith(f"diffbit train --preset nano --init examples/nano/{name}")
-    assert math.exp(about["result"]["eval_loss"]) == pytest.approx(LONG[name], rel=0.02)
-    assert (path / "loss_before.csv").read_text().startswith("step,loss,eval_loss,answer_loss\n")
+def restored(place: Path) -> subprocess.CompletedProcess[str]:
+    """examples/restore.sh, run in the folder `place`/examples."""
+    (place / "examples").mkdir(parents=True)
+    script = shutil.copy(RESTORE, place / "examples")
+    return subprocess.run(["bash", script], capture_output=True, text=True, cwd="/")
+
+
+def git(*arguments: str | Path) -> None:
+    subprocess.run(["git", *arguments], check=True, capture_output=True)
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only a clone has a history")
+def test_the_larger_models_come_out_of_the_history(tmp_path: Path) -> None:
+    """Of the history that this clone has: all of it, or else a sentence that says how to come by the rest."""
+    trees = dict(re.findall(r"^restore (\w+) (\w{40})$", RESTORE.read_text(), re.MULTILINE))
+    assert set(trees) == {"nano", "nano_1k", "bitnet"}
+    git("clone", "--quiet", "--no-checkout", "--shared", ROOT, tmp_path / "clone")
+    known = [
+        subprocess.run(["git", "-C", ROOT, "cat-file", "-e", tree], capture_output=True).returncode == 0
+        for tree in trees.values()
+    ]
+    done = restored(tmp_path / "clone")
+    if not all(known):
+        assert done.returncode == 2 and "git fetch --unshallow" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    models = {path.parent for path in (tmp_path / "clone" / "examples").glob("*/*/model.safetensors")}
+    assert len(models) == 3 + 2 + 7
+    for model in models:
+        assert f"out/{model.parent.name}/" in json.loads((model / "training.json").read_text())["command"]
+        assert Checkpoint(model).config.hidden_size == 256
+    assert not list((tmp_path / "clone" / "examples").glob("*/train.sh"))  # what lies beside the models is today's
+
+
+def test_a_history_without_the_models(tmp_path: Path) -> None:
+    done = restored(tmp_path / "copy")
+    assert done.returncode == 2 and "copy/examples is in no git repository" in done.stderr
+    git("init", "--quiet", tmp_path / "other")
+    done = restored(tmp_path / "other")
+    assert done.returncode == 2 and "are not in the history of" in done.stderr and "train.sh" in done.stderr
+    for text in ("one", "two"):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        git("-C", tmp_path / "other", *identity, "commit", "--quiet", "--allow-empty", "--message", text)
+    git("clone", "--quiet", "--depth", "1", f"file://{tmp_path}/other", tmp_path / "shallow")
+    done = restored(tmp_path / "shallow")
+    assert done.returncode == 2 and "git fetch --unshallow" in done.stderr
+    assert not list(tmp_path.glob("*/examples/*/*"))

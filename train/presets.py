@@ -53,6 +53,8 @@ class Preset:
 
 
 PRESETS = {
+    # Small enough for git, three times: examples/pico.
+    "pico": Preset(1024, 128, 2, 2, 128, 256, 800, 8, 1, 5e-3, 60),
     # The demo's: a pair in a few minutes on two CPU cores.
     "tiny": Preset(1024, 128, 4, 2, 256, 128, 1200, 8, 1, 5e-3, 60),
     # The size of the published Diff_NanoGPT: 2.5 M parameters, context 256.

@@ -20,4 +20,4 @@ for variant in diff_v1 diff_v2 softmax; do
     train --steps 200 --init "$nano/$variant" --learning-rate 5e-5 -o "$out/${variant}_longer"
 done
 
-python "$nano/shrink.py" "$out" "$out/fp16"
+python "$nano/../shrink.py" "$out" "$out/fp16" --preset nano

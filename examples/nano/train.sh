@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The three models of this folder, made again: a good hour on 2 CPU cores (README.md has the times).
+# The three models of this folder, made again: a good hour on 2 CPU cores (../README.md has the times).
 #
 #     bash examples/nano/train.sh [OUT]          # default out/nano; the fp16 models land in OUT/fp16
 set -euo pipefail
@@ -12,4 +12,4 @@ train --attention diff_v1 -o "$out/diff_v1"
 train --attention softmax --tokenizer "$out/diff_v1" -o "$out/softmax"
 train --attention diff_v2 --tokenizer "$out/diff_v1" -o "$out/diff_v2"
 
-python "$(dirname "$0")/shrink.py" "$out" "$out/fp16"
+python "$(dirname "$0")/../shrink.py" "$out" "$out/fp16" --preset nano

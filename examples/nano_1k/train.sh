@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The two models of this folder, made again: about half an hour on one idle CPU core (../nano/README.md has the times).
+# The two models of this folder, made again: about half an hour on one idle CPU core (../README.md has the times).
 #
 #     bash examples/nano_1k/train.sh [OUT]          # default out/nano_1k; the fp16 models land in OUT/fp16
 set -euo pipefail
@@ -14,4 +14,4 @@ for name in diff_v1 softmax; do
     train --init "$out/256/$name" --context 1024 --needles 0.5 --steps 300 --batch-size 8 --eval-every 50 -o "$out/$name"
 done
 
-python "$nano/shrink.py" "$out" "$out/fp16"
+python "$nano/../shrink.py" "$out" "$out/fp16" --preset nano

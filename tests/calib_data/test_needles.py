@@ -25,9 +25,9 @@ def made(text: str, tokenizer: Path, needles: int = 5, queries: int = 3, **chang
     return needle_windows(text, tokenizer, 160, needles, queries, 12, **changes)
 
 
-def test_every_query_is_answered_by_its_needle(text: str, nano: Callable[[str], Path]) -> None:
-    found = made(text, nano("diff_v1"))
-    backend = load_tokenizer(nano("diff_v1")).backend
+def test_every_query_is_answered_by_its_needle(text: str, trained: Callable[[str], Path]) -> None:
+    found = made(text, trained("diff_v1"))
+    backend = load_tokenizer(trained("diff_v1")).backend
     cut, length = found.windows, 160
     assert cut.ids.shape == (12, length) and cut.mask.all() and cut.ids.dtype == np.int64
     assert cut.scored == 12 * 3 * VALUE
@@ -53,8 +53,8 @@ def test_every_query_is_answered_by_its_needle(text: str, nano: Callable[[str], 
     assert found.depths.min() < 0.2 and found.depths.max() > 0.8
 
 
-def test_the_tokens_are_those_of_the_text(nano: Callable[[str], Path]) -> None:
-    tokenizer = load_tokenizer(nano("diff_v1"))
+def test_the_tokens_are_those_of_the_text(trained: Callable[[str], Path]) -> None:
+    tokenizer = load_tokenizer(trained("diff_v1"))
     needles = Needles.of(tokenizer)
     ids, starts, _ = needles.lay(np.full(40, needles.after[0]), 2, 1, np.random.default_rng(0))
     tail = ids[starts[0] - 4 :]
@@ -63,8 +63,8 @@ def test_the_tokens_are_those_of_the_text(nano: Callable[[str], Path]) -> None:
     assert len(needles.words) ** VALUE > 10_000  # guessing is hopeless
 
 
-def test_the_same_for_the_same_seed_and_from_the_split_asked_for(text: str, nano: Callable[[str], Path]) -> None:
-    path = nano("softmax")
+def test_the_same_for_the_same_seed_and_from_the_split_asked_for(text: str, trained: Callable[[str], Path]) -> None:
+    path = trained("softmax")
     first, again, other = made(text, path), made(text, path), made(text, path, seed=1)
     assert first.windows.sha256 == again.windows.sha256 != other.windows.sha256
     assert (first.starts == again.starts).all() and (first.depths == again.depths).all()
@@ -78,8 +78,8 @@ def test_the_same_for_the_same_seed_and_from_the_split_asked_for(text: str, nano
     assert len(np.unique(many.windows.ids, axis=0)) == 200
 
 
-def test_refusals(text: str, nano: Callable[[str], Path], tmp_path: Path) -> None:
-    path = nano("diff_v1")
+def test_refusals(text: str, trained: Callable[[str], Path], tmp_path: Path) -> None:
+    path = trained("diff_v1")
     for arguments, sentence in {
         (160, 2, 3, 1): "3 queries of 2 needles",
         (160, 2, 0, 1): "0 queries of 2 needles",

@@ -35,7 +35,6 @@ CONFIG = ModelConfig(
 IDS = torch.randint(96, (5, 24), generator=torch.Generator().manual_seed(0))
 MASK = torch.arange(24) < torch.tensor([24, 24, 17, 24, 9])[:, None]
 FEW = ("int2_g64", "int3_g64", "int4_g32", "int8", "none")
-EXAMPLE = Path(__file__).parents[2] / "examples" / "nano" / "diff_v1"
 
 
 def make(config: ModelConfig = CONFIG) -> Decoder:
@@ -355,17 +354,18 @@ def test_memory_is_known_on_linux() -> None:
 # a trained model
 
 
-def test_a_trained_model_gains_by_mixing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trained_model_gains_by_mixing(trained: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """At the size of int3_g64: a good part of its divergence goes, on text that was not looked at for it."""
     from diffbit.calib_data import eval_windows
 
     monkeypatch.setattr("diffbit.quantize.mixed.search.SAMPLE", 1024)
-    text = eval_windows("stdlib", EXAMPLE, 128, 8, split="calib")
-    found = plan(EXAMPLE, bits=3.25, candidates=("int2_g64", "int3_g64", "int4_g128", "int5_g64"), calibration=text.ids)
+    path = trained("softmax")  # of DIFF v1's layers none matters more than the others
+    text = eval_windows("stdlib", path, 128, 8, split="calib")
+    found = plan(path, bits=3.25, candidates=("int2_g64", "int3_g64", "int4_g128", "int5_g64"), calibration=text.ids)
     assert 3.2 < found.bits_per_weight <= 3.25
-    held_out = torch.from_numpy(eval_windows("stdlib", EXAMPLE, 128, 8).ids)
-    decoder, every = models.load(EXAMPLE), torch.ones_like(held_out, dtype=torch.bool)
+    held_out = torch.from_numpy(eval_windows("stdlib", path, 128, 8).ids)
+    decoder, every = models.load(path), torch.ones_like(held_out, dtype=torch.bool)
     uniform = divergence(decoder, apply(decoder, Scheme(weights=parse_format("int3_g64"))), held_out, every)
     mixed = divergence(decoder, apply(decoder, found.scheme), held_out, every)
-    assert mixed < 0.9 * uniform
-    assert found.predicted == pytest.approx(found.measured, rel=0.3)
+    assert mixed < 0.75 * uniform  # 0.63
+    assert found.predicted == pytest.approx(found.measured, rel=0.1)  # equal within 1 %

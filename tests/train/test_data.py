@@ -38,8 +38,8 @@ def test_rows_are_a_function_of_their_number() -> None:
     assert not (whole[:99] == whole[99:198]).all()  # another order in the next epoch
 
 
-def test_needle_rows_are_a_function_of_their_number(nano: Callable[[str], Path]) -> None:
-    needles = Needles.of(load_tokenizer(nano("diff_v1")))
+def test_needle_rows_are_a_function_of_their_number(trained: Callable[[str], Path]) -> None:
+    needles = Needles.of(load_tokenizer(trained("diff_v1")))
     tokens = np.random.default_rng(0).integers(600, 700, 5000)
     plain, _ = Rows(tokens, 60, seed=1).take(0, 300)
     rows, answers = Rows(tokens, 60, 1, needles, 0.5).take(0, 300)

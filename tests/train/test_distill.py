@@ -133,7 +133,7 @@ def test_bf16_follows_fp32(text: str, tmp_path: Path, teachers: dict[str, Path])
         assert half[0][key] == pytest.approx(exact[0][key], rel=0.05)
 
 
-def test_refusals(text: str, tmp_path: Path, teachers: dict[str, Path], nano: Any) -> None:
+def test_refusals(text: str, tmp_path: Path, teachers: dict[str, Path], trained: Any) -> None:
     path = str(teachers["float"])
     for changes, sentence in (
         ({"distill_weight": -1.0}, r"distill_weight is -1\.0; wanted 0 or more"),
@@ -142,7 +142,7 @@ def test_refusals(text: str, tmp_path: Path, teachers: dict[str, Path], nano: An
         with pytest.raises(DiffbitError, match=sentence):
             options(text, distill=path, **changes)
     with pytest.raises(DiffbitError, match="its vocabulary has 1024 ids and the student's 288"):
-        train(options(text, distill=str(nano("softmax"))), tmp_path / "a")
+        train(options(text, distill=str(trained("softmax"))), tmp_path / "a")
     other = tmp_path / "other.txt"
     other.write_text(Path(text).read_text().replace("function", "nonsense"))
     with pytest.raises(DiffbitError, match="its tokenizer gives other ids than the student's"):
@@ -154,7 +154,7 @@ def test_refusals(text: str, tmp_path: Path, teachers: dict[str, Path], nano: An
         train(options(text, distill=str(tmp_path / "absent")), tmp_path / "d")
 
 
-def test_the_command_line_takes_them(nano: Any) -> None:
-    path = str(nano("softmax"))
+def test_the_command_line_takes_them(trained: Any) -> None:
+    path = str(trained("softmax"))
     config = train_config("nano", init=path, qat="ternary", distill=path, distill_weight=2.0)
     assert (config.distill, config.distill_weight) == (path, 2.0)

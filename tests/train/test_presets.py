@@ -22,7 +22,7 @@ def test_variants_of_a_preset_are_of_equal_size() -> None:
             assert abs(row["parameters"] - reference) <= 0.01 * reference
             same = ("hidden_size", "num_layers", "head_dim", "vocab_size", "context")
             assert [row[key] for key in same] == [table[preset, "softmax"][key] for key in same]
-    for preset, size in {"nano": 2.5e6, "small": 25e6, "base": 120e6}.items():
+    for preset, size in {"pico": 0.36e6, "nano": 2.5e6, "small": 25e6, "base": 120e6}.items():
         assert abs(table[preset, "diff_v1"]["parameters"] - size) < 0.06 * size
 
 
@@ -43,7 +43,7 @@ def test_groups_of_every_format_come_out_even() -> None:
         assert size.hidden_size % (4 * size.num_pairs) == 0  # an even head_dim
 
 
-def test_train_config_takes_changes(tmp_path: Path, nano: Callable[[str], Path], quantized: Path) -> None:
+def test_train_config_takes_changes(tmp_path: Path, trained: Callable[[str], Path], quantized: Path) -> None:
     train_tokenizer(["a tokenizer of its own, with few ids"], 260, tmp_path)
     assert train_config("tiny", "softmax", tokenizer=str(tmp_path)).model.vocab_size == 260
     config = train_config("tiny", "diff_v1", vocab_size=777, seed=3)
@@ -51,7 +51,7 @@ def test_train_config_takes_changes(tmp_path: Path, nano: Callable[[str], Path],
     assert train_config("tiny", "softmax", steps=20).warmup == 2
     grown = train_config("nano", context=512)
     assert (grown.model.max_position, grown.length, grown.model.attention) == (512, 512, "diff_v1")
-    path = str(nano("diff_v2"))
+    path = str(trained("diff_v2"))
     started = train_config("nano", init=path, context=300, steps=5)
     assert started.model == replace(Checkpoint(path).config, max_position=300)
     assert (started.tokenizer, started.batch_size, started.warmup) == (path, PRESETS["nano"].batch_size, 1)
@@ -68,7 +68,7 @@ def test_train_config_takes_changes(tmp_path: Path, nano: Callable[[str], Path],
     with pytest.raises(DiffbitError, match="is quantized, and training starts from float weights"):
         train_config("nano", init=str(quantized))
     for arguments, sentence in {
-        ("huge", "softmax"): "none of tiny, nano",
+        ("huge", "softmax"): "none of pico, tiny, nano",
         ("tiny", "linear"): "none of diff_v1",
     }.items():
         with pytest.raises(DiffbitError, match=sentence):

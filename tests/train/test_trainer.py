@@ -114,9 +114,9 @@ def test_steps_against_adamw_written_out(text: str, tmp_path: Path, attention: s
     assert clipped > 0
 
 
-def test_from_a_checkpoint_on_needles(text: str, tmp_path: Path, nano: Any) -> None:
+def test_from_a_checkpoint_on_needles(text: str, tmp_path: Path, trained: Any) -> None:
     """The first step's loss and gradient are those of the weights started from; answers weigh ten times as much."""
-    tokenizer = str(nano("softmax"))
+    tokenizer = str(trained("softmax"))
     plain = options(text, "softmax", tokenizer=tokenizer, model=model("softmax", vocab_size=1024))
     first = train(plain, tmp_path / "a")
     config = train_config(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from diffbit.quantize.piece import Piece, Tokens
 from diffbit.quantize.qtensor import QTensor
 from diffbit.quantize.stats import CalibStats
 
-NANO = Path(__file__).parents[3] / "examples" / "nano" / "diff_v1"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
@@ -253,19 +251,20 @@ def attention_error(piece: Piece, quantized: dict[str, QTensor]) -> float:
     return float((outputs[1] - outputs[0]).norm() / outputs[0].norm())
 
 
-def test_it_keeps_a_trained_attention_better_than_gptq():
-    decoder = models.load(NANO)
-    ids = torch.from_numpy(eval_windows("stdlib", NANO, 256, 24, split="calib").ids)
+def test_it_keeps_a_trained_attention_better_than_gptq(trained):
+    path = trained("diff_v1")
+    decoder = models.load(path)
+    ids = torch.from_numpy(eval_windows("stdlib", path, 256, 24, split="calib").ids)
     piece = layer(decoder, ids, format="int3_g64", index=1)
     stats = piece.stats(names=[f"{piece.prefix}self_attn.q_proj"])[f"{piece.prefix}self_attn.q_proj"]
     metrics = joint.row_metrics(piece)
-    held_out = layer(decoder, torch.from_numpy(eval_windows("stdlib", NANO, 256, 8).ids), index=1)
+    held_out = layer(decoder, torch.from_numpy(eval_windows("stdlib", path, 256, 8).ids), index=1)
     for name, metric in metrics.items():
         weight = piece.tensors[f"{name}.weight"]
         ours = joint.quantize_rows(weight, piece.formats[name], stats, metric)
         theirs = gptq.quantize(weight, piece.formats[name], stats)
         errors = [attention_error(held_out, {name: rounded}) for rounded in (ours, theirs)]
-        assert errors[0] < 0.9 * errors[1], (name, errors)
+        assert errors[0] < 0.85 * errors[1], (name, errors)  # 0.64 to 0.75
 
 
 def test_everything_else_is_rounded_by_gptq():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 
 import pytest
 import torch
@@ -241,19 +240,15 @@ def test_all_codes_of_a_small_weight(monkeypatch):
     assert (losses < ours).sum() < len(losses) / 100
 
 
-@pytest.fixture(scope="module")
-def nano() -> tuple[Decoder, Tensor, Tensor]:
-    """A trained model, windows to calibrate on and others."""
-    folder = Path(__file__).parents[3] / "examples/nano/diff_v1"
-    found = [eval_windows("stdlib", folder, 256, 12, split=split).ids for split in ("calib", "eval")]
-    return load(folder), torch.as_tensor(found[0]), torch.as_tensor(found[1])
-
-
-def test_it_beats_rounding_and_gptq_on_a_trained_layer(nano, monkeypatch):
-    """On text it has not seen; 24 steps."""
-    model, calib, held_out = nano
-    monkeypatch.setattr(learned, "STEPS", 24)
-    monkeypatch.setattr(learned, "RATE", 1 / 24)
+def test_it_beats_rounding_and_gptq_on_a_trained_layer(trained, monkeypatch):
+    """On text it has not seen; 48 steps."""
+    path = trained("diff_v1")
+    model = load(path)
+    calib, held_out = (
+        torch.as_tensor(eval_windows("stdlib", path, 256, 12, split=split).ids) for split in ("calib", "eval")
+    )
+    monkeypatch.setattr(learned, "STEPS", 48)
+    monkeypatch.setattr(learned, "RATE", 1 / 48)
     monkeypatch.setattr(learned, "BATCH_TOKENS", 512)
     scheme = Scheme(weights=parse_format("int2_g64"))
     errors = {}
@@ -261,8 +256,8 @@ def test_it_beats_rounding_and_gptq_on_a_trained_layer(nano, monkeypatch):
     for recipe in ("rtn", "gptq", "learned"):
         piece = piece_of(model, calib, scheme)
         errors[recipe] = output_error(piece, quantize_piece(piece, parse_recipe(recipe)), other)
-    assert errors["learned"] < 0.46 * errors["rtn"], errors
-    assert errors["learned"] < 0.93 * errors["gptq"], errors
+    assert errors["learned"] < 0.35 * errors["rtn"], errors  # 0.29
+    assert errors["learned"] < 0.94 * errors["gptq"], errors  # 0.89
 
 
 @pytest.mark.parametrize("attention", ["diff_v1", "diff_v2", "softmax"])
