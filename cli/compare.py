@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "diffbit compare out/demo/diff_v1 out/demo/softmax --bits 16,8,4,3,2 -o out/comparison",
     "diffbit compare out/demo/diff_v1 --what weights --bits 16,int4_g32,nf4 --max-windows 16",
-    "diffbit compare examples/nano/diff_v1 --what weights --bits 16,4,3 --method rtn,gptq --max-windows 16",
-    "diffbit compare examples/nano_1k/diff_v1 --what kv,qk --bits 16,8,4,2 --retrieval 6:2:256 --rows 16",
+    "diffbit compare examples/pico/diff_v1 --what weights --bits 16,4,3 --method rtn,gptq --max-windows 16",
+    "diffbit compare examples/pico/diff_v1 --what kv,qk --bits 16,8,4,2 --max-windows 16",
 )
 
 Models = Annotated[

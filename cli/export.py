@@ -16,7 +16,7 @@ from .output import print_json, print_table, remark
 
 EXAMPLES = (
     "diffbit export out/demo/diff_v1-int4 -o out/diff-onnx",
-    "diffbit export examples/bitnet/softmax_ternary -o out/bitnet-hf --format hf-bitnet",
+    "diffbit export examples/pico/softmax_ternary -o out/bitnet-hf --format hf-bitnet",
 )
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     'diffbit run out/demo/diff_v1-onnx "def main(" --temperature 0.8 --seed 1',
-    'diffbit run examples/nano/diff_v1 "def __init__(self"',
+    'diffbit run examples/pico/diff_v1 "def __init__(self"',
 )
 
 

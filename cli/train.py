@@ -24,7 +24,7 @@ def _list_presets(wanted: bool) -> None:
 
 
 Output = Annotated[Path, typer.Option("--output", "-o", help="Folder of the run, and of the model it ends in.")]
-Preset = Annotated[str, typer.Option(help="tiny, nano, small or base; see --list-presets.")]
+Preset = Annotated[str, typer.Option(help="pico, tiny, nano, small or base; see --list-presets.")]
 Attention = Annotated[
     str | None, typer.Option(help="A variant, such as softmax, diff_v1 or diff_v2; default: diff_v1, or --init's.")
 ]

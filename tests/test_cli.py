@@ -37,17 +37,14 @@ def workplace(
     trained: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """A folder that looks as a clone does after `make demo` and `make models`, with the tests' smallest model for the
-    demo's and a trained one for that which finds needles."""
+    """A folder that looks as a clone does after `make demo`, with the tests' small model for those of the demo."""
     folder = tmp_path_factory.mktemp("workplace")
     demo = folder / "out" / "demo"
     for name in ("diff_v1", "softmax"):
         shutil.copytree(checkpoint, demo / name)
         shutil.copytree(quantized, demo / f"{name}-int4")
         shutil.copytree(artifact, demo / f"{name}-onnx")
-    examples = folder / "examples"
-    shutil.copytree(trained("diff_v1").parent, examples / "pico")
-    shutil.copytree(trained("diff_v1"), examples / "nano_1k" / "diff_v1")
+    shutil.copytree(trained("diff_v1").parent, folder / "examples" / "pico")
     return folder
 
 
@@ -81,11 +78,12 @@ def test_the_example_works(
         ["bench", "{demo}/diff_v1-onnx", "--prompt-tokens", "8", "--new-tokens", "4", "--repeats", "1"],
         ["outliers", "{demo}/diff_v1", "--max-windows", "2"],
         ["compare", "{demo}/diff_v1", "--bits", "16,4", "--max-windows", "2", "--method", "rtn,gptq"],
+        ["compare", "{pico}/diff_v1", "--what", "kv", "--max-windows", "2", "--retrieval", "6:2:256", "--rows", "2"],
     ],
     ids=lambda arguments: arguments[0],
 )
 def test_json_is_json(arguments: list[str], workplace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    places = {"demo": workplace / "out" / "demo", "out": tmp_path}
+    places = {"demo": workplace / "out" / "demo", "pico": workplace / "examples" / "pico", "out": tmp_path}
     with pytest.raises(SystemExit) as stopped:
         main([argument.format(**places) for argument in arguments] + ["--json", "--quiet"])
     captured = capfd.readouterr()
