@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fetches the models that docs/ was measured on out of this repository's history: 33 MB, into examples/{nano,nano_1k,bitnet}.
+# Takes the models that docs/ was measured on out of this repository's history: 35 MB into examples/{nano,nano_1k,bitnet}.
 #
 #     make models          # or bash examples/restore.sh
 #
