@@ -1,4 +1,4 @@
-"""Trained models as they lie in pico, nano, nano_1k and bitnet: float weights in fp16, the loss in a table and a picture.
+"""Trained models as they lie in pico and the other folders: float weights in fp16, the loss in a table and a picture.
 
     python examples/shrink.py out/pico out/pico/fp16
     python examples/shrink.py out/nano out/nano/fp16 --preset nano

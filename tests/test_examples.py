@@ -20,7 +20,12 @@ from diffbit.quantize import load
 
 ROOT = Path(__file__).parents[1]
 RESTORE = ROOT / "examples" / "restore.sh"
-PERPLEXITY = {"diff_v1": 30.0, "softmax": 28.4, "diff_v2": 29.1, "softmax_ternary": 32.9}  # of the held-out text at the end
+PERPLEXITY = {
+    "diff_v1": 30.0,
+    "softmax": 28.4,
+    "diff_v2": 29.1,
+    "softmax_ternary": 32.9,
+}  # of the held-out text at the end
 
 Trained = Callable[[str], Path]
 
