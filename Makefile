@@ -1,5 +1,6 @@
 # make demo    from nothing to out/demo/report.html
-# make test    lint, types and tests
+# make test    lint, types and the quick tests: under 4 minutes on 2 cores
+# make test-all   the slow tests as well: what CI runs
 # make build   the native library again, after a change in csrc/ (the two above do so by themselves). With an NVIDIA card it
 #              has kernels for that card; without, SKBUILD_CMAKE_DEFINE=DIFFBIT_CUDA=ON compiles them (docs/gpu.md)
 # make arm64   an ARM Python with ONNX Runtime, with which the tests run whole artifacts on qemu-aarch64
@@ -16,20 +17,21 @@ INSTALLED := .venv/.installed
 BUILT := .venv/.built
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint pytest build arm64 bench-kernels models accuracy wheel clean
+.PHONY: demo test test-all lint build arm64 bench-kernels models accuracy wheel clean
 
 demo: $(BUILT)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh out/demo
 
-test: lint pytest
+test: lint
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-all: lint
+	$(BIN)/python -m pytest -n 2
 
 lint: $(BUILT)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
-
-pytest: $(BUILT)
-	$(BIN)/python -m pytest -n 2
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
