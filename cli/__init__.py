@@ -1,11 +1,11 @@
-"""The command line: each command parses options, calls a room and prints what it returns.
+"""The command line: each command parses its options, calls the library and prints the result.
 
-Results go to stdout (a table, or with --json one JSON object), progress and remarks to stderr. Exit codes: 0 done,
-2 bad input (or an artifact that does not pass `verify`), 130 interrupted. Rooms are imported inside the commands, so
-that `diffbit run` starts without torch.
+Results go to stdout (tables, or JSON with --json), progress and remarks to stderr. Exit codes: 0 done, 2 bad input (or
+an artifact that fails `verify`), 130 interrupted. The commands import the library when they run, so that `diffbit run`
+needs no torch.
 
-    app.py      the application: which commands there are
-    options.py  options that several commands share, and what they are turned into
+    app.py      the application and its commands
+    options.py  options that several commands share, and the functions that read their values
     output.py   tables, JSON, remarks, errors
     train.py, quantize.py, ...  one command each, with its EXAMPLES
 """
@@ -15,29 +15,40 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
+
+import typer
 
 from ..errors import DiffbitError, MissingDependency
 from .app import app
-from .output import fail
+from .output import print_error
 
 __all__ = ["app", "main"]
 
 LAB_PACKAGES = {"torch", "safetensors", "onnx", "onnx_ir", "bitsandbytes", "matplotlib", "datasets", "pyarrow"}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; bad input is one sentence on stderr and exit code 2."""
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit; bad input is one sentence on stderr and exit code 2."""
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
-        if isinstance(stream, io.TextIOWrapper):  # bytes that are no text are told of where they are used
+        if isinstance(stream, io.TextIOWrapper):  # bytes that are not UTF-8 are reported where they are used
             stream.reconfigure(errors=errors)
     try:
-        app(arguments)
+        sys.exit(app(arguments, standalone_mode=False) or 0)
+    except typer.TyperException as error:  # an unknown option, a missing argument, a wrong value; no message: help
+        message = error.format_message().removesuffix(".").replace("Value error, ", "")
+        if not message:
+            sys.exit(error.exit_code)
+    except typer.Abort:
+        sys.exit(1)
     except DiffbitError as error:
-        fail(str(error))
+        message = str(error)
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
         if package not in LAB_PACKAGES:
             raise
-        fail(str(MissingDependency(package, "lab", "this command")))
+        message = str(MissingDependency(package, "lab", "this command"))
     except OSError as error:
-        fail(f"{error.filename or 'input or output'}: failed ({error.strerror or error})")
+        message = f"{error.filename or 'input or output'}: failed ({error.strerror or error})"
+    print_error(message)
+    sys.exit(2)

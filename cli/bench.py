@@ -1,4 +1,4 @@
-"""diffbit bench: speed, memory and size of artifacts."""
+"""diffbit bench: measure speed, memory and size of artifacts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..files import parse_size
-from ..progress import set_quiet, track
+from ..progress import track
 from .options import Device, Json, NoNative, Quiet, Threads, as_artifacts
 from .output import print_json, print_table, remark
 
@@ -20,16 +20,17 @@ EXAMPLES = (
 
 def bench(
     artifacts: Annotated[
-        list[Path], typer.Argument(help="Folders made by `diffbit export`, or checkpoints (needs torch).")
+        list[Path], typer.Argument(help="Folders written by `diffbit export`, or checkpoints (needs torch).")
     ],
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt (prefill).")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens in the prompt (prefill).")] = 64,
     new_tokens: Annotated[int, typer.Option(help="Tokens to generate (decode).")] = 64,
-    repeats: Annotated[int, typer.Option(help="Runs of which the median is taken.")] = 5,
+    repeats: Annotated[int, typer.Option(help="Number of runs; the median is reported.")] = 5,
     memory: Annotated[
         str | None,
         typer.Option(
-            help="As in 4GB: also the longest context whose KV cache fits in that beside the model's files, whatever "
-            "context the artifact was exported for."
+            metavar="SIZE",
+            help="Memory of a device, such as 4GB: also report the longest context whose KV cache fits into it beside "
+            "the model, whatever context the artifact was exported for.",
         ),
     ] = None,
     threads: Threads = None,
@@ -38,24 +39,24 @@ def bench(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Prefill and decode speed, peak memory and size of artifacts, each measured in a process of its own."""
+    """Measure prefill and decode speed, peak memory and size of artifacts, each in its own process."""
     from ..runtime import Artifact, slowdowns
     from ..runtime import bench as bench_artifact
 
-    set_quiet(quiet)
-    room = None if memory is None else parse_size(memory)
-    with as_artifacts(artifacts, quiet, device) as opened:
+    nbytes = None if memory is None else parse_size(memory)
+    with as_artifacts(artifacts, device) as opened:
         for sentence in dict.fromkeys(s for path in opened for s in slowdowns(Artifact.open(path), device)):
-            remark(sentence, quiet or no_native)
+            if not no_native:
+                remark(sentence)
         rows = [
-            bench_artifact(artifact, prompt_tokens, new_tokens, repeats, threads, device, not no_native, room)
+            bench_artifact(artifact, prompt_tokens, new_tokens, repeats, threads, device, not no_native, nbytes)
             | {"artifact": str(path)}
             for path, artifact in zip(artifacts, track(opened, "measuring"), strict=True)
         ]
     if as_json:
         print_json(rows)
         return
-    # an artifact a column: there are more figures than artifacts
+    # one column per artifact: there are more figures than artifacts
     columns = [(f"{path}/", row) for path, row in zip(artifacts, rows, strict=True)]
     figures = [name for name in rows[0] if name != "artifact"]
     print_table({"figure": name.replace("_", " ")} | {label: row[name] for label, row in columns} for name in figures)

@@ -1,4 +1,4 @@
-"""diffbit compare: accuracy against bit-width, and the report."""
+"""diffbit compare: measure accuracy against bit-width, and write the report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import typer
 
 from ..errors import DiffbitError
 from ..files import read_json
-from ..progress import set_quiet
 from .options import (
     CALIBRATION_WINDOWS,
     Data,
@@ -23,6 +22,7 @@ from .options import (
     Quiet,
     Seed,
     TorchDevice,
+    complete_method,
     read_windows,
     torch_device,
 )
@@ -41,34 +41,57 @@ EXAMPLES = (
     "diffbit compare examples/pico/diff_v1 --what kv,qk --bits 16,8,4,2 --max-windows 16",
 )
 
+
+def _complete_methods(incomplete: str) -> list[str]:
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{name}" for name in complete_method(last)]
+
+
 Models = Annotated[
     list[Path],
-    typer.Argument(help="Checkpoints with the same tokenizer: float ones at all widths, quantized ones as they are."),
+    typer.Argument(help="Checkpoints with the same tokenizer: float ones in every format, quantized ones as they are."),
 ]
 Output = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Folder for report.html, the plots, .json and .csv.")
+    Path | None, typer.Option("--output", "-o", help="Output folder for report.html, plots, JSON and CSV.")
 ]
-Bits = Annotated[str, typer.Option(help="Widths and formats, as in 16,8,6,4,3,2,ternary,int4_g32,nf4.")]
-What = Annotated[str, typer.Option(help="What is rounded, by commas: weights, logits, qk, kv, keys, values.")]
+Bits = Annotated[
+    str,
+    typer.Option(metavar="FORMATS", help="Bit-widths or formats, such as 16,8,6,4,3,2,ternary,int4_g32,nf4."),
+]
+What = Annotated[
+    str,
+    typer.Option(metavar="WHAT", help="What is quantized, separated by commas: weights, logits, qk, kv, keys, values."),
+]
 Methods = Annotated[
-    str, typer.Option(help="How weights are rounded: recipes as `diffbit quantize --method` takes them, by commas.")
+    str,
+    typer.Option(
+        metavar="METHODS",
+        autocompletion=_complete_methods,
+        help="Methods for the weights, separated by commas; each as for `diffbit quantize --method`.",
+    ),
 ]
-Calibrate = Annotated[str, typer.Option(help="Text for methods that calibrate: 'stdlib', a file, a folder, hf:NAME.")]
+Calibrate = Annotated[
+    str, typer.Option(metavar="TEXT", help="Calibration text for methods that need it, given as for --data.")
+]
 Needles = Annotated[
     str | None,
-    typer.Option(help="Also count needles found in text: NEEDLES:QUERIES[:LENGTH], by commas, as in 1:1,6:2:512."),
+    typer.Option(
+        metavar="N:Q[:LENGTH]",
+        help="Also measure retrieval: in texts of LENGTH tokens, how many of Q queries for N key-value needles are "
+        "answered; several settings are separated by commas, such as 1:1,6:2:512.",
+    ),
 ]
-Rows = Annotated[int, typer.Option(help="Rows of needles for each entry of --retrieval.")]
-BatchSize = Annotated[int, typer.Option(help="Windows in a batch.")]
+Rows = Annotated[int, typer.Option(help="Texts for each setting of --retrieval.")]
+BatchSize = Annotated[int, typer.Option(help="Windows per batch.")]
 Artifacts = Annotated[
     list[Path] | None,
-    typer.Option(help="Artifacts to size, verify, time and sample in the report; may be repeated."),
+    typer.Option(help="Artifact to include in the report, with its size, speed, checks and a sample; repeatable."),
 ]
 Quantized = Annotated[
     list[Path] | None,
-    typer.Option(help="Quantized checkpoints whose layer errors the report shows; may be repeated."),
+    typer.Option(help="Quantized checkpoint whose layer errors the report shows; repeatable."),
 ]
-Prompt = Annotated[str, typer.Option(help="What the artifacts' samples continue.")]
+Prompt = Annotated[str, typer.Option(help="Prompt for the artifacts' samples.")]
 
 
 def compare(
@@ -93,15 +116,15 @@ def compare(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Accuracy against bit-width: perplexity, KL and top-1 agreement with 95 % intervals, paired on the same text.
+    """Measure accuracy against bit-width: perplexity, KL divergence and top-1 agreement, with 95 % intervals.
 
-    Of attention: logits, at any bits; qk, products of integers, 8 or 4; kv, the cache, 8, 4 or 2 (keys, values: one of
-    the two). With --retrieval, also how many key-value needles in text are found.
+    All models and formats are measured on the same text, and their differences are paired. Attention can be quantized
+    too: its logits at any number of bits, qk (integer products of queries and keys) at 8 or 4, and kv (the KV cache),
+    or keys and values alone, at 8, 4 or 2.
     """
     from ..evaluate import compare as compare_models
     from ..quantize import parse_recipe
 
-    set_quiet(quiet)
     _check_places(output, artifact or (), quantized or ())
     known = _read_reports(models, quantized or ())
     windows = read_windows(models[0], data, field, max_windows, length)
@@ -129,28 +152,28 @@ def compare(
         print_json(comparison.to_dict())
         return
     print_table(comparison.rows())
-    _remarks(comparison, len(methods) > 1, quiet)
+    _remarks(comparison, len(methods) > 1)
     if output is not None:
-        remark(f"the report: {output / 'report.html'}", quiet)
+        remark(f"report: {output / 'report.html'}")
 
 
 def _check_places(output: Path | None, artifacts: Sequence[Path], quantized: Sequence[Path]) -> None:
-    """Refuse before the comparison what would be refused after it."""
+    """Raise errors about output folder, artifacts and runs before the comparison rather than after it."""
     from ..runtime import Artifact
 
     if output is None and (artifacts or quantized):
-        raise DiffbitError("--artifact and --quantized go into the report; name a folder for it with -o")
+        raise DiffbitError("--artifact and --quantized are for the report; pass an output folder for it with -o")
     if output is not None and output.is_file():
-        raise DiffbitError(f"{output}: is a file, but a folder is to be written there; choose another name")
+        raise DiffbitError(f"{output}: is a file, wanted a folder to write to; choose another name")
     for path in artifacts:
         Artifact.open(path)
     for path in quantized:
         if not (path / LAYER_ERRORS).is_file():
-            raise DiffbitError(f"{path}: holds no {LAYER_ERRORS}; --quantized takes folders of `diffbit quantize`")
+            raise DiffbitError(f"{path}: has no {LAYER_ERRORS}; pass a folder that `diffbit quantize` wrote")
 
 
 def _read_reports(models: Sequence[Path], quantized: Sequence[Path]) -> dict[str, Any]:
-    """What earlier commands wrote of the models, as ReportData names it: how they were trained and quantized."""
+    """What `train` and `quantize` recorded about the models, by the names of ReportData's fields."""
     return {
         "training": {model.resolve().name: found for model in models if (found := _training(model))},
         "quantization": {path.resolve().name: _part(path / LAYER_ERRORS, "weights", list) for path in quantized},
@@ -158,7 +181,7 @@ def _read_reports(models: Sequence[Path], quantized: Sequence[Path]) -> dict[str
 
 
 def _training(model: Path) -> dict[str, Any] | None:
-    """How a model was trained, if it was trained here."""
+    """How `diffbit train` trained a model; None: another program trained it."""
     path = model / "training.json"
     if not path.is_file():
         return None
@@ -168,21 +191,21 @@ def _training(model: Path) -> dict[str, Any] | None:
         rows = config["steps"] * config["batch_size"] * config["accumulate"] * run["processes"]
         return {"tokens": rows * config["length"], "training_s": result["seconds"], "eval_loss": result["eval_loss"]}
     except (KeyError, TypeError) as error:
-        raise DiffbitError(f"{path}: was changed after training ({error}); restore or remove it") from None
+        raise DiffbitError(f"{path}: is not as `diffbit train` wrote it ({error}); restore or remove it") from None
 
 
 def _part(path: Path, key: str, kind: type) -> dict[str, Any]:
     """The JSON object in a file that diffbit wrote, which must hold `key`."""
     values = read_json(path)
     if not isinstance(values.get(key), kind):
-        raise DiffbitError(f"{path}: holds no {key}; it was changed after it was written, make it again")
+        raise DiffbitError(f"{path}: has no {key}; it was changed after diffbit wrote it, so write it again")
     return values
 
 
 def _needles(
     models: Sequence[Path], entries: str | None, data: str, field: str, rows: int, seed: int
 ) -> list[NeedleWindows]:
-    """Rows of needles for every NEEDLES:QUERIES[:LENGTH], no longer than the shortest context among the models."""
+    """Texts with needles for every N:Q[:LENGTH], no longer than the shortest context among the models."""
     from ..calib_data import needle_windows
     from ..evaluate.retrieval import parse_setting
     from ..models import Checkpoint
@@ -196,7 +219,7 @@ def _needles(
 
 
 def _inspect(artifacts: Sequence[Path], prompt: str, seed: int) -> dict[str, Any]:
-    """Of artifacts, as ReportData names it: size, speed, whether they verify, and samples of their text."""
+    """Size, speed, checks and a sample of each artifact, by the names of ReportData's fields."""
     parts = [_inspect_one(path, prompt, seed) for path in artifacts]
     return {name: [part[name] for part in parts] for name in ("artifacts", "bench", "verification", "samples")}
 
@@ -243,7 +266,7 @@ def _inspect_one(path: Path, prompt: str, seed: int) -> dict[str, Any]:
 
 
 def _write(comparison: Comparison, outliers: list[dict[str, Any]], known: dict[str, Any], output: Path) -> None:
-    """The report's page, and beside it its plots and the comparison for programs."""
+    """Write report.html, the plots, and the comparison as JSON and CSV."""
     from ..evaluate import ReportData, plot_comparison, plot_outliers, versions, write_report
 
     report = ReportData(
@@ -256,27 +279,26 @@ def _write(comparison: Comparison, outliers: list[dict[str, Any]], known: dict[s
     )
     comparison.write_json(output / "comparison.json")
     comparison.write_csv(output / "comparison.csv")
-    if len(comparison.results) > len(comparison.models):  # models that came quantized have no variants to draw
+    if len(comparison.results) > len(comparison.models):  # quantized checkpoints have no variants to draw
         plot_comparison(comparison.to_dict(), output / "comparison.svg")
     plot_outliers(outliers, output / "outliers.svg")
     write_report(report, output / "report.html")
 
 
-def _remarks(comparison: Comparison, several: bool, quiet: bool) -> None:
-    """What was left out, and which model loses less. several: methods were compared, so name them."""
+def _remarks(comparison: Comparison, several: bool) -> None:
+    """Say which formats a method refused, and which model loses less. several: name the methods."""
     for refusal in comparison.refused:
-        remark(f"left out, {refusal.model} by {refusal.method}: {refusal.reason}", quiet)
+        remark(f"left out, {refusal.model} by {refusal.method}: {refusal.reason}")
     for contrast in comparison.contrasts:
         lost = contrast.difference
         by = f" by {contrast.method}" if several and contrast.method != "none" else ""
-        verdict = "less than" if lost.high < 0 else "more than" if lost.low > 0 else "as much, within error, as"
+        verdict = "less than" if lost.high < 0 else "more than" if lost.low > 0 else "about as much as"
         remark(
             f"{contrast.what} at {contrast.format}{by}: {contrast.model} loses {verdict} {contrast.against} "
-            f"({lost.value:+.4f} nats a token, 95 %: {lost.low:+.4f} to {lost.high:+.4f})"
+            f"({lost.value:+.4f} nats per token, 95 %: {lost.low:+.4f} to {lost.high:+.4f})"
             + "".join(
                 f"; {asked['queries']} of {asked['needles']} needles: {100 * found.value:+.1f} points "
                 f"({100 * found.low:+.1f} to {100 * found.high:+.1f})"
                 for asked, found in zip(comparison.needles, contrast.retrieval, strict=True)
-            ),
-            quiet,
+            )
         )

@@ -1,16 +1,15 @@
-"""diffbit export: a checkpoint becomes an artifact."""
+"""diffbit export: write an artifact for ONNX Runtime, or a bitnet checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from ..errors import DiffbitError
 from ..files import read_json
-from ..progress import set_quiet
 from .options import Json, Overwrite, Quiet, dtype_for
 from .output import print_json, print_table, remark
 
@@ -21,25 +20,30 @@ EXAMPLES = (
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, quantized or not.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the artifact.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder, float or quantized.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Output folder.")],
     format: Annotated[
-        str,
+        Literal["artifact", "hf-bitnet"],
         typer.Option(
-            help="artifact: for ONNX Runtime; hf-bitnet: a ternary Transformer as a bitnet checkpoint for transformers."
+            help="artifact: for ONNX Runtime; hf-bitnet: a ternary Transformer in Hugging Face's bitnet format."
         ),
     ] = "artifact",
     device: Annotated[
-        str, typer.Option(help="cpu or cuda, where the artifact is to run: the default of --dtype.")
+        Literal["cpu", "cuda"], typer.Option(help="Device that the artifact is for; it sets the default of --dtype.")
     ] = "cpu",
     dtype: Annotated[
-        str | None,
+        Literal["fp32", "fp16"] | None,
         typer.Option(
-            help="fp32 or fp16: of what is not quantized, a float KV cache too; default: fp32, with --device cuda fp16."
+            help="Precision of everything not quantized, a float KV cache included; default: fp32, or fp16 for "
+            "--device cuda."
         ),
     ] = None,
-    context_length: Annotated[int | None, typer.Option(help="Tokens that the artifact's cache holds.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json, if the checkpoint has none.")] = None,
+    context_length: Annotated[
+        int | None, typer.Option(help="Tokens that the KV cache can hold; default: the model's context.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="The tokenizer.json to include, if the checkpoint has none.")
+    ] = None,
     ternary_storage: Annotated[
         str, typer.Option(help="2bit, or base3: ternary weights at 1.6 bits each in the file, expanded at load.")
     ] = "2bit",
@@ -47,23 +51,17 @@ def export(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Export a checkpoint as an ONNX artifact that `diffbit run`, onnxruntime-genai and optimum read.
+    """Export a checkpoint to an ONNX artifact that `diffbit run`, onnxruntime-genai and optimum load.
 
-    One with a low-bit KV cache has more inputs than the latter two can feed. With --format hf-bitnet, a folder that
-    transformers reads.
+    onnxruntime-genai and optimum cannot run an artifact with a low-bit KV cache: they feed keys and values only.
+    With --format hf-bitnet, the output is a folder for transformers.
     """
     from ..export import export_artifact, export_bitnet
 
-    set_quiet(quiet)
-    if device not in ("cpu", "cuda"):
-        raise DiffbitError(f"device {device!r} is unknown; choose cpu or cuda")
-    if format not in ("artifact", "hf-bitnet"):
-        raise DiffbitError(f"format {format!r} is unknown; choose artifact or hf-bitnet")
     if format == "hf-bitnet":
         if (device, dtype, context_length, ternary_storage) != ("cpu", None, None, "2bit"):
             raise DiffbitError(
-                "--device, --dtype, --context-length and --ternary-storage are an artifact's; a bitnet folder keeps "
-                "what its checkpoint has"
+                "--device, --dtype, --context-length and --ternary-storage apply to --format artifact; leave them out"
             )
         export_bitnet(checkpoint, output, tokenizer=tokenizer, overwrite=overwrite)
         sizes = {file.name: {"bytes": file.stat().st_size} for file in sorted(output.iterdir())}
@@ -84,19 +82,18 @@ def export(
     manifest = read_json(output / "diffbit.json")
     if not (output / "genai_config.json").exists():
         remark(
-            f"{output}: a low-bit KV cache, which diffbit runs, and a loader that feeds the buffers listed in "
-            "diffbit.json; onnxruntime-genai and optimum feed keys and values only",
-            quiet,
+            f"{output}: has a low-bit KV cache; diffbit runs it, onnxruntime-genai and optimum cannot (the manifest "
+            "diffbit.json lists the cache's buffers for other loaders)"
         )
     if as_json:
         print_json({"output": str(output), **manifest})
         return
     print_table({"file": name, "bytes": entry["bytes"]} for name, entry in manifest["files"].items())
-    print_table(_part_rows(manifest["parts"]), title="what they are made of")
+    print_table(_part_rows(manifest["parts"]), title="parts of the model")
 
 
 def _part_rows(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row per part of an artifact, and their sum."""
+    """A row per part of the model, and their sum."""
     total = sum(part["bytes"] for part in parts)
     return [
         {

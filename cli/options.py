@@ -1,47 +1,85 @@
-"""Options that several commands share, and what they are turned into: windows of text, a device, artifacts."""
+"""Options that several commands share, their completions, and the functions that read their values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from pkgutil import iter_modules
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ..errors import DiffbitError
+from ..errors import DiffbitError, how_to_install
+from ..progress import set_quiet
 from .output import remark
 
 if TYPE_CHECKING:
     from ..calib_data import Windows
 
-CALIBRATION_WINDOWS = 128  # of the model's context (at most 512 tokens), for methods that calibrate
+CALIBRATION_WINDOWS = 128  # default for methods that calibrate
+FORMATS = ("int8", "int4_g128", "int4_g32", "int3_g64", "int2_g64", "nf4", "ternary", "none")  # for completion
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no remarks; results only.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", callback=set_quiet, help="Print the result only: no progress bar, no remarks."),
+]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace an existing output folder, once the new one is whole.")
+    bool, typer.Option("--overwrite", help="Replace the output folder; the old one stays until the new is complete.")
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of everything random.")]
+Seed = Annotated[int, typer.Option("--seed", help="Random seed.")]
 NoNative = Annotated[
-    bool, typer.Option("--no-native", help="Run the operators' portable bodies, not the native library's kernels.")
+    bool, typer.Option("--no-native", help="Run the operators as portable ONNX functions, without the native library.")
 ]
-Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads; the default is one per physical core.")]
-Device = Annotated[str, typer.Option("--device", help="cpu or cuda; cuda that cannot be had is an error.")]
-TorchDevice = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads; default: one per physical core.")]
+Device = Annotated[
+    Literal["cpu", "cuda"], typer.Option("--device", help="Device to run on; cuda fails if CUDA is not available.")
+]
+TorchDevice = Annotated[
+    Literal["auto", "cpu", "cuda"], typer.Option("--device", help="Device for torch; auto: cuda if it is available.")
+]
 Data = Annotated[
-    str, typer.Option("--data", help="Text: 'stdlib', a file, a folder, or hf:NAME[:config][:split][:field].")
+    str,
+    typer.Option(
+        "--data",
+        metavar="TEXT",
+        help="Text: stdlib (the Python standard library), a file, a folder, or a Hugging Face dataset as "
+        "hf:NAME[:CONFIG][:SPLIT][:FIELD].",
+    ),
 ]
-Field = Annotated[str, typer.Option("--field", help="Field of .jsonl rows, column of .parquet files.")]
-MaxWindows = Annotated[int, typer.Option("--max-windows", help="Windows of text to read at most.")]
-Length = Annotated[int | None, typer.Option("--length", help="Tokens in a window; default: the context, at most 512.")]
+Field = Annotated[str, typer.Option("--field", help="Text field of .jsonl rows, text column of .parquet files.")]
+MaxWindows = Annotated[int, typer.Option("--max-windows", help="Maximum number of windows of text.")]
+Length = Annotated[
+    int | None, typer.Option("--length", help="Tokens per window; default: the model's context, at most 512.")
+]
+
+
+def complete_format(incomplete: str) -> list[str]:
+    """Common formats; any other that `parse_format` knows works as well."""
+    return [name for name in FORMATS if name.startswith(incomplete)]
+
+
+def complete_method(incomplete: str) -> list[str]:
+    """Methods joined by +, from the files of quantize/methods: importing them would need torch."""
+    before, plus, last = incomplete.rpartition("+")
+    return [f"{before}{plus}{name}" for name in _modules("quantize", "methods") if name.startswith(last)]
+
+
+def complete_attention(incomplete: str) -> list[str]:
+    """Attention variants, from the files of models/attention."""
+    return [name for name in _modules("models", "attention") if name.startswith(incomplete)]
+
+
+def _modules(*folder: str) -> list[str]:
+    return [module.name for module in iter_modules([str(Path(__file__).parents[1].joinpath(*folder))])]
 
 
 def read_windows(
     model: Path, data: str, field: str, max_windows: int, length: int | None, split: Literal["eval", "calib"] = "eval"
 ) -> Windows:
-    """Windows of held-out text under a model's own tokenizer, no longer than its context."""
+    """Windows of held-out text, encoded with the model's own tokenizer and no longer than its context."""
     from ..calib_data import eval_windows
     from ..models import Checkpoint
 
@@ -49,47 +87,46 @@ def read_windows(
     if length is None:
         length = min(context, 512)
     elif length > context:
-        raise DiffbitError(f"a length of {length} tokens exceeds the context of {context} that {model} has")
+        raise DiffbitError(f"--length is {length} tokens, but the context of {model} is {context}")
     return eval_windows(data, model, length, max_windows, split=split, field=field)
 
 
 def torch_device(name: str) -> str:
-    """cpu or cuda, as torch knows them."""
+    """auto, cpu or cuda -> cpu or cuda."""
     import torch
 
-    if name not in ("auto", "cpu", "cuda"):
-        raise DiffbitError(f"device {name!r} is unknown; choose auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
-        raise DiffbitError("device cuda was asked for, but torch finds no CUDA device; use --device cpu")
+        raise DiffbitError("--device cuda: torch finds no CUDA device; use --device cpu")
     return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def dtype_for(device: str) -> str:
-    """The floats of an artifact that a device runs fast: fp16 on a GPU, whose tensor cores take 16 bits."""
+    """Precision of an artifact for a device: fp16 for a GPU, whose tensor cores multiply 16-bit numbers."""
     return "fp16" if device == "cuda" else "fp32"
 
 
 @contextmanager
-def as_artifacts(paths: Sequence[Path], quiet: bool, device: str) -> Iterator[list[Path]]:
-    """Artifacts as they are; a checkpoint among them is exported into a folder that lives as long as the command."""
+def as_artifacts(paths: Sequence[Path], device: str) -> Iterator[list[Path]]:
+    """The artifacts; a checkpoint among `paths` is exported to a temporary folder for the length of the command."""
     from ..runtime.artifact import MANIFEST
 
     with TemporaryDirectory(prefix="diffbit-") as folder:
         found = []
         for index, path in enumerate(paths):
             if (path / MANIFEST).is_file() or not any(path.glob("*.safetensors")):
-                found.append(path)  # what is neither is told when it is opened
+                found.append(path)  # any other folder raises an error when it is opened
                 continue
             try:
                 from ..export import export_artifact
             except ModuleNotFoundError as error:
                 raise DiffbitError(
-                    f"{path}: is a checkpoint, and exporting it needs {error.name}, which is not installed: run "
-                    f"`diffbit export {path} -o ARTIFACT` where it is (pip install 'diffbit[lab]') and take ARTIFACT"
+                    f"{path}: is a checkpoint, and exporting it needs {error.name}, which is not installed: "
+                    f"{how_to_install('lab')}, or run `diffbit export {path} -o ARTIFACT` on another machine and pass "
+                    "ARTIFACT"
                 ) from None
             target = Path(folder) / str(index) / path.resolve().name
             export_artifact(path, target, dtype=dtype_for(device))
             command = f"diffbit export {path} -o FOLDER{' --device cuda' if device == 'cuda' else ''}"
-            remark(f"{path}: a checkpoint, exported for now; once and for all: {command}", quiet)
+            remark(f"{path}: exported to a temporary folder; to keep the artifact: {command}")
             found.append(target)
         yield found

@@ -1,4 +1,4 @@
-"""diffbit outliers: the largest attention logits and hidden states."""
+"""diffbit outliers: measure the largest attention logits and hidden states."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..progress import set_quiet
 from .options import Data, Field, Json, Length, MaxWindows, Quiet, TorchDevice, read_windows, torch_device
 from .output import print_json, print_table
 
@@ -20,21 +19,20 @@ EXAMPLES = ("diffbit outliers out/demo/diff_v1 out/demo/softmax --plot out/outli
 
 
 def outliers(
-    models: Annotated[list[Path], typer.Argument(help="Checkpoints, quantized or not, shown side by side.")],
+    models: Annotated[list[Path], typer.Argument(help="Checkpoints, float or quantized.")],
     data: Data = "stdlib",
     field: Field = "text",
     max_windows: MaxWindows = 32,
     length: Length = None,
-    layers: Annotated[bool, typer.Option("--layers", help="Also a row for each layer.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Write a plot per layer to this .svg or .png file.")] = None,
+    layers: Annotated[bool, typer.Option("--layers", help="Also print a row for each layer.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot of every layer to this .svg or .png file.")] = None,
     device: TorchDevice = "auto",
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """The largest attention logits and hidden states of models, as in Table 5 of arXiv 2410.05258."""
+    """Measure the largest attention logits and hidden states of models, as Table 5 of arXiv 2410.05258 does."""
     from ..evaluate.outliers import rows
 
-    set_quiet(quiet)
     reports = measure_outliers(models, read_windows(models[0], data, field, max_windows, length), device)
     if plot is not None:
         from ..evaluate import plot_outliers
@@ -49,7 +47,7 @@ def outliers(
 
 
 def measure_outliers(models: Iterable[Path], windows: Windows, device: str) -> list[OutlierReport]:
-    """The outliers of each model over the same windows of text."""
+    """The outliers of each model on the same windows of text."""
     from ..evaluate.outliers import measure
     from ..quantize import load
 

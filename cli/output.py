@@ -1,29 +1,30 @@
-"""What a command prints: results to stdout as tables or JSON, remarks and errors to stderr."""
+"""Printing: results to stdout as tables or JSON, remarks and errors to stderr."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..progress import is_quiet
+
 if TYPE_CHECKING:
     from ..runtime import Verification
 
 
-def fail(message: str) -> NoReturn:
-    """Print an error and exit with code 2."""
+def print_error(message: str) -> None:
+    """An error on stderr, also when quiet."""
     Console(stderr=True, soft_wrap=True).print(f"[red]error:[/] {escape(message)}", highlight=False)
-    raise SystemExit(2)
 
 
-def remark(message: str, quiet: bool) -> None:
+def remark(message: str) -> None:
     """A line on stderr, unless quiet."""
-    if not quiet:
+    if not is_quiet():
         Console(stderr=True, soft_wrap=True).print(escape(message), highlight=False)
 
 
@@ -33,7 +34,7 @@ def print_json(value: Any) -> None:
 
 
 def print_table(rows: Iterable[Mapping[str, Any]], title: str | None = None) -> None:
-    """Rows as a table: numbers to the right in four significant digits, the first row's keys as headings."""
+    """Rows as a table; the first row's keys are the headings, numbers are right-aligned with 4 significant digits."""
     rows = list(rows)
     table = Table(title=title, title_justify="left", header_style="bold")
     for name in rows[0] if rows else ():
@@ -42,7 +43,7 @@ def print_table(rows: Iterable[Mapping[str, Any]], title: str | None = None) -> 
         table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*(_cell(value) for value in row.values()))
-    # piped into a file, a table keeps its columns whole
+    # a table written to a file is not wrapped to 80 columns
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 

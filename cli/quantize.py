@@ -1,18 +1,27 @@
-"""diffbit quantize: a checkpoint's weights, KV cache and attention in low bits."""
+"""diffbit quantize: quantize a checkpoint's weights, KV cache and attention products."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ..errors import DiffbitError, MissingDependency
 from ..files import check_place, parse_size, write_json
-from ..progress import set_quiet
-from .options import CALIBRATION_WINDOWS, Field, Json, Length, Overwrite, Quiet, read_windows
+from .options import (
+    CALIBRATION_WINDOWS,
+    Field,
+    Json,
+    Length,
+    Overwrite,
+    Quiet,
+    complete_format,
+    complete_method,
+    read_windows,
+)
 from .output import attention_name, print_json, print_table, remark
 
 if TYPE_CHECKING:
@@ -39,24 +48,42 @@ def _list_methods(wanted: bool) -> None:
         raise typer.Exit
 
 
-Model = Annotated[Path, typer.Argument(help="A checkpoint folder: HF diffllama or llama, or diffbit's own.")]
-Output = Annotated[Path, typer.Option("--output", "-o", help="Folder for the quantized checkpoint.")]
+def _complete_kv(incomplete: str) -> list[str]:
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{name}" for name in ("fp16", "int8", "int4", "int2", "none") if name.startswith(last)]
+
+
+Model = Annotated[
+    Path, typer.Argument(help="Checkpoint folder: Hugging Face diffllama or llama, or written by diffbit.")
+]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Output folder for the quantized checkpoint.")]
 Weights = Annotated[
-    str | None, typer.Option(help="int8, int4_g32, int4_g128_asym, int3_g64, int2_g64, nf4, ternary, ..., or none.")
+    str | None,
+    typer.Option(
+        metavar="FORMAT",
+        autocompletion=complete_format,
+        help="Weight format: int8, int4_g32, int4_g128_asym, int3_g64, int2_g64, nf4, ternary, ..., or none (float).",
+    ),
 ]
 Override = Annotated[
-    list[str] | None, typer.Option(help="GLOB=FORMAT or GLOB=none for the modules it names; may be repeated.")
+    list[str] | None,
+    typer.Option(metavar="GLOB=FORMAT", help="Another format for the modules whose names match GLOB; repeatable."),
 ]
 Activations = Annotated[
-    str | None, typer.Option(help="int8: activations too, a scale per token; int4: of ternary layers.")
+    Literal["int8", "int4"] | None,
+    typer.Option(help="Quantize activations too, with a scale per token; int4 needs ternary weights."),
 ]
 KvCache = Annotated[
     str | None,
-    typer.Option(help="The KV cache's numbers: fp16, int8, int4 or int2; int8,int4 for keys, values; none is float."),
+    typer.Option(
+        metavar="FORMAT",
+        autocompletion=_complete_kv,
+        help="KV cache format: fp16, int8, int4, int2 or none (float); two formats are for keys and values: int8,int4.",
+    ),
 ]
 Qk = Annotated[
-    str | None,
-    typer.Option(help="int8 or int4: queries too, and q k^T is a product of integers; keys get no more bits."),
+    Literal["int8", "int4", "none"] | None,
+    typer.Option(help="Quantize queries too and multiply them with the keys as integers; keys get no more bits."),
 ]
 Logits = Annotated[
     int | None,
@@ -64,47 +91,59 @@ Logits = Annotated[
 ]
 KvWindow = Annotated[
     int | None,
-    typer.Option(help="Recent tokens, at least, that an int4 or int2 cache leaves float16; default: 32."),
+    typer.Option(help="Residual window: recent tokens that an int4 or int2 cache keeps in float16; default: 32."),
 ]
 SchemeFile = Annotated[
-    Path | None, typer.Option("--scheme", help="A .json or .toml file with the whole scheme instead.")
+    Path | None, typer.Option("--scheme", help="Read the whole scheme from a .json or .toml file instead.")
 ]
 TargetBits = Annotated[
     float | None,
     typer.Option(
-        help="Mixed precision: choose each linear layer's format so that they take this many bits a weight on "
-        "average, scales included (and those that stay float, but for the head and lambda), and lose the least."
+        help="Mixed precision: choose the format of each linear layer so that they take this many bits per weight on "
+        "average, scales included, at the lowest loss. The head and lambda layers do not count if they stay float."
     ),
 ]
 TargetSize = Annotated[
     str | None,
-    typer.Option(help="The same for all tensors of the model in a file: 40MB, 40MiB, 1.2GB, ..."),
+    typer.Option(metavar="SIZE", help="Mixed precision for a total size of the model: 40MB, 40MiB, 1.2GB, ..."),
 ]
 Candidates = Annotated[
     str | None,
     typer.Option(
-        help="Formats to choose from, as in int3_g64,int4_g128,none (float); default: of 2 to 8 bits, and none."
+        metavar="FORMATS",
+        help="Formats that mixed precision chooses from, such as int3_g64,int4_g128,none (none is float); default: "
+        "from 2 to 8 bits, and none.",
     ),
 ]
 MethodName = Annotated[
-    str, typer.Option(help="How weights are rounded: methods joined by +, such as gptq or rotate+gptq.")
+    str,
+    typer.Option(
+        metavar="METHOD",
+        autocompletion=complete_method,
+        help="Quantization method, or several joined by +: gptq, rotate+gptq, ...; see --list-methods.",
+    ),
 ]
 ListMethods = Annotated[
-    bool, typer.Option("--list-methods", is_eager=True, callback=_list_methods, help="Show what --method takes.")
+    bool, typer.Option("--list-methods", is_eager=True, callback=_list_methods, help="List the methods and exit.")
 ]
 Calibrate = Annotated[
     str | None,
     typer.Option(
-        help="Text to calibrate the method on, and to measure each layer's output error on: 'stdlib', a file, a "
-        "folder, hf:NAME; default: stdlib where the method needs text, or a target is given, else none."
+        metavar="TEXT",
+        help="Calibration text, as for --data of other commands; each layer's output error is measured on it, too. "
+        "Default: stdlib if the method or a target needs text, else none.",
     ),
 ]
 CalibrationWindows = Annotated[
     int | None,
-    typer.Option("--max-windows", help="Windows of that text at most; default: 128, or 16 where they only measure."),
+    typer.Option(
+        "--max-windows", help="Maximum number of windows of text; default: 128, or 16 if it only measures errors."
+    ),
 ]
-Layers = Annotated[bool, typer.Option("--layers", help="A row for each weight, not for each kind of weight.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with such a run that was interrupted, if there is one.")]
+Layers = Annotated[
+    bool, typer.Option("--layers", help="Print a row for each weight, not for all q_proj, all down_proj, ...")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run, if there is one.")]
 
 
 def quantize(
@@ -133,28 +172,26 @@ def quantize(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Quantize a checkpoint's weights, layer by layer, its KV cache and attention, or all of them.
+    """Quantize a checkpoint: its weights layer by layer, its KV cache, its attention products.
 
-    Embeddings, head, norms and lambda stay unless overridden.
+    Embeddings, head, norms and lambda stay float unless --override names them.
     """
     from ..quantize import parse_recipe, quantize_checkpoint
 
-    set_quiet(quiet)
     calibrated = parse_recipe(method).calibrated
     mixed = target_bits is not None or target_size is not None
     if mixed and (weights is not None or scheme_file is not None):
         raise DiffbitError(
-            "a target chooses the formats itself; leave out --weights and --scheme (--override may stay)"
+            "--target-bits and --target-size choose the formats; leave out --weights and --scheme (--override may stay)"
         )
     if candidates is not None and not mixed:
-        raise DiffbitError("--candidates are chosen from for a target; pass --target-bits or --target-size too")
+        raise DiffbitError("--candidates needs --target-bits or --target-size")
     scheme = _scheme(scheme_file, weights, override, activations, kv, qk, logits, kv_window, mixed)
     if calibrate is None and (calibrated or mixed):
         calibrate = "stdlib"
         remark(
-            f"{method if calibrated else 'the choice of formats'} is calibrated on {calibrate}, the text of Python's "
-            "standard library; pass --calibrate with text of the kind that the model is for",
-            quiet,
+            f"{method if calibrated else 'the choice of formats'} is calibrated on stdlib, the Python standard "
+            "library; with --calibrate, pass text like that which the model is used for"
         )
     text = None
     if calibrate is not None:
@@ -163,7 +200,7 @@ def quantize(
     plan = None
     if mixed:
         assert text is not None
-        check_place(output, overwrite=overwrite)  # better refused now than after the measuring
+        check_place(output, overwrite=overwrite)  # before the time is spent on measuring
         plan = _plan(model, target_bits, target_size, scheme, candidates, method, text)
         scheme = plan.scheme
     report = quantize_checkpoint(
@@ -177,13 +214,13 @@ def quantize(
         overwrite=overwrite,
         resume=resume,
     )
-    values = _write(report, plan, output, quiet)
+    values = _write(report, plan, output)
     for warning in report.warnings:
-        remark(f"warning: {warning}", quiet)
+        remark(f"warning: {warning}")
     if as_json:
         print_json({"output": str(output), **values})
     else:
-        _show(report, plan, output, layers, quiet)
+        _show(report, plan, output, layers)
 
 
 def _scheme(
@@ -197,15 +234,15 @@ def _scheme(
     kv_window: int | None,
     mixed: bool,
 ) -> Scheme:
-    """The scheme of the options, or of the file; one with a target may leave the weights' formats open."""
+    """The scheme in the file, or in the options; with mixed precision the weights' formats are chosen later."""
     from ..quantize import Scheme, parse_format, parse_override
 
     options = (weights, override, activations, kv, qk, logits, kv_window)
     if file is not None:
         if any(option is not None for option in options):
             raise DiffbitError(
-                "--scheme holds the whole scheme; leave out --weights, --override, --activations, --kv, --qk, "
-                "--logits and --kv-window"
+                "--scheme replaces the options of a scheme; leave out --weights, --override, --activations, --kv, "
+                "--qk, --logits and --kv-window"
             )
         return Scheme.from_file(file)
     if all(option in (None, "none") for option in (weights, kv, qk, logits)) and not override and not mixed:
@@ -230,7 +267,7 @@ def _attention(kv: str | None, qk: str | None, logits: int | None, window: int |
     found = AttentionScheme(**chosen)
     if window is not None and not found.has_window:
         raise DiffbitError(
-            "--kv-window leaves tokens of an int4 or int2 cache float16; pass --kv int4, or leave it out"
+            "--kv-window applies to an int4 or int2 cache only; pass --kv int4 or --kv int2, or leave --kv-window out"
         )
     return found
 
@@ -247,7 +284,7 @@ def _plan(
     from ..quantize.mixed import CANDIDATES, plan
 
     if bits is not None and size is not None:
-        raise DiffbitError("--target-bits and --target-size are two targets; pass one of them")
+        raise DiffbitError("--target-bits and --target-size exclude each other; pass one of them")
     return plan(
         model,
         bits=bits,
@@ -260,66 +297,65 @@ def _plan(
     )
 
 
-def _write(report: Report, plan: Plan | None, output: Path, quiet: bool) -> dict[str, Any]:
-    """Put the report, and with a target its plan, into the checkpoint's folder; return what was written."""
+def _write(report: Report, plan: Plan | None, output: Path) -> dict[str, Any]:
+    """Write the report, and the plan of mixed precision, into the checkpoint's folder; return them as JSON."""
     values = report.to_dict()
     if plan is not None:
         values |= {"mixed": plan.to_dict()}
-        _draw_plan(values["mixed"], output / "mixed.svg", quiet)
+        _draw_plan(values["mixed"], output / "mixed.svg")
         plan.scheme.to_file(output / "scheme.toml")
     write_json(output / LAYER_ERRORS, values)
     return values
 
 
-def _draw_plan(plan: Mapping[str, Any], path: Path, quiet: bool) -> None:
+def _draw_plan(plan: Mapping[str, Any], path: Path) -> None:
     from ..evaluate import plot_plan
 
     try:
         plot_plan(plan, path)
     except MissingDependency as error:
-        remark(f"no plot: {error}", quiet)
+        remark(f"no plot: {error}")
 
 
-def _show(report: Report, plan: Plan | None, output: Path, each: bool, quiet: bool) -> None:
-    """Tables of the weights, the plan and the KV cache, and what the whole model takes."""
+def _show(report: Report, plan: Plan | None, output: Path, each: bool) -> None:
+    """Print tables of the weights, the plan and the KV cache, and the size of the whole model."""
     if report.weights:
         print_table(_weight_rows(report.weights, each))
     if plan is not None:
-        print_table(_plan_rows(plan), title="what each layer pays")
-        remark(_plan_words(plan, output), quiet)
+        print_table(_plan_rows(plan), title="error of each layer")
+        remark(_plan_summary(plan, output))
     before, after = report.before, report.after
     if attention := report.scheme.attention.to_dict():
         print_table(
             {
                 "KV cache": name,
-                "bytes for 1000 tokens": size.kv_bytes_per_1k_tokens,
-                "and for recent ones": size.kv_fixed_bytes,
+                "bytes per 1000 tokens": size.kv_bytes_per_1k_tokens,
+                "bytes of the residual window": size.kv_fixed_bytes,
             }
             for name, size in (("before", before), (attention_name(attention), after))
         )
     remark(
-        f"{output}: {after.nbytes / 1e6:,.2f} MB, {after.bits_per_weight:.2f} bits a weight over the whole model "
-        f"(before: {before.nbytes / 1e6:,.2f} MB, {before.bits_per_weight:.2f})",
-        quiet,
+        f"{output}: {after.nbytes / 1e6:,.2f} MB, {after.bits_per_weight:.2f} bits per weight over the whole model "
+        f"(before: {before.nbytes / 1e6:,.2f} MB, {before.bits_per_weight:.2f})"
     )
 
 
 def _weight_rows(weights: Iterable[WeightReport], each: bool) -> list[dict[str, Any]]:
-    """A row per quantized weight, or per kind of weight (q_proj, down_proj, ...) with its mean and its worst layer."""
+    """A row per quantized weight, or per module name (q_proj, down_proj, ...) with the mean and the worst layer."""
 
     def percent(value: float | None) -> str:
         return "-" if value is None else f"{value:.2%}"
 
-    kinds: dict[tuple[str, str], list[WeightReport]] = {}
+    groups: dict[tuple[str, str], list[WeightReport]] = {}
     for weight in weights:
-        kinds.setdefault((weight.name if each else weight.name.rpartition(".")[2], weight.format), []).append(weight)
+        groups.setdefault((weight.name if each else weight.name.rpartition(".")[2], weight.format), []).append(weight)
     rows = []
-    for (kind, format), group in kinds.items():
+    for (name, format), group in groups.items():
         outputs = [weight.output_error for weight in group if weight.output_error is not None]
         losses = [weight.proxy_loss for weight in group if weight.proxy_loss is not None]
         worst = max(group, key=lambda weight: weight.output_error or weight.weight_error)
         row: dict[str, Any] = {
-            "weight": kind,
+            "weight": name,
             "format": format,
             "weight error": percent(sum(weight.weight_error for weight in group) / len(group)),
             "output error": percent(sum(outputs) / len(outputs) if outputs else None),
@@ -335,7 +371,7 @@ def _weight_rows(weights: Iterable[WeightReport], each: bool) -> list[dict[str, 
 
 
 def _plan_rows(plan: Plan) -> list[dict[str, Any]]:
-    """A row per layer: its format, what it loses by it, and what the next smaller and larger one would change."""
+    """A row per layer: its format and loss, and what the next smaller and the next larger format would change."""
 
     def change(layer: LayerPlan, larger: bool) -> str:
         name = layer.beside(larger)
@@ -356,13 +392,13 @@ def _plan_rows(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def _plan_words(plan: Plan, output: Path) -> str:
+def _plan_summary(plan: Plan, output: Path) -> str:
     most = sorted(plan.layers, key=lambda layer: layer.loss, reverse=True)[:3]
     names = ", ".join(f"{layer.name.removeprefix('model.')} ({layer.format})" for layer in most)
-    gap = f"; a better choice could promise {plan.gap:.1e} less at most" if plan.gap else ""
-    stand_in = "" if plan.stand_in is None else f"; losses by {plan.stand_in}, which stands in for {plan.method}"
+    gap = f", at most {plan.gap:.1e} above the optimum" if plan.gap else ""
+    stand_in = "" if plan.stand_in is None else f"; losses measured with {plan.stand_in} in place of {plan.method}"
     return (
-        f"{plan.bits_per_weight:.3f} bits a weight over the linear layers; KL from the float model {plan.measured:.4g} "
-        f"nats a token on {plan.tokens:,} tokens of calibration text ({plan.predicted:.4g} predicted{gap}{stand_in}); "
-        f"the layers that pay most: {names}; the scheme, for --scheme: {output / 'scheme.toml'}"
+        f"{plan.bits_per_weight:.3f} bits per weight over the linear layers; KL from the float model "
+        f"{plan.measured:.4g} nats per token on {plan.tokens:,} tokens of calibration text ({plan.predicted:.4g} "
+        f"predicted{gap}{stand_in}); most sensitive layers: {names}; the scheme is in {output / 'scheme.toml'}"
     )

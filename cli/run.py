@@ -1,4 +1,4 @@
-"""diffbit run: continue a prompt."""
+"""diffbit run: generate text."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import DiffbitError
-from ..progress import set_quiet
 from .options import Device, Json, NoNative, Quiet, Threads, as_artifacts
-from .output import print_json, remark
+from .output import print_error, print_json, remark
 
 if TYPE_CHECKING:
     from ..runtime import Generation
@@ -23,36 +22,46 @@ EXAMPLES = (
 
 
 def run(
-    artifact: Annotated[Path, typer.Argument(help="Folder made by `diffbit export`, or a checkpoint (needs torch).")],
-    prompt: Annotated[str | None, typer.Argument(help="Text to continue; - or nothing reads it from stdin.")] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Tokens to generate at most.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token; higher is more varied.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Draw from the k most likely tokens; 0 is all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw from the most likely tokens that together weigh this much.")] = 1.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes tokens seen before less likely.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="The same seed draws the same text.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the generation; may be repeated.")] = None,
-    interactive: Annotated[bool, typer.Option("--interactive", "-i", help="Ask for prompts until Ctrl-D.")] = False,
+    artifact: Annotated[
+        Path, typer.Argument(help="Folder written by `diffbit export`, or a checkpoint (needs torch).")
+    ],
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; with - or without it, stdin is read.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum number of tokens to generate.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: always the most likely token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0: from all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the most likely tokens whose probabilities add up to this.")
+    ] = 1.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1: tokens that have occurred become less likely.")
+    ] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Random seed; default: another one each time.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop when this text has been generated; repeatable.")] = None,
+    interactive: Annotated[
+        bool, typer.Option("--interactive", "-i", help="Ask for prompts until the end of input (Ctrl-D).")
+    ] = False,
     threads: Threads = None,
     device: Device = "cpu",
     no_native: NoNative = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Continue a prompt with an artifact on ONNX Runtime; needs no torch. The text goes to stdout, speed to stderr."""
+    """Generate text from a prompt with ONNX Runtime; an artifact needs no torch.
+
+    The text goes to stdout, the speed to stderr.
+    """
     from ..runtime import Sampler, Session, Tokenizer, generate, slowdowns
 
-    set_quiet(quiet)
     if interactive and (prompt is not None or as_json):
-        raise DiffbitError("--interactive asks for its prompts itself and prints text; leave out the prompt and --json")
+        raise DiffbitError("--interactive asks for prompts and prints text; leave out the prompt and --json")
     if sys.stdin is None and (interactive or prompt in (None, "-")):
-        raise DiffbitError("the prompt is to come from stdin, which is closed; pass it as an argument")
+        raise DiffbitError("there is no prompt and stdin is closed; pass the prompt as an argument")
     sampler = Sampler(temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed)
-    with as_artifacts([artifact], quiet, device) as (opened,):
+    with as_artifacts([artifact], device) as (opened,):
         session = Session(opened, device, threads, not no_native)
         tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))
         for sentence in slowdowns(session.artifact, device) if not no_native else ():
-            remark(sentence, quiet)
+            remark(sentence)
 
         def answer(text: str) -> None:
             result = generate(
@@ -63,12 +72,12 @@ def run(
                 print_json({"prompt": text, **vars(result)})
             else:
                 print()
-            remark(_speed(result), quiet)
+            remark(_speed(result))
 
         if not interactive:
             answer(sys.stdin.read() if prompt in (None, "-") else str(prompt))
             return
-        remark(f"{session.artifact.name}: type a prompt and press return; end of input (Ctrl-D) leaves", quiet)
+        remark(f"{session.artifact.name}: type a prompt and press return; Ctrl-D ends")
         while True:
             try:
                 text = input("> " if sys.stdin.isatty() else "")
@@ -76,8 +85,8 @@ def run(
                 return
             try:
                 answer(text)
-            except DiffbitError as error:  # this prompt's fault; the next may do
-                remark(f"error: {error}", quiet=False)
+            except DiffbitError as error:  # of this prompt, such as one too long; go on with the next
+                print_error(str(error))
 
 
 def _show(text: str) -> None:
@@ -88,5 +97,5 @@ def _speed(result: Generation) -> str:
     speed = f", {result.tokens_per_s:.1f} tokens/s" if result.tokens_per_s else ""
     return (
         f"{result.prompt_tokens} prompt tokens, first token after {1000 * result.time_to_first_token_s:.0f} ms; "
-        f"{len(result.token_ids)} tokens{speed}; ended by {result.finish_reason}"
+        f"{len(result.token_ids)} tokens{speed}; stopped by {result.finish_reason}"
     )

@@ -1,18 +1,22 @@
-"""diffbit train: a model from text, in float or in low bits."""
+"""diffbit train: train a model, in float or with quantization-aware training."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from ..progress import set_quiet
-from .options import Data, Field, Json, Quiet, Seed, TorchDevice
+from .options import Data, Field, Json, Quiet, Seed, TorchDevice, complete_attention, complete_format
 from .output import print_json, print_table
 
-EXAMPLES = ("diffbit train --preset tiny --attention diff_v1 --steps 300 -o out/diff_v1",)
+EXAMPLES = (
+    "diffbit train --preset tiny --attention diff_v1 --steps 300 -o out/diff_v1",
+    "diffbit train --preset tiny --qat ternary -o out/b158",
+    "diffbit train --init out/demo/diff_v1 --qat ternary --distill out/demo/diff_v1 --steps 300 -o out/b158-distilled",
+    "torchrun --nproc-per-node 8 -m diffbit train --preset base --attention diff_v1 -o out/base",
+)
 
 
 def _list_presets(wanted: bool) -> None:
@@ -23,71 +27,90 @@ def _list_presets(wanted: bool) -> None:
         raise typer.Exit
 
 
-Output = Annotated[Path, typer.Option("--output", "-o", help="Folder of the run, and of the model it ends in.")]
-Preset = Annotated[str, typer.Option(help="pico, tiny, nano, small or base; see --list-presets.")]
-Attention = Annotated[
-    str | None, typer.Option(help="A variant, such as softmax, diff_v1 or diff_v2; default: diff_v1, or --init's.")
+Output = Annotated[Path, typer.Option("--output", "-o", help="Output folder: the model, its log and checkpoints.")]
+Preset = Annotated[
+    Literal["tiny", "pico", "nano", "small", "base"],
+    typer.Option(help="Model size and training recipe; see --list-presets."),
 ]
-Init = Annotated[Path | None, typer.Option(help="A checkpoint to start from: its weights, its sizes, its tokenizer.")]
+Attention = Annotated[
+    str | None,
+    typer.Option(
+        metavar="VARIANT",
+        autocompletion=complete_attention,
+        help="Attention variant: diff_v1, diff_v2, softmax, ...; default: diff_v1, or that of --init.",
+    ),
+]
+Init = Annotated[Path | None, typer.Option(help="Checkpoint to start from: its weights, sizes and tokenizer.")]
 Context = Annotated[
-    int | None, typer.Option(help="Tokens of a row and of the model's context; default: the preset's, or --init's.")
+    int | None,
+    typer.Option(
+        help="Context length in tokens, of the model and its training rows; default: the preset's or --init's."
+    ),
 ]
 TokenizerFile = Annotated[
-    Path | None, typer.Option(help="A tokenizer.json or a folder that holds one; default: train one on the data.")
+    Path | None, typer.Option(help="A tokenizer.json or a folder with one; default: train a tokenizer on the data.")
 ]
 Qat = Annotated[
     str | None,
     typer.Option(
-        help="Train for a format that the linear layers compute in, and end in a quantized model: ternary (BitNet "
-        "b1.58), int4_g128, int2_g64, ...; its float weights lie in OUTPUT/master.",
+        metavar="FORMAT",
+        autocompletion=complete_format,
+        help="Quantization-aware training for a weight format: ternary (BitNet b1.58), int4_g128, int2_g64, ... The "
+        "result is a quantized checkpoint; OUTPUT/master keeps the float weights.",
     ),
 ]
 Activations = Annotated[
-    str, typer.Option(help="With --qat ternary: int8, or int4 behind a Hadamard transform (BitNet v2).")
+    Literal["int8", "int4"],
+    typer.Option(help="Activation format for --qat ternary; int4 applies a Hadamard transform first (BitNet v2)."),
 ]
 Distill = Annotated[
     Path | None,
     typer.Option(
-        help="A teacher: a checkpoint, float or quantized, of the same tokenizer, whose predictions are learned from "
-        "beside the text (BitDistill)."
+        help="Teacher: a checkpoint, float or quantized, with the same tokenizer. Its predictions are additional "
+        "training targets (BitDistill)."
     ),
 ]
 DistillWeight = Annotated[
-    float | None, typer.Option(help="With --distill: weight of the teacher's predictions; the text's is 1.")
+    float | None,
+    typer.Option(help="Loss weight of the teacher's predictions; the loss on the text has weight 1. Default: 100."),
 ]
-Mlp = Annotated[str | None, typer.Option(help="swiglu or relu2; default: swiglu, or --init's.")]
+Mlp = Annotated[str | None, typer.Option(metavar="MLP", help="swiglu or relu2; default: swiglu, or that of --init.")]
 SubNorms = Annotated[
     bool | None,
     typer.Option(
         "--sub-norms/--no-sub-norms",
-        help="Norms before o_proj and down_proj, put into --init's model if it has none; default: --init's, or "
-        "with --qat ternary.",
+        help="Norms before o_proj and down_proj (BitNet), added to the model of --init if it has none; default: on "
+        "for --qat ternary, else as in --init.",
     ),
 ]
 Needles = Annotated[
-    float, typer.Option(help="Share of the rows that have key-value needles laid into their text and asked for.")
+    float, typer.Option(help="Fraction of the training rows that contain key-value needles and queries for them.")
 ]
-Steps = Annotated[int | None, typer.Option(help="Steps; default: the preset's.")]
-BatchSize = Annotated[int | None, typer.Option(help="Rows in a step; default: the preset's.")]
-Accumulate = Annotated[int | None, typer.Option(help="Forward passes summed up before a step.")]
+Steps = Annotated[int | None, typer.Option(help="Training steps; default: the preset's.")]
+BatchSize = Annotated[int | None, typer.Option(help="Rows in a forward pass of one process; default: the preset's.")]
+Accumulate = Annotated[
+    int | None, typer.Option(help="Forward passes in a step (gradient accumulation); default: the preset's.")
+]
 LearningRate = Annotated[
     float | None,
-    typer.Option(help="At its highest; default: the preset's, with --qat another (doubled, or less from --init)."),
+    typer.Option(help="Peak learning rate; default: the preset's, higher for --qat ternary, lower for --qat --init."),
 ]
 Schedule = Annotated[
-    str | None,
-    typer.Option(help="cosine or two_stage (BitNet's); default: two_stage for --qat ternary from fresh weights."),
+    Literal["cosine", "two_stage"] | None,
+    typer.Option(help="Learning rate schedule; default: cosine, two_stage (BitNet) for --qat ternary without --init."),
 ]
-EvalEvery = Annotated[int, typer.Option(help="Steps between evaluations; 0: at the end only.")]
-CheckpointEvery = Annotated[int, typer.Option(help="Steps between checkpoints to resume from; 0: none.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in OUTPUT.")]
-Compile = Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")]
+EvalEvery = Annotated[int, typer.Option(help="Steps between evaluations; 0: evaluate at the end only.")]
+CheckpointEvery = Annotated[int, typer.Option(help="Steps between checkpoints for --resume; 0: no checkpoints.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in the output folder.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")]
 Precision = Annotated[
-    str, typer.Option(help="fp32 or bf16 (autocast; weights stay fp32); auto: bf16 on a GPU, fp32 on a CPU.")
+    Literal["auto", "fp32", "bf16"],
+    typer.Option(help="Precision of the forward pass; bf16 keeps fp32 weights; auto: bf16 on a GPU, fp32 on a CPU."),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Start anew: the run that is in OUTPUT is lost.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete the run in the output folder and start again.")]
 ListPresets = Annotated[
-    bool, typer.Option("--list-presets", is_eager=True, callback=_list_presets, help="Show the presets' sizes.")
+    bool,
+    typer.Option("--list-presets", is_eager=True, callback=_list_presets, help="List the presets and exit."),
 ]
 
 
@@ -124,21 +147,14 @@ def train(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train a model: DIFF version 1 or 2, or the plain Transformer of equal size that sees the same batches.
+    """Train a Differential Transformer, or a plain Transformer of equal size.
 
-    Under torchrun every process takes its share of each batch:
-    torchrun --nproc-per-node 8 -m diffbit train --preset base --attention diff_v1 -o out/base
-
-    A ternary model, from training to a device: diffbit train --qat ternary -o out/b158, diffbit export out/b158 -o
-    out/artifact, diffbit run out/artifact
-
-    The same from a trained model, which is its own teacher: diffbit train --init out/float --qat ternary --distill
-    out/float -o out/b158
+    Runs with the same preset, data and seed see the same batches, whatever their attention. Under torchrun each
+    process trains on its share of every batch.
     """
     from ..train import train as run_training
     from ..train import train_config
 
-    set_quiet(quiet)
     changes: dict[str, Any] = dict(context=context, init=init, mlp=mlp, sub_norms=sub_norms)
     changes |= dict(source=data, field=field, tokenizer=tokenizer, needles=needles)
     changes |= dict(qat=qat, activations=activations)
@@ -151,7 +167,7 @@ def train(
     given |= {name: str(value) for name, value in given.items() if isinstance(value, Path)}
     config = train_config(preset, attention, **given)
     result = run_training(config, output, resume=resume, overwrite=overwrite)
-    if os.environ.get("RANK", "0") != "0":  # under torchrun one process speaks for all
+    if os.environ.get("RANK", "0") != "0":  # under torchrun one process reports
         return
     row = {
         "model": str(result.path),

@@ -1,4 +1,4 @@
-"""diffbit verify: does an artifact compute what it should?"""
+"""diffbit verify: check an artifact on this device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import DiffbitError
-from ..progress import set_quiet
 from .options import Data, Device, Field, Json, Length, MaxWindows, NoNative, Quiet, Threads
 from .output import check_rows, print_json, print_table
 
@@ -25,16 +24,16 @@ EXAMPLES = (
 
 
 def verify(
-    artifact: Annotated[Path, typer.Argument(help="Folder made by `diffbit export`.")],
+    artifact: Annotated[Path, typer.Argument(help="Folder written by `diffbit export`.")],
     checkpoint: Annotated[
-        Path | None, typer.Option(help="Also compare the logits over text with this checkpoint's, in torch.")
+        Path | None, typer.Option(help="Also compare the logits on text with those of this checkpoint in torch.")
     ] = None,
     tokens: Annotated[
         int,
         typer.Option(
             min=0,
-            help="With --checkpoint: also generate so many tokens with both, greedily, after the beginning of each "
-            "window, and tell where they part.",
+            help="With --checkpoint: also generate this many tokens with both, greedily, from the beginning of each "
+            "window, and report where they differ.",
         ),
     ] = 0,
     data: Data = "stdlib",
@@ -47,13 +46,15 @@ def verify(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Check an artifact on this device: its files' hashes and the golden prompt's logits. Exit code 2 if it fails."""
+    """Check an artifact on this device: the hashes of its files, and the logits of its golden prompt.
+
+    The exit code is 2 if a check fails.
+    """
     from ..runtime import Session
     from ..runtime import verify as verify_artifact
 
-    set_quiet(quiet)
     if tokens and checkpoint is None:
-        raise DiffbitError("--tokens compares with a checkpoint's tokens; pass one with --checkpoint")
+        raise DiffbitError("--tokens needs --checkpoint")
     result = verify_artifact(artifact, device, threads, not no_native)
     rows = check_rows(result)
     report: dict[str, Any] = {"artifact": str(artifact), "device": device, "native": result.native}
@@ -65,17 +66,19 @@ def verify(
     if as_json:
         print_json(report)
     else:
-        print_table(rows, title=f"{artifact} on {device}, {'native kernels' if result.native else 'portable bodies'}")
+        print_table(
+            rows, title=f"{artifact} on {device}, {'native kernels' if result.native else 'portable ONNX functions'}"
+        )
         if "checkpoint" in report:
             print_table([report["checkpoint"]], title=f"against {checkpoint}")
         if "greedy" in report:
             differences = report["greedy"].pop("differences")
             print_table([report["greedy"]], title="greedy tokens")
             if differences:
-                print_table(differences, title="where they part")
+                print_table(differences, title="where they differ")
     if not report["passed"]:
         failed = [f"{check.name}: {check.detail}" for check in result.failures]
-        raise DiffbitError("; ".join(failed) or f"{artifact}: does not compute what {checkpoint} does; see above")
+        raise DiffbitError("; ".join(failed) or f"{artifact}: its outputs differ from those of {checkpoint}; see above")
 
 
 def _compare(
@@ -88,7 +91,7 @@ def _compare(
     length: int | None,
     tokens: int,
 ) -> dict[str, Any]:
-    """Against torch: under "checkpoint" the artifact's logits over text, under "greedy" the tokens that follow it."""
+    """The comparison with torch: "checkpoint" of the logits on text, "greedy" of the tokens generated after it."""
     from ..calib_data import eval_windows
     from ..export import compare_greedy_tokens, compare_with_checkpoint
 

@@ -1,19 +1,23 @@
 """Errors that a user can act on.
 
-Every room raises `DiffbitError` for bad input (a file, a tensor, an option): one sentence that says what
-was found, what was wanted and what to do. The command line prints it and exits with 2; a traceback means a
-defect of diffbit.
+The library raises `DiffbitError` for bad input (a file, a tensor, an option): one sentence that says what was found,
+what was wanted and what to do. The command line prints it and exits with code 2; a traceback is a bug in diffbit.
 """
 
 from __future__ import annotations
 
 
 class DiffbitError(Exception):
-    """Bad input or an impossible request, told in one sentence."""
+    """Bad input or an impossible request, in one sentence."""
 
 
 class MissingDependency(DiffbitError):
-    """An optional package is not installed; the message names the extra that brings it."""
+    """An optional package is not installed; the message names the extra that installs it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs {package}, which is not installed: pip install 'diffbit[{extra}]'")
+        super().__init__(f"{purpose} needs {package}, which is not installed: {how_to_install(extra)}")
+
+
+def how_to_install(extra: str) -> str:
+    """The command that installs an extra. diffbit is not on PyPI, so it is installed from a clone."""
+    return f"pip install '.[{extra}]' in a clone of diffbit"

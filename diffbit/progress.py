@@ -1,6 +1,7 @@
-"""Progress of long work, on stderr, and one switch that silences it.
+"""Progress of long work, on stderr.
 
-A terminal gets a bar; a log file gets a line now and then, so that a long run shows that it lives.
+A terminal shows a bar with the time left. A log file gets a line every LINE_EVERY seconds, such as "quantizing:
+layers.3.mlp.up_proj, 75%, about 6 s left", so work that takes less time logs nothing. `set_quiet` silences both.
 """
 
 from __future__ import annotations
@@ -8,64 +9,65 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sized
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 T = TypeVar("T")
-LINE_EVERY = 15.0  # seconds between lines where stderr is no terminal
+LINE_EVERY = 15.0
 _quiet = False
 
 
-def set_quiet(quiet: bool) -> None:
-    """Silence (or restore) every progress bar of this process."""
+def set_quiet(quiet: bool) -> bool:
+    """Silence (or restore) every progress bar and remark of this process; returns `quiet`."""
     global _quiet
     _quiet = quiet
+    return quiet
+
+
+def is_quiet() -> bool:
+    return _quiet
 
 
 class Progress:
     """`with Progress("quantizing", 1.0) as bar: bar.to(0.3, "layers.3.mlp.up_proj")`.
 
-    total: a whole number is a count of things, shown as such; any other number is a share, shown in percent; None is
-    a count that nobody knows. begin: how far the work was when this process took it up.
+    total: an int is a number of items, shown as "3 of 12"; a float is shown as a percentage; None: the number of items
+    is unknown. begin: what an earlier, interrupted run has finished.
     """
 
     def __init__(self, description: str, total: float | None = None, begin: float = 0) -> None:
-        self.description = description
-        self.total = total
-        self.begin = begin
-        self._bar: Any = None
+        from rich import progress
+        from rich.console import Console
+
+        self.description, self.total, self.begin = description, total, begin
+        terminal = sys.stderr.isatty()
+        self._logs = not terminal and not _quiet
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.TaskProgressColumn() if isinstance(total, float) else progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(elapsed_when_finished=True),
+            console=Console(stderr=True),
+            transient=True,
+            disable=_quiet or not terminal,
+            speed_estimate_period=float("inf"),  # an item may take longer than rich's half minute
+        )
+        self._task = self._bar.add_task(description, total=total)
+        self._bar.update(self._task, completed=begin)
+        self._started = self._logged = time.monotonic()
 
     def __enter__(self) -> Self:
-        self._started = self._said = time.monotonic()
-        if not _quiet and sys.stderr.isatty():
-            from rich import progress
-            from rich.console import Console
-
-            count = progress.TaskProgressColumn() if isinstance(self.total, float) else progress.MofNCompleteColumn()
-            columns = (
-                progress.TextColumn("{task.description}"),
-                progress.BarColumn(),
-                count,
-                progress.TimeElapsedColumn(),
-                progress.TimeRemainingColumn(elapsed_when_finished=True),
-            )
-            self._bar = progress.Progress(*columns, console=Console(stderr=True), transient=True)
-            self._bar.start()
-            self._task = self._bar.add_task(self.description, total=self.total, completed=self.begin)
+        self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
 
     def to(self, done: float, at: str = "") -> None:
-        """So much is done; `at`: what is next or at hand."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, description=f"{self.description} {at}".rstrip())
-        elif not _quiet and (now := time.monotonic()) - self._said >= LINE_EVERY:
-            self._said = now
+        """`done` of the total is finished; `at` names the current item."""
+        self._bar.update(self._task, completed=done, description=f"{self.description} {at}".rstrip())
+        if self._logs and (now := time.monotonic()) - self._logged >= LINE_EVERY:
+            self._logged = now
             print(self._line(done, at, now - self._started), file=sys.stderr, flush=True)
 
     def _line(self, done: float, at: str, seconds: float) -> str:
@@ -79,7 +81,7 @@ class Progress:
 
 
 def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
-    """Iterate over `items` and show how far it is; `total` is how many there are, where `items` has no length."""
+    """Iterate over `items` and show the progress; total: their number, where `items` has no length."""
     if total is None and isinstance(items, Sized):
         total = len(items)
     with Progress(description, total) as bar:
