@@ -29,7 +29,7 @@ def _list_presets(wanted: bool) -> None:
 
 Output = Annotated[Path, typer.Option("--output", "-o", help="Output folder: the model, its log and checkpoints.")]
 Preset = Annotated[
-    Literal["tiny", "pico", "nano", "small", "base"],
+    Literal["pico", "tiny", "nano", "small", "base"],
     typer.Option(help="Model size and training recipe; see --list-presets."),
 ]
 Attention = Annotated[

@@ -243,6 +243,12 @@ def _quantization(source: Path, values: dict[str, Any]) -> dict[str, Any] | None
         raise DiffbitError(
             f"{source}: quantization_config has quant_method {method!r}, wanted one of {', '.join(QUANT_METHODS)}"
         )
+    assert isinstance(entry, dict)
+    if method == "bitsandbytes" and entry.get("load_in_8bit"):
+        raise DiffbitError(
+            f"{source}: the weights are bitsandbytes' int8, of which diffbit reads only nf4; pass the float checkpoint "
+            "(`diffbit quantize --weights int8` makes int8 weights of it)"
+        )
     return dict(entry)
 
 

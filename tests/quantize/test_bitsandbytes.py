@@ -54,6 +54,15 @@ def test_logits_are_those_of_its_own_weights(double: bool, head: bool, tmp_path:
     assert [glob for glob, _ in scheme.overrides] == (["lm_head"] if head else [])
 
 
+def test_an_int8_folder_is_refused_for_what_it_is(tmp_path: Path):
+    make(tmp_path / "int8", double=False)
+    config = json.loads((tmp_path / "int8" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}
+    (tmp_path / "int8" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DiffbitError, match=r"config\.json: the weights are bitsandbytes' int8, .* reads only nf4"):
+        Checkpoint(tmp_path / "int8")
+
+
 def test_a_weight_is_a_qtensor(tmp_path: Path):
     theirs = make(tmp_path / "nf4", double=True)
     checkpoint = Checkpoint(tmp_path / "nf4")
