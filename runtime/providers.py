@@ -36,8 +36,8 @@ COMPUTE = frozenset(
 
 
 def onnxruntime() -> ModuleType:
-    """The onnxruntime module, or a DiffbitError that says which extra brings it."""
-    install = "pip install 'diffbit[cpu]', or 'diffbit[gpu]' for an NVIDIA GPU"
+    """The onnxruntime module, or a DiffbitError that says how to install it."""
+    install = "pip install onnxruntime, or 'onnxruntime-gpu[cuda,cudnn]' for an NVIDIA GPU"
     try:
         import onnxruntime as ort
     except ModuleNotFoundError as error:
@@ -133,7 +133,7 @@ def _require_cuda(ort: ModuleType) -> None:
     if "CUDAExecutionProvider" not in available:
         raise DiffbitError(
             "device cuda needs ONNX Runtime's CUDAExecutionProvider; the installed wheel has "
-            f"{', '.join(available)}: pip uninstall onnxruntime, then pip install 'diffbit[gpu]'"
+            f"{', '.join(available)}: pip uninstall onnxruntime, then pip install 'onnxruntime-gpu[cuda,cudnn]'"
         )
     # Finds the CUDA libraries that came as wheels. It prints what it misses; a library must not.
     if hasattr(ort, "preload_dlls"):
@@ -200,7 +200,7 @@ def _missing_library(said: str) -> str:
     name = found["name"]
     if name.startswith("libcuda.so"):
         return f"{name} is missing, which comes with the NVIDIA driver: install the driver"
-    return f"{name} is missing: pip install 'diffbit[gpu]' brings CUDA's libraries"
+    return f"{name} is missing: pip install 'onnxruntime-gpu[cuda,cudnn]' installs CUDA's libraries"
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -202,7 +202,7 @@ def test_a_checkpoint_is_exported_on_the_way(
 
 @pytest.mark.parametrize("missing", ["torch", "onnxruntime"])
 def test_what_to_install(missing: str, workplace: Path) -> None:
-    """Without torch the device's commands work and the lab's name their extra; without a runtime, [cpu] or [gpu]."""
+    """Without torch the device's commands work and the others name their extra; without ONNX Runtime, what to install."""
 
     def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         script = f"import sys; sys.modules[{missing!r}] = None; from diffbit.cli import main; main({list(arguments)!r})"
@@ -211,7 +211,7 @@ def test_what_to_install(missing: str, workplace: Path) -> None:
     demo = workplace / "out" / "demo"
     ran = command("run", str(demo / "diff_v1-onnx"), "def", "--max-tokens", "2")
     if missing == "onnxruntime":
-        assert ran.returncode == 2 and "[cpu]" in ran.stderr and "[gpu]" in ran.stderr
+        assert ran.returncode == 2 and "pip install onnxruntime, or" in ran.stderr
         return
     assert ran.returncode == 0, ran.stderr
     assert command("verify", str(demo / "diff_v1-onnx")).returncode == 0

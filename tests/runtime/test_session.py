@@ -245,7 +245,7 @@ BOTH = ["CUDAExecutionProvider", "CPUExecutionProvider"]
 @pytest.mark.parametrize(
     ("available", "active", "stray", "message"),
     [
-        (BOTH[1:], BOTH[1:], [], r"the installed wheel has CPUExecutionProvider: .*diffbit\[gpu\]"),
+        (BOTH[1:], BOTH[1:], [], r"the installed wheel has CPUExecutionProvider: .*onnxruntime-gpu\[cuda,cudnn\]"),
         (BOTH, BOTH[1:], [], "cannot start its CUDAExecutionProvider: .*run with device cpu"),
         (BOTH, BOTH, ["Shape", "MatMulNBits"], "on the CPU: MatMulNBits;"),
         (BOTH, BOTH, ["Shape", "Gather"], None),
@@ -290,9 +290,7 @@ def gpu_wheel(tmp_path: Path) -> str:
 def test_the_missing_library_is_named(gpu_wheel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (Path(gpu_wheel).parent / "capi" / "libgpumath.so.7").unlink()
     monkeypatch.setattr(providers, "onnxruntime", lambda: _fake_ort(BOTH, BOTH[1:], [], file=gpu_wheel))
-    message = (
-        r"cannot start its CUDAExecutionProvider: libgpumath\.so\.7 is missing: pip install 'diffbit\[gpu\]' brings"
-    )
+    message = r"cannot start its CUDAExecutionProvider: libgpumath\.so\.7 is missing: pip install 'onnxruntime-gpu\["
     with pytest.raises(DiffbitError, match=message):
         providers.open_session(Path("model.onnx"), "cuda", None)
 
@@ -475,7 +473,7 @@ def test_placement_is_read_from_a_real_session(tmp_path: Path) -> None:
 
 def test_without_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(DiffbitError, match=r"pip install 'diffbit\[cpu\]', or 'diffbit\[gpu\]'"):
+    with pytest.raises(DiffbitError, match=r"pip install onnxruntime, or 'onnxruntime-gpu\[cuda,cudnn\]'"):
         providers.onnxruntime()
     monkeypatch.setitem(sys.modules, "onnxruntime", SimpleNamespace())
     with pytest.raises(DiffbitError, match="incomplete"):
