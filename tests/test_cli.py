@@ -202,7 +202,7 @@ def test_a_checkpoint_is_exported_on_the_way(
 
 @pytest.mark.parametrize("missing", ["torch", "onnxruntime"])
 def test_what_to_install(missing: str, workplace: Path) -> None:
-    """Without torch the device's commands work and the others name their extra; without ONNX Runtime, what to install."""
+    """Without torch the device's commands work and the others name their extra; without a runtime, what to install."""
 
     def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         script = f"import sys; sys.modules[{missing!r}] = None; from diffbit.cli import main; main({list(arguments)!r})"
