@@ -36,7 +36,7 @@ EXAMPLES = (
     "diffbit quantize out/demo/diff_v1 --weights int3_g64 --override 'model.layers.0.*=int8' -o out/diff-int3",
     "diffbit quantize out/demo/diff_v1 --target-bits 3.5 --method gptq --max-windows 64 -o out/diff-mixed",
     "diffbit quantize out/demo/diff_v1 --weights int4_g32 --kv int4 --qk int8 -o out/diff-int4-kv4",
-    "diffbit quantize out/demo/diff_v1 --kv int8,int4 --method relambda --max-windows 64 -o out/diff-kv84",
+    "diffbit quantize out/demo/diff_v1 --kv int8,int4 -o out/diff-kv84",
 )
 
 

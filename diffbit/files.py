@@ -1,6 +1,6 @@
-"""Files that are either whole or absent: written beside, then renamed into place; plus JSON, hashes and sizes.
+"""Files and folders that are complete or absent: written under a temporary name, then renamed; JSON, hashes, sizes.
 
-Standard library only, so that every room, the device runtime included, can use it.
+Standard library only, so that the device runtime can use it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 
 from .errors import DiffbitError
 
-MARKERS = ("config.json", "diffbit.json")  # a folder holding one of these is ours to replace
+MARKERS = ("config.json", "diffbit.json")  # only a folder with one of these is overwritten
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
-def _beside(path: Path) -> Path:
+def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(3)}.tmp")
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """A full disk, a read-only folder and the like, told as a DiffbitError that names what was to be written."""
+def _writing(path: Path) -> Iterator[None]:
+    """Turn an OSError (a full disk, a read-only folder) into a DiffbitError that names `path`."""
     try:
         yield
     except OSError as error:
@@ -37,12 +37,12 @@ def _told(path: Path) -> Iterator[None]:
 
 @contextmanager
 def write_atomic(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; rename it onto `path` on success, remove it on any failure."""
+    """Yield a temporary path in the folder of `path`; rename it to `path` on success, remove it on failure."""
     path = Path(path)
     if path.is_dir():
-        raise DiffbitError(f"{path}: is a folder, but a file is to be written there; choose another name")
-    temporary = _beside(path)
-    with _told(path):
+        raise DiffbitError(f"{path}: is a folder, wanted a file to write to; choose another name")
+    temporary = _temporary(path)
+    with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield temporary
@@ -52,42 +52,42 @@ def write_atomic(path: str | Path) -> Iterator[Path]:
 
 
 def check_place(path: str | Path, *, overwrite: bool = False) -> None:
-    """Refuse what `new_folder` would refuse, before work is spent on what is to go there."""
+    """Raise the errors that `new_folder` would raise, before any work is done."""
     path = Path(path)
     if path.is_file():
-        raise DiffbitError(f"{path}: is a file, but a folder is to be written there; choose another name")
+        raise DiffbitError(f"{path}: is a file, wanted a folder to write to; choose another name")
     if Path.cwd().is_relative_to(path.resolve()):
-        raise DiffbitError(f"{path}: is or holds the folder that this command runs in; choose another folder")
-    with _told(path):
+        raise DiffbitError(f"{path}: is or contains the working folder; choose another folder")
+    with _writing(path):
         occupied = path.is_dir() and any(path.iterdir())
     if occupied and not overwrite:
         raise DiffbitError(f"{path}: already exists and is not empty; choose another folder or pass --overwrite")
     if occupied and not any((path / marker).is_file() for marker in MARKERS):
         raise DiffbitError(
-            f"{path}: holds neither of {', '.join(MARKERS)}, so it is no model folder of diffbit's and is not "
+            f"{path}: has neither {' nor '.join(MARKERS)}, so it is not a folder that diffbit wrote and is not "
             "overwritten; choose another folder"
         )
 
 
 @contextmanager
 def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder beside `path` that becomes `path` on success and vanishes on failure.
+    """Yield a temporary folder that is renamed to `path` on success and removed on failure.
 
-    An existing, non-empty `path` is an error unless `overwrite` is set; then it is replaced only once the new
-    folder is complete, and only if it looks like something diffbit wrote (it holds config.json or
-    diffbit.json), so that a mistyped -o cannot delete a home directory. A link to a folder stays one.
+    An existing, non-empty `path` is an error unless `overwrite` is set. Then it is replaced when the new folder is
+    complete, and only if it has config.json or diffbit.json, so that a mistyped -o cannot delete a home directory. A
+    link to a folder stays a link.
     """
     path = Path(path)
     check_place(path, overwrite=overwrite)
-    with _told(path):
+    with _writing(path):
         place = path.resolve() if path.is_symlink() else path
         place.parent.mkdir(parents=True, exist_ok=True)
-        temporary = _beside(place)
+        temporary = _temporary(place)
         temporary.mkdir()
         try:
             yield temporary
             if place.is_dir():
-                old = _beside(place)
+                old = _temporary(place)
                 os.replace(place, old)
                 os.replace(temporary, place)
                 shutil.rmtree(old)
@@ -98,11 +98,11 @@ def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def check_apart(output: str | Path, *sources: str | Path) -> None:
-    """Refuse an output folder that is, or holds, what it is made from: to replace it would destroy that."""
+    """Raise an error if the output folder is or contains a source: overwriting it would delete the source."""
     for source in map(Path, sources):
         if source.exists() and source.resolve().is_relative_to(Path(output).resolve()):
             raise DiffbitError(
-                f"{output}: is or holds {source}, which is read, so nothing is written there; choose another folder"
+                f"{output}: is or contains {source}, which this command reads; choose another folder"
             )
 
 
@@ -118,7 +118,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
         raise DiffbitError(f"{path}: is not valid JSON ({error}); restore the file") from None
     if not isinstance(value, dict):
-        raise DiffbitError(f"{path}: holds a JSON {type(value).__name__}, wanted an object")
+        raise DiffbitError(f"{path}: contains a JSON {type(value).__name__}, wanted an object")
     return value
 
 
@@ -129,7 +129,7 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def sha256_file(path: str | Path) -> str:
-    """Hex SHA-256 of a file's bytes, read in pieces."""
+    """SHA-256 of a file in hexadecimal; the file is not read into memory as a whole."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -138,5 +138,5 @@ def parse_size(text: str) -> int:
     """Bytes of a size such as "40MB" (40,000,000), "40MiB" (41,943,040), "1.2GB" or "800kB"."""
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", text.lower())
     if match is None or match[2] not in UNITS:
-        raise DiffbitError(f"{text!r} is no size; wanted a number with its unit, such as 40MB, 40MiB or 1.2GB")
+        raise DiffbitError(f"{text!r} is not a size; wanted a number with its unit, such as 40MB, 40MiB or 1.2GB")
     return int(float(match[1]) * UNITS[match[2]])

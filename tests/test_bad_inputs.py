@@ -148,7 +148,7 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a target without a unit": (
         ["quantize", "{checkpoint}", "--target-size", "40", "--max-windows", "2", "-o", "{out}/q", "-q"],
-        ["'40' is no size", "40MB"],
+        ["'40' is not a size", "40MB"],
     ),
     "two targets": (
         ["quantize", "{checkpoint}", "--target-bits", "4", "--target-size", "1MB", "-o", "{out}/q", "-q"],
@@ -178,11 +178,14 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
     "logits bits": (["quantize", "{checkpoint}", "--logits", "99", "-o", "{out}/q"], ["99"]),
     "output holds the source": (
         ["quantize", "{checkpoint}", "--weights", "int8", "-o", "{checkpoint}/..", "--overwrite"],
-        ["..", "is read"],
+        ["..", "this command reads"],
     ),
-    "artifact over its checkpoint": (["export", "{checkpoint}", "-o", "{checkpoint}", "--overwrite"], ["is read"]),
+    "artifact over its checkpoint": (
+        ["export", "{checkpoint}", "-o", "{checkpoint}", "--overwrite"],
+        ["command reads"],
+    ),
     "output under a file": (["export", "{checkpoint}", "-o", "{checkpoint}/config.json/x"], ["config.json/x"]),
-    "output in the working folder": (["quantize", "{checkpoint}", "--weights", "int8", "-o", "."], [".: is or holds"]),
+    "output in the working folder": (["quantize", "{checkpoint}", "--weights", "int8", "-o", "."], [".: is or"]),
     "bytes that are no text": (["run", "{artifact}", "caf\udce9"], ["UTF-8", "3 characters"]),
     "threads": (["run", "{artifact}", "x", "--threads", "99999999999"], ["threads", "512"]),
     "seed": (["train", "--seed", "9" * 30, "-o", "{out}/t"], ["seed", "2**63"]),
@@ -315,7 +318,7 @@ def test_train_over_its_own_tokenizer(checkpoint: Path, tmp_path: Path, capfd: p
     (tmp_path / "t" / "log.jsonl").touch()
     before = sorted((tmp_path / "t").iterdir())
     arguments: Arguments = ["train", "--tokenizer", tmp_path / "t" / "tokenizer.json", "-o", tmp_path / "t"]
-    one_sentence([*arguments, "--overwrite"], capfd, ["tokenizer.json", "is read"])
+    one_sentence([*arguments, "--overwrite"], capfd, ["tokenizer.json", "this command reads"])
     assert sorted((tmp_path / "t").iterdir()) == before
 
 
