@@ -25,7 +25,17 @@ from .output import print_error
 
 __all__ = ["app", "main"]
 
-LAB_PACKAGES = {"torch", "safetensors", "onnx", "onnx_ir", "bitsandbytes", "matplotlib", "datasets", "pyarrow"}
+LAB_PACKAGES = {
+    "torch",
+    "safetensors",
+    "onnx",
+    "onnx_ir",
+    "bitsandbytes",
+    "matplotlib",
+    "jinja2",
+    "datasets",
+    "pyarrow",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

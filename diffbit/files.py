@@ -101,9 +101,7 @@ def check_apart(output: str | Path, *sources: str | Path) -> None:
     """Raise an error if the output folder is or contains a source: overwriting it would delete the source."""
     for source in map(Path, sources):
         if source.exists() and source.resolve().is_relative_to(Path(output).resolve()):
-            raise DiffbitError(
-                f"{output}: is or contains {source}, which this command reads; choose another folder"
-            )
+            raise DiffbitError(f"{output}: is or contains {source}, which this command reads; choose another folder")
 
 
 def read_json(path: str | Path) -> dict[str, Any]:

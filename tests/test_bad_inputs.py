@@ -109,6 +109,8 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
     "unknown option": (["run", "{artifact}", "x", "--temprature", "1"], ["--temprature", "--temperature"]),
     "unknown command": (["exprt", "{checkpoint}"], ["exprt", "export"]),
     "no output folder": (["export", "{checkpoint}"], ["--output"]),
+    "unknown folder format": (["export", "{checkpoint}", "--format", "gguf", "-o", "{out}/a"], ["gguf", "hf-bitnet"]),
+    "unknown qk format": (["quantize", "{checkpoint}", "--qk", "int2", "-o", "{out}/q"], ["--qk", "int2", "int4"]),
     "no number": (["run", "{artifact}", "x", "--top-k", "many"], ["--top-k"]),
     "bench past the context": (["bench", "{artifact}", "--prompt-tokens", "100"], ["100", "128"]),
     "tokens of what": (["verify", "{artifact}", "--tokens", "5"], ["--tokens", "--checkpoint"]),

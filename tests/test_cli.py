@@ -30,7 +30,13 @@ EXAMPLES = [
     if line.strip().startswith("diffbit ")
 ]
 FEW = ["--max-windows", "2"]
-SHORTER = {"train": ["--steps", "2", "--quiet"], "compare": FEW, "outliers": FEW, "quantize": FEW, "verify": FEW}
+SHORTER = {
+    "train": ["--steps", "2", "--data", "text.txt", "--quiet"],
+    "compare": FEW,
+    "outliers": FEW,
+    "quantize": FEW,
+    "verify": FEW,
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +50,7 @@ def workplace(
     """A folder that looks as a clone does after `make demo`, with the tests' small model for those of the demo."""
     folder = tmp_path_factory.mktemp("workplace")
     demo = folder / "out" / "demo"
+    (folder / "text.txt").write_text((ROOT / "cli" / "train.py").read_text() * 8)
     for name in ("diff_v1", "softmax"):
         shutil.copytree(checkpoint, demo / name)
         shutil.copytree(quantized, demo / f"{name}-int4")

@@ -231,5 +231,5 @@ def test_parts_that_are_missing_are_left_out(tmp_path: Path) -> None:
 
 def test_without_jinja2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(MissingDependency, match=r"diffbit\[lab\]"):
+    with pytest.raises(MissingDependency, match=r"jinja2, which is not installed: pip install .*\[lab\]"):
         render(ReportData())

@@ -157,10 +157,9 @@ def test_from_the_command_line(checkpoint_of: Maker, tmp_path: Path) -> None:
     sizes = json.loads(done.stdout)["files"]
     assert sizes["model.safetensors"]["bytes"] == (tmp_path / "hf" / "model.safetensors").stat().st_size
     for format, more, words in (
-        ("gguf", [], "'gguf' is unknown; choose artifact or hf-bitnet"),
-        ("hf-bitnet", ["--dtype", "fp16"], "--dtype, --context-length and"),
-        ("hf-bitnet", ["--context-length", "8"], "--dtype, --context-length and"),
-        ("hf-bitnet", ["--ternary-storage", "base3"], "--dtype, --context-length and"),
+        ("hf-bitnet", ["--dtype", "fp16"], "apply to --format artifact"),
+        ("hf-bitnet", ["--context-length", "8"], "apply to --format artifact"),
+        ("hf-bitnet", ["--ternary-storage", "base3"], "apply to --format artifact"),
         ("hf-bitnet", [], "already exists"),
     ):
         failed = CliRunner().invoke(app, [*arguments, format, *more])
