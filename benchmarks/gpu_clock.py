@@ -6,10 +6,14 @@ than L2 is read, which leaves no line of the contender's data there and nothing 
 longer than it takes to enqueue the graph behind it. Where a contender can't be captured (it allocates or waits), its
 calls are enqueued one by one, and the row says so. On the CPU, where only the benchmark's own logic is tested, the
 clock is time.perf_counter.
+
+Contenders fail by themselves: preparation and every timed run are guarded, and the parent process (gpu.py) is told
+which contender is running, so that it can go on without one that hangs or breaks the device.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 import time
@@ -21,6 +25,9 @@ from typing import Any
 import torch
 
 Call = Callable[[], Any]
+Run = Callable[[], float]  # one timed pass over all calls of a contender, in seconds
+FLUSH_BYTES = 512 << 20
+FEWEST_ROUNDS, MOST_ROUNDS = 5, 30
 
 
 @dataclass(frozen=True)
@@ -32,20 +39,30 @@ class Contender:
     capture: bool = True  # False: it makes CUDA graphs of its own, or none
 
 
-Run = Callable[[], float]  # one timed pass over all calls of a contender, in seconds
-FLUSH_BYTES = 512 << 20
-FEWEST_ROUNDS, MOST_ROUNDS = 5, 30
+Maker = Callable[[], Contender]
 
 
 @dataclass(frozen=True)
 class Times:
     us: dict[str, float]  # of one call, the median
+    failed: dict[str, str]  # the other contenders, and why
     spread: float  # the worst contender's (third quartile - first) / median
-    uncaptured: tuple[str, ...]  # contenders that were not a CUDA graph
+    uncaptured: list[str]  # contenders that were not a CUDA graph
+
+
+class BrokenDevice(BaseException):
+    """The device answers no more: nothing else can be measured in this process."""
+
+
+def say(**message: Any) -> None:
+    """A line for the parent process."""
+    print(json.dumps(message), flush=True)
 
 
 class HostClock:
     """Calls one after the other, timed from outside."""
+
+    stream = 0
 
     def prepare(self, contender: Contender) -> tuple[Run, bool]:
         def run() -> float:
@@ -62,10 +79,11 @@ class HostClock:
 
 
 class CudaClock:
-    """CUDA events around a replayed graph. All work is on `stream`, which is no default one: those aren't captured."""
+    """CUDA events around a replayed graph. All work is on one stream, not the default: that can't be captured."""
 
     def __init__(self) -> None:
-        self.stream = torch.cuda.Stream()
+        self._stream = torch.cuda.Stream()
+        self.stream: int = self._stream.cuda_stream
         self._flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
         torch.cuda.synchronize()
 
@@ -73,14 +91,14 @@ class CudaClock:
         """-> what times one pass over its calls, and whether they are a graph."""
         calls = contender.calls
         torch.cuda.synchronize()  # inputs were made on the default stream
-        with torch.cuda.stream(self.stream):  # warm: modules loaded, handles made, the allocator's blocks there
+        with torch.cuda.stream(self._stream):  # warm: modules loaded, handles made, the allocator's blocks there
             for call in [*calls, *calls]:
                 call()
-        self.stream.synchronize()
+        self._stream.synchronize()
         if contender.capture:
             graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(graph, stream=self.stream):
+                with torch.cuda.graph(graph, stream=self._stream):
                     for call in calls:
                         call()
                 return self._timed(graph.replay), True
@@ -88,10 +106,10 @@ class CudaClock:
                 torch.cuda.synchronize()
         return self._timed(lambda: [call() for call in calls]), False
 
-    def _timed(self, launch: Callable[[], Any]) -> Run:
+    def _timed(self, launch: Call) -> Run:
         def run() -> float:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            with torch.cuda.stream(self.stream):
+            with torch.cuda.stream(self._stream):
                 self._flush.amax()
                 begin.record()
                 launch()
@@ -102,46 +120,65 @@ class CudaClock:
         return run
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize()
+        """Waits for the device; BrokenDevice where it reports an error."""
+        try:
+            torch.cuda.synchronize()
+        except Exception as error:
+            raise BrokenDevice(sentence(error)) from None
 
 
 Clock = HostClock | CudaClock
 
 
-def measure(clock: Clock, contenders: Mapping[str, Contender], seconds: float) -> tuple[Times, dict[str, str]]:
-    """Time all contenders, in turn, for about `seconds`; and why those that failed did."""
+def measure(clock: Clock, makers: Mapping[str, Maker], seconds: float, without: Mapping[str, str]) -> Times:
+    """Time all contenders, in turn, for about `seconds`; but those in `without`, which is name -> why."""
+    failed = {name: why for name, why in without.items() if name in makers}
+    contenders: dict[str, Contender] = {}
     runs: dict[str, Run] = {}
     times: dict[str, list[float]] = {}
-    failed: dict[str, str] = {}
     uncaptured = []
-    for name, contender in contenders.items():
+
+    def guarded(name: str, action: Callable[[], Any]) -> None:
         with warnings.catch_warnings(record=True) as reasons:
             try:
-                runs[name], captured = clock.prepare(contender)
-                clock.synchronize()
+                action()
             except Exception as error:
                 failed[name] = sentence(error, reasons)
-                continue
-        times[name] = []
+                for found in (contenders, runs, times):
+                    found.pop(name, None)
+        if name in failed:
+            clock.synchronize()
+
+    def prepare(name: str) -> None:
+        contenders[name] = makers[name]()
+        run, captured = clock.prepare(contenders[name])
+        clock.synchronize()
+        run()
+        runs[name], times[name] = run, []
         if not captured:
             uncaptured.append(name)
-    order = list(runs)
+
+    def once(name: str) -> None:
+        contender = contenders[name]
+        times[name].append(runs[name]() / (contender.count or len(contender.calls)) * 1e6)
+
+    for name in makers:
+        if name not in failed:
+            say(now=name)
+            guarded(name, lambda name=name: prepare(name))  # type: ignore[misc]
     start = time.monotonic()
     for rounds in range(MOST_ROUNDS):
+        order = list(runs)
         random.shuffle(order)  # nobody always runs after the same other one
         for name in order:
-            contender = contenders[name]
-            times[name].append(runs[name]() / (contender.count or len(contender.calls)) * 1e6)
+            say(now=name)
+            guarded(name, lambda name=name: once(name))  # type: ignore[misc]
         if rounds + 1 >= FEWEST_ROUNDS and time.monotonic() - start > seconds:
             break
     medians = {name: statistics.median(found) for name, found in times.items()}
-    spreads = [spread(found) / medians[name] for name, found in times.items()]
-    return Times(medians, round(max(spreads, default=0.0), 3), tuple(uncaptured)), failed
-
-
-def spread(times: list[float]) -> float:
-    first, _, third = statistics.quantiles(times, n=4)
-    return third - first
+    quartiles = {name: statistics.quantiles(found, n=4) for name, found in times.items()}
+    spreads = [(last - first) / medians[name] for name, (first, _, last) in quartiles.items()]
+    return Times(medians, failed, round(max(spreads, default=0.0), 3), uncaptured)
 
 
 def sentence(error: BaseException, reasons: Sequence[warnings.WarningMessage] = ()) -> str:

@@ -1,12 +1,13 @@
-"""End to end on ONNX Runtime's CUDA provider: a differential model of 1.1 billion parameters, random weights.
+"""gpu.py's part `model`: whole models on ONNX Runtime's CUDA provider, a row each.
 
-Decoding behind a context of 4096 tokens, and the prompt before it, by the library's kernels and by the operators'
-bodies; beside it a plain Transformer of the same shape on ONNX Runtime's own GroupQueryAttention. Everything is as a
-user has it (`diffbit quantize`, `diffbit export --dtype fp16`, `diffbit bench --device cuda`), but for the
-Transformer's attention_bias, which is taken out: it says where padding is, there is none, and with one
-GroupQueryAttention on CUDA leaves flash attention for a slower way, or refuses (ONNX Runtime before 1.28).
+First a trained nano model in fp16, its logits and tokens held against the CPU's. Then a differential model of 1.1
+billion parameters, random weights: decoding behind a context of 4096 tokens, and the prompt before it, by the library's
+kernels and by the operators' bodies; beside it a plain Transformer of the same shape on ONNX Runtime's own
+GroupQueryAttention. Everything is as a user has it (`diffbit quantize`, `diffbit export --dtype fp16`, `diffbit bench
+--device cuda`), but for the Transformer's attention_bias, which is taken out: it says where padding is, there is none,
+and with one GroupQueryAttention on CUDA leaves flash attention for a slower way, or refuses (ONNX Runtime before 1.28).
 
-Each measurement is a process of its own; artifacts are made by as many processes as there are processors for.
+Artifacts are made by as many processes as there are processors for; each measurement is a process of its own.
 """
 
 from __future__ import annotations
@@ -17,20 +18,22 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
-from gpu_clock import sentence
+from gpu_clock import say, sentence
 from synthetic import ONE_BILLION, SMALL, Shape, write_model, write_tokenizer
 
-from diffbit.runtime import bench
+from diffbit.runtime import Session, bench
 from diffbit.runtime.artifact import MANIFEST, MODEL, manifest_sha256
 
 Row = dict[str, Any]
+TRAINED = Path(__file__).resolve().parents[1] / "examples" / "nano" / "diff_v1"
 DIFF, PLAIN = "DIFF", "Transformer"
 LIBRARY, BODIES = "library", "bodies"
 KINDS = {DIFF: "diffllama", PLAIN: "llama"}
@@ -39,6 +42,9 @@ WEIGHTS: dict[str, tuple[str, ...]] = {  # what `diffbit quantize` is told; fp16
     "int4": ("--weights", "int4_g32"),
     "ternary": ("--weights", "ternary", "--override", "lm_head=int4_g32"),
 }
+ALL = "the models"
+PREPARING = 150  # seconds
+CLOSE = 0.05  # logits: nearer ones are the same token to fp16
 
 
 @dataclass(frozen=True)
@@ -46,10 +52,19 @@ class Plan:
     shape: Shape = ONE_BILLION
     context: int = 4096
     new: int = 64
-    repeats: int = 1  # behind one that warms up
+    weights: Sequence[str] = tuple(WEIGHTS)
+
+    @property
+    def cases(self) -> list[tuple[str, str, str]]:
+        """Bodies last: they are slow."""
+        runs = ((DIFF, LIBRARY), (PLAIN, LIBRARY), (DIFF, BODIES))
+        return [(model, weights, how) for model, how in runs for weights in self.weights]
 
 
-QUICK = Plan(SMALL, 64, 4, 1)
+QUICK = Plan(SMALL, 64, 4, ("fp16",))
+
+
+# ---- artifacts ------------------------------------------------------------------------------------------------------
 
 
 def diffbit(*command: str) -> None:
@@ -59,18 +74,39 @@ def diffbit(*command: str) -> None:
         raise RuntimeError(f"diffbit {command[0]}: {last[0]}")
 
 
-def make(work: Path, model: str, weights: str, plan: Plan) -> Path:
-    """The artifact, made if it is not there; the checkpoint is."""
+def prepare(work: Path, plan: Plan) -> None:
+    """Makes each artifact that is not there; where it cannot, WORK/MODEL_WEIGHTS.failed says why."""
+    work.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 3)) as pool:
+        list(pool.map(lambda model: checkpoint(work / model, KINDS[model], plan), KINDS))
+        list(
+            pool.map(
+                lambda which: make(work, *which), [(model, weights) for weights in plan.weights for model in KINDS]
+            )
+        )
+
+
+def checkpoint(folder: Path, kind: str, plan: Plan) -> None:
+    if not (folder / "tokenizer.json").exists():
+        write_model(folder, plan.shape, kind, plan.context)
+        write_tokenizer(folder)
+
+
+def make(work: Path, model: str, weights: str) -> None:
     artifact, source = work / f"{model}_{weights}", work / model
-    if not artifact.exists():
+    unfinished = artifact.with_suffix(".unfinished")
+    if artifact.exists():
+        return
+    try:
         if WEIGHTS[weights]:
-            quantized = work / f"{model}_{weights}.quantized"
-            diffbit("quantize", str(source), *WEIGHTS[weights], "-o", str(quantized), "--overwrite")
-            source = quantized
-        diffbit("export", str(source), "-o", str(artifact), "--dtype", "fp16", "--overwrite")
-    if model == PLAIN:
-        without_bias(artifact)
-    return artifact
+            source = artifact.with_suffix(".quantized")
+            diffbit("quantize", str(work / model), *WEIGHTS[weights], "-o", str(source), "--overwrite")
+        diffbit("export", str(source), "-o", str(unfinished), "--dtype", "fp16", "--overwrite")
+        if model == PLAIN:
+            without_bias(unfinished)
+        unfinished.rename(artifact)
+    except Exception as error:
+        artifact.with_suffix(".failed").write_text(sentence(error))
 
 
 def without_bias(artifact: Path) -> None:
@@ -88,77 +124,84 @@ def without_bias(artifact: Path) -> None:
     (artifact / MANIFEST).write_text(json.dumps(manifest))
 
 
-def prepared(work: Path, plan: Plan) -> dict[tuple[str, str], Path | str]:
-    """(model, weights) -> its artifact, or why there is none."""
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+def nano(work: Path, device: str, new: int = 32) -> Row:
+    """The trained model's logits and greedy tokens on the device, held against the CPU's, which go into both."""
+    row: Row = {"part": "model", "model": "nano", "weights": "fp16", "how": LIBRARY}
+    artifact = work / "nano"
     work.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 3)) as pool:
-        checkpoints = [pool.submit(checkpoint, work / model, kind, plan) for model, kind in KINDS.items()]
-        for future in checkpoints:
-            future.result()
-        made = {
-            (model, weights): pool.submit(make, work, model, weights, plan) for weights in WEIGHTS for model in KINDS
-        }
-        return {which: outcome(future) for which, future in made.items()}
+    diffbit("export", str(TRAINED), "-o", str(artifact), "--dtype", "fp16", "--overwrite")
+    here, there = Session(artifact), Session(artifact, device)
+    prompt = [[int(token) for token in np.random.default_rng(0).integers(0, 256, 40)]]
+    found = [(here.prefill(prompt), there.prefill(prompt))]
+    while len(found) < new:
+        token = int(found[-1][0].argmax())
+        found.append((here.step([[token]]), there.step([[token]])))
+    wanted, got = (np.array([pair[i].reshape(-1) for pair in found], np.float32) for i in range(2))  # [new, V]
+    tokens = wanted.argmax(-1), got.argmax(-1)
+    rows = np.arange(new)
+    lost = wanted[rows, tokens[0]] - wanted[rows, tokens[1]]  # how much less likely the CPU finds the device's token
+    error = float(np.abs(got - wanted).max())
+    row |= {"verdict": f"{(tokens[0] == tokens[1]).sum()} of {new} tokens are the CPU's", "error": error}
+    if not there.native:
+        row["wrong"] = "the library's kernels were not used"
+    elif not float(lost.max()) <= CLOSE:
+        row["wrong"] = f"{row['verdict']}; logits differ by up to {error:.3g}"
+    return row
 
 
-def rows(work: Path, device: str, plan: Plan) -> Iterator[Row]:
-    """A row for each model, format of weights, and way to run it."""
-    artifacts = prepared(work, plan)
-    for weights in WEIGHTS:
-        found: dict[tuple[str, str], Row] = {}
-        missing: dict[str, str] = {}
-        for model, how in ((DIFF, LIBRARY), (DIFF, BODIES), (PLAIN, LIBRARY)):
-            row: Row = {"part": "model", "model": model, "weights": weights, "how": how, "context": plan.context}
-            artifact = artifacts[model, weights]
-            why = artifact if isinstance(artifact, str) else speeds(artifact, device, plan, how == LIBRARY, row)
-            if why is None:
-                found[model, how] = row
-            elif (model, how) == (DIFF, LIBRARY):
-                yield row | {"wrong": why}
-            else:
-                missing[f"{model}, {weights}, {how}"] = why
-        for (model, how), row in found.items():
-            row["ratio"] = {
-                name: round(row["decode_tokens_per_s"] / found[other]["decode_tokens_per_s"], 2)
-                for name, other in ((BODIES, (DIFF, BODIES)), (PLAIN, (PLAIN, LIBRARY)))
-                if (model, how) == (DIFF, LIBRARY) and other in found
-            }
-            yield row | {"missing": missing}
-
-
-def speeds(artifact: Path, device: str, plan: Plan, native: bool, row: Row) -> str | None:
-    """Measures the artifact into `row`; or says why it can't be."""
+def speeds(artifact: Path, device: str, plan: Plan, model: str, weights: str, how: str) -> Row:
+    row: Row = {"part": "model", "model": model, "weights": weights, "how": how, "context": plan.context}
+    failed = artifact.with_suffix(".failed")
+    if not artifact.exists():
+        return row | {"wrong": failed.read_text() if failed.exists() else f"was not made in {PREPARING} seconds"}
     try:
-        took = bench(artifact, plan.context - plan.new, plan.new, plan.repeats, None, device, native)
+        took = bench(artifact, plan.context - plan.new, plan.new, 1, None, device, how == LIBRARY)
     except Exception as error:
-        return sentence(error)
-    if native and not took["native"]:
-        return "the library has no kernels for this device"
+        return row | {"wrong": sentence(error)}
+    if how == LIBRARY and not took["native"]:
+        return row | {"wrong": "the library has no kernels for this device"}
     row |= {key: round(took[key], 1) for key in ("decode_tokens_per_s", "prefill_tokens_per_s")}
-    row |= {"bytes_per_token": took["bytes_per_token"], "model_mib": round(took["model_bytes"] / 2**20)}
-    return None
+    return row | {"bytes_per_token": took["bytes_per_token"], "model_mib": round(took["model_bytes"] / 2**20)}
 
 
-def checkpoint(folder: Path, kind: str, plan: Plan) -> None:
-    if not (folder / "tokenizer.json").exists():
-        write_model(folder, plan.shape, kind, plan.context)
-        write_tokenizer(folder)
+def with_ratios(rows: Sequence[Row]) -> list[Row]:
+    """The rows, those of DIFF on the library with their tokens a second over the bodies' and the Transformer's."""
+    speed = "decode_tokens_per_s"
+    found = {(row["model"], row["weights"], row["how"]): row[speed] for row in rows if speed in row}
 
+    def ratio(row: Row) -> dict[str, float]:
+        others = {BODIES: (DIFF, row["weights"], BODIES), PLAIN: (PLAIN, row["weights"], LIBRARY)}
+        return {name: round(row[speed] / found[other], 2) for name, other in others.items() if other in found}
 
-def outcome(future: Future[Path]) -> Path | str:
-    """What it made, or why it did not."""
-    try:
-        return future.result()
-    except Exception as error:
-        return sentence(error)
+    ours = DIFF, LIBRARY
+    return [row | {"ratio": ratio(row)} if speed in row and (row["model"], row["how"]) == ours else row for row in rows]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the models of gpu.py's part `model`.")
-    parser.add_argument("--work", type=Path, required=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path, help="a folder for the models")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--nano", action="store_true", help="only the nano model")
+    parser.add_argument("--first", type=int, default=0, help="the case to begin with")
+    parser.add_argument("--without", type=json.loads, default={}, help=f"'{ALL}': do not make them")
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
-    prepared(arguments.work, QUICK if arguments.quick else Plan())
+    plan = QUICK if arguments.quick else Plan()
+    if arguments.nano:
+        say(case=0, of=["nano"])
+        say(**nano(arguments.work, arguments.device))
+        return
+    if arguments.first == 0 and ALL not in arguments.without:
+        say(case=0, of=[ALL])
+        say(now=ALL, seconds=PREPARING)
+        prepare(arguments.work, plan)
+    for index, (model, weights, how) in enumerate(plan.cases):
+        if index >= arguments.first:
+            say(case=index, of=[model, weights, how])
+            say(**speeds(arguments.work / f"{model}_{weights}", arguments.device, plan, model, weights, how))
 
 
 if __name__ == "__main__":

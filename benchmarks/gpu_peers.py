@@ -18,7 +18,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from gpu_clock import Contender
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+MOST_SCORES = 512  # tokens: beyond, SDPA's "math" holds all scores of a prompt, and copies of a long cache (35 GB)
 Triple = tuple[Tensor, Tensor, Tensor]  # q, k, v of one call, [B, H, .., ..]
 Attend = Callable[..., Tensor]  # (q, k, v, scale, causal) -> [B, H, S, width of v]
 TWO, FOUR = "two calls", "four calls"
@@ -87,17 +88,20 @@ def sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, scale: float, cau
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
 
 
-def flash_attn(function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+def flash_attn(module: str, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+    function = importlib.import_module(module).flash_attn_func
     out = function(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=scale, causal=causal)
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
 
-def attends() -> dict[str, Attend]:
-    """Kernels for one softmax by their names."""
+def attends(tokens: int) -> dict[str, Attend]:
+    """Kernels for one softmax over `tokens` by their names."""
     found: dict[str, Attend] = {f"SDPA {name}": partial(sdpa, backend) for name, backend in BACKENDS.items()}
+    if tokens > MOST_SCORES:
+        del found["SDPA math"]
     for module, name in (("flash_attn", "flash-attn 2"), ("flash_attn_interface", "flash-attn 3")):
         if importlib.util.find_spec(module):
-            found[name] = partial(flash_attn, importlib.import_module(module).flash_attn_func)
+            found[name] = partial(flash_attn, module)
     return found
 
 
@@ -109,12 +113,17 @@ def torch_products(x: Tensor, weights: Sequence[Tensor]) -> Contender:
     return Contender([partial(F.linear, x, weight) for weight in weights])
 
 
-def bitsandbytes_products(x: Tensor, weights: Sequence[Tensor]) -> Contender:
+class BitsAndBytes:
     """nf4 in blocks of 64, its default; ImportError where it is not installed."""
-    bnb: Any = importlib.import_module("bitsandbytes")
-    made = [bnb.functional.quantize_4bit(weight, quant_type="nf4", blocksize=64) for weight in weights]
-    calls = [partial(bnb.matmul_4bit, x, codes.t(), quant_state=state) for codes, state in made]
-    return Contender(calls)
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self._bnb: Any = importlib.import_module("bitsandbytes")
+        quantize = self._bnb.functional.quantize_4bit
+        self._weights = [quantize(weight, quant_type="nf4", blocksize=64) for weight in weights]
+
+    def products(self, x: Tensor) -> Contender:
+        multiply = self._bnb.matmul_4bit
+        return Contender([partial(multiply, x, codes.t(), quant_state=state) for codes, state in self._weights])
 
 
 BLOCKS = {2: 128, 4: 32}  # weights of MatMulNBits that share a scale, by its bits
@@ -186,7 +195,7 @@ class NBits:
         return Contender([call], self.count, capture=False)
 
 
-def best(us: dict[str, float], way: str) -> tuple[str, float] | None:
-    """The fastest of the contenders whose way begins with `way`."""
-    found: Iterator[tuple[str, float]] = ((name, time) for name, time in us.items() if name.startswith(way))
-    return min(found, key=lambda pair: pair[1], default=None)
+def best(us: dict[str, float], *ways: str) -> dict[str, float]:
+    """The fastest of the contenders whose names begin with each way."""
+    found = {way: [time for name, time in us.items() if name.startswith(way)] for way in ways}
+    return {way: min(times) for way, times in found.items() if times}

@@ -3,22 +3,35 @@
 A candidate takes what a layer's projections give, query and key [1, S, 2H, d] (adjacent pairs: signal, noise), value
 [1, S, H, 2d], and lambda float32 [1, H, S], to the normed difference [1, S, H, 2d], causal; forward and backward are
 one call. `plain` is the attention of a plain Transformer of the same size: 2H heads of d over values of d.
+
+And whole training steps of models with as many parameters: a plain Transformer of 2H heads, and DIFF versions 1 and 2
+of H pairs, through torch's own attention and through the kernels of models/triton_attention.py. A step is what train/
+takes for one: float32 weights, bfloat16 autocast, cross entropy of the next tokens, gradients; without the optimizer,
+which is the same for all. The sizes are some blocks of the 3B models of arXiv 2410.05258.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from gpu_clock import Call
+from gpu_clock import Call, say
 from gpu_peers import WAYS, Attend, attends, joined
 from torch import Tensor
+
+from diffbit.models import Decoder, ModelConfig, softmax, variant
 
 Differential = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Some = tuple[Tensor, Tensor, Tensor, Tensor]
 EPS = 1e-5
+COMPILING = 150  # seconds that torch.compile may take
+TORCH, KERNEL = "torch", "kernel"
+MODELS = (("softmax", TORCH), ("diff_v1", TORCH), ("diff_v1", KERNEL), ("diff_v2", TORCH), ("diff_v2", KERNEL))
+VOCABULARY = 1024  # small: the head is the same for all
 
 
 def by_branch(x: Tensor) -> Tensor:
@@ -47,12 +60,14 @@ def oracle(query: Tensor, key: Tensor, value: Tensor, lam: Tensor) -> Tensor:
     return normed(*(shares @ value[0].transpose(0, 1)), lam)
 
 
-def compositions() -> dict[str, Differential]:
-    return {f"{way}: {name}": partial(composed, way, attend) for way in WAYS for name, attend in attends().items()}
+def compositions(tokens: int) -> dict[str, Differential]:
+    kernels = attends(tokens).items()
+    return {f"{way}: {name}": partial(composed, way, attend) for way in WAYS for name, attend in kernels}
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, lam: Tensor) -> Tensor:
     """torch's flex_attention, compiled for these shapes: both branches as a batch of two."""
+    say(now="flex_attention", seconds=COMPILING)
     q, k, v = by_branch(query), by_branch(key), value.transpose(1, 2)  # [2, H, S, d], [1, H, S, 2d]
     outs = _flex(q.shape[2], query.device.type)(q, k, v.expand(2, -1, -1, -1))
     return normed(*outs.float(), lam).to(query.dtype)
@@ -68,10 +83,8 @@ def _flex(steps: int, device: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def layers(query: Tensor, key: Tensor, value: Tensor, lam: Tensor) -> Tensor:
     """What a layer of models/ does where it does not use `kernels`."""
-    from diffbit.models.softmax import attend
-
     q, k, v = by_branch(query), by_branch(key), value.transpose(1, 2)  # [2, H, S, d], [1, H, S, 2d]
-    outs = [attend(q[i : i + 1], k[i : i + 1], v, None, query.shape[-1] ** -0.5) for i in range(2)]
+    outs = [softmax.attend(q[i : i + 1], k[i : i + 1], v, None, query.shape[-1] ** -0.5) for i in range(2)]
     return normed(*joined(outs).float(), lam).to(query.dtype)
 
 
@@ -81,8 +94,8 @@ def plain(attend: Attend, query: Tensor, key: Tensor, value: Tensor, lam: Tensor
     return out.transpose(1, 2)
 
 
-def plains() -> dict[str, Differential]:
-    return {name: partial(plain, attend) for name, attend in attends().items()}
+def plains(tokens: int) -> dict[str, Differential]:
+    return {f"plain: {name}": partial(plain, attend) for name, attend in attends(tokens).items()}
 
 
 def kernels(query: Tensor, key: Tensor, value: Tensor, lam: Tensor) -> Tensor:
@@ -116,3 +129,54 @@ def errors(function: Differential, some: Some) -> list[float]:
     exact = forward_backward(oracle, (query, key, value, lam), wanted)
     found = forward_backward(function, some, wanted)
     return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
+
+
+# ---- whole steps ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of the models; `tokens` are those of a step."""
+
+    hidden: int = 3072
+    pairs: int = 12
+    layers: int = 4
+    tokens: int = 16384
+
+    @property
+    def d(self) -> int:
+        return self.hidden // self.pairs // 2
+
+    def batch(self, length: int) -> int:
+        return max(1, self.tokens // length)
+
+    def step(self, attention: str, way: str, length: int, device: str) -> Call:
+        """A call is a training step."""
+        heads, kv_heads = variant(attention).Attention.equal_heads(self.pairs)
+        config = ModelConfig(
+            vocab_size=VOCABULARY, hidden_size=self.hidden, num_layers=self.layers, num_heads=heads,
+            num_kv_heads=kv_heads, head_dim=self.d, intermediate_size=self.hidden * 8 // 3,
+            max_position=length, attention=attention, tie_embeddings=True,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model = Decoder(config).to(device)
+        ids = torch.randint(VOCABULARY, (self.batch(length), length + 1), device=device)
+
+        def step() -> None:
+            with patch.object(softmax, "KERNEL_DEVICES", (device,) if way == KERNEL else ()):
+                with torch.autocast(device, torch.bfloat16):
+                    logits = model(ids[:, :-1])  # [B, S, V]
+                F.cross_entropy(logits.float().transpose(1, 2), ids[:, 1:]).backward()
+                model.zero_grad()
+
+        return step
+
+
+def peak_mib(step: Call) -> int:
+    """What a step allocates above what is there before, where a tensor [S, S] would show; on a CUDA device."""
+    step()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) >> 20

@@ -32,12 +32,13 @@ def against(row: Row, name: str) -> str:
     return f"{row['ratio'][name]:.2f}x{missed}"
 
 
-def share(row: Row) -> str:
-    if "bandwidth_percent" not in row:
+def percent(row: Row, key: str = "bandwidth_percent", name: str = "bandwidth") -> str:
+    """A share, with its target where that is missed."""
+    if key not in row:
         return ""
-    target = row["targets"].get("bandwidth")
+    target = row["targets"].get(name)
     missed = f" (wanted {target['wanted']:g})" if target and not target["reached"] else ""
-    return f"{row['bandwidth_percent']:.0f} %{missed}"
+    return f"{row[key]:.0f} %{missed}"
 
 
 def reached(row: Row) -> str:
@@ -78,7 +79,7 @@ def kernel_tables(about: Row, rows: Sequence[Row]) -> str:
                 if many:
                     lines.append([shape, r["tokens"], r["threads"], r["us"], r["gops"]])
                 else:
-                    lines.append([shape, r["threads"], r["us"], r["gb_per_s"], share(r)])
+                    lines.append([shape, r["threads"], r["us"], r["gb_per_s"], percent(r)])
                 lines[-1] += [*(against(r, name) for name in peers), reached(r)]
             header = [*start, *(f"vs {name}" for name in peers), "reached"]
             parts.append(f"{op}, {title}\n\n" + table(header, lines))
@@ -90,7 +91,7 @@ def kernel_tables(about: Row, rows: Sequence[Row]) -> str:
         lines = []
         for r in chosen:
             what = [r["op"].split()[1], r["kv_pairs"], r["context"], r["threads"], r["us"]]
-            what += [r["gb_per_s"], share(r)] if one else [r["gops"]]
+            what += [r["gb_per_s"], percent(r)] if one else [r["gops"]]
             lines.append([*what, *(against(r, name) for name in peers), reached(r)])
         end = ["GB/s", "of read"] if one else ["GFLOPS"]
         header = ["cache", "kv pairs", "context", "threads", "us", *end, *(f"vs {name}" for name in peers), "reached"]
@@ -98,7 +99,7 @@ def kernel_tables(about: Row, rows: Sequence[Row]) -> str:
     if chosen := [row for row in rows if row["op"] == "caches"]:
         lines = []
         for r in chosen:
-            what = [r["kv"], r["context"], r["threads"], r["us"], r["mb"], r["gb_per_s"], share(r)]
+            what = [r["kv"], r["context"], r["threads"], r["us"], r["mb"], r["gb_per_s"], percent(r)]
             lines.append([*what, *(against(r, name) for name in ("fp32", "fp16")), reached(r)])
         header = ["cache", "context", "threads", "us", "MB", "GB/s", "of read", "vs fp32", "vs fp16", "reached"]
         parts.append("DiffAttention, one token, kinds of cache in turn\n\n" + table(header, lines))
@@ -122,35 +123,30 @@ def generate_table(about: Row, rows: Sequence[Row]) -> str:
     )
 
 
-def gpu_tables(about: Row, rows: Sequence[Row]) -> str:
-    """All that gpu.py measured, and what it could not."""
-    software = ("triton", "onnxruntime", "bitsandbytes", "flash-attn")
-    versions = ", ".join(f"{name} {about[name]}" for name in software if name in about)
-    parts = [
-        f"{about['date']}: {about['card']} ({about['multiprocessors']} multiprocessors, {about['gib']} GiB, L2 "
-        f"{about['l2_mib']} MiB), driver {about['driver']}, CUDA {about['cuda']}, torch {about['torch']}; {versions}. "
-        f"`{about['command']}`, {about['seconds']} seconds."
-    ]
-    tests = [row for row in rows if row["part"] in ("check", "sanitize")]
-    lines = [f"- {r.get('tool', 'the tests')}: {r.get('verdict', r.get('wrong'))}" for r in tests]
+def gpu_tables(abouts: Sequence[Row], rows: Sequence[Row]) -> str:
+    """All that gpu.py measured in some commands, and what it could not."""
+    lines = []
+    for about in {row["command"]: row for row in abouts}.values():
+        software = [f"{name} {about[name]}" for name in about if name not in ("date", "card", "command")]
+        lines.append(f"- `{about['command']}`, {about['date']}: {about['card']}; {', '.join(software)}")
+    parts = ["\n".join(lines)]
+    checks = [row for row in rows if "verdict" in row or row["part"] == "check"]
+    lines = [f"- {row.get('what') or named(row)}: {row.get('verdict') or row['wrong']}" for row in checks]
     parts += ["\n".join(lines)] if lines else []
     good = [row for row in rows if "wrong" not in row]
     for part, title in GPU_PARTS.items():
-        chosen = [row for row in good if row["part"] == part]
+        chosen = [row for row in good if row["part"] == part and row not in checks]
         peers = list(dict.fromkeys(name for row in chosen for name in row.get("ratio", ())))
-        columns = {
-            key: name for key, name in GPU_COLUMNS.items() if any(key in row for row in chosen)
-        }  # those that this part has
+        columns = {key: name for key, name in GPU_COLUMNS.items() if any(key in row for row in chosen)}
         lines = []
         for row in chosen:
             full = {"ratio": {}, "targets": {}} | row
-            cells = [shortfall(full) if key == "share_percent" else row.get(key) for key in columns]
+            cells = [percent(full, key, "share") if key == "share_percent" else row.get(key) for key in columns]
             lines.append([*cells, *(against(full, name) for name in peers), reached(full)])
         if lines:
-            parts.append(
-                f"{title}\n\n" + table([*columns.values(), *(f"vs {name}" for name in peers), "reached"], lines)
-            )
-    wrong = [f"- {named(row)}: {row['wrong']}" for row in rows if "wrong" in row and row not in tests]
+            header = [*columns.values(), *(f"vs {name}" for name in peers), "reached"]
+            parts.append(f"{title}\n\n" + table(header, lines))
+    wrong = [f"- {named(row)}: {row['wrong']}" for row in rows if "wrong" in row and row not in checks]
     reasons: dict[str, dict[str, None]] = {}
     for row in rows:
         for name, why in row.get("missing", {}).items():
@@ -180,17 +176,8 @@ GPU_COLUMNS = {
 
 def named(row: Row) -> str:
     """Which row it is, in words."""
-    words = [row["part"], *(f"{name} {row[key]}" for key, name in GPU_COLUMNS.items() if key in row and key != "us")]
-    return ", ".join(words)
-
-
-def shortfall(row: Row) -> str:
-    """The share of the bound, with its target where that is missed."""
-    if "share_percent" not in row:
-        return ""
-    target = row["targets"].get("share")
-    missed = f" (wanted {target['wanted']:g})" if target and not target["reached"] else ""
-    return f"{row['share_percent']:.0f} %{missed}"
+    words = [f"{name} {row[key]}" for key, name in GPU_COLUMNS.items() if key in row and key != "us"]
+    return ", ".join(map(str, [row["part"], *words, *row.get("case", ())]))
 
 
 def command_line(script: str, arguments: Sequence[str]) -> str:

@@ -1,0 +1,277 @@
+"""diffbit's ops on a device: calls of their CUDA kernels, what must come out, and what they cost at least.
+
+A layer of differential attention. A token of the past and a pair of heads are 4d numbers: two keys and two values (a
+wide one) of d. Decoding reads them once for both softmaxes, so the fewest bytes are
+
+    16 bits    8 d                      8 bits   4 d + 4 steps of 4 bytes
+    4 bits     2 d + keys: 2 grids of 4 bytes a channel and 32 tokens, values: 2 of 4 bytes a 32 channels
+
+for each token and pair. A prompt of S tokens sees S (S + 1) / 2 pairs of places; each costs 2 products with keys of d
+and 2 with values of 2d, a multiplication and an addition a number: 4 d + 8 d = 12 d operations a pair of heads.
+
+A weight [N, K] times activations [M, K]: the fewest bytes are the weight's, the activations' and the output's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from gpu_clock import Call
+from torch import Tensor
+
+from diffbit.ops import int4_matmul, kv_cache, ternary_matmul
+from diffbit.runtime import cuda
+
+TYPES = {torch.float32: cuda.FLOAT32, torch.float16: cuda.FLOAT16, torch.bfloat16: cuda.BFLOAT16}
+BITS = {"bf16": 16, "int8": 8, "int4": 4}  # of the kinds of cache
+WINDOW = 32  # recent tokens that a cache of 4 bits keeps
+QUERIES = 64  # of a prompt that are checked
+EPS = 1e-5
+GROUP, TILE = 32, int4_matmul.TILE
+ROWS, TILES = 4, 4  # of activations, and of a weight at either end, that are checked
+
+
+def call(kernels: cuda.Kernels, op: cuda.Op, *kept: Tensor) -> Call:
+    """Starts `op` on torch's stream; `kept` are tensors that it points to. The workspace is made once, full of NaN."""
+    device = kept[0].device
+    space = torch.full((kernels.workspace(op),), 0xFF, dtype=torch.uint8, device=device)
+
+    def run(held: tuple[Tensor, ...] = (space, *kept)) -> None:
+        kernels.run(op, space.data_ptr(), torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0)
+
+    return run
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+
+def flops(pairs: int, d: int, steps: int) -> float:
+    """Of a causal prompt; see the module's docstring."""
+    return 12.0 * d * pairs * steps * (steps + 1) / 2
+
+
+@dataclass
+class Layer:
+    """`steps` new tokens in bfloat16 behind `past`; `kind` is the cache's. Queries, keys and values have unit variance.
+
+    The buffers hold all tokens, so past and present are one memory. Where tokens enter the codes of a cache of 4 bits
+    the call does so each time it is made: `past` is chosen by the caller so that none does.
+    """
+
+    kind: str
+    pairs: int
+    d: int
+    past: int
+    steps: int
+    device: str
+    seed: int = 0
+    inputs: dict[str, Tensor] = field(init=False)
+    out: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._generator = torch.Generator(self.device).manual_seed(self.seed)
+        total, width = self.total, 2 * self.pairs * self.d
+        angles = torch.arange(total, device=self.device)[:, None] * 10000.0 ** (
+            -torch.arange(self.d // 2, device=self.device) / (self.d // 2)
+        )
+        self.inputs = {
+            **{name: self._normal(1, self.steps, width) for name in ("query", "key", "value")},
+            "lambda": torch.rand(self.pairs, generator=self._generator, device=self.device),
+            "position_ids": torch.arange(self.past, total, device=self.device)[None],
+            "cos": angles.cos(), "sin": angles.sin(),
+            "attention_mask": torch.ones(1, total, dtype=torch.int64, device=self.device),
+            **self._cache("key"), **self._cache("value"),
+        }  # fmt: skip
+        self.out = torch.full((1, self.steps, width), math.nan, dtype=torch.bfloat16, device=self.device)
+
+    def _normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(*shape, generator=self._generator, device=self.device, dtype=dtype)
+
+    def _cache(self, side: str) -> dict[str, Tensor]:
+        """Buffers with all tokens; low-bit ones are made of random numbers, a head at a time."""
+        bits, heads, name = BITS[self.kind], 2 * self.pairs, f"past_{side}"
+        if bits == 16:
+            return {name: self._normal(1, heads, self.total, self.d)}
+        rows = [self._normal(1, 1, self.total, self.d, dtype=torch.float16) for _ in range(heads)]
+        if bits == 8:
+            made = [kv_cache.round_rows(row) for row in rows]
+            return {name: torch.cat([codes for codes, _ in made], 1),
+                    f"{name}_scale": torch.cat([steps for _, steps in made], 1)}  # fmt: skip
+        before, count = (kv_cache.settled(tokens, WINDOW) for tokens in (self.past, self.total))
+        rounded = kv_cache.round_keys if side == "key" else kv_cache.round_values
+        made = [rounded(row[:, :, :count], bits) for row in rows]
+        recent = torch.zeros(1, heads, WINDOW + kv_cache.GROUP, self.d, dtype=torch.float16, device=self.device)
+        recent[:, :, : self.past - before] = torch.cat([row[:, :, before : self.past] for row in rows], 1)
+        return {name: torch.cat([kv_cache.pack(codes, bits) for codes, _ in made], 1),
+                f"{name}_scale": torch.cat([grids for _, grids in made], 1), f"{name}_recent": recent}  # fmt: skip
+
+    @property
+    def total(self) -> int:
+        return self.past + self.steps
+
+    @property
+    def cache_bytes(self) -> int:
+        """That one decoded token must read: of the cache, what holds tokens."""
+        d, bits = self.d, BITS[self.kind]
+        if bits > 4:
+            return {16: 8 * d, 8: 4 * d + 16}[bits] * self.total * self.pairs
+        count = kv_cache.settled(self.total, WINDOW)
+        each = 2 * d + d // 32 * 8 + 2 * d * 4 // 32
+        return (each * count + 8 * d * (self.total - count)) * self.pairs
+
+    def call(self, kernels: cuda.Kernels) -> Call:
+        """One call of the layer; the cache's present is its past."""
+        bits = BITS[self.kind]
+        pointers = {name: tensor.data_ptr() for name, tensor in self.inputs.items()}
+        pointers |= {name.replace("past", "present"): at for name, at in pointers.items() if name.startswith("past")}
+        keys, values = (self.inputs[f"past_{side}"].shape[2] for side in ("key", "value"))
+        op = cuda.Attention(
+            **pointers, out=self.out.data_ptr(), batch=1, steps=self.steps, past_length=self.past, heads=self.pairs,
+            kv_heads=2 * self.pairs, d=self.d, past_key_capacity=keys, past_value_capacity=values, key_capacity=keys,
+            value_capacity=values, positions=self.total, branches=2, wide_value=1, lambda_per_token=0, key_bits=bits,
+            value_bits=bits, query_bits=0, window=WINDOW, type=cuda.BFLOAT16, key_type=cuda.BFLOAT16,
+            value_type=cuda.BFLOAT16, scale=1 / math.sqrt(self.d), norm_eps=EPS,
+        )  # fmt: skip
+        return call(kernels, op, self.out, *self.inputs.values())
+
+    def held(self, side: str, head: int) -> Tensor:
+        """The numbers float32 [T, d] that the cache holds for one sub-head, all of them: after the call."""
+        bits, buffer = BITS[self.kind], self.inputs[f"past_{side}"][:, head]
+        if bits == 16:
+            return buffer[0].float()
+        scale = self.inputs[f"past_{side}_scale"][:, head]
+        if bits == 8:
+            return buffer[0].float() * scale[0, :, None]
+        count = kv_cache.settled(self.total, WINDOW)
+        restore = kv_cache.restore_keys if side == "key" else kv_cache.restore_values
+        groups = count // kv_cache.GROUP if side == "key" else count
+        old = restore(kv_cache.unpack(buffer[:, :count], bits), scale[:, :groups])[0]
+        return torch.cat((old, self.inputs[f"past_{side}_recent"][0, head, : self.total - count].float()))
+
+    def rotated(self) -> Tensor:
+        """The queries, float64 [S, 2 pairs, d], rotated."""
+        x = self.inputs["query"][0].double().view(self.steps, 2 * self.pairs, self.d)
+        cos, sin = (self.inputs[name][self.past :].double()[:, None] for name in ("cos", "sin"))
+        low, high = x.chunk(2, -1)
+        return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+
+    def attended(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """What comes out for the tokens `rows` [n]: [n, pairs, 2d] float64; multiplied in `dtype`.
+
+        In float64 it is the oracle; in the layer's own type the reference of the same precision: operands, shares of
+        the softmax and products rounded to it, sums and the norm in float32 or wider, as torch does.
+        """
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        queries = self.rotated()[rows] / math.sqrt(self.d)
+        hidden = torch.arange(self.total, device=self.device) > self.past + rows[:, None]
+        out = []
+        for pair in range(self.pairs):
+            values = torch.cat([self.held("value", 2 * pair + i) for i in range(2)], -1).to(dtype)
+            parts = []
+            for head in (2 * pair, 2 * pair + 1):
+                scores = (queries[:, head].to(dtype) @ self.held("key", head).to(dtype).T).to(wide)
+                shares = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1).to(dtype)
+                parts.append((shares @ values).to(wide))
+            difference = parts[0] - self.inputs["lambda"][pair].to(wide) * parts[1]
+            out.append(difference * torch.rsqrt(difference.square().mean(-1, keepdim=True) + EPS))
+        return torch.stack(out, 1).to(torch.bfloat16 if dtype != torch.float64 else dtype).double()
+
+    def error(self) -> tuple[float, float]:
+        """The largest error of `out`, and what is allowed: twice that of torch in the same precision, and a rounding.
+
+        NaN is infinitely wrong.
+        """
+        rows = torch.arange(self.steps, device=self.device)
+        if self.steps > QUERIES:
+            some = torch.randperm(self.steps, device=self.device)[: QUERIES - 2]
+            rows = torch.cat((some, rows[:1], rows[-1:]))
+        wanted = self.attended(rows, torch.float64)
+        got = self.out[0, rows].double().view(wanted.shape)
+        if self.out.isnan().any():
+            return math.inf, 0.0
+        plain = self.attended(rows, torch.float32 if BITS[self.kind] < 16 else torch.bfloat16)
+        rounding = torch.finfo(torch.bfloat16).eps / 2 * max(1.0, float(wanted.abs().max()))
+        return float((got - wanted).abs().max()), 2 * float((plain - wanted).abs().max()) + rounding
+
+    def for_peers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q [2, H, S, d] (rotated), k [2, H, T, d] and v [H, T, 2d], contiguous, of a cache of 16 bits."""
+        q = self.rotated().to(torch.bfloat16).view(self.steps, self.pairs, 2, self.d).permute(2, 1, 0, 3)
+        keys, values = (
+            self.inputs[f"past_{side}"].view(self.pairs, 2, self.total, self.d) for side in ("key", "value")
+        )
+        return q.contiguous(), keys.transpose(0, 1).contiguous(), values.transpose(1, 2).flatten(2).contiguous()
+
+
+# ---- products -------------------------------------------------------------------------------------------------------
+
+
+class Weights:
+    """`count` random weights [N, K] of one format, "ternary" or "int4_g32", and products with activations [M, K]."""
+
+    def __init__(self, op: str, n: int, k: int, count: int, device: str) -> None:
+        self.op, self.n, self.k, self.device = op, n, k, device
+        self.weights = [self._ternary() if op == "ternary" else self._int4() for _ in range(count)]
+
+    def _ternary(self) -> tuple[Tensor, ...]:
+        codes = torch.randint(-1, 2, (self.n, self.k), dtype=torch.int8, device=self.device)
+        return ternary_matmul.pack(codes), torch.tensor([0.037], device=self.device)
+
+    def _int4(self) -> tuple[Tensor, ...]:
+        codes = torch.randint(16, (self.n, self.k), dtype=torch.uint8, device=self.device)
+        scales = torch.rand(self.n, self.k // GROUP, device=self.device).add(0.5).mul(0.02).half()
+        packed = int4_matmul.pack(codes, scales, None, GROUP)
+        return packed.codes, packed.scales, packed.zeros, torch.ones(1, device=self.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Of one weight."""
+        return sum(tensor.nbytes for tensor in self.weights[0])
+
+    def calls(self, kernels: cuda.Kernels, x: Tensor, y: Tensor | None = None) -> list[Call]:
+        """x [M, K] times each of the weights."""
+        y = torch.empty(x.shape[0], self.n, dtype=x.dtype, device=x.device) if y is None else y
+        made = []
+        for weight in self.weights:
+            shape = {"m": x.shape[0], "n": self.n, "k": self.k, "type": TYPES[x.dtype]}
+            pointers = [tensor.data_ptr() for tensor in weight]
+            op: cuda.Op
+            if self.op == "ternary":
+                packed, scale = pointers
+                op = cuda.TernaryMatMul(a=x.data_ptr(), packed=packed, scale=scale, y=y.data_ptr(), activation_bits=8,
+                                        **shape)  # fmt: skip
+            else:
+                codes, scales, _, factor = pointers  # one zero point, 8, for all is no pointer at all
+                op = cuda.Int4MatMul(a=x.data_ptr(), codes=codes, scales=scales, zeros=None, factor=factor,
+                                     y=y.data_ptr(), group_size=GROUP, **shape)  # fmt: skip
+            made.append(call(kernels, op, x, y, *weight))
+        return made
+
+    def error(self, kernels: cuda.Kernels, x: Tensor) -> tuple[float, float]:
+        """The largest error of the first and of the last weight's product, and what is allowed: one rounding of the
+        largest number in the activations' type. Held against the op's reference are some rows of the activations and
+        the first and last tiles of the weight; NaN, wherever it is, is infinitely wrong."""
+        tiles = torch.arange(-(-self.n // TILE))
+        tiles = torch.cat((tiles[:TILES], tiles[-TILES:]))
+        some = torch.randperm(x.shape[0])[:ROWS]
+        worst, largest = 0.0, 0.0
+        for which in (0, -1):
+            y = torch.full((x.shape[0], self.n), math.nan, dtype=x.dtype, device=x.device)
+            self.calls(kernels, x, y)[which]()
+            if y.isnan().any():
+                return math.inf, 0.0
+            got = y.cpu()[some].unflatten(1, (-1, TILE))[:, tiles].flatten(1)
+            wanted = self._reference(x.cpu()[some], self.weights[which], tiles)
+            worst = max(worst, float((got.double() - wanted.double()).abs().max()))
+            largest = max(largest, float(wanted.abs().max()))
+        return worst, torch.finfo(x.dtype).eps * largest
+
+    def _reference(self, x: Tensor, weight: tuple[Tensor, ...], tiles: Tensor) -> Tensor:
+        """x [M, K] times the rows of the weight in some tiles of 16: [M, 16 tiles]."""
+        if self.op == "ternary":
+            packed, scale = (tensor.cpu() for tensor in weight)
+            return ternary_matmul.reference(x, packed.unflatten(0, (-1, TILE))[tiles].flatten(0, 1), scale)
+        codes, scales, zeros, factor = (tensor.cpu() for tensor in weight)
+        packed = int4_matmul.Packed(codes[tiles], scales[tiles], zeros)
+        return int4_matmul.reference(x, packed, factor, len(tiles) * TILE, GROUP)
