@@ -178,7 +178,7 @@ def check(environment: dict[str, str], emulated: bool, seconds: float) -> Iterat
     draw = time.time_ns() % 2**20
     workers = ["-n", str(min(8, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
     row = {"part": "check", "what": "the tests", "draw": draw}
-    tests = pytest("-m", "gpu", "-v", *workers, *TESTS)
+    tests = pytest("-m", "gpu", *workers, *TESTS)
     yield row | verdict(tests, environment | {"DIFFBIT_TEST_DRAW": str(draw)}, end - time.monotonic())
 
 
@@ -189,7 +189,8 @@ def sanitize(environment: dict[str, str], seconds: float) -> Iterator[Row]:
 
 
 def pytest(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    options = ["-v", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    return [sys.executable, "-m", "pytest", *options, *arguments]
 
 
 def sanitized(tool: str, tests: list[str], environment: dict[str, str], seconds: float) -> Row:
@@ -215,7 +216,10 @@ def verdict(
     found = re.findall(summary, text)
     said = {what: re.findall(rf"\b{what}\b.*? (tests/\S+)|(tests/\S+) {what}\b", text) for what in ("PASSED", "FAILED")}
     failed = list(dict.fromkeys(a or b for a, b in said["FAILED"]))
-    row: Row = {"seconds": round(time.monotonic() - start, 1), "verdict": found[-1].strip() if found else "nothing ran"}
+    row: Row = {
+        "seconds": round(time.monotonic() - start, 1),
+        "verdict": found[-1].strip(" =") if found else "nothing ran",
+    }
     if status is None:
         row["verdict"] = f"{len(said['PASSED'])} passed, {len(failed)} failed, then {seconds:.0f} seconds were over"
     if status != 0 or not found:
@@ -288,7 +292,7 @@ def models(command: list[str], environment: dict[str, str], emulated: bool, seco
     yield from timed("model", [*command, "--nano"], environment, PATIENCE)
     if not emulated:
         row = {"part": "model", "what": "the tests of sessions"}
-        yield row | verdict(pytest("-m", "gpu", "-v", *SESSIONS), environment, SESSIONS_SECONDS)
+        yield row | verdict(pytest("-m", "gpu", *SESSIONS), environment, SESSIONS_SECONDS)
     yield from timed("model", command, environment, end - time.monotonic())
 
 
