@@ -61,54 +61,6 @@ def test_kernels(tmp_path: Path) -> None:
     assert "old" not in text and "| 256 x 256 |" in text
 
 
-def test_bitnet_folder(tmp_path: Path) -> None:
-    done = run("bitnet_folder.py", "--quick", "--work", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [row["folder"] for row in rows if "folder" in row] == ["fp32", "fp16", "again"]
-    assert all(row["peak_rss_mib"] > 0 for row in rows if "command" in row)
-    config = json.loads((tmp_path / "again" / "config.json").read_text())
-    assert config["quantization_config"]["linear_class"] == "autobitlinear"
-
-
-def test_base3(tmp_path: Path) -> None:
-    done = run("base3.py", "--quick", "--work", str(tmp_path / "work"))
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    bytes_of = {row["storage"]: row["bytes"] for row in rows}
-    assert len(rows) == 4 and bytes_of["base3"] < bytes_of["2bit"]
-
-
-def test_long_context(tmp_path: Path) -> None:
-    page, rows_file = tmp_path / "page.md", tmp_path / "rows.json"
-    page.write_text("<!-- long_context_softmax -->\nold\n<!-- /long_context_softmax -->\n")
-    caches = ("--attention", "softmax", "--caches", "fp32", "fp16", "int4")
-    written = ("--json", str(rows_file), "--markdown", str(page))
-    done = run("long_context.py", "--quick", "--work", str(tmp_path / "work"), *caches, *written)
-    if not native.instruction_sets():
-        assert done.returncode == 1 and "native library is not installed" in done.stderr
-        return
-    assert done.returncode == 0, done.stderr
-    rows = {row["cache"]: row for row in json.loads(rows_file.read_text())["rows"]}
-    assert rows.keys() == {"fp32", "fp16", "int4"} and rows["int4"]["ratio"].keys() == {"fp32", "fp16"}
-    # 4 layers, 4 heads of 32: 4 bytes a number, 2, and 5 bits
-    assert [row["kv_bytes_per_1k_tokens"] // 1000 for row in rows.values()] == [4096, 2048, 640]
-    assert "| int4 " in page.read_text() and "old" not in page.read_text()
-
-
-def test_stock_cache(trained: Callable[[str], Path], tmp_path: Path) -> None:
-    done = run("stock_cache.py", "--quick", "--models", str(trained("diff_v2")), "--json", str(tmp_path / "rows.json"))
-    if not native.instruction_sets():
-        assert done.returncode == 1 and "native library is not installed" in done.stderr
-        return
-    assert done.returncode == 0, done.stderr
-    about, *rows = json.loads((tmp_path / "rows.json").read_text())
-    assert about["check_int8"] < 1e-5 and about["check_int4"] < 1e-5  # the operator computes what is measured
-    changes = {row["cache"]: row["change"] for row in rows if "change" in row}
-    assert changes["DiffAttention int4"] < changes["GroupQueryAttention int4, a scale a tensor"]
-    assert all(row["ratio"] > 0 for row in rows if "ratio" in row) and len(rows) == 6 + 6
-
-
 def test_bitnet(checkpoint: Path, tmp_path: Path) -> None:
     from diffbit.models import Decoder, load, save
     from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
@@ -190,39 +142,6 @@ def test_mixed(checkpoint: Path, tmp_path: Path) -> None:
     assert 2.9 < mixed["bits_per_weight"] <= 3 and mixed["plan"]["bits_per_weight"] == mixed["bits_per_weight"]
     assert set(mixed["differences"]) == {row["weights"] for row in uniform}
     assert "old" not in page.read_text() and "mixed, 3 bits" in page.read_text()
-
-
-def test_attention(trained: Callable[[str], Path], tmp_path: Path) -> None:
-    page, numbers = tmp_path / "attention.md", tmp_path / "out" / "attention.json"
-    names = re.findall(r"<!-- ([a-z]+) -->", (BENCHMARKS.parent / "docs" / "attention.md").read_text())
-    page.write_text("".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in names))
-    options = ("--length", "96", "--windows", "2", "--jobs", "1")
-    models = (str(trained("softmax")), str(trained("diff_v1")))
-    done = run("attention.py", *models, *options, "--json", str(numbers), "--markdown", str(page))
-    assert done.returncode == 0, done.stderr
-    found = json.loads(numbers.read_text())
-    kl = {(row["model"], row["what"], row["label"]): row["kl"]["value"] for row in found["rows"] if "kl" in row}
-    for model in ("Transformer", "DIFF v1"):
-        assert 0 < kl[model, "logits", "8 bits"] < kl[model, "logits", "3 bits"]
-        assert 0 < kl[model, "kv", "int4, window 0"] < kl[model, "kv", "int2, window 0"]
-        assert kl[model, "qk", "K smoothing, nothing rounded"] < 1e-6
-        smoothed = kl[model, "qk", "int4 rows, a step per token, K smoothing"]
-        assert 0 < smoothed < kl[model, "qk", "int4 rows, a step per token"]
-    assert {row["model"] for row in found["rows"] if row["what"] == "branches"} == {"DIFF v1"}
-    assert {row["model"] for row in found["contrasts"]} == {"DIFF v1"}
-    text = page.read_text()
-    assert set(names) == {row["what"] for row in found["rows"]} and "\nold\n" not in text
-    assert "| cache int4, DIFF v1 " in text
-
-    longer = shutil.copytree(trained("diff_v1"), tmp_path / "longer")  # 16 needles do not fit into its 256 tokens
-    described = json.loads((longer / "config.json").read_text())
-    (longer / "config.json").write_text(json.dumps(described | {"max_position_embeddings": 512}))
-    options = ("--what", "logits", "--length", "512", "--windows", "2", "--jobs", "1", "--needles", "2")
-    done = run("attention.py", str(longer), *options, "--json", str(numbers))
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(numbers.read_text())["rows"]
-    assert len(rows) == 7 and all(0 <= row["found"]["value"] <= 1 for row in rows)
-    assert rows[0]["change"]["value"] == 0 and "Needles found" in done.stdout
 
 
 def test_generate(tmp_path: Path) -> None:
@@ -472,14 +391,3 @@ def test_gpu_tables(gpu: Any) -> None:
     ]  # fmt: skip
     text = gpu.gpu_tables([{"command": "x", "date": "2026-01-01", "card": "H200"}], gpu.with_ratios(rows))
     assert "- `x`, 2026-01-01: H200" in text and "89 %" in text and "1.30x (wanted 1.4)" in text and "10.00x" in text
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux only")
-def test_triton_tiles(tmp_path: Path) -> None:
-    """A GPU's kernels are compiled without one, and a block fits in its memory."""
-    numbers = tmp_path / "tiles.json"
-    done = run("triton_tiles.py", "--capability", "90", "--d", "64", "--version", "2", "--json", str(numbers))
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(numbers.read_text())["rows"]
-    assert [row["kernel"] for row in rows] == ["forward", "of_keys", "of_queries"]
-    assert all(row["wgmma"] and row["fits"] and row["stack"] <= 16 for row in rows)
