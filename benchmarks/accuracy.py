@@ -8,37 +8,33 @@ Every variant of every model is made in memory and scored on all windows of the 
 model as it is (evaluate/compare.py); methods calibrate on 256 windows of the calib split. Variants are spread over
 processes of one thread each. The JSON file is a comparison as `diffbit compare --json` prints it, and the time it took.
 
-RECIPES says what is in the tables; a method that neither it nor ELSEWHERE names joins them by itself (`recipes`).
+RECIPES says what is in the tables.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import torch
 from machine import describe
-from report import renew, table
+from report import Row, increase, interval, nats, percent, renew, table, verdict, write_json
 
 from diffbit.calib_data import Windows, eval_windows
-from diffbit.evaluate import plots
 from diffbit.evaluate.compare import Comparison, conclude
 from diffbit.evaluate.measure import Measured, Refusal, measure
 from diffbit.evaluate.variants import Variant, variants
 from diffbit.models import Checkpoint, load
 from diffbit.progress import set_quiet, track
 from diffbit.quantize import Scheme, parse_format
-from diffbit.quantize.methods import methods
 
 ROOT = Path(__file__).parents[1]
 TRIO = [ROOT / "examples" / "nano" / name for name in ("softmax", "diff_v1", "diff_v2")]  # the first is held against
@@ -53,25 +49,10 @@ RECIPES = {
     "rotate+gptq": LOW,
     "learned": LOW[1:],  # slow, and made for the lowest bits
 }
-ELSEWHERE = {
-    "joint",  # in subtraction.py
-    "relambda",  # there too
-    "smooth",  # with int8 inputs, below
-    "clip",  # a part of "awq+clip", beside AutoAWQ in quantizers.py
-    "rotate_heads",  # "rotate" with another head
-}
 ROUNDED_INPUTS = (("int8", "rtn"), ("int4_g128", "gptq"))  # weights, and the recipe that rounds them
 CALIBRATION_WINDOWS = 256
 QUICK_FORMATS, QUICK_RECIPES, QUICK_WINDOWS = ("int4_g128", "int2_g64"), ("rtn", "gptq"), (6, 8)
 SHARES = 4  # that a model's variants are split into, for the processes
-
-Row = dict[str, Any]
-
-
-def recipes() -> dict[str, tuple[str, ...]]:
-    """{recipe: formats} of the tables: RECIPES, and every method that is in no table yet."""
-    named = ELSEWHERE.union(*(recipe.split("+") for recipe in RECIPES))
-    return RECIPES | {method: LOW for method in methods() if method not in named}
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
@@ -90,7 +71,7 @@ def plan(path: Path, length: int, quick: bool = False) -> Plan:
     """path: of one of the models; they share a tokenizer. length: of a window."""
     found = []
     for format in QUICK_FORMATS if quick else FORMATS:
-        chosen = QUICK_RECIPES if quick else [recipe for recipe, formats in recipes().items() if format in formats]
+        chosen = QUICK_RECIPES if quick else [recipe for recipe, formats in RECIPES.items() if format in formats]
         found += variants([format], ["weights"], chosen)
     limits = QUICK_WINDOWS if quick else (None, CALIBRATION_WINDOWS)
     windows, calibration = (
@@ -101,15 +82,14 @@ def plan(path: Path, length: int, quick: bool = False) -> Plan:
 
 
 def with_int8_inputs() -> list[Variant]:
-    """Linear layers whose inputs are rounded to int8 too, a scale per token, with and without SmoothQuant."""
+    """Linear layers whose inputs are rounded to int8 too, a scale per token."""
     found = []
     for name, rounding in ROUNDED_INPUTS:
         format = parse_format(name)
         for inputs in (None, "int8"):
             scheme = Scheme(weights=format, activations=inputs)
-            for method in (rounding, f"smooth+{rounding}") if inputs else (rounding,):
-                label = f"{name} weights, {inputs or 'float'} inputs"
-                found.append(Variant("inputs", label, method, format.bits, scheme))
+            label = f"{name} weights, {inputs or 'float'} inputs"
+            found.append(Variant("inputs", label, rounding, format.bits, scheme))
     return found
 
 
@@ -159,37 +139,12 @@ def concluded(
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def percent(value: float, digits: int = 2) -> str:
-    return f"{100 * value:z.{digits}f} %".replace("-", "−")
-
-
-def interval(estimate: Row, show: Callable[[float], str]) -> str:
-    value, low, high = (show(estimate[end]) for end in ("value", "low", "high"))
-    return f"{value} [{low.removesuffix(' %')}, {high.removesuffix(' %')}]"
-
-
-def increase(row: Row) -> str:
-    digits = 2 if row["ratio"]["value"] < 1.1 else 1
-    return interval(row["ratio"], lambda ratio: percent(ratio - 1, digits))
-
-
 def recovered(row: Row) -> str:
-    return "" if row["recovered"] is None else interval(row["recovered"], lambda share: percent(share, 0))
+    return interval(row["recovered"], lambda share: percent(share, 0))
 
 
 def divergence(row: Row) -> str:
-    return interval(row["kl"], lambda nats: f"{nats:.4f}")
-
-
-def difference(contrast: Row) -> str:
-    return interval(contrast["difference"], lambda nats: f"{nats:+.4f}".replace("-", "−"))
-
-
-def verdict(contrast: Row) -> str:
-    estimate = contrast["difference"]
-    if estimate["low"] <= 0 <= estimate["high"]:
-        return "not told apart"
-    return f"{contrast['model']} loses {'less' if estimate['value'] < 0 else 'more'}"
+    return interval(row["kl"], lambda value: f"{value:.4f}")
 
 
 def of(comparison: Row, what: str, **fields: str) -> list[Row]:
@@ -210,7 +165,7 @@ def weights_tables(comparison: Row) -> str:
             best = "**" if row["perplexity"]["value"] == least else ""
             size = f"{row['nbytes'] / 1e6:.2f}"
             perplexity = f"{best}{row['perplexity']['value']:.3f}{best}"
-            cells = [perplexity, increase(row), recovered(row), divergence(row), size]
+            cells = [perplexity, increase(row["ratio"]), recovered(row), divergence(row), size]
             lines.append([row["format"], row["method"], *cells])
         header = ["weights", "method", "perplexity", "increase", "of rtn's loss recovered", "KL, nats a token", "MB"]
         title = (
@@ -232,7 +187,10 @@ def contrasts_table(comparison: Row) -> str:
         line = [format, method]
         for other in others:
             contrast = found.get((format, method, other))
-            line += ["", ""] if contrast is None else [difference(contrast), verdict(contrast)]
+            if contrast is None:
+                line += ["", ""]
+            else:
+                line += [interval(contrast["difference"], nats), verdict(other, contrast["difference"])]
         lines.append(line)
     first = comparison["models"][0]["name"]
     return table(["weights", "method", *(cell for other in others for cell in (f"{other} − {first}", ""))], lines)
@@ -242,62 +200,8 @@ def inputs_table(comparison: Row) -> str:
     lines = []
     for row in of(comparison, "inputs"):
         perplexity = f"{row['perplexity']['value']:.3f}"
-        lines.append([row["model"], row["format"], row["method"], perplexity, increase(row), divergence(row)])
+        lines.append([row["model"], row["format"], row["method"], perplexity, increase(row["ratio"]), divergence(row)])
     return table(["model", "linear layers", "method", "perplexity", "increase", "KL, nats a token"], lines)
-
-
-def goals_table(comparison: Row) -> str:
-    """What was to be reached, and what came out."""
-    lines = []
-
-    def goal(text: str, model: str, found: str, reached: bool | None) -> None:
-        lines.append([text, model, found, "" if reached is None else "yes" if reached else "**no**"])
-
-    def best(model: str, format: str) -> Row:
-        return min(of(comparison, "weights", model=model, format=format), key=lambda row: row["ratio"]["value"])
-
-    for model in (model["name"] for model in comparison["models"]):
-        for row in of(comparison, "weights", model=model, format="int4_g128", method="gptq"):
-            value = row["ratio"]["value"] - 1
-            goal("int4_g128 by gptq: perplexity at most 1.5 % up", model, increase(row), value <= 0.015)
-            if row["recovered"]:
-                text = "int4_g128 by gptq: at least 40 % of rtn's loss recovered"
-                goal(text, model, recovered(row), row["recovered"]["value"] >= 0.4)
-        if of(comparison, "weights", model=model, format="int3_g64"):
-            row = best(model, "int3_g64")
-            if row["recovered"]:
-                text = "int3_g64, best method: at least 50 % of rtn's loss recovered"
-                goal(text, model, f"{row['method']}: {recovered(row)}", row["recovered"]["value"] >= 0.5)
-        if two := [row for row in of(comparison, "weights", model=model) if row["bits"] == 2]:
-            row = min(two, key=lambda row: row["ratio"]["value"])
-            found = f"{row['method']}, {row['format']}: {increase(row)}"
-            goal("2 bits, best method: usable? (said below)", model, found, None)
-    return table(["wanted", "model", "found", "reached"], sorted(lines, key=lambda line: line[0]))
-
-
-def picture(comparison: Row, path: Path) -> None:
-    """Perplexity against bits a weight, each model by the method that is best at that width."""
-    with plots.panels() as (figure, (axes,)):
-        for index, model in enumerate(comparison["models"]):
-            rows = of(comparison, "weights", model=model["name"])
-            best: dict[float, Row] = {}
-            for row in sorted(rows, key=lambda row: row["ratio"]["value"], reverse=True):
-                best[row["bits"]] = row
-            chosen = [best[bits] for bits in sorted(best)]
-            look = plots.line(index)
-            x = [row["bits_per_weight"] for row in chosen]
-            (whole,) = of(comparison, "none", model=model["name"])
-            exact = whole["perplexity"]["value"]
-            ends = [[exact * row["ratio"][end] for row in chosen] for end in ("low", "high")]
-            axes.fill_between(x, *ends, color=look["color"], alpha=0.18, linewidth=0)
-            axes.plot(x, [row["perplexity"]["value"] for row in chosen], label=model["name"], zorder=3, **look)
-            axes.axhline(exact, color=look["color"], linewidth=0.8, linestyle=(0, (2, 3)))
-        axes.set_title("Perplexity, the best method at each width")
-        axes.set_xlabel("bits a weight, scales included (dotted: 16 bits)")
-        axes.set_ylabel("perplexity on held-out text")
-        axes.set_xlim(left=2)
-        axes.legend(loc="upper right")
-        plots.save(figure, path)
 
 
 def tables(comparison: Row) -> dict[str, str]:
@@ -312,7 +216,6 @@ def tables(comparison: Row) -> dict[str, str]:
     refused = [f"Left out: {r['model']}, {r['format']} by {r['method']}: {r['reason']}." for r in comparison["refused"]]
     return {
         "about": about,
-        "goals": goals_table(comparison),
         "weights": "\n\n".join([weights_tables(comparison), *refused]),
         "contrasts": contrasts_table(comparison),
         "inputs": inputs_table(comparison),
@@ -326,7 +229,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     parser.add_argument("--markdown", type=Path, nargs="?", const=ROOT / "docs" / "accuracy.md", metavar="FILE",
-                        help="renew this page and the picture beside it (default: docs/accuracy.md)")  # fmt: skip
+                        help="renew this page (default: docs/accuracy.md)")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="two formats and a few windows: does everything run?")
     arguments = parser.parse_args()
 
@@ -337,12 +240,10 @@ def main() -> None:
     for name, text in found.items():
         print(f"\n## {name}\n\n{text}")
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(comparison, indent=1))
+        write_json(arguments.json, comparison)
     if arguments.markdown:
         for name, text in found.items():
             renew(arguments.markdown, name, text)
-        picture(comparison, arguments.markdown.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

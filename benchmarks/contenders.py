@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from diffbit.export.graph import DATA, MICROSOFT, MODEL, PAGE, Graph
 from diffbit.export.linear import emit
 from diffbit.ops import diff_attention, kv_cache
-from diffbit.quantize.linear import ROW_BLOCK, QuantLinear
+from diffbit.quantize.linear import QuantLinear
 from diffbit.quantize.packing import pack_bits
 from diffbit.quantize.qtensor import QTensor
 from diffbit.runtime import native
@@ -61,12 +61,6 @@ def nbits_graph(
     y = g.op("MatMulNBits", inputs, domain=MICROSOFT, K=columns, N=rows, bits=bits, block_size=block, accuracy_level=4)
     g.output("y", y, g.dtype, ["M", rows])
     g.save()
-
-
-def ternary_as_two_bits(weight: QTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of MatMulNBits with 2 bits in blocks of 128 for the very numbers of a ternary weight."""
-    rows, columns = weight.shape
-    return weight.codes + 1, weight.scale.view(1, 1).expand(rows, columns // ROW_BLOCK).contiguous()
 
 
 class Attention:
@@ -261,12 +255,11 @@ class OrtContender:
     def __init__(
         self, model: Path, count: int, threads: int, feeds: dict[str, Array],
         outputs: dict[str, tuple[tuple[int, ...], Any]], caches: dict[str, tuple[Array, tuple[str, ...]]] | None = None,
-        isa: str | None = None, spinning: bool = True,
+        isa: str | None = None,
     ) -> None:  # fmt: skip
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         options.log_severity_level = 3
-        options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spinning else "0")
         # A pool that spins on after its run would take a core from the next contender
         options.add_session_config_entry("session.force_spinning_stop", "1")
         if isa:
@@ -291,13 +284,8 @@ class OrtContender:
                 self.result = value if self.result is None else self.result
                 self.binding.bind_ortvalue_output(name + suffix, value)
 
-    settle = 0.0
-
     def run(self) -> None:
         self.session.run_with_iobinding(self.binding)
 
     def first(self) -> Array:
         return self.result.numpy()
-
-    def close(self) -> None:
-        del self.session, self.binding, self.result

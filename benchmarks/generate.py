@@ -9,8 +9,8 @@ head. DIR keeps them for the next time. ENV is a Python environment with llama-c
 
 Every measurement is a process of its own: a prompt of 128 random tokens and 64 greedy tokens, once to warm up and once
 for the clock; tokens per second of each half, and the process's peak resident memory (VmHWM, Python included on both
-sides). Contenders take turns; numbers are medians over the rounds. The bodies (`diffbit run --no-native`) show what the
-library is worth; they run once.
+sides). Contenders take turns; numbers are medians over three rounds. The bodies (`diffbit run --no-native`) show what
+the library is worth; they run once.
 
 Rows, as JSON: one per model and number of threads, `ratio` being against llama.cpp with the matching format.
 """
@@ -22,14 +22,14 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import onnxruntime
 from machine import describe
-from peers import llama_environment
-from report import command_line, generate_table, renew
+from report import Row, command_line, renew, row_table, say, targets, write_json
 from synthetic import ONE_BILLION, SMALL, Shape, write_model, write_tokenizer
 
 from diffbit.runtime import bench, native
@@ -37,12 +37,17 @@ from diffbit.runtime import bench, native
 HERE = Path(__file__).parent
 FORMATS = {"ternary": ("--override", "lm_head=int4_g32"), "int4_g32": ("--override", "lm_head=int4_g32")}
 PEER = {"ternary": "TQ2_0", "int4_g32": "Q4_0"}
-SPEEDS = ("decode_tokens_per_s", "prefill_tokens_per_s")
+SPEEDS, MEMORY = ("decode_tokens_per_s", "prefill_tokens_per_s"), "peak_host_memory_bytes"
 # Least ratios to llama.cpp; its memory over ours, at least as much
 TARGETS = {
-    "ternary": {"decode": 1.4, "prefill": 1.5, "memory": 1.0},
-    "int4_g32": {"decode": 1.3, "prefill": 1.5, "memory": 1.0},
+    "ternary": {"its decode": 1.4, "its prefill": 1.5, "its memory": 1.0},
+    "int4_g32": {"its decode": 1.3, "its prefill": 1.5, "its memory": 1.0},
 }
+ROUNDS = 3
+COLUMNS = {
+    "model": "model", "threads": "threads", "decode_tokens_per_s": "decode tok/s",
+    "prefill_tokens_per_s": "prefill tok/s", "peak_memory_mib": "peak MiB", "model_mib": "on disk MiB",
+}  # fmt: skip
 
 
 def prepare(work: Path, shape: Shape, formats: list[str], interpreter: Path | None) -> None:
@@ -82,8 +87,6 @@ def main() -> None:
     parser.add_argument("--llama", type=Path, help="a Python environment with llama-cpp-python and gguf")
     parser.add_argument("--only", choices=tuple(FORMATS))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="(default: 1 2)")
-    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--no-bodies", action="store_true", help="the native library only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too, as one JSON document")
     parser.add_argument("--markdown", type=Path, nargs="?", const=Path("docs/performance.md"), metavar="FILE",
                         help="renew the table in this page (default: %(const)s)")  # fmt: skip
@@ -92,68 +95,68 @@ def main() -> None:
 
     if not native.instruction_sets():
         raise SystemExit("the native library is not installed; build it with `make build`")
-    environment = llama_environment(arguments.llama) if arguments.llama else None
-    if arguments.llama and not environment:
+    versions = (
+        list(arguments.llama.glob("lib/python3*/site-packages/llama_cpp_python-*.dist-info")) if arguments.llama else []
+    )
+    if arguments.llama and not versions:
         raise SystemExit(f"{arguments.llama}: no Python environment with llama-cpp-python")
     interpreter = arguments.llama / "bin" / "python" if arguments.llama else None
     prompt, new = (8, 4) if arguments.quick else (128, 64)
     arguments.work.mkdir(parents=True, exist_ok=True)
     formats = [arguments.only] if arguments.only else list(FORMATS)
     prepare(arguments.work, SMALL if arguments.quick else ONE_BILLION, formats, interpreter)
-    version = next(environment.glob("llama_cpp_python-*.dist-info")).stem.split("-")[1] if environment else None
+    version = versions[0].stem.split("-")[1] if versions else None
     about = {"machine": describe(), "instruction_set": native.instruction_sets()[0],
              "onnxruntime": onnxruntime.__version__, "llama_cpp_python": version or "not measured (--llama)",
              "prompt_tokens": prompt, "new_tokens": new,
              "command": command_line("generate.py", sys.argv[1:])}  # fmt: skip
-    print(json.dumps(about), flush=True)
+    say(**about)
 
     measured = []
     for threads in arguments.threads:
-        runs: dict[str, list[dict[str, Any]]] = {}
-        for turn in range(arguments.rounds):
+        runs: dict[str, list[Row]] = {}
+        for turn in range(1 if arguments.quick else ROUNDS):
             for format in formats:
                 artifact = arguments.work / format
                 runs.setdefault(format, []).append(bench(artifact, prompt, new, 1, threads))
                 if interpreter:
                     file = arguments.work / f"{PEER[format]}.gguf"
-                    runs.setdefault(PEER[format], []).append(llama(interpreter, file, prompt, new, threads))
-                if not turn and not arguments.no_bodies:  # fewer tokens: it may take seconds for each
+                    found = llama(interpreter, file, prompt, new, threads)
+                    runs.setdefault(f"llama.cpp {PEER[format]}", []).append(found)
+                if not turn:  # fewer tokens: it may take seconds for each
                     body = bench(artifact, prompt, min(new, 8), 1, threads, native=False)
                     runs.setdefault(f"{format} bodies", []).append(body)
-        medians = {
-            name: {key: statistics.median(run[key] for run in some) for key in (*SPEEDS, "peak_host_memory_bytes")}
-            for name, some in runs.items()
-        }
-        for name, found in medians.items():
-            row: dict[str, Any] = {
-                "model": name if name in FORMATS or " " in name else f"llama.cpp {name}",
-                "threads": threads,
-                "decode_tokens_per_s": round(found["decode_tokens_per_s"], 1),
-                "prefill_tokens_per_s": round(found["prefill_tokens_per_s"], 1),
-                "peak_memory_mib": round(found["peak_host_memory_bytes"] / 2**20),
-                "model_mib": round(runs[name][0]["model_bytes"] / 2**20),
-            }
-            format = name.split()[0]
-            if format in PEER and (peer := medians.get(PEER[format])):
-                row["ratio"] = {
-                    "decode": round(found["decode_tokens_per_s"] / peer["decode_tokens_per_s"], 2),
-                    "prefill": round(found["prefill_tokens_per_s"] / peer["prefill_tokens_per_s"], 2),
-                    "memory": round(peer["peak_host_memory_bytes"] / found["peak_host_memory_bytes"], 2),
-                }
-                if name in TARGETS:
-                    row["targets"] = {
-                        key: {"wanted": least, "reached": row["ratio"][key] >= least}
-                        for key, least in TARGETS[name].items()
-                    }
-            print(json.dumps(row), flush=True)
+        for row in rows(runs, threads):
+            say(**row)
             measured.append(row)
-    text = generate_table(about, measured)
+    text = (
+        f"{about['machine']}; {about['instruction_set']}, ONNX Runtime {about['onnxruntime']}, llama-cpp-python "
+        f"{about['llama_cpp_python']}; {new} tokens after {prompt}. `{about['command']}`\n\n"
+        f"{row_table(measured, COLUMNS)}\n"
+    )
     print("\n" + text)
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps({"about": about, "rows": measured}, indent=1))
+        write_json(arguments.json, {"about": about, "rows": measured})
     if arguments.markdown:
         renew(arguments.markdown, "generate", text)
+
+
+def rows(runs: dict[str, list[Row]], threads: int) -> Iterator[Row]:
+    """A row of medians for each model."""
+    medians = {
+        name: {key: statistics.median(run[key] for run in some) for key in (*SPEEDS, MEMORY)}
+        for name, some in runs.items()
+    }
+    for name, found in medians.items():
+        row: Row = {"model": name, "threads": threads, **{key: round(found[key], 1) for key in SPEEDS}}
+        row |= {"peak_memory_mib": round(found[MEMORY] / 2**20),
+                "model_mib": round(runs[name][0]["model_bytes"] / 2**20)}  # fmt: skip
+        if peer := medians.get(f"llama.cpp {PEER.get(name.split()[0])}"):
+            decode, prefill = (round(found[key] / peer[key], 2) for key in SPEEDS)
+            row["ratio"] = {"its decode": decode, "its prefill": prefill,
+                            "its memory": round(peer[MEMORY] / found[MEMORY], 2)}  # fmt: skip
+            row["targets"] = targets(row["ratio"], TARGETS.get(name, {}))
+        yield row
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@
     python benchmarks/gpu.py training step --out out/gpu
     python benchmarks/gpu.py model --out out/gpu
     python benchmarks/gpu.py --tables out/gpu                      # renew docs/gpu.md with all that was measured
-    python benchmarks/gpu.py sanitize --out out/gpu                # compute-sanitizer's memcheck and racecheck
     python benchmarks/gpu.py check rates decode --quick            # small sizes; on the CPU where there is no card
 
 Needs a CUDA device, torch with CUDA, and CMake with nvcc to build the library for this card (not with --library).
@@ -24,7 +23,7 @@ it, or without the one contender. The exit status is 1 where a check fails or a 
     step       a training step of models with differential and with plain attention
     model      a nano model held against the CPU, and tokens a second of one of 1.1 billion parameters, on ONNX Runtime
 
-How it is measured: gpu_clock.py; what is compared, and with which targets: gpu_parts.py, gpu_model.py.
+How it is measured: clock.py; what is compared, and with which targets: gpu_parts.py, gpu_model.py.
 """
 
 from __future__ import annotations
@@ -45,33 +44,27 @@ import time
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import onnxruntime
 import torch
 from gpu_model import with_ratios
-from report import command_line, gpu_tables, renew
+from report import Row, command_line, left_out, renew, row_table
 
 from diffbit.runtime import native
 
-Row = dict[str, Any]
 HERE, ROOT = Path(__file__).resolve().parent, Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "gpu"
 BUILDING = 100  # seconds
 PARTS = {  # the seconds that each may take; what is not done by then is said in its rows
     "check": 230, "rates": 30, "decode": 170, "products": 260, "prefill": 160, "training": 220, "step": 160,
-    "model": 420, "sanitize": 420,
+    "model": 420,
 }  # fmt: skip
 PATIENCE = 60  # seconds without a word, of a contender or of a whole model, that does not say how long it takes
 TESTS = ("tests/ops", "tests/models", "tests/train")  # where some want a GPU
 SESSIONS, SESSIONS_SECONDS = ("tests/runtime", "tests/export"), 60  # where some want ONNX Runtime on a GPU
 ONE = "tests/ops/test_cuda_attention.py::test_cuda_kernels[bf16_decode-{}]"  # a case, on the device
 ONE_SECONDS = 80
-SANITIZERS = {"memcheck": r"ERROR SUMMARY: .*", "racecheck": r"RACECHECK SUMMARY: .*"}  # and what they end with
-# pytest's -k, of the tests in tests/ops: each kernel at its edges
-SANITIZED = (
-    "decode or bf16 or gqa or ragged or further or many or rows_9 or rows_17 or long_prefill or int4_chunk or blocks"
-)
+MEMCHECK = r"ERROR SUMMARY: .*"  # what it ends with
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------
@@ -174,7 +167,7 @@ def check(environment: dict[str, str], emulated: bool, seconds: float) -> Iterat
         one = pytest(ONE.format("emulated"))
         yield {"part": "check", "what": "one case, emulated"} | verdict(one, environment, seconds)
         return
-    yield sanitized("memcheck", pytest(ONE.format("gpu")), environment, ONE_SECONDS)
+    yield memcheck(environment)
     draw = time.time_ns() % 2**20
     workers = ["-n", str(min(8, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
     row = {"part": "check", "what": "the tests", "draw": draw}
@@ -182,26 +175,20 @@ def check(environment: dict[str, str], emulated: bool, seconds: float) -> Iterat
     yield row | verdict(tests, environment | {"DIFFBIT_TEST_DRAW": str(draw)}, end - time.monotonic())
 
 
-def sanitize(environment: dict[str, str], seconds: float) -> Iterator[Row]:
-    """compute-sanitizer over the edges of every kernel."""
-    for tool in SANITIZERS:
-        yield sanitized(tool, pytest("-m", "gpu", "-k", SANITIZED, TESTS[0]), environment, seconds / len(SANITIZERS))
-
-
 def pytest(*arguments: str) -> list[str]:
     options = ["-v", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
     return [sys.executable, "-m", "pytest", *options, *arguments]
 
 
-def sanitized(tool: str, tests: list[str], environment: dict[str, str], seconds: float) -> Row:
-    """Tests under one of compute-sanitizer's tools; each tensor is an allocation of its own, so its ends are seen."""
-    row: Row = {"part": "check", "what": f"compute-sanitizer's {tool}"}
+def memcheck(environment: dict[str, str]) -> Row:
+    """One case under compute-sanitizer; each tensor is an allocation of its own, so its ends are seen."""
+    row: Row = {"part": "check", "what": "compute-sanitizer's memcheck, one case"}
     program = shutil.which("compute-sanitizer")
     if program is None:
         return row | {"wrong": "compute-sanitizer is not on the path"}
-    command = [program, "--tool", tool, "--error-exitcode", "9", *tests]
+    command = [program, "--tool", "memcheck", "--error-exitcode", "9", *pytest(ONE.format("gpu"))]
     environment = environment | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    return row | verdict(command, environment, seconds, SANITIZERS[tool])
+    return row | verdict(command, environment, ONE_SECONDS, MEMCHECK)
 
 
 def verdict(
@@ -276,8 +263,6 @@ def rows(part: str, library: Path, emulated: bool, arguments: argparse.Namespace
     options = ["--quick"] if arguments.quick else []
     if part == "check":
         return check(environment, emulated, seconds)
-    if part == "sanitize":
-        return sanitize(environment, seconds)
     if part != "model":
         command = [sys.executable, str(HERE / "gpu_parts.py"), part, str(library), *options]
         return timed(part, command, environment, seconds)
@@ -296,8 +281,42 @@ def models(command: list[str], environment: dict[str, str], emulated: bool, seco
     yield from timed("model", command, environment, end - time.monotonic())
 
 
-def tables(folder: Path, page: Path) -> None:
-    """Renew the page with every row of the folder."""
+TITLES = {
+    "rates": "What the card can do",
+    "decode": "DiffAttention, one token",
+    "products": "Low-bit weights",
+    "prefill": "DiffAttention, a causal prompt in bf16",
+    "training": "Differential attention in torch, forward and backward, bf16",
+    "step": "A training step of four blocks, bf16, without the optimizer",
+    "model": "1.1 billion parameters on ONNX Runtime",
+}
+COLUMNS = {
+    "op": "op", "model": "model", "weights": "weights", "how": "how", "kv": "cache", "n": "N", "k": "K", "m": "M",
+    "pairs": "pairs", "d": "d", "context": "context", "prompt": "prompt", "copy_gb_per_s": "copy GB/s", "us": "us",
+    "gb_per_s": "GB/s", "tflops": "TFLOP/s", "share_percent": "of the bound",
+    "decode_tokens_per_s": "decode tok/s", "prefill_tokens_per_s": "prefill tok/s", "model_mib": "MiB",
+    "train_tokens_per_s": "tokens/s", "peak_mib": "MiB a step",
+}  # fmt: skip
+
+
+def tables(abouts: Sequence[Row], rows: Sequence[Row]) -> str:
+    """All that some commands measured, and what they could not."""
+    lines = []
+    for about in {row["command"]: row for row in abouts}.values():
+        software = [f"{name} {about[name]}" for name in about if name not in ("date", "card", "command")]
+        lines.append(f"- `{about['command']}`, {about['date']}: {about['card']}; {', '.join(software)}")
+    checks = [row for row in rows if "verdict" in row or row["part"] == "check"]
+    lines += [f"- {row.get('what', row.get('model'))}: {row.get('verdict') or row['wrong']}" for row in checks]
+    parts = ["\n".join(lines)]
+    timed_rows = with_ratios([row for row in rows if row not in checks])
+    for part, title in TITLES.items():
+        if chosen := [row for row in timed_rows if row["part"] == part and "wrong" not in row]:
+            parts.append(f"{title}\n\n{row_table(chosen, COLUMNS)}")
+    return "\n\n".join([*parts, left_out(timed_rows, COLUMNS)]).strip() + "\n"
+
+
+def renew_page(folder: Path, page: Path) -> None:
+    """Put every row of the folder into the page."""
     abouts, found = [], []
     for file in sorted(folder.rglob("*.jsonl")):
         about, *rest = map(json.loads, file.read_text().splitlines())
@@ -305,7 +324,7 @@ def tables(folder: Path, page: Path) -> None:
         found += rest
     if not found:
         raise SystemExit(f"{folder}: holds no rows (PART.jsonl) of benchmarks/gpu.py --out")
-    renew(page, "gpu", gpu_tables(abouts, with_ratios(found)))
+    renew(page, "gpu", tables(abouts, found))
 
 
 def main() -> int:
@@ -321,7 +340,7 @@ def main() -> int:
     arguments = parser.parse_args()
     start = time.monotonic()
     if arguments.tables:
-        tables(arguments.tables, arguments.page)
+        renew_page(arguments.tables, arguments.page)
         return 0
     if not arguments.parts or not set(arguments.parts) <= PARTS.keys():
         parser.error(f"wanted some of the parts {', '.join(PARTS)}, found {' '.join(arguments.parts) or 'none'}")

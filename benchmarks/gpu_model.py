@@ -22,17 +22,16 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
-from gpu_clock import say, sentence
+from clock import sentence
+from report import Row, say
 from synthetic import ONE_BILLION, SMALL, Shape, write_model, write_tokenizer
 
 from diffbit.runtime import Session, bench
 from diffbit.runtime.artifact import MANIFEST, MODEL, manifest_sha256
 
-Row = dict[str, Any]
 TRAINED = Path(__file__).resolve().parents[1] / "examples" / "nano" / "diff_v1"
 DIFF, PLAIN = "DIFF", "Transformer"
 LIBRARY, BODIES = "library", "bodies"

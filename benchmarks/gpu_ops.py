@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass, field
 
 import torch
-from gpu_clock import Call
+from clock import Call
 from torch import Tensor
 
 from diffbit.ops import int4_matmul, kv_cache, ternary_matmul

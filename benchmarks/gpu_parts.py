@@ -26,13 +26,13 @@ from typing import Any
 import gpu_peers
 import gpu_training
 import torch
-from gpu_clock import Clock, Contender, CudaClock, HostClock, Maker, Times, measure, say, sentence
+from clock import Clock, Contender, CudaClock, HostClock, Maker, Times, measure, sentence
 from gpu_ops import Layer, Weights, flops
 from gpu_peers import FOUR, TWO
+from report import Row, judged, say, targets
 
 from diffbit.runtime import cuda
 
-Row = dict[str, Any]
 Case = tuple[int, ...]
 OURS, COPY, PRODUCT, LAYERS, FLEX = "diffbit", "copy", "product", "layers", "flex_attention"
 CACHES = ("bf16", "int8", "int4")
@@ -75,7 +75,7 @@ class Bench:
 
     def turn(self, row: Row, makers: Mapping[str, Maker]) -> Times:
         """Time the contenders in turn; who fails is in `missing` of the row, with the reason."""
-        times = measure(self.clock, makers, self.sizes.seconds, self.without)
+        times = measure(self.clock, makers, self.sizes.seconds, self.without, lambda name: say(now=name))
         row |= {"spread": times.spread, "missing": dict(times.failed)}
         if times.uncaptured:
             row["not_captured"] = times.uncaptured
@@ -105,20 +105,6 @@ class Bench:
         copied = nbytes / self.copied * us.get(COPY, math.nan) if nbytes else 0.0
         multiplied = operations / self.operations * us.get(PRODUCT, math.nan) if operations else 0.0
         return max(copied, multiplied)
-
-
-def judged(row: Row, us: float, others: dict[str, float], bound: float, wanted: dict[str, float]) -> Row:
-    """`row` with our time, what share of it the bound is, the ratios to `others`, and which targets are reached."""
-    row["us"] = round(us, 2)
-    if math.isfinite(bound):
-        row["bound_us"], row["share_percent"] = round(bound, 2), round(100 * bound / us, 1)
-    row["peers_us"] = {name: round(other, 2) for name, other in others.items()}
-    row["ratio"] = {name: round(other / us, 2) for name, other in others.items()}
-    return row | {"targets": targets(row["ratio"] | {"share": row.get("share_percent", 0.0)}, wanted)}
-
-
-def targets(found: Mapping[str, float], wanted: Mapping[str, float]) -> dict[str, Row]:
-    return {name: {"wanted": least, "reached": found[name] >= least} for name, least in wanted.items() if name in found}
 
 
 class Wrong(Exception):

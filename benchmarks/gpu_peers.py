@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from gpu_clock import Contender
+from clock import Contender
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

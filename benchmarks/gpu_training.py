@@ -19,8 +19,9 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from gpu_clock import Call, say
+from clock import Call
 from gpu_peers import WAYS, Attend, attends, joined
+from report import say
 from torch import Tensor
 
 from diffbit.models import Decoder, ModelConfig, softmax, variant

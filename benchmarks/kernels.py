@@ -1,502 +1,341 @@
-"""diffbit's kernels beside their peers: one table of time, bandwidth, rate and ratios.
+"""diffbit's kernels on the CPU beside their peers: one table of time, bandwidth, rate and ratios.
 
-    python benchmarks/kernels.py                                     # all of it, without peers beyond ONNX Runtime
-    python benchmarks/kernels.py --llama ENV --bitnet CHECKOUT       # with llama.cpp's and bitnet.cpp's kernels
+    python benchmarks/kernels.py                                     # all of it, to the terminal
     python benchmarks/kernels.py --json out/kernels.json --markdown  # keep the rows; renew docs/performance.md
-    python benchmarks/kernels.py --only ternary --threads 2
-    python benchmarks/kernels.py --only caches                       # DiffAttention over each kind of KV cache
+    python benchmarks/kernels.py --only caches --threads 2           # DiffAttention over each kind of KV cache
 
-ENV is a Python environment with llama-cpp-python (pip install llama-cpp-python builds it for this CPU), CHECKOUT a
-clone of github.com/microsoft/BitNet. Needs a C and a C++ compiler on the path.
+Needs a C compiler on the path. llama.cpp stands beside whole models: generate.py.
 
-What is measured. A contender is an ONNX Runtime session (or a peer's graph) of enough equal nodes with a weight or a
-KV cache of their own that one run reads about 200 MB, so that they come from memory and not from a cache; `us` is the
-time of a run over the number of nodes. From 128 tokens on arithmetic decides, and a contender has one node. The
-contenders of a row are timed in turn, call by call, in one process; numbers are medians; threads that spin after their
-run are stopped or waited for. Products are checked against numpy before they are timed. Percentages are of the best
-read bandwidth (machine.c; the best of twelve ways, which then takes its turn among the contenders of each row), GOPS is
-2*M*N*K over the time.
+What is measured (clock.py). A contender is an ONNX Runtime session of enough equal nodes with a
+weight or a KV cache of their own that one run reads about 200 MB, so that they come from memory and not from a cache;
+`us` is the time of a run over the number of nodes. From 128 tokens on arithmetic decides, and a contender has one node.
+The contenders of a row are timed in turn, call by call, in one process; threads that spin after their run are stopped
+or waited for. What a contender computes is checked before it is timed. "of read" is the share of the bandwidth with
+which memory can be read (machine.c), which takes its turn among the contenders; GOPS is 2*M*N*K over the time.
 
-Rows, as JSON: read and peak (the machine), then one per op, shape N x K, tokens M and threads, with `ratio`: how many
-times faster than each peer, and `targets`: wanted and reached. The rows "caches" are our own kinds of KV cache, all
-timed in turn; `mb` is what one token reads, `ratio` how many times faster than our own float caches. The exit status
-tells only whether everything ran.
+Rows, as JSON: one per op, shape N x K, tokens M and threads, with `ratio`: how many times faster than each peer, and
+`targets`: wanted and reached. Rows "caches" are our own kinds of KV cache, all timed in turn; `mb` is what one token
+reads. The exit status tells only whether everything ran.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import random
-import statistics
+import math
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime
 import torch
-from contenders import KINDS, Attention, OrtContender, nbits_graph, product_graph, repeat, ternary_as_two_bits
-from machine import READ_BYTES, Machine, Reader, describe
-from peers import Bitnet, BitnetProducts, Ggml, GgmlProducts, llama_environment
-from report import command_line, kernel_tables, renew
+from clock import Contender, HostClock, Maker, measure
+from contenders import KINDS, Attention, OrtContender, nbits_graph, product_graph, repeat
+from machine import READ_BYTES, Reader, describe
+from report import Row, command_line, judged, left_out, renew, row_table, say, write_json
 
 from diffbit.quantize.formats import parse_format
+from diffbit.quantize.linear import ROW_BLOCK
 from diffbit.quantize.methods.rtn import quantize as rtn
 from diffbit.runtime import native
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (2048, 2048), (5632, 2048))  # N x K
-TOKENS = (1, 128, 512)
+FORMATS = ("ternary", "int4_g32", "int4_g64", "int4_g128")
 CYCLE_BYTES = 200 << 20
 CHECKED = 4  # tokens whose products are checked
-FEWEST_ROUNDS, MOST_ROUNDS = 3, 40
 PAIRS, HEAD_DIM = 16, 64
 OURS, READ = "diffbit", "read"
+Models = dict[str, tuple[Path, int]]  # name -> path, nodes
 
-# What to reach: key -> least value, by op, number of threads and whether one token is computed or many. "bandwidth" is
-# a percentage, the others are ratios to a contender.
-TARGETS: dict[tuple[str, str], Callable[[int], dict[str, float]]] = {
-    ("ternary", "one"): lambda threads: {
-        "bandwidth": 78 if threads == 1 else 90, "ORT 2-bit": 1.8, "ggml TQ2_0": 1.5, "bitnet.cpp I2_S": 1.3,
-    },
-    ("ternary", "many"): lambda threads: {"ORT 2-bit": 2.0, "ggml TQ2_0": 2.0},
-    ("int4_g32", "one"): lambda threads: {"ORT 4-bit": 1.45 if threads == 1 else 1.3},
-    ("int4_g32", "many"): lambda threads: {"ORT 4-bit": 1.3},
-    ("attention fp32", "one"): lambda threads: {"bandwidth": 80, "body": 3.0, "two calls": 1.5},
-    ("attention fp32", "many"): lambda threads: {"two calls": 1.5},
+# What to reach, by op, and whether one token is computed or many, on one and on more threads. "share" is a percentage
+# of the read bandwidth, the others are ratios to a contender.
+TARGETS: dict[tuple[str, str], tuple[dict[str, float], dict[str, float]]] = {
+    ("ternary", "one"): ({"share": 78, "ORT 2-bit": 1.8},
+                         {"share": 90, "ORT 2-bit": 1.8}),
+    ("ternary", "many"): ({"ORT 2-bit": 2.0},) * 2,
+    ("int4_g32", "one"): ({"ORT 4-bit": 1.45}, {"ORT 4-bit": 1.3}),
+    ("int4_g32", "many"): ({"ORT 4-bit": 1.3},) * 2,
+    ("attention", "one"): ({"share": 80, "body": 3.0, "two calls": 1.5},) * 2,
+    ("attention", "many"): ({"two calls": 1.5},) * 2,
 }  # fmt: skip
 # Of a long context on two threads: how many times faster than our own float caches
 CACHE_TARGETS = {"int8": {"fp32": 1.6, "fp16": 1.3}, "int4": {"fp32": 2.2, "fp16": 1.8}}
-CACHE_ERRORS = {"int4": 0.3, "int4 + qk int8": 0.3, "int2": 0.9}  # of random numbers, which 2 bits hardly hold
+CACHE_ERRORS = {"fp32": 1e-2, "int4": 0.3, "int4 + qk int8": 0.3, "int2": 0.9}  # of random numbers; others 0.02
 
 
 @dataclass(frozen=True)
-class Peers:
-    """Who is here beside ONNX Runtime."""
-
-    ggml: Ggml | None
-    bitnet: Bitnet | None
-
-
-@dataclass(frozen=True)
-class Options:
+class Bench:
     folder: Path
-    seconds: float  # for the rounds of one row
-    isas: list[str]
-    spinning: bool
+    reader: Reader
+    pool: ThreadPoolExecutor
+    isa: str
+    threads: Sequence[int]
+    seconds: float  # for the rounds of a row
     cycle_bytes: int
+    shapes: Sequence[tuple[int, int]]
+    tokens: Sequence[int]
+    pasts: Sequence[int]  # tokens before the one that is decoded
+    prompts: Sequence[int]
+
+    def turn(self, row: Row, makers: Mapping[str, Maker]) -> dict[str, float]:
+        """Microseconds of each contender and of a read; a contender that fails is named in the row."""
+        read = Contender([lambda: self.reader.run(self.pool, row["threads"])])
+        times = measure(HostClock(), {**makers, READ: lambda: read}, self.seconds)
+        row |= {"spread": times.spread, "missing": times.failed}
+        if OURS in times.failed:
+            raise SystemExit(f"{row}: {times.failed[OURS]}")
+        return times.us
+
+    def judge(self, row: Row, us: dict[str, float], nbytes: float | None, wanted: Mapping[str, float]) -> Row:
+        """`nbytes`: that must be read, where memory is what bounds."""
+        if nbytes is not None:
+            row["gb_per_s"] = round(nbytes / us[OURS] / 1e3, 1)
+        bound = math.nan if nbytes is None else nbytes * us[READ] / READ_BYTES
+        return judged(row, us[OURS], {name: us[name] for name in us if name not in (OURS, READ)}, bound, wanted)
 
 
-@dataclass(frozen=True)
-class Times:
-    us: dict[str, float]  # median of a run, over its nodes
-    noise: float  # the least quiet contender's median over its minimum: 1.0 on an idle machine
-
-    def row(self, row: dict[str, Any], op: str, kind: str) -> dict[str, Any]:
-        """`row` with our time, the ratios to all others, and the targets of `op`."""
-        ours = self.us[OURS]
-        others = {name: value for name, value in self.us.items() if name not in (OURS, READ)}
-        if READ in self.us:
-            row["read_gb_per_s"] = round(READ_BYTES / self.us[READ] / 1e3, 1)
-            row["bandwidth_percent"] = round(100 * row["gb_per_s"] / row["read_gb_per_s"], 1)
-        row["us"], row["peers_us"] = round(ours, 1), {name: round(value, 1) for name, value in others.items()}
-        row["ratio"] = {name: round(value / ours, 2) for name, value in others.items()}
-        row["noise"] = round(self.noise, 2)
-        wanted = TARGETS.get((op, kind), lambda threads: {})(row["threads"])
-        found = row["ratio"] | ({"bandwidth": row["bandwidth_percent"]} if "bandwidth_percent" in row else {})
-        row["targets"] = {
-            name: {"wanted": least, "reached": found[name] >= least} for name, least in wanted.items() if name in found
-        }
-        return row
+def timed(session: OrtContender, nodes: int) -> Contender:
+    return Contender([session.run], nodes)
 
 
-def measure(contenders: dict[str, Any], counts: dict[str, int], seconds: float) -> Times:
-    """Time all contenders, called in turn; counts: their numbers of nodes."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    slow = set()  # what would take the others' time gets the fewest rounds
-    order = list(contenders)
-    start = time.monotonic()
-    for rounds in range(MOST_ROUNDS + 1):
-        random.shuffle(order)  # nobody always runs after the same other one
-        for name in order:
-            contender = contenders[name]
-            if rounds > FEWEST_ROUNDS and name in slow:
-                continue
-            begin = time.perf_counter()
-            contender.run()
-            took = time.perf_counter() - begin
-            time.sleep(contender.settle)
-            if rounds:
-                times[name].append(took * 1e6)
-            elif took > seconds / 10:  # the first round warms up
-                slow.add(name)
-        if rounds >= FEWEST_ROUNDS and time.monotonic() - start > seconds:
-            break
-    medians = {name: statistics.median(runs) for name, runs in times.items()}
-    noise = max(medians[name] / min(times[name]) for name in contenders)
-    return Times({name: medians[name] / counts[name] for name in contenders}, noise)
-
-
-def close(contenders: dict[str, Any]) -> None:
-    for contender in contenders.values():
-        contender.close()
-    contenders.clear()
+def close_to(found: Any, exact: Any, most: float) -> None:
+    error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+    if not error < most:
+        raise ValueError(f"{error:.3f} off, wanted less than {most}")
 
 
 # ---- products -------------------------------------------------------------------------------------------------------
 
 
-def product_rows(
-    op: str, shape: tuple[int, int], tokens: tuple[int, ...], threads: tuple[int, ...], peers: Peers, options: Options,
-    readers: dict[int, Reader],
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+def product_rows(bench: Bench, op: str, shape: tuple[int, int], tokens: Sequence[int]) -> Iterator[Row]:
     """Rows of one format and shape."""
     n, k = shape
-    generator = torch.Generator().manual_seed(0)
-    dense = torch.randn(n, k, generator=generator) * 0.02
-    weight = rtn(dense, parse_format(op))
+    weight = rtn(torch.randn(n, k, generator=torch.Generator().manual_seed(0)) * 0.02, parse_format(op))
     exact = weight.dequantize().numpy()
-    packed = packed_for_peers(op, weight, exact, peers)
-    generated = np.random.default_rng(0)
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        folder = Path(name)
-        for many in (False, True):
-            wanted = [m for m in tokens if (m > 1) == many]
-            if not wanted:
-                continue
-            models, weight_bytes = product_models(folder / str(many), op, weight, many, options)
-            for count in threads:
-                for m in wanted:
-                    x = generated.standard_normal((m, k), np.float32)
-                    group = product_contenders(weight, models, packed, x, count, peers, options)
-                    check(op, group, x[:CHECKED] @ exact.T)
-                    if not many:
-                        group.contenders[READ], group.counts[READ] = readers[count], 1
-                    times = measure(group.contenders, group.counts, options.seconds)
-                    close(group.contenders)
-                    row: dict[str, Any] = {
-                        "op": op, "n": n, "k": k, "tokens": m, "threads": count, "isa": options.isas[0],
-                    }  # fmt: skip
-                    us = times.us[OURS]
-                    if m == 1:
-                        row["gb_per_s"] = round(weight_bytes / us / 1e3, 1)
-                    row["gops"] = round(2 * m * n * k / us / 1e3, 1)
-                    yield times.row(row, op, "many" if many else "one")
+    for many in (False, True):
+        with tempfile.TemporaryDirectory(dir=bench.folder) as name:
+            models, weight_bytes = product_models(Path(name), bench, op, weight, many)
+            for threads in bench.threads:
+                for m in (m for m in tokens if (m > 1) == many):
+                    yield product_row(bench, op, exact, models, None if many else weight_bytes, m, threads)
 
 
-@dataclass
-class Group:
-    contenders: dict[str, Any]
-    counts: dict[str, int]
+def product_row(
+    bench: Bench, op: str, exact: Any, models: Models, nbytes: int | None, m: int, threads: int
+) -> Row:  # fmt: skip
+    n, k = exact.shape
+    x = np.random.default_rng(0).standard_normal((m, k), np.float32)
+    wanted = x[:CHECKED] @ exact.T
+
+    def ort(name: str) -> Contender:
+        path, nodes = models[name]
+        isa = bench.isa if name == OURS else None
+        session = OrtContender(path, nodes, threads, {"x": x}, {"y": ((m, n), np.float32)}, isa=isa)
+        session.run()
+        close_to(session.first()[:CHECKED], wanted, 0.03)
+        return timed(session, nodes)
+
+    makers: dict[str, Maker] = {name: partial(ort, name) for name in models}
+    row: Row = {"op": op, "n": n, "k": k, "tokens": m, "threads": threads, "isa": bench.isa}
+    us = bench.turn(row, makers)
+    row["gops"] = round(2 * m * n * k / us[OURS] / 1e3, 1)
+    goals = TARGETS.get((op, "one" if m == 1 else "many"), ({}, {}))[threads > 1]
+    return bench.judge(row, us, nbytes, goals)
 
 
-def product_models(
-    folder: Path, op: str, weight: Any, many: bool, options: Options
-) -> tuple[dict[str, tuple[Path, int]], int]:
-    """The ONNX models: name -> (path, nodes); and the bytes of our weight."""
+def product_models(folder: Path, bench: Bench, op: str, weight: Any, many: bool) -> tuple[Models, int]:
+    """The ONNX models, and the bytes of our weight."""
     n, k = weight.shape
-    models: dict[str, tuple[Path, int]] = {}
+    models: Models = {}
 
     def add(name: str, build: Callable[[Path], None], held_bytes: float | None = None) -> int:
         target = folder / name.replace(" ", "_")
-        target.mkdir(parents=True)
+        target.mkdir()
         build(target)
         size = (target / "model.onnx.data").stat().st_size
-        nodes = 1 if many else max(1, round(options.cycle_bytes / (held_bytes or size)))
+        nodes = 1 if many else max(1, round(bench.cycle_bytes / (held_bytes or size)))
         models[name] = (repeat(target, nodes, frozenset({"x"})), nodes)
         return size
 
     size = add(OURS, lambda target: product_graph(target, weight))
-    if (n, k) == SHAPES[0] or n < 1024:  # it takes up to half a second a node to fold
+    if (n, k) == bench.shapes[0]:  # it takes up to half a second a node to fold
         # The ternary body unpacks the weight to int8 when it is loaded, that of Int4MatMul rearranges it
         add("body", lambda target: product_graph(target, weight), held_bytes=n * k if op == "ternary" else None)
-    if op == "ternary":
-        codes, scale = ternary_as_two_bits(weight)
-        add("ORT 2-bit", lambda target: nbits_graph(target, codes, scale, 2, 128))
+    if op == "ternary":  # the very numbers of a ternary weight, in 2 bits with a scale for each block
+        codes, scale = weight.codes + 1, weight.scale.view(1, 1).expand(n, k // ROW_BLOCK).contiguous()
+        add("ORT 2-bit", lambda target: nbits_graph(target, codes, scale, 2, ROW_BLOCK))
     else:
         group = weight.format.group_size
         add("ORT 4-bit", lambda target: nbits_graph(target, weight.codes, weight.scale, 4, group))
     return models, size
 
 
-def packed_for_peers(op: str, weight: Any, exact: Any, peers: Peers) -> dict[str, Any]:
-    """The weight as other projects hold it: name -> bytes [N, row]."""
-    packed = {}
-    if peers.ggml:
-        kind = "TQ2_0" if op == "ternary" else "Q4_0"
-        packed[f"ggml {kind}"] = peers.ggml.quantize(kind, exact)
-    if peers.bitnet and op == "ternary":
-        packed["bitnet.cpp I2_S"] = peers.bitnet.pack(weight.codes.numpy())
-    return packed
-
-
-def product_contenders(
-    weight: Any, models: dict[str, tuple[Path, int]], packed: dict[str, Any], x: Any, threads: int, peers: Peers,
-    options: Options,
-) -> Group:  # fmt: skip
-    """All contenders of a row of products, made and not yet run."""
-    (m, _), n = x.shape, weight.shape[0]
-    found, counts = {}, {}
-    for name, (path, nodes) in models.items():
-        isas = options.isas if name == OURS else [None]
-        for i, isa in enumerate(isas):
-            label = name if not i else f"{name} {isa}"
-            found[label] = OrtContender(
-                path, nodes, threads, {"x": x}, {"y": ((m, n), np.float32)}, isa=isa, spinning=options.spinning
-            )
-            counts[label] = nodes
-    for label, bytes_ in packed.items():
-        nodes = counts[label] = 1 if m > 1 else max(1, round(options.cycle_bytes / bytes_.nbytes))
-        if label.startswith("ggml"):
-            kind = label.split()[1]
-            found[label] = GgmlProducts(peers.ggml, kind, bytes_, x, nodes, threads, repack=kind == "Q4_0")
-        else:
-            kernel = 2 if m > 1 else 0  # the fastest of its three on each side
-            found[label] = BitnetProducts(peers.bitnet, kernel, bytes_, x, nodes, threads, float(weight.scale))
-    return Group(found, counts)
-
-
-def check(op: str, group: Group, exact: Any) -> None:
-    """Every contender computes the same product, up to its rounding of x (and of the weight, for Q4_0)."""
-    for name, contender in group.contenders.items():
-        contender.run()
-        error = np.linalg.norm(contender.first()[:CHECKED] - exact) / np.linalg.norm(exact)
-        allowed = 0.15 if name == "ggml Q4_0" else 0.03
-        if not error < allowed:
-            raise SystemExit(f"{name}, {op}: the product is {error:.3f} off, wanted less than {allowed}")
-
-
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 
-def attention_rows(
-    kv: str, kv_pairs: int, past: int, steps: int, threads: tuple[int, ...], options: Options,
-    readers: dict[int, Reader],
-) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Rows of DiffAttention over a cache of type `kv`: one token after `past`, or a prompt of `steps` tokens."""
+@dataclass(frozen=True)
+class Agreeing:
+    """Makes contenders whose results differ from the first one's by at most `most`."""
+
+    nodes: int
+    threads: int
+    most: float
+    results: list[Any] = field(default_factory=list)
+
+    def __call__(
+        self, name: str, model: Path, feeds: Any, outputs: Any, caches: Any, isa: str | None = None
+    ) -> Contender:
+        session = OrtContender(model, self.nodes, self.threads, feeds, outputs, caches, isa)
+        session.run()
+        self.results.append(session.first().copy())
+        close_to(self.results[-1], self.results[0], self.most)
+        return timed(session, self.nodes)
+
+
+def attention_rows(bench: Bench, kv_pairs: int, past: int, steps: int) -> Iterator[Row]:
+    """DiffAttention over a float cache: one token after `past`, or a prompt of `steps` tokens."""
     layer = Attention(PAIRS, kv_pairs, HEAD_DIM, past, steps)
     total, one = past + steps, steps == 1
-    past_cache = layer.past_cache(kv)
-    kv_bytes = sum(array[:, :, :1].nbytes for array in past_cache.values()) * total
-    nodes = max(1, round(options.cycle_bytes / kv_bytes)) if one else 1
-    op = f"attention {kv}"
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        folder = Path(name)
-        shared, two_call_shared = layer.feeds(), layer.two_call_feeds()
-        paths = {}
-        for what, build, names in (
-            (OURS, lambda target: layer.graph(target, kv), frozenset(shared)),
-            ("two calls", layer.two_call_graph, frozenset(two_call_shared)),
-        ):
-            (folder / what).mkdir()
-            build(folder / what)
-            paths[what] = repeat(folder / what, nodes, names)
-        y = ((1, steps, 2 * PAIRS * HEAD_DIM), np.float32)
-        presents, grown = {name: name.replace("past", "present") for name in past_cache}, layer.grown(kv, past_cache)
-        for count in threads:
-            contenders: dict[str, Any] = {}
-            for i, isa in enumerate(options.isas):
-                in_place = {name: (array, (presents[name],)) for name, array in grown.items()}
-                label = OURS if not i else f"{OURS} {isa}"
-                contenders[label] = OrtContender(paths[OURS], nodes, count, shared, {"y": y}, in_place, isa)
+    past_cache = layer.past_cache("fp32")
+    grown = layer.grown("fp32", past_cache)
+    presents = {name: name.replace("past", "present") for name in past_cache}
+    kv_bytes = sum(array.nbytes for array in grown.values())
+    nodes = max(1, round(bench.cycle_bytes / kv_bytes)) if one else 1
+    shared, halves = layer.feeds(), layer.two_call_feeds()
+    y = {"y": ((1, steps, 2 * PAIRS * HEAD_DIM), np.float32)}
+    with tempfile.TemporaryDirectory(dir=bench.folder) as name:
+        folders = Path(name) / "one", Path(name) / "two"
+        for folder, build in zip(folders, (lambda at: layer.graph(at, "fp32"), layer.two_call_graph), strict=True):
+            folder.mkdir()
+            build(folder)
+        ours, two = (repeat(at, nodes, frozenset(feeds)) for at, feeds in zip(folders, (shared, halves), strict=True))
+        in_place = {name: (array, (presents[name],)) for name, array in grown.items()}
+        growing = {name: (array, ()) for name, array in past_cache.items()}
+        growing_outputs = y | {presents[name]: (array.shape, array.dtype) for name, array in grown.items()}
+        caches = {"past_key": (grown["past_key"], ("present_key_0", "present_key_1"))} | {
+            f"past_half_{i}": (layer.half(grown["past_value"], i), (f"present_half_{i}",)) for i in range(2)
+        }
+        for threads in bench.threads:
+            agreeing = Agreeing(nodes, threads, 1e-2)
+            makers: dict[str, Maker] = {OURS: partial(agreeing, OURS, ours, shared, y, in_place, bench.isa)}
             if one or total <= 2048:  # a long prompt's scores fill the memory
-                growing = {name: (array, ()) for name, array in past_cache.items()}
-                outputs = {"y": y} | {presents[name]: (array.shape, array.dtype) for name, array in grown.items()}
-                contenders["body"] = OrtContender(paths[OURS], nodes, count, shared, outputs, growing)
-            if kv == "fp32":
-                caches = {
-                    "past_key": (grown["past_key"], ("present_key_0", "present_key_1")),
-                    **{
-                        f"past_half_{i}": (layer.half(grown["past_value"], i), (f"present_half_{i}",)) for i in range(2)
-                    },
-                }
-                contenders["two calls"] = OrtContender(
-                    paths["two calls"], nodes, count, two_call_shared, {"y": y}, caches
-                )
-            check_attention(contenders, kv)
-            counts = dict.fromkeys(contenders, nodes)
-            if one:
-                contenders[READ], counts[READ] = readers[count], 1
-            times = measure(contenders, counts, options.seconds)
-            us = times.us[OURS]
-            close(contenders)
-            row: dict[str, Any] = {
-                "op": op, "pairs": PAIRS, "kv_pairs": kv_pairs, "d": HEAD_DIM, "context": total, "tokens": steps,
-                "threads": count, "isa": options.isas[0],
-            }  # fmt: skip
-            if one:
-                row["gb_per_s"] = round(kv_bytes / us / 1e3, 1)
-            else:  # two products per branch's scores and one with values twice as wide, over the causal half
-                row["gops"] = round(4 * PAIRS * HEAD_DIM * steps * (steps + 1) / us / 1e3, 1)
-            yield times.row(row, op if kv_pairs == PAIRS else "", "one" if one else "many")
+                makers["body"] = partial(agreeing, "body", ours, shared, growing_outputs, growing)
+            makers["two calls"] = partial(agreeing, "two calls", two, halves, y, caches)
+            row: Row = {"op": "attention", "kv": "fp32", "kv_pairs": kv_pairs, "context": total, "tokens": steps,
+                        "threads": threads, "isa": bench.isa}  # fmt: skip
+            us = bench.turn(row, makers)
+            if not one:  # two products per branch's scores and one with values twice as wide, over the causal half
+                row["gops"] = round(4 * PAIRS * HEAD_DIM * steps * (steps + 1) / us[OURS] / 1e3, 1)
+            goals = TARGETS["attention", "one" if one else "many"][0] if kv_pairs == PAIRS else {}
+            yield bench.judge(row, us, kv_bytes if one else None, goals)
 
 
-def cache_rows(
-    past: int, threads: tuple[int, ...], options: Options, readers: dict[int, Reader]
-) -> Iterator[dict[str, Any]]:
+def cache_rows(bench: Bench, past: int) -> Iterator[Row]:
     """A row for each kind of cache: one token after `past`, all kinds in turn."""
     layer = Attention(PAIRS, PAIRS, HEAD_DIM, past, 1)
-    shared, y = layer.feeds(), ((1, 1, 2 * PAIRS * HEAD_DIM), np.float32)
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        paths, buffers, bytes_read, counts = {}, {}, {}, {}
+    shared, y = layer.feeds(), {"y": ((1, 1, 2 * PAIRS * HEAD_DIM), np.float32)}
+    buffers = {kv: layer.grown(kv, layer.past_cache(kv)) for kv in KINDS}
+    nbytes = {kv: sum(array.nbytes for array in held.values()) for kv, held in buffers.items()}
+    with tempfile.TemporaryDirectory(dir=bench.folder) as name:
+        models = {}
         for i, kv in enumerate(KINDS):
-            buffers[kv] = layer.grown(kv, layer.past_cache(kv))
-            bytes_read[kv] = sum(array.nbytes for array in buffers[kv].values())
-            counts[kv] = max(1, round(options.cycle_bytes / bytes_read[kv]))
-            folder = Path(name) / str(i)
+            folder, nodes = Path(name) / str(i), max(1, round(bench.cycle_bytes / nbytes[kv]))
             folder.mkdir()
             layer.graph(folder, kv)
-            paths[kv] = repeat(folder, counts[kv], frozenset(shared))
-        for count in threads:
-            contenders: dict[str, Any] = {
-                kv: OrtContender(
-                    paths[kv], counts[kv], count, shared, {"y": y},
-                    {name: (array, (name.replace("past", "present"),)) for name, array in buffers[kv].items()},
-                    options.isas[0], options.spinning,
-                )
-                for kv in KINDS
-            }  # fmt: skip
-            check_caches(contenders)
-            contenders[READ] = readers[count]
-            times = measure(contenders, counts | {READ: 1}, options.seconds * len(KINDS))
-            close(contenders)
-            read = READ_BYTES / times.us[READ] / 1e3
-            for kv in KINDS:
-                us = times.us[kv]
-                row: dict[str, Any] = {
-                    "op": "caches", "kv": kv, "pairs": PAIRS, "d": HEAD_DIM, "context": past, "tokens": 1,
-                    "threads": count, "isa": options.isas[0], "us": round(us, 1), "noise": round(times.noise, 2),
-                    "mb": round(bytes_read[kv] / 1e6, 2), "gb_per_s": round(bytes_read[kv] / us / 1e3, 1),
-                    "read_gb_per_s": round(read, 1), "ratio": {},
-                }  # fmt: skip
-                row["bandwidth_percent"] = round(100 * row["gb_per_s"] / read, 1)
-                row["ratio"] = {other: round(times.us[other] / us, 2) for other in ("fp32", "fp16") if other != kv}
-                wanted = CACHE_TARGETS.get(kv, {}) if count == 2 and past >= 8000 else {}
-                row["targets"] = {
-                    other: {"wanted": least, "reached": row["ratio"][other] >= least} for other, least in wanted.items()
-                }
-                yield row
-
-
-def check_caches(contenders: dict[str, Any]) -> None:
-    """Each kind gives what float32 gives, up to its rounding."""
-    results = {}
-    for name, contender in contenders.items():
-        contender.run()
-        results[name] = contender.first().copy()
-    for name, result in results.items():
-        error = np.linalg.norm(result - results["fp32"]) / np.linalg.norm(results["fp32"])
-        if not error < CACHE_ERRORS.get(name, 0.02):
-            raise SystemExit(f"attention over {name}: {error:.3f} off, wanted less than {CACHE_ERRORS.get(name, 0.02)}")
-
-
-def check_attention(contenders: dict[str, Any], kv: str) -> None:
-    """All agree with each other."""
-    results = {}
-    for name, contender in contenders.items():
-        contender.run()
-        results[name] = contender.first().copy()
-    reference = results.get("body", results[OURS])
-    for name, result in results.items():
-        error = np.linalg.norm(result - reference) / np.linalg.norm(reference)
-        if not error < 1e-2:
-            raise SystemExit(f"{name}, attention {kv}: {error:.3f} off, wanted less than 0.01")
+            models[kv] = repeat(folder, nodes, frozenset(shared)), nodes
+        for threads in bench.threads:
+            makers = {}
+            agreeing = Agreeing(0, threads, 0.02)
+            for kv, (path, nodes) in models.items():
+                held = {name: (array, (name.replace("past", "present"),)) for name, array in buffers[kv].items()}
+                own = replace(agreeing, nodes=nodes, most=CACHE_ERRORS.get(kv, 0.02))
+                makers[OURS if kv == "fp32" else kv] = partial(own, kv, path, shared, y, held, bench.isa)
+            common: Row = {"op": "caches", "context": past, "threads": threads, "isa": bench.isa}
+            us = bench.turn(common, makers)
+            us["fp32"] = us[OURS]
+            for kv in (kv for kv in KINDS if kv in us):
+                times = {OURS: us[kv], READ: us[READ]} | {name: us[name] for name in ("fp32", "fp16") if name != kv}
+                goals = CACHE_TARGETS.get(kv, {}) if threads == 2 and past >= 8000 else {}
+                yield bench.judge(common | {"kv": kv, "mb": round(nbytes[kv] / 1e6, 2)}, times, nbytes[kv], goals)
 
 
 # ---- the whole ------------------------------------------------------------------------------------------------------
 
 
-def rows(arguments: argparse.Namespace, peers: Peers, options: Options, machine: Machine) -> Iterator[dict[str, Any]]:
-    threads = tuple(arguments.threads)
-    quick, only = arguments.quick, arguments.only
-    readers = {}
-    for count in threads:
-        row = machine.bandwidth(count, rounds=3 if quick else 9)
-        readers[count] = machine.reader(row)
-        yield row
-        for isa in native.instruction_sets():
-            if rate := machine.rates(isa, count):
-                yield rate
-    shapes = arguments.shapes or (((256, 256),) if quick else SHAPES)
-    tokens = tuple(arguments.tokens or ((1, 4) if quick else TOKENS))
-    every_isa = Options(**vars(options) | {"isas": [isa for isa in native.instruction_sets() if isa != "scalar"]})
-    for op in ("ternary", "int4_g32"):
+def rows(bench: Bench, only: str | None) -> Iterator[Row]:
+    for op in FORMATS:
         if only in (None, op):
-            for i, shape in enumerate(shapes):
-                chosen = options if i or quick or arguments.isa else every_isa
-                yield from product_rows(op, shape, tokens, threads, peers, chosen, readers)
-    for op in ("int4_g64", "int4_g128"):
-        if only == op or (only is None and not quick):
-            yield from product_rows(op, shapes[0], tokens[:2], threads, peers, options, readers)
+            whole = op in ("ternary", "int4_g32")
+            for shape in bench.shapes if whole else bench.shapes[:1]:
+                yield from product_rows(bench, op, shape, bench.tokens if whole else bench.tokens[:2])
     if only in (None, "attention"):
-        decode, prefill = ((63,), (64,)) if quick else ((2047, 8191), (1024, 4096))
-        for kv, kv_pairs in (("fp32", PAIRS), ("fp16", PAIRS), ("int8", PAIRS), ("fp32", 4)):
-            for past in decode:
-                yield from attention_rows(kv, kv_pairs, past, 1, threads, options, readers)
-    if only in (None, "attention", "caches"):
-        for past in (64,) if quick else (1024, 8192):
-            yield from cache_rows(past, threads, options, readers)
-    if only in (None, "attention"):
-        for steps in prefill:
-            yield from attention_rows("fp32", PAIRS, 0, steps, threads, options, readers)
+        for kv_pairs in (PAIRS, 4):
+            for past in bench.pasts:
+                yield from attention_rows(bench, kv_pairs, past - 1, 1)
+        for steps in bench.prompts:
+            yield from attention_rows(bench, PAIRS, 0, steps)
+    if only in (None, "caches"):
+        for past in bench.pasts:
+            yield from cache_rows(bench, past)
 
 
-def shape_of(text: str) -> tuple[int, int]:
-    """ "4096x14336" -> (4096, 14336)."""
-    n, k = map(int, text.split("x"))
-    return n, k
+COLUMNS = {
+    "kv": "cache", "n": "N", "k": "K", "kv_pairs": "kv pairs", "context": "context", "tokens": "M",
+    "threads": "threads", "us": "us", "mb": "MB", "gb_per_s": "GB/s", "gops": "GOPS", "share_percent": "of read",
+}  # fmt: skip
+
+
+def tables(about: Row, found: Sequence[Row]) -> str:
+    parts = [
+        f"{about['machine']}; ONNX Runtime {about['onnxruntime']}, {about['instruction_set']}. `{about['command']}`"
+    ]
+    for op in (*FORMATS, "attention", "caches"):
+        for title, many in (("one token", False), ("many tokens", True)):
+            if chosen := [row for row in found if row["op"] == op and (row.get("tokens", 1) > 1) == many]:
+                parts.append(f"{op}, {title}\n\n{row_table(chosen, COLUMNS)}")
+    return "\n\n".join([*parts, left_out(found, COLUMNS)]).strip() + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("ternary", "int4_g32", "int4_g64", "int4_g128", "attention", "caches"))
-    parser.add_argument("--shapes", type=shape_of, nargs="+", metavar="NxK", help="of the products (default: all five)")
-    parser.add_argument("--tokens", type=int, nargs="+", metavar="M", help="of the products (default: 1 128 512)")
+    parser.add_argument("--only", choices=(*FORMATS, "attention", "caches"))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="(default: 1 2)")
     parser.add_argument("--isa", help="the instruction set of our kernels (default: the best of this CPU)")
-    parser.add_argument("--llama", type=Path, help="a Python environment with llama-cpp-python (default: this one)")
-    parser.add_argument("--bitnet", type=Path, help="a checkout of github.com/microsoft/BitNet")
-    parser.add_argument("--seconds", type=float, default=0.7, help="for the rounds of a row (default: %(default)s)")
-    parser.add_argument("--no-spinning", action="store_true", help="ONNX Runtime's threads wait without spinning")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too, as one JSON document")
     parser.add_argument("--markdown", type=Path, nargs="?", const=Path("docs/performance.md"), metavar="FILE",
                         help="renew the tables in this page (default: %(const)s)")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="small shapes and few rounds: does everything run?")
     arguments = parser.parse_args()
-
     sets = native.instruction_sets()
     if not sets:
         raise SystemExit("the native library is not installed; build it with `make build`")
     if arguments.isa and arguments.isa not in sets:
         raise SystemExit(f"--isa is {arguments.isa}, this CPU and this build have {', '.join(sets)}")
-    about = {"machine": describe(), "instruction_sets": sets, "onnxruntime": onnxruntime.__version__,
-             "command": command_line("kernels.py", sys.argv[1:])}  # fmt: skip
-    with tempfile.TemporaryDirectory() as name:
+    about = {
+        "machine": describe(), "instruction_set": arguments.isa or sets[0], "onnxruntime": onnxruntime.__version__,
+        "command": command_line("kernels.py", sys.argv[1:]),
+    }  # fmt: skip
+    say(**about)
+    sizes: tuple[Any, ...] = (0.7, CYCLE_BYTES, SHAPES, (1, 128, 512), (2048, 8192), (1024, 4096))
+    if arguments.quick:
+        sizes = (0.02, 1 << 20, ((256, 256),), (1, 4), (64,), (64,))
+    measured = []
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(max(arguments.threads)) as pool:
         folder = Path(name)
-        environment = llama_environment(arguments.llama)
-        if arguments.llama and not environment:
-            raise SystemExit(f"{arguments.llama}: no Python environment with llama-cpp-python")
-        ggml = Ggml(environment) if environment else None
-        bitnet = Bitnet(arguments.bitnet, folder) if arguments.bitnet else None
-        about["llama_cpp_python"] = ggml.version if ggml else "not measured (--llama)"
-        about["bitnet_cpp"] = Bitnet.version(arguments.bitnet) if bitnet else "not measured (--bitnet)"
-        print(json.dumps(about), flush=True)
-        options = Options(folder, 0.05 if arguments.quick else arguments.seconds, [arguments.isa or sets[0]],
-                          not arguments.no_spinning, (1 << 20) if arguments.quick else CYCLE_BYTES)  # fmt: skip
-        measured = []
-        for row in rows(arguments, Peers(ggml, bitnet), options, Machine(folder)):
-            print(json.dumps(row), flush=True)
+        isa = str(about["instruction_set"])
+        for row in rows(Bench(folder, Reader(folder), pool, isa, arguments.threads, *sizes), arguments.only):
+            say(**row)
             measured.append(row)
-    print("\n" + kernel_tables(about, measured))
+    print("\n" + tables(about, measured))
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps({"about": about, "rows": measured}, indent=1))
+        write_json(arguments.json, {"about": about, "rows": measured})
     if arguments.markdown:
-        renew(arguments.markdown, "kernels", kernel_tables(about, measured))
+        renew(arguments.markdown, "kernels", tables(about, measured))
 
 
 if __name__ == "__main__":

@@ -12,17 +12,14 @@ intervals; below 0 the mixed model loses less. Each choice is held against the u
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shlex
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import torch
-from report import renew, table
+from report import Row, command_line, increase, interval, nats, renew, table, write_json
 
 from diffbit.calib_data import eval_windows
 from diffbit.evaluate.measure import measure
@@ -40,46 +37,42 @@ BITS = (2.5, 3.25, 3.5)  # 3.25: the size of int3_g64; 3.5: that of int3_g32
 CALIBRATION_WINDOWS = 128
 
 
-def run(path: Path, method: str, bits: list[float], limit: int | None) -> list[dict[str, Any]]:
+def run(path: Path, method: str, bits: list[float], limit: int | None) -> list[Row]:
     """A row per scheme: its size, what it loses, and the differences to the uniform ones."""
     torch.set_num_threads(1)
     set_quiet(True)
     length = min(512, Checkpoint(path).config.max_position)
     calibration = eval_windows("stdlib", path, length, CALIBRATION_WINDOWS, split="calib")
     chosen = [Variant("weights", name, method, 0, Scheme(weights=parse_format(name))) for name in UNIFORM]
-    plans = {}
     for target in bits:
         found = plan(path, bits=target, method=method, calibration=calibration.ids, calibration_mask=calibration.mask)
-        plans[f"mixed, {target:g} bits"] = found
         chosen.append(Variant("weights", f"mixed, {target:g} bits", method, target, found.scheme))
     windows = eval_windows("stdlib", path, length, limit)
     (whole, *rest), _ = measure(load(path), chosen, windows, calibration)
-    uniform = {one.variant.format: one.scores for one in rest if one.variant and one.variant.format in UNIFORM}
-    rows = []
+    scores = {one.variant.format: one.scores for one in rest if one.variant}
+    rows: list[Row] = []
     for one in rest:
         assert one.variant is not None
-        own = plans.get(one.variant.format)
+        name = one.variant.format
+        others = () if name in UNIFORM else UNIFORM
+        differences = {other: mean(paired(one.scores, scores[other]), one.scores.tokens).to_dict() for other in others}
         rows.append(
-            {
-                "model": path.name,
-                "method": method,
-                "weights": one.variant.format,
-                "bits_per_weight": one.bits_per_weight,
-                "nbytes": one.nbytes,
-                "ratio": perplexity_ratio(one.scores, whole.scores).to_dict(),
-                "kl": one.scores.divergence().to_dict(),
-                "plan": None if own is None else own.to_dict(),
-                "differences": {}
-                if own is None
-                else {name: mean(paired(one.scores, other), other.tokens).to_dict() for name, other in uniform.items()},
-            }
-        )
+            {"model": path.name, "method": method, "weights": name, "bits_per_weight": one.bits_per_weight,
+             "nbytes": one.nbytes, "ratio": perplexity_ratio(one.scores, whole.scores).to_dict(),
+             "kl": one.scores.divergence().to_dict(), "differences": differences}
+        )  # fmt: skip
     return rows
 
 
-def interval(estimate: dict[str, float], show: str, factor: float = 1.0, less: float = 0.0) -> str:
-    value, low, high = (format(factor * (estimate[end] - less), show) for end in ("value", "low", "high"))
-    return f"{value} [{low}, {high}]".replace("-", "−")
+def tables(rows: list[Row]) -> str:
+    lines = []
+    for row in rows:
+        size = f"{row['bits_per_weight']:.3f}", f"{row['nbytes'] / 1e6:.3f}"
+        quality = increase(row["ratio"]), interval(row["kl"], lambda value: f"{value:.4f}")
+        differences = [interval(row["differences"].get(name), nats) for name in UNIFORM]
+        lines.append([row["model"], row["method"], row["weights"], *size, *quality, *differences])
+    against = [f"less {name}" for name in UNIFORM]
+    return table(["model", "method", "weights", "bits", "MB", "perplexity up", "KL", *against], lines)
 
 
 def main() -> None:
@@ -103,22 +96,10 @@ def main() -> None:
             for method in arguments.methods.split(",")
         ]
         rows = [row for job in jobs for row in job.result()]
-    lines = []
-    for row in rows:
-        own = row["plan"]
-        rounds = "" if own is None else ", ".join(f"{r['predicted']:.4f} / {r['measured']:.4f}" for r in own["rounds"])
-        differences = [interval(row["differences"][name], "+.4f") if own else "" for name in UNIFORM]
-        lines.append(
-            [row["model"], row["method"], row["weights"], f"{row['bits_per_weight']:.3f}", f"{row['nbytes'] / 1e6:.3f}",
-             interval(row["ratio"], ".2f", 100, 1) + " %", interval(row["kl"], ".4f"), *differences, rounds]
-        )  # fmt: skip
-    against = [f"less {name}" for name in UNIFORM]
-    head = ["model", "method", "weights", "bits", "MB", "perplexity up", "KL", *against, "KL predicted / measured"]
-    text = f"`{shlex.join(['python', 'benchmarks/mixed.py', *sys.argv[1:]])}`\n\n{table(head, lines)}"
+    text = f"`{command_line('mixed.py', sys.argv[1:])}`\n\n{tables(rows)}"
     print(text)
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(rows, indent=1))
+        write_json(arguments.json, rows)
     if arguments.markdown:
         renew(arguments.markdown, "mixed", text)
 

@@ -1,13 +1,19 @@
-"""The benchmarks' rows as Markdown tables, which are readable on a terminal too, and their place in a page of docs/."""
+"""The benchmarks' rows as Markdown tables, which are readable on a terminal too, and their place in a page of docs/.
+
+A row is a flat dictionary. `us` is our time, `share_percent` the share of it that a bound is, `ratio` how many times
+better we are than each peer, `targets` what of these was wanted and whether it was reached, `missing` the peers that
+could not be measured and why, `wrong` why the row itself was not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-FORMATS = ("ternary", "int4_g32", "int4_g64", "int4_g128")
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
@@ -23,168 +29,105 @@ def table(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
     return "\n".join([joined(cells[0]), rule, *map(joined, cells[1:])])
 
 
-def against(row: Row, name: str) -> str:
-    """A ratio with its target: "2.1x" reached or without one, "1.2x (wanted 1.5)" missed."""
-    if name not in row["ratio"]:
-        return ""
-    target = row["targets"].get(name)
-    missed = f" (wanted {target['wanted']:g})" if target and not target["reached"] else ""
-    return f"{row['ratio'][name]:.2f}x{missed}"
+# ---- rows that are timed --------------------------------------------------------------------------------------------
 
 
-def percent(row: Row, key: str = "bandwidth_percent", name: str = "bandwidth") -> str:
-    """A share, with its target where that is missed."""
-    if key not in row:
-        return ""
-    target = row["targets"].get(name)
-    missed = f" (wanted {target['wanted']:g})" if target and not target["reached"] else ""
-    return f"{row[key]:.0f} %{missed}"
+def judged(row: Row, us: float, others: Mapping[str, float], bound: float, wanted: Mapping[str, float]) -> Row:
+    """`row` with our time, what share of it the bound is, the ratios to `others`, and which targets are reached."""
+    row["us"] = round(us, 2)
+    if math.isfinite(bound):
+        row["bound_us"], row["share_percent"] = round(bound, 2), round(100 * bound / us, 1)
+    row["peers_us"] = {name: round(other, 2) for name, other in others.items()}
+    row["ratio"] = {name: round(other / us, 2) for name, other in others.items()}
+    return row | {"targets": targets(row["ratio"] | {"share": row.get("share_percent", 0.0)}, wanted)}
 
 
-def reached(row: Row) -> str:
-    return ("yes" if all(target["reached"] for target in row["targets"].values()) else "no") if row["targets"] else ""
+def targets(found: Mapping[str, float], wanted: Mapping[str, float]) -> dict[str, Row]:
+    return {name: {"wanted": least, "reached": found[name] >= least} for name, least in wanted.items() if name in found}
 
 
-def kernel_tables(about: Row, rows: Sequence[Row]) -> str:
-    """All that kernels.py measured."""
-    parts = [
-        f"{about['machine']}; ONNX Runtime {about['onnxruntime']}, llama-cpp-python {about['llama_cpp_python']}, "
-        f"bitnet.cpp {about['bitnet_cpp']}. Instruction sets: {', '.join(about['instruction_sets'])}. "
-        f"`{about['command']}`"
-    ]
-    if noise := sorted(row["noise"] for row in rows if "noise" in row):
-        parts.append(
-            f"How quiet the machine was: a contender's median time was at most {noise[len(noise) // 2]:g} times its "
-            f"shortest in half of the rows, {noise[-1]:g} times in the worst."
-        )
-    reads = [row for row in rows if row["op"] == "read"]
-    lines = [(r["threads"], r["gb_per_s"], r["one_stream_gb_per_s"], r["streams"], r["prefetch_bytes"]) for r in reads]
-    header = ("threads", "read GB/s", "one stream", "streams", "bytes ahead")
-    parts.append("Read bandwidth\n\n" + table(header, lines))
-    peaks = [row for row in rows if row["op"] == "peak"]
-    lines = [(r["isa"], r["threads"], r["int8_gops"], r["fp32_gflops"]) for r in peaks]
-    if lines:
-        parts.append("Peak rates, in registers\n\n" + table(("set", "threads", "int8 GOPS", "fp32 GFLOPS"), lines))
-
-    for op in FORMATS:
-        for title, many in (("one token", False), ("many tokens", True)):
-            chosen = [row for row in rows if row["op"] == op and (row["tokens"] > 1) == many]
-            if not chosen:
-                continue
-            peers = list(dict.fromkeys(name for row in chosen for name in row["ratio"]))
-            start = ["N x K", "M", "threads", "us", "GOPS"] if many else ["N x K", "threads", "us", "GB/s", "of read"]
-            lines = []
-            for r in chosen:
-                shape = f"{r['n']} x {r['k']}"
-                if many:
-                    lines.append([shape, r["tokens"], r["threads"], r["us"], r["gops"]])
-                else:
-                    lines.append([shape, r["threads"], r["us"], r["gb_per_s"], percent(r)])
-                lines[-1] += [*(against(r, name) for name in peers), reached(r)]
-            header = [*start, *(f"vs {name}" for name in peers), "reached"]
-            parts.append(f"{op}, {title}\n\n" + table(header, lines))
-    for title, one in (("DiffAttention, one token", True), ("DiffAttention, a prompt", False)):
-        chosen = [row for row in rows if row["op"].startswith("attention") and (row["tokens"] == 1) == one]
-        if not chosen:
-            continue
-        peers = list(dict.fromkeys(name for row in chosen for name in row["ratio"]))
-        lines = []
-        for r in chosen:
-            what = [r["op"].split()[1], r["kv_pairs"], r["context"], r["threads"], r["us"]]
-            what += [r["gb_per_s"], percent(r)] if one else [r["gops"]]
-            lines.append([*what, *(against(r, name) for name in peers), reached(r)])
-        end = ["GB/s", "of read"] if one else ["GFLOPS"]
-        header = ["cache", "kv pairs", "context", "threads", "us", *end, *(f"vs {name}" for name in peers), "reached"]
-        parts.append(f"{title}\n\n" + table(header, lines))
-    if chosen := [row for row in rows if row["op"] == "caches"]:
-        lines = []
-        for r in chosen:
-            what = [r["kv"], r["context"], r["threads"], r["us"], r["mb"], r["gb_per_s"], percent(r)]
-            lines.append([*what, *(against(r, name) for name in ("fp32", "fp16")), reached(r)])
-        header = ["cache", "context", "threads", "us", "MB", "GB/s", "of read", "vs fp32", "vs fp16", "reached"]
-        parts.append("DiffAttention, one token, kinds of cache in turn\n\n" + table(header, lines))
-    return "\n\n".join(parts) + "\n"
-
-
-def generate_table(about: Row, rows: Sequence[Row]) -> str:
-    """All that generate.py measured."""
+def row_table(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
+    """A line a row: of `columns`, key -> title, those that some row has; ratios; whether all targets are reached."""
+    peers = list(dict.fromkeys(name for row in rows for name in row.get("ratio", ())))
+    columns = {key: title for key, title in columns.items() if any(key in row for row in rows)}
     lines = []
-    for r in sorted(rows, key=lambda row: row["threads"]):
-        r = {"ratio": {}, "targets": {}} | r
-        speeds = (f"{r[f'{what}_tokens_per_s']:.1f}" for what in ("decode", "prefill"))
-        beside = (against(r, name) for name in ("decode", "prefill", "memory"))
-        lines.append([r["model"], r["threads"], *speeds, r["peak_memory_mib"], r["model_mib"], *beside, reached(r)])
-    header = ("model", "threads", "decode tok/s", "prefill tok/s", "peak MiB", "on disk MiB", "decode", "prefill",
-              "memory", "reached")  # fmt: skip
-    return (
-        f"{about['machine']}; {about['instruction_set']}, ONNX Runtime {about['onnxruntime']}, llama-cpp-python "
-        f"{about['llama_cpp_python']}; {about['new_tokens']} tokens after {about['prompt_tokens']}. "
-        f"`{about['command']}`\n\n" + table(header, lines) + "\n"
-    )
+    for row in rows:
+        wanted = row.get("targets", {})
+        missed = {name: f" (wanted {goal['wanted']:g})" for name, goal in wanted.items() if not goal["reached"]}
+        cells = [row.get(key) for key in columns]
+        if "share_percent" in row:
+            cells[list(columns).index("share_percent")] = f"{row['share_percent']:.0f} %{missed.get('share', '')}"
+        ratios = row.get("ratio", {})
+        cells += [f"{ratios[name]:.2f}x{missed.get(name, '')}" if name in ratios else "" for name in peers]
+        lines.append([*cells, ("no" if missed else "yes") if wanted else ""])
+    return table([*columns.values(), *(f"vs {name}" for name in peers), "reached"], lines)
 
 
-def gpu_tables(abouts: Sequence[Row], rows: Sequence[Row]) -> str:
-    """All that gpu.py measured in some commands, and what it could not."""
-    lines = []
-    for about in {row["command"]: row for row in abouts}.values():
-        software = [f"{name} {about[name]}" for name in about if name not in ("date", "card", "command")]
-        lines.append(f"- `{about['command']}`, {about['date']}: {about['card']}; {', '.join(software)}")
-    parts = ["\n".join(lines)]
-    checks = [row for row in rows if "verdict" in row or row["part"] == "check"]
-    lines = [f"- {row.get('what') or named(row)}: {row.get('verdict') or row['wrong']}" for row in checks]
-    parts += ["\n".join(lines)] if lines else []
-    good = [row for row in rows if "wrong" not in row]
-    for part, title in GPU_PARTS.items():
-        chosen = [row for row in good if row["part"] == part and row not in checks]
-        peers = list(dict.fromkeys(name for row in chosen for name in row.get("ratio", ())))
-        columns = {key: name for key, name in GPU_COLUMNS.items() if any(key in row for row in chosen)}
-        lines = []
-        for row in chosen:
-            full = {"ratio": {}, "targets": {}} | row
-            cells = [percent(full, key, "share") if key == "share_percent" else row.get(key) for key in columns]
-            lines.append([*cells, *(against(full, name) for name in peers), reached(full)])
-        if lines:
-            header = [*columns.values(), *(f"vs {name}" for name in peers), "reached"]
-            parts.append(f"{title}\n\n" + table(header, lines))
-    wrong = [f"- {named(row)}: {row['wrong']}" for row in rows if "wrong" in row and row not in checks]
+def left_out(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
+    """What was not measured, or is wrong, and why; empty where all is well."""
+
+    def named(row: Row) -> str:
+        words = [f"{title} {row[key]}" for key, title in columns.items() if key in row and key != "us"]
+        return ", ".join(map(str, [row.get("part", row.get("op")), *words, *row.get("case", ())]))
+
+    lines = [f"- {named(row)}: {row['wrong']}" for row in rows if "wrong" in row]
     reasons: dict[str, dict[str, None]] = {}
     for row in rows:
         for name, why in row.get("missing", {}).items():
             reasons.setdefault(why, {})[name] = None
-    missing = [f"- {'; '.join(names)}: {why}" for why, names in reasons.items()]
-    parts += ["Not measured, or wrong\n\n" + "\n".join([*wrong, *missing])] if wrong or missing else []
-    return "\n\n".join(parts) + "\n"
+    lines += [f"- {'; '.join(names)}: {why}" for why, names in reasons.items()]
+    return "Not measured, or wrong\n\n" + "\n".join(lines) if lines else ""
 
 
-GPU_PARTS = {
-    "rates": "What the card can do",
-    "decode": "DiffAttention, one token",
-    "products": "Low-bit weights",
-    "prefill": "DiffAttention, a causal prompt in bf16",
-    "training": "Differential attention in torch, forward and backward, bf16",
-    "step": "A training step of four blocks, bf16, without the optimizer",
-    "model": "1.1 billion parameters on ONNX Runtime",
-}
-GPU_COLUMNS = {
-    "op": "op", "model": "model", "weights": "weights", "how": "how", "kv": "cache", "n": "N", "k": "K", "m": "M",
-    "pairs": "pairs", "d": "d", "context": "context", "prompt": "prompt", "copy_gb_per_s": "copy GB/s", "us": "us",
-    "gb_per_s": "GB/s", "tflops": "TFLOP/s", "share_percent": "of the bound",
-    "decode_tokens_per_s": "decode tok/s", "prefill_tokens_per_s": "prefill tok/s", "model_mib": "MiB",
-    "train_tokens_per_s": "tokens/s", "peak_mib": "MiB a step",
-}  # fmt: skip
+# ---- estimates ------------------------------------------------------------------------------------------------------
 
 
-def named(row: Row) -> str:
-    """Which row it is, in words."""
-    words = [f"{name} {row[key]}" for key, name in GPU_COLUMNS.items() if key in row and key != "us"]
-    return ", ".join(map(str, [row["part"], *words, *row.get("case", ())]))
+def percent(value: float, digits: int = 2) -> str:
+    return f"{100 * value:z.{digits}f} %".replace("-", "−")
+
+
+def nats(value: float) -> str:
+    return f"{value:+.4f}".replace("-", "−")
+
+
+def interval(estimate: Row | None, show: Callable[[float], str]) -> str:
+    """value [low, high]; empty where there is none."""
+    if estimate is None:
+        return ""
+    value, low, high = (show(estimate[end]) for end in ("value", "low", "high"))
+    return f"{value} [{low.removesuffix(' %')}, {high.removesuffix(' %')}]"
+
+
+def increase(ratio: Row | None) -> str:
+    """Of perplexity, by the ratio of two."""
+    digits = 2 if ratio is not None and ratio["value"] < 1.1 else 1
+    return interval(ratio, lambda value: percent(value - 1, digits))
+
+
+def verdict(name: str, difference: Row) -> str:
+    if difference["low"] <= 0 <= difference["high"]:
+        return "not told apart"
+    return f"{name} loses {'less' if difference['value'] < 0 else 'more'}"
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
 
 
 def command_line(script: str, arguments: Sequence[str]) -> str:
     """The command as another machine would give it: folders by their names in the help."""
-    names = {"--llama": "ENV", "--peers": "ENV", "--bitnet": "CHECKOUT", "--work": "DIR"}
+    names = {"--llama": "ENV", "--work": "DIR", "--out": "OUT"}
     shown = [names.get(before, part) for before, part in zip(["", *arguments], arguments, strict=False)]
     return " ".join(["python", f"benchmarks/{script}", *shown])
+
+
+def say(**message: Any) -> None:
+    """A line of JSON on stdout, at once."""
+    print(json.dumps(message), flush=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def renew(page: Path, name: str, text: str) -> None:

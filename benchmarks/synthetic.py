@@ -1,8 +1,12 @@
-"""Checkpoints of random weights for measurements: a diffllama or llama of a given shape, and a tokenizer beside it."""
+"""Checkpoints of random weights for measurements: a diffllama or llama of a given shape, and a tokenizer beside it.
+
+python benchmarks/synthetic.py FOLDER               # a diffllama of 1.1 billion parameters, 2.2 GB
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,3 +92,8 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+
+
+if __name__ == "__main__":
+    write_model(Path(sys.argv[1]), ONE_BILLION)
+    write_tokenizer(Path(sys.argv[1]))

@@ -7,13 +7,12 @@ longer than it takes to enqueue the graph behind it. Where a contender can't be 
 calls are enqueued one by one, and the row says so. On the CPU, where only the benchmark's own logic is tested, the
 clock is time.perf_counter.
 
-Contenders fail by themselves: preparation and every timed run are guarded, and the parent process (gpu.py) is told
-which contender is running, so that it can go on without one that hangs or breaks the device.
+Contenders fail by themselves: preparation and every timed run are guarded, and whoever measures is told which
+contender is running, so that gpu.py can go on without one that hangs or breaks the device.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import time
@@ -52,11 +51,6 @@ class Times:
 
 class BrokenDevice(BaseException):
     """The device answers no more: nothing else can be measured in this process."""
-
-
-def say(**message: Any) -> None:
-    """A line for the parent process."""
-    print(json.dumps(message), flush=True)
 
 
 class HostClock:
@@ -130,8 +124,15 @@ class CudaClock:
 Clock = HostClock | CudaClock
 
 
-def measure(clock: Clock, makers: Mapping[str, Maker], seconds: float, without: Mapping[str, str]) -> Times:
-    """Time all contenders, in turn, for about `seconds`; but those in `without`, which is name -> why."""
+def measure(
+    clock: Clock,
+    makers: Mapping[str, Maker],
+    seconds: float,
+    without: Mapping[str, str] = {},
+    now: Callable[[str], None] = lambda name: None,
+) -> Times:
+    """Time all contenders, in turn, for about `seconds`, but those in `without`, which is name -> why. `now` is told
+    each contender before it runs."""
     failed = {name: why for name, why in without.items() if name in makers}
     contenders: dict[str, Contender] = {}
     runs: dict[str, Run] = {}
@@ -164,14 +165,14 @@ def measure(clock: Clock, makers: Mapping[str, Maker], seconds: float, without: 
 
     for name in makers:
         if name not in failed:
-            say(now=name)
+            now(name)
             guarded(name, lambda name=name: prepare(name))  # type: ignore[misc]
     start = time.monotonic()
     for rounds in range(MOST_ROUNDS):
         order = list(runs)
         random.shuffle(order)  # nobody always runs after the same other one
         for name in order:
-            say(now=name)
+            now(name)
             guarded(name, lambda name=name: once(name))  # type: ignore[misc]
         if rounds + 1 >= FEWEST_ROUNDS and time.monotonic() - start > seconds:
             break
