@@ -4,8 +4,7 @@
 # make build   the native library again, after a change in csrc/ (the two above do so by themselves). With an NVIDIA card it
 #              has kernels for that card; without, SKBUILD_CMAKE_DEFINE=DIFFBIT_CUDA=ON compiles them (docs/gpu.md)
 # make arm64   an ARM Python with ONNX Runtime, with which the tests run whole artifacts on qemu-aarch64
-# make bench-kernels   the kernels beside ONNX Runtime's: time, bandwidth, ratios; PEERS='--llama ENV --bitnet CHECKOUT'
-#              measures llama.cpp's and bitnet.cpp's too (benchmarks/kernels.py)
+# make bench-kernels   the kernels beside ONNX Runtime's: time, bandwidth, ratios (benchmarks/kernels.py)
 # make models   the models that docs/ was measured on, out of this repository's history: examples/{nano,nano_1k,bitnet}
 # make accuracy   the tables of docs/accuracy.md: what low bits cost the models in examples/nano, by every method
 # make wheel   dist/: a wheel with the library inside, for any Linux of this processor
@@ -49,7 +48,7 @@ arm64: $(INSTALLED)
 	bash tests/native/arm64.sh build/native/arm64 $(BIN)/python
 
 bench-kernels: $(BUILT)
-	$(BIN)/python benchmarks/kernels.py $(PEERS)
+	$(BIN)/python benchmarks/kernels.py
 
 models:
 	bash examples/restore.sh

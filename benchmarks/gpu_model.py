@@ -1,6 +1,6 @@
 """gpu.py's part `model`: whole models on ONNX Runtime's CUDA provider, a row each.
 
-First a trained nano model in fp16, its logits and tokens held against the CPU's. Then a differential model of 1.1
+First a small trained model (examples/pico) in fp16, its logits and tokens held against the CPU's. Then a differential model of 1.1
 billion parameters, random weights: decoding behind a context of 4096 tokens, and the prompt before it, by the library's
 kernels and by the operators' bodies; beside it a plain Transformer of the same shape on ONNX Runtime's own
 GroupQueryAttention. Everything is as a user has it (`diffbit quantize`, `diffbit export --dtype fp16`, `diffbit bench
@@ -32,7 +32,7 @@ from synthetic import ONE_BILLION, SMALL, Shape, write_model, write_tokenizer
 from diffbit.runtime import Session, bench
 from diffbit.runtime.artifact import MANIFEST, MODEL, manifest_sha256
 
-TRAINED = Path(__file__).resolve().parents[1] / "examples" / "nano" / "diff_v1"
+TRAINED = Path(__file__).resolve().parents[1] / "examples" / "pico" / "diff_v1"
 DIFF, PLAIN = "DIFF", "Transformer"
 LIBRARY, BODIES = "library", "bodies"
 KINDS = {DIFF: "diffllama", PLAIN: "llama"}

@@ -271,7 +271,7 @@ class Tiles(NamedTuple):
 
 def tiles(d: int, bits: int, shared_memory: int) -> Tiles:
     """For heads of d numbers of so many bits, and so many bytes of shared memory that a block may have: 227 KiB on an
-    H100 or H200, 163 on an A100, 99 on most others. benchmarks/triton_tiles.py shows what becomes of them."""
+    H100 or H200, 163 on an A100, 99 on most others."""
     if bits == 32:
         return Tiles(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))
     most, much = shared_memory >= 227 << 10, shared_memory >= 163 << 10

@@ -34,6 +34,7 @@ def run(script: str, *arguments: str, gpus: str | None = None) -> subprocess.Com
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.slow
 def test_kernels(tmp_path: Path) -> None:
     page, rows_file = tmp_path / "page.md", tmp_path / "rows.json"
     page.write_text("before\n<!-- kernels -->\nold\n<!-- /kernels -->\nafter\n")
@@ -60,6 +61,7 @@ def test_kernels(tmp_path: Path) -> None:
     assert "\nold\n" not in text and "| 256 | 256 |" in text
 
 
+@pytest.mark.slow
 def test_bitnet(checkpoint: Path, tmp_path: Path) -> None:
     from diffbit.models import Decoder, load, save
     from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
@@ -105,6 +107,7 @@ def test_bitnet(checkpoint: Path, tmp_path: Path) -> None:
     assert done.returncode == 1 and "holds no model named like" in done.stderr
 
 
+@pytest.mark.slow
 def test_accuracy(trained: Callable[[str], Path], tmp_path: Path) -> None:
     page, numbers = tmp_path / "accuracy.md", tmp_path / "out" / "accuracy.json"
     names = re.findall(r"<!-- (\w+) -->", (BENCHMARKS.parent / "docs" / "accuracy.md").read_text())
@@ -121,6 +124,7 @@ def test_accuracy(trained: Callable[[str], Path], tmp_path: Path) -> None:
     assert "| int2_g64 " in text and "DIFF v1 − Transformer" in text and "inputs" in text
 
 
+@pytest.mark.slow
 def test_mixed(checkpoint: Path, tmp_path: Path) -> None:
     page, numbers = tmp_path / "accuracy.md", tmp_path / "mixed.json"
     page.write_text("<!-- mixed -->\nold\n<!-- /mixed -->\n")
@@ -189,6 +193,7 @@ def dry_run(gpu: Any, folder: Path, *names: str) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.slow
 def test_gpu_check_rates_decode(gpu: Any, tmp_path: Path) -> None:
     check, rates, *rows = dry_run(gpu, tmp_path, "check", "rates", "decode")
     assert "1 passed" in check["verdict"] and rates["copy_gb_per_s"] > 0
@@ -208,6 +213,7 @@ def test_gpu_check_rates_decode(gpu: Any, tmp_path: Path) -> None:
     assert "| bf16 " in (tmp_path / "gpu.md").read_text()
 
 
+@pytest.mark.slow
 def test_gpu_products_prefill(gpu: Any, tmp_path: Path) -> None:
     *rows, prompt = dry_run(gpu, tmp_path, "products", "prefill")
     assert [(row["op"], row["m"]) for row in rows] == [(op, m) for m in (1, 20) for op in ("ternary", "int4_g32")]
@@ -220,6 +226,7 @@ def test_gpu_products_prefill(gpu: Any, tmp_path: Path) -> None:
     assert prompt["error"] <= prompt["allowed"] and prompt["ratio"].keys() == {"two calls", "four calls"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux only")
 def test_gpu_training_step(gpu: Any, tmp_path: Path) -> None:
     training, *steps = dry_run(gpu, tmp_path, "training", "step")
@@ -232,6 +239,7 @@ def test_gpu_training_step(gpu: Any, tmp_path: Path) -> None:
     assert [bool(row["ratio"]) for row in steps] == [False, True, True]
 
 
+@pytest.mark.slow
 def test_gpu_model(gpu: Any, tmp_path: Path) -> None:
     if not native.instruction_sets():
         done = run("gpu.py", "model", "--quick", "--out", str(tmp_path), "--work", str(tmp_path), gpus="")
