@@ -5,8 +5,8 @@
     python benchmarks/accuracy.py --quick --models CHECKPOINT CHECKPOINT # does everything run?
 
 Every variant of every model is made in memory and scored on all windows of the eval split, token by token beside the
-model as it is (evaluate/compare.py); methods calibrate on 256 windows of the calib split. Variants are spread over
-processes of one thread each. The JSON file is a comparison as `diffbit compare --json` prints it, and the time it took.
+model as it is (evaluate/compare.py); methods calibrate on 256 windows of the calib split. A model is a process of one
+thread. The JSON file is a comparison as `diffbit compare --json` prints it, and the time it took.
 
 RECIPES says what is in the tables.
 """
@@ -18,9 +18,8 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from diffbit.evaluate.variants import Variant, variants
 from diffbit.models import Checkpoint, load
 from diffbit.progress import set_quiet, track
 from diffbit.quantize import Scheme, parse_format
+from diffbit.quantize.mixed import plan
 
 ROOT = Path(__file__).parents[1]
 TRIO = [ROOT / "examples" / "nano" / name for name in ("softmax", "diff_v1", "diff_v2")]  # the first is held against
@@ -52,88 +52,67 @@ RECIPES = {
 ROUNDED_INPUTS = (("int8", "rtn"), ("int4_g128", "gptq"))  # weights, and the recipe that rounds them
 CALIBRATION_WINDOWS = 256
 QUICK_FORMATS, QUICK_RECIPES, QUICK_WINDOWS = ("int4_g128", "int2_g64"), ("rtn", "gptq"), (6, 8)
-SHARES = 4  # that a model's variants are split into, for the processes
+MIXED_BITS = (3.25, 3.5)  # the sizes of int3_g64 and int3_g32
+UNIFORM = ("int3_g64", "int3_g32", "int4_g128")
+
+Found, Refused = list[Measured], list[Refusal]
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to measure on what, the same for every model."""
-
-    chosen: list[Variant]
-    windows: Windows
-    calibration: Windows
-
-
-def plan(path: Path, length: int, quick: bool = False) -> Plan:
-    """path: of one of the models; they share a tokenizer. length: of a window."""
-    found = []
+def work(path: Path, name: str, windows: Windows, calibration: Windows, quick: bool) -> tuple[Found, Refused, float]:
+    """In a process of its own: a model as it is and all its variants; and the processor's seconds."""
+    torch.set_num_threads(1)
+    set_quiet(True)
+    begin = time.process_time()
+    chosen: list[Variant] = []
     for format in QUICK_FORMATS if quick else FORMATS:
-        chosen = QUICK_RECIPES if quick else [recipe for recipe, formats in RECIPES.items() if format in formats]
-        found += variants([format], ["weights"], chosen)
-    limits = QUICK_WINDOWS if quick else (None, CALIBRATION_WINDOWS)
-    windows, calibration = (
-        eval_windows("stdlib", path, length, limit, split=split)
-        for limit, split in zip(limits, ("eval", "calib"), strict=True)
-    )
-    return Plan(found + with_int8_inputs(), windows, calibration)
+        recipes = QUICK_RECIPES if quick else [recipe for recipe, formats in RECIPES.items() if format in formats]
+        chosen += variants([format], ["weights"], recipes)
+    chosen += [*with_int8_inputs(), *mixed(path, calibration, quick)]
+    measured, refused = measure(load(path), chosen, windows, calibration, name=name)
+    return measured, refused, time.process_time() - begin
 
 
-def with_int8_inputs() -> list[Variant]:
+def with_int8_inputs() -> Iterator[Variant]:
     """Linear layers whose inputs are rounded to int8 too, a scale per token."""
-    found = []
     for name, rounding in ROUNDED_INPUTS:
         format = parse_format(name)
         for inputs in (None, "int8"):
             scheme = Scheme(weights=format, activations=inputs)
-            label = f"{name} weights, {inputs or 'float'} inputs"
-            found.append(Variant("inputs", label, rounding, format.bits, scheme))
-    return found
+            yield Variant("inputs", f"{name} weights, {inputs or 'float'} inputs", rounding, format.bits, scheme)
 
 
-def work(path: Path, share: Sequence[Variant], plan: Plan, name: str) -> tuple[list[Measured], list[Refusal], float]:
-    """In a process of its own: the model as it is and a share of its variants; and the processor's seconds."""
-    torch.set_num_threads(1)
-    set_quiet(True)
-    begin = time.process_time()
-    measured, refused = measure(load(path), share, plan.windows, plan.calibration, name=name)
-    return measured, refused, time.process_time() - begin
+def mixed(path: Path, calibration: Windows, quick: bool) -> Iterator[Variant]:
+    """A format for each layer within a number of bits a weight, beside uniform ones of such sizes."""
+    method, budgets = ("rtn", MIXED_BITS[:1]) if quick else ("gptq", MIXED_BITS)
+    for name in UNIFORM:
+        format = parse_format(name)
+        yield Variant("mixed", name, method, format.bits, Scheme(weights=format))
+    for bits in budgets:
+        found = plan(path, bits=bits, method=method, calibration=calibration.ids, calibration_mask=calibration.mask)
+        yield Variant("mixed", f"mixed, {bits:g} bits", method, bits, found.scheme)
 
 
 def run(paths: Sequence[Path], quick: bool, jobs: int) -> tuple[Comparison, float]:
-    """Measure everything; and the processor's seconds."""
+    """Measure everything, a process a model; and the processor's seconds."""
     checkpoints = [Checkpoint(path) for path in paths]
     names = [NAMES[checkpoint.config.attention] for checkpoint in checkpoints]
-    planned = plan(paths[0], min(512, *(checkpoint.config.max_position for checkpoint in checkpoints)), quick)
-    measured: dict[str, list[Measured]] = {name: [] for name in names}
-    refused: list[Refusal] = []
-    seconds = 0.0
+    length = min(512, *(checkpoint.config.max_position for checkpoint in checkpoints))
+    limits = QUICK_WINDOWS if quick else (None, CALIBRATION_WINDOWS)
+    windows, calibration = (
+        eval_windows("stdlib", paths[0], length, limit, split=split)
+        for limit, split in zip(limits, ("eval", "calib"), strict=True)
+    )
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        tasks = {
-            pool.submit(work, path, planned.chosen[share::SHARES], planned, name): name
-            for name, path in zip(names, paths, strict=True)
-            for share in range(SHARES)
-        }
-        for task in track(as_completed(tasks), "measuring", len(tasks)):
-            found, refusals, took = task.result()
-            measured[tasks[task]] += found
-            refused += refusals
-            seconds += took
-    return concluded(checkpoints, measured, refused, planned), seconds
-
-
-def concluded(
-    checkpoints: Sequence[Checkpoint], measured: dict[str, list[Measured]], refused: list[Refusal], plan: Plan
-) -> Comparison:
-    """Everything measured, in the order of the plan."""
-    by_key = {
-        name: {one.variant.key if one.variant else None: one for one in found} for name, found in measured.items()
-    }
-    order = [None, *(variant.key for variant in plan.chosen)]
-    ordered = {name: [own[key] for key in order if key in own] for name, own in by_key.items()}
-    return conclude(checkpoints, ordered, refused, plan.windows, plan.calibration)
+        tasks = [
+            pool.submit(work, path, name, windows, calibration, quick) for path, name in zip(paths, names, strict=True)
+        ]
+        found = [task.result() for task in track(tasks, "measuring")]
+    measured = {name: own for name, (own, _, _) in zip(names, found, strict=True)}
+    refused = [refusal for _, own, _ in found for refusal in own]
+    return conclude(checkpoints, measured, refused, windows, calibration), sum(seconds for *_, seconds in found)
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
@@ -196,6 +175,14 @@ def contrasts_table(comparison: Row) -> str:
     return table(["weights", "method", *(cell for other in others for cell in (f"{other} − {first}", ""))], lines)
 
 
+def mixed_table(comparison: Row) -> str:
+    lines = []
+    for row in of(comparison, "mixed"):
+        size = f"{row['bits_per_weight']:.3f}", f"{row['nbytes'] / 1e6:.2f}"
+        lines.append([row["model"], row["format"], row["method"], *size, increase(row["ratio"]), divergence(row)])
+    return table(["model", "weights", "method", "bits", "MB", "increase", "KL, nats a token"], lines)
+
+
 def inputs_table(comparison: Row) -> str:
     lines = []
     for row in of(comparison, "inputs"):
@@ -219,6 +206,7 @@ def tables(comparison: Row) -> dict[str, str]:
         "weights": "\n\n".join([weights_tables(comparison), *refused]),
         "contrasts": contrasts_table(comparison),
         "inputs": inputs_table(comparison),
+        "mixed": mixed_table(comparison),
     }
 
 

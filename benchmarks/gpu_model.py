@@ -1,11 +1,12 @@
 """gpu.py's part `model`: whole models on ONNX Runtime's CUDA provider, a row each.
 
-First a small trained model (examples/pico) in fp16, its logits and tokens held against the CPU's. Then a differential model of 1.1
-billion parameters, random weights: decoding behind a context of 4096 tokens, and the prompt before it, by the library's
-kernels and by the operators' bodies; beside it a plain Transformer of the same shape on ONNX Runtime's own
-GroupQueryAttention. Everything is as a user has it (`diffbit quantize`, `diffbit export --dtype fp16`, `diffbit bench
---device cuda`), but for the Transformer's attention_bias, which is taken out: it says where padding is, there is none,
-and with one GroupQueryAttention on CUDA leaves flash attention for a slower way, or refuses (ONNX Runtime before 1.28).
+First a small trained model (examples/pico) in fp16, its logits and tokens held against the CPU's. Then a differential
+model of 1.1 billion parameters, random weights: decoding behind a context of 4096 tokens, and the prompt before it, by
+the library's kernels and by the operators' bodies; beside it a plain Transformer of the same shape on ONNX Runtime's
+own GroupQueryAttention. Everything is as a user has it (`diffbit quantize`, `diffbit export --dtype fp16`, `diffbit
+bench --device cuda`), but for the Transformer's attention_bias, which is taken out: it says where padding is, there is
+none, and with one GroupQueryAttention on CUDA leaves flash attention for a slower way, or refuses (ONNX Runtime before
+1.28).
 
 Artifacts are made by as many processes as there are processors for; each measurement is a process of its own.
 """
@@ -126,10 +127,10 @@ def without_bias(artifact: Path) -> None:
 # ---- rows -----------------------------------------------------------------------------------------------------------
 
 
-def nano(work: Path, device: str, new: int = 32) -> Row:
+def small(work: Path, device: str, new: int = 32) -> Row:
     """The trained model's logits and greedy tokens on the device, held against the CPU's, which go into both."""
-    row: Row = {"part": "model", "model": "nano", "weights": "fp16", "how": LIBRARY}
-    artifact = work / "nano"
+    row: Row = {"part": "model", "model": "pico", "weights": "fp16", "how": LIBRARY}
+    artifact = work / "pico"
     work.mkdir(parents=True, exist_ok=True)
     diffbit("export", str(TRAINED), "-o", str(artifact), "--dtype", "fp16", "--overwrite")
     here, there = Session(artifact), Session(artifact, device)
@@ -183,15 +184,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path, help="a folder for the models")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--nano", action="store_true", help="only the nano model")
+    parser.add_argument("--small", action="store_true", help="only the small model")
     parser.add_argument("--first", type=int, default=0, help="the case to begin with")
     parser.add_argument("--without", type=json.loads, default={}, help=f"'{ALL}': do not make them")
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
     plan = QUICK if arguments.quick else Plan()
-    if arguments.nano:
-        say(case=0, of=["nano"])
-        say(**nano(arguments.work, arguments.device))
+    if arguments.small:
+        say(case=0, of=["pico"])
+        say(**small(arguments.work, arguments.device))
         return
     if arguments.first == 0 and ALL not in arguments.without:
         say(case=0, of=[ALL])
