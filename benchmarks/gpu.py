@@ -42,6 +42,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -89,7 +90,8 @@ class Process:
             return None
 
     def kill(self) -> None:
-        os.killpg(self.popen.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait()
 
     def output(self) -> str:
@@ -100,13 +102,13 @@ class Process:
 def timed(part: str, command: Sequence[str], environment: dict[str, str], seconds: float) -> Iterator[Row]:
     """The rows of a part, whose process says what it does: {"case": its number, "of": its sizes}, {"now": contender}.
 
-    Where it dies or is silent for too long, it starts again: without the contender that was running, or, where there
-    was none or it had been left out already, behind the case.
+    Where it dies or is silent for too long, it starts again: without the contender that was running (in this case
+    where it died, in all further ones where it hung, which costs a minute), or, where there was none, behind the case.
     """
     end = time.monotonic() + seconds
-    first, without = 0, dict[str, str]()
+    first, without, hung = 0, dict[str, str](), dict[str, str]()
     while True:
-        options = ["--first", str(first), "--without", json.dumps(without)]
+        options = ["--first", str(first), "--without", json.dumps(without), "--hung", json.dumps(hung)]
         process = Process([*command, *options], environment, piped=True)
         lines: queue.Queue[str] = queue.Queue()
         reader = threading.Thread(
@@ -123,7 +125,7 @@ def timed(part: str, command: Sequence[str], environment: dict[str, str], second
                 why = f"was not done in the {seconds:.0f} seconds of {part}" if late else f"silent for {patience:g} s"
                 process.kill()
                 break
-            message = json.loads(line) if line.startswith("{") else {}
+            message = json.loads(line) if line.startswith("{") and line.endswith("}\n") else {}
             if "part" in message:
                 yield message
             elif "case" in message:
@@ -135,15 +137,13 @@ def timed(part: str, command: Sequence[str], environment: dict[str, str], second
                     return
                 last = process.output().strip().splitlines()[-1:]
                 why = " ".join(last)[:500] or f"exit status {process.popen.returncode}"
-        if now and now not in without and time.monotonic() < end:
-            first, without = at["case"], (without if at["case"] == first else {}) | {now: why}
+        if now and now not in without | hung and time.monotonic() < end:
+            without = without if at["case"] == first else {}
+            (hung if why.startswith("silent") else without)[now] = why
+            first = at["case"]
             continue
-        yield {
-            "part": part,
-            "case": at["of"],
-            "wrong": f"{now}: {why}" if now else why,
-            "output": process.output()[-3000:],
-        }
+        wrong = f"{now}: {why}" if now else why
+        yield {"part": part, "case": at["of"], "wrong": wrong, "output": process.output()[-3000:]}
         if time.monotonic() >= end:
             return
         first, without = at["case"] + 1, {}

@@ -187,6 +187,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="only the small model")
     parser.add_argument("--first", type=int, default=0, help="the case to begin with")
     parser.add_argument("--without", type=json.loads, default={}, help=f"'{ALL}': do not make them")
+    parser.add_argument("--hung", type=json.loads, default={}, help="the same")
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
     plan = QUICK if arguments.quick else Plan()
@@ -194,7 +195,7 @@ def main() -> None:
         say(case=0, of=["pico"])
         say(**small(arguments.work, arguments.device))
         return
-    if arguments.first == 0 and ALL not in arguments.without:
+    if arguments.first == 0 and ALL not in arguments.without | arguments.hung:
         say(case=0, of=[ALL])
         say(now=ALL, seconds=PREPARING)
         prepare(arguments.work, plan)

@@ -383,7 +383,10 @@ def main() -> None:
     parser.add_argument("part", choices=TIMED)
     parser.add_argument("library", type=Path)
     parser.add_argument("--first", type=int, default=0, help="the case to begin with")
-    parser.add_argument("--without", type=json.loads, default={}, help="contenders that it goes without")
+    parser.add_argument(
+        "--without", type=json.loads, default={}, help="contenders that this case goes without, and why"
+    )
+    parser.add_argument("--hung", type=json.loads, default={}, help="contenders that all cases go without, and why")
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
     torch.manual_seed(time.time_ns() % 2**31)
@@ -395,7 +398,7 @@ def main() -> None:
             if index < arguments.first:
                 continue
             say(case=index, of=case)
-            bench.without = arguments.without if index == arguments.first else {}
+            bench.without = arguments.hung | (arguments.without if index == arguments.first else {})
             for row in TIMED[arguments.part](bench, *case):
                 say(**row)
             if on_card:

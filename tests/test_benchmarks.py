@@ -326,25 +326,29 @@ import argparse, json, sys, time
 parser = argparse.ArgumentParser()
 parser.add_argument("--first", type=int)
 parser.add_argument("--without", type=json.loads)
+parser.add_argument("--hung", type=json.loads)
 options = parser.parse_args()
 def say(**message): print(json.dumps(message), flush=True)
 for case in range(options.first, 4):
     say(case=case, of=[case])
-    if case == 1 and "slow" not in options.without:
+    if case in (1, 3) and "slow" not in options.hung:
         say(now="slow", seconds=0.2)
         time.sleep(60)
-    if case == 2:
+    if case == 1 and "deadly" not in options.without:
+        say(now="deadly")
         sys.exit("Broken: the device answers no more")
-    say(part="rates", us=case, without=options.without)
+    if case == 2:
+        sys.exit("Broken, whoever it was")
+    say(part="rates", us=case, without=options.without if case == options.first else {}, hung=[*options.hung])
 """
 
 
 def test_gpu_goes_on_behind_what_hangs_or_dies(gpu: Any) -> None:
     environment = dict(os.environ)
     first, slow, died, last = gpu.timed("rates", [sys.executable, "-c", CHILD], environment, 60)
-    assert first["us"] == 0 and last == {"part": "rates", "us": 3, "without": {}}
-    assert slow == {"part": "rates", "us": 1, "without": {"slow": "silent for 0.2 s"}}
-    assert died["case"] == [2] and died["wrong"] == "Broken: the device answers no more"
+    assert first["us"] == 0 and last == {"part": "rates", "us": 3, "without": {}, "hung": ["slow"]}
+    assert slow["hung"] == ["slow"] and slow["without"] == {"deadly": "Broken: the device answers no more"}
+    assert died["case"] == [2] and died["wrong"] == "Broken, whoever it was"
     *_, row = gpu.timed("rates", [sys.executable, "-c", "import time; time.sleep(60)"], environment, 0.2)
     assert "was not done in the 0 seconds of rates" in row["wrong"]
 
