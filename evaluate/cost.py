@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from ..models import Block, ModelConfig, variant
-from ..models.layout import shapes
+from ..models.checkpoint.names import shapes
 from ..quantize import Scheme, linear_shapes, rounding_for
 from ..quantize.cache import is_low_bit, step_bytes
 from ..quantize.linear import runtime_activations

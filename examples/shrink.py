@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from diffbit.models import Checkpoint, load, save
-from diffbit.models.layout import shapes
+from diffbit.models.checkpoint.names import shapes
 from diffbit.quantize import read_scheme, read_weight
 from diffbit.quantize import save as save_quantized
 from diffbit.train import plot_losses, read_log, train_config

@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import files
 from ..errors import DiffbitError
 from ..models import Checkpoint, ModelConfig, variant
-from ..models.hf_config import to_hf
+from ..models.families.hf import to_hf
 from ..ops.cache import CacheSpec
 from ..ops.kv_cache import GROUP
 from ..progress import track

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import files
 from ..errors import DiffbitError
 from ..models import Checkpoint, CheckpointWriter
-from ..models.layout import HEAD, shapes
+from ..models.checkpoint.names import HEAD, shapes
 from ..progress import track
 from ..quantize import linear_shapes, read_scheme, read_weight, sizes
 from ..quantize.bitnet_hf import PER_BYTE, pack

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models import Block, ModelConfig, rope_tables
-from ..models.norm import RMSNorm
+from ..models.layers.norm import RMSNorm
 from ..ops import diff_attention
 from ..ops.cache import Buffer, CacheSpec, tokens_each
 from ..ops.kv_cache import GROUP

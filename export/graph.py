@@ -26,7 +26,7 @@ import onnx_ir as ir
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ..errors import DiffbitError
-from ..models.norm import RMSNorm
+from ..models.layers.norm import RMSNorm
 
 MODEL = "model.onnx"
 DATA = "model.onnx.data"

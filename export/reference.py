@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..errors import DiffbitError
 from ..models import Block, Checkpoint, Decoder, rope_for
-from ..models.layout import EMBEDDING, HEAD
-from ..models.norm import RMSNorm
+from ..models.checkpoint.names import EMBEDDING, HEAD
+from ..models.layers.norm import RMSNorm
 from ..quantize import QTensor, QuantLinear, Scheme, load, load_block, read_scheme, read_weight
 from ..quantize.linear import runtime_activations
 from ..quantize.model import quant_linear

@@ -10,12 +10,12 @@ block = models.load_block(checkpoint, 0)
 
 from .attention import variant, variants
 from .cache import KVCache, LayerCache
-from .checkpoint import Checkpoint, load, load_block
+from .checkpoint.read import Checkpoint, load, load_block
+from .checkpoint.write import CheckpointWriter, save
 from .config import ModelConfig, RopeScaling
 from .decoder import Block, Decoder, num_parameters
-from .masks import causal_mask
-from .rope import rope_for, rope_tables
-from .writer import CheckpointWriter, save
+from .layers.masks import causal_mask
+from .layers.rope import rope_for, rope_tables
 
 __all__ = [
     "Block",

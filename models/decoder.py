@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from .attention import variant
 from .cache import KVCache, LayerCache
 from .config import ModelConfig
-from .masks import causal_mask, default_positions
-from .norm import RMSNorm, sub_norm
-from .rope import Rope, rope_for
+from .layers.masks import causal_mask, default_positions
+from .layers.norm import RMSNorm, sub_norm
+from .layers.rope import Rope, rope_for
 
 INIT_STD = 0.02
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..models.softmax import Arithmetic
+from ..models.layers.softmax import Arithmetic
 from ..ops import kv_cache
 from .scheme import AttentionScheme
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..errors import DiffbitError
 from ..models import Checkpoint
-from ..models.layout import HEAD, reorder
+from ..models.checkpoint.names import HEAD, reorder
 from .formats import NAMED
 from .qtensor import QTensor
 from .scheme import KEPT, Scheme, linear_shapes

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import DiffbitError, MissingDependency
 from ..models import Checkpoint
-from ..models.layout import reorder
+from ..models.checkpoint.names import reorder
 from .formats import NAMED, NF4
 from .qtensor import QTensor
 from .scheme import KEPT, Scheme, linear_shapes

@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import files, models
 from ..errors import DiffbitError
 from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig
-from ..models.layout import EMBEDDING, shapes, stays_float32
+from ..models.checkpoint.names import EMBEDDING, shapes, stays_float32
 from . import bitnet_hf, bitsandbytes_nf4
 from .cache import is_low_bit
 from .engine import Finished, quantize_pieces, stored_config, tokens_for

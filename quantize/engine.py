@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import DiffbitError
 from ..models import Decoder, ModelConfig
-from ..models.layout import EMBEDDING, HEAD, shapes, stays_float32
+from ..models.checkpoint.names import EMBEDDING, HEAD, shapes, stays_float32
 from ..progress import Progress
 from .methods import Method, Recipe, parse_recipe
 from .model import assemble

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import DiffbitError
 from ..models import causal_mask, rope_for
 from ..models.attention import symmetries
-from ..models.layout import HEAD
+from ..models.checkpoint.names import HEAD
 from .formats import Format
 from .hadamard import Rotation
 from .piece import FINAL_NORM, Piece

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DiffbitError
-from ..models.layout import stays_float32
+from ..models.checkpoint.names import stays_float32
 from .attention import set_attention
 from .formats import Format
 from .linear import QuantLinear, quantize_per_token_int8

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from ..errors import DiffbitError
 from ..models import Block, ModelConfig, causal_mask, rope_for
-from ..models.layout import EMBEDDING, HEAD
-from ..models.masks import default_positions
-from ..models.norm import RMSNorm
-from ..models.rope import Rope
+from ..models.checkpoint.names import EMBEDDING, HEAD
+from ..models.layers.masks import default_positions
+from ..models.layers.norm import RMSNorm
+from ..models.layers.rope import Rope
 from .formats import Format
 from .linear import QuantLinear
 from .methods import Method, Recipe

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..models import ModelConfig
-from ..models.layout import HEAD, shapes, stays_float32
+from ..models.checkpoint.names import HEAD, shapes, stays_float32
 from .cache import cache_spec
 from .formats import row_blocks
 from .qtensor import QTensor

@@ -29,7 +29,7 @@ from typing import Any
 from .. import files
 from ..errors import DiffbitError
 from ..models import ModelConfig
-from ..models.layout import EMBEDDING, shapes
+from ..models.checkpoint.names import EMBEDDING, shapes
 from ..ops.kv_cache import BITS, GROUP
 from .formats import Format, parse_format
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import files
 from ..errors import DiffbitError
-from ..models.safetensors_file import read_header, read_tensor, write_tensors
+from ..models.checkpoint.safetensors_file import read_header, read_tensor, write_tensors
 from ..version import __version__
 from .piece import Tokens
 from .report import WeightReport

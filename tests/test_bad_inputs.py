@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from diffbit.cli import main
 from diffbit.errors import DiffbitError
 from diffbit.files import new_folder
-from diffbit.models.safetensors_file import write_tensors
+from diffbit.models.checkpoint.safetensors_file import write_tensors
 
 ROOT = Path(__file__).parent.parent
 Arguments = list[str | Path]

@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 from ..errors import DiffbitError
 from ..files import new_folder, read_json, write_json
 from ..models import Decoder, load, save
-from ..models.layout import shapes
-from ..models.safetensors_file import write_tensors
+from ..models.checkpoint.names import shapes
+from ..models.checkpoint.safetensors_file import write_tensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FOLDER = "checkpoints"

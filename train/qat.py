@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..errors import DiffbitError
 from ..models import Decoder
-from ..models.layout import shapes
+from ..models.checkpoint.names import shapes
 from ..quantize import QTensor, Scheme
 from ..quantize.formats import Format, IntFormat
 from ..quantize.linear import runtime_activations

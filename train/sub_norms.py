@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models import Decoder
-from ..models.norm import RMSNorm
+from ..models.layers.norm import RMSNorm
 
 
 @torch.no_grad()

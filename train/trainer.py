@@ -50,7 +50,7 @@ from ..calib_data import (
 from ..errors import DiffbitError
 from ..files import check_apart, read_json, write_json
 from ..models import Checkpoint, Decoder, load
-from ..models.layout import shapes
+from ..models.checkpoint.names import shapes
 from ..progress import track
 from .checkpoint import last_checkpoint, restore, save_checkpoint
 from .config import TrainConfig

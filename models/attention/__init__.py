@@ -42,7 +42,7 @@ from pkgutil import iter_modules
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from ..symmetries import Symmetries
+from ..layers.symmetries import Symmetries
 
 if TYPE_CHECKING:
     from ..config import ModelConfig

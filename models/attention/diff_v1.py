@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from ...errors import DiffbitError
 from ..cache import LayerCache
 from ..config import ModelConfig
-from ..norm import sub_norm
-from ..rope import Rope, apply_rope
-from ..softmax import Arithmetic, LogitsHook, attend, explicit_pairs, in_one_kernel
-from ..symmetries import Symmetries
+from ..layers.norm import sub_norm
+from ..layers.rope import Rope, apply_rope
+from ..layers.softmax import Arithmetic, LogitsHook, attend, explicit_pairs, in_one_kernel
+from ..layers.symmetries import Symmetries
 
 MODEL_TYPE = "diffllama"
 LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
@@ -96,7 +96,7 @@ class Attention(nn.Module):
 
     def _in_one_kernel(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The normed difference, [B, S, H, 2d]."""
-        from ..triton_attention import diff_attention
+        from ..layers.triton_attention import diff_attention
 
         lambda_ = self.lambda_value().expand(query.shape[0], self.num_heads, query.shape[1])
         wide = value.unflatten(2, (-1, 2)).flatten(3)  # [B, S, KV, 2d]

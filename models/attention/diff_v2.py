@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from ...errors import DiffbitError
 from ..cache import LayerCache
 from ..config import ModelConfig
-from ..norm import sub_norm
-from ..rope import Rope, apply_rope
-from ..softmax import Arithmetic, LogitsHook, attend, explicit_pairs, in_one_kernel
-from ..symmetries import Symmetries
+from ..layers.norm import sub_norm
+from ..layers.rope import Rope, apply_rope
+from ..layers.softmax import Arithmetic, LogitsHook, attend, explicit_pairs, in_one_kernel
+from ..layers.symmetries import Symmetries
 
 MODEL_TYPE = "diff_llama_v2"
 RIDGE = 0.01  # of the mean of the normal equations' diagonal
@@ -54,7 +54,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: Rope, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
         projected = self._projected(x, rope)
         if self.logits_hook is None and self.arithmetic is None and in_one_kernel(projected[0], mask, cache):
-            from ..triton_attention import diff_attention
+            from ..layers.triton_attention import diff_attention
 
             out = diff_attention(*projected, self.lambda_of(x).squeeze(-1), self.scale)  # [B, S, H, d]
         else:

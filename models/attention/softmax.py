@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from ...errors import DiffbitError
 from ..cache import LayerCache
 from ..config import ModelConfig
-from ..norm import sub_norm
-from ..rope import Rope, apply_rope
-from ..softmax import Arithmetic, LogitsHook, attend, explicit_softmax
-from ..symmetries import Symmetries
+from ..layers.norm import sub_norm
+from ..layers.rope import Rope, apply_rope
+from ..layers.softmax import Arithmetic, LogitsHook, attend, explicit_softmax
+from ..layers.symmetries import Symmetries
 
 MODEL_TYPE = "llama"
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from ...errors import DiffbitError
-from ...models.softmax import Arithmetic
+from ...models.layers.softmax import Arithmetic
 from ..formats import Format, _to_half
 from ..linear import quantize_per_token_int8
 from ..model import quantize_weight

@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 
 from ...models import ModelConfig
-from ...models.layout import EMBEDDING, HEAD
+from ...models.checkpoint.names import EMBEDDING, HEAD
 from ..folding import attention_readers, mlp_readers, unchanged
 from ..hadamard import Rotation
 from ..piece import FINAL_NORM, Piece

@@ -13,7 +13,7 @@ from diffbit.evaluate.cost import token_cost
 from diffbit.export import export_artifact
 from diffbit.models import Decoder, ModelConfig, save
 from diffbit.models.cache import KVCache
-from diffbit.models.softmax import Arithmetic
+from diffbit.models.layers.softmax import Arithmetic
 from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
 from diffbit.quantize.cache import cache_spec, step_bytes
 from diffbit.runtime import Artifact

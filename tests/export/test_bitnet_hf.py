@@ -17,7 +17,7 @@ from diffbit import DiffbitError
 from diffbit.cli import app
 from diffbit.export import bitnet_hf, export_artifact, export_bitnet
 from diffbit.models import Checkpoint
-from diffbit.models.layout import shapes
+from diffbit.models.checkpoint.names import shapes
 from diffbit.quantize import AttentionScheme, QTensor, Scheme, load, parse_format, quantize_checkpoint, read_weight
 from diffbit.runtime import verify
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diffbit.export.parts import Part
-from diffbit.models.layout import shapes
+from diffbit.models.checkpoint.names import shapes
 from diffbit.quantize import Scheme, linear_shapes, parse_format
 from diffbit.runtime import Artifact
 from diffbit.train import model_config

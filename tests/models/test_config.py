@@ -11,7 +11,7 @@ from transformers import BitNetConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from diffbit import DiffbitError, models
-from diffbit.models.hf_config import from_hf, to_hf
+from diffbit.models.families.hf import from_hf, to_hf
 
 from .helpers import LLAMA3, small_config
 

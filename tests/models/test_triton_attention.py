@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from diffbit import models
-from diffbit.models import softmax
+from diffbit.models.layers import softmax
 
 from . import interpreter
 from .helpers import small_config, tokens
@@ -38,7 +38,7 @@ GRADIENTS = ("query", "key", "value", "lambda")
 )
 def kernels(request: pytest.FixtureRequest) -> Iterator[tuple[ModuleType, str]]:
     """The module, and where its tensors lie."""
-    from diffbit.models import triton_attention
+    from diffbit.models.layers import triton_attention
 
     # What torch.empty returns is NaN then, so a place that no kernel writes shows
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from diffbit import DiffbitError, models
 from diffbit.models.attention import model_type
-from diffbit.models.rope import inverse_frequencies
+from diffbit.models.layers.rope import inverse_frequencies
 
 from .helpers import small_config, tokens
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from diffbit.models.symmetries import Symmetries
 
 from diffbit.errors import DiffbitError
-from diffbit.models.layout import HEAD
-from diffbit.models.symmetries import Symmetries
+from diffbit.models.checkpoint.names import HEAD
 from diffbit.quantize import Scheme, apply, folding, parse_format
 from diffbit.quantize.folding import fold, groups, per_channel, unchanged
 from diffbit.quantize.piece import FINAL_NORM

@@ -131,7 +131,7 @@ def test_a_folder_and_memory_give_the_same_bits(
     assert all(torch.equal(source.state_dict()[name], tensor) for name, tensor in before.items())
     untied = not tie or scheme is WITH_HEAD or method == "untie+needs"
     assert applied.config.tie_embeddings == stored.config.tie_embeddings == (not untied)
-    for name in models.layout.shapes(applied.config):
+    for name in models.checkpoint.names.shapes(applied.config):
         found = read_weight(stored, name)
         if isinstance(found, QTensor):
             wanted = applied.get_submodule(name.removesuffix(".weight")).weight

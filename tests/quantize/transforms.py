@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diffbit.models import Decoder, ModelConfig
-from diffbit.models.layout import EMBEDDING, HEAD
+from diffbit.models.checkpoint.names import EMBEDDING, HEAD
 from diffbit.quantize import Scheme
 from diffbit.quantize.piece import FINAL_NORM, Piece, Tokens
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from diffbit.models.symmetries import Symmetries
 from pytest import MonkeyPatch
 
 from diffbit import models
 from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
 from diffbit.models.attention import symmetries
-from diffbit.models.symmetries import Symmetries
 from diffbit.quantize import Scheme, hadamard, load, parse_format, quantize_checkpoint, rtn
 from diffbit.quantize.hadamard import Rotation
 from diffbit.quantize.methods import rotate, rotate_heads

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import DiffbitError
-from .config import ModelConfig
+from ...errors import DiffbitError
+from ..config import ModelConfig
 
 NORM_EPS = 1e-5
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .. import files
-from ..errors import DiffbitError
+from ... import files
+from ...errors import DiffbitError
 from .safetensors_file import Entry, read_header
 
 SINGLE = "model.safetensors"

@@ -13,14 +13,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from .. import files
-from ..errors import DiffbitError
-from . import layout
-from .checkpoint import Checkpoint
-from .config import ModelConfig
-from .decoder import Decoder, num_parameters
+from ... import files
+from ...errors import DiffbitError
+from ..config import ModelConfig
+from ..decoder import Decoder, num_parameters
+from ..families.hf import DTYPES, to_hf
+from . import names as layout
 from .folder import INDEX, SINGLE, TOKENIZER_FILES
-from .hf_config import DTYPES, to_hf
+from .read import Checkpoint
 from .safetensors_file import write_tensors
 
 SINGLE_FILE_LIMIT = 2 << 30  # bytes; `save` writes larger models one file per layer

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..errors import DiffbitError
-from .attention import model_type, model_types, variant
-from .config import ModelConfig, RopeScaling
+from ...errors import DiffbitError
+from ..attention import model_type, model_types, variant
+from ..config import ModelConfig, RopeScaling
 
 DTYPES = ("float32", "bfloat16", "float16")
 ACTS = {"silu": "swiglu", "relu2": "relu2"}  # hidden_act: ModelConfig.mlp

@@ -7,9 +7,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .attention import variant
-from .config import ModelConfig
-from .decoder import Decoder
+from ..attention import variant
+from ..config import ModelConfig
+from ..decoder import Decoder
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .cache import LayerCache
+from ..cache import LayerCache
 from .masks import full_causal
 
 KERNEL_DEVICES: tuple[str, ...] = ()  # "cuda" joins once benchmarks/gpu.py finds it faster than torch's own attention

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from .config import ModelConfig, RopeScaling
+from ..config import ModelConfig, RopeScaling
 
 Rope = tuple[Tensor, Tensor]  # cos and sin, fp32 [B, S, d/2] (or [S, d/2] where stated)
 

@@ -22,13 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import files
-from ..errors import DiffbitError
-from . import layout, unilm
-from .config import ModelConfig
-from .decoder import Block, Decoder
+from ... import files
+from ...errors import DiffbitError
+from ..config import ModelConfig
+from ..decoder import Block, Decoder
+from ..families import unilm
+from ..families.hf import from_hf, with_tokens
+from . import names as layout
 from .folder import GENERATION, INDEX, TOKENIZER_FILES, check_folder, find_tensors, inside
-from .hf_config import from_hf, with_tokens
 from .safetensors_file import Entry, read_tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
