@@ -24,7 +24,8 @@ from gpu_peers import WAYS, Attend, attends, joined
 from report import say
 from torch import Tensor
 
-from diffbit.models import Decoder, ModelConfig, softmax, variant
+from diffbit.models import Decoder, ModelConfig, attention_options
+from diffbit.models.layers import softmax
 
 Differential = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Some = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -153,8 +154,8 @@ class Plan:
 
     def step(self, attention: str, way: str, length: int, device: str) -> Call:
         """A call is a training step."""
-        heads, kv_heads = variant(attention).Attention.equal_heads(self.pairs)
-        config = ModelConfig(
+        heads, kv_heads = attention_options(attention).equal_heads(self.pairs)
+        config = ModelConfig.uniform(
             vocab_size=VOCABULARY, hidden_size=self.hidden, num_layers=self.layers, num_heads=heads,
             num_kv_heads=kv_heads, head_dim=self.d, intermediate_size=self.hidden * 8 // 3,
             max_position=length, attention=attention, tie_embeddings=True,

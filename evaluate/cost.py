@@ -23,10 +23,9 @@ from dataclasses import dataclass
 from math import log2, prod
 from typing import Any
 
-import torch
-
-from ..models import Block, ModelConfig, variant
+from ..models import LayerSpec, ModelConfig
 from ..models.checkpoint.names import shapes
+from ..ops.cache import Buffer
 from ..quantize import Scheme, linear_shapes, rounding_for
 from ..quantize.cache import is_low_bit, step_bytes
 from ..quantize.linear import runtime_activations
@@ -82,37 +81,31 @@ def token_cost(config: ModelConfig, scheme: Scheme | None, context: int, dtype: 
     norms = [shape for name, shape in shapes(config).items() if name.endswith("norm.weight")]
     nbytes += sum(prod(shape) for shape in norms) * WIDTHS[dtype]
     count["other"] += 2 * sum(prod(shape) for shape in norms)
-    for kind, number in _layer(config, scheme, context).items():
-        count[kind] += config.num_layers * number
+    for layer in config.layers:
+        for kind, number in _layer(layer, scheme, context).items():
+            count[kind] += number
+    count["other"] += 2 * config.num_layers * config.hidden_size  # residual sums
     cache = step_bytes(config, scheme.attention, dtype, context)
     return Cost(context, nbytes, cache, **count)
 
 
-def _layer(config: ModelConfig, scheme: Scheme, context: int) -> dict[str, int]:
+def _layer(layer: LayerSpec, scheme: Scheme, context: int) -> dict[str, int]:
     """Operations of a layer outside its linears and weighted norms."""
     attention = scheme.attention
-    with torch.device("meta"):
-        block: Any = Block(config, 0)
-    layer: Any = block.self_attn
-    width, out = config.head_dim, layer.o_proj.in_features
-    queries = layer.q_proj.out_features // width  # sub-heads: softmaxes
-    paired = queries != config.num_heads
-    products, mixed = queries * width * context, queries * width * context
-    other = 2 * queries * context + 2 * (layer.q_proj.out_features + layer.k_proj.out_features)  # softmax, RoPE
-    if is_low_bit(attention):
-        mixed = out * context
-    if paired:  # the difference, of weights or of results
-        after = not is_low_bit(attention) and out != layer.q_proj.out_features
-        other += out if after else queries // 2 * context
-    if hasattr(layer, "norm_eps"):
-        other += 2 * out  # the heads' norm
-    heads = variant(config.attention).Attention.cache_heads(config)
+    cached = 0  # numbers of keys, and of values, in the cache
+
+    def kv(heads: int, width: int, in_place: str) -> tuple[Buffer, ...]:
+        nonlocal cached
+        cached += heads * width * context
+        return ()
+
+    layer.mixer.buffers(kv)
+    found = layer.mixer.operations(context, is_low_bit(attention))
+    other = found.other + layer.mlp.elementwise * layer.mlp.intermediate_size
     if attention.value_format.startswith("int"):
-        other += heads * width * context
+        other += cached
     if attention.key_format.startswith("int"):
-        other += queries * context if attention.query_bits else heads * width * context
-    gate = 3 if config.mlp == "swiglu" else 2
-    other += gate * config.intermediate_size + 2 * config.hidden_size
-    kind = "integer" if attention.query_bits else "floating"
-    found = {"floating": mixed, "other": other}
-    return found | {kind: found.get(kind, 0) + products}
+        other += layer.mixer.softmaxes * context if attention.query_bits else cached
+    if attention.query_bits:
+        return {"integer": found.logits, "floating": found.matrix, "other": other}
+    return {"floating": found.logits + found.matrix, "other": other}

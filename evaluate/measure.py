@@ -21,7 +21,6 @@ from torch import Tensor
 from ..calib_data import NeedleWindows, Windows
 from ..errors import DiffbitError
 from ..models import Decoder, ModelConfig
-from ..models.attention import variant as attention_variant
 from ..progress import track
 from ..quantize import AttentionScheme, Scheme, apply, linear_shapes, sizes
 from .cost import Cost, token_cost
@@ -164,7 +163,7 @@ def _batch_size(variant: Variant | None, config: ModelConfig, length: int, wante
     """Windows of `length` tokens that a variant takes at a time, at most as many as wanted."""
     if variant is None or variant.scheme.attention == AttentionScheme():
         return wanted
-    heads, _ = attention_variant(config.attention).Attention.hf_heads(config)  # sub-heads, which have weights each
+    heads = max(layer.mixer.softmaxes for layer in config.layers) or 1  # each has weights of its own
     return max(1, min(wanted, EXPLICIT_BYTES // (COPIES * 4 * heads * length * length)))
 
 

@@ -38,6 +38,8 @@ from torch import Tensor, nn
 
 from ..errors import DiffbitError
 from ..models import Decoder
+from ..models.layers.softmax import LogitsHook
+from ..models.mixer import Attention
 from ..progress import track
 
 RANKS = (1, 2, 3, 10, 100)  # of the largest values, as in Table 5
@@ -288,7 +290,7 @@ def measure(decoder: Decoder, windows: TokenWindows, batch_size: int = 8, *, nam
         tokens=int(np.asarray(windows.mask).sum()),
         logits=_pooled(logits),
         hidden=_pooled(hidden),
-        logits_layers=tuple(statistics.summary() for statistics in logits),
+        logits_layers=tuple(statistics.summary() for statistics in logits if statistics.count),
         hidden_layers=tuple(statistics.summary() for statistics in hidden),
     )
 
@@ -306,18 +308,19 @@ def _observed(layers: Sequence[nn.Module]) -> Iterator[_Observer]:
     observer = _Observer()
     with ExitStack() as undo:
         for index, layer in enumerate(layers):
-            attention: Any = layer.self_attn
-            before = attention.logits_hook
 
-            def see_logits(x: Tensor, valid: Tensor, index: int = index, before: Any = before) -> Tensor:
+            def see_logits(x: Tensor, valid: Tensor, index: int = index, before: LogitsHook | None = None) -> Tensor:
                 observer.on_logits(index, x, valid)
                 return x if before is None else before(x, valid)
 
             def see_hidden(module: nn.Module, args: Any, output: Tensor, index: int = index) -> None:
                 observer.on_hidden(index, output)
 
-            attention.logits_hook = see_logits
-            undo.callback(setattr, attention, "logits_hook", before)
+            attention = layer.get_submodule("self_attn")
+            if isinstance(attention, Attention):
+                before = attention.logits_hook
+                attention.logits_hook = functools.partial(see_logits, before=before)
+                undo.callback(setattr, attention, "logits_hook", before)
             undo.callback(layer.register_forward_hook(see_hidden).remove)
         yield observer
 
@@ -344,5 +347,5 @@ def _add(statistics: Statistics, values: Tensor, place: Callable[[int], Place], 
 def _pooled(layers: Sequence[Statistics]) -> Summary:
     """All layers together, with the layer that holds the largest value (the first of equals)."""
     pooled = functools.reduce(Statistics.merge, layers).summary()
-    layer = next(index for index, statistics in enumerate(layers) if statistics.top[0] == pooled.max)
+    layer = next(index for index, found in enumerate(layers) if found.count and found.top[0] == pooled.max)
     return Summary(**{**vars(pooled), "layer": layer, "place": layers[layer].place})

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from .. import files
 from ..errors import DiffbitError
-from ..models import Checkpoint, ModelConfig, variant
-from ..models.families.hf import to_hf
+from ..models import Checkpoint, ModelConfig
+from ..models.families import loader_config
 from ..ops.cache import CacheSpec
 from ..ops.kv_cache import GROUP
 from ..progress import track
@@ -28,7 +28,7 @@ from ..quantize import AttentionScheme, Scheme, read_scheme
 from ..quantize.cache import cache_spec
 from ..version import __version__
 from .decoder import DecoderGraph
-from .graph import FLOATS, MODEL, Graph
+from .graph import FLOATS, MODEL
 from .parts import parts
 from .reference import Stream, check_scheme
 
@@ -94,7 +94,7 @@ def export_artifact(
     kind = dtype, source.quantization is not None
     out = Path(out)
     with files.new_folder(out, overwrite=overwrite) as folder:
-        graph = DecoderGraph(Graph(folder, dtype, ternary_storage == "base3"), config, length, attention, cache)
+        graph = DecoderGraph(folder, dtype, config, length, attention, cache, ternary_storage == "base3")
         logits = _write_graph(graph, source, prompt, NOISE[kind])
         for file in tokenizer_files:
             shutil.copyfile(file, folder / file.name)
@@ -173,7 +173,7 @@ def _write_graph(graph: DecoderGraph, source: Checkpoint, prompt: list[int], noi
         graph.block(block, index)
     norm, head, logits = stream.head()
     graph.head(norm, head)
-    graph.g.save()
+    graph.save()
     if not logits.isfinite().all() or not logits[0].std() > 0:
         raise DiffbitError(
             f"{source.path}: a test prompt gives logits that are infinite or all the same; the weights are damaged"
@@ -204,16 +204,8 @@ def _tokenizer_files(source: Checkpoint, given: str | Path | None) -> list[Path]
     return found
 
 
-def _heads(config: ModelConfig) -> dict[str, int]:
-    attention = variant(config.attention).Attention
-    return {"num_attention_heads": attention.hf_heads(config)[0], "num_key_value_heads": attention.cache_heads(config)}
-
-
 def _write_configs(folder: Path, config: ModelConfig, dtype: str, context_length: int) -> None:
-    # To loaders that feed a graph its cache, every variant is a llama with these heads
-    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | _heads(config)
-    llama |= {"max_position_embeddings": context_length}
-    hf = to_hf(config, DTYPE_NAMES[dtype]) | llama
+    hf = loader_config(config, DTYPE_NAMES[dtype], context_length)
     files.write_json(folder / "config.json", hf)
     tokens = {name: hf[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hf[name] is not None}
     files.write_json(folder / "generation_config.json", tokens)
@@ -229,6 +221,7 @@ def _readable_by_others(cache: CacheSpec) -> bool:
 def _genai(config: ModelConfig, context_length: int, cache: CacheSpec) -> dict[str, Any]:
     """What onnxruntime-genai reads. It wants token ids even where the model has none: then those of nothing in use."""
     in_place = all(buffer.in_place == "always" for buffer in cache.buffers.values())  # it runs the portable bodies
+    loader = loader_config(config, "", context_length)
     eos = list(config.eos_token_ids)
     pad = config.pad_token_id if config.pad_token_id is not None else eos[0] if eos else 0
     return {
@@ -243,9 +236,10 @@ def _genai(config: ModelConfig, context_length: int, cache: CacheSpec) -> dict[s
                 "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
                 "filename": MODEL,
                 "hidden_size": config.hidden_size,
-                "head_size": config.head_dim,
+                "head_size": loader["head_dim"],
                 "num_hidden_layers": config.num_layers,
-                **_heads(config),
+                "num_attention_heads": loader["num_attention_heads"],
+                "num_key_value_heads": loader["num_key_value_heads"],
                 "inputs": {
                     "input_ids": "input_ids",
                     "attention_mask": "attention_mask",

@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import files
 from ..errors import DiffbitError
 from ..models import Checkpoint, CheckpointWriter
+from ..models.attention import softmax
 from ..models.checkpoint.names import HEAD, shapes
 from ..progress import track
 from ..quantize import linear_shapes, read_scheme, read_weight, sizes
@@ -63,7 +64,8 @@ def _float_layers(source: Checkpoint) -> list[str]:
     def refuse(found: str, wanted: str) -> DiffbitError:
         return DiffbitError(f"{source.path}: {found}, which a Hugging Face bitnet folder cannot hold; {wanted}")
 
-    if config.attention != "softmax":
+    mixers = [layer.mixer for layer in config.layers]
+    if not all(isinstance(mixer, softmax.Options) for mixer in mixers):
         raise refuse(f"its attention is {config.attention}", "transformers' BitNet model has softmax attention")
     if scheme is None or not formats:
         raise refuse("its weights are float", "wanted ternary ones, as diffbit train --qat ternary makes them")
@@ -78,10 +80,10 @@ def _float_layers(source: Checkpoint) -> list[str]:
             raise refuse(f"{module} is {format}", "wanted ternary or float layers")
         if linear_shapes(config)[module][0] % PER_BYTE:
             raise refuse(f"{module} has {linear_shapes(config)[module][0]} rows", f"wanted a multiple of {PER_BYTE}")
-    if config.sub_norms and config.num_heads * config.head_dim != config.hidden_size:
+    width = next(mixer.num_heads * mixer.head_dim for mixer in mixers if isinstance(mixer, softmax.Options))
+    if config.sub_norms and width != config.hidden_size:
         raise refuse(
-            f"its heads are {config.num_heads * config.head_dim} wide together and its hidden states "
-            f"{config.hidden_size}",
+            f"its heads are {width} wide together and its hidden states {config.hidden_size}",
             "transformers' BitNet model has both of one width",
         )
     return [head, *(module for module in linear_shapes(config) if module not in formats and module != head)]

@@ -1,4 +1,4 @@
-"""The decoder's graph, one layer at a time: embedding, blocks of attention and gated MLP, final norm, head.
+"""The decoder's graph, one layer at a time: embedding, layers of a mixer and an MLP, final norm, head.
 
 Inputs and outputs carry the names that onnxruntime-genai and optimum look for:
 
@@ -6,15 +6,17 @@ Inputs and outputs carry the names that onnxruntime-genai and optimum look for:
     past_key_values.N.key|value [B, Hk, C, d]   ->   logits fp32 [B, S, V], present.N.key|value [B, Hk, max(C, T), d]
 
 T = past + S: the past's length follows from the mask's, so no loader needs to pass it. A low-bit cache has more buffers
-than key and value, and other shapes (quantize/cache.py). What all layers share (lengths, RoPE tables, the mask as a
-bias) is computed once, by `Step`; a variant adds its nodes through its own method `onnx` (models/attention/).
+than key and value, and other shapes (quantize/cache.py); other mixers have other states. What all layers share
+(lengths, RoPE tables, the mask as a bias) is made once, on first use, so that a graph holds what its layers need.
+Mixers and MLPs add their nodes through their own `onnx` methods, which know this graph as models/graph.py describes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -22,19 +24,23 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
+from ..errors import DiffbitError
 from ..models import Block, ModelConfig, rope_tables
+from ..models.graph import GROUP_QUERY_MULTIPLE
 from ..models.layers.norm import RMSNorm
 from ..ops import diff_attention
 from ..ops.cache import Buffer, CacheSpec, tokens_each
+from ..ops.diff_attention import Kind
 from ..ops.kv_cache import GROUP
 from ..quantize import AttentionScheme
 from ..quantize.cache import attributes, is_low_bit, operator
 from .graph import MICROSOFT, Graph
+from .linear import emit
 
 # Added to the logits of hidden keys: finite, so that a query that sees nothing (padding) gives numbers and not NaN
 HIDDEN: dict[type, float] = {np.float32: -1e30, np.float16: -65504.0}
 
-HALVES: dict[torch.dtype, Any] = {torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
+HALVES: dict[torch.dtype, type] = {torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
 
 # A layer's cache by the names of its buffers
 Cache = dict[str, ir.Value]
@@ -42,63 +48,91 @@ Cache = dict[str, ir.Value]
 T = TypeVar("T")
 
 
-def shared(make: Callable[[Step], T]) -> cached_property[T]:
-    """A value that `Step` makes on first use, named as standing outside the layers."""
+def shared(make: Callable[[DecoderGraph], T]) -> cached_property[T]:
+    """A value that is made on first use, named as standing outside the layers."""
 
-    def made(step: Step) -> T:
-        with step.graph.top():
-            return make(step)
+    def made(graph: DecoderGraph) -> T:
+        with graph.top():
+            return make(graph)
 
     made.__doc__ = make.__doc__
     return cached_property(made)
 
 
-class Step:
-    """What all layers of one call share. Values are made on first use, so a graph holds only what its variant needs."""
+class DecoderGraph(Graph):
+    """Built from the bottom up: `embed`, `block` for each layer, `head`, `save`. Weights are written as they come.
 
-    def __init__(self, g: Graph, config: ModelConfig, context_length: int, attention: AttentionScheme) -> None:
-        self.graph = self._g = g
-        self.attention = attention
+    dtype: "fp32" or "fp16". attention: the scheme's, cache: the buffers that it gives each layer.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str,
+        config: ModelConfig,
+        context_length: int,
+        attention: AttentionScheme,
+        cache: CacheSpec,
+        base3: bool = False,
+    ) -> None:
+        super().__init__(folder, dtype, base3)
+        self.config, self.attention, self.cache = config, attention, cache
         self._tables = [table.numpy() for table in rope_tables(config, context_length)]
-        self.input_ids = g.input("input_ids", np.int64, ["batch", "sequence"])
-        self.attention_mask = g.input("attention_mask", np.int64, ["batch", "total_sequence"])
-        self.position_ids = g.input("position_ids", np.int64, ["batch", "sequence"])
+        self.input_ids = self.input("input_ids", np.int64, ["batch", "sequence"])
+        self.attention_mask = self.input("attention_mask", np.int64, ["batch", "total_sequence"])
+        self.position_ids = self.input("position_ids", np.int64, ["batch", "sequence"])
+        self._past = [
+            {
+                buffer.name: self.input(f"past_key_values.{i}.{buffer.name}", buffer.dtype, _named(buffer, "past"))
+                for buffer in layer
+            }
+            for i, layer in enumerate(cache.layers)
+        ]
+        self._present: list[Cache] = []
+        self._kind: Kind | None = None
+        self._x: ir.Value
+        self._table: ir.Value
 
     @property
     def low_bit(self) -> bool:
-        """Is diffbit's own operator wanted, whatever the attention variant?"""
         return is_low_bit(self.attention)
 
     @shared
     def _batch(self) -> ir.Value:
-        return self._g.op("Shape", [self.input_ids], end=1)  # int64 [1]: B
+        return self.op("Shape", [self.input_ids], end=1)  # int64 [1]: B
 
     @shared
     def _length(self) -> ir.Value:
-        return self._g.op("Shape", [self.input_ids], start=1)  # int64 [1]: S
+        return self.op("Shape", [self.input_ids], start=1)  # int64 [1]: S
 
     @shared
     def _total(self) -> ir.Value:
-        return self._g.op("Shape", [self.attention_mask], start=1)  # int64 [1]: T
+        return self.op("Shape", [self.attention_mask], start=1)  # int64 [1]: T
 
     @shared
     def past_length(self) -> ir.Value:
         """int64 [1]: T - S."""
-        return self._g.op("Sub", [self._total, self._length])
+        return self.op("Sub", [self._total, self._length])
+
+    @shared
+    def real_tokens(self) -> ir.Value:
+        """bool [B, S]: the new tokens that are no padding."""
+        new = self.op("Slice", [self.attention_mask, self.past_length, self._total, self.const([1])])
+        return self.cast(new, np.bool_)
 
     @shared
     def cos(self) -> ir.Value:
         """fp32 [context_length, d/2]."""
-        return self._g.initializer("cos", self._tables[0])
+        return self.initializer("cos", self._tables[0])
 
     @shared
     def sin(self) -> ir.Value:
-        return self._g.initializer("sin", self._tables[1])
+        return self.initializer("sin", self._tables[1])
 
     @shared
     def _rotary(self) -> list[ir.Value]:
         """Both tables in the graph's dtype, which RotaryEmbedding wants."""
-        return [self._g.weight(name, table) for name, table in zip(("cos", "sin"), self._tables, strict=True)]
+        return [self.weight(name, table) for name, table in zip(("cos", "sin"), self._tables, strict=True)]
 
     @shared
     def _lengths(self) -> tuple[ir.Value, ir.Value]:
@@ -106,19 +140,22 @@ class Step:
 
         Every row counts T tokens, padding included: what is hidden is left to the bias, which works on either side.
         """
-        g = self._g
-        total = g.op("Squeeze", [g.cast(self._total, np.int32)])
-        last = g.op("Sub", [total, g.const(1, np.int32)])
-        return g.op("Expand", [last, self._batch]), total
+        total = self.op("Squeeze", [self.cast(self._total, np.int32)])
+        last = self.op("Sub", [total, self.const(1, np.int32)])
+        return self.op("Expand", [last, self._batch]), total
 
     @shared
     def _bias(self) -> ir.Value:
         """[B, 1, S, T]: HIDDEN where the mask hides a key, else 0. Causality is the operator's own."""
-        g = self._g
-        real = g.cast(self.attention_mask, np.bool_)
-        row = g.op("Where", [real, g.const(0, g.dtype), g.const(HIDDEN[g.dtype], g.dtype)])  # [B, T]
-        shape = g.op("Concat", [self._batch, g.const([1]), self._length, self._total], axis=0)
-        return g.op("Expand", [g.op("Unsqueeze", [row, g.const([1, 2])]), shape])
+        real = self.cast(self.attention_mask, np.bool_)
+        row = self.op("Where", [real, self.const(0, self.dtype), self.const(HIDDEN[self.dtype], self.dtype)])  # [B, T]
+        shape = self.op("Concat", [self._batch, self.const([1]), self._length, self._total], axis=0)
+        return self.op("Expand", [self.op("Unsqueeze", [row, self.const([1, 2])]), shape])
+
+    def linear(self, x: ir.Value, module: nn.Module, name: str, scale: float = 1.0) -> ir.Value:
+        """scale * (x W^T) of a linear layer, float or quantized, as the node that its weight's format calls for."""
+        with self.scope(name):
+            return emit(self, x, module, scale)
 
     def softmax_attention(
         self,
@@ -129,28 +166,29 @@ class Step:
         *,
         num_heads: int,
         num_kv_heads: int,
+        head_dim: int,
         scale: float,
     ) -> tuple[ir.Value, Cache]:
         """Query [B, S, num_heads*d], key and value [B, S, num_kv_heads*d] -> attention, the cache with them.
 
-        A GroupQueryAttention, or for low-bit attention a DiffAttention of one branch. Beside the former, RoPE has a
-        node of its own: the operator's built-in one reads only the first position of a prompt and counts on from there,
-        so rows padded on the left would enter the cache at positions other than those of later steps.
+        A GroupQueryAttention; a DiffAttention of one branch for low-bit attention and for heads of a width that the
+        former does not take. Beside the former, RoPE has a node of its own: the operator's built-in one reads only the
+        first position of a prompt and counts on from there, so rows padded on the left would enter the cache at
+        positions other than those of later steps.
         """
-        if self.low_bit:
+        if self.low_bit or head_dim % GROUP_QUERY_MULTIPLE:
             return self.diff_attention(
                 query, key, value, None, past, num_heads=num_heads, num_kv_heads=num_kv_heads, scale=scale, branches=1
             )
-        g = self._g
         rotated = [
-            g.op("RotaryEmbedding", [x, self.position_ids, *self._rotary], domain=MICROSOFT) for x in (query, key)
+            self.op("RotaryEmbedding", [x, self.position_ids, *self._rotary], domain=MICROSOFT) for x in (query, key)
         ]
         inputs = [*rotated, value, past["key"], past["value"], *self._lengths, None, None, None, self._bias]
-        out, present_key, present_value = g.op(
+        out, present_key, present_value = self.ops(
             "GroupQueryAttention",
             inputs,
+            3,
             domain=MICROSOFT,
-            outputs=3,
             num_heads=num_heads,
             kv_num_heads=num_kv_heads,
             scale=scale,
@@ -174,16 +212,28 @@ class Step:
     ) -> tuple[ir.Value, Cache]:
         """diffbit.DiffAttention with the scheme's numbers: ops/diff_attention.py says what its inputs are."""
         kind = operator(self.attention, branches)
+        if self._kind not in (None, kind):  # a model's nodes of one name share a body
+            raise DiffbitError(
+                "its layers need DiffAttention both of one and of two branches, which an artifact cannot hold; leave "
+                "the KV cache and the attention logits float"
+            )
+        self._kind = kind
         values = {"query": query, "key": key, "value": value, "lambda": lambda_}
         values |= {
-            name: getattr(self, name) for name in ("past_length", "position_ids", "cos", "sin", "attention_mask")
+            "past_length": self.past_length,
+            "position_ids": self.position_ids,
+            "cos": self.cos,
+            "sin": self.sin,
+            "attention_mask": self.attention_mask,
         }
         values |= {f"past_{name}": buffer for name, buffer in past.items()}
-        made = self._g.custom(
-            diff_attention,
+        self.use(kind.name, diff_attention.DOMAIN, lambda: diff_attention.function(kind))
+        made = self.ops(
+            kind.name,
             [values.get(name) for name in kind.inputs],
-            outputs=len(kind.outputs),
-            kind=kind,
+            len(kind.outputs),
+            domain=diff_attention.DOMAIN,
+            spec_version=diff_attention.VERSION,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             wide_value=wide_value,
@@ -200,84 +250,44 @@ class Step:
                 value.name = ""  # as ONNX has it for an output that is left out
         return found["out"], {name: found[f"present_{name}"] for name in past}
 
-
-class DecoderGraph:
-    """Built from the bottom up: `embed`, `block` for each layer, `head`. Weights are written as they come."""
-
-    def __init__(
-        self, g: Graph, config: ModelConfig, context_length: int, attention: AttentionScheme, cache: CacheSpec
-    ) -> None:
-        self.g, self.config, self.cache = g, config, cache
-        self.step = Step(g, config, context_length, attention)
-        self._past = [
-            {
-                buffer.name: g.input(f"past_key_values.{i}.{buffer.name}", buffer.dtype, _named(buffer, "past"))
-                for buffer in layer
-            }
-            for i, layer in enumerate(cache.layers)
-        ]
-        self._present: list[Cache] = []
-        self._x: ir.Value
-        self._table: ir.Value
-
     def embed(self, table: Tensor) -> None:
         """The embedding, float [V, E]. A float32 graph keeps a 16-bit table: half the bytes, the same numbers."""
-        g, name = self.g, "embed_tokens.weight"
-        if table.dtype in HALVES and g.dtype is np.float32 and not self.config.tie_embeddings:
-            stored = g.initializer(name, table.view(torch.int16).numpy().view(HALVES[table.dtype]))
-            self._x = g.cast(g.op("Gather", [stored, self.step.input_ids]), np.float32)
+        name = "embed_tokens.weight"
+        if table.dtype in HALVES and self.dtype is np.float32 and not self.config.tie_embeddings:
+            stored = self.initializer(name, table.view(torch.int16).numpy().view(HALVES[table.dtype]))
+            self._x = self.cast(self.op("Gather", [stored, self.input_ids]), np.float32)
             return
-        self._table = g.weight(name, table.float().numpy())  # a tied head multiplies by it, too
-        self._x = g.op("Gather", [self._table, self.step.input_ids])
+        self._table = self.weight(name, table.float().numpy())  # a tied head multiplies by it, too
+        self._x = self.op("Gather", [self._table, self.input_ids])
 
     def block(self, block: Block, index: int) -> None:
         """Decoder layer `index`; its linears are float or QuantLinear."""
-        g, x = self.g, self._x
-        with g.scope(f"layers.{index}"):
-            normed = g.norm(x, block.input_layernorm, "input_layernorm")
-            with g.scope("self_attn"):
-                attention: Any = block.self_attn
-                out, present = attention.onnx(g, self.step, normed, self._past[index])
-            x = g.op("Add", [x, out])
-            normed = g.norm(x, block.post_attention_layernorm, "post_attention_layernorm")
-            with g.scope("mlp"):
-                gate = g.linear(normed, block.mlp.gate_proj, "gate_proj")
-                up = g.linear(normed, block.mlp.up_proj, "up_proj")
-                down = g.linear(self._gated(gate, up, block), block.mlp.down_proj, "down_proj")
-            self._x = g.op("Add", [x, down])
+        x = self._x
+        with self.scope(f"layers.{index}"):
+            normed = self.norm(x, block.input_layernorm, "input_layernorm")
+            with self.scope("self_attn"):
+                out, present = block.self_attn.onnx(self, normed, self._past[index])
+            x = self.op("Add", [x, out])
+            normed = self.norm(x, block.post_attention_layernorm, "post_attention_layernorm")
+            with self.scope("mlp"):
+                out = block.mlp.onnx(self, normed)
+            self._x = self.op("Add", [x, out])
         self._present.append(present)
 
     def head(self, norm: RMSNorm, head: nn.Module | None) -> None:
         """The final norm and the head; None ties it to the embedding. Declares the graph's outputs."""
-        g, config = self.g, self.config
-        x = g.norm(self._x, norm, "norm")
+        x = self.norm(self._x, norm, "norm")
         if head is None:
-            logits = g.op("MatMul", [x, g.op("Transpose", [self._table], perm=[1, 0])])  # folded at load
+            logits = self.op("MatMul", [x, self.op("Transpose", [self._table], perm=[1, 0])])  # folded at load
         else:
-            logits = g.linear(x, head, "lm_head")
-        if g.dtype is not np.float32:
-            logits = g.cast(logits, np.float32)
-        g.output("logits", logits, np.float32, ["batch", "sequence", config.vocab_size])
+            logits = self.linear(x, head, "lm_head")
+        if self.dtype is not np.float32:
+            logits = self.cast(logits, np.float32)
+        self.output("logits", logits, np.float32, ["batch", "sequence", self.config.vocab_size])
         for index, present in enumerate(self._present):
             for buffer in self.cache.layers[index]:
                 name = f"present.{index}.{buffer.name}"
-                g.output(name, present[buffer.name], buffer.dtype, _named(buffer, "present"))
-
-    def _gated(self, gate: ir.Value, up: ir.Value, block: Block) -> ir.Value:
-        """What down_proj reads: act(gate) * up, through a norm where the model has one.
-
-        relu(gate)^2 * up grows with the third power: where both are 41, a few times what a small model's are, it passes
-        float16's largest number, so that a float16 graph computes it, and the norm that makes it small again, in
-        float32.
-        """
-        g, norm = self.g, block.mlp.ffn_sub_norm
-        if self.config.mlp == "swiglu":
-            return g.norm(g.op("Mul", [g.op("Mul", [gate, g.op("Sigmoid", [gate])]), up]), norm, "ffn_sub_norm")
-        if g.dtype is not np.float32:
-            gate, up = g.cast(gate, np.float32), g.cast(up, np.float32)
-        positive = g.op("Relu", [gate])
-        hidden = g.norm(g.op("Mul", [g.op("Mul", [positive, positive]), up]), norm, "ffn_sub_norm", np.float32)
-        return hidden if g.dtype is np.float32 else g.cast(hidden, g.dtype)
+                self.output(name, present[buffer.name], buffer.dtype, _named(buffer, "present"))
 
 
 def _named(buffer: Buffer, when: str) -> list[int | str]:

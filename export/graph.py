@@ -15,7 +15,7 @@ IR version 10 and opset 21: what the oldest ONNX Runtime that diffbit supports r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -24,8 +24,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import ArrayLike, DTypeLike, NDArray
+from torch import nn
 
 from ..errors import DiffbitError
+from ..models.graph import Attribute
 from ..models.layers.norm import RMSNorm
 
 MODEL = "model.onnx"
@@ -33,7 +35,7 @@ DATA = "model.onnx.data"
 IR_VERSION = 10
 OPSETS = {"": 21, "com.microsoft": 1}
 MICROSOFT = "com.microsoft"
-FLOATS: dict[str, type[np.floating[Any]]] = {"fp32": np.float32, "fp16": np.float16}
+FLOATS: dict[str, type[np.floating]] = {"fp32": np.float32, "fp16": np.float16}
 
 # ONNX Runtime maps a weight into memory instead of copying it where its offset is a multiple of the page size
 PAGE, SMALL = 4096, 1 << 20
@@ -85,15 +87,22 @@ class Graph:
         self._graph.outputs.append(value)
 
     def op(
+        self, op_type: str, inputs: Sequence[ir.Value | None], *, domain: str = "", **attributes: Attribute
+    ) -> ir.Value:
+        """A node with one output; None is an input left out."""
+        (output,) = self.ops(op_type, inputs, 1, domain=domain, **attributes)
+        return output
+
+    def ops(
         self,
         op_type: str,
         inputs: Sequence[ir.Value | None],
+        outputs: int,
         *,
         domain: str = "",
-        outputs: int = 1,
-        **attributes: Any,
-    ) -> Any:
-        """A node; returns its output, or a tuple of its `outputs` outputs. None is an input left out."""
+        **attributes: Attribute,
+    ) -> Sequence[ir.Value]:
+        """A node with so many outputs."""
         node = ir.node(
             op_type,
             inputs,
@@ -104,26 +113,23 @@ class Graph:
         )
         self._nodes += 1
         self._graph.append(node)
-        return node.outputs[0] if outputs == 1 else tuple(node.outputs)
+        return node.outputs
 
     def custom(
         self,
         op: ModuleType,
         inputs: Sequence[ir.Value | None],
-        *,
-        outputs: int = 1,
-        kind: Any = None,
-        **attributes: Any,
-    ) -> Any:
-        """A node of one of diffbit's own ops (a module of ops/), whose body travels with the model.
+        **attributes: Attribute,
+    ) -> ir.Value:
+        """A node of one of diffbit's own ops (a module of ops/), whose body travels with the model."""
+        self.use(op.NAME, op.DOMAIN, op.function)
+        return self.op(op.NAME, inputs, domain=op.DOMAIN, spec_version=op.VERSION, **attributes)
 
-        kind: of an op that has several bodies, which; it has the node's name, and a model's nodes of one name share it.
-        """
-        name = op.NAME if kind is None else kind.name
+    def use(self, name: str, domain: str, body: Callable[[], ir.Function]) -> None:
+        """Let nodes of this name have a body in the model, which all of them share."""
         if name not in self._functions:
-            self._functions[name] = op.function() if kind is None else op.function(kind)
-            self._graph.opset_imports[op.DOMAIN] = 1
-        return self.op(name, inputs, domain=op.DOMAIN, outputs=outputs, spec_version=op.VERSION, **attributes)
+            self._functions[name] = body()
+            self._graph.opset_imports[domain] = 1
 
     def const(self, values: ArrayLike, dtype: DTypeLike = np.int64) -> ir.Value:
         """A constant inside model.onnx; equal ones are shared."""
@@ -153,9 +159,7 @@ class Graph:
         )
         return self._register(ir.Value(name=name, const_value=tensor))
 
-    def weight(
-        self, name: str, array: NDArray[np.floating[Any]], dtype: type[np.floating[Any]] | None = None
-    ) -> ir.Value:
+    def weight(self, name: str, array: NDArray[np.floating], dtype: type[np.floating] | None = None) -> ir.Value:
         """A floating-point weight in the graph's dtype or `dtype`; one that fp16 cannot hold is a DiffbitError."""
         with np.errstate(over="ignore"):
             cast = np.asarray(array, dtype or self.dtype)
@@ -176,14 +180,7 @@ class Graph:
     def cast(self, x: ir.Value, dtype: DTypeLike) -> ir.Value:
         return self.op("Cast", [x], to=int(ir.DataType.from_numpy(np.dtype(dtype))))
 
-    def linear(self, x: ir.Value, module: Any, name: str, scale: float = 1.0) -> ir.Value:
-        """scale * (x W^T) for a linear layer (float or QuantLinear), as the node that its weight's format calls for."""
-        from .linear import emit  # here: it builds on this module
-
-        with self.scope(name):
-            return emit(self, x, module, scale)
-
-    def norm(self, x: ir.Value, module: Any, name: str, dtype: type[np.floating[Any]] | None = None) -> ir.Value:
+    def norm(self, x: ir.Value, module: nn.Module, name: str, dtype: type[np.floating] | None = None) -> ir.Value:
         """x, of the graph's dtype or `dtype`, through an RMSNorm; unchanged where none stands (nn.Identity)."""
         if not isinstance(module, RMSNorm):
             return x

@@ -1,21 +1,21 @@
-"""Models: config, decoder with interchangeable attention, KV cache, and checkpoints on disk.
+"""Models: config, decoder with interchangeable mixers and MLPs, states between calls, and checkpoints on disk.
 
-decoder = models.load("folder")                      # a llama, diffllama or diff_llama_v2 folder
+decoder = models.load("folder")                      # any family of models/families/
 logits = decoder(input_ids)                          # [B, S, V]
-models.save(decoder, "copy", dtype=torch.bfloat16)   # transformers reads it
+models.save(decoder, "copy", dtype=torch.bfloat16)   # transformers reads it, where it knows such a model
 
 checkpoint = models.Checkpoint("folder")             # layer by layer, for models larger than memory
 block = models.load_block(checkpoint, 0)
 """
 
-from .attention import variant, variants
-from .cache import KVCache, LayerCache
+from .cache import KVCache
 from .checkpoint.read import Checkpoint, load, load_block
 from .checkpoint.write import CheckpointWriter, save
-from .config import ModelConfig, RopeScaling
-from .decoder import Block, Decoder, num_parameters
+from .config import LayerSpec, ModelConfig, attention_options, variants
+from .decoder import Block, Decoder, num_parameters, rope_for, rope_tables
 from .layers.masks import causal_mask
-from .layers.rope import rope_for, rope_tables
+from .layers.rope import RopeScaling
+from .layers.state import LayerCache
 
 __all__ = [
     "Block",
@@ -24,8 +24,10 @@ __all__ = [
     "Decoder",
     "KVCache",
     "LayerCache",
+    "LayerSpec",
     "ModelConfig",
     "RopeScaling",
+    "attention_options",
     "causal_mask",
     "load",
     "load_block",
@@ -33,6 +35,5 @@ __all__ = [
     "rope_for",
     "rope_tables",
     "save",
-    "variant",
     "variants",
 ]

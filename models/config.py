@@ -1,125 +1,223 @@
 """The shape of a model: everything that decides its tensors and its arithmetic, and nothing else.
 
-Counts are those of the mathematics, not of any file format: `num_heads` counts what the paper calls heads. A plain
-Transformer head has one softmax, a differential head has two (a pair of query sub-heads), each `head_dim` wide:
+A model is an embedding, layers, a norm and a head. Each layer has a mixer (attention, or another) and an MLP, which are
+described by the options of their files:
+
+    LayerSpec(mixer=diff_v1.Options(num_heads=8, num_kv_heads=2, head_dim=64), mlp=swiglu.Options(4096))
+
+Most models repeat one layer: `ModelConfig.uniform`. Counts are those of the mathematics, not of any file format
+(models/families/ translates):
 
     attention    q_proj rows    k_proj rows     v_proj rows     o_proj columns
     softmax      H * d          KV * d          KV * d          H * d
     diff_v1      2 * H * d      2 * KV * d      KV * 2d         H * 2d
     diff_v2      2 * H * d      KV * d          KV * d          H * d
-
-What the same numbers are called in a config.json of Hugging Face's is the business of hf_config.py.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType
+from typing import Any, TypeVar
 
 from ..errors import DiffbitError
+from . import attention, mixers, mlp
+from .checks import check_count, check_flag, check_positive
+from .layers.mlp import MLPOptions
+from .layers.rope import RopeScaling
+from .mixer import AttentionOptions, MixerOptions, Symmetries
 
-MLPS = ("swiglu", "relu2")
-LIMITS = {  # far above any model, low enough that a damaged config.json cannot ask for the moon
-    "vocab_size": 1 << 24,
-    "hidden_size": 1 << 20,
-    "num_layers": 1 << 10,
-    "num_heads": 1 << 14,
-    "num_kv_heads": 1 << 14,
-    "head_dim": 1 << 14,
-    "intermediate_size": 1 << 22,
-    "max_position": 1 << 31,
-}
+SIZES = ("vocab_size", "hidden_size", "max_position")
+T = TypeVar("T")
+
+
+@cache
+def variants() -> tuple[str, ...]:
+    """Names of the attention variants: the files of models/attention/."""
+    return _listed(attention)
+
+
+def attention_options(name: str) -> type[AttentionOptions]:
+    """The options of an attention variant."""
+    return _options("attention", name, {name: attention for name in variants()}, AttentionOptions)
+
+
+def mixer_options(name: str) -> type[MixerOptions]:
+    """The options of an attention variant or another mixer."""
+    found = {name: package for package in (attention, mixers) for name in _listed(package)}
+    return _options("mixer", name, found, MixerOptions)
+
+
+def mlp_options(name: str) -> type[MLPOptions]:
+    return _options("mlp", name, {name: mlp for name in _listed(mlp)}, MLPOptions)
+
+
+@cache
+def _listed(package: ModuleType) -> tuple[str, ...]:
+    return tuple(sorted(module.name for module in iter_modules(package.__path__)))
+
+
+def _options(what: str, name: str, found: dict[str, ModuleType], wanted: type[T]) -> type[T]:
+    if name not in found:
+        raise DiffbitError(f"{what} is {name!r}, wanted one of {', '.join(found)}")
+    options: type[T] = import_module(f".{name}", found[name].__name__).Options
+    assert issubclass(options, wanted)
+    return options
 
 
 @dataclass(frozen=True)
-class RopeScaling:
-    """Llama-3 frequency scaling (rope_type "llama3"): long wavelengths are slowed down by `factor`."""
+class LayerSpec:
+    """x = x + mixer(norm(x)); x = x + mlp(norm(x)). sub_norms: RMSNorms before o_proj and down_proj, as BitNet has."""
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position: int
+    mixer: MixerOptions
+    mlp: MLPOptions
+    sub_norms: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("factor", "low_freq_factor", "high_freq_factor"):
-            _positive_number(name, getattr(self, name))
-        _positive_integer("original_max_position", self.original_max_position, LIMITS["max_position"])
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise DiffbitError(
-                f"rope scaling: high_freq_factor is {self.high_freq_factor}, wanted more than low_freq_factor, "
-                f"which is {self.low_freq_factor}"
-            )
+        check_flag("sub_norms", self.sub_norms)
+
+    def symmetries(self) -> Symmetries:
+        """The mixer's; a norm behind the heads lets no change of the values pass."""
+        found = self.mixer.symmetries()
+        return replace(found, value_width=0, value_scales=False) if self.sub_norms else found
+
+    def to_dict(self) -> dict[str, Any]:
+        parts = {name: {"name": part.name} | asdict(part) for name, part in (("mixer", self.mixer), ("mlp", self.mlp))}
+        return parts | {"sub_norms": self.sub_norms}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LayerSpec:
+        values = _known(values, cls, "layer")
+        for part, options in (("mixer", mixer_options), ("mlp", mlp_options)):
+            if not isinstance(values.get(part), dict) or not isinstance(values[part].get("name"), str):
+                raise DiffbitError(f"layer: {part} is {values.get(part)!r}, wanted an object with a name")
+            found = options(values[part]["name"])
+            given = {name: value for name, value in values[part].items() if name != "name"}
+            values[part] = _made(found, _known(given, found, part), part)
+        return _made(cls, values, "layer")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder: pre-RMSNorm, RoPE, gated MLP, grouped-query attention of one of the variants in models/attention/."""
+    """A decoder of such layers, each with an RMSNorm before its mixer and before its MLP."""
 
     vocab_size: int
     hidden_size: int
-    num_layers: int
-    num_heads: int  # H: softmax heads, or pairs of a differential variant
-    num_kv_heads: int  # KV: key-value heads; diff_v1: each holds two key sub-heads and one value 2d wide
-    head_dim: int  # d: width of one softmax's query and key
-    intermediate_size: int
+    layers: tuple[LayerSpec, ...]
     max_position: int = 2048
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
-    norm_eps: float = 1e-5  # of the RMSNorms, and of diff_v1's head norm
-    attention: str = "softmax"  # the name of a file in models/attention/
-    mlp: str = "swiglu"  # or "relu2": the gate's function is silu(x) or relu(x)^2
-    sub_norms: bool = False  # RMSNorms before o_proj and down_proj, as BitNet has them
+    norm_eps: float = 1e-5  # of the RMSNorms
     tie_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        from .attention import variants  # here: the variants' modules import this one
-
-        for name, limit in LIMITS.items():
-            _positive_integer(name, getattr(self, name), limit)
+        for name in SIZES:
+            check_count(name, getattr(self, name))
+        check_count("num_layers", len(self.layers))
         for name in ("rope_theta", "norm_eps"):
-            _positive_number(name, getattr(self, name))
-        if self.num_heads % self.num_kv_heads:
+            check_positive(name, getattr(self, name))
+        widths = {layer.mixer.rope_width for layer in self.layers} - {0}
+        if len(widths) > 1:
             raise DiffbitError(
-                f"num_heads is {self.num_heads}, wanted a multiple of num_kv_heads, which is {self.num_kv_heads}"
+                f"layers have heads of widths {', '.join(map(str, sorted(widths)))} with rotary embedding, wanted one "
+                "width: all share a table of angles"
             )
-        if self.head_dim % 2:
-            raise DiffbitError(f"head_dim is {self.head_dim}, wanted an even number: rotary embedding turns pairs")
-        if self.attention not in variants():
-            raise DiffbitError(f"attention is {self.attention!r}, wanted one of {', '.join(variants())}")
-        if self.mlp not in MLPS:
-            raise DiffbitError(f"mlp is {self.mlp!r}, wanted one of {', '.join(MLPS)}")
-        if not isinstance(self.sub_norms, bool):
-            raise DiffbitError(f"sub_norms is {self.sub_norms!r}, wanted true or false")
+
+    @classmethod
+    def uniform(
+        cls,
+        *,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        intermediate_size: int,
+        attention: str = "softmax",
+        mlp: str = "swiglu",
+        sub_norms: bool = False,
+        norm_eps: float = 1e-5,
+        **others: Any,
+    ) -> ModelConfig:
+        """A model of equal layers, each of an attention variant and an MLP by their names; others: the other fields.
+
+        norm_eps: of the norm of heads as well, where the variant has one.
+        """
+        check_count("num_layers", num_layers)
+        options = attention_options(attention)
+        eps = {"norm_eps": norm_eps} if any(field.name == "norm_eps" for field in fields(options)) else {}
+        layer = LayerSpec(
+            options(num_heads, num_kv_heads, head_dim, **eps), mlp_options(mlp)(intermediate_size), sub_norms
+        )
+        return cls(layers=(layer,) * num_layers, norm_eps=norm_eps, **others)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def attention(self) -> str:
+        """The mixers' names, for people: "diff_v1", or "diff_v1, recurrence" where there are several."""
+        return ", ".join(dict.fromkeys(layer.mixer.name for layer in self.layers))
+
+    @property
+    def mlp(self) -> str:
+        """The MLPs' names, for people."""
+        return ", ".join(dict.fromkeys(layer.mlp.name for layer in self.layers))
+
+    @property
+    def sub_norms(self) -> bool:
+        """Whether every layer has sub-norms."""
+        return all(layer.sub_norms for layer in self.layers)
+
+    def with_sub_norms(self) -> ModelConfig:
+        """The same model with sub-norms in every layer."""
+        return replace(self, layers=tuple(replace(layer, sub_norms=True) for layer in self.layers))
+
+    @property
+    def rope_width(self) -> int:
+        """Width of the heads that RoPE turns; 0: none are."""
+        return max(layer.mixer.rope_width for layer in self.layers)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; `from_dict` reads it back to an equal config."""
-        return asdict(self) | {"eos_token_ids": list(self.eos_token_ids)}
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        scaling = None if self.rope_scaling is None else asdict(self.rope_scaling)
+        layers = [layer.to_dict() for layer in self.layers]
+        return own | {"layers": layers, "rope_scaling": scaling, "eos_token_ids": list(self.eos_token_ids)}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
         """The inverse of `to_dict`; an unknown or missing field is a DiffbitError."""
-        known = {field.name for field in fields(cls)}
-        if unknown := sorted(set(values) - known):
-            raise DiffbitError(f"model config: unknown field {unknown[0]!r}; was it written by a newer version?")
-        values = dict(values)
-        try:
-            if values.get("rope_scaling") is not None:
-                values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
-            values["eos_token_ids"] = tuple(values.get("eos_token_ids", ()))
-            return cls(**values)
-        except TypeError as error:
-            raise DiffbitError(f"model config: {error}") from None
+        values = _known(values, cls, "model config")
+        if not isinstance(values.get("layers"), Sequence):
+            raise DiffbitError("model config: layers is missing, wanted a list of layers")
+        check_count("num_layers", len(values["layers"]))
+        values["layers"] = tuple(LayerSpec.from_dict(layer) for layer in values["layers"])
+        if values.get("rope_scaling") is not None:
+            values["rope_scaling"] = _made(RopeScaling, values["rope_scaling"], "rope_scaling")
+        values["eos_token_ids"] = tuple(values.get("eos_token_ids", ()))
+        return _made(cls, values, "model config")
 
 
-def _positive_integer(name: str, value: object, limit: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
-        raise DiffbitError(f"{name} is {value!r}, wanted a whole number from 1 to {limit}")
+def _known(values: Mapping[str, Any], kind: type, what: str) -> dict[str, Any]:
+    """A copy of the values; a DiffbitError where they are no object or hold a field that the dataclass has not."""
+    if not isinstance(values, Mapping):
+        raise DiffbitError(f"{what} is {values!r}, wanted an object")
+    known = {field.name for field in fields(kind)}
+    if unknown := sorted(set(values) - known):
+        raise DiffbitError(f"{what}: unknown field {unknown[0]!r}; was it written by a newer version?")
+    return dict(values)
 
 
-def _positive_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise DiffbitError(f"{name} is {value!r}, wanted a positive number")
+def _made(kind: type[T], values: Mapping[str, Any], what: str) -> T:
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise DiffbitError(f"{what}: {error}") from None

@@ -1,10 +1,9 @@
-"""The decoder every variant shares: embedding, pre-RMSNorm blocks of attention and gated MLP, RMSNorm, head.
+"""The decoder: embedding, layers of a mixer and an MLP with an RMSNorm before each, RMSNorm, head.
 
-    x = x + attention(norm(x));   x = x + down(act(gate(norm(x))) * up(norm(x)));   logits = norm(x) W_head^T
+    x = x + mixer(norm(x));   x = x + mlp(norm(x));   logits = norm(x) W_head^T
 
-Parameter names are those of Hugging Face's llama, so a state_dict differs from a checkpoint in the order of rows only.
-A model can be run whole (`Decoder.forward`) or piece by piece (`embed`, each `Block`, `head`, with `rope_for` and
-`causal_mask`), which is how one layer at a time is streamed through memory.
+Parameter names are those of Hugging Face's llama. A model can be run whole (`Decoder.forward`) or a layer at a time
+(`embed`, each `Block`, `head`, with `rope_for` and `causal_mask`), which is how a large one is streamed through memory.
 """
 
 from __future__ import annotations
@@ -13,48 +12,43 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import variant
-from .cache import KVCache, LayerCache
+from .cache import KVCache
 from .config import ModelConfig
 from .layers.masks import causal_mask, default_positions
-from .layers.norm import RMSNorm, sub_norm
-from .layers.rope import Rope, rope_for
+from .layers.norm import RMSNorm
+from .layers.rope import Rope, inverse_frequencies
+from .layers.state import State
+from .mixer import Place
 
 INIT_STD = 0.02
 
 
-def squared_relu(x: Tensor) -> Tensor:
-    """relu(x)^2 (arXiv 2109.08668), of BitNet b1.58 2B4T (2504.12285, section 2)."""
-    return F.relu(x).square()
+def rope_for(config: ModelConfig, position_ids: Tensor) -> Rope:
+    """cos and sin at `position_ids` (any shape): fp32 [*position_ids.shape, d/2]."""
+    frequencies = inverse_frequencies(config.rope_width, config.rope_theta, config.rope_scaling, position_ids.device)
+    angles = position_ids[..., None].float() * frequencies
+    return angles.cos(), angles.sin()
 
 
-class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)) (arXiv 2002.05202, eq. 6), with a norm before down where the model has sub_norms."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.ffn_sub_norm = sub_norm(config, config.intermediate_size)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.act = F.silu if config.mlp == "swiglu" else squared_relu
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.ffn_sub_norm(self.act(self.gate_proj(x)) * self.up_proj(x)))
+def rope_tables(config: ModelConfig, length: int) -> Rope:
+    """cos and sin of positions 0..length-1: fp32 [length, d/2]."""
+    return rope_for(config, torch.arange(length))
 
 
 class Block(nn.Module):
-    """One layer. forward(x [B, S, E], rope, mask, cache) -> [B, S, E]."""
+    """One layer. forward(x [B, S, E], rope, mask, state) -> [B, S, E]."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
+        layer = config.layers[index]
+        place = Place(index, config.hidden_size, config.norm_eps if layer.sub_norms else None)
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.self_attn = variant(config.attention).Attention(config, index)
+        self.self_attn = layer.mixer.module(place)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = GatedMLP(config)
+        self.mlp = layer.mlp.module(place)
 
-    def forward(self, x: Tensor, rope: Rope, mask: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache)
+    def forward(self, x: Tensor, rope: Rope, mask: Tensor | None = None, state: State | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, mask, state)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -113,6 +107,8 @@ class Decoder(nn.Module):
         x = self.embed(input_ids)
         for index, layer in enumerate(self.model.layers):
             x = layer(x, rope, mask, None if cache is None else cache.layers[index])
+        if cache is not None:
+            cache.length = past + length
         return self.head(x)
 
 

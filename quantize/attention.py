@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import groupby
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..models.layers.softmax import Arithmetic
+from ..models.mixer import Attention
 from ..ops import kv_cache
 from .scheme import AttentionScheme
 
@@ -126,9 +126,8 @@ def _repeated(x: Tensor, times: int) -> Tensor:
 def set_attention(model: nn.Module, scheme: AttentionScheme) -> None:
     """Put a scheme's attention in force in every attention layer of a decoder or block."""
     for module in model.modules():
-        if hasattr(module, "logits_hook"):
-            layer: Any = module  # an attention variant
+        if isinstance(module, Attention):
             if scheme.logits is not None:
-                layer.logits_hook = logits_hook(scheme.logits)
+                module.logits_hook = logits_hook(scheme.logits)
             if scheme.key_format != "float" or scheme.value_format != "float":
-                layer.arithmetic = LowBitAttention(scheme)
+                module.arithmetic = LowBitAttention(scheme)

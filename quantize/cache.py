@@ -16,8 +16,9 @@ values may have different formats.
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 
-from ..models import ModelConfig, variant
+from ..models import ModelConfig
 from ..ops.cache import TOKENS, Buffer, CacheSpec
 from ..ops.diff_attention import Kind
 from ..ops.kv_cache import BITS, GROUP, settled
@@ -49,18 +50,17 @@ def attributes(kind: Kind) -> dict[str, int]:
 
 def cache_spec(config: ModelConfig, scheme: AttentionScheme, dtype: str) -> CacheSpec:
     """The cache of a model under a scheme; dtype: of what is not low-bit."""
-    attention = variant(config.attention).Attention
-    in_place = "native" if is_low_bit(scheme) else str(attention.cache_in_place)
-    if scheme.logits is not None:
-        in_place = "never"  # there is no kernel
-    layer = buffers(scheme, attention.cache_heads(config), config.head_dim, dtype, in_place)
-    return CacheSpec((layer,) * config.num_layers)
+    kv = partial(buffers, scheme, dtype)
+    return CacheSpec(tuple(layer.mixer.buffers(kv) for layer in config.layers))
 
 
-def buffers(
-    scheme: AttentionScheme, heads: int, head_dim: int, dtype: str, in_place: str = "never"
-) -> tuple[Buffer, ...]:
-    """An attention layer's, keys and values first, in the operator's order; dtype: of what is not low-bit."""
+def buffers(scheme: AttentionScheme, dtype: str, heads: int, head_dim: int, in_place: str) -> tuple[Buffer, ...]:
+    """Those of an attention layer, keys and values first, in the operator's order; dtype: of what is not low-bit.
+
+    in_place: of float ones. DiffAttention's kernel writes low-bit ones in place; there is none for low-bit logits.
+    """
+    if is_low_bit(scheme):
+        in_place = "native" if scheme.logits is None else "never"
     formats = {"key": scheme.key_format, "value": scheme.value_format}
     found: list[tuple[str, str, tuple[int | str, ...]]] = []
     for part, format in formats.items():
@@ -88,6 +88,8 @@ def step_bytes(config: ModelConfig, scheme: AttentionScheme, dtype: str, context
         format = scheme.key_format if buffer.name.startswith("key") else scheme.value_format
         if buffer.name.endswith("recent"):
             total += buffer.nbytes(0) / (scheme.window + GROUP) * (context - low + 1)
+        elif not buffer.grows:  # a state, read and written whole
+            total += 2 * buffer.nbytes(0)
         else:
             total += buffer.nbytes(GROUP) / GROUP * ((low if BITS[format] < 8 else context) + 1)
     return total

@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import files, models
 from ..errors import DiffbitError
 from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig
-from ..models.checkpoint.names import EMBEDDING, shapes, stays_float32
+from ..models.checkpoint.names import is_linear, shapes, stays_float32
 from . import bitnet_hf, bitsandbytes_nf4
 from .cache import is_low_bit
 from .engine import Finished, quantize_pieces, stored_config, tokens_for
@@ -202,8 +202,7 @@ def read_weight(checkpoint: Checkpoint, name: str) -> Tensor | QTensor:
 def _read(checkpoint: Checkpoint, name: str, scheme: Scheme | None) -> Tensor | QTensor:
     module = name.removesuffix(".weight")
     shape = shapes(checkpoint.config).get(name, ())
-    is_linear = len(shape) == 2 and name != EMBEDDING
-    format = scheme.format_for(module) if scheme and is_linear else None
+    format = scheme.format_for(module) if scheme and is_linear(name) else None
     if format is None:
         if name not in checkpoint.names:
             raise _disagrees(checkpoint, name, "float")

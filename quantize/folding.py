@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..errors import DiffbitError
 from ..models import causal_mask, rope_for
-from ..models.attention import symmetries
 from ..models.checkpoint.names import HEAD
 from .formats import Format
 from .hadamard import Rotation
@@ -39,9 +38,9 @@ def unchanged(piece: Piece, stream: Rotation | None = None) -> Iterator[None]:
         error = float((found - wanted).norm() / (wanted - hidden).norm().clamp(min=1e-30))
         if not error <= PROBE_ERROR and wanted.isfinite().all():  # damaged weights are for the formats to tell
             raise DiffbitError(
-                f"{piece.prefix[:-1]}: with its weights rotated or scaled, attention {piece.config.attention!r} "
-                f"computes something else (by {error:.1%}); leave rotate, awq and smooth out, or correct what the "
-                "variant says of its symmetries"
+                f"{piece.prefix[:-1]}: with its weights rotated or scaled, {piece.layer.mixer.name!r} computes "
+                f"something else (by {error:.1%}); leave rotate, awq and smooth out, or correct what the mixer's file "
+                "says of its symmetries"
             )
     for name, tensor in piece.tensors.items():
         if tensor.dtype == torch.float64 and before[name].dtype != torch.float64:
@@ -101,12 +100,12 @@ def groups(piece: Piece) -> list[Group]:
     if piece.is_layer:
         found.append((f"{start}input_layernorm.weight", attention_readers(piece)))
         found.append((f"{start}post_attention_layernorm.weight", mlp_readers(piece)))
-        norm = piece.config.sub_norms  # before down_proj and o_proj
+        norm = piece.layer.sub_norms  # before down_proj and o_proj
         maker = "mlp.ffn_sub_norm" if norm else "mlp.up_proj"
         found.append((f"{start}{maker}.weight", [f"{start}mlp.down_proj.weight"]))
         if norm:
             found.append((f"{start}self_attn.attn_sub_norm.weight", [f"{start}self_attn.o_proj.weight"]))
-        elif symmetries(piece.config).value_scales:
+        elif piece.layer.symmetries().value_scales:
             found.append((f"{start}self_attn.v_proj.weight", [f"{start}self_attn.o_proj.weight"]))
     elif piece.index >= 0 and not piece.config.tie_embeddings:
         found.append((FINAL_NORM, [HEAD]))
@@ -118,7 +117,7 @@ def _channels(piece: Piece, maker: str, reader: Tensor) -> Tensor:
     made, read = len(piece.tensors[maker]), reader.shape[1]
     if made == read:
         return torch.arange(read)
-    width = symmetries(piece.config).value_width
+    width = piece.layer.symmetries().value_width
     head, place = torch.arange(read) // width, torch.arange(read) % width
     return head // (read // made) * width + place
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import DiffbitError
 from ..models.checkpoint.names import stays_float32
+from ..models.mixer import check_derived
 from .attention import set_attention
 from .formats import Format
 from .linear import QuantLinear, quantize_per_token_int8
@@ -31,6 +32,7 @@ def assemble(module: M, weights: Mapping[str, Tensor | QTensor], scheme: Scheme,
         else:
             state[name] = weight if dtype is None else weight.to(torch.float32 if stays_float32(name) else dtype)
     module.load_state_dict(state, strict=True, assign=True)
+    check_derived(module)
     set_attention(module, scheme.attention)
     return module
 

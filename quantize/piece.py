@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import DiffbitError
-from ..models import Block, ModelConfig, causal_mask, rope_for
+from ..models import Block, LayerSpec, ModelConfig, causal_mask, rope_for
 from ..models.checkpoint.names import EMBEDDING, HEAD
 from ..models.layers.masks import default_positions
 from ..models.layers.norm import RMSNorm
@@ -156,6 +156,11 @@ class Piece:
     @property
     def is_layer(self) -> bool:
         return 0 <= self.index < self.config.num_layers
+
+    @property
+    def layer(self) -> LayerSpec:
+        """Of a piece that is a layer."""
+        return self.config.layers[self.index]
 
     def expect(self, steps: int) -> None:
         """So many more steps will come; of about equal length, they move the progress that is shown."""

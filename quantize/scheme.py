@@ -29,7 +29,8 @@ from typing import Any
 from .. import files
 from ..errors import DiffbitError
 from ..models import ModelConfig
-from ..models.checkpoint.names import EMBEDDING, shapes
+from ..models.checkpoint.names import is_linear, shapes
+from ..ops.cache import Buffer
 from ..ops.kv_cache import BITS, GROUP
 from .formats import Format, parse_format
 
@@ -91,12 +92,17 @@ class AttentionScheme:
 
     def check(self, config: ModelConfig) -> None:
         """A DiffbitError where a model's heads cannot be held in the cache's formats."""
-        for name, format in (("keys", self.key_format), ("values", self.value_format)):
-            if BITS[format] < 8 and config.head_dim % GROUP:
-                raise DiffbitError(
-                    f"{name} cannot be {format}: heads are {config.head_dim} wide, wanted a multiple of {GROUP}; use "
-                    "int8"
-                )
+
+        def kv(heads: int, width: int, in_place: str) -> tuple[Buffer, ...]:
+            for name, format in (("keys", self.key_format), ("values", self.value_format)):
+                if BITS[format] < 8 and width % GROUP:
+                    raise DiffbitError(
+                        f"{name} cannot be {format}: heads are {width} wide, wanted a multiple of {GROUP}; use int8"
+                    )
+            return ()
+
+        for mixer in {layer.mixer for layer in config.layers}:
+            mixer.buffers(kv)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON: what is not float."""
@@ -258,9 +264,7 @@ def parse_kv(text: str) -> dict[str, str | None]:
 def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """{name: (out_features, in_features)} of every linear layer, the head included where it shares the embedding."""
     found = {
-        name.removesuffix(".weight"): (shape[0], shape[1])
-        for name, shape in shapes(config).items()
-        if len(shape) == 2 and name != EMBEDDING
+        name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in shapes(config).items() if is_linear(name)
     }
     return found | {HEAD_MODULE: (config.vocab_size, config.hidden_size)}
 

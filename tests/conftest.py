@@ -52,7 +52,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     tokenizer = train_tokenizer([TEXT] * 4, 300, folder / "tokenizer")
     torch.manual_seed(0)
-    config = ModelConfig(
+    config = ModelConfig.uniform(
         vocab_size=tokenizer.vocab_size, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
         intermediate_size=128, max_position=128, attention="diff_v1", eos_token_ids=(tokenizer.eos_id,),
         bos_token_id=tokenizer.eos_id,

@@ -16,6 +16,7 @@ import hashlib
 import torch
 
 from ..models import Decoder
+from ..models.checkpoint.names import EMBEDDING, is_linear
 
 
 def initialize(model: Decoder, seed: int) -> None:
@@ -30,8 +31,10 @@ def initialize(model: Decoder, seed: int) -> None:
             drawn = torch.randn(parameter.shape, generator=generator)
             if name.rpartition(".")[2].startswith("lambda_") and parameter.ndim == 1:
                 drawn *= 0.1
-            elif parameter.ndim == 1:
+            elif name.endswith("norm.weight"):
                 drawn.fill_(1.0)
+            elif parameter.ndim == 1 or not (is_linear(name) or name == EMBEDDING):
+                continue  # what its mixer or MLP began it with
             else:
                 drawn *= into_residual if name.endswith(("o_proj.weight", "down_proj.weight")) else std
             parameter.copy_(drawn)

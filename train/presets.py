@@ -21,7 +21,8 @@ from typing import Any
 
 from ..calib_data import load_tokenizer
 from ..errors import DiffbitError
-from ..models import Checkpoint, ModelConfig, num_parameters, variant, variants
+from ..models import Checkpoint, ModelConfig, attention_options, num_parameters, variants
+from ..models.mixer import AttentionOptions
 from ..quantize import parse_format
 from .config import TrainConfig
 from .folder import MASTER
@@ -72,8 +73,8 @@ def model_config(
     size = _preset(preset)
     if attention not in variants():
         raise DiffbitError(f"attention {attention!r} is none of {', '.join(variants())}")
-    heads, kv_heads = variant(attention).Attention.equal_heads(size.num_pairs)
-    return ModelConfig(
+    heads, kv_heads = attention_options(attention).equal_heads(size.num_pairs)
+    return ModelConfig.uniform(
         vocab_size=vocab_size or size.vocab_size,
         hidden_size=size.hidden_size,
         num_layers=size.num_layers,
@@ -171,7 +172,7 @@ def _model_of(checkpoint: str, attention: str | None, mlp: str | None, sub_norms
         )
     if sub_norms is False and found.config.sub_norms:
         raise DiffbitError(f"{checkpoint}: has sub-norms, which training cannot take out; leave --no-sub-norms out")
-    return replace(found.config, sub_norms=found.config.sub_norms or bool(sub_norms))
+    return found.config.with_sub_norms() if sub_norms else found.config
 
 
 def parameters() -> list[dict[str, Any]]:
@@ -180,6 +181,8 @@ def parameters() -> list[dict[str, Any]]:
     for preset in PRESETS:
         for attention in variants():
             config = model_config(preset, attention)
+            mixer = config.layers[0].mixer
+            assert isinstance(mixer, AttentionOptions)
             rows.append(
                 {
                     "preset": preset,
@@ -187,9 +190,10 @@ def parameters() -> list[dict[str, Any]]:
                     "parameters": num_parameters(config),
                     "hidden_size": config.hidden_size,
                     "num_layers": config.num_layers,
-                    "num_heads": config.num_heads,
-                    "num_kv_heads": config.num_kv_heads,
-                    "head_dim": config.head_dim,
+                    **{
+                        name: getattr(config.layers[0].mixer, name)
+                        for name in ("num_heads", "num_kv_heads", "head_dim")
+                    },
                     "vocab_size": config.vocab_size,
                     "context": config.max_position,
                 }

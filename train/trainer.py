@@ -51,6 +51,7 @@ from ..errors import DiffbitError
 from ..files import check_apart, read_json, write_json
 from ..models import Checkpoint, Decoder, load
 from ..models.checkpoint.names import shapes
+from ..models.mixer import Attention
 from ..progress import track
 from .checkpoint import last_checkpoint, restore, save_checkpoint
 from .config import TrainConfig
@@ -326,8 +327,7 @@ def evaluation_loss(model: Decoder, held_out: Windows, batch_size: int, precisio
 
 def lambdas(model: Decoder) -> list[float]:
     """lambda of each layer that has one scalar (diff_v1); empty for the other variants."""
-    attentions: list[Any] = [layer.get_submodule("self_attn") for layer in model.model.layers]
-    values = [attention.lambda_value() for attention in attentions]
+    values = [part.lambda_value() for part in model.modules() if isinstance(part, Attention)]
     return [float(value.detach()) for value in values if value is not None]
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint must hold: names and shapes of every tensor, and the order of rows on disk against memory."""
+"""Canonical names of a model's tensors, and what they say."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..attention import variant
 from ..config import ModelConfig
 from ..decoder import Decoder
 
@@ -24,27 +23,21 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def linear_of(name: str) -> str:
     """The linear layer a tensor or a part of one belongs to: "a.q_proj" of "a.q_proj.weight", ".codes", ".scale"..."""
-    for index, piece in enumerate(pieces := name.split(".")):
-        if piece.endswith("_proj") or piece in ("embed_tokens", "lm_head"):
-            return ".".join(pieces[: index + 1])
+    for index, part in enumerate(parts := name.split(".")):
+        if part.endswith("_proj") or part in ("embed_tokens", "lm_head"):
+            return ".".join(parts[: index + 1])
     return name
+
+
+def is_linear(name: str) -> bool:
+    """Is this parameter the weight of a linear layer? Their names end in _proj, the head apart."""
+    return name.endswith("_proj.weight") or name == HEAD
 
 
 def layer_of(name: str) -> int | None:
     """The decoder layer of a tensor's name, None for what lies outside the layers."""
-    pieces = name.split(".")
-    return int(pieces[2]) if name.startswith("model.layers.") and len(pieces) > 3 and pieces[2].isdigit() else None
-
-
-@cache
-def _orders(config: ModelConfig) -> dict[str, Tensor]:
-    return variant(config.attention).Attention.row_order(config)
-
-
-def row_order(config: ModelConfig, name: str) -> Tensor | None:
-    """Rows of the tensor `name`: canonical = on disk[order]; None where they are the same."""
-    linear = linear_of(name)
-    return _orders(config).get(linear.rpartition(".")[2]) if layer_of(name) is not None else None
+    parts = name.split(".")
+    return int(parts[2]) if name.startswith("model.layers.") and len(parts) > 3 and parts[2].isdigit() else None
 
 
 def reorder(tensor: Tensor, order: Tensor | None) -> Tensor:
@@ -55,5 +48,5 @@ def reorder(tensor: Tensor, order: Tensor | None) -> Tensor:
 
 
 def stays_float32(name: str) -> bool:
-    """Whether a parameter is float32 in a model of any dtype: diff_v1's lambda vectors."""
-    return name.rpartition(".")[2].startswith("lambda_")
+    """Is a parameter float32 in a model of any dtype? What is neither a weight nor a bias is, such as lambda_q1."""
+    return not name.endswith((".weight", ".bias"))

@@ -1,8 +1,8 @@
 """Reading a checkpoint folder: everything checked when it is opened, every tensor read only when asked for.
 
-Tensors are handed out under canonical names in canonical row order (attention/__init__.py), whatever lies on disk:
-Hugging Face's llama and diffllama, diffbit's own diff_llama_v2, or the official module layout (unilm.py). A quantized
-folder, marked by "quantization_config" in config.json, holds parts in place of some weights:
+Tensors are handed out under canonical names in canonical row order, whatever lies on disk: the folder's family
+(models/families/) knows. A quantized folder, marked by "quantization_config" in config.json, holds parts in place of
+some weights:
 
     quant_method "diffbit"         <linear>.codes, .scale, .zero in place of <linear>.weight
     quant_method "bitsandbytes"    <linear>.weight packed, beside <linear>.weight.absmax and others
@@ -14,7 +14,7 @@ The parts are listed and read here; what they mean is the business of quantize/.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,11 @@ from ... import files
 from ...errors import DiffbitError
 from ..config import ModelConfig
 from ..decoder import Block, Decoder
-from ..families import unilm
-from ..families.hf import from_hf, with_tokens
-from . import names as layout
-from .folder import GENERATION, INDEX, TOKENIZER_FILES, check_folder, find_tensors, inside
+from ..families import family_of, with_tokens
+from ..family import Stored
+from ..mixer import check_derived
+from .folder import GENERATION, INDEX, check_folder, find_tensors, inside
+from .names import EMBEDDING, HEAD, layer_of, linear_of, reorder, shapes, stays_float32
 from .safetensors_file import Entry, read_tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -53,36 +54,42 @@ class Checkpoint:
         values = files.read_json(source)
         self.quantization = _quantization(source, values)
         with _about(source):
-            self.config: ModelConfig = from_hf(values)
+            self._family = family_of(values)
+            self.config: ModelConfig = self._family.read(values)
+        if self.quantization is not None and not self._family.quantized:
+            raise DiffbitError(f"{source}: a quantized model in the official module layout is not read")
         if (self.path / GENERATION).exists():
             generation = inside(self.path, GENERATION, self.path)
             with _about(generation):
                 self.config = with_tokens(self.config, files.read_json(generation))
         stored = find_tensors(self.path)
         stored = {name: entry for name, entry in stored.items() if not name.endswith(HARMLESS)}
-        self._tied_head = stored.pop(layout.HEAD, None) if self.config.tie_embeddings else None
-        self._official = unilm.is_official(self.config, values, set(stored))
-        wanted = layout.shapes(self.config)
-        if self._official:
-            if self.quantization is not None:
-                raise DiffbitError(f"{source}: a quantized model in the official module layout is not read")
-            with _about(source):
-                unilm.check_config(self.config)
-            wanted = unilm.stored_shapes(self.config, wanted, set(stored))
-        self._check(stored, wanted)
+        self._tied_head = stored.pop(HEAD, None) if self.config.tie_embeddings else None
+        self._places = {name: self._family.stored(self.config, name) for name in shapes(self.config)}
+        self._check(stored, self._stored_shapes(stored))
         self._files = {entry.file for entry in stored.values()}
+        self._stored = stored
         self._entries = self._canonical(stored)
-        self._norms = {
-            name: stored[norm]
-            for name in self._entries
-            if self._official and (norm := unilm.norm_of(self.config, name))
-        }
         self.names = list(self._entries)
-        kept = stored.get(layout.EMBEDDING, stored["model.norm.weight"])  # an override can quantize the embedding
+        kept = self._entries.get(
+            EMBEDDING, self._entries["model.norm.weight"]
+        )  # an override can quantize the embedding
         self.dtype = _label(kept.dtype)
         self.tokenizer_files = [
-            inside(self.path, name, self.path) for name in TOKENIZER_FILES if (self.path / name).exists()
+            inside(self.path, name, self.path) for name in self._family.tokenizer_files if (self.path / name).exists()
         ]
+
+    def _stored_shapes(self, stored: Mapping[str, Entry]) -> dict[str, tuple[int, ...]]:
+        """{name on disk: shape} of all that must be there, but for parts of quantized weights."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name, shape in shapes(self.config).items():
+            place = self._places[name]
+            on_disk = _on_disk(place, stored)
+            rows = found.get(on_disk, (0,))[0] + shape[0]  # of several tensors that lie in one
+            found[on_disk] = (rows, *shape[1:])
+            if place.folded is not None:
+                found[place.folded] = (place.folded_width,)
+        return found
 
     def _check(self, stored: dict[str, Entry], wanted: dict[str, tuple[int, ...]]) -> None:
         """Refuse missing, unknown and misshapen tensors."""
@@ -90,14 +97,14 @@ class Checkpoint:
             if name not in wanted and not self._is_part(name, stored, wanted):
                 raise DiffbitError(
                     f"{entry.file}: holds tensor {name}, which a {self.config.attention} model of {self.path}/"
-                    "config.json does not have; config and weights do not belong together"
+                    "config.json does not have; config and weights do not belong together" + self._family.hint(name)
                 )
         for name, shape in wanted.items():
             if name not in stored:
                 if self._has_parts(name, stored):
                     continue
                 hint = ""
-                if name == layout.HEAD:
+                if name == HEAD:
                     hint = "; if the head shares the embedding, config.json must say tie_word_embeddings: true"
                 raise DiffbitError(f"{self.path}: tensor {name} of shape {shape} is missing from the weights{hint}")
             entry = stored[name]
@@ -120,61 +127,79 @@ class Checkpoint:
         return self._method() in ("bitsandbytes", "bitnet") and entry.dtype not in FLOATS
 
     def _is_part(self, name: str, stored: dict[str, Entry], wanted: dict[str, tuple[int, ...]]) -> bool:
-        weight = f"{layout.linear_of(name)}.weight"
+        weight = f"{linear_of(name)}.weight"
         if len(wanted.get(weight, ())) != 2:
             return False
         if self._method() == "diffbit":
             return name in _parts(weight) and weight not in stored
         if self._method() == "bitnet":  # the norm is refused where its quantization_config is read
-            return name in (f"{weight}_scale", f"{layout.linear_of(name)}.rms_norm.weight")
+            return name in (f"{weight}_scale", f"{linear_of(name)}.rms_norm.weight")
         return self._method() == "bitsandbytes" and name.startswith(f"{weight}.")
 
     def _has_parts(self, name: str, stored: dict[str, Entry]) -> bool:
         return self._method() == "diffbit" and all(part in stored for part in _parts(name)[:2])
 
-    def _canonical(self, stored: dict[str, Entry]) -> dict[str, Entry]:
+    def _canonical(self, stored: Mapping[str, Entry]) -> dict[str, Entry]:
         """Entries under their canonical names, in the model's order, each weight followed by its parts."""
-        if self._official:
-            return {name: stored[unilm.stored_name(name, set(stored))] for name in layout.shapes(self.config)}
         beside: dict[str, list[str]] = {}
         for name in sorted(stored):
-            beside.setdefault(layout.linear_of(name), []).append(name)
-        ordered = [name for weight in layout.shapes(self.config) for name in beside[layout.linear_of(weight)]]
-        return {name: stored[name] for name in ordered}
+            beside.setdefault(linear_of(name), []).append(name)
+        found: dict[str, Entry] = {}
+        for name in shapes(self.config):
+            on_disk = _on_disk(self._places[name], stored)
+            parts = beside[linear_of(on_disk)] if self.quantization is not None else [on_disk]
+            found |= {linear_of(name) + part.removeprefix(linear_of(on_disk)): stored[part] for part in parts}
+        return found
 
     def block_names(self, index: int) -> list[str]:
         """Names of the tensors of decoder layer `index`."""
-        return [name for name in self.names if layout.layer_of(name) == index]
+        return [name for name in self.names if layer_of(name) == index]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, from its file's header."""
         return self._entries[name].shape
 
     def row_order(self, name: str) -> Tensor | None:
-        """Rows of this tensor: canonical = on disk[order]; None where they are the same."""
-        module = unilm if self._official else layout
-        return module.row_order(self.config, name)
+        """Rows of this tensor, or of the linear layer that it is a part of: canonical = on disk[order]; None where they
+        are the same."""
+        place = self._places.get(name) or self._places.get(f"{linear_of(name)}.weight")
+        return None if place is None else place.rows
 
     def read(self, name: str) -> Tensor:
-        """A tensor in canonical row order and its stored dtype (o_proj of an official v1 model: float32, see unilm.py).
+        """A tensor in canonical row order and its stored dtype (with a norm folded into it: float32).
 
         NaN or infinity in it is a DiffbitError. Row order applies to codes and scales alike; what has a single row for
         all (and bitsandbytes' packed tensors, which `read_raw` is for) has none.
         """
         entry = self._entries[name]
         tensor = self.read_raw(name)
-        if name in self._norms:
-            norm = read_tensor(self._norms[name])
-            _check_finite(self._norms[name], f"{layout.linear_of(name).rpartition('.')[0]}.subln.weight", norm)
-            tensor = unilm.fold_norm(tensor, norm)
-        if name == layout.EMBEDDING and self._tied_head and not torch.equal(read_tensor(self._tied_head), tensor):
+        if name == EMBEDDING and self._tied_head and not torch.equal(read_tensor(self._tied_head), tensor):
             raise DiffbitError(
-                f"{self._tied_head.file}: {layout.HEAD} differs from {layout.EMBEDDING}, but config.json says "
+                f"{self._tied_head.file}: {HEAD} differs from {EMBEDDING}, but config.json says "
                 "tie_word_embeddings: true; set it to false"
             )
         if self._method() == "bitsandbytes" and (self._is_packed(entry) or not name.endswith(".weight")):
             return tensor
-        return layout.reorder(tensor, self.row_order(name))
+        order = self.row_order(name)
+        place = self._places.get(name)
+        if place is not None and order is not None and len(order) != tensor.shape[0]:  # lies in one with others
+            tensor = tensor[order]
+        else:
+            tensor = reorder(tensor, order)
+        return tensor if place is None or place.folded is None else self._folded(name, tensor, place.folded)
+
+    def _folded(self, name: str, weight: Tensor, norm_name: str) -> Tensor:
+        """A projection [E, H * w] times the weight [w] of the norm before it; float32, so that nothing is rounded."""
+        entry = self._stored[norm_name]
+        norm = read_tensor(entry)
+        _check_finite(entry, norm_name, norm)
+        folded = (weight.float().unflatten(1, (-1, len(norm))) * norm.float()).flatten(1)
+        if not folded.isfinite().all():
+            raise DiffbitError(
+                f"{entry.file}: {name} times {norm_name}, which is folded into it, is infinite; the checkpoint is "
+                "damaged"
+            )
+        return folded
 
     def read_raw(self, name: str) -> Tensor:
         """A tensor as it lies on disk, checked for NaN and infinity only."""
@@ -216,9 +241,16 @@ def load_block(checkpoint: Checkpoint, index: int, dtype: torch.dtype = torch.fl
 def _fill(module: torch.nn.Module, checkpoint: Checkpoint, names: list[str], prefix: str, dtype: torch.dtype) -> None:
     state = {}
     for name in names:
-        wanted = torch.float32 if layout.stays_float32(name) else dtype
+        wanted = torch.float32 if stays_float32(name) else dtype
         state[name.removeprefix(prefix)] = checkpoint.read(name).to(wanted)
     module.load_state_dict(state, strict=True, assign=True)
+    with _about(checkpoint.path):
+        check_derived(module)
+
+
+def _on_disk(place: Stored, stored: Mapping[str, Entry]) -> str:
+    """The name that a tensor has there: the first of the alternatives, where none is."""
+    return next((name for name in place.names if name in stored), place.names[0])
 
 
 def _refuse_quantized(checkpoint: Checkpoint) -> None:

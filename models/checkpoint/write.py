@@ -17,12 +17,13 @@ from ... import files
 from ...errors import DiffbitError
 from ..config import ModelConfig
 from ..decoder import Decoder, num_parameters
-from ..families.hf import DTYPES, to_hf
-from . import names as layout
-from .folder import INDEX, SINGLE, TOKENIZER_FILES
+from ..families import family_for, write_config
+from .folder import INDEX, SINGLE
+from .names import layer_of, linear_of, reorder, shapes, stays_float32
 from .read import Checkpoint
 from .safetensors_file import write_tensors
 
+DTYPES = ("float32", "bfloat16", "float16")
 SINGLE_FILE_LIMIT = 2 << 30  # bytes; `save` writes larger models one file per layer
 
 
@@ -48,6 +49,7 @@ class CheckpointWriter:
         if dtype not in DTYPES:
             raise DiffbitError(f"dtype is {dtype!r}, wanted one of {', '.join(DTYPES)}")
         self.config = config
+        self._family = family_for(config)
         self.quantization = quantization
         self.dtype = dtype
         self.shard_layers = shard_layers
@@ -63,12 +65,13 @@ class CheckpointWriter:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Store a tensor given in canonical row order under its canonical name."""
-        if self.shard_layers and self._pending and layout.layer_of(name) != layout.layer_of(next(iter(self._pending))):
+        if self.shard_layers and self._pending and layer_of(name) != layer_of(next(iter(self._pending))):
             self._flush()
-        order = layout.row_order(self.config, name)
+        weight = f"{linear_of(name)}.weight"
+        order = self._family.stored(self.config, weight if weight in shapes(self.config) else name).rows
         if order is not None:
             order = torch.argsort(order)
-        self._pending[name] = layout.reorder(tensor.detach().cpu(), order).contiguous()
+        self._pending[name] = reorder(tensor.detach().cpu(), order).contiguous()
 
     def _flush(self) -> None:
         file = self._folder / f"shard-{len(self._shards)}"
@@ -100,7 +103,7 @@ class CheckpointWriter:
                 weight_map |= dict.fromkeys(names, shard)
             total = sum(size for names in self._shards for size in names.values())
             files.write_json(self._folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        files.write_json(self._folder / "config.json", to_hf(self.config, self.dtype, self.quantization))
+        files.write_json(self._folder / "config.json", write_config(self.config, self.dtype, self.quantization))
         self._copy_tokenizer()
         Checkpoint(self._folder)  # every tensor there, in the right shape: refuse now rather than when it is read
 
@@ -113,7 +116,7 @@ class CheckpointWriter:
             return
         if not source.is_dir():
             raise DiffbitError(f"{source}: no such tokenizer file or folder")
-        for name in TOKENIZER_FILES:
+        for name in self._family.tokenizer_files:
             if (source / name).is_file():
                 shutil.copyfile(source / name, self._folder / name)
 
@@ -136,6 +139,6 @@ def save(
         tokenizer_from=tokenizer_from,
         overwrite=overwrite,
     ) as writer:
-        for name in layout.shapes(decoder.config):  # while it is trained, a model may hold others
+        for name in shapes(decoder.config):  # while it is trained, a model may hold others
             parameter = decoder.get_parameter(name)
-            writer.add(name, parameter.to(torch.float32 if layout.stays_float32(name) else dtype))
+            writer.add(name, parameter.to(torch.float32 if stays_float32(name) else dtype))

@@ -41,3 +41,13 @@ def default_positions(
     if attention_mask is None:
         return torch.arange(past, past + length, device=device).expand(batch, length)
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+
+
+def real_tokens(mask: Tensor | None, length: int) -> Tensor | None:
+    """bool [B, S]: which of the last `length` = S tokens a mask [B, 1, S, T] does not hide; None: it hides none.
+
+    For mixers without attention weights: what they keep must not change where a token is padding.
+    """
+    if mask is None:
+        return None
+    return mask[:, 0].diagonal(mask.shape[-1] - length, 1, 2)  # a query sees itself unless it is padding

@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig
-
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467, eq. 4); the division in float32, as in Hugging Face's."""
@@ -19,9 +17,3 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)
-
-
-def sub_norm(config: ModelConfig, width: int) -> nn.Module:
-    """What stands before o_proj (attn_sub_norm) and down_proj (ffn_sub_norm): a norm in a model that has sub_norms,
-    so that a BitLinear rounds numbers of known size (arXiv 2402.17764, section 2; SubLN, 2210.06423)."""
-    return RMSNorm(width, config.norm_eps) if config.sub_norms else nn.Identity()

@@ -2,26 +2,50 @@
 
 Pair j of a head's d numbers is turned by the angle position * theta^(-2j/d). The pair is (x_j, x_{j+d/2}), the
 "rotate half" order of Hugging Face; the interleaved order (x_2j, x_2j+1) of Meta's and unilm's code is the same
-rotation after a permutation of the rows of q_proj and k_proj (unilm.py). Angles, cos and sin are float32.
+rotation after a permutation of the rows of q_proj and k_proj (families/unilm.py). Angles, cos and sin are float32.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..config import ModelConfig, RopeScaling
+from ...errors import DiffbitError
+from ..checks import check_count, check_positive
 
 Rope = tuple[Tensor, Tensor]  # cos and sin, fp32 [B, S, d/2] (or [S, d/2] where stated)
 
 
-def inverse_frequencies(config: ModelConfig, device: torch.device | str | None = None) -> Tensor:
-    """Radians per position of each pair: fp32 [d/2]."""
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponent
-    return frequencies if config.rope_scaling is None else _llama3(frequencies, config.rope_scaling)
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama-3 frequency scaling (rope_type "llama3"): long wavelengths are slowed down by `factor`."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            check_positive(name, getattr(self, name))
+        check_count("original_max_position", self.original_max_position)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise DiffbitError(
+                f"rope scaling: high_freq_factor is {self.high_freq_factor}, wanted more than low_freq_factor, "
+                f"which is {self.low_freq_factor}"
+            )
+
+
+def inverse_frequencies(
+    width: int, theta: float, scaling: RopeScaling | None = None, device: torch.device | str | None = None
+) -> Tensor:
+    """Radians per position of each pair of a head `width` = d wide: fp32 [d/2]."""
+    exponent = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
+    frequencies = 1.0 / theta**exponent
+    return frequencies if scaling is None else _llama3(frequencies, scaling)
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
@@ -31,17 +55,6 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)
     return (1 - blend) * frequencies / scaling.factor + blend * frequencies
-
-
-def rope_for(config: ModelConfig, position_ids: Tensor) -> Rope:
-    """cos and sin at `position_ids` (any shape): fp32 [*position_ids.shape, d/2]."""
-    angles = position_ids[..., None].float() * inverse_frequencies(config, position_ids.device)
-    return angles.cos(), angles.sin()
-
-
-def rope_tables(config: ModelConfig, length: int) -> Rope:
-    """cos and sin of positions 0..length-1: fp32 [length, d/2]."""
-    return rope_for(config, torch.arange(length))
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..cache import LayerCache
 from .masks import full_causal
+from .state import State
 
 KERNEL_DEVICES: tuple[str, ...] = ()  # "cuda" joins once benchmarks/gpu.py finds it faster than torch's own attention
 """Where a pair's two branches are one call of triton_attention.py; elsewhere, each is a call of `attend`."""
@@ -61,9 +61,9 @@ def ungrouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
     return (key, value) if shared == 1 else (key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1))
 
 
-def in_one_kernel(query: Tensor, mask: Tensor | None, cache: LayerCache | None) -> bool:
+def in_one_kernel(query: Tensor, mask: Tensor | None, state: State | None) -> bool:
     """Whether triton_attention.py computes both branches: query [B, S, 2H, d], all tokens at once and none hidden."""
-    if query.device.type not in KERNEL_DEVICES or mask is not None or cache is not None:
+    if query.device.type not in KERNEL_DEVICES or mask is not None or state is not None:
         return False
     from .triton_attention import takes
 

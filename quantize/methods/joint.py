@@ -137,7 +137,7 @@ def row_metrics(piece: Piece) -> dict[str, Tensor]:
     attention = module.self_attn
     widths = {
         name: rows
-        for projection, rows in attention.joint_rows(piece.config).items()
+        for projection, rows in piece.layer.mixer.joint_rows().items()
         if (name := f"{piece.prefix}self_attn.{projection}") in piece.formats
     }
     outputs: dict[str, Tensor] = {}

@@ -20,7 +20,6 @@ import math
 import torch
 from torch import Tensor
 
-from ...models.attention import symmetries
 from ..folding import unchanged
 from ..formats import Format
 from ..hadamard import Rotation
@@ -42,7 +41,7 @@ def transform(piece: Piece) -> None:
 
 def rotate_values(piece: Piece) -> None:
     """W_v -> Q^T W_v and W_o -> W_o Q, a Q for each kv head and the heads that share it."""
-    width = symmetries(piece.config).value_width
+    width = piece.layer.symmetries().value_width
     if not width:
         return
     v_proj, o_proj = (f"{piece.prefix}self_attn.{name}_proj.weight" for name in "vo")
@@ -60,10 +59,10 @@ def turn_planes(piece: Piece) -> None:
     """Rows j and j + d/2 of each sub-head of q_proj and k_proj, by an angle for each plane of each key sub-head."""
     modules = [f"{piece.prefix}self_attn.{name}_proj" for name in "qk"]
     formats = [piece.formats.get(module) for module in modules]
-    meets = symmetries(piece.config).key_of
+    meets = piece.layer.symmetries().key_of
     if not meets or formats == [None, None]:
         return
-    width, device = piece.config.head_dim, piece.tensors[f"{modules[0]}.weight"].device
+    width, device = piece.layer.mixer.rope_width, piece.tensors[f"{modules[0]}.weight"].device
     query, key = (piece.tensors[f"{module}.weight"].unflatten(0, (-1, 2, width // 2)) for module in modules)
     key_of = torch.tensor(meets, device=device)
 

@@ -29,7 +29,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     for seed, attention in enumerate(("diff_v1", "softmax")):
         torch.manual_seed(seed)
         heads = 2 if attention == "diff_v1" else 4
-        config = ModelConfig(
+        config = ModelConfig.uniform(
             vocab_size=VOCABULARY, hidden_size=64, num_layers=2, num_heads=heads, num_kv_heads=heads // 2, head_dim=16,
             intermediate_size=96, max_position=32, attention=attention, tie_embeddings=True,
         )  # fmt: skip

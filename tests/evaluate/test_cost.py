@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,9 @@ from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_che
 from diffbit.quantize.cache import cache_spec, step_bytes
 from diffbit.runtime import Artifact
 
-CONFIG = ModelConfig(
+from ..configs import resized
+
+CONFIG = ModelConfig.uniform(
     vocab_size=160, hidden_size=128, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, intermediate_size=256,
     max_position=256,
 )  # fmt: skip
@@ -29,7 +30,7 @@ TERNARY = Scheme(weights=parse_format("ternary"))
 def test_float_operations_are_those_that_torch_counts(attention: str, tied: bool) -> None:
     """One step at a context of 41; torch multiplies both branches of diff_v1 by the values, the operator their
     difference."""
-    config, context = replace(CONFIG, attention=attention, tie_embeddings=tied), 41
+    config, context = resized(CONFIG, attention=attention, tie_embeddings=tied), 41
     torch.manual_seed(0)
     decoder, cache = Decoder(config), KVCache(config, 1, context)
     for layer in decoder.model.layers:
@@ -45,7 +46,7 @@ def test_float_operations_are_those_that_torch_counts(attention: str, tied: bool
 
 def test_by_hand() -> None:
     """diff_v2, ternary but for the head: every number of the sum written out."""
-    config = replace(CONFIG, attention="diff_v2", sub_norms=True, mlp="relu2")
+    config = resized(CONFIG, attention="diff_v2", sub_norms=True, mlp="relu2")
     cost = token_cost(config, TERNARY, context=100, dtype="float32")
     qkvo, mlp, layers = (128 + 32 + 32) * 128 + 128 * 64, 3 * 128 * 256, 2
     assert cost.ternary == layers * (qkvo + mlp) and cost.integer == 0
@@ -84,7 +85,7 @@ def test_bytes_are_those_of_a_real_artifact(
 ) -> None:
     """All weights in model.onnx.data but the embedding, of which a row is read, and the tables of RoPE."""
     heads = 4 if attention == "softmax" else 2  # rows of 128 everywhere but in diff_v2's o_proj
-    config = replace(CONFIG, attention=attention, num_heads=heads, num_kv_heads=heads // 2, tie_embeddings=tied)
+    config = resized(CONFIG, attention=attention, num_heads=heads, num_kv_heads=heads // 2, tie_embeddings=tied)
     scheme = Scheme(weights=parse_format(format), attention=AttentionScheme(keys="int8", values="int8"))
     artifact = Artifact.open(write(tmp_path, config, scheme, dtype))
     held = {part["name"]: part["bytes"] for part in artifact.parts}

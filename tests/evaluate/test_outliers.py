@@ -130,7 +130,7 @@ class Text:
 
 def model(attention: str, seed: int = 0) -> Decoder:
     torch.manual_seed(seed)
-    config = ModelConfig(
+    config = ModelConfig.uniform(
         vocab_size=50, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48,
         max_position=32, attention=attention,
     )  # fmt: skip

@@ -31,7 +31,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     for seed, attention in enumerate(("diff_v1", "softmax", "diff_v2")):
         torch.manual_seed(seed)
         heads = {"diff_v1": 1, "softmax": 2, "diff_v2": 2}[attention]
-        config = ModelConfig(
+        config = ModelConfig.uniform(
             vocab_size=VOCABULARY, hidden_size=64, num_layers=2, num_heads=heads, num_kv_heads=1, head_dim=32,
             intermediate_size=64, max_position=LENGTH, attention=attention, tie_embeddings=True,
         )  # fmt: skip
@@ -152,7 +152,7 @@ def test_compare_with_needles(checkpoints: list[Path], text: Windows, tmp_path: 
 
 
 def test_explicit_attention_takes_as_many_windows_as_fit() -> None:
-    config = ModelConfig(
+    config = ModelConfig.uniform(
         vocab_size=VOCABULARY, hidden_size=256, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=32,
         intermediate_size=64, max_position=4096, attention="diff_v2",
     )  # fmt: skip

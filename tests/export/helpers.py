@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,18 +11,20 @@ import onnxruntime
 import torch
 
 from diffbit.export import export_artifact
-from diffbit.models import Decoder, ModelConfig, save, variant
+from diffbit.models import Decoder, ModelConfig, save
 from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
 
+from ..configs import resized
+
 VARIANTS = ("softmax", "diff_v1", "diff_v2")
-CONFIG = ModelConfig(
+CONFIG = ModelConfig.uniform(
     vocab_size=61, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, intermediate_size=128,
     max_position=48, eos_token_ids=(3,), bos_token_id=1,
 )  # fmt: skip
 
 
 def config_of(attention: str, **changes: object) -> ModelConfig:
-    return replace(CONFIG, attention=attention, **changes)
+    return resized(CONFIG, attention=attention, **changes)
 
 
 def write_model(folder: Path, config: ModelConfig, dtype: torch.dtype = torch.float32) -> Path:
@@ -83,7 +84,7 @@ class Runner:
     ) -> None:
         self.session = open_session(artifact)
         self.config, self.capacity, self.in_place = config, capacity, in_place
-        self.heads = variant(config.attention).Attention.cache_heads(config)
+        self.heads = config.layers[0].mixer.cache_heads
         self.dtype = np.float16 if "float16" in self.session.get_inputs()[-1].type else np.float32
         self.names = [f"{i}.{part}" for i in range(config.num_layers) for part in ("key", "value")]
         self.cache: list[onnxruntime.OrtValue] = []
@@ -94,7 +95,7 @@ class Runner:
         past = mask.shape[1] - steps
         if not past:
             # what lies beyond the past must never be read as a number that counts
-            shape = (batch, self.heads, self.capacity or 0, self.config.head_dim)
+            shape = (batch, self.heads, self.capacity or 0, self.config.rope_width)
             self.cache = [onnxruntime.OrtValue.ortvalue_from_numpy(np.full(shape, 777, self.dtype)) for _ in self.names]
         binding = self.session.io_binding()
         feeds = {
@@ -115,7 +116,7 @@ class Runner:
         self.session.run_with_iobinding(binding)
         logits, *present = binding.get_outputs()
         for value in present:
-            assert value.shape() == [batch, self.heads, self.capacity or mask.shape[1], self.config.head_dim]
+            assert value.shape() == [batch, self.heads, self.capacity or mask.shape[1], self.config.rope_width]
         if not self.in_place:  # the OrtValues made here own the buffers
             self.cache = present
         return logits.numpy()
@@ -125,7 +126,7 @@ def modes(config: ModelConfig) -> Iterator[dict[str, object]]:
     """The ways to hold a cache that the variant's graph offers."""
     yield {}
     yield {"capacity": config.max_position}
-    if variant(config.attention).Attention.cache_in_place:
+    if config.layers[0].mixer.in_place:
         yield {"capacity": config.max_position, "in_place": True}
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diffbit.models import variant
-
 from .conftest import Maker
 from .helpers import VARIANTS, config_of, open_session, write_artifact
 
@@ -19,7 +17,7 @@ def step_shapes(artifact: Path, attention: str, total: int, profile: Path) -> li
     """For every node that ONNX Runtime ran in one step at a context of `total`: shapes of its inputs and outputs."""
     config = config_of(attention, max_position=256)
     session = open_session(artifact, profile)
-    heads = variant(attention).Attention.cache_heads(config)
+    heads = config.layers[0].mixer.cache_heads
     feeds = {
         "input_ids": np.array([[5]]),
         "attention_mask": np.ones((1, total), np.int64),
@@ -27,7 +25,7 @@ def step_shapes(artifact: Path, attention: str, total: int, profile: Path) -> li
     }
     for index in range(config.num_layers):
         for part in ("key", "value"):
-            feeds[f"past_key_values.{index}.{part}"] = np.zeros((1, heads, total - 1, config.head_dim), np.float32)
+            feeds[f"past_key_values.{index}.{part}"] = np.zeros((1, heads, total - 1, config.rope_width), np.float32)
     session.run(None, feeds)
     events = json.loads(Path(session.end_profiling()).read_text())
     nodes = [event["args"] for event in events if event.get("cat") == "Node" and "output_type_shape" in event["args"]]

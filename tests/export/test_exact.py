@@ -59,7 +59,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
         key = attention, activations, mlp
         if key in made:
             return made[key]
-        config = ModelConfig(
+        config = ModelConfig.uniform(
             vocab_size=288, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32,
             intermediate_size=160, max_position=32, attention=attention, mlp=mlp, sub_norms=True, tie_embeddings=True,
         )  # fmt: skip

@@ -80,4 +80,4 @@ def small_config(attention: str = "softmax", **changes: Any) -> ModelConfig:
         "intermediate_size": 48,
         "max_position": 64,
     }
-    return ModelConfig(attention=attention, **(values | changes))
+    return ModelConfig.uniform(attention=attention, **(values | changes))

@@ -123,6 +123,7 @@ def official_folder(folder: Path, version: int, kv: int, out: str = "out_proj", 
         "intermediate_size": F,
         "rope_theta": THETA,
         "rms_norm_eps": 1e-5,
+        "rope_interleaved": True,
     }
     folder.mkdir()
     save_file(weights, folder / "model.safetensors")
@@ -146,9 +147,7 @@ def test_version_1(kv: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kv", [1, 2, 4])
 @pytest.mark.parametrize("out", ["out_proj", "o_proj"])
 def test_version_2(kv: int, out: str, tmp_path: Path) -> None:
-    """With o_proj the names are those of our own folders, so config.json must say how RoPE turns."""
-    changes = {"rope_interleaved": True} if out == "o_proj" else {}
-    weights = official_folder(tmp_path / "m", 2, kv, out, **changes)
+    weights = official_folder(tmp_path / "m", 2, kv, out)
     ids = tokens(1, 6)
     ours = models.load(tmp_path / "m")
     torch.testing.assert_close(ours(ids)[0].double(), slow_logits(ids[0], weights, attention_v2, kv), rtol=0, atol=2e-5)
@@ -171,9 +170,9 @@ def test_folding_keeps_what_bfloat16_would_round(tmp_path: Path) -> None:
 
 
 def test_refusals(tmp_path: Path) -> None:
-    official_folder(tmp_path / "eps", 1, 2, rms_norm_eps=1e-6)
-    with pytest.raises(DiffbitError, match=r"config\.json: rms_norm_eps is 1e-06, wanted 1e-05.*subln"):
-        models.Checkpoint(tmp_path / "eps")
+    official_folder(tmp_path / "silent", 1, 2, rope_interleaved=False)
+    with pytest.raises(DiffbitError, match=r"out_proj.*official modules, add .rope_interleaved.: true to config.json"):
+        models.Checkpoint(tmp_path / "silent")
     official_folder(tmp_path / "quantized", 1, 2, quantization_config={"quant_method": "diffbit"})
     with pytest.raises(DiffbitError, match="quantized model in the official module layout"):
         models.Checkpoint(tmp_path / "quantized")

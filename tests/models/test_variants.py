@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from diffbit import DiffbitError, models
-from diffbit.models.attention import model_type
+from diffbit.models.families import family_for
 from diffbit.models.layers.rope import inverse_frequencies
+from diffbit.models.mixer import Place
 
 from .helpers import small_config, tokens
 
@@ -36,8 +37,11 @@ def set_hook(model: models.Decoder, hook: object) -> None:
 
 def test_variants_are_the_files_of_the_folder() -> None:
     assert VARIANTS == ("diff_v1", "diff_v2", "softmax")
-    assert [models.variant(name).MODEL_TYPE for name in VARIANTS] == ["diffllama", "diff_llama_v2", "llama"]
-    assert [model_type(name, True) for name in VARIANTS] == ["diffllama_bitnet", "diff_llama_v2_bitnet", "bitnet"]
+    configs = [[small_config(name, sub_norms=norms) for name in VARIANTS] for norms in (False, True)]
+    assert [[family_for(config).model_type for config in row] for row in configs] == [
+        ["diffllama", "diff_llama_v2", "llama"],
+        ["diffllama_bitnet", "diff_llama_v2_bitnet", "bitnet"],
+    ]
 
 
 @pytest.mark.parametrize("attention", VARIANTS)
@@ -92,8 +96,8 @@ def test_hook_sees_scaled_logits_and_replaces_them(attention: str) -> None:
 def slow_diff_v2(x: Tensor, attention: torch.nn.Module, config: models.ModelConfig) -> Tensor:
     """Version 2 from its equations, one token and one head at a time, in float64; x [S, E]."""
     weights = {name: p.double() for name, p in attention.named_parameters()}
-    d, half = config.head_dim, config.head_dim // 2
-    frequencies = inverse_frequencies(config).double()
+    d, half = config.layers[0].mixer.head_dim, config.layers[0].mixer.head_dim // 2
+    frequencies = inverse_frequencies(config.rope_width, config.rope_theta).double()
 
     def rotate(head: Tensor, position: int) -> Tensor:
         cos, sin = (position * frequencies).cos(), (position * frequencies).sin()
@@ -108,12 +112,14 @@ def slow_diff_v2(x: Tensor, attention: torch.nn.Module, config: models.ModelConf
         gate = weights["lambda_proj.weight"] @ token
         attended = []
         for index, query in enumerate(queries):
-            group = (index // 2) // (config.num_heads // config.num_kv_heads)
+            group = (index // 2) // (config.layers[0].mixer.num_heads // config.layers[0].mixer.num_kv_heads)
             keys = [rotate(heads("k_proj", other)[group], place) for place, other in enumerate(x.double())]
             scores = torch.stack([query @ key / math.sqrt(d) for key in keys[: position + 1]]).softmax(0)
             values = torch.stack([heads("v_proj", other)[group] for other in x.double()[: position + 1]])
             attended.append(scores @ values)
-        pairs = [attended[2 * i] - gate[i].sigmoid() * attended[2 * i + 1] for i in range(config.num_heads)]
+        pairs = [
+            attended[2 * i] - gate[i].sigmoid() * attended[2 * i + 1] for i in range(config.layers[0].mixer.num_heads)
+        ]
         rows.append(weights["o_proj.weight"] @ torch.cat(pairs))
     return torch.stack(rows)
 
@@ -122,7 +128,7 @@ def slow_diff_v2(x: Tensor, attention: torch.nn.Module, config: models.ModelConf
 def test_diff_v2_is_its_equations(kv_heads: int) -> None:
     config = small_config("diff_v2", num_kv_heads=kv_heads)
     torch.manual_seed(kv_heads)
-    attention = models.variant("diff_v2").Attention(config, 0)
+    attention = config.layers[0].mixer.module(Place(0, 32))
     for parameter in attention.parameters():
         parameter.normal_(0, 0.3)
     x = torch.randn(1, 7, 32)
@@ -185,7 +191,7 @@ def test_lambda_stays_float32() -> None:
     exact -= math.exp(attention.lambda_q2.double() @ attention.lambda_k2.double())
     assert before[1] == pytest.approx(exact + 0.8 - 0.6 * math.exp(-0.3), abs=1e-6)
     assert attention.out_scale == pytest.approx(0.2 + 0.6 * math.exp(-0.3))
-    assert models.variant("softmax").Attention(small_config(), 3).out_scale == 1.0
+    assert decoder("softmax").model.layers[1].self_attn.out_scale == 1.0
 
 
 @pytest.mark.parametrize("attention", VARIANTS)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diffbit.models import Decoder, KVCache, ModelConfig, causal_mask, rope_for
-from diffbit.models.cache import LayerCache
+from diffbit.models.layers.state import LayerCache
 from diffbit.ops.kv_cache import GROUP, settled
 from diffbit.quantize import AttentionScheme, Scheme, apply, quantize_logits
 from diffbit.quantize.attention import LowBitAttention, set_attention
@@ -53,7 +53,7 @@ def test_rows_of_zeros_and_rows_that_see_nothing():
 @pytest.mark.parametrize("attention", ["softmax", "diff_v1", "diff_v2"])
 def test_a_scheme_sets_it_on_every_layer(attention):
     torch.manual_seed(0)
-    config = ModelConfig(
+    config = ModelConfig.uniform(
         vocab_size=50, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=64,
         attention=attention,
     )  # fmt: skip
@@ -75,7 +75,7 @@ def test_a_scheme_sets_it_on_every_layer(attention):
 def one_layer(attention: str) -> Decoder:
     torch.manual_seed(0)
     decoder = Decoder(
-        ModelConfig(
+        ModelConfig.uniform(
             vocab_size=50, hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=32,
             intermediate_size=32, attention=attention,
         )
@@ -169,7 +169,7 @@ def test_every_head_is_that_of_slow_loops(attention: str, name: str) -> None:
     decoder = one_layer(attention)
     set_attention(decoder, scheme)
     layer: Any = decoder.model.layers[0].self_attn
-    heads = type(layer).cache_heads(decoder.config)
+    heads = decoder.config.layers[0].mixer.cache_heads
     keys, values, total = (
         torch.randn(2, heads, past + length, 32),
         torch.randn(2, heads, past + length, 32),
@@ -186,7 +186,7 @@ def test_every_head_is_that_of_slow_loops(attention: str, name: str) -> None:
     rope, mask = rope_for(decoder.config, torch.arange(past, total)[None]), causal_mask(length, past, padding)
     got = [layer.heads(x, rope, mask, cache)] if attention == "softmax" else layer.branches(x, rope, mask, cache)
     query = queries(layer, x, rope)
-    groups = decoder.config.num_kv_heads
+    groups = decoder.config.layers[0].mixer.num_kv_heads
     for row in range(2):
         for head in range(query.shape[1]):
             group = head * groups // query.shape[1]

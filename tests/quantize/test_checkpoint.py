@@ -33,7 +33,9 @@ from diffbit.quantize import (
 from diffbit.quantize import checkpoint as checkpoint_module
 from diffbit.quantize.methods import learned
 
-CONFIG = ModelConfig(
+from ..configs import resized
+
+CONFIG = ModelConfig.uniform(
     vocab_size=96, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=128,
     attention="diff_v1",
 )  # fmt: skip
@@ -108,7 +110,7 @@ def test_rows_lie_on_disk_as_the_float_ones_do(model: Path, quantized: Path):
 @pytest.mark.parametrize("attention", ["softmax", "diff_v1", "diff_v2"])
 @pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}, {"sub_norms": True, "mlp": "relu2"}])
 def test_load_is_apply_is_dequantized_weights(attention: str, changes: dict[str, object], tmp_path: Path):
-    config = replace(CONFIG, attention=attention, **changes)
+    config = resized(CONFIG, attention=attention, **changes)
     source = make(tmp_path / "float", config)
     scheme = Scheme(weights=parse_format("int4_g32"), overrides=(("lm_head", parse_format("int8")),))
     quantize_checkpoint(source, tmp_path / "q", scheme)
@@ -137,7 +139,7 @@ def test_every_method_takes_a_model_with_sub_norms(attention: str, method: str, 
     """At 8 bits all that is left is rounding: a method that folded something wrongly would be far off."""
     monkeypatch.setattr(learned, "STEPS", 4)
     torch.manual_seed(0)
-    decoder = Decoder(replace(CONFIG, num_layers=1, attention=attention, sub_norms=True, mlp="relu2"))
+    decoder = Decoder(resized(CONFIG, num_layers=1, attention=attention, sub_norms=True, mlp="relu2"))
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             parameter.uniform_(0.5, 1.5) if name.endswith("norm.weight") else parameter.mul_(4)
@@ -201,7 +203,7 @@ def test_report_tells_the_truth(attention: str, batch_tokens: int, tmp_path: Pat
     from diffbit.quantize import piece
 
     monkeypatch.setattr(piece, "BATCH_TOKENS", batch_tokens)
-    source = make(tmp_path / "float", replace(CONFIG, attention=attention))
+    source = make(tmp_path / "float", resized(CONFIG, attention=attention))
     mask = torch.ones_like(IDS, dtype=torch.bool)
     mask[1, 15:] = False
     report = quantize_checkpoint(source, tmp_path / "q", MIXED, calibration=IDS.numpy(), calibration_mask=mask.numpy())

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from diffbit.models.symmetries import Symmetries
 
 from diffbit.errors import DiffbitError
+from diffbit.models import attention_options
 from diffbit.models.checkpoint.names import HEAD
-from diffbit.quantize import Scheme, apply, folding, parse_format
+from diffbit.models.mixer import Symmetries
+from diffbit.quantize import Scheme, apply, parse_format
 from diffbit.quantize.folding import fold, groups, per_channel, unchanged
 from diffbit.quantize.piece import FINAL_NORM
 
@@ -91,7 +92,7 @@ def test_nothing_is_lost_in_a_norm_of_few_bits(dtype):
     ],
 )
 def test_what_does_not_cancel_is_refused(attention, wrong, monkeypatch):
-    monkeypatch.setattr(folding, "symmetries", lambda config: wrong)
+    monkeypatch.setattr(attention_options(attention), "symmetries", lambda self: wrong)
     with pytest.raises(DiffbitError, match=rf"^model.layers.0: .*'{attention}' computes something else \(by \d"):
         transformed(random_decoder(config_of(attention)), SimpleNamespace(transform=scaled))
 

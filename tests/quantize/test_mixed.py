@@ -28,7 +28,9 @@ from diffbit.quantize.mixed.knapsack import Knapsack
 from diffbit.quantize.mixed.sensitivity import Reference, sensitivities
 from diffbit.quantize.piece import Tokens
 
-CONFIG = ModelConfig(
+from ..configs import resized
+
+CONFIG = ModelConfig.uniform(
     vocab_size=96, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=96,
     attention="diff_v1",
 )  # fmt: skip
@@ -251,7 +253,7 @@ def test_candidates_that_cannot_hold_a_layer_are_left_out_there(folder: Path) ->
 @pytest.mark.parametrize("method", ["rtn", "rotate+gptq"])
 def test_other_variants_and_recipes(attention: str, method: str, tmp_path: Path) -> None:
     """A transform runs first; lambda_proj stays float. What was measured is what the recipe makes of the scheme."""
-    config = replace(CONFIG, attention=attention, tie_embeddings=True, intermediate_size=128)
+    config = resized(CONFIG, attention=attention, tie_embeddings=True, intermediate_size=128)
     decoder = make(config)
     models.save(decoder, tmp_path / "float")
     found = plan(tmp_path / "float", bits=3, method=method, candidates=("int2_g64", "int4_g64"), calibration=IDS)

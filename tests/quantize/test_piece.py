@@ -28,7 +28,9 @@ from diffbit.quantize import (
 )
 from diffbit.quantize.piece import FINAL_NORM, Piece
 
-CONFIG = ModelConfig(
+from ..configs import resized
+
+CONFIG = ModelConfig.uniform(
     vocab_size=96, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=128,
     attention="diff_v1",
 )  # fmt: skip
@@ -121,7 +123,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_folder_and_memory_give_the_same_bits(
     attention: str, method: str, scheme: Scheme, tie: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    models.save(make(replace(CONFIG, attention=attention, tie_embeddings=tie)), tmp_path / "float", dtype=dtype)
+    models.save(make(resized(CONFIG, attention=attention, tie_embeddings=tie)), tmp_path / "float", dtype=dtype)
     source = models.load(tmp_path / "float", dtype=dtype)
     options = {} if method == "rtn" else {"calibration": IDS, "calibration_mask": MASK}
     quantize_checkpoint(tmp_path / "float", tmp_path / "q", scheme, method=method, **options)
@@ -145,7 +147,7 @@ def test_a_folder_and_memory_give_the_same_bits(
 @pytest.mark.usefixtures("made_up")
 @pytest.mark.parametrize("tie", [False, True])
 def test_a_transform_is_exact_and_may_untie(tie: bool) -> None:
-    exact = make(replace(CONFIG, tie_embeddings=tie))
+    exact = make(resized(CONFIG, tie_embeddings=tie))
     changed = apply(exact, replace(INT4, weights=None, overrides=(("lm_head", parse_format("int8")),)), "untie")
     assert (changed.model.norm.weight == 1).all()
     folded = exact.head(exact.embed(IDS)), changed.head(changed.embed(IDS))
@@ -162,7 +164,7 @@ def linears(kinds: str) -> list[str]:
 def test_what_methods_see_is_what_the_whole_model_gives(attention: str, dtype: torch.dtype) -> None:
     """Hidden states and Gram matrices against forward passes of whole models, which are quantized so far; in float64
     the products."""
-    exact = make(replace(CONFIG, attention=attention)).to(dtype)
+    exact = make(resized(CONFIG, attention=attention)).to(dtype)
     quantized = apply(exact, WITH_HEAD, "look+rtn", IDS, MASK)
     exact, quantized = exact.float(), quantized.float()
     whole = make(exact.config)
@@ -210,7 +212,7 @@ def test_what_methods_see_is_what_the_whole_model_gives(attention: str, dtype: t
 @pytest.mark.usefixtures("made_up")
 def test_stages_come_from_what_layers_are_handed() -> None:
     scheme = replace(INT4, overrides=(("*.k_proj", None), ("*.lambda_proj", parse_format("int8"))))
-    apply(make(replace(CONFIG, attention="diff_v2")), scheme, "look", IDS)
+    apply(make(resized(CONFIG, attention="diff_v2")), scheme, "look", IDS)
     found = [[name.rpartition(".")[2].removesuffix("_proj") for name in stage] for stage in LOOKER.stages[1]]
     assert [sorted(stage) for stage in found] == [["lambda", "q", "v"], ["o"], ["gate", "up"], ["down"]]
 
@@ -218,7 +220,7 @@ def test_stages_come_from_what_layers_are_handed() -> None:
 @pytest.mark.usefixtures("made_up")
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_filling_does_not_count(attention: str) -> None:
-    exact = make(replace(CONFIG, attention=attention))
+    exact = make(resized(CONFIG, attention=attention))
     filled = torch.where(MASK, IDS, 95 - IDS)
     one, other = (apply(exact, WITH_HEAD, "needs", ids, MASK) for ids in (IDS, filled))
     everything = apply(exact, WITH_HEAD, "needs", filled)
@@ -256,7 +258,7 @@ def test_the_report_has_the_loss_that_the_method_minimised(tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("made_up")
 def test_refusals(tmp_path: Path) -> None:
-    tied = make(replace(CONFIG, tie_embeddings=True))
+    tied = make(resized(CONFIG, tie_embeddings=True))
     models.save(tied, tmp_path / "float")
     with pytest.raises(DiffbitError, match="'forgets' changes the embedding that the head shares"):
         apply(tied, INT4, "forgets")

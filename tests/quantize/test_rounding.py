@@ -69,7 +69,7 @@ def test_which_layer_rounds_how() -> None:
 
 def test_spread_weights_meet_spread_inputs() -> None:
     """A float model is quantized so that x H meets W H: outliers of one channel then cost little."""
-    config = ModelConfig(
+    config = ModelConfig.uniform(
         vocab_size=50, hidden_size=64, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=32, intermediate_size=96,
         max_position=64, attention="softmax",
     )  # fmt: skip
@@ -87,7 +87,7 @@ def test_spread_weights_meet_spread_inputs() -> None:
 
 
 def test_other_methods_refuse_int4_activations() -> None:
-    config = ModelConfig(
+    config = ModelConfig.uniform(
         vocab_size=50, hidden_size=64, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=32, intermediate_size=96,
         max_position=64, attention="softmax",
     )  # fmt: skip

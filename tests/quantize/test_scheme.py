@@ -11,7 +11,7 @@ from diffbit.models import ModelConfig
 from diffbit.quantize import AttentionScheme, Scheme, linear_shapes, parse_format, parse_override, sizes
 
 INT4, INT8 = parse_format("int4_g32"), parse_format("int8")
-CONFIG = ModelConfig(
+CONFIG = ModelConfig.uniform(
     vocab_size=96, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=128,
     attention="diff_v2",
 )  # fmt: skip
@@ -57,7 +57,7 @@ def test_an_override_that_matches_nothing_is_named(glob):
 
 
 def test_a_format_that_does_not_fit_names_the_layer():
-    config = ModelConfig(
+    config = ModelConfig.uniform(
         vocab_size=96, hidden_size=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=6, intermediate_size=128,
         attention="diff_v1",
     )  # fmt: skip

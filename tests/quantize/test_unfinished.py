@@ -22,7 +22,7 @@ from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
 from diffbit.quantize.methods import gptq
 
 ROOT = Path(__file__).parents[2]
-CONFIG = ModelConfig(
+CONFIG = ModelConfig.uniform(
     vocab_size=96, hidden_size=32, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=48,
     attention="diff_v1", tie_embeddings=True,
 )  # fmt: skip

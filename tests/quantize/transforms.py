@@ -22,7 +22,7 @@ def config_of(attention: str, **changes: Any) -> ModelConfig:
         "vocab_size": VOCABULARY, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
         "intermediate_size": 96, "max_position": 64,
     }  # fmt: skip
-    return ModelConfig(attention=attention, **(values | changes))
+    return ModelConfig.uniform(attention=attention, **(values | changes))
 
 
 def random_decoder(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:

@@ -17,6 +17,7 @@ from diffbit.train import distill as distill_module
 from diffbit.train.distill import Teacher, distillation_loss
 from diffbit.train.initialize import initialize
 
+from ..configs import resized
 from .toy import model, options, stop_at
 
 
@@ -29,7 +30,7 @@ def kl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 def teachers(text: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Trained teachers: another variant of other sizes, and what a quantized run leaves."""
     folder = tmp_path_factory.mktemp("teachers")
-    large = replace(model("diff_v2", num_layers=3, hidden_size=48, head_dim=12), num_kv_heads=1)
+    large = resized(model("diff_v2", num_layers=3, hidden_size=48, head_dim=12), num_kv_heads=1)
     base = options(text, model=large, steps=20, learning_rate=1e-2)
     train(base, folder / "float")
     tokenizer = str(folder / "float")

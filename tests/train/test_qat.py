@@ -25,6 +25,7 @@ from diffbit.train.initialize import initialize
 from diffbit.train.qat import QATLinear, prepare, refresh
 from diffbit.train.trainer import learning_rate, weight_decay
 
+from ..configs import resized
 from .toy import model, options, stop_at
 
 INT4 = {"q_proj": Rounding(4), "down_proj": Rounding(4, 32)}
@@ -185,7 +186,7 @@ def test_what_is_saved_is_what_was_trained(
         trainer_module, "place_model", lambda trained, *rest: (kept.append(trained), place(trained, *rest))
     )
     config = options(text, qat=format, activations=activations, steps=4, learning_rate=1e-2)
-    config = replace(config, model=replace(config.model, sub_norms=format == "ternary"))
+    config = replace(config, model=resized(config.model, sub_norms=format == "ternary"))
     result = train(config, tmp_path / "out")
     saved = load_quantized(tmp_path / "out")
     for module in saved.modules():
@@ -209,14 +210,14 @@ def test_what_is_saved_is_what_was_trained(
 
 def test_a_trained_folder_is_exported_as_it_is(text: str, tmp_path: Path) -> None:
     config = options(text, qat="ternary", steps=3, learning_rate=1e-2)
-    train(replace(config, model=replace(config.model, sub_norms=True)), tmp_path / "out")
+    train(replace(config, model=resized(config.model, sub_norms=True)), tmp_path / "out")
     artifact = export_artifact(tmp_path / "out", tmp_path / "artifact")
     assert verify(artifact).passed
 
 
 @pytest.mark.parametrize("format", ["int3_g16", "nf4"])
 def test_an_interrupted_run_repeats_the_losses_bit_for_bit(text: str, tmp_path: Path, format: str) -> None:
-    wide = replace(model("softmax", hidden_size=64, intermediate_size=128), num_heads=8, num_kv_heads=8)
+    wide = resized(model("softmax", hidden_size=64, intermediate_size=128), num_heads=8, num_kv_heads=8)
     config = options(text, model=wide, qat=format, steps=7, learning_rate=1e-2)
     whole = train(config, tmp_path / "whole")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):

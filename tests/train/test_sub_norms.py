@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +15,14 @@ from diffbit.train import read_log, train, train_config
 from diffbit.train.initialize import initialize
 from diffbit.train.sub_norms import insert
 
+from ..configs import resized
 from .toy import model, options
 
 
 @pytest.mark.parametrize("attention", ["softmax", "diff_v1", "diff_v2"])
 def test_weights_are_the_least_squares(attention: str) -> None:
     config = model(attention)
-    source, grown = Decoder(config), Decoder(replace(config, sub_norms=True))
+    source, grown = Decoder(config), Decoder(resized(config, sub_norms=True))
     initialize(source, 0)
     ids = torch.randint(288, (3, 20), generator=torch.Generator().manual_seed(0))
     insert(source, grown, ids)
@@ -53,7 +53,7 @@ def test_a_run_from_a_checkpoint_without_them(text: str, tmp_path: Path) -> None
     path = str(first.path)
     changes = {"source": text, "qat": "ternary", "steps": 2, "batch_size": 4, "device": "cpu", "eval_windows": 8}
     config = train_config("tiny", init=path, sub_norms=True, **changes)
-    assert config.model == replace(load(path).config, sub_norms=True)
+    assert config.model == resized(load(path).config, sub_norms=True)
     log = read_log(train(config, tmp_path / "out").path)
     assert log[0]["loss"] < math.log(288)
     assert load(tmp_path / "out" / "master").config.sub_norms

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +10,12 @@ from diffbit.models import ModelConfig
 from diffbit.train import TrainConfig
 from diffbit.train import trainer as trainer_module
 
+from ..configs import resized
+
 
 def model(attention: str = "diff_v1", **changes: Any) -> ModelConfig:
     heads = 4 if attention == "softmax" else 2
-    config = ModelConfig(
+    config = ModelConfig.uniform(
         vocab_size=288,
         hidden_size=32,
         num_layers=2,
@@ -26,7 +27,7 @@ def model(attention: str = "diff_v1", **changes: Any) -> ModelConfig:
         attention=attention,
         tie_embeddings=True,
     )
-    return replace(config, **changes)
+    return resized(config, **changes)
 
 
 def options(source: str, attention: str = "diff_v1", **changes: Any) -> TrainConfig:
@@ -42,7 +43,7 @@ def options(source: str, attention: str = "diff_v1", **changes: Any) -> TrainCon
         checkpoint_every=3,
         seed=1,
     )
-    return replace(config, **changes)
+    return resized(config, **changes)
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:

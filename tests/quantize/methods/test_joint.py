@@ -27,7 +27,7 @@ def model(attention: str, seed: int = 0, **changes: int) -> Decoder:
     torch.manual_seed(seed)
     shape = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4} | changes
     decoder = Decoder(
-        ModelConfig(
+        ModelConfig.uniform(
             vocab_size=64, num_layers=1, intermediate_size=48, max_position=64, norm_eps=1e-5, attention=attention,
             **shape,
         )  # type: ignore[arg-type]
@@ -157,7 +157,7 @@ def gradients_by_hand(decoder: Decoder, x: Tensor, signs: Tensor) -> dict[str, T
     The formulas are those of joint.py's docstring, in float64, one token and head at a time. x, signs: [S, E].
     """
     config, attention = decoder.config, decoder.model.layers[0].self_attn
-    d, e, length = config.head_dim, 2 * config.head_dim, len(x)
+    d, e, length = config.layers[0].mixer.head_dim, 2 * config.layers[0].mixer.head_dim, len(x)
     lambda_ = attention.lambda_value().item()
     angles = torch.arange(length)[:, None] / config.rope_theta ** (torch.arange(0, d, 2) / d)
     cos, sin = torch.diag_embed(angles.double().cos()), torch.diag_embed(angles.double().sin())
@@ -169,8 +169,8 @@ def gradients_by_hand(decoder: Decoder, x: Tensor, signs: Tensor) -> dict[str, T
     output = attention.out_scale * attention.o_proj.weight.detach().double()
     found = {name: torch.zeros(length, getattr(attention, name).out_features).double() for name in PROJECTIONS}
     for t in range(length):
-        for head in range(config.num_heads):
-            pair = head // (config.num_heads // config.num_kv_heads)
+        for head in range(config.layers[0].mixer.num_heads):
+            pair = head // (config.layers[0].mixer.num_heads // config.layers[0].mixer.num_kv_heads)
             v = value[: t + 1, pair]
             seen = [((key[: t + 1, 2 * pair + b] @ query[t, 2 * head + b]) / math.sqrt(d)).softmax(0) for b in (0, 1)]
             difference = seen[0] @ v - lambda_ * (seen[1] @ v)

@@ -196,7 +196,7 @@ def random_model(attention: str = "diff_v1", seed: int = 0, **changes: int) -> D
         "intermediate_size": 48, "max_position": 32,
     }  # fmt: skip
     torch.manual_seed(seed)
-    model = Decoder(ModelConfig(attention=attention, **(sizes | changes)))
+    model = Decoder(ModelConfig.uniform(attention=attention, **(sizes | changes)))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:

@@ -22,7 +22,7 @@ VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 def model(attention: str, seed: int = 0, num_layers: int = 1) -> Decoder:
     torch.manual_seed(seed)
     decoder = Decoder(
-        ModelConfig(
+        ModelConfig.uniform(
             vocab_size=64, hidden_size=32, num_layers=num_layers, num_heads=4, num_kv_heads=2, head_dim=4,
             intermediate_size=48, max_position=64, attention=attention,
         )
@@ -95,7 +95,7 @@ def test_version_2_is_a_ridge_step_on_the_linearised_sigmoid():
 
     relambda.refit(piece, quantized)
 
-    for head in range(decoder.config.num_heads):
+    for head in range(decoder.config.layers[0].mixer.num_heads):
         present = (x @ before[head]).sigmoid()[:, None]
         slope = present * (1 - present)
         # signal - (present + slope x.step) noise = wanted: an equation for each token and each of the head's numbers

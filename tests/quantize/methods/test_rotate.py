@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffbit.models.symmetries import Symmetries
 from pytest import MonkeyPatch
 
 from diffbit import models
 from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
-from diffbit.models.attention import symmetries
+from diffbit.models.attention import diff_v1
+from diffbit.models.mixer import Symmetries
 from diffbit.quantize import Scheme, hadamard, load, parse_format, quantize_checkpoint, rtn
 from diffbit.quantize.hadamard import Rotation
 from diffbit.quantize.methods import rotate, rotate_heads
@@ -145,7 +145,7 @@ def test_outlier_channels_are_spread() -> None:
 
 def test_an_attention_that_does_not_fit_is_refused(monkeypatch: MonkeyPatch) -> None:
     """A variant whose file claims what its arithmetic does not hold: diff_v1's head norm let pass no other width."""
-    monkeypatch.setattr("diffbit.models.attention.diff_v1.symmetries", lambda config: Symmetries(value_width=32))
+    monkeypatch.setattr(diff_v1.Options, "symmetries", lambda self: Symmetries(value_width=32))
     with pytest.raises(DiffbitError, match=r"model.layers.0: .*'diff_v1' computes something else \(by \d"):
         transformed(random_decoder(config_of("diff_v1")), rotate)
 
@@ -155,14 +155,15 @@ def test_wrong_partners_are_refused(wrong: tuple[int, ...], monkeypatch: MonkeyP
     right = (0, 1, 0, 1) if wrong == (0, 0, 1, 1) else (0, 0, 1, 1)
     attention = "diff_v1" if right == (0, 1, 0, 1) else "diff_v2"
     decoder = random_decoder(config_of(attention, num_heads=2, num_kv_heads=1 if attention == "diff_v1" else 2))
-    assert symmetries(decoder.config).key_of == right
-    monkeypatch.setattr(f"diffbit.models.attention.{attention}.symmetries", lambda config: Symmetries(key_of=wrong))
+    assert decoder.config.layers[0].symmetries().key_of == right
+    options = models.attention_options(attention)
+    monkeypatch.setattr(options, "symmetries", lambda self: Symmetries(key_of=wrong))
     with pytest.raises(DiffbitError, match="computes something else"):
         transformed(decoder, rotate, SCHEME)
 
 
 def test_a_variant_that_says_nothing_keeps_its_values(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.delattr("diffbit.models.attention.diff_v1.symmetries")
+    monkeypatch.delattr(diff_v1.Options, "symmetries")
     decoder, ids = random_decoder(config_of("diff_v1"), dtype=torch.float64), random_ids()
     made = transformed(decoder, rotate)
     torch.testing.assert_close(logits64(made, ids), logits64(decoder, ids), rtol=0, atol=1e-9)

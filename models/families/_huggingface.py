@@ -1,0 +1,264 @@
+"""What Hugging Face's config.json files have in common, as transformers writes and reads them (4.49 and later, and 5).
+
+Versions differ in where rotary embedding is described: up to 4 as `rope_theta` and `rope_scaling` at the top, from 5
+on in one dictionary `rope_parameters`. Both are read; `rope_theta` + `rope_scaling` are written, which both accept.
+What diffbit cannot compute (biases, other activations, other rotary types) is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import DiffbitError
+from ..checks import check_count
+from ..config import LayerSpec, ModelConfig, mlp_options
+from ..family import Family, Stored
+from ..layers.rope import RopeScaling
+from ..mixer import AttentionOptions
+
+ACTS = {"silu": "swiglu", "relu2": "relu2"}  # hidden_act: the MLP's name
+
+
+def _as_they_are(mixer: AttentionOptions) -> dict[str, Tensor]:
+    return {}
+
+
+@dataclass(frozen=True)
+class HuggingFace(Family):
+    """A family of equal layers with Hugging Face's names of fields and tensors.
+
+    queries, keys: sub-heads that num_attention_heads counts for a head, and num_key_value_heads for a kv head.
+    architecture: the class that transformers has. act, norm_eps, rope_theta: where config.json does not say.
+    rows: {"q_proj": order}, canonical rows = rows on disk[order], of the projections that lie otherwise.
+    """
+
+    mixer: type[AttentionOptions]
+    queries: int = 1
+    keys: int = 1
+    architecture: str | None = None
+    sub_norms: bool = False
+    act: str = "silu"
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rows: Callable[[AttentionOptions], dict[str, Tensor]] = _as_they_are
+
+    def knows(self, values: Mapping[str, Any]) -> bool:
+        return values.get("model_type") == self.model_type and not values.get("rope_interleaved")
+
+    def read(self, values: Mapping[str, Any]) -> ModelConfig:
+        for name in ("attention_bias", "mlp_bias"):
+            if values.get(name):
+                raise DiffbitError(f"{name} is {values[name]!r}, wanted false: diffbit's linear layers have no bias")
+        act = values.get("hidden_act") or self.act
+        if act not in ACTS:
+            raise DiffbitError(f"hidden_act is {act!r}, wanted one of {', '.join(ACTS)}")
+        query_heads = _count(values, "num_attention_heads")
+        kv_heads = _count(values, "num_key_value_heads", default=query_heads)
+        hidden_size = _count(values, "hidden_size")
+        if values.get("head_dim") is None and hidden_size % query_heads:
+            raise DiffbitError(
+                f"hidden_size is {hidden_size} and not divisible by num_attention_heads, which is {query_heads}; where "
+                "that is meant, head_dim must be given"
+            )
+        self._check_heads(query_heads, kv_heads)
+        head_dim = _count(values, "head_dim", default=hidden_size // query_heads)
+        max_position = _count(values, "max_position_embeddings", default=2048)
+        theta, scaling = _rope(values, max_position, self.rope_theta)
+        norm_eps = _number(values, "rms_norm_eps", default=self.norm_eps)
+        num_layers = _count(values, "num_hidden_layers")
+        check_count("num_layers", num_layers)
+        mixer = self._mixer(query_heads // self.queries, kv_heads // self.keys, head_dim, norm_eps)
+        layer = LayerSpec(mixer, mlp_options(ACTS[act])(_count(values, "intermediate_size")), self.sub_norms)
+        return ModelConfig(
+            vocab_size=_count(values, "vocab_size"),
+            hidden_size=hidden_size,
+            layers=(layer,) * num_layers,
+            max_position=max_position,
+            rope_theta=theta,
+            rope_scaling=scaling,
+            norm_eps=norm_eps,
+            tie_embeddings=_flag(values, "tie_word_embeddings"),
+            bos_token_id=_token(values, "bos_token_id"),
+            eos_token_ids=_tokens(values, "eos_token_id"),
+            pad_token_id=_token(values, "pad_token_id"),
+        )
+
+    def write(self, config: ModelConfig) -> dict[str, Any] | None:
+        layer, mixer = config.layers[0], config.layers[0].mixer
+        if any(other != layer for other in config.layers) or layer.sub_norms != self.sub_norms:
+            return None
+        if type(mixer) is not self.mixer or layer.mlp != _mlp(layer):
+            return None
+        if mixer != self._mixer(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, config.norm_eps):
+            return None
+        heads = {
+            "num_attention_heads": self.queries * mixer.num_heads,
+            "num_key_value_heads": self.keys * mixer.num_kv_heads,
+        }
+        known = {} if self.architecture is None else {"architectures": [self.architecture]}
+        return known | common_fields(config) | {"model_type": self.model_type} | heads
+
+    def stored(self, config: ModelConfig, name: str) -> Stored:
+        before, _, tensor = name.rpartition(".self_attn.")
+        rows = self.rows(attention_of(config)) if before else {}
+        return Stored((name,), rows.get(tensor.removesuffix(".weight")))
+
+    def hint(self, name: str) -> str:
+        if self.queries > 1 and name.rpartition(".self_attn.")[2] in ("subln.weight", "out_proj.weight"):
+            return '; for a folder in the layout of the official modules, add "rope_interleaved": true to config.json'
+        return ""
+
+    def _mixer(self, heads: int, kv_heads: int, head_dim: int, norm_eps: float) -> AttentionOptions:
+        eps = {"norm_eps": norm_eps} if any(field.name == "norm_eps" for field in fields(self.mixer)) else {}
+        return self.mixer(heads, kv_heads, head_dim, **eps)
+
+    def _check_heads(self, query_heads: int, kv_heads: int) -> None:
+        counts = (("num_attention_heads", query_heads, self.queries), ("num_key_value_heads", kv_heads, self.keys))
+        for name, count, each in counts:
+            if count % each:
+                raise DiffbitError(
+                    f"{name} is {count}, wanted an even number: differential attention pairs a signal with a noise head"
+                )
+        if (query_heads // self.queries) % (kv_heads // self.keys):
+            twice = "twice " if self.queries > self.keys else ""
+            raise DiffbitError(
+                f"num_attention_heads is {query_heads}, wanted a multiple of {twice}num_key_value_heads, which is "
+                f"{kv_heads}" + (": both heads of a pair read one key-value head" if twice else "")
+            )
+
+
+def attention_of(config: ModelConfig) -> AttentionOptions:
+    """The attention of a model whose layers are equal."""
+    mixer = config.layers[0].mixer
+    assert isinstance(mixer, AttentionOptions)
+    return mixer
+
+
+def _mlp(layer: LayerSpec) -> object:
+    """The layer's MLP as a config.json can say it; None where it cannot."""
+    if layer.mlp.name not in ACTS.values():
+        return None
+    return mlp_options(layer.mlp.name)(layer.mlp.intermediate_size)
+
+
+def common_fields(config: ModelConfig) -> dict[str, Any]:
+    """What a config.json of Hugging Face's says of any model here; heads and model_type are llama's."""
+    mixers = [layer.mixer for layer in config.layers if isinstance(layer.mixer, AttentionOptions)]
+    mlp = config.layers[0].mlp
+    eos = config.eos_token_ids
+    scaling = config.rope_scaling
+    return {
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": mlp.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": max((mixer.softmaxes for mixer in mixers), default=0),
+        "num_key_value_heads": max((mixer.cache_heads for mixer in mixers), default=0),
+        "head_dim": max((mixer.head_dim for mixer in mixers), default=0),
+        "hidden_act": next((act for act, name in ACTS.items() if name == mlp.name), mlp.name),
+        "max_position_embeddings": config.max_position,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None
+        if scaling is None
+        else {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position,
+        },
+        "attention_bias": False,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else list(eos),
+        "pad_token_id": config.pad_token_id,
+    }
+
+
+def with_tokens(config: ModelConfig, generation: Mapping[str, Any]) -> ModelConfig:
+    """The config with the tokens of a parsed generation_config.json: where given, they are what transformers heeds."""
+    bos, pad = _token(generation, "bos_token_id"), _token(generation, "pad_token_id")
+    return replace(
+        config,
+        bos_token_id=config.bos_token_id if bos is None else bos,
+        eos_token_ids=_tokens(generation, "eos_token_id") or config.eos_token_ids,
+        pad_token_id=config.pad_token_id if pad is None else pad,
+    )
+
+
+def _rope(values: Mapping[str, Any], max_position: int, default: float) -> tuple[float, RopeScaling | None]:
+    """(theta, scaling) from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
+    rope: Mapping[str, Any] = {}
+    for name in ("rope_parameters", "rope_scaling"):  # where both stand, rope_scaling wins, as in transformers
+        entry = values.get(name)
+        if entry is not None and not isinstance(entry, dict):
+            raise DiffbitError(f"{name} is {entry!r}, wanted an object or null")
+        rope = entry or rope
+    theta = _number(rope if rope.get("rope_theta") is not None else values, "rope_theta", default=default)
+    for source in (values, rope):
+        if source.get("partial_rotary_factor") not in (None, 1, 1.0):
+            raise DiffbitError(
+                f"partial_rotary_factor is {source['partial_rotary_factor']!r}, wanted 1: diffbit turns whole heads"
+            )
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise DiffbitError(f"the rotary embedding is of type {kind!r}, wanted 'default' or 'llama3'")
+    return theta, RopeScaling(
+        factor=_number(rope, "factor"),
+        low_freq_factor=_number(rope, "low_freq_factor"),
+        high_freq_factor=_number(rope, "high_freq_factor"),
+        original_max_position=_count(rope, "original_max_position_embeddings", default=max_position),
+    )
+
+
+def _present(values: Mapping[str, Any], name: str, default: Any) -> Any:
+    value = values.get(name)
+    if value is not None:
+        return value
+    if default is None:
+        raise DiffbitError(f"the field {name} is missing")
+    return default
+
+
+def _count(values: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = _present(values, name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise DiffbitError(f"{name} is {value!r}, wanted a positive whole number")
+    return value
+
+
+def _number(values: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    value = _present(values, name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise DiffbitError(f"{name} is {value!r}, wanted a positive number")
+    return float(value)
+
+
+def _flag(values: Mapping[str, Any], name: str) -> bool:
+    value = values.get(name, False)
+    if not isinstance(value, bool):
+        raise DiffbitError(f"{name} is {value!r}, wanted true or false")
+    return value
+
+
+def _token(values: Mapping[str, Any], name: str) -> int | None:
+    value = values.get(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise DiffbitError(f"{name} is {value!r}, wanted a token id or null")
+    return value
+
+
+def _tokens(values: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    value = values.get(name)
+    items = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(item, bool) or not isinstance(item, int) for item in items):
+        raise DiffbitError(f"{name} is {value!r}, wanted a token id, a list of token ids or null")
+    return tuple(items)

@@ -1,0 +1,17 @@
+"""Hugging Face's bitnet: the plain Transformer with sub-norms, as microsoft/bitnet-b1.58-2B-4T is."""
+
+from __future__ import annotations
+
+from ..attention import softmax
+from ._huggingface import HuggingFace
+
+FAMILIES = (
+    HuggingFace(
+        "bitnet",
+        softmax.Options,
+        architecture="BitNetForCausalLM",
+        sub_norms=True,
+        act="relu2",
+        rope_theta=500000.0,
+    ),
+)

@@ -1,0 +1,14 @@
+"""diffbit's own diff_llama_v2, differential attention version 2, and diff_llama_v2_bitnet, the same with sub-norms.
+
+num_attention_heads counts query sub-heads, two a pair; rows lie on disk as in memory.
+"""
+
+from __future__ import annotations
+
+from ..attention import diff_v2
+from ._huggingface import HuggingFace
+
+FAMILIES = tuple(
+    HuggingFace(model_type, diff_v2.Options, queries=2, sub_norms=sub_norms)
+    for model_type, sub_norms in (("diff_llama_v2", False), ("diff_llama_v2_bitnet", True))
+)

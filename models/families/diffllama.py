@@ -1,0 +1,41 @@
+"""Hugging Face's diffllama, differential attention version 1; diffllama_bitnet is diffbit's own, with sub-norms.
+
+On disk all signal heads lie before all noise heads, and all first halves of the values before all second halves.
+num_attention_heads and num_key_value_heads count sub-heads, two a pair. The head norm's eps is rms_norm_eps.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..attention import diff_v1
+from ..mixer import AttentionOptions
+from ._huggingface import HuggingFace
+
+
+def _rows(mixer: AttentionOptions) -> dict[str, Tensor]:
+    queries, keys = (_pairs_from_halves(pairs, mixer.head_dim) for pairs in (mixer.num_heads, mixer.num_kv_heads))
+    return {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+
+
+def _pairs_from_halves(pairs: int, width: int) -> Tensor:
+    """Row indices that turn [all first heads, all second heads] into [first, second, first, second, ...]."""
+    return torch.arange(2 * pairs * width).view(2, pairs, width).transpose(0, 1).flatten()
+
+
+FAMILIES = tuple(
+    HuggingFace(
+        model_type,
+        diff_v1.Options,
+        queries=2,
+        keys=2,
+        architecture=architecture,
+        sub_norms=sub_norms,
+        rows=_rows,
+    )
+    for model_type, architecture, sub_norms in (
+        ("diffllama", "DiffLlamaForCausalLM", False),
+        ("diffllama_bitnet", None, True),
+    )
+)

@@ -1,0 +1,8 @@
+"""Hugging Face's llama: the plain Transformer."""
+
+from __future__ import annotations
+
+from ..attention import softmax
+from ._huggingface import HuggingFace
+
+FAMILIES = (HuggingFace("llama", softmax.Options, architecture="LlamaForCausalLM", norm_eps=1e-6),)

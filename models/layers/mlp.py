@@ -1,0 +1,79 @@
+"""The gated MLP (arXiv 2002.05202, eq. 6), with a norm before down_proj in layers with sub-norms:
+
+    y = down_proj(ffn_sub_norm(act(gate_proj(x)) * up_proj(x)))
+
+An MLP is one file in models/mlp/ that says what `act` is. Biases of its linears, once a model has them, are made here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor, nn
+
+from ..checks import check_count
+from ..graph import Graph
+from ..mixer import Place
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+@dataclass(frozen=True)
+class MLPOptions(ABC):
+    """intermediate_size: rows of gate_proj and up_proj."""
+
+    intermediate_size: int
+
+    def __post_init__(self) -> None:
+        check_count("intermediate_size", self.intermediate_size)
+
+    @property
+    def name(self) -> str:
+        """Of the MLP's file."""
+        return type(self).__module__.rpartition(".")[2]
+
+    @property
+    @abstractmethod
+    def elementwise(self) -> int:
+        """Operations for each of the intermediate_size channels of a token, its linears apart."""
+
+    @abstractmethod
+    def module(self, place: Place) -> GatedMLP: ...
+
+
+class GatedMLP(nn.Module):
+    wide = False  # may act(gate) * up pass float16's largest number? Then a float16 graph computes it in float32
+
+    def __init__(self, options: MLPOptions, place: Place) -> None:
+        super().__init__()
+        self.gate_proj: nn.Module = nn.Linear(place.hidden_size, options.intermediate_size, bias=False)
+        self.up_proj: nn.Module = nn.Linear(place.hidden_size, options.intermediate_size, bias=False)
+        self.ffn_sub_norm = place.sub_norm(options.intermediate_size)
+        self.down_proj: nn.Module = nn.Linear(options.intermediate_size, place.hidden_size, bias=False)
+
+    def act(self, gate: Tensor) -> Tensor:
+        """gate_proj's output [B, S, F] -> what up_proj's is multiplied by."""
+        raise NotImplementedError
+
+    def onnx_act(self, g: Graph, gate: ir.Value) -> ir.Value:
+        """`act` as ONNX nodes; float32 where the MLP is `wide`."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act(self.gate_proj(x)) * self.up_proj(x)
+        out: Tensor = self.down_proj(self.ffn_sub_norm(hidden))
+        return out
+
+    def onnx(self, g: Graph, x: ir.Value) -> ir.Value:
+        """`forward` as ONNX nodes. The norm makes small again what is wide, so it is computed in float32 with it."""
+        gate, up = g.linear(x, self.gate_proj, "gate_proj"), g.linear(x, self.up_proj, "up_proj")
+        raised = self.wide and g.dtype is not np.float32
+        if raised:
+            gate, up = g.cast(gate, np.float32), g.cast(up, np.float32)
+        hidden = g.op("Mul", [self.onnx_act(g, gate), up])
+        hidden = g.norm(hidden, self.ffn_sub_norm, "ffn_sub_norm", np.float32 if raised else None)
+        return g.linear(g.cast(hidden, g.dtype) if raised else hidden, self.down_proj, "down_proj")

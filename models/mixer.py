@@ -1,0 +1,269 @@
+"""What stands in the first half of a layer: attention in one of its variants, or another mixer of tokens.
+
+A mixer is one file, in attention/ or in mixers/, found by listing the folder. The file has
+
+    Options    a frozen dataclass, which config.json and manifests hold field by field: sizes, and what else of the
+               mathematics a layer may choose. It also answers all that can be known without weights
+    a Mixer    the module that `Options.module` makes
+
+`Block` and this base class do the rest: the norm before the mixer, and behind its heads the sub-norm and o_proj.
+
+    y = out_scale * o_proj(attn_sub_norm(heads(x)))         attn_sub_norm in layers with sub_norms only
+
+Rules for its parameters: the name of each linear ends in _proj, and of nothing else; all linears but o_proj read x,
+which is the normed residual stream, and nothing else reads it, so that methods can put a rotation or scales there. What
+is neither a `weight` nor a `bias` stays float32 in a model of any dtype, such as lambda_q1. Biases of linears, once a
+model has them, are made in `Mixer.__init__`.
+
+The module is called self_attn in every layer, as in checkpoints, whatever the mixer is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import DiffbitError
+from ..ops.cache import Buffer
+from .checks import check_heads
+from .graph import Graph
+from .layers.norm import RMSNorm
+from .layers.rope import Rope
+from .layers.softmax import Arithmetic, LogitsHook
+from .layers.state import LayerCache, State
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from .graph import Cache
+
+
+@dataclass(frozen=True)
+class Place:
+    """The layer that a mixer or an MLP stands in. sub_norm_eps: of the norms before o_proj and down_proj, None where
+    the layer has none."""
+
+    index: int
+    hidden_size: int
+    sub_norm_eps: float | None = None
+
+    def sub_norm(self, width: int) -> nn.Module:
+        """What stands before an output projection: with a norm there a BitLinear rounds numbers of known size (arXiv
+        2402.17764, section 2; SubLN, 2210.06423)."""
+        return nn.Identity() if self.sub_norm_eps is None else RMSNorm(width, self.sub_norm_eps)
+
+
+@dataclass(frozen=True)
+class Symmetries:
+    """What may change in a mixer's weights while it computes the same: what methods use that run before rounding
+    (quantize/methods/). The defaults hold for any mixer: nothing.
+
+    value_width   w: rows of v_proj in blocks of w, a block per kv head, and columns of o_proj in blocks of w, a block
+                  per head, may be multiplied by any orthogonal [w, w] matrix, one per kv head, Q^T W_v and W_o Q; head
+                  i reads the value of kv head i // (heads / kv heads). 0: they may not.
+    value_scales  whether those matrices may also be diagonal: the value's channels scaled one by one
+    key_of        the key sub-head that each query sub-head meets: rows j and j + d/2 of a key sub-head, which RoPE
+                  turns as a pair, and of all query sub-heads that meet it may be turned by any one angle. (): they may
+                  not.
+    """
+
+    value_width: int = 0
+    value_scales: bool = False
+    key_of: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Operations:
+    """What one token costs in a mixer, its linears apart: multiply-adds.
+
+    logits  of queries with keys: integer ones where a scheme rounds queries
+    matrix  of the other float products, such as those with values or of a state
+    other   done element by element: RoPE, softmax, differences, norms
+    """
+
+    logits: int = 0
+    matrix: int = 0
+    other: int = 0
+
+
+class KVBuffers(Protocol):
+    def __call__(self, heads: int, width: int, in_place: str) -> tuple[Buffer, ...]:
+        """The buffers of keys and values of `heads` heads `width` wide under the scheme at hand. in_place: whether
+        float ones can be bound as past and present at once (ops/cache.py)."""
+
+
+@dataclass(frozen=True)
+class MixerOptions(ABC):
+    @property
+    def name(self) -> str:
+        """Of the mixer's file."""
+        return type(self).__module__.rpartition(".")[2]
+
+    @abstractmethod
+    def module(self, place: Place) -> Mixer: ...
+
+    @abstractmethod
+    def buffers(self, kv: KVBuffers) -> tuple[Buffer, ...]:
+        """What an artifact keeps of the tokens so far: `kv(...)`, buffers of its own, or both."""
+
+    @abstractmethod
+    def state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> State:
+        """The same in torch; capacity in tokens."""
+
+    @abstractmethod
+    def operations(self, context: int, low_bit: bool) -> Operations:
+        """context: tokens so far, this one among them. low_bit: are the cache or the logits in low bits?"""
+
+    def symmetries(self) -> Symmetries:
+        """A file that inherits another's says here what still holds; what does not is found when a method tries it."""
+        return Symmetries()
+
+    @property
+    def rope_width(self) -> int:
+        """Width of the heads that RoPE turns; 0: the layer has no use for positions."""
+        return 0
+
+    @property
+    def softmaxes(self) -> int:
+        """Rows of attention weights that a token has."""
+        return 0
+
+    def joint_rows(self) -> dict[str, int]:
+        """{"q_proj": R, ...}: each R neighbouring rows meet in one head, both branches of a pair where they have rows
+        of their own (quantize/methods/joint.py)."""
+        return {}
+
+
+class Mixer(nn.Module):
+    out_scale = 1.0  # the factor on o_proj's output
+
+    def __init__(self, place: Place, width: int, **rows: int) -> None:
+        """rows: {name: out_features} of the linears that read x. width: of what `heads` returns."""
+        super().__init__()
+        self.layer_index = place.index
+        for name, count in rows.items():
+            self.add_module(name, nn.Linear(place.hidden_size, count, bias=False))
+        self.attn_sub_norm = place.sub_norm(width)
+        self.o_proj = nn.Linear(width, place.hidden_size, bias=False)
+
+    def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None) -> Tensor:
+        """What the mixer finds: x [B, S, E] -> [B, S, width].
+
+        rope: cos, sin, fp32 [B, S, rope_width / 2]. mask: bool [B, 1, S, T], where a query may look, None where
+        causality alone decides (layers/masks.py). state: as `MixerOptions.state` made it, with the tokens before x; x
+        is added.
+        """
+        raise NotImplementedError
+
+    def onnx_heads(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
+        """`heads` as ONNX nodes; past, and what is returned beside the heads: the layer's buffers by their names."""
+        raise NotImplementedError
+
+    def derived(self) -> dict[str, Tensor]:
+        """Numbers that follow from weights alone; they are checked to be finite when a model is put together."""
+        return {}
+
+    def forward(self, x: Tensor, rope: Rope, mask: Tensor | None = None, state: State | None = None) -> Tensor:
+        """x [B, S, E] -> [B, S, E]."""
+        out: Tensor = self.o_proj(self.attn_sub_norm(self.heads(x, rope, mask, state)))
+        return out if self.out_scale == 1 else out * self.out_scale
+
+    def onnx(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
+        """`forward` as ONNX nodes."""
+        heads, present = self.onnx_heads(g, x, past)
+        heads = g.norm(heads, self.attn_sub_norm, "attn_sub_norm")
+        return g.linear(heads, self.o_proj, "o_proj", self.out_scale), present
+
+
+@dataclass(frozen=True)
+class AttentionOptions(MixerOptions):
+    """Sizes as the mathematics counts them: a head of a plain Transformer has one softmax, a differential head two (a
+    pair of query sub-heads), each head_dim = d wide. num_kv_heads: groups of heads that share keys and values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        check_heads(self.num_heads, self.num_kv_heads, self.head_dim)
+
+    @staticmethod
+    @abstractmethod
+    def equal_heads(pairs: int) -> tuple[int, int]:
+        """(num_heads, num_kv_heads) of a model as large as diff_v1 with that many pairs, for fair twins."""
+
+    @property
+    def cache_heads(self) -> int:
+        """Heads in the KV cache, each head_dim wide."""
+        return self.num_kv_heads
+
+    @property
+    def in_place(self) -> str:
+        """Whether a float cache can be one memory for past and present (ops/cache.py): DiffAttention's kernel writes
+        into its buffer, its body returns a longer one."""
+        return "native"
+
+    @property
+    def rope_width(self) -> int:
+        return self.head_dim
+
+    def buffers(self, kv: KVBuffers) -> tuple[Buffer, ...]:
+        return kv(self.cache_heads, self.head_dim, self.in_place)
+
+    def operations(self, context: int, low_bit: bool) -> Operations:
+        """Of softmaxes alone: a variant adds its own."""
+        products = self.softmaxes * self.head_dim * context
+        rotated = (self.softmaxes + self.cache_heads) * self.head_dim
+        return Operations(products, products, 2 * self.softmaxes * context + 2 * rotated)
+
+    def state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> LayerCache:
+        return LayerCache.empty((batch, self.cache_heads, capacity, self.head_dim), dtype, device)
+
+
+class Attention(Mixer):
+    """A mixer of softmaxes. It can be computed step by step, with other products than float ones (low-bit attention)
+    and with its logits seen or replaced (outliers)."""
+
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+
+    def __init__(self, options: AttentionOptions, place: Place, width: int, **rows: int) -> None:
+        super().__init__(place, width, **rows)
+        self.num_heads, self.num_kv_heads, self.head_dim = options.num_heads, options.num_kv_heads, options.head_dim
+        self.scale = self.head_dim**-0.5
+        self.logits_hook: LogitsHook | None = None  # sees the scaled logits; what it returns takes their place
+        self.arithmetic: Arithmetic | None = None  # takes the place of the two matrix products
+
+    @property
+    def explicit(self) -> bool:
+        """Are the logits to be computed for themselves?"""
+        return self.logits_hook is not None or self.arithmetic is not None
+
+    def lambda_value(self) -> Tensor | None:
+        """What the noise branch is multiplied by, a fp32 scalar; None where there is none, or one for each token."""
+        return None
+
+
+def appended(state: State | None, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, Hk, S, d] with those of the tokens before them, [B, Hk, T, d]."""
+    if state is None:
+        return key, value
+    assert isinstance(state, LayerCache)
+    return state.append(key, value)
+
+
+def check_derived(module: nn.Module) -> None:
+    """A DiffbitError that names the layer where a number computed from its weights is infinite or NaN."""
+    for part in module.modules():
+        if isinstance(part, Mixer):
+            for what, value in part.derived().items():
+                if not value.isfinite().all():
+                    raise DiffbitError(
+                        f"model.layers.{part.layer_index}.self_attn: {what}, computed from its weights, is "
+                        f"{value.flatten()[0].item()}; the checkpoint is damaged"
+                    )
