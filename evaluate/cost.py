@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import log2, prod
-from typing import Any
 
 from ..models import LayerSpec, ModelConfig
 from ..models.checkpoint.names import shapes

@@ -35,7 +35,6 @@ from ..ops.kv_cache import GROUP
 from ..quantize import AttentionScheme
 from ..quantize.cache import attributes, is_low_bit, operator
 from .graph import MICROSOFT, Graph
-from .linear import emit
 
 # Added to the logits of hidden keys: finite, so that a query that sees nothing (padding) gives numbers and not NaN
 HIDDEN: dict[type, float] = {np.float32: -1e30, np.float16: -65504.0}
@@ -151,11 +150,6 @@ class DecoderGraph(Graph):
         row = self.op("Where", [real, self.const(0, self.dtype), self.const(HIDDEN[self.dtype], self.dtype)])  # [B, T]
         shape = self.op("Concat", [self._batch, self.const([1]), self._length, self._total], axis=0)
         return self.op("Expand", [self.op("Unsqueeze", [row, self.const([1, 2])]), shape])
-
-    def linear(self, x: ir.Value, module: nn.Module, name: str, scale: float = 1.0) -> ir.Value:
-        """scale * (x W^T) of a linear layer, float or quantized, as the node that its weight's format calls for."""
-        with self.scope(name):
-            return emit(self, x, module, scale)
 
     def softmax_attention(
         self,

@@ -180,6 +180,13 @@ class Graph:
     def cast(self, x: ir.Value, dtype: DTypeLike) -> ir.Value:
         return self.op("Cast", [x], to=int(ir.DataType.from_numpy(np.dtype(dtype))))
 
+    def linear(self, x: ir.Value, module: Any, name: str, scale: float = 1.0) -> ir.Value:
+        """scale * (x W^T) for a linear layer (float or QuantLinear), as the node that its weight's format calls for."""
+        from .linear import emit  # here: it builds on this module
+
+        with self.scope(name):
+            return emit(self, x, module, scale)
+
     def norm(self, x: ir.Value, module: nn.Module, name: str, dtype: type[np.floating] | None = None) -> ir.Value:
         """x, of the graph's dtype or `dtype`, through an RMSNorm; unchanged where none stands (nn.Identity)."""
         if not isinstance(module, RMSNorm):

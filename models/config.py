@@ -43,17 +43,19 @@ def variants() -> tuple[str, ...]:
 
 def attention_options(name: str) -> type[AttentionOptions]:
     """The options of an attention variant."""
-    return _options("attention", name, {name: attention for name in variants()}, AttentionOptions)
+    options: type[AttentionOptions] = _file("attention", name, attention).Options
+    return options
 
 
 def mixer_options(name: str) -> type[MixerOptions]:
     """The options of an attention variant or another mixer."""
-    found = {name: package for package in (attention, mixers) for name in _listed(package)}
-    return _options("mixer", name, found, MixerOptions)
+    options: type[MixerOptions] = _file("mixer", name, attention, mixers).Options
+    return options
 
 
 def mlp_options(name: str) -> type[MLPOptions]:
-    return _options("mlp", name, {name: mlp for name in _listed(mlp)}, MLPOptions)
+    options: type[MLPOptions] = _file("mlp", name, mlp).Options
+    return options
 
 
 @cache
@@ -61,12 +63,12 @@ def _listed(package: ModuleType) -> tuple[str, ...]:
     return tuple(sorted(module.name for module in iter_modules(package.__path__)))
 
 
-def _options(what: str, name: str, found: dict[str, ModuleType], wanted: type[T]) -> type[T]:
-    if name not in found:
-        raise DiffbitError(f"{what} is {name!r}, wanted one of {', '.join(found)}")
-    options: type[T] = import_module(f".{name}", found[name].__name__).Options
-    assert issubclass(options, wanted)
-    return options
+def _file(what: str, name: str, *packages: ModuleType) -> ModuleType:
+    for package in packages:
+        if name in _listed(package):
+            return import_module(f".{name}", package.__name__)
+    known = [name for package in packages for name in _listed(package)]
+    raise DiffbitError(f"{what} is {name!r}, wanted one of {', '.join(known)}")
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,11 @@ class Options(AttentionOptions):
         return Symmetries(value_width=2 * self.head_dim, key_of=key_of)
 
     @property
+    def query_rows(self) -> int:
+        """Of q_proj."""
+        return 2 * self.num_heads * self.head_dim
+
+    @property
     def cache_heads(self) -> int:
         return 2 * self.num_kv_heads
 
@@ -93,11 +98,10 @@ class DiffV1(Attention):
     lambda_k2: nn.Parameter
 
     def __init__(self, options: Options, place: Place) -> None:
-        width = options.head_dim
-        queries, keys = 2 * options.num_heads * width, 2 * options.num_kv_heads * width
-        super().__init__(options, place, queries, q_proj=queries, k_proj=keys, v_proj=keys)
+        out, keys = 2 * options.num_heads * options.head_dim, 2 * options.num_kv_heads * options.head_dim
+        super().__init__(options, place, out, q_proj=options.query_rows, k_proj=keys, v_proj=keys)
         for name in LAMBDAS:
-            vector = torch.empty(width, dtype=torch.float32)
+            vector = torch.empty(options.head_dim, dtype=torch.float32)
             if not vector.is_meta:  # as in Decoder: nothing random on the meta device
                 vector.normal_(0, 0.1)
             self.register_parameter(name, nn.Parameter(vector))
@@ -117,9 +121,18 @@ class DiffV1(Attention):
         """A1 v and A2 v, fp32 [B, H, S, 2d]."""
         return self._branches(*self._projected(x, rope), mask, state)
 
+    def queries(self, x: Tensor) -> Tensor:
+        """Query sub-heads in adjacent pairs, [B, S, 2H, d], not yet rotated."""
+        found: Tensor = self.q_proj(x)
+        return found.unflatten(-1, (-1, self.head_dim))
+
+    def onnx_queries(self, g: Graph, x: ir.Value) -> ir.Value:
+        """`queries` as ONNX nodes: [B, S, 2H * d]."""
+        return g.linear(x, self.q_proj, "q_proj")
+
     def _projected(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Query [B, S, 2H, d] and key [B, S, 2KV, d], rotated, and value [B, S, 2KV, d]."""
-        query = apply_rope(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), rope)
+        query = apply_rope(self.queries(x), rope)
         key = apply_rope(self.k_proj(x).unflatten(-1, (-1, self.head_dim)), rope)
         return query, key, self.v_proj(x).unflatten(-1, (-1, self.head_dim))
 
@@ -168,7 +181,7 @@ class DiffV1(Attention):
 
     def onnx_heads(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
         return g.diff_attention(
-            g.linear(x, self.q_proj, "q_proj"),
+            self.onnx_queries(g, x),
             g.linear(x, self.k_proj, "k_proj"),
             g.linear(x, self.v_proj, "v_proj"),
             g.const([self.lambda_value().item()] * self.num_heads, "float32"),
