@@ -18,10 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache
-from importlib import import_module
-from pkgutil import iter_modules
-from types import ModuleType
 from typing import Any, TypeVar
 
 from ..errors import DiffbitError
@@ -35,40 +31,31 @@ SIZES = ("vocab_size", "hidden_size", "max_position")
 T = TypeVar("T")
 
 
-@cache
 def variants() -> tuple[str, ...]:
     """Names of the attention variants: the files of models/attention/."""
-    return _listed(attention)
+    return attention.names()
 
 
 def attention_options(name: str) -> type[AttentionOptions]:
     """The options of an attention variant."""
-    options: type[AttentionOptions] = _file("attention", name, attention).Options
-    return options
+    _check_name("attention", name, attention.names())
+    return attention.options(name)
 
 
 def mixer_options(name: str) -> type[MixerOptions]:
-    """The options of an attention variant or another mixer."""
-    options: type[MixerOptions] = _file("mixer", name, attention, mixers).Options
-    return options
+    """The options of an attention variant or of another mixer."""
+    _check_name("mixer", name, attention.names() + mixers.names())
+    return attention.options(name) if name in attention.names() else mixers.options(name)
 
 
 def mlp_options(name: str) -> type[MLPOptions]:
-    options: type[MLPOptions] = _file("mlp", name, mlp).Options
-    return options
+    _check_name("mlp", name, mlp.names())
+    return mlp.options(name)
 
 
-@cache
-def _listed(package: ModuleType) -> tuple[str, ...]:
-    return tuple(sorted(module.name for module in iter_modules(package.__path__)))
-
-
-def _file(what: str, name: str, *packages: ModuleType) -> ModuleType:
-    for package in packages:
-        if name in _listed(package):
-            return import_module(f".{name}", package.__name__)
-    known = [name for package in packages for name in _listed(package)]
-    raise DiffbitError(f"{what} is {name!r}, wanted one of {', '.join(known)}")
+def _check_name(what: str, name: str, known: tuple[str, ...]) -> None:
+    if name not in known:
+        raise DiffbitError(f"{what} is {name!r}, wanted one of {', '.join(known)}")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ Parameter names are those of Hugging Face's llama. A model can be run whole (`De
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from .layers.masks import causal_mask, default_positions
 from .layers.norm import RMSNorm
 from .layers.rope import Rope, inverse_frequencies
 from .layers.state import State
-from .mixer import Place
+from .mixer import Place, check_derived
 
 INIT_STD = 0.02
 
@@ -50,6 +52,17 @@ class Block(nn.Module):
     def forward(self, x: Tensor, rope: Rope, mask: Tensor | None = None, state: State | None = None) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope, mask, state)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def check_layer(config: ModelConfig, index: int, tensors: Mapping[str, Tensor]) -> None:
+    """A DiffbitError where a number that follows from a layer's float weights is infinite or NaN.
+
+    tensors: by their names in the layer.
+    """
+    with torch.device("meta"):
+        block = Block(config, index)
+    block.load_state_dict(tensors, assign=True)
+    check_derived(block)
 
 
 class Body(nn.Module):

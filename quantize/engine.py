@@ -18,6 +18,7 @@ from torch import Tensor
 from ..errors import DiffbitError
 from ..models import Decoder, ModelConfig
 from ..models.checkpoint.names import EMBEDDING, HEAD, shapes, stays_float32
+from ..models.decoder import check_layer
 from ..progress import Progress
 from .methods import Method, Recipe, parse_recipe
 from .model import assemble
@@ -94,6 +95,8 @@ def _read(config: ModelConfig, read: Read, names: list[str]) -> dict[str, Tensor
 
 def _finish(piece: Piece, recipe: Recipe) -> Finished:
     """Quantize a piece and take its tokens past it."""
+    if piece.is_layer:
+        check_layer(piece.config, piece.index, {piece.local(name): tensor for name, tensor in piece.tensors.items()})
     dtypes = {name: tensor.dtype for name, tensor in piece.tensors.items()}
     tied = {name: piece.tensors[name] for name in (EMBEDDING, HEAD) if name in piece.tensors}
     if piece.tokens is not None:
