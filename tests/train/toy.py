@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def options(source: str, attention: str = "diff_v1", **changes: Any) -> TrainCon
         checkpoint_every=3,
         seed=1,
     )
-    return resized(config, **changes)
+    return replace(config, **changes)
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
