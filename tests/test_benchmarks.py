@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from diffbit.errors import DiffbitError
 from diffbit.runtime import cuda, native, verify
 
+from .configs import resized
 from .native.host import emulated
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -68,7 +68,7 @@ def test_bitnet(checkpoint: Path, tmp_path: Path) -> None:
     def write(name: str, format: str | None, seed: int) -> None:
         torch.manual_seed(seed)
         attention = "softmax" if name.startswith("softmax") else "diff_v1"
-        config = replace(load(checkpoint).config, attention=attention, sub_norms=format == "ternary")
+        config = resized(load(checkpoint).config, attention=attention, sub_norms=format == "ternary")
         folder = tmp_path / "runs" / name if format is None else tmp_path / name
         save(Decoder(config), folder, tokenizer_from=checkpoint)
         if format is not None:
