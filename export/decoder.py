@@ -13,6 +13,7 @@ bias) is computed once, by `Step`; a variant adds its nodes through its own meth
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -26,9 +27,9 @@ from ..models import Block, ModelConfig, rope_tables
 from ..models.norm import RMSNorm
 from ..ops import diff_attention
 from ..ops.cache import Buffer, CacheSpec, tokens_each
-from ..ops.kv_cache import GROUP
+from ..ops.kv_cache import BLOCK
 from ..quantize import AttentionScheme
-from ..quantize.cache import attributes, is_low_bit, operator
+from ..quantize.cache import is_low_bit, operator
 from .graph import MICROSOFT, Graph
 
 # Added to the logits of hidden keys: finite, so that a query that sees nothing (padding) gives numbers and not NaN
@@ -173,7 +174,7 @@ class Step:
         norm_eps: float = 0.0,
     ) -> tuple[ir.Value, Cache]:
         """diffbit.DiffAttention with the scheme's numbers: ops/diff_attention.py says what its inputs are."""
-        kind = operator(self.attention, branches)
+        signature = operator(self.attention, branches)
         values = {"query": query, "key": key, "value": value, "lambda": lambda_}
         values |= {
             name: getattr(self, name) for name in ("past_length", "position_ids", "cos", "sin", "attention_mask")
@@ -181,19 +182,19 @@ class Step:
         values |= {f"past_{name}": buffer for name, buffer in past.items()}
         made = self._g.custom(
             diff_attention,
-            [values.get(name) for name in kind.inputs],
-            outputs=len(kind.outputs),
-            kind=kind,
+            [values.get(name) for name in signature.inputs],
+            outputs=len(signature.outputs),
+            signature=signature,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             wide_value=wide_value,
             scale=scale,
             norm_eps=norm_eps,
             window=self.attention.window if self.attention.has_window else 0,
-            **attributes(kind),
+            **asdict(signature),
         )
         found = {}
-        for name, value in zip(kind.outputs, made, strict=True):
+        for name, value in zip(signature.outputs, made, strict=True):
             if name:
                 found[name] = value
             else:
@@ -282,5 +283,5 @@ class DecoderGraph:
 
 def _named(buffer: Buffer, when: str) -> list[int | str]:
     """Its shape with names for what varies."""
-    names = {1: f"{when}_sequence", GROUP: f"{when}_groups"}
+    names = {1: f"{when}_sequence", BLOCK: f"{when}_groups"}
     return ["batch", *(dim if isinstance(dim, int) else names[tokens_each(dim)] for dim in buffer.shape)]

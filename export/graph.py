@@ -27,6 +27,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ..errors import DiffbitError
 from ..models.norm import RMSNorm
+from ..ops.schema import DOMAIN, DOMAIN_VERSION
 
 MODEL = "model.onnx"
 DATA = "model.onnx.data"
@@ -112,18 +113,18 @@ class Graph:
         inputs: Sequence[ir.Value | None],
         *,
         outputs: int = 1,
-        kind: Any = None,
+        signature: Any = None,
         **attributes: Any,
     ) -> Any:
         """A node of one of diffbit's own ops (a module of ops/), whose body travels with the model.
 
-        kind: of an op that has several bodies, which; it has the node's name, and a model's nodes of one name share it.
+        signature: of an op that has several bodies, which; a model's nodes of one op share it.
         """
-        name = op.NAME if kind is None else kind.name
+        name = op.OP.name
         if name not in self._functions:
-            self._functions[name] = op.function() if kind is None else op.function(kind)
-            self._graph.opset_imports[op.DOMAIN] = 1
-        return self.op(name, inputs, domain=op.DOMAIN, outputs=outputs, spec_version=op.VERSION, **attributes)
+            self._functions[name] = op.function() if signature is None else op.function(signature)
+            self._graph.opset_imports[DOMAIN] = DOMAIN_VERSION
+        return self.op(name, inputs, domain=DOMAIN, outputs=outputs, **op.OP.attributes_of(attributes))
 
     def const(self, values: ArrayLike, dtype: DTypeLike = np.int64) -> ir.Value:
         """A constant inside model.onnx; equal ones are shared."""

@@ -15,44 +15,34 @@ values may have different formats.
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from ..models import ModelConfig, variant
 from ..ops.cache import TOKENS, Buffer, CacheSpec
-from ..ops.diff_attention import Kind
-from ..ops.kv_cache import BITS, GROUP, settled
+from ..ops.diff_attention import Signature
+from ..ops.kv_cache import BITS, BLOCK, quantized_tokens
 from .scheme import AttentionScheme
 
-GROUPS = f"{TOKENS}/{GROUP}"
+GROUPS = f"{TOKENS}/{BLOCK}"
 
 
 def is_low_bit(scheme: AttentionScheme) -> bool:
     """Does it take diffbit's own operator, whatever the attention variant?"""
-    return scheme.logits is not None or scheme.key_format != "float" or scheme.value_format != "float"
+    return scheme.key_format != "float" or scheme.value_format != "float"
 
 
-def operator(scheme: AttentionScheme, branches: int) -> Kind:
+def operator(scheme: AttentionScheme, branches: int) -> Signature:
     """The operator that computes it."""
-    return Kind(
+    return Signature(
         key_bits=BITS[scheme.key_format],
         value_bits=BITS[scheme.value_format],
         query_bits=scheme.query_bits,
         branches=branches,
-        logit_bits=scheme.logits or 0,
     )
-
-
-def attributes(kind: Kind) -> dict[str, int]:
-    """A node's, of what a kind says; only LowBitLogitsAttention has logit_bits."""
-    return {name: value for name, value in asdict(kind).items() if name != "logit_bits" or value}
 
 
 def cache_spec(config: ModelConfig, scheme: AttentionScheme, dtype: str) -> CacheSpec:
     """The cache of a model under a scheme; dtype: of what is not low-bit."""
     attention = variant(config.attention).Attention
     in_place = "native" if is_low_bit(scheme) else str(attention.cache_in_place)
-    if scheme.logits is not None:
-        in_place = "never"  # there is no kernel
     layer = buffers(scheme, attention.cache_heads(config), config.head_dim, dtype, in_place)
     return CacheSpec((layer,) * config.num_layers)
 
@@ -71,23 +61,23 @@ def buffers(
         if format == "int8":
             found.append((f"{part}_scale", "float32", (heads, TOKENS)))
         elif BITS[format] < 8:
-            grid = (GROUPS, 2, head_dim) if part == "key" else (TOKENS, 2, head_dim // GROUP)
+            grid = (GROUPS, 2, head_dim) if part == "key" else (TOKENS, 2, head_dim // BLOCK)
             found.append((f"{part}_scale", "float16", (heads, *grid)))
     for part, format in formats.items():
         if BITS[format] < 8:
-            found.append((f"{part}_recent", "float16", (heads, scheme.window + GROUP, head_dim)))
+            found.append((f"{part}_recent", "float16", (heads, scheme.window + BLOCK, head_dim)))
     return tuple(Buffer(name, kind, shape, in_place) for name, kind, shape in found)
 
 
 def step_bytes(config: ModelConfig, scheme: AttentionScheme, dtype: str, context: int) -> float:
     """Of one sequence, all layers: bytes that a decoded token reads of a cache of `context` tokens, itself among them,
     and writes to it; what is written once for a group of tokens counts a share of it."""
-    low = settled(context, scheme.window)
+    low = quantized_tokens(context, scheme.window)
     total = 0.0
     for buffer in cache_spec(config, scheme, dtype).buffers.values():
         format = scheme.key_format if buffer.name.startswith("key") else scheme.value_format
         if buffer.name.endswith("recent"):
-            total += buffer.nbytes(0) / (scheme.window + GROUP) * (context - low + 1)
+            total += buffer.nbytes(0) / (scheme.window + BLOCK) * (context - low + 1)
         else:
-            total += buffer.nbytes(GROUP) / GROUP * ((low if BITS[format] < 8 else context) + 1)
+            total += buffer.nbytes(BLOCK) / BLOCK * ((low if BITS[format] < 8 else context) + 1)
     return total

@@ -30,7 +30,7 @@ from .. import files
 from ..errors import DiffbitError
 from ..models import ModelConfig
 from ..models.layout import EMBEDDING, shapes
-from ..ops.kv_cache import BITS, GROUP
+from ..ops.kv_cache import BITS, BLOCK
 from .formats import Format, parse_format
 
 KEPT = ("lm_head", "lambda_proj")  # float unless an override names them
@@ -92,9 +92,9 @@ class AttentionScheme:
     def check(self, config: ModelConfig) -> None:
         """A DiffbitError where a model's heads cannot be held in the cache's formats."""
         for name, format in (("keys", self.key_format), ("values", self.value_format)):
-            if BITS[format] < 8 and config.head_dim % GROUP:
+            if BITS[format] < 8 and config.head_dim % BLOCK:
                 raise DiffbitError(
-                    f"{name} cannot be {format}: heads are {config.head_dim} wide, wanted a multiple of {GROUP}; use "
+                    f"{name} cannot be {format}: heads are {config.head_dim} wide, wanted a multiple of {BLOCK}; use "
                     "int8"
                 )
 
