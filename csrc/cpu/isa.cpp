@@ -1,12 +1,15 @@
 #include "isa.h"
 
 #include <cstdlib>
+#include <string>
+#include <vector>
 
-#include "op.h"
+#include "../ort/op.h"
+#include "ops.h"
 
-#if DIFFBIT_X86
+#if defined(__x86_64__) || defined(_M_X64)
 #include <cpuid.h>
-#elif DIFFBIT_ARM && defined(__linux__)
+#elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #endif
@@ -14,13 +17,13 @@
 namespace diffbit {
 namespace {
 
-constexpr Isa BEST_FIRST[] = {Isa::avx512vnni, Isa::avxvnni, Isa::avx2, Isa::neon, Isa::scalar};
-
-#if DIFFBIT_X86
-struct X86 {
+/// What this CPU has and its operating system saves; a member for each set in the table.
+struct Processor {
   bool avx2 = false, avxvnni = false, avx512vnni = false;
+  bool neon = false;
 
-  X86() {
+#if defined(__x86_64__) || defined(_M_X64)
+  Processor() {
     unsigned a, b, c, d;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return;
     const bool fma = c & bit_FMA, f16c = c & bit_F16C, osxsave = c & bit_OSXSAVE;
@@ -34,59 +37,48 @@ struct X86 {
     avx512vnni = avx2 && (low & 0xe6) == 0xe6 && (leaf7_b & wanted) == wanted && (leaf7_c & (1u << 11));
     if (subleaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) avxvnni = avx2 && (a & (1u << 4));
   }
-};
+#elif defined(__aarch64__) && defined(__linux__)
+  Processor() : neon(getauxval(AT_HWCAP) & HWCAP_ASIMDDP) {}
+#elif defined(__aarch64__)
+  Processor() : neon(true) {}  // Apple's all have it
 #endif
+};
+
+struct Available {
+  const char* name;
+  Isa isa;
+};
+
+/// Best first; the last is scalar.
+const std::vector<Available>& available() {
+  static const std::vector<Available> found = [] {
+    const Processor processor;
+    std::vector<Available> made;
+#define DIFFBIT_ADD(name, more) \
+  if (processor.name) made.push_back({#name, Isa::name});
+    DIFFBIT_ISAS(DIFFBIT_ADD, )
+#undef DIFFBIT_ADD
+    made.push_back({"scalar", Isa::scalar});
+    return made;
+  }();
+  return found;
+}
 
 }  // namespace
 
-const char* name(Isa isa) {
-  switch (isa) {
-    case Isa::scalar: return "scalar";
-    case Isa::avx2: return "avx2";
-    case Isa::avxvnni: return "avxvnni";
-    case Isa::avx512vnni: return "avx512vnni";
-    case Isa::neon: return "neon";
-  }
-  return "";
-}
-
-bool available(Isa isa) {
-#if DIFFBIT_X86
-  static const X86 cpu;
-#endif
-  switch (isa) {
-    case Isa::scalar: return true;
-#if DIFFBIT_HAS_AVX2
-    case Isa::avx2: return cpu.avx2;
-#endif
-#if DIFFBIT_HAS_AVXVNNI
-    case Isa::avxvnni: return cpu.avxvnni;
-#endif
-#if DIFFBIT_HAS_AVX512VNNI
-    case Isa::avx512vnni: return cpu.avx512vnni;
-#endif
-#if DIFFBIT_HAS_NEON && defined(__linux__)
-    case Isa::neon: return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
-#elif DIFFBIT_HAS_NEON
-    case Isa::neon: return true;  // Apple's arm64 processors all have the dot product
-#endif
-    default: return false;
-  }
+std::string available_isas(const char* between) {
+  std::string names;
+  for (const Available& one : available()) names += (names.empty() ? "" : between) + std::string(one.name);
+  return names;
 }
 
 Isa choose_isa() {
   const char* wanted = std::getenv("DIFFBIT_ISA");
-  if (wanted && *wanted) {
-    for (Isa isa : BEST_FIRST)
-      if (available(isa) && std::string(wanted) == name(isa)) return isa;
-    std::string offered;
-    for (Isa isa : BEST_FIRST)
-      if (available(isa)) offered += std::string(offered.empty() ? "" : ", ") + name(isa);
-    throw Error("DIFFBIT_ISA is %s, which this CPU or this build lacks; choose one of %s", wanted, offered.c_str());
-  }
-  for (Isa isa : BEST_FIRST)
-    if (available(isa)) return isa;
-  return Isa::scalar;
+  if (!wanted || !*wanted) return available().front().isa;
+  for (const Available& one : available())
+    if (std::string(wanted) == one.name) return one.isa;
+  throw Error("DIFFBIT_ISA is %s, which this CPU or this build lacks; choose one of %s", wanted,
+              available_isas(", ").c_str());
 }
 
 }  // namespace diffbit

@@ -3,7 +3,7 @@
 // the old tokens when they begin.
 #pragma once
 
-#include "../ort_abi.h"
+#include "../ort/abi.h"
 #include "api.h"
 #include "device.h"
 

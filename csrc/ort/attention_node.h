@@ -1,19 +1,16 @@
-// diffbit.DiffAttention (ops/diff_attention.py says what it computes).
+// diffbit.DiffAttention's node and tensors, checked; the same on every device (ops/diff_attention.py says what it computes).
 #pragma once
 
+#include "generated/schema.h"
 #include "op.h"
 
 namespace diffbit {
 
-struct AttentionKernels;
-struct LowBitKernels;
-
-inline long long number(int64_t value) { return static_cast<long long>(value); }  // for %lld
-
 /// How many of `total` tokens a cache of 4 or 2 bits holds as codes.
-int64_t settled(int64_t total, int64_t window);
+int64_t quantized_tokens(int64_t total, int64_t window);
 
-/// Keys or values of a run: what was, what is new, and the buffers of both; those that the kind has not are null.
+/// Keys or values of a call: what was, what is new, and the buffers of both; those that a cache of these bits has not are
+/// null.
 struct CacheTensors {
   Tensor fresh;  // [B, S, Hk * d]
   Tensor past, past_scale, past_recent;
@@ -23,17 +20,17 @@ struct CacheTensors {
   int64_t past_capacity, capacity;
   bool in_place, recent_in_place;  // past and present are one memory
 
-  bool grids() const { return bits < 8; }
+  /// Blocks of 32 numbers with a scale and a zero point.
+  bool blockwise() const { return bits < 8; }
 };
 
 struct AttentionTensors {
-  int64_t batch, steps, past, d;
+  int64_t batch, length, past, d;  // length: the new tokens
   Tensor query, lambda, positions, cos, sin, mask, out;
   CacheTensors keys, values;
 };
 
-/// What a node and its tensors say, checked; the same on every device.
-struct AttentionNode {
+struct AttentionNode : schema::DiffAttention {
   explicit AttentionNode(const Node& node);
   /// Of these only past_length is read: the others may lie where this code cannot look.
   AttentionTensors tensors(Context& context) const;
@@ -42,17 +39,6 @@ struct AttentionNode {
   int64_t branches, window;
   int key_bits, value_bits, query_bits;
   float scale, norm_eps;
-};
-
-class DiffAttention : AttentionNode {
- public:
-  static constexpr const char* NAME = "DiffAttention";
-  explicit DiffAttention(const Node& node);
-  void compute(Context& context) const;
-
- private:
-  const AttentionKernels* kernels_;
-  const LowBitKernels* lowbit_;
 };
 
 }  // namespace diffbit

@@ -3,17 +3,14 @@
 // With a library registered there is no way back to an op's portable body: a model whose types none of these entries
 // has fails to load. So every combination that diffbit exports is here, for each device that the library has kernels for.
 
-#include <initializer_list>
 #include <new>
 #include <vector>
 
-#include "diff_attention.h"
-#include "hadamard.h"
-#include "int4_matmul.h"
+#include "../cpu/isa.h"
+#include "../cpu/ops.h"
 #include "op.h"
-#include "ternary_matmul.h"
 #if DIFFBIT_HAS_CUDA
-#include "cuda/ops.h"
+#include "../cuda/ops.h"
 #endif
 
 #define DIFFBIT_EXPORT extern "C" __attribute__((visibility("default")))
@@ -21,26 +18,10 @@
 namespace diffbit {
 namespace {
 
-constexpr size_t MOST_INPUTS = 16, MOST_OUTPUTS = 8;
-
-struct Signature {
-  size_t inputs, outputs;
-  int input_types[MOST_INPUTS];
-  int output_types[MOST_OUTPUTS];
-  size_t required_inputs, required_outputs;  // those after them are optional
-  size_t optional_input = MOST_INPUTS;       // one before them
-};
-
-/// Where an op runs: nullptr, the CPU; and which of its inputs the CPU reads even so.
-struct Place {
-  const char* provider = nullptr;
-  size_t cpu_input = MOST_INPUTS;
-};
-
 struct Entry : OrtCustomOp {
-  const char* op = "";
-  Signature signature{};
-  Place place{};
+  const schema::Signature* signature;
+  const int* types;      // of inputs, then of outputs
+  const char* provider;  // null: the CPU
 };
 
 struct Kernel {
@@ -74,27 +55,26 @@ OrtStatus* guarded(const OrtApi* api, const char* op, const Body& body) {
 const Entry& entry(const OrtCustomOp* op) { return *static_cast<const Entry*>(op); }
 
 template <class Op>
-Entry make(const Signature& signature, const Place& place = {}) {
+Entry make(const int* types, const char* provider) {
   Entry made{};
-  made.op = Op::NAME;
-  made.signature = signature;
-  made.place = place;
+  made.signature = &Op::SIGNATURE;
+  made.types = types;
+  made.provider = provider;
   made.version = ort::API_VERSION;
-  made.GetName = [](const OrtCustomOp* op) { return entry(op).op; };
-  made.GetExecutionProviderType = [](const OrtCustomOp* op) { return entry(op).place.provider; };
-  made.GetInputType = [](const OrtCustomOp* op, size_t i) { return entry(op).signature.input_types[i]; };
-  made.GetInputTypeCount = [](const OrtCustomOp* op) { return entry(op).signature.inputs; };
-  made.GetOutputType = [](const OrtCustomOp* op, size_t i) { return entry(op).signature.output_types[i]; };
-  made.GetOutputTypeCount = [](const OrtCustomOp* op) { return entry(op).signature.outputs; };
+  made.GetName = [](const OrtCustomOp* op) { return entry(op).signature->name; };
+  made.GetExecutionProviderType = [](const OrtCustomOp* op) { return entry(op).provider; };
+  made.GetInputType = [](const OrtCustomOp* op, size_t i) { return entry(op).types[i]; };
+  made.GetInputTypeCount = [](const OrtCustomOp* op) { return entry(op).signature->inputs; };
+  made.GetOutputType = [](const OrtCustomOp* op, size_t i) { return entry(op).types[entry(op).signature->inputs + i]; };
+  made.GetOutputTypeCount = [](const OrtCustomOp* op) { return entry(op).signature->outputs; };
   made.GetInputCharacteristic = [](const OrtCustomOp* op, size_t i) -> int {
-    const Signature& signature = entry(op).signature;
-    return i < signature.required_inputs && i != signature.optional_input ? ort::REQUIRED : ort::OPTIONAL;
+    return entry(op).signature->optional_inputs >> i & 1 ? ort::OPTIONAL : ort::REQUIRED;
   };
   made.GetOutputCharacteristic = [](const OrtCustomOp* op, size_t i) -> int {
-    return i < entry(op).signature.required_outputs ? ort::REQUIRED : ort::OPTIONAL;
+    return entry(op).signature->optional_outputs >> i & 1 ? ort::OPTIONAL : ort::REQUIRED;
   };
   made.GetInputMemoryType = [](const OrtCustomOp* op, size_t i) -> int {
-    return i == entry(op).place.cpu_input ? ort::CPU_INPUT : ort::DEVICE;
+    return entry(op).provider && entry(op).signature->host_inputs >> i & 1 ? ort::CPU_INPUT : ort::DEVICE;
   };
   made.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 1; };
   made.GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 1; };
@@ -102,9 +82,9 @@ Entry make(const Signature& signature, const Place& place = {}) {
   made.GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 1; };
   made.GetStartVersion = [](const OrtCustomOp*) { return 1; };
   made.GetEndVersion = [](const OrtCustomOp*) { return 0x7fffffff; };
-  made.CreateKernelV2 = [](const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, void** kernel) {
-    return guarded(api, entry(op).op, [&] {
-      Kernel* created = new KernelOf<Op>(Node(api, info, entry(op).op));
+  made.CreateKernelV2 = [](const OrtCustomOp*, const OrtApi* api, const OrtKernelInfo* info, void** kernel) {
+    return guarded(api, Op::NAME, [&] {
+      Kernel* created = new KernelOf<Op>(Node(api, info, Op::NAME));
       created->api = api;
       *kernel = created;
     });
@@ -120,37 +100,22 @@ Entry make(const Signature& signature, const Place& place = {}) {
   return made;
 }
 
-using namespace ort;
-
-/// T: query, key, value, out; keys and values have types of their own, and what their types need beside them.
-Signature diff_attention(int type, int keys, int values) {
-  const auto scale = [](int cache) { return cache == UINT8 ? FLOAT16 : FLOAT32; };
-  return {15, 7,
-          {type, type, type, FLOAT32, keys, values, INT64, INT64, FLOAT32, FLOAT32, INT64, scale(keys), scale(values),
-           FLOAT16, FLOAT16},
-          {type, keys, values, scale(keys), scale(values), FLOAT16, FLOAT16},
-          11, 3, 3};
-}
-
-/// The ops of one place, for numbers of one type beside caches of any of these.
-template <class Attention, class Transform, class Int4, class Ternary>
-void add(std::vector<Entry>& all, int type, std::initializer_list<int> caches, const Place& place, const Place& attention) {
-  all.push_back(make<Transform>({1, 1, {type}, {type}, 1, 1}, place));
-  all.push_back(make<Int4>({5, 1, {type, UINT8, FLOAT16, UINT8, FLOAT32}, {type}, 5, 1}, place));
-  all.push_back(make<Ternary>({3, 1, {type, UINT8, FLOAT32}, {type}, 3, 1}, place));
-  for (int keys : caches)
-    for (int values : caches) all.push_back(make<Attention>(diff_attention(type, keys, values), attention));
+template <class Op, size_t ROWS, size_t TENSORS>
+void add(std::vector<Entry>& all, const int (&types)[ROWS][TENSORS], const char* provider) {
+  for (const int(&row)[TENSORS] : types) all.push_back(make<Op>(row, provider));
 }
 
 std::vector<Entry> every_entry() {
   std::vector<Entry> all;
-  for (int type : {FLOAT32, FLOAT16})
-    add<DiffAttention, Hadamard, Int4MatMul, TernaryMatMul>(all, type, {FLOAT32, FLOAT16, INT8, UINT8}, {}, {});
+  add<DiffAttention>(all, DiffAttention::TYPES, nullptr);
+  add<Hadamard>(all, Hadamard::TYPES, nullptr);
+  add<Int4MatMul>(all, Int4MatMul::TYPES, nullptr);
+  add<TernaryMatMul>(all, TernaryMatMul::TYPES, nullptr);
 #if DIFFBIT_HAS_CUDA
-  const Place gpu{cuda::PROVIDER}, attention{cuda::PROVIDER, 6};  // past_length says how much there is to start
-  for (int type : {FLOAT32, FLOAT16, BFLOAT16})
-    add<cuda::DiffAttention, cuda::Hadamard, cuda::Int4MatMul, cuda::TernaryMatMul>(
-        all, type, {FLOAT32, FLOAT16, BFLOAT16, INT8, UINT8}, gpu, attention);
+  add<cuda::DiffAttention>(all, cuda::DiffAttention::GPU_TYPES, cuda::PROVIDER);
+  add<cuda::Hadamard>(all, cuda::Hadamard::GPU_TYPES, cuda::PROVIDER);
+  add<cuda::Int4MatMul>(all, cuda::Int4MatMul::GPU_TYPES, cuda::PROVIDER);
+  add<cuda::TernaryMatMul>(all, cuda::TernaryMatMul::GPU_TYPES, cuda::PROVIDER);
 #endif
   return all;
 }
@@ -178,13 +143,7 @@ DIFFBIT_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const Or
 
 /// The instruction sets that this CPU and this build have, best first, separated by spaces.
 DIFFBIT_EXPORT const char* diffbit_isas() {
-  using namespace diffbit;
-  static const std::string text = [] {
-    std::string found;
-    for (Isa isa : {Isa::avx512vnni, Isa::avxvnni, Isa::avx2, Isa::neon, Isa::scalar})
-      if (available(isa)) found += std::string(found.empty() ? "" : " ") + name(isa);
-    return found;
-  }();
+  static const std::string text = diffbit::available_isas(" ");
   return text.c_str();
 }
 

@@ -48,20 +48,28 @@ int64_t Node::integer(const char* attribute) const {
   return value;
 }
 
-int64_t Node::integer(const char* attribute, int64_t low, int64_t high) const {
-  const int64_t value = integer(attribute);
-  if (value < low || value > high)
-    throw Error("%s: attribute %s is %lld, wanted %lld to %lld", op_, attribute, static_cast<long long>(value),
-                static_cast<long long>(low), static_cast<long long>(high));
-  return value;
+int64_t Node::integer(const schema::Integer& attribute) const {
+  const int64_t value = integer(attribute.name), *values = attribute.values;
+  if (!attribute.count) {
+    if (value < values[0] || value > values[1])
+      throw Error("%s: attribute %s is %lld, wanted %lld to %lld", op_, attribute.name, diffbit::number(value),
+                  diffbit::number(values[0]), diffbit::number(values[1]));
+    return value;
+  }
+  std::string choices;
+  for (int i = 0; i < attribute.count; ++i) {
+    if (value == values[i]) return value;
+    choices += (!i ? "" : i < attribute.count - 1 ? ", " : " or ") + std::to_string(values[i]);
+  }
+  throw Error("%s: attribute %s is %lld, wanted %s", op_, attribute.name, diffbit::number(value), choices.c_str());
 }
 
-float Node::number(const char* attribute) const {
+float Node::number(const schema::Number& attribute) const {
   float value = 0;
-  OrtStatus* status = ort::call<OrtStatus*>(api_, ort::KernelInfoGetAttribute_float, info_, attribute, &value);
+  OrtStatus* status = ort::call<OrtStatus*>(api_, ort::KernelInfoGetAttribute_float, info_, attribute.name, &value);
   if (status) {
     ort::call<void>(api_, ort::ReleaseStatus, status);
-    throw Error("%s has no float attribute %s", op_, attribute);
+    throw Error("%s has no float attribute %s", op_, attribute.name);
   }
   return value;
 }
@@ -73,15 +81,15 @@ void Node::expect_version(int64_t version) const {
                 static_cast<long long>(found), static_cast<long long>(version));
 }
 
-Tensor Context::input(size_t index, const char* name) const {
+Tensor Context::input(const schema::Input& which) const {
   Tensor tensor;
-  tensor.name = name;
+  tensor.name = which.name;
   const OrtValue* value = nullptr;
   size_t count = 0;
   const OrtKernelContext* context = context_;
   check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetInputCount, context, &count));
-  if (index >= count) return tensor;
-  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetInput, context, index, &value));
+  if (which.index >= count) return tensor;
+  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetInput, context, which.index, &value));
   if (!value) return tensor;
   OrtTensorTypeAndShapeInfo* info = nullptr;
   check(api_, ort::call<OrtStatus*>(api_, ort::GetTensorTypeAndShape, value, &info));
@@ -94,48 +102,44 @@ Tensor Context::input(size_t index, const char* name) const {
   check(api_, ort::call<OrtStatus*>(api_, ort::GetTensorElementType, read, &tensor.type));
   check(api_, ort::call<OrtStatus*>(api_, ort::GetDimensionsCount, read, &tensor.rank));
   if (tensor.rank > Tensor::MOST_DIMENSIONS)
-    throw Error("%s has %zu dimensions, wanted at most %zu", name, tensor.rank, Tensor::MOST_DIMENSIONS);
+    throw Error("%s has %zu dimensions, wanted at most %zu", which.name, tensor.rank, Tensor::MOST_DIMENSIONS);
   int64_t* shape = tensor.shape;
   check(api_, ort::call<OrtStatus*>(api_, ort::GetDimensions, read, shape, tensor.rank));
   check(api_, ort::call<OrtStatus*>(api_, ort::GetTensorMutableData, const_cast<OrtValue*>(value), &tensor.data));
   return tensor;
 }
 
-Tensor Context::output(size_t index, const char* name, std::initializer_list<int64_t> shape) {
-  return output(index, name, shape.begin(), shape.size());
+Tensor Context::output(const schema::Output& which, std::initializer_list<int64_t> shape) {
+  return output(which, shape.begin(), shape.size());
 }
 
-Tensor Context::product(size_t index, const char* name, const Tensor& a, int64_t last) {
+Tensor Context::product(const schema::Output& which, const Tensor& a, int64_t last) {
   int64_t shape[Tensor::MOST_DIMENSIONS];
   std::memcpy(shape, a.shape, sizeof shape);
   shape[a.rank - 1] = last;
-  return output(index, name, shape, a.rank);
+  return output(which, shape, a.rank);
 }
 
-Tensor Context::output(size_t index, const char* name, const int64_t* shape, size_t rank) {
+Tensor Context::output(const schema::Output& which, const int64_t* shape, size_t rank) {
   Tensor tensor;
-  tensor.name = name;
+  tensor.name = which.name;
   tensor.rank = rank;
   std::memcpy(tensor.shape, shape, rank * sizeof *shape);
   OrtValue* value = nullptr;
-  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetOutput, context_, index, shape, rank, &value));
+  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetOutput, context_, which.index, shape, rank, &value));
   if (!value) return tensor;
   check(api_, ort::call<OrtStatus*>(api_, ort::GetTensorMutableData, value, &tensor.data));
   return tensor;
 }
 
-size_t Context::outputs() const {
+bool Context::wants(const schema::Output& which) {
   size_t count = 0;
   const OrtKernelContext* context = context_;
   check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetOutputCount, context, &count));
-  return count;
-}
-
-bool Context::wants(size_t index) {
-  if (index >= outputs()) return false;
+  if (which.index >= count) return false;
   const int64_t shape[] = {0};
   OrtValue* value = nullptr;
-  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetOutput, context_, index,
+  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetOutput, context_, which.index,
                                     static_cast<const int64_t*>(shape), size_t{1}, &value));
   return value != nullptr;
 }

@@ -1,7 +1,7 @@
 // What an op sees of ONNX Runtime: attributes when a node is made, tensors and threads when it runs.
 //
 // An op is a struct with
-//     static constexpr const char* NAME;                       in the domain "diffbit"
+//     its signature, as a base: schema::X of generated/schema.h
 //     explicit Op(const Node& node);                           reads and checks the attributes
 //     void compute(Context& context) const;                    checks the inputs, allocates the outputs, computes
 // Both may throw Error; ONNX Runtime then reports its sentence with the node's name. `compute` may run on several
@@ -16,11 +16,12 @@
 #include <initializer_list>
 #include <string>
 
-#include "isa.h"
-#include "ort_abi.h"
+#include "abi.h"
+#include "schema.h"
 
 namespace diffbit {
 
+inline long long number(int64_t value) { return static_cast<long long>(value); }  // for %lld
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /// A sentence for the user; printf-style.
@@ -72,14 +73,15 @@ struct Tensor {
 class Node {
  public:
   Node(const OrtApi* api, const OrtKernelInfo* info, const char* op) : api_(api), info_(info), op_(op) {}
-  int64_t integer(const char* attribute) const;
-  float number(const char* attribute) const;
-  /// An integer attribute that must lie in low..high.
-  int64_t integer(const char* attribute, int64_t low, int64_t high) const;
+  /// Throws where the attribute is not what the schema says.
+  int64_t integer(const schema::Integer& attribute) const;
+  float number(const schema::Number& attribute) const;
   /// Refuses a node whose attribute spec_version is not the one that this kernel computes.
   void expect_version(int64_t version) const;
 
  private:
+  int64_t integer(const char* attribute) const;
+
   const OrtApi* api_;
   const OrtKernelInfo* info_;
   const char* op_;
@@ -89,15 +91,14 @@ class Node {
 class Context {
  public:
   Context(const OrtApi* api, OrtKernelContext* context) : api_(api), context_(context) {}
-  /// Input `index`; `name` is for messages. An omitted optional input converts to false.
-  Tensor input(size_t index, const char* name) const;
-  Tensor output(size_t index, const char* name, std::initializer_list<int64_t> shape);
-  Tensor output(size_t index, const char* name, const int64_t* shape, size_t rank);
+  /// An omitted optional input converts to false.
+  Tensor input(const schema::Input& which) const;
+  Tensor output(const schema::Output& which, std::initializer_list<int64_t> shape);
+  Tensor output(const schema::Output& which, const int64_t* shape, size_t rank);
   /// An output of a's shape but for the last dimension.
-  Tensor product(size_t index, const char* name, const Tensor& a, int64_t last);
-  size_t outputs() const;
+  Tensor product(const schema::Output& which, const Tensor& a, int64_t last);
   /// Whether an output that the op may leave out is asked for; its shape is then [0].
-  bool wants(size_t index);
+  bool wants(const schema::Output& which);
 
   /// The stream of the GPU on which a node's inputs are ready and its outputs are wanted.
   void* stream() const;

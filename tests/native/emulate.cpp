@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "../half.h"
+#include "../../csrc/cpu/half.h"
 
 #if defined(__x86_64__)
 #define DIFFBIT_SWITCH 1

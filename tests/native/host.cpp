@@ -36,7 +36,7 @@
 #include <thread>
 #include <vector>
 
-#include "ort_abi.h"
+#include "../../csrc/ort/abi.h"
 
 using namespace diffbit;
 

@@ -8,7 +8,7 @@
 namespace diffbit::scalar {
 namespace {
 
-constexpr int64_t GROUP = LOWBIT_GROUP;
+constexpr int64_t BLOCK = CACHE_BLOCK;
 
 /// Where the code of channel i lies in a packed row: its byte, and the place in it.
 template <int BITS>
@@ -16,7 +16,7 @@ struct Place {
   int64_t byte;
   int shift;
   explicit Place(int64_t i)
-      : byte(i / GROUP * (4 * BITS) + i % (4 * BITS)), shift(static_cast<int>(i % GROUP / (4 * BITS)) * BITS) {}
+      : byte(i / BLOCK * (4 * BITS) + i % (4 * BITS)), shift(static_cast<int>(i % BLOCK / (4 * BITS)) * BITS) {}
 };
 
 template <int BITS>
@@ -25,21 +25,21 @@ int code(const uint8_t* packed, int64_t i) {
   return packed[place.byte] >> place.shift & ((1 << BITS) - 1);
 }
 
-/// One grid: `count` numbers, x(k) the k-th; put(k, code) takes its code.
+/// One block: `count` numbers, x(k) the k-th; put(k, code) takes its code.
 template <int BITS, class X, class Put>
-void round_grid(int64_t count, const X& x, const Put& put, Half* step_half, Half* point_half) {
+void quantize_block(int64_t count, const X& x, const Put& put, Half* scale_half, Half* zero_half) {
   constexpr float TOP = (1 << BITS) - 1;
   float least = x(0), most = least, poison = 0;
   for (int64_t k = 0; k < count; ++k) {
     least = std::min(least, x(k)), most = std::max(most, x(k));
     poison += x(k) * 0;
   }
-  const float point = least + poison;
-  *step_half = to_half((most - point) / TOP);
-  *point_half = to_half(point);
-  const float step = to_float(*step_half), divisor = step == 0 ? 1 : step;
+  const float zero = least + poison;
+  *scale_half = to_half((most - zero) / TOP);
+  *zero_half = to_half(zero);
+  const float scale = to_float(*scale_half), divisor = scale == 0 ? 1 : scale;
   for (int64_t k = 0; k < count; ++k) {
-    const float rounded = std::nearbyint((x(k) - point) / divisor);
+    const float rounded = std::nearbyint((x(k) - zero) / divisor);
     put(k, rounded > 0 ? static_cast<int>(std::min(TOP, rounded)) : 0);  // 0 for a NaN, too
   }
 }
@@ -51,23 +51,23 @@ void put_code(uint8_t* packed, int64_t i, int code) {
 }
 
 template <int BITS>
-void round_keys(const Half* x, int64_t d, uint8_t* packed, Half* grid) {
+void quantize_keys(const Half* x, int64_t d, uint8_t* packed, Half* scales) {
   const int64_t bytes = d * BITS / 8;
-  std::fill(packed, packed + GROUP * bytes, uint8_t{0});
+  std::fill(packed, packed + BLOCK * bytes, uint8_t{0});
   for (int64_t i = 0; i < d; ++i)
-    round_grid<BITS>(
-        GROUP, [&](int64_t t) { return to_float(x[t * d + i]); },
-        [&](int64_t t, int code) { put_code<BITS>(packed + t * bytes, i, code); }, grid + i, grid + d + i);
+    quantize_block<BITS>(
+        BLOCK, [&](int64_t t) { return to_float(x[t * d + i]); },
+        [&](int64_t t, int code) { put_code<BITS>(packed + t * bytes, i, code); }, scales + i, scales + d + i);
 }
 
 template <int BITS>
-void round_value(const Half* x, int64_t d, uint8_t* packed, Half* grid) {
+void quantize_value(const Half* x, int64_t d, uint8_t* packed, Half* scales) {
   std::fill(packed, packed + d * BITS / 8, uint8_t{0});
-  for (int64_t group = 0; group < d / GROUP; ++group)
-    round_grid<BITS>(
-        GROUP, [&](int64_t k) { return to_float(x[group * GROUP + k]); },
-        [&](int64_t k, int code) { put_code<BITS>(packed, group * GROUP + k, code); }, grid + group,
-        grid + d / GROUP + group);
+  for (int64_t group = 0; group < d / BLOCK; ++group)
+    quantize_block<BITS>(
+        BLOCK, [&](int64_t k) { return to_float(x[group * BLOCK + k]); },
+        [&](int64_t k, int code) { put_code<BITS>(packed, group * BLOCK + k, code); }, scales + group,
+        scales + d / BLOCK + group);
 }
 
 float round_row(const float* x, int64_t d, int top, int* codes) {
@@ -77,56 +77,56 @@ float round_row(const float* x, int64_t d, int top, int* codes) {
     finite = finite && std::isfinite(x[i]);
     largest = std::max(largest, std::fabs(x[i]));
   }
-  const float limit = static_cast<float>(top), step = finite ? largest / limit : std::numeric_limits<float>::quiet_NaN();
+  const float limit = static_cast<float>(top), scale = finite ? largest / limit : std::numeric_limits<float>::quiet_NaN();
   for (int64_t i = 0; i < d; ++i)
-    codes[i] = !finite || step == 0
+    codes[i] = !finite || scale == 0
                    ? 0
-                   : static_cast<int>(std::min(limit, std::max(-limit, std::nearbyint(x[i] / step))));
-  return step;
+                   : static_cast<int>(std::min(limit, std::max(-limit, std::nearbyint(x[i] / scale))));
+  return scale;
 }
 
-/// The grid of a block of keys meets the query; without one the query is rounded as it is.
-float round_with(const float* q, const Half* grid, int key_bits, int64_t d, int top, int* codes, float* offset) {
+/// The scales of a block of keys meet the query; without them the query is rounded as it is.
+float quantize_with(const float* q, const Half* scales, int key_bits, int64_t d, int top, int* codes, float* offset) {
   float scaled[ATTENTION_MOST_D] = {};
   *offset = 0;
   for (int64_t i = 0; i < d; ++i) {
-    scaled[i] = grid ? q[i] * to_float(grid[i]) : q[i];
-    if (grid) *offset += q[i] * to_float(grid[d + i]);
+    scaled[i] = scales ? q[i] * to_float(scales[i]) : q[i];
+    if (scales) *offset += q[i] * to_float(scales[d + i]);
   }
-  const float step = round_row(scaled, d, top, codes);
+  const float scale = round_row(scaled, d, top, codes);
   float lost = 0;
-  for (int64_t i = 0; i < d; ++i) lost += scaled[i] - static_cast<float>(codes[i]) * step;
-  if (grid) *offset += middle(key_bits) * lost;
-  return step;
+  for (int64_t i = 0; i < d; ++i) lost += scaled[i] - static_cast<float>(codes[i]) * scale;
+  if (scales) *offset += middle(key_bits) * lost;
+  return scale;
 }
 
 template <int BITS>
-void scores(const GridRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, float* s, int64_t stride) {
+void scores(const BlockRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, float* s, int64_t stride) {
   for (int64_t row = 0; row < keys.count * rows; ++row)
     for (int64_t t = 0; t < n; ++t) {
       const uint8_t* packed = keys.codes[row / rows] + t * d * BITS / 8;
-      const Half* grid = keys.grids[row / rows] + t / GROUP * 2 * d;
+      const Half* scales = keys.scales[row / rows] + t / BLOCK * 2 * d;
       double sum = 0;
       for (int64_t i = 0; i < d; ++i)
         sum += q[row * d + i] *
-               (static_cast<float>(code<BITS>(packed, i)) * to_float(grid[i]) + to_float(grid[d + i]));
+               (static_cast<float>(code<BITS>(packed, i)) * to_float(scales[i]) + to_float(scales[d + i]));
       s[row * stride + t] = static_cast<float>(sum);
     }
 }
 
 template <int BITS>
-void integer_scores(const GridRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, int top, float* s,
+void integer_scores(const BlockRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, int top, float* s,
                     int64_t stride) {
   for (int64_t row = 0; row < keys.count * rows; ++row)
-    for (int64_t block = 0; block < n / GROUP; ++block) {
+    for (int64_t block = 0; block < n / BLOCK; ++block) {
       int codes[ATTENTION_MOST_D];
       float offset;
-      const float step =
-          round_with(q + row * d, keys.grids[row / rows] + block * 2 * d, BITS, d, top, codes, &offset);
-      for (int64_t t = block * GROUP; t < (block + 1) * GROUP; ++t) {
+      const float scale =
+          quantize_with(q + row * d, keys.scales[row / rows] + block * 2 * d, BITS, d, top, codes, &offset);
+      for (int64_t t = block * BLOCK; t < (block + 1) * BLOCK; ++t) {
         int32_t sum = 0;
         for (int64_t i = 0; i < d; ++i) sum += codes[i] * code<BITS>(keys.codes[row / rows] + t * d * BITS / 8, i);
-        s[row * stride + t] = static_cast<float>(sum) * step + offset;
+        s[row * stride + t] = static_cast<float>(sum) * scale + offset;
       }
     }
 }
@@ -135,66 +135,66 @@ void integer_row_scores(const CacheRows& keys, int64_t n, int64_t d, const float
                         int64_t stride) {
   for (int64_t row = 0; row < keys.count * rows; ++row) {
     int codes[ATTENTION_MOST_D];
-    const float step = round_row(q + row * padded(d), d, top, codes);
+    const float scale = round_row(q + row * padded(d), d, top, codes);
     const int8_t* from = static_cast<const int8_t*>(keys.rows[row / rows]);
     for (int64_t t = 0; t < n; ++t) {
       int32_t sum = 0;
       for (int64_t i = 0; i < d; ++i) sum += codes[i] * from[t * d + i];
-      s[row * stride + t] = static_cast<float>(sum) * step * keys.steps[row / rows][t];
+      s[row * stride + t] = static_cast<float>(sum) * scale * keys.scales[row / rows][t];
     }
   }
 }
 
 template <int BITS>
-void unpack_values(const uint8_t* packed, const Half* grids, int64_t n, int64_t d, float* values) {
-  const int64_t groups = d / GROUP;
-  for (int64_t t = 0; t < n; ++t, packed += d * BITS / 8, grids += 2 * groups)
+void unpack_values(const uint8_t* packed, const Half* scales, int64_t n, int64_t d, float* values) {
+  const int64_t groups = d / BLOCK;
+  for (int64_t t = 0; t < n; ++t, packed += d * BITS / 8, scales += 2 * groups)
     for (int64_t i = 0; i < d; ++i)
-      *values++ = static_cast<float>(code<BITS>(packed, i)) * to_float(grids[i / GROUP]) +
-                  to_float(grids[groups + i / GROUP]);
+      *values++ = static_cast<float>(code<BITS>(packed, i)) * to_float(scales[i / BLOCK]) +
+                  to_float(scales[groups + i / BLOCK]);
 }
 
 template <int BITS>
-void mix(const GridRows& values, int64_t n, int64_t d, const float* p, int64_t rows, int64_t stride, float* out) {
+void mix(const BlockRows& values, int64_t n, int64_t d, const float* p, int64_t rows, int64_t stride, float* out) {
   float value[ATTENTION_MOST_D];
   for (int64_t j = 0; j < values.count; ++j)
     for (int64_t t = 0; t < n; ++t) {
-      unpack_values<BITS>(values.codes[j] + t * d * BITS / 8, values.grids[j] + t * 2 * (d / GROUP), 1, d, value);
+      unpack_values<BITS>(values.codes[j] + t * d * BITS / 8, values.scales[j] + t * 2 * (d / BLOCK), 1, d, value);
       for (int64_t row = 0; row < rows; ++row)
         for (int64_t i = 0; i < d; ++i) out[(row * values.count + j) * d + i] += p[row * stride + t] * value[i];
     }
 }
 
 template <int BITS>
-void pack_keys(const uint8_t* packed, const Half* grids, int64_t n, int64_t d, float* blocks) {
-  for (int64_t begin = 0; begin < n; begin += GROUP)
+void pack_keys(const uint8_t* packed, const Half* scales, int64_t n, int64_t d, float* blocks) {
+  for (int64_t begin = 0; begin < n; begin += BLOCK)
     for (int64_t i = 0; i < d; ++i)
-      for (int64_t t = begin; t < begin + GROUP; ++t) {
+      for (int64_t t = begin; t < begin + BLOCK; ++t) {
         const float number = static_cast<float>(code<BITS>(packed + t * d * BITS / 8, i));
-        const Half* grid = grids ? grids + begin / GROUP * 2 * d : nullptr;
-        *blocks++ = grid ? number * to_float(grid[i]) + to_float(grid[d + i]) : number;
+        const Half* of_block = scales ? scales + begin / BLOCK * 2 * d : nullptr;
+        *blocks++ = of_block ? number * to_float(of_block[i]) + to_float(of_block[d + i]) : number;
       }
 }
 
-float round_query(const float* q, const Half* grid, int key_bits, int64_t d, int top, float* rounded, float* offset) {
+float quantize_query(const float* q, const Half* scales, int key_bits, int64_t d, int top, float* rounded, float* offset) {
   int codes[ATTENTION_MOST_D];
-  const float step = round_with(q, grid, key_bits, d, top, codes, offset);
+  const float scale = quantize_with(q, scales, key_bits, d, top, codes, offset);
   for (int64_t i = 0; i < d; ++i) rounded[i] = static_cast<float>(codes[i]);
-  return step;
+  return scale;
 }
 
 }  // namespace
 
 extern const LowBitKernels lowbit = {
-    {round_keys<4>, round_keys<2>},
-    {round_value<4>, round_value<2>},
+    {quantize_keys<4>, quantize_keys<2>},
+    {quantize_value<4>, quantize_value<2>},
     {scores<4>, scores<2>},
     {integer_scores<4>, integer_scores<2>},
     integer_row_scores,
     {mix<4>, mix<2>},
     {pack_keys<4>, pack_keys<2>},
     {unpack_values<4>, unpack_values<2>},
-    round_query,
+    quantize_query,
 };
 
 }  // namespace diffbit::scalar

@@ -1,34 +1,24 @@
 // A low-bit cache with vectors: codes are read as they lie and unpacked in registers.
 //
-// Keys, for a block of 32 tokens and a query row: u = q * steps and q . points once, then 32 products u . codes, in
-// floats or, with u rounded, in integers. Values: a token's probability times the steps of its groups meets the codes,
-// times their points it is summed apart, one lane a group. The two sub-heads take turns, a block each, so that two
+// Keys, for a block of 32 tokens and a query row: u = q * scales and q . zero points once, then 32 products u . codes, in
+// floats or, with u rounded, in integers. Values: a token's probability times the scales of its groups meets the codes,
+// times their zero points it is summed apart, one lane a group. The two sub-heads take turns, a block each, so that two
 // streams of memory are open; lines are asked for in advance.
 #include "lowbit.h"
 
-#include "../simd/codes.h"
+#include "../simd/vectors.h"
 
 namespace diffbit::DIFFBIT_ISA {
 namespace {
 
-constexpr int64_t L = F32_LANES, GROUP = LOWBIT_GROUP, MOST_D = ATTENTION_MOST_D;
-constexpr int VECTORS = static_cast<int>(GROUP / L);  // of floats in a group
+constexpr int64_t L = F32_LANES, BLOCK = CACHE_BLOCK, MOST_D = ATTENTION_MOST_D;
+constexpr int VECTORS = static_cast<int>(BLOCK / L);  // of floats in a group
 constexpr int64_t AHEAD = 2048, LINE = 64;            // bytes
-static_assert(GROUP % L == 0, "vectors fit");
+static_assert(BLOCK % L == 0, "vectors fit");
 
 template <int BITS>
 constexpr int64_t group_bytes() {
-  return GROUP * BITS / 8;
-}
-
-/// Keeps the compiler from multiplying one lane and copying the product to the others: loads copy for nothing.
-DIFFBIT_INLINE F32 in_lanes(F32 a) {
-#if DIFFBIT_ISA_NEON
-  __asm__("" : "+w"(a));
-#else
-  __asm__("" : "+v"(a));
-#endif
-  return a;
+  return BLOCK * BITS / 8;
 }
 
 DIFFBIT_INLINE void ask(const void* from, int64_t bytes) {
@@ -41,7 +31,7 @@ DIFFBIT_INLINE void ask(const void* from, int64_t bytes) {
 template <int BITS>
 DIFFBIT_INLINE void pack(const int8_t* codes, int64_t d, uint8_t* packed) {
   constexpr int64_t BYTES = group_bytes<BITS>();
-  for (int64_t i = 0; i < d; i += GROUP, codes += GROUP, packed += BYTES) {
+  for (int64_t i = 0; i < d; i += BLOCK, codes += BLOCK, packed += BYTES) {
     uint8_t group[BYTES] = {};
     for (int place = 0; place < 8 / BITS; ++place)
       for (int64_t byte = 0; byte < BYTES; ++byte)
@@ -50,68 +40,68 @@ DIFFBIT_INLINE void pack(const int8_t* codes, int64_t d, uint8_t* packed) {
   }
 }
 
-/// The step as float16 holds it, for numbers point .. most.
+/// The scale as float16 holds it, for numbers from the zero point to `most`.
 template <int BITS>
-DIFFBIT_INLINE F32 step_of(F32 most, F32 point) {
-  Half step[L];
-  store(step, (most - point) / splat(float{(1 << BITS) - 1}));
-  return load(step);
+DIFFBIT_INLINE F32 scale_of(F32 most, F32 zero_point) {
+  Half scale[L];
+  store(scale, (most - zero_point) / splat(float{(1 << BITS) - 1}));
+  return load(scale);
 }
 
 template <int BITS>
-DIFFBIT_INLINE F32 code_of(F32 x, F32 point, F32 divisor) {
-  return smaller(splat(float{(1 << BITS) - 1}), larger((x - point) / divisor, splat(0.0f)));
+DIFFBIT_INLINE F32 code_of(F32 x, F32 zero_point, F32 divisor) {
+  return smaller(splat(float{(1 << BITS) - 1}), larger((x - zero_point) / divisor, splat(0.0f)));
 }
 
-/// What numbers are divided by to make codes: 1 where the step is 0.
-DIFFBIT_INLINE F32 divisor_of(F32 step) {
+/// What numbers are divided by to make codes: 1 where the scale is 0.
+DIFFBIT_INLINE F32 divisor_of(F32 scale) {
   float lanes[L];
-  store(lanes, step);
+  store(lanes, scale);
   for (float& lane : lanes) lane = lane == 0 ? 1 : lane;
   return load(lanes);
 }
 
 template <int BITS>
-void round_keys(const Half* x, int64_t d, uint8_t* packed, Half* grid) {
-  int8_t codes[GROUP * MOST_D];
+void quantize_keys(const Half* x, int64_t d, uint8_t* packed, Half* scales) {
+  int8_t codes[BLOCK * MOST_D];
   for (int64_t i = 0; i < d; i += L) {
     F32 least = load(x + i), most = least, poison = splat(0.0f);
-    for (int64_t t = 0; t < GROUP; ++t) {
+    for (int64_t t = 0; t < BLOCK; ++t) {
       const F32 one = load(x + t * d + i);
       least = smaller(one, least), most = larger(one, most), poison = fma(one, splat(0.0f), poison);
     }
-    const F32 point = least + poison, step = step_of<BITS>(most, point), divisor = divisor_of(step);
-    for (int64_t t = 0; t < GROUP; ++t)
-      store_rounded(codes + t * d + i, code_of<BITS>(load(x + t * d + i), point, divisor));
-    store(grid + i, step);
-    store(grid + d + i, point);
+    const F32 zero_point = least + poison, scale = scale_of<BITS>(most, zero_point), divisor = divisor_of(scale);
+    for (int64_t t = 0; t < BLOCK; ++t)
+      store_rounded(codes + t * d + i, code_of<BITS>(load(x + t * d + i), zero_point, divisor));
+    store(scales + i, scale);
+    store(scales + d + i, zero_point);
   }
-  for (int64_t t = 0; t < GROUP; ++t) pack<BITS>(codes + t * d, d, packed + t * (d * BITS / 8));
+  for (int64_t t = 0; t < BLOCK; ++t) pack<BITS>(codes + t * d, d, packed + t * (d * BITS / 8));
 }
 
 template <int BITS>
-void round_value(const Half* x, int64_t d, uint8_t* packed, Half* grid) {
+void quantize_value(const Half* x, int64_t d, uint8_t* packed, Half* scales) {
   int8_t codes[MOST_D];
-  float steps[MOST_D / GROUP + L], points[MOST_D / GROUP + L];
-  for (int64_t i = 0, group = 0; i < d; i += GROUP, ++group) {
+  float wide_scales[MOST_D / BLOCK + L], wide_zeros[MOST_D / BLOCK + L];
+  for (int64_t i = 0, group = 0; i < d; i += BLOCK, ++group) {
     F32 least = load(x + i), most = least, poison = splat(0.0f);
     for (int v = 0; v < VECTORS; ++v) {
       const F32 one = load(x + i + v * L);
       least = smaller(one, least), most = larger(one, most), poison = fma(one, splat(0.0f), poison);
     }
-    const F32 point = splat(-largest(splat(-0.0f) - least)) + splat(sum(poison));
-    const F32 step = step_of<BITS>(splat(largest(most)), point), divisor = divisor_of(step);
+    const F32 zero_point = splat(-largest(splat(-0.0f) - least)) + splat(sum(poison));
+    const F32 scale = scale_of<BITS>(splat(largest(most)), zero_point), divisor = divisor_of(scale);
     for (int v = 0; v < VECTORS; ++v)
-      store_rounded(codes + i + v * L, code_of<BITS>(load(x + i + v * L), point, divisor));
-    store(steps + group, step);  // all lanes are the same; what lies behind is overwritten
-    store(points + group, point);
+      store_rounded(codes + i + v * L, code_of<BITS>(load(x + i + v * L), zero_point, divisor));
+    store(wide_scales + group, scale);  // all lanes are the same; what lies behind is overwritten
+    store(wide_zeros + group, zero_point);
   }
-  for (int64_t group = 0; group < d / GROUP; ++group) {
+  for (int64_t group = 0; group < d / BLOCK; ++group) {
     Half lanes[L];
-    store(lanes, splat(steps[group]));
-    grid[group] = lanes[0];
-    store(lanes, splat(points[group]));
-    grid[d / GROUP + group] = lanes[0];
+    store(lanes, splat(wide_scales[group]));
+    scales[group] = lanes[0];
+    store(lanes, splat(wide_zeros[group]));
+    scales[d / BLOCK + group] = lanes[0];
   }
   pack<BITS>(codes, d, packed);
 }
@@ -123,11 +113,11 @@ template <int BITS, int ROWS>
 DIFFBIT_INLINE void score_block(const uint8_t* codes, int64_t d, const float* u, const F32 (&parts)[ROWS], float* s,
                                 int64_t stride) {
   const int64_t bytes = d * BITS / 8;
-  for (int64_t t = 0; t < GROUP; t += 4) {
+  for (int64_t t = 0; t < BLOCK; t += 4) {
     F32 sums[ROWS][4];
     DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row)
       DIFFBIT_UNROLL for (int key = 0; key < 4; ++key) sums[row][key] = parts[row];
-    for (int64_t i = 0; i < d; i += GROUP)
+    for (int64_t i = 0; i < d; i += BLOCK)
       DIFFBIT_UNROLL for (int key = 0; key < 4; ++key) {
         F32 c[VECTORS];
         load_codes<BITS>(codes + (t + key) * bytes + i * BITS / 8, c);
@@ -141,17 +131,17 @@ DIFFBIT_INLINE void score_block(const uint8_t* codes, int64_t d, const float* u,
 }
 
 template <int BITS, int ROWS>
-DIFFBIT_INLINE void score_rows(const uint8_t* codes, const Half* grid, int64_t d, const float* q, float* s,
+DIFFBIT_INLINE void score_rows(const uint8_t* codes, const Half* scales, int64_t d, const float* q, float* s,
                                int64_t stride) {
   float u[ROWS * MOST_D];
-  F32 parts[ROWS];  // of q . points
+  F32 parts[ROWS];  // of q . zero points
   DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row) parts[row] = splat(0.0f);
   for (int64_t i = 0; i < d; i += L) {
-    const F32 step = load(grid + i), point = load(grid + d + i);
+    const F32 scale = load(scales + i), zero_point = load(scales + d + i);
     DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row) {
       const F32 one = load(q + row * d + i);
-      store(u + row * d + i, one * step);
-      parts[row] = fma(one, point, parts[row]);
+      store(u + row * d + i, one * scale);
+      parts[row] = fma(one, zero_point, parts[row]);
     }
   }
   if (d == 64) return score_block<BITS, ROWS>(codes, 64, u, parts, s, stride);  // known: u stays in registers
@@ -160,9 +150,9 @@ DIFFBIT_INLINE void score_rows(const uint8_t* codes, const Half* grid, int64_t d
 
 /// work(j, block) for every block of both sub-heads, in turns.
 template <int BITS, class Work>
-DIFFBIT_INLINE void each_block(const GridRows& keys, int64_t n, int64_t d, const Work& work) {
-  const int64_t bytes = GROUP * d * BITS / 8;
-  for (int64_t block = 0; block < n / GROUP; ++block)
+DIFFBIT_INLINE void each_block(const BlockRows& keys, int64_t n, int64_t d, const Work& work) {
+  const int64_t bytes = BLOCK * d * BITS / 8;
+  for (int64_t block = 0; block < n / BLOCK; ++block)
     for (int64_t j = 0; j < keys.count; ++j) {
       ask(keys.codes[j] + block * bytes, bytes);
       work(j, block);
@@ -170,17 +160,17 @@ DIFFBIT_INLINE void each_block(const GridRows& keys, int64_t n, int64_t d, const
 }
 
 template <int BITS>
-void scores(const GridRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, float* s, int64_t stride) {
+void scores(const BlockRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, float* s, int64_t stride) {
   constexpr int MOST = L == 8 ? 2 : 4;  // AVX2 has 16 registers
   each_block<BITS>(keys, n, d, [&](int64_t j, int64_t block) {
-    const uint8_t* codes = keys.codes[j] + block * GROUP * d * BITS / 8;
-    const Half* grid = keys.grids[j] + block * 2 * d;
+    const uint8_t* codes = keys.codes[j] + block * BLOCK * d * BITS / 8;
+    const Half* scales = keys.scales[j] + block * 2 * d;
     const float* one = q + j * rows * d;
-    float* to = s + j * rows * stride + block * GROUP;
+    float* to = s + j * rows * stride + block * BLOCK;
     int64_t left = rows;
     for (; left >= MOST; left -= MOST, one += MOST * d, to += MOST * stride)
-      score_rows<BITS, MOST>(codes, grid, d, one, to, stride);
-    for (; left; --left, one += d, to += stride) score_rows<BITS, 1>(codes, grid, d, one, to, stride);
+      score_rows<BITS, MOST>(codes, scales, d, one, to, stride);
+    for (; left; --left, one += d, to += stride) score_rows<BITS, 1>(codes, scales, d, one, to, stride);
   });
 }
 
@@ -194,7 +184,7 @@ constexpr int64_t PLACES_MOST = 4, ROW_MOST = (MOST_D + WIDTH - 1) / WIDTH * WID
 /// u as the rows meet it: one row of vectors for each place in a byte, repeated where a vector holds several keys.
 struct Rounded {
   alignas(64) uint8_t codes[PLACES_MOST * ROW_MOST];
-  float step;
+  float scale;
   Ints start;  // what sums begin with
 };
 
@@ -203,9 +193,9 @@ DIFFBIT_INLINE Ints one_vector(const uint8_t* rows, int64_t vectors, const Round
   constexpr int BITS = 8 / PLACES;
   Ints sum = u.start;
   for (int64_t v = 0; v < vectors; ++v) {
-    const Bytes bytes = load(static_cast<const void*>(rows + (index * vectors + v) * WIDTH));
+    const Bytes bytes = load_bytes(rows + (index * vectors + v) * WIDTH);
     const uint8_t* by = u.codes + v * WIDTH;
-    const auto at = [&](int place) { return load(static_cast<const void*>(by + place * vectors * WIDTH)); };
+    const auto at = [&](int place) { return load_bytes(by + place * vectors * WIDTH); };
     if constexpr (PLACES == 1) {
       sum = dot_signed(sum, bytes, at(0));
     } else {
@@ -236,7 +226,7 @@ DIFFBIT_INLINE Ints tree(const uint8_t* rows, int64_t vectors, const Rounded& u,
 /// put(t, the dot products of the keys t .. t + WIDTH / 4 with u) for the 32 keys in `rows`.
 template <int PLACES, int DEPTH, class Put>
 DIFFBIT_INLINE void dots_of_block(const uint8_t* rows, int64_t vectors, const Rounded& u, const Put& put) {
-  for (int i = 0; i < static_cast<int>(GROUP * 4 / WIDTH); ++i)
+  for (int i = 0; i < static_cast<int>(BLOCK * 4 / WIDTH); ++i)
     put(i * (WIDTH / 4), tree<PLACES, DEPTH>(rows, vectors, u, i << DEPTH));
 }
 
@@ -267,8 +257,8 @@ DIFFBIT_INLINE void dots_of_block(const uint8_t* rows, const Layout& layout, con
 
 /// `count` of 32 rows, padded as `layout` says; the others are zeros.
 DIFFBIT_INLINE const uint8_t* laid_out(const uint8_t* rows, int64_t count, const Layout& layout, uint8_t* room) {
-  if (count == GROUP && layout.stride == layout.bytes) return rows;
-  std::memset(room, 0, static_cast<size_t>(GROUP * layout.stride));
+  if (count == BLOCK && layout.stride == layout.bytes) return rows;
+  std::memset(room, 0, static_cast<size_t>(BLOCK * layout.stride));
   for (int64_t t = 0; t < count; ++t)
     std::memcpy(room + t * layout.stride, rows + t * layout.bytes, static_cast<size_t>(layout.bytes));
   return room;
@@ -285,8 +275,8 @@ DIFFBIT_INLINE void arrange(const int8_t* codes, int64_t d, const Layout& layout
     if constexpr (PLACES == 1) {
       std::memcpy(to, codes, static_cast<size_t>(d));
     } else {
-      for (int64_t group = 0; group < d / GROUP; ++group)
-        std::memcpy(to + group * BYTES, codes + group * GROUP + place * BYTES, BYTES);
+      for (int64_t group = 0; group < d / BLOCK; ++group)
+        std::memcpy(to + group * BYTES, codes + group * BLOCK + place * BYTES, BYTES);
     }
     for (int64_t i = layout.bytes; i < layout.stride; ++i) to[i] = 0;
     for (int64_t i = layout.stride; i < row; i += layout.stride)
@@ -295,37 +285,37 @@ DIFFBIT_INLINE void arrange(const int8_t* codes, int64_t d, const Layout& layout
 }
 
 /// What rounding took from x, summed.
-DIFFBIT_INLINE float lost(const float* x, const int8_t* codes, float step, int64_t d) {
+DIFFBIT_INLINE float lost(const float* x, const int8_t* codes, float scale, int64_t d) {
   F32 part = splat(0.0f);
-  for (int64_t i = 0; i < d; i += L) part = part + (load(x + i) - load(codes + i) * splat(step));
+  for (int64_t i = 0; i < d; i += L) part = part + (load(x + i) - load(codes + i) * splat(scale));
   return sum(part);
 }
 
 template <int BITS>
-void integer_scores(const GridRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, int top, float* s,
+void integer_scores(const BlockRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, int top, float* s,
                     int64_t stride) {
   const Layout layout(d * BITS / 8);
-  uint8_t room[GROUP * ROW_MOST];
+  uint8_t room[BLOCK * ROW_MOST];
   Rounded u;
   u.start = zero();
   each_block<BITS>(keys, n, d, [&](int64_t j, int64_t block) {
-    const uint8_t* codes = laid_out(keys.codes[j] + block * GROUP * layout.bytes, GROUP, layout, room);
-    const Half* grid = keys.grids[j] + block * 2 * d;
+    const uint8_t* codes = laid_out(keys.codes[j] + block * BLOCK * layout.bytes, BLOCK, layout, room);
+    const Half* scales = keys.scales[j] + block * 2 * d;
     for (int64_t row = j * rows; row < (j + 1) * rows; ++row) {
       float scaled[MOST_D];
       int8_t rounded_codes[MOST_D];
       F32 part = splat(0.0f);
       for (int64_t i = 0; i < d; i += L) {
         const F32 one = load(q + row * d + i);
-        store(scaled + i, one * load(grid + i));
-        part = fma(one, load(grid + d + i), part);
+        store(scaled + i, one * load(scales + i));
+        part = fma(one, load(scales + d + i), part);
       }
-      u.step = round_row(scaled, d, top, rounded_codes);
+      u.scale = round_row(scaled, d, top, rounded_codes);
       arrange<BITS>(rounded_codes, d, layout, u);
-      const F32 step = splat(u.step), offset = splat(sum(part) + middle(BITS) * lost(scaled, rounded_codes, u.step, d));
-      float* to = s + row * stride + block * GROUP;
+      const F32 scale = splat(u.scale), offset = splat(sum(part) + middle(BITS) * lost(scaled, rounded_codes, u.scale, d));
+      float* to = s + row * stride + block * BLOCK;
       dots_of_block<8 / BITS>(codes, layout, u, [&](int64_t t, Ints dots) {
-        store(to + t, to_floats(dots) * step + offset);
+        store(to + t, to_floats(dots) * scale + offset);
       });
     }
   });
@@ -334,52 +324,52 @@ void integer_scores(const GridRows& keys, int64_t n, int64_t d, const float* q, 
 void integer_row_scores(const CacheRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, int top, float* s,
                         int64_t stride) {
   const Layout layout(d);
-  uint8_t room[GROUP * ROW_MOST];
+  uint8_t room[BLOCK * ROW_MOST];
   for (int64_t row = 0; row < keys.count * rows; ++row) {
     const int64_t j = row / rows;
     int8_t rounded_codes[MOST_D];
     Rounded u;
-    u.step = round_row(q + row * padded(d), d, top, rounded_codes);
+    u.scale = round_row(q + row * padded(d), d, top, rounded_codes);
     arrange<8>(rounded_codes, d, layout, u);
     u.start = zero();
     for (int64_t v = 0; v < layout.vectors(); ++v)
-      u.start = start_signed(u.start, load(static_cast<const void*>(u.codes + v * WIDTH)));
-    const F32 step = splat(u.step);
+      u.start = start_signed(u.start, load_bytes(u.codes + v * WIDTH));
+    const F32 scale = splat(u.scale);
     const uint8_t* from = static_cast<const uint8_t*>(keys.rows[j]);
-    for (int64_t begin = 0; begin < n; begin += GROUP) {
-      const int64_t count = n - begin < GROUP ? n - begin : GROUP;
+    for (int64_t begin = 0; begin < n; begin += BLOCK) {
+      const int64_t count = n - begin < BLOCK ? n - begin : BLOCK;
       ask(from + begin * d, count * d);
       const uint8_t* block = laid_out(from + begin * d, count, layout, room);
-      float found[GROUP];
-      dots_of_block<1>(block, layout, u, [&](int64_t t, Ints dots) { store(found + t, to_floats(dots) * step); });
-      for (int64_t t = 0; t < count; ++t) s[row * stride + begin + t] = found[t] * keys.steps[j][begin + t];
+      float found[BLOCK];
+      dots_of_block<1>(block, layout, u, [&](int64_t t, Ints dots) { store(found + t, to_floats(dots) * scale); });
+      for (int64_t t = 0; t < count; ++t) s[row * stride + begin + t] = found[t] * keys.scales[j][begin + t];
     }
   }
 }
 
 // ---- values ----
 
-/// ROWS rows of p by n values, GROUPS groups of their channels; grids: n times `grid` floats, the steps of these groups
-/// and, grid / 2 behind them, the points.
+/// ROWS rows of p by n values, GROUPS groups of their channels; scales: n times `per_token` floats, the scales of these
+/// groups and, per_token / 2 behind them, the zero points.
 template <int BITS, int ROWS, int GROUPS>
-DIFFBIT_INLINE void mix_tile(const uint8_t* codes, int64_t bytes, const float* grids, int64_t grid, int64_t n,
+DIFFBIT_INLINE void mix_tile(const uint8_t* codes, int64_t bytes, const float* scales, int64_t per_token, int64_t n,
                              const float* p, int64_t stride, float* out, int64_t width) {
-  F32 sums[ROWS][GROUPS][VECTORS], points[ROWS];
+  F32 sums[ROWS][GROUPS][VECTORS], zero_points[ROWS];
   DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row) {
-    points[row] = splat(0.0f);
+    zero_points[row] = splat(0.0f);
     DIFFBIT_UNROLL for (int group = 0; group < GROUPS; ++group)
       DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v)
-        sums[row][group][v] = load(out + row * width + group * GROUP + v * L);
+        sums[row][group][v] = load(out + row * width + group * BLOCK + v * L);
   }
-  for (int64_t t = 0; t < n; ++t, codes += bytes, grids += grid) {
-    const F32 point = load(grids + grid / 2);  // beyond these groups: lanes that nobody reads
+  for (int64_t t = 0; t < n; ++t, codes += bytes, scales += per_token) {
+    const F32 zero_point = load(scales + per_token / 2);  // beyond these groups: lanes that nobody reads
     DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row)
-      points[row] = fma(splat(p[row * stride + t]), point, points[row]);
+      zero_points[row] = fma(splat(p[row * stride + t]), zero_point, zero_points[row]);
     DIFFBIT_UNROLL for (int group = 0; group < GROUPS; ++group) {
       F32 c[VECTORS];
       load_codes<BITS>(codes + group * group_bytes<BITS>(), c);
       DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row) {
-        const F32 share = in_lanes(splat(p[row * stride + t])) * splat(grids[group]);
+        const F32 share = in_lanes(splat(p[row * stride + t])) * splat(scales[group]);
         DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v)
           sums[row][group][v] = fma(share, c[v], sums[row][group][v]);
       }
@@ -387,108 +377,108 @@ DIFFBIT_INLINE void mix_tile(const uint8_t* codes, int64_t bytes, const float* g
   }
   DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row) {
     float lanes[L];
-    store(lanes, points[row]);
+    store(lanes, zero_points[row]);
     DIFFBIT_UNROLL for (int group = 0; group < GROUPS; ++group)
       DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v)
-        store(out + row * width + group * GROUP + v * L, sums[row][group][v] + splat(lanes[group]));
+        store(out + row * width + group * BLOCK + v * L, sums[row][group][v] + splat(lanes[group]));
   }
 }
 
 template <int BITS, int ROWS>
-DIFFBIT_INLINE void mix_rows(const uint8_t* codes, const float* grids, int64_t n, int64_t d, const float* p,
+DIFFBIT_INLINE void mix_rows(const uint8_t* codes, const float* scales, int64_t n, int64_t d, const float* p,
                              int64_t stride, float* out, int64_t width) {
   constexpr int GROUPS = L == 16 || ROWS == 1 ? 2 : 1;  // registers: 16 with AVX2, 32 elsewhere
-  const int64_t bytes = d * BITS / 8, grid = 2 * (d / GROUP);
+  const int64_t bytes = d * BITS / 8, per_token = 2 * (d / BLOCK);
   int64_t i = 0;
-  for (; i + GROUPS * GROUP <= d; i += GROUPS * GROUP)
-    mix_tile<BITS, ROWS, GROUPS>(codes + i * BITS / 8, bytes, grids + i / GROUP, grid, n, p, stride, out + i, width);
-  for (; i < d; i += GROUP)
-    mix_tile<BITS, ROWS, 1>(codes + i * BITS / 8, bytes, grids + i / GROUP, grid, n, p, stride, out + i, width);
+  for (; i + GROUPS * BLOCK <= d; i += GROUPS * BLOCK)
+    mix_tile<BITS, ROWS, GROUPS>(codes + i * BITS / 8, bytes, scales + i / BLOCK, per_token, n, p, stride, out + i, width);
+  for (; i < d; i += BLOCK)
+    mix_tile<BITS, ROWS, 1>(codes + i * BITS / 8, bytes, scales + i / BLOCK, per_token, n, p, stride, out + i, width);
 }
 
 template <int BITS>
-void mix(const GridRows& values, int64_t n, int64_t d, const float* p, int64_t rows, int64_t stride, float* out) {
+void mix(const BlockRows& values, int64_t n, int64_t d, const float* p, int64_t rows, int64_t stride, float* out) {
   constexpr int MOST = L == 16 ? 4 : 2;
   constexpr int64_t TURN = 32;  // tokens
-  const int64_t width = values.count * d, bytes = d * BITS / 8, grid = 2 * (d / GROUP);
+  const int64_t width = values.count * d, bytes = d * BITS / 8, per_token = 2 * (d / BLOCK);
   for (int64_t begin = 0; begin < n; begin += TURN)
     for (int64_t j = 0; j < values.count; ++j) {
       const int64_t count = n - begin < TURN ? n - begin : TURN;
       const uint8_t* codes = values.codes[j] + begin * bytes;
       ask(codes, count * bytes);
-      float grids[TURN * 2 * (MOST_D / GROUP) + L];
-      const Half* from = values.grids[j] + begin * grid;
+      float scales[TURN * 2 * (MOST_D / BLOCK) + L];
+      const Half* from = values.scales[j] + begin * per_token;
       int64_t i = 0;
-      for (; i + L <= count * grid; i += L) store(grids + i, load(from + i));
-      store(grids + i, load_part(from + i, count * grid - i));
+      for (; i + L <= count * per_token; i += L) store(scales + i, load(from + i));
+      store(scales + i, load_part(from + i, count * per_token - i));
       const float* one = p + begin;
       float* to = out + j * d;
       int64_t left = rows;
       for (; left >= MOST; left -= MOST, one += MOST * stride, to += MOST * width)
-        mix_rows<BITS, MOST>(codes, grids, count, d, one, stride, to, width);
-      for (; left; --left, one += stride, to += width) mix_rows<BITS, 1>(codes, grids, count, d, one, stride, to, width);
+        mix_rows<BITS, MOST>(codes, scales, count, d, one, stride, to, width);
+      for (; left; --left, one += stride, to += width) mix_rows<BITS, 1>(codes, scales, count, d, one, stride, to, width);
     }
 }
 
 // ---- many query rows ----
 
 template <int BITS>
-void unpack_values(const uint8_t* codes, const Half* grids, int64_t n, int64_t d, float* values) {
-  const int64_t groups = d / GROUP;
-  for (int64_t t = 0; t < n; ++t, grids += 2 * groups)
-    for (int64_t group = 0; group < groups; ++group, codes += group_bytes<BITS>(), values += GROUP) {
+void unpack_values(const uint8_t* codes, const Half* scales, int64_t n, int64_t d, float* values) {
+  const int64_t groups = d / BLOCK;
+  for (int64_t t = 0; t < n; ++t, scales += 2 * groups)
+    for (int64_t group = 0; group < groups; ++group, codes += group_bytes<BITS>(), values += BLOCK) {
       F32 c[VECTORS];
       load_codes<BITS>(codes, c);
-      Half grid[L] = {grids[group], grids[groups + group]};
+      Half both[L] = {scales[group], scales[groups + group]};
       float wide[L];
-      store(wide, load(grid));
+      store(wide, load(both));
       DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v) store(values + v * L, c[v] * splat(wide[0]) + splat(wide[1]));
     }
 }
 
 template <int BITS>
-void pack_keys(const uint8_t* codes, const Half* grids, int64_t n, int64_t d, float* packed) {
-  for (int64_t begin = 0; begin < n; begin += GROUP, packed += GROUP * d, grids += grids ? 2 * d : 0)
-    for (int64_t lane = 0; lane < GROUP; ++lane, codes += d * BITS / 8) {
+void pack_keys(const uint8_t* codes, const Half* scales, int64_t n, int64_t d, float* packed) {
+  for (int64_t begin = 0; begin < n; begin += BLOCK, packed += BLOCK * d, scales += scales ? 2 * d : 0)
+    for (int64_t lane = 0; lane < BLOCK; ++lane, codes += d * BITS / 8) {
       float row[MOST_D];
-      for (int64_t i = 0; i < d; i += GROUP) {
+      for (int64_t i = 0; i < d; i += BLOCK) {
         F32 c[VECTORS];
         load_codes<BITS>(codes + i * BITS / 8, c);
         DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v)
           store(row + i + v * L,
-                grids ? c[v] * load(grids + i + v * L) + load(grids + d + i + v * L) : c[v]);
+                scales ? c[v] * load(scales + i + v * L) + load(scales + d + i + v * L) : c[v]);
       }
-      for (int64_t i = 0; i < d; ++i) packed[i * GROUP + lane] = row[i];
+      for (int64_t i = 0; i < d; ++i) packed[i * BLOCK + lane] = row[i];
     }
 }
 
-float round_query(const float* q, const Half* grid, int key_bits, int64_t d, int top, float* codes, float* offset) {
+float quantize_query(const float* q, const Half* scales, int key_bits, int64_t d, int top, float* codes, float* offset) {
   int8_t rounded_codes[MOST_D];
   float scaled[MOST_D];
   F32 part = splat(0.0f);
-  if (grid)
+  if (scales)
     for (int64_t i = 0; i < d; i += L) {
-      store(scaled + i, load(q + i) * load(grid + i));
-      part = fma(load(q + i), load(grid + d + i), part);
+      store(scaled + i, load(q + i) * load(scales + i));
+      part = fma(load(q + i), load(scales + d + i), part);
     }
-  const float step = round_row(grid ? scaled : q, d, top, rounded_codes);
-  *offset = grid ? sum(part) + middle(key_bits) * lost(scaled, rounded_codes, step, d) : 0;
+  const float scale = round_row(scales ? scaled : q, d, top, rounded_codes);
+  *offset = scales ? sum(part) + middle(key_bits) * lost(scaled, rounded_codes, scale, d) : 0;
   for (int64_t i = 0; i < d; ++i) codes[i] = rounded_codes[i];
-  return step;
+  return scale;
 }
 
 }  // namespace
 
 extern const LowBitKernels lowbit = {
-    {round_keys<4>, round_keys<2>},
-    {round_value<4>, round_value<2>},
+    {quantize_keys<4>, quantize_keys<2>},
+    {quantize_value<4>, quantize_value<2>},
     {scores<4>, scores<2>},
     {integer_scores<4>, integer_scores<2>},
     integer_row_scores,
     {mix<4>, mix<2>},
     {pack_keys<4>, pack_keys<2>},
     {unpack_values<4>, unpack_values<2>},
-    round_query,
+    quantize_query,
 };
 
 }  // namespace diffbit::DIFFBIT_ISA

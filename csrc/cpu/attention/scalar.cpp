@@ -3,15 +3,15 @@
 #include <cmath>
 #include <limits>
 
-#include "attention.h"
+#include "kernels.h"
 
 namespace diffbit::scalar {
 namespace {
 
 float number(const float* rows, const float*, int64_t row, int64_t d, int64_t i) { return rows[row * d + i]; }
 float number(const Half* rows, const float*, int64_t row, int64_t d, int64_t i) { return to_float(rows[row * d + i]); }
-float number(const int8_t* rows, const float* steps, int64_t row, int64_t d, int64_t i) {
-  return static_cast<float>(rows[row * d + i]) * (steps ? steps[row] : 1);
+float number(const int8_t* rows, const float* scales, int64_t row, int64_t d, int64_t i) {
+  return static_cast<float>(rows[row * d + i]) * (scales ? scales[row] : 1);
 }
 
 void widen(const Half* x, int64_t n, float* y) {
@@ -40,12 +40,12 @@ float quantize(const float* x, int64_t d, int8_t* codes) {
     }
     largest = std::max(largest, std::fabs(x[i]));
   }
-  const float step = largest / 127;
+  const float scale = largest / 127;
   for (int64_t i = 0; i < d; ++i) {
-    const float code = step == 0 ? 0 : std::nearbyint(x[i] / step);
-    codes[i] = static_cast<int8_t>(std::min(127.0f, std::max(-127.0f, code)));  // beyond only where step is denormal
+    const float code = scale == 0 ? 0 : std::nearbyint(x[i] / scale);
+    codes[i] = static_cast<int8_t>(std::min(127.0f, std::max(-127.0f, code)));  // beyond only where scale is denormal
   }
-  return step;
+  return scale;
 }
 
 template <class Cache>
@@ -55,7 +55,7 @@ void scores(const CacheRows& keys, int64_t n, int64_t d, const float* q, int64_t
       for (int64_t t = 0; t < n; ++t) {
         float sum = 0;
         for (int64_t i = 0; i < d; ++i)
-          sum += q[row * padded(d) + i] * number(static_cast<const Cache*>(keys.rows[j]), keys.steps[j], t, d, i);
+          sum += q[row * padded(d) + i] * number(static_cast<const Cache*>(keys.rows[j]), keys.scales[j], t, d, i);
         s[row * stride + t] = sum;
       }
 }
@@ -86,7 +86,7 @@ void mix(const CacheRows& values, int64_t n, int64_t d, const float* p, int64_t 
       float* sums = out + (row * values.count + j) * padded(d);
       for (int64_t t = 0; t < n; ++t)
         for (int64_t i = 0; i < d; ++i)
-          sums[i] += p[row * stride + t] * number(static_cast<const Cache*>(values.rows[j]), values.steps[j], t, d, i);
+          sums[i] += p[row * stride + t] * number(static_cast<const Cache*>(values.rows[j]), values.scales[j], t, d, i);
     }
 }
 
@@ -105,18 +105,18 @@ void finish(const float* parts, int64_t count, int64_t part_stride, int64_t widt
 }
 
 template <class Cache>
-void pack_keys(const void* rows, const float* steps, int64_t n, int64_t d, float* packed) {
+void pack_keys(const void* rows, const float* scales, int64_t n, int64_t d, float* packed) {
   for (int64_t begin = 0; begin < n; begin += ATTENTION_KEYS)
     for (int64_t i = 0; i < d; ++i)
       for (int64_t lane = 0; lane < ATTENTION_KEYS; ++lane)
-        *packed++ = begin + lane < n ? number(static_cast<const Cache*>(rows), steps, begin + lane, d, i) : 0;
+        *packed++ = begin + lane < n ? number(static_cast<const Cache*>(rows), scales, begin + lane, d, i) : 0;
 }
 
 template <class Cache>
-void unpack_values(const void* rows, const float* steps, int64_t n, int64_t d, float* values) {
+void unpack_values(const void* rows, const float* scales, int64_t n, int64_t d, float* values) {
   for (int64_t t = 0; t < n; ++t)
     for (int64_t i = 0; i < padded(d); ++i)
-      *values++ = i < d ? number(static_cast<const Cache*>(rows), steps, t, d, i) : 0;
+      *values++ = i < d ? number(static_cast<const Cache*>(rows), scales, t, d, i) : 0;
 }
 
 void packed_scores(const float* packed, int64_t blocks, int64_t d, const float* q, int64_t rows, float* s,

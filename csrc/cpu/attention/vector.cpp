@@ -3,9 +3,9 @@
 // Reading a cache (scores, mix): the two sub-heads take turns, so that two streams of memory are open; lines are asked
 // for in advance. A tile of query rows meets each number of the cache in registers.
 // Many queries (packed_scores, mix): tiles of rows by vectors; a query's number or a probability is broadcast.
-#include "attention.h"
+#include "kernels.h"
 
-#include "../simd/float.h"
+#include "../simd/vectors.h"
 
 namespace diffbit::DIFFBIT_ISA {
 namespace {
@@ -69,7 +69,7 @@ DIFFBIT_INLINE void score_tile(const C* keys, int64_t n, int64_t d, const float*
   for (; t + 4 <= n; t += 4) {
     F32 sums[ROWS][4];
     DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row)
-      DIFFBIT_UNROLL for (int key = 0; key < 4; ++key) sums[row][key] = splat(0);
+      DIFFBIT_UNROLL for (int key = 0; key < 4; ++key) sums[row][key] = splat(0.0f);
     const C* from = keys + t * d;
     int64_t i = 0;
     for (; i + L <= d; i += L) {
@@ -91,7 +91,7 @@ DIFFBIT_INLINE void score_tile(const C* keys, int64_t n, int64_t d, const float*
   }
   for (; t < n; ++t)
     for (int row = 0; row < ROWS; ++row) {
-      F32 one = splat(0);
+      F32 one = splat(0.0f);
       int64_t i = 0;
       for (; i + L <= d; i += L) one = fma(load(q + row * padded(d) + i), load(keys + t * d + i), one);
       if (i < d) one = fma(load(q + row * padded(d) + i), load_part(keys + t * d + i, d - i), one);
@@ -114,7 +114,7 @@ void scores(const CacheRows& keys, int64_t n, int64_t d, const float* q, int64_t
   if (sizeof(C) != 1) return;
   for (int64_t j = 0; j < keys.count; ++j)
     for (int64_t row = j * rows; row < (j + 1) * rows; ++row)
-      for (int64_t t = 0; t < n; ++t) s[row * stride + t] *= keys.steps[j][t];
+      for (int64_t t = 0; t < n; ++t) s[row * stride + t] *= keys.scales[j][t];
 }
 
 bool hides(const int64_t* mask, int64_t n) {
@@ -129,7 +129,7 @@ void hide(float* s, const int64_t* mask, int64_t n) {
 
 float softmax(float* s, int64_t n, float* total) {
   for (int64_t t = n; t % L; ++t) s[t] = -__builtin_inff();
-  F32 most[2] = {splat(-__builtin_inff()), splat(-__builtin_inff())}, sums[2] = {splat(0), splat(0)};
+  F32 most[2] = {splat(-__builtin_inff()), splat(-__builtin_inff())}, sums[2] = {splat(0.0f), splat(0.0f)};
   int64_t t = 0;
   for (; t + L < n; t += 2 * L)
     for (int part = 0; part < 2; ++part) most[part] = larger(load(s + t + part * L), most[part]);
@@ -211,7 +211,7 @@ DIFFBIT_INLINE void mix_some(const C* values, int64_t n, int64_t d, const float*
 
 template <class C>
 void mix(const CacheRows& values, int64_t n, int64_t d, const float* p, int64_t rows, int64_t stride, float* out) {
-  constexpr int64_t SOME = 16;  // rows whose probabilities are multiplied by the values' steps at once
+  constexpr int64_t SOME = 16;  // rows whose probabilities are multiplied by the values' scales at once
   const int64_t width = values.count * padded(d);
   in_turns<C>(values, n, d, rows, [&](int64_t j, int64_t begin, int64_t end) {
     const C* from = static_cast<const C*>(values.rows[j]) + begin * d;
@@ -222,14 +222,14 @@ void mix(const CacheRows& values, int64_t n, int64_t d, const float* p, int64_t 
       const int64_t some = least(SOME, rows - first);
       for (int64_t row = 0; row < some; ++row)
         for (int64_t t = 0; t < count; ++t)
-          scaled[row * MOST_TURN + t] = p[(first + row) * stride + begin + t] * values.steps[j][begin + t];
+          scaled[row * MOST_TURN + t] = p[(first + row) * stride + begin + t] * values.scales[j][begin + t];
       mix_some(from, count, d, scaled, some, MOST_TURN, out + first * width + j * padded(d), width);
     }
   });
 }
 
 void finish(const float* parts, int64_t count, int64_t part_stride, int64_t width, int64_t d, float eps, float* out) {
-  F32 squares = splat(0);
+  F32 squares = splat(0.0f);
   float whole[2 * ATTENTION_MOST_D];
   for (int64_t i = 0; i < width * padded(d); i += L) {
     F32 one = load(parts + i);
@@ -244,28 +244,28 @@ void finish(const float* parts, int64_t count, int64_t part_stride, int64_t widt
 }
 
 template <class C>
-void unpack_values(const void* rows, const float* steps, int64_t n, int64_t d, float* values) {
+void unpack_values(const void* rows, const float* scales, int64_t n, int64_t d, float* values) {
   const C* from = static_cast<const C*>(rows);
   for (int64_t t = 0; t < n; ++t, from += d, values += padded(d)) {
-    const F32 step = splat(sizeof(C) == 1 && steps ? steps[t] : 1);
+    const F32 scale = splat(sizeof(C) == 1 && scales ? scales[t] : 1.0f);
     int64_t i = 0;
-    for (; i + L <= d; i += L) store(values + i, load(from + i) * step);
+    for (; i + L <= d; i += L) store(values + i, load(from + i) * scale);
     if (i < d) {
-      store(values + i, load_part(from + i, d - i) * step);
+      store(values + i, load_part(from + i, d - i) * scale);
       i += L;
     }
-    for (; i < padded(d); i += L) store(values + i, splat(0));
+    for (; i < padded(d); i += L) store(values + i, splat(0.0f));
   }
 }
 
 template <class C>
-void pack_keys(const void* rows, const float* steps, int64_t n, int64_t d, float* packed) {
+void pack_keys(const void* rows, const float* scales, int64_t n, int64_t d, float* packed) {
   const C* from = static_cast<const C*>(rows);
   for (int64_t begin = 0; begin < n; begin += ATTENTION_KEYS, packed += ATTENTION_KEYS * d) {
     const int64_t count = least(ATTENTION_KEYS, n - begin);
     for (int64_t lane = 0; lane < count; ++lane) {
       float row[ATTENTION_MOST_D];
-      unpack_values<C>(from + (begin + lane) * d, steps ? steps + begin + lane : steps, 1, d, row);
+      unpack_values<C>(from + (begin + lane) * d, scales ? scales + begin + lane : scales, 1, d, row);
       for (int64_t i = 0; i < d; ++i) packed[i * ATTENTION_KEYS + lane] = row[i];
     }
     for (int64_t lane = count; lane < ATTENTION_KEYS; ++lane)
@@ -278,7 +278,7 @@ template <int ROWS, int VECTORS>
 DIFFBIT_INLINE void packed_tile(const float* packed, int64_t d, const float* q, float* s, int64_t stride) {
   F32 sums[ROWS][VECTORS];
   DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row)
-    DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v) sums[row][v] = splat(0);
+    DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v) sums[row][v] = splat(0.0f);
   for (int64_t i = 0; i < d; ++i) {
     F32 key[VECTORS];
     DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v) key[v] = load(packed + i * ATTENTION_KEYS + v * L);

@@ -2,7 +2,7 @@
 #include <cmath>
 
 #include "../half.h"
-#include "hadamard.h"
+#include "kernels.h"
 
 namespace diffbit::scalar {
 namespace {

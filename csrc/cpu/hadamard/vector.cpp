@@ -3,34 +3,16 @@
 // Pairs that lie in one vector are a permutation away from each other: u + v and u - v are the permuted vector plus the
 // vector with the sign of its v's turned, the same roundings. Pairs further apart are pairs of vectors, taken two stages
 // at a time, so that four vectors are loaded and stored once for both.
-#include "hadamard.h"
+#include "kernels.h"
 
 #include <cmath>
 
-#include "../simd/float.h"
+#include "../simd/vectors.h"
 
 namespace diffbit::DIFFBIT_ISA {
 namespace {
 
 static_assert(F32_LANES <= HADAMARD_LANES, "a vector of scratch memory");
-
-/// Each lane's partner, APART lanes away.
-template <int APART>
-DIFFBIT_INLINE F32 partners(F32 a) {
-#if DIFFBIT_ISA_AVX512VNNI
-  if (APART == 1) return _mm512_permute_ps(a, 0xb1);
-  if (APART == 2) return _mm512_permute_ps(a, 0x4e);
-  if (APART == 4) return _mm512_shuffle_f32x4(a, a, 0xb1);
-  return _mm512_shuffle_f32x4(a, a, 0x4e);
-#elif DIFFBIT_ISA_NEON
-  if (APART == 1) return vrev64q_f32(a);
-  return vextq_f32(a, a, 2);
-#else
-  if (APART == 1) return _mm256_permute_ps(a, 0xb1);
-  if (APART == 2) return _mm256_permute_ps(a, 0x4e);
-  return _mm256_permute2f128_ps(a, a, 1);
-#endif
-}
 
 /// The vector with its v's turned: lanes whose number has the bit APART.
 template <int APART>

@@ -3,12 +3,11 @@
 
 #include <cstdint>
 
+#include "../../ort/layouts.h"
 #include "../isa.h"
 
 namespace diffbit {
 
-constexpr int64_t INT4_TILE = 16;  // rows of the weight
-constexpr int64_t INT4_STEP = 8;   // weights of a row in its four bytes
 constexpr int64_t INT4_MOST_ROWS = 8;
 constexpr float INT4_SMALLEST = 1e-30f;  // of a group's largest activation; below it the group counts as zeros
 
@@ -25,7 +24,7 @@ struct Int4Rows {
   int64_t count;     // R
   int8_t* q;         // [groups, group_size / 8, 2, R, 4]: of eight neighbours the four even ones, then the four odd ones
   int32_t* offsets;  // [groups, R]: `minus` * the sum of a group's q
-  float* steps;      // [groups, R]
+  float* scales;     // [groups, R]
 };
 
 struct Int4Kernels {

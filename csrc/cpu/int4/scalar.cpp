@@ -3,7 +3,7 @@
 #include <limits>
 
 #include "../half.h"
-#include "int4.h"
+#include "kernels.h"
 
 namespace diffbit::scalar {
 namespace {
@@ -33,7 +33,7 @@ void quantize(const void* x, bool half, int64_t k, int64_t groups, int64_t group
         sum += q;
       }
       rows.offsets[g * rows.count + row] = minus * sum;
-      rows.steps[g * rows.count + row] = !finite ? std::numeric_limits<float>::quiet_NaN() : zero ? 0 : largest / 127;
+      rows.scales[g * rows.count + row] = !finite ? std::numeric_limits<float>::quiet_NaN() : zero ? 0 : largest / 127;
     }
   }
 }
@@ -57,7 +57,7 @@ void multiply(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int
               const int32_t codes = weight.codes[((group * steps + s) * INT4_TILE + lane) * 4 + byte];
               sum += (codes & 15) * q[0] + (codes >> 4) * q[rows.count * 4];
             }
-          const float scale = to_float(weight.scales[group * INT4_TILE + lane]) * rows.steps[g * rows.count + row];
+          const float scale = to_float(weight.scales[group * INT4_TILE + lane]) * rows.scales[g * rows.count + row];
           result = std::fma(static_cast<float>(sum), scale, result);
         }
         result *= weight.factor;

@@ -6,10 +6,9 @@
 //
 // TILES tiles, far apart in memory, by ROWS rows of activations have all their sums in registers: for few rows memory is
 // read in several streams, for many rows each unpacking serves all of them.
-#include "int4.h"
+#include "kernels.h"
 
-#include "../simd/float.h"
-#include "../simd/int8.h"
+#include "../simd/vectors.h"
 
 namespace diffbit::DIFFBIT_ISA {
 namespace {
@@ -21,48 +20,10 @@ static_assert(2 * STEPS <= dots(15), "a Partial holds the products of its steps"
 constexpr int64_t AHEAD = 4096;  // bytes to prefetch
 constexpr int64_t LARGEST_GROUP = 128;
 
-DIFFBIT_INLINE F32 floats(Ints a) {
-#if DIFFBIT_ISA_AVX512VNNI
-  return _mm512_cvtepi32_ps(a);
-#elif DIFFBIT_ISA_NEON
-  return vcvtq_f32_s32(a.v);
-#else
-  return _mm256_cvtepi32_ps(a);
-#endif
-}
-
 /// `offset` in all lanes, or times each row's zero point.
 template <bool ZEROS>
 DIFFBIT_INLINE Ints offsets(int32_t offset, const uint8_t* zeros) {
-#if DIFFBIT_ISA_AVX512VNNI
-  const __m512i all = _mm512_set1_epi32(offset);
-  if (!ZEROS) return {all};
-  return {_mm512_mullo_epi32(all, _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros))))};
-#elif DIFFBIT_ISA_NEON
-  if (!ZEROS) return {vdupq_n_s32(offset)};
-  const int32_t lanes[4] = {zeros[0], zeros[1], zeros[2], zeros[3]};
-  return {vmulq_n_s32(vld1q_s32(lanes), offset)};
-#else
-  const __m256i all = _mm256_set1_epi32(offset);
-  if (!ZEROS) return {all};
-  return {_mm256_mullo_epi32(all, _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(zeros))))};
-#endif
-}
-
-/// Eight bytes: those at even places to `even`, the others to `odd`.
-DIFFBIT_INLINE void store_parted(const int8_t* from, int8_t* even, int8_t* odd) {
-#if DIFFBIT_ISA_NEON
-  const int8x8_t eight = vld1_s8(from);
-  const uint32_t parts[2] = {vget_lane_u32(vreinterpret_u32_s8(vuzp1_s8(eight, eight)), 0),
-                             vget_lane_u32(vreinterpret_u32_s8(vuzp2_s8(eight, eight)), 0)};
-#else
-  const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m128i eight = _mm_shuffle_epi8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)), order);
-  uint32_t parts[2];
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(parts), eight);
-#endif
-  std::memcpy(even, &parts[0], 4);
-  std::memcpy(odd, &parts[1], 4);
+  return ZEROS ? times_bytes(offset, zeros) : splat_int(offset);
 }
 
 template <class T>
@@ -100,7 +61,7 @@ void quantize(const T* x, int64_t k, int64_t groups, int64_t group_size, int32_t
       for (int64_t i = 0; i < group_size; i += INT4_STEP, q += 8 * rows.count)
         store_parted(bytes + i, q, q + 4 * rows.count);
       rows.offsets[g * rows.count + row] = minus * static_cast<int32_t>(sum(total));
-      rows.steps[g * rows.count + row] = !finite ? __builtin_nanf("") : zero ? 0 : size / 127;
+      rows.scales[g * rows.count + row] = !finite ? __builtin_nanf("") : zero ? 0 : size / 127;
     }
   }
 }
@@ -166,7 +127,7 @@ void tiles(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_
           Bytes low[VECTORS], high[VECTORS];
           DIFFBIT_UNROLL
           for (int v = 0; v < VECTORS; ++v) {
-            const Bytes both = load(codes[t] + v * WIDTH);
+            const Bytes both = load_bytes(codes[t] + v * WIDTH);
             low[v] = both & nibble;
             high[v] = shift<4>(both) & nibble;
           }
@@ -200,7 +161,7 @@ void tiles(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_
         const F32 scale = load(scales[t] + v * F32_LANES);
         DIFFBIT_UNROLL
         for (int r = 0; r < ROWS; ++r)
-          results[t][r][v] = fma(floats(sums[t][r][v]), scale * splat(rows.steps[g * ROWS + r]), results[t][r][v]);
+          results[t][r][v] = fma(to_floats(sums[t][r][v]), scale * splat(rows.scales[g * ROWS + r]), results[t][r][v]);
       }
       scales[t] += INT4_TILE;
       if (ZEROS) zeros[t] += INT4_TILE;
@@ -220,13 +181,8 @@ void tiles(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_
 
 // Registers: 32 for AVX-512 and NEON, 16 for the others, of which a tile of one row takes VECTORS for its sums; the
 // results may wait in memory for the end of a group
-#if DIFFBIT_ISA_AVX512VNNI
-constexpr int MOST_ROWS = 8;
-constexpr int streams_of(int rows) { return rows <= 4 ? 2 : 1; }
-#else
-constexpr int MOST_ROWS = 4;
-constexpr int streams_of(int rows) { return rows <= 2 ? 2 : 1; }
-#endif
+constexpr int MOST_ROWS = INT4_ROWS;
+constexpr int streams_of(int rows) { return rows <= INT4_TWO_TILES ? 2 : 1; }
 static_assert(MOST_ROWS <= INT4_MOST_ROWS, "the table has room");
 
 template <int ROWS>
@@ -240,20 +196,18 @@ void multiply_rows(const Int4Rows& rows, const Int4Weight& weight, int64_t first
     (zeros ? tiles<1, ROWS, true> : tiles<1, ROWS, false>)(rows, weight, first + i * apart, 0, y, half);
 }
 
+/// multiply_rows<rows.count>, for 1 to ROWS rows.
+template <int ROWS>
+void multiply_rows_of(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_t apart, int64_t count,
+                      void* y, bool half) {
+  if constexpr (ROWS > 1)
+    if (rows.count < ROWS) return multiply_rows_of<ROWS - 1>(rows, weight, first, apart, count, y, half);
+  multiply_rows<ROWS>(rows, weight, first, apart, count, y, half);
+}
+
 void multiply(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_t apart, int64_t count, void* y,
               bool half) {
-  switch (rows.count) {
-    case 1: return multiply_rows<1>(rows, weight, first, apart, count, y, half);
-    case 2: return multiply_rows<2>(rows, weight, first, apart, count, y, half);
-    case 3: return multiply_rows<3>(rows, weight, first, apart, count, y, half);
-#if DIFFBIT_ISA_AVX512VNNI
-    case 4: return multiply_rows<4>(rows, weight, first, apart, count, y, half);
-    case 5: return multiply_rows<5>(rows, weight, first, apart, count, y, half);
-    case 6: return multiply_rows<6>(rows, weight, first, apart, count, y, half);
-    case 7: return multiply_rows<7>(rows, weight, first, apart, count, y, half);
-#endif
-    default: return multiply_rows<MOST_ROWS>(rows, weight, first, apart, count, y, half);
-  }
+  multiply_rows_of<MOST_ROWS>(rows, weight, first, apart, count, y, half);
 }
 
 }  // namespace

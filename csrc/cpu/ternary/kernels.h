@@ -3,17 +3,14 @@
 
 #include <cstdint>
 
+#include "../../ort/layouts.h"
 #include "../isa.h"
 
 namespace diffbit {
 
-constexpr int64_t TERNARY_BLOCK = 128;       // weights in a block
-constexpr int64_t TERNARY_BLOCK_BYTES = 32;  // byte j: weights j, j+32, j+64, j+96 as codes w+1 in its four fields
-static_assert(TERNARY_BLOCK == 4 * TERNARY_BLOCK_BYTES, "two bits a weight");
-
-/// A row of activations: its step a, and the sum of q, because the codes are one more than the weights.
+/// A row of activations: its scale a, and the sum of q, because the codes are one more than the weights.
 struct TernaryRow {
-  float step;
+  float scale;
   int32_t sum;
 };
 

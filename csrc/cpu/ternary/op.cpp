@@ -1,9 +1,8 @@
-#include "ternary_matmul.h"
-
 #include <algorithm>
 
-#include "half.h"
-#include "kernels/ternary.h"
+#include "../half.h"
+#include "../ops.h"
+#include "kernels.h"
 
 namespace diffbit {
 namespace {
@@ -21,27 +20,7 @@ int64_t streamed_rows(int64_t n, int64_t row_bytes) {
 
 }  // namespace
 
-TernaryNode::TernaryNode(const Node& node)
-    : k(node.integer("K", 1, int64_t{1} << 24)), n(node.integer("N", 1, int64_t{1} << 31)) {
-  node.expect_version(2);
-  activation_bits = node.integer("activation_bits", 4, 8);
-  if (activation_bits != 4 && activation_bits != 8)
-    throw Error("TernaryMatMul: attribute activation_bits is %d, wanted 8 or 4", static_cast<int>(activation_bits));
-}
-
-TernaryNode::Tensors TernaryNode::tensors(Context& context) const {
-  const Tensor a = context.input(0, "TernaryMatMul: A"), packed = context.input(1, "TernaryMatMul: packed"),
-               scale = context.input(2, "TernaryMatMul: scale");
-  a.expect_last(k);
-  packed.expect({n, divide_up(k, TERNARY_BLOCK) * TERNARY_BLOCK_BYTES});
-  scale.expect({1});
-  return {a, packed, scale, context.product(0, "TernaryMatMul: Y", a, n), a.size() / k};
-}
-
-TernaryMatMul::TernaryMatMul(const Node& node) : TernaryNode(node) {
-  const Isa isa = choose_isa();
-  kernels_ = &DIFFBIT_PICK(isa, ternary);
-}
+TernaryMatMul::TernaryMatMul(const Node& node) : TernaryNode(node), kernels(DIFFBIT_PICK(ternary)) {}
 
 void TernaryMatMul::compute(Context& context) const {
   const Tensors of = tensors(context);
@@ -50,14 +29,14 @@ void TernaryMatMul::compute(Context& context) const {
   if (!rows) return;
 
   const bool half = a.type == ort::FLOAT16;
-  const int64_t q_size = kernels_->quantized_size(blocks);
+  const int64_t q_size = kernels->quantized_size(blocks);
   int8_t* q = scratch<int8_t>(QUANTIZED, rows * q_size);
   TernaryRow* quantized = scratch<TernaryRow>(ROWS, rows);
   const int64_t some = divide_up(NUMBERS_PER_TASK, k);
   context.parallel(divide_up(rows, some), [&](int64_t task) {
     for (int64_t row = task * some; row < rows && row < (task + 1) * some; ++row) {
       const void* x = half ? static_cast<const void*>(a.as<Half>() + row * k) : a.as<float>() + row * k;
-      quantized[row] = kernels_->quantize(x, half, activation_bits, k, blocks, q + row * q_size);
+      quantized[row] = kernels->quantize(x, half, activation_bits, k, blocks, q + row * q_size);
     }
   });
 
@@ -67,7 +46,7 @@ void TernaryMatMul::compute(Context& context) const {
   const int64_t weight_tasks = divide_up(n, weights_each);
   context.parallel(row_tasks * weight_tasks, [&](int64_t task) {
     const int64_t row = task / weight_tasks * rows_each, begin = task % weight_tasks * weights_each;
-    kernels_->multiply(product, row, std::min(row + rows_each, rows), begin,
+    kernels->multiply(product, row, std::min(row + rows_each, rows), begin,
                        std::min(begin + weights_each, n));
   });
 }

@@ -4,7 +4,7 @@
 #include <limits>
 
 #include "../half.h"
-#include "ternary.h"
+#include "kernels.h"
 
 namespace diffbit::scalar {
 namespace {
@@ -24,13 +24,13 @@ TernaryRow quantize(const void* x, bool half, int64_t bits, int64_t k, int64_t b
   }
   TernaryRow row = {std::max(largest, 1e-5f) / 127, 0};
   if (bits == 4) {
-    const double grid = largest * (2.0 * static_cast<double>(k));
+    const double multiple = largest * (2.0 * static_cast<double>(k));
     double sum = 0;
-    for (int64_t i = 0; i < k; ++i) sum += (static_cast<double>(std::fabs(at(i))) + grid) - grid;
-    row.step = std::max(static_cast<float>(sum / static_cast<double>(k)), 1e-5f) / 2.6457513f;
+    for (int64_t i = 0; i < k; ++i) sum += (static_cast<double>(std::fabs(at(i))) + multiple) - multiple;
+    row.scale = std::max(static_cast<float>(sum / static_cast<double>(k)), 1e-5f) / 2.6457513f;
   }
   for (int64_t i = 0; i < k; ++i) {
-    float value = std::nearbyint(at(i) / row.step);
+    float value = std::nearbyint(at(i) / row.scale);
     if (bits == 4) value = std::min(std::max(value, -8.0f), 7.0f);
     q[i] = static_cast<int8_t>(value);
     row.sum += q[i];
@@ -49,7 +49,7 @@ void multiply(const TernaryProduct& product, int64_t row_begin, int64_t row_end,
         const int32_t code = weights[block * TERNARY_BLOCK_BYTES + byte] >> (2 * field) & 3;
         sum += (code - 1) * product.q[row * width + i];
       }
-      const float y = static_cast<float>(sum) * product.rows[row].step * product.scale;
+      const float y = static_cast<float>(sum) * product.rows[row].scale * product.scale;
       if (product.half)
         static_cast<Half*>(product.y)[row * product.n + out] = to_half(y);
       else

@@ -9,9 +9,8 @@
 //
 // A tile multiplies ROWS weight rows by COLUMNS activation rows with all sums in registers. Activations are taken in
 // slices of K that stay in the first-level cache while all weights of the task pass.
-#include "ternary.h"
+#include "kernels.h"
 
-#include "../simd/int8.h"
 #include "../simd/quantize.h"
 
 namespace diffbit::DIFFBIT_ISA {
@@ -21,21 +20,8 @@ constexpr int64_t PANEL = 1024;      // weight rows whose sums are held at a tim
 constexpr int64_t NEAR = 24 * 1024;  // bytes of activations that the first-level cache holds beside the weights
 constexpr int64_t FLIGHT = 8192;     // bytes of weights on their way from memory, over all streams
 
-// The largest tile has all its sums in registers: of 32 for AVX-512 and NEON, of 16 for the others; AVX2 needs one more
-// in each dot product.
-#if DIFFBIT_ISA_AVX512VNNI
-constexpr int MOST_COLUMNS = 6;
-constexpr int ROWS = 4;
-#elif DIFFBIT_ISA_NEON
-constexpr int MOST_COLUMNS = 4;
-constexpr int ROWS = 4;
-#elif DIFFBIT_ISA_AVXVNNI
-constexpr int MOST_COLUMNS = 6;
-constexpr int ROWS = 2;
-#else
-constexpr int MOST_COLUMNS = 4;
-constexpr int ROWS = 2;
-#endif
+// The largest tile, whose sums are all in registers
+constexpr int ROWS = TERNARY_ROWS, MOST_COLUMNS = TERNARY_COLUMNS;
 
 int64_t quantized_size(int64_t blocks) {
   const int64_t bytes = blocks * TERNARY_BLOCK_BYTES;
@@ -52,29 +38,15 @@ DIFFBIT_INLINE int64_t place(int64_t i) {
 TernaryRow quantize(const void* x, bool half, int64_t bits, int64_t k, int64_t blocks, int8_t* q) {
   const int64_t size = quantized_size(blocks);
   constexpr int64_t LAST = 4 * WIDTH > TERNARY_BLOCK ? 4 * WIDTH : TERNARY_BLOCK;  // what x may leave unwritten
-  for (int64_t i = size - LAST; i < size; i += WIDTH) store(q + i, splat(0));
+  for (int64_t i = size - LAST; i < size; i += WIDTH) store(q + i, splat(uint8_t{0}));
   Ints sums = zero();
   TernaryRow row;
-  row.step = quantize_row(x, half, bits, k, [&](int64_t i, Bytes values) {
-#if DIFFBIT_ISA_AVX512VNNI
-    store_halves(q + place(i), q + place(i + 32), values);
-#else
-    store(q + place(i), values);
-#endif
-    sums = flush(sums, dot(no_partial(), splat(1), values));
+  row.scale = quantize_row(x, half, bits, k, [&](int64_t i, Bytes values) {
+    store_activations(q + place(i), q + place(i + 32), values);
+    sums = flush(sums, dot(no_partial(), splat(uint8_t{1}), values));
   });
   row.sum = sum(sums);
   return row;
-}
-
-/// A vector of weights; REST: half of one, where a row is an odd number of blocks (the activations that meet the zeros
-/// are zero).
-template <bool REST>
-DIFFBIT_INLINE Bytes load_weights(const uint8_t* from) {
-#if DIFFBIT_ISA_AVX512VNNI
-  if (REST) return load_half(from);
-#endif
-  return load(from);
 }
 
 /// sums[row][column] += the codes in one field of the weights, bytes begin..end of each row, times the activations.
@@ -82,7 +54,7 @@ DIFFBIT_INLINE Bytes load_weights(const uint8_t* from) {
 template <int FIELD, int SHIFT, int MASK, bool REST, int COLUMNS>
 DIFFBIT_INLINE void accumulate(Partial (&sums)[ROWS][COLUMNS], const uint8_t* const (&weights)[ROWS], int64_t begin,
                                int64_t end, int64_t next, const int8_t* q, int64_t q_size) {
-  const Bytes mask = splat(MASK);
+  const Bytes mask = splat(uint8_t{MASK});
   for (int64_t i = begin; i < end; i += WIDTH) {
     Bytes codes[ROWS];
     for (int row = 0; row < ROWS; ++row) {
@@ -90,40 +62,37 @@ DIFFBIT_INLINE void accumulate(Partial (&sums)[ROWS][COLUMNS], const uint8_t* co
       if (!REST) prefetch(weights[row] + next + i / 4);
     }
     for (int column = 0; column < COLUMNS; ++column) {
-      const Bytes activations = load(q + column * q_size + 4 * i + FIELD * WIDTH);
+      const Bytes activations = load_bytes(q + column * q_size + 4 * i + FIELD * WIDTH);
       for (int row = 0; row < ROWS; ++row) sums[row][column] = dot(sums[row][column], codes[row], activations);
     }
   }
 }
 
-template <int FIELD, int SHIFT, int MASK, bool REST, int COLUMNS>
+/// One of the four passes over a tile's weights.
+template <int PASS, bool REST, int COLUMNS>
 DIFFBIT_INLINE void pass(Ints (&total)[ROWS][COLUMNS], const uint8_t* const (&weights)[ROWS], int64_t bytes,
                          int64_t next, const int8_t* q, int64_t q_size) {
-#if DIFFBIT_ISA_AVX2
-  constexpr int64_t RUN = dots(MASK) * WIDTH;  // bytes between flushes
-  for (int64_t i = 0; i < bytes; i += RUN) {
-    Partial partial[ROWS][COLUMNS];
-    for (int row = 0; row < ROWS; ++row)
-      for (int column = 0; column < COLUMNS; ++column) partial[row][column] = no_partial();
-    const int64_t end = bytes - i < RUN ? bytes : i + RUN;
-    accumulate<FIELD, SHIFT, MASK, REST>(partial, weights, i, end, next, q, q_size);
-    for (int row = 0; row < ROWS; ++row)
-      for (int column = 0; column < COLUMNS; ++column)
-        total[row][column] = flush(total[row][column], partial[row][column]);
+  constexpr TernaryPass HOW = TERNARY_PASSES[PASS];
+  next += bytes * PASS / 4;
+  if constexpr (PARTIAL_IS_INTS) {
+    accumulate<HOW.field, HOW.shift, HOW.mask, REST>(total, weights, 0, bytes, next, q, q_size);
+  } else {
+    constexpr int64_t RUN = dots(HOW.mask) * WIDTH;  // bytes between flushes
+    for (int64_t i = 0; i < bytes; i += RUN) {
+      Partial partial[ROWS][COLUMNS];
+      for (int row = 0; row < ROWS; ++row)
+        for (int column = 0; column < COLUMNS; ++column) partial[row][column] = no_partial();
+      const int64_t end = bytes - i < RUN ? bytes : i + RUN;
+      accumulate<HOW.field, HOW.shift, HOW.mask, REST>(partial, weights, i, end, next, q, q_size);
+      for (int row = 0; row < ROWS; ++row)
+        for (int column = 0; column < COLUMNS; ++column)
+          total[row][column] = flush(total[row][column], partial[row][column]);
+    }
   }
-#else
-  accumulate<FIELD, SHIFT, MASK, REST>(total, weights, 0, bytes, next, q, q_size);
-#endif
+  if (HOW.quarter)  // the codes so far were multiplied by 4 once more than those that follow
+    for (int row = 0; row < ROWS; ++row)
+      for (int column = 0; column < COLUMNS; ++column) total[row][column] = shift<2>(total[row][column]);
 }
-
-#if !DIFFBIT_ISA_AVX2
-/// The codes so far were multiplied by 4 once more than those that follow.
-template <int COLUMNS>
-DIFFBIT_INLINE void quarter(Ints (&total)[ROWS][COLUMNS]) {
-  for (int row = 0; row < ROWS; ++row)
-    for (int column = 0; column < COLUMNS; ++column) total[row][column] = shift<2>(total[row][column]);
-}
-#endif
 
 /// sums[column][row] += the codes of ROWS weight rows times COLUMNS activation rows, over `bytes` bytes of weight.
 /// `next` bytes further on lie the weights of the next tile.
@@ -133,27 +102,10 @@ void tile(const uint8_t* const (&weights)[ROWS], int64_t bytes, int64_t next, co
   Ints total[ROWS][COLUMNS];
   for (int row = 0; row < ROWS; ++row)
     for (int column = 0; column < COLUMNS; ++column) total[row][column] = zero();
-#if DIFFBIT_ISA_AVX2
-  pass<3, 6, 3, REST>(total, weights, bytes, next, q, q_size);
-  pass<2, 4, 3, REST>(total, weights, bytes, next + bytes / 4, q, q_size);
-  pass<1, 2, 3, REST>(total, weights, bytes, next + bytes / 2, q, q_size);
-  pass<0, 0, 3, REST>(total, weights, bytes, next + bytes * 3 / 4, q, q_size);
-#elif DIFFBIT_ISA_NEON
-  pass<2, 0, 0x30, REST>(total, weights, bytes, next, q, q_size);
-  quarter(total);
-  pass<1, 0, 0x0c, REST>(total, weights, bytes, next + bytes / 4, q, q_size);
-  quarter(total);
-  pass<3, 6, 3, REST>(total, weights, bytes, next + bytes / 2, q, q_size);
-  pass<0, 0, 3, REST>(total, weights, bytes, next + bytes * 3 / 4, q, q_size);
-#else
-  pass<3, 0, 0xc0, REST>(total, weights, bytes, next, q, q_size);
-  quarter(total);
-  pass<2, 0, 0x30, REST>(total, weights, bytes, next + bytes / 4, q, q_size);
-  quarter(total);
-  pass<1, 0, 0x0c, REST>(total, weights, bytes, next + bytes / 2, q, q_size);
-  quarter(total);
-  pass<0, 0, 3, REST>(total, weights, bytes, next + bytes * 3 / 4, q, q_size);
-#endif
+  pass<0, REST>(total, weights, bytes, next, q, q_size);
+  pass<1, REST>(total, weights, bytes, next, q, q_size);
+  pass<2, REST>(total, weights, bytes, next, q, q_size);
+  pass<3, REST>(total, weights, bytes, next, q, q_size);
   for (int column = 0; column < COLUMNS; ++column) {
     if constexpr (ROWS == 4) {
       add_sums(sums + column * PANEL, total[0][column], total[1][column], total[2][column], total[3][column]);
@@ -171,13 +123,9 @@ void tile(const uint8_t* const (&weights)[ROWS], int64_t bytes, int64_t next, co
 template <bool REST>
 void tile_of_one(const uint8_t* const (&weights)[ROWS], int64_t bytes, int64_t ahead, const int8_t* q,
                  uint32_t* sums) {
-#if DIFFBIT_ISA_AVX2
-  constexpr int CHAINS = 1;
-#else
-  constexpr int CHAINS = 2;  // a dot product waits four or five cycles for the last one's sum
-#endif
+  constexpr int CHAINS = TERNARY_CHAINS;  // a dot product into int32 waits four or five cycles for the last one's sum
   constexpr int64_t RUN = dots(12) / 2 * WIDTH;  // bytes between flushes
-  const Bytes low = splat(3), high = splat(12);
+  const Bytes low = splat(uint8_t{3}), high = splat(uint8_t{12});
   Ints total[ROWS], total4[ROWS];  // of fields 0 and 2; of fields 1 and 3, four times too large
   for (int row = 0; row < ROWS; ++row) total[row] = total4[row] = zero();
   for (int64_t i = 0; i < bytes;) {
@@ -186,8 +134,8 @@ void tile_of_one(const uint8_t* const (&weights)[ROWS], int64_t bytes, int64_t a
     for (int row = 0; row < ROWS; ++row)
       for (int chain = 0; chain < CHAINS; ++chain) partial[row][chain] = partial4[row][chain] = no_partial();
     for (; i < end; i += WIDTH) {
-      const Bytes a0 = load(q + 4 * i), a1 = load(q + 4 * i + WIDTH);
-      const Bytes a2 = load(q + 4 * i + 2 * WIDTH), a3 = load(q + 4 * i + 3 * WIDTH);
+      const Bytes a0 = load_bytes(q + 4 * i), a1 = load_bytes(q + 4 * i + WIDTH);
+      const Bytes a2 = load_bytes(q + 4 * i + 2 * WIDTH), a3 = load_bytes(q + 4 * i + 3 * WIDTH);
       for (int row = 0; row < ROWS; ++row) {
         const Bytes x = once(load_weights<REST>(weights[row] + i)), y = shift<4>(x);
         prefetch(weights[row] + i + ahead);
@@ -207,17 +155,6 @@ void tile_of_one(const uint8_t* const (&weights)[ROWS], int64_t bytes, int64_t a
   for (int row = 0; row < ROWS; ++row) total[row] = total[row] + shift<2>(total4[row]);
   add_sums(four, total[0], total[1], total[ROWS - 2], total[ROWS - 1]);
   for (int row = 0; row < ROWS; ++row) sums[row] += four[row];
-}
-
-DIFFBIT_INLINE void to_half(const float* from, uint16_t* to) {  // LANES of them
-#if DIFFBIT_ISA_AVX512VNNI
-  const __m256i half = _mm512_cvtps_ph(_mm512_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), half);
-#elif DIFFBIT_ISA_NEON
-  vst1_u16(to, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(from))));
-#else
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(_mm256_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT));
-#endif
 }
 
 /// y of COLUMNS activation rows from `row` on and `count` <= PANEL weight rows from `begin` on.
@@ -263,7 +200,7 @@ void panel(const TernaryProduct& product, int64_t row, int64_t begin, int64_t co
   }
 
   for (int column = 0; column < COLUMNS; ++column) {
-    const float a = product.rows[row + column].step;
+    const float a = product.rows[row + column].scale;
     float wide[PANEL];
     for (int64_t i = 0; i < tiles * ROWS; ++i)
       wide[i] = static_cast<float>(static_cast<int32_t>(sums[column][i])) * a * product.scale;
@@ -276,7 +213,7 @@ void panel(const TernaryProduct& product, int64_t row, int64_t begin, int64_t co
     const int64_t to = (row + column) * product.n + begin;
     if (product.half) {
       uint16_t narrow[PANEL];
-      for (int64_t i = 0; i < count; i += LANES) to_half(wide + i, narrow + i);
+      for (int64_t i = 0; i < count; i += LANES) store(narrow + i, load(wide + i));
       std::memcpy(static_cast<uint16_t*>(product.y) + to, narrow, static_cast<size_t>(count) * 2);
     } else {
       std::memcpy(static_cast<float*>(product.y) + to, wide, static_cast<size_t>(count) * 4);
@@ -284,21 +221,20 @@ void panel(const TernaryProduct& product, int64_t row, int64_t begin, int64_t co
   }
 }
 
+/// panel<rows>, for 1 to COLUMNS rows.
+template <int COLUMNS>
+void panel_of(int64_t rows, const TernaryProduct& product, int64_t row, int64_t begin, int64_t count) {
+  if constexpr (COLUMNS > 1)
+    if (rows < COLUMNS) return panel_of<COLUMNS - 1>(rows, product, row, begin, count);
+  panel<COLUMNS>(product, row, begin, count);
+}
+
 void multiply(const TernaryProduct& product, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end) {
   for (; begin < end; begin += PANEL) {
     const int64_t count = end - begin < PANEL ? end - begin : PANEL;
     for (int64_t row = row_begin; row < row_end;) {
       const int64_t rows = row_end - row < MOST_COLUMNS ? row_end - row : MOST_COLUMNS;
-      switch (rows) {
-        case 1: panel<1>(product, row, begin, count); break;
-        case 2: panel<2>(product, row, begin, count); break;
-        case 3: panel<3>(product, row, begin, count); break;
-#if DIFFBIT_ISA_AVX512VNNI || DIFFBIT_ISA_AVXVNNI
-        case 4: panel<4>(product, row, begin, count); break;
-        case 5: panel<5>(product, row, begin, count); break;
-#endif
-        default: panel<MOST_COLUMNS>(product, row, begin, count); break;
-      }
+      panel_of<MOST_COLUMNS>(rows, product, row, begin, count);
       row += rows;
     }
   }
