@@ -4,22 +4,15 @@
 // floats or, with u rounded, in integers. Values: a token's probability times the scales of its groups meets the codes,
 // times their zero points it is summed apart, one lane a group. The two sub-heads take turns, a block each, so that two
 // streams of memory are open; lines are asked for in advance.
+#include "integer_dots.h"
 #include "lowbit.h"
-
-#include "../simd/vectors.h"
 
 namespace diffbit::DIFFBIT_ISA {
 namespace {
 
-constexpr int64_t L = F32_LANES, BLOCK = CACHE_BLOCK, MOST_D = ATTENTION_MOST_D;
 constexpr int VECTORS = static_cast<int>(BLOCK / L);  // of floats in a group
 constexpr int64_t AHEAD = 2048, LINE = 64;            // bytes
 static_assert(BLOCK % L == 0, "vectors fit");
-
-template <int BITS>
-constexpr int64_t group_bytes() {
-  return BLOCK * BITS / 8;
-}
 
 DIFFBIT_INLINE void ask(const void* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += LINE) prefetch(static_cast<const char*>(from) + i + AHEAD);
@@ -175,114 +168,6 @@ void scores(const BlockRows& keys, int64_t n, int64_t d, const float* q, int64_t
 }
 
 // ---- scores in integers ----
-//
-// A vector of bytes holds several short rows or a part of a long one. The products of a row of the block with u stay
-// apart in PER lanes of a vector, log2(PER) rounds of pair_sums bring 32 sums together.
-
-constexpr int64_t PLACES_MOST = 4, ROW_MOST = (MOST_D + WIDTH - 1) / WIDTH * WIDTH;
-
-/// u as the rows meet it: one row of vectors for each place in a byte, repeated where a vector holds several keys.
-struct Rounded {
-  alignas(64) uint8_t codes[PLACES_MOST * ROW_MOST];
-  float scale;
-  Ints start;  // what sums begin with
-};
-
-template <int PLACES>
-DIFFBIT_INLINE Ints one_vector(const uint8_t* rows, int64_t vectors, const Rounded& u, int index) {
-  constexpr int BITS = 8 / PLACES;
-  Ints sum = u.start;
-  for (int64_t v = 0; v < vectors; ++v) {
-    const Bytes bytes = load_bytes(rows + (index * vectors + v) * WIDTH);
-    const uint8_t* by = u.codes + v * WIDTH;
-    const auto at = [&](int place) { return load_bytes(by + place * vectors * WIDTH); };
-    if constexpr (PLACES == 1) {
-      sum = dot_signed(sum, bytes, at(0));
-    } else {
-      const Bytes mask = splat(uint8_t{(1 << BITS) - 1});
-      static_assert(dots((1 << BITS) - 1) >= PLACES, "a Partial holds a vector's products");
-      Partial partial = partial_of(sum);
-      partial = dot(partial, bytes & mask, at(0));
-      partial = dot(partial, shift<BITS>(bytes) & mask, at(1));
-      if constexpr (PLACES == 4) {
-        partial = dot(partial, shift<2 * BITS>(bytes) & mask, at(2));
-        partial = dot(partial, shift<3 * BITS>(bytes) & mask, at(3));
-      }
-      sum = with_partial(sum, partial);
-    }
-  }
-  return sum;
-}
-
-template <int PLACES, int DEPTH>
-DIFFBIT_INLINE Ints tree(const uint8_t* rows, int64_t vectors, const Rounded& u, int first) {
-  if constexpr (DEPTH == 0)
-    return one_vector<PLACES>(rows, vectors, u, first);
-  else
-    return pair_sums(tree<PLACES, DEPTH - 1>(rows, vectors, u, first),
-                     tree<PLACES, DEPTH - 1>(rows, vectors, u, first + (1 << (DEPTH - 1))));
-}
-
-/// put(t, the dot products of the keys t .. t + WIDTH / 4 with u) for the 32 keys in `rows`.
-template <int PLACES, int DEPTH, class Put>
-DIFFBIT_INLINE void dots_of_block(const uint8_t* rows, int64_t vectors, const Rounded& u, const Put& put) {
-  for (int i = 0; i < static_cast<int>(BLOCK * 4 / WIDTH); ++i)
-    put(i * (WIDTH / 4), tree<PLACES, DEPTH>(rows, vectors, u, i << DEPTH));
-}
-
-/// How rows of `bytes` bytes lie in vectors.
-struct Layout {
-  int64_t bytes, stride;  // of a row; a row that neither divides a vector nor is made of whole ones is padded
-  explicit Layout(int64_t row) : bytes(row), stride(row) {
-    if (row % WIDTH && (WIDTH % row || row < 8)) stride = (row + WIDTH - 1) / WIDTH * WIDTH;
-  }
-  int64_t vectors() const { return stride < WIDTH ? 1 : stride / WIDTH; }
-};
-
-template <int PLACES, class Put>
-DIFFBIT_INLINE void dots_of_block(const uint8_t* rows, const Layout& layout, const Rounded& u, const Put& put) {
-  switch (layout.stride) {
-    case 8: return dots_of_block<PLACES, 1>(rows, 1, u, put);
-    case 16: return dots_of_block<PLACES, 2>(rows, 1, u, put);
-    case 32:
-      if constexpr (WIDTH >= 32) return dots_of_block<PLACES, 3>(rows, 1, u, put);
-      break;
-    case 64:
-      if constexpr (WIDTH >= 64) return dots_of_block<PLACES, 4>(rows, 1, u, put);
-      break;
-  }
-  constexpr int DEPTH = WIDTH == 64 ? 4 : WIDTH == 32 ? 3 : 2;
-  dots_of_block<PLACES, DEPTH>(rows, layout.vectors(), u, put);
-}
-
-/// `count` of 32 rows, padded as `layout` says; the others are zeros.
-DIFFBIT_INLINE const uint8_t* laid_out(const uint8_t* rows, int64_t count, const Layout& layout, uint8_t* room) {
-  if (count == BLOCK && layout.stride == layout.bytes) return rows;
-  std::memset(room, 0, static_cast<size_t>(BLOCK * layout.stride));
-  for (int64_t t = 0; t < count; ++t)
-    std::memcpy(room + t * layout.stride, rows + t * layout.bytes, static_cast<size_t>(layout.bytes));
-  return room;
-}
-
-/// Codes in the order of the channels, as the packed rows meet them.
-template <int BITS>
-DIFFBIT_INLINE void arrange(const int8_t* codes, int64_t d, const Layout& layout, Rounded& u) {
-  constexpr int PLACES = 8 / BITS;
-  constexpr int64_t BYTES = group_bytes<BITS>();
-  const int64_t row = layout.vectors() * WIDTH;
-  for (int place = 0; place < PLACES; ++place) {
-    uint8_t* to = u.codes + place * row;
-    if constexpr (PLACES == 1) {
-      std::memcpy(to, codes, static_cast<size_t>(d));
-    } else {
-      for (int64_t group = 0; group < d / BLOCK; ++group)
-        std::memcpy(to + group * BYTES, codes + group * BLOCK + place * BYTES, BYTES);
-    }
-    for (int64_t i = layout.bytes; i < layout.stride; ++i) to[i] = 0;
-    for (int64_t i = layout.stride; i < row; i += layout.stride)
-      std::memcpy(to + i, to, static_cast<size_t>(layout.stride));
-  }
-}
 
 /// What rounding took from x, summed.
 DIFFBIT_INLINE float lost(const float* x, const int8_t* codes, float scale, int64_t d) {
@@ -295,11 +180,11 @@ template <int BITS>
 void integer_scores(const BlockRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, int top, float* s,
                     int64_t stride) {
   const Layout layout(d * BITS / 8);
-  uint8_t room[BLOCK * ROW_MOST];
+  uint8_t padded_rows[BLOCK * ROW_MOST];
   Rounded u;
   u.start = zero();
   each_block<BITS>(keys, n, d, [&](int64_t j, int64_t block) {
-    const uint8_t* codes = laid_out(keys.codes[j] + block * BLOCK * layout.bytes, BLOCK, layout, room);
+    const uint8_t* codes = laid_out(keys.codes[j] + block * BLOCK * layout.bytes, BLOCK, layout, padded_rows);
     const Half* scales = keys.scales[j] + block * 2 * d;
     for (int64_t row = j * rows; row < (j + 1) * rows; ++row) {
       float scaled[MOST_D];
@@ -324,7 +209,7 @@ void integer_scores(const BlockRows& keys, int64_t n, int64_t d, const float* q,
 void integer_row_scores(const CacheRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, int top, float* s,
                         int64_t stride) {
   const Layout layout(d);
-  uint8_t room[BLOCK * ROW_MOST];
+  uint8_t padded_rows[BLOCK * ROW_MOST];
   for (int64_t row = 0; row < keys.count * rows; ++row) {
     const int64_t j = row / rows;
     int8_t rounded_codes[MOST_D];
@@ -339,7 +224,7 @@ void integer_row_scores(const CacheRows& keys, int64_t n, int64_t d, const float
     for (int64_t begin = 0; begin < n; begin += BLOCK) {
       const int64_t count = n - begin < BLOCK ? n - begin : BLOCK;
       ask(from + begin * d, count * d);
-      const uint8_t* block = laid_out(from + begin * d, count, layout, room);
+      const uint8_t* block = laid_out(from + begin * d, count, layout, padded_rows);
       float found[BLOCK];
       dots_of_block<1>(block, layout, u, [&](int64_t t, Ints dots) { store(found + t, to_floats(dots) * scale); });
       for (int64_t t = 0; t < count; ++t) s[row * stride + begin + t] = found[t] * keys.scales[j][begin + t];
