@@ -282,6 +282,25 @@ def mixed(weights: torch.Tensor, values: Cached) -> torch.Tensor:
     return out + torch.einsum("bgrst,bgwtd->bgrswd", low, numbers) if numbers.shape[-2] else out
 
 
+def _difference(
+    query: torch.Tensor, keys: Cached, visible: torch.Tensor, lam: torch.Tensor | None, query_bits: int
+) -> torch.Tensor:
+    """A1 - lambda A2: queries [B, n, G, r, S, d], keys [B, G, w, ...], visible [B, 1, 1, S, T], lam [H] or [B, S, H] ->
+    [B, G, r, S, T]."""
+    import torch
+
+    shares = []
+    for branch in range(query.shape[1]):
+        logits = scores(query[:, branch], keys.of_branch(branch), query_bits)
+        softmax = torch.softmax(logits.masked_fill(~visible, float("-inf")), -1)
+        shares.append(torch.where(visible, softmax, 0.0))  # a row that sees nothing is NaN until here
+    if lam is None:
+        return shares[0]
+    batch, _, groups, shared, steps, _ = query.shape
+    lam = lam.to(query.dtype).expand(batch, steps, groups * shared)
+    return shares[0] - lam.view(batch, steps, groups, shared).permute(0, 2, 3, 1).unsqueeze(-1) * shares[1]
+
+
 def reference(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -345,15 +364,7 @@ def reference(
     q = q.permute(0, 4, 2, 3, 1, 5)  # [B, n, G, r, S, d]
     causal = torch.arange(total) <= torch.arange(past_length, total)[:, None]
     visible = (causal & attention_mask.bool()[:, None, :])[:, None, None]  # [B, 1, 1, S, T]
-    shares = []
-    for branch in range(branches):
-        logits = scores(q[:, branch], keys.grouped(groups, width).of_branch(branch), query_bits)
-        softmax = torch.softmax(logits.masked_fill(~visible, float("-inf")), -1)
-        shares.append(torch.where(visible, softmax, 0.0))  # a row that sees nothing is NaN until here
-    weights = shares[0]
-    if lam is not None:
-        lam = lam.to(dtype).expand(batch, steps, num_heads)
-        weights = weights - lam.view(batch, steps, groups, shared).permute(0, 2, 3, 1).unsqueeze(-1) * shares[1]
+    weights = _difference(q, keys.grouped(groups, width), visible, lam, query_bits)
 
     out = mixed(weights, values.grouped(groups, width))  # [B, G, r, S, w, d]
     out = out.permute(0, 3, 1, 2, 4, 5).reshape(batch, steps, num_heads, width * d)
