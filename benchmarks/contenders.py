@@ -30,13 +30,13 @@ Array = NDArray[Any]
 WINDOW = 32  # recent tokens that a cache of grids keeps
 # The kinds of cache that are measured; "+ qk" with the query in integers
 KINDS = {
-    "fp32": diff_attention.Kind(),
-    "fp16": diff_attention.Kind(),
-    "int8": diff_attention.Kind(8, 8),
-    "int4": diff_attention.Kind(4, 4),
-    "int2": diff_attention.Kind(2, 2),
-    "int8 + qk int8": diff_attention.Kind(8, 8, 8),
-    "int4 + qk int8": diff_attention.Kind(4, 4, 8),
+    "fp32": diff_attention.Signature(),
+    "fp16": diff_attention.Signature(),
+    "int8": diff_attention.Signature(8, 8),
+    "int4": diff_attention.Signature(4, 4),
+    "int2": diff_attention.Signature(2, 2),
+    "int8 + qk int8": diff_attention.Signature(8, 8, 8),
+    "int4 + qk int8": diff_attention.Signature(4, 4, 8),
 }
 
 
@@ -88,13 +88,13 @@ class Attention:
             if bits == 16:
                 cache[f"past_{name}"] = exact.astype(np.float16 if kv == "fp16" else np.float32)
             elif bits == 8:
-                codes, steps = kv_cache.round_rows(torch.from_numpy(exact))
+                codes, steps = kv_cache.quantize_rows(torch.from_numpy(exact))
                 cache |= {f"past_{name}": codes.numpy(), f"past_{name}_scale": steps.numpy()}
             else:
-                count = kv_cache.settled(self.past, WINDOW)
-                round_grids = kv_cache.round_keys if name == "key" else kv_cache.round_values
+                count = kv_cache.quantized_tokens(self.past, WINDOW)
+                round_grids = kv_cache.quantize_keys if name == "key" else kv_cache.quantize_values
                 codes, grids = round_grids(torch.from_numpy(exact[:, :, :count]), bits)
-                recent = np.zeros((*exact.shape[:2], WINDOW + kv_cache.GROUP, self.d), np.float16)
+                recent = np.zeros((*exact.shape[:2], WINDOW + kv_cache.BLOCK, self.d), np.float16)
                 recent[:, :, : self.past - count] = exact[:, :, count:]
                 cache |= {f"past_{name}": kv_cache.pack(codes, bits).numpy(), f"past_{name}_scale": grids.numpy()}
                 cache[f"past_{name}_recent"] = recent
@@ -105,9 +105,9 @@ class Attention:
         kind, buffers = KINDS[kv], {}
         for name, array in past.items():
             bits = kind.key_bits if "key" in name else kind.value_bits
-            tokens = kv_cache.settled(self.total, WINDOW) if bits < 8 else self.total
+            tokens = kv_cache.quantized_tokens(self.total, WINDOW) if bits < 8 else self.total
             if bits < 8 and name == "past_key_scale":
-                tokens //= kv_cache.GROUP
+                tokens //= kv_cache.BLOCK
             slots = array.shape[2] if name.endswith("recent") else tokens
             buffers[name] = np.zeros((*array.shape[:2], slots, *array.shape[3:]), array.dtype)
             buffers[name][:, :, : array.shape[2]] = array
@@ -131,7 +131,7 @@ class Attention:
         }
         inputs |= {name: g.input(name, dtype, shape) for name, (dtype, shape) in cache.items()}
         made = g.custom(
-            diff_attention, [inputs.get(name) for name in kind.inputs], outputs=len(kind.outputs), kind=kind,
+            diff_attention, [inputs.get(name) for name in kind.inputs], outputs=len(kind.outputs), signature=kind,
             num_heads=self.pairs, num_kv_heads=kv_heads, branches=kind.branches, wide_value=1, scale=self.scale,
             norm_eps=self.norm_eps, key_bits=kind.key_bits, value_bits=kind.value_bits, query_bits=kind.query_bits,
             window=WINDOW,

@@ -96,13 +96,13 @@ class Layer:
             return {name: self._normal(1, heads, self.total, self.d)}
         rows = [self._normal(1, 1, self.total, self.d, dtype=torch.float16) for _ in range(heads)]
         if bits == 8:
-            made = [kv_cache.round_rows(row) for row in rows]
+            made = [kv_cache.quantize_rows(row) for row in rows]
             return {name: torch.cat([codes for codes, _ in made], 1),
                     f"{name}_scale": torch.cat([steps for _, steps in made], 1)}  # fmt: skip
-        before, count = (kv_cache.settled(tokens, WINDOW) for tokens in (self.past, self.total))
-        rounded = kv_cache.round_keys if side == "key" else kv_cache.round_values
+        before, count = (kv_cache.quantized_tokens(tokens, WINDOW) for tokens in (self.past, self.total))
+        rounded = kv_cache.quantize_keys if side == "key" else kv_cache.quantize_values
         made = [rounded(row[:, :, :count], bits) for row in rows]
-        recent = torch.zeros(1, heads, WINDOW + kv_cache.GROUP, self.d, dtype=torch.float16, device=self.device)
+        recent = torch.zeros(1, heads, WINDOW + kv_cache.BLOCK, self.d, dtype=torch.float16, device=self.device)
         recent[:, :, : self.past - before] = torch.cat([row[:, :, before : self.past] for row in rows], 1)
         return {name: torch.cat([kv_cache.pack(codes, bits) for codes, _ in made], 1),
                 f"{name}_scale": torch.cat([grids for _, grids in made], 1), f"{name}_recent": recent}  # fmt: skip
@@ -117,7 +117,7 @@ class Layer:
         d, bits = self.d, BITS[self.kind]
         if bits > 4:
             return {16: 8 * d, 8: 4 * d + 16}[bits] * self.total * self.pairs
-        count = kv_cache.settled(self.total, WINDOW)
+        count = kv_cache.quantized_tokens(self.total, WINDOW)
         each = 2 * d + d // 32 * 8 + 2 * d * 4 // 32
         return (each * count + 8 * d * (self.total - count)) * self.pairs
 
@@ -144,9 +144,9 @@ class Layer:
         scale = self.inputs[f"past_{side}_scale"][:, head]
         if bits == 8:
             return buffer[0].float() * scale[0, :, None]
-        count = kv_cache.settled(self.total, WINDOW)
-        restore = kv_cache.restore_keys if side == "key" else kv_cache.restore_values
-        groups = count // kv_cache.GROUP if side == "key" else count
+        count = kv_cache.quantized_tokens(self.total, WINDOW)
+        restore = kv_cache.dequantize_keys if side == "key" else kv_cache.dequantize_values
+        groups = count // kv_cache.BLOCK if side == "key" else count
         old = restore(kv_cache.unpack(buffer[:, :count], bits), scale[:, :groups])[0]
         return torch.cat((old, self.inputs[f"past_{side}_recent"][0, head, : self.total - count].float()))
 

@@ -85,10 +85,6 @@ Qk = Annotated[
     Literal["int8", "int4", "none"] | None,
     typer.Option(help="Quantize queries too and multiply them with the keys as integers; keys get no more bits."),
 ]
-Logits = Annotated[
-    int | None,
-    typer.Option(help="Bits of the attention logits, 2 to 16 (an experiment: an artifact runs them slowly)."),
-]
 KvWindow = Annotated[
     int | None,
     typer.Option(help="Residual window: recent tokens that an int4 or int2 cache keeps in float16; default: 32."),
@@ -154,7 +150,6 @@ def quantize(
     activations: Activations = None,
     kv: KvCache = None,
     qk: Qk = None,
-    logits: Logits = None,
     kv_window: KvWindow = None,
     scheme_file: SchemeFile = None,
     target_bits: TargetBits = None,
@@ -186,7 +181,7 @@ def quantize(
         )
     if candidates is not None and not mixed:
         raise DiffbitError("--candidates needs --target-bits or --target-size")
-    scheme = _scheme(scheme_file, weights, override, activations, kv, qk, logits, kv_window, mixed)
+    scheme = _scheme(scheme_file, weights, override, activations, kv, qk, kv_window, mixed)
     if calibrate is None and (calibrated or mixed):
         calibrate = "stdlib"
         remark(
@@ -230,38 +225,36 @@ def _scheme(
     activations: str | None,
     kv: str | None,
     qk: str | None,
-    logits: int | None,
     kv_window: int | None,
     mixed: bool,
 ) -> Scheme:
     """The scheme in the file, or in the options; with mixed precision the weights' formats are chosen later."""
     from ..quantize import Scheme, parse_format, parse_override
 
-    options = (weights, override, activations, kv, qk, logits, kv_window)
+    options = (weights, override, activations, kv, qk, kv_window)
     if file is not None:
         if any(option is not None for option in options):
             raise DiffbitError(
                 "--scheme replaces the options of a scheme; leave out --weights, --override, --activations, --kv, "
-                "--qk, --logits and --kv-window"
+                "--qk and --kv-window"
             )
         return Scheme.from_file(file)
-    if all(option in (None, "none") for option in (weights, kv, qk, logits)) and not override and not mixed:
+    if all(option in (None, "none") for option in (weights, kv, qk)) and not override and not mixed:
         raise DiffbitError(
-            "nothing to quantize: pass --weights FORMAT, --kv FORMAT, --qk FORMAT, --logits BITS, --override or "
-            "--scheme FILE"
+            "nothing to quantize: pass --weights FORMAT, --kv FORMAT, --qk FORMAT, --override or --scheme FILE"
         )
     return Scheme(
         weights=None if weights in (None, "none") else parse_format(weights),
         activations=activations,
-        attention=_attention(kv, qk, logits, kv_window),
+        attention=_attention(kv, qk, kv_window),
         overrides=tuple(parse_override(text) for text in override or ()),
     )
 
 
-def _attention(kv: str | None, qk: str | None, logits: int | None, window: int | None) -> AttentionScheme:
+def _attention(kv: str | None, qk: str | None, window: int | None) -> AttentionScheme:
     from ..quantize import AttentionScheme, parse_kv
 
-    chosen: dict[str, Any] = {"logits": logits, "qk": None if qk == "none" else qk}
+    chosen: dict[str, Any] = {"qk": None if qk == "none" else qk}
     chosen |= {} if kv is None else parse_kv(kv)
     chosen |= {} if window is None else {"window": window}
     found = AttentionScheme(**chosen)

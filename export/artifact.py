@@ -22,7 +22,7 @@ from ..errors import DiffbitError
 from ..models import Checkpoint, ModelConfig
 from ..models.families import loader_config
 from ..ops.cache import CacheSpec
-from ..ops.kv_cache import GROUP
+from ..ops.kv_cache import BLOCK
 from ..progress import track
 from ..quantize import AttentionScheme, Scheme, read_scheme
 from ..quantize.cache import cache_spec
@@ -89,6 +89,11 @@ def export_artifact(
     scheme = read_scheme(source)
     _check_storage(ternary_storage, source, scheme)
     attention = AttentionScheme() if scheme is None else scheme.attention
+    if attention.logits is not None:
+        raise DiffbitError(
+            f"{source.path}: its scheme rounds attention logits to {attention.logits} bits, which no artifact does; "
+            "`diffbit compare` shows what that costs. Quantize again without logits"
+        )
     cache = cache_spec(config, attention, DTYPE_NAMES[dtype])
     prompt = golden_prompt(config, length, attention)
     kind = dtype, source.quantization is not None
@@ -142,7 +147,7 @@ def golden_prompt(config: ModelConfig, context_length: int, attention: Attention
 
     Of a cache that leaves recent tokens as they came, some are older.
     """
-    length = GOLDEN_LENGTH + (attention.window + 2 * GROUP if attention.has_window else 0)
+    length = GOLDEN_LENGTH + (attention.window + 2 * BLOCK if attention.has_window else 0)
     return [(7919 * i + 1) % config.vocab_size for i in range(min(length, context_length, MOST_GOLDEN))]
 
 

@@ -14,6 +14,7 @@ Mixers and MLPs add their nodes through their own `onnx` methods, which know thi
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -30,10 +31,10 @@ from ..models.graph import GROUP_QUERY_MULTIPLE
 from ..models.layers.norm import RMSNorm
 from ..ops import diff_attention
 from ..ops.cache import Buffer, CacheSpec, tokens_each
-from ..ops.diff_attention import Kind
-from ..ops.kv_cache import GROUP
+from ..ops.diff_attention import Signature
+from ..ops.kv_cache import BLOCK
 from ..quantize import AttentionScheme
-from ..quantize.cache import attributes, is_low_bit, operator
+from ..quantize.cache import is_low_bit, operator
 from .graph import MICROSOFT, Graph
 
 # Added to the logits of hidden keys: finite, so that a query that sees nothing (padding) gives numbers and not NaN
@@ -88,7 +89,7 @@ class DecoderGraph(Graph):
             for i, layer in enumerate(cache.layers)
         ]
         self._present: list[Cache] = []
-        self._kind: Kind | None = None
+        self._signature: Signature | None = None
         self._x: ir.Value
         self._table: ir.Value
 
@@ -205,13 +206,13 @@ class DecoderGraph(Graph):
         norm_eps: float = 0.0,
     ) -> tuple[ir.Value, Cache]:
         """diffbit.DiffAttention with the scheme's numbers: ops/diff_attention.py says what its inputs are."""
-        kind = operator(self.attention, branches)
-        if self._kind not in (None, kind):  # a model's nodes of one name share a body
+        signature = operator(self.attention, branches)
+        if self._signature not in (None, signature):  # a model's nodes of one name share a body
             raise DiffbitError(
                 "its layers need DiffAttention both of one and of two branches, which an artifact cannot hold; leave "
-                "the KV cache and the attention logits float"
+                "the KV cache float"
             )
-        self._kind = kind
+        self._signature = signature
         values = {"query": query, "key": key, "value": value, "lambda": lambda_}
         values |= {
             "past_length": self.past_length,
@@ -221,23 +222,21 @@ class DecoderGraph(Graph):
             "attention_mask": self.attention_mask,
         }
         values |= {f"past_{name}": buffer for name, buffer in past.items()}
-        self.use(kind.name, diff_attention.DOMAIN, lambda: diff_attention.function(kind))
-        made = self.ops(
-            kind.name,
-            [values.get(name) for name in kind.inputs],
-            len(kind.outputs),
-            domain=diff_attention.DOMAIN,
-            spec_version=diff_attention.VERSION,
+        made = self.customs(
+            diff_attention,
+            [values.get(name) for name in signature.inputs],
+            len(signature.outputs),
+            lambda: diff_attention.function(signature),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             wide_value=wide_value,
             scale=scale,
             norm_eps=norm_eps,
             window=self.attention.window if self.attention.has_window else 0,
-            **attributes(kind),
+            **asdict(signature),
         )
         found = {}
-        for name, value in zip(kind.outputs, made, strict=True):
+        for name, value in zip(signature.outputs, made, strict=True):
             if name:
                 found[name] = value
             else:
@@ -286,5 +285,5 @@ class DecoderGraph(Graph):
 
 def _named(buffer: Buffer, when: str) -> list[int | str]:
     """Its shape with names for what varies."""
-    names = {1: f"{when}_sequence", GROUP: f"{when}_groups"}
+    names = {1: f"{when}_sequence", BLOCK: f"{when}_groups"}
     return ["batch", *(dim if isinstance(dim, int) else names[tokens_each(dim)] for dim in buffer.shape)]

@@ -29,6 +29,7 @@ from torch import nn
 from ..errors import DiffbitError
 from ..models.graph import Attribute
 from ..models.layers.norm import RMSNorm
+from ..ops.schema import DOMAIN, DOMAIN_VERSION
 
 MODEL = "model.onnx"
 DATA = "model.onnx.data"
@@ -121,15 +122,24 @@ class Graph:
         inputs: Sequence[ir.Value | None],
         **attributes: Attribute,
     ) -> ir.Value:
-        """A node of one of diffbit's own ops (a module of ops/), whose body travels with the model."""
-        self.use(op.NAME, op.DOMAIN, op.function)
-        return self.op(op.NAME, inputs, domain=op.DOMAIN, spec_version=op.VERSION, **attributes)
+        """A node with one output of one of diffbit's own ops (a module of ops/), whose body travels with the model."""
+        (output,) = self.customs(op, inputs, 1, op.function, **attributes)
+        return output
 
-    def use(self, name: str, domain: str, body: Callable[[], ir.Function]) -> None:
-        """Let nodes of this name have a body in the model, which all of them share."""
+    def customs(
+        self,
+        op: ModuleType,
+        inputs: Sequence[ir.Value | None],
+        outputs: int,
+        body: Callable[[], ir.Function],
+        **attributes: Attribute,
+    ) -> Sequence[ir.Value]:
+        """The same with so many outputs; `body` makes the body that all nodes of this op in the model share."""
+        name = op.OP.name
         if name not in self._functions:
             self._functions[name] = body()
-            self._graph.opset_imports[domain] = 1
+            self._graph.opset_imports[DOMAIN] = DOMAIN_VERSION
+        return self.ops(name, inputs, outputs, domain=DOMAIN, **op.OP.attributes_of(attributes))
 
     def const(self, values: ArrayLike, dtype: DTypeLike = np.int64) -> ir.Value:
         """A constant inside model.onnx; equal ones are shared."""

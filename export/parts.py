@@ -100,7 +100,7 @@ def _codes(value: ir.Value, tensor: ir.ExternalTensor) -> tuple[str, int, int]:
         node = node.outputs[0].consumers()[0]
     part, bits = CODES[node.op_type]
     attributes = {name: attribute.value for name, attribute in node.attributes.items()}
-    if (first := value.consumers()[0]).op_type == trits.NAME:
+    if (first := value.consumers()[0]).op_type == trits.OP.name:
         rows, columns = attributes["N"], attributes["K"]
         padded = -(-columns // ternary_matmul.BLOCK) * ternary_matmul.BLOCK
         return part, rows * columns if value is first.inputs[0] else 0, tensor.nbytes * columns // padded

@@ -26,17 +26,17 @@ Inputs; n = branches
 Outputs
     out             T  [B, S, H*(1+wide_value)*d]; zero where a token sees no key at all
     present_key/value, present_key/value_scale, present_key/value_recent
-T is float32 or float16. Inputs and outputs that a node has no use for are empty names, none at the end (`Kind.inputs`,
-`Kind.outputs`).
+T is float32 or float16. Inputs and outputs that a node has no use for are empty names, none at the end
+(`Signature.inputs`, `Signature.outputs`).
 
 The cache. key_bits says how keys are held and value_bits values, each for itself, by the rules of kv_cache.py:
 
     bits    key / value             scale                                               recent
     16      T, or float32, float16  -                                                   -
             [B, Hk, C, d]
-    8       int8 [B, Hk, C, d]      float32 [B, Hk, C]: a step a row                    -
-    4, 2    uint8                   float16, key [B, Hk, C/32, 2, d]: grids (step,      float16
-            [B, Hk, C, d*bits/8]    point) of 32 tokens; value [B, Hk, C, 2, d/32]      [B, Hk, window+32, d]
+    8       int8 [B, Hk, C, d]      float32 [B, Hk, C]: a scale a row                   -
+    4, 2    uint8                   float16, scales and zero points of blocks: key      float16
+            [B, Hk, C, d*bits/8]    [B, Hk, C/32, 2, d]; value [B, Hk, C, 2, d/32]      [B, Hk, window+32, d]
 
 Keys are cached rotated; RoPE rounds both products and their difference to float32. Rows of a sub-head that are rounded
 are rounded as float32 (8 bits) or as float16 (4 and 2). What is in a buffer beyond the tokens it holds is never read
@@ -45,37 +45,34 @@ as a number.
 16 and 8 bits: the buffer holds past_length tokens, C >= past_length, and the present [B, Hk, max(C, T), ..] holds T. It
 grows where C < T, else it has the same capacity, and past and present may be one memory. What lies behind is past's.
 
-4 and 2 bits: with settled(t) = max(0, t - window) // 32 * 32, the buffer holds the first settled(past_length) tokens,
-C >= settled(past_length), a multiple of 32 like d; `recent` holds the others as float16, token settled(past_length) + i
-in slot i. The present holds settled(T) tokens in max(C, settled(T)), its recent the others; what lies behind in
-present_recent is anything. So a call has the tokens before settled(T) as codes, those from settled(past_length) on,
-old and new, as float16, and those in between as both. Which of them token s reads, its own place says,
+4 and 2 bits: with quantized(t) = max(0, t - window) // 32 * 32, the buffer holds the first quantized(past_length)
+tokens, C >= quantized(past_length), a multiple of 32 like d; `recent`, the residual window, holds the others as
+float16, token quantized(past_length) + i in slot i. The present holds quantized(T) tokens in max(C, quantized(T)), its
+recent the others; what lies behind in present_recent is anything. So a call has the tokens before quantized(T) as
+codes, those from quantized(past_length) on, old and new, as float16, and those in between as both. Which of them token
+s reads, its own place says,
 
-    key or value j of token s:  from its code if j < settled(past_length + s + 1), else as float16
+    key or value j of token s:  from its code if j < quantized(past_length + s + 1), else as float16
 
 and that is what it reads if the tokens come one by one: neither the cache nor the output depends on how a prompt is cut
-into calls, but for the rounding of float32 sums. Padding is tokens like others: it shares grids with its neighbours.
+into calls, but for the rounding of float32 sums. Padding is tokens like others: it shares blocks with its neighbours.
 
 Query bits (query_bits 8 or 4; key_bits 8, 4 or 2): products with codes of keys are products of integers. The query,
-rotated, times scale, each step rounded to float32, is rounded to codes by a row (`kv_cache.row_scores`, 8-bit keys) or
-by a row and a group of 32 keys (`kv_cache.grid_scores`); the int32 dot product is exact, and then come, in float32,
+rotated, times scale, each operation rounded to float32, is quantized by a row (`kv_cache.row_scores`, 8-bit keys) or
+by a row and a block of 32 keys (`kv_cache.block_scores`); the int32 dot product is exact, and then come, in float32,
 
-    row:   dot * query's step * key's step
-    group: dot * query's step + query . point + (2^key_bits - 1) / 2 * sum(query * steps - its codes * query's step)
+    row:   dot * query's scale * key's scale
+    block: dot * u's scale + query . zero + (2^key_bits - 1) / 2 * sum(u - its codes * u's scale)
+           where u = query * the block's scales
 
-products with float16 keys are float32's own. query_bits 0: the float32 query meets float32 keys, code * step (+ point).
-
-Logits (logit_bits, 0: as they are). A node whose logits are rounded is a `LowBitLogitsAttention`: the same op with the
-attribute logit_bits in addition, and with a body only, so that it runs everywhere and no library knows it. A row of
-logits of one query sub-head, from above, is rounded before the softmax (quantize/attention.py): step = max|x| over the
-keys that it sees / (2^(bits-1) - 1), x = round-half-to-even(x / step) * step, clipped to the row's range.
+products with float16 keys are float32's own. query_bits 0: the float32 query meets float32 keys, code * scale (+ zero).
 
 Attributes: num_heads (H), num_kv_heads (Hk), branches, wide_value, scale, norm_eps, key_bits, value_bits, query_bits,
 window (read for 4 and 2 bits only), spec_version.
 
-Integers (codes, packed bytes, dot products) and the steps and points of the cache are the same bits on every
-implementation, but for the sign of a zero; a number that is infinite or NaN makes its row or grid NaN, with codes 0, in
-the reference and in kernels, and the body promises nothing for it. All other arithmetic is in float32 whatever T is.
+Integers (codes, packed bytes, dot products) and the scales and zero points of the cache are the same bits on every
+implementation, but for the sign of a zero; a number that is infinite or NaN makes its row or block NaN, with codes 0,
+in the reference and in kernels, and the body promises nothing for it. All other arithmetic is in float32 whatever T is.
 The body never forms a mask per head and, for S = 1, no tensor grows faster than T: the cost of a decode step is linear
 in the context.
 """
@@ -86,66 +83,44 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import DiffbitError
-from . import kv_cache
+from . import kv_cache, schema
 from .diff_attention_body import body
 
 if TYPE_CHECKING:
     import onnx_ir
     import torch
 
-DOMAIN = "diffbit"
-NAME = "DiffAttention"
-LOGITS_NAME = "LowBitLogitsAttention"
-VERSION = 2  # of the meaning; a kernel checks it against the attribute spec_version
-
-INPUTS = (
-    "query", "key", "value", "lambda", "past_key", "past_value", "past_length", "position_ids", "cos", "sin",
-    "attention_mask", "past_key_scale", "past_value_scale", "past_key_recent", "past_value_recent",
-)  # fmt: skip
-OUTPUTS = (
-    "out", "present_key", "present_value", "present_key_scale", "present_value_scale", "present_key_recent",
-    "present_value_recent",
-)  # fmt: skip
+OP = schema.DIFF_ATTENTION
+INPUTS = tuple(tensor.name for tensor in OP.inputs)
+OUTPUTS = tuple(tensor.name for tensor in OP.outputs)
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What of a node's attributes decides its inputs, its outputs and its body."""
+class Signature:
+    """The attributes of a node that decide its inputs, its outputs and its body."""
 
     key_bits: int = 16
     value_bits: int = 16
     query_bits: int = 0
     branches: int = 2
-    logit_bits: int = 0
 
     def __post_init__(self) -> None:
-        for name, found, wanted in (
-            ("key_bits", self.key_bits, (16, 8, 4, 2)),
-            ("value_bits", self.value_bits, (16, 8, 4, 2)),
-            ("query_bits", self.query_bits, (0, 8, 4)),
-            ("branches", self.branches, (1, 2)),
-            ("logit_bits", self.logit_bits, (0, *range(2, 17))),
-        ):
-            if type(found) is not int or found not in wanted:
-                raise DiffbitError(f"{NAME}: {name} is {found!r}, wanted one of {', '.join(map(str, wanted))}")
+        for attribute in OP.attributes:
+            if hasattr(self, attribute.name):
+                attribute.check(OP.name, getattr(self, attribute.name))
         if self.query_bits and self.key_bits == 16:
             raise DiffbitError(
-                f"{NAME}: query_bits is {self.query_bits} and key_bits 16, wanted keys of 8, 4 or 2 bits: integers are "
-                "multiplied by integers"
+                f"{OP.name}: query_bits is {self.query_bits} and key_bits 16, wanted keys of 8, 4 or 2 bits: integers "
+                "are multiplied by integers"
             )
 
     def check_width(self, d: int) -> None:
-        """A DiffbitError where heads of this width cannot be held."""
-        if min(self.key_bits, self.value_bits) < 8 and d % kv_cache.GROUP:
+        """A DiffbitError where heads of this width cannot be cached."""
+        if min(self.key_bits, self.value_bits) < 8 and d % kv_cache.BLOCK:
             raise DiffbitError(
-                f"{NAME}: heads are {d} wide, wanted a multiple of {kv_cache.GROUP} for keys or values of 4 or 2 bits; "
-                "use 8 bits"
+                f"{OP.name}: heads are {d} wide, wanted a multiple of {kv_cache.BLOCK} for keys or values of 4 or 2 "
+                "bits; use 8 bits"
             )
-
-    @property
-    def name(self) -> str:
-        """The op's name."""
-        return LOGITS_NAME if self.logit_bits else NAME
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -155,6 +130,11 @@ class Kind:
     @property
     def outputs(self) -> tuple[str, ...]:
         return self._used(OUTPUTS)
+
+    @property
+    def declared_outputs(self) -> tuple[str, ...]:
+        """What the function makes: as many as the node has, those left out as well."""
+        return OUTPUTS[: len(self.outputs)]
 
     def _used(self, names: tuple[str, ...]) -> tuple[str, ...]:
         most = {"scale": 8, "recent": 4}  # bits
@@ -168,30 +148,46 @@ class Kind:
         return tuple(used)
 
 
-def function(kind: Kind = Kind()) -> onnx_ir.Function:
+def function(of: Signature = Signature()) -> onnx_ir.Function:
     """The op's body as an ONNX model-local function: what runs wherever no native library is registered.
 
-    A model's functions have names of their own, so all its nodes of one name are of one kind. The function declares as
-    many inputs and outputs as the node has; ONNX Runtime inlines it if it makes all of them, those left out as well.
+    A model's functions have names of their own, so all its nodes have one signature. The function declares as many
+    inputs and outputs as the node has; ONNX Runtime inlines it if it makes all of them, those left out as well.
     """
-    import onnx.parser
-    from onnx_ir import serde
-
-    inputs, outputs = INPUTS[: len(kind.inputs)], OUTPUTS[: len(kind.outputs)]
-    return serde.deserialize_function(onnx.parser.parse_function(body(kind, inputs, outputs)))
+    return OP.function(body(of), INPUTS[: len(of.inputs)], of.declared_outputs)
 
 
-class _Side(NamedTuple):
-    """Keys or values in a call. Some tokens are at hand as codes and as floats: a query's place says which it reads."""
+class Cached(NamedTuple):
+    """Keys or values of a call as the cache holds them: the first n tokens as codes, the last m as floats. Some tokens
+    are both: `coded` says which of them a query reads. Hk is [B, Hk], or whatever the rows begin with."""
 
-    presents: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # the buffer, its scale, the recent tokens
-    codes: torch.Tensor  # [B, Hk, n, d]: the first n tokens
-    scale: torch.Tensor  # of the codes: steps [B, Hk, n], or grids
-    floats: torch.Tensor  # [B, Hk, m, d]: the last m tokens
+    bits: int
+    block: int  # tokens that share a scale: 32 of the keys, 1 of the values
+    codes: torch.Tensor  # [..., n, d]
+    scale: torch.Tensor  # of the codes: [..., n], of 4 and 2 bits with zero points [..., n/32, 2, d], [..., n, 2, d/32]
+    floats: torch.Tensor  # [..., m, d]
     coded: torch.Tensor  # bool [S, T]: is read as a code
+    presents: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # the buffer, its scale, the recent tokens
+
+    def grouped(self, groups: int, width: int) -> Cached:
+        """[B, Hk, ...] -> [B, G, w, ...]."""
+        codes, scale, floats = (x.unflatten(1, (groups, width)) for x in (self.codes, self.scale, self.floats))
+        return self._replace(codes=codes, scale=scale, floats=floats)
+
+    def of_branch(self, branch: int) -> Cached:
+        """Of [B, G, w, ...] one branch's [B, G, ...]; with w = 1 both branches have the same."""
+        codes, scale, floats = (x[:, :, branch % x.shape[2]] for x in (self.codes, self.scale, self.floats))
+        return self._replace(codes=codes, scale=scale, floats=floats)
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """The numbers that the codes stand for: [..., n, d]."""
+        if self.bits >= 8:
+            return self.codes.to(dtype) * self.scale[..., None].to(dtype)
+        dequantize = kv_cache.dequantize_values if self.block == 1 else kv_cache.dequantize_keys
+        return dequantize(self.codes, self.scale).to(dtype)
 
 
-def _append(
+def append(
     rows: torch.Tensor,
     past: torch.Tensor,
     scale: torch.Tensor | None,
@@ -199,9 +195,9 @@ def _append(
     past_length: int,
     bits: int,
     window: int,
-    tokens: int,
-) -> _Side:
-    """New rows [B, Hk, S, d] behind the past. `tokens` share a grid: 32 of the keys, 1 of the values."""
+    block: int,
+) -> Cached:
+    """New rows [B, Hk, S, d] behind the past; block: 32 of keys, 1 of values."""
     import torch
 
     total = past_length + rows.shape[2]
@@ -211,36 +207,98 @@ def _append(
         return torch.cat((past[:, :, :length], new.to(past.dtype), past[:, :, length + new.shape[2] :]), 2)
 
     def coded(ends: list[int]) -> torch.Tensor:
-        return torch.arange(total) < torch.tensor(ends)[:, None]
+        return torch.arange(total, device=rows.device) < torch.tensor(ends, device=rows.device).view(-1, 1)
 
+    nothing = rows[:, :, :0]
     if bits == 16:
         present = extended(past, past_length, rows)
-        nothing = rows[:, :, :0]
-        no_steps = nothing[..., 0].float()
-        return _Side((present, None, None), nothing, no_steps, present[:, :, :total], coded([0 for _ in places]))
+        floats, no_scale = present[:, :, :total], nothing[..., 0].float()
+        return Cached(bits, block, nothing, no_scale, floats, coded([0 for _ in places]), (present, None, None))
+    assert scale is not None
     if bits == 8:
-        assert scale is not None
-        codes, steps = kv_cache.round_rows(rows)
-        present, scale = extended(past, past_length, codes), extended(scale, past_length, steps)
-        codes, steps = present[:, :, :total], scale[:, :, :total]
-        return _Side((present, scale, None), codes, steps, rows[:, :, :0], coded([total for _ in places]))
-    assert scale is not None and recent is not None
-    before, after = kv_cache.settled(past_length, window), kv_cache.settled(total, window)
+        codes, new_scale = kv_cache.quantize_rows(rows)
+        present, scale = extended(past, past_length, codes), extended(scale, past_length, new_scale)
+        codes, in_use = present[:, :, :total], scale[:, :, :total]
+        return Cached(bits, block, codes, in_use, nothing, coded([total for _ in places]), (present, scale, None))
+    assert recent is not None
+    before, after = (kv_cache.quantized_tokens(tokens, window) for tokens in (past_length, total))
     floats = torch.cat((recent[:, :, : past_length - before], rows.half()), 2)  # from `before` on
-    round_grids = kv_cache.round_values if tokens == 1 else kv_cache.round_keys
-    codes, grids = round_grids(floats[:, :, : after - before], bits)
+    quantize = kv_cache.quantize_values if block == 1 else kv_cache.quantize_keys
+    codes, new_scale = quantize(floats[:, :, : after - before], bits)
     present = extended(past, before, kv_cache.pack(codes, bits))
-    scale = extended(scale, before // tokens, grids)
-    presents = (present, scale, extended(recent, 0, floats[:, :, after - before :]))
-    codes, grids = kv_cache.unpack(present[:, :, :after], bits), scale[:, :, : after // tokens]
-    return _Side(presents, codes, grids, floats, coded([kv_cache.settled(place, window) for place in places]))
+    scale = extended(scale, before // block, new_scale)
+    presents = present, scale, extended(recent, 0, floats[:, :, after - before :])
+    codes, in_use = kv_cache.unpack(present[:, :, :after], bits), scale[:, :, : after // block]
+    read = coded([kv_cache.quantized_tokens(place, window) for place in places])
+    return Cached(bits, block, codes, in_use, floats, read, presents)
 
 
-def _restored(side: _Side, bits: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers that a side's codes stand for: [B, Hk, n, d]."""
-    if bits >= 8:
-        return side.codes.to(dtype) * side.scale[..., None].to(dtype)
-    return (kv_cache.restore_values if tokens == 1 else kv_cache.restore_keys)(side.codes, side.scale).to(dtype)
+def cached(rows: torch.Tensor, length: int, format: str, window: int, block: int) -> Cached:
+    """Rows [B, Hk, T, d] as a cache of `format` (kv_cache.BITS) holds them for queries of the last `length` tokens."""
+    import torch
+
+    bits, d = kv_cache.BITS[format], rows.shape[3]
+    dtype = {"float": rows.dtype, "fp16": torch.float16, "int8": torch.int8}.get(format, torch.uint8)
+
+    def empty(dtype: torch.dtype, *width: int) -> torch.Tensor:
+        return rows.new_empty(*rows.shape[:2], 0, *width, dtype=dtype)
+
+    past, recent = empty(dtype, d * min(bits, 8) // 8), empty(torch.float16, d)
+    per_block = d if block > 1 else d // kv_cache.BLOCK
+    scale = empty(torch.float32) if bits == 8 else empty(torch.float16, 2, per_block)
+    found = append(rows, past, scale, recent, 0, bits, window, block)
+    return found._replace(coded=found.coded[rows.shape[2] - length :])
+
+
+def scores(query: torch.Tensor, keys: Cached, query_bits: int) -> torch.Tensor:
+    """Queries [B, G, r, S, d], rotated and scaled, times keys [B, G, ...] -> [B, G, r, S, T], before any mask."""
+    import torch
+    from torch.nn.functional import pad
+
+    dtype, total, shape = query.dtype, keys.coded.shape[1], query.shape[:-1]
+    query = query.flatten(2, 3)  # [B, G, r*S, d]
+    high = query @ keys.floats.to(dtype).transpose(-1, -2)
+    if not keys.codes.shape[-2]:
+        return high.view(*shape, total)
+    if not query_bits:
+        low = query @ keys.dequantized(dtype).transpose(-1, -2)
+    elif keys.bits == 8:
+        low = kv_cache.row_scores(query, keys.codes, keys.scale, query_bits)
+    else:
+        low = kv_cache.block_scores(query, keys.codes, keys.scale, query_bits, keys.bits)
+    low, high = pad(low, (0, total - low.shape[-1])), pad(high, (total - high.shape[-1], 0))
+    return torch.where(keys.coded, low.view(*shape, total), high.view(*shape, total))
+
+
+def mixed(weights: torch.Tensor, values: Cached) -> torch.Tensor:
+    """Weights [B, G, r, S, T], 0 where a token is hidden, times values [B, G, w, ...] -> [B, G, r, S, w, d]."""
+    import torch
+
+    total, dtype = weights.shape[-1], weights.dtype
+    numbers, floats = values.dequantized(dtype), values.floats.to(dtype)
+    low = weights.masked_fill(~values.coded, 0)[..., : numbers.shape[-2]]
+    high = weights.masked_fill(values.coded, 0)[..., total - floats.shape[-2] :]
+    out = torch.einsum("bgrst,bgwtd->bgrswd", high, floats)
+    return out + torch.einsum("bgrst,bgwtd->bgrswd", low, numbers) if numbers.shape[-2] else out
+
+
+def _difference(
+    query: torch.Tensor, keys: Cached, visible: torch.Tensor, lam: torch.Tensor | None, query_bits: int
+) -> torch.Tensor:
+    """A1 - lambda A2: queries [B, n, G, r, S, d], keys [B, G, w, ...], visible [B, 1, 1, S, T], lam [H] or [B, S, H] ->
+    [B, G, r, S, T]."""
+    import torch
+
+    shares = []
+    for branch in range(query.shape[1]):
+        logits = scores(query[:, branch], keys.of_branch(branch), query_bits)
+        softmax = torch.softmax(logits.masked_fill(~visible, float("-inf")), -1)
+        shares.append(torch.where(visible, softmax, 0.0))  # a row that sees nothing is NaN until here
+    if lam is None:
+        return shares[0]
+    batch, _, groups, shared, steps, _ = query.shape
+    lam = lam.to(query.dtype).expand(batch, steps, groups * shared)
+    return shares[0] - lam.view(batch, steps, groups, shared).permute(0, 2, 3, 1).unsqueeze(-1) * shares[1]
 
 
 def reference(
@@ -270,22 +328,20 @@ def reference(
     value_bits: int = 16,
     query_bits: int = 0,
     window: int = 0,
-    logit_bits: int = 0,
 ) -> tuple[torch.Tensor | None, ...]:
     """The op in torch: inputs as in the module's docstring, past_length as a plain int. All seven outputs, None those
-    that the kind has no use for.
+    that the node has no use for.
 
     Computes in float32, or in float64 when `query` is float64 (then it is its own oracle's precision). What goes into
     a cache of another type than float64, and what a query's codes are made of, is computed in float32 in either case:
     integers and the cache's numbers are the same.
     """
     import torch
-    from torch.nn.functional import pad
 
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     batch, steps, _ = query.shape
     d = key.shape[-1] // num_kv_heads
-    Kind(key_bits, value_bits, query_bits, branches, logit_bits).check_width(d)
+    Signature(key_bits, value_bits, query_bits, branches).check_width(d)
     width = 2 if wide_value else 1
     groups = num_kv_heads // width
     shared = num_heads // groups  # heads that read one kv head
@@ -298,58 +354,20 @@ def reference(
 
     rows = key.to(torch.float64 if past_key.dtype == torch.float64 else torch.float32)
     rows = rotate(rows.view(batch, steps, num_kv_heads, d)).transpose(1, 2)  # [B, Hk, S, d]
-    keys = _append(rows, past_key, past_key_scale, past_key_recent, past_length, key_bits, window, kv_cache.GROUP)
+    block = kv_cache.BLOCK
+    keys = append(rows, past_key, past_key_scale, past_key_recent, past_length, key_bits, window, block)
     rows = value.view(batch, steps, num_kv_heads, d).transpose(1, 2)
-    values = _append(rows, past_value, past_value_scale, past_value_recent, past_length, value_bits, window, 1)
+    values = append(rows, past_value, past_value_scale, past_value_recent, past_length, value_bits, window, 1)
 
     q = query.to(torch.float32 if query_bits else dtype).view(batch, steps, branches * num_heads, d)
-    q = (rotate(q) * scale).to(dtype).view(batch, steps, groups, shared, branches, d).permute(0, 4, 2, 3, 1, 5)
-    q = q.reshape(batch, branches, groups, shared * steps, d)
-    restored = _restored(keys, key_bits, kv_cache.GROUP, dtype)
-
-    def of_branch(x: torch.Tensor, branch: int) -> torch.Tensor:  # [B, Hk, ...] -> [B, G, ...]
-        return x.unflatten(1, (groups, width))[:, :, branch if wide_value else 0]
-
-    def logits(branch: int) -> torch.Tensor:  # [B, G, r, S, T]
-        codes, scales, numbers, floats = (
-            of_branch(x, branch) for x in (keys.codes, keys.scale, restored, keys.floats.to(dtype))
-        )
-        if query_bits:
-            if key_bits == 8:
-                low = kv_cache.row_scores(q[:, branch], codes, scales, query_bits)
-            else:
-                low = kv_cache.grid_scores(q[:, branch], codes, scales, query_bits, key_bits)
-        else:
-            low = q[:, branch] @ numbers.transpose(-1, -2)
-        high = q[:, branch] @ floats.transpose(-1, -2)
-        low, high = pad(low, (0, total - low.shape[-1])), pad(high, (total - high.shape[-1], 0))
-        low, high = (x.view(batch, groups, shared, steps, total) for x in (low, high))
-        return torch.where(keys.coded, low, high)
-
+    q = (rotate(q) * scale).to(dtype).view(batch, steps, groups, shared, branches, d)
+    q = q.permute(0, 4, 2, 3, 1, 5)  # [B, n, G, r, S, d]
     causal = torch.arange(total) <= torch.arange(past_length, total)[:, None]
     visible = (causal & attention_mask.bool()[:, None, :])[:, None, None]  # [B, 1, 1, S, T]
-    shares = []
-    for branch in range(branches):
-        scores = logits(branch)
-        if logit_bits:
-            top = 2 ** (logit_bits - 1) - 1
-            largest = scores.abs().masked_fill(~visible, 0).amax(-1, keepdim=True)
-            step = (largest / top).masked_fill(largest == 0, 1)
-            scores = (scores / step).round().clamp(-top, top) * step
-        scores = torch.softmax(scores.masked_fill(~visible, float("-inf")), -1)
-        shares.append(torch.where(visible, scores, 0.0))  # a row that sees nothing is NaN until here
-    weight = shares[0]
-    if lam is not None:
-        lam = lam.to(dtype).expand(batch, steps, num_heads)
-        weight = weight - lam.view(batch, steps, groups, shared).permute(0, 2, 3, 1).unsqueeze(-1) * shares[1]
+    weights = _difference(q, keys.grouped(groups, width), visible, lam, query_bits)
 
-    restored = _restored(values, value_bits, 1, dtype)
-    low = weight.masked_fill(~values.coded, 0)[..., : restored.shape[2]]
-    high = weight.masked_fill(values.coded, 0)[..., total - values.floats.shape[2] :]
-    out = torch.zeros((), dtype=dtype)
-    for part, numbers in ((low, restored), (high, values.floats.to(dtype))):
-        out = out + torch.einsum("bgrst,bgwtd->bsgrwd", part, numbers.unflatten(1, (groups, width)))
-    out = out.reshape(batch, steps, num_heads, width * d)
+    out = mixed(weights, values.grouped(groups, width))  # [B, G, r, S, w, d]
+    out = out.permute(0, 3, 1, 2, 4, 5).reshape(batch, steps, num_heads, width * d)
     if norm_eps > 0:
         out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + norm_eps)
     out = out.reshape(batch, steps, num_heads * width * d).to(query.dtype)

@@ -1,8 +1,8 @@
-"""The body of DiffAttention in ONNX's own syntax, put together for a kind; ops/diff_attention.py has the meaning.
+"""The body of DiffAttention in ONNX's operators; ops/diff_attention.py has the meaning.
 
-The text comes in pieces, one for each thing that kinds differ in. Shapes stand beside the lines: n = branches, w = 1 +
-wide_value, G = kv heads that hold a value, r = H/G heads that share one. `before` tokens of the past and `after` of the
-present are on grids; the `strip` of tokens between them is at hand as codes and as floats.
+Shapes stand beside the lines: n = branches, w = 1 + wide_value, G = kv heads that hold a value, r = H/G heads that
+share one. Of a cache of 4 or 2 bits `before` tokens are codes before the call and `after` behind it; those in between
+are at hand as codes and as floats.
 
 There is one mask for all heads, and for S = 1 no tensor grows faster than T. Whatever runs ONNX has what is used here,
 browsers included: no float16 arithmetic, and products of codes are float32's, exact up to 2^24.
@@ -10,507 +10,301 @@ browsers included: no float16 arithmetic, and products of codes are float32's, e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from .body import Body, Value
+from .kv_cache import BLOCK
+from .schema import Type
 
 if TYPE_CHECKING:
-    from .diff_attention import Kind
+    from .diff_attention import Signature
 
-_HEAD = """
-<domain: "diffbit", opset_import: ["" : 21]>
-@NAME
-  <num_heads, num_kv_heads, branches, wide_value, scale, norm_eps, key_bits, value_bits, query_bits, window,
-   spec_version@LOGIT_BITS>
-  (@INPUTS)
-  => (@OUTPUTS)
-{
-  zero = Constant <value_ints = [0]> ()
-  one = Constant <value_ints = [1]> ()
-  two = Constant <value_ints = [2]> ()
-  rest = Constant <value_ints = [-1]> ()
-  end = Constant <value_ints = [9223372036854775807]> ()
-  zero_0d = Constant <value_int = 0> ()
-  one_0d = Constant <value_int = 1> ()
-  zero_f = Constant <value_float = 0.0> ()
-  one_f = Constant <value_float = 1.0> ()
-  hidden = Constant <value_float = -1e30> ()
-  heads_0d = Constant <value_int: int = @num_heads> ()
-  kv_heads_0d = Constant <value_int: int = @num_kv_heads> ()
-  wide_0d = Constant <value_int: int = @wide_value> ()
-  scale_f = Constant <value_float: float = @scale> ()
-  eps_f = Constant <value_float: float = @norm_eps> ()
-  n = Constant <value_ints = [@BRANCHES]> ()
-  H = Reshape (heads_0d, one)
-  Hk = Reshape (kv_heads_0d, one)
-  wide = Reshape (wide_0d, one)
-  w = Add (wide, one)
-  G = Div (Hk, w)
-  r = Div (H, G)
-  sub_heads = Mul (H, n)
-  B = Shape <start = 0, end = 1> (query)
-  S = Shape <start = 1, end = 2> (query)
-  T = Add (past_length, S)
-  rS = Mul (r, S)
-  kd = Shape <start = 2, end = 3> (key)
-  d = Div (kd, Hk)
-  cos_rows = Gather <axis = 0> (cos, position_ids)
-  sin_rows = Gather <axis = 0> (sin, position_ids)
-  cos_t = Unsqueeze (cos_rows, two)
-  sin_t = Unsqueeze (sin_rows, two)
-  query_shape = Concat <axis = 0> (B, S, sub_heads, rest)
-  key_shape = Concat <axis = 0> (B, S, Hk, rest)
-"""
-
-# The new rows: [B, Hk, S, d]. The queries, scaled: [B, G, n, r*S, d]
-_ROWS = """
-  key_rows = Transpose <perm = [0, 2, 1, 3]> (key_rotated)
-  value_4d = Reshape (value, key_shape)
-  value_rows = Transpose <perm = [0, 2, 1, 3]> (value_4d)
-  query_6d_shape = Concat <axis = 0> (B, S, G, r, n, rest)
-  query_6d = Reshape (query_rotated, query_6d_shape)
-  query_t = Transpose <perm = [0, 2, 4, 3, 1, 5]> (query_6d)
-  query_5d_shape = Concat <axis = 0> (B, G, n, rS, rest)
-  query_5d = Reshape (query_t, query_5d_shape)
-  query_scaled = Mul (query_5d, scale_f)
-"""
-
-# One mask for all heads: [B, 1, S, T], causal in the cache's order and without padding
-_MASK = """
-  T_0d = Squeeze (T, zero)
-  S_0d = Squeeze (S, zero)
-  key_index = Range (zero_0d, T_0d, one_0d)
-  step_index = Range (zero_0d, S_0d, one_0d)
-  query_index = Add (step_index, past_length)
-  query_index_t = Unsqueeze (query_index, one)
-  causal = LessOrEqual (key_index, query_index_t)
-  mask_bool = Cast <to = 9> (attention_mask)
-  mask_axes = Constant <value_ints = [1, 2]> ()
-  mask_4d = Unsqueeze (mask_bool, mask_axes)
-  visible = And (causal, mask_4d)
-  visible_5d = Unsqueeze (visible, one)
-  visible_6d = Unsqueeze (visible_5d, one)
-"""
+END = 9223372036854775807
 
 
-def _rotate(x: str) -> str:
-    """RoPE of query or key, in [B, S, heads, d]."""
-    return f"""
-  {x}_f = Cast <to = 1> ({x})
-  {x}_4d = Reshape ({x}_f, {x}_shape)
-  {x}_1, {x}_2 = Split <axis = -1, num_outputs = 2> ({x}_4d)
-  {x}_1_cos = Mul ({x}_1, cos_t)
-  {x}_2_sin = Mul ({x}_2, sin_t)
-  {x}_2_cos = Mul ({x}_2, cos_t)
-  {x}_1_sin = Mul ({x}_1, sin_t)
-  {x}_first = Sub ({x}_1_cos, {x}_2_sin)
-  {x}_second = Add ({x}_2_cos, {x}_1_sin)
-  {x}_rotated = Concat <axis = -1> ({x}_first, {x}_second)
-"""
+class _Side(NamedTuple):
+    """Keys or values of a call; what a cache of the side's bits has not is None."""
+
+    bits: int
+    floats: Value | None = None  # [B, Hk, T, d], of 4 or 2 bits [B, Hk, T - before, d]
+    codes: Value | None = None  # float32 [B, Hk, T, d]; of 4 or 2 bits as blocks, see `_append_blocks`
+    scale: Value | None = None  # [B, Hk, T]; of 4 or 2 bits these two broadcast to the codes
+    zero: Value | None = None
 
 
-def _round_rows(x: str, axis: int, bits: int) -> str:
-    """Rows x [..., d] of float32 -> x_step [..., 1] and x_codes [..., d], integers in float32.
-
-    `axis` is the last: where there are no rows, ONNX Runtime reduces no axis that is counted from behind (1.18, 1.31).
-    """
-    return f"""
-  {x}_axis = Constant <value_ints = [{axis}]> ()
-  {x}_top = Constant <value_float = {2 ** (bits - 1) - 1}.0> ()
-  {x}_bottom = Neg ({x}_top)
-  {x}_magnitude = Abs ({x})
-  {x}_largest = ReduceMax <keepdims = 1> ({x}_magnitude, {x}_axis)
-  {x}_step = Div ({x}_largest, {x}_top)
-  {x}_no_step = Equal ({x}_step, zero_f)
-  {x}_divisor = Where ({x}_no_step, one_f, {x}_step)
-  {x}_divided = Div ({x}, {x}_divisor)
-  {x}_rounded = Round ({x}_divided)
-  {x}_codes = Clip ({x}_rounded, {x}_bottom, {x}_top)
-"""
+def body(of: Signature) -> str:
+    """The lines of the function whose inputs and outputs `of` has a use for."""
+    return str(_DiffAttention(of))
 
 
-def _grow(x: str, old: str = "past_length", new: str = "T") -> str:
-    """A buffer from `old` to `new` slots: what was, x_new, and what lies behind (nothing when it grows)."""
-    return f"""
-  {x}_past = Slice (past_{x}, zero, {old}, two)
-  {x}_all = Concat <axis = 2> ({x}_past, {x}_new)
-  {x}_behind = Slice (past_{x}, {new}, end, two)
-  present_{x} = Concat <axis = 2> ({x}_all, {x}_behind)
-"""
+class _DiffAttention(Body):
+    visible: Value  # [B, 1, 1, S, T]
+    coded: Value  # [S, after - before]: does the call's token read the token's code?
+    before: Value
+    after: Value
+    newly: Value  # after - before
 
+    def __init__(self, of: Signature) -> None:
+        super().__init__()
+        self.of = of
+        self.one, self.rest = self.ints(1), self.ints(-1)
+        query, key, self.past_length = (self.input(name) for name in ("query", "key", "past_length"))
+        self.H = self("Reshape", self.attribute("num_heads"), self.one)
+        self.Hk = self("Reshape", self.attribute("num_kv_heads"), self.one)
+        self.w = self("Reshape", self.attribute("wide_value"), self.one) + self.one
+        self.n = self.ints(of.branches)
+        self.G = self.Hk / self.w
+        self.r = self.H / self.G
+        self.B, self.S = self.size(query, 0), self.size(query, 1)
+        self.T = self.past_length + self.S
+        self.rS = self.r * self.S
+        self.d = self.size(key, 2) / self.Hk
+        self.zero_f, self.one_f = self.number(0), self.number(1)
 
-def _append_floats(x: str) -> str:
-    """16 bits: x_floats [B, Hk, T, d]."""
-    return f"""
-  {x}_new = CastLike ({x}_rows, past_{x})
-{_grow(x)}
-  {x}_floats = Cast <to = 1> ({x}_all)
-"""
+        queries = self._rotate("query", self.H * self.n)
+        queries = self("Reshape", queries, self.dims(self.B, self.S, self.G, self.r, self.n, self.rest))
+        queries = self("Transpose", queries, perm=[0, 2, 4, 3, 1, 5])
+        queries = self("Reshape", queries, self.dims(self.B, self.G, self.n, self.rS, self.rest))
+        self.queries = queries * self.attribute("scale", "float")  # [B, G, n, r*S, d]
+        value = self("Reshape", self.input("value"), self.dims(self.B, self.S, self.Hk, self.rest))
+        rows = {"key": self._rotate("key", self.Hk), "value": value}
+        rows = {name: self("Transpose", x, perm=[0, 2, 1, 3]) for name, x in rows.items()}  # [B, Hk, S, d]
+        self._visible()
+        if min(of.key_bits, of.value_bits) < 8:
+            self._lengths()
+        keys = self._append("key", rows["key"], of.key_bits)
+        values = self._append("value", rows["value"], of.value_bits)
+        for name in of.declared_outputs:
+            if name not in of.outputs:  # a function has to make what it declares
+                self("Constant", value_float=0.0, name=name)
+        self._finish(self._mixed(self._weights(self._scores(keys)), values))
 
+    # ---- what is new ----
 
-def _append_rows(x: str) -> str:
-    """8 bits: x_codes [B, Hk, T, d] and x_scale_all [B, Hk, T]."""
-    return f"""
-  {x}_new_f = Cast <to = 1> ({x}_rows)
-{_round_rows(f"{x}_new_f", 3, 8)}
-  {x}_new = Cast <to = 3> ({x}_new_f_codes)
-{_grow(x)}
-  {x}_scale_new = Squeeze ({x}_new_f_step, rest)
-{_grow(f"{x}_scale")}
-  {x}_codes = Cast <to = 1> ({x}_all)
-"""
+    def _rotate(self, name: str, heads: Value) -> Value:
+        """RoPE of query or key: [B, S, heads, d]."""
+        tables = (self("Gather", self.input(table), self.input("position_ids"), axis=0) for table in ("cos", "sin"))
+        cos, sin = (self("Unsqueeze", table, self.ints(2)) for table in tables)
+        x = self("Reshape", self.cast(self.input(name), Type.FLOAT32), self.dims(self.B, self.S, heads, self.rest))
+        low, high = self.split(x, -1, 2)
+        return self("Concat", low * cos - high * sin, high * cos + low * sin, axis=-1)
 
+    def _visible(self) -> None:
+        """One mask for all heads: [B, 1, S, T], causal in the cache's order and without padding."""
+        zero_0d, one_0d = self("Constant", value_int=0), self("Constant", value_int=1)
+        total, length = (self("Squeeze", x, self.ints(0)) for x in (self.T, self.S))
+        self.key_index = self("Range", zero_0d, total, one_0d)
+        query_index = self("Range", zero_0d, length, one_0d) + self.past_length
+        self.query_index = self("Unsqueeze", query_index, self.one)
+        causal = self("LessOrEqual", self.key_index, self.query_index)
+        seen = self("Unsqueeze", self.cast(self.input("attention_mask"), 9), self.ints(1, 2))
+        self.visible = self("Unsqueeze", self("And", causal, seen), self.one)
 
-def _settled(x: str, count: str) -> str:
-    """Of `count` tokens, x are on grids, in x_groups groups."""
-    return f"""
-  {x}_old = Sub ({count}, window_1d)
-  {x}_old_or_none = Max ({x}_old, zero)
-  {x}_groups = Div ({x}_old_or_none, group)
-  {x} = Mul ({x}_groups, group)
-"""
+    def _lengths(self) -> None:
+        """What keys and values of 4 and 2 bits share."""
+        self.block = self.ints(BLOCK)
+        self.d_blocks = self.d / self.block
+        self.before_blocks, self.before = self._quantized_tokens(self.past_length)
+        self.after_blocks, self.after = self._quantized_tokens(self.T)
+        _, end_of_query = self._quantized_tokens(self.query_index + self.one)
+        self.newly = self.after - self.before
+        self.recent_past, self.recent_present = self.past_length - self.before, self.T - self.after
+        self.coded = self("Less", self.slice(self.key_index, self.before, self.after, 0), end_of_query)
 
+    def _quantized_tokens(self, count: Value) -> tuple[Value, Value]:
+        """Of `count` tokens: blocks of codes, and the tokens in them."""
+        window = self("Reshape", self.attribute("window"), self.one)
+        blocks = self("Max", count - window, self.ints(0)) / self.block
+        return blocks, blocks * self.block
 
-# What keys and values on grids share. coded [S, strip]: does the token of the call read the strip's token as a code?
-_STRIP = f"""
-  window_0d = Constant <value_int: int = @window> ()
-  window_1d = Reshape (window_0d, one)
-  group = Constant <value_ints = [32]> ()
-  d_groups = Div (d, group)
-{_settled("before", "past_length")}
-{_settled("after", "T")}
-  query_count = Add (query_index_t, one)
-{_settled("end_of_query", "query_count")}
-  strip = Sub (after, before)
-  strip_groups = Div (strip, group)
-  recent_past = Sub (past_length, before)
-  recent_present = Sub (T, after)
-  strip_index = Slice (key_index, before, after, zero)
-  coded = Less (strip_index, end_of_query)
-  low_parts = Concat <axis = 0> (before, strip)
-  high_parts = Concat <axis = 0> (strip, recent_present)
-  all_parts = Concat <axis = 0> (before, strip, recent_present)
-"""
+    # ---- the cache ----
 
+    def _append(self, name: str, rows: Value, bits: int) -> _Side:
+        if bits < 8:
+            return self._append_blocks(name, rows, bits)
+        if bits == 16:
+            new = self("CastLike", rows, self.input(f"past_{name}"))
+            return _Side(bits, floats=self.cast(self._grow(name, new), Type.FLOAT32))
+        scale, codes = self._quantize_rows(self.cast(rows, Type.FLOAT32), 3, bits)
+        codes = self.cast(self._grow(name, self.cast(codes, Type.INT8)), Type.FLOAT32)
+        return _Side(bits, codes=codes, scale=self._grow(f"{name}_scale", self("Squeeze", scale, self.rest)))
 
-def _unpack(x: str, bits: int) -> str:
-    """x_packed [groups, bytes] -> x_fields [groups, 8/bits * bytes]: place by place and in two dimensions, which takes
-    half the time of one BitShift that broadcasts."""
-    text, places = f"\n  {x}_mask = Constant <value = uint8[1] {{{2**bits - 1}}}> ()", range(8 // bits)
-    for i in places:
-        shifted = f"{x}_packed"
-        if i:
-            shifted = f"{x}_shifted_{i}" if i < places[-1] else f"{x}_field_{i}"  # in the last there is nothing to mask
-            text += f"""
-  {x}_shift_{i} = Constant <value = uint8[1] {{{i * bits}}}> ()
-  {shifted} = BitShift <direction = "RIGHT"> ({x}_packed, {x}_shift_{i})"""
-        if i < places[-1]:
-            text += f"\n  {x}_field_{i} = BitwiseAnd ({shifted}, {x}_mask)"
-    return f"{text}\n  {x}_fields = Concat <axis = 1> ({', '.join(f'{x}_field_{i}' for i in places)})"
+    def _grow(self, name: str, new: Value, old_length: Value | None = None, length: Value | None = None) -> Value:
+        """A buffer's first `length` tokens: what was, and `new`. The present also has what lies behind them."""
+        past, end = self.input(f"past_{name}"), self.ints(END)
+        held = self.slice(past, self.ints(0), old_length or self.past_length, 2)
+        found = self("Concat", held, new, axis=2)
+        self("Concat", found, self.slice(past, length or self.T, end, 2), axis=2, name=f"present_{name}")
+        return found
 
+    def _quantize_rows(self, x: Value, axis: int, bits: int) -> tuple[Value, Value]:
+        """Rows x [..., d] of float32 -> scales [..., 1] and codes [..., d], integers in float32.
 
-def _append_grids(x: str, bits: int) -> str:
-    """4 or 2 bits: x_floats [B, Hk, T - before, d], and codes of `after` tokens in blocks, for keys
-    [B, Hk, after/32, 32, d], for values [B, Hk, after, d/32, 32], with x_steps and x_points that broadcast to them.
+        `axis` is the last: where there are no rows, ONNX Runtime reduces no axis that is counted from behind (1.18,
+        1.31).
+        """
+        top = self.number(2 ** (bits - 1) - 1)
+        largest = self("ReduceMax", self("Abs", x), self.ints(axis), keepdims=1)
+        scale = largest / top
+        return scale, self("Clip", self("Round", x / self._divisor(scale)), self("Neg", top), top)
 
-    The strip is rounded in such blocks, too. Packed, the channels that share a byte are those that lie one below the
-    other in [B, Hk, tokens, d/32, 8/bits, 4*bits].
-    """
-    key = x == "key"
-    shifts = range(0, 8, bits)
-    strip_block = "strip_groups, group, d" if key else "strip, d_groups, group"
-    block = "after_groups, group, d" if key else "after, d_groups, group"
-    # grids lie as [..., 2, d] or [..., 2, d/32]; keys' blocks have them so, values' the other way round
-    join = f"{x}_scale_new = Concat <axis = 3> ({x}_step_half, {x}_point_half)"
-    split = f"{x}_steps, {x}_points = Split <axis = 3, num_outputs = 2> ({x}_scale_f)"
-    if not key:
-        join = f"""{x}_scale_t = Concat <axis = 4> ({x}_step_half, {x}_point_half)
-  {x}_scale_new = Transpose <perm = [0, 1, 2, 4, 3]> ({x}_scale_t)"""
-        split = f"""{x}_scale_all_t = Transpose <perm = [0, 1, 2, 4, 3]> ({x}_scale_f)
-  {x}_steps, {x}_points = Split <axis = 4, num_outputs = 2> ({x}_scale_all_t)"""
-    return f"""
-  {x}_rows_half = Cast <to = 10> ({x}_rows)
-  {x}_recent_past = Slice (past_{x}_recent, zero, recent_past, two)
-  {x}_recent_all = Concat <axis = 2> ({x}_recent_past, {x}_rows_half)
-  {x}_recent_kept = Slice ({x}_recent_all, strip, end, two)
-  {x}_recent_behind = Slice (past_{x}_recent, recent_present, end, two)
-  present_{x}_recent = Concat <axis = 2> ({x}_recent_kept, {x}_recent_behind)
-  {x}_floats = Cast <to = 1> ({x}_recent_all)
+    def _divisor(self, scale: Value) -> Value:
+        return self("Where", self("Equal", scale, self.zero_f), self.one_f, scale)
 
-  {x}_strip = Slice ({x}_floats, zero, strip, two)
-  {x}_strip_shape = Concat <axis = 0> (B, Hk, {strip_block})
-  {x}_blocks = Reshape <allowzero = 1> ({x}_strip, {x}_strip_shape)
-  {x}_top = Constant <value_float = {2**bits - 1}.0> ()
-  {x}_axis = Constant <value_ints = [{3 if key else 4}]> ()
-  {x}_point = ReduceMin <keepdims = 1> ({x}_blocks, {x}_axis)
-  {x}_largest = ReduceMax <keepdims = 1> ({x}_blocks, {x}_axis)
-  {x}_range = Sub ({x}_largest, {x}_point)
-  {x}_step_exact = Div ({x}_range, {x}_top)
-  {x}_step_half = Cast <to = 10> ({x}_step_exact)
-  {x}_point_half = Cast <to = 10> ({x}_point)
-  {x}_step = Cast <to = 1> ({x}_step_half)
-  {x}_no_step = Equal ({x}_step, zero_f)
-  {x}_divisor = Where ({x}_no_step, one_f, {x}_step)
-  {x}_above = Sub ({x}_blocks, {x}_point)
-  {x}_divided = Div ({x}_above, {x}_divisor)
-  {x}_rounded = Round ({x}_divided)
-  {x}_clipped = Clip ({x}_rounded, zero_f, {x}_top)
+    def _append_blocks(self, name: str, rows: Value, bits: int) -> _Side:
+        """4 or 2 bits: codes of `after` tokens in blocks, for keys [B, Hk, after/32, 32, d], for values
+        [B, Hk, after, d/32, 32], with scales and zero points that broadcast to them."""
+        past, newly, end, key = self.input(f"past_{name}_recent"), self.newly, self.ints(END), name == "key"
+        recent = self.slice(past, self.ints(0), self.recent_past, 2)
+        recent = self("Concat", recent, self.cast(rows, Type.FLOAT16), axis=2)
+        kept, behind = self.slice(recent, newly, end, 2), self.slice(past, self.recent_present, end, 2)
+        self("Concat", kept, behind, axis=2, name=f"present_{name}_recent")
+        floats = self.cast(recent, Type.FLOAT32)
 
-  {x}_places = Constant <value_ints = [{len(shifts)}]> ()
-  {x}_bytes = Constant <value_ints = [{4 * bits}]> ()
-  {x}_weights = Constant <value = float[{len(shifts)}, 1] {{{", ".join(str(1 << shift) for shift in shifts)}}}> ()
-  {x}_parts_shape = Concat <axis = 0> (B, Hk, strip, d_groups, {x}_places, {x}_bytes)
-  {x}_parts = Reshape <allowzero = 1> ({x}_clipped, {x}_parts_shape)
-  {x}_weighted = Mul ({x}_parts, {x}_weights)
-  {x}_place_axis = Constant <value_ints = [4]> ()
-  {x}_sums = ReduceSum <keepdims = 0> ({x}_weighted, {x}_place_axis)
-  {x}_width = Mul (d_groups, {x}_bytes)
-  {x}_new_shape = Concat <axis = 0> (B, Hk, strip, {x}_width)
-  {x}_new_f = Reshape <allowzero = 1> ({x}_sums, {x}_new_shape)
-  {x}_new = Cast <to = 2> ({x}_new_f)
-{_grow(x, "before", "after")}
-  {join}
-{_grow(f"{x}_scale", *(("before_groups", "after_groups") if key else ("before", "after")))}
-  {x}_packed_shape = Concat <axis = 0> (rest, {x}_bytes)
-  {x}_packed = Reshape <allowzero = 1> ({x}_all, {x}_packed_shape)
-{_unpack(x, bits)}
-  {x}_fields_f = Cast <to = 1> ({x}_fields)
-  {x}_codes_shape = Concat <axis = 0> (B, Hk, {block})
-  {x}_codes = Reshape <allowzero = 1> ({x}_fields_f, {x}_codes_shape)
-  {x}_scale_f = Cast <to = 1> ({x}_scale_all)
-  {split}
-"""
+        new = self.slice(floats, self.ints(0), newly, 2)
+        new = self.view(new, self.B, self.Hk, *self._blocks(key, newly, newly / self.block))
+        top, axis = self.number(2**bits - 1), self.ints(3 if key else 4)
+        zero, largest = (self(op, new, axis, keepdims=1) for op in ("ReduceMin", "ReduceMax"))
+        scale_half, zero_half = (self.cast(x, Type.FLOAT16) for x in ((largest - zero) / top, zero))
+        codes = (new - zero) / self._divisor(self.cast(scale_half, Type.FLOAT32))
+        codes = self("Clip", self("Round", codes), self.zero_f, top)
+        # scales and zero points lie as [..., 2, d] or [..., 2, d/32]; keys' blocks have them so, values' the other way
+        both = self("Concat", scale_half, zero_half, axis=3 if key else 4)
+        both = both if key else self("Transpose", both, perm=[0, 1, 2, 4, 3])
+        lengths = (self.before_blocks, self.after_blocks) if key else (self.before, self.after)
+        packed = self._grow(name, self._pack(codes, bits), self.before, self.after)
+        both = self.cast(self._grow(f"{name}_scale", both, *lengths), Type.FLOAT32)
+        both = both if key else self("Transpose", both, perm=[0, 1, 2, 4, 3])
+        scale, zero = self.split(both, 3 if key else 4, 2)
+        codes = self.cast(self._unpack(packed, bits), Type.FLOAT32)
+        codes = self.view(codes, self.B, self.Hk, *self._blocks(key, self.after, self.after_blocks))
+        return _Side(bits, floats, codes, scale, zero)
 
+    def _blocks(self, key: bool, tokens: Value, blocks: Value) -> tuple[Value, Value, Value]:
+        return (blocks, self.block, self.d) if key else (tokens, self.d_blocks, self.block)
 
-def _append(x: str, bits: int) -> str:
-    return _append_floats(x) if bits == 16 else _append_rows(x) if bits == 8 else _append_grids(x, bits)
+    def _pack(self, codes: Value, bits: int) -> Value:
+        """Bytes [B, Hk, tokens, d*bits/8]. The channels that share a byte are those that lie one below the other in
+        [B, Hk, tokens, d/32, 8/bits, 4*bits]."""
+        places, width = 8 // bits, self.ints(4 * bits)
+        parts = self.view(codes, self.B, self.Hk, self.newly, self.d_blocks, self.ints(places), width)
+        weights = self("Reshape", self.ints(*(1 << i * bits for i in range(places))), self.ints(places, 1))
+        packed = self("ReduceSum", parts * self.cast(weights, Type.FLOAT32), self.ints(4), keepdims=0)
+        packed = self.view(packed, self.B, self.Hk, self.newly, self.d_blocks * width)
+        return self.cast(packed, Type.UINT8)
 
+    def _unpack(self, packed: Value, bits: int) -> Value:
+        """Codes uint8 [blocks, 32]: place by place and in two dimensions, which takes half the time of one BitShift
+        that broadcasts."""
+        mask, fields = self.cast(self.ints(2**bits - 1), Type.UINT8), []
+        packed = self.view(packed, self.rest, self.ints(4 * bits))
+        for i in range(8 // bits):
+            field = packed
+            if i:
+                field = self("BitShift", packed, self.cast(self.ints(i * bits), Type.UINT8), direction="RIGHT")
+            fields.append(field if (i + 1) * bits == 8 else self("BitwiseAnd", field, mask))  # the last needs none
+        return self("Concat", *fields, axis=1)
 
-def _restore(x: str) -> str:
-    """The numbers on grids: x_low [B, G, w, after, d]."""
-    return f"""
-  {x}_scaled = Mul ({x}_codes, {x}_steps)
-  {x}_restored = Add ({x}_scaled, {x}_points)
-  {x}_low_shape = Concat <axis = 0> (B, G, w, after, d)
-  {x}_low = Reshape <allowzero = 1> ({x}_restored, {x}_low_shape)
-"""
+    def _dequantized(self, side: _Side) -> Value:
+        """[B, G, w, after, d]."""
+        assert side.codes and side.scale and side.zero
+        return self.view(side.codes * side.scale + side.zero, self.B, self.G, self.w, self.after, self.d)
 
+    # ---- scores ----
 
-def _products(result: str, query: str, keys: str) -> str:
-    """[B, G, n, r*S, d] x [B, G, w, d, keys]; with w = 1 the branches share the key."""
-    return f"""
-  key_5d_shape = Concat <axis = 0> (B, G, w, rest, d)
-  key_5d = Reshape ({keys}, key_5d_shape)
-  key_t = Transpose <perm = [0, 1, 2, 4, 3]> (key_5d)
-  {result} = MatMul ({query}, key_t)
-"""
+    def _scores(self, keys: _Side) -> Value:
+        """[B, G, n, r, S, T], before any mask."""
+        shape = (self.B, self.G, self.n, self.r, self.S)
+        if keys.bits >= 8:
+            return self("Reshape", self._row_scores(keys), self.dims(*shape, self.T))
+        assert keys.floats
+        # codes below `before`, floats from `after` on, and in between what the query's place says
+        low = self._block_scores(keys) if self.of.query_bits else self._float_scores(keys)
+        low, high = self.view(low, *shape, self.after), self._products(self.queries, keys.floats)
+        high = self("Reshape", high, self.dims(*shape, self.rest))
+        before, newly_low = self.split(low, -1, [self.before, self.newly])
+        newly_high, after = self.split(high, -1, [self.newly, self.recent_present])
+        return self("Concat", before, self("Where", self.coded, newly_low, newly_high), after, axis=-1)
 
+    def _products(self, queries: Value, keys: Value) -> Value:
+        """[B, G, n, r*S, d] x [B, G, w, d, keys]; with w = 1 the branches share the key."""
+        keys = self("Reshape", keys, self.dims(self.B, self.G, self.w, self.rest, self.d))
+        return queries @ self("Transpose", keys, perm=[0, 1, 2, 4, 3])
 
-def _scores(key_bits: int, query_bits: int) -> str:
-    """scores_6d [B, G, n, r, S, T], before any mask."""
-    if key_bits < 8:
-        return _grid_scores(key_bits, query_bits)
-    query = "query_scaled_codes" if query_bits else "query_scaled"
-    if key_bits == 16:
-        text = _products("scores", query, "key_floats")
-    else:
-        text = _products("dots", query, "key_codes")
-        if query_bits:
-            text = f"{_round_rows('query_scaled', 4, query_bits)}{text}\n  dots_scaled = Mul (dots, query_scaled_step)"
-        text += f"""
-  key_scale_shape = Concat <axis = 0> (B, G, w, one, rest)
-  key_scale_5d = Reshape (key_scale_all, key_scale_shape)
-  scores = Mul ({"dots_scaled" if query_bits else "dots"}, key_scale_5d)
-"""
-    return f"""
-{text}
-  scores_shape = Concat <axis = 0> (B, G, n, r, S, T)
-  scores_6d = Reshape (scores, scores_shape)
-"""
+    def _row_scores(self, keys: _Side) -> Value:
+        if keys.floats:
+            return self._products(self.queries, keys.floats)
+        assert keys.codes and keys.scale
+        key_scale = self("Reshape", keys.scale, self.dims(self.B, self.G, self.w, self.one, self.rest))
+        if not self.of.query_bits:
+            return self._products(self.queries, keys.codes) * key_scale
+        scale, codes = self._quantize_rows(self.queries, 4, self.of.query_bits)
+        return self._products(codes, keys.codes) * scale * key_scale
 
+    def _float_scores(self, keys: _Side) -> Value:
+        return self.queries @ self("Transpose", self._dequantized(keys), perm=[0, 1, 2, 4, 3])
 
-def _grid_scores(key_bits: int, query_bits: int) -> str:
-    """Codes below `before`, floats from `after` on, and in the strip what the query's place says."""
-    return f"""
-{_integer_products(key_bits, query_bits) if query_bits else _FLOAT_PRODUCTS}
-{_products("high", "query_scaled", "key_floats")}
-  low_shape = Concat <axis = 0> (B, G, n, r, S, after)
-  low_6d = Reshape <allowzero = 1> (low, low_shape)
-  high_shape = Concat <axis = 0> (B, G, n, r, S, rest)
-  high_6d = Reshape (high, high_shape)
-  low_before, low_strip = Split <axis = -1> (low_6d, low_parts)
-  high_strip, high_after = Split <axis = -1> (high_6d, high_parts)
-  strip_6d = Where (coded, low_strip, high_strip)
-  scores_6d = Concat <axis = -1> (low_before, strip_6d, high_after)
-"""
+    def _block_scores(self, keys: _Side) -> Value:
+        """The scales of a block of 32 keys go to the query's side: [B, G, n, blocks, r*S, d] x
+        [B, G, w, blocks, d, 32]. Its zero points meet the query as it is: [B, G, w, blocks, d] x [B, G, n, d, r*S]; and
+        the middle of a key's codes meets what the query lost when it was rounded."""
+        assert keys.codes and keys.scale and keys.zero
+        blocks = (self.B, self.G, self.w, self.after_blocks)
+        codes = self("Transpose", self.view(keys.codes, *blocks, self.block, self.d), perm=[0, 1, 2, 3, 5, 4])
+        scaled = self("Unsqueeze", self.queries, self.ints(3)) * self.view(keys.scale, *blocks, self.one, self.d)
+        scale, rounded = self._quantize_rows(scaled, 5, self.of.query_bits)
+        at_zero = self.view(keys.zero, *blocks, self.d) @ self("Transpose", self.queries, perm=[0, 1, 2, 4, 3])
+        lost = self("ReduceSum", scaled - rounded * scale, self.ints(5), keepdims=1)
+        middle = self.number((2**keys.bits - 1) / 2)
+        scores = rounded @ codes * scale + (self("Unsqueeze", at_zero, self.rest) + lost * middle)
+        return self("Transpose", scores, perm=[0, 1, 2, 4, 3, 5])
 
+    def _weights(self, scores: Value) -> Value:
+        """A1 - lambda A2, [B, G, r, S, T]; of a row that sees nothing 0."""
+        visible = self("Unsqueeze", self.visible, self.one)
+        shares = self("Softmax", self("Where", visible, scores, self.number(-1e30)), axis=-1)
+        if self.of.branches == 1:
+            return self("Where", self.visible, self("Squeeze", shares, self.ints(2)), self.zero_f)
+        branches = self.split(shares, 2, 2)
+        signal, noise = (self("Squeeze", branch, self.ints(2)) for branch in branches)
+        by = self("Expand", self.cast(self.input("lambda"), Type.FLOAT32), self.ints(1, 1, 1))
+        by = self("Reshape", by, self.dims(self.ints(0), self.ints(0), self.G, self.r))  # 0: as it is
+        by = self("Unsqueeze", self("Transpose", by, perm=[0, 2, 3, 1]), self.rest)
+        return self("Where", self.visible, signal - noise * by, self.zero_f)
 
-_FLOAT_PRODUCTS = f"""
-{_restore("key")}
-  key_low_t = Transpose <perm = [0, 1, 2, 4, 3]> (key_low)
-  low = MatMul (query_scaled, key_low_t)
-"""
+    # ---- values ----
 
+    def _mixed(self, weights: Value, values: _Side) -> Value:
+        """[B, G, w, r*S, d]."""
+        if values.bits == 16:
+            assert values.floats
+            return self._mix(weights, values.floats, self.T)
+        if values.bits == 8:
+            assert values.codes and values.scale
+            scale = self("Reshape", values.scale, self.dims(self.B, self.G, self.w, self.one, self.T))
+            weights = self("Reshape", weights, self.dims(self.B, self.G, self.one, self.rS, self.T))
+            return weights * scale @ self("Reshape", values.codes, self.dims(self.B, self.G, self.w, self.T, self.d))
+        assert values.floats
+        before, newly, after = self.split(weights, -1, [self.before, self.newly, self.recent_present])
+        low = self("Concat", before, self("Where", self.coded, newly, self.zero_f), axis=-1)
+        high = self("Concat", self("Where", self.coded, self.zero_f, newly), after, axis=-1)
+        return self._mix(low, self._dequantized(values), self.after) + self._mix(
+            high, values.floats, self.T - self.before
+        )
 
-def _integer_products(key_bits: int, query_bits: int) -> str:
-    """The steps of a block of 32 keys go to the query's side: [B, G, n, blocks, r*S, d] x [B, G, w, blocks, d, 32]. Its
-    points meet the query as it is: [B, G, w, blocks, d] x [B, G, n, d, r*S]; and the middle of a key's codes meets what
-    the query lost when it was rounded."""
-    return f"""
-  three = Constant <value_ints = [3]> ()
-  key_codes_shape_6d = Concat <axis = 0> (B, G, w, after_groups, group, d)
-  key_codes_6d = Reshape <allowzero = 1> (key_codes, key_codes_shape_6d)
-  key_codes_t = Transpose <perm = [0, 1, 2, 3, 5, 4]> (key_codes_6d)
-  key_steps_shape = Concat <axis = 0> (B, G, w, after_groups, one, d)
-  key_steps_6d = Reshape <allowzero = 1> (key_steps, key_steps_shape)
-  query_scaled_6d = Unsqueeze (query_scaled, three)
-  stepped = Mul (query_scaled_6d, key_steps_6d)
-{_round_rows("stepped", 5, query_bits)}
-  dots = MatMul (stepped_codes, key_codes_t)
-  dots_scaled = Mul (dots, stepped_step)
-  key_points_shape = Concat <axis = 0> (B, G, w, after_groups, d)
-  key_points_5d = Reshape <allowzero = 1> (key_points, key_points_shape)
-  query_columns = Transpose <perm = [0, 1, 2, 4, 3]> (query_scaled)
-  at_points = MatMul (key_points_5d, query_columns)
-  at_points_6d = Unsqueeze (at_points, rest)
-  stepped_back = Mul (stepped_codes, stepped_step)
-  stepped_error = Sub (stepped, stepped_back)
-  lost = ReduceSum <keepdims = 1> (stepped_error, stepped_axis)
-  middle = Constant <value_float = {(2**key_bits - 1) / 2}> ()
-  at_middle = Mul (lost, middle)
-  offsets = Add (at_points_6d, at_middle)
-  low_blocks = Add (dots_scaled, offsets)
-  low = Transpose <perm = [0, 1, 2, 4, 3, 5]> (low_blocks)
-"""
+    def _mix(self, weights: Value, values: Value, tokens: Value) -> Value:
+        """[B, G, r, S, tokens] x [B, G, w, tokens, d]: one product for both halves of a wide value."""
+        weights = self.view(weights, self.B, self.G, self.one, self.rS, tokens)
+        return weights @ self.view(values, self.B, self.G, self.w, tokens, self.d)
 
-
-def _softmax(logit_bits: int) -> str:
-    """shares [B, G, n, r, S, T]; a row that sees nothing has anything."""
-    logits, text = "scores_6d", ""
-    if logit_bits:
-        logits = "logits"
-        text = f"""
-  seen_scores = Where (visible_6d, scores_6d, zero_f)
-{_round_rows("seen_scores", 5, logit_bits)}
-  logits = Mul (seen_scores_codes, seen_scores_step)
-"""
-    return f"""
-{text}
-  masked = Where (visible_6d, {logits}, hidden)
-  shares = Softmax <axis = -1> (masked)
-"""
-
-
-# A1 - lambda A2: [B, G, r, S, T]
-_PAIR = """
-  a1, a2 = Split <axis = 2, num_outputs = 2> (shares)
-  signal = Squeeze (a1, two)
-  noise = Squeeze (a2, two)
-  lambda_f = Cast <to = 1> (lambda)
-  ones_3d = Constant <value_ints = [1, 1, 1]> ()
-  lambda_3d = Expand (lambda_f, ones_3d)
-  lambda_shape_tail = Concat <axis = 0> (zero, zero, G, r)
-  lambda_4d = Reshape (lambda_3d, lambda_shape_tail)
-  lambda_t = Transpose <perm = [0, 2, 3, 1]> (lambda_4d)
-  lambda_5d = Unsqueeze (lambda_t, rest)
-  noise_scaled = Mul (noise, lambda_5d)
-  difference = Sub (signal, noise_scaled)
-  weights = Where (visible_5d, difference, zero_f)
-"""
-_SINGLE = """
-  signal = Squeeze (shares, two)
-  weights = Where (visible_5d, signal, zero_f)
-"""
-
-
-def _mix(result: str, weights: str, values: str, tokens: str) -> str:
-    """[B, G, r, S, tokens] x [B, G, w, tokens, d] -> [B, G, w, r*S, d]: one product for both halves of a wide value."""
-    return f"""
-  {result}_weights_shape = Concat <axis = 0> (B, G, one, rS, {tokens})
-  {result}_weights = Reshape <allowzero = 1> ({weights}, {result}_weights_shape)
-  {result}_values_shape = Concat <axis = 0> (B, G, w, {tokens}, d)
-  {result}_values = Reshape <allowzero = 1> ({values}, {result}_values_shape)
-  {result} = MatMul ({result}_weights, {result}_values)
-"""
-
-
-def _mixed(value_bits: int) -> str:
-    """mixed [B, G, w, r*S, d]."""
-    if value_bits == 16:
-        return _mix("mixed", "weights", "value_floats", "T")
-    if value_bits == 8:
-        return """
-  value_scale_shape = Concat <axis = 0> (B, G, w, one, T)
-  value_scale_5d = Reshape (value_scale_all, value_scale_shape)
-  weights_shape = Concat <axis = 0> (B, G, one, rS, T)
-  weights_5d = Reshape (weights, weights_shape)
-  weights_stepped = Mul (weights_5d, value_scale_5d)
-  value_codes_shape = Concat <axis = 0> (B, G, w, T, d)
-  value_codes_5d = Reshape (value_codes, value_codes_shape)
-  mixed = MatMul (weights_stepped, value_codes_5d)
-"""
-    return f"""
-  weights_before, weights_strip, weights_after = Split <axis = -1> (weights, all_parts)
-  weights_coded = Where (coded, weights_strip, zero_f)
-  weights_not_coded = Where (coded, zero_f, weights_strip)
-  weights_low = Concat <axis = -1> (weights_before, weights_coded)
-  weights_high = Concat <axis = -1> (weights_not_coded, weights_after)
-{_restore("value")}
-  not_before = Sub (T, before)
-{_mix("mixed_low", "weights_low", "value_low", "after")}
-{_mix("mixed_high", "weights_high", "value_floats", "not_before")}
-  mixed = Add (mixed_low, mixed_high)
-"""
-
-
-# The heads in their places, and the norm over the w*d of a head
-_TAIL = """
-  mixed_6d_shape = Concat <axis = 0> (B, G, w, r, S, rest)
-  mixed_6d = Reshape (mixed, mixed_6d_shape)
-  mixed_t = Transpose <perm = [0, 4, 1, 3, 2, 5]> (mixed_6d)
-  head_shape = Concat <axis = 0> (B, S, H, rest)
-  heads = Reshape (mixed_t, head_shape)
-  squared = Mul (heads, heads)
-  mean = ReduceMean <keepdims = 1> (squared, rest)
-  mean_eps = Add (mean, eps_f)
-  root = Sqrt (mean_eps)
-  normed = Div (heads, root)
-  has_norm = Greater (eps_f, zero_f)
-  result = Where (has_norm, normed, heads)
-  out_shape = Concat <axis = 0> (B, S, rest)
-  out_f = Reshape (result, out_shape)
-  out = CastLike (out_f, query)
-}
-"""
-
-
-def body(kind: Kind, inputs: Sequence[str], outputs: Sequence[str]) -> str:
-    """The text for a kind, as the function's `inputs` and `outputs`, of which kind has a use for some."""
-    grids = min(kind.key_bits, kind.value_bits) < 8
-    nothing = (name for name in outputs if name not in kind.outputs)  # a function has to make what it declares
-    text = [
-        _HEAD,
-        _rotate("query"),
-        _rotate("key"),
-        _ROWS,
-        _MASK,
-        _STRIP if grids else "",
-        _append("key", kind.key_bits),
-        _append("value", kind.value_bits),
-        *(f"  {name} = Constant <value_float = 0.0> ()\n" for name in nothing),
-        _scores(kind.key_bits, kind.query_bits),
-        _softmax(kind.logit_bits),
-        _PAIR if kind.branches == 2 else _SINGLE,
-        _mixed(kind.value_bits),
-        _TAIL,
-    ]
-    marks = {
-        "@NAME": kind.name,
-        "@LOGIT_BITS": ", logit_bits" if kind.logit_bits else "",
-        "@INPUTS": ", ".join(inputs),
-        "@OUTPUTS": ", ".join(outputs),
-        "@BRANCHES": str(kind.branches),
-    }
-    found = "".join(text)
-    for mark, part in marks.items():
-        found = found.replace(mark, part)
-    return found
+    def _finish(self, mixed: Value) -> None:
+        """The heads in their places, and the norm over the w*d of a head."""
+        mixed = self("Reshape", mixed, self.dims(self.B, self.G, self.w, self.r, self.S, self.rest))
+        mixed = self("Transpose", mixed, perm=[0, 4, 1, 3, 2, 5])
+        heads = self("Reshape", mixed, self.dims(self.B, self.S, self.H, self.rest))
+        eps = self.attribute("norm_eps", "float")
+        mean = self("ReduceMean", heads * heads, self.rest, keepdims=1)
+        normed = heads / self("Sqrt", mean + eps)
+        out = self("Where", self("Greater", eps, self.zero_f), normed, heads)
+        out = self("Reshape", out, self.dims(self.B, self.S, self.rest))
+        self("CastLike", out, self.input("query"), name="out")

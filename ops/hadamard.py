@@ -20,17 +20,15 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from . import schema
+
 if TYPE_CHECKING:
     import onnx_ir
     import torch
 
-DOMAIN = "diffbit"
-NAME = "Hadamard"
-VERSION = 1  # of the meaning; a kernel checks it against the attribute spec_version
+OP = schema.HADAMARD
 
 BODY = """
-<domain: "diffbit", opset_import: ["" : 21]>
-Hadamard <block, spec_version> (A) => (Y)
 {
   one = Constant <value_ints = [1]> ()
   rest = Constant <value_ints = [-1]> ()
@@ -85,10 +83,7 @@ Hadamard <block, spec_version> (A) => (Y)
 
 def function() -> onnx_ir.Function:
     """The op's body as an ONNX model-local function: what runs wherever no native library is registered."""
-    import onnx.parser
-    from onnx_ir import serde
-
-    return serde.deserialize_function(onnx.parser.parse_function(BODY))
+    return OP.function(BODY)
 
 
 def block_size(columns: int) -> int:

@@ -36,21 +36,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from . import schema
+
 if TYPE_CHECKING:
     import onnx_ir
     import torch
 
-DOMAIN = "diffbit"
-NAME = "Int4MatMul"
-VERSION = 1  # of the meaning and the layout; a kernel checks it against the attribute spec_version
+OP = schema.INT4_MATMUL
 GROUP_SIZES = (32, 64, 128)
 TILE = 16  # rows
 STEP = 8  # weights of a row
 SMALLEST = 1e-30  # of a group's largest activation: 127 / m_g is finite, a_g not subnormal
 
 BODY = """
-<domain: "diffbit", opset_import: ["" : 21, "com.microsoft" : 1]>
-Int4MatMul <K, N, group_size, spec_version> (A, codes, scales, zeros, factor) => (Y)
 {
   zero = Constant <value_ints = [0]> ()
   one = Constant <value_ints = [1]> ()
@@ -112,10 +110,7 @@ class Packed(NamedTuple):
 
 def function() -> onnx_ir.Function:
     """The op's body as an ONNX model-local function: what runs wherever no native library is registered."""
-    import onnx.parser
-    from onnx_ir import serde
-
-    return serde.deserialize_function(onnx.parser.parse_function(BODY))
+    return OP.function(BODY)
 
 
 def pack(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int) -> Packed:

@@ -33,19 +33,17 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from . import schema
+
 if TYPE_CHECKING:
     import onnx_ir
     import torch
 
-DOMAIN = "diffbit"
-NAME = "TernaryMatMul"
-VERSION = 2  # of the meaning and the layout; a kernel checks it against the attribute spec_version
+OP = schema.TERNARY_MATMUL
 BLOCK = 128  # weights in a block
 BLOCK_BYTES = 32
 
 BODY = """
-<domain: "diffbit", opset_import: ["" : 21]>
-TernaryMatMul <K, N, activation_bits, spec_version> (A, packed, scale) => (Y)
 {
   one = Constant <value_ints = [1]> ()
   zero = Constant <value_ints = [0]> ()
@@ -133,10 +131,7 @@ TernaryMatMul <K, N, activation_bits, spec_version> (A, packed, scale) => (Y)
 
 def function() -> onnx_ir.Function:
     """The op's body as an ONNX model-local function: what runs wherever no native library is registered."""
-    import onnx.parser
-    from onnx_ir import serde
-
-    return serde.deserialize_function(onnx.parser.parse_function(BODY))
+    return OP.function(BODY)
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:

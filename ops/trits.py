@@ -27,13 +27,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from . import schema
+
 if TYPE_CHECKING:
     import onnx_ir
     import torch
 
-DOMAIN = "diffbit"
-NAME = "ExpandTrits"
-VERSION = 1  # of the layout
+OP = schema.Op(
+    "ExpandTrits",
+    version=1,
+    inputs=(schema.Tensor("trits", schema.Type.UINT8), schema.Tensor("rest", schema.Type.UINT8)),
+    outputs=(schema.Tensor("packed", schema.Type.UINT8),),
+    attributes=(),
+    call=schema.Call("", "", ()),
+)
 RUNS = 5
 
 # (run, k): the f_k that the first convolution makes. The last stands twice, as int8 holds no -192
@@ -65,8 +72,6 @@ def _constants() -> str:
 
 
 BODY = f"""
-<domain: "diffbit", opset_import: ["" : 21]>
-ExpandTrits <spec_version> (trits, rest) => (packed)
 {{
   one = Constant <value = float {{1.0}}> ()
   zero = Constant <value = uint8 {{0}}> ()
@@ -83,10 +88,7 @@ ExpandTrits <spec_version> (trits, rest) => (packed)
 
 def function() -> onnx_ir.Function:
     """The op's body as an ONNX model-local function."""
-    import onnx.parser
-    from onnx_ir import serde
-
-    return serde.deserialize_function(onnx.parser.parse_function(BODY))
+    return OP.function(BODY)
 
 
 def pack(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

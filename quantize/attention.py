@@ -6,25 +6,25 @@ Symmetric integers:
 
     s = max_valid |x| / (2^(b-1) - 1)        x_q = round(x / s) * s
 
-A softmax forgives a common shift but not a coarse step: a row whose largest logit is 300 has a step of 43 at 4 bits,
-one whose largest is 30 a step of 4.3. That is what low outliers buy.
+A softmax forgives a common shift but not a coarse scale: a row whose largest logit is 300 has a scale of 43 at 4 bits,
+one whose largest is 30 a scale of 4.3. That is what low outliers buy.
 
-Keys, values and integer products are those of ops/kv_cache.py. Here the cache holds what it is given, and what a device
-would have rounded when it came is rounded anew at each call: the same numbers.
+Rounded logits are for comparisons in torch: no artifact has them.
+
+Keys, values and integer products are those of ops/diff_attention.py. Here the cache holds what it is given, and what a
+device would have quantized when it came is quantized anew at each call: the same numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import groupby
+from collections.abc import Callable
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..models.layers.softmax import Arithmetic
 from ..models.mixer import Attention
-from ..ops import kv_cache
+from ..ops.diff_attention import cached, mixed, scores
+from ..ops.kv_cache import BLOCK
 from .scheme import AttentionScheme
 
 
@@ -33,10 +33,10 @@ def quantize_logits(logits: Tensor, valid: Tensor, bits: int) -> Tensor:
 
     Places that are not valid come back clipped to the row's range; they are masked afterwards.
     """
-    levels = 2 ** (bits - 1) - 1
+    top = 2 ** (bits - 1) - 1
     largest = logits.abs().masked_fill(~valid, 0).amax(-1, keepdim=True)  # [B, heads, S, 1]
-    step = (largest / levels).masked_fill(largest == 0, 1)  # a row of zeros, or that sees nothing, stays as it is
-    return (logits / step).round().clamp(-levels, levels) * step
+    scale = (largest / top).masked_fill(largest == 0, 1)  # a row of zeros, or that sees nothing, stays as it is
+    return (logits / scale).round().clamp(-top, top) * scale
 
 
 def logits_hook(bits: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -49,78 +49,23 @@ def logits_hook(bits: int) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 class LowBitAttention(Arithmetic):
-    """Keys, values and products as `scheme` has them."""
+    """Keys, values and products as `scheme` has them: the reference of the operator that computes them on a device."""
 
     def __init__(self, scheme: AttentionScheme) -> None:
         self.scheme = scheme
 
     def logits(self, query: Tensor, key: Tensor, scale: float, branch: int) -> Tensor:
-        scheme, format = self.scheme, self.scheme.key_format
-        shared, total = query.shape[1] // key.shape[1], key.shape[2]
-        query = query.float() * scale
-        if format in ("float", "fp16"):
-            return query @ _repeated(_held(key, format), shared).transpose(-1, -2)
-        if format == "int8":
-            codes, steps = kv_cache.round_rows(key)
-            if scheme.query_bits:
-                return kv_cache.row_scores(query, _repeated(codes, shared), _repeated(steps, shared), scheme.query_bits)
-            return query @ _repeated(codes * steps[..., None], shared).transpose(-1, -2)
-        settled = kv_cache.settled(total, scheme.window)
-        codes, grids = kv_cache.round_keys(key[:, :, :settled], kv_cache.BITS[format])
-        low, recent = kv_cache.restore_keys(codes, grids), _repeated(key.half().float(), shared)
-        codes, grids, low = (_repeated(x, shared) for x in (codes, grids, low))
-        parts = []
-        for run, count, end in self._runs(query.shape[2], total):
-            rows, held = query[:, :, run], recent[:, :, count:end]
-            if scheme.query_bits and count:
-                blocks = count // kv_cache.GROUP
-                old = kv_cache.grid_scores(
-                    rows, codes[:, :, :count], grids[:, :, :blocks], scheme.query_bits, kv_cache.BITS[format]
-                )
-                scores = torch.cat((old, rows @ held.transpose(-1, -2)), -1)
-            else:
-                scores = rows @ torch.cat((low[:, :, :count], held), 2).transpose(-1, -2)
-            parts.append(F.pad(scores, (0, total - end)))
-        return torch.cat(parts, 2)
+        scheme = self.scheme
+        keys = cached(key.float(), query.shape[2], scheme.key_format, scheme.window, BLOCK)
+        queries = (query.float() * scale).unflatten(1, (key.shape[1], -1))  # [B, G, r, S, d]
+        return scores(queries, keys, scheme.query_bits).flatten(1, 2)
 
     def mix(self, probabilities: Tensor, value: Tensor, head_dim: int) -> Tensor:
-        format = self.scheme.value_format
-        shared, (length, total) = probabilities.shape[1] // value.shape[1], probabilities.shape[-2:]
-        if format in ("float", "fp16"):
-            return probabilities @ _repeated(_held(value, format), shared)
-        rows = value.unflatten(-1, (-1, head_dim))  # a value of diff_v1 is two rows of the cache
-        if format == "int8":
-            codes, steps = kv_cache.round_rows(rows)
-            return probabilities @ _repeated((codes * steps[..., None]).flatten(-2), shared)
-        settled = kv_cache.settled(total, self.scheme.window)
-        grids = kv_cache.round_values(rows[:, :, :settled], kv_cache.BITS[format])
-        low, recent = kv_cache.restore_values(*grids).flatten(-2), value.half().float()
-        low, recent = _repeated(low, shared), _repeated(recent, shared)
-        return torch.cat(
-            [
-                probabilities[:, :, run, :end] @ torch.cat((low[:, :, :count], recent[:, :, count:end]), 2)
-                for run, count, end in self._runs(length, total)
-            ],
-            2,
-        )
-
-    def _runs(self, length: int, total: int) -> Iterator[tuple[slice, int, int]]:
-        """The last `length` of `total` tokens in runs that see the same cache: (queries, low-bit keys, keys in all).
-
-        Keys behind a run's last query are those that its mask hides anyway.
-        """
-        first = total - length
-        for count, run in groupby(range(first + 1, total + 1), lambda end: kv_cache.settled(end, self.scheme.window)):
-            held = list(run)
-            yield slice(held[0] - 1 - first, held[-1] - first), count, held[-1]
-
-
-def _held(x: Tensor, format: str) -> Tensor:
-    return x.half().float() if format == "fp16" else x.float()
-
-
-def _repeated(x: Tensor, times: int) -> Tensor:
-    return x if times == 1 else x.repeat_interleave(times, dim=1)
+        scheme, groups = self.scheme, value.shape[1]
+        rows = value.float().unflatten(-1, (-1, head_dim)).transpose(2, 3)  # [B, G, w, T, d]
+        values = cached(rows.flatten(1, 2), probabilities.shape[2], scheme.value_format, scheme.window, 1)
+        shares = probabilities.unflatten(1, (groups, -1))  # [B, G, r, S, T]
+        return mixed(shares, values.grouped(groups, rows.shape[2])).flatten(4).flatten(1, 2)
 
 
 def set_attention(model: nn.Module, scheme: AttentionScheme) -> None:

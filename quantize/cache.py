@@ -15,37 +15,30 @@ values may have different formats.
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from functools import partial
 
 from ..models import ModelConfig
 from ..ops.cache import TOKENS, Buffer, CacheSpec
-from ..ops.diff_attention import Kind
-from ..ops.kv_cache import BITS, GROUP, settled
+from ..ops.diff_attention import Signature
+from ..ops.kv_cache import BITS, BLOCK, quantized_tokens
 from .scheme import AttentionScheme
 
-GROUPS = f"{TOKENS}/{GROUP}"
+GROUPS = f"{TOKENS}/{BLOCK}"
 
 
 def is_low_bit(scheme: AttentionScheme) -> bool:
     """Does it take diffbit's own operator, whatever the attention variant?"""
-    return scheme.logits is not None or scheme.key_format != "float" or scheme.value_format != "float"
+    return scheme.key_format != "float" or scheme.value_format != "float"
 
 
-def operator(scheme: AttentionScheme, branches: int) -> Kind:
+def operator(scheme: AttentionScheme, branches: int) -> Signature:
     """The operator that computes it."""
-    return Kind(
+    return Signature(
         key_bits=BITS[scheme.key_format],
         value_bits=BITS[scheme.value_format],
         query_bits=scheme.query_bits,
         branches=branches,
-        logit_bits=scheme.logits or 0,
     )
-
-
-def attributes(kind: Kind) -> dict[str, int]:
-    """A node's, of what a kind says; only LowBitLogitsAttention has logit_bits."""
-    return {name: value for name, value in asdict(kind).items() if name != "logit_bits" or value}
 
 
 def cache_spec(config: ModelConfig, scheme: AttentionScheme, dtype: str) -> CacheSpec:
@@ -57,10 +50,10 @@ def cache_spec(config: ModelConfig, scheme: AttentionScheme, dtype: str) -> Cach
 def buffers(scheme: AttentionScheme, dtype: str, heads: int, head_dim: int, in_place: str) -> tuple[Buffer, ...]:
     """Those of an attention layer, keys and values first, in the operator's order; dtype: of what is not low-bit.
 
-    in_place: of float ones. DiffAttention's kernel writes low-bit ones in place; there is none for low-bit logits.
+    in_place: of float ones. DiffAttention's kernel writes low-bit ones in place.
     """
     if is_low_bit(scheme):
-        in_place = "native" if scheme.logits is None else "never"
+        in_place = "native"
     formats = {"key": scheme.key_format, "value": scheme.value_format}
     found: list[tuple[str, str, tuple[int | str, ...]]] = []
     for part, format in formats.items():
@@ -71,25 +64,25 @@ def buffers(scheme: AttentionScheme, dtype: str, heads: int, head_dim: int, in_p
         if format == "int8":
             found.append((f"{part}_scale", "float32", (heads, TOKENS)))
         elif BITS[format] < 8:
-            grid = (GROUPS, 2, head_dim) if part == "key" else (TOKENS, 2, head_dim // GROUP)
+            grid = (GROUPS, 2, head_dim) if part == "key" else (TOKENS, 2, head_dim // BLOCK)
             found.append((f"{part}_scale", "float16", (heads, *grid)))
     for part, format in formats.items():
         if BITS[format] < 8:
-            found.append((f"{part}_recent", "float16", (heads, scheme.window + GROUP, head_dim)))
+            found.append((f"{part}_recent", "float16", (heads, scheme.window + BLOCK, head_dim)))
     return tuple(Buffer(name, kind, shape, in_place) for name, kind, shape in found)
 
 
 def step_bytes(config: ModelConfig, scheme: AttentionScheme, dtype: str, context: int) -> float:
     """Of one sequence, all layers: bytes that a decoded token reads of a cache of `context` tokens, itself among them,
     and writes to it; what is written once for a group of tokens counts a share of it."""
-    low = settled(context, scheme.window)
+    low = quantized_tokens(context, scheme.window)
     total = 0.0
     for buffer in cache_spec(config, scheme, dtype).buffers.values():
         format = scheme.key_format if buffer.name.startswith("key") else scheme.value_format
         if buffer.name.endswith("recent"):
-            total += buffer.nbytes(0) / (scheme.window + GROUP) * (context - low + 1)
+            total += buffer.nbytes(0) / (scheme.window + BLOCK) * (context - low + 1)
         elif not buffer.grows:  # a state, read and written whole
             total += 2 * buffer.nbytes(0)
         else:
-            total += buffer.nbytes(GROUP) / GROUP * ((low if BITS[format] < 8 else context) + 1)
+            total += buffer.nbytes(BLOCK) / BLOCK * ((low if BITS[format] < 8 else context) + 1)
     return total

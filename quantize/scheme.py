@@ -31,7 +31,7 @@ from ..errors import DiffbitError
 from ..models import ModelConfig
 from ..models.checkpoint.names import is_linear, shapes
 from ..ops.cache import Buffer
-from ..ops.kv_cache import BITS, GROUP
+from ..ops.kv_cache import BITS, BLOCK
 from .formats import Format, parse_format
 
 KEPT = ("lm_head", "lambda_proj")  # float unless an override names them
@@ -95,9 +95,9 @@ class AttentionScheme:
 
         def kv(heads: int, width: int, in_place: str) -> tuple[Buffer, ...]:
             for name, format in (("keys", self.key_format), ("values", self.value_format)):
-                if BITS[format] < 8 and width % GROUP:
+                if BITS[format] < 8 and width % BLOCK:
                     raise DiffbitError(
-                        f"{name} cannot be {format}: heads are {width} wide, wanted a multiple of {GROUP}; use int8"
+                        f"{name} cannot be {format}: heads are {width} wide, wanted a multiple of {BLOCK}; use int8"
                     )
             return ()
 

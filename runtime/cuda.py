@@ -4,7 +4,7 @@
     op = Hadamard(a=a.data_ptr(), y=y.data_ptr(), size=a.numel(), block=128, type=FLOAT16)
     kernels.run(op, workspace=room.data_ptr(), stream=torch.cuda.current_stream().cuda_stream)
 
-Each structure's fields are those of api.h, in its order; what they mean is said there and in ops/. Pointers are
+The structures are those of ops/schema.py, as in api.h; what the fields mean is said there and in ops/. Pointers are
 addresses in the device's memory. A call starts its kernels and does not wait for them.
 """
 
@@ -15,46 +15,42 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DiffbitError
+from ..ops import schema
 
-FLOAT32, FLOAT16, BFLOAT16 = 1, 10, 16  # types as ONNX numbers them
+FLOAT32, FLOAT16, BFLOAT16 = (int(type) for type in (schema.Type.FLOAT32, schema.Type.FLOAT16, schema.Type.BFLOAT16))
 
 
-def _fields(pointers: str, integers: str, floats: str = "") -> list[tuple[str, Any]]:
-    kinds = ((pointers, ctypes.c_void_p), (integers, ctypes.c_int64), (floats, ctypes.c_float))
-    return [(name, kind) for names, kind in kinds for name in names.split()]
+_KINDS = {"const void*": ctypes.c_void_p, "void*": ctypes.c_void_p, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
+
+
+def _fields(op: schema.Op) -> list[tuple[str, Any]]:
+    return [(name, _KINDS[kind]) for kind, name in op.fields()]
 
 
 class Op(ctypes.Structure):
-    """One call of an op; `name` is that of its C functions."""
+    """One call of an op."""
 
-    name: str
+    of: schema.Op
 
 
 class Attention(Op):
-    name = "attention"
-    _fields_ = _fields(
-        "query key value lambda past_key past_value position_ids cos sin attention_mask "
-        "past_key_scale past_value_scale past_key_recent past_value_recent out "
-        "present_key present_value present_key_scale present_value_scale present_key_recent present_value_recent",
-        "batch steps past_length heads kv_heads d past_key_capacity past_value_capacity key_capacity value_capacity "
-        "positions branches wide_value lambda_per_token key_bits value_bits query_bits window type key_type value_type",
-        "scale norm_eps",
-    )
+    of = schema.DIFF_ATTENTION
+    _fields_ = _fields(of)
 
 
 class Hadamard(Op):
-    name = "hadamard"
-    _fields_ = _fields("a y", "size block type")
+    of = schema.HADAMARD
+    _fields_ = _fields(of)
 
 
 class TernaryMatMul(Op):
-    name = "ternary_matmul"
-    _fields_ = _fields("a packed scale y", "m n k activation_bits type")
+    of = schema.TERNARY_MATMUL
+    _fields_ = _fields(of)
 
 
 class Int4MatMul(Op):
-    name = "int4_matmul"
-    _fields_ = _fields("a codes scales zeros factor y", "m n k group_size type")
+    of = schema.INT4_MATMUL
+    _fields_ = _fields(of)
 
 
 class Kernels:
@@ -74,12 +70,12 @@ class Kernels:
 
     def workspace(self, op: Op) -> int:
         """Bytes of the device's memory that `run` needs beside the tensors."""
-        function = self._function(f"{op.name}_workspace", ctypes.c_size_t, [ctypes.c_void_p])
+        function = self._function(f"{op.of.call.function}_workspace", ctypes.c_size_t, [ctypes.c_void_p])
         return int(function(ctypes.addressof(op)))
 
     def run(self, op: Op, workspace: int = 0, stream: int = 0) -> None:
         """Starts the op on a stream (0: the default one); `workspace` is the address of that much memory."""
-        function = self._function(op.name, ctypes.c_char_p, [ctypes.c_void_p] * 3)
+        function = self._function(op.of.call.function, ctypes.c_char_p, [ctypes.c_void_p] * 3)
         wrong = function(ctypes.addressof(op), workspace, stream)
         if wrong is not None:
             raise DiffbitError(f"{type(op).__name__}: {wrong.decode()}")

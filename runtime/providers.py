@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import DiffbitError
+from ..ops.schema import OPS
 from .driver import Driver, runs, version_text
 from .native import cuda_architectures
 
@@ -29,8 +30,9 @@ MOST_THREADS = 512  # ONNX Runtime starts as many as it is told to, and hangs in
 COMPUTE = frozenset(
     {
         *("MatMul", "Gemm", "FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"),
-        *("MatMulNBits", "MatMulBnb4", "Int4MatMul", "TernaryMatMul", "Hadamard"),
-        *("Softmax", "Attention", "MultiHeadAttention", "GroupQueryAttention", "DiffAttention"),
+        *("MatMulNBits", "MatMulBnb4"),
+        *("Softmax", "Attention", "MultiHeadAttention", "GroupQueryAttention"),
+        *(op.name for op in OPS if op.compute),
     }
 )
 

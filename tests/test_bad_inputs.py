@@ -177,7 +177,6 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
         ["quantize", "{checkpoint}", "--weights", "int8", "--override", "lm_head", "-o", "{out}/q"],
         ["lm_head"],
     ),
-    "logits bits": (["quantize", "{checkpoint}", "--logits", "99", "-o", "{out}/q"], ["99"]),
     "output holds the source": (
         ["quantize", "{checkpoint}", "--weights", "int8", "-o", "{checkpoint}/..", "--overwrite"],
         ["..", "this command reads"],

@@ -156,7 +156,7 @@ def parts(gpu: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def emulated_bench(parts: Any) -> Any:
-    """The benchmark over the kernels' own source on the CPU (csrc/cuda/emulate.h): small sizes, another clock."""
+    """The benchmark over the kernels' own source on the CPU (tests/native/emulate.h): small sizes, another clock."""
     return parts.Bench("cpu", parts.HostClock(), cuda.Kernels(emulated()), parts.QUICK)
 
 

@@ -2,7 +2,7 @@
 // the same on a CPU).
 //
 // What past holds is copied into present where they are not one memory; from then on everything is in place. A part has
-// at most FEW_STEPS steps, which with grids all see the same tokens settled; attention_decode.cu takes it. A call with
+// at most FEW_STEPS steps, which with a cache of blocks all see the same tokens quantized; attention_decode.cu takes it. A call with
 // more steps that attention_prefill.cu takes is not cut.
 #include "attention.h"
 
@@ -39,8 +39,8 @@ const char* copy(const void* from, void* to, int64_t heads, int64_t bytes, int64
 const char* copy_past(const Attention& a, bool keys, cudaStream_t stream) {
   const Side side = side_of(a, keys);
   const int64_t heads = a.batch * a.kv_heads, past = keys ? a.past_key_capacity : a.past_value_capacity;
-  const int64_t row = row_bytes(a, keys), together = side.bits < 8 && keys ? GROUP : 1;
-  const int64_t scale = side.bits == 8 ? 4 : side.bits < 8 ? 4 * (keys ? a.d : a.d / GROUP) : 0;
+  const int64_t row = row_bytes(a, keys), together = side.bits < 8 && keys ? CACHE_BLOCK : 1;
+  const int64_t scale = side.bits == 8 ? 4 : side.bits < 8 ? 4 * (keys ? a.d : a.d / CACHE_BLOCK) : 0;
   const void* recent = keys ? a.past_key_recent : a.past_value_recent;
   const void* rows = keys ? a.past_key : a.past_value;
   if (const char* wrong = copy(rows, side.rows, heads, past * row, side.capacity * row, stream))
@@ -49,7 +49,7 @@ const char* copy_past(const Attention& a, bool keys, cudaStream_t stream) {
     if (const char* wrong = copy(keys ? a.past_key_scale : a.past_value_scale, side.scales, heads,
                                  past / together * scale, side.capacity / together * scale, stream))
       return wrong;
-  const int64_t slots = side.bits < 8 ? (a.window + GROUP) * a.d * 2 : 0;
+  const int64_t slots = side.bits < 8 ? (a.window + CACHE_BLOCK) * a.d * 2 : 0;
   return copy(recent, side.recent, heads, slots, slots, stream);
 }
 
@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(32 * WARPS) append_rows(const Attention a, con
   append_row(a, side, b, part.first + s, row % a.kv_heads, static_cast<int>(threadIdx.x % 32));
 }
 
-/// The step and the point of `count` numbers, `stride` apart; NaN where one of them is not finite.
-__device__ float2 grid_of(const __half* x, int64_t count, int64_t stride, float top) {
+/// The scale and the zero point of `count` numbers, `stride` apart; NaN where one of them is not finite.
+__device__ float2 scale_and_zero(const __half* x, int64_t count, int64_t stride, float top) {
   float least = to_float(x[0]), most = least;
   bool finite = true;
   for (int64_t k = 0; k < count; ++k) {
@@ -72,25 +72,25 @@ __device__ float2 grid_of(const __half* x, int64_t count, int64_t stride, float 
     finite = finite && fabsf(y) <= FLT_MAX;
     least = fminf(least, y), most = fmaxf(most, y);
   }
-  const float step = to_float(from_float<__half>(__fdiv_rn(__fsub_rn(most, least), top)));
-  return finite ? make_float2(step, least) : make_float2(nan_number(), nan_number());
+  const float scale = to_float(from_float<__half>(__fdiv_rn(__fsub_rn(most, least), top)));
+  return finite ? make_float2(scale, least) : make_float2(nan_number(), nan_number());
 }
 
-__device__ unsigned code_of(__half x, float2 grid, float top) {
-  const float code = rintf(__fdiv_rn(__fsub_rn(to_float(x), grid.y), grid.x == 0 ? 1.0f : grid.x));
+__device__ unsigned code_of(__half x, float2 by, float top) {
+  const float code = rintf(__fdiv_rn(__fsub_rn(to_float(x), by.y), by.x == 0 ? 1.0f : by.x));
   return code > 0 ? static_cast<unsigned>(fminf(top, code)) : 0;  // 0 for a NaN, too
 }
 
-/// A sub-head of keys or values on grids: what settles with the part's tokens, the recent tokens moved up, the new ones
-/// behind them. At most one group settles. Shared memory: that group as it came, [32, d].
-__global__ void __launch_bounds__(32 * WARPS) append_grids(const Attention a, const Part part) {
+/// A sub-head of keys or values in blocks: what is quantized with the part's tokens, the recent tokens moved up, the new ones
+/// behind them. At most one block is. Shared memory: that block as it came, [32, d].
+__global__ void __launch_bounds__(32 * WARPS) append_blocks(const Attention a, const Part part) {
   const Side side = side_of(a, blockIdx.y == 0);
   if (side.bits >= 8) return;
   const bool keys = side.keys;
   const int64_t head = blockIdx.x, b = head / a.kv_heads, d = a.d, half = d / 2;
   const int64_t past = a.past_length + part.first, all = past + part.steps;
-  const int64_t before = settled(past, a.window), after = settled(all, a.window);
-  __half* recent = side.recent + head * (a.window + GROUP) * d;
+  const int64_t before = quantized_tokens(past, a.window), after = quantized_tokens(all, a.window);
+  __half* recent = side.recent + head * (a.window + CACHE_BLOCK) * d;
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
 
   const auto put_new = [&](int64_t t, __half* to) {
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(32 * WARPS) append_grids(const Attention a, co
   };
   if (after > before) {
     __half* group = shared_memory<__half>();
-    for (int64_t k = 0; k < GROUP; ++k) {
+    for (int64_t k = 0; k < CACHE_BLOCK; ++k) {
       if (before + k >= past) {
         put_new(before + k, group + k * d);
       } else {
@@ -115,36 +115,36 @@ __global__ void __launch_bounds__(32 * WARPS) append_grids(const Attention a, co
     const float top = static_cast<float>((1 << bits) - 1);
     const int64_t slot = head * side.capacity + before;
     uint8_t* codes = reinterpret_cast<uint8_t*>(side.rows) + slot * d * bits / 8;
-    __half* grids = reinterpret_cast<__half*>(side.scales) + (keys ? slot / GROUP * 2 * d : slot * 2 * (d / GROUP));
+    __half* scales = reinterpret_cast<__half*>(side.scales) + (keys ? slot / CACHE_BLOCK * 2 * d : slot * 2 * (d / CACHE_BLOCK));
     if (keys) {
       for (int64_t at = thread; at < d * bits / 8; at += threads) {  // a byte of each of the 32 tokens
-        const int64_t channel = at / bytes * GROUP + at % bytes;
-        float2 grid[4];
+        const int64_t channel = at / bytes * CACHE_BLOCK + at % bytes;
+        float2 by[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           if (k == 8 / bits) break;
-          grid[k] = grid_of(group + channel + k * bytes, GROUP, d, top);
-          grids[channel + k * bytes] = from_float<__half>(grid[k].x);
-          grids[d + channel + k * bytes] = from_float<__half>(grid[k].y);
+          by[k] = scale_and_zero(group + channel + k * bytes, CACHE_BLOCK, d, top);
+          scales[channel + k * bytes] = from_float<__half>(by[k].x);
+          scales[d + channel + k * bytes] = from_float<__half>(by[k].y);
         }
-        for (int64_t t = 0; t < GROUP; ++t) {
+        for (int64_t t = 0; t < CACHE_BLOCK; ++t) {
           unsigned byte = 0;
 #pragma unroll
           for (int k = 0; k < 4; ++k)
-            if (k < 8 / bits) byte |= code_of(group[t * d + channel + k * bytes], grid[k], top) << k * bits;
+            if (k < 8 / bits) byte |= code_of(group[t * d + channel + k * bytes], by[k], top) << k * bits;
           codes[t * (d * bits / 8) + at] = static_cast<uint8_t>(byte);
         }
       }
     } else {
       for (int64_t at = thread; at < d; at += threads) {  // 32 channels of a token
-        const int64_t t = at / (d / GROUP), g = at % (d / GROUP);
-        const __half* x = group + t * d + g * GROUP;
-        const float2 grid = grid_of(x, GROUP, 1, top);
-        grids[t * 2 * (d / GROUP) + g] = from_float<__half>(grid.x);
-        grids[(t * 2 + 1) * (d / GROUP) + g] = from_float<__half>(grid.y);
+        const int64_t t = at / (d / CACHE_BLOCK), g = at % (d / CACHE_BLOCK);
+        const __half* x = group + t * d + g * CACHE_BLOCK;
+        const float2 by = scale_and_zero(x, CACHE_BLOCK, 1, top);
+        scales[t * 2 * (d / CACHE_BLOCK) + g] = from_float<__half>(by.x);
+        scales[(t * 2 + 1) * (d / CACHE_BLOCK) + g] = from_float<__half>(by.y);
         for (int byte = 0; byte < bytes; ++byte) {
           unsigned packed = 0;
-          for (int k = 0; k < 8 / bits; ++k) packed |= code_of(x[byte + k * bytes], grid, top) << k * bits;
+          for (int k = 0; k < 8 / bits; ++k) packed |= code_of(x[byte + k * bytes], by, top) << k * bits;
           codes[t * (d * bits / 8) + g * bytes + byte] = static_cast<uint8_t>(packed);
         }
       }
@@ -166,16 +166,16 @@ const char* append(const Attention& a, Part part, cudaStream_t stream) {
     const dim3 grid(static_cast<unsigned>(divide_up(a.batch * part.steps * a.kv_heads, WARPS)), 2);
     if (const char* wrong = launch(append_rows, grid, 32 * WARPS, 0, stream, a, part)) return wrong;
   }
-  if (!on_grids(a)) return nullptr;
-  const size_t shared = static_cast<size_t>(GROUP * a.d) * sizeof(__half);
+  if (!blockwise(a)) return nullptr;
+  const size_t shared = static_cast<size_t>(CACHE_BLOCK * a.d) * sizeof(__half);
   const dim3 grid(static_cast<unsigned>(a.batch * a.kv_heads), 2);
-  return launch(append_grids, grid, 32 * WARPS, shared, stream, a, part);
+  return launch(append_blocks, grid, 32 * WARPS, shared, stream, a, part);
 }
 
 /// The part that begins at step `first`.
 Part part_at(const Attention& a, int64_t first) {
   Part part{first, 1};
-  const auto seen = [&](int64_t step) { return on_grids(a) ? settled(a.past_length + step + 1, a.window) : 0; };
+  const auto seen = [&](int64_t step) { return blockwise(a) ? quantized_tokens(a.past_length + step + 1, a.window) : 0; };
   const int64_t most = a.steps - first < FEW_STEPS ? a.steps - first : FEW_STEPS;
   while (part.steps < most && seen(first + part.steps) == seen(first)) ++part.steps;
   return part;
@@ -184,13 +184,13 @@ Part part_at(const Attention& a, int64_t first) {
 bool prefills(const Attention& a) { return a.steps > FEW_STEPS && prefill_takes(a); }
 
 const char* refused(const Attention& a) {
-  const bool grids = on_grids(a);
+  const bool blocks = blockwise(a);
   if (a.d < 2 || a.d % 2 || a.d > ATTENTION_MOST_D)
     return sentence("DiffAttention: heads are %lld wide, wanted an even number of at most %lld",
                     static_cast<long long>(a.d), static_cast<long long>(ATTENTION_MOST_D));
-  if (grids && a.d % GROUP)
+  if (blocks && a.d % CACHE_BLOCK)
     return sentence("DiffAttention: heads are %lld wide, wanted a multiple of %lld for keys or values of 4 or 2 bits",
-                    static_cast<long long>(a.d), static_cast<long long>(GROUP));
+                    static_cast<long long>(a.d), static_cast<long long>(CACHE_BLOCK));
   return nullptr;
 }
 

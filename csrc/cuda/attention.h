@@ -3,15 +3,14 @@
 // the old tokens when they begin.
 #pragma once
 
-#include "../ort_abi.h"
+#include "../ort/abi.h"
+#include "../ort/layouts.h"
 #include "api.h"
 #include "device.h"
 
 namespace diffbit::cuda {
 
-constexpr int64_t GROUP = 32;     // tokens that share a key's grid, channels that share a value's
 constexpr int64_t FEW_STEPS = 8;  // of a part that attention_decode.cu takes
-constexpr int64_t ATTENTION_MOST_D = 512;
 
 using Attention = DiffbitAttention;
 
@@ -30,8 +29,8 @@ bool decode_appends(const Attention& a);
 size_t decode_workspace(const Attention& a, Part part);
 const char* decode(const Attention& a, Part part, void* workspace, cudaStream_t stream);
 
-__host__ __device__ inline int64_t settled(int64_t total, int64_t window) {
-  return total > window ? (total - window) / GROUP * GROUP : 0;
+__host__ __device__ inline int64_t quantized_tokens(int64_t total, int64_t window) {
+  return total > window ? (total - window) / CACHE_BLOCK * CACHE_BLOCK : 0;
 }
 __host__ __device__ inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -39,7 +38,7 @@ __host__ __device__ inline int64_t divide_up(int64_t a, int64_t b) { return (a +
 __host__ __device__ inline int64_t width(const Attention& a) { return 1 + a.wide_value; }
 __host__ __device__ inline int64_t groups(const Attention& a) { return a.kv_heads / width(a); }
 __host__ __device__ inline int64_t pairs(const Attention& a) { return a.heads / groups(a); }
-__host__ __device__ inline bool on_grids(const Attention& a) { return a.key_bits < 8 || a.value_bits < 8; }
+__host__ __device__ inline bool blockwise(const Attention& a) { return a.key_bits < 8 || a.value_bits < 8; }
 
 /// Keys or values: what is new, and the present.
 struct Side {
@@ -130,10 +129,10 @@ __device__ __forceinline__ void append_row(const Attention& a, const Side& side,
   }
   for (int with = 16; with; with /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, with));
   finite = __all_sync(0xffffffffu, finite);
-  const float step = finite ? __fdiv_rn(largest, 127.0f) : nan_number();
+  const float scale = finite ? __fdiv_rn(largest, 127.0f) : nan_number();
   const auto code = [&](float x) {
-    const float rounded = !finite || step == 0 ? 0.0f : rintf(__fdiv_rn(x, step));
-    return static_cast<int8_t>(fminf(127.0f, fmaxf(-127.0f, rounded)));  // beyond only where step is denormal
+    const float rounded = !finite || scale == 0 ? 0.0f : rintf(__fdiv_rn(x, scale));
+    return static_cast<int8_t>(fminf(127.0f, fmaxf(-127.0f, rounded)));  // beyond only where scale is denormal
   };
   int8_t* codes = reinterpret_cast<int8_t*>(side.rows) + slot * a.d;
   for (int64_t i = lane; i < half; i += 32) {
@@ -141,7 +140,7 @@ __device__ __forceinline__ void append_row(const Attention& a, const Side& side,
     codes[i] = code(x.x);
     codes[i + half] = code(x.y);
   }
-  if (lane == 0) reinterpret_cast<float*>(side.scales)[slot] = step;
+  if (lane == 0) reinterpret_cast<float*>(side.scales)[slot] = scale;
 }
 
 }  // namespace diffbit::cuda

@@ -15,7 +15,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #else
-#include "emulate.h"
+#include "emulate.h"  // of tests/native
 #endif
 
 namespace diffbit::cuda {

@@ -4,7 +4,7 @@
 // same bits.
 #include <cmath>
 
-#include "../ort_abi.h"
+#include "../ort/abi.h"
 #include "api.h"
 #include "device.h"
 

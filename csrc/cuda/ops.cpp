@@ -26,7 +26,7 @@ void DiffAttention::compute(Context& context) const {
   op.out = of.out.data, op.present_key = of.keys.present.data, op.present_value = of.values.present.data;
   op.present_key_scale = of.keys.present_scale.data, op.present_value_scale = of.values.present_scale.data;
   op.present_key_recent = of.keys.present_recent.data, op.present_value_recent = of.values.present_recent.data;
-  op.batch = of.batch, op.steps = of.steps, op.past_length = of.past, op.d = of.d;
+  op.batch = of.batch, op.steps = of.length, op.past_length = of.past, op.d = of.d;
   op.heads = heads, op.kv_heads = kv_heads;
   op.past_key_capacity = of.keys.past_capacity, op.past_value_capacity = of.values.past_capacity;
   op.key_capacity = of.keys.capacity, op.value_capacity = of.values.capacity;

@@ -40,7 +40,7 @@ def test_diff_v1_holds_the_op_and_its_body(checkpoint_of: Maker) -> None:
         "value_bits": 16,
         "query_bits": 0,
         "window": 0,
-        "spec_version": diff_attention.VERSION,
+        "spec_version": diff_attention.OP.version,
     }
     functions = sorted((f.domain, f.name) for f in model.functions)
     assert functions == [("diffbit", "DiffAttention"), ("diffbit", "Int4MatMul")]

@@ -16,7 +16,7 @@ from diffbit.cli import app
 from diffbit.export import export_artifact, reference_model
 from diffbit.models import ModelConfig
 from diffbit.ops.cache import Buffer
-from diffbit.ops.kv_cache import settled
+from diffbit.ops.kv_cache import quantized_tokens
 from diffbit.quantize import AttentionScheme, Scheme, load, parse_format, quantize_checkpoint, read_scheme
 
 from .conftest import Maker
@@ -34,9 +34,8 @@ SCHEMES = {
     "int8-qk8": replace(KV8, qk="int8"),
     "int4-qk8": replace(KV4, qk="int8"),
     "qk4": AttentionScheme(qk="int4"),
-    "logits6": AttentionScheme(logits=6),
     "keys8-values4": AttentionScheme(keys="int8", values="int4"),
-    "everything": replace(KV4, qk="int4", logits=8, window=0),
+    "everything": replace(KV4, qk="int4", window=0),
 }
 # A last-bit difference moves a code to its neighbour now and then, and the tokens that see it with it
 USUAL, WORST = 2e-4, 0.3  # of the median place, of any
@@ -52,7 +51,9 @@ def quantized_of(checkpoint_of: Maker, tmp_path_factory: pytest.TempPathFactory)
 
     def make(attention: str, scheme: AttentionScheme) -> Path:
         key = attention, scheme
-        if key not in made:
+        if key not in made and scheme == AttentionScheme():
+            made[key] = checkpoint_of(attention, **CONFIG)
+        elif key not in made:
             made[key] = folder / f"q{len(made)}"
             quantize_checkpoint(checkpoint_of(attention, **CONFIG), made[key], Scheme(attention=scheme))
         return made[key]
@@ -64,7 +65,7 @@ def quantized_of(checkpoint_of: Maker, tmp_path_factory: pytest.TempPathFactory)
 def artifact_of(quantized_of: Maker) -> Maker:
     def make(attention: str, scheme: AttentionScheme, dtype: str = "fp32") -> Path:
         checkpoint = quantized_of(attention, scheme)
-        folder = checkpoint.with_name(f"{checkpoint.name}-{dtype}")
+        folder = checkpoint.with_name(f"{checkpoint.name}-artifact-{dtype}")
         return folder if folder.exists() else export_artifact(checkpoint, folder, dtype=dtype)
 
     return make
@@ -144,13 +145,13 @@ def test_manifest_golden_and_verify(
 ) -> None:
     artifact = runtime.Artifact.open(artifact_of(attention, scheme))
     assert Scheme.from_dict(dict(artifact.scheme or {})).attention == scheme
-    assert {buffer.in_place for buffer in artifact.cache.buffers.values()} == {"never" if scheme.logits else "native"}
+    assert {buffer.in_place for buffer in artifact.cache.buffers.values()} == {"native"}
     with torch.inference_mode():
         logits = reference_model(quantized_of(attention, scheme))(torch.tensor([artifact.golden.input_ids]))[0, -1]
     off = np.abs(np.array(artifact.golden.logits) - logits[list(artifact.golden.token_ids)].numpy()).max()
     assert off < 0.02 * artifact.golden.spread  # that one came in a batch with its copies: a code may be the neighbour
     assert artifact.golden.tolerance < 0.5
-    assert not scheme.has_window or settled(len(artifact.golden.input_ids), scheme.window) >= 64
+    assert not scheme.has_window or quantized_tokens(len(artifact.golden.input_ids), scheme.window) >= 64
     for native in (True, False):
         result = runtime.verify(artifact.path, native=native)
         assert result.passed, result.failures
@@ -181,16 +182,15 @@ def test_the_graph_and_its_buffers(artifact_of: Maker, attention: str) -> None:
     assert nodes[0].input[14] == "past_key_values.0.value_recent" and nodes[0].output[6] == "present.0.value_recent"
 
 
-def test_logits_have_an_operator_of_their_own(artifact_of: Maker) -> None:
-    graph = graph_of(artifact_of("diff_v2", replace(KV8, logits=6)))
-    assert sorted(f.name for f in graph.functions) == ["LowBitLogitsAttention"]
-    (bits,) = {a.i for node in graph.graph.node for a in node.attribute if a.name == "logit_bits"}
-    assert bits == 6
+def test_rounded_logits_are_refused(quantized_of: Maker, tmp_path: Path) -> None:
+    old = quantized_of("diff_v2", replace(KV8, logits=6))
+    with pytest.raises(DiffbitError, match="its scheme rounds attention logits to 6 bits, which no artifact does"):
+        export_artifact(old, tmp_path / "artifact")
 
 
 def test_other_loaders_are_told(artifact_of: Maker, quantized_of: Maker, tmp_path: Path) -> None:
     """onnxruntime-genai feeds keys and values: it finds its file where these are all, and only there."""
-    for scheme, readable in ((AttentionScheme(logits=6), True), (KV8, False), (KV4, False)):
+    for scheme, readable in ((AttentionScheme(), True), (KV8, False), (KV4, False)):
         assert (artifact_of("diff_v2", scheme) / "genai_config.json").exists() is readable
         command = ["export", str(quantized_of("diff_v2", scheme)), "-o", str(tmp_path / "a"), "--overwrite"]
         done = CliRunner().invoke(app, command)
@@ -209,7 +209,7 @@ def test_buffers_in_place_and_growing(artifact_of: Maker) -> None:
     assert [value.data_ptr() for value in session._binding.get_outputs()[1:]] == pointers
     growing = runtime.Session(artifact, threads=1, native=False)
     growing.prefill(tokens(1, 70).numpy())
-    assert [value.shape()[2] for value in growing._past[:6]] == [32, 32, 1, 32, 64, 64]  # settled(70, 32) is 32
+    assert [value.shape()[2] for value in growing._past[:6]] == [32, 32, 1, 32, 64, 64]
     for _ in range(26):
         growing.step([[3]])
     assert [value.shape()[2] for value in growing._past[:6]] == [64, 64, 2, 64, 64, 64]
@@ -282,7 +282,6 @@ def test_from_the_command_line(checkpoint_of: Maker, tmp_path: Path) -> None:
     [
         (["--kv", "int3"], "attention's keys is 'int3', wanted one of fp16, int8, int4, int2 or none"),
         (["--kv", "int8,int4,int2"], "a KV cache of 'int8,int4,int2': wanted one format, or two for keys and values"),
-        (["--logits", "1"], "attention logits are to have 1 bits"),
         (["--kv", "int4", "--kv-window", "-1"], "the KV cache's window is -1"),
         (["--kv", "int8", "--kv-window", "9"], "--kv-window applies to an int4 or int2 cache only"),
         (["--weights", "none", "--kv", "none"], "nothing to quantize"),

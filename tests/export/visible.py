@@ -49,12 +49,12 @@ def ternary_calls(artifact: Path, ids: np.ndarray, isa: str | None = None) -> di
     attributes: dict[str, dict[str, int]] = {}
     makers = _makers(model.graph)
     for node in model.graph.node:
-        if node.op_type != ternary_matmul.NAME:
+        if node.op_type != ternary_matmul.OP.name:
             continue
         module = node.name.rpartition(".")[0]
         attributes[module] = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
         before = makers.get(node.input[0])
-        spread = before is not None and before.op_type == hadamard.NAME
+        spread = before is not None and before.op_type == hadamard.OP.name
         names = (before.input[0] if spread else node.input[0], *node.input, node.output[0])
         for field, name in zip(("x", "spread", "packed", "scale", "y"), names, strict=True):
             wanted[module, field] = name

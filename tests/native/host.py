@@ -1,4 +1,4 @@
-"""Builds of the library with its stand-in for ONNX Runtime (csrc/host.cpp), and nodes run in them.
+"""Builds of the library with its stand-in for ONNX Runtime (host.cpp), and nodes run in them.
 
     build("sanitized").run(nodes, isa="avx2", threads=2)      name -> outputs, or the sentence of an error
 
@@ -166,7 +166,7 @@ def _built(name: str, options: list[str], *targets: str) -> Path:
     with open(folder / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for command in (
-            ["cmake", "-S", str(ROOT / "csrc"), "-B", str(folder), *options],
+            ["cmake", "-S", str(ROOT / "csrc"), "-B", str(folder), "-DDIFFBIT_TESTS=ON", *options],
             ["cmake", "--build", str(folder), "-j2", "--target", *targets],
         ):
             done = subprocess.run(command, capture_output=True, text=True)

@@ -82,8 +82,8 @@ def ternary(case: TernaryCase) -> Node:
     packed = ternary_matmul.pack(weight)
     return Node(
         f"ternary/{case.name}",
-        ternary_matmul.NAME,
-        {"K": case.k, "N": case.n, "activation_bits": case.bits, "spec_version": ternary_matmul.VERSION},
+        ternary_matmul.OP.name,
+        {"K": case.k, "N": case.n, "activation_bits": case.bits, "spec_version": ternary_matmul.OP.version},
         {"A": array(a), "packed": packed.numpy(), "scale": scale.numpy()},
         (Output("Y", array(a).dtype, a.dim()),),
         equal(array(ternary_matmul.reference(a, packed, scale, case.bits))),
@@ -95,8 +95,8 @@ def transform(case: HadamardCase) -> Node:
     a = case.inputs()
     return Node(
         f"hadamard/{case.name}",
-        hadamard.NAME,
-        {"block": case.block, "spec_version": hadamard.VERSION},
+        hadamard.OP.name,
+        {"block": case.block, "spec_version": hadamard.OP.version},
         {"A": array(a)},
         (Output("Y", array(a).dtype, a.dim()),),
         equal(array(hadamard.reference(a, case.block))),
@@ -109,8 +109,8 @@ def int4(case: Int4Case) -> Node:
     inputs = {name: tensor.numpy() for name, tensor in packed._asdict().items()}
     return Node(
         f"int4/{case.name}",
-        int4_matmul.NAME,
-        {"K": case.k, "N": case.n, "group_size": case.group, "spec_version": int4_matmul.VERSION},
+        int4_matmul.OP.name,
+        {"K": case.k, "N": case.n, "group_size": case.group, "spec_version": int4_matmul.OP.version},
         {"A": array(a), **inputs, "factor": factor.numpy()},
         (Output("Y", array(a).dtype, a.dim()),),
         equal(array(int4_matmul.reference(a, packed, factor, case.n, case.group))),
@@ -124,7 +124,7 @@ def attention(case: AttentionCase, in_place: bool = False, roundings: int = 1) -
     `roundings` of an output's size are allowed beside twice the reference's error.
     """
     wanted = [array(tensor) for tensor in reference(case)]
-    names = [name for name in case.kind().outputs if name]
+    names = [name for name in case.signature().outputs if name]
     oracle = exact(case)[0].numpy()
 
     def check(got: list[np.ndarray]) -> None:
@@ -145,10 +145,10 @@ def attention(case: AttentionCase, in_place: bool = False, roundings: int = 1) -
 
     return Node(
         f"attention/{case.name}{'_in_place' if in_place else ''}",
-        diff_attention.NAME,
+        diff_attention.OP.name,
         case.attributes(),
         {name: None if tensor is None else array(tensor) for name, tensor in case.inputs().items()},
-        tuple(output(name) if name else None for name in case.kind().outputs),
+        tuple(output(name) if name else None for name in case.signature().outputs),
         check,
     )
 

@@ -1,4 +1,4 @@
-"""The emulation of CUDA (csrc/cuda/emulate.h) computes what CUDA says, and shows the mistakes it is there for."""
+"""The emulation of CUDA (emulate.h) computes what CUDA says, and shows the mistakes it is there for."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ SEEDS = range(4)
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cuda, built = ROOT / "csrc/cuda", tmp_path_factory.mktemp("emulation") / "emulation"
-    sources = [ROOT / "tests/native/emulation.cu", cuda / "emulate.cpp", cuda / "device.cu"]
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{cuda}"]
+    here = ROOT / "tests/native"
+    sources = [here / "emulation.cu", here / "emulate.cpp", cuda / "device.cu"]
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{cuda}", f"-I{here}"]
     subprocess.run([os.environ.get("CXX", "c++"), *flags, "-x", "c++", *sources, "-o", built], check=True)
     return built
 

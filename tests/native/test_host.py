@@ -1,6 +1,6 @@
 """The whole table of cases, on every instruction set, under sanitizers and on an emulated ARM processor.
 
-The host (csrc/host.cpp) holds every tensor in a block of exactly its size, computes each node by two callers at once
+The host (host.cpp) holds every tensor in a block of exactly its size, computes each node by two callers at once
 where there is more than one thread, and turns the order of tasks around: the bits must not change.
 """
 

@@ -41,31 +41,30 @@ class AttentionCase:
     value_bits: int = 16
     query_bits: int = 0
     window: int = 32
-    logit_bits: int = 0
     seed: int = 0
 
     @property
     def total(self) -> int:
         return self.past + self.steps
 
-    def settled(self, tokens: int) -> int:
+    def quantized(self, tokens: int) -> int:
         """How many of `tokens` a cache of 4 or 2 bits holds as codes."""
         return next(n for n in range(tokens // 32 * 32, -1, -32) if n == 0 or tokens - n >= self.window)
 
-    def kind(self) -> diff_attention.Kind:
-        return diff_attention.Kind(self.key_bits, self.value_bits, self.query_bits, self.branches, self.logit_bits)
+    def signature(self) -> diff_attention.Signature:
+        return diff_attention.Signature(self.key_bits, self.value_bits, self.query_bits, self.branches)
 
     def held(self, present: str) -> int:
-        """Slots of an output that hold tokens (for grids of keys: groups of them), along its third dimension."""
+        """Slots of an output that hold tokens (or blocks of them, for scales of keys), along its third dimension."""
         if (self.key_bits if "key" in present else self.value_bits) >= 8:
             return self.total
-        settled = self.settled(self.total)
+        quantized = self.quantized(self.total)
         if present.endswith("recent"):
-            return self.total - settled
-        return settled // 32 if present == "present_key_scale" else settled
+            return self.total - quantized
+        return quantized // 32 if present == "present_key_scale" else quantized
 
     def inputs(self) -> dict[str, torch.Tensor | None]:
-        """Random inputs in the op's order, None those that the kind has no use for.
+        """Random inputs in the op's order, None those that the node has no use for.
 
         What lies in the buffers beyond `past` is poisoned: NaN in floats, random codes.
         """
@@ -88,15 +87,15 @@ class AttentionCase:
             if bits == 8:
                 codes = torch.randint(-127, 128, (*heads, capacity, self.d), generator=g).to(torch.int8)
                 return codes, poisoned(torch.rand(*heads, self.past, generator=g) * 0.02, capacity), None
-            past = self.settled(self.past)
-            capacity = past if self.beyond is None else -(-(self.settled(self.total) + self.beyond) // 32) * 32
+            past = self.quantized(self.past)
+            capacity = past if self.beyond is None else -(-(self.quantized(self.total) + self.beyond) // 32) * 32
             codes = torch.randint(256, (*heads, capacity, self.d * bits // 8), generator=g).to(torch.uint8)
             shape = (*heads, past // tokens, self.d * tokens // 32)
-            steps = (torch.rand(shape, generator=g) + 0.5) * 4 / (2**bits - 1)
-            points = torch.rand(shape, generator=g) - 2.5
-            grids = torch.stack((steps, points), 3).half()  # [B, Hk, C / tokens, 2, d / 32 * tokens]
+            scales = (torch.rand(shape, generator=g) + 0.5) * 4 / (2**bits - 1)
+            zeros = torch.rand(shape, generator=g) - 2.5
+            both = torch.stack((scales, zeros), 3).half()  # [B, Hk, C / tokens, 2, d / 32 * tokens]
             recent = torch.randn(*heads, self.past - past, self.d, generator=g).half()
-            return codes, poisoned(grids, capacity // tokens), poisoned(recent, self.window + 32)
+            return codes, poisoned(both, capacity // tokens), poisoned(recent, self.window + 32)
 
         mask = torch.ones(self.batch, self.total, dtype=torch.int64)
         if self.padding == "left":
@@ -109,9 +108,9 @@ class AttentionCase:
         key = normal(self.batch, self.steps, self.kv_heads * self.d) * 2
         value = normal(self.batch, self.steps, self.kv_heads * self.d)
         if self.key_bits < 16 and self.steps:
-            key[:, 0, : self.d] = 0  # a row of zeros has no step
+            key[:, 0, : self.d] = 0  # a row of zeros has scale 0
         if self.value_bits < 16 and self.steps:
-            value[:, -1, : self.d] = 0.5  # nor have equal numbers on a grid
+            value[:, -1, : self.d] = 0.5  # and so has a block of equal numbers
         lam = torch.rand(lam_shape, generator=g) if self.branches == 2 else None
         past_key, past_key_scale, past_key_recent = cache(self.key_bits, 32)
         past_value, past_value_scale, past_value_recent = cache(self.value_bits, 1)
@@ -138,7 +137,7 @@ class AttentionCase:
 
     def attributes(self) -> dict[str, int | float]:
         """The node's attributes."""
-        attributes = {
+        given = {
             "num_heads": self.heads,
             "num_kv_heads": self.kv_heads,
             "branches": self.branches,
@@ -149,9 +148,8 @@ class AttentionCase:
             "value_bits": self.value_bits,
             "query_bits": self.query_bits,
             "window": self.window,
-            "spec_version": diff_attention.VERSION,
         }
-        return attributes | ({"logit_bits": self.logit_bits} if self.logit_bits else {})
+        return diff_attention.OP.attributes_of(given)
 
 
 _V1 = AttentionCase("v1_prefill")
@@ -225,7 +223,7 @@ ATTENTION_CASES = [
     _low("softmax_int8_decode", 8, 8, base=_SOFTMAX, steps=1, past=90, beyond=3, seed=45),
     _low("softmax_int4_chunk", 4, 4, base=_SOFTMAX, steps=40, past=70, seed=46),
     _low("softmax_int4_query8_decode", 4, 4, 8, base=_SOFTMAX, steps=1, past=101, beyond=0, d=64, seed=47),
-    # Grids: nothing settled, a group, several; in one call and token by token; the buffers full, with room, growing
+    # Blocks: nothing quantized, a block, several; in one call and token by token; the buffers full, with room, growing
     _low("int4_unsettled", 4, 4, steps=5, past=3, beyond=0, seed=50),
     _low("int4_first_group", 4, 4, steps=1, past=63, seed=51),
     _low("int4_first_group_buffer", 4, 4, steps=1, past=63, beyond=0, seed=52),
@@ -253,7 +251,7 @@ ATTENTION_CASES = [
     _low("int2_d128_chunk", 2, 2, d=128, steps=33, past=40, heads=1, seed=74),
     _low("v2_int4_decode", 4, 4, base=_V2, steps=1, past=95, beyond=7, heads=4, kv_heads=2, d=64, seed=75),
     _low("v2_int4_prefill_fp16", 4, 4, base=_V2, steps=70, dtype=torch.float16, seed=76),
-    # Keys and values of different kinds
+    # Keys and values of different bits
     _low("int4_keys", 4, 16, steps=4, past=94, beyond=3, seed=80),
     _low("int4_keys_fp16_values", 4, 16, cache=torch.float16, steps=40, past=60, heads=1, seed=81),
     _low("int4_keys_int8_values", 4, 8, steps=3, past=94, beyond=0, seed=82),
@@ -281,18 +279,6 @@ ATTENTION_CASES = [
     _low("int8_query8_long", 8, 8, 8, steps=35, past=500, beyond=9, heads=1, seed=102),
     _low("int4_query4_long", 4, 4, 4, steps=35, past=520, beyond=9, heads=2, seed=103),
     _low("int4_long_prefill_behind_past", 4, 4, steps=18, past=590, heads=1, beyond=9, padding="right", seed=104),
-]
-
-# LowBitLogitsAttention: no library has it
-LOGITS_CASES = [
-    replace(_V1, name="logits4_prefill", logit_bits=4, steps=20, seed=110),
-    replace(_V1, name="logits8_decode", logit_bits=8, steps=1, past=90, beyond=3, batch=2, padding="left", seed=111),
-    replace(_V1, name="logits5_right_fp16", logit_bits=5, padding="right", dtype=torch.float16, batch=2, seed=112),
-    replace(_V2, name="v2_logits6", logit_bits=6, past=11, heads=4, kv_heads=2, seed=113),
-    replace(_SOFTMAX, name="softmax_logits3", logit_bits=3, steps=20, seed=114),
-    _low("int8_logits4", 8, 8, 8, logit_bits=4, steps=4, past=20, beyond=2, seed=115),
-    _low("int4_logits4", 4, 4, 4, logit_bits=4, steps=70, past=40, heads=1, seed=116),
-    _low("int4_query0_logits2_decode", 4, 2, logit_bits=2, steps=1, past=95, beyond=32, seed=117),
 ]
 
 _BF16 = torch.bfloat16

@@ -20,7 +20,7 @@ def shapes_of(case: AttentionCase, x: Tensors) -> dict[str, tuple[torch.Size, to
     query, width = x["query"], 2 if case.wide_value else 1
     assert query is not None
     shapes = {"out": (torch.Size((case.batch, case.steps, case.heads * width * case.d)), query.dtype)}
-    for name in filter(None, case.kind().outputs[1:]):
+    for name in filter(None, case.signature().outputs[1:]):
         past = x[name.replace("present", "past")]
         assert past is not None
         shape = list(past.shape)
@@ -89,7 +89,7 @@ def same_bits(got: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 def check(case: AttentionCase, got: dict[str, torch.Tensor], roundings: int = 1) -> None:
     """The cache bit for bit; the output with at most twice the reference's error, both against float64."""
-    names = [name for name in case.kind().outputs if name]
+    names = [name for name in case.signature().outputs if name]
     wanted = dict(zip(names, reference(case), strict=True))
     assert [*got] == names
     for name in names[1:]:

@@ -1,4 +1,4 @@
-"""Run a CUDA kernel: compiled for the CPU, with its threads in several orders (csrc/cuda/emulate.h), or on a real card.
+"""Run a CUDA kernel: compiled for the CPU, with its threads in several orders (emulate.h), or on a card.
 
 @on_each_device
 def test_kernel(device: Device, ...) -> None:

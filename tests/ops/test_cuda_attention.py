@@ -58,7 +58,7 @@ def test_rows_and_grids_with_no_finite_step_are_nan(odd: float, device: Device) 
         x = case.inputs()
         x["key"][0, 2, 5] = x["value"][0, *value] = odd
         got = run_cuda(device, case, x)
-        names = [name for name in case.kind().outputs if name]
+        names = [name for name in case.signature().outputs if name]
         wanted = dict(zip(names, call_reference(case, x), strict=True))
         for name in names:
             slots = case.held(name) if name.endswith("recent") else None
@@ -82,7 +82,7 @@ def test_a_prompt_may_be_cut_anywhere(case: AttentionCase, device: Device) -> No
         return [*run_cuda(device, part, x).values()]
 
     sizes = [7, 1, 9, 2, 1, 11, 9] if case.steps == 40 else [31, 1, 9, 8, 1, 2, 23]
-    got = dict(zip(filter(None, case.kind().outputs), in_chunks(case, sizes, call), strict=True))
+    got = dict(zip(filter(None, case.signature().outputs), in_chunks(case, sizes, call), strict=True))
     check(case, got)
 
 

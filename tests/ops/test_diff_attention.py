@@ -21,16 +21,15 @@ import torch
 from onnx import helper
 
 from diffbit.errors import DiffbitError
-from diffbit.ops import diff_attention
+from diffbit.ops import diff_attention, schema
 from diffbit.runtime import native
 
-from .cases import ATTENTION_CASES, LOGITS_CASES, AttentionCase
+from .cases import ATTENTION_CASES, AttentionCase
 from .onnx_run import node_of, on_each_isa, run_node
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 ROUNDING = {torch.float32: 5e-7, torch.float16: 1e-3, torch.bfloat16: 2e-3}  # of an output of size 1
 cases = pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda case: case.name)
-all_cases = pytest.mark.parametrize("case", ATTENTION_CASES + LOGITS_CASES, ids=lambda case: case.name)
 
 
 class Tokens:
@@ -56,13 +55,13 @@ class Tokens:
                 step = np.abs(row).max() / np.float32(127)
                 self.codes[t] = np.round(row / (step or np.float32(1))), step, np.float32(0)
             return
-        recent, before = x[f"past_{name}_recent"][b, head], case.settled(case.past)
+        recent, before = x[f"past_{name}_recent"][b, head], case.quantized(case.past)
         self.floats = {t: row.astype(np.float16) for t, row in self.floats.items()}
         self.floats |= {t: recent[t - before] for t in range(before, case.past)}
         for t in range(before):
             step, point = scale[t // 32] if name == "key" else np.repeat(scale[t], 32, axis=1)
             self.codes[t] = self.unpacked(past[t]), step, point
-        for first in range(before, case.settled(case.total), 32):
+        for first in range(before, case.quantized(case.total), 32):
             block = np.stack([self.floats[t] for t in range(first, first + 32)])  # [32, d]
             for i in range(32):
                 parts = []
@@ -88,7 +87,7 @@ class Tokens:
 
     def is_coded(self, t: int, s: int) -> bool:
         """Does the call's token s read the code of token t?"""
-        return self.bits == 8 or (self.bits < 8 and t < self.case.settled(self.case.past + s + 1))
+        return self.bits == 8 or (self.bits < 8 and t < self.case.quantized(self.case.past + s + 1))
 
     def number(self, t: int, s: int) -> np.ndarray:
         if not self.is_coded(t, s):
@@ -151,9 +150,6 @@ def by_the_book(case: AttentionCase) -> np.ndarray:
             q = rotated(x, q, int(x["position_ids"][b, s])) * q.dtype.type(1 / math.sqrt(d))
             key, codes = keys[b, 2 * group + branch if case.wide_value else group], {}
             scores = np.array([key.score(q, t, s, codes) for t in seen])
-            if case.logit_bits and seen:
-                step = np.abs(scores).max() / (2 ** (case.logit_bits - 1) - 1)
-                scores = np.round(scores / (step or 1)) * step
             weights = np.exp(scores)
             sign = 1.0 if branch == 0 else -(x["lambda"][b, s, pair] if case.token_lambda else x["lambda"][pair])
             for weight, t in zip(weights, seen, strict=True):
@@ -172,7 +168,7 @@ def call_reference(case: AttentionCase, x: dict[str, torch.Tensor | None]) -> tu
     del attributes["spec_version"]
     outputs = diff_attention.reference(**{**x, "past_length": case.past}, **attributes)
     wanted = dict(zip(diff_attention.OUTPUTS, outputs, strict=True))
-    assert [name for name, output in wanted.items() if output is not None] == list(filter(None, case.kind().outputs))
+    assert [name for name in wanted if wanted[name] is not None] == list(filter(None, case.signature().outputs))
     return tuple(output for output in outputs if output is not None)
 
 
@@ -192,7 +188,7 @@ def exact(case: AttentionCase, cache_too: bool = False) -> tuple[torch.Tensor, .
 
 def outputs_of(case: AttentionCase) -> tuple[dict[str, int | None], dict[str, int]]:
     """The node's outputs (name -> rank, None: left out), and the element types of those that hold the cache."""
-    names, types = case.kind().outputs, {}
+    names, types = case.signature().outputs, {}
     for part, bits in (("key", case.key_bits), ("value", case.value_bits)):
         floating = {torch.float32: 1, torch.float16: 10}[case.cache or case.dtype]
         types[f"present_{part}"] = {16: floating, 8: 3}.get(bits, 2)
@@ -217,13 +213,13 @@ def run(
     case: AttentionCase, x: dict[str, np.ndarray | None], isa: str | None = None, threads: int = 1
 ) -> list[np.ndarray]:
     outputs, kinds = outputs_of(case)
-    function = diff_attention.function(case.kind())
+    function = diff_attention.function(case.signature())
     return run_node(function, x, case.attributes(), outputs, isa=isa, threads=threads, kinds=kinds)
 
 
 def assert_same_cache(case: AttentionCase, got: Iterable[np.ndarray], wanted: Iterable[np.ndarray]) -> None:
     """The outputs behind the first, bit for bit, but for what lies behind the recent tokens."""
-    names = [name for name in case.kind().outputs[1:] if name]
+    names = [name for name in case.signature().outputs[1:] if name]
     for name, a, b in zip(names, got, wanted, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype, name
         if name.endswith("recent"):
@@ -231,7 +227,7 @@ def assert_same_cache(case: AttentionCase, got: Iterable[np.ndarray], wanted: It
         np.testing.assert_array_equal(a, b, err_msg=name)
 
 
-@all_cases
+@cases
 def test_reference_is_the_equation(case: AttentionCase) -> None:
     out, present_key, present_value, *_ = exact(case, cache_too=True)
     np.testing.assert_allclose(out.numpy(), by_the_book(case), atol=1e-10)
@@ -243,7 +239,7 @@ def test_reference_is_the_equation(case: AttentionCase) -> None:
     np.testing.assert_allclose(reference(case)[0].double().numpy(), exact(case)[0].numpy(), atol=TOLERANCE[case.dtype])
 
 
-@all_cases
+@cases
 def test_body_is_the_reference(case: AttentionCase) -> None:
     got, wanted = run(case, arrays(case.inputs())), [tensor.numpy() for tensor in reference(case)]
     assert got[0].dtype == wanted[0].dtype
@@ -316,7 +312,7 @@ def in_chunks(
         x |= {"attention_mask": x["attention_mask"][:, : done + steps], "past_length": torch.tensor([done])} | cache
         part = replace(case, past=done, steps=steps)
         out, *presents = call(part, x)
-        names = [name for name in case.kind().outputs[1:] if name]
+        names = [name for name in case.signature().outputs[1:] if name]
         cache = {name.replace("present", "past"): present for name, present in zip(names, presents, strict=True)}
         outs.append(out)
         done += steps
@@ -371,7 +367,7 @@ def node_session(
     if without:
         x[without] = None
     attributes = {k: v for k, v in {**case.attributes(), **changed}.items() if v is not None}
-    node = node_of(case.kind().name, diff_attention.DOMAIN, x, attributes, outputs)
+    node = node_of(diff_attention.OP.name, schema.DOMAIN, x, attributes, outputs)
     element = {n: helper.np_dtype_to_tensor_dtype(array.dtype) for n, array in x.items() if array is not None}
     graph = helper.make_graph(
         [node],
@@ -397,7 +393,7 @@ IN_PLACE = [case for case in ATTENTION_CASES if case.beyond is not None]
 def test_a_shared_buffer_gains_the_new_rows_and_nothing_else(case: AttentionCase, isa: str) -> None:
     wanted = run(case, arrays(case.inputs()), isa)
     session, x = node_session(case, isa=isa), fed(arrays(case.inputs()))
-    outputs = [name for name in case.kind().outputs if name]
+    outputs = [name for name in case.signature().outputs if name]
     binding = session.io_binding()
     values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array.copy()) for name, array in x.items()}
     for name, value in values.items():
@@ -515,33 +511,32 @@ def test_an_int8_cache_without_scales_is_an_error(dropped: str) -> None:
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"key_bits": 3}, "key_bits is 3, wanted one of 16, 8, 4, 2"),
-        ({"value_bits": 0}, "value_bits is 0, wanted one of 16, 8, 4, 2"),
-        ({"query_bits": 2, "key_bits": 2}, "query_bits is 2, wanted one of 0, 8, 4"),
-        ({"branches": 3}, "branches is 3, wanted one of 1, 2"),
-        ({"logit_bits": 1}, "logit_bits is 1, wanted one of 0, 2, 3"),
+        ({"key_bits": 3}, "key_bits is 3, wanted 16, 8, 4 or 2"),
+        ({"value_bits": 0}, "value_bits is 0, wanted 16, 8, 4 or 2"),
+        ({"query_bits": 2, "key_bits": 2}, "query_bits is 2, wanted 0, 8 or 4"),
+        ({"branches": 3}, "branches is 3, wanted 1 to 2"),
         ({"query_bits": 8}, "query_bits is 8 and key_bits 16, wanted keys of 8, 4 or 2 bits"),
     ],
 )
-def test_kinds_that_do_not_exist_are_refused(changed: dict[str, int], sentence: str) -> None:
+def test_attributes_that_do_not_exist_are_refused(changed: dict[str, int], sentence: str) -> None:
     with pytest.raises(DiffbitError, match=sentence):
-        diff_attention.Kind(**changed)
+        diff_attention.Signature(**changed)
     case = AttentionCase("refused")
     with pytest.raises(DiffbitError, match=sentence):
         call_reference(replace(case, **changed), case.inputs())
 
 
 @pytest.mark.parametrize("changed", [{"key_bits": 4}, {"value_bits": 2}])
-def test_grids_want_groups_of_channels(changed: dict[str, int]) -> None:
+def test_blocks_want_multiples_of_32_channels(changed: dict[str, int]) -> None:
     case = AttentionCase("narrow", d=40, **changed)
     with pytest.raises(DiffbitError, match=r"heads are 40 wide, wanted a multiple of 32 .*; use 8 bits"):
         call_reference(case, case.inputs())
 
 
-def test_a_node_names_what_its_kind_uses() -> None:
-    kind = diff_attention.Kind(value_bits=4, branches=1)
-    assert kind.inputs[3] == "" and kind.inputs[11:] == ("", "past_value_scale", "", "past_value_recent")
-    assert kind.outputs == (
+def test_a_node_names_what_its_bits_use() -> None:
+    signature = diff_attention.Signature(value_bits=4, branches=1)
+    assert signature.inputs[3] == "" and signature.inputs[11:] == ("", "past_value_scale", "", "past_value_recent")
+    assert signature.outputs == (
         "out",
         "present_key",
         "present_value",
@@ -550,6 +545,5 @@ def test_a_node_names_what_its_kind_uses() -> None:
         "",
         "present_value_recent",
     )
-    assert diff_attention.Kind().inputs == diff_attention.INPUTS[:11]
-    assert len(diff_attention.Kind(8, 8).outputs) == 5
-    assert diff_attention.Kind(logit_bits=4).name == diff_attention.function(diff_attention.Kind(logit_bits=4)).name
+    assert diff_attention.Signature().inputs == diff_attention.INPUTS[:11]
+    assert len(diff_attention.Signature(8, 8).outputs) == 5

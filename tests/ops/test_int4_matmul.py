@@ -57,7 +57,7 @@ def node(case: Int4Case) -> tuple[dict[str, np.ndarray], dict[str, int | float]]
     a, codes, scale, zero, factor = case.inputs()
     packed = int4_matmul.pack(codes, scale, zero, case.group)
     tensors = {"A": a, **packed._asdict(), "factor": factor}
-    attributes = {"K": case.k, "N": case.n, "group_size": case.group, "spec_version": int4_matmul.VERSION}
+    attributes = {"K": case.k, "N": case.n, "group_size": case.group, "spec_version": int4_matmul.OP.version}
     return {name: tensor.numpy() for name, tensor in tensors.items()}, attributes
 
 

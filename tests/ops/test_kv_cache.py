@@ -26,7 +26,7 @@ def test_settled_tokens_come_in_groups_and_leave_a_window() -> None:
     for window in (0, 1, 20, 31, 32, 33, 64):
         before = 0
         for total in range(300):
-            count = kv_cache.settled(total, window)
+            count = kv_cache.quantized_tokens(total, window)
             assert count % 32 == 0 and count in (before, before + 32)
             assert total - count >= min(total, window) and total - count < window + 32
             before = count
@@ -51,7 +51,7 @@ def test_packing_is_the_layout_bit_by_bit(bits: int) -> None:
 def test_rows_are_rounded_one_number_at_a_time(bits: int) -> None:
     x, top = random(5, 20), np.float32(2 ** (bits - 1) - 1)
     x[1] = 0
-    codes, steps = kv_cache.round_rows(x, bits)
+    codes, steps = kv_cache.quantize_rows(x, bits)
     assert codes.dtype == torch.int8 and steps.dtype == torch.float32
     for i, row in enumerate(x.numpy()):
         step = max(abs(value) for value in row) / top
@@ -61,11 +61,11 @@ def test_rows_are_rounded_one_number_at_a_time(bits: int) -> None:
 
 
 def test_ties_go_to_the_even_code() -> None:
-    codes, steps = kv_cache.round_rows(torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5]]))
+    codes, steps = kv_cache.quantize_rows(torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5]]))
     assert steps.tolist() == [1.0] and codes.tolist() == [[127, 0, 2, 2, 0, -2, -2]]
     x = torch.zeros(1, 32)
     x[0, :6] = torch.tensor([0.0, 15.0, 0.5, 1.5, 2.5, 13.5])
-    codes, grids = kv_cache.round_values(x, 4)
+    codes, grids = kv_cache.quantize_values(x, 4)
     assert grids[0, :, 0].tolist() == [1.0, 0.0] and codes[0, :6].tolist() == [0, 15, 0, 2, 2, 14]
 
 
@@ -73,20 +73,20 @@ def test_ties_go_to_the_even_code() -> None:
 def test_a_row_or_grid_without_a_finite_step_is_nan_and_no_other(odd: float) -> None:
     x = random(64, 64)
     x[40, 5] = odd
-    codes, steps = kv_cache.round_rows(x)
+    codes, steps = kv_cache.quantize_rows(x)
     assert steps.isnan().nonzero().tolist() == [[40]] and not codes[40].any()
-    codes, grids = kv_cache.round_keys(x, 4)
+    codes, grids = kv_cache.quantize_keys(x, 4)
     assert grids.isnan().nonzero().tolist() == [[1, 0, 5], [1, 1, 5]] and not codes[32:, 5].any()
-    assert kv_cache.restore_keys(codes, grids).isnan().nonzero().tolist() == [[t, 5] for t in range(32, 64)]
-    codes, grids = kv_cache.round_values(x, 2)
+    assert kv_cache.dequantize_keys(codes, grids).isnan().nonzero().tolist() == [[t, 5] for t in range(32, 64)]
+    codes, grids = kv_cache.quantize_values(x, 2)
     assert grids.isnan().nonzero().tolist() == [[40, 0, 0], [40, 1, 0]] and not codes[40, :32].any()
-    assert kv_cache.restore_values(codes, grids).isnan().nonzero().tolist() == [[40, c] for c in range(32)]
+    assert kv_cache.dequantize_values(codes, grids).isnan().nonzero().tolist() == [[40, c] for c in range(32)]
 
 
 def test_what_float16_cannot_hold_has_no_grid() -> None:
     x = random(32, 32)
     x[3, 4], x[5, 6] = 65519.0, 65520.0  # the last rounds to infinity
-    grids = kv_cache.round_keys(x, 4)[1]
+    grids = kv_cache.quantize_keys(x, 4)[1]
     assert grids.isnan().any(0).any(0).nonzero().tolist() == [[6]]
 
 
@@ -97,13 +97,17 @@ def test_grids_of_keys_and_values(bits: int) -> None:
     x[1, 7, 32:64] = -2.5
     x[1, 40:44, 7] = 1e-8  # less than float16's smallest step
     for rounded, restored, blocks in (
-        (kv_cache.round_keys, kv_cache.restore_keys, [(b, slice(t, t + 32), c) for b, t, c in np.ndindex(2, 2, 96)]),
-        (kv_cache.round_values, kv_cache.restore_values, list(np.ndindex(2, 64, 3))),
+        (
+            kv_cache.quantize_keys,
+            kv_cache.dequantize_keys,
+            [(b, slice(t, t + 32), c) for b, t, c in np.ndindex(2, 2, 96)],
+        ),
+        (kv_cache.quantize_values, kv_cache.dequantize_values, list(np.ndindex(2, 64, 3))),
     ):
         codes, grids = rounded(x, bits)
         numbers = restored(codes, grids)
         assert codes.dtype == torch.uint8 and grids.dtype == torch.float16 and numbers.dtype == torch.float32
-        keys = rounded is kv_cache.round_keys
+        keys = rounded is kv_cache.quantize_keys
         assert grids.shape == ((2, 2, 2, 96) if keys else (2, 64, 2, 3))
         for b, t, c in blocks:
             if keys:
@@ -120,16 +124,16 @@ def test_grids_of_keys_and_values(bits: int) -> None:
         error = (numbers - x.half().float()).abs()
         spread = grids[:, :, 0].float().repeat_interleave(32, 1 if keys else 2)
         assert (error <= spread * (0.5 + 2**bits * 2.0**-10) + 1e-6).all()
-    codes, grids = kv_cache.round_keys(x, bits)
-    assert (kv_cache.restore_keys(codes, grids)[0, :32, 3] == torch.tensor(0.1).half()).all()
+    codes, grids = kv_cache.quantize_keys(x, bits)
+    assert (kv_cache.dequantize_keys(codes, grids)[0, :32, 3] == torch.tensor(0.1).half()).all()
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_scores_of_rows_are_integer_products(bits: int) -> None:
     query, keys = random(5, 40, seed=1), random(7, 40, seed=2)
-    codes, steps = kv_cache.round_rows(keys)
+    codes, steps = kv_cache.quantize_rows(keys)
     got = kv_cache.row_scores(query, codes, steps, bits)
-    rounded, unit = kv_cache.round_rows(query, bits)
+    rounded, unit = kv_cache.quantize_rows(query, bits)
     for s, t in np.ndindex(5, 7):
         dot = sum(int(a) * int(b) for a, b in zip(rounded[s], codes[t], strict=True))
         assert got[s, t] == np.float32(dot) * unit[s].numpy() * steps[t].numpy()
@@ -141,12 +145,12 @@ def test_scores_of_rows_are_integer_products(bits: int) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_scores_of_grids_are_integer_products(bits: int, key_bits: int) -> None:
     query, keys = random(3, 32, seed=1), random(64, 32, seed=2)
-    codes, grids = kv_cache.round_keys(keys, key_bits)
-    got, wide = (kv_cache.grid_scores(q, codes, grids, bits, key_bits) for q in (query, query.double()))
+    codes, grids = kv_cache.quantize_keys(keys, key_bits)
+    got, wide = (kv_cache.block_scores(q, codes, grids, bits, key_bits) for q in (query, query.double()))
     assert got.dtype == torch.float32 and wide.dtype == torch.float64
     for s, t in np.ndindex(3, 64):
         step, point = grids[t // 32].float()
-        rounded, unit = kv_cache.round_rows(query[s] * step, bits)
+        rounded, unit = kv_cache.quantize_rows(query[s] * step, bits)
         dot = sum(int(a) * int(b) for a, b in zip(rounded, codes[t], strict=True))
         wanted = dot * float(unit) + sum(float(a) * float(b) for a, b in zip(query[s], point, strict=True))
         wanted += (
@@ -155,5 +159,5 @@ def test_scores_of_grids_are_integer_products(bits: int, key_bits: int) -> None:
             * sum(float(a) - int(b) * float(unit) for a, b in zip(query[s] * step, rounded, strict=True))
         )
         assert abs(wide[s, t] - wanted) < 1e-10 and abs(got[s, t] - wanted) < 1e-4
-    exact = query @ kv_cache.restore_keys(codes, grids).T
+    exact = query @ kv_cache.dequantize_keys(codes, grids).T
     assert (got - exact).norm() < {8: 0.01, 4: 0.15}[bits] * exact.norm()  # twice that without the grids' middles

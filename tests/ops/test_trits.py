@@ -20,7 +20,7 @@ def random_packed(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
 
 def body(stored: torch.Tensor, rest: torch.Tensor, constants: tuple[str, ...] = ()) -> np.ndarray:
     inputs = {"trits": stored.numpy(), "rest": rest.numpy()}
-    (packed,) = run_node(trits.function(), inputs, {"spec_version": trits.VERSION}, {"packed": 2}, constants)
+    (packed,) = run_node(trits.function(), inputs, {"spec_version": trits.OP.version}, {"packed": 2}, constants)
     return packed
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from diffbit.models import Decoder, KVCache, ModelConfig, causal_mask, rope_for
 from diffbit.models.layers.state import LayerCache
-from diffbit.ops.kv_cache import GROUP, settled
+from diffbit.ops.kv_cache import BLOCK, quantized_tokens
 from diffbit.quantize import AttentionScheme, Scheme, apply, quantize_logits
 from diffbit.quantize.attention import LowBitAttention, set_attention
 
@@ -96,7 +96,7 @@ def slow_row(x: Tensor, bits: int) -> tuple[list[int], float]:
 
 def slow_grid(x: Tensor, bits: int) -> tuple[list[int], float, float]:
     """Codes, step and point of the 32 numbers of a grid."""
-    assert len(x) == GROUP
+    assert len(x) == BLOCK
     x = x.half().float()
     point, top = float(x.min()), 2**bits - 1
     step = float(((x.max() - x.min()) / top).half())
@@ -112,11 +112,11 @@ def slow_logit(query: Tensor, key: Tensor, place: int, held: int, scheme: Attent
             return sum(q * code * step for q, code in zip(query.tolist(), codes, strict=True))
         own, query_step = slow_row(query, scheme.query_bits)
         return sum(a * b for a, b in zip(own, codes, strict=True)) * query_step * step
-    if bits >= 16 or place >= settled(held, scheme.window):
+    if bits >= 16 or place >= quantized_tokens(held, scheme.window):
         recent = key[place] if bits == 32 else key[place].half()
         return float(query.double() @ recent.double())
-    begin = place // GROUP * GROUP
-    grids = [slow_grid(key[begin : begin + GROUP, channel], bits) for channel in range(key.shape[1])]
+    begin = place // BLOCK * BLOCK
+    grids = [slow_grid(key[begin : begin + BLOCK, channel], bits) for channel in range(key.shape[1])]
     codes = [codes[place - begin] for codes, _, _ in grids]
     offset = sum(q * point for q, (_, _, point) in zip(query.tolist(), grids, strict=True))
     steps = torch.tensor([step for _, step, _ in grids])
@@ -135,10 +135,10 @@ def slow_value(row: Tensor, place: int, held: int, scheme: AttentionScheme) -> T
     if scheme.value_format == "int8":
         codes, step = slow_row(row, 8)
         return torch.tensor(codes).double() * step
-    if scheme.value_format == "fp16" or place >= settled(held, scheme.window):
+    if scheme.value_format == "fp16" or place >= quantized_tokens(held, scheme.window):
         return row.half().double()
     found = []
-    for group in row.split(GROUP):
+    for group in row.split(BLOCK):
         codes, step, point = slow_grid(group, {"int4": 4, "int2": 2}[scheme.value_format])
         found.append(torch.tensor(codes).double() * step + point)
     return torch.cat(found)

@@ -1,0 +1,149 @@
+#include "cache.h"
+
+#include <cstring>
+
+#include "call.h"
+
+namespace diffbit {
+namespace {
+
+CacheType type_of(const Tensor& cache) {
+  switch (cache.type) {
+    case ort::FLOAT16: return CACHE_FLOAT16;
+    case ort::INT8: return CACHE_INT8;
+    default: return CACHE_FLOAT32;
+  }
+}
+
+size_t halves_bytes(int64_t count) { return static_cast<size_t>(count) * sizeof(Half); }
+
+}  // namespace
+
+Cache::Cache(const CacheTensors& tensors, bool is_keys_, int64_t d, int64_t window)
+    : fresh(tensors.fresh),
+      is_keys(is_keys_),
+      bits(tensors.bits),
+      type(type_of(tensors.past)),
+      past(tensors.past.as<char>()),
+      present(tensors.present.as<char>()),
+      row_bytes(static_cast<size_t>(type == CACHE_FLOAT32 && bits == 16 ? d * 4 : d * bits / 8)),
+      past_scales(tensors.past_scale.as<char>()),
+      scales(tensors.present_scale.as<char>()),
+      scale_bytes(bits == 8 ? sizeof(float) : halves_bytes(2 * (is_keys ? d : d / CACHE_BLOCK))),
+      scale_tokens(tensors.scale_tokens),
+      past_capacity(tensors.past_capacity),
+      capacity(tensors.capacity),
+      in_place(tensors.in_place),
+      past_recent(tensors.past_recent.as<Half>()),
+      recent(tensors.present_recent.as<Half>()),
+      slots(window + CACHE_BLOCK),
+      recent_in_place(tensors.recent_in_place) {}
+
+CacheRows Cache::rows(const Call& call, int64_t b, int64_t g, int64_t t) const {
+  CacheRows found{};
+  found.count = call.width;
+  for (int64_t j = 0; j < call.width; ++j) {
+    const int64_t head = call.head(b, g, j);
+    found.rows[j] = row(head, t);
+    found.scales[j] = reinterpret_cast<const float*>(scale(head, t));
+  }
+  return found;
+}
+
+BlockRows Cache::blocks(const Call& call, int64_t b, int64_t g, int64_t t) const {
+  BlockRows found{};
+  found.count = call.width;
+  for (int64_t j = 0; j < call.width; ++j) {
+    const int64_t head = call.head(b, g, j);
+    found.codes[j] = reinterpret_cast<const uint8_t*>(row(head, t));
+    found.scales[j] = reinterpret_cast<const Half*>(scale(head, t));
+  }
+  return found;
+}
+
+CacheRows Cache::recent_rows(const Call& call, int64_t b, int64_t g) const {
+  CacheRows found{};
+  found.count = call.width;
+  for (int64_t j = 0; j < call.width; ++j) found.rows[j] = recent + call.head(b, g, j) * slots * call.d;
+  return found;
+}
+
+void Cache::copy(int64_t head, int64_t begin, int64_t end) const {
+  if (in_place || begin >= end) return;
+  std::memcpy(row(head, begin), past + (head * past_capacity + begin) * row_bytes, (end - begin) * row_bytes);
+  if (scales)
+    std::memcpy(scale(head, begin), past_scales + (head * past_capacity + begin) / scale_tokens * scale_bytes,
+                (end - begin) / scale_tokens * scale_bytes);
+}
+
+/// A new token's numbers, as the cache would hold them if it held floats.
+const float* Cache::new_row(const Call& call, int64_t b, int64_t sub_head, int64_t t, float* wide,
+                            float* rotated) const {
+  const int64_t i = t - call.past;
+  const float* x = call.floats(fresh, call.token(b, i) * call.kv_heads + sub_head, wide);
+  if (!is_keys) return x;
+  call.rotate(x, b, i, 1, rotated);
+  return rotated;
+}
+
+void Cache::store(const Call& call, int64_t head, int64_t t, const float* from) const {
+  char* place = row(head, t);
+  if (type == CACHE_FLOAT32) std::memcpy(place, from, row_bytes);
+  if (type == CACHE_FLOAT16) call.kernels.narrow(from, call.d, reinterpret_cast<Half*>(place));
+  if (type == CACHE_INT8)
+    *reinterpret_cast<float*>(scale(head, t)) =
+        call.kernels.quantize(from, call.d, reinterpret_cast<int8_t*>(place));
+}
+
+void Cache::append_rows(const Call& call, int64_t b, int64_t sub_head, int64_t begin, int64_t end) const {
+  float wide[ATTENTION_MOST_D], rotated[ATTENTION_MOST_D];
+  const int64_t head = b * call.kv_heads + sub_head;
+  copy(head, begin, smaller(end, call.past));
+  if (end == call.total) copy(head, call.total, past_capacity);
+  for (int64_t t = larger(begin, call.past); t < end; ++t)
+    store(call, head, t, new_row(call, b, sub_head, t, wide, rotated));
+}
+
+void Cache::append_blocks(const Call& call, int64_t b, int64_t sub_head, int64_t begin, int64_t end) const {
+  const int64_t head = b * call.kv_heads + sub_head, d = call.d;
+  copy(head, begin, smaller(end, call.before));
+  if (end < call.total) return;
+  copy(head, call.after, past_capacity);
+  Half block[CACHE_BLOCK * ATTENTION_MOST_D];
+  for (int64_t t = call.before; t < call.after; t += CACHE_BLOCK) {
+    halves(call, b, sub_head, t, t + CACHE_BLOCK, block);
+    quantize(call, head, t, CACHE_BLOCK, block);
+  }
+  Half* to = recent + head * slots * d;
+  const Half* from = past_recent + head * slots * d;
+  if (call.past > call.after && (!recent_in_place || call.after > call.before))
+    std::memmove(to, from + (call.after - call.before) * d, halves_bytes((call.past - call.after) * d));
+  copy_free_slots(call, head);
+  if (const int64_t t = larger(call.past, call.after); t < call.total)
+    halves(call, b, sub_head, t, call.total, to + (t - call.after) * d);
+}
+
+void Cache::halves(const Call& call, int64_t b, int64_t sub_head, int64_t begin, int64_t end, Half* to) const {
+  float wide[ATTENTION_MOST_D], rotated[ATTENTION_MOST_D];
+  const int64_t d = call.d;
+  const Half* from = past_recent + (b * call.kv_heads + sub_head) * slots * d;
+  if (const int64_t old = smaller(end, call.past) - begin; old > 0)
+    std::memcpy(to, from + (begin - call.before) * d, halves_bytes(old * d));
+  for (int64_t t = larger(begin, call.past); t < end; ++t)
+    call.kernels.narrow(new_row(call, b, sub_head, t, wide, rotated), d, to + (t - begin) * d);
+}
+
+void Cache::quantize(const Call& call, int64_t head, int64_t t, int64_t count, const Half* from) const {
+  const auto block = is_keys ? call.lowbit.quantize_keys[codes()] : call.lowbit.quantize_value[codes()];
+  for (int64_t i = 0; i < count; i += scale_tokens)
+    block(from + i * call.d, call.d, reinterpret_cast<uint8_t*>(row(head, t + i)),
+          reinterpret_cast<Half*>(scale(head, t + i)));
+}
+
+void Cache::copy_free_slots(const Call& call, int64_t head) const {
+  if (recent_in_place) return;
+  const int64_t used = call.total - call.after, place = (head * slots + used) * call.d;
+  std::memcpy(recent + place, past_recent + place, halves_bytes((slots - used) * call.d));
+}
+
+}  // namespace diffbit

@@ -1,0 +1,166 @@
+// DiffAttention for few query rows (decode): the context is cut into chunks.
+//     1. per (batch, kv head, chunk): append what is new, scores, exp(s - chunk's maximum)
+//     2. per (batch, kv head):        what each chunk's numbers must be multiplied by (log-sum-exp)
+//     3. per (batch, kv head, chunk): the difference, its product with the chunk's values
+//     4. per (batch, kv head):        the sum over the chunks, head norm
+// One chunk: all of it in one task. What is in the cache is read once, as it lies there. With blocks the quantized tokens
+// are cut into chunks, and the last one has the recent tokens, too: it quantizes, shifts and appends, and no other task
+// sees the tokens that this moves.
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "call.h"
+
+namespace diffbit {
+namespace {
+
+/// The arrays of a task: q [all_rows, padded(d)], s [all_rows, span], mixed [rows, width_floats]. Those of a kv head:
+/// maxima and sums [all_rows, chunks]; the maxima become factors.
+struct Decode {
+  const Call& call;
+  int64_t chunks, span;  // span: keys of the longest chunk, as far as they reach
+
+  explicit Decode(const Call& call_)
+      : call(call_),
+        chunks(larger(1, divide_up(call.blockwise() ? call.after : call.total, CHUNK))),
+        span(larger(CHUNK, divide_up(call.total - (chunks - 1) * CHUNK, CACHE_BLOCK) * CACHE_BLOCK)) {}
+
+  int64_t chunk_end(int64_t chunk) const { return chunk == chunks - 1 ? call.total : (chunk + 1) * CHUNK; }
+
+  /// Makes the tokens begin..end of kv head g's sub-heads present, and with the last of them what lies beyond.
+  void append(int64_t b, int64_t g, int64_t begin, int64_t end) const {
+    for (int64_t sub_head = g * call.width; sub_head < (g + 1) * call.width; ++sub_head)
+      for (const Cache* cache : {&call.keys, &call.values})
+        if (cache->blockwise())
+          cache->append_blocks(call, b, sub_head, begin, end);
+        else
+          cache->append_rows(call, b, sub_head, begin, end);
+  }
+
+  void scores(int64_t b, int64_t g, int64_t begin, int64_t end, const float* q, float* s) const {
+    const Cache& keys = call.keys;
+    const int64_t d = call.d, rows = call.rows_per_key;
+    if (!keys.blockwise()) {
+      const CacheRows from = keys.rows(call, b, g, begin);
+      if (call.top)
+        call.lowbit.integer_row_scores(from, end - begin, d, q, rows, call.top, s, span);
+      else
+        call.kernels.scores[keys.type](from, end - begin, d, q, rows, s, span);
+      return;
+    }
+    const int64_t count = smaller(end, call.after) - begin;
+    const BlockRows from = keys.blocks(call, b, g, begin);
+    if (count > 0 && call.top) call.lowbit.integer_scores[keys.codes()](from, count, d, q, rows, call.top, s, span);
+    if (count > 0 && !call.top) call.lowbit.scores[keys.codes()](from, count, d, q, rows, s, span);
+    if (end == call.total)
+      call.kernels.scores[CACHE_FLOAT16](keys.recent_rows(call, b, g), call.total - call.after, d, q, rows,
+                                         s + (call.after - begin), span);
+  }
+
+  void mix(int64_t b, int64_t g, int64_t begin, int64_t end, const float* p, float* mixed) const {
+    const Cache& values = call.values;
+    const int64_t d = call.d, rows = call.rows;
+    std::memset(mixed, 0, static_cast<size_t>(rows * call.width_floats()) * sizeof *mixed);
+    if (!values.blockwise())
+      return call.kernels.mix[values.type](values.rows(call, b, g, begin), end - begin, d, p, rows, span, mixed);
+    const int64_t count = smaller(end, call.after) - begin;
+    if (count > 0)
+      call.lowbit.mix[values.codes()](values.blocks(call, b, g, begin), count, d, p, rows, span, mixed);
+    if (end == call.total)
+      call.kernels.mix[CACHE_FLOAT16](values.recent_rows(call, b, g), call.total - call.after, d,
+                                      p + (call.after - begin), rows, span, mixed);
+  }
+
+  void chunk_scores(int64_t b, int64_t g, int64_t chunk, float* q, float* s, float* maxima, float* sums) const {
+    const int64_t begin = chunk * CHUNK, end = chunk_end(chunk);
+    append(b, g, begin, end);
+    call.rotate_queries(b, g, 0, call.length, q);
+    scores(b, g, begin, end, q, s);
+    const int64_t* mask = call.mask_of(b) + begin;
+    const bool hide = call.kernels.hides(mask, end - begin);
+    for (int64_t row = 0; row < call.all_rows(); ++row) {
+      const int64_t seen = larger(0, smaller(end - begin, call.past + row % call.length + 1 - begin));
+      float* e = s + row * span;
+      if (hide) call.kernels.hide(e, mask, seen);
+      maxima[row * chunks + chunk] = call.kernels.softmax(e, seen, sums + row * chunks + chunk);
+      for (int64_t t = seen; t < end - begin; ++t) e[t] = 0;
+    }
+  }
+
+  void merge(int64_t b, int64_t g, float* maxima, const float* sums) const {
+    for (int64_t row = 0; row < call.all_rows(); ++row) {
+      float *factors = maxima + row * chunks, largest = -std::numeric_limits<float>::infinity(), sum = 0;
+      for (int64_t chunk = 0; chunk < chunks; ++chunk)
+        if (factors[chunk] > largest) largest = factors[chunk];
+      for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+        const float found = sums[row * chunks + chunk];
+        factors[chunk] = found == 0 ? 0 : std::exp(factors[chunk] - largest);  // 0: nothing visible in the chunk
+        sum += found * factors[chunk];
+      }
+      float share = sum == 0 ? 0 : 1 / sum;
+      if (row >= call.rows)
+        share *= call.lambda_of(b, row % call.length, g * call.pairs + (row - call.rows) / call.length);
+      for (int64_t chunk = 0; chunk < chunks; ++chunk) factors[chunk] *= share;
+    }
+  }
+
+  void chunk_mix(int64_t b, int64_t g, int64_t chunk, float* s, const float* factors, float* mixed) const {
+    const int64_t begin = chunk * CHUNK, end = chunk_end(chunk), rows = call.rows;
+    for (int64_t row = 0; row < rows; ++row) {
+      float* signal = s + row * span;
+      const float* noise = call.branches == 2 ? signal + rows * span : signal;
+      call.kernels.combine(signal, factors[row * chunks + chunk], noise,
+                           call.branches == 2 ? factors[(rows + row) * chunks + chunk] : 0, end - begin, signal);
+    }
+    mix(b, g, begin, end, s, mixed);
+  }
+};
+
+}  // namespace
+
+void decode(const Call& call, Context& context) {
+  const Decode on(call);
+  const int64_t groups = call.groups, chunks = on.chunks, rows = call.rows;
+  const int64_t all = call.batch * groups, tasks = all * chunks, q_floats = call.all_rows() * padded(call.d);
+  const int64_t s_floats = call.all_rows() * on.span, of_chunks = chunks * call.all_rows();
+  const int64_t mixed_floats = rows * call.width_floats();
+  float* q = scratch<float>(QUERIES, tasks * q_floats);
+  float* s = scratch<float>(SCORES, tasks * s_floats);
+  float* mixed = scratch<float>(MIXED, tasks * mixed_floats);
+  float* maxima = scratch<float>(MAXIMA, all * of_chunks);
+  float* sums = scratch<float>(SUMS, all * of_chunks);
+
+  const auto scores = [&](int64_t task) {
+    const int64_t head = task / chunks;
+    on.chunk_scores(head / groups, head % groups, task % chunks, q + task * q_floats, s + task * s_floats,
+                    maxima + head * of_chunks, sums + head * of_chunks);
+  };
+  const auto factors = [&](int64_t head) {
+    on.merge(head / groups, head % groups, maxima + head * of_chunks, sums + head * of_chunks);
+  };
+  const auto products = [&](int64_t task) {
+    const int64_t head = task / chunks;
+    on.chunk_mix(head / groups, head % groups, task % chunks, s + task * s_floats, maxima + head * of_chunks,
+                 mixed + task * mixed_floats);
+  };
+  const auto result = [&](int64_t head) {
+    const int64_t g = head % groups;
+    for (int64_t row = 0; row < rows; ++row)
+      call.write(head / groups, row % call.length, g * call.pairs + row / call.length,
+                 mixed + (head * chunks * rows + row) * call.width_floats(), chunks, mixed_floats);
+  };
+  if (chunks == 1)
+    return context.parallel(all, [&](int64_t head) {
+      scores(head);
+      factors(head);
+      products(head);
+      result(head);
+    });
+  context.parallel(tasks, scores);
+  context.parallel(all, factors);
+  context.parallel(tasks, products);
+  context.parallel(all, result);
+}
+
+}  // namespace diffbit

@@ -1,0 +1,68 @@
+// The inner loops of DiffAttention, one table per instruction set.
+//
+// Rows of a cache are d numbers of float32, float16 or int8 (then with one scale per row: the number is code * scale).
+// Rows of floats that the op itself makes are padded with zeros to `padded(d)`. Rows of scores have room for padded(n)
+// numbers, and what lies beyond n may be overwritten.
+#pragma once
+
+#include <cstdint>
+
+#include "../../ort/layouts.h"
+#include "../half.h"
+#include "../isa.h"
+
+namespace diffbit {
+
+constexpr int64_t ATTENTION_PAD = 16;   // a multiple of every vector's length
+constexpr int64_t ATTENTION_KEYS = 32;  // keys in a block of packed keys
+
+enum CacheType { CACHE_FLOAT32, CACHE_FLOAT16, CACHE_INT8, CACHE_TYPES };
+
+/// The same rows of the one or two sub-heads of a kv head.
+struct CacheRows {
+  const void* rows[2];
+  const float* scales[2];  // int8 only
+  int64_t count;
+};
+
+struct AttentionKernels {
+  void (*widen)(const Half* x, int64_t n, float* y);
+  void (*narrow)(const float* x, int64_t n, Half* y);
+  /// y = RoPE(x) * scale with every product and difference rounded for itself; d floats, the angles d/2.
+  void (*rotate)(const float* x, const float* cos, const float* sin, int64_t d, float scale, float* y);
+  /// scale = max|x| / 127, codes = round-half-even(x / scale); a row of zeros has scale 0 and codes 0, one with an infinity
+  /// or a NaN has scale NaN and codes 0. Returns the scale.
+  float (*quantize)(const float* x, int64_t d, int8_t* codes);
+
+  /// s[(j * rows + i) * stride + t] = q[j * rows + i] . key t of sub-head j, for t < n. q: rows of padded(d).
+  void (*scores[CACHE_TYPES])(const CacheRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, float* s,
+                              int64_t stride);
+  /// Whether a key is hidden: the mask is 0.
+  bool (*hides)(const int64_t* mask, int64_t n);
+  /// s = -infinity where it is.
+  void (*hide)(float* s, const int64_t* mask, int64_t n);
+  /// s becomes exp(s - m), m its maximum (returned; -infinity where nothing is visible), and *sum their sum.
+  float (*softmax)(float* s, int64_t n, float* sum);
+  /// p = a * a_factor - b * b_factor; p may be a or b.
+  void (*combine)(const float* a, float a_factor, const float* b, float b_factor, int64_t n, float* p);
+  /// Adds sum_t p[i * stride + t] * value t of sub-head j to out[i * width + j * padded(d) ..], width = values.count *
+  /// padded(d).
+  void (*mix[CACHE_TYPES])(const CacheRows& values, int64_t n, int64_t d, const float* p, int64_t rows, int64_t stride,
+                           float* out);
+  /// out[0 .. width * d) = the head norm (none for eps 0) of the sum of `count` parts, `part_stride` floats apart.
+  void (*finish)(const float* parts, int64_t count, int64_t part_stride, int64_t width, int64_t d, float eps, float* out);
+
+  // Many query rows: keys as blocks [d, 32], values as rows of padded(d) floats; both zero where there is none. int8
+  // without scales: the codes themselves
+  void (*pack_keys[CACHE_TYPES])(const void* rows, const float* scales, int64_t n, int64_t d, float* packed);
+  void (*unpack_values[CACHE_TYPES])(const void* rows, const float* scales, int64_t n, int64_t d, float* values);
+  /// s[i * stride + t] = q[i] . key t for t < blocks * 32.
+  void (*packed_scores)(const float* packed, int64_t blocks, int64_t d, const float* q, int64_t rows, float* s,
+                        int64_t stride);
+};
+
+static constexpr int64_t padded(int64_t d) { return (d + ATTENTION_PAD - 1) / ATTENTION_PAD * ATTENTION_PAD; }
+
+DIFFBIT_DECLARE(AttentionKernels, attention)
+
+}  // namespace diffbit

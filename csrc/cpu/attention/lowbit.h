@@ -1,0 +1,57 @@
+// DiffAttention over a low-bit cache (ops/kv_cache.py): its inner loops, one table per instruction set.
+//
+// A scale and a zero point belong to a block of CACHE_BLOCK tokens of a channel of the keys, or of CACHE_BLOCK channels of
+// a token's value: a number is code * scale + zero. Codes are packed as kv_cache.pack packs them, d * bits / 8 bytes a
+// token; `scales` are float16 and have the zero points behind them, those of a block of keys [2, d], those of a token's
+// value [2, d / 32]. d is a multiple of CACHE_BLOCK. Rows of scores and of floats are as in kernels.h.
+#pragma once
+
+#include "kernels.h"
+
+namespace diffbit {
+
+static_assert(CACHE_BLOCK == ATTENTION_KEYS && CACHE_BLOCK % ATTENTION_PAD == 0, "a block of keys is packed by itself");
+
+/// The same rows of the one or two sub-heads of a kv head.
+struct BlockRows {
+  const uint8_t* codes[2];
+  const Half* scales[2];
+  int64_t count;
+};
+
+/// Of the codes of `bits` bits.
+constexpr float middle(int bits) { return static_cast<float>((1 << bits) - 1) / 2; }
+
+enum CodeType { CODES_INT4, CODES_INT2, CODE_TYPES };
+
+struct LowBitKernels {
+  /// 32 keys [32, d], or one value [d]; a block of numbers that are not all finite has scale and zero NaN.
+  void (*quantize_keys[CODE_TYPES])(const Half* x, int64_t d, uint8_t* codes, Half* scales);
+  void (*quantize_value[CODE_TYPES])(const Half* x, int64_t d, uint8_t* codes, Half* scales);
+
+  /// s[(j * rows + i) * stride + t] = q[j * rows + i] . key t of sub-head j, for t < n; n is a multiple of 32.
+  void (*scores[CODE_TYPES])(const BlockRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, float* s,
+                             int64_t stride);
+  /// The same with products of integers: for each block the query times the scales is rounded to -top..top. Its codes'
+  /// products are summed in int32; what rounding lost meets the middle of the keys' codes.
+  void (*integer_scores[CODE_TYPES])(const BlockRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, int top,
+                                     float* s, int64_t stride);
+  /// The same over int8 rows, any n and d: each query is rounded once.
+  void (*integer_row_scores)(const CacheRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, int top,
+                             float* s, int64_t stride);
+  /// Adds sum_t p[i * stride + t] * value t of sub-head j to out[i * width + j * d ..], width = values.count * d.
+  void (*mix[CODE_TYPES])(const BlockRows& values, int64_t n, int64_t d, const float* p, int64_t rows, int64_t stride,
+                          float* out);
+
+  // Many query rows, as in kernels.h. Without scales: the codes themselves
+  void (*pack_keys[CODE_TYPES])(const uint8_t* codes, const Half* scales, int64_t n, int64_t d, float* packed);
+  void (*unpack_values[CODE_TYPES])(const uint8_t* codes, const Half* scales, int64_t n, int64_t d, float* values);
+  /// codes = the rounded q, or with the scales of a block of keys the rounded q * scales, as floats. *offset = q . zeros and
+  /// what rounding lost times the middle of the keys' codes, 0 without scales. Returns the scale of the codes.
+  float (*quantize_query)(const float* q, const Half* scales, int key_bits, int64_t d, int top, float* codes,
+                          float* offset);
+};
+
+DIFFBIT_DECLARE(LowBitKernels, lowbit)
+
+}  // namespace diffbit

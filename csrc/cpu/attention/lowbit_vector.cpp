@@ -1,0 +1,369 @@
+// A low-bit cache with vectors: codes are read as they lie and unpacked in registers.
+//
+// Keys, for a block of 32 tokens and a query row: u = q * scales and q . zero points once, then 32 products u . codes, in
+// floats or, with u rounded, in integers. Values: a token's probability times the scales of its groups meets the codes,
+// times their zero points it is summed apart, one lane a group. The two sub-heads take turns, a block each, so that two
+// streams of memory are open; lines are asked for in advance.
+#include "integer_dots.h"
+#include "lowbit.h"
+
+namespace diffbit::DIFFBIT_ISA {
+namespace {
+
+constexpr int VECTORS = static_cast<int>(BLOCK / L);  // of floats in a group
+constexpr int64_t AHEAD = 2048, LINE = 64;            // bytes
+static_assert(BLOCK % L == 0, "vectors fit");
+
+DIFFBIT_INLINE void ask(const void* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += LINE) prefetch(static_cast<const char*>(from) + i + AHEAD);
+}
+
+// ---- rounding ----
+
+/// codes [d] -> d * BITS / 8 bytes.
+template <int BITS>
+DIFFBIT_INLINE void pack(const int8_t* codes, int64_t d, uint8_t* packed) {
+  constexpr int64_t BYTES = group_bytes<BITS>();
+  for (int64_t i = 0; i < d; i += BLOCK, codes += BLOCK, packed += BYTES) {
+    uint8_t group[BYTES] = {};
+    for (int place = 0; place < 8 / BITS; ++place)
+      for (int64_t byte = 0; byte < BYTES; ++byte)
+        group[byte] = static_cast<uint8_t>(group[byte] | codes[place * BYTES + byte] << (place * BITS));
+    std::memcpy(packed, group, BYTES);
+  }
+}
+
+/// The scale as float16 holds it, for numbers from the zero point to `most`.
+template <int BITS>
+DIFFBIT_INLINE F32 scale_of(F32 most, F32 zero_point) {
+  Half scale[L];
+  store(scale, (most - zero_point) / splat(float{(1 << BITS) - 1}));
+  return load(scale);
+}
+
+template <int BITS>
+DIFFBIT_INLINE F32 code_of(F32 x, F32 zero_point, F32 divisor) {
+  return smaller(splat(float{(1 << BITS) - 1}), larger((x - zero_point) / divisor, splat(0.0f)));
+}
+
+/// What numbers are divided by to make codes: 1 where the scale is 0.
+DIFFBIT_INLINE F32 divisor_of(F32 scale) {
+  float lanes[L];
+  store(lanes, scale);
+  for (float& lane : lanes) lane = lane == 0 ? 1 : lane;
+  return load(lanes);
+}
+
+template <int BITS>
+void quantize_keys(const Half* x, int64_t d, uint8_t* packed, Half* scales) {
+  int8_t codes[BLOCK * MOST_D];
+  for (int64_t i = 0; i < d; i += L) {
+    F32 least = load(x + i), most = least, poison = splat(0.0f);
+    for (int64_t t = 0; t < BLOCK; ++t) {
+      const F32 one = load(x + t * d + i);
+      least = smaller(one, least), most = larger(one, most), poison = fma(one, splat(0.0f), poison);
+    }
+    const F32 zero_point = least + poison, scale = scale_of<BITS>(most, zero_point), divisor = divisor_of(scale);
+    for (int64_t t = 0; t < BLOCK; ++t)
+      store_rounded(codes + t * d + i, code_of<BITS>(load(x + t * d + i), zero_point, divisor));
+    store(scales + i, scale);
+    store(scales + d + i, zero_point);
+  }
+  for (int64_t t = 0; t < BLOCK; ++t) pack<BITS>(codes + t * d, d, packed + t * (d * BITS / 8));
+}
+
+template <int BITS>
+void quantize_value(const Half* x, int64_t d, uint8_t* packed, Half* scales) {
+  int8_t codes[MOST_D];
+  float wide_scales[MOST_D / BLOCK + L], wide_zeros[MOST_D / BLOCK + L];
+  for (int64_t i = 0, group = 0; i < d; i += BLOCK, ++group) {
+    F32 least = load(x + i), most = least, poison = splat(0.0f);
+    for (int v = 0; v < VECTORS; ++v) {
+      const F32 one = load(x + i + v * L);
+      least = smaller(one, least), most = larger(one, most), poison = fma(one, splat(0.0f), poison);
+    }
+    const F32 zero_point = splat(-largest(splat(-0.0f) - least)) + splat(sum(poison));
+    const F32 scale = scale_of<BITS>(splat(largest(most)), zero_point), divisor = divisor_of(scale);
+    for (int v = 0; v < VECTORS; ++v)
+      store_rounded(codes + i + v * L, code_of<BITS>(load(x + i + v * L), zero_point, divisor));
+    store(wide_scales + group, scale);  // all lanes are the same; what lies behind is overwritten
+    store(wide_zeros + group, zero_point);
+  }
+  for (int64_t group = 0; group < d / BLOCK; ++group) {
+    Half lanes[L];
+    store(lanes, splat(wide_scales[group]));
+    scales[group] = lanes[0];
+    store(lanes, splat(wide_zeros[group]));
+    scales[d / BLOCK + group] = lanes[0];
+  }
+  pack<BITS>(codes, d, packed);
+}
+
+// ---- scores in floats ----
+
+/// Four keys at a time: sums[row][key] = part[row] + the products, one vector each.
+template <int BITS, int ROWS>
+DIFFBIT_INLINE void score_block(const uint8_t* codes, int64_t d, const float* u, const F32 (&parts)[ROWS], float* s,
+                                int64_t stride) {
+  const int64_t bytes = d * BITS / 8;
+  for (int64_t t = 0; t < BLOCK; t += 4) {
+    F32 sums[ROWS][4];
+    DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row)
+      DIFFBIT_UNROLL for (int key = 0; key < 4; ++key) sums[row][key] = parts[row];
+    for (int64_t i = 0; i < d; i += BLOCK)
+      DIFFBIT_UNROLL for (int key = 0; key < 4; ++key) {
+        F32 c[VECTORS];
+        load_codes<BITS>(codes + (t + key) * bytes + i * BITS / 8, c);
+        DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row)
+          DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v)
+            sums[row][key] = fma(load(u + row * d + i + v * L), c[v], sums[row][key]);
+      }
+    DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row)
+      store_sums(s + row * stride + t, sums[row][0], sums[row][1], sums[row][2], sums[row][3]);
+  }
+}
+
+template <int BITS, int ROWS>
+DIFFBIT_INLINE void score_rows(const uint8_t* codes, const Half* scales, int64_t d, const float* q, float* s,
+                               int64_t stride) {
+  float u[ROWS * MOST_D];
+  F32 parts[ROWS];  // of q . zero points
+  DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row) parts[row] = splat(0.0f);
+  for (int64_t i = 0; i < d; i += L) {
+    const F32 scale = load(scales + i), zero_point = load(scales + d + i);
+    DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row) {
+      const F32 one = load(q + row * d + i);
+      store(u + row * d + i, one * scale);
+      parts[row] = fma(one, zero_point, parts[row]);
+    }
+  }
+  if (d == 64) return score_block<BITS, ROWS>(codes, 64, u, parts, s, stride);  // known: u stays in registers
+  score_block<BITS, ROWS>(codes, d, u, parts, s, stride);
+}
+
+/// work(j, block) for every block of both sub-heads, in turns.
+template <int BITS, class Work>
+DIFFBIT_INLINE void each_block(const BlockRows& keys, int64_t n, int64_t d, const Work& work) {
+  const int64_t bytes = BLOCK * d * BITS / 8;
+  for (int64_t block = 0; block < n / BLOCK; ++block)
+    for (int64_t j = 0; j < keys.count; ++j) {
+      ask(keys.codes[j] + block * bytes, bytes);
+      work(j, block);
+    }
+}
+
+template <int BITS>
+void scores(const BlockRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, float* s, int64_t stride) {
+  constexpr int MOST = L == 8 ? 2 : 4;  // AVX2 has 16 registers
+  each_block<BITS>(keys, n, d, [&](int64_t j, int64_t block) {
+    const uint8_t* codes = keys.codes[j] + block * BLOCK * d * BITS / 8;
+    const Half* scales = keys.scales[j] + block * 2 * d;
+    const float* one = q + j * rows * d;
+    float* to = s + j * rows * stride + block * BLOCK;
+    int64_t left = rows;
+    for (; left >= MOST; left -= MOST, one += MOST * d, to += MOST * stride)
+      score_rows<BITS, MOST>(codes, scales, d, one, to, stride);
+    for (; left; --left, one += d, to += stride) score_rows<BITS, 1>(codes, scales, d, one, to, stride);
+  });
+}
+
+// ---- scores in integers ----
+
+/// What rounding took from x, summed.
+DIFFBIT_INLINE float lost(const float* x, const int8_t* codes, float scale, int64_t d) {
+  F32 part = splat(0.0f);
+  for (int64_t i = 0; i < d; i += L) part = part + (load(x + i) - load(codes + i) * splat(scale));
+  return sum(part);
+}
+
+template <int BITS>
+void integer_scores(const BlockRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, int top, float* s,
+                    int64_t stride) {
+  const Layout layout(d * BITS / 8);
+  uint8_t padded_rows[BLOCK * ROW_MOST];
+  Rounded u;
+  u.start = zero();
+  each_block<BITS>(keys, n, d, [&](int64_t j, int64_t block) {
+    const uint8_t* codes = laid_out(keys.codes[j] + block * BLOCK * layout.bytes, BLOCK, layout, padded_rows);
+    const Half* scales = keys.scales[j] + block * 2 * d;
+    for (int64_t row = j * rows; row < (j + 1) * rows; ++row) {
+      float scaled[MOST_D];
+      int8_t rounded_codes[MOST_D];
+      F32 part = splat(0.0f);
+      for (int64_t i = 0; i < d; i += L) {
+        const F32 one = load(q + row * d + i);
+        store(scaled + i, one * load(scales + i));
+        part = fma(one, load(scales + d + i), part);
+      }
+      u.scale = round_row(scaled, d, top, rounded_codes);
+      arrange<BITS>(rounded_codes, d, layout, u);
+      const F32 scale = splat(u.scale), offset = splat(sum(part) + middle(BITS) * lost(scaled, rounded_codes, u.scale, d));
+      float* to = s + row * stride + block * BLOCK;
+      dots_of_block<8 / BITS>(codes, layout, u, [&](int64_t t, Ints dots) {
+        store(to + t, to_floats(dots) * scale + offset);
+      });
+    }
+  });
+}
+
+void integer_row_scores(const CacheRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, int top, float* s,
+                        int64_t stride) {
+  const Layout layout(d);
+  uint8_t padded_rows[BLOCK * ROW_MOST];
+  for (int64_t row = 0; row < keys.count * rows; ++row) {
+    const int64_t j = row / rows;
+    int8_t rounded_codes[MOST_D];
+    Rounded u;
+    u.scale = round_row(q + row * padded(d), d, top, rounded_codes);
+    arrange<8>(rounded_codes, d, layout, u);
+    u.start = zero();
+    for (int64_t v = 0; v < layout.vectors(); ++v)
+      u.start = start_signed(u.start, load_bytes(u.codes + v * WIDTH));
+    const F32 scale = splat(u.scale);
+    const uint8_t* from = static_cast<const uint8_t*>(keys.rows[j]);
+    for (int64_t begin = 0; begin < n; begin += BLOCK) {
+      const int64_t count = n - begin < BLOCK ? n - begin : BLOCK;
+      ask(from + begin * d, count * d);
+      const uint8_t* block = laid_out(from + begin * d, count, layout, padded_rows);
+      float found[BLOCK];
+      dots_of_block<1>(block, layout, u, [&](int64_t t, Ints dots) { store(found + t, to_floats(dots) * scale); });
+      for (int64_t t = 0; t < count; ++t) s[row * stride + begin + t] = found[t] * keys.scales[j][begin + t];
+    }
+  }
+}
+
+// ---- values ----
+
+/// ROWS rows of p by n values, GROUPS groups of their channels; scales: n times `per_token` floats, the scales of these
+/// groups and, per_token / 2 behind them, the zero points.
+template <int BITS, int ROWS, int GROUPS>
+DIFFBIT_INLINE void mix_tile(const uint8_t* codes, int64_t bytes, const float* scales, int64_t per_token, int64_t n,
+                             const float* p, int64_t stride, float* out, int64_t width) {
+  F32 sums[ROWS][GROUPS][VECTORS], zero_points[ROWS];
+  DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row) {
+    zero_points[row] = splat(0.0f);
+    DIFFBIT_UNROLL for (int group = 0; group < GROUPS; ++group)
+      DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v)
+        sums[row][group][v] = load(out + row * width + group * BLOCK + v * L);
+  }
+  for (int64_t t = 0; t < n; ++t, codes += bytes, scales += per_token) {
+    const F32 zero_point = load(scales + per_token / 2);  // beyond these groups: lanes that nobody reads
+    DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row)
+      zero_points[row] = fma(splat(p[row * stride + t]), zero_point, zero_points[row]);
+    DIFFBIT_UNROLL for (int group = 0; group < GROUPS; ++group) {
+      F32 c[VECTORS];
+      load_codes<BITS>(codes + group * group_bytes<BITS>(), c);
+      DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row) {
+        const F32 share = in_lanes(splat(p[row * stride + t])) * splat(scales[group]);
+        DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v)
+          sums[row][group][v] = fma(share, c[v], sums[row][group][v]);
+      }
+    }
+  }
+  DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row) {
+    float lanes[L];
+    store(lanes, zero_points[row]);
+    DIFFBIT_UNROLL for (int group = 0; group < GROUPS; ++group)
+      DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v)
+        store(out + row * width + group * BLOCK + v * L, sums[row][group][v] + splat(lanes[group]));
+  }
+}
+
+template <int BITS, int ROWS>
+DIFFBIT_INLINE void mix_rows(const uint8_t* codes, const float* scales, int64_t n, int64_t d, const float* p,
+                             int64_t stride, float* out, int64_t width) {
+  constexpr int GROUPS = L == 16 || ROWS == 1 ? 2 : 1;  // registers: 16 with AVX2, 32 elsewhere
+  const int64_t bytes = d * BITS / 8, per_token = 2 * (d / BLOCK);
+  int64_t i = 0;
+  for (; i + GROUPS * BLOCK <= d; i += GROUPS * BLOCK)
+    mix_tile<BITS, ROWS, GROUPS>(codes + i * BITS / 8, bytes, scales + i / BLOCK, per_token, n, p, stride, out + i, width);
+  for (; i < d; i += BLOCK)
+    mix_tile<BITS, ROWS, 1>(codes + i * BITS / 8, bytes, scales + i / BLOCK, per_token, n, p, stride, out + i, width);
+}
+
+template <int BITS>
+void mix(const BlockRows& values, int64_t n, int64_t d, const float* p, int64_t rows, int64_t stride, float* out) {
+  constexpr int MOST = L == 16 ? 4 : 2;
+  constexpr int64_t TURN = 32;  // tokens
+  const int64_t width = values.count * d, bytes = d * BITS / 8, per_token = 2 * (d / BLOCK);
+  for (int64_t begin = 0; begin < n; begin += TURN)
+    for (int64_t j = 0; j < values.count; ++j) {
+      const int64_t count = n - begin < TURN ? n - begin : TURN;
+      const uint8_t* codes = values.codes[j] + begin * bytes;
+      ask(codes, count * bytes);
+      float scales[TURN * 2 * (MOST_D / BLOCK) + L];
+      const Half* from = values.scales[j] + begin * per_token;
+      int64_t i = 0;
+      for (; i + L <= count * per_token; i += L) store(scales + i, load(from + i));
+      store(scales + i, load_part(from + i, count * per_token - i));
+      const float* one = p + begin;
+      float* to = out + j * d;
+      int64_t left = rows;
+      for (; left >= MOST; left -= MOST, one += MOST * stride, to += MOST * width)
+        mix_rows<BITS, MOST>(codes, scales, count, d, one, stride, to, width);
+      for (; left; --left, one += stride, to += width) mix_rows<BITS, 1>(codes, scales, count, d, one, stride, to, width);
+    }
+}
+
+// ---- many query rows ----
+
+template <int BITS>
+void unpack_values(const uint8_t* codes, const Half* scales, int64_t n, int64_t d, float* values) {
+  const int64_t groups = d / BLOCK;
+  for (int64_t t = 0; t < n; ++t, scales += 2 * groups)
+    for (int64_t group = 0; group < groups; ++group, codes += group_bytes<BITS>(), values += BLOCK) {
+      F32 c[VECTORS];
+      load_codes<BITS>(codes, c);
+      Half both[L] = {scales[group], scales[groups + group]};
+      float wide[L];
+      store(wide, load(both));
+      DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v) store(values + v * L, c[v] * splat(wide[0]) + splat(wide[1]));
+    }
+}
+
+template <int BITS>
+void pack_keys(const uint8_t* codes, const Half* scales, int64_t n, int64_t d, float* packed) {
+  for (int64_t begin = 0; begin < n; begin += BLOCK, packed += BLOCK * d, scales += scales ? 2 * d : 0)
+    for (int64_t lane = 0; lane < BLOCK; ++lane, codes += d * BITS / 8) {
+      float row[MOST_D];
+      for (int64_t i = 0; i < d; i += BLOCK) {
+        F32 c[VECTORS];
+        load_codes<BITS>(codes + i * BITS / 8, c);
+        DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v)
+          store(row + i + v * L,
+                scales ? c[v] * load(scales + i + v * L) + load(scales + d + i + v * L) : c[v]);
+      }
+      for (int64_t i = 0; i < d; ++i) packed[i * BLOCK + lane] = row[i];
+    }
+}
+
+float quantize_query(const float* q, const Half* scales, int key_bits, int64_t d, int top, float* codes, float* offset) {
+  int8_t rounded_codes[MOST_D];
+  float scaled[MOST_D];
+  F32 part = splat(0.0f);
+  if (scales)
+    for (int64_t i = 0; i < d; i += L) {
+      store(scaled + i, load(q + i) * load(scales + i));
+      part = fma(load(q + i), load(scales + d + i), part);
+    }
+  const float scale = round_row(scales ? scaled : q, d, top, rounded_codes);
+  *offset = scales ? sum(part) + middle(key_bits) * lost(scaled, rounded_codes, scale, d) : 0;
+  for (int64_t i = 0; i < d; ++i) codes[i] = rounded_codes[i];
+  return scale;
+}
+
+}  // namespace
+
+extern const LowBitKernels lowbit = {
+    {quantize_keys<4>, quantize_keys<2>},
+    {quantize_value<4>, quantize_value<2>},
+    {scores<4>, scores<2>},
+    {integer_scores<4>, integer_scores<2>},
+    integer_row_scores,
+    {mix<4>, mix<2>},
+    {pack_keys<4>, pack_keys<2>},
+    {unpack_values<4>, unpack_values<2>},
+    quantize_query,
+};
+
+}  // namespace diffbit::DIFFBIT_ISA

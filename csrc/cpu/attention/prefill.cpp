@@ -1,0 +1,251 @@
+// DiffAttention for many query rows (prefill): the kv heads of which FLOATS_AT_ONCE hold the keys are taken together.
+//     1. per (batch, kv head, chunk): append, keys packed for the product with many queries, values made float
+//     2. per (batch, kv head, block of queries): scores of the keys that the block sees, softmax, difference, product
+// A block's [rows, T] scores stay with the thread that made them. With a cache of blocks a token that is quantized in the
+// call is there twice, as float16 and from its codes; a block's queries, which all see the same tokens quantized, take
+// what they see.
+#include <atomic>
+#include <cstring>
+#include <new>
+#include <vector>
+
+#include "call.h"
+
+namespace diffbit {
+namespace {
+
+constexpr int64_t BLOCK_ROWS = 16;           // of queries per branch in a block
+constexpr int64_t FLOATS_AT_ONCE = 4 << 20;  // of packed keys and values
+
+/// Keys or values as floats, for the kv heads that are taken together: the tokens that are quantized, all of them where
+/// there are no blocks; with blocks also those from `before` on as they came. `slot` is a kv head's place.
+struct Side {
+  const Call& call;
+  const Cache& cache;
+  int64_t row;                     // floats of a token
+  int64_t coded, coded_floats;     // tokens; floats of one kv head
+  int64_t recent, recent_floats;
+  float* from = nullptr;
+  Half* halves = nullptr;
+
+  Side(const Call& call_, const Cache& cache_) : call(call_), cache(cache_) {
+    const int64_t together = cache.is_keys ? ATTENTION_KEYS : 1;
+    const auto whole = [&](int64_t tokens) { return divide_up(tokens, together) * together; };
+    row = cache.is_keys ? call.d : padded(call.d);
+    coded = whole(cache.blockwise() ? call.after : call.total);
+    recent = cache.blockwise() ? whole(call.total - call.before) : 0;
+    coded_floats = as_it_lies() ? 0 : call.width * coded * row;
+    recent_floats = call.width * recent * row;
+  }
+
+  /// Are the cache's rows what the product wants?
+  bool as_it_lies() const {
+    return !cache.is_keys && !cache.blockwise() && cache.type == CACHE_FLOAT32 && padded(call.d) == call.d;
+  }
+  int64_t floats() const { return coded_floats + recent_floats; }
+  int64_t halves_floats() const { return cache.blockwise() ? call.width * (call.total - call.before) * call.d : 0; }
+  float* coded_of(int64_t slot, int64_t j, int64_t t) const { return from + slot * floats() + (j * coded + t) * row; }
+  float* recent_of(int64_t slot, int64_t j, int64_t t) const {
+    return from + slot * floats() + coded_floats + (j * recent + t - call.before) * row;
+  }
+  Half* halves_of(int64_t slot, int64_t j, int64_t t) const {
+    return halves + slot * halves_floats() + (j * (call.total - call.before) + t - call.before) * call.d;
+  }
+
+  /// The tokens begin..end of a sub-head in the present, and as floats. With blocks the present's recent tokens wait until
+  /// nobody reads the past's.
+  void append(int64_t slot, int64_t b, int64_t g, int64_t j, int64_t begin, int64_t end) const {
+    const int64_t sub_head = g * call.width + j, head = call.head(b, g, j), d = call.d;
+    float* to = coded_of(slot, j, begin);
+    if (!cache.blockwise()) {
+      cache.append_rows(call, b, sub_head, begin, end);
+      const float* scales = reinterpret_cast<const float*>(cache.scale(head, begin));
+      if (cache.is_keys)
+        call.kernels.pack_keys[cache.type](cache.row(head, begin), call.top ? nullptr : scales, end - begin, d, to);
+      else if (!as_it_lies())
+        call.kernels.unpack_values[cache.type](cache.row(head, begin), scales, end - begin, d, to);
+      return;
+    }
+    cache.copy(head, begin, smaller(end, call.before));
+    if (end == call.total) cache.copy(head, call.after, cache.past_capacity);
+    if (const int64_t t = larger(begin, call.before); t < end) {
+      Half* rows = halves_of(slot, j, t);
+      cache.halves(call, b, sub_head, t, end, rows);
+      if (t < call.after) cache.quantize(call, head, t, smaller(end, call.after) - t, rows);
+      (cache.is_keys ? call.kernels.pack_keys : call.kernels.unpack_values)[CACHE_FLOAT16](
+          rows, nullptr, end - t, d, recent_of(slot, j, t));
+    }
+    if (const int64_t count = smaller(end, call.after) - begin; count > 0) {
+      const uint8_t* codes = reinterpret_cast<const uint8_t*>(cache.row(head, begin));
+      const Half* scales = reinterpret_cast<const Half*>(cache.scale(head, begin));
+      if (cache.is_keys)
+        call.lowbit.pack_keys[cache.codes()](codes, call.top ? nullptr : scales, count, d, to);
+      else
+        call.lowbit.unpack_values[cache.codes()](codes, scales, count, d, to);
+    }
+  }
+
+  void keep_recent(int64_t slot, int64_t b, int64_t g) const {
+    for (int64_t j = 0; j < call.width; ++j) {
+      const int64_t head = call.head(b, g, j);
+      std::memcpy(cache.recent + head * cache.slots * call.d, halves_of(slot, j, call.after),
+                  static_cast<size_t>((call.total - call.after) * call.d) * sizeof(Half));
+      cache.copy_free_slots(call, head);
+    }
+  }
+};
+
+struct Prefill {
+  const Call& call;
+  Side keys, values;
+
+  explicit Prefill(const Call& call_) : call(call_), keys(call, call.keys), values(call, call.values) {}
+
+  /// Where blocks of queries begin, and the end: the queries of a block see the same tokens quantized.
+  std::vector<int64_t> blocks() const {
+    const int64_t most = larger(1, BLOCK_ROWS / call.pairs);
+    std::vector<int64_t> starts;
+    for (int64_t i = 0; i < call.length; ++i)
+      if (i == 0 || i - starts.back() == most || call.seen_quantized(i) != call.seen_quantized(starts.back()))
+        starts.push_back(i);
+    starts.push_back(call.length);
+    return starts;
+  }
+
+  /// Scores of `count` rows of q with the keys of sub-head j that they see, `old` of them quantized.
+  void scores(int64_t b, int64_t g, int64_t slot, int64_t j, int64_t seen, int64_t old, const float* q, int64_t count,
+              float* s, int64_t stride) const {
+    const bool blockwise = call.keys.blockwise();
+    const int64_t blocks_ = divide_up(blockwise ? old : seen, ATTENTION_KEYS);
+    if (call.top)
+      rounded_scores(b, g, slot, j, blocks_, q, count, s, stride);
+    else
+      call.kernels.packed_scores(keys.coded_of(slot, j, 0), blocks_, call.d, q, count, s, stride);
+    if (blockwise)
+      call.kernels.packed_scores(keys.recent_of(slot, j, old), divide_up(seen - old, ATTENTION_KEYS), call.d, q, count,
+                                 s + old, stride);
+  }
+
+  /// The same in integers, which floats hold: |dot| < 2^24.
+  void rounded_scores(int64_t b, int64_t g, int64_t slot, int64_t j, int64_t blocks_, const float* q, int64_t count,
+                      float* s, int64_t stride) const {
+    static_assert(127 * 127 * ATTENTION_MOST_D < 1 << 24, "exact");
+    const bool blockwise = call.keys.blockwise();
+    const int64_t head = call.head(b, g, j), d = call.d;
+    float codes[BLOCK_ROWS * ATTENTION_MOST_D], scales[BLOCK_ROWS], offsets[BLOCK_ROWS];
+    for (int64_t row = 0; row < count; row += BLOCK_ROWS) {
+      const int64_t some = smaller(BLOCK_ROWS, count - row);
+      for (int64_t at = 0; at < blocks_; ++at) {
+        const char* key_scales = call.keys.scale(head, at * CACHE_BLOCK);
+        const Half* of_block = blockwise ? reinterpret_cast<const Half*>(key_scales) : nullptr;
+        const float* of_rows = blockwise ? nullptr : reinterpret_cast<const float*>(key_scales);
+        if (blockwise || at == 0)
+          for (int64_t i = 0; i < some; ++i) {
+            float* to = codes + i * padded(d);
+            scales[i] = call.lowbit.quantize_query(q + (row + i) * padded(d), of_block, call.keys.bits, d, call.top, to,
+                                                   offsets + i);
+            for (int64_t k = d; k < padded(d); ++k) to[k] = 0;
+          }
+        float* to = s + row * stride + at * CACHE_BLOCK;
+        call.kernels.packed_scores(keys.coded_of(slot, j, at * CACHE_BLOCK), 1, d, codes, some, to, stride);
+        const int64_t tokens = blockwise ? CACHE_BLOCK : smaller(CACHE_BLOCK, call.total - at * CACHE_BLOCK);
+        for (int64_t i = 0; i < some; ++i)
+          for (int64_t t = 0; t < tokens; ++t)
+            to[i * stride + t] = to[i * stride + t] * scales[i] * (blockwise ? 1 : of_rows[t]) + offsets[i];
+      }
+    }
+  }
+
+  /// The softmaxes of a block's rows and their difference: rows of shares.
+  void shares(int64_t b, int64_t g, int64_t begin, int64_t end, float* s, int64_t stride) const {
+    const int64_t length = end - begin, rows = call.pairs * length, seen = call.past + end;
+    const bool hide = call.kernels.hides(call.mask_of(b), seen);
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t i = begin + row % length, visible = call.past + i + 1;
+      float *signal = s + row * stride, *noise = signal + (call.branches - 1) * rows * stride, factors[2] = {};
+      for (int64_t branch = 0; branch < call.branches; ++branch) {
+        float* e = branch ? noise : signal;
+        if (hide) call.kernels.hide(e, call.mask_of(b), visible);
+        float sum;
+        call.kernels.softmax(e, visible, &sum);
+        factors[branch] = sum == 0 ? 0 : 1 / sum;
+      }
+      if (call.branches == 2) factors[1] *= call.lambda_of(b, i, g * call.pairs + row / length);
+      call.kernels.combine(signal, factors[0], noise, factors[1], visible, signal);
+      for (int64_t t = visible; t < seen; ++t) signal[t] = 0;
+    }
+  }
+
+  /// The new tokens begin..end of kv head g.
+  void block(int64_t b, int64_t g, int64_t slot, int64_t begin, int64_t end) const {
+    const int64_t length = end - begin, rows = call.pairs * length, per_key = call.branches * rows / call.width;
+    const int64_t seen = call.past + end, old = call.seen_quantized(begin);
+    const int64_t stride = divide_up(seen, ATTENTION_KEYS) * ATTENTION_KEYS;
+    float* q = scratch<float>(QUERIES, call.branches * rows * padded(call.d));
+    float* s = scratch<float>(SCORES, call.branches * rows * stride);
+    float* mixed = scratch<float>(MIXED, rows * call.width_floats());
+    call.rotate_queries(b, g, begin, end, q);
+    for (int64_t j = 0; j < call.width; ++j)
+      scores(b, g, slot, j, seen, old, q + j * per_key * padded(call.d), per_key, s + j * per_key * stride, stride);
+    shares(b, g, begin, end, s, stride);
+    std::memset(mixed, 0, static_cast<size_t>(rows * call.width_floats()) * sizeof *mixed);
+    const bool blockwise = call.values.blockwise();
+    CacheRows from = values.as_it_lies() ? call.values.rows(call, b, g, 0) : CacheRows{};
+    from.count = call.width;
+    if (!values.as_it_lies())
+      for (int64_t j = 0; j < call.width; ++j) from.rows[j] = values.coded_of(slot, j, 0);
+    call.kernels.mix[CACHE_FLOAT32](from, blockwise ? old : seen, values.row, s, rows, stride, mixed);
+    if (blockwise) {
+      for (int64_t j = 0; j < call.width; ++j) from.rows[j] = values.recent_of(slot, j, old);
+      call.kernels.mix[CACHE_FLOAT32](from, seen - old, values.row, s + old, rows, stride, mixed);
+    }
+    for (int64_t i = 0; i < rows; ++i)
+      call.write(b, begin + i % length, g * call.pairs + i / length, mixed + i * call.width_floats(), 1, 0);
+  }
+};
+
+}  // namespace
+
+void prefill(const Call& call, Context& context) {
+  Prefill on(call);
+  const int64_t all = call.batch * call.groups, chunks = divide_up(call.total, CHUNK);
+  const int64_t at_once = smaller(all, larger(1, FLOATS_AT_ONCE / (on.keys.floats() + on.values.floats())));
+  on.keys.from = scratch<float>(KEYS, at_once * on.keys.floats());
+  on.values.from = scratch<float>(VALUES, at_once * on.values.floats());
+  on.keys.halves = scratch<Half>(RECENT, at_once * (on.keys.halves_floats() + on.values.halves_floats()));
+  on.values.halves = on.keys.halves + at_once * on.keys.halves_floats();
+  const std::vector<int64_t> starts = on.blocks();
+  const int64_t blocks = static_cast<int64_t>(starts.size()) - 1;
+  std::atomic<bool> no_memory{false};
+
+  for (int64_t begin = 0; begin < all; begin += at_once) {
+    const int64_t count = smaller(at_once, all - begin);
+    context.parallel(count * chunks, [&](int64_t task) {
+      const int64_t slot = task / chunks, b = (begin + slot) / call.groups, g = (begin + slot) % call.groups;
+      const int64_t t = task % chunks * CHUNK, end = smaller(t + CHUNK, call.total);
+      for (int64_t j = 0; j < call.width; ++j) {
+        on.keys.append(slot, b, g, j, t, end);
+        on.values.append(slot, b, g, j, t, end);
+      }
+    });
+    if (call.blockwise())
+      context.parallel(count, [&](int64_t slot) {
+        const int64_t b = (begin + slot) / call.groups, g = (begin + slot) % call.groups;
+        if (call.keys.blockwise()) on.keys.keep_recent(slot, b, g);
+        if (call.values.blockwise()) on.values.keep_recent(slot, b, g);
+      });
+    context.parallel(count * blocks, [&](int64_t task) {
+      // The last queries see the most keys: they begin
+      const int64_t slot = task % count, b = (begin + slot) / call.groups, g = (begin + slot) % call.groups;
+      const size_t index = static_cast<size_t>(blocks - 1 - task / count);
+      try {
+        on.block(b, g, slot, starts[index], starts[index + 1]);
+      } catch (const std::bad_alloc&) {
+        no_memory = true;
+      }
+    });
+  }
+  if (no_memory) throw std::bad_alloc();
+}
+
+}  // namespace diffbit

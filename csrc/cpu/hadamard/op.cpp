@@ -1,0 +1,34 @@
+#include <algorithm>
+
+#include "../half.h"
+#include "../ops.h"
+#include "kernels.h"
+
+namespace diffbit {
+namespace {
+
+enum Scratch { FLOATS };
+constexpr int64_t NUMBERS_PER_TASK = 32 * 1024;  // some ten microseconds
+
+}  // namespace
+
+Hadamard::Hadamard(const Node& node) : HadamardNode(node), kernels(DIFFBIT_PICK(hadamard)) {}
+
+void Hadamard::compute(Context& context) const {
+  const Tensors of = tensors(context);
+  const Tensor &a = of.a, &y = of.y;
+  const int64_t size = a.size();
+  if (!size) return;
+
+  const bool half = a.type == ort::FLOAT16;
+  const int64_t item = half ? 2 : 4, width = std::max(block, HADAMARD_LANES);
+  const int64_t some = divide_up(NUMBERS_PER_TASK, width) * width, tasks = divide_up(size, some);
+  float* floats = scratch<float>(FLOATS, tasks * width);
+  context.parallel(tasks, [&](int64_t task) {
+    const int64_t at = task * some * item;
+    kernels->transform(a.as<char>() + at, y.as<char>() + at, half, block, std::min(some, size - task * some),
+                        floats + task * width);
+  });
+}
+
+}  // namespace diffbit

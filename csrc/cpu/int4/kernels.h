@@ -1,0 +1,45 @@
+// The inner loops of Int4MatMul, one table per instruction set (ops/int4_matmul.py: what is computed and how it lies).
+#pragma once
+
+#include <cstdint>
+
+#include "../../ort/layouts.h"
+#include "../isa.h"
+
+namespace diffbit {
+
+constexpr int64_t INT4_MOST_ROWS = 8;
+constexpr float INT4_SMALLEST = 1e-30f;  // of a group's largest activation; below it the group counts as zeros
+
+struct Int4Weight {
+  const uint8_t* codes;    // [tiles, groups, group_size / 8, 16, 4]
+  const uint16_t* scales;  // [tiles, groups, 16] float16
+  const uint8_t* zeros;    // [tiles, groups, 16]; null: 8 everywhere
+  float factor;
+  int64_t n, groups, group_size;
+};
+
+/// A block of R quantized rows of activations, side by side: what one broadcast after the other reads lies in a run.
+struct Int4Rows {
+  int64_t count;     // R
+  int8_t* q;         // [groups, group_size / 8, 2, R, 4]: of eight neighbours the four even ones, then the four odd ones
+  int32_t* offsets;  // [groups, R]: `minus` * the sum of a group's q
+  float* scales;     // [groups, R]
+};
+
+struct Int4Kernels {
+  int64_t most_rows;                     // of a block, INT4_MOST_ROWS at most
+  int64_t streams[INT4_MOST_ROWS + 1];  // for a block of R rows: how many tiles, far apart, are best read at once
+
+  /// rows.count rows of x [R, k], float or (half) float16, `width` = groups * group_size with zeros beyond k.
+  void (*quantize)(const void* x, bool half, int64_t k, int64_t groups, int64_t group_size, int32_t minus,
+                   const Int4Rows& rows);
+  /// The tiles first, first + apart, ... (`count` of them, at most streams[R]) of the product with a block, into the
+  /// columns of those tiles of y [R, n], float or (half) float16. `minus` was -8 for a weight without zeros, else -1.
+  void (*multiply)(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_t apart, int64_t count, void* y,
+                   bool half);
+};
+
+DIFFBIT_DECLARE(Int4Kernels, int4)
+
+}  // namespace diffbit

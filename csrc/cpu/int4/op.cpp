@@ -1,0 +1,68 @@
+#include <algorithm>
+
+#include "../half.h"
+#include "../ops.h"
+#include "kernels.h"
+
+namespace diffbit {
+namespace {
+
+enum Scratch { QUANTIZED, OFFSETS, ROW_SCALES };
+constexpr int64_t BYTES_PER_TASK = 96 << 10;       // of codes, for few rows: some ten microseconds
+constexpr int64_t CACHED_BYTES = 384 << 10;        // of activations that stay near a core while tiles pass by
+constexpr int64_t TILES_PER_TASK = 8;
+
+}  // namespace
+
+Int4MatMul::Int4MatMul(const Node& node) : Int4Node(node), kernels(DIFFBIT_PICK(int4)) {}
+
+void Int4MatMul::compute(Context& context) const {
+  const Tensors of = tensors(context);
+  const Tensor &a = of.a, &codes = of.codes, &scales = of.scales, &zeros = of.zeros, &factor = of.factor, &y = of.y;
+  const bool symmetric = of.symmetric;
+  if (symmetric && *zeros.as<uint8_t>() != 8)
+    throw Error("%s is one %d, wanted one 8 or one of each group", zeros.name, int{*zeros.as<uint8_t>()});
+  const int64_t rows = of.rows, groups = divide_up(k, group_size), tiles = divide_up(n, INT4_TILE);
+  const int64_t width = groups * group_size;
+  if (!rows) return;
+
+  const bool half = a.type == ort::FLOAT16;
+  const int64_t item = half ? 2 : 4;
+  const Int4Weight weight = {codes.as<uint8_t>(),  scales.as<uint16_t>(), symmetric ? nullptr : zeros.as<uint8_t>(),
+                             *factor.as<float>(), n, groups, group_size};
+  int8_t* q = scratch<int8_t>(QUANTIZED, rows * width);
+  int32_t* offsets = scratch<int32_t>(OFFSETS, rows * groups);
+  float* row_scales = scratch<float>(ROW_SCALES, rows * groups);
+  const int64_t most = kernels->most_rows, blocks = divide_up(rows, most);
+  const auto block = [&](int64_t i) {
+    return Int4Rows{std::min(most, rows - i * most), q + i * most * width, offsets + i * most * groups,
+                    row_scales + i * most * groups};
+  };
+  const auto output = [&](int64_t i) { return y.as<char>() + i * most * n * item; };
+  context.parallel(blocks, [&](int64_t i) {
+    kernels->quantize(a.as<char>() + i * most * k * item, half, k, groups, group_size, symmetric ? -8 : -1, block(i));
+  });
+
+  if (blocks == 1) {  // bound by memory: several tiles at once, far apart, then the few that are left
+    const int64_t streams = kernels->streams[rows], apart = tiles / streams;
+    const int64_t tasks = std::max<int64_t>(1, std::min(apart, streams * apart * INT4_TILE * width / 2 / BYTES_PER_TASK));
+    context.parallel(tasks, [&](int64_t task) {
+      for (int64_t tile = apart * task / tasks; tile < apart * (task + 1) / tasks; ++tile)
+        kernels->multiply(block(0), weight, tile, apart, streams, output(0), half);
+      if (task == tasks - 1)
+        for (int64_t tile = streams * apart; tile < tiles; ++tile)
+          kernels->multiply(block(0), weight, tile, 1, 1, output(0), half);
+    });
+    return;
+  }
+  const int64_t near = std::max<int64_t>(1, CACHED_BYTES / (most * width));  // blocks that fit
+  const int64_t across = divide_up(tiles, TILES_PER_TASK), down = divide_up(blocks, near);
+  context.parallel(across * down, [&](int64_t task) {
+    const int64_t column = task % across * TILES_PER_TASK, row = task / across;
+    for (int64_t tile = column; tile < std::min(tiles, column + TILES_PER_TASK); ++tile)
+      for (int64_t i = blocks * row / down; i < blocks * (row + 1) / down; ++i)
+        kernels->multiply(block(i), weight, tile, 1, 1, output(i), half);
+  });
+}
+
+}  // namespace diffbit

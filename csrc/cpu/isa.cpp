@@ -1,0 +1,84 @@
+#include "isa.h"
+
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "../ort/op.h"
+#include "ops.h"
+
+#if defined(__x86_64__) || defined(_M_X64)
+#include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
+namespace diffbit {
+namespace {
+
+/// What this CPU has and its operating system saves; a member for each set in the table.
+struct Processor {
+  bool avx2 = false, avxvnni = false, avx512vnni = false;
+  bool neon = false;
+
+#if defined(__x86_64__) || defined(_M_X64)
+  Processor() {
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return;
+    const bool fma = c & bit_FMA, f16c = c & bit_F16C, osxsave = c & bit_OSXSAVE;
+    if (!osxsave) return;
+    unsigned low, high;  // XCR0: which registers the operating system saves
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+    const unsigned leaf7_b = b, leaf7_c = c, subleaves = a;
+    avx2 = (low & 6) == 6 && fma && f16c && (leaf7_b & bit_AVX2);
+    const unsigned wanted = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
+    avx512vnni = avx2 && (low & 0xe6) == 0xe6 && (leaf7_b & wanted) == wanted && (leaf7_c & (1u << 11));
+    if (subleaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) avxvnni = avx2 && (a & (1u << 4));
+  }
+#elif defined(__aarch64__) && defined(__linux__)
+  Processor() : neon(getauxval(AT_HWCAP) & HWCAP_ASIMDDP) {}
+#elif defined(__aarch64__)
+  Processor() : neon(true) {}  // Apple's all have it
+#endif
+};
+
+struct Available {
+  const char* name;
+  Isa isa;
+};
+
+/// Best first; the last is scalar.
+const std::vector<Available>& available() {
+  static const std::vector<Available> found = [] {
+    const Processor processor;
+    std::vector<Available> made;
+#define DIFFBIT_ADD(name, more) \
+  if (processor.name) made.push_back({#name, Isa::name});
+    DIFFBIT_ISAS(DIFFBIT_ADD, )
+#undef DIFFBIT_ADD
+    made.push_back({"scalar", Isa::scalar});
+    return made;
+  }();
+  return found;
+}
+
+}  // namespace
+
+std::string available_isas(const char* between) {
+  std::string names;
+  for (const Available& one : available()) names += (names.empty() ? "" : between) + std::string(one.name);
+  return names;
+}
+
+Isa choose_isa() {
+  const char* wanted = std::getenv("DIFFBIT_ISA");
+  if (!wanted || !*wanted) return available().front().isa;
+  for (const Available& one : available())
+    if (std::string(wanted) == one.name) return one.isa;
+  throw Error("DIFFBIT_ISA is %s, which this CPU or this build lacks; choose one of %s", wanted,
+              available_isas(", ").c_str());
+}
+
+}  // namespace diffbit

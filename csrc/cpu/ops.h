@@ -1,0 +1,45 @@
+// The ops on a CPU: the nodes are checked as on every device (ort/), the kernels of the best instruction set are chosen
+// when a node is made, and `compute` cuts the work into tasks for the session's threads. The cuts depend on shapes alone,
+// never on the number of threads: the same bits on any number of threads.
+#pragma once
+
+#include "../ort/attention_node.h"
+#include "../ort/nodes.h"
+
+namespace diffbit {
+
+/// Names of the instruction sets that this CPU and this build have, best first.
+std::string available_isas(const char* between);
+
+struct AttentionKernels;
+struct LowBitKernels;
+struct HadamardKernels;
+struct Int4Kernels;
+struct TernaryKernels;
+
+struct DiffAttention : AttentionNode {
+  explicit DiffAttention(const Node& node);
+  void compute(Context& context) const;
+  const AttentionKernels* kernels;
+  const LowBitKernels* lowbit;
+};
+
+struct Hadamard : HadamardNode {
+  explicit Hadamard(const Node& node);
+  void compute(Context& context) const;
+  const HadamardKernels* kernels;
+};
+
+struct Int4MatMul : Int4Node {
+  explicit Int4MatMul(const Node& node);
+  void compute(Context& context) const;
+  const Int4Kernels* kernels;
+};
+
+struct TernaryMatMul : TernaryNode {
+  explicit TernaryMatMul(const Node& node);
+  void compute(Context& context) const;
+  const TernaryKernels* kernels;
+};
+
+}  // namespace diffbit

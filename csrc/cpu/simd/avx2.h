@@ -1,0 +1,43 @@
+// AVX2: no dot product into int32, so that a Partial is int16.
+#pragma once
+
+#include "vectors256.h"
+
+namespace diffbit::DIFFBIT_ISA {
+namespace {
+
+constexpr bool PARTIAL_IS_INTS = false;
+
+struct Partial {
+  int16_t v __attribute__((vector_size(32)));
+  Partial() = default;
+  DIFFBIT_INLINE Partial(__m256i x) : v((decltype(v))x) {}
+  DIFFBIT_INLINE operator __m256i() const { return (__m256i)v; }
+};
+DIFFBIT_INLINE Partial dot(Partial partial, Bytes codes, Bytes activations) {
+  return {_mm256_add_epi16(partial, _mm256_maddubs_epi16(codes.v, activations.v))};
+}
+DIFFBIT_INLINE Ints flush(Ints sums, Partial partial) {
+  return {_mm256_add_epi32(sums, _mm256_madd_epi16(partial, _mm256_set1_epi16(1)))};
+}
+
+DIFFBIT_INLINE Partial no_partial() { return {_mm256_setzero_si256()}; }
+/// Calls of `dot` that a Partial holds, for codes up to `largest` and activations -127..127.
+constexpr int64_t dots(int largest) { return 32767 / (2 * 127 * largest); }
+/// GCC would take all products first and then add, and run out of registers: this keeps a sum where it stands.
+DIFFBIT_INLINE void in_order(Partial& partial) { __asm__("" : "+x"(partial.v)); }
+/// A Partial that `sums` are part of, where it can hold them, and the sums with it: one addition less than `flush`.
+DIFFBIT_INLINE Partial partial_of(Ints) { return no_partial(); }
+DIFFBIT_INLINE Ints with_partial(Ints sums, Partial partial) { return flush(sums, partial); }
+
+DIFFBIT_INLINE Ints dot_signed(Ints sums, Bytes a, Bytes b) {  // b -127..127
+  const __m256i products = _mm256_maddubs_epi16(_mm256_abs_epi8(a.v), _mm256_sign_epi8(b.v, a.v));
+  return {_mm256_add_epi32(sums, _mm256_madd_epi16(products, _mm256_set1_epi16(1)))};
+}
+DIFFBIT_INLINE Ints start_signed(Ints sums, Bytes) { return sums; }
+
+constexpr int TERNARY_ROWS = 2, TERNARY_COLUMNS = 4, TERNARY_CHAINS = 1;  // each product needs a register more
+constexpr TernaryPass TERNARY_PASSES[4] = {{3, 6, 3, false}, {2, 4, 3, false}, {1, 2, 3, false}, {0, 0, 3, false}};
+
+}  // namespace
+}  // namespace diffbit::DIFFBIT_ISA

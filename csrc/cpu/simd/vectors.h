@@ -1,0 +1,111 @@
+// Vectors under the same names for every instruction set. Included by kernels that are compiled once per set, so everything
+// here has internal linkage. The set's own header defines
+//
+//   F32, F32_LANES     floats: + - * / round once each, fma once for both; splat, load (of float32, float16 and int8),
+//                      store (to float32 and float16), store_rounded (to int8, halves to even; in -127..127), larger and
+//                      smaller (of a NaN and a number: the number), clipped, magnitude, rounded, power_of_two,
+//                      zero_below, sum, largest, store_sums (to[i] = the sum of vector i), partners (each lane's, APART
+//                      lanes away), in_lanes
+//   Bytes              WIDTH bytes: load_bytes, store, splat, splat4 (four bytes in every lane of an Ints), &, shift (each byte's
+//                      bits down; above them lie bits of its neighbour or zeros: mask what is wanted), once,
+//                      rounded_bytes (of four F32), store_parted
+//   Ints               WIDTH / 4 int32 lanes; arithmetic wraps: zero, splat_int, +, shift (arithmetic), store, to_floats,
+//                      add_sums, pair_sums (of neighbouring lanes, of two vectors), larger_bits, times_bytes
+//   Partial            what `dot` adds products of unsigned codes and signed activations to. AVX2 has no dot product into
+//                      int32: there a Partial is int16, holds the products of `dots(largest_code)` calls, and must then be
+//                      flushed. Elsewhere it is an Ints and never needs it (partial_is_ints.h), but flushing is always
+//                      right, so a kernel is written once:
+//
+//                        Ints sums = zero();
+//                        for (each run of at most dots(15) vectors) {
+//                          Partial partial = no_partial();
+//                          for (each vector) partial = dot(partial, codes, activations);    0..15, -127..127
+//                          sums = flush(sums, partial);
+//                        }
+//
+//   dot_signed         products of signed bytes, in int32, of sums that began with start_signed
+//   load_codes<BITS>   a group of 32 packed codes (kv_cache.pack) as floats, neighbours side by side
+//   load_weights       of TernaryMatMul; REST: half a vector, where a row is an odd number of blocks
+//   store_activations  of TernaryMatMul: the first 32 bytes, and the others (a vector of 32 or less has none)
+//   TERNARY_ROWS, TERNARY_COLUMNS, TERNARY_CHAINS, TERNARY_PASSES, INT4_ROWS, INT4_TWO_TILES
+//                      sizes of tiles whose sums stay in registers: cpu/ternary/vector.cpp and cpu/int4/vector.cpp say how
+#pragma once
+
+#include DIFFBIT_SIMD  // avx2.h, ...: CMakeLists.txt says which
+
+namespace diffbit::DIFFBIT_ISA {
+namespace {
+
+static_assert(F32_LANES == WIDTH / 4, "lanes of floats and of integers meet");
+
+/// For a line that is read once, soon.
+DIFFBIT_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
+
+template <class T>
+DIFFBIT_INLINE F32 load_part(const T* from, int64_t count) {
+  T part[F32_LANES] = {};
+  std::memcpy(part, from, static_cast<size_t>(count) * sizeof(T));
+  return load(part);
+}
+
+DIFFBIT_INLINE void store_part(float* to, int64_t count, F32 a) {
+  float part[F32_LANES];
+  store(part, a);
+  std::memcpy(to, part, static_cast<size_t>(count) * sizeof(float));
+}
+
+/// e^x for x <= 0, to about an ulp; 0 below the smallest normal number. NaN stays.
+///
+/// x = n ln 2 + r, |r| <= ln(2)/2; e^r by its polynomial (coefficients of Cephes' expf), ln 2 in two parts.
+DIFFBIT_INLINE F32 exp(F32 x) {
+  constexpr float LEAST = -87.33654f;
+  const F32 from = larger(splat(LEAST), x), n = rounded(from * splat(1.44269504f));
+  const F32 r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), from));
+  F32 p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p * r, r, r) + splat(1.0f);
+  return zero_below(x, LEAST, p * power_of_two(n));
+}
+
+/// d floats to codes in -top..top; a row of zeros has scale 0 and codes 0, one with an infinity or a NaN has scale NaN and
+/// codes 0. Returns the scale.
+DIFFBIT_INLINE float round_row(const float* x, int64_t d, int top, int8_t* codes) {
+  constexpr int64_t L = F32_LANES;
+  F32 most = splat(0.0f), poison = splat(0.0f);  // poison: infinity and NaN times 0 are NaN
+  const auto take = [&](F32 values) {
+    most = larger(magnitude(values), most);
+    poison = fma(values, splat(0.0f), poison);
+  };
+  int64_t i = 0;
+  for (; i + L <= d; i += L) take(load(x + i));
+  if (i < d) take(load_part(x + i, d - i));
+  if (sum(poison) != 0) {
+    std::memset(codes, 0, static_cast<size_t>(d));
+    return __builtin_nanf("");
+  }
+  const float scale = largest(most) / static_cast<float>(top);
+  const F32 divisor = splat(scale == 0 ? 1.0f : scale), high = splat(static_cast<float>(top));
+  const F32 low = splat(static_cast<float>(-top));
+  const auto rounded_codes = [&](F32 values) { return smaller(high, larger(low, values / divisor)); };
+  for (i = 0; i + L <= d; i += L) store_rounded(codes + i, rounded_codes(load(x + i)));
+  if (i < d) {
+    int8_t part[L];
+    store_rounded(part, rounded_codes(load_part(x + i, d - i)));
+    std::memcpy(codes + i, part, static_cast<size_t>(d - i));
+  }
+  return scale;
+}
+
+/// The sum of the lanes.
+DIFFBIT_INLINE int32_t sum(Ints a) {
+  uint32_t sums[4] = {};
+  add_sums(sums, a, a, a, a);
+  return static_cast<int32_t>(sums[0]);
+}
+
+}  // namespace
+}  // namespace diffbit::DIFFBIT_ISA

@@ -1,0 +1,38 @@
+// The inner loops of TernaryMatMul, one table per instruction set.
+#pragma once
+
+#include <cstdint>
+
+#include "../../ort/layouts.h"
+#include "../isa.h"
+
+namespace diffbit {
+
+/// A row of activations: its scale a, and the sum of q, because the codes are one more than the weights.
+struct TernaryRow {
+  float scale;
+  int32_t sum;
+};
+
+struct TernaryProduct {
+  const int8_t* q;         // [rows, quantized_size]
+  const TernaryRow* rows;  // [rows]
+  const uint8_t* packed;   // [n, blocks * 32]
+  int64_t blocks, n;
+  float scale;
+  void* y;  // [rows, n], fp32 or fp16
+  bool half;
+};
+
+struct TernaryKernels {
+  /// Bytes of a quantized row, a multiple of 64. The order inside is the set's own.
+  int64_t (*quantized_size)(int64_t blocks);
+  /// x [k], fp32 or fp16, to one row of q, of 8 or 4 bits.
+  TernaryRow (*quantize)(const void* x, bool half, int64_t bits, int64_t k, int64_t blocks, int8_t* q);
+  /// y of the activation rows row_begin..row_end and the weight rows begin..end.
+  void (*multiply)(const TernaryProduct& product, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end);
+};
+
+DIFFBIT_DECLARE(TernaryKernels, ternary)
+
+}  // namespace diffbit

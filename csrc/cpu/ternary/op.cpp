@@ -1,0 +1,54 @@
+#include <algorithm>
+
+#include "../half.h"
+#include "../ops.h"
+#include "kernels.h"
+
+namespace diffbit {
+namespace {
+
+enum Scratch { QUANTIZED, ROWS };
+constexpr int64_t NUMBERS_PER_TASK = 32 * 1024;  // to quantize: some microseconds
+constexpr int64_t ROWS_PER_TASK = 96;            // of the activations
+constexpr int64_t WEIGHTS_PER_TASK = 128;        // rows of the weight, where arithmetic sets the pace
+
+/// Where memory does: long streams, but work for sixteen threads if that leaves 64 KiB to each task.
+int64_t streamed_rows(int64_t n, int64_t row_bytes) {
+  const int64_t bytes = std::min(std::max(n * row_bytes / 16, int64_t{64} << 10), int64_t{512} << 10);
+  return std::max(bytes / row_bytes / 4 * 4, int64_t{4});
+}
+
+}  // namespace
+
+TernaryMatMul::TernaryMatMul(const Node& node) : TernaryNode(node), kernels(DIFFBIT_PICK(ternary)) {}
+
+void TernaryMatMul::compute(Context& context) const {
+  const Tensors of = tensors(context);
+  const Tensor &a = of.a, &packed = of.packed, &scale = of.scale, &y = of.y;
+  const int64_t rows = of.rows, blocks = divide_up(k, TERNARY_BLOCK);
+  if (!rows) return;
+
+  const bool half = a.type == ort::FLOAT16;
+  const int64_t q_size = kernels->quantized_size(blocks);
+  int8_t* q = scratch<int8_t>(QUANTIZED, rows * q_size);
+  TernaryRow* quantized = scratch<TernaryRow>(ROWS, rows);
+  const int64_t some = divide_up(NUMBERS_PER_TASK, k);
+  context.parallel(divide_up(rows, some), [&](int64_t task) {
+    for (int64_t row = task * some; row < rows && row < (task + 1) * some; ++row) {
+      const void* x = half ? static_cast<const void*>(a.as<Half>() + row * k) : a.as<float>() + row * k;
+      quantized[row] = kernels->quantize(x, half, activation_bits, k, blocks, q + row * q_size);
+    }
+  });
+
+  const TernaryProduct product = {q, quantized, packed.as<uint8_t>(), blocks, n, *scale.as<float>(), y.data, half};
+  const int64_t row_tasks = divide_up(rows, ROWS_PER_TASK), rows_each = divide_up(rows, row_tasks);
+  const int64_t weights_each = rows < 4 ? streamed_rows(n, blocks * TERNARY_BLOCK_BYTES) : WEIGHTS_PER_TASK;
+  const int64_t weight_tasks = divide_up(n, weights_each);
+  context.parallel(row_tasks * weight_tasks, [&](int64_t task) {
+    const int64_t row = task / weight_tasks * rows_each, begin = task % weight_tasks * weights_each;
+    kernels->multiply(product, row, std::min(row + rows_each, rows), begin,
+                       std::min(begin + weights_each, n));
+  });
+}
+
+}  // namespace diffbit

@@ -1,0 +1,110 @@
+// What the kernels of attention_decode.cu share: how a call is cut, queries, and what a split leaves.
+#pragma once
+
+#include "attention.h"
+
+namespace diffbit::cuda {
+namespace {
+
+constexpr int ROWS = 8;         // that a block takes: columns of a tensor core's product
+constexpr int FAST_WARPS = 4;   // at most, of a block of the kernels on tensor cores
+constexpr float LOG2_E = 1.4426950408889634f;
+
+/// A part of a call, and how it is cut. Rows are the queries of a kv head in the order [branch, pair, step]. A split
+/// leaves of each row the shares' product with its values, sums [B, G, splits, rows, width d], and the maximum of its
+/// logits (as powers of 2) and the sum of its shares, marks [B, G, splits, rows, 2].
+struct Cut {
+  Part part;
+  int64_t past, all;       // tokens before the part, and with it
+  int64_t rows;            // of a kv head
+  int64_t row_blocks;      // of ROWS
+  int64_t splits;          // of all kernels
+  float* sums;
+  float* marks;
+  // A kernel's: the tokens begin .. end in `own_splits` of `span` tokens, the first of which is split `first_split`
+  int64_t begin, end, own_splits, span, first_split;
+};
+
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+
+/// The reference level of shares: no infinity where a row has seen nothing.
+__device__ __forceinline__ float level(float most) { return most == -infinity() ? 0.0f : most; }
+
+struct Row {
+  int64_t branch, pair, step;
+};
+__device__ __forceinline__ Row row_of(const Attention& a, const Part& part, int64_t row) {
+  return {row / (pairs(a) * part.steps), row / part.steps % pairs(a), row % part.steps};
+}
+
+/// Channels i and i + d / 2 of a row's query, rotated and scaled, every step rounded.
+__device__ __forceinline__ float2 query_at(const Attention& a, const Part& part, int64_t b, int64_t g, int64_t row,
+                                           int64_t i) {
+  const Row r = row_of(a, part, row);
+  const int64_t s = part.first + r.step, sub_head = a.branches * (g * pairs(a) + r.pair) + r.branch;
+  const float2 x = rotated(a, b, s, a.query, (b * a.steps + s) * a.branches * a.heads + sub_head, i);
+  return make_float2(__fmul_rn(x.x, a.scale), __fmul_rn(x.y, a.scale));
+}
+
+__device__ __forceinline__ bool hidden(const Attention& a, int64_t b, int64_t t) {
+  return !static_cast<const int64_t*>(a.attention_mask)[b * (a.past_length + a.steps) + t];
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+  for (int with = 16; with; with /= 2) x += __shfl_xor_sync(0xffffffffu, x, with);
+  return x;
+}
+__device__ __forceinline__ float warp_most(float x) {
+  for (int with = 16; with; with /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, with));
+  return x;
+}
+
+/// A lane's channels of a row's query, lane + 32 k and d / 2 further, times a power of 2 that brings the row to 1 .. 2;
+/// returns that power's inverse. Zeros for a row that is none.
+template <int EACH>
+__device__ __forceinline__ float query_of(const Attention& a, const Cut& cut, int64_t b, int64_t group, int64_t row,
+                                          int lane, float2 (&x)[EACH]) {
+  float largest = 0;
+#pragma unroll
+  for (int k = 0; k < EACH; ++k) {
+    const int i = lane + 32 * k;
+    x[k] = row < cut.rows && i < a.d / 2 ? query_at(a, cut.part, b, group, row, i) : make_float2(0.0f, 0.0f);
+    largest = fmaxf(largest, fmaxf(fabsf(x[k].x), fabsf(x[k].y)));
+  }
+  const uint32_t exponent = __float_as_uint(warp_most(largest)) >> 23;
+  const bool normal = exponent > 0 && exponent < 254;
+#pragma unroll
+  for (int k = 0; k < EACH; ++k) {
+    const float by = normal ? __uint_as_float((254 - exponent) << 23) : 1.0f;
+    x[k] = make_float2(x[k].x * by, x[k].y * by);
+  }
+  return normal ? __uint_as_float(exponent << 23) : 1.0f;
+}
+
+/// A block's rows to the workspace: `sum` has a warp's sums of them, under the warp's maximum.
+template <int CHANNELS, class Sum>
+__device__ __forceinline__ void leave(const Attention& a, const Cut& cut, int64_t first_row, int rows, int warps,
+                                      const float (*mosts)[ROWS], const float (*shares)[ROWS], const Sum& sum) {
+  const int64_t head = blockIdx.z * groups(a) + blockIdx.y, split = blockIdx.x / cut.row_blocks;
+  const int64_t at = (head * cut.splits + cut.first_split + split) * cut.rows + first_row;
+  for (int r = 0; r < rows; ++r) {
+    float most = -infinity(), share = 0, factors[FAST_WARPS];
+    for (int w = 0; w < warps; ++w) most = fmaxf(most, mosts[w][r]);
+#pragma unroll
+    for (int w = 0; w < FAST_WARPS; ++w) {
+      factors[w] = w < warps ? exp2_approx(mosts[w][r] - level(most)) : 0.0f;
+      if (w < warps) share += shares[w][r] * factors[w];
+    }
+    for (int channel = static_cast<int>(threadIdx.x); channel < CHANNELS; channel += 32 * warps) {
+      float x = 0;
+#pragma unroll
+      for (int w = 0; w < FAST_WARPS; ++w)
+        if (w < warps) x += factors[w] * sum(w, r, channel);
+      cut.sums[(at + r) * CHANNELS + channel] = x;
+    }
+    if (threadIdx.x == 0) cut.marks[2 * (at + r)] = most, cut.marks[2 * (at + r) + 1] = share;
+  }
+}
+
+}  // namespace
+}  // namespace diffbit::cuda

@@ -1,0 +1,313 @@
+// decode_fast: caches of 16 bits and int8 on tensor cores (attention_decode.cu says how).
+#pragma once
+
+#include "attention_decode.h"
+
+namespace diffbit::cuda {
+namespace {
+
+constexpr int FAST_TOKENS = 16;                     // of a tile, a warp's
+constexpr int FAST_BESIDE = 2 * 4 * FAST_TOKENS;    // bytes: of each token two scales, or its mask
+
+/// What rows are made of, the width of a sub-head, and whether a kv head has two of them.
+template <class Element, int D, bool WIDE>
+struct Fast {
+  static constexpr int CHANNELS = WIDE ? 2 * D : D;
+  static constexpr int ROW = D * static_cast<int>(sizeof(Element));  // bytes of a sub-head's token
+  static constexpr bool CODES = sizeof(Element) == 1;
+  using Number = std::conditional_t<CODES, __half, Element>;  // that the tensor cores multiply
+  static constexpr int BYTES = CHANNELS * static_cast<int>(sizeof(Element));  // of a token
+  static constexpr int CHUNKS = BYTES / 16;
+  static constexpr int TILE = FAST_TOKENS * BYTES;
+  static constexpr int SLOT = TILE + 2 * FAST_BESIDE;  // keys: scales, mask; values: scales
+  static constexpr int SLOTS = BYTES == 512 ? 3 : 4;   // of a warp
+  static constexpr int QUERIES = 2 * ROWS * CHANNELS * 2;
+  static constexpr int BLOCKS = CHANNELS == 256 ? 2 : CHANNELS == 128 ? 3 : 4;  // of a multiprocessor
+
+  /// Where a chunk of a token lies in a tile: eight tokens' same chunks are in different banks.
+  static __device__ __forceinline__ int place(int token, int chunk) {
+    return token * BYTES + (chunk ^ (CHUNKS >= 8 ? token & 7 : token >> 1 & 3)) * 16;
+  }
+  /// Where a channel of a query lies among the channels, so that it meets the key's: a lane's four neighbouring codes
+  /// become the pairs that it has of a row of 16.
+  static __device__ __forceinline__ int column(int channel) {
+    if (!CODES) return channel;
+    const int k = channel % 16;
+    return channel - k + k / 4 * 2 + k % 2 + k % 4 / 2 * 8;
+  }
+};
+
+/// Four codes of 8 bits as pairs of halves: of `first` the bytes 0 and 1, or 0 and 2, of `second` the others.
+__device__ __forceinline__ void halves(uint32_t codes, unsigned first, unsigned second, uint32_t& a, uint32_t& b) {
+  const uint32_t moved = codes ^ 0x80808080u;  // + 128; 0x64 before a byte is 1024 + that
+  a = subtract2<__half>(__byte_perm(moved, 0x64646464u, first), 0x64806480u);
+  b = subtract2<__half>(__byte_perm(moved, 0x64646464u, second), 0x64806480u);
+}
+
+template <class Element, int D, bool WIDE>
+__global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCKS)
+    decode_fast(const Attention a, const Cut cut) {
+  using F = Fast<Element, D, WIDE>;
+  using Number = typename F::Number;
+  constexpr int CHANNELS = F::CHANNELS, BLOCKS_OF_16 = CHANNELS / 16;
+  __shared__ float scales[ROWS], mosts[FAST_WARPS][ROWS], shares_of[FAST_WARPS][ROWS];
+  unsigned char* shared = shared_memory();
+  Number* queries = reinterpret_cast<Number*>(shared);
+  const int64_t first_row = blockIdx.x % cut.row_blocks * ROWS, split = blockIdx.x / cut.row_blocks;
+  const int64_t group = blockIdx.y, b = blockIdx.z, head = b * a.kv_heads + group * (1 + WIDE);
+  const bool recent = a.key_bits < 8;  // of a cache in blocks; its new tokens are there
+  const int rows = static_cast<int>(min(static_cast<int64_t>(ROWS), cut.rows - first_row));
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  const int warps = static_cast<int>(blockDim.x) / 32, g = lane / 4, t = lane % 4;
+  unsigned char* ring = shared + F::QUERIES + warp * F::SLOTS * F::SLOT;
+  const bool last = split == cut.own_splits - 1;
+
+  // A warp's tiles: every warps-th of the split's, and with one warp of the last split the new tokens'
+  const int64_t begin = cut.begin + split * cut.span, end = min(begin + cut.span, cut.end);
+  const int64_t in_split = begin < end ? divide_up(end - begin, FAST_TOKENS) : 0;
+  const int old_tiles = static_cast<int>(in_split > warp ? divide_up(in_split - warp, warps) : 0);
+  const int tiles = old_tiles + (last && in_split % warps == warp);
+  const auto first_of = [&](int tile) {
+    return tile == old_tiles ? cut.end : begin + (static_cast<int64_t>(tile) * warps + warp) * FAST_TOKENS;
+  };
+
+  // Lane l copies chunk l % CHUNKS of tokens l / CHUNKS, + TOGETHER, ...; scale l, of sub-head l / 16; and mask l
+  constexpr int TOGETHER = 32 / F::CHUNKS;
+  const int chunk = lane % F::CHUNKS, token_ = lane / F::CHUNKS, in_tile = lane % FAST_TOKENS;
+  const int64_t key_slots = recent ? a.window + CACHE_BLOCK : a.key_capacity;
+  const int64_t value_slots = recent ? a.window + CACHE_BLOCK : a.value_capacity;
+  const auto chunk_of = [&](const void* rows_, int64_t slots) {  // of token 0
+    return static_cast<const char*>(rows_) + ((head + chunk * 16 / F::ROW) * slots - cut.begin) * F::ROW +
+           chunk * 16 % F::ROW;
+  };
+  const char* const key_rows = chunk_of(recent ? a.present_key_recent : a.present_key, key_slots);
+  const char* const value_rows = chunk_of(recent ? a.present_value_recent : a.present_value, value_slots);
+  const bool has_scale = F::CODES && lane < (WIDE ? 32 : FAST_TOKENS);
+  const int64_t step_head = head + lane / FAST_TOKENS;
+  const float* const key_steps = static_cast<const float*>(a.present_key_scale) + step_head * key_slots;
+  const float* const value_steps = static_cast<const float*>(a.present_value_scale) + step_head * value_slots;
+  const int64_t* const mask = static_cast<const int64_t*>(a.attention_mask) + b * (a.past_length + a.steps);
+  const int64_t of_whole = begin < end ? (end - begin) / FAST_TOKENS : 0;  // tiles
+  const int whole = static_cast<int>(of_whole > warp ? divide_up(of_whole - warp, warps) : 0);
+
+  const auto load = [&](const char* rows_, const float* scales_, int tile, unsigned char* slot) {
+    const int64_t first = first_of(tile);
+    if (tile < whole) {
+      const char* from = rows_ + (first + token_) * F::ROW;
+#pragma unroll
+      for (int k = 0; k < FAST_TOKENS / TOGETHER; ++k)
+        copy_async16(slot + F::place(token_ + k * TOGETHER, chunk), from + k * TOGETHER * F::ROW);
+      if (has_scale) copy_async<4>(slot + F::TILE + 4 * lane, scales_ + first + in_tile);
+      return;
+    }
+    const int count = static_cast<int>((tile == old_tiles ? cut.all : end) - first);
+#pragma unroll
+    for (int k = 0; k < FAST_TOKENS / TOGETHER; ++k) {
+      const int token = token_ + k * TOGETHER;
+      const bool valid = token < count;
+      copy_async16(slot + F::place(token, chunk), rows_ + (valid ? first + token : cut.begin) * F::ROW, valid);
+    }
+    const bool valid = in_tile < count;
+    if (has_scale) copy_async<4>(slot + F::TILE + 4 * lane, scales_ + (valid ? first + in_tile : 0), valid);
+  };
+  const auto start_keys = [&](int tile, unsigned char* slot) {
+    if (tile < tiles) {
+      load(key_rows, key_steps, tile, slot);
+      const int64_t t = first_of(tile) + lane;
+      const bool valid = t < (tile == old_tiles ? cut.all : end);  // zeros beyond the end: hidden
+      if (lane < FAST_TOKENS) copy_async<8>(slot + F::TILE + FAST_BESIDE + 8 * lane, mask + (valid ? t : 0), valid);
+    }
+    copy_async_commit();
+  };
+  const auto start_values = [&](int tile, unsigned char* slot) {
+    if (tile < tiles) load(value_rows, value_steps, tile, slot);
+    copy_async_commit();
+  };
+  const auto start_first = [&](bool old) {  // keys and values of a tile, in turn
+#pragma unroll
+    for (int unit = 0; unit < F::SLOTS - 1; ++unit)
+      if ((unit / 2 < old_tiles) == old)
+        unit % 2 ? start_values(unit / 2, ring + unit * F::SLOT) : start_keys(unit / 2, ring + unit * F::SLOT);
+  };
+
+  start_first(true);
+  if (last && !recent) {  // the new tokens
+    const int each = (1 + WIDE) * static_cast<int>(cut.part.steps);
+    for (int i = warp; i < 2 * each; i += warps)
+      append_row(a, side_of(a, i < each), b, cut.part.first + i % each / (1 + WIDE),
+                 group * (1 + WIDE) + i % (1 + WIDE), lane);
+    __threadfence();
+  }
+  for (int row = warp; row < ROWS; row += warps) {
+    constexpr int EACH = D / 64;
+    float2 x[EACH];
+    const float size = query_of(a, cut, b, group, first_row + row, lane, x);
+    if (lane == 0) scales[row] = size * LOG2_E;
+    const int own = WIDE && first_row + row >= pairs(a) * cut.part.steps ? D : 0;  // where its sub-head's keys begin
+    const auto put = [&](int channel, float y) {
+      const int column = F::column(channel), at = (column / 8 ^ (row & 7)) * 8 + column % 8;
+      const Number high = from_float<Number>(y);
+      queries[row * CHANNELS + at] = high;
+      queries[(row + ROWS) * CHANNELS + at] = from_float<Number>(y - to_float(high));
+    };
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) {
+      const int i = lane + 32 * k;
+      put(own + i, x[k].x);
+      put(own + i + D / 2, x[k].y);
+      if (WIDE) put(D - own + i, 0.0f), put(D - own + i + D / 2, 0.0f);
+    }
+  }
+  __syncthreads();
+  start_first(false);
+
+  // Fragments lie as device.h says. Logits: rows and what rounding left of them are the 16 rows of a, a tile's keys two
+  // times 8 columns of b, so that lane 4 g + t has those of row g and of tokens 2t, 2t + 1, + 8. Shares are then as b
+  // wants them, and values, [16 channels, 16 tokens], are a.
+  float sums[BLOCKS_OF_16][4] = {}, most = -infinity(), total = 0;
+  const int64_t row = min(first_row + g, cut.rows - 1);
+  const int seen = static_cast<int>(cut.past + row % cut.part.steps - cut.end);  // of the new tokens' tile
+  const int own = WIDE && row >= pairs(a) * cut.part.steps;
+  const float scale = scales[g];
+  const int token_of_lane = lane / 16 * 8 + lane % 8, half = lane / 8 % 2;  // of load_matrix_x4's rows
+  float s[4];
+
+  const auto logits = [&](const unsigned char* slot, int most_seen) {
+    float c[2][4] = {};
+    const auto query = [&](int k, uint32_t(&q)[4]) {
+      load_matrix_x4(q, queries + lane % 16 * CHANNELS + ((2 * k + lane / 16) ^ (lane & 7)) * 8);
+    };
+#pragma unroll
+    for (int k = 0; k < BLOCKS_OF_16; k += 1 + F::CODES) {
+      uint32_t q[4], x[4];
+      query(k, q);
+      if constexpr (F::CODES) {  // two chunks, of 16 channels each
+        load_matrix_x4(x, slot + F::place(half * 8 + lane % 8, k + lane / 16));
+        uint32_t other[4], key[2];
+        query(k + 1, other);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          halves(x[i], 0x4140, 0x4342, key[0], key[1]);
+          mma<Number>(c[i % 2], i < 2 ? q : other, key);
+        }
+      } else {
+        load_matrix_x4(x, slot + F::place(token_of_lane, 2 * k + half));
+        const uint32_t first[2] = {x[0], x[1]}, second[2] = {x[2], x[3]};
+        mma<Number>(c[0], q, first);
+        mma<Number>(c[1], q, second);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int token = 8 * i + 2 * t;
+      const uint4 mask = *reinterpret_cast<const uint4*>(slot + F::TILE + FAST_BESIDE + 8 * token);
+      const float* key_scales = reinterpret_cast<const float*>(slot + F::TILE) + own * FAST_TOKENS + token;
+      const bool shown[2] = {(mask.x | mask.y) && token <= most_seen, (mask.z | mask.w) && token < most_seen};
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        s[2 * i + j] = shown[j] ? (c[i][j] + c[i][2 + j]) * scale * (F::CODES ? key_scales[j] : 1.0f) : -infinity();
+    }
+  };
+
+  const auto mix = [&](const unsigned char* slot) {
+    // Codes: a share times the value's scale is at most about 1, too, so the scales' sizes count in the maximum
+    float value_scales[2][4], next = most;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* beside = reinterpret_cast<const float*>(slot + F::TILE) + i / 2 * 8 + 2 * t + i % 2;
+      value_scales[0][i] = F::CODES ? beside[0] : 1.0f;
+      value_scales[1][i] = F::CODES && WIDE ? beside[FAST_TOKENS] : value_scales[0][i];
+      const int size = static_cast<int>(__float_as_uint(fmaxf(value_scales[0][i], value_scales[1][i])) >> 23) - 127;
+      next = fmaxf(next, F::CODES ? s[i] + static_cast<float>(max(size, -60)) : s[i]);
+    }
+    next = fmaxf(next, __shfl_xor_sync(0xffffffffu, next, 1));
+    next = fmaxf(next, __shfl_xor_sync(0xffffffffu, next, 2));
+    if (__any_sync(0xffffffffu, next > most)) {
+      const float factor = exp2_approx(most - level(next));
+      const float factors[2] = {__shfl_sync(0xffffffffu, factor, 8 * t), __shfl_sync(0xffffffffu, factor, 8 * t + 4)};
+      total *= factor;
+      most = next;
+#pragma unroll
+      for (int k = 0; k < BLOCKS_OF_16; ++k)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[k][i] *= factors[i % 2];
+    }
+    uint32_t high[2][2], low[2][2];  // of the sub-heads
+    float shares[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      shares[i] = exp2_approx(s[i] - level(most));
+      total += shares[i];
+    }
+#pragma unroll
+    for (int j = 0; j < (F::CODES && WIDE ? 2 : 1); ++j)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float x = shares[2 * i] * value_scales[j][2 * i], y = shares[2 * i + 1] * value_scales[j][2 * i + 1];
+        high[j][i] = pack2<Number>(x, y);
+        const float2 rounded = unpack2<Number>(high[j][i]);
+        low[j][i] = pack2<Number>(x - rounded.x, y - rounded.y);
+      }
+    if constexpr (F::CODES) {
+#pragma unroll
+      for (int k = 0; k < BLOCKS_OF_16; k += 2) {
+        uint32_t x[4], value[4];
+        load_matrix_x4_transposed(x, slot + F::place(half * 8 + lane % 8, k + lane / 16));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          halves(x[2 * i], 0x4240, 0x4341, value[0], value[1]);
+          halves(x[2 * i + 1], 0x4240, 0x4341, value[2], value[3]);
+          const int j = WIDE && k >= BLOCKS_OF_16 / 2;
+          mma<Number>(sums[k + i], value, high[j]);
+          mma<Number>(sums[k + i], value, low[j]);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < BLOCKS_OF_16; ++k) {
+        uint32_t value[4];
+        load_matrix_x4_transposed(value, slot + F::place(token_of_lane, 2 * k + half));
+        mma<Number>(sums[k], value, high[0]);
+        mma<Number>(sums[k], value, low[0]);
+      }
+    }
+  };
+
+  unsigned char *free = ring + (F::SLOTS - 1) * F::SLOT, *slot = ring;
+  const auto next = [&] {
+    free = slot;
+    slot = slot == ring + (F::SLOTS - 1) * F::SLOT ? ring : slot + F::SLOT;
+  };
+  for (int tile = 0; tile < tiles; ++tile) {
+    copy_async_wait<F::SLOTS - 2>();
+    __syncwarp();  // the others' bytes, and all have read what the next copies replace
+    F::SLOTS % 2 ? start_keys(tile + F::SLOTS / 2, free) : start_values(tile + F::SLOTS / 2 - 1, free);
+    logits(slot, tile == old_tiles ? seen : FAST_TOKENS);
+    next();
+    copy_async_wait<F::SLOTS - 2>();
+    __syncwarp();
+    F::SLOTS % 2 ? start_values(tile + F::SLOTS / 2, free) : start_keys(tile + F::SLOTS / 2, free);
+    mix(slot);
+    next();
+  }
+  total += __shfl_xor_sync(0xffffffffu, total, 1);
+  total += __shfl_xor_sync(0xffffffffu, total, 2);
+  copy_async_wait<0>();
+  __syncthreads();
+
+  float* all = reinterpret_cast<float*>(shared);  // [warps, ROWS, CHANNELS]
+  if (t == 0) mosts[warp][g] = most, shares_of[warp][g] = total;
+#pragma unroll
+  for (int k = 0; k < BLOCKS_OF_16; ++k)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int channel = 16 * k + (F::CODES ? 2 * g + i / 2 : g + i / 2 * 8);
+      all[(warp * ROWS + 2 * t + i % 2) * CHANNELS + channel] = sums[k][i];
+    }
+  __syncthreads();
+  leave<CHANNELS>(a, cut, first_row, rows, warps, mosts, shares_of,
+                  [&](int w, int r, int channel) { return all[(w * ROWS + r) * CHANNELS + channel]; });
+}
+
+}  // namespace
+}  // namespace diffbit::cuda

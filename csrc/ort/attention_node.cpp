@@ -1,0 +1,172 @@
+#include "attention_node.h"
+
+#include <cstring>
+
+#include "layouts.h"
+
+namespace diffbit {
+namespace {
+
+/// The tensors and attributes of one side of the cache.
+struct Names {
+  schema::Input past, past_scale, past_recent;
+  schema::Output present, present_scale, present_recent;
+  schema::Integer bits;
+};
+
+using Schema = schema::DiffAttention;
+constexpr Names KEYS = {Schema::PAST_KEY,    Schema::PAST_KEY_SCALE,    Schema::PAST_KEY_RECENT,
+                        Schema::PRESENT_KEY, Schema::PRESENT_KEY_SCALE, Schema::PRESENT_KEY_RECENT,
+                        Schema::KEY_BITS};
+constexpr Names VALUES = {Schema::PAST_VALUE,    Schema::PAST_VALUE_SCALE,    Schema::PAST_VALUE_RECENT,
+                          Schema::PRESENT_VALUE, Schema::PRESENT_VALUE_SCALE, Schema::PRESENT_VALUE_RECENT,
+                          Schema::VALUE_BITS};
+
+/// Whether a past and its present are one memory.
+bool shared(const Tensor& past, const Tensor& present) { return past.size() > 0 && past.data == present.data; }
+
+/// Refuses inputs that do not fit `bits`.
+CacheTensors past_of(const Context& context, const Names& names, bool keys, const Tensor& fresh, int bits,
+                     int64_t kv_heads, int64_t d, int64_t window) {
+  CacheTensors cache{};
+  cache.fresh = fresh;
+  cache.bits = bits;
+  cache.past = context.input(names.past);
+  cache.past_scale = context.input(names.past_scale);
+  cache.past_recent = context.input(names.past_recent);
+  const Tensor &past = cache.past, &scale = cache.past_scale, &recent = cache.past_recent;
+  const bool blocks = cache.blockwise();
+  const bool codes = past.type == ort::UINT8 || past.type == ort::INT8;  // which floats there are, the entries say
+  const bool fits = bits == 16 ? !codes : past.type == (blocks ? ort::UINT8 : ort::INT8);
+  if (!fits)
+    throw Error("%s is not %s, wanted where %s is %d", past.name, bits == 16 ? "float" : blocks ? "uint8" : "int8",
+                names.bits.name, bits);
+  if (blocks && d % CACHE_BLOCK)
+    throw Error("%s holds %lld numbers a token, wanted a multiple of %lld where %s is %d", past.name, number(d),
+                number(CACHE_BLOCK), names.bits.name, bits);
+  const int64_t batch = fresh.shape[0];
+  past.expect({batch, kv_heads, -1, blocks ? d * bits / 8 : d});
+  const int64_t capacity = past.shape[2];
+  if (blocks && capacity % CACHE_BLOCK)
+    throw Error("%s has room for %lld tokens, wanted a multiple of %lld", past.name, number(capacity),
+                number(CACHE_BLOCK));
+  if (static_cast<bool>(scale) != (bits < 16))
+    throw Error("%s is %s, wanted exactly where the cache is int8, int4 or int2", scale.name, scale ? "given" : "missing");
+  if (static_cast<bool>(recent) != blocks)
+    throw Error("%s is %s, wanted exactly where the cache is int4 or int2", recent.name, recent ? "given" : "missing");
+  if (bits == 8) scale.expect({batch, kv_heads, capacity});
+  if (blocks && keys) scale.expect({batch, kv_heads, capacity / CACHE_BLOCK, 2, d});
+  if (blocks && !keys) scale.expect({batch, kv_heads, capacity, 2, d / CACHE_BLOCK});
+  if (blocks) recent.expect({batch, kv_heads, window + CACHE_BLOCK, d});
+  cache.past_capacity = capacity;
+  cache.scale_tokens = blocks && keys ? CACHE_BLOCK : 1;
+  return cache;
+}
+
+/// The present's buffers, with room for `tokens`.
+void bind(Context& context, const Names& names, CacheTensors& cache, int64_t tokens) {
+  const auto output = [&](const schema::Output& which, const Tensor& of, int64_t capacity) {
+    int64_t shape[Tensor::MOST_DIMENSIONS];
+    std::memcpy(shape, of.shape, sizeof shape);
+    shape[2] = capacity;
+    const Tensor found = context.output(which, shape, of.rank);
+    if (!found.data && found.size())
+      throw Error("%s is missing, wanted where the cache is %s", which.name, cache.blockwise() ? "int4 or int2" : "int8");
+    return found;
+  };
+  const auto refuse = [&](const schema::Output& which, const char* where) {  // nobody would write it
+    if (context.wants(which)) throw Error("%s is given, wanted exactly where the cache is %s", which.name, where);
+  };
+  const Tensor &past = cache.past, &scale = cache.past_scale;
+  cache.capacity = cache.past_capacity > tokens ? cache.past_capacity : tokens;
+  cache.present = output(names.present, past, cache.capacity);
+  cache.in_place = shared(past, cache.present);
+  if (cache.in_place && cache.past_capacity != cache.capacity)
+    throw Error("%s shares its memory with %s, but has room for %lld tokens where %lld are needed", past.name,
+                cache.present.name, number(cache.past_capacity), number(cache.capacity));
+  if (cache.bits == 16) {
+    refuse(names.present_scale, "int8, int4 or int2");
+  } else {
+    cache.present_scale = output(names.present_scale, scale, cache.capacity / cache.scale_tokens);
+    if (scale.size() > 0 && cache.in_place != (scale.data == cache.present_scale.data))
+      throw Error("%s and %s must share their memory with the outputs both or neither", past.name, scale.name);
+  }
+  if (!cache.blockwise()) return refuse(names.present_recent, "int4 or int2");
+  cache.present_recent = output(names.present_recent, cache.past_recent, cache.past_recent.shape[2]);
+  cache.recent_in_place = shared(cache.past_recent, cache.present_recent);
+}
+
+}  // namespace
+
+int64_t quantized_tokens(int64_t total, int64_t window) {
+  return total > window ? (total - window) / CACHE_BLOCK * CACHE_BLOCK : 0;
+}
+
+AttentionNode::AttentionNode(const Node& node)
+    : heads(node.integer(NUM_HEADS)),
+      kv_heads(node.integer(NUM_KV_HEADS)),
+      width(1 + node.integer(WIDE_VALUE)),
+      branches(node.integer(BRANCHES)),
+      window(node.integer(WINDOW)),
+      key_bits(static_cast<int>(node.integer(KEY_BITS))),
+      value_bits(static_cast<int>(node.integer(VALUE_BITS))),
+      query_bits(static_cast<int>(node.integer(QUERY_BITS))),
+      scale(node.number(SCALE)),
+      norm_eps(node.number(NORM_EPS)) {
+  node.expect_version(VERSION);
+  if (query_bits && key_bits == 16)
+    throw Error("DiffAttention: query_bits is %d, wanted 0 where key_bits is 16", query_bits);
+  if (branches == 1 && width == 2) throw Error("DiffAttention: wide_value is 1, wanted 0 where branches is 1");
+  if (kv_heads % width || heads % (kv_heads / width))
+    throw Error("DiffAttention: num_heads is %lld, wanted a multiple of the %lld kv heads of num_kv_heads %lld%s",
+                number(heads), number(kv_heads / width), number(kv_heads),
+                width == 2 ? ", which must be even with wide_value" : "");
+}
+
+AttentionTensors AttentionNode::tensors(Context& context) const {
+  AttentionTensors of{};
+  const Tensor query = context.input(QUERY), key = context.input(KEY), value = context.input(VALUE),
+               lambda = context.input(LAMBDA), past_length = context.input(PAST_LENGTH),
+               positions = context.input(POSITION_IDS), cos = context.input(COS), sin = context.input(SIN),
+               mask = context.input(ATTENTION_MASK);
+  query.expect({-1, -1, -1});
+  key.expect({query.shape[0], query.shape[1], -1});
+  const int64_t batch = query.shape[0], length = query.shape[1], d = key.shape[2] / kv_heads;
+  if (d < 2 || d % 2 || d > ATTENTION_MOST_D || key.shape[2] % kv_heads)
+    throw Error("%s is %s, wanted %lld sub-heads of an even number of at most %lld numbers", key.name,
+                key.shape_text().c_str(), number(kv_heads), number(ATTENTION_MOST_D));
+  query.expect({batch, length, branches * heads * d});
+  value.expect({batch, length, kv_heads * d});
+  of.keys = past_of(context, KEYS, true, key, key_bits, kv_heads, d, window);
+  of.values = past_of(context, VALUES, false, value, value_bits, kv_heads, d, window);
+  if (of.keys.blockwise() == of.values.blockwise())
+    of.values.past.expect({batch, kv_heads, of.keys.past_capacity, of.values.past.shape[3]});
+  past_length.expect({1});
+  const int64_t past = *past_length.as<int64_t>();
+  for (const CacheTensors* cache : {&of.keys, &of.values}) {
+    const int64_t most = cache->past_capacity + (cache->blockwise() ? window + CACHE_BLOCK - 1 : 0);
+    if (past < 0 || past > most)
+      throw Error("%s is %lld, wanted 0 to %lld, the capacity of %s%s", past_length.name, number(past), number(most),
+                  cache == &of.keys ? "past_key" : "past_value", cache->blockwise() ? " and its recent tokens" : "");
+  }
+  const int64_t total = past + length;
+  mask.expect({batch, total});
+  positions.expect({batch, length});
+  cos.expect({-1, d / 2});
+  sin.expect({cos.shape[0], d / 2});
+  if (static_cast<bool>(lambda) != (branches == 2))
+    throw Error("%s is %s, wanted exactly where branches is 2", lambda.name, lambda ? "given" : "missing");
+  if (lambda.rank == 3)
+    lambda.expect({batch, length, heads});
+  else if (lambda)
+    lambda.expect({heads});
+
+  of.batch = batch, of.length = length, of.past = past, of.d = d;
+  of.query = query, of.lambda = lambda, of.positions = positions, of.cos = cos, of.sin = sin, of.mask = mask;
+  of.out = context.output(OUT, {batch, length, heads * width * d});
+  bind(context, KEYS, of.keys, of.keys.blockwise() ? quantized_tokens(total, window) : total);
+  bind(context, VALUES, of.values, of.values.blockwise() ? quantized_tokens(total, window) : total);
+  return of;
+}
+
+}  // namespace diffbit

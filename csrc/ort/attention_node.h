@@ -1,0 +1,44 @@
+// diffbit.DiffAttention's node and tensors, checked; the same on every device (ops/diff_attention.py says what it computes).
+#pragma once
+
+#include "generated/schema.h"
+#include "op.h"
+
+namespace diffbit {
+
+/// How many of `total` tokens a cache of 4 or 2 bits holds as codes.
+int64_t quantized_tokens(int64_t total, int64_t window);
+
+/// Keys or values of a call: what was, what is new, and the buffers of both; those that a cache of these bits has not are
+/// null.
+struct CacheTensors {
+  Tensor fresh;  // [B, S, Hk * d]
+  Tensor past, past_scale, past_recent;
+  Tensor present, present_scale, present_recent;
+  int bits;
+  int64_t scale_tokens;  // how many tokens share a scale
+  int64_t past_capacity, capacity;
+  bool in_place, recent_in_place;  // past and present are one memory
+
+  /// Blocks of 32 numbers with a scale and a zero point.
+  bool blockwise() const { return bits < 8; }
+};
+
+struct AttentionTensors {
+  int64_t batch, length, past, d;  // length: the new tokens
+  Tensor query, lambda, positions, cos, sin, mask, out;
+  CacheTensors keys, values;
+};
+
+struct AttentionNode : schema::DiffAttention {
+  explicit AttentionNode(const Node& node);
+  /// Of these only past_length is read: the others may lie where this code cannot look.
+  AttentionTensors tensors(Context& context) const;
+
+  int64_t heads, kv_heads, width;  // width: sub-heads of a value, 2 or 1
+  int64_t branches, window;
+  int key_bits, value_bits, query_bits;
+  float scale, norm_eps;
+};
+
+}  // namespace diffbit

@@ -1,0 +1,159 @@
+// Written by python -m diffbit.ops.schema --write, from ops/schema.py: change that.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+struct DiffbitAttention {
+  const void* query;
+  const void* key;
+  const void* value;
+  const void* lambda;
+  const void* past_key;
+  const void* past_value;
+  const void* position_ids;
+  const void* cos;
+  const void* sin;
+  const void* attention_mask;
+  const void* past_key_scale;
+  const void* past_value_scale;
+  const void* past_key_recent;
+  const void* past_value_recent;
+  void* out;
+  void* present_key;
+  void* present_value;
+  void* present_key_scale;
+  void* present_value_scale;
+  void* present_key_recent;
+  void* present_value_recent;
+  int64_t batch;
+  int64_t steps;
+  int64_t past_length;
+  int64_t heads;
+  int64_t kv_heads;
+  int64_t d;
+  int64_t past_key_capacity;  // tokens that past and present have room for
+  int64_t past_value_capacity;
+  int64_t key_capacity;
+  int64_t value_capacity;
+  int64_t positions;  // rows of cos and sin; a position beyond them makes its token NaN
+  int64_t branches;
+  int64_t wide_value;
+  int64_t lambda_per_token;
+  int64_t key_bits;
+  int64_t value_bits;
+  int64_t query_bits;
+  int64_t window;
+  int64_t type;  // of query, key, value and out: FLOAT32, FLOAT16 or BFLOAT16
+  int64_t key_type;  // of a cache of 16 bits: FLOAT32, FLOAT16 or BFLOAT16
+  int64_t value_type;
+  float scale;
+  float norm_eps;
+};
+static_assert(offsetof(DiffbitAttention, query) == 0, "query");
+static_assert(offsetof(DiffbitAttention, key) == 8, "key");
+static_assert(offsetof(DiffbitAttention, value) == 16, "value");
+static_assert(offsetof(DiffbitAttention, lambda) == 24, "lambda");
+static_assert(offsetof(DiffbitAttention, past_key) == 32, "past_key");
+static_assert(offsetof(DiffbitAttention, past_value) == 40, "past_value");
+static_assert(offsetof(DiffbitAttention, position_ids) == 48, "position_ids");
+static_assert(offsetof(DiffbitAttention, cos) == 56, "cos");
+static_assert(offsetof(DiffbitAttention, sin) == 64, "sin");
+static_assert(offsetof(DiffbitAttention, attention_mask) == 72, "attention_mask");
+static_assert(offsetof(DiffbitAttention, past_key_scale) == 80, "past_key_scale");
+static_assert(offsetof(DiffbitAttention, past_value_scale) == 88, "past_value_scale");
+static_assert(offsetof(DiffbitAttention, past_key_recent) == 96, "past_key_recent");
+static_assert(offsetof(DiffbitAttention, past_value_recent) == 104, "past_value_recent");
+static_assert(offsetof(DiffbitAttention, out) == 112, "out");
+static_assert(offsetof(DiffbitAttention, present_key) == 120, "present_key");
+static_assert(offsetof(DiffbitAttention, present_value) == 128, "present_value");
+static_assert(offsetof(DiffbitAttention, present_key_scale) == 136, "present_key_scale");
+static_assert(offsetof(DiffbitAttention, present_value_scale) == 144, "present_value_scale");
+static_assert(offsetof(DiffbitAttention, present_key_recent) == 152, "present_key_recent");
+static_assert(offsetof(DiffbitAttention, present_value_recent) == 160, "present_value_recent");
+static_assert(offsetof(DiffbitAttention, batch) == 168, "batch");
+static_assert(offsetof(DiffbitAttention, steps) == 176, "steps");
+static_assert(offsetof(DiffbitAttention, past_length) == 184, "past_length");
+static_assert(offsetof(DiffbitAttention, heads) == 192, "heads");
+static_assert(offsetof(DiffbitAttention, kv_heads) == 200, "kv_heads");
+static_assert(offsetof(DiffbitAttention, d) == 208, "d");
+static_assert(offsetof(DiffbitAttention, past_key_capacity) == 216, "past_key_capacity");
+static_assert(offsetof(DiffbitAttention, past_value_capacity) == 224, "past_value_capacity");
+static_assert(offsetof(DiffbitAttention, key_capacity) == 232, "key_capacity");
+static_assert(offsetof(DiffbitAttention, value_capacity) == 240, "value_capacity");
+static_assert(offsetof(DiffbitAttention, positions) == 248, "positions");
+static_assert(offsetof(DiffbitAttention, branches) == 256, "branches");
+static_assert(offsetof(DiffbitAttention, wide_value) == 264, "wide_value");
+static_assert(offsetof(DiffbitAttention, lambda_per_token) == 272, "lambda_per_token");
+static_assert(offsetof(DiffbitAttention, key_bits) == 280, "key_bits");
+static_assert(offsetof(DiffbitAttention, value_bits) == 288, "value_bits");
+static_assert(offsetof(DiffbitAttention, query_bits) == 296, "query_bits");
+static_assert(offsetof(DiffbitAttention, window) == 304, "window");
+static_assert(offsetof(DiffbitAttention, type) == 312, "type");
+static_assert(offsetof(DiffbitAttention, key_type) == 320, "key_type");
+static_assert(offsetof(DiffbitAttention, value_type) == 328, "value_type");
+static_assert(offsetof(DiffbitAttention, scale) == 336, "scale");
+static_assert(offsetof(DiffbitAttention, norm_eps) == 340, "norm_eps");
+static_assert(sizeof(DiffbitAttention) == 344, "DiffbitAttention");
+
+struct DiffbitHadamard {
+  const void* a;  // `size` numbers
+  void* y;
+  int64_t size;
+  int64_t block;
+  int64_t type;  // of a and y: FLOAT32, FLOAT16 or BFLOAT16
+};
+static_assert(offsetof(DiffbitHadamard, a) == 0, "a");
+static_assert(offsetof(DiffbitHadamard, y) == 8, "y");
+static_assert(offsetof(DiffbitHadamard, size) == 16, "size");
+static_assert(offsetof(DiffbitHadamard, block) == 24, "block");
+static_assert(offsetof(DiffbitHadamard, type) == 32, "type");
+static_assert(sizeof(DiffbitHadamard) == 40, "DiffbitHadamard");
+
+struct DiffbitInt4MatMul {
+  const void* a;  // [m, k]
+  const void* codes;  // at a multiple of 16, like scales and zeros
+  const void* scales;
+  const void* zeros;  // [tiles, groups, 16]; null: 8 everywhere
+  const void* factor;
+  void* y;  // [m, n]
+  int64_t m;
+  int64_t n;
+  int64_t k;
+  int64_t group_size;
+  int64_t type;  // of a and y: FLOAT32, FLOAT16 or BFLOAT16
+};
+static_assert(offsetof(DiffbitInt4MatMul, a) == 0, "a");
+static_assert(offsetof(DiffbitInt4MatMul, codes) == 8, "codes");
+static_assert(offsetof(DiffbitInt4MatMul, scales) == 16, "scales");
+static_assert(offsetof(DiffbitInt4MatMul, zeros) == 24, "zeros");
+static_assert(offsetof(DiffbitInt4MatMul, factor) == 32, "factor");
+static_assert(offsetof(DiffbitInt4MatMul, y) == 40, "y");
+static_assert(offsetof(DiffbitInt4MatMul, m) == 48, "m");
+static_assert(offsetof(DiffbitInt4MatMul, n) == 56, "n");
+static_assert(offsetof(DiffbitInt4MatMul, k) == 64, "k");
+static_assert(offsetof(DiffbitInt4MatMul, group_size) == 72, "group_size");
+static_assert(offsetof(DiffbitInt4MatMul, type) == 80, "type");
+static_assert(sizeof(DiffbitInt4MatMul) == 88, "DiffbitInt4MatMul");
+
+struct DiffbitTernaryMatMul {
+  const void* a;  // [m, k]
+  const void* packed;  // at a multiple of 16
+  const void* scale;
+  void* y;  // [m, n]
+  int64_t m;
+  int64_t n;
+  int64_t k;
+  int64_t activation_bits;
+  int64_t type;  // of a and y: FLOAT32, FLOAT16 or BFLOAT16
+};
+static_assert(offsetof(DiffbitTernaryMatMul, a) == 0, "a");
+static_assert(offsetof(DiffbitTernaryMatMul, packed) == 8, "packed");
+static_assert(offsetof(DiffbitTernaryMatMul, scale) == 16, "scale");
+static_assert(offsetof(DiffbitTernaryMatMul, y) == 24, "y");
+static_assert(offsetof(DiffbitTernaryMatMul, m) == 32, "m");
+static_assert(offsetof(DiffbitTernaryMatMul, n) == 40, "n");
+static_assert(offsetof(DiffbitTernaryMatMul, k) == 48, "k");
+static_assert(offsetof(DiffbitTernaryMatMul, activation_bits) == 56, "activation_bits");
+static_assert(offsetof(DiffbitTernaryMatMul, type) == 64, "type");
+static_assert(sizeof(DiffbitTernaryMatMul) == 72, "DiffbitTernaryMatMul");

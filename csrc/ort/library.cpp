@@ -1,0 +1,158 @@
+// The entry point that ONNX Runtime calls: registers diffbit's ops, one entry per combination of tensor types.
+//
+// With a library registered there is no way back to an op's portable body: a model whose types none of these entries
+// has fails to load. So every combination that diffbit exports is here, for each device that the library has kernels for.
+
+#include <new>
+#include <vector>
+
+#include "../cpu/isa.h"
+#include "../cpu/ops.h"
+#include "op.h"
+#if DIFFBIT_HAS_CUDA
+#include "../cuda/ops.h"
+#endif
+
+#define DIFFBIT_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace diffbit {
+namespace {
+
+struct Entry : OrtCustomOp {
+  const schema::Signature* signature;
+  const int* types;      // of inputs, then of outputs
+  const char* provider;  // null: the CPU
+};
+
+struct Kernel {
+  virtual ~Kernel() = default;
+  virtual void compute(Context& context) const = 0;
+  const OrtApi* api = nullptr;
+};
+
+template <class Op>
+struct KernelOf final : Kernel {
+  explicit KernelOf(const Node& node) : op(node) {}
+  void compute(Context& context) const override { op.compute(context); }
+  Op op;
+};
+
+/// Runs `body`; what it throws becomes the status that ONNX Runtime reports.
+template <class Body>
+OrtStatus* guarded(const OrtApi* api, const char* op, const Body& body) {
+  try {
+    body();
+    return nullptr;
+  } catch (const Error& error) {
+    return ort::call<OrtStatus*>(api, ort::CreateStatus, int{ort::INVALID_ARGUMENT}, error.what());
+  } catch (const std::bad_alloc&) {
+    return ort::call<OrtStatus*>(api, ort::CreateStatus, int{ort::FAIL}, Error("%s: out of memory", op).what());
+  } catch (const std::exception& error) {
+    return ort::call<OrtStatus*>(api, ort::CreateStatus, int{ort::FAIL}, error.what());
+  }
+}
+
+const Entry& entry(const OrtCustomOp* op) { return *static_cast<const Entry*>(op); }
+
+template <class Op>
+Entry make(const int* types, const char* provider) {
+  Entry made{};
+  made.signature = &Op::SIGNATURE;
+  made.types = types;
+  made.provider = provider;
+  made.version = ort::API_VERSION;
+  made.GetName = [](const OrtCustomOp* op) { return entry(op).signature->name; };
+  made.GetExecutionProviderType = [](const OrtCustomOp* op) { return entry(op).provider; };
+  made.GetInputType = [](const OrtCustomOp* op, size_t i) { return entry(op).types[i]; };
+  made.GetInputTypeCount = [](const OrtCustomOp* op) { return entry(op).signature->inputs; };
+  made.GetOutputType = [](const OrtCustomOp* op, size_t i) { return entry(op).types[entry(op).signature->inputs + i]; };
+  made.GetOutputTypeCount = [](const OrtCustomOp* op) { return entry(op).signature->outputs; };
+  made.GetInputCharacteristic = [](const OrtCustomOp* op, size_t i) -> int {
+    return entry(op).signature->optional_inputs >> i & 1 ? ort::OPTIONAL : ort::REQUIRED;
+  };
+  made.GetOutputCharacteristic = [](const OrtCustomOp* op, size_t i) -> int {
+    return entry(op).signature->optional_outputs >> i & 1 ? ort::OPTIONAL : ort::REQUIRED;
+  };
+  made.GetInputMemoryType = [](const OrtCustomOp* op, size_t i) -> int {
+    return entry(op).provider && entry(op).signature->host_inputs >> i & 1 ? ort::CPU_INPUT : ort::DEVICE;
+  };
+  made.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 1; };
+  made.GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 1; };
+  made.GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 1; };
+  made.GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 1; };
+  made.GetStartVersion = [](const OrtCustomOp*) { return 1; };
+  made.GetEndVersion = [](const OrtCustomOp*) { return 0x7fffffff; };
+  made.CreateKernelV2 = [](const OrtCustomOp*, const OrtApi* api, const OrtKernelInfo* info, void** kernel) {
+    return guarded(api, Op::NAME, [&] {
+      Kernel* created = new KernelOf<Op>(Node(api, info, Op::NAME));
+      created->api = api;
+      *kernel = created;
+    });
+  };
+  made.KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
+    const Kernel& run = *static_cast<const Kernel*>(kernel);
+    return guarded(run.api, Op::NAME, [&] {
+      Context wrapped(run.api, context);
+      run.compute(wrapped);
+    });
+  };
+  made.KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+  return made;
+}
+
+template <class Op, size_t ROWS, size_t TENSORS>
+void add(std::vector<Entry>& all, const int (&types)[ROWS][TENSORS], const char* provider) {
+  for (const int(&row)[TENSORS] : types) all.push_back(make<Op>(row, provider));
+}
+
+std::vector<Entry> every_entry() {
+  std::vector<Entry> all;
+  add<DiffAttention>(all, DiffAttention::TYPES, nullptr);
+  add<Hadamard>(all, Hadamard::TYPES, nullptr);
+  add<Int4MatMul>(all, Int4MatMul::TYPES, nullptr);
+  add<TernaryMatMul>(all, TernaryMatMul::TYPES, nullptr);
+#if DIFFBIT_HAS_CUDA
+  add<cuda::DiffAttention>(all, cuda::DiffAttention::GPU_TYPES, cuda::PROVIDER);
+  add<cuda::Hadamard>(all, cuda::Hadamard::GPU_TYPES, cuda::PROVIDER);
+  add<cuda::Int4MatMul>(all, cuda::Int4MatMul::GPU_TYPES, cuda::PROVIDER);
+  add<cuda::TernaryMatMul>(all, cuda::TernaryMatMul::GPU_TYPES, cuda::PROVIDER);
+#endif
+  return all;
+}
+
+}  // namespace
+}  // namespace diffbit
+
+DIFFBIT_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
+  using namespace diffbit;
+  const OrtApi* api = base->GetApi(ort::API_VERSION);
+  if (!api) return nullptr;  // an ONNX Runtime before 1.18 has printed why, and runs the bodies
+  // The domain and its ops must outlive every session, so they are made once and kept
+  static OrtStatus* failed = nullptr;
+  static std::vector<Entry> entries = every_entry();
+  static OrtCustomOpDomain* domain = [&]() -> OrtCustomOpDomain* {
+    OrtCustomOpDomain* made = nullptr;
+    failed = ort::call<OrtStatus*>(api, ort::CreateCustomOpDomain, "diffbit", &made);
+    for (Entry& op : entries)
+      if (!failed) failed = ort::call<OrtStatus*>(api, ort::CustomOpDomain_Add, made, static_cast<const OrtCustomOp*>(&op));
+    return made;
+  }();
+  if (failed) return ort::call<OrtStatus*>(api, ort::CreateStatus, int{ort::FAIL}, "diffbit's ops cannot be registered");
+  return ort::call<OrtStatus*>(api, ort::AddCustomOpDomain, options, domain);
+}
+
+/// The instruction sets that this CPU and this build have, best first, separated by spaces.
+DIFFBIT_EXPORT const char* diffbit_isas() {
+  static const std::string text = diffbit::available_isas(" ");
+  return text.c_str();
+}
+
+/// The GPUs that this build has CUDA kernels for, as in "80 90a" of sm_80 and sm_90a, separated by spaces; where the first
+/// has no letter, newer ones run them, too. Empty where it has none.
+DIFFBIT_EXPORT const char* diffbit_cuda_architectures() {
+#ifdef DIFFBIT_CUDA_ARCHITECTURES
+  return DIFFBIT_CUDA_ARCHITECTURES;
+#else
+  return "";
+#endif
+}

@@ -1,0 +1,212 @@
+#include "op.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+namespace diffbit {
+
+void check(const OrtApi* api, OrtStatus* status) {
+  if (!status) return;
+  Error error("%s", ort::call<const char*>(api, ort::GetErrorMessage, static_cast<const OrtStatus*>(status)));
+  ort::call<void>(api, ort::ReleaseStatus, status);
+  throw error;
+}
+
+std::string Tensor::shape_text() const {
+  std::string text = "[";
+  for (size_t i = 0; i < rank; ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
+  return text + "]";
+}
+
+void Tensor::expect(std::initializer_list<int64_t> wanted) const {
+  bool fits = wanted.size() == rank;
+  size_t i = 0;
+  for (int64_t dimension : wanted) {
+    if (fits && dimension >= 0 && shape[i] != dimension) fits = false;
+    ++i;
+  }
+  if (fits) return;
+  std::string text;
+  for (int64_t dimension : wanted)
+    text += (text.empty() ? "" : ", ") + (dimension < 0 ? std::string("any") : std::to_string(dimension));
+  throw Error("%s is %s, wanted [%s]", name, shape_text().c_str(), text.c_str());
+}
+
+void Tensor::expect_last(int64_t wanted) const {
+  if (rank < 1 || shape[rank - 1] != wanted)
+    throw Error("%s is %s, wanted [..., %lld]", name, shape_text().c_str(), static_cast<long long>(wanted));
+}
+
+int64_t Node::integer(const char* attribute) const {
+  int64_t value = 0;
+  OrtStatus* status = ort::call<OrtStatus*>(api_, ort::KernelInfoGetAttribute_int64, info_, attribute, &value);
+  if (status) {
+    ort::call<void>(api_, ort::ReleaseStatus, status);
+    throw Error("%s has no integer attribute %s", op_, attribute);
+  }
+  return value;
+}
+
+int64_t Node::integer(const schema::Integer& attribute) const {
+  const int64_t value = integer(attribute.name), *values = attribute.values;
+  if (!attribute.count) {
+    if (value < values[0] || value > values[1])
+      throw Error("%s: attribute %s is %lld, wanted %lld to %lld", op_, attribute.name, diffbit::number(value),
+                  diffbit::number(values[0]), diffbit::number(values[1]));
+    return value;
+  }
+  std::string choices;
+  for (int i = 0; i < attribute.count; ++i) {
+    if (value == values[i]) return value;
+    choices += (!i ? "" : i < attribute.count - 1 ? ", " : " or ") + std::to_string(values[i]);
+  }
+  throw Error("%s: attribute %s is %lld, wanted %s", op_, attribute.name, diffbit::number(value), choices.c_str());
+}
+
+float Node::number(const schema::Number& attribute) const {
+  float value = 0;
+  OrtStatus* status = ort::call<OrtStatus*>(api_, ort::KernelInfoGetAttribute_float, info_, attribute.name, &value);
+  if (status) {
+    ort::call<void>(api_, ort::ReleaseStatus, status);
+    throw Error("%s has no float attribute %s", op_, attribute.name);
+  }
+  return value;
+}
+
+void Node::expect_version(int64_t version) const {
+  const int64_t found = integer("spec_version");
+  if (found != version)
+    throw Error("%s: the model's spec_version is %lld, this library computes %lld; run without it, or export again", op_,
+                static_cast<long long>(found), static_cast<long long>(version));
+}
+
+Tensor Context::input(const schema::Input& which) const {
+  Tensor tensor;
+  tensor.name = which.name;
+  const OrtValue* value = nullptr;
+  size_t count = 0;
+  const OrtKernelContext* context = context_;
+  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetInputCount, context, &count));
+  if (which.index >= count) return tensor;
+  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetInput, context, which.index, &value));
+  if (!value) return tensor;
+  OrtTensorTypeAndShapeInfo* info = nullptr;
+  check(api_, ort::call<OrtStatus*>(api_, ort::GetTensorTypeAndShape, value, &info));
+  struct Release {
+    const OrtApi* api;
+    OrtTensorTypeAndShapeInfo* info;
+    ~Release() { ort::call<void>(api, ort::ReleaseTensorTypeAndShapeInfo, info); }
+  } release{api_, info};
+  const OrtTensorTypeAndShapeInfo* read = info;
+  check(api_, ort::call<OrtStatus*>(api_, ort::GetTensorElementType, read, &tensor.type));
+  check(api_, ort::call<OrtStatus*>(api_, ort::GetDimensionsCount, read, &tensor.rank));
+  if (tensor.rank > Tensor::MOST_DIMENSIONS)
+    throw Error("%s has %zu dimensions, wanted at most %zu", which.name, tensor.rank, Tensor::MOST_DIMENSIONS);
+  int64_t* shape = tensor.shape;
+  check(api_, ort::call<OrtStatus*>(api_, ort::GetDimensions, read, shape, tensor.rank));
+  check(api_, ort::call<OrtStatus*>(api_, ort::GetTensorMutableData, const_cast<OrtValue*>(value), &tensor.data));
+  return tensor;
+}
+
+Tensor Context::output(const schema::Output& which, std::initializer_list<int64_t> shape) {
+  return output(which, shape.begin(), shape.size());
+}
+
+Tensor Context::product(const schema::Output& which, const Tensor& a, int64_t last) {
+  int64_t shape[Tensor::MOST_DIMENSIONS];
+  std::memcpy(shape, a.shape, sizeof shape);
+  shape[a.rank - 1] = last;
+  return output(which, shape, a.rank);
+}
+
+Tensor Context::output(const schema::Output& which, const int64_t* shape, size_t rank) {
+  Tensor tensor;
+  tensor.name = which.name;
+  tensor.rank = rank;
+  std::memcpy(tensor.shape, shape, rank * sizeof *shape);
+  OrtValue* value = nullptr;
+  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetOutput, context_, which.index, shape, rank, &value));
+  if (!value) return tensor;
+  check(api_, ort::call<OrtStatus*>(api_, ort::GetTensorMutableData, value, &tensor.data));
+  return tensor;
+}
+
+bool Context::wants(const schema::Output& which) {
+  size_t count = 0;
+  const OrtKernelContext* context = context_;
+  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetOutputCount, context, &count));
+  if (which.index >= count) return false;
+  const int64_t shape[] = {0};
+  OrtValue* value = nullptr;
+  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetOutput, context_, which.index,
+                                    static_cast<const int64_t*>(shape), size_t{1}, &value));
+  return value != nullptr;
+}
+
+void Context::parallel(int64_t count, void (*task)(void*, size_t), void* data) const {
+  if (count <= 0) return;
+  const OrtKernelContext* context = context_;
+  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_ParallelFor, context, task, static_cast<size_t>(count),
+                                    size_t{0}, data));
+}
+
+void* Context::stream() const {
+  void* found = nullptr;
+  const OrtKernelContext* context = context_;
+  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetGPUComputeStream, context, &found));
+  return found;
+}
+
+DeviceScratch::DeviceScratch(const Context& context_, size_t bytes) : api_(context_.api_) {
+  if (!bytes) return;
+  const OrtKernelContext* context = context_.context_;
+  const OrtValue* input = nullptr;
+  const OrtMemoryInfo* where = nullptr;
+  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetInput, context, size_t{0}, &input));
+  check(api_, ort::call<OrtStatus*>(api_, ort::GetTensorMemoryInfo, input, &where));
+  check(api_, ort::call<OrtStatus*>(api_, ort::KernelContext_GetAllocator, context, where, &allocator_));
+  OrtStatus* failed = ort::call<OrtStatus*>(api_, ort::KernelContext_GetScratchBuffer, context, where, bytes, &data_);
+  if (!failed && data_) return;
+  ort::call<void>(api_, ort::ReleaseAllocator, allocator_);
+  check(api_, failed);
+  throw std::bad_alloc();
+}
+
+DeviceScratch::~DeviceScratch() {
+  if (!allocator_) return;
+  OrtStatus* failed = ort::call<OrtStatus*>(api_, ort::AllocatorFree, allocator_, data_);
+  if (failed) ort::call<void>(api_, ort::ReleaseStatus, failed);  // it is lost; nothing else can be done here
+  ort::call<void>(api_, ort::ReleaseAllocator, allocator_);
+}
+
+void* scratch(int slot, size_t bytes) {
+  constexpr int SLOTS = 8;
+  constexpr size_t ALIGNMENT = 64;
+#if defined(__SANITIZE_ADDRESS__)  // a fresh block of exactly this size each time, so that a byte read beyond is seen
+  constexpr size_t STEP = 1;
+  constexpr bool KEEP = false;
+#else
+  constexpr size_t STEP = 4096;
+  constexpr bool KEEP = true;
+#endif
+  struct Buffers {
+    void* data[SLOTS] = {};
+    size_t size[SLOTS] = {};
+    ~Buffers() {
+      for (void* buffer : data) std::free(buffer);
+    }
+  };
+  thread_local Buffers buffers;
+  if (!KEEP || buffers.size[slot] < bytes) {
+    const size_t wanted = (bytes + STEP - 1) / STEP * STEP;
+    std::free(buffers.data[slot]);
+    buffers.size[slot] = 0;
+    buffers.data[slot] = nullptr;
+    if (posix_memalign(&buffers.data[slot], ALIGNMENT, wanted)) throw std::bad_alloc();
+    buffers.size[slot] = wanted;
+  }
+  return buffers.data[slot];
+}
+
+}  // namespace diffbit

@@ -1,0 +1,148 @@
+// What an op sees of ONNX Runtime: attributes when a node is made, tensors and threads when it runs.
+//
+// An op is a struct with
+//     its signature, as a base: schema::X of generated/schema.h
+//     explicit Op(const Node& node);                           reads and checks the attributes
+//     void compute(Context& context) const;                    checks the inputs, allocates the outputs, computes
+// Both may throw Error; ONNX Runtime then reports its sentence with the node's name. `compute` may run on several
+// threads at once, so an op holds no scratch memory: take it from `scratch`.
+#pragma once
+
+#include <cstdarg>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <exception>
+#include <initializer_list>
+#include <string>
+
+#include "abi.h"
+#include "schema.h"
+
+namespace diffbit {
+
+inline long long number(int64_t value) { return static_cast<long long>(value); }  // for %lld
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/// A sentence for the user; printf-style.
+class Error : public std::exception {
+ public:
+  __attribute__((format(printf, 2, 3))) explicit Error(const char* format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    std::vsnprintf(text_, sizeof text_, format, arguments);
+    va_end(arguments);
+  }
+  const char* what() const noexcept override { return text_; }
+
+ private:
+  char text_[512];
+};
+
+/// Throws the Error of a failed call into ONNX Runtime.
+void check(const OrtApi* api, OrtStatus* status);
+
+/// A dense tensor; `data` is null where an optional input was left out.
+struct Tensor {
+  static constexpr size_t MOST_DIMENSIONS = 8;
+
+  const char* name = "";
+  void* data = nullptr;
+  int type = ort::UNDEFINED;
+  size_t rank = 0;
+  int64_t shape[MOST_DIMENSIONS] = {};
+
+  explicit operator bool() const { return data != nullptr || rank != 0 || type != ort::UNDEFINED; }
+  int64_t size() const {
+    int64_t product = 1;
+    for (size_t i = 0; i < rank; ++i) product *= shape[i];
+    return product;
+  }
+  std::string shape_text() const;  // "[2, 3]"
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data);
+  }
+  /// Throws unless the shape is the given one; -1 fits anything.
+  void expect(std::initializer_list<int64_t> wanted) const;
+  /// Throws unless the last dimension is the given one.
+  void expect_last(int64_t wanted) const;
+};
+
+/// A node under construction.
+class Node {
+ public:
+  Node(const OrtApi* api, const OrtKernelInfo* info, const char* op) : api_(api), info_(info), op_(op) {}
+  /// Throws where the attribute is not what the schema says.
+  int64_t integer(const schema::Integer& attribute) const;
+  float number(const schema::Number& attribute) const;
+  /// Refuses a node whose attribute spec_version is not the one that this kernel computes.
+  void expect_version(int64_t version) const;
+
+ private:
+  int64_t integer(const char* attribute) const;
+
+  const OrtApi* api_;
+  const OrtKernelInfo* info_;
+  const char* op_;
+};
+
+/// One run of a node.
+class Context {
+ public:
+  Context(const OrtApi* api, OrtKernelContext* context) : api_(api), context_(context) {}
+  /// An omitted optional input converts to false.
+  Tensor input(const schema::Input& which) const;
+  Tensor output(const schema::Output& which, std::initializer_list<int64_t> shape);
+  Tensor output(const schema::Output& which, const int64_t* shape, size_t rank);
+  /// An output of a's shape but for the last dimension.
+  Tensor product(const schema::Output& which, const Tensor& a, int64_t last);
+  /// Whether an output that the op may leave out is asked for; its shape is then [0].
+  bool wants(const schema::Output& which);
+
+  /// The stream of the GPU on which a node's inputs are ready and its outputs are wanted.
+  void* stream() const;
+
+  /// Runs task(0) ... task(count - 1) on the session's threads, in any order; `task` must not throw.
+  template <class Task>
+  void parallel(int64_t count, const Task& task) const {
+    if (count == 1) return task(int64_t{0});
+    parallel(count, [](void* data, size_t i) { (*static_cast<const Task*>(data))(static_cast<int64_t>(i)); },
+             const_cast<Task*>(&task));
+  }
+
+ private:
+  friend class DeviceScratch;
+  void parallel(int64_t count, void (*task)(void*, size_t), void* data) const;
+
+  const OrtApi* api_;
+  OrtKernelContext* context_;
+};
+
+/// `bytes` bytes where the node's first input lies, for what is started on the node's stream. They go back when this
+/// goes, which does not wait for the stream: ONNX Runtime notes whose stream they were taken for, and gives them to
+/// another only when that one is done; what comes later on the same stream runs later.
+class DeviceScratch {
+ public:
+  DeviceScratch(const Context& context, size_t bytes);
+  ~DeviceScratch();
+  DeviceScratch(const DeviceScratch&) = delete;
+  DeviceScratch& operator=(const DeviceScratch&) = delete;
+  void* data() const { return data_; }
+
+ private:
+  const OrtApi* api_;
+  OrtAllocator* allocator_ = nullptr;
+  void* data_ = nullptr;
+};
+
+/// `bytes` bytes, 64-byte aligned, that stay valid until this thread's next call with the same `slot`; grown, never
+/// shrunk. The workers of one run may write into the memory that its calling thread took.
+void* scratch(int slot, size_t bytes);
+
+template <class T>
+T* scratch(int slot, int64_t count) {
+  return static_cast<T*>(scratch(slot, static_cast<size_t>(count) * sizeof(T)));
+}
+
+}  // namespace diffbit

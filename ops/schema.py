@@ -1,0 +1,409 @@
+"""The signature of every op, once: names, order, types, attributes, versions, and the struct of its CUDA call.
+
+What else needs a signature is made from here:
+
+    csrc/ort/generated/schema.h    inputs, outputs, attributes and types for the kernels and their registration
+    csrc/ort/generated/calls.h     the structs of the CUDA kernels' C interface
+    runtime/cuda.py                the same structs for ctypes, made at import
+    ops/X.py, export/graph.py      the head of the op's portable body (`Op.head`), a node's attributes
+    runtime/providers.py           which nodes must not fall back to the CPU (`Op.compute`)
+
+The two headers are written by
+
+    python -m diffbit.ops.schema --write
+
+and committed; a test holds them against this file. What an op computes is said in its own file.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import DiffbitError
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+DOMAIN = "diffbit"
+DOMAIN_VERSION = 1
+
+
+class Type(enum.IntEnum):
+    """Element types of tensors, as ONNX numbers them."""
+
+    FLOAT32 = 1
+    UINT8 = 2
+    INT8 = 3
+    INT64 = 7
+    FLOAT16 = 10
+    BFLOAT16 = 16
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A type that may be one of several; the same wherever its name stands in an op."""
+
+    name: str
+    types: tuple[Type, ...]
+    on_gpu: tuple[Type, ...]  # there are more
+
+
+@dataclass(frozen=True)
+class Dependent:
+    """The type that goes with a variable's."""
+
+    variable: Variable
+    types: tuple[tuple[Type, Type], ...]
+    otherwise: Type
+
+
+@dataclass(frozen=True)
+class Tensor:
+    name: str
+    type: Type | Variable | Dependent
+    optional: bool = False
+    on_host: bool = False  # read by the CPU wherever the op runs
+
+
+@dataclass(frozen=True)
+class Integer:
+    """An attribute in low..high, or one of `choices`. Without a default every node has to say it."""
+
+    name: str
+    low: int = 0
+    high: int = 0
+    choices: tuple[int, ...] = ()
+    default: int | None = None
+
+    def check(self, op: str, value: object) -> None:
+        fits = value in self.choices if self.choices else isinstance(value, int) and self.low <= value <= self.high
+        if type(value) is not int or not fits:
+            wanted = listed(self.choices) if self.choices else f"{self.low} to {self.high}"
+            raise DiffbitError(f"{op}: {self.name} is {value!r}, wanted {wanted}")
+
+
+@dataclass(frozen=True)
+class Number:
+    """A float attribute."""
+
+    name: str
+    default: float | None = None
+
+    def check(self, op: str, value: object) -> None:
+        if not isinstance(value, float | int):
+            raise DiffbitError(f"{op}: {self.name} is {value!r}, wanted a number")
+
+
+@dataclass(frozen=True)
+class Call:
+    """The struct of an op's CUDA call, csrc/cuda/api.h: pointers to its tensors but those that the CPU reads, in their
+    order and in lower case, then int64 fields, then float fields; `notes` says what a field is."""
+
+    struct: str  # without its "Diffbit"
+    function: str  # without its "diffbit_cuda_"
+    integers: tuple[str, ...]
+    floats: tuple[str, ...] = ()
+    notes: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Op:
+    """`compute`: a model spends its time in it, so it must run on the device that was asked for."""
+
+    name: str
+    version: int  # of the meaning and the layout; a kernel checks it against a node's attribute spec_version
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    attributes: tuple[Integer | Number, ...]
+    call: Call
+    opsets: tuple[tuple[str, int], ...] = (("", 21),)
+    compute: bool = True
+
+    def head(self, inputs: Sequence[str] | None = None, outputs: Sequence[str] | None = None) -> str:
+        """How the body begins in ONNX's syntax; `inputs`, `outputs`: the names that it declares, all by default."""
+        imports = ", ".join(f'"{domain}" : {version}' for domain, version in self.opsets)
+        attributes = ", ".join([*(attribute.name for attribute in self.attributes), "spec_version"])
+        takes = ", ".join(inputs or [tensor.name for tensor in self.inputs])
+        gives = ", ".join(outputs or [tensor.name for tensor in self.outputs])
+        return f'<domain: "{DOMAIN}", opset_import: [{imports}]>\n{self.name} <{attributes}> ({takes}) => ({gives})\n'
+
+    def function(
+        self, body: str, inputs: Sequence[str] | None = None, outputs: Sequence[str] | None = None
+    ) -> onnx_ir.Function:
+        """The head and a body as an ONNX model-local function: what runs wherever no native library is registered."""
+        import onnx.parser
+        from onnx_ir import serde
+
+        return serde.deserialize_function(onnx.parser.parse_function(self.head(inputs, outputs) + body))
+
+    def attributes_of(self, given: Mapping[str, int | float]) -> dict[str, int | float]:
+        """A node's attributes: those `given`, the defaults of the others, spec_version. A DiffbitError where one is
+        unknown, missing or not what it may be."""
+        attributes = {attribute.name: attribute for attribute in self.attributes}
+        for name in given:
+            if name not in attributes:
+                raise DiffbitError(f"{self.name} has no attribute {name}, wanted {listed(tuple(attributes))}")
+        found: dict[str, int | float] = {}
+        for name, attribute in attributes.items():
+            value = given.get(name, attribute.default)
+            if value is None:
+                raise DiffbitError(f"{self.name}: attribute {name} is missing")
+            attribute.check(self.name, value)
+            found[name] = value
+        return found | {"spec_version": self.version}
+
+    def types(self, gpu: bool = False) -> list[list[Type]]:
+        """Types of inputs and outputs, for every combination of the variables on a CPU or a GPU."""
+        tensors = self.inputs + self.outputs
+        of_tensors = [tensor.type.variable if isinstance(tensor.type, Dependent) else tensor.type for tensor in tensors]
+        variables = list(dict.fromkeys(type for type in of_tensors if isinstance(type, Variable)))
+        rows = []
+        for chosen in product(*(variable.on_gpu if gpu else variable.types for variable in variables)):
+            of_variable = dict(zip(variables, chosen, strict=True))
+            rows.append([_type(tensor.type, of_variable) for tensor in tensors])
+        return rows
+
+    def fields(self) -> list[tuple[str, str]]:
+        """(type in C, name) of the fields of the CUDA call's struct."""
+        pointers = [("const void*", tensor.name.lower()) for tensor in self.inputs if not tensor.on_host]
+        pointers += [("void*", tensor.name.lower()) for tensor in self.outputs]
+        integers = [("int64_t", name) for name in self.call.integers]
+        return [*pointers, *integers, *(("float", name) for name in self.call.floats)]
+
+
+def _type(type: Type | Variable | Dependent, of_variable: Mapping[Variable, Type]) -> Type:
+    if isinstance(type, Variable):
+        return of_variable[type]
+    if isinstance(type, Dependent):
+        return dict(type.types).get(of_variable[type.variable], type.otherwise)
+    return type
+
+
+def listed(values: Sequence[object]) -> str:
+    """ "16, 8, 4 or 2"."""
+    *first, last = map(str, values)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+HALF = (Type.FLOAT32, Type.FLOAT16)
+HALVES = (*HALF, Type.BFLOAT16)
+CODES = (Type.INT8, Type.UINT8)
+T = Variable("T", HALF, on_gpu=HALVES)
+K, V = (Variable(name, (*HALF, *CODES), on_gpu=(*HALVES, *CODES)) for name in "KV")  # in the cache
+K_SCALE, V_SCALE = (Dependent(side, ((Type.UINT8, Type.FLOAT16),), otherwise=Type.FLOAT32) for side in (K, V))
+SIZE, ROWS = 1 << 24, 1 << 31  # the most columns and rows of a weight
+FLOATS = "FLOAT32, FLOAT16 or BFLOAT16"
+
+DIFF_ATTENTION = Op(
+    "DiffAttention",
+    version=2,
+    inputs=(
+        Tensor("query", T),
+        Tensor("key", T),
+        Tensor("value", T),
+        Tensor("lambda", Type.FLOAT32, optional=True),
+        Tensor("past_key", K),
+        Tensor("past_value", V),
+        Tensor("past_length", Type.INT64, on_host=True),
+        Tensor("position_ids", Type.INT64),
+        Tensor("cos", Type.FLOAT32),
+        Tensor("sin", Type.FLOAT32),
+        Tensor("attention_mask", Type.INT64),
+        Tensor("past_key_scale", K_SCALE, optional=True),
+        Tensor("past_value_scale", V_SCALE, optional=True),
+        Tensor("past_key_recent", Type.FLOAT16, optional=True),
+        Tensor("past_value_recent", Type.FLOAT16, optional=True),
+    ),
+    outputs=(
+        Tensor("out", T),
+        Tensor("present_key", K),
+        Tensor("present_value", V),
+        Tensor("present_key_scale", K_SCALE, optional=True),
+        Tensor("present_value_scale", V_SCALE, optional=True),
+        Tensor("present_key_recent", Type.FLOAT16, optional=True),
+        Tensor("present_value_recent", Type.FLOAT16, optional=True),
+    ),
+    attributes=(
+        Integer("num_heads", 1, 1 << 16),
+        Integer("num_kv_heads", 1, 1 << 16),
+        Integer("branches", 1, 2, default=2),
+        Integer("wide_value", 0, 1, default=0),
+        Number("scale"),
+        Number("norm_eps", default=0.0),
+        Integer("key_bits", choices=(16, 8, 4, 2), default=16),
+        Integer("value_bits", choices=(16, 8, 4, 2), default=16),
+        Integer("query_bits", choices=(0, 8, 4), default=0),
+        Integer("window", 0, 1 << 20, default=0),
+    ),
+    call=Call(
+        "Attention",
+        "attention",
+        integers=(
+            *("batch", "steps", "past_length", "heads", "kv_heads", "d"),
+            *("past_key_capacity", "past_value_capacity", "key_capacity", "value_capacity"),
+            *("positions", "branches", "wide_value", "lambda_per_token", "key_bits", "value_bits", "query_bits"),
+            *("window", "type", "key_type", "value_type"),
+        ),
+        floats=("scale", "norm_eps"),
+        notes={
+            "past_key_capacity": "tokens that past and present have room for",
+            "positions": "rows of cos and sin; a position beyond them makes its token NaN",
+            "type": f"of query, key, value and out: {FLOATS}",
+            "key_type": f"of a cache of 16 bits: {FLOATS}",
+        },
+    ),
+)
+
+HADAMARD = Op(
+    "Hadamard",
+    version=1,
+    inputs=(Tensor("A", T),),
+    outputs=(Tensor("Y", T),),
+    attributes=(Integer("block", 1, SIZE),),
+    call=Call(
+        "Hadamard",
+        "hadamard",
+        integers=("size", "block", "type"),
+        notes={"a": "`size` numbers", "type": f"of a and y: {FLOATS}"},
+    ),
+)
+
+TERNARY_MATMUL = Op(
+    "TernaryMatMul",
+    version=2,
+    inputs=(Tensor("A", T), Tensor("packed", Type.UINT8), Tensor("scale", Type.FLOAT32)),
+    outputs=(Tensor("Y", T),),
+    attributes=(
+        Integer("K", 1, SIZE),
+        Integer("N", 1, ROWS),
+        Integer("activation_bits", choices=(8, 4), default=8),
+    ),
+    call=Call(
+        "TernaryMatMul",
+        "ternary_matmul",
+        integers=("m", "n", "k", "activation_bits", "type"),
+        notes={"a": "[m, k]", "packed": "at a multiple of 16", "y": "[m, n]", "type": f"of a and y: {FLOATS}"},
+    ),
+)
+
+INT4_MATMUL = Op(
+    "Int4MatMul",
+    version=1,
+    inputs=(
+        Tensor("A", T),
+        Tensor("codes", Type.UINT8),
+        Tensor("scales", Type.FLOAT16),
+        Tensor("zeros", Type.UINT8),
+        Tensor("factor", Type.FLOAT32),
+    ),
+    outputs=(Tensor("Y", T),),
+    attributes=(Integer("K", 1, SIZE), Integer("N", 1, ROWS), Integer("group_size", choices=(32, 64, 128))),
+    opsets=(("", 21), ("com.microsoft", 1)),
+    call=Call(
+        "Int4MatMul",
+        "int4_matmul",
+        integers=("m", "n", "k", "group_size", "type"),
+        notes={
+            "a": "[m, k]",
+            "codes": "at a multiple of 16, like scales and zeros",
+            "zeros": "[tiles, groups, 16]; null: 8 everywhere",
+            "y": "[m, n]",
+            "type": f"of a and y: {FLOATS}",
+        },
+    ),
+)
+
+OPS = (DIFF_ATTENTION, HADAMARD, INT4_MATMUL, TERNARY_MATMUL)
+
+# ---- the headers ----
+
+WRITTEN = "// Written by python -m diffbit.ops.schema --write, from ops/schema.py: change that.\n#pragma once\n"
+BYTES = {"const void*": 8, "void*": 8, "int64_t": 8, "float": 4}
+
+
+def headers() -> dict[str, str]:
+    """What the files of csrc/ort/generated/ hold, by their names."""
+    ops = "\n\n".join(map(_op, OPS))
+    structs = "\n\n".join(map(_struct, OPS))
+    space = "namespace diffbit::schema"
+    schema = f'{WRITTEN}\n#include "../schema.h"\n\n{space} {{\n\n{ops}\n\n}}  // {space}\n'
+    calls = f"{WRITTEN}\n#include <cstddef>\n#include <cstdint>\n\n{structs}\n"
+    return {"schema.h": schema, "calls.h": calls}
+
+
+def _constant(name: str) -> str:
+    return re.sub(r"\W", "_", name).upper()
+
+
+def _op(op: Op) -> str:
+    lines = [f"struct {op.name} {{", f'  static constexpr const char* NAME = "{op.name}";']
+    lines.append(f"  static constexpr int64_t VERSION = {op.version};")
+    for tensors, kind in ((op.inputs, "Input"), (op.outputs, "Output")):
+        for index, tensor in enumerate(tensors):
+            lines.append(f'  static constexpr {kind} {_constant(tensor.name)}{{{index}, "{op.name}: {tensor.name}"}};')
+    for attribute in op.attributes:
+        values = ""
+        if isinstance(attribute, Integer):
+            few = attribute.choices or (attribute.low, attribute.high)
+            values = f", {len(attribute.choices)}, {{{', '.join(map(str, few))}}}"
+        kind = type(attribute).__name__
+        lines.append(f'  static constexpr {kind} {_constant(attribute.name)}{{"{attribute.name}"{values}}};')
+    for name, gpu in (("TYPES", False), ("GPU_TYPES", True)):
+        rows = op.types(gpu)
+        lines.append(f"  static constexpr int {name}[{len(rows)}][{len(rows[0])}] = {{")
+        lines += [f"      {{{', '.join(str(int(type)) for type in row)}}}," for row in rows]
+        lines.append("  };")
+    masks = (
+        sum(1 << i for i, tensor in enumerate(tensors) if getattr(tensor, what))
+        for tensors, what in ((op.inputs, "optional"), (op.outputs, "optional"), (op.inputs, "on_host"))
+    )
+    numbers = ", ".join(str(number) for number in (len(op.inputs), len(op.outputs), *map(hex, masks)))
+    lines.append(f"  static constexpr Signature SIGNATURE{{NAME, {numbers}}};")
+    return "\n".join([*lines, "};"])
+
+
+def _struct(op: Op) -> str:
+    name, notes = f"Diffbit{op.call.struct}", op.call.notes or {}
+    lines, checks, offset = [f"struct {name} {{"], [], 0
+    for kind, field in op.fields():
+        note = f"  // {notes[field]}" if field in notes else ""
+        lines.append(f"  {kind} {field};{note}")
+        checks.append(f'static_assert(offsetof({name}, {field}) == {offset}, "{field}");')
+        offset += BYTES[kind]
+    size = -(-offset // 8) * 8
+    return "\n".join([*lines, "};", *checks, f'static_assert(sizeof({name}) == {size}, "{name}");'])
+
+
+def folder() -> Path:
+    """Where the headers lie, in a source tree."""
+    return Path(__file__).resolve().parents[1] / "csrc" / "ort" / "generated"
+
+
+def differing() -> Iterator[str]:
+    """Names of the headers that are not what this file says."""
+    for name, text in headers().items():
+        path = folder() / name
+        if not path.exists() or path.read_text() != text:
+            yield name
+
+
+def main(arguments: Sequence[str]) -> int:
+    if list(arguments) != ["--write"]:
+        print("usage: python -m diffbit.ops.schema --write")
+        return 2
+    folder().mkdir(parents=True, exist_ok=True)
+    for name, text in headers().items():
+        (folder() / name).write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    import sys
+
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,73 @@
+"""ops/schema.py is the only place of a signature: what is made from it is what stands in the tree."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+
+from diffbit.errors import DiffbitError
+from diffbit.ops import diff_attention, hadamard, int4_matmul, schema, ternary_matmul
+from diffbit.ops.schema import Type
+from diffbit.runtime import cuda
+
+
+def test_the_headers_are_what_it_says() -> None:
+    assert not [*schema.differing()], "run python -m diffbit.ops.schema --write"
+
+
+def test_a_structure_of_ctypes_lies_as_the_headers_say() -> None:
+    header = schema.headers()["calls.h"]
+    for op in cuda.Op.__subclasses__():
+        for field, _ in op._fields_:
+            offset = getattr(op, field).offset
+            assert f"static_assert(offsetof(Diffbit{op.__name__}, {field}) == {offset}," in header
+        assert f"static_assert(sizeof(Diffbit{op.__name__}) == {ctypes.sizeof(op)}," in header
+
+
+@pytest.mark.parametrize("op", [diff_attention, hadamard, int4_matmul, ternary_matmul], ids=lambda op: op.OP.name)
+def test_a_body_begins_as_it_says(op) -> None:
+    function = op.function()
+    assert (function.domain, function.name) == (schema.DOMAIN, op.OP.name)
+    used = len(diff_attention.Signature().inputs) if op is diff_attention else len(op.OP.inputs)
+    assert [value.name for value in function.inputs] == [tensor.name for tensor in op.OP.inputs[:used]]
+    assert {*function.attributes} == {attribute.name for attribute in op.OP.attributes} | {"spec_version"}
+    assert function.opset_imports == dict(op.OP.opsets)
+
+
+def test_types_are_those_of_every_combination() -> None:
+    rows = schema.DIFF_ATTENTION.types()
+    assert len(rows) == 2 * 4 * 4 and len({tuple(row) for row in rows}) == len(rows)
+    tensors = [tensor.name for tensor in schema.DIFF_ATTENTION.inputs + schema.DIFF_ATTENTION.outputs]
+    for row in rows:
+        types = dict(zip(tensors, row, strict=True))
+        assert types["query"] == types["key"] == types["value"] == types["out"]
+        for side in ("key", "value"):
+            blocks = types[f"past_{side}"] == Type.UINT8
+            assert types[f"past_{side}_scale"] == (Type.FLOAT16 if blocks else Type.FLOAT32)
+            assert types[f"present_{side}"] == types[f"past_{side}"]
+    assert [tuple(row) for row in schema.HADAMARD.types()] == [(1, 1), (10, 10)]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"K": 8}, "TernaryMatMul: attribute N is missing"),
+        ({"K": 8, "N": 8, "bits": 2}, "TernaryMatMul has no attribute bits, wanted K, N or activation_bits"),
+        ({"K": 0, "N": 8}, "TernaryMatMul: K is 0, wanted 1 to 16777216"),
+        ({"K": 8.0, "N": 8}, "TernaryMatMul: K is 8.0, wanted 1 to 16777216"),
+        ({"K": 8, "N": 8, "activation_bits": 5}, "TernaryMatMul: activation_bits is 5, wanted 8 or 4"),
+    ],
+)
+def test_attributes_are_checked(given: dict[str, int], sentence: str) -> None:
+    with pytest.raises(DiffbitError, match=sentence):
+        schema.TERNARY_MATMUL.attributes_of(given)
+    whole = schema.TERNARY_MATMUL.attributes_of({"K": 8, "N": 9})
+    assert whole == {"K": 8, "N": 9, "activation_bits": 8, "spec_version": 2}
+
+
+def test_it_needs_neither_torch_nor_onnx() -> None:
+    code = "import sys, diffbit.runtime.cuda; assert not {'torch', 'onnx', 'onnx_ir'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", code], check=True)
