@@ -24,7 +24,7 @@ from ..models.hf_config import to_hf
 from ..ops.cache import CacheSpec
 from ..ops.kv_cache import GROUP
 from ..progress import track
-from ..quantize import AttentionScheme, Scheme, read_scheme
+from ..quantize import AttentionScheme, read_scheme
 from ..quantize.cache import cache_spec
 from ..version import __version__
 from .decoder import DecoderGraph
@@ -35,7 +35,6 @@ from .reference import Stream, check_scheme
 VERSION = 4
 MANIFEST = "diffbit.json"
 TOKENIZER = "tokenizer.json"
-STORAGE = ("2bit", "base3")  # of ternary weights
 DTYPE_NAMES = {"fp32": "float32", "fp16": "float16"}
 GOLDEN_LENGTH = 16
 MOST_GOLDEN = 512  # its attention weights lie in memory whole: with a larger window nothing of it grows old
@@ -57,15 +56,12 @@ def export_artifact(
     dtype: str = "fp32",
     context_length: int | None = None,
     tokenizer: str | Path | None = None,
-    ternary_storage: str = "2bit",
     overwrite: bool = False,
 ) -> Path:
     """Write the artifact of a float or quantized checkpoint to the folder `out`, and return it.
 
     dtype: "fp32" or "fp16", of what is not quantized, of scales and of the KV cache.
     context_length: tokens that the model can hold; default, and at most, the config's max_position.
-    ternary_storage: "2bit", ternary weights as the kernels read them, or "base3", 1.6 bits each: a fifth less to
-    download, expanded at load.
     tokenizer: a tokenizer.json, or a folder with one, to use in place of the checkpoint's own.
     """
     if dtype not in FLOATS:
@@ -87,14 +83,13 @@ def export_artifact(
             )
     tokenizer_files = _tokenizer_files(source, tokenizer)
     scheme = read_scheme(source)
-    _check_storage(ternary_storage, source, scheme)
     attention = AttentionScheme() if scheme is None else scheme.attention
     cache = cache_spec(config, attention, DTYPE_NAMES[dtype])
     prompt = golden_prompt(config, length, attention)
     kind = dtype, source.quantization is not None
     out = Path(out)
     with files.new_folder(out, overwrite=overwrite) as folder:
-        graph = DecoderGraph(Graph(folder, dtype, ternary_storage == "base3"), config, length, attention, cache)
+        graph = DecoderGraph(Graph(folder, dtype), config, length, attention, cache)
         logits = _write_graph(graph, source, prompt, NOISE[kind])
         for file in tokenizer_files:
             shutil.copyfile(file, folder / file.name)
@@ -125,16 +120,6 @@ def export_artifact(
         manifest["sha256"] = hashlib.sha256(canonical.encode("ascii")).hexdigest()
         files.write_json(folder / MANIFEST, manifest)
     return out
-
-
-def _check_storage(storage: str, source: Checkpoint, scheme: Scheme | None) -> None:
-    if storage not in STORAGE:
-        raise DiffbitError(f"ternary storage is {storage!r}, wanted one of {', '.join(STORAGE)}")
-    formats = () if scheme is None else scheme.formats(source.config).values()
-    if storage != STORAGE[0] and all(format.kind != "ternary" for format in formats):
-        raise DiffbitError(
-            f"{source.path}: has no ternary weights to store in {storage}; export it without --ternary-storage"
-        )
 
 
 def golden_prompt(config: ModelConfig, context_length: int, attention: AttentionScheme) -> list[int]:

@@ -40,13 +40,11 @@ PAGE, SMALL = 4096, 1 << 20
 
 
 class Graph:
-    """A graph under construction. `dtype` is the type of its floating-point weights and activations; base3: ternary
-    weights are stored five to a byte (ops/trits.py)."""
+    """A graph under construction. `dtype` is the type of its floating-point weights and activations."""
 
-    def __init__(self, folder: Path, dtype: str, base3: bool = False) -> None:
+    def __init__(self, folder: Path, dtype: str) -> None:
         self.folder = folder
         self.dtype = FLOATS[dtype]
-        self.base3 = base3
         self._graph = ir.Graph([], [], nodes=[], opset_imports=dict(OPSETS), name="diffbit")
         self._functions: dict[str, ir.Function] = {}
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}

@@ -9,8 +9,7 @@
     nf4              com.microsoft.MatMulBnb4    bitsandbytes' own bytes
     other codebooks  Gather, Mul, MatMul         bytes as nf4's; looked up once, at load, into floats
     ternary          diffbit.TernaryMatMul       2 bits a weight (ops/ternary_matmul.py), behind a diffbit.Hadamard
-                                                 where the layer's rounding has one (quantize/rounding.py); in
-                                                 base 3 five to a byte, expanded once, at load (ops/trits.py)
+                                                 where the layer's rounding has one (quantize/rounding.py)
 
 MatMulNBits has no 3-, 5-, 6- or 7-bit kernels, so their codes travel in the next larger container: code - zero is the
 same number there. One scale per row becomes blocks of 128 that repeat it, and so do 2-bit groups of 256. Accuracy
@@ -32,7 +31,7 @@ import onnx_ir as ir
 import torch.nn.functional as F
 from torch import nn
 
-from ..ops import hadamard, int4_matmul, ternary_matmul, trits
+from ..ops import hadamard, int4_matmul, ternary_matmul
 from ..quantize.formats import NF4, CodebookFormat
 from ..quantize.linear import QuantLinear, container
 from ..quantize.packing import pack_bits
@@ -129,16 +128,9 @@ def _ternary(g: Graph, x: ir.Value, weight: QTensor, scale: float, rounding: Rou
     rows, columns = weight.shape
     if rounding.hadamard > 1:
         x = g.custom(hadamard, [x], block=rounding.hadamard)
-    codes = weight.packed()
-    if g.base3:
-        stored, rest = trits.pack(codes)
-        tail = g.initializer("tail.codes", rest.numpy()) if rest.numel() else g.const(rest, np.uint8)
-        packed = g.custom(trits, [g.initializer("codes", stored.numpy()), tail])
-    else:
-        packed = g.initializer("codes", codes.numpy())
     inputs = [
         x,
-        packed,
+        g.initializer("codes", weight.packed().numpy()),
         g.initializer("scale", weight.scale.view(1).numpy()),
     ]
     y = g.custom(ternary_matmul, inputs, K=columns, N=rows, activation_bits=rounding.bits)

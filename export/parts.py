@@ -1,6 +1,6 @@
 """What an artifact is made of: the bytes of its files by part, read from the files as they lie.
 
-    ternary codes     2 bits a weight, or 1.6 in base 3
+    ternary codes     2 bits a weight
     integer codes     of int2 to int8: the bits of the container that the operator reads (linear.py)
     codebook codes    nf4
     scales            and zero points
@@ -16,8 +16,7 @@
     configuration     JSON that loaders read
 
 They add up to the files that the manifest lists, to the byte. `weights` counts numbers, so that a part's bits a weight
-can be checked: 8 * bytes / weights is 2 for ternary codes, whatever was padded; in base 3 1.6, and up to
-1.65 for rows shorter than a thousand weights.
+can be checked: 8 * bytes / weights is 2 for ternary codes, whatever was padded.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from ..ops import ternary_matmul, trits
 from .graph import DATA, MODEL
 
 CODES = {  # by the operator that multiplies: the part, and bits of a code (None: the node says)
@@ -100,10 +98,6 @@ def _codes(value: ir.Value, tensor: ir.ExternalTensor) -> tuple[str, int, int]:
         node = node.outputs[0].consumers()[0]
     part, bits = CODES[node.op_type]
     attributes = {name: attribute.value for name, attribute in node.attributes.items()}
-    if (first := value.consumers()[0]).op_type == trits.NAME:
-        rows, columns = attributes["N"], attributes["K"]
-        padded = -(-columns // ternary_matmul.BLOCK) * ternary_matmul.BLOCK
-        return part, rows * columns if value is first.inputs[0] else 0, tensor.nbytes * columns // padded
     bits = bits or attributes["bits"]
     weights = attributes["K"] * attributes["N"] if "K" in attributes else tensor.nbytes * 8 // bits
     return part, weights, -(-weights * bits // 8)

@@ -40,7 +40,7 @@ def unchanged(piece: Piece, stream: Rotation | None = None) -> Iterator[None]:
         if not error <= PROBE_ERROR and wanted.isfinite().all():  # damaged weights are for the formats to tell
             raise DiffbitError(
                 f"{piece.prefix[:-1]}: with its weights rotated or scaled, attention {piece.config.attention!r} "
-                f"computes something else (by {error:.1%}); leave rotate, awq and smooth out, or correct what the "
+                f"computes something else (by {error:.1%}); leave rotate and awq out, or correct what the "
                 "variant says of its symmetries"
             )
     for name, tensor in piece.tensors.items():
@@ -135,11 +135,11 @@ def scale_groups(piece: Piece, search: Callable[[str, list[Tensor], list[Format]
                 fold(piece, group, search(modules[0], weights, formats, group.channels))
 
 
-def per_channel(values: Tensor, channels: Tensor, reduce: str) -> Tensor:
-    """Numbers of columns [K] -> of the channels they read [C]; reduce: "mean" or "amax" over those that share one."""
+def per_channel(values: Tensor, channels: Tensor) -> Tensor:
+    """Numbers of columns [K] -> of the channels they read [C]: the mean over those that share one."""
     channels = channels.to(values.device)
     empty = values.new_zeros(int(channels.max()) + 1)
-    return empty.scatter_reduce(0, channels, values, reduce, include_self=False)
+    return empty.scatter_reduce(0, channels, values, "mean", include_self=False)
 
 
 def fold(piece: Piece, group: Group, scale: Tensor) -> None:

@@ -131,7 +131,7 @@ class Piece:
     formats  {linear layer: Format} of those of this piece that are quantized
     tokens   None where there is no calibration text
     refitted {parameter: float tensor} of the quantized model where it is another than in `tensors`, which stays the
-             float model's; filled by methods that round or refit
+             float model's; filled by methods that round
     moved    is told the layer at hand and how far the piece is, from 0 to 1
     proxy_losses  {linear layer: loss on the statistics that it was rounded with}, where there were any
     """
@@ -262,7 +262,7 @@ def _dequantized(module: nn.Module) -> nn.Module:
 
 
 def quantize_piece(piece: Piece, recipe: Recipe) -> dict[str, QTensor]:
-    """Run a recipe over a piece: its transforms, its rounding, its refits. {linear layer: QTensor}.
+    """Run a recipe over a piece: its transforms, its rounding. {linear layer: QTensor}.
 
     Layers are rounded a stage at a time, with statistics behind those rounded before (as in the code of arXiv
     2210.17323, where it is called true-sequential).
@@ -282,8 +282,6 @@ def quantize_piece(piece: Piece, recipe: Recipe) -> dict[str, QTensor]:
         for name in piece.formats:
             quantized[name] = _round(piece, recipe.rounding.quantize, name, None)
             piece.step(name, unit)
-    for refit in recipe.refits:
-        refit.refit(piece, quantized)
     return {name: quantized[name] for name in piece.formats if name in quantized}  # search.py rounds none
 
 

@@ -1,11 +1,10 @@
 """Methods: how float weights become low-bit ones. One file each, found by listing this folder.
 
-A recipe names some of them, joined by +, such as "rotate+gptq+relambda". A method's file has ONE of these functions:
+A recipe names some of them, joined by +, such as "rotate+gptq". A method's file has ONE of these functions:
 
     transform(piece) -> None                    before rounding: changes piece.tensors and not what the model computes
     quantize(weight, format, stats) -> QTensor  rounds a weight [N, K]; stats: CalibStats of its input, or None
     quantize_layer(piece) -> {module: QTensor}  rounds the weights of a piece together
-    refit(piece, quantized) -> None             after rounding: puts float parameters that fit better in piece.refitted
 
 and CALIBRATED, whether it needs calibration tokens. A transform may also have config(config) -> ModelConfig, that of
 the model it makes; one that changes the embedding or the head must untie them there. A recipe has one of the two that
@@ -40,12 +39,11 @@ class Recipe:
     name: str  # such as "rotate+gptq"
     transforms: tuple[ModuleType, ...]
     rounding: ModuleType
-    refits: tuple[ModuleType, ...]
 
     @property
     def calibrated(self) -> bool:
         """Does any of its methods need calibration tokens?"""
-        return any(getattr(module, "CALIBRATED", False) for module in (*self.transforms, self.rounding, *self.refits))
+        return any(getattr(module, "CALIBRATED", False) for module in (*self.transforms, self.rounding))
 
     def config(self, config: ModelConfig) -> ModelConfig:
         """That of the model which its transforms make of one of `config`."""
@@ -67,7 +65,6 @@ def table() -> list[dict[str, str]]:
         "transform": "before rounding",
         "quantize": "rounds a weight",
         "quantize_layer": "rounds a layer",
-        "refit": "after rounding",
     }
     rows = []
     for name in methods():
@@ -84,7 +81,7 @@ def parse_recipe(text: str | Method | Recipe) -> Recipe:
         return text
     if not isinstance(text, str):
         own: Any = SimpleNamespace(quantize=text)  # without CALIBRATED: it gets statistics where there are any
-        return Recipe(text.__name__, (), own, ())
+        return Recipe(text.__name__, (), own)
     names = [name.strip() for name in text.split("+")]
     for name in names:
         if name not in methods():
@@ -98,6 +95,5 @@ def parse_recipe(text: str | Method | Recipe) -> Recipe:
             f"method {text!r} rounds twice, by {' and by '.join(name for name, _ in rounding)}; leave one of them out"
         )
     transforms = tuple(module for _, module in modules if hasattr(module, "transform"))
-    refits = tuple(module for _, module in modules if hasattr(module, "refit"))
     rounds = rounding[0][1] if rounding else import_module(".rtn", __name__)
-    return Recipe("+".join(names), transforms, rounds, refits)
+    return Recipe("+".join(names), transforms, rounds)

@@ -62,8 +62,8 @@ def candidates(
     weights: Sequence[Tensor], formats: Sequence[Format], stats: CalibStats, channels: Tensor
 ) -> Iterator[Tensor]:
     """The scales [C] of the grid, those that are 1 first."""
-    x = _bounded(per_channel(stats.mean_abs, channels, "mean"))
-    w = _bounded(per_channel(relative_magnitude(weights, formats), channels, "mean"))
+    x = _bounded(per_channel(stats.mean_abs, channels))
+    w = _bounded(per_channel(relative_magnitude(weights, formats), channels))
     for alpha in GRID:
         for scale in (x**alpha, x**alpha / w ** (1 - alpha)):
             yield scale / (scale.max() * scale.min()).sqrt()

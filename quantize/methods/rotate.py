@@ -10,7 +10,7 @@ Only rotations that fold into the weights, so that they are free at run time and
 A tied head is untied, which costs its bytes: the final norm's weight goes into the head and not into the embedding. A
 tie survives only an R that mixes no two channels of different g, in a trained model none. rotate_heads alone keeps it.
 
-awq and smooth may follow and must not precede: folding the norms would undo their scales.
+awq may follow and must not precede: folding the norms would undo their scales.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ class _Search:
         together = hasattr(recipe.rounding, "quantize_layer")
         self.stand_in = STAND_IN if together else None
         self.rounding = parse_recipe(STAND_IN).rounding if together else recipe.rounding
-        self.plain = Recipe(recipe.name, (), self.rounding, ())  # of steps 1 and 2
+        self.plain = Recipe(recipe.name, (), self.rounding)  # of steps 1 and 2
 
     def run(self, room: int) -> Plan:
         source = self._transformed(room)
@@ -251,7 +251,7 @@ class _Search:
             away = {name: abs(row[name] - share * math.prod(self.space.shapes[module])) for name in row}
             nearest[module] = min((name for name in row if name != FLOAT), key=away.__getitem__, default=FLOAT)
         nothing: Any = SimpleNamespace(quantize_layer=lambda piece: {})  # rounds no weight
-        recipe = Recipe(self.recipe.name, self.recipe.transforms, nothing, ())
+        recipe = Recipe(self.recipe.name, self.recipe.transforms, nothing)
         return apply(self.decoder, self.space.to_scheme(nearest), recipe, self.windows.ids, self.windows.mask)
 
     def _losses(self, source: Decoder, base: Decoder, around: Choice, what: str) -> tuple[float, Losses]:

@@ -159,7 +159,6 @@ def test_from_the_command_line(checkpoint_of: Maker, tmp_path: Path) -> None:
     for format, more, words in (
         ("hf-bitnet", ["--dtype", "fp16"], "apply to --format artifact"),
         ("hf-bitnet", ["--context-length", "8"], "apply to --format artifact"),
-        ("hf-bitnet", ["--ternary-storage", "base3"], "apply to --format artifact"),
         ("hf-bitnet", [], "already exists"),
     ):
         failed = CliRunner().invoke(app, [*arguments, format, *more])

@@ -108,5 +108,4 @@ def test_a_damaged_weight_is_named(method):
 def test_columns_that_share_a_channel():
     channels = torch.tensor([0, 1, 0, 1, 2])
     values = torch.tensor([1.0, 2.0, 3.0, 6.0, 5.0])
-    assert per_channel(values, channels, "mean").tolist() == [2, 4, 5]
-    assert per_channel(values, channels, "amax").tolist() == [3, 6, 5]
+    assert per_channel(values, channels).tolist() == [2, 4, 5]
