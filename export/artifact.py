@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +25,7 @@ from ..models.hf_config import to_hf
 from ..ops.cache import CacheSpec
 from ..ops.kv_cache import GROUP
 from ..progress import track
-from ..quantize import AttentionScheme, read_scheme
+from ..quantize import AttentionScheme, Format, Scheme, linear_shapes, read_scheme
 from ..quantize.cache import cache_spec
 from ..version import __version__
 from .decoder import DecoderGraph
@@ -115,11 +116,18 @@ def export_artifact(
             },
             "golden": _golden(prompt, logits, LEAST_TOLERANCE[kind]),
         }
-        manifest["parts"] = [asdict(part) for part in parts(folder, manifest["files"])]
+        manifest["parts"] = [asdict(part) for part in parts(folder, manifest["files"], _quantized(config, scheme))]
         canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
         manifest["sha256"] = hashlib.sha256(canonical.encode("ascii")).hexdigest()
         files.write_json(folder / MANIFEST, manifest)
     return out
+
+
+def _quantized(config: ModelConfig, scheme: Scheme | None) -> dict[str, tuple[Format, int]]:
+    """{linear layer: its format, its number of weights}."""
+    shapes = linear_shapes(config)
+    formats = {} if scheme is None else scheme.formats(config)
+    return {module: (format, math.prod(shapes[module])) for module, format in formats.items()}
 
 
 def golden_prompt(config: ModelConfig, context_length: int, attention: AttentionScheme) -> list[int]:

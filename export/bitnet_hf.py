@@ -20,6 +20,7 @@ from ..quantize import linear_shapes, read_scheme, read_weight, sizes
 from ..quantize.bitnet_hf import PER_BYTE, pack
 from ..quantize.cache import is_low_bit
 from ..quantize.checkpoint import SHARD_FROM
+from ..quantize.formats.ternary import FORMAT
 
 SETTINGS = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"}
 
@@ -74,7 +75,7 @@ def _float_layers(source: Checkpoint) -> list[str]:
     if head in formats:
         raise refuse("its head is quantized", f"leave {head} float")
     for module, format in formats.items():
-        if format.kind != "ternary":
+        if format != FORMAT:
             raise refuse(f"{module} is {format}", "wanted ternary or float layers")
         if linear_shapes(config)[module][0] % PER_BYTE:
             raise refuse(f"{module} has {linear_shapes(config)[module][0]} rows", f"wanted a multiple of {PER_BYTE}")

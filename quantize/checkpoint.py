@@ -1,8 +1,8 @@
 """Quantized checkpoints: written a layer at a time from float ones, read back as models of QuantLinear layers.
 
-On disk a quantized weight `<linear>.weight` becomes `<linear>.codes` (packed), `<linear>.scale` (fp16 for integers, to
-which they were rounded beforehand, fp32 for nf4 and ternary) and, in asymmetric formats, `<linear>.zero` (packed);
-config.json says
+On disk a quantized weight `<linear>.weight` becomes `<linear>.codes` (packed), `<linear>.scale` (as its
+format writes it: fp16 for integers, to which they were rounded beforehand, fp32 for nf4 and ternary, uint8 for mxfp4)
+and, in asymmetric formats, `<linear>.zero` (packed); config.json says
 
     "quantization_config": {"quant_method": "diffbit", "version": 1, "scheme": {...}}
 
@@ -26,10 +26,10 @@ from ..models.layout import EMBEDDING, shapes, stays_float32
 from . import bitnet_hf, bitsandbytes_nf4
 from .cache import is_low_bit
 from .engine import Finished, quantize_pieces, stored_config, tokens_for
+from .formats import QTensor
 from .methods import Method, parse_recipe
 from .model import assemble
-from .qtensor import QTensor
-from .report import TERNARY_WARNING, Report, WeightReport, sizes
+from .report import Report, WeightReport, sizes
 from .scheme import Scheme
 from .unfinished import Stored, Unfinished, run
 
@@ -112,7 +112,7 @@ def quantize_checkpoint(
         before=before,
         after=sizes(stored, scheme, dtype),
         calibration_tokens=tokens.count if tokens else 0,
-        warnings=(TERNARY_WARNING,) if any(format.kind == "ternary" for format in formats.values()) else (),
+        warnings=tuple(dict.fromkeys(found for format in formats.values() if (found := format.warning()))),
     )
 
 
@@ -135,7 +135,7 @@ def save(
     with CheckpointWriter(path, config, quantization=entry, dtype=label, tokenizer_from=tokenizer_from) as writer:
         for name, weight in weights.items():
             if isinstance(weight, QTensor):
-                for part, tensor in _parts(weight).items():
+                for part, tensor in weight.parts().items():
                     writer.add(f"{name.removesuffix('.weight')}.{part}", tensor)
             else:
                 writer.add(name, weight.to(torch.float32 if stays_float32(name) else dtype))
@@ -227,15 +227,9 @@ def _stored(pieces: Iterable[Finished]) -> Iterator[Stored]:
         parts = {
             f"{module}.{part}": tensor
             for module, weight in piece.quantized.items()
-            for part, tensor in _parts(weight).items()
+            for part, tensor in weight.parts().items()
         }
         yield piece.floats | parts, piece.rows
-
-
-def _parts(weight: QTensor) -> dict[str, Tensor]:
-    parts = {"codes": weight.packed(), "scale": weight.scale.to(weight.format.scale_dtype)}
-    zero = weight.packed_zero()
-    return parts if zero is None else parts | {"zero": zero}
 
 
 def _disagrees(checkpoint: Checkpoint, name: str, format: str) -> DiffbitError:

@@ -19,10 +19,10 @@ from ..errors import DiffbitError
 from ..models import Decoder, ModelConfig
 from ..models.layout import EMBEDDING, HEAD, shapes, stays_float32
 from ..progress import Progress
+from .formats import QTensor
 from .methods import Method, Recipe, parse_recipe
 from .model import assemble
 from .piece import Piece, Tokens, quantize_piece
-from .qtensor import QTensor
 from .report import WeightReport, weight_error
 from .scheme import HEAD_MODULE, Scheme, linear_shapes
 

@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from ..errors import DiffbitError
 from ..models.layout import stays_float32
 from .attention import set_attention
-from .formats import Format
-from .linear import QuantLinear, quantize_per_token_int8
+from .formats import Format, QTensor
+from .linear import QuantLinear
 from .methods import Method
-from .qtensor import QTensor
-from .rounding import rounding_for
 from .scheme import Scheme
 
 M = TypeVar("M", bound=nn.Module)
@@ -36,10 +34,8 @@ def assemble(module: M, weights: Mapping[str, Tensor | QTensor], scheme: Scheme,
 
 
 def quant_linear(module: str, weight: QTensor, scheme: Scheme) -> QuantLinear:
-    """The layer of a weight, its activations as the scheme wants; a ternary one rounds its input in any case."""
-    if weight.format.kind == "ternary":
-        return QuantLinear(weight, rounding=rounding_for(module, weight.shape[1], scheme.activations))
-    return QuantLinear(weight, quantize_per_token_int8 if scheme.activations == "int8" else None)
+    """The layer of a weight, its input rounded as the scheme wants."""
+    return QuantLinear(weight, weight.format.rounding(module, weight.shape[1], scheme.activations))
 
 
 def quantize_weight(method: Method, name: str, weight: Tensor, format: Format, stats: Any = None) -> QTensor:

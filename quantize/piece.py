@@ -23,13 +23,12 @@ from ..models.layout import EMBEDDING, HEAD
 from ..models.masks import default_positions
 from ..models.norm import RMSNorm
 from ..models.rope import Rope
-from .formats import Format
+from .formats import Format, QTensor
 from .linear import QuantLinear
 from .methods import Method, Recipe
 from .model import assemble, quantize_weight
-from .qtensor import QTensor
 from .report import OutputError
-from .rounding import rounding_for, spread
+from .rounding import spread
 from .scheme import Scheme
 from .stats import CalibStats, gather, proxy_loss
 
@@ -170,7 +169,7 @@ class Piece:
     def weight(self, name: str) -> Tensor:
         """What is rounded for a linear layer: its float weight W, or W H where its input will be x H (rounding.py)."""
         weight = self.tensors[f"{name}.weight"]
-        return spread(weight, rounding_for(name, weight.shape[1], self.scheme.activations))
+        return spread(weight, self.formats[name].rounding(name, weight.shape[1], self.scheme.activations))
 
     def module(self, quantized: Mapping[str, QTensor] | None = None) -> nn.Module:
         """The piece as a module in fp32: all float, or (even with {}) under its scheme, with these weights in place."""
@@ -253,7 +252,7 @@ class _Head(nn.Module):
 def _dequantized(module: nn.Module) -> nn.Module:
     """The same to the bit with float layers for quantized ones where that can be: not once more for each batch."""
     for name, layer in list(module.named_modules()):
-        if isinstance(layer, QuantLinear) and layer.activations is None and layer.weight.format.kind != "ternary":
+        if isinstance(layer, QuantLinear) and layer.rounding is None:
             with torch.device("meta"):
                 linear = nn.Linear(layer.in_features, layer.out_features, bias=False)
             linear.weight = nn.Parameter(layer.weight.dequantize(), requires_grad=False)

@@ -12,14 +12,8 @@ from torch import Tensor
 from ..models import ModelConfig
 from ..models.layout import HEAD, shapes, stays_float32
 from .cache import cache_spec
-from .formats import row_blocks
-from .qtensor import QTensor
+from .formats import QTensor, row_blocks
 from .scheme import HEAD_MODULE, AttentionScheme, Scheme
-
-TERNARY_WARNING = (
-    "ternary weights by rounding alone: a model that was not trained with ternary weights is destroyed by this (BitNet "
-    "reports a perplexity of 14 becoming 3.8 million); train it first, or use int4_g128 or int3_g64"
-)
 
 
 @dataclass(frozen=True)

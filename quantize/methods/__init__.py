@@ -25,8 +25,7 @@ from torch import Tensor
 
 from ...errors import DiffbitError
 from ...models import ModelConfig
-from ..formats import Format
-from ..qtensor import QTensor
+from ..formats import Format, QTensor
 
 Method = Callable[[Tensor, Format, Any], QTensor]
 ROUNDS = ("quantize", "quantize_layer")

@@ -81,7 +81,7 @@ def relative_magnitude(weights: Sequence[Tensor], formats: Sequence[Format]) -> 
     """fp32 [K]: the mean over all rows of |w| / (the largest |w| of its group)."""
     total, rows = torch.zeros(weights[0].shape[1], device=weights[0].device), 0
     for weight, format in zip(weights, formats, strict=True):
-        grouped = format._grouped(weight.float().abs())  # [N, G, group]
+        grouped = format.grouped(weight.float().abs())  # [N, G, group]
         relative = grouped / grouped.amax(-1, keepdim=True).clamp(min=1e-30)
         total += relative.flatten(1)[:, : weight.shape[1]].sum(0)
         rows += len(weight)

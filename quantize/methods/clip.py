@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ...errors import DiffbitError
 from .. import scales
-from ..formats import Format, row_blocks
-from ..qtensor import QTensor
+from ..formats import Format, QTensor, row_blocks
 
 CALIBRATED = True
 
@@ -51,7 +50,7 @@ def error(weight: Tensor, format: Format, scale: Tensor, zero: Tensor | None, bl
     """d G d^T of each group, shaped as the scales."""
     total = torch.empty(len(weight), len(blocks), device=weight.device)
     for rows in row_blocks(weight):
-        grouped = format._grouped(weight[rows])  # [n, G, group]
+        grouped = format.grouped(weight[rows])  # [n, G, group]
         step = scale.expand(len(weight), -1)[rows, :, None]
         point = None if zero is None else zero[rows, :, None]
         lost = format.decode_each(format.encode_each(grouped, step, point), step, point).sub_(grouped).transpose(0, 1)

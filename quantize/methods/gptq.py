@@ -33,8 +33,7 @@ from torch import Tensor
 
 from ...errors import DiffbitError
 from .. import scales
-from ..formats import Format
-from ..qtensor import QTensor
+from ..formats import Format, QTensor
 
 CALIBRATED = True
 DAMPING = 0.01

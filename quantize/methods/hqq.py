@@ -28,8 +28,7 @@ from torch import Tensor
 
 from ...errors import DiffbitError
 from .. import scales
-from ..formats import Format, row_blocks
-from ..qtensor import QTensor
+from ..formats import Format, QTensor, row_blocks
 
 CALIBRATED = False
 P = 0.7
@@ -39,14 +38,14 @@ ITERATIONS = 20
 
 def quantize(weight: Tensor, format: Format, stats: Any = None) -> QTensor:
     """weight [N, K] of any float dtype -> QTensor; `stats` is not needed."""
-    if format.kind == "ternary":
-        raise DiffbitError("hqq fits scales to groups of weights, but ternary has one for a whole weight; use gptq")
+    if format.per_tensor:
+        raise DiffbitError(f"hqq fits scales to groups of weights, but {format} has one for a whole weight; use gptq")
     weight = weight.float()
     scale, zero = scales.search(weight, format)
-    real = format._grouped(torch.ones(1, weight.shape[1], device=weight.device))[0]  # [G, group]; 0: filling
+    real = format.grouped(torch.ones(1, weight.shape[1], device=weight.device))[0]  # [G, group]; 0: filling
     for rows in row_blocks(weight):
         found, point = _solve(
-            format._grouped(weight[rows]),
+            format.grouped(weight[rows]),
             real,
             format,
             scale[rows, :, None],

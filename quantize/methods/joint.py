@@ -38,9 +38,8 @@ from torch import Tensor
 
 from ...errors import DiffbitError
 from .. import scales
-from ..formats import Format
+from ..formats import Format, QTensor
 from ..piece import Piece, round_stages
-from ..qtensor import QTensor
 from ..stats import CalibStats
 from . import Method, gptq
 

@@ -31,11 +31,9 @@ from torch.func import functional_call
 
 from ...errors import DiffbitError
 from ...models.softmax import Arithmetic
-from ..formats import Format, _to_half
-from ..linear import quantize_per_token_int8
+from ..formats import Format, QTensor
 from ..model import quantize_weight
 from ..piece import Piece, Tokens
-from ..qtensor import QTensor
 from . import gptq
 
 CALIBRATED = True
@@ -69,7 +67,7 @@ def quantize_layer(piece: Piece) -> dict[str, QTensor]:
 def learn(piece: Piece, tokens: Tokens, start: Mapping[str, QTensor]) -> dict[str, QTensor]:
     """From `start` on, STEPS steps; the best iterate's weights, its norms and lambdas go into piece.refitted."""
     problem = Problem(piece, tokens)
-    weights = {name: Rounding(piece.tensors[f"{name}.weight"], quantized) for name, quantized in start.items()}
+    weights = {name: LearnedWeight(piece.tensors[f"{name}.weight"], quantized) for name, quantized in start.items()}
     floats = {
         name: tensor.detach().float().clone().requires_grad_()
         for name, tensor in piece.tensors.items()
@@ -115,11 +113,11 @@ class Problem:
 
     def __init__(self, piece: Piece, tokens: Tokens) -> None:
         self.piece, self.tokens, self.module = piece, tokens, piece.module({}).requires_grad_(False)
-        int8 = piece.scheme.activations == "int8"
         for name, module in self.module.named_modules():
             format = piece.formats.get(piece.prefix + name)
-            if format is not None and (int8 or format.kind == "ternary"):
-                module.register_forward_pre_hook(lambda _, inputs: _straight(quantize_per_token_int8, inputs[0]))
+            rounding = format and format.rounding(name, module.in_features, piece.scheme.activations)
+            if rounding is not None:
+                module.register_forward_pre_hook(lambda _, inputs, rounding=rounding: _straight(rounding, inputs[0]))
             if getattr(module, "logits_hook", None) is not None:
                 attention: Any = module
                 attention.logits_hook = partial(_straight, attention.logits_hook)
@@ -154,7 +152,7 @@ class Problem:
         return sum(loss * rows for loss, rows in parts) / len(windows)
 
 
-class Rounding:
+class LearnedWeight:
     """A weight [N, K] whose rounding is being learned.
 
     offset        fp32 [N, K], in steps
@@ -163,7 +161,7 @@ class Rounding:
 
     def __init__(self, weight: Tensor, start: QTensor) -> None:
         self.weight, self.start, self.format = weight.detach().float(), start, start.format
-        self.unit = 2 / (2**start.format.bits - 1) if start.format.kind == "codebook" else 1.0  # mean step, in scales
+        self.unit = start.format.spacing
         step, zero = _spread(start.scale, start.format, weight.shape[1]), start.zero
         point = None if zero is None else _spread(zero, start.format, weight.shape[1])
         away = self.format.decode_each(start.codes, torch.ones_like(step), point) - self.weight / _divisor(step)
@@ -175,25 +173,25 @@ class Rounding:
         self.upper = torch.ones_like(start.scale).requires_grad_()
         self.lower = None if zero is None else torch.ones_like(start.scale).requires_grad_()
 
-    def grid(self) -> tuple[Tensor, Tensor | None]:
+    def scales(self) -> tuple[Tensor, Tensor | None]:
         """Scales, and zero points as whole floats."""
         scale, zero, format = self.start.scale, self.start.zero, self.format
         if self.lower is None or zero is None:
             scale = scale * self.upper
-            return (_straight(_to_half, scale) if format.scale_dtype == torch.float16 else scale), None
+            return _straight(format.stored, scale), None
         top = 2**format.bits - 1
         below, above = scale * zero * self.lower, scale * (top - zero.float()) * self.upper
-        scale = _straight(_to_half, (below + above) / top)
+        scale = _straight(format.stored, (below + above) / top)
         return scale, _straight(torch.round, below / _divisor(scale)).clamp(0, top)
 
     def __call__(self) -> Tensor:
         """The rounded weight, through which gradients reach the three."""
-        rounded: Tensor = _Round.apply(self.offset, *self.grid(), self.weight, self.format)
+        rounded: Tensor = _Round.apply(self.offset, *self.scales(), self.weight, self.format)
         return rounded
 
     @torch.no_grad()
     def quantized(self) -> QTensor:
-        scale, zero = self.grid()
+        scale, zero = self.scales()
         codes = _encode(self.weight, self.offset, scale, zero, self.format)[0]
         return QTensor(self.format, self.start.shape, codes, scale, None if zero is None else zero.to(torch.uint8))
 
@@ -232,7 +230,7 @@ class _Round(torch.autograd.Function):
         step = _spread(scale, format, columns)
         point = None if zero is None else _spread(zero, format, columns)
         place = weight / _divisor(step)
-        low, high = _range(format, point)
+        low, high = format.bounds(point)
         moved = place + offset
         inside = (moved >= low) & (moved <= high)
         level = format.decode_each(codes, torch.ones_like(step), point)
@@ -240,16 +238,6 @@ class _Round(torch.autograd.Function):
         through = grad * step
         grad_zero = None if zero is None else _gather(-through.masked_fill(inside, 0), format, zero.shape)
         return through.mul_(inside), grad_scale, grad_zero, None, None
-
-
-def _range(format: Format, zero: Tensor | None) -> tuple[Any, Any]:
-    """Places that are rounded and not clipped."""
-    if format.kind == "codebook":
-        return -1, 1
-    if format.kind == "ternary":
-        return -1.5, 1.5
-    point = 2 ** (format.bits - 1) if zero is None else zero
-    return -0.5 - point, 2**format.bits - 0.5 - point
 
 
 def _encode(

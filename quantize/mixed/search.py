@@ -36,11 +36,10 @@ from ...errors import DiffbitError
 from ...models import Checkpoint, Decoder, num_parameters
 from ...progress import track
 from ..engine import apply, stored_config
-from ..formats import Format
+from ..formats import Format, QTensor
 from ..methods import Recipe, parse_recipe
 from ..model import quantize_weight
 from ..piece import Tokens
-from ..qtensor import QTensor
 from ..scheme import Scheme
 from ..stats import CalibStats
 from .budget import CANDIDATES, FLOAT, Space, available_memory

@@ -20,10 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...models import Decoder
-from ..formats import Format
+from ..formats import Format, QTensor
 from ..linear import QuantLinear
 from ..piece import Batch, Piece, Tokens
-from ..qtensor import QTensor
 from ..scheme import Scheme
 from ..stats import CalibStats
 

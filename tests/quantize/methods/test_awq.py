@@ -13,7 +13,7 @@ from diffbit.quantize.stats import Gatherer
 
 from ..transforms import config_of, logits64, random_decoder, random_ids, transformed
 
-FORMATS = ["int8", "int4_g32", "int4_g32_asym", "int3_g64", "int2_g16", "int3", "nf4", "ternary"]
+FORMATS = ["int8", "int4_g32_asym", "int2_g16", "mxfp4", "ternary"]
 
 
 def layer(columns=192, tokens=500, seed=0):

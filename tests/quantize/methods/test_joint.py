@@ -13,10 +13,9 @@ from diffbit.calib_data import eval_windows
 from diffbit.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig
 from diffbit.quantize import Scheme, apply, parse_format, scales
-from diffbit.quantize.formats import Format
+from diffbit.quantize.formats import Format, QTensor
 from diffbit.quantize.methods import gptq, joint
 from diffbit.quantize.piece import Piece, Tokens
-from diffbit.quantize.qtensor import QTensor
 from diffbit.quantize.stats import CalibStats
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")

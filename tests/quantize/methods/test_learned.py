@@ -14,20 +14,20 @@ from diffbit.models import Decoder, ModelConfig, load
 from diffbit.quantize import AttentionScheme, QTensor, Scheme, apply, parse_format
 from diffbit.quantize.formats import NF4
 from diffbit.quantize.methods import gptq, learned, parse_recipe, rtn
-from diffbit.quantize.methods.learned import Rounding
+from diffbit.quantize.methods.learned import LearnedWeight
 from diffbit.quantize.piece import Piece, Tokens, quantize_piece
 
-FORMATS = ["int2_g16", "int2_g16_asym", "int3_g32_asym", "int4", "int8_asym", "ternary", "nf4"]
+FORMATS = ["int2_g16_asym", "int3_g32_asym", "int4", "ternary", "nf4"]
 
 
-def rounding(name: str, columns: int = 40, seed: int = 0) -> Rounding:
+def rounding(name: str, columns: int = 40, seed: int = 0) -> LearnedWeight:
     """One that is under way: offsets, clip factors, a sign or two."""
     format, generator = parse_format(name), torch.Generator().manual_seed(seed)
     columns = 64 if name == "nf4" else columns  # 40: a short last group
     weight = torch.randn(6, columns, generator=generator) * 0.05
     weight[:, :16] += 0.1  # groups on one side of zero
     weight[2] = 0
-    found = Rounding(weight, rtn.quantize(weight, format))
+    found = LearnedWeight(weight, rtn.quantize(weight, format))
     with torch.no_grad():
         found.offset.copy_((torch.rand(weight.shape, generator=generator) - 0.5) * found.unit)
         for factor in (found.upper, found.lower):
@@ -36,7 +36,7 @@ def rounding(name: str, columns: int = 40, seed: int = 0) -> Rounding:
     return found
 
 
-def slowly(r: Rounding) -> tuple[list[list[float]], list[list[int]]]:
+def slowly(r: LearnedWeight) -> tuple[list[list[float]], list[list[int]]]:
     """The rounded weight and its codes, a number at a time."""
     format, half = r.format, torch.float16
     top, width = 2**format.bits - 1, r.weight.shape[1]
@@ -45,22 +45,22 @@ def slowly(r: Rounding) -> tuple[list[list[float]], list[list[int]]]:
         weights.append([0.0] * width)
         codes.append([0] * width)
         for k, w in enumerate(row):
-            at = (0, 0) if format.kind == "ternary" else (n, k // format.group_size if format.group_size else 0)
-            scale, zero = r.start.scale[at].item(), top / 2 + 0.5 if format.kind == "int" else 0
+            at = (0, 0) if format.name == "ternary" else (n, k // format.group_size if format.group_size else 0)
+            scale, zero = r.start.scale[at].item(), top / 2 + 0.5 if format.name.startswith("int") else 0
             if r.lower is not None:
                 point = int(r.start.zero[at])
                 low, high = -scale * point * r.lower[at].item(), scale * (top - point) * r.upper[at].item()
                 scale = torch.tensor((high - low) / top).to(half).item()
                 zero = round(-low / scale) if scale else 0
-            elif format.kind == "int":
+            elif format.name.startswith("int"):
                 scale = torch.tensor(scale * r.upper[at].item()).to(half).item()
             else:
                 scale *= r.upper[at].item()
             place = w / scale + r.offset[n, k].item() if scale else 0.0
-            if format.kind == "codebook":
+            if format.name == "nf4":
                 codes[n][k] = min(range(16), key=lambda c: abs(NF4[c] - place))
                 weights[n][k] = NF4[codes[n][k]] * scale
-            elif format.kind == "ternary":
+            elif format.name == "ternary":
                 codes[n][k] = min(max(round(place), -1), 1) + 1
                 weights[n][k] = (codes[n][k] - 1) * scale
             else:
@@ -89,7 +89,7 @@ def test_gradients_are_those_of_the_relaxed_function(name):
     probe = torch.randn(r.weight.shape, generator=torch.Generator().manual_seed(2))
     (r() * probe).sum().backward()
     with torch.no_grad():
-        scale, zero = r.grid()
+        scale, zero = r.scales()
         parameters = [p.detach().double() for p in (r.offset, r.upper, r.lower) if p is not None]
         start, weight, format, columns = r.start, r.weight.double(), r.format, r.weight.shape[1]
         top = 2**format.bits - 1
@@ -111,12 +111,12 @@ def test_gradients_are_those_of_the_relaxed_function(name):
         zero_rest = None if zero is None else zero.double() - z0
         place = weight / spread(scale).double().where(spread(scale) != 0, torch.tensor(torch.inf).double())
         point = (
-            torch.full_like(place, 2 ** (format.bits - 1) if format.kind == "int" else 0)
+            torch.full_like(place, 2 ** (format.bits - 1) if format.name.startswith("int") else 0)
             if zero is None
             else spread(zero.double())
         )
-        low, high = {"int": (0 - point, top - point), "ternary": (-1.0, 1.0), "codebook": (-1.0, 1.0)}[format.kind]
-        margin = 0.0 if format.kind == "codebook" else 0.5
+        low, high = (0 - point, top - point) if format.name.startswith("int") else (-1.0, 1.0)
+        margin = 0.0 if format.name == "nf4" else 0.5
         moved = place + parameters[0]
         inside = (moved >= low - margin) & (moved <= high + margin)
         level = r().double() / spread(scale).double().where(spread(scale) != 0, torch.tensor(1.0).double())
@@ -155,7 +155,7 @@ def test_it_starts_at_the_codes_it_is_given(name):
     scale, zero = format.fit(weight)
     codes = torch.randint(0, 3 if name == "ternary" else 2**format.bits, (6, 40), generator=generator)
     start = QTensor(format, (6, 40), codes.to(torch.uint8), scale, zero)
-    assert torch.equal(Rounding(weight, start).quantized().dequantize(), start.dequantize())
+    assert torch.equal(LearnedWeight(weight, start).quantized().dequantize(), start.dequantize())
 
 
 def piece_of(
