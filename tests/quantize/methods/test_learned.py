@@ -12,7 +12,7 @@ from diffbit.calib_data import eval_windows
 from diffbit.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig, load
 from diffbit.quantize import AttentionScheme, QTensor, Scheme, apply, parse_format
-from diffbit.quantize.formats import NF4
+from diffbit.quantize.formats.codebook import NF4
 from diffbit.quantize.methods import gptq, learned, parse_recipe, rtn
 from diffbit.quantize.methods.learned import LearnedWeight
 from diffbit.quantize.piece import Piece, Tokens, quantize_piece
