@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import csv
 import gc
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
