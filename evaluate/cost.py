@@ -67,7 +67,7 @@ def token_cost(config: ModelConfig, scheme: Scheme | None, context: int, dtype: 
             count["floating"] += weights
             nbytes += weights * WIDTHS[dtype]
             continue
-        nbytes += format.nbytes((rows, columns))
+        nbytes += format.device_nbytes((rows, columns), WIDTHS[dtype])
         rounding = format.device_rounding(format.rounding(module, columns, scheme.activations))
         if rounding is not None and format.integer_product:
             count["ternary"] += weights

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .. import files, models
 from ..errors import DiffbitError
-from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig
+from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig, num_parameters
 from ..models.layout import EMBEDDING, shapes, stays_float32
 from . import bitnet_hf, bitsandbytes_nf4
 from .cache import is_low_bit
@@ -74,7 +74,6 @@ def quantize_checkpoint(
         )
     stored = stored_config(config, scheme, recipe)
     dtype = getattr(torch, checkpoint.dtype)
-    before = sizes(config, dtype=dtype)
     tokens = tokens_for(recipe, config, calibration, calibration_mask)
     entry: dict[str, Any] = {"quant_method": "diffbit", "version": VERSION, "scheme": scheme.to_dict()}
     entry["method"] = recipe.name
@@ -97,7 +96,7 @@ def quantize_checkpoint(
             stored,
             quantization=entry,
             dtype=checkpoint.dtype,
-            shard_layers=before.nbytes > SHARD_FROM,
+            shard_layers=in_shards(config, dtype),
             tokenizer_from=checkpoint.path,
             overwrite=overwrite,
         ) as writer:
@@ -109,11 +108,16 @@ def quantize_checkpoint(
         scheme=scheme,
         method=recipe.name,
         weights=tuple(rows),
-        before=before,
-        after=sizes(stored, scheme, dtype),
+        before=sizes(config, embedding=dtype),
+        after=sizes(stored, scheme, embedding=dtype),
         calibration_tokens=tokens.count if tokens else 0,
         warnings=tuple(dict.fromkeys(found for format in formats.values() if (found := format.warning()))),
     )
+
+
+def in_shards(config: ModelConfig, dtype: torch.dtype) -> bool:
+    """Is a model that large that a checkpoint of it is written a file per layer?"""
+    return num_parameters(config) * dtype.itemsize > SHARD_FROM
 
 
 def save(

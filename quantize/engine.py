@@ -23,7 +23,7 @@ from .formats import QTensor
 from .methods import Method, Recipe, parse_recipe
 from .model import assemble
 from .piece import Piece, Tokens, quantize_piece
-from .report import WeightReport, weight_error
+from .report import WIDTHS, WeightReport, weight_error
 from .scheme import HEAD_MODULE, Scheme, linear_shapes
 
 Read = Callable[[str], Tensor]  # a parameter of the float model by its name, in canonical row order
@@ -139,6 +139,7 @@ def _names(config: ModelConfig, index: int) -> list[str]:
 
 
 def _row(piece: Piece, module: str, weight: QTensor, output_error: float | None) -> WeightReport:
+    nbytes = weight.format.device_nbytes(weight.shape, WIDTHS["fp32"])
     return WeightReport(
         name=module,
         format=weight.format.name,
@@ -146,8 +147,8 @@ def _row(piece: Piece, module: str, weight: QTensor, output_error: float | None)
         weight_error=weight_error(piece.weight(module), weight),
         output_error=output_error,
         proxy_loss=piece.proxy_losses.get(module),
-        bits_per_weight=weight.bits_per_weight,
-        nbytes=weight.nbytes,
+        bits_per_weight=8 * nbytes / math.prod(weight.shape),
+        nbytes=nbytes,
     )
 
 
