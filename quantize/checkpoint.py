@@ -4,7 +4,7 @@ On disk a quantized weight `<linear>.weight` becomes `<linear>.codes` (packed), 
 format writes it: fp16 for integers, to which they were rounded beforehand, fp32 for nf4 and ternary, uint8 for mxfp4)
 and, in asymmetric formats, `<linear>.zero` (packed); config.json says
 
-    "quantization_config": {"quant_method": "diffbit", "version": 1, "scheme": {...}}
+    "quantization_config": {"quantizer": "diffbit", "version": 1, "scheme": {...}}
 
 Row order on disk is Hugging Face's, for these parts as for the weights they stand for.
 """
@@ -75,7 +75,7 @@ def quantize_checkpoint(
     stored = stored_config(config, scheme, recipe)
     dtype = getattr(torch, checkpoint.dtype)
     tokens = tokens_for(recipe, config, calibration, calibration_mask)
-    entry: dict[str, Any] = {"quant_method": "diffbit", "version": VERSION, "scheme": scheme.to_dict()}
+    entry: dict[str, Any] = {"quantizer": "diffbit", "version": VERSION, "scheme": scheme.to_dict()}
     entry["method"] = recipe.name
     if tokens and calibration_text is not None:
         entry["calibration"] = {**calibration_text, "tokens": tokens.count}
@@ -134,7 +134,7 @@ def save(
 
     method: how they came about, for config.json.
     """
-    entry = {"quant_method": "diffbit", "version": VERSION, "scheme": scheme.to_dict(), "method": method}
+    entry = {"quantizer": "diffbit", "version": VERSION, "scheme": scheme.to_dict(), "method": method}
     label = str(dtype).removeprefix("torch.")
     with CheckpointWriter(path, config, quantization=entry, dtype=label, tokenizer_from=tokenizer_from) as writer:
         for name, weight in weights.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -304,3 +305,25 @@ def test_an_edited_config_is_refused(change, words: list[str], model: Path, tmp_
     with pytest.raises(DiffbitError) as error:
         load(tmp_path / "q")
     assert all(word in str(error.value) for word in [str(tmp_path / "q"), *words])
+
+
+@pytest.mark.parametrize("attention", ["softmax", "diff_v1"])
+def test_transformers_refuses_what_it_cannot_read(tmp_path: Path, attention: str):
+    """Not with a warning and random weights: our quantized folders have a config that it knows."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    models.save(Decoder(replace(CONFIG, attention=attention)), tmp_path / "float")
+    quantize_checkpoint(tmp_path / "float", tmp_path / "int4", Scheme(weights=parse_format("int4_g32")))
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "float")
+    own = {"softmax": transformers.LlamaForCausalLM, "diff_v1": transformers.DiffLlamaForCausalLM}[attention]
+    for loader in (transformers.AutoModelForCausalLM, own):
+        with pytest.raises(ValueError, match="quantization config"):
+            loader.from_pretrained(tmp_path / "int4")
+
+
+def test_a_folder_of_an_earlier_version_is_read(quantized: Path, tmp_path: Path):
+    shutil.copytree(quantized, tmp_path / "old")
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = config["quantization_config"].pop("quantizer")
+    (tmp_path / "old" / "config.json").write_text(json.dumps(config))
+    assert torch.equal(load(tmp_path / "old")(IDS), load(quantized)(IDS))
