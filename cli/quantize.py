@@ -42,7 +42,7 @@ EXAMPLES = (
 
 def _list_methods(wanted: bool) -> None:
     if wanted:
-        from ..quantize.methods import table
+        from ..quantize.recipe import table
 
         print_table(table())
         raise typer.Exit

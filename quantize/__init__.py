@@ -7,11 +7,11 @@ decoder = apply(float_decoder, scheme)               # the same in memory
 
 from .attention import logits_hook, quantize_logits
 from .checkpoint import load, load_block, quantize_checkpoint, read_scheme, read_weight, save
-from .engine import apply
 from .formats import CodebookFormat, Format, IntFormat, MXFormat, QTensor, TernaryFormat, parse_format
+from .layerwise import apply
 from .linear import QuantLinear
-from .methods import methods, parse_recipe
 from .methods.rtn import quantize as rtn
+from .recipe import methods, parse_recipe
 from .report import Report, Sizes, WeightReport, sizes
 from .rounding import Rounding, quantize_per_block_int8, quantize_per_token_int8, rounded_input, spread
 from .scheme import AttentionScheme, Scheme, linear_shapes, parse_kv, parse_override

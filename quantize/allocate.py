@@ -37,12 +37,12 @@ from .. import models
 from ..errors import DiffbitError
 from ..models import Checkpoint, Decoder, ModelConfig, num_parameters
 from ..progress import track
-from .engine import apply, stored_config
 from .formats import Format, parse_format
+from .layer import Batch, Layer, Tokens
+from .layerwise import apply, stored_config
 from .linear import QuantLinear
-from .methods import Recipe, parse_recipe
 from .model import quantize_weight
-from .piece import Batch, Piece, Tokens
+from .recipe import Recipe, parse_recipe
 from .report import WIDTHS, sizes
 from .scheme import KEPT, Scheme, linear_shapes
 
@@ -154,7 +154,7 @@ def plan(
     decoder = models.load(checkpoint)
     transformed = decoder
     if recipe.transforms:  # as if every layer had the candidate whose bytes are nearest to the budget's
-        nothing: Any = SimpleNamespace(quantize_layer=lambda piece: {})  # rounds no weight
+        nothing: Any = SimpleNamespace(quantize_layer=lambda layer: {})  # rounds no weight
         nearest = space.to_scheme(space.nearest(room))
         transform = Recipe(recipe.name, recipe.transforms, nothing)
         transformed = apply(decoder, nearest, transform, windows.ids, windows.mask)
@@ -322,13 +322,13 @@ def measure(
     weights = source.state_dict()
     for states in filter(None, (sample, tokens)):
         _enter(base, states)
-    for index, layer in track(enumerate(base.model.layers), "measuring losses", total=len(base.model.layers)):
+    for index, block in track(enumerate(base.model.layers), "measuring losses", total=len(base.model.layers)):
         prefix = f"model.layers.{index}."
         tensors = {name: tensor for name, tensor in weights.items() if name.startswith(prefix)}
-        fixed = {prefix + n: linear.weight for n, linear in layer.named_modules() if isinstance(linear, QuantLinear)}
+        fixed = {prefix + n: linear.weight for n, linear in block.named_modules() if isinstance(linear, QuantLinear)}
         some = {m: f for m, row in wanted.items() if m.startswith(prefix) for n in row if (f := formats[n]) is not None}
-        piece = Piece(base.config, index, scheme, some, tensors, tokens)
-        stats = piece.stats(fixed, some) if tokens is not None and some else {}
+        layer = Layer(base.config, index, scheme, some, tensors, tokens)
+        stats = layer.stats(fixed, some) if tokens is not None and some else {}
         for module in (module for module in wanted if module.startswith(prefix)):
             found[module] = {}
             for name in wanted[module]:
@@ -337,10 +337,10 @@ def measure(
                     continue
                 weight = f"{module}.weight"
                 made = quantize_weight(rounding.quantize, weight, tensors[weight], format, stats.get(module))
-                rest = [piece.module(fixed | {module: made}), *base.model.layers[index + 1 :]]
+                rest = [layer.module(fixed | {module: made}), *base.model.layers[index + 1 :]]
                 found[module][name] = divergence(base, exact, sample, rest) - start
         for states in filter(None, (sample, tokens)):
-            states.hidden = torch.cat([_run([layer], batch) for batch in states.batches()])
+            states.hidden = torch.cat([_run([block], batch) for batch in states.batches()])
     return found
 
 

@@ -25,13 +25,13 @@ from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig, 
 from ..models.layout import EMBEDDING, shapes, stays_float32
 from . import bitnet_hf, bitsandbytes_nf4
 from .cache import is_low_bit
-from .engine import Finished, quantize_pieces, stored_config, tokens_for
 from .formats import QTensor
-from .methods import Method, parse_recipe
-from .model import assemble
+from .layerwise import Finished, quantize_layers, stored_config, tokens_for
+from .model import Method, assemble
+from .recipe import parse_recipe
 from .report import Report, WeightReport, sizes
+from .resume import Stored, Unfinished, run
 from .scheme import Scheme
-from .unfinished import Stored, Unfinished, run
 
 VERSION = 1
 OTHERS: dict[str, ModuleType] = {"bitsandbytes": bitsandbytes_nf4, "bitnet": bitnet_hf}  # quant_method: who reads it
@@ -53,11 +53,11 @@ def quantize_checkpoint(
     """Quantize a float checkpoint into a new folder, one layer in memory at a time; what it did to each weight.
 
     method: names of methods/ joined by +, such as "rotate+gptq", or a function (weight, format, stats) -> QTensor.
-    calibration: token ids [n, S] (a tensor or an array); they flow through the model as its layers come by (piece.py);
+    calibration: token ids [n, S] (a tensor or an array); they flow through the model as its layers come by (layer.py);
     methods calibrate on them, and each quantized layer's output error is measured on them. calibration_mask: bool
     [n, S], the tokens that count; default all. calibration_text: what the text was (source, sha256, ...), kept in
     config.json and from there in an artifact's manifest. resume: go on with such a run that was interrupted
-    (unfinished.py), if there is one; the result is the same to the bit.
+    (resume.py), if there is one; the result is the same to the bit.
     """
     checkpoint = Checkpoint(source)
     files.check_apart(output, checkpoint.path)
@@ -85,12 +85,12 @@ def quantize_checkpoint(
 
     rows: list[WeightReport] = []
     with Unfinished(output, about, tokens, resume=resume, overwrite=overwrite) as done:
-        made = quantize_pieces(config, checkpoint.read, scheme, recipe, tokens, skip=done.count, title="quantizing")
-        pieces = _stored(made)
+        made = quantize_layers(config, checkpoint.read, scheme, recipe, tokens, skip=done.count, title="quantizing")
+        layers = _stored(made)
         if recipe.name != "rtn" or tokens:  # plain rounding is over before it could be interrupted
-            for piece in pieces:
-                done.add(piece)
-            pieces = done.pieces()
+            for layer in layers:
+                done.add(layer)
+            layers = done.layers()
         with CheckpointWriter(
             output,
             stored,
@@ -100,7 +100,7 @@ def quantize_checkpoint(
             tokenizer_from=checkpoint.path,
             overwrite=overwrite,
         ) as writer:
-            for tensors, its_rows in pieces:
+            for tensors, its_rows in layers:
                 for name, tensor in tensors.items():
                     writer.add(name, tensor)
                 rows += its_rows
@@ -225,15 +225,15 @@ def _read(checkpoint: Checkpoint, name: str, scheme: Scheme | None) -> Tensor | 
         raise DiffbitError(f"{checkpoint.path}: {module}: {error}") from None
 
 
-def _stored(pieces: Iterable[Finished]) -> Iterator[Stored]:
-    """Pieces as a checkpoint holds them."""
-    for piece in pieces:
+def _stored(layers: Iterable[Finished]) -> Iterator[Stored]:
+    """Layers as a checkpoint holds them."""
+    for layer in layers:
         parts = {
             f"{module}.{part}": tensor
-            for module, weight in piece.quantized.items()
+            for module, weight in layer.quantized.items()
             for part, tensor in weight.parts().items()
         }
-        yield piece.floats | parts, piece.rows
+        yield layer.floats | parts, layer.rows
 
 
 def _disagrees(checkpoint: Checkpoint, name: str, format: str) -> DiffbitError:

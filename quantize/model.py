@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -13,10 +13,10 @@ from ..models.layout import stays_float32
 from .attention import set_attention
 from .formats import Format, QTensor
 from .linear import QuantLinear
-from .methods import Method
 from .scheme import Scheme
 
 M = TypeVar("M", bound=nn.Module)
+Method = Callable[[Tensor, Format, Any], QTensor]  # (weight, format, stats of its input or None)
 
 
 def assemble(module: M, weights: Mapping[str, Tensor | QTensor], scheme: Scheme, dtype: torch.dtype | None) -> M:

@@ -1,7 +1,7 @@
 """Scales that err least: before codes are chosen, and after.
 
-`search`: a group's largest weights are rare; giving up their exactness buys finer steps for all others, and the fewer
-the bits the more that is worth. Of a grid of scales and zero points around those of `format.fit` it keeps, per group,
+`search`: a group's largest weights are rare; giving up their exactness rounds all others more finely, and the fewer the
+bits the more that is worth. Of a format's candidates for scales and zero points it keeps, per group,
 
     argmin over (s, z)  sum_k h_k (w_k - decode(encode(w_k; s, z); s, z))^2
 
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from .formats import Format, row_blocks
+from .formats import Format
 
 ALIVE = 1e-3  # of the mean importance, that every channel has: a group of unused ones must be scaled somehow
 
@@ -54,12 +54,8 @@ def error(weight: Tensor, format: Format, scale: Tensor, zero: Tensor | None, im
     """sum_k h_k (w_k - q_k)^2 of each group under its scale, shaped as the scales."""
     total = torch.empty(len(weight), format.groups(weight.shape[1]), device=weight.device)
     weighting = format.grouped(importance[None])[0]  # [G, group]
-    for rows in row_blocks(weight):
-        grouped = format.grouped(weight[rows].float())
-        step = scale.expand(len(weight), -1)[rows, :, None]
-        point = None if zero is None else zero[rows, :, None]
-        back = format.decode_each(format.encode_each(grouped, step, point), step, point)
-        total[rows] = (back.sub_(grouped).square_() * weighting).sum(-1)
+    for rows, lost in format.lost(weight, scale, zero):
+        total[rows] = (lost.square_() * weighting).sum(-1)
     return total if scale.shape == total.shape else total.sum().view(1, 1)
 
 

@@ -266,8 +266,8 @@ def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def _reaches(glob: str, module: str) -> bool:
-    piece = module.rpartition(".")[2]
-    return fnmatchcase(module, glob) and (piece not in KEPT or piece in glob)
+    layer = module.rpartition(".")[2]
+    return fnmatchcase(module, glob) and (layer not in KEPT or layer in glob)
 
 
 def _name(format: Format | None) -> str:

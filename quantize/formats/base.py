@@ -149,6 +149,13 @@ class Format(ABC):
             weight[rows] = value.flatten(1)[:, : codes.shape[1]].to(dtype)
         return weight
 
+    def lost(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+        """Some rows of a weight at a time, and what rounding to nearest adds to them, [n, G, group]."""
+        for rows in row_blocks(weight):
+            grouped = self.grouped(weight[rows].float())
+            scales, zeros = scale.expand(len(weight), -1)[rows, :, None], _rows(zero, rows)
+            yield rows, self.decode_each(self.encode_each(grouped, scales, zeros), scales, zeros).sub_(grouped)
+
     def grouped(self, values: Tensor) -> Tensor:
         """[n, K] -> [n, G, group]; zeros fill a short last group, which moves no scale, and are cut off again."""
         if not self.group_size:
