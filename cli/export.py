@@ -57,9 +57,7 @@ def export(
 
     if format == "hf-bitnet":
         if (device, dtype, context_length) != ("cpu", None, None):
-            raise DiffbitError(
-                "--device, --dtype and --context-length apply to --format artifact; leave them out"
-            )
+            raise DiffbitError("--device, --dtype and --context-length apply to --format artifact; leave them out")
         export_bitnet(checkpoint, output, tokenizer=tokenizer, overwrite=overwrite)
         sizes = {file.name: {"bytes": file.stat().st_size} for file in sorted(output.iterdir())}
         if as_json:

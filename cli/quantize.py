@@ -105,7 +105,7 @@ TargetBits = Annotated[
 ]
 TargetSize = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help="Mixed precision for a size of the whole float32 artifact: 40MB, 40MiB, 1.2GB, ..."),
+    typer.Option(metavar="SIZE", help="Mixed precision for a total size of the fp32 artifact: 40MB, 40MiB, 1.2GB, ..."),
 ]
 Candidates = Annotated[
     str | None,
@@ -335,7 +335,7 @@ def _show(report: Report, plan: Plan | None, output: Path, each: bool) -> None:
             for name, size in (("before", before), (attention_name(attention), after))
         )
     remark(
-        f"{output}: {after.nbytes / 1e6:,.2f} MB of weights in a float32 artifact, {after.bits_per_weight:.2f} bits per "
+        f"{output}: {after.nbytes / 1e6:,.2f} MB of weights in an fp32 artifact, {after.bits_per_weight:.2f} bits per "
         f"weight (before: {before.nbytes / 1e6:,.2f} MB, {before.bits_per_weight:.2f})"
     )
 

@@ -10,8 +10,9 @@ from .checkpoint import load, load_block, quantize_checkpoint, read_scheme, read
 from .formats import CodebookFormat, Format, IntFormat, MXFormat, QTensor, TernaryFormat, parse_format
 from .layerwise import apply
 from .linear import QuantLinear
+from .methods import methods
 from .methods.rtn import quantize as rtn
-from .recipe import methods, parse_recipe
+from .recipe import parse_recipe
 from .report import Report, Sizes, WeightReport, sizes
 from .rounding import Rounding, quantize_per_block_int8, quantize_per_token_int8, rounded_input, spread
 from .scheme import AttentionScheme, Scheme, linear_shapes, parse_kv, parse_override

@@ -6,16 +6,12 @@ Transforms come first. A recipe has one method that rounds, or none: then it is 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from pkgutil import iter_modules
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ..errors import DiffbitError
 from ..models import ModelConfig
-from .methods import __name__ as FOLDER
-from .methods import __path__ as PATHS
+from .methods import find, methods
 from .model import Method
 
 ROUNDS = ("quantize", "quantize_layer")
@@ -42,12 +38,6 @@ class Recipe:
         return config
 
 
-@cache
-def methods() -> tuple[str, ...]:
-    """Names of the methods: the files of methods/."""
-    return tuple(sorted(module.name for module in iter_modules(PATHS)))
-
-
 def table() -> list[dict[str, str]]:
     """A row per method: its name, when it runs, whether it needs calibration text, the first line of its docstring."""
     when = {
@@ -57,7 +47,7 @@ def table() -> list[dict[str, str]]:
     }
     rows = []
     for name in methods():
-        module = import_module(f".{name}", FOLDER)
+        module = find(name)
         (kind,) = (words for function, words in when.items() if hasattr(module, function))
         about = (module.__doc__ or "").strip().partition("\n")[0]
         rows.append({"method": name, "what": kind, "text": "yes" if module.CALIBRATED else "no", "about": about})
@@ -77,12 +67,12 @@ def parse_recipe(text: str | Method | Recipe) -> Recipe:
             raise DiffbitError(f"method {name!r} is none of {', '.join(methods())} (joined by + where several follow)")
         if names.count(name) > 1:
             raise DiffbitError(f"method {text!r} names {name} twice")
-    modules = [(name, import_module(f".{name}", FOLDER)) for name in names]
+    modules = [(name, find(name)) for name in names]
     rounding = [(name, module) for name, module in modules if any(hasattr(module, kind) for kind in ROUNDS)]
     if len(rounding) > 1:
         raise DiffbitError(
             f"method {text!r} rounds twice, by {' and by '.join(name for name, _ in rounding)}; leave one of them out"
         )
     transforms = tuple(module for _, module in modules if hasattr(module, "transform"))
-    rounds = rounding[0][1] if rounding else import_module(".rtn", FOLDER)
+    rounds = rounding[0][1] if rounding else find("rtn")
     return Recipe("+".join(names), transforms, rounds)

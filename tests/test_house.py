@@ -55,10 +55,6 @@ LONG_SOURCES = {
 CIRCLES = {
     ("diffbit.models.config", "diffbit.models.attention"): "the config asks the variants for head counts",
     ("diffbit.models.cache", "diffbit.models.attention"): "the cache asks the variants for head counts",
-    ("diffbit.quantize.model", "diffbit.quantize.methods"): "a type of its signature",
-    ("diffbit.quantize.piece", "diffbit.quantize.methods"): "a type of its signature",
-    ("diffbit.quantize.methods.joint", "diffbit.quantize.methods"): "a type of its signature",
-    ("diffbit.export.graph", "diffbit.export.linear"): "a method that calls the function",
 }
 
 

@@ -1,4 +1,4 @@
-"""Methods: how float weights become low-bit ones. One file each, found by listing this folder (recipe.py).
+"""Methods: how float weights become low-bit ones. One file each, found by listing this folder.
 
 A method's file has ONE of these functions:
 
@@ -9,3 +9,21 @@ A method's file has ONE of these functions:
 and CALIBRATED, whether it needs calibration tokens. A transform may also have config(config) -> ModelConfig, that of
 the model it makes; one that changes the embedding or the head must untie them there. layer.py says what a layer is.
 """
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType
+
+
+@cache
+def methods() -> tuple[str, ...]:
+    """Names of the methods: the files of this folder."""
+    return tuple(sorted(module.name for module in iter_modules(__path__)))
+
+
+def find(name: str) -> ModuleType:
+    """The method of this name."""
+    return import_module(f".{name}", __name__)
