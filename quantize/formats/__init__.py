@@ -8,21 +8,26 @@
     mxfp4          0 ... 15          2^(s - 127) * E2M1[code]        blocks of 32 (OCP MX v1.0)
     ternary        0, 1, 2           scale * (code - 1)              one scale per tensor (b1.58, arXiv 2402.17764)
 
-A file a kind, each with a `Format` (base.py), parse(name) -> Format or None, names(), and GRAMMAR, which says them in
-words. A new kind is a file here and its name in KINDS.
+A file a kind, found by listing this folder, each with a `Format` (base.py), parse(name) -> Format or None, names(), and
+GRAMMAR, which says them in words.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType
+
 from ...errors import DiffbitError
-from . import codebook, integer, mx, ternary
 from .base import BLOCK, Builder, Format, QTensor, row_blocks
 from .codebook import CodebookFormat
 from .integer import IntFormat
 from .mx import MXFormat
 from .ternary import TernaryFormat
 
-KINDS = (integer, codebook, mx, ternary)
+KINDS: tuple[ModuleType, ...] = tuple(
+    module for entry in iter_modules(__path__) if hasattr(module := import_module(f".{entry.name}", __name__), "parse")
+)
 
 __all__ = [
     "BLOCK",
@@ -42,7 +47,8 @@ __all__ = [
 def parse_format(name: str) -> Format:
     """The format of a name such as "int4_g32", "int3_g64_asym", "int8", "nf4", "mxfp4" or "ternary"."""
     for kind in KINDS:
-        if (format := kind.parse(name)) is not None:
+        format: Format | None = kind.parse(name)
+        if format is not None:
             return format
     wanted = "; ".join(kind.GRAMMAR for kind in KINDS)
     raise DiffbitError(f"{name!r} is no number format; wanted one of: {wanted}")

@@ -214,12 +214,11 @@ def test_report_tells_the_truth(attention: str, batch_tokens: int, tmp_path: Pat
         error = (exact - got.dequantize().double()).norm() / exact.norm()
         assert row.weight_error == pytest.approx(error.item(), rel=1e-5)
         assert row.output_error == pytest.approx(expected[row.name], rel=1e-3)
-        assert (row.format, row.shape, row.nbytes) == (got.format.name, got.shape, got.nbytes)
+        assert (row.format, row.shape) == (got.format.name, got.shape)
+        assert row.nbytes == got.format.device_nbytes(got.shape, 4) == row.bits_per_weight * got.codes.numel() / 8
     assert report.calibration_tokens == 55
-    stored = load_file(tmp_path / "q" / "model.safetensors")
-    assert report.after.nbytes == sum(tensor.nbytes for tensor in stored.values())
-    assert report.after == sizes(checkpoint.config, MIXED, torch.float32)
-    assert report.before.bits_per_weight == 32
+    assert report.after == sizes(checkpoint.config, MIXED) and report.before == sizes(checkpoint.config)
+    assert 31.9 < report.before.bits_per_weight <= 32  # lambda vectors become numbers of the graph
     assert any("trained" in warning for warning in report.warnings)
     json.dumps(report.to_dict())
 
