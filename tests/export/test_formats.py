@@ -141,8 +141,11 @@ def test_int4_activations_are_the_layers_own_bits(tmp_path: Path, dtype: str, is
         assert np.array_equal(found, exact)
 
 
-@pytest.mark.parametrize(("format", "columns"), [("int4_g32", 192), ("int3_g64_asym", 200), ("int4_g128_asym", 1000)])
-def test_int4_is_laid_out_once_at_load(tmp_path: Path, format: str, columns: int) -> None:
+FOLDED = [("int4_g32", 192), ("int3_g64_asym", 200), ("int4_g128_asym", 1000), ("mxfp4", 192)]
+
+
+@pytest.mark.parametrize(("format", "columns"), FOLDED)
+def test_what_stands_before_the_product_is_done_once_at_load(tmp_path: Path, format: str, columns: int) -> None:
     """ONNX Runtime folds all of the body but its MatMulNBits; where it is told to fold nothing, the body works too."""
     weight = torch.randn(40, columns, generator=torch.Generator().manual_seed(3))
     build(tmp_path / "m", weight, format, 0.5, "fp32")
