@@ -34,7 +34,7 @@ from diffbit.evaluate.variants import Variant, variants
 from diffbit.models import Checkpoint, load
 from diffbit.progress import set_quiet, track
 from diffbit.quantize import Scheme, parse_format
-from diffbit.quantize.mixed import plan
+from diffbit.quantize.allocate import plan
 
 ROOT = Path(__file__).parents[1]
 TRIO = [ROOT / "examples" / "nano" / name for name in ("softmax", "diff_v1", "diff_v2")]  # the first is held against
@@ -52,8 +52,8 @@ RECIPES = {
 ROUNDED_INPUTS = (("int8", "rtn"), ("int4_g128", "gptq"))  # weights, and the recipe that rounds them
 CALIBRATION_WINDOWS = 256
 QUICK_FORMATS, QUICK_RECIPES, QUICK_WINDOWS = ("int4_g128", "int2_g64"), ("rtn", "gptq"), (6, 8)
-MIXED_BITS = (3.25, 3.5)  # the sizes of int3_g64 and int3_g32
-UNIFORM = ("int3_g64", "int3_g32", "int4_g128")
+MIXED_BITS = (3.0, 3.5)  # of a float32 artifact, in which int2_g64 has 2.5 and int4_g128 4.125
+UNIFORM = ("int2_g64", "int4_g128")
 
 Found, Refused = list[Measured], list[Refusal]
 

@@ -19,11 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 from diffbit.export.graph import DATA, MICROSOFT, MODEL, PAGE, Graph
-from diffbit.export.linear import emit
 from diffbit.ops import diff_attention, kv_cache
-from diffbit.quantize.linear import QuantLinear
-from diffbit.quantize.packing import pack_bits
-from diffbit.quantize.qtensor import QTensor
+from diffbit.quantize import QTensor, QuantLinear
+from diffbit.quantize.formats.packing import pack_bits
 from diffbit.runtime import native
 
 Array = NDArray[Any]
@@ -45,7 +43,7 @@ def product_graph(folder: Path, weight: QTensor) -> None:
     rows, columns = weight.shape
     g = Graph(folder, "fp32")
     x = g.input("x", np.float32, ["M", columns])
-    g.output("y", emit(g, x, QuantLinear(weight), 1.0), np.float32, ["M", rows])
+    g.output("y", QuantLinear(weight).onnx(g, x, 1.0), np.float32, ["M", rows])
     g.save()
 
 

@@ -44,9 +44,6 @@ def export(
     tokenizer: Annotated[
         Path | None, typer.Option(help="The tokenizer.json to include, if the checkpoint has none.")
     ] = None,
-    ternary_storage: Annotated[
-        str, typer.Option(help="2bit, or base3: ternary weights at 1.6 bits each in the file, expanded at load.")
-    ] = "2bit",
     overwrite: Overwrite = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -59,10 +56,8 @@ def export(
     from ..export import export_artifact, export_bitnet
 
     if format == "hf-bitnet":
-        if (device, dtype, context_length, ternary_storage) != ("cpu", None, None, "2bit"):
-            raise DiffbitError(
-                "--device, --dtype, --context-length and --ternary-storage apply to --format artifact; leave them out"
-            )
+        if (device, dtype, context_length) != ("cpu", None, None):
+            raise DiffbitError("--device, --dtype and --context-length apply to --format artifact; leave them out")
         export_bitnet(checkpoint, output, tokenizer=tokenizer, overwrite=overwrite)
         sizes = {file.name: {"bytes": file.stat().st_size} for file in sorted(output.iterdir())}
         if as_json:
@@ -76,7 +71,6 @@ def export(
         dtype=dtype or dtype_for(device),
         context_length=context_length,
         tokenizer=tokenizer,
-        ternary_storage=ternary_storage,
         overwrite=overwrite,
     )
     manifest = read_json(output / "diffbit.json")

@@ -27,13 +27,13 @@ from .output import attention_name, print_json, print_table, remark
 if TYPE_CHECKING:
     from ..calib_data import Windows
     from ..quantize import AttentionScheme, Report, Scheme, WeightReport
-    from ..quantize.mixed import LayerPlan, Plan
+    from ..quantize.allocate import LayerPlan, Plan
 
 LAYER_ERRORS = "quantization_report.json"
 EXAMPLES = (
     "diffbit quantize out/demo/diff_v1 --weights int4_g32 -o out/diff-int4",
-    "diffbit quantize out/demo/diff_v1 --weights int3_g64 --method gptq --max-windows 64 -o out/diff-gptq",
-    "diffbit quantize out/demo/diff_v1 --weights int3_g64 --override 'model.layers.0.*=int8' -o out/diff-int3",
+    "diffbit quantize out/demo/diff_v1 --weights int2_g64 --method gptq --max-windows 64 -o out/diff-gptq",
+    "diffbit quantize out/demo/diff_v1 --weights int2_g64 --override 'model.layers.0.*=int8' -o out/diff-int2",
     "diffbit quantize out/demo/diff_v1 --target-bits 3.5 --method gptq --max-windows 64 -o out/diff-mixed",
     "diffbit quantize out/demo/diff_v1 --weights int4_g32 --kv int4 --qk int8 -o out/diff-int4-kv4",
     "diffbit quantize out/demo/diff_v1 --kv int8,int4 -o out/diff-kv84",
@@ -42,7 +42,7 @@ EXAMPLES = (
 
 def _list_methods(wanted: bool) -> None:
     if wanted:
-        from ..quantize.methods import table
+        from ..quantize.recipe import table
 
         print_table(table())
         raise typer.Exit
@@ -101,14 +101,14 @@ TargetBits = Annotated[
 ]
 TargetSize = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help="Mixed precision for a total size of the model: 40MB, 40MiB, 1.2GB, ..."),
+    typer.Option(metavar="SIZE", help="Mixed precision for a total size of the fp32 artifact: 40MB, 40MiB, 1.2GB, ..."),
 ]
 Candidates = Annotated[
     str | None,
     typer.Option(
         metavar="FORMATS",
-        help="Formats that mixed precision chooses from, such as int3_g64,int4_g128,none (none is float); default: "
-        "from 2 to 8 bits, and none.",
+        help="Formats that mixed precision chooses from, such as int2_g64,int4_g128,none (none is float); default: "
+        "2, 4 and 8 bits, and none.",
     ),
 ]
 MethodName = Annotated[
@@ -274,7 +274,7 @@ def _plan(
     method: str,
     text: Windows,
 ) -> Plan:
-    from ..quantize.mixed import CANDIDATES, plan
+    from ..quantize.allocate import CANDIDATES, plan
 
     if bits is not None and size is not None:
         raise DiffbitError("--target-bits and --target-size exclude each other; pass one of them")
@@ -315,7 +315,7 @@ def _show(report: Report, plan: Plan | None, output: Path, each: bool) -> None:
     if report.weights:
         print_table(_weight_rows(report.weights, each))
     if plan is not None:
-        print_table(_plan_rows(plan), title="error of each layer")
+        print_table(_plan_rows(plan), title="loss of each layer")
         remark(_plan_summary(plan, output))
     before, after = report.before, report.after
     if attention := report.scheme.attention.to_dict():
@@ -328,8 +328,8 @@ def _show(report: Report, plan: Plan | None, output: Path, each: bool) -> None:
             for name, size in (("before", before), (attention_name(attention), after))
         )
     remark(
-        f"{output}: {after.nbytes / 1e6:,.2f} MB, {after.bits_per_weight:.2f} bits per weight over the whole model "
-        f"(before: {before.nbytes / 1e6:,.2f} MB, {before.bits_per_weight:.2f})"
+        f"{output}: {after.nbytes / 1e6:,.2f} MB of weights in an fp32 artifact, {after.bits_per_weight:.2f} bits per "
+        f"weight (before: {before.nbytes / 1e6:,.2f} MB, {before.bits_per_weight:.2f})"
     )
 
 
@@ -388,10 +388,10 @@ def _plan_rows(plan: Plan) -> list[dict[str, Any]]:
 def _plan_summary(plan: Plan, output: Path) -> str:
     most = sorted(plan.layers, key=lambda layer: layer.loss, reverse=True)[:3]
     names = ", ".join(f"{layer.name.removeprefix('model.')} ({layer.format})" for layer in most)
-    gap = f", at most {plan.gap:.1e} above the optimum" if plan.gap else ""
     stand_in = "" if plan.stand_in is None else f"; losses measured with {plan.stand_in} in place of {plan.method}"
     return (
         f"{plan.bits_per_weight:.3f} bits per weight over the linear layers; KL from the float model "
         f"{plan.measured:.4g} nats per token on {plan.tokens:,} tokens of calibration text ({plan.predicted:.4g} "
-        f"predicted{gap}{stand_in}); most sensitive layers: {names}; the scheme is in {output / 'scheme.toml'}"
+        f"predicted{stand_in}); most sensitive layers: {names}; the artifact takes at most "
+        f"{plan.model_nbytes / 1e6:,.2f} MB; the scheme is in {output / 'scheme.toml'}"
     )

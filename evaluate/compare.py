@@ -47,7 +47,7 @@ class Result:
     method: str  # "none" unless weights are rounded
     bits: float
     bits_per_weight: float  # of the linear layers that are quantized, scales included
-    nbytes: int  # of the whole model in a file, what is not quantized at two bytes a weight
+    nbytes: int  # of the weights in a float16 artifact
     perplexity: Estimate
     ratio: Estimate  # of perplexities, to the 16-bit model's: 1.02 is 2 % worse
     kl: Estimate  # nats a token, from the 16-bit model

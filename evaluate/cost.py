@@ -25,9 +25,8 @@ from math import log2, prod
 from ..models import LayerSpec, ModelConfig
 from ..models.checkpoint.names import shapes
 from ..ops.cache import Buffer
-from ..quantize import Scheme, linear_shapes, rounding_for
+from ..quantize import Scheme, linear_shapes
 from ..quantize.cache import is_low_bit, step_bytes
-from ..quantize.linear import runtime_activations
 
 WIDTHS = {"float16": 2, "float32": 4}
 
@@ -66,12 +65,13 @@ def token_cost(config: ModelConfig, scheme: Scheme | None, context: int, dtype: 
             count["floating"] += weights
             nbytes += weights * WIDTHS[dtype]
             continue
-        nbytes += format.nbytes((rows, columns))
-        if format.kind == "ternary":
+        nbytes += format.device_nbytes((rows, columns), WIDTHS[dtype])
+        rounding = format.device_rounding(format.rounding(module, columns, scheme.activations))
+        if rounding is not None and format.integer_product:
             count["ternary"] += weights
-            block = rounding_for(module, columns, scheme.activations).hadamard
+            block = rounding.hadamard
             count["other"] += 2 * columns + 2 * rows + (columns * int(log2(block)) + columns if block > 1 else 0)
-        elif runtime_activations(format) is not None:
+        elif rounding is not None:
             count["integer"] += weights
             count["other"] += 2 * columns + rows * format.groups(columns)
         else:

@@ -39,7 +39,7 @@ class Measured:
     variant: Variant | None
     scheme: Scheme | None  # of the variant, or of a checkpoint that is quantized already
     scores: Scores
-    nbytes: int  # of the whole model in a file, what is not quantized at two bytes a weight
+    nbytes: int  # of the weights in a float16 artifact
     bits_per_weight: float  # of the linear layers that are quantized, scales included
     cost: Cost  # of a decoded token, at the windows' length
     answers: tuple[np.ndarray, ...] = ()  # bool [n, R] for each set of needles: which queries are answered
@@ -101,7 +101,7 @@ def measure(
                 variant=variant,
                 scheme=scheme,
                 scores=scores,
-                nbytes=sizes(model.config, scheme).nbytes,
+                nbytes=sizes(model.config, scheme, "fp16").nbytes,
                 bits_per_weight=_bits_per_weight(model.config, scheme),
                 cost=token_cost(model.config, scheme, windows.ids.shape[1]),
                 answers=answers,
@@ -174,4 +174,4 @@ def _bits_per_weight(config: ModelConfig, scheme: Scheme | None) -> float:
         return 16.0
     shapes = linear_shapes(config)
     count = sum(shapes[module][0] * shapes[module][1] for module in formats)
-    return 8 * sum(format.nbytes(shapes[module]) for module, format in formats.items()) / count
+    return 8 * sum(format.device_nbytes(shapes[module], 2) for module, format in formats.items()) / count

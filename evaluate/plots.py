@@ -316,7 +316,7 @@ def frontier(axes: Axes, plan: Data) -> None:
     """
     from matplotlib.ticker import FuncFormatter, NullLocator
 
-    floor, chosen, size = 1e-7, plan["rounds"][plan["chosen"]], plan["bits_per_weight"]
+    floor, size = 1e-7, plan["bits_per_weight"]
     alike = {name: point for name, point in plan["uniform"].items() if point[1] > floor}  # not the float model
     sizes, losses = zip(*plan["curve"], strict=True)
     own, others, here = line(0) | {"marker": ""}, line(1) | {"linestyle": "none"}, line(2) | {"linestyle": "none"}
@@ -325,8 +325,8 @@ def frontier(axes: Axes, plan: Data) -> None:
     for name, point in alike.items():
         axes.annotate(name, point, (5, 5), textcoords="offset points", fontsize=8.5, color=MUTED)
     hollow = here | {"markerfacecolor": "white", "markeredgecolor": here["color"]}
-    axes.plot([size], [max(chosen["predicted"], floor)], **hollow)
-    axes.plot([size], [max(chosen["measured"], floor)], label="chosen, measured", zorder=4, **here)
+    axes.plot([size], [max(plan["predicted"], floor)], **hollow)
+    axes.plot([size], [max(plan["measured"], floor)], label="chosen, measured", zorder=4, **here)
     axes.set_yscale("log")
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))

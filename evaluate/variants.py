@@ -15,6 +15,7 @@ A method is a recipe of quantize/methods, such as "gptq" or "rotate+gptq".
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -84,7 +85,7 @@ def variants(bits: Sequence[str] = BITS, what: Sequence[str] = WHAT, methods: Se
 
 def bits_of(format: Format) -> float:
     """Bits of one number, without scales."""
-    return 1.585 if format.kind == "ternary" else format.bits
+    return round(math.log2(format.codes), 3)
 
 
 def _logits(bits: int) -> Variant:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +25,7 @@ from ..models.families import loader_config
 from ..ops.cache import CacheSpec
 from ..ops.kv_cache import BLOCK
 from ..progress import track
-from ..quantize import AttentionScheme, Scheme, read_scheme
+from ..quantize import AttentionScheme, Format, Scheme, linear_shapes, read_scheme
 from ..quantize.cache import cache_spec
 from ..version import __version__
 from .decoder import DecoderGraph
@@ -35,7 +36,6 @@ from .reference import Stream, check_scheme
 VERSION = 4
 MANIFEST = "diffbit.json"
 TOKENIZER = "tokenizer.json"
-STORAGE = ("2bit", "base3")  # of ternary weights
 DTYPE_NAMES = {"fp32": "float32", "fp16": "float16"}
 GOLDEN_LENGTH = 16
 MOST_GOLDEN = 512  # its attention weights lie in memory whole: with a larger window nothing of it grows old
@@ -57,15 +57,12 @@ def export_artifact(
     dtype: str = "fp32",
     context_length: int | None = None,
     tokenizer: str | Path | None = None,
-    ternary_storage: str = "2bit",
     overwrite: bool = False,
 ) -> Path:
     """Write the artifact of a float or quantized checkpoint to the folder `out`, and return it.
 
     dtype: "fp32" or "fp16", of what is not quantized, of scales and of the KV cache.
     context_length: tokens that the model can hold; default, and at most, the config's max_position.
-    ternary_storage: "2bit", ternary weights as the kernels read them, or "base3", 1.6 bits each: a fifth less to
-    download, expanded at load.
     tokenizer: a tokenizer.json, or a folder with one, to use in place of the checkpoint's own.
     """
     if dtype not in FLOATS:
@@ -87,7 +84,6 @@ def export_artifact(
             )
     tokenizer_files = _tokenizer_files(source, tokenizer)
     scheme = read_scheme(source)
-    _check_storage(ternary_storage, source, scheme)
     attention = AttentionScheme() if scheme is None else scheme.attention
     if attention.logits is not None:
         raise DiffbitError(
@@ -99,7 +95,7 @@ def export_artifact(
     kind = dtype, source.quantization is not None
     out = Path(out)
     with files.new_folder(out, overwrite=overwrite) as folder:
-        graph = DecoderGraph(folder, dtype, config, length, attention, cache, ternary_storage == "base3")
+        graph = DecoderGraph(folder, dtype, config, length, attention, cache)
         logits = _write_graph(graph, source, prompt, NOISE[kind])
         for file in tokenizer_files:
             shutil.copyfile(file, folder / file.name)
@@ -125,21 +121,18 @@ def export_artifact(
             },
             "golden": _golden(prompt, logits, LEAST_TOLERANCE[kind]),
         }
-        manifest["parts"] = [asdict(part) for part in parts(folder, manifest["files"])]
+        manifest["parts"] = [asdict(part) for part in parts(folder, manifest["files"], _quantized(config, scheme))]
         canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
         manifest["sha256"] = hashlib.sha256(canonical.encode("ascii")).hexdigest()
         files.write_json(folder / MANIFEST, manifest)
     return out
 
 
-def _check_storage(storage: str, source: Checkpoint, scheme: Scheme | None) -> None:
-    if storage not in STORAGE:
-        raise DiffbitError(f"ternary storage is {storage!r}, wanted one of {', '.join(STORAGE)}")
-    formats = () if scheme is None else scheme.formats(source.config).values()
-    if storage != STORAGE[0] and all(format.kind != "ternary" for format in formats):
-        raise DiffbitError(
-            f"{source.path}: has no ternary weights to store in {storage}; export it without --ternary-storage"
-        )
+def _quantized(config: ModelConfig, scheme: Scheme | None) -> dict[str, tuple[Format, int]]:
+    """{linear layer: its format, its number of weights}."""
+    shapes = linear_shapes(config)
+    formats = {} if scheme is None else scheme.formats(config)
+    return {module: (format, math.prod(shapes[module])) for module, format in formats.items()}
 
 
 def golden_prompt(config: ModelConfig, context_length: int, attention: AttentionScheme) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from .. import files
@@ -17,10 +18,11 @@ from ..models import Checkpoint, CheckpointWriter
 from ..models.attention import softmax
 from ..models.checkpoint.names import HEAD, shapes
 from ..progress import track
-from ..quantize import linear_shapes, read_scheme, read_weight, sizes
+from ..quantize import linear_shapes, read_scheme, read_weight
 from ..quantize.bitnet_hf import PER_BYTE, pack
 from ..quantize.cache import is_low_bit
-from ..quantize.checkpoint import SHARD_FROM
+from ..quantize.checkpoint import in_shards
+from ..quantize.formats.ternary import FORMAT
 
 SETTINGS = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"}
 
@@ -41,7 +43,7 @@ def export_bitnet(
         source.config,
         quantization=SETTINGS | ({"modules_to_not_convert": kept} if len(kept) > 1 else {}),
         dtype=source.dtype,
-        shard_layers=sizes(source.config).nbytes > SHARD_FROM,
+        shard_layers=in_shards(source.config, getattr(torch, source.dtype)),
         tokenizer_from=source.path if tokenizer is None else tokenizer,
         overwrite=overwrite,
     ) as writer:
@@ -76,7 +78,7 @@ def _float_layers(source: Checkpoint) -> list[str]:
     if head in formats:
         raise refuse("its head is quantized", f"leave {head} float")
     for module, format in formats.items():
-        if format.kind != "ternary":
+        if format != FORMAT:
             raise refuse(f"{module} is {format}", "wanted ternary or float layers")
         if linear_shapes(config)[module][0] % PER_BYTE:
             raise refuse(f"{module} has {linear_shapes(config)[module][0]} rows", f"wanted a multiple of {PER_BYTE}")

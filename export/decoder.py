@@ -73,9 +73,8 @@ class DecoderGraph(Graph):
         context_length: int,
         attention: AttentionScheme,
         cache: CacheSpec,
-        base3: bool = False,
     ) -> None:
-        super().__init__(folder, dtype, base3)
+        super().__init__(folder, dtype)
         self.config, self.attention, self.cache = config, attention, cache
         self._tables = [table.numpy() for table in rope_tables(config, context_length)]
         self.input_ids = self.input("input_ids", np.int64, ["batch", "sequence"])

@@ -30,12 +30,13 @@ from ..errors import DiffbitError
 from ..models.graph import Attribute
 from ..models.layers.norm import RMSNorm
 from ..ops.schema import DOMAIN, DOMAIN_VERSION
+from ..quantize import QuantLinear
+from ..quantize.formats.base import MICROSOFT
 
 MODEL = "model.onnx"
 DATA = "model.onnx.data"
 IR_VERSION = 10
-OPSETS = {"": 21, "com.microsoft": 1}
-MICROSOFT = "com.microsoft"
+OPSETS = {"": 21, MICROSOFT: 1}
 FLOATS: dict[str, type[np.floating]] = {"fp32": np.float32, "fp16": np.float16}
 
 # ONNX Runtime maps a weight into memory instead of copying it where its offset is a multiple of the page size
@@ -43,13 +44,11 @@ PAGE, SMALL = 4096, 1 << 20
 
 
 class Graph:
-    """A graph under construction. `dtype` is the type of its floating-point weights and activations; base3: ternary
-    weights are stored five to a byte (ops/trits.py)."""
+    """A graph under construction. `dtype` is the type of its floating-point weights and activations."""
 
-    def __init__(self, folder: Path, dtype: str, base3: bool = False) -> None:
+    def __init__(self, folder: Path, dtype: str) -> None:
         self.folder = folder
         self.dtype = FLOATS[dtype]
-        self.base3 = base3
         self._graph = ir.Graph([], [], nodes=[], opset_imports=dict(OPSETS), name="diffbit")
         self._functions: dict[str, ir.Function] = {}
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
@@ -170,10 +169,15 @@ class Graph:
         return self._register(ir.Value(name=name, const_value=tensor))
 
     def weight(self, name: str, array: NDArray[np.floating], dtype: type[np.floating] | None = None) -> ir.Value:
-        """A floating-point weight in the graph's dtype or `dtype`; one that fp16 cannot hold is a DiffbitError."""
+        """A floating-point weight in the graph's dtype or `dtype`; one that it cannot hold is a DiffbitError."""
         with np.errstate(over="ignore"):
             cast = np.asarray(array, dtype or self.dtype)
-        if cast.dtype == np.float16 and not np.isfinite(cast).all():
+        if not np.isfinite(cast).all():
+            if not np.isfinite(array).all():
+                raise DiffbitError(
+                    f"{self._name(name)}: what is computed from the checkpoint's weights is NaN or infinite; they hold "
+                    "extreme values"
+                )
             raise DiffbitError(
                 f"{self._name(name)}: holds {np.abs(array).max():.4g}, more than fp16's largest number, 65504; "
                 "export with --dtype fp32"
@@ -190,12 +194,14 @@ class Graph:
     def cast(self, x: ir.Value, dtype: DTypeLike) -> ir.Value:
         return self.op("Cast", [x], to=int(ir.DataType.from_numpy(np.dtype(dtype))))
 
-    def linear(self, x: ir.Value, module: Any, name: str, scale: float = 1.0) -> ir.Value:
-        """scale * (x W^T) for a linear layer (float or QuantLinear), as the node that its weight's format calls for."""
-        from .linear import emit  # here: it builds on this module
-
+    def linear(self, x: ir.Value, module: nn.Module, name: str, scale: float = 1.0) -> ir.Value:
+        """scale * (x W^T): a MatMul, or what the format of a quantized weight has for it (quantize/formats/)."""
         with self.scope(name):
-            return emit(self, x, module, scale)
+            if isinstance(module, QuantLinear):
+                return module.onnx(self, x, scale)
+            assert isinstance(module, nn.Linear)
+            transposed = (module.weight.detach().float() * scale).T.contiguous()
+            return self.op("MatMul", [x, self.weight("weight", transposed.numpy())])
 
     def norm(self, x: ir.Value, module: nn.Module, name: str, dtype: type[np.floating] | None = None) -> ir.Value:
         """x, of the graph's dtype or `dtype`, through an RMSNorm; unchanged where none stands (nn.Identity)."""

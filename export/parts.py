@@ -1,8 +1,6 @@
 """What an artifact is made of: the bytes of its files by part, read from the files as they lie.
 
-    ternary codes     2 bits a weight, or 1.6 in base 3
-    integer codes     of int2 to int8: the bits of the container that the operator reads (linear.py)
-    codebook codes    nf4
+    int4_g32 codes    and so on, a part for each format: in the bits that the operator reads
     scales            and zero points
     embedding         a row of it is read for a token; "embedding, head" where the head is the same table
     head              a float one
@@ -16,28 +14,20 @@
     configuration     JSON that loaders read
 
 They add up to the files that the manifest lists, to the byte. `weights` counts numbers, so that a part's bits a weight
-can be checked: 8 * bytes / weights is 2 for ternary codes, whatever was padded; in base 3 1.6, and up to
-1.65 for rows shorter than a thousand weights.
+can be checked: 8 * bytes / weights is 2 for ternary codes, whatever was padded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
 
-from ..ops import ternary_matmul, trits
+from ..quantize import Format
 from .graph import DATA, MODEL
 
-CODES = {  # by the operator that multiplies: the part, and bits of a code (None: the node says)
-    "TernaryMatMul": ("ternary codes", 2),
-    "Int4MatMul": ("integer codes", 4),
-    "MatMulNBits": ("integer codes", None),
-    "MatMulBnb4": ("codebook codes", 4),
-    "MatMul": ("codebook codes", 4),
-}
 NAMED = {  # by the end of an initializer's name
     "embed_tokens.weight": "embedding",
     "lm_head.weight": "head",
@@ -60,14 +50,17 @@ class Part:
     weights: int | None = None  # numbers in it; None where it holds no weights
 
 
-def parts(folder: str | Path, files: Iterable[str]) -> list[Part]:
-    """What the named files of an artifact's folder are made of, largest first."""
+def parts(folder: str | Path, files: Iterable[str], weights: Mapping[str, tuple[Format, int]]) -> list[Part]:
+    """What the named files of an artifact's folder are made of, largest first.
+
+    weights: {linear layer: its format, its number of weights} of those that are quantized.
+    """
     folder = Path(folder)
     found: dict[str, tuple[int, int]] = {}
 
-    def add(part: str, nbytes: int, weights: int = 0) -> None:
+    def add(part: str, nbytes: int, count: int = 0) -> None:
         before = found.get(part, (0, 0))
-        found[part] = before[0] + nbytes, before[1] + weights
+        found[part] = before[0] + nbytes, before[1] + count
 
     for name in files:
         size = (folder / name).stat().st_size
@@ -81,29 +74,15 @@ def parts(folder: str | Path, files: Iterable[str]) -> list[Part]:
         tensor = value.const_value
         if not isinstance(tensor, ir.ExternalTensor):
             continue
-        if name.endswith("codes"):
-            part, weights, nbytes = _codes(value, tensor)
+        if name.endswith(".codes"):
+            module = name.removesuffix(".codes")
+            format, count = weights[module if module in weights else f"model.{module}"]
+            part, nbytes = f"{format} codes", -(-count * format.device_bits // 8)
         else:
-            part, weights, nbytes = NAMED[next(filter(name.endswith, NAMED))], tensor.size, tensor.nbytes
+            part, count, nbytes = NAMED[next(filter(name.endswith, NAMED))], tensor.size, tensor.nbytes
             if part == "embedding" and len(value.consumers()) > 1:
                 part = "embedding, head"
-        add(part, nbytes, weights)
+        add(part, nbytes, count)
         add("padding", -nbytes)
-    rows = [Part(name, nbytes, weights or None) for name, (nbytes, weights) in found.items()]
+    rows = [Part(name, nbytes, count or None) for name, (nbytes, count) in found.items()]
     return sorted(rows, key=lambda part: -part.bytes)
-
-
-def _codes(value: ir.Value, tensor: ir.ExternalTensor) -> tuple[str, int, int]:
-    """Part, weights, and the bytes that they take without padding."""
-    node = value.consumers()[0]
-    while node.op_type not in CODES:  # what unpacks codes at load stands between
-        node = node.outputs[0].consumers()[0]
-    part, bits = CODES[node.op_type]
-    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
-    if (first := value.consumers()[0]).op_type == trits.OP.name:
-        rows, columns = attributes["N"], attributes["K"]
-        padded = -(-columns // ternary_matmul.BLOCK) * ternary_matmul.BLOCK
-        return part, rows * columns if value is first.inputs[0] else 0, tensor.nbytes * columns // padded
-    bits = bits or attributes["bits"]
-    weights = attributes["K"] * attributes["N"] if "K" in attributes else tensor.nbytes * 8 // bits
-    return part, weights, -(-weights * bits // 8)

@@ -1,8 +1,7 @@
 """The torch model that an artifact is held against: the checkpoint's, with the activations of the runtime's operators.
 
-Int4MatMul, and MatMulNBits at accuracy level 4, round their input to int8 per block of the weight, whatever the scheme
-says about activations; MatMulBnb4 and MatMul do not round; TernaryMatMul rounds per token. A scheme that asks for what
-the operators cannot do is refused here, before anything is written.
+An operator rounds its input as it must, whatever the scheme says about activations: `Format.device_rounding`. A scheme
+that asks for what the operators cannot do is refused here, before anything is written.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from ..models import Block, Checkpoint, Decoder, rope_for
 from ..models.checkpoint.names import EMBEDDING, HEAD
 from ..models.layers.norm import RMSNorm
 from ..quantize import QTensor, QuantLinear, Scheme, load, load_block, read_scheme, read_weight
-from ..quantize.linear import runtime_activations
 from ..quantize.model import quant_linear
 
 NORM = "model.norm.weight"
@@ -97,18 +95,18 @@ def check_scheme(checkpoint: Checkpoint) -> None:
     scheme = read_scheme(checkpoint) or Scheme()
     if scheme.activations is not None:
         for module, format in scheme.formats(checkpoint.config).items():
-            if format.kind == "codebook":
+            if scheme.activations not in format.activations:
                 raise DiffbitError(
-                    f"{checkpoint.path}: {module} has {format} weights and the scheme asks for int8 activations, but "
-                    "ONNX Runtime multiplies those in float; choose an integer or ternary format, or leave activations "
-                    "out"
+                    f"{checkpoint.path}: {module} has {format} weights and the scheme asks for {scheme.activations} "
+                    "activations, but ONNX Runtime multiplies those in float; choose another format, or leave "
+                    "activations out"
                 )
 
 
 def _as_exported(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, QuantLinear):
-            part.activations = runtime_activations(part.weight.format)
+            part.rounding = part.weight.format.device_rounding(part.rounding)
 
 
 def _float(weight: Tensor | QTensor) -> Tensor:

@@ -7,20 +7,14 @@ decoder = apply(float_decoder, scheme)               # the same in memory
 
 from .attention import logits_hook, quantize_logits
 from .checkpoint import load, load_block, quantize_checkpoint, read_scheme, read_weight, save
-from .engine import apply
-from .formats import CodebookFormat, Format, IntFormat, TernaryFormat, parse_format
-from .linear import (
-    QuantLinear,
-    matmul_nbits_activations,
-    quantize_per_block_int8,
-    quantize_per_token_int8,
-    ternary_linear,
-)
-from .methods import methods, parse_recipe
+from .formats import CodebookFormat, Format, IntFormat, MXFormat, QTensor, TernaryFormat, parse_format
+from .layerwise import apply
+from .linear import QuantLinear
+from .methods import methods
 from .methods.rtn import quantize as rtn
-from .qtensor import QTensor
+from .recipe import parse_recipe
 from .report import Report, Sizes, WeightReport, sizes
-from .rounding import Rounding, rounded_input, rounding_for, spread
+from .rounding import Rounding, quantize_per_block_int8, quantize_per_token_int8, rounded_input, spread
 from .scheme import AttentionScheme, Scheme, linear_shapes, parse_kv, parse_override
 from .stats import CalibStats, proxy_loss
 
@@ -30,6 +24,7 @@ __all__ = [
     "CodebookFormat",
     "Format",
     "IntFormat",
+    "MXFormat",
     "QTensor",
     "QuantLinear",
     "Report",
@@ -43,7 +38,6 @@ __all__ = [
     "load",
     "load_block",
     "logits_hook",
-    "matmul_nbits_activations",
     "methods",
     "parse_format",
     "parse_kv",
@@ -57,10 +51,8 @@ __all__ = [
     "read_scheme",
     "read_weight",
     "rounded_input",
-    "rounding_for",
     "rtn",
     "save",
     "sizes",
     "spread",
-    "ternary_linear",
 ]

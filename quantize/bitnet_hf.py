@@ -25,8 +25,9 @@ from torch import Tensor
 from ..errors import DiffbitError
 from ..models import Checkpoint
 from ..models.checkpoint.names import HEAD, reorder
-from .formats import NAMED
-from .qtensor import QTensor
+from .formats import QTensor
+from .formats.packing import pack_bits, unpack_bits
+from .formats.ternary import FORMAT
 from .scheme import KEPT, Scheme, linear_shapes
 
 PER_BYTE = 4
@@ -37,7 +38,6 @@ PATTERN = re.compile(r"[\w.]+(\*[\w.]+){0,2}\*?")  # a module's name, perhaps wi
 def scheme(checkpoint: Checkpoint) -> Scheme:
     """What is ternary in the checkpoint and what is not, as a scheme."""
     _settings(checkpoint)
-    ternary = NAMED["ternary"]
     names = set(checkpoint.names)
     overrides = []
     for module, shape in linear_shapes(checkpoint.config).items():
@@ -49,8 +49,8 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
                 "config and weights do not belong together"
             )
         if converted == (module.rpartition(".")[2] in KEPT):  # otherwise than by default
-            overrides.append((module, ternary if converted else None))
-    return Scheme(weights=ternary, overrides=tuple(overrides))
+            overrides.append((module, FORMAT if converted else None))
+    return Scheme(weights=FORMAT, overrides=tuple(overrides))
 
 
 def read(checkpoint: Checkpoint, name: str) -> QTensor:
@@ -68,7 +68,7 @@ def read(checkpoint: Checkpoint, name: str) -> QTensor:
         scale = _scale(checkpoint, f"{name}_scale")
         if linear_class == "bitlinear":
             scale = 1 / scale
-    return QTensor(NAMED["ternary"], shape, reorder(codes, checkpoint.row_order(name)), scale.view(1, 1))
+    return QTensor(FORMAT, shape, reorder(codes, checkpoint.row_order(name)), scale.view(1, 1))
 
 
 def online(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,16 +80,14 @@ def online(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def pack(codes: Tensor) -> Tensor:
     """uint8 codes 0, 1, 2 [N, K] -> uint8 [N/4, K]."""
-    quarters = codes.unflatten(0, (PER_BYTE, -1))
-    packed = torch.zeros_like(quarters[0])
-    for i, quarter in enumerate(quarters):
-        packed |= quarter << 2 * i
-    return packed
+    quarters = codes.unflatten(0, (PER_BYTE, -1))  # [4, N/4, K]
+    return pack_bits(quarters.flatten(1).T.contiguous(), 2).view(quarters.shape[1:])
 
 
 def unpack(packed: Tensor) -> Tensor:
     """The inverse of `pack`."""
-    return torch.cat([packed >> 2 * i & 3 for i in range(PER_BYTE)])
+    quarters = unpack_bits(packed.view(-1, 1), 2, PER_BYTE).T  # [4, N/4 * K]
+    return quarters.reshape(PER_BYTE * packed.shape[0], packed.shape[1])
 
 
 def _codes(weight: Tensor, shape: tuple[int, int], where: str) -> Tensor:

@@ -13,22 +13,21 @@ from torch import Tensor
 from ..errors import DiffbitError, MissingDependency
 from ..models import Checkpoint
 from ..models.checkpoint.names import reorder
-from .formats import NAMED, NF4
-from .qtensor import QTensor
+from .formats import QTensor
+from .formats.codebook import FORMAT, NF4
 from .scheme import KEPT, Scheme, linear_shapes
 
 
 def scheme(checkpoint: Checkpoint) -> Scheme:
     """What is nf4 in the checkpoint and what is not, as a scheme."""
-    nf4 = NAMED["nf4"]
     overrides = []
     names = set(checkpoint.names)
     for module, shape in linear_shapes(checkpoint.config).items():
         name = f"{module}.weight"
         packed = name in names and checkpoint.shape(name) != shape
         if packed == (module.rpartition(".")[2] in KEPT):  # otherwise than by default
-            overrides.append((module, nf4 if packed else None))
-    return Scheme(weights=nf4, overrides=tuple(overrides))
+            overrides.append((module, FORMAT if packed else None))
+    return Scheme(weights=FORMAT, overrides=tuple(overrides))
 
 
 def read(checkpoint: Checkpoint, name: str) -> QTensor:
@@ -57,7 +56,7 @@ def read(checkpoint: Checkpoint, name: str) -> QTensor:
     if state.shape is None or tuple(state.shape) != shape:
         raise DiffbitError(f"{where}: has shape {state.shape}, wanted {shape} from config.json")
     try:
-        NAMED["nf4"].check(shape)  # bitsandbytes lets a block go on into the next row
+        FORMAT.check(shape)  # bitsandbytes lets a block go on into the next row
     except DiffbitError as error:
         raise DiffbitError(f"{where}: {error}") from None
     absmax: Tensor = state.absmax
@@ -70,4 +69,4 @@ def read(checkpoint: Checkpoint, name: str) -> QTensor:
     order = checkpoint.row_order(name)
     scale = absmax.float().view(rows, columns // 64)
     packed = packed.view(rows, columns // 2)
-    return QTensor.from_packed(NAMED["nf4"], shape, reorder(packed, order), reorder(scale, order))
+    return QTensor.from_packed(FORMAT, shape, reorder(packed, order), reorder(scale, order))

@@ -1,10 +1,10 @@
 """Quantized checkpoints: written a layer at a time from float ones, read back as models of QuantLinear layers.
 
-On disk a quantized weight `<linear>.weight` becomes `<linear>.codes` (packed), `<linear>.scale` (fp16 for integers, to
-which they were rounded beforehand, fp32 for nf4 and ternary) and, in asymmetric formats, `<linear>.zero` (packed);
-config.json says
+On disk a quantized weight `<linear>.weight` becomes `<linear>.codes` (packed), `<linear>.scale` (as its
+format writes it: fp16 for integers, to which they were rounded beforehand, fp32 for nf4 and ternary, uint8 for mxfp4)
+and, in asymmetric formats, `<linear>.zero` (packed); config.json says
 
-    "quantization_config": {"quant_method": "diffbit", "version": 1, "scheme": {...}}
+    "quantization_config": {"quantizer": "diffbit", "version": 1, "scheme": {...}}
 
 Row order on disk is Hugging Face's, for these parts as for the weights they stand for.
 """
@@ -21,17 +21,17 @@ from torch import Tensor
 
 from .. import files, models
 from ..errors import DiffbitError
-from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig
+from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig, num_parameters
 from ..models.checkpoint.names import is_linear, shapes, stays_float32
 from . import bitnet_hf, bitsandbytes_nf4
 from .cache import is_low_bit
-from .engine import Finished, quantize_pieces, stored_config, tokens_for
-from .methods import Method, parse_recipe
-from .model import assemble
-from .qtensor import QTensor
-from .report import TERNARY_WARNING, Report, WeightReport, sizes
+from .formats import QTensor
+from .layerwise import Finished, quantize_layers, stored_config, tokens_for
+from .model import Method, assemble
+from .recipe import parse_recipe
+from .report import Report, WeightReport, sizes
+from .resume import Stored, Unfinished, run
 from .scheme import Scheme
-from .unfinished import Stored, Unfinished, run
 
 VERSION = 1
 OTHERS: dict[str, ModuleType] = {"bitsandbytes": bitsandbytes_nf4, "bitnet": bitnet_hf}  # quant_method: who reads it
@@ -53,11 +53,11 @@ def quantize_checkpoint(
     """Quantize a float checkpoint into a new folder, one layer in memory at a time; what it did to each weight.
 
     method: names of methods/ joined by +, such as "rotate+gptq", or a function (weight, format, stats) -> QTensor.
-    calibration: token ids [n, S] (a tensor or an array); they flow through the model as its layers come by (piece.py);
+    calibration: token ids [n, S] (a tensor or an array); they flow through the model as its layers come by (layer.py);
     methods calibrate on them, and each quantized layer's output error is measured on them. calibration_mask: bool
     [n, S], the tokens that count; default all. calibration_text: what the text was (source, sha256, ...), kept in
     config.json and from there in an artifact's manifest. resume: go on with such a run that was interrupted
-    (unfinished.py), if there is one; the result is the same to the bit.
+    (resume.py), if there is one; the result is the same to the bit.
     """
     checkpoint = Checkpoint(source)
     files.check_apart(output, checkpoint.path)
@@ -74,9 +74,8 @@ def quantize_checkpoint(
         )
     stored = stored_config(config, scheme, recipe)
     dtype = getattr(torch, checkpoint.dtype)
-    before = sizes(config, dtype=dtype)
     tokens = tokens_for(recipe, config, calibration, calibration_mask)
-    entry: dict[str, Any] = {"quant_method": "diffbit", "version": VERSION, "scheme": scheme.to_dict()}
+    entry: dict[str, Any] = {"quantizer": "diffbit", "version": VERSION, "scheme": scheme.to_dict()}
     entry["method"] = recipe.name
     if tokens and calibration_text is not None:
         entry["calibration"] = {**calibration_text, "tokens": tokens.count}
@@ -86,22 +85,22 @@ def quantize_checkpoint(
 
     rows: list[WeightReport] = []
     with Unfinished(output, about, tokens, resume=resume, overwrite=overwrite) as done:
-        made = quantize_pieces(config, checkpoint.read, scheme, recipe, tokens, skip=done.count, title="quantizing")
-        pieces = _stored(made)
+        made = quantize_layers(config, checkpoint.read, scheme, recipe, tokens, skip=done.count, title="quantizing")
+        layers = _stored(made)
         if recipe.name != "rtn" or tokens:  # plain rounding is over before it could be interrupted
-            for piece in pieces:
-                done.add(piece)
-            pieces = done.pieces()
+            for layer in layers:
+                done.add(layer)
+            layers = done.layers()
         with CheckpointWriter(
             output,
             stored,
             quantization=entry,
             dtype=checkpoint.dtype,
-            shard_layers=before.nbytes > SHARD_FROM,
+            shard_layers=in_shards(config, dtype),
             tokenizer_from=checkpoint.path,
             overwrite=overwrite,
         ) as writer:
-            for tensors, its_rows in pieces:
+            for tensors, its_rows in layers:
                 for name, tensor in tensors.items():
                     writer.add(name, tensor)
                 rows += its_rows
@@ -109,11 +108,16 @@ def quantize_checkpoint(
         scheme=scheme,
         method=recipe.name,
         weights=tuple(rows),
-        before=before,
-        after=sizes(stored, scheme, dtype),
+        before=sizes(config, embedding=dtype),
+        after=sizes(stored, scheme, embedding=dtype),
         calibration_tokens=tokens.count if tokens else 0,
-        warnings=(TERNARY_WARNING,) if any(format.kind == "ternary" for format in formats.values()) else (),
+        warnings=tuple(dict.fromkeys(found for format in formats.values() if (found := format.warning()))),
     )
+
+
+def in_shards(config: ModelConfig, dtype: torch.dtype) -> bool:
+    """Is a model that large that a checkpoint of it is written a file per layer?"""
+    return num_parameters(config) * dtype.itemsize > SHARD_FROM
 
 
 def save(
@@ -130,12 +134,12 @@ def save(
 
     method: how they came about, for config.json.
     """
-    entry = {"quant_method": "diffbit", "version": VERSION, "scheme": scheme.to_dict(), "method": method}
+    entry = {"quantizer": "diffbit", "version": VERSION, "scheme": scheme.to_dict(), "method": method}
     label = str(dtype).removeprefix("torch.")
     with CheckpointWriter(path, config, quantization=entry, dtype=label, tokenizer_from=tokenizer_from) as writer:
         for name, weight in weights.items():
             if isinstance(weight, QTensor):
-                for part, tensor in _parts(weight).items():
+                for part, tensor in weight.parts().items():
                     writer.add(f"{name.removesuffix('.weight')}.{part}", tensor)
             else:
                 writer.add(name, weight.to(torch.float32 if stays_float32(name) else dtype))
@@ -220,21 +224,15 @@ def _read(checkpoint: Checkpoint, name: str, scheme: Scheme | None) -> Tensor | 
         raise DiffbitError(f"{checkpoint.path}: {module}: {error}") from None
 
 
-def _stored(pieces: Iterable[Finished]) -> Iterator[Stored]:
-    """Pieces as a checkpoint holds them."""
-    for piece in pieces:
+def _stored(layers: Iterable[Finished]) -> Iterator[Stored]:
+    """Layers as a checkpoint holds them."""
+    for layer in layers:
         parts = {
             f"{module}.{part}": tensor
-            for module, weight in piece.quantized.items()
-            for part, tensor in _parts(weight).items()
+            for module, weight in layer.quantized.items()
+            for part, tensor in weight.parts().items()
         }
-        yield piece.floats | parts, piece.rows
-
-
-def _parts(weight: QTensor) -> dict[str, Tensor]:
-    parts = {"codes": weight.packed(), "scale": weight.scale.to(weight.format.scale_dtype)}
-    zero = weight.packed_zero()
-    return parts if zero is None else parts | {"zero": zero}
+        yield layer.floats | parts, layer.rows
 
 
 def _disagrees(checkpoint: Checkpoint, name: str, format: str) -> DiffbitError:

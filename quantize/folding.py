@@ -1,4 +1,4 @@
-"""Changes of a piece's weights that cancel out: what the methods that run before rounding share."""
+"""Changes of a layer's weights that cancel out: what the methods that run before rounding share."""
 
 from __future__ import annotations
 
@@ -14,65 +14,64 @@ from ..models import causal_mask, rope_for
 from ..models.checkpoint.names import HEAD
 from .formats import Format
 from .hadamard import Rotation
-from .piece import FINAL_NORM, Piece
+from .layer import FINAL_NORM, Layer
 
 PROBE_TOKENS = 8
 PROBE_ERROR = 1e-2  # fp32 arithmetic stays a thousand times below, large attention logits excepted
 
 
 @contextmanager
-def unchanged(piece: Piece, stream: Rotation | None = None) -> Iterator[None]:
-    """What is done to `piece.tensors` inside, in any float dtype, must leave the piece computing the same.
+def unchanged(layer: Layer, stream: Rotation | None = None) -> Iterator[None]:
+    """What is done to `layer.tensors` inside, in any float dtype, must leave the layer computing the same.
 
     Inside, put new tensors in, change none in place: they belong to others. Those in float64 are fp32 afterwards, where
     the old ones were not float64. A layer is tried out on random hidden states, which `stream` rotates: an attention
     variant that these changes do not fit is refused, whatever its file says.
     """
-    before = dict(piece.tensors)
+    before = dict(layer.tensors)
     yield
-    if piece.is_layer:
-        hidden = torch.randn(1, PROBE_TOKENS, piece.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    if layer.is_layer:
+        hidden = torch.randn(1, PROBE_TOKENS, layer.config.hidden_size, generator=torch.Generator().manual_seed(0))
         hidden = hidden.to(next(iter(before.values())).device)
-        wanted = _probe(piece, before, hidden)
-        found = _probe(piece, piece.tensors, hidden, stream)
+        wanted = _probe(layer, before, hidden)
+        found = _probe(layer, layer.tensors, hidden, stream)
         error = float((found - wanted).norm() / (wanted - hidden).norm().clamp(min=1e-30))
         if not error <= PROBE_ERROR and wanted.isfinite().all():  # damaged weights are for the formats to tell
             raise DiffbitError(
-                f"{piece.prefix[:-1]}: with its weights rotated or scaled, {piece.layer.mixer.name!r} computes "
-                f"something else (by {error:.1%}); leave rotate, awq and smooth out, or correct what the mixer's file "
-                "says of its symmetries"
+                f"{layer.prefix[:-1]}: with its weights rotated or scaled, {layer.spec.mixer.name!r} computes "
+                f"something else (by {error:.1%}); leave out rotate and awq, or correct the symmetries in its file"
             )
-    for name, tensor in piece.tensors.items():
+    for name, tensor in layer.tensors.items():
         if tensor.dtype == torch.float64 and before[name].dtype != torch.float64:
-            piece.tensors[name] = tensor.float()
+            layer.tensors[name] = tensor.float()
 
 
 @torch.inference_mode()
-def _probe(piece: Piece, tensors: dict[str, Tensor], hidden: Tensor, stream: Rotation | None = None) -> Tensor:
+def _probe(layer: Layer, tensors: dict[str, Tensor], hidden: Tensor, stream: Rotation | None = None) -> Tensor:
     """hidden [1, T, E] -> [1, T, E] through the layer with these tensors, whose residual stream is x R."""
-    layer = Piece(piece.config, piece.index, piece.scheme, {}, tensors).module()
+    module = Layer(layer.config, layer.index, layer.scheme, {}, tensors).module()
     rope, mask = (
-        rope_for(piece.config, torch.arange(PROBE_TOKENS, device=hidden.device)[None]),
+        rope_for(layer.config, torch.arange(PROBE_TOKENS, device=hidden.device)[None]),
         causal_mask(PROBE_TOKENS),
     )
     if stream is None:
-        return layer(hidden, rope, mask).float()
-    return stream.right_inverse(layer(stream.right(hidden[0])[None], rope, mask)[0])[None]
+        return module(hidden, rope, mask).float()
+    return stream.right_inverse(module(stream.right(hidden[0])[None], rope, mask)[0])[None]
 
 
-def attention_readers(piece: Piece) -> list[str]:
+def attention_readers(layer: Layer) -> list[str]:
     """Weights of a layer's attention that its normed input is multiplied with: all but o_proj's."""
-    start = f"{piece.prefix}self_attn."
+    start = f"{layer.prefix}self_attn."
     return [
         name
-        for name in piece.tensors
+        for name in layer.tensors
         if name.startswith(start) and name.endswith("_proj.weight") and name != f"{start}o_proj.weight"
     ]
 
 
-def mlp_readers(piece: Piece) -> list[str]:
+def mlp_readers(layer: Layer) -> list[str]:
     """The same of the MLP."""
-    return [f"{piece.prefix}mlp.{name}_proj.weight" for name in ("gate", "up")]
+    return [f"{layer.prefix}mlp.{name}_proj.weight" for name in ("gate", "up")]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,71 +88,71 @@ class Group:
     channels: Tensor
 
 
-def groups(piece: Piece) -> list[Group]:
-    """What of a piece can be scaled, channel by channel, without changing what it computes.
+def groups(layer: Layer) -> list[Group]:
+    """What of a layer can be scaled, channel by channel, without changing what it computes.
 
     The norms' weights against the layers behind them, up_proj against down_proj (act(gate) * up is linear in up) and
     v_proj against o_proj where the attention variant lets scales pass and no norm stands between.
     """
-    start, tensors = piece.prefix, piece.tensors
+    start, tensors = layer.prefix, layer.tensors
     found: list[tuple[str, list[str]]] = []
-    if piece.is_layer:
-        found.append((f"{start}input_layernorm.weight", attention_readers(piece)))
-        found.append((f"{start}post_attention_layernorm.weight", mlp_readers(piece)))
-        norm = piece.layer.sub_norms  # before down_proj and o_proj
+    if layer.is_layer:
+        found.append((f"{start}input_layernorm.weight", attention_readers(layer)))
+        found.append((f"{start}post_attention_layernorm.weight", mlp_readers(layer)))
+        norm = layer.spec.sub_norms  # before down_proj and o_proj
         maker = "mlp.ffn_sub_norm" if norm else "mlp.up_proj"
         found.append((f"{start}{maker}.weight", [f"{start}mlp.down_proj.weight"]))
         if norm:
             found.append((f"{start}self_attn.attn_sub_norm.weight", [f"{start}self_attn.o_proj.weight"]))
-        elif piece.layer.symmetries().value_scales:
+        elif layer.spec.symmetries().value_scales:
             found.append((f"{start}self_attn.v_proj.weight", [f"{start}self_attn.o_proj.weight"]))
-    elif piece.index >= 0 and not piece.config.tie_embeddings:
+    elif layer.index >= 0 and not layer.config.tie_embeddings:
         found.append((FINAL_NORM, [HEAD]))
-    return [Group(maker, tuple(readers), _channels(piece, maker, tensors[readers[0]])) for maker, readers in found]
+    return [Group(maker, tuple(readers), _channels(layer, maker, tensors[readers[0]])) for maker, readers in found]
 
 
-def _channels(piece: Piece, maker: str, reader: Tensor) -> Tensor:
+def _channels(layer: Layer, maker: str, reader: Tensor) -> Tensor:
     """Each column's channel: its own, or that of the value head that its head reads."""
-    made, read = len(piece.tensors[maker]), reader.shape[1]
+    made, read = len(layer.tensors[maker]), reader.shape[1]
     if made == read:
         return torch.arange(read)
-    width = piece.layer.symmetries().value_width
+    width = layer.spec.symmetries().value_width
     head, place = torch.arange(read) // width, torch.arange(read) % width
     return head // (read // made) * width + place
 
 
-def scale_groups(piece: Piece, search: Callable[[str, list[Tensor], list[Format], Tensor], Tensor]) -> None:
+def scale_groups(layer: Layer, search: Callable[[str, list[Tensor], list[Format], Tensor], Tensor]) -> None:
     """Scale each group that has layers to be rounded by search(the first's name, weights, formats, channels) [C]."""
-    with unchanged(piece):
-        for group in groups(piece):
+    with unchanged(layer):
+        for group in groups(layer):
             modules = [name.removesuffix(".weight") for name in group.readers]
-            modules = [module for module in modules if module in piece.formats]
-            weights = [piece.tensors[f"{module}.weight"] for module in modules]
+            modules = [module for module in modules if module in layer.formats]
+            weights = [layer.tensors[f"{module}.weight"] for module in modules]
             if weights and all(weight.isfinite().all() for weight in weights):  # else for the format to refuse
-                formats = [piece.formats[module] for module in modules]
-                fold(piece, group, search(modules[0], weights, formats, group.channels))
+                formats = [layer.formats[module] for module in modules]
+                fold(layer, group, search(modules[0], weights, formats, group.channels))
 
 
-def per_channel(values: Tensor, channels: Tensor, reduce: str) -> Tensor:
-    """Numbers of columns [K] -> of the channels they read [C]; reduce: "mean" or "amax" over those that share one."""
+def per_channel(values: Tensor, channels: Tensor) -> Tensor:
+    """Numbers of columns [K] -> of the channels they read [C]: the mean over those that share one."""
     channels = channels.to(values.device)
     empty = values.new_zeros(int(channels.max()) + 1)
-    return empty.scatter_reduce(0, channels, values, reduce, include_self=False)
+    return empty.scatter_reduce(0, channels, values, "mean", include_self=False)
 
 
-def fold(piece: Piece, group: Group, scale: Tensor) -> None:
+def fold(layer: Layer, group: Group, scale: Tensor) -> None:
     """Multiply the columns of a group's readers by scale [C] of their channels and divide it out of their maker.
 
     A norm's weight is divided in its own dtype and the rest follows from the quotient, so that nothing is lost in fp16.
     """
-    made = piece.tensors[group.maker]
+    made = layer.tensors[group.maker]
     scale = scale.double().to(made.device)
     if made.dim() == 1:
         divided = (made.double() / scale).to(made.dtype)
         fits = (divided != 0) & divided.isfinite()
         scale = torch.where(fits, made.double() / divided.double(), 1.0)
-        piece.tensors[group.maker] = torch.where(fits, divided, made)
+        layer.tensors[group.maker] = torch.where(fits, divided, made)
     else:
-        piece.tensors[group.maker] = made.double() / scale[:, None]
+        layer.tensors[group.maker] = made.double() / scale[:, None]
     for name in group.readers:
-        piece.tensors[name] = piece.tensors[name].double() * scale[group.channels.to(scale.device)]
+        layer.tensors[name] = layer.tensors[name].double() * scale[group.channels.to(scale.device)]

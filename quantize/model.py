@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -12,14 +12,12 @@ from ..errors import DiffbitError
 from ..models.checkpoint.names import stays_float32
 from ..models.mixer import check_derived
 from .attention import set_attention
-from .formats import Format
-from .linear import QuantLinear, quantize_per_token_int8
-from .methods import Method
-from .qtensor import QTensor
-from .rounding import rounding_for
+from .formats import Format, QTensor
+from .linear import QuantLinear
 from .scheme import Scheme
 
 M = TypeVar("M", bound=nn.Module)
+Method = Callable[[Tensor, Format, Any], QTensor]  # (weight, format, stats of its input or None)
 
 
 def assemble(module: M, weights: Mapping[str, Tensor | QTensor], scheme: Scheme, dtype: torch.dtype | None) -> M:
@@ -38,10 +36,8 @@ def assemble(module: M, weights: Mapping[str, Tensor | QTensor], scheme: Scheme,
 
 
 def quant_linear(module: str, weight: QTensor, scheme: Scheme) -> QuantLinear:
-    """The layer of a weight, its activations as the scheme wants; a ternary one rounds its input in any case."""
-    if weight.format.kind == "ternary":
-        return QuantLinear(weight, rounding=rounding_for(module, weight.shape[1], scheme.activations))
-    return QuantLinear(weight, quantize_per_token_int8 if scheme.activations == "int8" else None)
+    """The layer of a weight, its input rounded as the scheme wants."""
+    return QuantLinear(weight, weight.format.rounding(module, weight.shape[1], scheme.activations))
 
 
 def quantize_weight(method: Method, name: str, weight: Tensor, format: Format, stats: Any = None) -> QTensor:

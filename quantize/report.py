@@ -10,16 +10,12 @@ import torch
 from torch import Tensor
 
 from ..models import ModelConfig
-from ..models.checkpoint.names import HEAD, shapes, stays_float32
+from ..models.checkpoint.names import EMBEDDING, HEAD, shapes, stays_float32
 from .cache import cache_spec
-from .formats import row_blocks
-from .qtensor import QTensor
+from .formats import QTensor, row_blocks
 from .scheme import HEAD_MODULE, AttentionScheme, Scheme
 
-TERNARY_WARNING = (
-    "ternary weights by rounding alone: a model that was not trained with ternary weights is destroyed by this (BitNet "
-    "reports a perplexity of 14 becoming 3.8 million); train it first, or use int4_g128 or int3_g64"
-)
+WIDTHS = {"fp32": 4, "fp16": 2}  # of an artifact's floats, bytes
 
 
 @dataclass(frozen=True)
@@ -31,7 +27,8 @@ class WeightReport:
                     None without calibration
     proxy_loss      the square of that over the tokens that the method was given, those behind the layers quantized
                     before; None where it was given none
-    bits_per_weight codes, scales and zero points, over the number of weights
+    nbytes          in a float32 artifact: codes, scales and zero points
+    bits_per_weight the same over the number of weights
     """
 
     name: str
@@ -46,10 +43,10 @@ class WeightReport:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of a model's tensors in a file, and the average over all its weights, the float ones included.
+    """Bytes of a model's weights in an artifact, and the average over all of them, the float ones included.
 
     kv_bytes_per_1k_tokens: of the KV cache of one sequence; kv_fixed_bytes: what it takes whatever it holds. What is
-    float in it has the width of what is float in the file.
+    float in it has the width of what is float in the artifact.
     """
 
     nbytes: int
@@ -90,23 +87,32 @@ class Report:
         }
 
 
-def sizes(config: ModelConfig, scheme: Scheme | None = None, dtype: torch.dtype = torch.bfloat16) -> Sizes:
-    """What a model under a scheme weighs, from its shapes alone; what is not quantized is stored as `dtype`."""
+def sizes(
+    config: ModelConfig, scheme: Scheme | None = None, dtype: str = "fp32", embedding: torch.dtype = torch.float32
+) -> Sizes:
+    """What the artifact of a model under a scheme holds, from its shapes alone.
+
+    dtype: "fp32" or "fp16", the artifact's, of what is not quantized. embedding: the checkpoint's dtype of the table,
+    which a float32 artifact keeps where it is 16 bits wide and not shared with the head.
+    """
     formats = {} if scheme is None else scheme.formats(config)
-    tensors = dict(shapes(config))
-    if HEAD_MODULE in formats:  # a tied head that is quantized is stored apart
+    width, tensors = WIDTHS[dtype], dict(shapes(config))
+    tied = config.tie_embeddings and HEAD_MODULE not in formats
+    if not tied:  # a tied head that is quantized is stored apart
         tensors[HEAD] = (config.vocab_size, config.hidden_size)
     nbytes = parameters = 0
     for name, shape in tensors.items():
         count = math.prod(shape)
         format = formats.get(name.removesuffix(".weight"))
         if format is not None:
-            nbytes += format.nbytes((shape[0], shape[1]))
-        else:
-            nbytes += count * (torch.float32 if stays_float32(name) else dtype).itemsize
+            nbytes += format.device_nbytes((shape[0], shape[1]), width)
+        elif name == EMBEDDING and not tied:
+            nbytes += count * min(width, embedding.itemsize)
+        elif not stays_float32(name):  # lambda vectors end up as a number in the graph
+            nbytes += count * width
         parameters += count
     attention = AttentionScheme() if scheme is None else scheme.attention
-    cache = cache_spec(config, attention, str(dtype).removeprefix("torch."))
+    cache = cache_spec(config, attention, "float32" if dtype == "fp32" else "float16")
     return Sizes(nbytes, parameters, cache.bytes_per_1k_tokens, cache.fixed_bytes)
 
 

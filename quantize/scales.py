@@ -1,7 +1,7 @@
 """Scales that err least: before codes are chosen, and after.
 
-`search`: a group's largest weights are rare; giving up their exactness buys finer steps for all others, and the fewer
-the bits the more that is worth. Of a grid of scales and zero points around those of `format.fit` it keeps, per group,
+`search`: a group's largest weights are rare; giving up their exactness rounds all others more finely, and the fewer the
+bits the more that is worth. Of a format's candidates for scales and zero points it keeps, per group,
 
     argmin over (s, z)  sum_k h_k (w_k - decode(encode(w_k; s, z); s, z))^2
 
@@ -22,9 +22,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from .formats import Format, IntFormat, row_blocks
+from .formats import Format
 
-FACTORS = tuple(x / 100 for x in range(100, 30, -4))  # of the range
 ALIVE = 1e-3  # of the mean importance, that every channel has: a group of unused ones must be scaled somehow
 
 
@@ -42,7 +41,7 @@ def least(
     """Of `format.fit` and the candidates, group by group, those of least loss(scale, zero), shaped as the scales."""
     best_scale, best_zero = format.fit(weight)
     best = loss(best_scale, best_zero)
-    for scale, zero in candidates(weight, format):
+    for scale, zero in format.candidates(weight):
         found = loss(scale, zero)
         better = found < best
         best, best_scale = torch.where(better, found, best), torch.where(better, scale, best_scale)
@@ -51,33 +50,12 @@ def least(
     return best_scale, best_zero
 
 
-def candidates(weight: Tensor, format: Format) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """The grid: shorter ranges; either sign where codes are not symmetric, either end by itself with a zero point."""
-    scale, zero = format.fit(weight)
-    if zero is None:
-        for factor in FACTORS:
-            yield format.stored(scale * factor), None
-            if isinstance(format, IntFormat):
-                yield format.stored(scale * -factor), None
-        return
-    top = 2**format.bits - 1
-    for low in FACTORS[::2]:
-        for high in FACTORS[::2]:
-            below, above = scale * zero * low, scale * (top - zero.float()) * high
-            step = format.stored((below + above) / top)
-            yield step, (below / step.masked_fill(step == 0, torch.inf)).round().clamp(0, top).to(torch.uint8)
-
-
 def error(weight: Tensor, format: Format, scale: Tensor, zero: Tensor | None, importance: Tensor) -> Tensor:
     """sum_k h_k (w_k - q_k)^2 of each group under its scale, shaped as the scales."""
     total = torch.empty(len(weight), format.groups(weight.shape[1]), device=weight.device)
-    weighting = format._grouped(importance[None])[0]  # [G, group]
-    for rows in row_blocks(weight):
-        grouped = format._grouped(weight[rows].float())
-        step = scale.expand(len(weight), -1)[rows, :, None]
-        point = None if zero is None else zero[rows, :, None]
-        back = format.decode_each(format.encode_each(grouped, step, point), step, point)
-        total[rows] = (back.sub_(grouped).square_() * weighting).sum(-1)
+    weighting = format.grouped(importance[None])[0]  # [G, group]
+    for rows, lost in format.lost(weight, scale, zero):
+        total[rows] = (lost.square_() * weighting).sum(-1)
     return total if scale.shape == total.shape else total.sum().view(1, 1)
 
 
@@ -130,7 +108,7 @@ def _solution(format: Format, normal: Tensor, wanted: Tensor, old: Tensor) -> Te
 
 def _group_sums(format: Format, values: Tensor) -> Tensor:
     """[n, K] -> sums of each group, fp64 [n, G]."""
-    return format._grouped(values).sum(-1, dtype=torch.float64)
+    return format.grouped(values).sum(-1, dtype=torch.float64)
 
 
 def _row_chunks(rows: int, groups: int, columns: int) -> Iterator[slice]:

@@ -135,17 +135,17 @@ class Scheme:
         if self.activations not in (None, "int8", "int4"):
             raise DiffbitError(f"activations are {self.activations!r}, wanted 'int8', 'int4' or nothing")
         if self.activations == "int4":
-            self._check_ternary()
+            self._check_int4()
         globs = [glob for glob, _ in self.overrides]
         if twice := [glob for glob in globs if globs.count(glob) > 1]:  # in a file it is a key
             raise DiffbitError(f"override {twice[0]!r} is given twice; leave one of them out")
 
-    def _check_ternary(self) -> None:
+    def _check_int4(self) -> None:
         """int4 activations are TernaryMatMul's alone: a DiffbitError where another format is to meet them."""
         named = [("the scheme", self.weights), *((f"override {glob!r}", format) for glob, format in self.overrides)]
-        kinds = {what: None if format is None else format.kind for what, format in named}
+        nothing = all(format is None for _, format in named)
         for what, format in named:
-            if (format is None and "ternary" not in kinds.values()) or kinds[what] not in ("ternary", None):
+            if nothing if format is None else "int4" not in format.activations:
                 raise DiffbitError(
                     f"activations 'int4' go with ternary weights alone, and {what} asks for {_name(format)}; make all "
                     "that is quantized ternary, or ask for activations 'int8'"
@@ -270,8 +270,8 @@ def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def _reaches(glob: str, module: str) -> bool:
-    piece = module.rpartition(".")[2]
-    return fnmatchcase(module, glob) and (piece not in KEPT or piece in glob)
+    layer = module.rpartition(".")[2]
+    return fnmatchcase(module, glob) and (layer not in KEPT or layer in glob)
 
 
 def _name(format: Format | None) -> str:

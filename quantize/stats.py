@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .qtensor import QTensor
+from .formats import QTensor
 
 ROWS = 512  # of a weight whose loss is computed at a time
 

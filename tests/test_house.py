@@ -45,12 +45,7 @@ LONG_SOURCES = {
     "csrc/cuda/ternary.cu": "a kernel: its tiles, their loads and their products share registers and layouts",
 }
 # (importer, imported): the imports that close a circle
-CIRCLES = {
-    ("diffbit.quantize.model", "diffbit.quantize.methods"): "a type of its signature",
-    ("diffbit.quantize.piece", "diffbit.quantize.methods"): "a type of its signature",
-    ("diffbit.quantize.methods.joint", "diffbit.quantize.methods"): "a type of its signature",
-    ("diffbit.export.graph", "diffbit.export.linear"): "a method that calls the function",
-}
+CIRCLES = {}
 
 
 def python_files() -> dict[str, Path]:

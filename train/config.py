@@ -59,7 +59,8 @@ class TrainConfig:
         self._want("precision", self.precision in ("auto", "fp32", "bf16"), "auto, fp32 or bf16")
         self._want("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
         self._want("activations", self.activations in ("int8", "int4"), "int8 or int4")
-        self._want("activations", self.activations == "int8" or self.qat == "ternary", "int8 where qat is not ternary")
+        fits = self.activations == "int8" or self.activations in self._own
+        self._want("activations", fits, "int8 where qat is not ternary")
         scheme = self.scheme
         if scheme is not None:
             scheme.formats(self.model)  # refuses what cannot be
@@ -75,12 +76,17 @@ class TrainConfig:
             raise DiffbitError(f"training option {name} is {getattr(self, name)!r}; wanted {wanted}")
 
     @property
+    def _own(self) -> tuple[str, ...]:
+        """The activations that the format can be trained with."""
+        return () if self.qat is None else parse_format(self.qat).activations
+
+    @property
     def scheme(self) -> Scheme | None:
         """What is trained for; None: a float model."""
         if self.qat is None:
             return None
         format = parse_format(self.qat)
-        return Scheme(weights=format, activations=self.activations if format.kind == "ternary" else None)
+        return Scheme(weights=format, activations=self.activations if format.integer_product else None)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""

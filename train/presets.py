@@ -112,7 +112,8 @@ def train_config(
     a checkpoint to start from, model and tokenizer are its own, and `attention` can only confirm it. `context`: of the
     model and of the rows it is trained on; None: the preset's, or that of `init`.
     """
-    ternary = changes.get("qat") == "ternary"
+    qat = changes.get("qat")
+    ternary = qat is not None and parse_format(qat).trained
     if init is not None:
         model = _model_of(init, attention, mlp, sub_norms)
         changes = {"tokenizer": init, **changes}

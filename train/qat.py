@@ -23,9 +23,8 @@ from ..errors import DiffbitError
 from ..models import Decoder
 from ..models.checkpoint.names import shapes
 from ..quantize import QTensor, Scheme
-from ..quantize.formats import Format, IntFormat
-from ..quantize.linear import runtime_activations
-from ..quantize.rounding import INT8, Rounding, rounded_input, rounding_for, spread
+from ..quantize.formats import Format
+from ..quantize.rounding import Rounding, rounded_input, spread
 from ..quantize.scales import search
 
 SMALLEST_STEP = 2.0**-24  # fp16's smallest number
@@ -38,15 +37,14 @@ class QATLinear(nn.Linear):
     `refresh` must follow every change of the weight: codes and scale are made there, not at each forward pass.
     """
 
-    def __init__(self, linear: nn.Linear, format: Format, rounding: Rounding = INT8) -> None:
+    def __init__(self, linear: nn.Linear, format: Format, rounding: Rounding | None) -> None:
         with torch.device("meta"):
             super().__init__(linear.in_features, linear.out_features, bias=False)
         self.weight = linear.weight
         self.format = format
-        self.rounding = rounding  # of a ternary layer's input; of others:
-        self.activations = runtime_activations(format)
+        self.rounding = rounding  # of the input
         self.step: nn.Parameter | None = None
-        if isinstance(format, IntFormat):
+        if format.learned:
             start = search(self.weight.detach(), format)[0]
             self.start = start.masked_fill(start == 0, float(start.abs().mean().clamp(min=SMALLEST_STEP)))
             self.step = nn.Parameter(torch.ones_like(start))
@@ -78,14 +76,14 @@ class QATLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         x, weight = spread(x, self.rounding), spread(self.weight, self.rounding)
-        if self.format.kind == "ternary":
-            return _Ternary.apply(x, weight, self.codes, self.scale, self.rounding.bits)
+        if self.format.integer_product:
+            return _Ternary.apply(x, weight, self.codes, self.scale, 8 if self.rounding is None else self.rounding.bits)
         if self.step is None:
             weight = _StraightThrough.apply(weight, self.value())
         else:
             weight = _LearnedStep.apply(weight, self.step, self.value(), self.scale, self.start, self.format)
-        if self.activations is not None:
-            x = _StraightThrough.apply(x, self.activations(x.detach()))
+        if self.rounding is not None:
+            x = _StraightThrough.apply(x, self.rounding(x.detach()))
         return F.linear(x, weight)
 
     def _stored(self, scale: Tensor) -> Tensor:
@@ -139,7 +137,7 @@ class _LearnedStep(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, step: Tensor, value: Tensor, scale: Tensor, start: Tensor, format: IntFormat
+        ctx: Any, weight: Tensor, step: Tensor, value: Tensor, scale: Tensor, start: Tensor, format: Format
     ) -> Tensor:
         ctx.save_for_backward(weight, scale, start)
         ctx.format = format
@@ -150,8 +148,8 @@ class _LearnedStep(torch.autograd.Function):
         weight, scale, start = ctx.saved_tensors
         format, columns = ctx.format, weight.shape[1]
         high = 2 ** (format.bits - 1) - 1
-        ratio = format._grouped(weight) / scale[..., None]  # [N, G, group]
-        grad = format._grouped(grads[0])
+        ratio = format.grouped(weight) / scale[..., None]  # [N, G, group]
+        grad = format.grouped(grads[0])
         inside = (ratio > -high - 1) & (ratio < high)
         slope = torch.where(inside, ratio.round() - ratio, ratio.clamp(-high - 1, high))
         groups, size = ratio.shape[1:]
@@ -171,7 +169,8 @@ def prepare(model: Decoder, scheme: Scheme) -> list[QATLinear]:
             raise DiffbitError("the head shares the embedding's weight, which is not trained in a format; leave it out")
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        layer = QATLinear(linear, format, rounding_for(name, linear.in_features, scheme.activations))
+        rounding = format.device_rounding(format.rounding(name, linear.in_features, scheme.activations))
+        layer = QATLinear(linear, format, rounding)
         model.set_submodule(name, layer)
         made.append(layer)
     if not made:

@@ -4,11 +4,13 @@ Tensors are handed out under canonical names in canonical row order, whatever li
 (models/families/) knows. A quantized folder, marked by "quantization_config" in config.json, holds parts in place of
 some weights:
 
-    quant_method "diffbit"         <linear>.codes, .scale, .zero in place of <linear>.weight
+    quantizer "diffbit"            <linear>.codes, .scale, .zero in place of <linear>.weight
     quant_method "bitsandbytes"    <linear>.weight packed, beside <linear>.weight.absmax and others
     quant_method "bitnet"          <linear>.weight packed (or float), beside <linear>.weight_scale
 
-The parts are listed and read here; what they mean is the business of quantize/.
+The parts are listed and read here; what they mean is the business of quantize/. Ours has no quant_method, and
+transformers therefore refuses it: with one that it does not know it warns, and loads random weights. Folders of earlier
+versions, with quant_method "diffbit", are read all the same.
 """
 
 from __future__ import annotations
@@ -271,7 +273,7 @@ def _quantization(source: Path, values: dict[str, Any]) -> dict[str, Any] | None
     entry = values.get("quantization_config")
     if entry is None:
         return None
-    method = entry.get("quant_method") if isinstance(entry, dict) else entry
+    method = entry.get("quant_method", entry.get("quantizer")) if isinstance(entry, dict) else entry
     if method not in QUANT_METHODS:
         raise DiffbitError(
             f"{source}: quantization_config has quant_method {method!r}, wanted one of {', '.join(QUANT_METHODS)}"
@@ -282,7 +284,7 @@ def _quantization(source: Path, values: dict[str, Any]) -> dict[str, Any] | None
             f"{source}: the weights are bitsandbytes' int8, of which diffbit reads only nf4; pass the float checkpoint "
             "(`diffbit quantize --weights int8` makes int8 weights of it)"
         )
-    return dict(entry)
+    return {**entry, "quant_method": method}
 
 
 def _parts(weight: str) -> list[str]:

@@ -1,58 +1,21 @@
 """Methods: how float weights become low-bit ones. One file each, found by listing this folder.
 
-A recipe names some of them, joined by +, such as "rotate+gptq+relambda". A method's file has ONE of these functions:
+A method's file has ONE of these functions:
 
-    transform(piece) -> None                    before rounding: changes piece.tensors and not what the model computes
+    transform(layer) -> None                    before rounding: changes layer.tensors and not what the model computes
     quantize(weight, format, stats) -> QTensor  rounds a weight [N, K]; stats: CalibStats of its input, or None
-    quantize_layer(piece) -> {module: QTensor}  rounds the weights of a piece together
-    refit(piece, quantized) -> None             after rounding: puts float parameters that fit better in piece.refitted
+    quantize_layer(layer) -> {module: QTensor}  rounds the weights of a layer together
 
 and CALIBRATED, whether it needs calibration tokens. A transform may also have config(config) -> ModelConfig, that of
-the model it makes; one that changes the embedding or the head must untie them there. A recipe has one of the two that
-round, or none: then it is rtn. piece.py says what a piece is.
+the model it makes; one that changes the embedding or the head must untie them there. layer.py says what a layer is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
-from types import ModuleType, SimpleNamespace
-from typing import Any
-
-from torch import Tensor
-
-from ...errors import DiffbitError
-from ...models import ModelConfig
-from ..formats import Format
-from ..qtensor import QTensor
-
-Method = Callable[[Tensor, Format, Any], QTensor]
-ROUNDS = ("quantize", "quantize_layer")
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Modules of this folder, in the order they run."""
-
-    name: str  # such as "rotate+gptq"
-    transforms: tuple[ModuleType, ...]
-    rounding: ModuleType
-    refits: tuple[ModuleType, ...]
-
-    @property
-    def calibrated(self) -> bool:
-        """Does any of its methods need calibration tokens?"""
-        return any(getattr(module, "CALIBRATED", False) for module in (*self.transforms, self.rounding, *self.refits))
-
-    def config(self, config: ModelConfig) -> ModelConfig:
-        """That of the model which its transforms make of one of `config`."""
-        for transform in self.transforms:
-            if hasattr(transform, "config"):
-                config = transform.config(config)
-        return config
+from types import ModuleType
 
 
 @cache
@@ -61,43 +24,6 @@ def methods() -> tuple[str, ...]:
     return tuple(sorted(module.name for module in iter_modules(__path__)))
 
 
-def table() -> list[dict[str, str]]:
-    """A row per method: its name, when it runs, whether it needs calibration text, the first line of its docstring."""
-    when = {
-        "transform": "before rounding",
-        "quantize": "rounds a weight",
-        "quantize_layer": "rounds a layer",
-        "refit": "after rounding",
-    }
-    rows = []
-    for name in methods():
-        module = import_module(f".{name}", __name__)
-        (kind,) = (words for function, words in when.items() if hasattr(module, function))
-        about = (module.__doc__ or "").strip().partition("\n")[0]
-        rows.append({"method": name, "what": kind, "text": "yes" if module.CALIBRATED else "no", "about": about})
-    return rows
-
-
-def parse_recipe(text: str | Method | Recipe) -> Recipe:
-    """The recipe of a text such as "gptq" or "rotate+gptq", or of a function (weight, format, stats) of your own."""
-    if isinstance(text, Recipe):
-        return text
-    if not isinstance(text, str):
-        own: Any = SimpleNamespace(quantize=text)  # without CALIBRATED: it gets statistics where there are any
-        return Recipe(text.__name__, (), own, ())
-    names = [name.strip() for name in text.split("+")]
-    for name in names:
-        if name not in methods():
-            raise DiffbitError(f"method {name!r} is none of {', '.join(methods())} (joined by + where several follow)")
-        if names.count(name) > 1:
-            raise DiffbitError(f"method {text!r} names {name} twice")
-    modules = [(name, import_module(f".{name}", __name__)) for name in names]
-    rounding = [(name, module) for name, module in modules if any(hasattr(module, kind) for kind in ROUNDS)]
-    if len(rounding) > 1:
-        raise DiffbitError(
-            f"method {text!r} rounds twice, by {' and by '.join(name for name, _ in rounding)}; leave one of them out"
-        )
-    transforms = tuple(module for _, module in modules if hasattr(module, "transform"))
-    refits = tuple(module for _, module in modules if hasattr(module, "refit"))
-    rounds = rounding[0][1] if rounding else import_module(".rtn", __name__)
-    return Recipe("+".join(names), transforms, rounds, refits)
+def find(name: str) -> ModuleType:
+    """The method of this name."""
+    return import_module(f".{name}", __name__)

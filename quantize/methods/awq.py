@@ -8,11 +8,11 @@ norm of the heads stands between the last two, which scales do not pass: there o
     s = x^alpha    or    s = x^alpha / w^(1 - alpha)            x = mean |input| of the channel over calibration tokens,
                                                                 w = mean |weight| of the column, relative to its groups
 
-the second as the paper's authors' code has it. alpha is searched on a grid for the least
+the second as the paper's authors' code has it. alpha is searched for the least
 
     sum over the weights W of the group of  tr(D G D^T),   D = round(W s) / s - W,   G the Gram matrix of the input
 
-with rounding to nearest. The grid includes s = 1: on calibration tokens rounding to nearest is never better. Ranges
+with rounding to nearest. s = 1 is tried too: on calibration tokens rounding to nearest is never better. Ranges
 are not clipped: that is for the method that rounds, "awq+clip" or "awq+gptq".
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..folding import per_channel, scale_groups
 from ..formats import Format
-from ..piece import Piece
+from ..layer import Layer
 from ..stats import CalibStats
 
 CALIBRATED = True
@@ -34,10 +34,10 @@ ROWS = 1024  # of each weight, evenly spread, that the search looks at: every ro
 SMALLEST = 1e-4  # x and w of a channel, relative to their mean, are no less: no channel is given up
 
 
-def transform(piece: Piece) -> None:
-    if piece.formats:
-        stats = piece.stats()
-        scale_groups(piece, lambda first, weights, formats, channels: search(weights, formats, stats[first], channels))
+def transform(layer: Layer) -> None:
+    if layer.formats:
+        stats = layer.stats()
+        scale_groups(layer, lambda first, weights, formats, channels: search(weights, formats, stats[first], channels))
 
 
 def search(
@@ -61,9 +61,9 @@ def search(
 def candidates(
     weights: Sequence[Tensor], formats: Sequence[Format], stats: CalibStats, channels: Tensor
 ) -> Iterator[Tensor]:
-    """The scales [C] of the grid, those that are 1 first."""
-    x = _bounded(per_channel(stats.mean_abs, channels, "mean"))
-    w = _bounded(per_channel(relative_magnitude(weights, formats), channels, "mean"))
+    """The scales [C] of each alpha, those that are 1 first."""
+    x = _bounded(per_channel(stats.mean_abs, channels))
+    w = _bounded(per_channel(relative_magnitude(weights, formats), channels))
     for alpha in GRID:
         for scale in (x**alpha, x**alpha / w ** (1 - alpha)):
             yield scale / (scale.max() * scale.min()).sqrt()
@@ -72,8 +72,8 @@ def candidates(
 def rounding_loss(weight: Tensor, format: Format, gram: Tensor, scale: Tensor) -> float:
     """tr(D G D^T) of a weight [N, K] that is multiplied by scale [K], rounded to nearest and divided by it again."""
     scaled = weight * scale
-    step, zero = format.fit(scaled)
-    difference = format.decode(format.encode(scaled, step, zero), step, zero) / scale - weight
+    fitted, zero = format.fit(scaled)
+    difference = format.decode(format.encode(scaled, fitted, zero), fitted, zero) / scale - weight
     return float(((difference @ gram) * difference).sum(dtype=torch.float64))
 
 
@@ -81,7 +81,7 @@ def relative_magnitude(weights: Sequence[Tensor], formats: Sequence[Format]) -> 
     """fp32 [K]: the mean over all rows of |w| / (the largest |w| of its group)."""
     total, rows = torch.zeros(weights[0].shape[1], device=weights[0].device), 0
     for weight, format in zip(weights, formats, strict=True):
-        grouped = format._grouped(weight.float().abs())  # [N, G, group]
+        grouped = format.grouped(weight.float().abs())  # [N, G, group]
         relative = grouped / grouped.amax(-1, keepdim=True).clamp(min=1e-30)
         total += relative.flatten(1)[:, : weight.shape[1]].sum(0)
         rows += len(weight)

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ...errors import DiffbitError
 from .. import scales
-from ..formats import Format, row_blocks
-from ..qtensor import QTensor
+from ..formats import Format, QTensor
 
 CALIBRATED = True
 
@@ -50,10 +49,7 @@ def gram_blocks(gram: Tensor, format: Format) -> Tensor:
 def error(weight: Tensor, format: Format, scale: Tensor, zero: Tensor | None, blocks: Tensor) -> Tensor:
     """d G d^T of each group, shaped as the scales."""
     total = torch.empty(len(weight), len(blocks), device=weight.device)
-    for rows in row_blocks(weight):
-        grouped = format._grouped(weight[rows])  # [n, G, group]
-        step = scale.expand(len(weight), -1)[rows, :, None]
-        point = None if zero is None else zero[rows, :, None]
-        lost = format.decode_each(format.encode_each(grouped, step, point), step, point).sub_(grouped).transpose(0, 1)
+    for rows, lost in format.lost(weight, scale, zero):
+        lost = lost.transpose(0, 1)  # [G, n, group]
         total[rows] = (torch.bmm(lost, blocks) * lost).sum(-1).T
     return total if scale.shape == total.shape else total.sum().view(1, 1)

@@ -33,8 +33,7 @@ from torch import Tensor
 
 from ...errors import DiffbitError
 from .. import scales
-from ..formats import Format
-from ..qtensor import QTensor
+from ..formats import Format, QTensor
 
 CALIBRATED = True
 DAMPING = 0.01
@@ -77,7 +76,7 @@ def round_columns(
     order = gram.diagonal().argsort(descending=True, stable=True) if act_order else in_turn
     factor = feedback(gram, order)
     group = (order // (format.group_size or columns)).tolist()
-    step, point = _columns(scale, zero, rows)
+    scale_of, zero_of = _columns(scale, zero, rows)
     source = weight.float().T[order]  # [K, N]: columns of the weight lie in rows, one after the other
     codes = torch.empty(columns, rows, dtype=torch.uint8, device=weight.device)
     lost = torch.empty_like(source)  # w - q
@@ -86,7 +85,7 @@ def round_columns(
         moved = torch.addmm(source[start:end], factor[:start, start:end].T, lost[:start])
         for k in range(start, end):
             column = torch.addmv(moved[k - start], lost[start:k].T, factor[start:k, k])
-            s, z = step[group[k]], None if point is None else point[group[k]]
+            s, z = scale_of[group[k]], None if zero_of is None else zero_of[group[k]]
             codes[k] = encode(column, s, z)
             lost[k] = source[k] - format.decode_each(codes[k], s, z)
     result = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
@@ -111,7 +110,7 @@ def descend(
     rows, columns = weight.shape
     added = damping(gram)
     width = format.group_size or columns
-    step, point = _columns(scale, zero, rows)
+    scale_of, zero_of = _columns(scale, zero, rows)
     codes = codes.T.contiguous()  # [K, N]
     lost = (weight.float() - format.decode(codes.T, scale, zero)).T.contiguous()
     diagonal = (gram.diagonal() + added).tolist()
@@ -122,7 +121,7 @@ def descend(
         change = torch.zeros_like(before)  # of `lost`, in this block
         for k in range(start, end):
             at = k - start
-            s, z = step[k // width], None if point is None else point[k // width]
+            s, z = scale_of[k // width], None if zero_of is None else zero_of[k // width]
             value = format.decode_each(codes[k], s, z)
             wanted = torch.addmv(pull[at], change[:at].T, gram[start:k, k]).div_(diagonal[k]).add_(value)
             codes[k] = encode(wanted, s, z)

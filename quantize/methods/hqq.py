@@ -14,9 +14,9 @@ solved in turn while beta grows (its eq. 3 to 5):
 
 p, beta and its growth are the authors'. Three things are not. There z is a float and s stays as it was; our formats
 have whole zero points or none, so that s is what is solved for (with a codebook's values in the place of q - z). The
-start is the best of a grid (scales.py), not the full range. And of all iterates each group keeps the one of least
-squared error: on trained layers a choice by p <= 1 loses more than rounding to nearest does. (Errors of weights of
-usual size are below shrink's threshold, beta^(-1/(2-p)) = 0.17: it is large weights that are let go.)
+start is the best of the format's candidates (scales.py), not the full range. And of all iterates each group keeps the
+one of least squared error: on trained layers a choice by p <= 1 loses more than rounding to nearest does. (Errors of
+weights of usual size are below shrink's threshold, beta^(-1/(2-p)) = 0.17: it is large weights that are let go.)
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from torch import Tensor
 
 from ...errors import DiffbitError
 from .. import scales
-from ..formats import Format, row_blocks
-from ..qtensor import QTensor
+from ..formats import Format, QTensor, row_blocks
 
 CALIBRATED = False
 P = 0.7
@@ -39,22 +38,22 @@ ITERATIONS = 20
 
 def quantize(weight: Tensor, format: Format, stats: Any = None) -> QTensor:
     """weight [N, K] of any float dtype -> QTensor; `stats` is not needed."""
-    if format.kind == "ternary":
-        raise DiffbitError("hqq fits scales to groups of weights, but ternary has one for a whole weight; use gptq")
+    if format.per_tensor:
+        raise DiffbitError(f"hqq fits scales to groups of weights, but {format} has one for a whole weight; use gptq")
     weight = weight.float()
     scale, zero = scales.search(weight, format)
-    real = format._grouped(torch.ones(1, weight.shape[1], device=weight.device))[0]  # [G, group]; 0: filling
+    real = format.grouped(torch.ones(1, weight.shape[1], device=weight.device))[0]  # [G, group]; 0: filling
     for rows in row_blocks(weight):
-        found, point = _solve(
-            format._grouped(weight[rows]),
+        found, zeros = _solve(
+            format.grouped(weight[rows]),
             real,
             format,
             scale[rows, :, None],
             None if zero is None else zero[rows, :, None],
         )
         scale[rows] = found[..., 0]
-        if zero is not None and point is not None:
-            zero[rows] = point[..., 0]
+        if zero is not None and zeros is not None:
+            zero[rows] = zeros[..., 0]
     codes = format.encode(weight, scale, zero)
     return QTensor(format, (weight.shape[0], weight.shape[1]), codes, scale, zero)
 

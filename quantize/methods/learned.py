@@ -2,7 +2,7 @@
 
     scale = half(start * clip),   code = clamp(round(w / scale + offset) + zero),   weight = scale * (code - zero)
 
-The offset of each weight, in units of its step, and the clip factor of each group (of an asymmetric one: a factor of
+The offset of each weight, in units of its scale, and the clip factor of each group (of an asymmetric one: a factor of
 its lower and one of its upper end, from which scale and zero point follow) are found by SignSGD with a step that
 falls linearly to 0; round passes gradients straight through. What is minimised is the squared error of the layer's
 output: attention with its subtraction and head norm, MLP and residual, so that q, k, v and o make good together what
@@ -31,11 +31,10 @@ from torch.func import functional_call
 
 from ...errors import DiffbitError
 from ...models.layers.softmax import Arithmetic
-from ..formats import Format, _to_half
-from ..linear import quantize_per_token_int8
+from ..formats import Format, QTensor
+from ..formats.base import divisor
+from ..layer import Layer, Tokens
 from ..model import quantize_weight
-from ..piece import Piece, Tokens
-from ..qtensor import QTensor
 from . import gptq
 
 CALIBRATED = True
@@ -51,32 +50,32 @@ CHECKS = 4  # how often the iterate is looked at
 CHECK_WINDOWS = 16  # what it is looked at with
 
 
-def quantize_layer(piece: Piece) -> dict[str, QTensor]:
-    """Round the weights in piece.formats together; piece.refitted gets better norms and lambdas."""
-    if piece.tokens is None:
+def quantize_layer(layer: Layer) -> dict[str, QTensor]:
+    """Round the weights in layer.formats together; layer.refitted gets better norms and lambdas."""
+    if layer.tokens is None:
         raise DiffbitError("learned needs calibration tokens; name a text to take them from (--calibrate stdlib)")
     start: dict[str, QTensor] = {}
-    piece.expect(STEPS)
-    for stage in piece.stages():
-        stats = piece.stats(start, stage[:1])[stage[0]]
+    layer.expect(STEPS)
+    for stage in layer.stages():
+        stats = layer.stats(start, stage[:1])[stage[0]]
         for name in stage:
-            weight, format = piece.tensors[f"{name}.weight"], piece.formats[name]
+            weight, format = layer.tensors[f"{name}.weight"], layer.formats[name]
             start[name] = quantize_weight(gptq.quantize, f"{name}.weight", weight, format, stats)
     with torch.enable_grad():
-        return learn(piece, piece.tokens, start)
+        return learn(layer, layer.tokens, start)
 
 
-def learn(piece: Piece, tokens: Tokens, start: Mapping[str, QTensor]) -> dict[str, QTensor]:
-    """From `start` on, STEPS steps; the best iterate's weights, its norms and lambdas go into piece.refitted."""
-    problem = Problem(piece, tokens)
-    weights = {name: Rounding(piece.tensors[f"{name}.weight"], quantized) for name, quantized in start.items()}
+def learn(layer: Layer, tokens: Tokens, start: Mapping[str, QTensor]) -> dict[str, QTensor]:
+    """From `start` on, STEPS steps; the best iterate's weights, its norms and lambdas go into layer.refitted."""
+    problem = Problem(layer, tokens)
+    weights = {name: LearnedWeight(layer.tensors[f"{name}.weight"], quantized) for name, quantized in start.items()}
     floats = {
         name: tensor.detach().float().clone().requires_grad_()
-        for name, tensor in piece.tensors.items()
+        for name, tensor in layer.tensors.items()
         if name.removesuffix(".weight") not in start and (tensor.dim() == 1 or "lambda" in name)
     }
     adam = torch.optim.Adam(floats.values(), lr=FLOAT_RATE)
-    batches = _batches(len(tokens.ids), max(1, BATCH_TOKENS // tokens.ids.shape[1]), SEED + piece.index)
+    batches = _batches(len(tokens.ids), max(1, BATCH_TOKENS // tokens.ids.shape[1]), SEED + layer.index)
     least = float("inf")
     best = dict(start)  # should no error be a number
     best_floats: dict[str, Tensor] = {}
@@ -97,9 +96,9 @@ def learn(piece: Piece, tokens: Tokens, start: Mapping[str, QTensor]) -> dict[st
         adam.param_groups[0]["lr"] = FLOAT_RATE * left
         adam.step()
         adam.zero_grad()
-        piece.step(next(iter(start)))
+        layer.step(next(iter(start)))
     for name, tensor in best_floats.items():
-        piece.refitted[name] = tensor.to(piece.tensors[name].dtype)
+        layer.refitted[name] = tensor.to(layer.tensors[name].dtype)
     return best
 
 
@@ -111,38 +110,38 @@ def _batches(count: int, size: int, seed: int) -> Iterator[Tensor]:
 
 
 class Problem:
-    """The error of a piece's output as a function of its weights {linear layer: [N, K]} and norms and lambdas."""
+    """The error of a layer's output as a function of its weights {linear layer: [N, K]} and norms and lambdas."""
 
-    def __init__(self, piece: Piece, tokens: Tokens) -> None:
-        self.piece, self.tokens, self.module = piece, tokens, piece.module({}).requires_grad_(False)
-        int8 = piece.scheme.activations == "int8"
+    def __init__(self, layer: Layer, tokens: Tokens) -> None:
+        self.layer, self.tokens, self.module = layer, tokens, layer.module({}).requires_grad_(False)
         for name, module in self.module.named_modules():
-            format = piece.formats.get(piece.prefix + name)
-            if format is not None and (int8 or format.kind == "ternary"):
-                module.register_forward_pre_hook(lambda _, inputs: _straight(quantize_per_token_int8, inputs[0]))
+            format = layer.formats.get(layer.prefix + name)
+            rounding = format and format.rounding(name, module.in_features, layer.scheme.activations)
+            if rounding is not None:
+                module.register_forward_pre_hook(lambda _, inputs, rounding=rounding: _straight(rounding, inputs[0]))
             if getattr(module, "logits_hook", None) is not None:
                 attention: Any = module
                 attention.logits_hook = partial(_straight, attention.logits_hook)
             if getattr(module, "arithmetic", None) is not None:
-                layer: Any = module
-                layer.arithmetic = _StraightArithmetic(layer.arithmetic)
-        true = piece.module()
-        self.true = None if piece.is_layer else true
+                own: Any = module
+                own.arithmetic = _StraightArithmetic(own.arithmetic)
+        true = layer.module()
+        self.true = None if layer.is_layer else true
         self.target = torch.empty(0)  # of a layer: [n, S, E]; logits of all tokens would be too many
-        if piece.is_layer:
+        if layer.is_layer:
             with torch.no_grad():
-                self.target = torch.cat([piece.run(true, batch.exact, batch) for batch in tokens.batches()])
+                self.target = torch.cat([layer.run(true, batch.exact, batch) for batch in tokens.batches()])
 
     def loss(self, weights: Mapping[str, Tensor], floats: Mapping[str, Tensor], rows: Tensor) -> Tensor:
         """On these windows of calibration text."""
         batch = self.tokens.batch(rows)
         named = {f"{name}.weight": weight for name, weight in weights.items()} | dict(floats)
-        state = {self.piece.local(name): value for name, value in named.items()}
-        output = self.piece.run(lambda *inputs: functional_call(self.module, state, inputs), batch.hidden, batch)
+        state = {self.layer.local(name): value for name, value in named.items()}
+        output = self.layer.run(lambda *inputs: functional_call(self.module, state, inputs), batch.hidden, batch)
         if self.true is None:
             return (output - self.target[rows])[batch.counted].square().sum() / max(1, int(batch.counted.sum()))
         with torch.no_grad():
-            wanted = self.piece.run(self.true, batch.exact, batch)[batch.counted].log_softmax(-1)
+            wanted = self.layer.run(self.true, batch.exact, batch)[batch.counted].log_softmax(-1)
         return F.kl_div(output[batch.counted].log_softmax(-1), wanted, reduction="batchmean", log_target=True)
 
     def checked(self, weights: Mapping[str, Tensor], floats: Mapping[str, Tensor]) -> float:
@@ -154,7 +153,7 @@ class Problem:
         return sum(loss * rows for loss, rows in parts) / len(windows)
 
 
-class Rounding:
+class LearnedWeight:
     """A weight [N, K] whose rounding is being learned.
 
     offset        fp32 [N, K], in steps
@@ -163,11 +162,11 @@ class Rounding:
 
     def __init__(self, weight: Tensor, start: QTensor) -> None:
         self.weight, self.start, self.format = weight.detach().float(), start, start.format
-        self.unit = 2 / (2**start.format.bits - 1) if start.format.kind == "codebook" else 1.0  # mean step, in scales
-        step, zero = _spread(start.scale, start.format, weight.shape[1]), start.zero
-        point = None if zero is None else _spread(zero, start.format, weight.shape[1])
-        away = self.format.decode_each(start.codes, torch.ones_like(step), point) - self.weight / _divisor(step)
-        nearest = self.format.encode_each(self.weight, step, point).to(torch.uint8)
+        self.unit = start.format.spacing
+        scales, zero = _spread(start.scale, start.format, weight.shape[1]), start.zero
+        zeros = None if zero is None else _spread(zero, start.format, weight.shape[1])
+        away = self.format.decode_each(start.codes, torch.ones_like(scales), zeros) - self.weight / divisor(scales)
+        nearest = self.format.encode_each(self.weight, scales, zeros).to(torch.uint8)
         # the smallest offset that leads to the start's code
         away = (away - away.clamp(-MARGIN * self.unit, MARGIN * self.unit)).masked_fill_(nearest == start.codes, 0)
         self.first = away  # an offset stays within BOUND, or between BOUND and where it started
@@ -175,25 +174,25 @@ class Rounding:
         self.upper = torch.ones_like(start.scale).requires_grad_()
         self.lower = None if zero is None else torch.ones_like(start.scale).requires_grad_()
 
-    def grid(self) -> tuple[Tensor, Tensor | None]:
+    def scales(self) -> tuple[Tensor, Tensor | None]:
         """Scales, and zero points as whole floats."""
         scale, zero, format = self.start.scale, self.start.zero, self.format
         if self.lower is None or zero is None:
             scale = scale * self.upper
-            return (_straight(_to_half, scale) if format.scale_dtype == torch.float16 else scale), None
+            return _straight(format.stored, scale), None
         top = 2**format.bits - 1
         below, above = scale * zero * self.lower, scale * (top - zero.float()) * self.upper
-        scale = _straight(_to_half, (below + above) / top)
-        return scale, _straight(torch.round, below / _divisor(scale)).clamp(0, top)
+        scale = _straight(format.stored, (below + above) / top)
+        return scale, _straight(torch.round, below / divisor(scale)).clamp(0, top)
 
     def __call__(self) -> Tensor:
         """The rounded weight, through which gradients reach the three."""
-        rounded: Tensor = _Round.apply(self.offset, *self.grid(), self.weight, self.format)
+        rounded: Tensor = _Round.apply(self.offset, *self.scales(), self.weight, self.format)
         return rounded
 
     @torch.no_grad()
     def quantized(self) -> QTensor:
-        scale, zero = self.grid()
+        scale, zero = self.scales()
         codes = _encode(self.weight, self.offset, scale, zero, self.format)[0]
         return QTensor(self.format, self.start.shape, codes, scale, None if zero is None else zero.to(torch.uint8))
 
@@ -220,46 +219,36 @@ class _Round(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, offset: Tensor, scale: Tensor, zero: Tensor | None, weight: Tensor, format: Format) -> Tensor:
-        codes, step, point = _encode(weight, offset, scale, zero, format)
+        codes, scales, zeros = _encode(weight, offset, scale, zero, format)
         ctx.save_for_backward(offset, scale, zero, weight, codes)
         ctx.format = format
-        return format.decode_each(codes, step, point)
+        return format.decode_each(codes, scales, zeros)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         offset, scale, zero, weight, codes = ctx.saved_tensors
         format, columns = ctx.format, weight.shape[1]
-        step = _spread(scale, format, columns)
-        point = None if zero is None else _spread(zero, format, columns)
-        place = weight / _divisor(step)
-        low, high = _range(format, point)
+        scales = _spread(scale, format, columns)
+        zeros = None if zero is None else _spread(zero, format, columns)
+        place = weight / divisor(scales)
+        low, high = format.bounds(zeros)
         moved = place + offset
         inside = (moved >= low) & (moved <= high)
-        level = format.decode_each(codes, torch.ones_like(step), point)
+        level = format.decode_each(codes, torch.ones_like(scales), zeros)
         grad_scale = _gather(grad * level.sub_(place.mul_(inside)), format, scale.shape)
-        through = grad * step
+        through = grad * scales
         grad_zero = None if zero is None else _gather(-through.masked_fill(inside, 0), format, zero.shape)
         return through.mul_(inside), grad_scale, grad_zero, None, None
-
-
-def _range(format: Format, zero: Tensor | None) -> tuple[Any, Any]:
-    """Places that are rounded and not clipped."""
-    if format.kind == "codebook":
-        return -1, 1
-    if format.kind == "ternary":
-        return -1.5, 1.5
-    point = 2 ** (format.bits - 1) if zero is None else zero
-    return -0.5 - point, 2**format.bits - 0.5 - point
 
 
 def _encode(
     weight: Tensor, offset: Tensor, scale: Tensor, zero: Tensor | None, format: Format
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes uint8 [N, K]; scale and zero point of each weight."""
-    step = _spread(scale, format, weight.shape[1])
-    point = None if zero is None else _spread(zero, format, weight.shape[1])
-    codes = format.encode_each(torch.addcmul(weight, offset, step), step, point)
-    return codes.to(torch.uint8), step, point
+    scales = _spread(scale, format, weight.shape[1])
+    zeros = None if zero is None else _spread(zero, format, weight.shape[1])
+    codes = format.encode_each(torch.addcmul(weight, offset, scales), scales, zeros)
+    return codes.to(torch.uint8), scales, zeros
 
 
 def _spread(values: Tensor, format: Format, columns: int) -> Tensor:
@@ -273,10 +262,6 @@ def _gather(values: Tensor, format: Format, shape: torch.Size) -> Tensor:
         values = F.pad(values, (0, -values.shape[1] % format.group_size)).unflatten(1, (shape[1], -1))
         return values.sum(-1)
     return values.sum(1, keepdim=True).sum_to_size(shape)
-
-
-def _divisor(scale: Tensor) -> Tensor:
-    return scale.masked_fill(scale == 0, torch.inf)
 
 
 def _straight(function: Callable[..., Tensor], value: Tensor, *rest: Any) -> Tensor:

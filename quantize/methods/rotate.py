@@ -10,7 +10,7 @@ Only rotations that fold into the weights, so that they are free at run time and
 A tied head is untied, which costs its bytes: the final norm's weight goes into the head and not into the embedding. A
 tie survives only an R that mixes no two channels of different g, in a trained model none. rotate_heads alone keeps it.
 
-awq and smooth may follow and must not precede: folding the norms would undo their scales.
+awq may follow and must not precede: folding the norms would undo their scales.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...models import ModelConfig
 from ...models.checkpoint.names import EMBEDDING, HEAD
 from ..folding import attention_readers, mlp_readers, unchanged
 from ..hadamard import Rotation
-from ..piece import FINAL_NORM, Piece
+from ..layer import FINAL_NORM, Layer
 from .rotate_heads import SEED, rotate_values, turn_planes
 
 CALIBRATED = False
@@ -34,27 +34,27 @@ def config(config: ModelConfig) -> ModelConfig:
     return replace(config, tie_embeddings=False)
 
 
-def transform(piece: Piece) -> None:
-    stream = Rotation(piece.config.hidden_size, SEED)
-    tensors = piece.tensors
-    with unchanged(piece, stream):
-        if piece.index < 0:
+def transform(layer: Layer) -> None:
+    stream = Rotation(layer.config.hidden_size, SEED)
+    tensors = layer.tensors
+    with unchanged(layer, stream):
+        if layer.index < 0:
             tensors[EMBEDDING] = stream.right(tensors[EMBEDDING])
-        elif piece.is_layer:
+        elif layer.is_layer:
             for name, tensor in tensors.items():
                 tensors[name] = tensor.double()  # rounded once, after all that follows
-            rotate_values(piece)
-            _read_rotated(piece, f"{piece.prefix}input_layernorm.weight", attention_readers(piece), stream)
-            _read_rotated(piece, f"{piece.prefix}post_attention_layernorm.weight", mlp_readers(piece), stream)
-            turn_planes(piece)
+            rotate_values(layer)
+            _read_rotated(layer, f"{layer.prefix}input_layernorm.weight", attention_readers(layer), stream)
+            _read_rotated(layer, f"{layer.prefix}post_attention_layernorm.weight", mlp_readers(layer), stream)
+            turn_planes(layer)
             for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
-                tensors[piece.prefix + name] = stream.left_inverse(tensors[piece.prefix + name])
+                tensors[layer.prefix + name] = stream.left_inverse(tensors[layer.prefix + name])
         else:
-            _read_rotated(piece, FINAL_NORM, [HEAD], stream)
+            _read_rotated(layer, FINAL_NORM, [HEAD], stream)
 
 
-def _read_rotated(piece: Piece, norm: str, readers: list[str], stream: Rotation) -> None:
+def _read_rotated(layer: Layer, norm: str, readers: list[str], stream: Rotation) -> None:
     """W -> W diag(g) R of every weight that reads a norm, whose own weight g becomes 1."""
     for name in readers:
-        piece.tensors[name] = stream.right(piece.tensors[name], piece.tensors[norm].double())
-    piece.tensors[norm] = torch.ones_like(piece.tensors[norm])
+        layer.tensors[name] = stream.right(layer.tensors[name], layer.tensors[norm].double())
+    layer.tensors[norm] = torch.ones_like(layer.tensors[norm])

@@ -23,47 +23,47 @@ from torch import Tensor
 from ..folding import unchanged
 from ..formats import Format
 from ..hadamard import Rotation
-from ..piece import Piece
+from ..layer import Layer
 
 CALIBRATED = False
 SEED = 0
 ANGLES = tuple(i * math.pi / 32 for i in range(16))  # a quarter turn swaps the rows and changes no error
 
 
-def transform(piece: Piece) -> None:
-    if piece.is_layer:
-        with unchanged(piece):
-            for name, tensor in piece.tensors.items():
-                piece.tensors[name] = tensor.double()  # rounded once, after both
-            rotate_values(piece)
-            turn_planes(piece)
+def transform(layer: Layer) -> None:
+    if layer.is_layer:
+        with unchanged(layer):
+            for name, tensor in layer.tensors.items():
+                layer.tensors[name] = tensor.double()  # rounded once, after both
+            rotate_values(layer)
+            turn_planes(layer)
 
 
-def rotate_values(piece: Piece) -> None:
+def rotate_values(layer: Layer) -> None:
     """W_v -> Q^T W_v and W_o -> W_o Q, a Q for each kv head and the heads that share it."""
-    width = piece.layer.symmetries().value_width
+    width = layer.spec.symmetries().value_width
     if not width:
         return
-    v_proj, o_proj = (f"{piece.prefix}self_attn.{name}_proj.weight" for name in "vo")
-    values, outputs = piece.tensors[v_proj].split(width), piece.tensors[o_proj].split(width, dim=1)
+    v_proj, o_proj = (f"{layer.prefix}self_attn.{name}_proj.weight" for name in "vo")
+    values, outputs = layer.tensors[v_proj].split(width), layer.tensors[o_proj].split(width, dim=1)
     shared = len(outputs) // len(values)
     rotations = [
-        Rotation(width, SEED + 1 + piece.index * len(values) + group)  # each its own signs
+        Rotation(width, SEED + 1 + layer.index * len(values) + group)  # each its own signs
         for group in range(len(values))
     ]
-    piece.tensors[v_proj] = torch.cat([r.left_inverse(v) for r, v in zip(rotations, values, strict=True)])
-    piece.tensors[o_proj] = torch.cat([rotations[i // shared].right(o) for i, o in enumerate(outputs)], dim=1)
+    layer.tensors[v_proj] = torch.cat([r.left_inverse(v) for r, v in zip(rotations, values, strict=True)])
+    layer.tensors[o_proj] = torch.cat([rotations[i // shared].right(o) for i, o in enumerate(outputs)], dim=1)
 
 
-def turn_planes(piece: Piece) -> None:
+def turn_planes(layer: Layer) -> None:
     """Rows j and j + d/2 of each sub-head of q_proj and k_proj, by an angle for each plane of each key sub-head."""
-    modules = [f"{piece.prefix}self_attn.{name}_proj" for name in "qk"]
-    formats = [piece.formats.get(module) for module in modules]
-    meets = piece.layer.symmetries().key_of
+    modules = [f"{layer.prefix}self_attn.{name}_proj" for name in "qk"]
+    formats = [layer.formats.get(module) for module in modules]
+    meets = layer.spec.symmetries().key_of
     if not meets or formats == [None, None]:
         return
-    width, device = piece.layer.mixer.rope_width, piece.tensors[f"{modules[0]}.weight"].device
-    query, key = (piece.tensors[f"{module}.weight"].unflatten(0, (-1, 2, width // 2)) for module in modules)
+    width, device = layer.spec.mixer.rope_width, layer.tensors[f"{modules[0]}.weight"].device
+    query, key = (layer.tensors[f"{module}.weight"].unflatten(0, (-1, 2, width // 2)) for module in modules)
     key_of = torch.tensor(meets, device=device)
 
     def shared(values: Tensor) -> Tensor:  # [query sub-heads, d/2] -> [key sub-heads, d/2]
@@ -80,7 +80,7 @@ def turn_planes(piece: Piece) -> None:
         losses.append(shared(query_error) * key_energy + key_error * shared(query_energy))
     best = torch.tensor(ANGLES, device=device)[torch.stack(losses).argmin(0)]
     for module, weight, turned in zip(modules, (query, key), (best[key_of], best), strict=True):
-        piece.tensors[f"{module}.weight"] = _turn(weight, turned).flatten(0, 2)
+        layer.tensors[f"{module}.weight"] = _turn(weight, turned).flatten(0, 2)
 
 
 def _turn(weight: Tensor, angle: Tensor) -> Tensor:

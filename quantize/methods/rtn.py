@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..formats import Format
-from ..qtensor import QTensor
+from ..formats import Format, QTensor
 
 CALIBRATED = False
 

@@ -89,7 +89,7 @@ def test_bytes_are_those_of_a_real_artifact(
     scheme = Scheme(weights=parse_format(format), attention=AttentionScheme(keys="int8", values="int8"))
     artifact = Artifact.open(write(tmp_path, config, scheme, dtype))
     held = {part["name"]: part["bytes"] for part in artifact.parts}
-    read = sum(held.get(name, 0) for name in ("ternary codes", "integer codes", "scales", "head", "lambda", "norms"))
+    read = sum(held.get(name, 0) for name in (f"{format} codes", "scales", "head", "lambda", "norms"))
     width = 4 if dtype == "fp32" else 2
     read += held["embedding, head"] if tied else 0
     short = 2 * 128 * 64 // 4 if format == "ternary" and attention == "diff_v2" else 0

@@ -99,7 +99,7 @@ def test_manifest_and_golden_logits(checkpoint_of: Maker, attention: str, dtype:
     heads, kind = 2 if attention == "diff_v1" else 1, {"fp32": "float32", "fp16": "float16"}[dtype]
     in_place = "native" if attention == "diff_v1" else "always"
     layer = tuple(Buffer(part, kind, (heads, "tokens", 32), in_place) for part in ("key", "value"))
-    assert opened.cache.layers == (layer,) * opened.model["num_layers"]
+    assert opened.cache.layers == (layer,) * config_of(attention).num_layers
     assert opened.model == config_of(attention).to_dict() and opened.eos_token_ids == (3,)
     assert Scheme.from_dict(opened.scheme) == Scheme(weights=parse_format("int4_g32"))
     assert set(opened.files) == {path.name for path in artifact.iterdir()} - {"diffbit.json"}

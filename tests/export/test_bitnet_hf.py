@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from diffbit import DiffbitError
 from diffbit.cli import app
-from diffbit.export import bitnet_hf, export_artifact, export_bitnet
+from diffbit.export import export_artifact, export_bitnet
 from diffbit.models import Checkpoint
 from diffbit.models.checkpoint.names import shapes
 from diffbit.quantize import AttentionScheme, QTensor, Scheme, load, parse_format, quantize_checkpoint, read_weight
@@ -66,7 +66,9 @@ def test_a_ternary_checkpoint(
 ) -> None:
     source = checkpoint_of("softmax", **changes)
     quantize_checkpoint(source, tmp_path / "q", scheme)
-    monkeypatch.setattr(bitnet_hf, "SHARD_FROM", 1 << 30 if scheme is PART else 0)  # theirs() reads a single file
+    monkeypatch.setattr(
+        "diffbit.quantize.checkpoint.SHARD_FROM", 1 << 30 if scheme is PART else 0
+    )  # theirs() reads a single file
     out = export_bitnet(tmp_path / "q", tmp_path / "sharded")
     assert len(list(out.glob("*.safetensors"))) == (1 if scheme is PART else 4)
     monkeypatch.undo()
@@ -159,7 +161,6 @@ def test_from_the_command_line(checkpoint_of: Maker, tmp_path: Path) -> None:
     for format, more, words in (
         ("hf-bitnet", ["--dtype", "fp16"], "apply to --format artifact"),
         ("hf-bitnet", ["--context-length", "8"], "apply to --format artifact"),
-        ("hf-bitnet", ["--ternary-storage", "base3"], "apply to --format artifact"),
         ("hf-bitnet", [], "already exists"),
     ):
         failed = CliRunner().invoke(app, [*arguments, format, *more])

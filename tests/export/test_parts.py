@@ -26,7 +26,7 @@ def parts_of(artifact: Path) -> dict[str, Part]:
 
 
 @pytest.mark.parametrize("attention", VARIANTS)
-@pytest.mark.parametrize("format", [None, "ternary", "int8", "int4_g32", "int3_g64_asym", "int2_g64", "nf4"])
+@pytest.mark.parametrize("format", [None, "ternary", "int8", "int4_g32", "int3_g64_asym", "int2_g64", "nf4", "mxfp4"])
 def test_parts_add_up(checkpoint_of: Maker, attention: str, format: str | None) -> None:
     artifact, config = write_artifact(checkpoint_of(attention, format)), config_of(attention)
     found = parts_of(artifact)
@@ -34,15 +34,16 @@ def test_parts_add_up(checkpoint_of: Maker, attention: str, format: str | None) 
     del found["rotary tables"]
     counted = sum(part.weights or 0 for name, part in found.items() if name != "scales")
     assert counted == numbers  # every parameter is in one part, once
-    kind = {"int": "integer codes", "codebook": "codebook codes", "ternary": "ternary codes"}
     codes = [name for name in found if name.endswith("codes")]
-    assert codes == ([] if format is None else [kind[parse_format(format).kind]])
+    assert codes == ([] if format is None else [f"{format} codes"])
     assert found["embedding"].bytes == found["head"].bytes == 4 * 61 * 64
     assert found["graph"].bytes == (artifact / "model.onnx").stat().st_size
     assert found["tokenizer"].bytes > (artifact / "tokenizer.json").stat().st_size
 
 
-@pytest.mark.parametrize(("format", "bits"), [("ternary", 2), ("int3_g64", 4), ("int5_g64", 8), ("nf4", 4)])
+@pytest.mark.parametrize(
+    ("format", "bits"), [("ternary", 2), ("int3_g64", 4), ("int5_g64", 8), ("nf4", 4), ("mxfp4", 4)]
+)
 def test_bits_a_weight_of_codes(checkpoint_of: Maker, format: str, bits: int) -> None:
     found = parts_of(write_artifact(checkpoint_of("diff_v2", format)))
     layers = linear_shapes(config_of("diff_v2"))

@@ -13,9 +13,9 @@ from diffbit.models.checkpoint.names import HEAD
 from diffbit.models.mixer import Symmetries
 from diffbit.quantize import Scheme, apply, parse_format
 from diffbit.quantize.folding import fold, groups, per_channel, unchanged
-from diffbit.quantize.piece import FINAL_NORM
+from diffbit.quantize.layer import FINAL_NORM
 
-from .transforms import config_of, logits64, pieces, random_decoder, random_ids, transformed
+from .transforms import config_of, layers, logits64, random_decoder, random_ids, transformed
 
 VARIANTS = ("softmax", "diff_v1", "diff_v2")
 SHAPES = {
@@ -30,11 +30,11 @@ def random_scale(maker, seed=0):
     return torch.rand(len(maker), generator=torch.Generator().manual_seed(seed)) * 3 + 0.2
 
 
-def scaled(piece):
+def scaled(layer):
     """A transform that scales every group at random."""
-    with unchanged(piece):
-        for index, group in enumerate(groups(piece)):
-            fold(piece, group, random_scale(piece.tensors[group.maker], 10 * piece.index + index))
+    with unchanged(layer):
+        for index, group in enumerate(groups(layer)):
+            fold(layer, group, random_scale(layer.tensors[group.maker], 10 * layer.index + index))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -49,39 +49,39 @@ def test_logits_stay(attention, shape):
 @pytest.mark.parametrize("attention", VARIANTS)
 def test_every_linear_layer_is_reached(attention, sub_norms):
     """All but what a norm of the heads without weight keeps scales from: o_proj of diff_v1."""
-    for piece in pieces(random_decoder(config_of(attention, sub_norms=sub_norms))):
-        before = dict(piece.tensors)
-        scaled(piece)
-        changed = {name for name, tensor in piece.tensors.items() if not torch.equal(tensor, before[name])}
-        kept = {name.removeprefix(piece.prefix) for name in set(before) - changed}
+    for layer in layers(random_decoder(config_of(attention, sub_norms=sub_norms))):
+        before = dict(layer.tensors)
+        scaled(layer)
+        changed = {name for name, tensor in layer.tensors.items() if not torch.equal(tensor, before[name])}
+        kept = {name.removeprefix(layer.prefix) for name in set(before) - changed}
         vectors = {name for name in kept if "lambda_q" in name or "lambda_k" in name}
-        kept_out = attention == "diff_v1" and not sub_norms and piece.is_layer
+        kept_out = attention == "diff_v1" and not sub_norms and layer.is_layer
         o_proj = {"self_attn.o_proj.weight"} if kept_out else set()
-        assert kept - vectors - o_proj == ({"model.embed_tokens.weight"} if piece.index < 0 else set())
-        if piece.index == piece.config.num_layers:
-            assert [(group.maker, group.readers) for group in groups(piece)] == [(FINAL_NORM, (HEAD,))]
+        assert kept - vectors - o_proj == ({"model.embed_tokens.weight"} if layer.index < 0 else set())
+        if layer.index == layer.config.num_layers:
+            assert [(group.maker, group.readers) for group in groups(layer)] == [(FINAL_NORM, (HEAD,))]
 
 
 def test_a_tied_head_is_left_alone():
-    *_, last = pieces(random_decoder(config_of("softmax", tie_embeddings=True)))
+    *_, last = layers(random_decoder(config_of("softmax", tie_embeddings=True)))
     assert groups(last) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_nothing_is_lost_in_a_norm_of_few_bits(dtype):
     """The columns follow the quotient that the norm could hold."""
-    piece = next(p for p in pieces(random_decoder(config_of("softmax"), dtype=dtype)) if p.is_layer)
+    layer = next(p for p in layers(random_decoder(config_of("softmax"), dtype=dtype)) if p.is_layer)
     with torch.no_grad():
-        piece.tensors["model.layers.0.input_layernorm.weight"][3] = 0
-    before, group = dict(piece.tensors), groups(piece)[0]
-    fold(piece, group, random_scale(before[group.maker]))
-    assert piece.tensors[group.maker].dtype == dtype
+        layer.tensors["model.layers.0.input_layernorm.weight"][3] = 0
+    before, group = dict(layer.tensors), groups(layer)[0]
+    fold(layer, group, random_scale(before[group.maker]))
+    assert layer.tensors[group.maker].dtype == dtype
     for name in group.readers:
         wanted = before[name].double() * before[group.maker].double()
         torch.testing.assert_close(
-            piece.tensors[name].double() * piece.tensors[group.maker], wanted, rtol=1e-14, atol=0
+            layer.tensors[name].double() * layer.tensors[group.maker], wanted, rtol=1e-14, atol=0
         )
-    assert not torch.equal(piece.tensors[group.maker], before[group.maker])
+    assert not torch.equal(layer.tensors[group.maker], before[group.maker])
 
 
 @pytest.mark.parametrize(
@@ -109,5 +109,4 @@ def test_a_damaged_weight_is_named(method):
 def test_columns_that_share_a_channel():
     channels = torch.tensor([0, 1, 0, 1, 2])
     values = torch.tensor([1.0, 2.0, 3.0, 6.0, 5.0])
-    assert per_channel(values, channels, "mean").tolist() == [2, 4, 5]
-    assert per_channel(values, channels, "amax").tolist() == [3, 6, 5]
+    assert per_channel(values, channels).tolist() == [2, 4, 5]

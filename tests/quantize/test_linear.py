@@ -12,14 +12,12 @@ from diffbit.quantize import (
     QTensor,
     QuantLinear,
     Rounding,
-    matmul_nbits_activations,
     parse_format,
     quantize_per_block_int8,
     quantize_per_token_int8,
     rtn,
-    ternary_linear,
 )
-from diffbit.quantize.packing import pack_bits
+from diffbit.quantize.formats.packing import pack_bits
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -30,14 +28,13 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_ternary_is_the_op_to_the_last_bit(columns):
     weight = rtn(normal(16, columns), parse_format("ternary"))
     x = normal(2, 3, columns, seed=1) * torch.tensor([1e-7, 1.0, 1e4])[:, None]
-    assert torch.equal(ternary_linear(x, weight), ternary_matmul.reference(x, weight.packed(), weight.scale.view(1)))
-    assert torch.equal(QuantLinear(weight)(x), ternary_linear(x, weight))
+    assert torch.equal(QuantLinear(weight)(x), ternary_matmul.reference(x, weight.packed(), weight.scale.view(1)))
 
 
 def test_ternary_sums_are_exact_at_their_largest():
     columns = 14336
     weight = QTensor(parse_format("ternary"), (1, columns), torch.full((1, columns), 2).byte(), torch.ones(1, 1))
-    assert ternary_linear(torch.full((1, columns), 127.0), weight).item() == 127.0 * columns
+    assert QuantLinear(weight)(torch.full((1, columns), 127.0)).item() == 127.0 * columns
 
 
 def test_int4_ternary_is_the_op_behind_the_hadamard_to_the_last_bit():
@@ -45,10 +42,10 @@ def test_int4_ternary_is_the_op_behind_the_hadamard_to_the_last_bit():
     x = normal(2, 3, 192, seed=1)
     turned = hadamard.reference(x, 64)
     wanted = ternary_matmul.reference(turned, weight.packed(), weight.scale.view(1), 4)
-    assert torch.equal(QuantLinear(weight, rounding=Rounding(4, 64))(x), wanted)
+    assert torch.equal(QuantLinear(weight, Rounding(4, 64))(x), wanted)
     half = x.half()
     wanted = ternary_matmul.reference(hadamard.reference(half, 64), weight.packed(), weight.scale.view(1), 4)
-    assert torch.equal(ternary_linear(half, weight, Rounding(4, 64)), wanted)
+    assert torch.equal(QuantLinear(weight, Rounding(4, 64))(half), wanted)
 
 
 def test_per_token_int8():
@@ -72,7 +69,7 @@ def test_per_block_int8_is_the_slow_version(columns):
 
 def test_layer_moves_and_keeps_its_precision():
     weight = rtn(normal(8, 64), parse_format("int4_g32"))
-    layer = QuantLinear(weight, quantize_per_token_int8)
+    layer = QuantLinear(weight, Rounding())
     x = normal(3, 64, seed=1)
     torch.testing.assert_close(layer(x), quantize_per_token_int8(x) @ weight.dequantize().T)
     layer.to(torch.bfloat16)
@@ -115,17 +112,20 @@ def run_matmul_nbits(x: torch.Tensor, weight: QTensor, block: int) -> torch.Tens
 @pytest.mark.parametrize("block", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_matmul_nbits_computes_what_we_say(bits, block, symmetric):
-    """ONNX Runtime's own result tells the float path from the int8 path: they are four orders of magnitude apart."""
-    activations = matmul_nbits_activations(bits, block)
+    """ONNX Runtime's own result tells the float path from the int8 path: they are four orders of magnitude apart.
+
+    At 2 bits groups of 16 and 256 have no integer kernel and run, very slowly, in float: no format is laid out so.
+    """
+    rounding = Rounding(block=block) if bits > 2 or block in (32, 64, 128) else None
     for columns in (256, 296):
         weight = rtn(normal(24, columns, seed=bits), IntFormat.of(bits, block, symmetric))
         for tokens in (1, 7):
             x = normal(tokens, columns, seed=block)
             got = run_matmul_nbits(x, weight, block).double()
             exact = x.double() @ weight.dequantize().double().T
-            said = (x if activations is None else activations(x)).double() @ weight.dequantize().double().T
+            said = (x if rounding is None else rounding(x)).double() @ weight.dequantize().double().T
             assert (got - said).norm() <= 2e-6 * said.norm()
-            assert activations is None or (got - exact).norm() > 1e-3 * exact.norm()
+            assert rounding is None or (got - exact).norm() > 1e-3 * exact.norm()
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

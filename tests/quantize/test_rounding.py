@@ -11,7 +11,7 @@ import torch
 
 from diffbit.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig
-from diffbit.quantize import Rounding, Scheme, apply, parse_format, rounded_input, rounding_for, spread
+from diffbit.quantize import Rounding, Scheme, apply, parse_format, rounded_input, spread
 
 INT4 = Scheme(weights=parse_format("ternary"), activations="int4")
 
@@ -60,11 +60,14 @@ def test_spread_is_a_product_with_hadamards_matrix_and_so_is_its_gradient(block:
 
 
 def test_which_layer_rounds_how() -> None:
-    assert rounding_for("model.layers.0.mlp.down_proj", 96, "int4") == Rounding(4, 32)
-    assert rounding_for("self_attn.o_proj", 256, "int4") == Rounding(4, 256)
-    assert rounding_for("model.layers.0.mlp.up_proj", 256, "int4") == Rounding(4)
-    assert rounding_for("model.layers.0.mlp.down_proj", 256, "int8") == Rounding()
-    assert rounding_for("model.layers.0.mlp.down_proj", 256, None) == Rounding()
+    ternary, integer = parse_format("ternary"), parse_format("int4_g32")
+    assert ternary.rounding("model.layers.0.mlp.down_proj", 96, "int4") == Rounding(4, 32)
+    assert ternary.rounding("self_attn.o_proj", 256, "int4") == Rounding(4, 256)
+    assert ternary.rounding("model.layers.0.mlp.up_proj", 256, "int4") == Rounding(4)
+    assert ternary.rounding("model.layers.0.mlp.down_proj", 256, "int8") == Rounding()
+    assert ternary.rounding("model.layers.0.mlp.down_proj", 256, None) == Rounding()
+    assert integer.rounding("model.layers.0.mlp.down_proj", 256, "int8") == Rounding()
+    assert integer.rounding("model.layers.0.mlp.down_proj", 256, None) is None
 
 
 def test_spread_weights_meet_spread_inputs() -> None:

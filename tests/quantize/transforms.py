@@ -12,7 +12,7 @@ from torch import Tensor
 from diffbit.models import Decoder, ModelConfig
 from diffbit.models.checkpoint.names import EMBEDDING, HEAD
 from diffbit.quantize import Scheme
-from diffbit.quantize.piece import FINAL_NORM, Piece, Tokens
+from diffbit.quantize.layer import FINAL_NORM, Layer, Tokens
 
 VOCABULARY = 61
 
@@ -44,8 +44,8 @@ def random_ids(batch: int = 4, length: int = 24, seed: int = 1) -> Tensor:
     return torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def pieces(decoder: Decoder, scheme: Scheme | None = None, ids: Tensor | None = None) -> Any:
-    """Each Piece of a model, an untied head with it, the tokens taken past it once its turn is over."""
+def layers(decoder: Decoder, scheme: Scheme | None = None, ids: Tensor | None = None) -> Any:
+    """Each Layer of a model, an untied head with it, the tokens taken past it once its turn is over."""
     config = decoder.config
     scheme = scheme or Scheme()
     state = {name: tensor.detach() for name, tensor in decoder.state_dict().items()}
@@ -55,10 +55,10 @@ def pieces(decoder: Decoder, scheme: Scheme | None = None, ids: Tensor | None = 
         names = [name for name in state if name.startswith(f"model.layers.{index}.")]
         names = {-1: [EMBEDDING], config.num_layers: [FINAL_NORM, HEAD]}.get(index, names)
         own = {module: format for module, format in scheme.formats(config).items() if f"{module}.weight" in names}
-        piece = Piece(config, index, scheme, own, {name: state[name] for name in names}, tokens)
-        yield piece
+        layer = Layer(config, index, scheme, own, {name: state[name] for name in names}, tokens)
+        yield layer
         if tokens is not None:
-            tokens.advance(piece, {})
+            tokens.advance(layer, {})
 
 
 def transformed(
@@ -68,9 +68,9 @@ def transformed(
     untie = hasattr(method, "config")
     config = method.config(decoder.config) if untie else decoder.config
     tensors: dict[str, Tensor] = {}
-    for piece in pieces(decoder, scheme, ids):
-        method.transform(piece)
-        tensors |= piece.tensors
+    for layer in layers(decoder, scheme, ids):
+        method.transform(layer)
+        tensors |= layer.tensors
     if config.tie_embeddings:
         del tensors[HEAD]
     with torch.device("meta"):

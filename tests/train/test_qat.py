@@ -14,10 +14,9 @@ from torch import nn
 from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
 from diffbit.models import Checkpoint, Decoder, load
-from diffbit.quantize import QuantLinear, Scheme, parse_format, ternary_linear
+from diffbit.quantize import QuantLinear, Scheme, parse_format
 from diffbit.quantize import load as load_quantized
-from diffbit.quantize.linear import runtime_activations
-from diffbit.quantize.rounding import INT8, Rounding, rounded_input, rounding_for
+from diffbit.quantize.rounding import INT8, Rounding, rounded_input
 from diffbit.runtime import verify
 from diffbit.train import read_log, train, train_config
 from diffbit.train import trainer as trainer_module
@@ -36,7 +35,7 @@ def layer(format: str, rounding: Rounding = INT8, columns: int = 96, rows: int =
     linear = nn.Linear(columns, rows, bias=False)
     with torch.no_grad():
         linear.weight.normal_(0, scale)
-    return QATLinear(linear, parse_format(format), rounding)
+    return QATLinear(linear, parse_format(format), parse_format(format).device_rounding(rounding))
 
 
 def inputs(columns: int = 96) -> torch.Tensor:
@@ -54,13 +53,13 @@ def test_ternary_forward_is_the_operators(
     if instructions == "no int8":
         monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
     ours, x = layer("ternary", rounding), inputs()
-    expected = ternary_linear(x.detach(), ours.quantized(), rounding)
-    assert torch.equal(ours(x), expected) and torch.equal(QuantLinear(ours.quantized(), None, rounding)(x), expected)
+    expected = QuantLinear(ours.quantized(), rounding)(x.detach())
+    assert torch.equal(ours(x), expected)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(ours(x), expected.bfloat16())
-        assert torch.equal(QuantLinear(ours.quantized(), None, rounding)(x), expected)
-    assert rounding_for("model.layers.0.mlp.down_proj", 96, "int4") == INT4["down_proj"]
-    assert rounding_for("model.layers.0.self_attn.q_proj", 96, "int4") == INT4["q_proj"]
+        assert torch.equal(QuantLinear(ours.quantized(), rounding)(x), expected)
+    assert parse_format("ternary").rounding("model.layers.0.mlp.down_proj", 96, "int4") == INT4["down_proj"]
+    assert parse_format("ternary").rounding("model.layers.0.self_attn.q_proj", 96, "int4") == INT4["q_proj"]
 
 
 def spread(block: int, columns: int) -> torch.Tensor:
@@ -101,7 +100,7 @@ def test_learned_steps_against_the_papers_formulas(format: str) -> None:
     assert ((ours.scale < 0).any() and (ours.scale > 0).any()) or format == "int8_g16"
     x, upstream = torch.randn(1, 5, 90), torch.randn(1, 5, 6)
     out = ours(x)
-    rounded = x if ours.activations is None else ours.activations(x)
+    rounded = x if ours.rounding is None else ours.rounding(x)
     got = torch.autograd.grad(out, (ours.weight, ours.step), upstream)
 
     bits = int(format[3])
@@ -136,7 +135,7 @@ def test_a_step_never_reaches_zero_and_a_group_of_zeros_wakes() -> None:
     linear = nn.Linear(64, 4, bias=False)
     with torch.no_grad():
         linear.weight[1, :32] = 0
-    ours = QATLinear(linear, parse_format("int4_g32"))
+    ours = QATLinear(linear, parse_format("int4_g32"), None)
     assert (ours.codes[1, :32] == ours.zero).all() and (ours.scale != 0).all()
     with torch.no_grad():
         ours.step.zero_()  # type: ignore[union-attr]
@@ -149,14 +148,14 @@ def test_a_step_never_reaches_zero_and_a_group_of_zeros_wakes() -> None:
 def test_the_forward_is_the_quantized_layer_and_gradients_pass_straight_through(format: str) -> None:
     ours, x = layer(format, columns=128), inputs(128)
     quantized = ours.quantized()
-    assert torch.equal(ours(x), QuantLinear(quantized, ours.activations)(x.detach()))
+    assert torch.equal(ours(x), QuantLinear(quantized, ours.rounding)(x.detach()))
     to_x, to_weight = torch.autograd.grad(ours(x).sum(), (x, ours.weight))
     assert torch.allclose(to_x, quantized.dequantize().sum(0).expand_as(to_x), atol=1e-4)
     if format == "ternary":  # int8, one scale a token
         scale = x.detach().abs().amax(-1, keepdim=True).clamp(min=1e-5) / 127
         rounded = (x.detach() / scale).round() * scale
     else:
-        rounded = x.detach() if ours.activations is None else ours.activations(x.detach())
+        rounded = x.detach() if ours.rounding is None else ours.rounding(x.detach())
     if format != "int3_g16":  # LSQ passes nothing to a weight outside its range
         assert torch.allclose(to_weight, rounded.sum((0, 1)).expand_as(to_weight), atol=1e-3)
 
@@ -164,7 +163,7 @@ def test_the_forward_is_the_quantized_layer_and_gradients_pass_straight_through(
 def test_flips_and_zeros_by_hand() -> None:
     linear = nn.Linear(4, 2, bias=False)
     linear.weight = nn.Parameter(torch.tensor([[1.0, -1.0, 0.1, 1.0], [1.0, 0.2, 1.0, -1.0]]))
-    ours = QATLinear(linear, parse_format("ternary"))  # absmean 0.79: signs, and two zeros
+    ours = QATLinear(linear, parse_format("ternary"), INT8)  # absmean 0.79: signs, and two zeros
     with torch.no_grad():
         ours.weight[0] *= -1  # three signs turn, a zero stays
         ours.weight[1, 1] = 1.0  # and one comes up
@@ -191,7 +190,7 @@ def test_what_is_saved_is_what_was_trained(
     saved = load_quantized(tmp_path / "out")
     for module in saved.modules():
         if isinstance(module, QuantLinear):
-            module.activations = runtime_activations(module.weight.format)
+            module.rounding = module.weight.format.device_rounding(module.rounding)
     ids = torch.randint(288, (2, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert torch.equal(saved(ids), kept[0].eval()(ids))

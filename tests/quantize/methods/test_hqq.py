@@ -12,7 +12,7 @@ from diffbit.quantize import parse_format, scales
 from diffbit.quantize.formats import Format
 from diffbit.quantize.methods import hqq, rtn
 
-FORMATS = ["int8_g64", "int4_g128", "int4_g32_asym", "int4", "int3_g64", "int2_g64", "int2_g64_asym", "nf4"]
+FORMATS = ["int8_g64", "int4_g32_asym", "int4", "int2_g64", "nf4"]
 
 
 def weight(rows: int = 4, columns: int = 192, seed: int = 0) -> Tensor:
@@ -32,7 +32,7 @@ def slow(w: list[float], format: Format, scale: float, zero: int | None) -> tupl
     best, kept, beta = np.inf, (scale, zero), hqq.BETA
     middle = 2 ** (format.bits - 1)
     for _ in range(hqq.ITERATIONS):
-        if format.kind == "codebook":
+        if format.name == "nf4":
             values = [min((abs(x / scale - c), c) for c in format.codebook)[1] for x in w]
         else:
             z = middle if zero is None else zero
@@ -51,7 +51,7 @@ def slow(w: list[float], format: Format, scale: float, zero: int | None) -> tupl
             zero = min(max(zero, 0), 2**format.bits - 1)
             values = [c - zero for c in codes]
         new = sum(t * v for t, v in zip(targets, values, strict=True)) / max(sum(v * v for v in values), 1e-30)
-        new = half(new) if format.kind == "int" else new
+        new = half(new) if format.name.startswith("int") else new
         scale = new if new * scale > 0 else scale
         beta *= hqq.GROWTH
     return kept

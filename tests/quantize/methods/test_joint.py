@@ -13,10 +13,9 @@ from diffbit.calib_data import eval_windows
 from diffbit.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig
 from diffbit.quantize import Scheme, apply, parse_format, scales
-from diffbit.quantize.formats import Format
+from diffbit.quantize.formats import Format, QTensor
+from diffbit.quantize.layer import Layer, Tokens
 from diffbit.quantize.methods import gptq, joint
-from diffbit.quantize.piece import Piece, Tokens
-from diffbit.quantize.qtensor import QTensor
 from diffbit.quantize.stats import CalibStats
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -42,8 +41,8 @@ def model(attention: str, seed: int = 0, **changes: int) -> Decoder:
 
 
 @torch.no_grad()
-def layer(decoder: Decoder, ids: Tensor, mask: Tensor | None = None, format: str = "int3_g16", index: int = 0) -> Piece:
-    """One of its layers as a piece, with tokens that have come as far as that in the float model."""
+def layer(decoder: Decoder, ids: Tensor, mask: Tensor | None = None, format: str = "int3_g16", index: int = 0) -> Layer:
+    """One of its layers as a layer, with tokens that have come as far as that in the float model."""
     config, scheme = decoder.config, Scheme(weights=parse_format(format))
     tokens = Tokens(config, ids, mask)
     tokens.hidden = tokens.exact = decoder.embed(tokens.ids)
@@ -53,7 +52,7 @@ def layer(decoder: Decoder, ids: Tensor, mask: Tensor | None = None, format: str
     prefix = f"model.layers.{index}."
     tensors = {name: tensor for name, tensor in decoder.state_dict().items() if name.startswith(prefix)}
     formats = {name: format for name, format in scheme.formats(config).items() if name.startswith(prefix)}
-    return Piece(config, index, scheme, formats, tensors, tokens)
+    return Layer(config, index, scheme, formats, tensors, tokens)
 
 
 def random_ids(windows: int, length: int, seed: int = 0) -> Tensor:
@@ -193,11 +192,11 @@ def gradients_by_hand(decoder: Decoder, x: Tensor, signs: Tensor) -> dict[str, T
 def test_the_metric_of_differential_attention_is_the_one_derived_by_hand():
     decoder = model("diff_v1")
     ids = random_ids(3, 10)
-    piece = layer(decoder, ids)
+    one = layer(decoder, ids)
     x = decoder.model.layers[0].input_layernorm(decoder.embed(ids)).detach()
     signs = torch.randint(0, 2, x.shape, generator=torch.Generator().manual_seed(joint.SEED)) * 2 - 1
     gradients = [gradients_by_hand(decoder, x[window], signs[window]) for window in range(len(x))]
-    for name, metric in joint.row_metrics(piece).items():
+    for name, metric in joint.row_metrics(one).items():
         rows = torch.cat([gradient[name.rpartition(".")[2]] for gradient in gradients]).unflatten(1, (-1, 8))
         wanted = torch.einsum("tbi,tbj->bij", rows, rows) / ids.numel()
         assert metric.shape == wanted.shape
@@ -239,14 +238,14 @@ def test_tokens_that_do_not_count_do_not_count():
 # ---- what it is for -------------------------------------------------------------------------------------------------
 
 
-def attention_error(piece: Piece, quantized: dict[str, QTensor]) -> float:
+def attention_error(layer: Layer, quantized: dict[str, QTensor]) -> float:
     """||out - out_q|| / ||out|| of the attention with these projections, on inputs of the float model."""
-    assert piece.tokens is not None
-    (batch,) = piece.tokens.batches()
+    assert layer.tokens is not None
+    (batch,) = layer.tokens.batches()
     outputs = []
     with torch.no_grad():
         for weights in ({}, quantized):
-            block = piece.module(weights)
+            block = layer.module(weights)
             outputs.append(block.self_attn(block.input_layernorm(batch.hidden), batch.rope, batch.mask, None))
     return float((outputs[1] - outputs[0]).norm() / outputs[0].norm())
 
@@ -255,14 +254,14 @@ def test_it_keeps_a_trained_attention_better_than_gptq(trained):
     path = trained("diff_v1")
     decoder = models.load(path)
     ids = torch.from_numpy(eval_windows("stdlib", path, 256, 24, split="calib").ids)
-    piece = layer(decoder, ids, format="int3_g64", index=1)
-    stats = piece.stats(names=[f"{piece.prefix}self_attn.q_proj"])[f"{piece.prefix}self_attn.q_proj"]
-    metrics = joint.row_metrics(piece)
+    one = layer(decoder, ids, format="int3_g64", index=1)
+    stats = one.stats(names=[f"{one.prefix}self_attn.q_proj"])[f"{one.prefix}self_attn.q_proj"]
+    metrics = joint.row_metrics(one)
     held_out = layer(decoder, torch.from_numpy(eval_windows("stdlib", path, 256, 8).ids), index=1)
     for name, metric in metrics.items():
-        weight = piece.tensors[f"{name}.weight"]
-        ours = joint.quantize_rows(weight, piece.formats[name], stats, metric)
-        theirs = gptq.quantize(weight, piece.formats[name], stats)
+        weight = one.tensors[f"{name}.weight"]
+        ours = joint.quantize_rows(weight, one.formats[name], stats, metric)
+        theirs = gptq.quantize(weight, one.formats[name], stats)
         errors = [attention_error(held_out, {name: rounded}) for rounded in (ours, theirs)]
         assert errors[0] < 0.85 * errors[1], (name, errors)  # 0.64 to 0.75
 
@@ -283,7 +282,7 @@ def test_one_token_is_enough():
 
 def test_it_needs_tokens():
     decoder = model("diff_v1")
-    piece = layer(decoder, random_ids(1, 4))
-    piece.tokens = None
+    one = layer(decoder, random_ids(1, 4))
+    one.tokens = None
     with pytest.raises(DiffbitError, match="joint needs calibration tokens"):
-        joint.quantize_layer(piece)
+        joint.quantize_layer(one)

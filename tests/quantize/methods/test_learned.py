@@ -11,23 +11,24 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from diffbit.calib_data import eval_windows
 from diffbit.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig, load
-from diffbit.quantize import AttentionScheme, QTensor, Scheme, apply, parse_format
-from diffbit.quantize.formats import NF4
-from diffbit.quantize.methods import gptq, learned, parse_recipe, rtn
-from diffbit.quantize.methods.learned import Rounding
-from diffbit.quantize.piece import Piece, Tokens, quantize_piece
+from diffbit.quantize import AttentionScheme, QTensor, Scheme, apply, parse_format, parse_recipe
+from diffbit.quantize.formats.codebook import NF4
+from diffbit.quantize.layer import Layer, Tokens
+from diffbit.quantize.layerwise import quantize_one
+from diffbit.quantize.methods import gptq, learned, rtn
+from diffbit.quantize.methods.learned import LearnedWeight
 
-FORMATS = ["int2_g16", "int2_g16_asym", "int3_g32_asym", "int4", "int8_asym", "ternary", "nf4"]
+FORMATS = ["int2_g16_asym", "int3_g32_asym", "int4", "ternary", "nf4"]
 
 
-def rounding(name: str, columns: int = 40, seed: int = 0) -> Rounding:
+def rounding(name: str, columns: int = 40, seed: int = 0) -> LearnedWeight:
     """One that is under way: offsets, clip factors, a sign or two."""
     format, generator = parse_format(name), torch.Generator().manual_seed(seed)
     columns = 64 if name == "nf4" else columns  # 40: a short last group
     weight = torch.randn(6, columns, generator=generator) * 0.05
     weight[:, :16] += 0.1  # groups on one side of zero
     weight[2] = 0
-    found = Rounding(weight, rtn.quantize(weight, format))
+    found = LearnedWeight(weight, rtn.quantize(weight, format))
     with torch.no_grad():
         found.offset.copy_((torch.rand(weight.shape, generator=generator) - 0.5) * found.unit)
         for factor in (found.upper, found.lower):
@@ -36,7 +37,7 @@ def rounding(name: str, columns: int = 40, seed: int = 0) -> Rounding:
     return found
 
 
-def slowly(r: Rounding) -> tuple[list[list[float]], list[list[int]]]:
+def slowly(r: LearnedWeight) -> tuple[list[list[float]], list[list[int]]]:
     """The rounded weight and its codes, a number at a time."""
     format, half = r.format, torch.float16
     top, width = 2**format.bits - 1, r.weight.shape[1]
@@ -45,22 +46,22 @@ def slowly(r: Rounding) -> tuple[list[list[float]], list[list[int]]]:
         weights.append([0.0] * width)
         codes.append([0] * width)
         for k, w in enumerate(row):
-            at = (0, 0) if format.kind == "ternary" else (n, k // format.group_size if format.group_size else 0)
-            scale, zero = r.start.scale[at].item(), top / 2 + 0.5 if format.kind == "int" else 0
+            at = (0, 0) if format.name == "ternary" else (n, k // format.group_size if format.group_size else 0)
+            scale, zero = r.start.scale[at].item(), top / 2 + 0.5 if format.name.startswith("int") else 0
             if r.lower is not None:
                 point = int(r.start.zero[at])
                 low, high = -scale * point * r.lower[at].item(), scale * (top - point) * r.upper[at].item()
                 scale = torch.tensor((high - low) / top).to(half).item()
                 zero = round(-low / scale) if scale else 0
-            elif format.kind == "int":
+            elif format.name.startswith("int"):
                 scale = torch.tensor(scale * r.upper[at].item()).to(half).item()
             else:
                 scale *= r.upper[at].item()
             place = w / scale + r.offset[n, k].item() if scale else 0.0
-            if format.kind == "codebook":
+            if format.name == "nf4":
                 codes[n][k] = min(range(16), key=lambda c: abs(NF4[c] - place))
                 weights[n][k] = NF4[codes[n][k]] * scale
-            elif format.kind == "ternary":
+            elif format.name == "ternary":
                 codes[n][k] = min(max(round(place), -1), 1) + 1
                 weights[n][k] = (codes[n][k] - 1) * scale
             else:
@@ -89,7 +90,7 @@ def test_gradients_are_those_of_the_relaxed_function(name):
     probe = torch.randn(r.weight.shape, generator=torch.Generator().manual_seed(2))
     (r() * probe).sum().backward()
     with torch.no_grad():
-        scale, zero = r.grid()
+        scale, zero = r.scales()
         parameters = [p.detach().double() for p in (r.offset, r.upper, r.lower) if p is not None]
         start, weight, format, columns = r.start, r.weight.double(), r.format, r.weight.shape[1]
         top = 2**format.bits - 1
@@ -111,12 +112,12 @@ def test_gradients_are_those_of_the_relaxed_function(name):
         zero_rest = None if zero is None else zero.double() - z0
         place = weight / spread(scale).double().where(spread(scale) != 0, torch.tensor(torch.inf).double())
         point = (
-            torch.full_like(place, 2 ** (format.bits - 1) if format.kind == "int" else 0)
+            torch.full_like(place, 2 ** (format.bits - 1) if format.name.startswith("int") else 0)
             if zero is None
             else spread(zero.double())
         )
-        low, high = {"int": (0 - point, top - point), "ternary": (-1.0, 1.0), "codebook": (-1.0, 1.0)}[format.kind]
-        margin = 0.0 if format.kind == "codebook" else 0.5
+        low, high = (0 - point, top - point) if format.name.startswith("int") else (-1.0, 1.0)
+        margin = 0.0 if format.name == "nf4" else 0.5
         moved = place + parameters[0]
         inside = (moved >= low - margin) & (moved <= high + margin)
         level = r().double() / spread(scale).double().where(spread(scale) != 0, torch.tensor(1.0).double())
@@ -155,12 +156,12 @@ def test_it_starts_at_the_codes_it_is_given(name):
     scale, zero = format.fit(weight)
     codes = torch.randint(0, 3 if name == "ternary" else 2**format.bits, (6, 40), generator=generator)
     start = QTensor(format, (6, 40), codes.to(torch.uint8), scale, zero)
-    assert torch.equal(Rounding(weight, start).quantized().dequantize(), start.dequantize())
+    assert torch.equal(LearnedWeight(weight, start).quantized().dequantize(), start.dequantize())
 
 
-def piece_of(
+def layer_of(
     model: Decoder, ids: Tensor, scheme: Scheme, index: int = 0, *, only: str = "", mask: Tensor | None = None
-) -> Piece:
+) -> Layer:
     """Layer `index` with calibration tokens as the float layers before it leave them; `only`: a part of the names."""
     config, state = model.config, {name: tensor.detach() for name, tensor in model.state_dict().items()}
     tokens = Tokens(config, ids, mask)
@@ -170,22 +171,22 @@ def piece_of(
         tokens.hidden = tokens.exact.clone()
         tensors = {name: tensor for name, tensor in state.items() if name.startswith(f"model.layers.{at}.")}
         wanted = {name: format for name, format in formats.items() if f"{name}.weight" in tensors and at == index}
-        piece = Piece(config, at, scheme, wanted, tensors, tokens)
+        layer = Layer(config, at, scheme, wanted, tensors, tokens)
         if at < index:
-            layer = piece.module()
+            module = layer.module()
             with torch.no_grad():
-                tokens.exact = torch.cat([piece.run(layer, batch.exact, batch) for batch in tokens.batches()])
-    return piece
+                tokens.exact = torch.cat([layer.run(module, batch.exact, batch) for batch in tokens.batches()])
+    return layer
 
 
 @torch.no_grad()
-def output_error(piece: Piece, quantized: dict[str, QTensor], tokens: Tokens | None = None) -> float:
+def output_error(layer: Layer, quantized: dict[str, QTensor], tokens: Tokens | None = None) -> float:
     """Squared error of the layer's output, over the square of what the layer adds to its input."""
-    true, rounded = piece.module(), piece.module(quantized)
+    true, rounded = layer.module(), layer.module(quantized)
     lost = added = 0.0
-    for batch in (tokens or piece.tokens).batches():
-        wanted = piece.run(true, batch.exact, batch)
-        lost += float((piece.run(rounded, batch.hidden, batch) - wanted)[batch.counted].square().sum())
+    for batch in (tokens or layer.tokens).batches():
+        wanted = layer.run(true, batch.exact, batch)
+        lost += float((layer.run(rounded, batch.hidden, batch) - wanted)[batch.counted].square().sum())
         added += float((wanted - batch.exact)[batch.counted].square().sum())
     return lost / added
 
@@ -220,12 +221,12 @@ def test_all_codes_of_a_small_weight(monkeypatch):
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(0, 1)
-    piece = piece_of(model, some_ids(6, 8, vocabulary=16), Scheme(weights=parse_format("int2")), only="q_proj")
-    (name,) = piece.formats
-    weight, format = piece.tensors[f"{name}.weight"], piece.formats[name]
-    start = gptq.quantize(weight, format, piece.stats()[name])
-    found = learned.quantize_layer(piece)[name]
-    problem = learned.Problem(piece, piece.tokens)
+    layer = layer_of(model, some_ids(6, 8, vocabulary=16), Scheme(weights=parse_format("int2")), only="q_proj")
+    (name,) = layer.formats
+    weight, format = layer.tensors[f"{name}.weight"], layer.formats[name]
+    start = gptq.quantize(weight, format, layer.stats()[name])
+    found = learned.quantize_layer(layer)[name]
+    problem = learned.Problem(layer, layer.tokens)
 
     def loss(weight: Tensor) -> Tensor:
         return problem.loss({name: weight}, {}, torch.arange(6))
@@ -251,10 +252,10 @@ def test_it_beats_rounding_and_gptq_on_a_trained_layer(trained, monkeypatch):
     monkeypatch.setattr(learned, "BATCH_TOKENS", 512)
     scheme = Scheme(weights=parse_format("int2_g64"))
     errors = {}
-    other = piece_of(model, held_out, scheme).tokens
+    other = layer_of(model, held_out, scheme).tokens
     for recipe in ("rtn", "gptq", "learned"):
-        piece = piece_of(model, calib, scheme)
-        errors[recipe] = output_error(piece, quantize_piece(piece, parse_recipe(recipe)), other)
+        layer = layer_of(model, calib, scheme)
+        errors[recipe] = output_error(layer, quantize_one(layer, parse_recipe(recipe)), other)
     assert errors["learned"] < 0.35 * errors["rtn"], errors  # 0.29
     assert errors["learned"] < 0.94 * errors["gptq"], errors  # 0.89
 
@@ -268,8 +269,8 @@ def test_every_variant_and_format_gets_better(attention, format, monkeypatch):
     monkeypatch.setattr(learned.gptq, "quantize", rtn.quantize)
     errors = {}
     for recipe in ("rtn", "learned"):
-        piece = piece_of(random_model(attention), some_ids(8, 32), Scheme(weights=parse_format(format)), 1)
-        errors[recipe] = output_error(piece, quantize_piece(piece, parse_recipe(recipe)))
+        layer = layer_of(random_model(attention), some_ids(8, 32), Scheme(weights=parse_format(format)), 1)
+        errors[recipe] = output_error(layer, quantize_one(layer, parse_recipe(recipe)))
     assert errors["learned"] < 0.9 * errors["rtn"], errors
 
 
@@ -280,8 +281,8 @@ def test_codebooks_and_what_the_scheme_does_to_activations_and_logits(monkeypatc
     scheme = Scheme(parse_format("nf4"), activations="int8", attention=AttentionScheme(logits=6))
     errors = {}
     for recipe in ("gptq", "learned"):
-        piece = piece_of(model, some_ids(8, 32), scheme)
-        errors[recipe] = output_error(piece, quantize_piece(piece, parse_recipe(recipe)))
+        layer = layer_of(model, some_ids(8, 32), scheme)
+        errors[recipe] = output_error(layer, quantize_one(layer, parse_recipe(recipe)))
     assert errors["learned"] < 0.95 * errors["gptq"], errors
 
 
@@ -292,27 +293,27 @@ def test_it_mends_what_the_layers_before_lost(monkeypatch):
     scheme = Scheme(weights=parse_format("int2_g16"))
     errors = []
     for behind in (False, True):
-        piece = piece_of(random_model(), some_ids(16, 32), scheme)
-        noise = 0.2 * torch.randn(piece.tokens.hidden.shape, generator=torch.Generator().manual_seed(0))
-        damaged = piece.tokens.exact * 0.7 + noise
+        layer = layer_of(random_model(), some_ids(16, 32), scheme)
+        noise = 0.2 * torch.randn(layer.tokens.hidden.shape, generator=torch.Generator().manual_seed(0))
+        damaged = layer.tokens.exact * 0.7 + noise
         if behind:
-            piece.tokens.hidden = damaged
-        quantized = quantize_piece(piece, parse_recipe("learned"))
-        piece.tokens.hidden = damaged
-        errors.append(output_error(piece, quantized))
+            layer.tokens.hidden = damaged
+        quantized = quantize_one(layer, parse_recipe("learned"))
+        layer.tokens.hidden = damaged
+        errors.append(output_error(layer, quantized))
     assert errors[1] < 0.9 * errors[0], errors
 
 
 def test_norms_and_lambdas_stay_float_and_the_float_model_stays(monkeypatch):
     monkeypatch.setattr(learned, "STEPS", 10)
     model = random_model().to(torch.bfloat16)
-    piece = piece_of(model, some_ids(8, 32), Scheme(weights=parse_format("int2_g16")))
-    before = dict(piece.tensors)
-    quantized = quantize_piece(piece, parse_recipe("learned"))
-    assert set(piece.refitted) == set(before) - {f"{name}.weight" for name in quantized}
-    for name, tensor in piece.refitted.items():
+    layer = layer_of(model, some_ids(8, 32), Scheme(weights=parse_format("int2_g16")))
+    before = dict(layer.tensors)
+    quantized = quantize_one(layer, parse_recipe("learned"))
+    assert set(layer.refitted) == set(before) - {f"{name}.weight" for name in quantized}
+    for name, tensor in layer.refitted.items():
         assert tensor.dtype == before[name].dtype and not torch.equal(tensor, before[name])
-    assert all(piece.tensors[name] is tensor for name, tensor in before.items())
+    assert all(layer.tensors[name] is tensor for name, tensor in before.items())
 
 
 def test_the_head_keeps_its_predictions(monkeypatch):

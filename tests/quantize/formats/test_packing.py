@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffbit.quantize.packing import pack_bits, pack_nibbles, row_bytes, unpack_bits, unpack_nibbles
+from diffbit.quantize.formats.packing import pack_bits, row_bytes, swap_pairs, unpack_bits
 
 
 @settings(max_examples=60, deadline=None)
@@ -25,12 +24,6 @@ def test_a_row_is_a_little_endian_bit_stream(bits, rows, columns, random):
 def test_known_bytes():
     codes = torch.tensor([[1, 2, 3, 15]], dtype=torch.uint8)
     assert pack_bits(codes, 4).tolist() == [[0x21, 0xF3]]  # low nibble first
-    assert pack_nibbles(codes).tolist() == [[0x12, 0x3F]]  # high nibble first
+    assert pack_bits(swap_pairs(codes), 4).tolist() == [[0x12, 0x3F]]  # high nibble first
     assert pack_bits(torch.tensor([[1, 2, 3, 0, 3]], dtype=torch.uint8), 2).tolist() == [[0b00_11_10_01, 0b11]]
     assert pack_bits(torch.tensor([[5, 6, 7]], dtype=torch.uint8), 3).tolist() == [[0b11_110_101, 0b1]]
-
-
-@pytest.mark.parametrize("shape", [(1, 2), (3, 64), (7, 10)])
-def test_nibbles_come_back(shape):
-    codes = torch.randint(16, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(unpack_nibbles(pack_nibbles(codes)), codes)

@@ -1,7 +1,7 @@
-"""The one engine that takes a float model to low bits, a piece at a time, whatever it is read from and goes to.
+"""Quantizes a model layer by layer, whatever it is read from and written to.
 
-`checkpoint.quantize_checkpoint` reads tensors from a folder and writes the pieces to another; `apply` does it all in
-memory. Both come out the same to the bit.
+`checkpoint.quantize_checkpoint` reads tensors from a folder and writes the layers to another; `apply` does it all in
+memory. Both give the same bits.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ..models import Decoder, ModelConfig
 from ..models.checkpoint.names import EMBEDDING, HEAD, shapes, stays_float32
 from ..models.decoder import check_layer
 from ..progress import Progress
-from .methods import Method, Recipe, parse_recipe
-from .model import assemble
-from .piece import Piece, Tokens, quantize_piece
-from .qtensor import QTensor
-from .report import WeightReport, weight_error
+from .formats import QTensor
+from .layer import Layer, Tokens, round_one, round_stages
+from .model import Method, assemble
+from .recipe import Recipe, parse_recipe
+from .report import WIDTHS, WeightReport, weight_error
 from .scheme import HEAD_MODULE, Scheme, linear_shapes
 
 Read = Callable[[str], Tensor]  # a parameter of the float model by its name, in canonical row order
@@ -32,7 +32,7 @@ Read = Callable[[str], Tensor]  # a parameter of the float model by its name, in
 
 @dataclass(frozen=True)
 class Finished:
-    """A piece as it is stored: the parameters that stay float, the quantized weights by module, a row for each."""
+    """A layer as it is stored: the parameters that stay float, the quantized weights by module, a row for each."""
 
     floats: dict[str, Tensor]
     quantized: dict[str, QTensor]
@@ -53,7 +53,7 @@ def stored_config(config: ModelConfig, scheme: Scheme, recipe: Recipe) -> ModelC
     return replace(config, tie_embeddings=config.tie_embeddings and HEAD_MODULE not in scheme.formats(config))
 
 
-def quantize_pieces(
+def quantize_layers(
     config: ModelConfig,
     read: Read,
     scheme: Scheme,
@@ -65,16 +65,16 @@ def quantize_pieces(
 ) -> Iterator[Finished]:
     """Quantize the model of `config` whose parameters `read` returns: the embedding, each layer, what follows them.
 
-    Pieces come in that order; only one of them and the tokens' hidden states are in memory at a time. skip: as many are
+    Layers come in that order; only one of them and the tokens' hidden states are in memory at a time. skip: as many are
     there already, and `tokens` are behind them. title: of the progress to show, or None.
     """
-    stored, formats, layers = stored_config(config, scheme, recipe), scheme.formats(config), linear_shapes(config)
+    stored, formats, linears = stored_config(config, scheme, recipe), scheme.formats(config), linear_shapes(config)
     names = [_names(config, index) for index in range(-1, config.num_layers + 1)]
     own = [
-        {module: formats[module] for name in piece if (module := name.removesuffix(".weight")) in formats}
-        for piece in names
+        {module: formats[module] for name in layer if (module := name.removesuffix(".weight")) in formats}
+        for layer in names
     ]
-    sizes = [sum(math.prod(layers[module]) for module in piece) for piece in own]
+    sizes = [sum(math.prod(linears[module]) for module in layer) for layer in own]
     before = [sum(sizes[:place]) / max(1, sum(sizes)) for place in range(len(sizes) + 1)]  # shares of all the work
     with nullcontext() if title is None else Progress(title, 1.0, before[skip]) as bar:
         for place in range(skip, len(names)):
@@ -83,9 +83,9 @@ def quantize_pieces(
                 if bar is not None:
                     bar.to(begin + share * (end - begin), at.removeprefix("model."))
 
-            # nothing here holds on to a piece: one is in memory at a time
+            # nothing here holds on to a layer: one is in memory at a time
             yield _finish(
-                Piece(stored, place - 1, scheme, own[place], _read(config, read, names[place]), tokens, moved), recipe
+                Layer(stored, place - 1, scheme, own[place], _read(config, read, names[place]), tokens, moved), recipe
             )
 
 
@@ -93,35 +93,66 @@ def _read(config: ModelConfig, read: Read, names: list[str]) -> dict[str, Tensor
     return {name: read(EMBEDDING if name == HEAD and config.tie_embeddings else name) for name in names}
 
 
-def _finish(piece: Piece, recipe: Recipe) -> Finished:
-    """Quantize a piece and take its tokens past it."""
-    if piece.is_layer:
-        check_layer(piece.config, piece.index, {piece.local(name): tensor for name, tensor in piece.tensors.items()})
-    dtypes = {name: tensor.dtype for name, tensor in piece.tensors.items()}
-    tied = {name: piece.tensors[name] for name in (EMBEDDING, HEAD) if name in piece.tensors}
-    if piece.tokens is not None:
-        piece.expect(len(piece.tokens.slices))  # that pass it in the end
-    quantized = quantize_piece(piece, recipe)
-    if piece.config.tie_embeddings and any(piece.tensors[name] is not tensor for name, tensor in tied.items()):
+def _finish(layer: Layer, recipe: Recipe) -> Finished:
+    """Quantize a layer and take its tokens past it."""
+    if layer.is_layer:
+        check_layer(layer.config, layer.index, {layer.local(name): tensor for name, tensor in layer.tensors.items()})
+    read = dict(layer.tensors)
+    dtypes = {name: tensor.dtype for name, tensor in read.items()}
+    tied = {name: layer.tensors[name] for name in (EMBEDDING, HEAD) if name in layer.tensors}
+    if layer.tokens is not None:
+        layer.expect(len(layer.tokens.slices))  # that pass it in the end
+    quantized = quantize_one(layer, recipe)
+    if layer.config.tie_embeddings and any(layer.tensors[name] is not tensor for name, tensor in tied.items()):
         raise DiffbitError(f"method {recipe.name!r} changes the embedding that the head shares; it has to untie them")
-    for kept in (piece.tensors, piece.refitted):  # methods compute in fp32; what stays float is stored as it came
+    for kept in (layer.tensors, layer.refitted):  # methods compute in fp32; what stays float is stored as it came
         for name, tensor in kept.items():
             if name.removesuffix(".weight") not in quantized and not stays_float32(name):
                 kept[name] = tensor.to(dtypes[name])
-    errors = piece.tokens.advance(piece, quantized) if piece.tokens is not None else {}
+    errors = layer.tokens.advance(layer, quantized) if layer.tokens is not None else {}
     floats = {
         name: tensor
-        for name, tensor in (piece.tensors | piece.refitted).items()
-        if name.removesuffix(".weight") not in quantized and name in shapes(piece.config)  # no head where it is tied
+        for name, tensor in (layer.tensors | layer.refitted).items()
+        if name.removesuffix(".weight") not in quantized and name in shapes(layer.config)  # no head where it is tied
     }
-    rows = tuple(_row(piece, module, weight, errors.get(module)) for module, weight in quantized.items())
+    for name, tensor in floats.items():
+        if tensor is not read.get(name) and not tensor.isfinite().all():
+            raise DiffbitError(
+                f"{name}: method {recipe.name!r} makes it NaN or infinite in {tensor.dtype}: the weights hold extreme "
+                "values; use another method"
+            )
+    rows = tuple(_row(layer, module, weight, errors.get(module)) for module, weight in quantized.items())
     return Finished(floats, quantized, rows)
+
+
+def quantize_one(layer: Layer, recipe: Recipe) -> dict[str, QTensor]:
+    """Run a recipe over a layer: its transforms, its rounding. {linear layer: QTensor}.
+
+    Layers are rounded a stage at a time, with statistics behind those rounded before (as in the code of arXiv
+    2210.17323, where it is called true-sequential).
+    """
+    by_layer = hasattr(recipe.rounding, "quantize_layer")
+    unit = 1 if layer.tokens is None else len(layer.tokens.slices)  # a weight takes as long as a pass of the tokens
+    if not by_layer:
+        layer.expect(unit * len(layer.formats))
+    for transform in recipe.transforms:
+        transform.transform(layer)
+    quantized: dict[str, QTensor] = {}
+    if by_layer:
+        quantized = recipe.rounding.quantize_layer(layer) if layer.formats else {}
+    elif layer.tokens is not None and layer.index >= 0 and getattr(recipe.rounding, "CALIBRATED", True):
+        quantized = round_stages(layer, lambda name: recipe.rounding.quantize)
+    else:
+        for name in layer.formats:
+            quantized[name] = round_one(layer, recipe.rounding.quantize, name, None)
+            layer.step(name, unit)
+    return {name: quantized[name] for name in layer.formats if name in quantized}  # allocate.py rounds none
 
 
 def tokens_for(
     recipe: Recipe, config: ModelConfig, ids: Any, mask: Any, device: torch.device | str = "cpu"
 ) -> Tokens | None:
-    """Calibration tokens as `quantize_pieces` takes them; a DiffbitError where a recipe needs what is not there."""
+    """Calibration tokens as `quantize_layers` takes them; a DiffbitError where a recipe needs what is not there."""
     if ids is not None:
         return Tokens(config, ids, mask, device)
     if recipe.calibrated:
@@ -132,7 +163,7 @@ def tokens_for(
 
 
 def _names(config: ModelConfig, index: int) -> list[str]:
-    """The parameters of a piece; the head is one of the last piece, tied or not."""
+    """The parameters of a layer; the head is one of the last layer, tied or not."""
     if index < 0:
         return [EMBEDDING]
     if index < config.num_layers:
@@ -141,16 +172,17 @@ def _names(config: ModelConfig, index: int) -> list[str]:
     return rest if HEAD in rest else [*rest, HEAD]
 
 
-def _row(piece: Piece, module: str, weight: QTensor, output_error: float | None) -> WeightReport:
+def _row(layer: Layer, module: str, weight: QTensor, output_error: float | None) -> WeightReport:
+    nbytes = weight.format.device_nbytes(weight.shape, WIDTHS["fp32"])
     return WeightReport(
         name=module,
         format=weight.format.name,
         shape=weight.shape,
-        weight_error=weight_error(piece.weight(module), weight),
+        weight_error=weight_error(layer.weight(module), weight),
         output_error=output_error,
-        proxy_loss=piece.proxy_losses.get(module),
-        bits_per_weight=weight.bits_per_weight,
-        nbytes=weight.nbytes,
+        proxy_loss=layer.proxy_losses.get(module),
+        bits_per_weight=8 * nbytes / math.prod(weight.shape),
+        nbytes=nbytes,
     )
 
 
@@ -176,8 +208,8 @@ def apply(
     if tokens is not None:
         tokens.measuring = False  # it costs a third of the time, and nobody reads them here
     weights: dict[str, Tensor | QTensor] = {}
-    for piece in quantize_pieces(decoder.config, source.__getitem__, scheme, recipe, tokens):
-        weights |= piece.floats | {f"{module}.weight": weight for module, weight in piece.quantized.items()}
+    for layer in quantize_layers(decoder.config, source.__getitem__, scheme, recipe, tokens):
+        weights |= layer.floats | {f"{module}.weight": weight for module, weight in layer.quantized.items()}
     with torch.device("meta"):
         copy = Decoder(stored_config(decoder.config, scheme, recipe))
     return assemble(copy, weights, scheme, None).train(decoder.training)

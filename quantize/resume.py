@@ -1,12 +1,12 @@
-"""What is done of a run that may be interrupted: a folder `NAME.unfinished` beside the output `NAME`.
+"""The finished part of an interrupted run: a folder `NAME.unfinished` beside the output `NAME`.
 
     run.json                 what the run makes from what; a run that goes on must agree in all of it
-    piece-00000.safetensors  a finished piece as the checkpoint will hold it: the embedding, then each layer, ...
-    piece-00000.json         its rows of the report
-    states-00003.safetensors the calibration tokens' hidden states behind the last finished piece, exact and quantized
+    layer-00000.safetensors  a finished layer as the checkpoint will hold it: the embedding, then each layer, ...
+    layer-00000.json         its rows of the report
+    states-00003.safetensors the calibration tokens' hidden states behind the last finished layer, exact and quantized
 
-Each file is written beside its place and renamed; a piece counts once its states are there. So a run that is killed at
-any moment loses the piece it was at, and one that goes on computes the very same bits as one that was never stopped.
+Each file is written beside its place and renamed; a layer counts once its states are there. So a run that is killed at
+any moment loses the layer it was at, and one that goes on computes the very same bits as one that was never stopped.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from .. import files
 from ..errors import DiffbitError
 from ..models.checkpoint.safetensors_file import read_header, read_tensor, write_tensors
 from ..version import __version__
-from .piece import Tokens
+from .layer import Tokens
 from .report import WeightReport
 
-VERSION = 1
+VERSION = 2
 RUN = "run.json"
-Stored = tuple[dict[str, Tensor], tuple[WeightReport, ...]]  # a piece's tensors as a checkpoint holds them, its rows
+Stored = tuple[dict[str, Tensor], tuple[WeightReport, ...]]  # a layer's tensors as a checkpoint holds them, its rows
 
 
 class Unfinished:
-    """`with Unfinished(output, about, tokens) as done: done.add(piece) ...; done.pieces()`.
+    """`with Unfinished(output, about, tokens) as done: done.add(layer) ...; done.layers()`.
 
     about: what goes into run.json, called only where it is needed. tokens: calibration tokens, put behind the `count`
-    pieces that are there. resume: go on with what is there, if anything is.
+    layers that are there. resume: go on with what is there, if anything is.
     The folder goes when all is done, and when a run fails before it holds a whole decoder layer.
     """
 
@@ -100,12 +100,12 @@ class Unfinished:
             states = self._read(self._states(self.count - 1))
             self.tokens.hidden, self.tokens.exact = states["hidden"], states["exact"]
 
-    def add(self, piece: Stored) -> None:
-        """Keep the piece that comes next, and the tokens, which are behind it."""
+    def add(self, layer: Stored) -> None:
+        """Keep the layer that comes next, and the tokens, which are behind it."""
         if not self.path.is_dir():
             with files.new_folder(self.path) as folder:
                 files.write_json(folder / RUN, self.about())
-        tensors, rows = piece
+        tensors, rows = layer
         file, report = self._files(self.count)
         files.write_json(report, {"weights": [asdict(row) for row in rows]})
         with files.write_atomic(file) as temporary:
@@ -117,7 +117,7 @@ class Unfinished:
                 self._states(self.count - 1).unlink(missing_ok=True)
         self.count += 1
 
-    def pieces(self) -> Iterator[Stored]:
+    def layers(self) -> Iterator[Stored]:
         """All of them, read back one at a time."""
         for index in range(self.count):
             file, report = self._files(index)
@@ -125,7 +125,7 @@ class Unfinished:
             yield self._read(file), tuple(WeightReport(**{**row, "shape": tuple(row["shape"])}) for row in rows)
 
     def _files(self, index: int) -> tuple[Path, Path]:
-        return self.path / f"piece-{index:05}.safetensors", self.path / f"piece-{index:05}.json"
+        return self.path / f"layer-{index:05}.safetensors", self.path / f"layer-{index:05}.json"
 
     def _states(self, index: int) -> Path:
         return self.path / f"states-{index:05}.safetensors"

@@ -12,14 +12,14 @@ import onnxruntime
 import pytest
 import torch
 
+from diffbit.export import export_artifact
 from diffbit.export.graph import Graph
-from diffbit.quantize import QuantLinear, parse_format, rtn
-from diffbit.quantize.linear import container, runtime_activations
-from diffbit.quantize.rounding import rounding_for
-from diffbit.runtime import native
+from diffbit.quantize import QuantLinear, Scheme, linear_shapes, parse_format, quantize_checkpoint, rtn
+from diffbit.quantize.formats import names
+from diffbit.runtime import native, verify
 from diffbit.runtime.providers import open_session as session_of
 
-from .helpers import open_session
+from .helpers import config_of, graph_of, open_session, write_model
 
 # format -> (operator, bits, block of the activations' rounding; None: they stay float, 0: one step per row)
 NODES = {
@@ -42,6 +42,7 @@ NODES = {
     "int2_g256_asym": ("MatMulNBits", 2, 128),
     "int2": ("MatMulNBits", 2, 128),
     "nf4": ("MatMulBnb4", None, None),
+    "mxfp4": ("MatMulNBits", 8, 32),
     "ternary": ("TernaryMatMul", None, 0),
 }
 
@@ -71,7 +72,10 @@ def build(folder: Path, weight: torch.Tensor, format: str, scale: float, dtype: 
 
 
 CASES = [
-    (format, columns) for format in NODES for columns in (64, 192, 320, 1000) if format != "nf4" or columns % 64 == 0
+    (format, columns)
+    for format in NODES
+    for columns in (64, 192, 320, 1000)
+    if format not in ("nf4", "mxfp4") or columns % 64 == 0
 ]
 
 
@@ -81,9 +85,8 @@ def test_node_computes_the_format(tmp_path: Path, format: str, columns: int) -> 
     generator = torch.Generator().manual_seed(columns)
     weight = torch.randn(24, columns, generator=generator)
     model, quantized = build(tmp_path / "m", weight, format, 0.37, "fp32")
-    node, *factor = model.graph.node
-    assert node.op_type == operator
-    assert [node.op_type for node in factor] == (["Mul"] if format == "ternary" else [])
+    (node,) = (node for node in model.graph.node if node.op_type == operator)
+    assert len(model.graph.node) == {"ternary": 2, "mxfp4": 6}.get(format, 1)
     if operator == "MatMulNBits":
         attributes = {a.name: a.i for a in node.attribute}
         assert (attributes["bits"], attributes["block_size"], attributes["accuracy_level"]) == (bits, block, 4)
@@ -96,16 +99,16 @@ def test_node_computes_the_format(tmp_path: Path, format: str, columns: int) -> 
     np.testing.assert_allclose(found, wanted, atol=2e-5 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("format", ["int4_g32", "int8", "int2_g64", "nf4", "ternary"])
+@pytest.mark.parametrize("format", ["int4_g32", "int8", "int2_g64", "nf4", "mxfp4", "ternary"])
 def test_fp16(tmp_path: Path, format: str) -> None:
     weight = torch.randn(24, 192, generator=torch.Generator().manual_seed(0)) * 0.1
     model, quantized = build(tmp_path / "m", weight, format, 1.0, "fp16")
     types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
-    if "proj.scale" in types and format != "ternary":
+    if "proj.scale" in types and format not in ("ternary", "mxfp4"):
         assert types["proj.scale"] == onnx.TensorProto.FLOAT16
     x = torch.randn(7, 192, generator=torch.Generator().manual_seed(1)).half()
     (found,) = open_session(tmp_path / "m").run(None, {"x": x.numpy()})
-    module = QuantLinear(quantized, runtime_activations(quantized.format))
+    module = QuantLinear(quantized, quantized.format.device_rounding(None))
     wanted = module(x.float())
     assert found.dtype == np.float16
     assert np.median(np.abs(found - wanted.numpy())) < 1e-3
@@ -124,7 +127,7 @@ def test_int4_activations_are_the_layers_own_bits(tmp_path: Path, dtype: str, is
     wanted, inputs = [], {}
     for name, columns in widths.items():
         weight = rtn(torch.randn(24, columns, generator=generator), parse_format("ternary"))
-        module = QuantLinear(weight, rounding=rounding_for(name, columns, "int4"))
+        module = QuantLinear(weight, weight.format.rounding(name, columns, "int4"))
         g.output(f"{name}.y", g.linear(g.input(name, g.dtype, ["rows", columns]), module, name), g.dtype, ["rows", 24])
         given = x[:, :columns].half() if dtype == "fp16" else x[:, :columns]
         inputs[name] = given.numpy()
@@ -138,8 +141,11 @@ def test_int4_activations_are_the_layers_own_bits(tmp_path: Path, dtype: str, is
         assert np.array_equal(found, exact)
 
 
-@pytest.mark.parametrize(("format", "columns"), [("int4_g32", 192), ("int3_g64_asym", 200), ("int4_g128_asym", 1000)])
-def test_int4_is_laid_out_once_at_load(tmp_path: Path, format: str, columns: int) -> None:
+FOLDED = [("int4_g32", 192), ("int3_g64_asym", 200), ("int4_g128_asym", 1000), ("mxfp4", 192)]
+
+
+@pytest.mark.parametrize(("format", "columns"), FOLDED)
+def test_what_stands_before_the_product_is_done_once_at_load(tmp_path: Path, format: str, columns: int) -> None:
     """ONNX Runtime folds all of the body but its MatMulNBits; where it is told to fold nothing, the body works too."""
     weight = torch.randn(40, columns, generator=torch.Generator().manual_seed(3))
     build(tmp_path / "m", weight, format, 0.5, "fp32")
@@ -158,11 +164,24 @@ def test_int4_is_laid_out_once_at_load(tmp_path: Path, format: str, columns: int
     np.testing.assert_allclose(found, wanted, atol=0.02 * np.abs(wanted).max())
 
 
-def test_no_container_runs_without_an_integer_kernel() -> None:
-    """2 bits with blocks of 16 or 256 would run in float, a hundred times slower."""
-    for bits in range(2, 9):
-        for group in ("", "_g16", "_g32", "_g64", "_g128", "_g256"):
-            format = parse_format(f"int{bits}{group}")
-            size, block = container(format)
-            assert size >= bits and (not format.group_size or format.group_size % block == 0)
-            assert runtime_activations(format) is not None
+def test_every_format_goes_all_the_way(tmp_path: Path) -> None:
+    """A model with each format that there is in a layer of its own: quantized, read back, exported, verified, and its
+    bytes are those that the format says."""
+    formats = [parse_format(name) for name in names()]
+    config = config_of("diff_v1", num_layers=-(-len(formats) // 7), max_position=24)
+    modules = [module for module in linear_shapes(config) if module != "lm_head"]
+    scheme = Scheme(overrides=tuple(zip(modules, formats, strict=False)))
+    source = write_model(tmp_path / "float", config)
+    report = quantize_checkpoint(source, tmp_path / "all", scheme)
+    assert {row.format for row in report.weights} == set(names())
+    for dtype, width in (("fp32", 4), ("fp16", 2)):
+        artifact = export_artifact(tmp_path / "all", tmp_path / dtype, dtype=dtype)
+        assert verify(artifact).passed
+        stored: dict[str, int] = {}
+        for tensor in graph_of(artifact).graph.initializer:
+            length = sum(int(entry.value) for entry in tensor.external_data if entry.key == "length")
+            module = f"model.{tensor.name.rpartition('.')[0]}"
+            stored[module] = stored.get(module, 0) + length
+        for module, format in scheme.overrides:
+            assert format is not None
+            assert stored[module] == format.device_nbytes(linear_shapes(config)[module], width), (format, dtype)

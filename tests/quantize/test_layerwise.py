@@ -1,4 +1,4 @@
-"""The engine: the same bits from a folder and in memory; tied heads and transforms; what is refused."""
+"""Layer by layer: the same bits from a folder and in memory; tied heads and transforms; what is refused."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from diffbit.quantize import (
     parse_format,
     quantize_checkpoint,
     read_weight,
+    recipe,
     rtn,
 )
-from diffbit.quantize.piece import FINAL_NORM, Piece
+from diffbit.quantize.layer import FINAL_NORM, Layer
 
 from ..configs import resized
 
@@ -58,16 +59,22 @@ def by_activations(weight: torch.Tensor, format: Format, stats: CalibStats) -> Q
     return rtn(weight * (1 + stats.gram.diagonal().sqrt() / 8 + stats.mean_abs / 8 + stats.absmax / 64), format)
 
 
-def untie(piece: Piece) -> None:
+def untie(layer: Layer) -> None:
     """The final norm's weight into the head."""
-    if FINAL_NORM in piece.tensors:
-        norm = piece.tensors[FINAL_NORM].float()
-        piece.tensors["lm_head.weight"] = piece.tensors["lm_head.weight"].float() * norm
-        piece.tensors[FINAL_NORM] = torch.ones_like(norm)
+    if FINAL_NORM in layer.tensors:
+        norm = layer.tensors[FINAL_NORM].float()
+        layer.tensors["lm_head.weight"] = layer.tensors["lm_head.weight"].float() * norm
+        layer.tensors[FINAL_NORM] = torch.ones_like(norm)
+
+
+def overflow(layer: Layer) -> None:
+    for name, tensor in layer.tensors.items():
+        if name.endswith("input_layernorm.weight"):
+            layer.tensors[name] = tensor.float() * 1e6
 
 
 class Looker:
-    """A transform that changes nothing and keeps what it sees of each piece; behind it weights are rounded by rtn."""
+    """A transform that changes nothing and keeps what it sees of each layer; behind it weights are rounded by rtn."""
 
     CALIBRATED = True
 
@@ -79,18 +86,18 @@ class Looker:
         self.grams: dict[str, CalibStats] = {}  # with the stages before quantized
         self.at_once: dict[str, CalibStats] = {}  # with the layer itself all float
 
-    def transform(self, piece: Piece) -> None:
-        assert piece.tokens is not None
-        self.hidden[piece.index], self.exact[piece.index] = piece.tokens.hidden.clone(), piece.tokens.exact.clone()
-        if not piece.formats:
+    def transform(self, layer: Layer) -> None:
+        assert layer.tokens is not None
+        self.hidden[layer.index], self.exact[layer.index] = layer.tokens.hidden.clone(), layer.tokens.exact.clone()
+        if not layer.formats:
             return
-        self.stages[piece.index] = piece.stages()
-        self.at_once |= piece.stats()
+        self.stages[layer.index] = layer.stages()
+        self.at_once |= layer.stats()
         quantized: dict[str, QTensor] = {}
-        for stage in piece.stages():
-            self.grams |= piece.stats(quantized, stage)
+        for stage in layer.stages():
+            self.grams |= layer.stats(quantized, stage)
             for name in stage:
-                weight, format = piece.tensors[f"{name}.weight"], piece.formats[name]
+                weight, format = layer.tensors[f"{name}.weight"], layer.formats[name]
                 quantized[name] = self.rounding(weight, format, self.grams[name])
 
 
@@ -107,19 +114,27 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
         "forgets": SimpleNamespace(transform=untie, CALIBRATED=False),
         "needs": SimpleNamespace(quantize=by_activations, CALIBRATED=True),
         "look": LOOKER,
+        "overflow": SimpleNamespace(transform=overflow, CALIBRATED=False),
     }
-    folder = sys.modules["diffbit.quantize.methods"]
-    monkeypatch.setattr(folder, "methods", lambda: ("rtn", *made))
+    monkeypatch.setattr(recipe, "methods", lambda: ("rtn", *made))
     for name, module in made.items():
         monkeypatch.setitem(sys.modules, f"diffbit.quantize.methods.{name}", module)
 
 
 @pytest.mark.usefixtures("made_up")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tie", [False, True])
-@pytest.mark.parametrize("scheme", [INT4, WITH_HEAD], ids=["layers", "head"])
-@pytest.mark.parametrize("method", ["rtn", "needs", "untie+needs"])
-@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize(
+    ("attention", "method", "scheme", "tie", "dtype"),
+    [
+        ("diff_v1", "rtn", INT4, False, torch.float32),
+        ("diff_v1", "needs", WITH_HEAD, True, torch.float32),
+        ("diff_v1", "untie+needs", INT4, True, torch.bfloat16),
+        ("diff_v1", "untie+needs", WITH_HEAD, True, torch.float32),
+        ("diff_v2", "needs", INT4, True, torch.bfloat16),
+        ("diff_v2", "untie+needs", WITH_HEAD, False, torch.bfloat16),
+        ("softmax", "rtn", WITH_HEAD, True, torch.bfloat16),
+        ("softmax", "needs", INT4, False, torch.float32),
+    ],
+)
 def test_a_folder_and_memory_give_the_same_bits(
     attention: str, method: str, scheme: Scheme, tie: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -152,6 +167,14 @@ def test_a_transform_is_exact_and_may_untie(tie: bool) -> None:
     assert (changed.model.norm.weight == 1).all()
     folded = exact.head(exact.embed(IDS)), changed.head(changed.embed(IDS))
     assert (folded[0] - folded[1]).abs().max() < 0.02 * folded[0].abs().max()
+
+
+@pytest.mark.usefixtures("made_up")
+def test_what_a_transform_computes_is_finite_in_the_checkpoints_dtype() -> None:
+    with pytest.raises(
+        DiffbitError, match=r"layers.0.input_layernorm.weight: method 'overflow' makes it NaN or infini"
+    ):
+        apply(make(CONFIG).half(), INT4, "overflow")
 
 
 def linears(kinds: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Small integers in bytes, row by row: the layouts that weights have in files.
+"""Small integers in bytes, row by row.
 
 A row never shares a byte with another, so rows can be permuted, sliced and streamed while packed.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from math import gcd
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -56,11 +55,6 @@ def unpack_bits(packed: Tensor, bits: int, columns: int) -> Tensor:
     return codes.view(rows, -1)[:, :columns].contiguous()
 
 
-def pack_nibbles(codes: Tensor) -> Tensor:
-    """uint8 [N, K], K even, values < 16 -> uint8 [N, K/2], HIGH nibble first: the layout of bitsandbytes."""
-    return codes[:, 0::2] << 4 | codes[:, 1::2]
-
-
-def unpack_nibbles(packed: Tensor) -> Tensor:
-    """The inverse of `pack_nibbles`: uint8 [N, K/2] -> uint8 [N, K]."""
-    return torch.stack((packed >> 4, packed & 15), dim=-1).flatten(1)
+def swap_pairs(codes: Tensor) -> Tensor:
+    """[N, K], K even: neighbours 2i and 2i+1 change places. Packed at 4 bits the HIGH nibble then comes first."""
+    return codes.unflatten(1, (-1, 2)).flip(-1).flatten(1)

@@ -1,8 +1,8 @@
-"""A model on its way to low bits, a piece at a time: the embedding, each decoder layer, what follows the layers.
+"""A layer that is being quantized: the embedding, a decoder layer, or the final norm with the head.
 
 Calibration tokens travel along in two versions. `exact` are their hidden states in the float model, `hidden` those in
-the model whose earlier pieces are quantized already: what a layer will really be given, errors included, and therefore
-what methods calibrate on (arXiv 2210.17323, section 3.3). Only one piece and these states are in memory at a time.
+the model whose earlier layers are quantized already: what a layer will really be given, errors included, and therefore
+what methods calibrate on (arXiv 2210.17323, section 3.3). Only one layer and these states are in memory at a time.
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ from ..models.checkpoint.names import EMBEDDING, HEAD
 from ..models.layers.masks import default_positions
 from ..models.layers.norm import RMSNorm
 from ..models.layers.rope import Rope
-from .formats import Format
+from .formats import Format, QTensor
 from .linear import QuantLinear
-from .methods import Method, Recipe
-from .model import assemble, quantize_weight
-from .qtensor import QTensor
+from .model import Method, assemble, quantize_weight
 from .report import OutputError
-from .rounding import rounding_for, spread
+from .rounding import spread
 from .scheme import Scheme
 from .stats import CalibStats, gather, proxy_loss
 
@@ -39,9 +37,9 @@ FINAL_NORM = "model.norm.weight"
 
 @dataclass(frozen=True)
 class Batch:
-    """Some windows of calibration tokens as they reach a piece."""
+    """Some windows of calibration tokens as they reach a layer."""
 
-    hidden: Tensor  # fp32 [n, S, E], behind quantized pieces
+    hidden: Tensor  # fp32 [n, S, E], behind quantized layers
     exact: Tensor  # fp32 [n, S, E], behind float ones
     counted: Tensor  # bool [n, S], tokens that count
     rope: Rope
@@ -68,7 +66,7 @@ class Tokens:
                 f"the calibration mask has shape {tuple(self.mask.shape)}, wanted {tuple(self.ids.shape)}"
             )
         self.count = int(self.mask.sum())
-        self.hidden = self.exact = torch.empty(0)  # fp32 [n, S, E], before the piece that comes next
+        self.hidden = self.exact = torch.empty(0)  # fp32 [n, S, E], before the layer that comes next
         step = max(1, BATCH_TOKENS // self.ids.shape[1])
         self.slices = [slice(i, i + step) for i in range(0, len(self.ids), step)]
         self.measuring = True  # are output errors and proxy losses wanted?
@@ -87,52 +85,52 @@ class Tokens:
         return Batch(self.hidden[rows], self.exact[rows], counted, rope, mask)
 
     @torch.no_grad()
-    def advance(self, piece: Piece, quantized: Mapping[str, QTensor]) -> dict[str, float]:
-        """Take both versions past a piece; the output error that each of its quantized layers adds by itself.
+    def advance(self, layer: Layer, quantized: Mapping[str, QTensor]) -> dict[str, float]:
+        """Take both versions past a layer; the output error that each of its quantized layers adds by itself.
 
         That error is measured on the layer's input in the float model: ||X W^T - act(X) Wq^T|| / ||X W^T||.
         """
         errors = {name: OutputError() for name in quantized}
-        if piece.index < 0:
-            self.exact = F.embedding(self.ids, piece.tensors[EMBEDDING]).float()
+        if layer.index < 0:
+            self.exact = F.embedding(self.ids, layer.tensors[EMBEDDING]).float()
             self.hidden = self.exact.clone()
             return {}
-        if not piece.is_layer and not (quantized and self.measuring):
+        if not layer.is_layer and not (quantized and self.measuring):
             return {}
-        true, rounded = piece.module(), _dequantized(piece.module(quantized))
+        true, rounded = layer.module(), _dequantized(layer.module(quantized))
         batch = None
 
         def measure(name: str) -> Any:
-            layer, error = rounded.get_submodule(name.removeprefix(piece.prefix)), errors[name]
+            linear, error = rounded.get_submodule(name.removeprefix(layer.prefix)), errors[name]
 
             def hook(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
                 assert batch is not None
-                error.add(output[batch.counted], layer(inputs[0][batch.counted]))
+                error.add(output[batch.counted], linear(inputs[0][batch.counted]))
 
             return hook
 
         for name in quantized if self.measuring else ():
-            true.get_submodule(name.removeprefix(piece.prefix)).register_forward_hook(measure(name))
+            true.get_submodule(name.removeprefix(layer.prefix)).register_forward_hook(measure(name))
         for rows, batch in zip(self.slices, self.batches(), strict=True):
-            exact = piece.run(true, batch.exact, batch)
-            if piece.is_layer:
+            exact = layer.run(true, batch.exact, batch)
+            if layer.is_layer:
                 self.exact[rows] = exact
-                self.hidden[rows] = piece.run(rounded, batch.hidden, batch)
-            piece.step(f"{piece.prefix}output")
+                self.hidden[rows] = layer.run(rounded, batch.hidden, batch)
+            layer.step(f"{layer.prefix}output")
         return {name: error.value for name, error in errors.items()} if self.measuring else {}
 
 
 @dataclass
-class Piece:
+class Layer:
     """What methods work on. Names are full ("model.layers.0.self_attn.q_proj"), rows in canonical order.
 
     index    -1 the embedding, 0 ... num_layers - 1 a layer, num_layers the final norm and the head
     tensors  {parameter: float tensor}; a transform puts others in their place
-    formats  {linear layer: Format} of those of this piece that are quantized
+    formats  {linear layer: Format} of those of this layer that are quantized
     tokens   None where there is no calibration text
     refitted {parameter: float tensor} of the quantized model where it is another than in `tensors`, which stays the
-             float model's; filled by methods that round or refit
-    moved    is told the layer at hand and how far the piece is, from 0 to 1
+             float model's; filled by methods that round
+    moved    is told the layer at hand and how far the layer is, from 0 to 1
     proxy_losses  {linear layer: loss on the statistics that it was rounded with}, where there were any
     """
 
@@ -158,8 +156,8 @@ class Piece:
         return 0 <= self.index < self.config.num_layers
 
     @property
-    def layer(self) -> LayerSpec:
-        """Of a piece that is a layer."""
+    def spec(self) -> LayerSpec:
+        """What the model's configuration says of this decoder layer."""
         return self.config.layers[self.index]
 
     def expect(self, steps: int) -> None:
@@ -175,10 +173,10 @@ class Piece:
     def weight(self, name: str) -> Tensor:
         """What is rounded for a linear layer: its float weight W, or W H where its input will be x H (rounding.py)."""
         weight = self.tensors[f"{name}.weight"]
-        return spread(weight, rounding_for(name, weight.shape[1], self.scheme.activations))
+        return spread(weight, self.formats[name].rounding(name, weight.shape[1], self.scheme.activations))
 
     def module(self, quantized: Mapping[str, QTensor] | None = None) -> nn.Module:
-        """The piece as a module in fp32: all float, or (even with {}) under its scheme, with these weights in place."""
+        """The layer as a module in fp32: all float, or (even with {}) under its scheme, with these weights in place."""
         with torch.device("meta"):
             module = Block(self.config, self.index) if self.is_layer else _Head(self.config)
         tensors = self.tensors if quantized is None else self.tensors | self.refitted
@@ -195,7 +193,7 @@ class Piece:
         return name.removeprefix(self.prefix).removeprefix("" if self.is_layer else "model.")
 
     def run(self, module: Callable[..., Tensor], hidden: Tensor, batch: Batch) -> Tensor:
-        """Pass hidden states [n, S, E] (batch.hidden or batch.exact) through `module()` of this piece."""
+        """Pass hidden states [n, S, E] (batch.hidden or batch.exact) through `module()` of this layer."""
         output: Tensor = module(hidden, batch.rope, batch.mask) if self.is_layer else module(hidden)
         return output
 
@@ -257,56 +255,30 @@ class _Head(nn.Module):
 
 def _dequantized(module: nn.Module) -> nn.Module:
     """The same to the bit with float layers for quantized ones where that can be: not once more for each batch."""
-    for name, layer in list(module.named_modules()):
-        if isinstance(layer, QuantLinear) and layer.activations is None and layer.weight.format.kind != "ternary":
+    for name, linear in list(module.named_modules()):
+        if isinstance(linear, QuantLinear) and linear.rounding is None:
             with torch.device("meta"):
-                linear = nn.Linear(layer.in_features, layer.out_features, bias=False)
-            linear.weight = nn.Parameter(layer.weight.dequantize(), requires_grad=False)
-            module.set_submodule(name, linear)
+                plain = nn.Linear(linear.in_features, linear.out_features, bias=False)
+            plain.weight = nn.Parameter(linear.weight.dequantize(), requires_grad=False)
+            module.set_submodule(name, plain)
     return module
 
 
-def quantize_piece(piece: Piece, recipe: Recipe) -> dict[str, QTensor]:
-    """Run a recipe over a piece: its transforms, its rounding, its refits. {linear layer: QTensor}.
-
-    Layers are rounded a stage at a time, with statistics behind those rounded before (as in the code of arXiv
-    2210.17323, where it is called true-sequential).
-    """
-    by_layer = hasattr(recipe.rounding, "quantize_layer")
-    unit = 1 if piece.tokens is None else len(piece.tokens.slices)  # a weight takes as long as a pass of the tokens
-    if not by_layer:
-        piece.expect(unit * len(piece.formats))
-    for transform in recipe.transforms:
-        transform.transform(piece)
+def round_stages(layer: Layer, method: Callable[[str], Method]) -> dict[str, QTensor]:
+    """Round each layer of a layer by the method for its name, with statistics behind those rounded before."""
+    assert layer.tokens is not None
     quantized: dict[str, QTensor] = {}
-    if by_layer:
-        quantized = recipe.rounding.quantize_layer(piece) if piece.formats else {}
-    elif piece.tokens is not None and piece.index >= 0 and getattr(recipe.rounding, "CALIBRATED", True):
-        quantized = round_stages(piece, lambda name: recipe.rounding.quantize)
-    else:
-        for name in piece.formats:
-            quantized[name] = _round(piece, recipe.rounding.quantize, name, None)
-            piece.step(name, unit)
-    for refit in recipe.refits:
-        refit.refit(piece, quantized)
-    return {name: quantized[name] for name in piece.formats if name in quantized}  # search.py rounds none
-
-
-def round_stages(piece: Piece, method: Callable[[str], Method]) -> dict[str, QTensor]:
-    """Round each layer of a piece by the method for its name, with statistics behind those rounded before."""
-    assert piece.tokens is not None
-    quantized: dict[str, QTensor] = {}
-    for stage in piece.stages():
-        stats = piece.stats(quantized, stage[:1])[stage[0]]
+    for stage in layer.stages():
+        stats = layer.stats(quantized, stage[:1])[stage[0]]
         for name in stage:
-            quantized[name] = _round(piece, method(name), name, stats)
-            if piece.tokens.measuring:
-                exact = piece.tensors[f"{name}.weight"]
-                piece.proxy_losses[name] = proxy_loss(exact, quantized[name], stats.gram)
-            piece.step(name, len(piece.tokens.slices))
+            quantized[name] = round_one(layer, method(name), name, stats)
+            if layer.tokens.measuring:
+                exact = layer.tensors[f"{name}.weight"]
+                layer.proxy_losses[name] = proxy_loss(exact, quantized[name], stats.gram)
+            layer.step(name, len(layer.tokens.slices))
     return quantized
 
 
-def _round(piece: Piece, method: Method, name: str, stats: CalibStats | None) -> QTensor:
+def round_one(layer: Layer, method: Method, name: str, stats: CalibStats | None) -> QTensor:
     weight = f"{name}.weight"
-    return quantize_weight(method, weight, piece.weight(name), piece.formats[name], stats)
+    return quantize_weight(method, weight, layer.weight(name), layer.formats[name], stats)

@@ -102,7 +102,7 @@ KILLED = """
 import os, signal, sys
 import torch
 from diffbit.quantize import Scheme, quantize_checkpoint
-from tests.quantize.test_unfinished import IDS, SCHEME, run
+from tests.quantize.test_resume import IDS, SCHEME, run
 from pathlib import Path
 
 torch.set_num_threads(1)
@@ -202,7 +202,7 @@ def truncate(path: Path) -> None:
     "spoil, words",
     [
         (lambda folder: truncate(next(folder.glob("states-*"))), "states-00001.safetensors: is cut short.*--overwrite"),
-        (lambda folder: truncate(folder / "piece-00001.safetensors"), "piece-00001.*cut short.*--overwrite"),
+        (lambda folder: truncate(folder / "layer-00001.safetensors"), "layer-00001.*cut short.*--overwrite"),
         (lambda folder: truncate(folder / "run.json"), r"run\.json: is not valid JSON"),
         (lambda folder: (folder / "run.json").unlink(), r"q\.unfinished: holds no run\.json"),
     ],
@@ -221,5 +221,5 @@ def test_nothing_is_left_where_nothing_is_lost(
     assert list(tmp_path.iterdir()) == [], "its first layer was not done"
     run(model, tmp_path / "q", resume=True)  # nothing to resume: from the beginning
     assert content(tmp_path / "q") == whole[0]
-    monkeypatch.setattr("diffbit.quantize.unfinished.Unfinished.add", None)  # plain rounding keeps nothing
+    monkeypatch.setattr("diffbit.quantize.resume.Unfinished.add", None)  # plain rounding keeps nothing
     run(model, tmp_path / "plain", method="rtn", calibration=None)

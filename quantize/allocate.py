@@ -1,0 +1,441 @@
+"""Mixed precision: which format each linear layer gets, so that the model loses least within a budget.
+
+    1. losses    what each format costs in each layer: the KL divergence, nats a token, from the float model of the
+                 model in which this one weight is rounded, by the recipe's own rounding
+    2. choice    every layer starts with its smallest format. Again and again the layer and format are taken that
+                 lower the sum of losses most for a byte, while there is room
+    3. check     the model so chosen is made, and its divergence measured: losses need not add up
+
+Bytes are those of the float32 artifact that `diffbit export` makes. A budget of `bits` is the average over the linear
+layers that are quantized or could be, scales and zero points included; one of `nbytes` is the whole artifact: weights,
+tokenizer, and GRAPH bytes for its graph and configuration. What overrides fix is not chosen, but counts. A format whose
+codes a device stores in more bits than they have (int3, int6, ...) is no candidate: it loses more in the same bytes.
+
+A recipe's transforms (rotate, awq, ...) run once, before 1. For methods that round a layer's weights together STAND_IN
+rounds in 1. Only what can differ is computed again for a loss: the hidden states before the decoder layer at hand are
+kept. That is half the layers on average and the head: F formats in all seven linear layers of L decoder layers cost
+about 7 F L / 2 passes of the SAMPLE tokens, and as many heads again.
+
+Memory: the float model in fp32, twice where the recipe transforms it; hidden states of the calibration tokens; the
+float model's log-probabilities of the SAMPLE tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import models
+from ..errors import DiffbitError
+from ..models import Checkpoint, Decoder, ModelConfig, num_parameters
+from ..progress import track
+from .formats import Format, parse_format
+from .layer import Batch, Layer, Tokens
+from .layerwise import apply, stored_config
+from .linear import QuantLinear
+from .model import quantize_weight
+from .recipe import Recipe, parse_recipe
+from .report import WIDTHS, sizes
+from .scheme import KEPT, Scheme, linear_shapes
+
+CANDIDATES = ("int2_g128", "int2_g64", "int4_g128", "int4_g32", "int8", "none")
+FLOAT = "none"  # the name of no format, as in schemes
+SAMPLE = 2048  # calibration tokens, about, on which divergences are measured
+STAND_IN = "gptq"
+GRAPH = 48 << 10, 12 << 10  # bytes of an artifact's graph and configuration at most, and of each layer's part of it
+CHUNK = 1 << 23  # logits at a time
+
+Choice = dict[str, str]  # {linear layer: candidate}
+Losses = dict[str, dict[str, float]]  # {linear layer: {candidate: nats a token more than with this layer in float}}
+Bytes = dict[str, dict[str, int]]  # {linear layer: {candidate: bytes}}
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """A linear layer whose format was chosen.
+
+    losses  {candidate: nats a token that the model loses by it in this layer}
+    sizes   {candidate: bytes}
+    """
+
+    name: str
+    shape: tuple[int, int]
+    format: str
+    losses: dict[str, float]
+    sizes: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        return self.sizes[self.format]
+
+    @property
+    def loss(self) -> float:
+        return self.losses[self.format]
+
+    def beside(self, larger: bool) -> str | None:
+        """The candidate next in bytes, larger or smaller; None: there is none."""
+        away = {name: (size - self.nbytes) * (1 if larger else -1) for name, size in self.sizes.items()}
+        return min((name for name in away if away[name] > 0), key=away.__getitem__, default=None)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `plan` returns.
+
+    nbytes, bits_per_weight  of the linear layers that a budget's bits are averaged over
+    model_nbytes             of the whole artifact, at most
+    predicted, measured      nats a token: the sum of losses, and the divergence of the model that was chosen
+    curve                    (bits a weight, nats a token) that the losses promise for every budget
+    uniform                  {candidate: (bits a weight, nats a token)} that they promise for all layers alike
+    tokens                   on which divergences were measured
+    stand_in                 what rounded in the place of the recipe's method while losses were measured, or None
+    """
+
+    scheme: Scheme
+    method: str
+    layers: tuple[LayerPlan, ...]
+    nbytes: int
+    bits_per_weight: float
+    model_nbytes: int
+    predicted: float
+    measured: float
+    curve: tuple[tuple[float, float], ...]
+    uniform: dict[str, tuple[float, float]]
+    tokens: int
+    stand_in: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return asdict(replace(self, scheme=Scheme())) | {"scheme": self.scheme.to_dict()}
+
+
+def plan(
+    source: str | Path | Checkpoint,
+    *,
+    bits: float | None = None,
+    nbytes: int | None = None,
+    scheme: Scheme = Scheme(),  # noqa: B008 (frozen)
+    candidates: Sequence[str] = CANDIDATES,
+    method: str | Recipe = "rtn",
+    calibration: Any,
+    calibration_mask: Any = None,
+) -> Plan:
+    """Choose a format for each linear layer of a float checkpoint, within `bits` a weight or `nbytes` of the artifact.
+
+    scheme       its overrides are fixed, its activations and attention hold whatever is chosen; no `weights`
+    candidates   names of formats, and "none" for float
+    method       the recipe that is to round the model by the scheme that comes out
+    calibration  token ids [n, S], for the method and for the divergences; calibration_mask: bool [n, S], which count
+    """
+    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
+    if checkpoint.quantization is not None:
+        raise DiffbitError(f"{checkpoint.path}: is quantized already; start from the float checkpoint it was made from")
+    recipe = parse_recipe(method)
+    space = _Space(checkpoint, stored_config(checkpoint.config, scheme, recipe), scheme, candidates)
+    room = space.room(bits, nbytes)
+    windows = Tokens(checkpoint.config, calibration, calibration_mask)
+    _check_memory(checkpoint, windows, copies=2 if recipe.transforms else 1)
+    together = hasattr(recipe.rounding, "quantize_layer")
+    rounding = parse_recipe(STAND_IN).rounding if together else recipe.rounding
+    alone = Recipe(recipe.name, (), rounding)
+
+    def made(decoder: Decoder, scheme: Scheme, recipe: Recipe) -> Decoder:
+        needed = recipe.calibrated or getattr(recipe.rounding, "CALIBRATED", True)
+        return apply(decoder, scheme, recipe, *((windows.ids, windows.mask) if needed else ()))
+
+    decoder = models.load(checkpoint)
+    transformed = decoder
+    if recipe.transforms:  # as if every layer had the candidate whose bytes are nearest to the budget's
+        nothing: Any = SimpleNamespace(quantize_layer=lambda layer: {})  # rounds no weight
+        nearest = space.to_scheme(space.nearest(room))
+        transform = Recipe(recipe.name, recipe.transforms, nothing)
+        transformed = apply(decoder, nearest, transform, windows.ids, windows.mask)
+    sample = _sample(windows)
+    exact = _log_probabilities(decoder, sample)
+    base = made(transformed, scheme, alone)
+    start = divergence(base, exact, sample)
+    losses = measure(
+        transformed, base, exact, sample, scheme, space.formats, space.sizes, rounding,
+        windows if getattr(rounding, "CALIBRATED", True) else None, start,
+    )  # fmt: skip
+    choice, _ = choose(space.sizes, losses, room)
+    chosen = made(decoder, space.to_scheme(choice), recipe)
+    taken = sum(space.sizes[module][name] for module, name in choice.items())
+    _, path = choose(space.sizes, losses, math.inf)
+    return Plan(
+        scheme=space.to_scheme(choice),
+        method=recipe.name,
+        layers=tuple(
+            LayerPlan(module, space.shapes[module], choice[module], losses[module], dict(row))
+            for module, row in space.sizes.items()
+        ),
+        nbytes=space.fixed + taken,
+        bits_per_weight=space.bits(taken),
+        model_nbytes=space.rest + taken,
+        predicted=start + sum(losses[module][name] for module, name in choice.items()),
+        measured=divergence(chosen, exact, sample),
+        curve=tuple((space.bits(size), start + loss) for size, loss in path),
+        uniform={
+            name: (
+                space.bits(sum(row[name] for row in space.sizes.values())),
+                start + sum(row[name] for row in losses.values()),
+            )
+            for name in space.formats
+            if all(name in row for row in space.sizes.values())
+        },
+        tokens=sample.count,
+        stand_in=STAND_IN if together else None,
+    )
+
+
+def choose(sizes: Bytes, losses: Losses, room: float) -> tuple[Choice, list[tuple[int, float]]]:
+    """Greedy by marginal loss a byte: the choice, and (bytes, sum of losses) from the smallest choice on."""
+    choice = {module: min(row, key=lambda name: (row[name], losses[module][name])) for module, row in sizes.items()}
+    taken = sum(sizes[module][name] for module, name in choice.items())
+    path = [(taken, sum(losses[module][name] for module, name in choice.items()))]
+    while True:
+        gains = [
+            ((losses[module][choice[module]] - losses[module][name]) / more, module, name, more)
+            for module, row in sizes.items()
+            for name, size in row.items()
+            if 0 < (more := size - row[choice[module]]) <= room - taken
+        ]
+        gain, module, name, more = max(gains, default=(0.0, "", "", 0))
+        if gain <= 0:
+            return choice, path
+        path.append((taken + more, path[-1][1] - gain * more))
+        choice[module], taken = name, taken + more
+
+
+class _Space:
+    """What may be chosen, and how much room there is.
+
+    sizes    {layer: {candidate: bytes}} of the linear layers that no override fixes
+    weights  numbers in the layers that a budget's bits are averaged over: those, and the ones that overrides name
+    fixed    bytes of the latter
+    rest     bytes of the whole artifact, but for the layers to choose for
+    """
+
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme, candidates: Sequence[str]) -> None:
+        names = list(dict.fromkeys(name.strip() for name in candidates))
+        self.formats = {name: None if name == FLOAT else parse_format(name) for name in names}
+        for format in filter(None, self.formats.values()):
+            if format.device_bits != format.bits:
+                raise DiffbitError(
+                    f"candidate {format} is stored in {format.device_bits} bits on a device, where int"
+                    f"{format.device_bits} loses less in the same bytes; leave it out"
+                )
+        if not any(self.formats.values()):
+            raise DiffbitError(f"the candidates are {', '.join(names) or 'none'}: no format; name two or more")
+        self.scheme = scheme
+        shapes, given = linear_shapes(config), scheme.formats(config)
+        free = [name for name in shapes if not scheme.overridden(name) and name.rpartition(".")[2] not in KEPT]
+        if not free:
+            raise DiffbitError("the overrides fix every linear layer; leave some for the budget to choose")
+        self.shapes = {module: shapes[module] for module in free}
+
+        def nbytes(format: Format | None, module: str) -> int:
+            width = WIDTHS["fp32"]
+            shape = shapes[module]
+            return math.prod(shape) * width if format is None else format.device_nbytes(shape, width)
+
+        self.sizes: Bytes = {
+            module: {n: nbytes(format, module) for n, format in self.formats.items() if _fits(format, shapes[module])}
+            for module in free
+        }
+        if unfit := [module for module, row in self.sizes.items() if not row]:
+            raise DiffbitError(
+                f"{unfit[0]}: none of the candidates can hold a weight of shape {shapes[unfit[0]]}; name another, such "
+                "as int8"
+            )
+        counted = [m for m in shapes if m not in self.shapes and (m in given or m.rpartition(".")[2] not in KEPT)]
+        self.weights = sum(math.prod(shapes[module]) for module in (*self.shapes, *counted))
+        self.fixed = sum(nbytes(given.get(module), module) for module in counted)
+        whole = sizes(config, scheme, embedding=getattr(torch, checkpoint.dtype)).nbytes + _overhead(checkpoint, config)
+        self.rest = whole - sum(nbytes(None, module) for module in free)
+
+    def room(self, bits: float | None, nbytes: int | None) -> int:
+        """Bytes for the layers to choose for; one of the two budgets is None."""
+        low, high = (sum(pick(row.values()) for row in self.sizes.values()) for pick in (min, max))
+        if bits is not None:
+            room = math.floor(bits * self.weights / 8) - self.fixed if math.isfinite(bits) else -1
+            wanted = f"{bits:g} bits a weight"
+            limits = f"{self.bits(low):.2f} to {self.bits(high):.2f} bits a weight"
+        else:
+            assert nbytes is not None
+            room, wanted = nbytes - self.rest, f"{_megabytes(nbytes)} MB"
+            limits = f"{_megabytes(self.rest + low)} to {_megabytes(self.rest + high)} MB for the whole artifact"
+        if not low <= room <= high:
+            raise DiffbitError(f"{wanted} cannot be had: these candidates and overrides give from {limits}")
+        return room
+
+    def bits(self, nbytes: int) -> float:
+        """Bits a weight where the layers to choose for take so many bytes."""
+        return 8 * (self.fixed + nbytes) / self.weights
+
+    def nearest(self, room: int) -> Choice:
+        """The format of each layer whose bytes a weight are nearest to the budget's."""
+        share = room / sum(math.prod(shape) for shape in self.shapes.values())
+        found = {}
+        for module, row in self.sizes.items():
+            away = {name: abs(row[name] - share * math.prod(self.shapes[module])) for name in row if name != FLOAT}
+            found[module] = min(away, key=away.__getitem__, default=FLOAT)
+        return found
+
+    def to_scheme(self, choice: Mapping[str, str]) -> Scheme:
+        """{layer: candidate} as a scheme: the candidate that most weights have, and an override for each exception."""
+        share = {name: 0 for name in self.formats}
+        for module, name in choice.items():
+            share[name] += math.prod(self.shapes[module])
+        most = max(share, key=share.__getitem__)
+        exceptions = tuple((module, self.formats[name]) for module, name in choice.items() if name != most)
+        return replace(self.scheme, weights=self.formats[most], overrides=(*self.scheme.overrides, *exceptions))
+
+
+@torch.no_grad()
+def measure(
+    source: Decoder,
+    base: Decoder,
+    exact: list[Tensor],
+    sample: Tokens,
+    scheme: Scheme,
+    formats: Mapping[str, Format | None],
+    wanted: Mapping[str, Iterable[str]],
+    rounding: Any,
+    tokens: Tokens | None,
+    start: float,
+) -> Losses:
+    """What each format loses in each layer: the divergence of `base` with it, less that of `base` itself, `start`.
+
+    source: the float weights. base: of the same shape, what the scheme's overrides fix quantized. exact: the float
+    model's log-probabilities of the sample. tokens: what `rounding`, a method's module, calibrates on, or None.
+    """
+    found: Losses = {}
+    weights = source.state_dict()
+    for states in filter(None, (sample, tokens)):
+        _enter(base, states)
+    for index, block in track(enumerate(base.model.layers), "measuring losses", total=len(base.model.layers)):
+        prefix = f"model.layers.{index}."
+        tensors = {name: tensor for name, tensor in weights.items() if name.startswith(prefix)}
+        fixed = {prefix + n: linear.weight for n, linear in block.named_modules() if isinstance(linear, QuantLinear)}
+        some = {m: f for m, row in wanted.items() if m.startswith(prefix) for n in row if (f := formats[n]) is not None}
+        layer = Layer(base.config, index, scheme, some, tensors, tokens)
+        stats = layer.stats(fixed, some) if tokens is not None and some else {}
+        for module in (module for module in wanted if module.startswith(prefix)):
+            found[module] = {}
+            for name in wanted[module]:
+                if (format := formats[name]) is None:
+                    found[module][name] = 0.0
+                    continue
+                weight = f"{module}.weight"
+                made = quantize_weight(rounding.quantize, weight, tensors[weight], format, stats.get(module))
+                rest = [layer.module(fixed | {module: made}), *base.model.layers[index + 1 :]]
+                found[module][name] = divergence(base, exact, sample, rest) - start
+        for states in filter(None, (sample, tokens)):
+            states.hidden = torch.cat([_run([block], batch) for batch in states.batches()])
+    return found
+
+
+@torch.no_grad()
+def divergence(decoder: Decoder, exact: list[Tensor], text: Tokens, layers: Sequence[nn.Module] | None = None) -> float:
+    """KL(exact || decoder), nats a token, of the text's hidden states behind these layers and the head of `decoder`;
+    without layers: of `decoder` as a whole, from the embedding on."""
+    if layers is None:
+        _enter(decoder, text)
+        layers = list(decoder.model.layers)
+    total = 0.0
+    for log_p, log_q in zip(exact, _predictions(decoder, text, layers), strict=True):
+        total += (log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64).item()
+    return total / text.count
+
+
+@torch.no_grad()
+def _log_probabilities(decoder: Decoder, text: Tokens) -> list[Tensor]:
+    _enter(decoder, text)
+    return list(_predictions(decoder, text, list(decoder.model.layers)))
+
+
+def _predictions(decoder: Decoder, text: Tokens, layers: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """Log-probabilities fp32 [t, V] of the tokens that count, some at a time."""
+    for batch in text.batches():
+        states = _run(layers, batch)[batch.counted]  # [T, E]
+        for rows in states.split(max(1, CHUNK // decoder.config.vocab_size)):
+            yield F.log_softmax(decoder.head(rows).float(), dim=-1)
+
+
+def _enter(decoder: Decoder, tokens: Tokens) -> None:
+    """Set the hidden states of tokens to what a model's first layer is given."""
+    tokens.hidden = tokens.exact = F.embedding(tokens.ids, decoder.model.embed_tokens.weight).float()
+
+
+def _run(layers: Iterable[nn.Module], batch: Batch) -> Tensor:
+    x = batch.hidden
+    for layer in layers:
+        x = layer(x, batch.rope, batch.mask)
+    return x
+
+
+def _sample(windows: Tokens) -> Tokens:
+    """Some of the windows, spread evenly over them."""
+    count, length = windows.ids.shape
+    some = min(count, max(1, SAMPLE // length))
+    rows = torch.arange(some) * count // some
+    return Tokens(windows.config, windows.ids[rows], windows.mask[rows])
+
+
+def _overhead(checkpoint: Checkpoint, config: ModelConfig) -> int:
+    """Bytes of an artifact beside its weights, at most: tokenizer, rotary tables, graph, configuration, padding."""
+    tokenizer = sum(file.stat().st_size for file in checkpoint.tokenizer_files)
+    tables = 2 * config.max_position * (config.rope_width // 2) * 4
+    padding = sum(4096 if 4 * math.prod(shape) >= 1 << 20 else 64 for shape in linear_shapes(config).values())
+    return tokenizer + tables + padding + GRAPH[0] + GRAPH[1] * config.num_layers
+
+
+def _fits(format: Format | None, shape: tuple[int, int]) -> bool:
+    """Can a format hold a weight of this shape?"""
+    try:
+        if format is not None:
+            format.check(shape)
+    except DiffbitError:
+        return False
+    return True
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.2f}"
+
+
+def available_memory() -> int | None:
+    """Bytes that this process may still take, by Linux' account of the machine and of its control group; else None."""
+    found = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) << 10)
+        group = Path("/sys/fs/cgroup")
+        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):  # another system, no limit ("max")
+        pass
+    return min(found, default=None)
+
+
+def _check_memory(checkpoint: Checkpoint, windows: Tokens, copies: int) -> None:
+    """Refuse a model that this machine cannot hold in float, rather than be killed half way."""
+    config, free = checkpoint.config, available_memory()
+    sample = min(SAMPLE, windows.ids.numel())
+    numbers = num_parameters(config) * copies + 2 * config.hidden_size * (windows.ids.numel() + sample)
+    needed = 4 * (numbers + sample * config.vocab_size) + num_parameters(config)
+    if free is not None and needed > free:
+        raise DiffbitError(
+            f"{checkpoint.path}: mixed precision compares with the float model in memory, about {needed / 1e9:.1f} GB, "
+            f"and {free / 1e9:.1f} GB are free; choose the formats yourself (--weights, --override), which streams the "
+            "model layer by layer, or take a machine with more memory"
+        )

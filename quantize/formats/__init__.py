@@ -1,0 +1,59 @@
+"""Number formats as values: what a weight may be rounded to, and how that lies in bytes.
+
+    name           codes             weight
+    int4_g32       0 ... 2^b - 1     scale * (code - 2^(b-1))        one scale per 32 weights of a row
+    int4_g32_asym  0 ... 2^b - 1     scale * (code - zero)           and one zero point
+    int8           0 ... 255         scale * (code - 128)            one scale per row (output channel)
+    nf4            0 ... 15          absmax * NF4[code]              blocks of 64 (QLoRA, arXiv 2305.14314)
+    mxfp4          0 ... 15          2^(s - 127) * E2M1[code]        blocks of 32 (OCP MX v1.0)
+    ternary        0, 1, 2           scale * (code - 1)              one scale per tensor (b1.58, arXiv 2402.17764)
+
+A file a kind, found by listing this folder, each with a `Format` (base.py), parse(name) -> Format or None, names(), and
+GRAMMAR, which says them in words.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType
+
+from ...errors import DiffbitError
+from .base import BLOCK, Builder, Format, QTensor, row_blocks
+from .codebook import CodebookFormat
+from .integer import IntFormat
+from .mx import MXFormat
+from .ternary import TernaryFormat
+
+KINDS: tuple[ModuleType, ...] = tuple(
+    module for entry in iter_modules(__path__) if hasattr(module := import_module(f".{entry.name}", __name__), "parse")
+)
+
+__all__ = [
+    "BLOCK",
+    "Builder",
+    "CodebookFormat",
+    "Format",
+    "IntFormat",
+    "MXFormat",
+    "QTensor",
+    "TernaryFormat",
+    "names",
+    "parse_format",
+    "row_blocks",
+]
+
+
+def parse_format(name: str) -> Format:
+    """The format of a name such as "int4_g32", "int3_g64_asym", "int8", "nf4", "mxfp4" or "ternary"."""
+    for kind in KINDS:
+        format: Format | None = kind.parse(name)
+        if format is not None:
+            return format
+    wanted = "; ".join(kind.GRAMMAR for kind in KINDS)
+    raise DiffbitError(f"{name!r} is no number format; wanted one of: {wanted}")
+
+
+def names() -> list[str]:
+    """All that `parse_format` knows."""
+    return [name for kind in KINDS for name in kind.names()]

@@ -1,0 +1,108 @@
+"""Values from a table: absmax * codebook[code], the table rising from -1 to 1.
+
+    nf4     absmax * NF4[code]      4 bits, blocks of 64 (QLoRA, arXiv 2305.14314)
+
+Codes and absmax of nf4 are bitsandbytes' own, and so is its file: two codes a byte, high nibble first, fp32 scales. On
+a device it is a com.microsoft.MatMulBnb4, which reads the same bytes and does not round its input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...errors import DiffbitError
+from ..rounding import Rounding
+from .base import MICROSOFT, Builder, Format, QTensor, V, by_group, finite
+from .packing import pack_bits, swap_pairs, unpack_bits
+
+BNB_NF4 = 1  # MatMulBnb4's quant_type
+GRAMMAR = "nf4"
+
+# Quantiles of N(0, 1) with an exact zero, scaled to [-1, 1]: bitsandbytes' table, to the last bit.
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CodebookFormat(Format):
+    """absmax * codebook[code], with 16 values."""
+
+    codebook: tuple[float, ...]
+    scale_dtype = torch.float32
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        super().check(shape)
+        if shape[1] % self.group_size:
+            raise DiffbitError(
+                f"a weight of shape {tuple(shape)} cannot be {self}: in_features must be a multiple of "
+                f"{self.group_size}; use int4_g32 or int4_g64, which take any width"
+            )
+
+    def fit(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        self.check(tuple(weight.shape))
+        return finite(by_group(self, weight, lambda group: group.abs().amax(-1))), None
+
+    @property
+    def spacing(self) -> float:
+        return 2 / (self.codes - 1)
+
+    def bounds(self, zero: Tensor | None) -> tuple[float, float]:
+        return -1, 1
+
+    def encode_each(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        table = torch.tensor(self.codebook, device=weight.device)
+        middles = (table[:-1] + table[1:]) / 2
+        # times the reciprocal, not divided: that is bitsandbytes' arithmetic, and a tie may hang on it
+        place = (weight * (1.0 / scale.clamp(min=1e-38))).clamp_(-1, 1)
+        codes = torch.zeros_like(place, dtype=torch.uint8)
+        for middle in middles:  # twice as fast as torch.bucketize
+            codes += place > middle
+        return codes
+
+    def decode_each(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        return torch.tensor(self.codebook, device=codes.device)[codes.int()] * scale
+
+    def pack(self, codes: Tensor) -> Tensor:
+        return pack_bits(swap_pairs(codes), self.bits)
+
+    def unpack(self, packed: Tensor, columns: int) -> Tensor:
+        return swap_pairs(unpack_bits(packed, self.bits, columns))
+
+    def device_nbytes(self, shape: tuple[int, int], width: int) -> int:
+        return shape[0] * (shape[1] // 2 + self.groups(shape[1]) * width)
+
+    def onnx(self, g: Builder[V], x: V, weight: QTensor, factor: float, rounding: Rounding | None) -> V:
+        if self.codebook != NF4:
+            raise DiffbitError(f"ONNX Runtime has no product by {self} weights; nf4 is the codebook that it knows")
+        scale = weight.scale * factor
+        return g.op(
+            "MatMulBnb4",
+            [
+                x,
+                g.initializer("codes", weight.packed().flatten().numpy()),
+                g.weight("absmax", scale.flatten().numpy()),
+            ],
+            domain=MICROSOFT,
+            K=weight.shape[1],
+            N=weight.shape[0],
+            block_size=self.group_size,
+            quant_type=BNB_NF4,
+        )
+
+
+FORMAT = CodebookFormat("nf4", 4, 64, True, NF4)
+
+
+def parse(name: str) -> CodebookFormat | None:
+    return FORMAT if name == FORMAT.name else None
+
+
+def names() -> list[str]:
+    return [FORMAT.name]

@@ -1,0 +1,78 @@
+"""Recipes: some methods, in the order they run, joined by + as in "rotate+gptq".
+
+Transforms come first. A recipe has one method that rounds, or none: then it is rtn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from ..errors import DiffbitError
+from ..models import ModelConfig
+from .methods import find, methods
+from .model import Method
+
+ROUNDS = ("quantize", "quantize_layer")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Modules of methods/, in the order they run."""
+
+    name: str  # such as "rotate+gptq"
+    transforms: tuple[ModuleType, ...]
+    rounding: ModuleType
+
+    @property
+    def calibrated(self) -> bool:
+        """Does any of its methods need calibration tokens?"""
+        return any(getattr(module, "CALIBRATED", False) for module in (*self.transforms, self.rounding))
+
+    def config(self, config: ModelConfig) -> ModelConfig:
+        """That of the model which its transforms make of one of `config`."""
+        for transform in self.transforms:
+            if hasattr(transform, "config"):
+                config = transform.config(config)
+        return config
+
+
+def table() -> list[dict[str, str]]:
+    """A row per method: its name, when it runs, whether it needs calibration text, the first line of its docstring."""
+    when = {
+        "transform": "before rounding",
+        "quantize": "rounds a weight",
+        "quantize_layer": "rounds a layer",
+    }
+    rows = []
+    for name in methods():
+        module = find(name)
+        (kind,) = (words for function, words in when.items() if hasattr(module, function))
+        about = (module.__doc__ or "").strip().partition("\n")[0]
+        rows.append({"method": name, "what": kind, "text": "yes" if module.CALIBRATED else "no", "about": about})
+    return rows
+
+
+def parse_recipe(text: str | Method | Recipe) -> Recipe:
+    """The recipe of a text such as "gptq" or "rotate+gptq", or of a function (weight, format, stats) of your own."""
+    if isinstance(text, Recipe):
+        return text
+    if not isinstance(text, str):
+        own: Any = SimpleNamespace(quantize=text)  # without CALIBRATED: it gets statistics where there are any
+        return Recipe(text.__name__, (), own)
+    names = [name.strip() for name in text.split("+")]
+    for name in names:
+        if name not in methods():
+            raise DiffbitError(f"method {name!r} is none of {', '.join(methods())} (joined by + where several follow)")
+        if names.count(name) > 1:
+            raise DiffbitError(f"method {text!r} names {name} twice")
+    modules = [(name, find(name)) for name in names]
+    rounding = [(name, module) for name, module in modules if any(hasattr(module, kind) for kind in ROUNDS)]
+    if len(rounding) > 1:
+        raise DiffbitError(
+            f"method {text!r} rounds twice, by {' and by '.join(name for name, _ in rounding)}; leave one of them out"
+        )
+    transforms = tuple(module for _, module in modules if hasattr(module, "transform"))
+    rounds = rounding[0][1] if rounding else find("rtn")
+    return Recipe("+".join(names), transforms, rounds)
