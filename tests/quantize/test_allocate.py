@@ -6,7 +6,6 @@ import copy
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -29,7 +28,9 @@ from diffbit.quantize.methods import rtn as rtn_module
 from diffbit.quantize.recipe import Recipe
 from diffbit.runtime import Artifact, verify
 
-CONFIG = ModelConfig(
+from ..configs import resized
+
+CONFIG = ModelConfig.uniform(
     vocab_size=96, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=96,
     attention="diff_v1",
 )  # fmt: skip
@@ -172,7 +173,7 @@ def test_the_artifact_is_no_larger_than_the_target(
     checkpoint: Path, tmp_path: Path, attention: str, tied: bool
 ) -> None:
     """All of its files together; the plan knows them to within the bytes that it keeps for the graph."""
-    config = replace(models.Checkpoint(checkpoint).config, attention=attention, tie_embeddings=tied)
+    config = resized(models.Checkpoint(checkpoint).config, attention=attention, tie_embeddings=tied)
     torch.manual_seed(0)
     models.save(Decoder(config), tmp_path / "float", tokenizer_from=checkpoint)
     low, high = (plan_of(tmp_path / "float", bits).model_nbytes for bits in (2.6, 8.2))
@@ -214,7 +215,7 @@ def test_candidates_that_cannot_hold_a_layer_are_left_out_there(folder: Path) ->
 @pytest.mark.parametrize(("attention", "method"), [("softmax", "rtn"), ("diff_v2", "rotate+gptq")])
 def test_other_variants_and_recipes(attention: str, method: str, tmp_path: Path) -> None:
     """A transform runs first; lambda_proj stays float. What was measured is what the recipe makes of the scheme."""
-    config = replace(CONFIG, attention=attention, tie_embeddings=True, intermediate_size=128)
+    config = resized(CONFIG, attention=attention, tie_embeddings=True, intermediate_size=128)
     decoder = make(config)
     models.save(decoder, tmp_path / "float")
     found = plan(tmp_path / "float", bits=3.4, method=method, candidates=("int2_g64", "int4_g64"), calibration=IDS)

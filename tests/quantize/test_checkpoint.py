@@ -252,18 +252,14 @@ def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.
     assert Checkpoint(tmp_path / "many").dtype == "bfloat16"
 
 
-def test_only_logits(model: Path, tmp_path: Path):
-    quantize_checkpoint(model, tmp_path / "q", Scheme(attention=AttentionScheme(4)))
-    decoder = load(tmp_path / "q")
-    assert not torch.allclose(decoder(IDS), models.load(model)(IDS))
-
-
 def test_refusals(model: Path, quantized: Path, tmp_path: Path):
     int8 = Scheme(weights=parse_format("int8"))
     with pytest.raises(DiffbitError, match="quantized already"):
         quantize_checkpoint(quantized, tmp_path / "q", int8)
     with pytest.raises(DiffbitError, match="quantizes nothing"):
         quantize_checkpoint(model, tmp_path / "q", Scheme())
+    with pytest.raises(DiffbitError, match="quantizes nothing"):  # rounded logits alone are a study of `compare`
+        quantize_checkpoint(model, tmp_path / "q", Scheme(attention=AttentionScheme(4)))
     with pytest.raises(DiffbitError, match="'nowhere'"):
         quantize_checkpoint(model, tmp_path / "q", replace(int8, overrides=(("nowhere", None),)))
     with pytest.raises(DiffbitError, match="not empty"):
@@ -313,7 +309,7 @@ def test_transformers_refuses_what_it_cannot_read(tmp_path: Path, attention: str
     """Not with a warning and random weights: our quantized folders have a config that it knows."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    models.save(Decoder(replace(CONFIG, attention=attention)), tmp_path / "float")
+    models.save(Decoder(resized(CONFIG, attention=attention)), tmp_path / "float")
     quantize_checkpoint(tmp_path / "float", tmp_path / "int4", Scheme(weights=parse_format("int4_g32")))
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "float")
     own = {"softmax": transformers.LlamaForCausalLM, "diff_v1": transformers.DiffLlamaForCausalLM}[attention]
