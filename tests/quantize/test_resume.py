@@ -131,7 +131,10 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+QUICK = ("before its states", "while the output is written")  # a process each, which imports torch
+
+
+@pytest.mark.parametrize("moment", [pytest.param(m, marks=[] if m in QUICK else pytest.mark.slow) for m in MOMENTS])
 def test_a_run_that_was_killed_goes_on(
     moment: str, model: Path, whole: Any, rounded: list[int], tmp_path: Path
 ) -> None:
