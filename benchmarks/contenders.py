@@ -128,8 +128,9 @@ class Attention:
             for name, array in self.past_cache(kv).items()
         }
         inputs |= {name: g.input(name, dtype, shape) for name, (dtype, shape) in cache.items()}
-        made = g.custom(
-            diff_attention, [inputs.get(name) for name in kind.inputs], outputs=len(kind.outputs), signature=kind,
+        made = g.customs(
+            diff_attention, [inputs.get(name) for name in kind.inputs], len(kind.outputs),
+            lambda: diff_attention.function(kind),
             num_heads=self.pairs, num_kv_heads=kv_heads, branches=kind.branches, wide_value=1, scale=self.scale,
             norm_eps=self.norm_eps, key_bits=kind.key_bits, value_bits=kind.value_bits, query_bits=kind.query_bits,
             window=WINDOW,
