@@ -1,14 +1,17 @@
-# make demo    from nothing to out/demo/report.html
-# make test    lint, types and the quick tests: under 4 minutes on 2 cores
-# make test-all   the slow tests as well: what CI runs
-# make build   the native library again, after a change in csrc/ (the two above do so by themselves). With an NVIDIA card it
-#              has kernels for that card; without, SKBUILD_CMAKE_DEFINE=DIFFBIT_CUDA=ON compiles them (docs/gpu.md)
-# make arm64   an ARM Python with ONNX Runtime, with which the tests run whole artifacts on qemu-aarch64
-# make bench-kernels   the kernels beside ONNX Runtime's: time, bandwidth, ratios (benchmarks/kernels.py)
-# make models   the models that docs/ was measured on, out of this repository's history: examples/{nano,nano_1k,bitnet}
-# make accuracy   the tables of docs/accuracy.md: what low bits cost the models in examples/nano, by every method
-# make wheel   dist/: a wheel with the library inside, for any Linux of this processor
-# They set up .venv first; all they need is Python 3.11 or later, a C++ compiler and make.
+# make demo        trains, quantizes, exports and runs two small models, and writes out/demo/report.html
+# make test        lint, types and the quick tests: under 4 minutes on 2 cores
+# make test-all    all tests, as CI runs them
+# make build       compiles the native library again after a change in csrc/; the targets above do so by themselves. With an
+#                  NVIDIA card it has kernels for that card; SKBUILD_CMAKE_DEFINE=DIFFBIT_CUDA=ON compiles them without one
+#                  (docs/gpu.md)
+# make arm64       an ARM Python with ONNX Runtime, with which the tests run whole artifacts on qemu-aarch64
+# make bench-kernels   time, bandwidth and ratios of the kernels beside ONNX Runtime's (benchmarks/kernels.py)
+# make models      restores the models that docs/ was measured on from this repository's history: examples/{nano,nano_1k,bitnet}
+# make accuracy    renews the tables of docs/accuracy.md, on the models of examples/nano
+# make wheel       dist/: a wheel with the library inside, for any Linux on this processor
+#
+# Each target sets up .venv first. That takes Python 3.11 or later and make; with a C++17 compiler and CMake the native
+# library is built as well.
 
 PYTHON ?= python3
 BIN := .venv/bin
