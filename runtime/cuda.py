@@ -1,8 +1,8 @@
-"""The CUDA kernels by themselves: csrc/cuda/api.h by pointers, with neither ONNX Runtime nor torch between.
+"""The CUDA kernels called through pointers (csrc/cuda/api.h), with neither ONNX Runtime nor torch in between.
 
     kernels = Kernels(native.library())
     op = Hadamard(a=a.data_ptr(), y=y.data_ptr(), size=a.numel(), block=128, type=FLOAT16)
-    kernels.run(op, workspace=room.data_ptr(), stream=torch.cuda.current_stream().cuda_stream)
+    kernels.run(op, workspace=memory.data_ptr(), stream=torch.cuda.current_stream().cuda_stream)
 
 Each structure's fields are those of api.h, in its order; what they mean is said there and in ops/. Pointers are
 addresses in the device's memory. A call starts its kernels and does not wait for them.
@@ -58,7 +58,7 @@ class Int4MatMul(Op):
 
 
 class Kernels:
-    """The C functions of a library; a DiffbitError where it was built without CUDA."""
+    """The C functions of a library. Raises DiffbitError where it was built without CUDA."""
 
     def __init__(self, library: Path) -> None:
         self._path = library
@@ -73,12 +73,12 @@ class Kernels:
         return function
 
     def workspace(self, op: Op) -> int:
-        """Bytes of the device's memory that `run` needs beside the tensors."""
+        """Bytes of device memory that `run` needs beside the tensors."""
         function = self._function(f"{op.name}_workspace", ctypes.c_size_t, [ctypes.c_void_p])
         return int(function(ctypes.addressof(op)))
 
     def run(self, op: Op, workspace: int = 0, stream: int = 0) -> None:
-        """Starts the op on a stream (0: the default one); `workspace` is the address of that much memory."""
+        """Start the op on a stream (0: the default one). `workspace` is the address of `self.workspace(op)` bytes."""
         function = self._function(op.name, ctypes.c_char_p, [ctypes.c_void_p] * 3)
         wrong = function(ctypes.addressof(op), workspace, stream)
         if wrong is not None:

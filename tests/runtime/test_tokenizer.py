@@ -118,5 +118,5 @@ def test_bad_files(tmp_path: Path) -> None:
         Tokenizer(tmp_path / "none.json")
     bad = tmp_path / "bad.json"
     bad.write_text('{"model": 3}')
-    with pytest.raises(DiffbitError, match=r"bad\.json: is no tokenizer\.json"):
+    with pytest.raises(DiffbitError, match=r"bad\.json: is not a tokenizer\.json"):
         Tokenizer(bad)
