@@ -15,7 +15,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DiffbitError
@@ -58,16 +57,7 @@ class Binding(Protocol):
     def bind_cpu_input(self, name: str, array: NDArray[Any]) -> None: ...
     def bind_ortvalue_input(self, name: str, value: OrtValue) -> None: ...
     def bind_ortvalue_output(self, name: str, value: OrtValue) -> None: ...
-    def bind_output(
-        self,
-        name: str,
-        device: str,
-        device_id: int = 0,
-        element_type: type[np.generic] | None = None,
-        shape: tuple[int, ...] | None = None,
-        address: int | None = None,
-        /,
-    ) -> None: ...
+    def bind_output(self, name: str, device: str, *id_dtype_shape_address: object) -> None: ...
     def get_outputs(self) -> list[OrtValue]: ...
 
 

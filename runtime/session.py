@@ -28,6 +28,7 @@ from .providers import OrtValue, onnxruntime, open_session, out_of_memory
 
 Ids = NDArray[np.int64]
 Logits = NDArray[np.float32]
+Signature = tuple[str, tuple[int | None, ...]]  # type and shape of a tensor, None: open
 
 # Tokens of a prompt per call of the graph. It bounds the memory for attention weights and logits (134 MB with a
 # vocabulary of 128k), and is long enough that reading the weights again for each chunk costs little. ONNX Runtime
@@ -72,13 +73,11 @@ class Session:
             buffer.in_place == "always" or (buffer.in_place == "native" and self.native)
             for buffer in self._buffers.values()
         ]
-        self._past_names = [f"past_key_values.{part}" for part in self._buffers]
-        self._present_names = [f"present.{part}" for part in self._buffers]
         self._check_signature()
         self._binding = self._session.io_binding()
         self._binding.bind_output("logits", "cpu")  # the first of the outputs
         self._batch = 0
-        self._past: list[OrtValue] = []  # in the order of _past_names
+        self._past: list[OrtValue] = []  # in the order of _buffers
         self._mask: Ids = np.zeros((0, 0), np.int64)  # [B, C]
         self._tokens: Ids = np.zeros(0, np.int64)  # [B], real tokens per row
         self._length = 0
@@ -126,20 +125,24 @@ class Session:
         self._begin(batch)
         self._check_capacity(used)
 
-        if all_positions:
-            logits = self._append_all(packed, mask)
-            if used == width and mask.all():
-                return logits
-            whole = np.zeros((batch, width, logits.shape[-1]), np.float32)
-            for row, count in enumerate(lengths):
-                whole[row, order[row, :count]] = logits[row, :count]
-            return whole
-        if batch > 1:
-            return self._append(packed, mask)[np.arange(batch), lengths - 1]
-        last = (used - 1) // CHUNK * CHUNK
-        for start in range(0, last, CHUNK):
-            self._append(packed[:, start : start + CHUNK], mask[:, start : start + CHUNK], fetch=False)
-        return self._append(packed[:, last:], mask[:, last:])[:, -1].copy()  # a view would keep all rows
+        chunk = CHUNK if batch == 1 else used
+        parts = [
+            self._append(
+                packed[:, start : start + chunk],
+                mask[:, start : start + chunk],
+                fetch=all_positions or start + chunk >= used,
+            )
+            for start in range(0, used, chunk)
+        ]
+        if not all_positions:
+            return parts[-1][np.arange(batch), (lengths - 1) % chunk]
+        logits = np.concatenate(parts, axis=1)
+        if used == width and mask.all():
+            return logits
+        whole = np.zeros((batch, width, logits.shape[-1]), np.float32)
+        for row, count in enumerate(lengths):
+            whole[row, order[row, :count]] = logits[row, :count]
+        return whole
 
     def step(self, token_ids: ArrayLike) -> Logits:
         """Append one token per row, [B, 1], and return the logits after it, [B, V]. Errors as of `prefill`."""
@@ -150,12 +153,6 @@ class Session:
         self._begin(ids.shape[0])
         self._check_capacity(1)
         return self._append(ids, np.ones_like(ids))[:, -1]
-
-    def _append_all(self, ids: Ids, mask: Ids) -> Logits:
-        if len(ids) > 1:
-            return self._append(ids, mask)
-        chunks = range(0, ids.shape[1], CHUNK)
-        return np.concatenate([self._append(ids[:, i : i + CHUNK], mask[:, i : i + CHUNK]) for i in chunks], axis=1)
 
     def _append(self, ids: Ids, mask: Ids, fetch: bool = True) -> Logits:
         """Run the graph on `ids` [B, S] and keep its cache; the logits [B, S, V], or [B, S, 0] without `fetch`."""
@@ -195,12 +192,10 @@ class Session:
 
     def _bind_cache(self) -> None:
         """Bind the buffers that move from call to call; `_begin` has bound those that stay."""
-        for past, present, value, in_place in zip(
-            self._past_names, self._present_names, self._past, self._in_place, strict=True
-        ):
+        for name, value, in_place in zip(self._buffers, self._past, self._in_place, strict=True):
             if not in_place:
-                self._binding.bind_ortvalue_input(past, value)
-                self._binding.bind_output(present, self.device)
+                self._binding.bind_ortvalue_input(f"past_key_values.{name}", value)
+                self._binding.bind_output(f"present.{name}", self.device)
 
     def _begin(self, batch: int) -> None:
         """Prepare an empty cache for `batch` rows; one that holds tokens must have as many."""
@@ -264,15 +259,16 @@ class Session:
         """Compare the graph's inputs and outputs with the manifest; a dimension that the graph leaves open fits all."""
         artifact = self.artifact
         int64 = "tensor(int64)"
-        slots = [
-            (TENSORS[buffer.dtype], (None, *(dim if isinstance(dim, int) else None for dim in buffer.shape)))
-            for buffer in self._buffers.values()
-        ]
-        inputs = {name: (int64, (None, None)) for name in ("input_ids", "attention_mask", "position_ids")}
-        outputs = {"logits": ("tensor(float)", (None, None, artifact.vocab_size))}
+        inputs: dict[str, Signature] = {
+            name: (int64, (None, None)) for name in ("input_ids", "attention_mask", "position_ids")
+        }
+        outputs: dict[str, Signature] = {"logits": ("tensor(float)", (None, None, artifact.vocab_size))}
+        for name, buffer in self._buffers.items():
+            shape = (None, *(dim if isinstance(dim, int) else None for dim in buffer.shape))
+            inputs[f"past_key_values.{name}"] = outputs[f"present.{name}"] = TENSORS[buffer.dtype], shape
         for side, found, wanted in (
-            ("input", self._session.get_inputs(), inputs | dict(zip(self._past_names, slots, strict=True))),
-            ("output", self._session.get_outputs(), outputs | dict(zip(self._present_names, slots, strict=True))),
+            ("input", self._session.get_inputs(), inputs),
+            ("output", self._session.get_outputs(), outputs),
         ):
             nodes = {node.name: node for node in found}
             if different := sorted(nodes.keys() ^ wanted.keys()):
