@@ -54,7 +54,7 @@ class Rows:
         if generator.random() >= self.share:
             return row, answers
         needles = int(generator.integers(1, self.most + 1))
-        row, starts, _ = self.needles.lay(row, needles, needles, generator)
+        row, starts, _ = self.needles.insert(row, needles, needles, generator)
         for place in range(VALUE):
             answers[starts + place] = True
         return row, answers
