@@ -286,7 +286,7 @@ def test_resuming_refuses_another_run(text: str, tmp_path: Path, monkeypatch: py
     with pytest.raises(DiffbitError, match=r"optimizer\.safetensors: cannot be read"):
         train(config, out, resume=True)
     train(config, out, overwrite=True)
-    with pytest.raises(DiffbitError, match="the run is through"):
+    with pytest.raises(DiffbitError, match="the run has finished"):
         train(config, out, resume=True)
 
 
@@ -387,7 +387,7 @@ def test_refusals(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DiffbitError, match="torch sees no CUDA GPU"):
         train(options(text, device="cuda"), tmp_path / "out")
-    with pytest.raises(DiffbitError, match="too little text for a vocabulary of 50000"):
+    with pytest.raises(DiffbitError, match="too little text for a vocabulary of 50000 ids"):
         train(options(text, model=model(vocab_size=50000)), tmp_path / "large")
     with pytest.raises(DiffbitError, match="no such file or folder"):
         train(options(str(tmp_path / "absent.txt")), tmp_path / "out")

@@ -13,8 +13,7 @@ import torch
 from diffbit.errors import DiffbitError
 from diffbit.models import Decoder, load
 from diffbit.train import read_log, train, train_config
-from diffbit.train.initialize import initialize
-from diffbit.train.sub_norms import insert
+from diffbit.train.initialize import initialize, insert_sub_norms
 
 from .toy import model, options
 
@@ -25,7 +24,7 @@ def test_weights_are_the_least_squares(attention: str) -> None:
     source, grown = Decoder(config), Decoder(replace(config, sub_norms=True))
     initialize(source, 0)
     ids = torch.randint(288, (3, 20), generator=torch.Generator().manual_seed(0))
-    insert(source, grown, ids)
+    insert_sub_norms(source, grown, ids)
     for name in ("self_attn.attn_sub_norm", "mlp.ffn_sub_norm"):
         seen: list[torch.Tensor] = []
         source.model.layers[1].get_submodule(name).register_forward_hook(lambda m, i, out, seen=seen: seen.append(out))
@@ -59,5 +58,5 @@ def test_a_run_from_a_checkpoint_without_them(text: str, tmp_path: Path) -> None
     assert load(tmp_path / "out" / "master").config.sub_norms
     on = train_config("tiny", init=str(tmp_path / "out" / "master"), **changes)
     assert on.model.sub_norms
-    with pytest.raises(DiffbitError, match="has sub-norms, which training cannot take out"):
+    with pytest.raises(DiffbitError, match="has sub-norms, which training cannot remove"):
         train_config("tiny", init=str(tmp_path / "out" / "master"), sub_norms=False, **changes)
