@@ -1,13 +1,11 @@
-"""`export_artifact`: a checkpoint in, a folder that ONNX Runtime, onnxruntime-genai and optimum read out.
+"""`export_artifact` writes the artifact of a checkpoint, which ONNX Runtime, onnxruntime-genai and optimum read.
 
-One pass over the checkpoint, a layer in memory at a time. While a layer is there, a short golden prompt flows through
-it in torch; the logits that come out at the end go into the manifest, and `diffbit verify` holds every device to them.
+It reads the checkpoint once, a layer at a time. Each layer also computes a short golden prompt in torch; the resulting
+logits go into the manifest, and `diffbit verify` compares those of a device with them.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -26,25 +24,23 @@ from ..ops.kv_cache import GROUP
 from ..progress import track
 from ..quantize import AttentionScheme, Scheme, read_scheme
 from ..quantize.cache import cache_spec
+from ..runtime.artifact import MANIFEST, TOKENIZER, VERSION, manifest_sha256
 from ..version import __version__
 from .decoder import DecoderGraph
 from .graph import FLOATS, MODEL, Graph
 from .parts import parts
 from .reference import Stream, check_scheme
 
-VERSION = 4
-MANIFEST = "diffbit.json"
-TOKENIZER = "tokenizer.json"
 STORAGE = ("2bit", "base3")  # of ternary weights
 DTYPE_NAMES = {"fp32": "float32", "fp16": "float16"}
 GOLDEN_LENGTH = 16
-MOST_GOLDEN = 512  # its attention weights lie in memory whole: with a larger window nothing of it grows old
+MAX_GOLDEN = 512  # it bounds the prompt's attention weights; with a larger residual window all its tokens are recent
 GOLDEN_TOKENS = 64
 
-# What the golden logits' tolerance is made of, by (dtype, quantized): relative noise on the hidden states of copies of
-# the prompt, and the least tolerance, relative to the logits' spread. Where activations are rounded to int8, one last
-# bit moves some of them by a whole step, and a deep model with random weights takes that to a third of the spread; the
-# noise for quantized models is large enough to move some for certain. The least tolerance leaves room for TF32.
+# By (dtype, quantized), for the tolerance of the golden logits: relative noise on the hidden states of copies of the
+# prompt, and the least tolerance, relative to the spread of the logits. Where activations are rounded to int8, one last
+# bit changes some of their codes, and a deep model with random weights amplifies that to a third of the spread; the
+# noise for quantized models is large enough to change some codes. The least tolerance allows TF32.
 NOISE = {("fp32", False): 2.0**-20, ("fp32", True): 2.0**-12, ("fp16", False): 2.0**-9, ("fp16", True): 2.0**-7}
 LEAST_TOLERANCE = {("fp32", False): 1e-3, ("fp32", True): 1e-2, ("fp16", False): 1e-2, ("fp16", True): 3e-2}
 MARGIN = 3  # times the largest deviation of a copy
@@ -62,11 +58,13 @@ def export_artifact(
 ) -> Path:
     """Write the artifact of a float or quantized checkpoint to the folder `out`, and return it.
 
-    dtype: "fp32" or "fp16", of what is not quantized, of scales and of the KV cache.
-    context_length: tokens that the model can hold; default, and at most, the config's max_position.
+    dtype: "fp32" or "fp16", of weights that are not quantized, scales and KV cache.
+    context_length: tokens that the model can hold; by default, and at most, the config's max_position.
     ternary_storage: "2bit", ternary weights as the kernels read them, or "base3", 1.6 bits each: a fifth less to
     download, expanded at load.
     tokenizer: a tokenizer.json, or a folder with one, to use in place of the checkpoint's own.
+
+    Raises DiffbitError for a checkpoint, scheme, tokenizer or option that an artifact cannot have.
     """
     if dtype not in FLOATS:
         raise DiffbitError(f"dtype is {dtype!r}, wanted one of {', '.join(FLOATS)}")
@@ -121,8 +119,7 @@ def export_artifact(
             "golden": _golden(prompt, logits, LEAST_TOLERANCE[kind]),
         }
         manifest["parts"] = [asdict(part) for part in parts(folder, manifest["files"])]
-        canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
-        manifest["sha256"] = hashlib.sha256(canonical.encode("ascii")).hexdigest()
+        manifest["sha256"] = manifest_sha256(manifest)
         files.write_json(folder / MANIFEST, manifest)
     return out
 
@@ -138,16 +135,13 @@ def _check_storage(storage: str, source: Checkpoint, scheme: Scheme | None) -> N
 
 
 def golden_prompt(config: ModelConfig, context_length: int, attention: AttentionScheme) -> list[int]:
-    """Token ids spread over the vocabulary; what they mean does not matter, that all devices agree on them does.
-
-    Of a cache that leaves recent tokens as they came, some are older.
-    """
+    """Token ids spread over the vocabulary. A cache with a residual window also has to quantize some of them."""
     length = GOLDEN_LENGTH + (attention.window + 2 * GROUP if attention.has_window else 0)
-    return [(7919 * i + 1) % config.vocab_size for i in range(min(length, context_length, MOST_GOLDEN))]
+    return [(7919 * i + 1) % config.vocab_size for i in range(min(length, context_length, MAX_GOLDEN))]
 
 
 def _golden(prompt: list[int], rows: Tensor, least_tolerance: float) -> dict[str, Any]:
-    """Of logits [1 + COPIES, V]: the largest, the most likely token's among them, and as many over the vocabulary."""
+    """Golden values from logits [1 + COPIES, V]: the largest, and as many evenly spaced over the vocabulary."""
     logits, copies = rows[0], rows[1:]
     half = GOLDEN_TOKENS // 2
     largest = logits.topk(min(half, len(logits))).indices.tolist()
@@ -165,7 +159,7 @@ def _golden(prompt: list[int], rows: Tensor, least_tolerance: float) -> dict[str
 
 
 def _write_graph(graph: DecoderGraph, source: Checkpoint, prompt: list[int], noise: float) -> Tensor:
-    """model.onnx and its data; returns the golden logits [1 + COPIES, V]."""
+    """Write model.onnx and its data; the golden logits [1 + COPIES, V]."""
     stream = Stream(source, prompt, noise)
     graph.embed(stream.embedding())
     blocks = track(stream.blocks(), "exporting", total=source.config.num_layers)
@@ -182,7 +176,7 @@ def _write_graph(graph: DecoderGraph, source: Checkpoint, prompt: list[int], noi
 
 
 def _tokenizer_files(source: Checkpoint, given: str | Path | None) -> list[Path]:
-    """tokenizer.json and what belongs to it; generation_config.json of the checkpoint is written anew."""
+    """tokenizer.json and the files beside it, without generation_config.json, which an artifact writes anew."""
     if given is not None:
         given = Path(given)
         folder, main = (given, given / TOKENIZER) if given.is_dir() else (given.parent, given)
@@ -227,7 +221,7 @@ def _readable_by_others(cache: CacheSpec) -> bool:
 
 
 def _genai(config: ModelConfig, context_length: int, cache: CacheSpec) -> dict[str, Any]:
-    """What onnxruntime-genai reads. It wants token ids even where the model has none: then those of nothing in use."""
+    """genai_config.json for onnxruntime-genai. It needs token ids even where the model has none."""
     in_place = all(buffer.in_place == "always" for buffer in cache.buffers.values())  # it runs the portable bodies
     eos = list(config.eos_token_ids)
     pad = config.pad_token_id if config.pad_token_id is not None else eos[0] if eos else 0
