@@ -171,7 +171,7 @@ def test_flips_and_zeros_by_hand() -> None:
     assert refresh([ours]) == {"flips": 0.0, "zeros": 1 / 8}
 
 
-FORMATS = [("ternary", "int8"), ("ternary", "int4"), ("int4_g16", "int8"), ("int3", "int8"), ("int2_g16", "int8")]
+FORMATS = [("ternary", "int8"), ("ternary", "int4"), ("int3", "int8"), ("int2_g16", "int8")]
 
 
 @pytest.mark.parametrize(("format", "activations"), FORMATS)
@@ -214,10 +214,9 @@ def test_a_trained_folder_is_exported_as_it_is(text: str, tmp_path: Path) -> Non
     assert verify(artifact).passed
 
 
-@pytest.mark.parametrize("format", ["int3_g16", "nf4"])
-def test_an_interrupted_run_repeats_the_losses_bit_for_bit(text: str, tmp_path: Path, format: str) -> None:
+def test_an_interrupted_run_repeats_the_losses_bit_for_bit(text: str, tmp_path: Path) -> None:
     wide = replace(model("softmax", hidden_size=64, intermediate_size=128), num_heads=8, num_kv_heads=8)
-    config = options(text, model=wide, qat=format, steps=7, learning_rate=1e-2)
+    config = options(text, model=wide, qat="int3_g16", steps=7, learning_rate=1e-2)
     whole = train(config, tmp_path / "whole")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         stop_at(patch, 6)
@@ -247,13 +246,6 @@ def test_steps_are_learned_as_factors() -> None:
     refresh(layers)
     for layer, scale in zip(layers, before, strict=True):
         assert torch.allclose((layer.scale / scale - 1).abs(), torch.tensor(1e-2), atol=2e-3)
-
-
-def test_accumulated_batches_equal_one_large_batch(text: str, tmp_path: Path) -> None:
-    config = options(text, qat="int4_g16", steps=4)
-    large = train(replace(config, batch_size=8), tmp_path / "large")
-    parts = train(replace(config, batch_size=2, accumulate=4), tmp_path / "parts")
-    assert parts.losses == pytest.approx(large.losses, rel=1e-4)
 
 
 def test_two_stages_by_the_formula() -> None:
