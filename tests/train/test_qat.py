@@ -90,18 +90,18 @@ def test_ternary_gradients_are_straight_through(rounding: Rounding) -> None:
 
 
 @pytest.mark.parametrize("format", ["int2_g32", "int3", "int4_g64", "int8_g16"])
-def test_learned_steps_against_the_papers_formulas(format: str) -> None:
+def test_learned_scales_against_the_papers_formulas(format: str) -> None:
     """LSQ, eq. 1-3 and section 2.2, element by element; 90 columns leave the last group short."""
     ours = layer(format, columns=90, rows=6)
-    assert ours.step is not None
+    assert ours.factor is not None
     with torch.no_grad():
-        ours.step.copy_(torch.linspace(0.4, 1.3, ours.step.numel()).view_as(ours.step))
+        ours.factor.copy_(torch.linspace(0.4, 1.3, ours.factor.numel()).view_as(ours.factor))
     ours.refresh()
     assert ((ours.scale < 0).any() and (ours.scale > 0).any()) or format == "int8_g16"
     x, upstream = torch.randn(1, 5, 90), torch.randn(1, 5, 6)
     out = ours(x)
     rounded = x if ours.activations is None else ours.activations(x)
-    got = torch.autograd.grad(out, (ours.weight, ours.step), upstream)
+    got = torch.autograd.grad(out, (ours.weight, ours.factor), upstream)
 
     bits = int(format[3])
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
@@ -131,14 +131,14 @@ def test_learned_steps_against_the_papers_formulas(format: str) -> None:
     assert (got[1] - to_scale * ours.start).norm() <= 1e-4 * (to_scale * ours.start).norm()
 
 
-def test_a_step_never_reaches_zero_and_a_group_of_zeros_wakes() -> None:
+def test_a_scale_never_reaches_zero_and_a_group_of_zeros_wakes() -> None:
     linear = nn.Linear(64, 4, bias=False)
     with torch.no_grad():
         linear.weight[1, :32] = 0
     ours = QATLinear(linear, parse_format("int4_g32"))
     assert (ours.codes[1, :32] == ours.zero).all() and (ours.scale != 0).all()
     with torch.no_grad():
-        ours.step.zero_()  # type: ignore[union-attr]
+        ours.factor.zero_()  # type: ignore[union-attr]
         ours.weight[1, :32] = 1.0
     ours.refresh()
     assert (ours.scale.abs() == 2.0**-24).all() and torch.isfinite(ours(torch.randn(3, 64))).all()
@@ -232,7 +232,7 @@ def test_an_interrupted_run_repeats_the_losses_bit_for_bit(text: str, tmp_path: 
             assert torch.equal(first.weight.scale, second.weight.scale)
 
 
-def test_steps_are_learned_as_factors() -> None:
+def test_scales_are_learned_as_factors() -> None:
     """AdamW at a rate of 1e-2 moves a scale by a hundredth, whatever its size."""
     decoder = Decoder(model())
     initialize(decoder, 0)
@@ -268,7 +268,7 @@ def test_refusals(text: str) -> None:
     ):
         with pytest.raises(DiffbitError, match=sentence):
             options(text, **changes)
-    with pytest.raises(DiffbitError, match="cannot learn int4_g32_asym: its zero points do not move"):
+    with pytest.raises(DiffbitError, match="cannot learn int4_g32_asym: it has zero points"):
         prepare(Decoder(model()), Scheme(weights=parse_format("int4_g32_asym")))
     with pytest.raises(DiffbitError, match="the scheme quantizes no weights"):
         prepare(Decoder(model()), Scheme())
