@@ -34,7 +34,7 @@ from .reference import Stream, check_scheme
 STORAGE = ("2bit", "base3")  # of ternary weights
 DTYPE_NAMES = {"fp32": "float32", "fp16": "float16"}
 GOLDEN_LENGTH = 16
-MAX_GOLDEN = 512  # it bounds the prompt's attention weights; with a larger residual window all its tokens are recent
+MOST_GOLDEN = 512  # it bounds the prompt's attention weights; with a larger residual window all its tokens are recent
 GOLDEN_TOKENS = 64
 
 # By (dtype, quantized), for the tolerance of the golden logits: relative noise on the hidden states of copies of the
@@ -58,8 +58,8 @@ def export_artifact(
 ) -> Path:
     """Write the artifact of a float or quantized checkpoint to the folder `out`, and return it.
 
-    dtype: "fp32" or "fp16", of weights that are not quantized, scales and KV cache.
-    context_length: tokens that the model can hold; by default, and at most, the config's max_position.
+    dtype: "fp32" or "fp16", of what is not quantized, of scales and of the KV cache.
+    context_length: tokens that the model can hold; default, and at most, the config's max_position.
     ternary_storage: "2bit", ternary weights as the kernels read them, or "base3", 1.6 bits each: a fifth less to
     download, expanded at load.
     tokenizer: a tokenizer.json, or a folder with one, to use in place of the checkpoint's own.
@@ -135,9 +135,12 @@ def _check_storage(storage: str, source: Checkpoint, scheme: Scheme | None) -> N
 
 
 def golden_prompt(config: ModelConfig, context_length: int, attention: AttentionScheme) -> list[int]:
-    """Token ids spread over the vocabulary. A cache with a residual window also has to quantize some of them."""
+    """Token ids spread over the vocabulary; what they mean does not matter, that all devices agree on them does.
+
+    With a residual window the prompt is longer, so that a part of it is quantized.
+    """
     length = GOLDEN_LENGTH + (attention.window + 2 * GROUP if attention.has_window else 0)
-    return [(7919 * i + 1) % config.vocab_size for i in range(min(length, context_length, MAX_GOLDEN))]
+    return [(7919 * i + 1) % config.vocab_size for i in range(min(length, context_length, MOST_GOLDEN))]
 
 
 def _golden(prompt: list[int], rows: Tensor, least_tolerance: float) -> dict[str, Any]:

@@ -73,12 +73,12 @@ class Kernels:
         return function
 
     def workspace(self, op: Op) -> int:
-        """Bytes of device memory that `run` needs beside the tensors."""
+        """Bytes of the device's memory that `run` needs beside the tensors."""
         function = self._function(f"{op.name}_workspace", ctypes.c_size_t, [ctypes.c_void_p])
         return int(function(ctypes.addressof(op)))
 
     def run(self, op: Op, workspace: int = 0, stream: int = 0) -> None:
-        """Start the op on a stream (0: the default one). `workspace` is the address of `self.workspace(op)` bytes."""
+        """Starts the op on a stream (0: the default one); `workspace` is the address of that much memory."""
         function = self._function(op.name, ctypes.c_char_p, [ctypes.c_void_p] * 3)
         wrong = function(ctypes.addressof(op), workspace, stream)
         if wrong is not None:

@@ -172,7 +172,7 @@ def _model_of(checkpoint: str, attention: str | None, mlp: str | None, sub_norms
             f"{checkpoint}: its MLP is {found.config.mlp}, not {mlp}; leave --mlp out, or start from another checkpoint"
         )
     if sub_norms is False and found.config.sub_norms:
-        raise DiffbitError(f"{checkpoint}: has sub-norms, which training cannot remove; leave --no-sub-norms out")
+        raise DiffbitError(f"{checkpoint}: has sub-norms, which training cannot take out; leave --no-sub-norms out")
     return replace(found.config, sub_norms=found.config.sub_norms or bool(sub_norms))
 
 

@@ -326,7 +326,7 @@ def evaluation_loss(model: Decoder, held_out: Windows, batch_size: int, precisio
 
 
 def lambdas(model: Decoder) -> list[float]:
-    """lambda of each layer that has a scalar one (diff_v1); empty for other variants."""
+    """lambda of each layer that has one scalar (diff_v1); empty for the other variants."""
     attentions: list[Any] = [layer.get_submodule("self_attn") for layer in model.model.layers]
     values = [attention.lambda_value() for attention in attentions]
     return [float(value.detach()) for value in values if value is not None]
