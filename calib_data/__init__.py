@@ -1,4 +1,4 @@
-"""Text for calibration, training and evaluation: sources with disjoint splits, tokenizers, windows of tokens."""
+"""Text for calibration, training and evaluation: sources with disjoint splits, tokenizers, windows, needles."""
 
 from .needles import VALUE, Needles, NeedleWindows, needle_windows
 from .sources import Corpus, Split, load_text

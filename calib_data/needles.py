@@ -1,21 +1,21 @@
-"""Key-value needles in held-out text: a task that a model solves only if its attention finds the right place.
+"""Key-value needles in held-out text: a task that a model solves only if its attention finds the right position.
 
 The multi-needle setup of the Differential Transformer (arXiv 2410.05258, section 3.4), made from a model's own
-vocabulary so that it needs no other data. A row of `length` tokens is a stretch of text (the haystack) with N needles
-laid into it, and R of them asked for at its end:
+vocabulary, so that it needs no other data. A row of `length` tokens is text (the haystack) with N needles inserted, and
+R queries at its end:
 
     ... text ...                          ... text ...
     @ node = path string                  @ error = used class               <- needles, N in all
     ... text ...
     @ node = path string                                                     <- a query; its answer is scored
-    @ error = used class                                                     <- R in all, in random order
+    @ error = used class                                                     <- queries, R in all, in random order
 
-A key is one word, a value VALUE words, drawn anew for every needle: nothing in the weights helps, and guessing one of
-W words VALUE times is right W^-VALUE of the time (1 in 10,000 and less). A word is a token that reads as a blank and
-small letters. Keys differ within a row. Needle n of N lies at a random place of the n-th of N equal parts of the
-haystack, so that every depth occurs; a needle takes a line of its own, wherever the text is cut for it.
+A key is one word and a value VALUE words, drawn anew for every needle: nothing in the weights helps, and a guess among
+W words is right with probability W^-VALUE (1 in 10,000 or less). A word is a token that decodes to a space and
+lower-case letters. The keys of a row differ. Needle n of N lies at a random position in the n-th of N equal parts of
+the haystack, so that every depth occurs; each needle has a line of its own, wherever the text is cut for it.
 
-A query counts as right when every token of its answer is the most likely one, given all before it (teacher forcing).
+A query is right when every token of its answer is the most likely one given all tokens before it (teacher forcing).
 """
 
 from __future__ import annotations
@@ -31,32 +31,33 @@ from .sources import Split, load_text
 from .tokenizer import TextTokenizer, load_tokenizer
 from .window import Windows, digest, windows
 
-BEFORE, BETWEEN = "\n@", " ="  # what stands before a key, and between it and its value
+BEFORE, BETWEEN = "\n@", " ="  # text before a key, and between a key and its value
 VALUE = 2  # words
-MOST_WORDS = 512  # of a large vocabulary: those with the smallest ids, which in a BPE are the most frequent
-FEWEST_WORDS = 64
+MIN_WORDS = 64
+MAX_WORDS = 512  # those with the smallest ids, which are the most frequent in a BPE
 
 
 @dataclass(frozen=True)
 class Needles:
-    """How needles are written in a vocabulary."""
+    """The tokens that needles are made of."""
 
     before: np.ndarray  # int64, the tokens of BEFORE
-    between: np.ndarray
-    after: np.ndarray  # the end of the line
-    words: np.ndarray  # int64 [W], keys and values are drawn from
+    between: np.ndarray  # int64, the tokens of BETWEEN
+    after: np.ndarray  # int64, the tokens of the line end
+    words: np.ndarray  # int64 [W], for keys and values
 
     @classmethod
     def of(cls, tokenizer: TextTokenizer) -> Needles:
-        """The pieces of a needle under a tokenizer; a DiffbitError where its vocabulary holds too few words."""
-        entries = [(id, text) for id, text in enumerate(_texts(tokenizer)) if re.fullmatch(" [a-z]{3,}", text)]
-        if len(entries) < FEWEST_WORDS:
+        """The tokens under a tokenizer. Raises DiffbitError where its vocabulary has too few words."""
+        texts = (tokenizer.backend.decode([id], skip_special_tokens=False) for id in range(tokenizer.vocab_size))
+        words = [id for id, text in enumerate(texts) if re.fullmatch(" [a-z]{3,}", text)]
+        if len(words) < MIN_WORDS:
             raise DiffbitError(
-                f"the tokenizer has {len(entries)} tokens that are a blank and a word of small letters, needles need "
-                f"{FEWEST_WORDS}; take a larger vocabulary"
+                f"the tokenizer has {len(words)} tokens that are a space and a word of lower-case letters, needles "
+                f"need {MIN_WORDS}; take a larger vocabulary"
             )
         before, between, after = tokenizer.encode((BEFORE, BETWEEN, "\n"))
-        return cls(before, between, after, np.array([id for id, _ in entries[:MOST_WORDS]]))
+        return cls(before, between, after, np.array(words[:MAX_WORDS]))
 
     @property
     def size(self) -> int:
@@ -64,23 +65,23 @@ class Needles:
         return len(self.before) + 1 + len(self.between) + VALUE + len(self.after)
 
     def check(self, length: int, count: int, queries: int) -> None:
-        """Refuse rows of `length` tokens that cannot hold `count` needles and `queries` queries."""
+        """Raise DiffbitError where rows of `length` tokens cannot hold `count` needles and `queries` queries."""
         if not 1 <= queries <= count:
-            raise DiffbitError(f"{queries} queries of {count} needles: wanted 1 or more, and no more than needles")
+            raise DiffbitError(f"{queries} queries of {count} needles: wanted 1 or more, at most as many as needles")
         if count > len(self.words):
             raise DiffbitError(f"{count} needles need as many different keys, the vocabulary has {len(self.words)}")
         if (needed := (count + queries) * self.size) > length // 2:
             raise DiffbitError(
                 f"{count} needles and {queries} queries take {needed} tokens, more than half of {length}; "
-                "ask for fewer, or for longer rows"
+                "ask for fewer, or take longer rows"
             )
 
-    def lay(
+    def insert(
         self, text: np.ndarray, count: int, queries: int, generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """A row made of text [T]: ids [T], where the answers to its queries begin [R], and their needles' depths [R].
-
-        A depth is from 0 (the beginning) to 1 (just before the queries). What the needles push out is the text's end.
+        """A row made of text int64 [T]: its ids [T], where the answers to its queries begin [R], and the depths of
+        their needles [R], from 0 (the beginning) to 1 (just before the queries). The end of the text makes way for
+        needles and queries.
         """
         keys = generator.choice(self.words, count, replace=False)
         values = generator.choice(self.words, (count, VALUE))
@@ -89,26 +90,26 @@ class Needles:
             for key, value in zip(keys, values, strict=True)
         ]
         kept = len(text) - (count + queries) * self.size
-        places = ((np.arange(count) + generator.random(count)) / count * (kept + 1)).astype(np.int64)
+        positions = ((np.arange(count) + generator.random(count)) / count * (kept + 1)).astype(np.int64)
         asked = generator.choice(count, queries, replace=False)
-        pieces, begin = [], 0
-        for place, needle in zip(places, needles, strict=True):
-            pieces += [text[begin:place], needle]
-            begin = place
-        pieces += [text[begin:kept], *(needles[number] for number in asked)]
+        parts, begin = [], 0
+        for position, needle in zip(positions, needles, strict=True):
+            parts += [text[begin:position], needle]
+            begin = position
+        parts += [text[begin:kept], *(needles[number] for number in asked)]
         lead = self.size - VALUE - len(self.after)
         starts = len(text) - queries * self.size + lead + self.size * np.arange(queries)
-        return np.concatenate(pieces), starts, places[asked] / max(kept, 1)
+        return np.concatenate(parts), starts, positions[asked] / max(kept, 1)
 
 
 @dataclass(frozen=True)
 class NeedleWindows:
-    """Rows with needles, as windows whose targets are the answers' tokens."""
+    """Rows with needles: windows whose targets are the tokens of the answers."""
 
     windows: Windows
-    starts: np.ndarray  # int64 [n, R]: where in its window an answer begins, VALUE tokens long
-    depths: np.ndarray  # float64 [n, R]: of the needle asked for, 0 to 1
-    needles: int  # N
+    starts: np.ndarray  # int64 [n, R], where in its window an answer of VALUE tokens begins
+    depths: np.ndarray  # float64 [n, R], of the needle that answers it, 0 to 1
+    needles: int  # N, in each row
 
 
 def needle_windows(
@@ -123,15 +124,16 @@ def needle_windows(
     field: str = "text",
     seed: int = 0,
 ) -> NeedleWindows:
-    """`count` rows over one split of a source; the same for the same arguments, and different for another seed.
+    """`count` rows of one split of a source (`load_text`), the same for the same arguments.
 
-    With more rows than the text fills, it is used again, with other needles.
+    Where the text fills fewer rows it is used again, with other needles. Raises DiffbitError where a row cannot hold
+    the needles, the vocabulary has too few words, or the text fills no row.
     """
     if count < 1:
         raise DiffbitError(f"{count} rows of needles were asked for, wanted 1 or more")
     tokenizer = load_tokenizer(tokenizer_path)
-    kinds = Needles.of(tokenizer)
-    kinds.check(length, needles, queries)
+    words = Needles.of(tokenizer)
+    words.check(length, needles, queries)
     corpus = load_text(source, split, field=field)
     cut = windows(
         tokenizer.encode(corpus.documents),
@@ -142,15 +144,10 @@ def needle_windows(
         source=source,
     )
     generator = np.random.default_rng([seed, length, needles, queries])
-    rows = [kinds.lay(cut.ids[row % len(cut.ids)], needles, queries, generator) for row in range(count)]
+    rows = [words.insert(cut.ids[row % len(cut.ids)], needles, queries, generator) for row in range(count)]
     ids, starts, depths = (np.stack(parts) for parts in zip(*rows, strict=True))
     mask, target = np.ones(ids.shape, dtype=bool), np.zeros(ids.shape, dtype=bool)
-    for place in range(VALUE):
-        np.put_along_axis(target, starts + place, True, axis=1)
+    for offset in range(VALUE):
+        np.put_along_axis(target, starts + offset, True, axis=1)
     made = Windows(ids, mask, target, digest(ids, mask, target), source, cut.tokens, cut.unused, cut.documents)
     return NeedleWindows(made, starts, depths, needles)
-
-
-def _texts(tokenizer: TextTokenizer) -> list[str]:
-    """What each id reads as."""
-    return [tokenizer.backend.decode([id], skip_special_tokens=False) for id in range(tokenizer.vocab_size)]

@@ -1,22 +1,22 @@
-"""Text for calibration, training and evaluation: where it comes from, how it is split, and its hash.
+"""Sources of text for calibration, training and evaluation, their splits and their hashes.
 
 A source is one string:
 
-    stdlib                                    the running Python's own standard library, always at hand
-    path/to/file-or-folder                    .txt .md .py (a file is a document), .jsonl .parquet (a row is one)
+    stdlib                                    the standard library of the running Python
+    path/to/file-or-folder                    .txt .md .py (a document a file), .jsonl .parquet (a document a row)
     hf:NAME[:config][:split][:field]          a Hugging Face dataset: a hub name, or a local folder (also one
                                               written by `save_to_disk`); parts may be empty, as in hf:NAME:::body
 
 `load_text` returns one of three disjoint splits, train (90 %), calib (5 %) and eval (5 %). The split of a document
-depends on nothing but the document itself, so it is the same on every machine and in every order:
+depends on the document alone, so it is the same on every machine and in every order:
 
-- 200 documents or more: by the SHA-256 of the document's key, modulo 20 (0: eval, 1: calib, else train). The key is
-  the text, so that two copies of one text never straddle train and eval; for `stdlib` it is the relative path, so
-  that a new Python release moves no file from one split to another.
-- fewer than 200 (a single file is one): every document is cut by position into its first 90 % of characters
-  (train), the next 5 % (calib) and the last 5 % (eval), each cut moved on to the end of its line.
-- a Hugging Face dataset that has a "test" or "validation" split, when the source names none: that split, whole, is
-  eval, and its "train" split is parted into train (18 of 19) and calib by the same two rules.
+- 200 documents or more: the SHA-256 of the document's key, modulo 20, decides (0: eval, 1: calib, else train). The key
+  is the text, so that two copies of a text are in the same split; for `stdlib` it is the relative path, so that a new
+  Python release moves no file to another split.
+- Fewer than 200 documents: every document is cut into its first 90 % of characters (train), the next 5 % (calib) and
+  the last 5 % (eval), each cut moved to the end of its line.
+- A Hugging Face dataset with a "test" or "validation" split, where the source names no split: all of that split is
+  eval, and the same two rules divide its "train" split into train (18 of 19) and calib.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import json
 import logging
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -36,12 +36,12 @@ from ..errors import DiffbitError, MissingDependency
 
 Split = Literal["train", "calib", "eval"]
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
-BY_HASH_FROM = 200  # documents; with fewer, a 5 % share by hash could well be empty
-ROLES: tuple[str, ...] = ("eval", "calib") + ("train",) * 18  # of each twentieth of a source
+BY_HASH_FROM = 200  # documents; with fewer, a share of 5 % by hash may be empty
+ROLES: tuple[str, ...] = ("eval", "calib") + ("train",) * 18  # the split of each twentieth of a source
 ORDER = ("train", "calib", "eval")  # within a document that is cut by position
 
-# Not read from the standard library: tests and their data, what distributions package apart or releases remove
-# (the splits would differ from machine to machine), and generated tables that teach a model nothing.
+# Parts of the standard library that are not read: tests and their data, what distributions package apart or releases
+# remove (the splits would differ between machines), and generated tables, which teach a model nothing.
 # fmt: off
 STDLIB_SKIPPED = frozenset((
     "test", "tests", "idlelib", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__",
@@ -55,21 +55,21 @@ Keyed = tuple[str, str]  # (key that decides the split, text)
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents of one split of one source, in a fixed order."""
+    """The documents of one split of a source, in a fixed order."""
 
     documents: tuple[str, ...]
-    sha256: str  # over each document's UTF-8 bytes, preceded by their number as 8 little-endian bytes
+    sha256: str  # of each document's UTF-8 bytes, after their number as 8 little-endian bytes
     source: str
     split: str
-    counts: dict[str, int]  # documents, characters, bytes: what is here; empty: documents skipped, having no text
+    counts: dict[str, int]  # documents, characters, bytes; empty: documents left out because they have no text
 
 
 def load_text(source: str, split: Split, *, field: str = "text", limit: int | None = None) -> Corpus:
     """Read one split of a source (see the module's docstring for sources and splits).
 
-    `field` is the key of a .jsonl row or the column of a .parquet file or dataset (a field inside an `hf:` source
-    goes before it). `limit` stops after that many UTF-8 bytes of the split, cutting the last document there.
-    Raises DiffbitError when the source cannot be read or decoded, has no such field, or leaves the split empty.
+    `field` is the key of a .jsonl row or the column of a .parquet file or dataset; a field inside an `hf:` source
+    precedes it. `limit` stops after that many UTF-8 bytes of the split and cuts the last document there. Raises
+    DiffbitError where the source cannot be read or decoded, has no such field, or leaves the split empty.
     """
     if split not in get_args(Split):
         raise DiffbitError(f"split {split!r} is none of {', '.join(get_args(Split))}")
@@ -93,8 +93,8 @@ def load_text(source: str, split: Split, *, field: str = "text", limit: int | No
             continue
         data = _encode(text, source)
         full = limit is not None and size + len(data) >= limit
-        if full:  # keep the characters that fit whole
-            text = data[: limit - size].decode("utf-8", errors="ignore")  # type: ignore[operator]
+        if limit is not None and full:  # keep the characters that fit as a whole
+            text = data[: limit - size].decode("utf-8", errors="ignore")
             data = text.encode("utf-8")
         if text:
             documents.append(text)
@@ -119,14 +119,14 @@ def _encode(text: str, source: str) -> bytes:
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError:  # a lone surrogate, which JSON's \\ud800 can write
-        raise DiffbitError(f"{source}: a document holds a lone surrogate, which is no text; repair the file") from None
+        raise DiffbitError(f"{source}: a document holds a lone surrogate, which is not text; repair the file") from None
 
 
 # ---------------------------------------------------------------------------------------------------- splits
 
 
 def _of_split(keyed: Iterable[Keyed], split: str, roles: tuple[str, ...]) -> Iterator[str]:
-    """The documents of one split, or their pieces; `roles` names the split of each equal part of the source."""
+    """The documents of one split, or their parts; `roles` names the split of each equal part of the source."""
     iterator = iter(keyed)
     first = list(islice(iterator, BY_HASH_FROM))
     if len(first) == BY_HASH_FROM:
@@ -142,7 +142,7 @@ def _of_split(keyed: Iterable[Keyed], split: str, roles: tuple[str, ...]) -> Ite
 
 
 def _line_end(text: str, numerator: int, denominator: int) -> int:
-    """Position of the first line end at or after numerator/denominator of the text (that fraction if none follows)."""
+    """Position after the first line end at or after numerator/denominator of the text; there if no line end follows."""
     position = len(text) * numerator // denominator
     if position in (0, len(text)):
         return position
@@ -183,8 +183,8 @@ def _path(path: Path, field: str) -> Iterator[str]:
             yield _decode(file)
 
 
-def _walk(root: Path, suffixes: tuple[str, ...], skipped: Any) -> Iterator[Path]:
-    """Files below `root` with one of the suffixes, sorted by their relative POSIX path; links to folders stay shut."""
+def _walk(root: Path, suffixes: tuple[str, ...], skipped: Callable[[str], bool]) -> Iterator[Path]:
+    """Files below `root` with one of the suffixes, by relative POSIX path; links to folders are not followed."""
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not skipped(name)]
@@ -241,7 +241,7 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
         raise DiffbitError(f"{path}: is not a readable parquet file ({_first_line(error)})") from None
 
 
-def _text(value: Any, where: str, field: str) -> str:
+def _text(value: object, where: str, field: str) -> str:
     if value is None:
         return ""  # counted as an empty document
     if not isinstance(value, str):
@@ -261,7 +261,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _hugging_face(source: str, split: str, field: str, *, streaming: bool) -> tuple[Iterator[Keyed], tuple[str, ...]]:
-    """Rows of the dataset's split that ours is taken from, and the roles of its parts."""
+    """The rows of the dataset's split that contains ours, and the splits of its equal parts."""
     try:
         import datasets
     except ImportError:
@@ -270,21 +270,21 @@ def _hugging_face(source: str, split: str, field: str, *, streaming: bool) -> tu
     if not fields[0] or len(fields) > 4:
         raise DiffbitError(f"{source}: wanted hf:NAME[:config][:split][:field]")
     name, config, own_split, own_field = fields + [""] * (4 - len(fields))
-    chatter = logging.getLogger("huggingface_hub")  # logs each of five retries; one sentence at the end is enough
-    level = chatter.level
-    chatter.setLevel(logging.CRITICAL)
+    log = logging.getLogger("huggingface_hub")  # it logs each of five retries; one sentence at the end is enough
+    level = log.level
+    log.setLevel(logging.CRITICAL)
     try:
         if any(Path(name, marker).is_file() for marker in ("dataset_dict.json", "state.json")):
             data: Any = datasets.load_from_disk(name)
         else:
             data = datasets.load_dataset(name, config or None, streaming=streaming)
-    except Exception as error:  # raised by a dozen packages: requests, httpx, fsspec, huggingface_hub, its own
+    except Exception as error:  # from a dozen packages: requests, httpx, fsspec, huggingface_hub, datasets
         raise DiffbitError(
             f"{source}: the dataset cannot be loaded ({_first_line(error)}); check its name and config, or, "
             "without network, give a file, a folder or 'stdlib'"
         ) from None
     finally:
-        chatter.setLevel(level)
+        log.setLevel(level)
     splits: dict[str, Any] = dict(data) if isinstance(data, dict) else {"train": data}
 
     roles = ROLES
@@ -294,7 +294,7 @@ def _hugging_face(source: str, split: str, field: str, *, streaming: bool) -> tu
         chosen, roles = (held_out[0], ("eval",)) if split == "eval" else ("train", ROLES[1:])
     if chosen not in splits:
         raise DiffbitError(f"{source}: has no split {chosen!r}; name one of its splits: {', '.join(splits)}")
-    columns = splits[chosen].column_names  # None for a stream whose columns are not known beforehand
+    columns = splits[chosen].column_names  # None for a stream whose columns are unknown before it is read
     field = own_field or field
     if columns is not None and field not in columns:
         raise _no_field(source, field, columns)
@@ -308,7 +308,7 @@ def _rows(dataset: Any, field: str, source: str) -> Iterator[Keyed]:
             number, row = next(rows)
         except StopIteration:
             return
-        except Exception as error:  # a stream that breaks off; the same dozen packages
+        except Exception as error:  # a stream that ends early, from the same dozen packages
             raise DiffbitError(f"{source}: reading the dataset failed ({_first_line(error)})") from None
         text = _text(row[field], f"{source}: row {number}", field)
         yield text, text

@@ -1,7 +1,7 @@
-"""Tokenizers: train a byte-level BPE on a corpus, or read a tokenizer.json, and encode documents.
+"""Tokenizers: a byte-level BPE trained on a corpus or read from a tokenizer.json, which encodes documents.
 
-A trained tokenizer is GPT-2's: bytes as the alphabet, GPT-2's pre-splitting expression, no unknown token, decoding
-gives back every byte. `<|endoftext|>` (id 0) is beginning and end of a document at once. Saved as tokenizer.json and
+A trained tokenizer is of GPT-2's type: an alphabet of bytes, GPT-2's expression for words, no unknown token; decoding
+restores every byte. `<|endoftext|>` (id 0) is both bos and eos. It is saved as tokenizer.json and
 tokenizer_config.json, which transformers' AutoTokenizer and onnxruntime-genai read.
 """
 
@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tokenizers
@@ -21,7 +20,7 @@ from ..errors import DiffbitError
 from ..files import read_json, sha256_file, write_atomic, write_json
 
 END_OF_TEXT = "<|endoftext|>"
-SMALLEST = 257  # every byte, and END_OF_TEXT
+MIN_SIZE = 257  # every byte, and END_OF_TEXT
 
 
 @dataclass(frozen=True)
@@ -34,13 +33,13 @@ class TextTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, added tokens included: the rows that an embedding needs."""
+        """Number of ids, added tokens included: rows that an embedding needs."""
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, documents: Iterable[str]) -> Iterator[np.ndarray]:
-        """The token ids of each document, int64, with no special token put around them."""
+        """The token ids of each document, int64 [T], without special tokens around them."""
         iterator = iter(documents)
-        while batch := list(islice(iterator, 64)):  # a batch is spread over the cores
+        while batch := list(islice(iterator, 64)):  # the cores share a batch
             for encoding in self.backend.encode_batch(batch, add_special_tokens=False):
                 yield np.asarray(encoding.ids, dtype=np.int64)
 
@@ -64,12 +63,13 @@ class TextTokenizer:
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int, folder: str | Path) -> TextTokenizer:
-    """Train a byte-level BPE of `vocab_size` ids, save it into `folder` and return it.
+    """Train a byte-level BPE of `vocab_size` ids, save it in `folder` and return it.
 
-    The same documents give the same file. A corpus too small for that many merges gives fewer ids: see `.vocab_size`.
+    The same documents give the same file. A corpus too small for so many merges gives fewer ids (`.vocab_size`). Raises
+    DiffbitError for a vocabulary below MIN_SIZE.
     """
-    if vocab_size < SMALLEST:
-        raise DiffbitError(f"a byte-level vocabulary of {vocab_size} ids is too small; pass {SMALLEST} or more")
+    if vocab_size < MIN_SIZE:
+        raise DiffbitError(f"a byte-level vocabulary of {vocab_size} ids is too small; pass {MIN_SIZE} or more")
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -85,21 +85,21 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, folder: str | Pat
 
 
 def load_tokenizer(path: str | Path) -> TextTokenizer:
-    """Read a tokenizer.json, given as itself or as the model folder that holds it.
+    """Read a tokenizer.json; `path` is that file or a model folder that holds it.
 
-    The end of a document is the `eos_token` of tokenizer_config.json, or else the `eos_token_id` of config.json, or
-    else END_OF_TEXT if the vocabulary has it.
+    The eos token is the `eos_token` of tokenizer_config.json, else the `eos_token_id` of config.json, else END_OF_TEXT
+    where the vocabulary has it. Raises DiffbitError for a file that is no tokenizer, or one without an eos token.
     """
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        raise DiffbitError(f"{file}: no such file; a tokenizer is a tokenizer.json or a model folder that holds one")
+        raise DiffbitError(f"{file}: no such file; wanted a tokenizer.json or a model folder that holds one")
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception
         raise DiffbitError(f"{file}: is not a tokenizer ({error}); restore the file") from None
     backend.no_padding()
-    backend.no_truncation()  # a file may carry both; neither may touch a corpus
+    backend.no_truncation()  # a file may set both, but a corpus is encoded as it is
     eos_id = _eos_id(file.parent, backend)
     if eos_id is None:
         raise DiffbitError(
@@ -110,13 +110,13 @@ def load_tokenizer(path: str | Path) -> TextTokenizer:
 
 def _eos_id(folder: Path, backend: tokenizers.Tokenizer) -> int | None:
     if (folder / "tokenizer_config.json").is_file():
-        token: Any = read_json(folder / "tokenizer_config.json").get("eos_token")
+        token = read_json(folder / "tokenizer_config.json").get("eos_token")
         if isinstance(token, dict):
             token = token.get("content")
         if isinstance(token, str) and (found := backend.token_to_id(token)) is not None:
             return int(found)
     if (folder / "config.json").is_file():
-        ids: Any = read_json(folder / "config.json").get("eos_token_id")
+        ids = read_json(folder / "config.json").get("eos_token_id")
         first = ids[0] if isinstance(ids, list) and ids else ids
         if isinstance(first, int) and backend.id_to_token(first) is not None:
             return first

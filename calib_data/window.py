@@ -1,17 +1,17 @@
-"""Token windows of equal length for calibration and evaluation, and the count of every token that they leave out.
+"""Token windows of equal length for calibration and evaluation, and the number of tokens that they leave out.
 
-The documents become one stream, `eos d1 eos d2 eos ... dn eos`: each document begins after an end-of-text token, as
-in training. The stream is cut into windows of `length` tokens that begin every `length - overlap` tokens, up to the
-end of the stream: the last window is filled up with eos and masked.
+The documents become one stream, `eos d1 eos d2 eos ... dn eos`: each document follows an eos token, as in training. The
+stream is cut into windows of `length` tokens that begin every `length - overlap` tokens; the last window is padded with
+eos, which its mask marks.
 
     stream                 0 1 2 3 4 5 6 7 8 9
     length 4, overlap 0    [0 1 2 3] [4 5 6 7] [8 9 . .]
     length 4, overlap 1    [0 1 2 3] [3 4 5 6] [6 7 8 9]
 
-`mask` tells real tokens from filling. `target` marks the tokens to score: each is predicted from those before it in
-its window, so a window's first token never counts, nor does one that an earlier window has scored. With overlap 0
-the first token of every window goes unscored; with overlap 1 every token but the stream's first is scored once; more
-overlap gives each more context.
+`mask` marks tokens, as against padding. `target` marks the tokens to score: each is predicted from those before it in
+its window, so the first token of a window is never scored, nor is one that an earlier window has scored. With overlap 0
+the first token of every window is not scored; with overlap 1 every token but the stream's first is scored once; a
+larger overlap gives each more context.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from .tokenizer import load_tokenizer
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows cut from one source. `tokens + unused` are all the tokens of the stream."""
+    """Windows of one source. `tokens + unused` is the number of tokens of the stream."""
 
     ids: np.ndarray  # int64 [n, length]
-    mask: np.ndarray  # bool [n, length]: a token of the stream, not filling
-    target: np.ndarray  # bool [n, length]: to be predicted and scored; within mask, and never a window's first
-    sha256: str  # over length, ids, mask and target
+    mask: np.ndarray  # bool [n, length]: a token of the stream, not padding
+    target: np.ndarray  # bool [n, length]: a token to score; within mask, and never the first of a window
+    sha256: str  # of length, ids, mask and target
     source: str
-    tokens: int  # of the stream, that lie in at least one window
-    unused: int  # of the stream, that lie in no window: max_windows, or keep_partial=False, left them out
+    tokens: int  # of the stream in at least one window
+    unused: int  # of the stream in no window, because of max_windows or keep_partial=False
     documents: int  # in the stream
 
     @property
@@ -48,7 +48,7 @@ class Windows:
 
 
 def digest(ids: np.ndarray, mask: np.ndarray, target: np.ndarray) -> str:
-    """The hash that windows [n, length] go by."""
+    """SHA-256, in hexadecimal, of windows [n, length]."""
     found = hashlib.sha256(ids.shape[1].to_bytes(8, "little"))
     for part in (ids.astype("<i8"), mask, target):
         found.update(np.ascontiguousarray(part).tobytes())
@@ -58,10 +58,10 @@ def digest(ids: np.ndarray, mask: np.ndarray, target: np.ndarray) -> str:
 def stream(documents: Iterable[np.ndarray], eos_id: int) -> tuple[np.ndarray, int]:
     """`eos d1 eos d2 eos ... dn eos` as int64 [T], and the number n of documents."""
     eos = np.asarray([eos_id], dtype=np.int64)
-    pieces = [eos]
+    parts = [eos]
     for document in documents:
-        pieces += [np.asarray(document, dtype=np.int64), eos]
-    return np.concatenate(pieces), (len(pieces) - 1) // 2
+        parts += [np.asarray(document, dtype=np.int64), eos]
+    return np.concatenate(parts), (len(parts) - 1) // 2
 
 
 def windows(
@@ -76,9 +76,9 @@ def windows(
 ) -> Windows:
     """Cut the token ids of documents into windows (see the module's docstring).
 
-    `max_windows` keeps that many windows, spread evenly over the stream rather than taken from its beginning, so
-    that a small number still sees many documents. `keep_partial=False` leaves out a last window that would need
-    filling. What either leaves out is counted in `unused`.
+    `max_windows` keeps so many windows, evenly spaced over the stream, so that a few still see many documents.
+    `keep_partial=False` drops a last window that would need padding. `unused` counts the tokens that either leaves out.
+    Raises DiffbitError for lengths that do not fit each other, or documents without a window.
     """
     if length < 2:
         raise DiffbitError(f"a window of {length} tokens predicts nothing; pass a length of 2 or more")
@@ -103,7 +103,7 @@ def windows(
     positions = starts[:, None] + np.arange(length)  # [n, length]
     mask = positions < len(tokens)
     ids = np.where(mask, tokens[np.minimum(positions, len(tokens) - 1)], eos_id)
-    context = np.maximum(0, length - np.diff(starts, prepend=-length))  # tokens that the window before has, too
+    context = np.maximum(0, length - np.diff(starts, prepend=-length))  # tokens that the window before has as well
     target = mask & (np.arange(length) >= np.maximum(context, 1)[:, None])
 
     covered = np.unique(positions[mask]).size
@@ -130,7 +130,7 @@ def eval_windows(
     field: str = "text",
     limit: int | None = None,
 ) -> Windows:
-    """Windows of one split of a source (`sources.load_text`), for evaluation, or with split "calib" for calibration."""
+    """Windows of one split of a source (`load_text`): for evaluation, or with split "calib" for calibration."""
     tokenizer = load_tokenizer(tokenizer_path)
     corpus = load_text(source, split, field=field, limit=limit)
     return windows(

@@ -1,13 +1,13 @@
 """diffbit: from a Differential Transformer checkpoint to a low-bit model on a device, with the cost of every bit shown.
 
-The names below are the whole road; each room (diffbit.models, diffbit.quantize, ...) holds the rest. They are looked
-up on first use, so that `import diffbit` needs no torch and a device needs only what runs there.
+The names below take a checkpoint to tokens; the packages (diffbit.models, diffbit.quantize, ...) have the rest. Each
+name is imported on first use, so that `import diffbit` needs no torch, and a device only what runs there.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .errors import DiffbitError
 from .version import __version__ as __version__
@@ -33,7 +33,7 @@ __all__ = [
     "verify",
 ]
 
-_ROOM_OF = {
+_PACKAGE = {
     "compare": "evaluate",
     "export_artifact": "export",
     "Scheme": "quantize",
@@ -48,10 +48,10 @@ _ROOM_OF = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _ROOM_OF:
+def __getattr__(name: str) -> object:
+    if name not in _PACKAGE:
         raise AttributeError(f"module 'diffbit' has no attribute {name!r}")
-    return getattr(import_module(f".{_ROOM_OF[name]}", __name__), name)
+    return getattr(import_module(f".{_PACKAGE[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:

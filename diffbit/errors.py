@@ -1,7 +1,7 @@
 """Errors that a user can act on.
 
-The library raises `DiffbitError` for bad input (a file, a tensor, an option): one sentence that says what was found,
-what was wanted and what to do. The command line prints it and exits with code 2; a traceback is a bug in diffbit.
+The library raises `DiffbitError` for bad input: one sentence that names the file, tensor or option, and says what was
+found, what was wanted and what to do. The command line prints it and exits with code 2; a traceback is a bug.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Files and folders that are complete or absent: written under a temporary name, then renamed; JSON, hashes, sizes.
+"""Files and folders that are complete or absent (written under a temporary name, then renamed); JSON, hashes, sizes.
 
-Standard library only, so that the device runtime can use it.
+It needs the standard library alone, so that the device runtime can use it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ def _writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def write_atomic(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path in the folder of `path`; rename it to `path` on success, remove it on failure."""
+    """Yield a temporary path beside `path`, renamed to `path` on success and removed on failure.
+
+    Raises DiffbitError where `path` is a folder or cannot be written.
+    """
     path = Path(path)
     if path.is_dir():
         raise DiffbitError(f"{path}: is a folder, wanted a file to write to; choose another name")
@@ -52,7 +55,7 @@ def write_atomic(path: str | Path) -> Iterator[Path]:
 
 
 def check_place(path: str | Path, *, overwrite: bool = False) -> None:
-    """Raise the errors that `new_folder` would raise, before any work is done."""
+    """Raise the errors of `new_folder` before any work is done."""
     path = Path(path)
     if path.is_file():
         raise DiffbitError(f"{path}: is a file, wanted a folder to write to; choose another name")
@@ -73,39 +76,39 @@ def check_place(path: str | Path, *, overwrite: bool = False) -> None:
 def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `path` on success and removed on failure.
 
-    An existing, non-empty `path` is an error unless `overwrite` is set. Then it is replaced when the new folder is
-    complete, and only if it has config.json or diffbit.json, so that a mistyped -o cannot delete a home directory. A
-    link to a folder stays a link.
+    Raises DiffbitError for a non-empty `path` unless `overwrite` is set. Then the new folder replaces it when complete,
+    and only if it has config.json or diffbit.json, so that a mistyped -o cannot delete a home directory. A link to a
+    folder stays a link.
     """
     path = Path(path)
     check_place(path, overwrite=overwrite)
     with _writing(path):
-        place = path.resolve() if path.is_symlink() else path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        temporary = _temporary(place)
+        folder = path.resolve() if path.is_symlink() else path
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = _temporary(folder)
         temporary.mkdir()
         try:
             yield temporary
-            if place.is_dir():
-                old = _temporary(place)
-                os.replace(place, old)
-                os.replace(temporary, place)
+            if folder.is_dir():
+                old = _temporary(folder)
+                os.replace(folder, old)
+                os.replace(temporary, folder)
                 shutil.rmtree(old)
             else:
-                os.replace(temporary, place)
+                os.replace(temporary, folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
 def check_apart(output: str | Path, *sources: str | Path) -> None:
-    """Raise an error if the output folder is or contains a source: overwriting it would delete the source."""
+    """Raise DiffbitError if the output folder is or contains a source: overwriting it would delete the source."""
     for source in map(Path, sources):
         if source.exists() and source.resolve().is_relative_to(Path(output).resolve()):
             raise DiffbitError(f"{output}: is or contains {source}, which this command reads; choose another folder")
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """The object in a JSON file; a missing, unreadable or non-object file is a DiffbitError."""
+    """The object in a JSON file. Raises DiffbitError for a file that is missing, unreadable or not an object."""
     path = Path(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -120,20 +123,21 @@ def read_json(path: str | Path) -> dict[str, Any]:
     return value
 
 
-def write_json(path: str | Path, value: Any) -> None:
-    """Write `value` as indented JSON, atomically."""
+def write_json(path: str | Path, value: object) -> None:
+    """Write `value` as indented JSON."""
     with write_atomic(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def sha256_file(path: str | Path) -> str:
-    """SHA-256 of a file in hexadecimal; the file is not read into memory as a whole."""
+    """SHA-256 of a file, in hexadecimal, without reading it into memory as a whole."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as "40MB" (40,000,000), "40MiB" (41,943,040), "1.2GB" or "800kB"."""
+    """Bytes of a size such as "40MB" (40,000,000), "40MiB" (41,943,040), "1.2GB" or "800kB". Raises DiffbitError for
+    other text."""
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", text.lower())
     if match is None or match[2] not in UNITS:
         raise DiffbitError(f"{text!r} is not a size; wanted a number with its unit, such as 40MB, 40MiB or 1.2GB")

@@ -1,7 +1,7 @@
 """Progress of long work, on stderr.
 
 A terminal shows a bar with the time left. A log file gets a line every LINE_EVERY seconds, such as "quantizing:
-layers.3.mlp.up_proj, 75%, about 6 s left", so work that takes less time logs nothing. `set_quiet` silences both.
+layers.3.mlp.up_proj, 75%, about 6 s left"; shorter work logs nothing. `set_quiet` silences both.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Self, TypeVar
 
 T = TypeVar("T")
-LINE_EVERY = 15.0
+LINE_EVERY = 15.0  # seconds
 _quiet = False
 
 
 def set_quiet(quiet: bool) -> bool:
-    """Silence (or restore) every progress bar and remark of this process; returns `quiet`."""
+    """Silence progress bars and remarks of this process, or restore them; returns `quiet`."""
     global _quiet
     _quiet = quiet
     return quiet
@@ -30,8 +30,8 @@ def is_quiet() -> bool:
 class Progress:
     """`with Progress("quantizing", 1.0) as bar: bar.to(0.3, "layers.3.mlp.up_proj")`.
 
-    total: an int is a number of items, shown as "3 of 12"; a float is shown as a percentage; None: the number of items
-    is unknown. begin: what an earlier, interrupted run has finished.
+    total: an int is a number of items, shown as "3 of 12"; a float is shown as a percentage; None: unknown.
+    begin: the part that an earlier, interrupted run finished.
     """
 
     def __init__(self, description: str, total: float | None = None, begin: float = 0) -> None:
@@ -64,7 +64,7 @@ class Progress:
         self._bar.stop()
 
     def to(self, done: float, at: str = "") -> None:
-        """`done` of the total is finished; `at` names the current item."""
+        """Show that `done` of the total is finished; `at` names the current item."""
         self._bar.update(self._task, completed=done, description=f"{self.description} {at}".rstrip())
         if self._logs and (now := time.monotonic()) - self._logged >= LINE_EVERY:
             self._logged = now
@@ -81,7 +81,7 @@ class Progress:
 
 
 def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
-    """Iterate over `items` and show the progress; total: their number, where `items` has no length."""
+    """Iterate over `items` and show progress; total: their number, where `items` has no length."""
     if total is None and isinstance(items, Sized):
         total = len(items)
     with Progress(description, total) as bar:

@@ -1,3 +1,3 @@
-"""diffbit's version. pyproject.toml reads it here, and so do the rooms, which do not import the package above them."""
+"""diffbit's version, for pyproject.toml and for the packages, which do not import diffbit itself."""
 
 __version__ = "0.1.0"

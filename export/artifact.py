@@ -1,13 +1,11 @@
-"""`export_artifact`: a checkpoint in, a folder that ONNX Runtime, onnxruntime-genai and optimum read out.
+"""`export_artifact` writes the artifact of a checkpoint, which ONNX Runtime, onnxruntime-genai and optimum read.
 
-One pass over the checkpoint, a layer in memory at a time. While a layer is there, a short golden prompt flows through
-it in torch; the logits that come out at the end go into the manifest, and `diffbit verify` holds every device to them.
+It reads the checkpoint once, a layer at a time. Each layer also computes a short golden prompt in torch; the resulting
+logits go into the manifest, and `diffbit verify` compares those of a device with them.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import shutil
 from dataclasses import asdict
@@ -27,24 +25,22 @@ from ..ops.kv_cache import BLOCK
 from ..progress import track
 from ..quantize import AttentionScheme, Format, Scheme, linear_shapes, read_scheme
 from ..quantize.cache import cache_spec
+from ..runtime.artifact import MANIFEST, TOKENIZER, VERSION, manifest_sha256
 from ..version import __version__
 from .decoder import DecoderGraph
 from .graph import FLOATS, MODEL
 from .parts import parts
 from .reference import Stream, check_scheme
 
-VERSION = 4
-MANIFEST = "diffbit.json"
-TOKENIZER = "tokenizer.json"
 DTYPE_NAMES = {"fp32": "float32", "fp16": "float16"}
 GOLDEN_LENGTH = 16
-MOST_GOLDEN = 512  # its attention weights lie in memory whole: with a larger window nothing of it grows old
+MOST_GOLDEN = 512  # it bounds the prompt's attention weights; with a larger residual window all its tokens are recent
 GOLDEN_TOKENS = 64
 
-# What the golden logits' tolerance is made of, by (dtype, quantized): relative noise on the hidden states of copies of
-# the prompt, and the least tolerance, relative to the logits' spread. Where activations are rounded to int8, one last
-# bit moves some of them by a whole step, and a deep model with random weights takes that to a third of the spread; the
-# noise for quantized models is large enough to move some for certain. The least tolerance leaves room for TF32.
+# By (dtype, quantized), for the tolerance of the golden logits: relative noise on the hidden states of copies of the
+# prompt, and the least tolerance, relative to the spread of the logits. Where activations are rounded to int8, one last
+# bit changes some of their codes, and a deep model with random weights amplifies that to a third of the spread; the
+# noise for quantized models is large enough to change some codes. The least tolerance allows TF32.
 NOISE = {("fp32", False): 2.0**-20, ("fp32", True): 2.0**-12, ("fp16", False): 2.0**-9, ("fp16", True): 2.0**-7}
 LEAST_TOLERANCE = {("fp32", False): 1e-3, ("fp32", True): 1e-2, ("fp16", False): 1e-2, ("fp16", True): 3e-2}
 MARGIN = 3  # times the largest deviation of a copy
@@ -64,6 +60,8 @@ def export_artifact(
     dtype: "fp32" or "fp16", of what is not quantized, of scales and of the KV cache.
     context_length: tokens that the model can hold; default, and at most, the config's max_position.
     tokenizer: a tokenizer.json, or a folder with one, to use in place of the checkpoint's own.
+
+    Raises DiffbitError for a checkpoint, scheme, tokenizer or option that an artifact cannot have.
     """
     if dtype not in FLOATS:
         raise DiffbitError(f"dtype is {dtype!r}, wanted one of {', '.join(FLOATS)}")
@@ -122,8 +120,7 @@ def export_artifact(
             "golden": _golden(prompt, logits, LEAST_TOLERANCE[kind]),
         }
         manifest["parts"] = [asdict(part) for part in parts(folder, manifest["files"], _quantized(config, scheme))]
-        canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
-        manifest["sha256"] = hashlib.sha256(canonical.encode("ascii")).hexdigest()
+        manifest["sha256"] = manifest_sha256(manifest)
         files.write_json(folder / MANIFEST, manifest)
     return out
 
@@ -138,14 +135,14 @@ def _quantized(config: ModelConfig, scheme: Scheme | None) -> dict[str, tuple[Fo
 def golden_prompt(config: ModelConfig, context_length: int, attention: AttentionScheme) -> list[int]:
     """Token ids spread over the vocabulary; what they mean does not matter, that all devices agree on them does.
 
-    Of a cache that leaves recent tokens as they came, some are older.
+    With a residual window the prompt is longer, so that a part of it is quantized.
     """
     length = GOLDEN_LENGTH + (attention.window + 2 * BLOCK if attention.has_window else 0)
     return [(7919 * i + 1) % config.vocab_size for i in range(min(length, context_length, MOST_GOLDEN))]
 
 
 def _golden(prompt: list[int], rows: Tensor, least_tolerance: float) -> dict[str, Any]:
-    """Of logits [1 + COPIES, V]: the largest, the most likely token's among them, and as many over the vocabulary."""
+    """Golden values from logits [1 + COPIES, V]: the largest, and as many evenly spaced over the vocabulary."""
     logits, copies = rows[0], rows[1:]
     half = GOLDEN_TOKENS // 2
     largest = logits.topk(min(half, len(logits))).indices.tolist()
@@ -163,7 +160,7 @@ def _golden(prompt: list[int], rows: Tensor, least_tolerance: float) -> dict[str
 
 
 def _write_graph(graph: DecoderGraph, source: Checkpoint, prompt: list[int], noise: float) -> Tensor:
-    """model.onnx and its data; returns the golden logits [1 + COPIES, V]."""
+    """Write model.onnx and its data; the golden logits [1 + COPIES, V]."""
     stream = Stream(source, prompt, noise)
     graph.embed(stream.embedding())
     blocks = track(stream.blocks(), "exporting", total=source.config.num_layers)
@@ -180,7 +177,7 @@ def _write_graph(graph: DecoderGraph, source: Checkpoint, prompt: list[int], noi
 
 
 def _tokenizer_files(source: Checkpoint, given: str | Path | None) -> list[Path]:
-    """tokenizer.json and what belongs to it; generation_config.json of the checkpoint is written anew."""
+    """tokenizer.json and the files beside it, without generation_config.json, which an artifact writes anew."""
     if given is not None:
         given = Path(given)
         folder, main = (given, given / TOKENIZER) if given.is_dir() else (given.parent, given)
@@ -217,7 +214,7 @@ def _readable_by_others(cache: CacheSpec) -> bool:
 
 
 def _genai(config: ModelConfig, context_length: int, cache: CacheSpec) -> dict[str, Any]:
-    """What onnxruntime-genai reads. It wants token ids even where the model has none: then those of nothing in use."""
+    """genai_config.json for onnxruntime-genai. It needs token ids even where the model has none."""
     in_place = all(buffer.in_place == "always" for buffer in cache.buffers.values())  # it runs the portable bodies
     loader = loader_config(config, "", context_length)
     eos = list(config.eos_token_ids)

@@ -1,8 +1,8 @@
-"""Does an artifact compute what its checkpoint computes? Both read the same text, and their logits are compared.
+"""Comparison of an artifact with its checkpoint: logits and greedy tokens on the same text.
 
-The torch side is `reference_model`: the same weights with the same rounding of activations, so what is left is the
-order of sums. A last-bit difference can still move an activation to the neighbouring int8 step, and every later token
-of the window sees that; therefore a model passes by the median token, and the worst one is reported beside it.
+The reference is `reference_model` in torch: the same weights with the same rounding of activations, so that only the
+order of sums differs. A difference in the last bit can still change the int8 code of an activation, which every later
+token of the window then reads; therefore the median token decides, and the largest error is reported as well.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ..progress import track
 from .reference import reference_model
 
 LogitsFunction = Callable[[NDArray[np.int64], NDArray[np.bool_]], NDArray[np.float32]]
-"""(token ids [1, S], mask [1, S]: True for a token, False for padding at the end) -> logits [1, S, V]."""
+"""(token ids [1, S], mask [1, S]: False for padding at the end) -> logits [1, S, V]."""
 
 StepFunction = Callable[[list[int], bool], NDArray[np.float32]]
-"""(token ids, is this a new sequence?) -> logits [V] after them; they follow the sequence so far if it is not."""
+"""(token ids, whether they begin a new sequence or continue the current one) -> logits [V] after them."""
 
 PROMPT_TOKENS = 16
 
 
 class TextWindows(Protocol):
-    """Windows of text, as calib_data cuts them: ids int64 [n, S]; mask and target (tokens to score) bool [n, S]."""
+    """Windows of text (calib_data/window.py): ids int64 [n, S], mask and target (tokens to score) bool [n, S]."""
 
     @property
     def ids(self) -> NDArray[Any]: ...
@@ -43,7 +43,7 @@ class TextWindows(Protocol):
 def compare_with_checkpoint(
     logits_of: LogitsFunction, checkpoint: str | Path | Checkpoint, windows: TextWindows, *, tolerance: float
 ) -> dict[str, Any]:
-    """Compare logits over `windows`; `tolerance` is that of the artifact's golden logits.
+    """Compare logits over `windows`. `tolerance` is that of the artifact's golden logits.
 
     Returns
         tokens                 predictions compared
@@ -52,6 +52,8 @@ def compare_with_checkpoint(
         top1_agreement         share of equal most likely tokens
         perplexity, perplexity_reference
         tolerance, passed      error_median <= tolerance
+
+    Raises DiffbitError for text without tokens to score, or with tokens outside the vocabulary.
     """
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
     if not windows.target.any():
@@ -62,15 +64,15 @@ def compare_with_checkpoint(
     rows = zip(windows.ids, windows.mask, windows.target, strict=True)
     for ids, mask, target in track(rows, "comparing", total=len(windows.ids)):
         length = int(mask.nonzero()[0].max(initial=-1)) + 1
-        places = target[1:length].nonzero()[0]  # the logits at place i predict token i + 1
-        if not len(places):
+        scored = target[1:length].nonzero()[0]  # the logits at position i predict token i + 1
+        if not len(scored):
             continue
-        here = torch.from_numpy(np.asarray(logits_of(ids[None, :length], mask[None, :length])))[0, places].double()
+        here = torch.from_numpy(np.asarray(logits_of(ids[None, :length], mask[None, :length])))[0, scored].double()
         with torch.inference_mode():
-            hidden = torch.from_numpy(mask[None, :length]).long()
-            there = model(torch.from_numpy(ids[None, :length]), attention_mask=hidden)[0, places].double()
+            attention_mask = torch.from_numpy(mask[None, :length]).long()
+            there = model(torch.from_numpy(ids[None, :length]), attention_mask=attention_mask)[0, scored].double()
         log_here, log_there = here.log_softmax(-1), there.log_softmax(-1)
-        wanted = torch.from_numpy(ids[1:length][places])[:, None]
+        wanted = torch.from_numpy(ids[1:length][scored])[:, None]
         columns["error"].append((here - there).abs().amax(-1) / there.std(-1))
         columns["kl"].append((log_there.exp() * (log_there - log_here)).sum(-1))
         columns["same"].append((here.argmax(-1) == there.argmax(-1)).double())
@@ -102,15 +104,18 @@ def compare_greedy_tokens(
 ) -> dict[str, Any]:
     """Generate greedily with both after the first PROMPT_TOKENS of each window, until they choose different tokens.
 
-    Up to `tokens` tokens, or what the `capacity` of the artifact's context leaves; an eos token does not end them.
+    They generate up to `tokens` tokens, or as many as the `capacity` of the artifact's context holds; an eos token does
+    not end them.
 
     Returns
-        prompts, same       how many there are, and how many have the same tokens to the end
-        tokens              chosen by both, the same
-        differences         a row for each other prompt: prompt and token (places, from 0), here and reference (ids),
-                            gap (of these two's logits in the reference) and error (max_v |artifact - reference|),
-                            both relative to std_v(reference)
-        tolerance, passed   every gap <= 2 tolerance: what the tolerance lets two logits move towards each other
+        prompts, same       number of prompts, and of those with the same tokens to the end
+        tokens              number of equal tokens
+        differences         a row for each other prompt: prompt and token (indices), here and reference (ids),
+                            gap (between the two ids' logits in the reference) and error (max_v |artifact -
+                            reference|), both relative to std_v(reference)
+        tolerance, passed   every gap <= 2 tolerance, by which the tolerance lets two logits approach each other
+
+    Raises DiffbitError for text with tokens outside the vocabulary.
     """
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
     _check_vocabulary(checkpoint, windows)
@@ -122,8 +127,8 @@ def compare_greedy_tokens(
         count = min(tokens, capacity - len(prompt) + 1)
         cache = KVCache(checkpoint.config, 1, capacity)
         ids = prompt.tolist()
-        for place in range(count):
-            here = torch.from_numpy(logits_after(ids, place == 0)).double()
+        for position in range(count):
+            here = torch.from_numpy(logits_after(ids, position == 0)).double()
             with torch.inference_mode():
                 there = model(torch.tensor([ids]), cache=cache)[0, -1].double()
             found, wanted = int(here.argmax()), int(there.argmax())
@@ -132,7 +137,7 @@ def compare_greedy_tokens(
                 differences.append(
                     {
                         "prompt": index,
-                        "token": place,
+                        "token": position,
                         "here": found,
                         "reference": wanted,
                         "gap": float(there[wanted] - there[found]) / spread,

@@ -1,4 +1,4 @@
-"""A small builder of ONNX graphs whose weights go straight to the file `model.onnx.data`.
+"""A small builder of ONNX graphs that writes weights directly to the file `model.onnx.data`.
 
     g = Graph(folder, "fp32")
     x = g.input("x", np.int64, ["batch", "sequence"])
@@ -7,10 +7,10 @@
     g.output("y", y, np.float32, ["batch", "sequence", 64])
     g.save()
 
-A weight is written when it is handed over and forgotten, so the memory needed is that of one weight however large the
-model. Constants (shapes, axes, small tables of numbers) stay in model.onnx, where ONNX Runtime can fold them.
+Each weight is written at once and not kept, so the memory needed is that of the largest weight. Constants (shapes,
+axes, small tables of numbers) stay in model.onnx, where ONNX Runtime can fold them.
 
-IR version 10 and opset 21: what the oldest ONNX Runtime that diffbit supports reads.
+IR version 10 and opset 21 are what the oldest ONNX Runtime that diffbit supports can read.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ IR_VERSION = 10
 OPSETS = {"": 21, MICROSOFT: 1}
 FLOATS: dict[str, type[np.floating]] = {"fp32": np.float32, "fp16": np.float16}
 
-# ONNX Runtime maps a weight into memory instead of copying it where its offset is a multiple of the page size
+# ONNX Runtime maps a weight into memory, without a copy, where its offset is a multiple of the page size
 PAGE, SMALL = 4096, 1 << 20
 
 
@@ -58,7 +58,7 @@ class Graph:
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """Names of nodes and weights made inside begin with `name` and a dot."""
+        """Names of the nodes and weights made inside begin with `name` and a dot."""
         self._scope.append(name)
         try:
             yield
@@ -67,12 +67,12 @@ class Graph:
 
     @contextmanager
     def top(self) -> Iterator[None]:
-        """Leave all scopes for a while."""
-        left, self._scope = self._scope, []
+        """Names made inside begin with no scope."""
+        outer, self._scope = self._scope, []
         try:
             yield
         finally:
-            self._scope = left
+            self._scope = outer
 
     def _name(self, name: str) -> str:
         return ".".join([*self._scope, name])
@@ -153,10 +153,10 @@ class Graph:
         """A weight, written to model.onnx.data now. Floats take the dtype of `array`, not that of the graph."""
         name = self._name(name)
         array = np.ascontiguousarray(array)
-        step = PAGE if array.nbytes >= SMALL else 64
-        offset = -(-self._data.tell() // step) * step
+        alignment = PAGE if array.nbytes >= SMALL else 64
+        offset = -(-self._data.tell() // alignment) * alignment
         self._data.seek(offset)
-        self._data.write(array.reshape(-1).view(np.uint8).data)  # bfloat16 has no buffer of its own
+        self._data.write(array.reshape(-1).view(np.uint8).data)  # as uint8: bfloat16 arrays have no buffer
         tensor = ir.ExternalTensor(
             DATA,
             offset,

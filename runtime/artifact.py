@@ -1,11 +1,12 @@
 """An artifact: the folder that `diffbit export` writes and a device runs, and its manifest `diffbit.json`.
 
 The manifest names every file of the model with size and SHA-256, describes the KV cache and carries a golden prompt
-with the logits that the exporting machine computed. It ends with the SHA-256 of itself, over the canonical JSON
-(keys sorted, separators "," and ":", ASCII) of everything but that field, so that an edited number is noticed.
+with the logits that the exporting machine computed. Its last field is its own SHA-256, over the canonical JSON
+(keys sorted, separators "," and ":", ASCII) of all other fields, so that an edited number is noticed. docs/artifact.md
+describes every field.
 
-Only files that the manifest lists are ever opened, and only inside the folder: a name with a directory part or a
-symbolic link that leads out of the folder is refused.
+Only files that the manifest lists are opened, and only inside the folder: a name with a directory part, or a symbolic
+link that leads out of the folder, is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
 from ..errors import DiffbitError
 from ..files import read_json, sha256_file
@@ -29,54 +30,63 @@ MODEL = "model.onnx"
 TOKENIZER = "tokenizer.json"
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _BUFFER = re.compile(r"[a-z][a-z0-9_]{0,39}")
-ROWS_READ = ("embedding", "rotary tables")  # parts of which a token reads a row
-MOST_LAYERS, MOST_BUFFERS, MOST_DIMENSIONS, MOST_GROUP = 1024, 16, 5, 1024
+LOOKED_UP = ("embedding", "rotary tables")  # parts of which a token reads one row only
+MAX_LAYERS, MAX_BUFFERS, MAX_DIMENSIONS, MAX_BLOCK = 1024, 16, 5, 1024
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class FileEntry:
+    """A file as it was exported."""
+
     bytes: int
-    sha256: str
+    sha256: str  # hexadecimal
+
+
+class Part(TypedDict):
+    """What some bytes of the files are, such as "embedding" (export/parts.py)."""
+
+    name: str
+    bytes: int
+    weights: int | None  # numbers of the model stored there; None where the bytes are no weights
 
 
 @dataclass(frozen=True)
 class Golden:
-    """The self-test: after the prompt `input_ids`, the last position's logit of `token_ids[i]` is `logits[i]`.
-
-    `spread` is the standard deviation of that whole row of logits; `tolerance` is relative to it.
-    """
+    """The self-test: after the prompt `input_ids`, the logit of `token_ids[i]` at the last position is `logits[i]`."""
 
     input_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     logits: tuple[float, ...]
-    spread: float
-    tolerance: float
+    spread: float  # standard deviation of the whole row of logits
+    tolerance: float  # of the largest difference, relative to the spread
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A validated manifest. `Artifact.open` reads no other file; `check_files` looks at those it lists."""
+    """A validated manifest. `Artifact.open` reads no other file; `check_files` checks the files it lists."""
 
     path: Path
     name: str
     diffbit_version: str
-    dtype: str  # "fp32" | "fp16": of the graph's floating-point weights and activations
+    dtype: str  # "fp32" or "fp16": the graph's floating-point weights and activations
     model: Mapping[str, Any]  # the model's configuration as exported
     scheme: Mapping[str, Any] | None  # how it was quantized; None for a float model
-    source: Mapping[str, Any]
-    method: str | None  # how its weights were rounded, such as "rotate+gptq"; None also in artifacts older than this
-    calibration: Mapping[str, Any] | None
+    source: Mapping[str, Any]  # name and sha256 of the checkpoint
+    method: str | None  # how its weights were quantized, such as "rotate+gptq"; None also in older artifacts
+    calibration: Mapping[str, Any] | None  # the text that the method saw
     cache: CacheSpec
     context_length: int
     eos_token_ids: tuple[int, ...]
     files: Mapping[str, FileEntry]
     golden: Golden
     sha256: str  # of the manifest
-    parts: tuple[Mapping[str, Any], ...] = ()  # name, bytes, weights: the files' (export/parts.py); () in older ones
+    parts: tuple[Part, ...] = ()  # what the files hold, largest first; empty in older artifacts
 
     @classmethod
     def open(cls, path: str | Path) -> Artifact:
-        """Read and validate `path`/diffbit.json. Whatever is wrong with it is a DiffbitError."""
+        """Read and validate `path`/diffbit.json. Raises DiffbitError for anything that is wrong with it."""
         folder = Path(path)
         if not folder.is_dir():
             raise DiffbitError(f"{folder}: no such artifact folder; diffbit export makes one")
@@ -84,15 +94,15 @@ class Artifact:
         if not where.is_file():
             raise DiffbitError(f"{folder}: holds no {MANIFEST}, so it is no artifact; diffbit export makes one")
         _confined(folder, MANIFEST)
-        raw = read_json(where)
-        fields = _Fields(raw, str(where))
+        manifest = read_json(where)
+        fields = _Fields(manifest, str(where))
         version = fields.integer("artifact_version", at_least=1)
         if version != VERSION:
             raise DiffbitError(
                 f"{where}: artifact_version is {version}, this diffbit reads {VERSION}; "
                 + ("upgrade diffbit" if version > VERSION else "export the model again")
             )
-        found = manifest_sha256(raw)
+        found = manifest_sha256(manifest)
         sha256 = fields.sha256("sha256")
         if found != sha256:
             raise DiffbitError(
@@ -107,7 +117,7 @@ class Artifact:
             model=fields.object("model").values,
             scheme=fields.optional_object("scheme"),
             source=fields.object("source").values,
-            method=None if raw.get("method") is None else fields.text("method"),
+            method=None if manifest.get("method") is None else fields.text("method"),
             calibration=fields.optional_object("calibration"),
             cache=_cache(fields.object("cache")),
             context_length=fields.integer("context_length", at_least=1),
@@ -115,7 +125,7 @@ class Artifact:
             files=dict(_files(fields.object("files"))),
             golden=_golden(fields.object("golden")),
             sha256=sha256,
-            parts=tuple(_part(entry) for entry in fields.objects("parts")) if "parts" in raw else (),
+            parts=tuple(_part(entry) for entry in fields.objects("parts")) if "parts" in manifest else (),
         )
         artifact._check_tokens(str(where))
         return artifact
@@ -134,16 +144,18 @@ class Artifact:
         return sum(entry.bytes for entry in self.files.values())
 
     def bytes_per_token(self, context: int) -> int | None:
-        """Bytes of weights and cache that a decoded token reads; None where the manifest has no parts."""
+        """Bytes of weights and cache read to decode one token after `context` tokens; None without `parts`."""
         if not self.parts:
             return None
-        read = [part for part in self.parts if part["weights"] and part["name"] not in ROWS_READ]
-        # ternary codes are two bits a weight in memory, whatever they are in the file
-        weights = sum(part["weights"] // 4 if part["name"] == "ternary codes" else part["bytes"] for part in read)
+        weights = 0
+        for part in self.parts:
+            if part["weights"] and part["name"] not in LOOKED_UP:
+                # ternary codes take two bits a weight in memory, whatever they take in the file
+                weights += part["weights"] // 4 if part["name"] == "ternary codes" else part["bytes"]
         return weights + self.cache.nbytes(context)
 
     def file(self, name: str) -> Path:
-        """The path of a listed file; it must exist and lie inside the folder."""
+        """The path of a listed file. Raises DiffbitError unless it exists and lies inside the folder."""
         if name not in self.files:
             raise DiffbitError(f"{self.path / MANIFEST}: lists no {name}; export the model again")
         path = _confined(self.path, name)
@@ -152,9 +164,9 @@ class Artifact:
         return path
 
     def file_problems(self, *, hashes: bool = True) -> dict[str, str]:
-        """File name -> a sentence, for each listed file that is missing or changed; empty when all is well.
+        """{file name: what is wrong with it} of the listed files that are missing or changed.
 
-        `hashes=False` compares sizes only, which finds a truncated download without reading gigabytes.
+        `hashes=False` compares sizes only: it finds a truncated download without reading gigabytes.
         """
         problems = {}
         for name, entry in self.files.items():
@@ -200,27 +212,27 @@ class Artifact:
 
 
 def manifest_sha256(manifest: Mapping[str, Any]) -> str:
-    """Hex SHA-256 of a manifest's canonical JSON without its own field `sha256`."""
+    """SHA-256, in hexadecimal, of a manifest's canonical JSON without the field `sha256`."""
     content = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")).hexdigest()
 
 
 def _cache(fields: _Fields) -> CacheSpec:
     layers = fields.objects("layers")
-    if not 1 <= len(layers) <= MOST_LAYERS:
-        raise DiffbitError(f"{fields.where}: layers has {len(layers)} entries, wanted 1 to {MOST_LAYERS}")
+    if not 1 <= len(layers) <= MAX_LAYERS:
+        raise DiffbitError(f"{fields.where}: layers has {len(layers)} entries, wanted 1 to {MAX_LAYERS}")
     cache = CacheSpec(tuple(_layer(layer) for layer in layers))
     if not cache.buffers:
-        raise DiffbitError(f"{fields.where}: no layer has a buffer, so nothing of the past would be kept")
+        raise DiffbitError(f"{fields.where}: no layer has a buffer, so the model would keep nothing of the past")
     return cache
 
 
 def _layer(fields: _Fields) -> tuple[Buffer, ...]:
     buffers = tuple(_buffer(entry) for entry in fields.objects("buffers"))
     names = [buffer.name for buffer in buffers]
-    if len(buffers) > MOST_BUFFERS or len(set(names)) < len(names):
+    if len(buffers) > MAX_BUFFERS or len(set(names)) < len(names):
         raise DiffbitError(
-            f"{fields.where}: buffers are named {', '.join(names)}, wanted at most {MOST_BUFFERS}, each once"
+            f"{fields.where}: buffers are named {', '.join(names)}, wanted at most {MAX_BUFFERS}, each once"
         )
     return buffers
 
@@ -228,18 +240,18 @@ def _layer(fields: _Fields) -> tuple[Buffer, ...]:
 def _buffer(fields: _Fields) -> Buffer:
     name = fields.text("name")
     if not _BUFFER.fullmatch(name):
-        raise DiffbitError(f"{fields.where}: name is {_shown(name)}, wanted small letters, digits and _")
-    shape = tuple(_dimension(dim, fields.where) for dim in fields.values_of("shape"))
-    if not 1 <= len(shape) <= MOST_DIMENSIONS:
-        raise DiffbitError(f"{fields.where}: shape has {len(shape)} dimensions, wanted 1 to {MOST_DIMENSIONS}")
+        raise DiffbitError(f"{fields.where}: name is {_shown(name)}, wanted lower-case letters, digits and _")
+    shape = tuple(_dimension(dim, fields.where) for dim in fields.array("shape"))
+    if not 1 <= len(shape) <= MAX_DIMENSIONS:
+        raise DiffbitError(f"{fields.where}: shape has {len(shape)} dimensions, wanted 1 to {MAX_DIMENSIONS}")
     return Buffer(name, fields.choice("dtype", *WIDTHS), shape, fields.choice("in_place", *IN_PLACE))
 
 
-def _dimension(dim: Any, where: str) -> int | str:
+def _dimension(dim: object, where: str) -> int | str:
     if isinstance(dim, int) and not isinstance(dim, bool) and 1 <= dim < 1 << 31:
         return dim
-    word, slash, group = dim.partition("/") if isinstance(dim, str) else ("", "", "")
-    if word == TOKENS and (not slash or (group.isascii() and group.isdigit() and 1 <= int(group[:9]) <= MOST_GROUP)):
+    word, slash, block = dim.partition("/") if isinstance(dim, str) else ("", "", "")
+    if word == TOKENS and (not slash or (block.isascii() and block.isdigit() and 1 <= int(block[:9]) <= MAX_BLOCK)):
         return str(dim)
     raise DiffbitError(f"{where}: shape holds {_shown(dim)}, wanted a number above 0, {TOKENS!r} or {TOKENS + '/32'!r}")
 
@@ -247,14 +259,14 @@ def _dimension(dim: Any, where: str) -> int | str:
 def _files(fields: _Fields) -> Iterator[tuple[str, FileEntry]]:
     for name in fields.values:
         if name in ("", ".", "..", MANIFEST) or "/" in name or "\\" in name or not name.isprintable():
-            raise DiffbitError(f"{fields.where}: {name!r} is no name of a file in the folder")
+            raise DiffbitError(f"{fields.where}: {name!r} is not the name of a file in the folder")
         entry = fields.object(name)
         yield name, FileEntry(entry.integer("bytes", at_least=0), entry.sha256("sha256"))
     if MODEL not in fields.values:
         raise DiffbitError(f"{fields.where}: lists no {MODEL}")
 
 
-def _part(fields: _Fields) -> Mapping[str, Any]:
+def _part(fields: _Fields) -> Part:
     weights = None if fields.values.get("weights") is None else fields.integer("weights", at_least=1)
     return {"name": fields.text("name"), "bytes": fields.integer("bytes", at_least=0), "weights": weights}
 
@@ -278,7 +290,7 @@ def _golden(fields: _Fields) -> Golden:
 
 
 def _confined(folder: Path, name: str) -> Path:
-    """`folder`/`name`, unless symbolic links lead it out of the folder."""
+    """`folder`/`name`. Raises DiffbitError where symbolic links lead out of the folder."""
     path = folder / name
     try:
         inside = path.resolve().is_relative_to(folder.resolve())
@@ -291,22 +303,21 @@ def _confined(folder: Path, name: str) -> Path:
 
 @dataclass(frozen=True)
 class _Fields:
-    """Typed access to a JSON object; a missing field or one of another type is a DiffbitError that names it."""
+    """Typed access to a JSON object. A missing field, or one of another type, raises a DiffbitError that names it."""
 
     values: Mapping[str, Any]
-    where: str
+    where: str  # file and path inside it, for messages
 
-    def _get(self, key: str, kinds: type | tuple[type, ...], wanted: str) -> Any:
+    def _get(self, key: str, type_: type[T], wanted: str) -> T:
         if key not in self.values:
             raise DiffbitError(f"{self.where}: has no field {key!r}; export the model again")
         value = self.values[key]
-        # bool is an int to Python but not to this file
-        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+        if not isinstance(value, type_) or isinstance(value, bool):  # bool is an int to Python, but not in this file
             raise DiffbitError(f"{self.where}: {key} is {_shown(value)}, wanted {wanted}")
         return value
 
     def text(self, key: str) -> str:
-        return str(self._get(key, str, "a string"))
+        return self._get(key, str, "a string")
 
     def choice(self, key: str, *choices: str) -> str:
         value = self.text(key)
@@ -315,13 +326,13 @@ class _Fields:
         return value
 
     def integer(self, key: str, at_least: int | None = None) -> int:
-        value = int(self._get(key, int, "an integer"))
+        value = self._get(key, int, "an integer")
         if at_least is not None and value < at_least:
             raise DiffbitError(f"{self.where}: {key} is {value}, wanted at least {at_least}")
         return value
 
     def number(self, key: str) -> float:
-        return _finite(self._get(key, (int, float), "a number"), f"{self.where}: {key}")
+        return _finite(self._get(key, object, "a number"), f"{self.where}: {key}")
 
     def sha256(self, key: str) -> str:
         value = self.text(key)
@@ -330,36 +341,36 @@ class _Fields:
         return value
 
     def integers(self, key: str) -> tuple[int, ...]:
-        values = self._get(key, list, "a list of integers")
+        values = self.array(key, "a list of integers")
         if any(not isinstance(value, int) or isinstance(value, bool) for value in values):
             raise DiffbitError(f"{self.where}: {key} is {_shown(values)}, wanted a list of integers")
         return tuple(values)
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        return tuple(_finite(value, f"{self.where}: {key}") for value in self._get(key, list, "a list of numbers"))
+        return tuple(_finite(value, f"{self.where}: {key}") for value in self.array(key, "a list of numbers"))
 
-    def values_of(self, key: str) -> tuple[Any, ...]:
-        return tuple(self._get(key, list, "a list"))
+    def array(self, key: str, wanted: str = "a list") -> tuple[Any, ...]:
+        return tuple(self._get(key, list, wanted))
 
-    def objects(self, key: str) -> list[_Fields]:
-        values = self.values_of(key)
-        if odd := [value for value in values if not isinstance(value, dict)]:
-            raise DiffbitError(f"{self.where}: {key} holds {_shown(odd[0])}, wanted objects")
-        return [_Fields(value, f"{self.where}: {key}[{index}]") for index, value in enumerate(values)]
+    def objects(self, key: str) -> tuple[_Fields, ...]:
+        values = self.array(key)
+        if other := [value for value in values if not isinstance(value, dict)]:
+            raise DiffbitError(f"{self.where}: {key} holds {_shown(other[0])}, wanted objects")
+        return tuple(_Fields(value, f"{self.where}: {key}[{index}]") for index, value in enumerate(values))
 
     def object(self, key: str) -> _Fields:
         return _Fields(self._get(key, dict, "an object"), f"{self.where}: {key}")
 
     def optional_object(self, key: str) -> Mapping[str, Any] | None:
-        return None if key in self.values and self.values[key] is None else self.object(key).values
+        return None if self.values.get(key, ...) is None else self.object(key).values
 
 
-def _finite(value: Any, where: str) -> float:
+def _finite(value: object, where: str) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
         raise DiffbitError(f"{where} holds {_shown(value)}, wanted finite numbers")
     return float(value)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,7 +1,7 @@
-"""How fast and how large an artifact is on this device.
+"""Speed and memory of an artifact on this device.
 
-Measured in a process of its own, so that its peak memory is the model's and not the caller's. The prompt is random
-tokens (speed does not depend on them), decoding is greedy without sampling cost beyond an argmax.
+A process of its own does the measuring, so that its peak memory is the model's and not the caller's. The prompt is
+random tokens (speed does not depend on them); decoding is greedy, so that sampling costs one argmax.
 """
 
 from __future__ import annotations
@@ -33,18 +33,24 @@ def bench(
     native: bool = True,
     memory: int | None = None,
 ) -> dict[str, Any]:
-    """Run the artifact at `path` in a fresh process and return one flat row; times are medians over `repeats`.
+    """Run the artifact at `path` in a fresh process and return one flat row: the arguments, and
 
-    model_bytes (on disk), load_s (files read, graph optimized), prefill_tokens_per_s, time_to_first_token_s (the
-    prompt's prefill and one argmax), decode_tokens_per_s, bytes_per_token (of weights and cache that the last new token
-    reads; None for an artifact that does not say what it is made of), kv_bytes_per_1k_tokens and kv_fixed_bytes (of one
-    sequence: for each 1000 tokens, and for recent ones that a low-bit cache keeps), peak_host_memory_bytes (resident,
-    of the whole process, Python included), on cuda also peak_device_memory_bytes (by how much the card's memory in use
-    grew since before the model was loaded: with all that ONNX Runtime keeps for itself, without the CUDA context, and
-    with what other processes take meanwhile), and what was asked for. With `memory`, in bytes, also
-    longest_context_tokens: the longest sequence whose cache fits into it beside the model's files (None: the cache does
-    not grow), whatever context the artifact was exported for; activations and the process itself are not counted. A
-    repeat that warms up comes first and is not counted.
+        model_bytes               of all files on disk
+        load_s                    seconds to read the files and optimize the graph
+        prefill_tokens_per_s
+        time_to_first_token_s     prefill of the prompt and one argmax
+        decode_tokens_per_s       None for one new token
+        bytes_per_token           weights and cache that the last new token reads; None for an artifact without parts
+        kv_bytes_per_1k_tokens    of one sequence
+        kv_fixed_bytes            of one sequence, whatever its length: states, and a low-bit cache's residual window
+        peak_host_memory_bytes    resident memory of the process, Python included; None on Windows
+        peak_device_memory_bytes  on cuda: growth of the card's memory in use since before the model was loaded, with
+                                  what ONNX Runtime reserves and what other processes take, without the CUDA context
+        longest_context_tokens    with `memory`, in bytes: the longest sequence whose cache fits there beside the
+                                  model's files, whatever the artifact's context; None where the cache does not grow
+
+    Times are medians over `repeats`, after one repeat that warms up. Raises DiffbitError for numbers below 1, more
+    tokens than the context holds, or a measuring process that fails.
     """
     for name, value in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens), ("repeats", repeats)):
         if value < 1:
@@ -69,7 +75,9 @@ def bench(
         answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         reason = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
-        raise DiffbitError(f"{path}: the measuring process died ({reason[0]}); is there enough memory?") from None
+        raise DiffbitError(
+            f"{path}: the measuring process ended without a result ({reason[0]}); check that there is enough memory"
+        ) from None
     if "error" in answer:
         raise DiffbitError(answer["error"])
     fits = {} if memory is None else {"longest_context_tokens": artifact.cache.longest(memory - artifact.nbytes)}
@@ -105,7 +113,7 @@ def _measure(
             token = int(session.step([[token]]).argmax())
         prefills.append(first - started)
         decodes.append(time.perf_counter() - first)
-        if driver:  # ONNX Runtime gives nothing back in between: a run's end shows its most
+        if driver:  # ONNX Runtime frees nothing in between, so the end of a repeat shows its peak
             peak_device = max(peak_device, driver.used_memory() - before)
     prefill, decode = statistics.median(prefills[1:]), statistics.median(decodes[1:])
     return {
@@ -129,7 +137,7 @@ def _measure(
 
 
 def _driver() -> Driver | None:
-    """None where there is none, or no card: opening the session says so."""
+    """None without a driver or a card; opening the session then raises the error."""
     try:
         return Driver()
     except (OSError, DiffbitError):
@@ -137,10 +145,10 @@ def _driver() -> Driver | None:
 
 
 def _peak_memory() -> int | None:
-    """Peak resident bytes of this process; None where the system does not say (Windows)."""
+    """Peak resident bytes of this process; None on Windows."""
     status = Path("/proc/self/status")
     if status.exists():
-        # Not getrusage: on Linux its maximum survives exec, so a child starts with its parent's peak.
+        # getrusage would not do: on Linux its maximum survives exec, so a child starts with its parent's peak
         for line in status.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
@@ -149,4 +157,4 @@ def _peak_memory() -> int | None:
     except ModuleNotFoundError:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, others kilobytes
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, kilobytes elsewhere

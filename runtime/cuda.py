@@ -1,8 +1,8 @@
-"""The CUDA kernels by themselves: csrc/cuda/api.h by pointers, with neither ONNX Runtime nor torch between.
+"""The CUDA kernels called through pointers (csrc/cuda/api.h), with neither ONNX Runtime nor torch in between.
 
     kernels = Kernels(native.library())
     op = Hadamard(a=a.data_ptr(), y=y.data_ptr(), size=a.numel(), block=128, type=FLOAT16)
-    kernels.run(op, workspace=room.data_ptr(), stream=torch.cuda.current_stream().cuda_stream)
+    kernels.run(op, workspace=memory.data_ptr(), stream=torch.cuda.current_stream().cuda_stream)
 
 The structures are those of ops/schema.py, as in api.h; what the fields mean is said there and in ops/. Pointers are
 addresses in the device's memory. A call starts its kernels and does not wait for them.
@@ -54,7 +54,7 @@ class Int4MatMul(Op):
 
 
 class Kernels:
-    """The C functions of a library; a DiffbitError where it was built without CUDA."""
+    """The C functions of a library. Raises DiffbitError where it was built without CUDA."""
 
     def __init__(self, library: Path) -> None:
         self._path = library

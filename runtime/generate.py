@@ -1,4 +1,4 @@
-"""From a prompt to text: prefill, then one token at a time, with text given out as it becomes certain."""
+"""Text generation: prefill of the prompt, then one token at a time; text is streamed once it is final."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from numpy.typing import NDArray
 from ..errors import DiffbitError
 from .sampler import Sampler
 from .session import Session
-from .tokenizer import Tokenizer
+from .tokenizer import TextStream, Tokenizer
+
+FinishReason = Literal["stop", "eos", "length", "context"]  # stop string, eos token, max_tokens, context full
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What came out of one prompt."""
+    """What one prompt gave."""
 
     text: str  # without the prompt, special tokens, and a stop string and what followed it
     token_ids: tuple[int, ...]  # every sampled token; an eos that ended the text is the last
-    finish_reason: Literal["stop", "eos", "length", "context"]  # stop string, eos token, max_tokens, context full
+    finish_reason: FinishReason
     prompt_tokens: int
     time_to_first_token_s: float  # from the call, encoding included, until the first token was chosen
     tokens_per_s: float | None  # of the tokens after the first; None if there are none
@@ -41,12 +43,13 @@ def generate(
 ) -> Generation:
     """Continue `prompt` (text, or token ids as they are) by at most `max_tokens` tokens.
 
-    The session is reset first, so that one session serves prompt after prompt; its buffers are reused. `sampler` is
-    greedy unless given. `on_text` receives the text in pieces that are final: never half a character, never the start
-    of a `stop` string that then comes true. An exception from it (KeyboardInterrupt, say) ends the generation.
+    The session is reset first, so that it serves prompt after prompt with the same buffers. `sampler` (logits [V],
+    token ids so far -> token id) is greedy by default. `on_text` receives text that is final: never half a character,
+    never the start of a `stop` string that then follows. An exception from it, such as KeyboardInterrupt, ends the
+    generation.
 
-    Raises DiffbitError for a prompt that is empty and cannot start from a bos token, that holds an unknown token, or
-    that does not fit the context. A context that fills up later ends the text with finish_reason "context".
+    Raises DiffbitError for a prompt that is empty and cannot start from a bos token, holds an unknown token, or does
+    not fit the context. A context that fills up later ends the text with finish_reason "context".
     """
     started = time.perf_counter()
     if max_tokens < 1:
@@ -55,67 +58,86 @@ def generate(
     if not all(stop):
         raise DiffbitError("a stop string is empty; leave it out")
     choose = Sampler() if sampler is None else sampler
-    artifact = session.artifact
-    prompt_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
-    if not prompt_ids:
-        if artifact.bos_token_id is None:
-            raise DiffbitError("the prompt is empty and the model has no bos token to start from; give it some text")
-        prompt_ids = [artifact.bos_token_id]
-    if len(prompt_ids) > session.capacity:
-        raise DiffbitError(
-            f"the prompt has {len(prompt_ids)} tokens, the model's context holds {session.capacity}; shorten the prompt"
-        )
-
+    prompt_ids = _prompt_ids(session, tokenizer, prompt)
     token_ids = list(prompt_ids)
-    stream = tokenizer.stream(prompt_ids)
-    gate = _StopGate(stop)
-    pieces: list[str] = []
-
-    def give(text: str) -> None:
-        if text:
-            pieces.append(text)
-            if on_text is not None:
-                on_text(text)
+    output = _Output(tokenizer.stream(prompt_ids), stop, on_text)
+    times: list[float] = []  # when each token was chosen
+    reason: FinishReason | None = None
 
     session.reset()
     logits = session.prefill([prompt_ids])
-    first: float | None = None
     while True:
         token = choose(logits[0], token_ids)
-        last = time.perf_counter()
-        first = last if first is None else first
+        times.append(time.perf_counter())
         token_ids.append(token)
-        reason: Literal["stop", "eos", "length", "context"] | None = None
-        if token in artifact.eos_token_ids:
+        if token in session.artifact.eos_token_ids:
             reason = "eos"
-        else:
-            give(gate.push(stream.push(token)))
-            if gate.closed:
-                reason = "stop"
-            elif len(token_ids) - len(prompt_ids) == max_tokens:
-                reason = "length"
-            elif session.length == session.capacity:
-                reason = "context"
+        elif output.push(token):
+            reason = "stop"
+        elif len(times) == max_tokens:
+            reason = "length"
+        elif session.length == session.capacity:
+            reason = "context"
         if reason is not None:
             break
         logits = session.step([[token]])
-    # An unfinished character may still complete a stop string that holds U+FFFD; nothing else can.
-    give(gate.push(stream.finish()))
-    give(gate.finish())
-    produced = len(token_ids) - len(prompt_ids)
     return Generation(
-        text="".join(pieces),
+        text=output.finish(),
         token_ids=tuple(token_ids[len(prompt_ids) :]),
-        finish_reason="stop" if gate.closed else reason,
+        finish_reason="stop" if output.stopped else reason,
         prompt_tokens=len(prompt_ids),
-        time_to_first_token_s=first - started,
-        tokens_per_s=(produced - 1) / (last - first) if produced > 1 else None,
+        time_to_first_token_s=times[0] - started,
+        tokens_per_s=(len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None,
         total_s=time.perf_counter() - started,
     )
 
 
+def _prompt_ids(session: Session, tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
+    """The prompt's token ids, bos for an empty one. Raises DiffbitError where the context is too short."""
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+    if not ids:
+        if session.artifact.bos_token_id is None:
+            raise DiffbitError("the prompt is empty and the model has no bos token to start from; give it some text")
+        ids = [session.artifact.bos_token_id]
+    if len(ids) > session.capacity:
+        raise DiffbitError(
+            f"the prompt has {len(ids)} tokens, the model's context holds {session.capacity}; shorten the prompt"
+        )
+    return ids
+
+
+class _Output:
+    """Tokens in, text out: to `on_text` as soon as it is final, and all of it at the end."""
+
+    def __init__(self, stream: TextStream, stop: Sequence[str], on_text: Callable[[str], None] | None) -> None:
+        self._stream, self._gate, self._on_text = stream, _StopGate(stop), on_text
+        self._text = ""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has come."""
+        return self._gate.closed
+
+    def push(self, token: int) -> bool:
+        """Add a token; whether it completed a stop string."""
+        self._emit(self._gate.push(self._stream.push(token)))
+        return self.stopped
+
+    def finish(self) -> str:
+        """The whole text, with what the stream and the gate held back."""
+        # An unfinished character may still complete a stop string that holds U+FFFD
+        self._emit(self._gate.push(self._stream.finish()))
+        self._emit(self._gate.finish())
+        return self._text
+
+    def _emit(self, text: str) -> None:
+        self._text += text
+        if text and self._on_text is not None:
+            self._on_text(text)
+
+
 class _StopGate:
-    """Lets text through up to the first stop string, holding back an end that may be the start of one."""
+    """Passes text on up to the first stop string; holds back an end that may be the start of one."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
@@ -137,11 +159,11 @@ class _StopGate:
         return through
 
     def finish(self) -> str:
-        """What was held back for a stop string that did not come."""
+        """The text held back for a stop string that did not come."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop` without being all of it."""
+    """Length of the longest end of `text` that begins `stop` and is shorter than it."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,8 +1,8 @@
 """The native library: diffbit's operators as kernels for ONNX Runtime (csrc/), for the CPU and for NVIDIA GPUs.
 
-It is built with the package where there is a C++ compiler, and has the GPU's kernels where there is an NVIDIA card, or
-where they are asked for (docs/gpu.md). Without it the same artifact runs on the portable bodies of its operators: the
-same integers, the same floats up to their last bits, and slower.
+The package builds it where there is a C++ compiler, with kernels for GPUs where there is an NVIDIA card or the build
+asks for them (docs/gpu.md). Without it an artifact runs on the portable bodies of its operators: the same integers, the
+same floats up to their last bits, but slower.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ ISA = "DIFFBIT_ISA"  # environment variable that the library reads: the instruct
 
 
 def library() -> Path | None:
-    """Where the library lies; None where the package was installed without it."""
+    """Path of the library; None where the package was installed without it. Raises DiffbitError for a wrong
+    DIFFBIT_LIBRARY."""
     if override := os.environ.get(OVERRIDE):
         if not Path(override).is_file():
             raise DiffbitError(f"{OVERRIDE} is {override}, but there is no such file")
@@ -35,7 +36,8 @@ def library() -> Path | None:
 
 
 def instruction_sets() -> list[str]:
-    """What the library can use on this CPU, best first ("avx512vnni", "avx2", ..., "scalar"); [] without a library."""
+    """Instruction sets that the library can use on this CPU, best first ("avx512vnni", "avx2", ..., "scalar");
+    [] without a library."""
     path = library()
     if path is None:
         return []
@@ -45,8 +47,8 @@ def instruction_sets() -> list[str]:
 
 
 def cuda_architectures(path: Path | None = None) -> list[str]:
-    """The GPUs that the library (at `path`) has kernels for, oldest first, "90a" of sm_90a; where the first has no
-    letter, newer ones run them, too. [] where it has none."""
+    """GPU architectures that the library (at `path`) has kernels for, oldest first, such as "90a" for sm_90a; [] where
+    it has none. Newer GPUs run them, too, where the first has no letter."""
     path = path or library()
     function = getattr(ctypes.CDLL(str(path)), "diffbit_cuda_architectures", None) if path else None
     if function is None:

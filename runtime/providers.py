@@ -1,7 +1,7 @@
-"""ONNX Runtime, imported only when a session is opened, and the promise that a device asked for is the device used.
+"""ONNX Runtime, imported only when a session is opened, and sessions that run on the device they were asked to run on.
 
-The CPU and the GPU wheel of ONNX Runtime overwrite each other's files, so neither is a base dependency. A session
-that asks for CUDA and cannot have it falls back to the CPU with a mere warning; here that is an error.
+The CPU and the GPU wheel of ONNX Runtime overwrite each other's files, so neither is a base dependency. ONNX Runtime
+falls back to the CPU with a warning when CUDA is not available; `open_session` fails instead.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
 
 from ..errors import DiffbitError
 from ..ops.schema import OPS
@@ -21,12 +23,12 @@ from .driver import Driver, runs, version_text
 from .native import cuda_architectures
 
 DEVICES = ("cpu", "cuda")
-DRIVERS = {12: 525, 13: 580}  # the oldest driver of each CUDA
+DRIVERS = {12: 525, 13: 580}  # CUDA version -> the oldest driver that runs it
 FIRST_FOR_CUDA_13 = "1.27"  # of onnxruntime-gpu's wheels on PyPI; those before are for CUDA 12
-MOST_THREADS = 512  # ONNX Runtime starts as many as it is told to, and hangs in that
+MAX_THREADS = 512  # ONNX Runtime starts as many as it is told to, and hangs with too many
 
-# What a model spends its time in. `session.disable_cpu_ep_fallback` would be the stricter guard, but ONNX Runtime
-# itself places arithmetic on shapes (Shape, Gather, Concat, ...) on the CPU, and that option then refuses every graph.
+# The operators that take a model's time. `session.disable_cpu_ep_fallback` would be stricter, but ONNX Runtime itself
+# places arithmetic on shapes (Shape, Gather, Concat, ...) on the CPU, and that option then refuses every graph.
 COMPUTE = frozenset(
     {
         *("MatMul", "Gemm", "FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"),
@@ -37,8 +39,42 @@ COMPUTE = frozenset(
 )
 
 
+class TensorInfo(Protocol):
+    """onnxruntime.NodeArg: an input or output of a graph."""
+
+    name: str
+    type: str  # such as "tensor(float)"
+    shape: list[int | str]
+
+
+class OrtValue(Protocol):
+    """onnxruntime.OrtValue: a tensor in the memory of a device."""
+
+    def data_ptr(self) -> int: ...
+
+
+class Binding(Protocol):
+    """onnxruntime.IOBinding: the tensors that a session's next run reads and writes."""
+
+    def bind_cpu_input(self, name: str, array: NDArray[Any]) -> None: ...
+    def bind_ortvalue_input(self, name: str, value: OrtValue) -> None: ...
+    def bind_ortvalue_output(self, name: str, value: OrtValue) -> None: ...
+    def bind_output(self, name: str, device: str, *id_dtype_shape_address: object) -> None: ...
+    def get_outputs(self) -> list[OrtValue]: ...
+
+
+class OrtSession(Protocol):
+    """onnxruntime.InferenceSession."""
+
+    def get_inputs(self) -> list[TensorInfo]: ...
+    def get_outputs(self) -> list[TensorInfo]: ...
+    def get_providers(self) -> list[str]: ...
+    def io_binding(self) -> Binding: ...
+    def run_with_iobinding(self, binding: Binding) -> None: ...
+
+
 def onnxruntime() -> ModuleType:
-    """The onnxruntime module, or a DiffbitError that says how to install it."""
+    """The onnxruntime module. Raises a DiffbitError that says how to install it."""
     install = "pip install onnxruntime, or 'onnxruntime-gpu[cuda,cudnn]' for an NVIDIA GPU"
     try:
         import onnxruntime as ort
@@ -53,21 +89,22 @@ def onnxruntime() -> ModuleType:
     return ort
 
 
-def open_session(model: Path, device: str, threads: int | None, library: Path | None = None) -> Any:
-    """An `onnxruntime.InferenceSession` of `model` that really runs on `device` ("cpu" or "cuda").
+def open_session(model: Path, device: str, threads: int | None, library: Path | None = None) -> OrtSession:
+    """An `onnxruntime.InferenceSession` of the file `model` that runs on `device` ("cpu" or "cuda").
 
-    `threads` is the size of the intra-op pool; None lets ONNX Runtime take one per physical core. `library` holds
-    kernels for diffbit's operators (native.py); without one their bodies run.
+    `threads` is the size of the intra-op pool; None: one per physical core. `library` holds kernels for diffbit's
+    operators (native.py); without it their bodies run. Raises DiffbitError where the device, its driver or its memory
+    does not suffice, or where ONNX Runtime would compute on the CPU in place of the GPU.
     """
     if device not in DEVICES:
         raise DiffbitError(f"device {device!r} is unknown; choose one of {', '.join(DEVICES)}")
-    if threads is not None and not 1 <= threads <= MOST_THREADS:
-        raise DiffbitError(f"threads is {threads}, wanted 1 to {MOST_THREADS}")
+    if threads is not None and not 1 <= threads <= MAX_THREADS:
+        raise DiffbitError(f"threads is {threads}, wanted 1 to {MAX_THREADS}")
     ort = onnxruntime()
     options = ort.SessionOptions()
-    options.log_severity_level = 4  # an error comes as an exception, too; the rest is for ONNX Runtime's developers
+    options.log_severity_level = 4  # errors come as exceptions; the rest is for ONNX Runtime's developers
     options.inter_op_num_threads = 1
-    options.enable_mem_pattern = False  # a plan of memory for each length of a prompt, kept: 12 MB more, nothing faster
+    options.enable_mem_pattern = False  # it keeps a plan for each prompt length: 12 MB more, no faster
     if threads is not None:
         options.intra_op_num_threads = threads
     if library is not None:
@@ -80,14 +117,13 @@ def open_session(model: Path, device: str, threads: int | None, library: Path | 
             ) from None
     providers = ["CPUExecutionProvider"]
     if device == "cuda":
-        ort.set_default_logger_severity(4)  # what the provider says outside of a session
+        ort.set_default_logger_severity(4)  # of the provider's messages outside a session
         _require_cuda(ort)
         _check_card(ort, library)
         providers.insert(0, "CUDAExecutionProvider")
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     try:
-        # Its own way back to the CPU would be silent but for what it prints
-        session = ort.InferenceSession(str(model), options, providers=providers, enable_fallback=0)
+        session: OrtSession = ort.InferenceSession(str(model), options, providers=providers, enable_fallback=0)
     except Exception as error:  # ONNX Runtime's exceptions have no base of their own
         if out_of_memory(error):
             raise DiffbitError(f"{model}: does not fit into the memory of device {device}") from None
@@ -108,13 +144,13 @@ def open_session(model: Path, device: str, threads: int | None, library: Path | 
 
 
 def _give_memory_back() -> None:
-    """To the system what loading took for a while: glibc keeps it otherwise, several bytes for each ternary weight."""
+    """Return memory used for loading to the system; glibc would keep it, several bytes for each ternary weight."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)
 
 
-def compute_on_cpu(session: Any) -> set[str]:
-    """The operator types of COMPUTE that a session placed on the CPU; empty where ONNX Runtime (< 1.24) cannot say.
+def compute_on_cpu(session: OrtSession) -> set[str]:
+    """Operator types of COMPUTE that a session placed on the CPU; empty where ONNX Runtime (< 1.24) cannot say.
 
     The session must have been made with `session.record_ep_graph_assignment_info` = 1.
     """
@@ -137,19 +173,19 @@ def _require_cuda(ort: ModuleType) -> None:
             "device cuda needs ONNX Runtime's CUDAExecutionProvider; the installed wheel has "
             f"{', '.join(available)}: pip uninstall onnxruntime, then pip install 'onnxruntime-gpu[cuda,cudnn]'"
         )
-    # Finds the CUDA libraries that came as wheels. It prints what it misses; a library must not.
+    # preload_dlls finds the CUDA libraries that came as wheels. It prints what it misses; a library must not print
     if hasattr(ort, "preload_dlls"):
         with contextlib.redirect_stdout(io.StringIO()):
             ort.preload_dlls()
 
 
 def _check_card(ort: ModuleType, library: Path | None) -> None:
-    """Refuses a driver that is older than ONNX Runtime's CUDA, and a card that the library has no kernels for."""
+    """Raise DiffbitError for a driver older than ONNX Runtime's CUDA, or a card that the library has no kernels for."""
     try:
         driver = Driver()
         card = driver.architecture
     except (OSError, DiffbitError):
-        return  # ONNX Runtime cannot start either, and why_no_cuda says why
+        return  # ONNX Runtime cannot start either; why_no_cuda says why
     wanted = str(getattr(ort, "cuda_version", None) or "")  # of the wheel, such as "13.0"
     major = int(wanted.partition(".")[0]) if wanted[:1].isdigit() else 0
     if driver.cuda_version[0] < major:
@@ -176,14 +212,15 @@ def _no_cuda(ort: ModuleType, why: str) -> str:
 
 
 def why_no_cuda(ort: ModuleType) -> str | None:
-    """What keeps the CUDAExecutionProvider from starting: a library that is not there, or what the driver says.
+    """Why the CUDAExecutionProvider cannot start: a missing library, or the driver's message. None where neither
+    is the reason, and on other systems than Linux.
 
-    ONNX Runtime itself writes it to its log only. None where nothing is found, or where it is not Linux.
+    ONNX Runtime itself writes the reason to its log only.
     """
     if sys.platform != "linux":
         return None
     folder = Path(ort.__file__ or "").parent / "capi"
-    try:  # as it does: the second takes its functions from the first
+    try:  # in the order that it uses: the second takes functions from the first
         ctypes.CDLL(str(folder / "libonnxruntime_providers_shared.so"), ctypes.RTLD_GLOBAL)
         ctypes.CDLL(str(folder / "libonnxruntime_providers_cuda.so"))
         Driver()
@@ -194,11 +231,11 @@ def why_no_cuda(ort: ModuleType) -> str | None:
     return None
 
 
-def _missing_library(said: str) -> str:
-    """What the dynamic linker said, with what to do about it."""
-    found = re.match(r"(?P<name>[^:/]+): cannot open shared object file", said)
+def _missing_library(message: str) -> str:
+    """The dynamic linker's message, with what to do about it."""
+    found = re.match(r"(?P<name>[^:/]+): cannot open shared object file", message)
     if found is None:
-        return said
+        return message
     name = found["name"]
     if name.startswith("libcuda.so"):
         return f"{name} is missing, which comes with the NVIDIA driver: install the driver"
@@ -206,10 +243,10 @@ def _missing_library(said: str) -> str:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether an exception of ONNX Runtime says that there is no memory left, on the device or beside it."""
-    said = str(error).lower()
+    """Whether an exception of ONNX Runtime means that the device or the host has no memory left."""
+    message = str(error).lower()
     texts = ("out of memory", "failed to allocate memory", "available memory of", "bad_alloc", "bad allocation")
-    return isinstance(error, MemoryError) or any(text in said for text in texts)
+    return isinstance(error, MemoryError) or any(text in message for text in texts)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,12 +1,12 @@
-"""Choosing the next token from its logits. numpy only, in float64.
+"""Sampling the next token from its logits, in numpy and float64.
 
-In this order, as Hugging Face transformers does it: repetition penalty, temperature, top-k, top-p, draw.
+The order is that of Hugging Face transformers: repetition penalty, temperature, top-k, top-p, draw.
 
 - Repetition penalty r (arXiv 1909.05858, section 4.1): the logit of each token seen before is divided by r when
   positive and multiplied by r when negative.
-- Temperature t: p = softmax(logits / t); 0 takes the largest logit, always (and ignores the rest but the penalty).
-- Top-k: the k largest; of equal logits the lower id goes first.
-- Top-p (arXiv 1904.09751): the smallest set of most probable tokens whose probabilities add up to at least p.
+- Temperature t: p = softmax(logits / t); 0 takes the largest logit and ignores the rest but the penalty.
+- Top-k: keep the k largest logits; among equal ones the lower ids.
+- Top-p (arXiv 1904.09751): keep the smallest set of most probable tokens whose probabilities add up to at least p.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Sampler:
         repetition_penalty: float = 1.0,
         seed: int | None = None,
     ) -> None:
-        """`top_k` 0 and `top_p` 1 keep every token, `repetition_penalty` 1 changes nothing, `seed` None is random."""
+        """`temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep every token; `repetition_penalty` 1 changes nothing;
+        `seed` None draws differently in each run. Raises DiffbitError for numbers out of range."""
         if not 0 <= temperature < float("inf"):
             raise DiffbitError(f"temperature is {temperature}, wanted 0 (greedy) or above")
         if top_k < 0:
@@ -65,7 +66,7 @@ class Sampler:
         return int(tokens[min(index, len(tokens) - 1)])
 
     def distribution(self, logits: NDArray[np.floating]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The tokens that may be drawn and their probabilities (sum 1), for a temperature above 0, no penalty."""
+        """Token ids that may be drawn and their probabilities (sum 1), without the penalty; temperature above 0."""
         tokens = np.arange(len(logits), dtype=np.int64)
         if 0 < self.top_k < len(logits):
             tokens = _largest(logits, self.top_k)
@@ -91,18 +92,19 @@ def _penalized(logits: NDArray[np.floating], token_ids: Sequence[int], penalty: 
 
 
 def _largest(logits: NDArray[np.floating], count: int) -> NDArray[np.int64]:
-    """Ids of the `count` largest logits, ascending; of equal ones the lower ids."""
+    """Ids of the `count` largest logits, ascending; among equal logits the lower ids."""
     limit = np.partition(logits, -count)[-count]
     above = np.flatnonzero(logits > limit)
-    level = np.flatnonzero(logits == limit)[: count - len(above)]
-    return np.sort(np.concatenate([above, level]))
+    equal = np.flatnonzero(logits == limit)[: count - len(above)]
+    return np.sort(np.concatenate([above, equal]))
 
 
 def _nucleus(probabilities: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
     """Indices of the smallest set of largest probabilities that add up to at least `top_p`."""
-    # All entries below (1 - p) / n together weigh less than 1 - p, so the set lies among the others: sort only those.
+    # All entries below (1 - p) / n add up to less than 1 - p, so the set lies among the others: sort only those
     candidates = np.flatnonzero(probabilities >= (1 - top_p) / len(probabilities))
     order = candidates[np.argsort(-probabilities[candidates], kind="stable")]
     mass = np.cumsum(probabilities[order])
-    # a token belongs when those before it do not reach p yet; rounding may keep the last sum below p: then all do
+    # A token belongs to the set while those before it do not reach p. Rounding may keep the last sum below p: then all
+    # tokens belong.
     return order[: int(np.searchsorted(mass, top_p)) + 1]

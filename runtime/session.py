@@ -1,13 +1,13 @@
-"""A model on a device: token ids in, logits out, the KV cache held between calls.
+"""A model on a device: token ids in, logits out; the session keeps the KV cache between calls.
 
 The cache never passes through numpy. The manifest lists each layer's buffers with their types and shapes. Where the
-graph can write into its input (`in_place` there), one full-capacity OrtValue is bound as past and as present, and a
-step writes one row of it; otherwise the graph returns a present of its own (longer than the past by the new tokens, or
-a state of the same size), and that OrtValue is bound as the next call's past.
+graph can write into its input (`in_place` in the manifest), one OrtValue of full capacity is bound as past and as
+present, and a decode step writes one row of it. Otherwise the graph returns a new present (longer than the past by the
+new tokens, or a state of the same size), which is bound as the past of the next call.
 
-Batches of unequal prompts come with an `attention_mask` (1 = token, 0 = padding) on either side. Inside, each row's
-tokens are moved to its start: GroupQueryAttention reads a row's length as the sum of its mask and takes the tokens to
-lie there, and a graph that follows the mask itself gives the same logits either way. Positions count real tokens.
+Batches of unequal prompts come with an `attention_mask` (1: token, 0: padding) that pads on either side. The session
+moves each row's tokens to its start: GroupQueryAttention takes a row's length as the sum of its mask and expects its
+tokens there, and a graph that reads the mask itself gives the same logits either way. Positions count real tokens.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from ..errors import DiffbitError
 from .artifact import MODEL, Artifact
 from .native import cuda_architectures
 from .native import library as native_library
-from .providers import onnxruntime, open_session, out_of_memory
+from .providers import OrtValue, onnxruntime, open_session, out_of_memory
 
 Ids = NDArray[np.int64]
 Logits = NDArray[np.float32]
+Signature = tuple[str, tuple[int | None, ...]]  # type and shape of a tensor, None: open
 
-# Tokens of a prompt that go through the graph at once. It bounds the memory for scores and logits (at a vocabulary of
-# 128k, 134 MB), and is long enough that reading the weights again for each chunk costs little. ONNX Runtime computes
-# every output whether it is asked for or not, so the head's work on positions that nobody reads cannot be saved here.
+# Tokens of a prompt per call of the graph. It bounds the memory for attention weights and logits (134 MB with a
+# vocabulary of 128k), and is long enough that reading the weights again for each chunk costs little. ONNX Runtime
+# computes every output, bound or not, so the head's work on positions that nobody reads cannot be saved here.
 CHUNK = 256
-LINE = 64  # bytes
+LINE = 64  # bytes of a cache line
 TENSORS = {
     "float32": "tensor(float)",
     "float16": "tensor(float16)",
@@ -50,10 +51,11 @@ class Session:
         logits = session.step([[int(logits[0].argmax())]])
         session.reset()                                 # the next prompt starts from an empty cache
 
-    diffbit's operators run as kernels of the native library (native.py) where it has them for the device; native=False,
-    or an installation without, runs their portable bodies: the same meaning, slower. Opening checks the listed files'
-    sizes (`diffbit verify` checks their hashes) and that the graph's inputs and outputs are those that the manifest
-    describes.
+    diffbit's operators run as kernels of the native library (native.py) where it has them for the device. native=False,
+    or an installation without the library, runs their portable bodies: the same results, slower. `threads` is the size
+    of ONNX Runtime's pool; None: one per physical core. Opening checks the sizes of the listed files (`diffbit verify`
+    checks their hashes) and compares the graph's inputs and outputs with the manifest. Raises DiffbitError where
+    something does not match, or where the model cannot run on the device.
     """
 
     def __init__(
@@ -71,15 +73,13 @@ class Session:
             buffer.in_place == "always" or (buffer.in_place == "native" and self.native)
             for buffer in self._buffers.values()
         ]
-        self._past_names = [f"past_key_values.{part}" for part in self._buffers]
-        self._present_names = [f"present.{part}" for part in self._buffers]
         self._check_signature()
         self._binding = self._session.io_binding()
         self._binding.bind_output("logits", "cpu")  # the first of the outputs
         self._batch = 0
-        self._past: list[Any] = []  # OrtValues, in the order of _past_names
+        self._past: list[OrtValue] = []  # in the order of _buffers
         self._mask: Ids = np.zeros((0, 0), np.int64)  # [B, C]
-        self._tokens: Ids = np.zeros(0, np.int64)  # [B] real tokens per row
+        self._tokens: Ids = np.zeros(0, np.int64)  # [B], real tokens per row
         self._length = 0
 
     @property
@@ -89,11 +89,11 @@ class Session:
 
     @property
     def length(self) -> int:
-        """Cache slots in use; of a padded batch, those of its longest prompt and the steps since."""
+        """Cache positions in use; for a padded batch, those of its longest prompt and the decode steps since."""
         return self._length
 
     def reset(self) -> None:
-        """Forget all tokens. In-place buffers are kept and written over."""
+        """Forget all tokens. In-place buffers are kept and overwritten."""
         self._length = 0
 
     def prefill(
@@ -102,8 +102,9 @@ class Session:
         """Append prompts `token_ids` [B, S] and return the logits after each row's last token, [B, V].
 
         `attention_mask` [B, S] marks padding with 0, on the left or on the right. `all_positions=True` returns
-        [B, S, V] (zeros at padding). A single sequence may be prefilled again and again; a batch of several starts
-        from an empty cache, and goes on with `step`.
+        [B, S, V] (zeros at padding). A single sequence can be prefilled repeatedly; a batch of several starts from an
+        empty cache and continues with `step`. Raises DiffbitError for ids outside the vocabulary, a mask that does not
+        fit, or more tokens than the context holds.
         """
         ids = _integers(token_ids, "token_ids")
         batch, width = ids.shape
@@ -122,45 +123,43 @@ class Session:
                 f"a batch of {batch} cannot be prefilled onto {self._length} cached tokens; call reset() first"
             )
         self._begin(batch)
-        self._check_room(used)
+        self._check_capacity(used)
 
-        if all_positions:
-            logits = self._append_all(packed, mask)
-            if used == width and mask.all():
-                return logits
-            whole = np.zeros((batch, width, logits.shape[-1]), np.float32)
-            for row, count in enumerate(lengths):
-                whole[row, order[row, :count]] = logits[row, :count]
-            return whole
-        if batch > 1:
-            return self._append(packed, mask)[np.arange(batch), lengths - 1]
-        last = (used - 1) // CHUNK * CHUNK
-        for start in range(0, last, CHUNK):
-            self._append(packed[:, start : start + CHUNK], mask[:, start : start + CHUNK], fetch=False)
-        return self._append(packed[:, last:], mask[:, last:])[:, -1].copy()  # not a view that keeps all rows
+        chunk = CHUNK if batch == 1 else used
+        parts = [
+            self._append(
+                packed[:, start : start + chunk],
+                mask[:, start : start + chunk],
+                fetch=all_positions or start + chunk >= used,
+            )
+            for start in range(0, used, chunk)
+        ]
+        if not all_positions:
+            return parts[-1][np.arange(batch), (lengths - 1) % chunk]
+        logits = np.concatenate(parts, axis=1)
+        if used == width and mask.all():
+            return logits
+        whole = np.zeros((batch, width, logits.shape[-1]), np.float32)
+        for row, count in enumerate(lengths):
+            whole[row, order[row, :count]] = logits[row, :count]
+        return whole
 
     def step(self, token_ids: ArrayLike) -> Logits:
-        """Append one token per row, [B, 1], and return the logits after it, [B, V]."""
+        """Append one token per row, [B, 1], and return the logits after it, [B, V]. Errors as of `prefill`."""
         ids = _integers(token_ids, "token_ids")
         if ids.shape[1] != 1 or not ids.shape[0]:
             raise DiffbitError(f"token_ids has shape {list(ids.shape)}, wanted [B, 1]: one token per row")
         self._check_ids(ids)
         self._begin(ids.shape[0])
-        self._check_room(1)
+        self._check_capacity(1)
         return self._append(ids, np.ones_like(ids))[:, -1]
 
-    def _append_all(self, ids: Ids, mask: Ids) -> Logits:
-        if len(ids) > 1:
-            return self._append(ids, mask)
-        chunks = range(0, ids.shape[1], CHUNK)
-        return np.concatenate([self._append(ids[:, i : i + CHUNK], mask[:, i : i + CHUNK]) for i in chunks], axis=1)
-
     def _append(self, ids: Ids, mask: Ids, fetch: bool = True) -> Logits:
-        """Run the graph on `ids` [B, S] and keep the cache. Returns the logits [B, S, V]; [B, S, 0] without `fetch`."""
+        """Run the graph on `ids` [B, S] and keep its cache; the logits [B, S, V], or [B, S, 0] without `fetch`."""
         start, stop = self._length, self._length + ids.shape[1]
         self._mask[:, start:stop] = mask
         positions = self._tokens[:, None] + np.cumsum(mask, axis=1) - 1
-        feeds = {  # the binding reads this memory and does not own it: it must live until the run is over
+        feeds = {  # the binding does not own this memory: it must live until the run is over
             "input_ids": np.ascontiguousarray(ids),
             "attention_mask": np.ascontiguousarray(self._mask[:, :stop]),
             "position_ids": np.maximum(positions, 0),
@@ -171,7 +170,7 @@ class Session:
         self._bind_cache()
         try:
             logits = _pages((*ids.shape, self.artifact.vocab_size if fetch else 0))
-            if fetch:  # written where it is wanted: ONNX Runtime's own output would have to be copied
+            if fetch:  # into this memory; an output of ONNX Runtime's own would have to be copied
                 binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
             else:
                 binding.bind_output("logits", self.device)
@@ -186,22 +185,20 @@ class Session:
                 ) from None
             raise DiffbitError(f"{self._model}: ONNX Runtime failed while running it ({error})") from None
         if not all(self._in_place):
-            self._past = binding.get_outputs()[1:]  # in the order of first binding
+            self._past = binding.get_outputs()[1:]  # in the order of the first binding, logits first
         self._tokens = self._tokens + mask.sum(axis=1)
         self._length = stop
         return logits
 
     def _bind_cache(self) -> None:
-        """Bind what moves from call to call; the buffers that stay where they are were bound by `_begin`."""
-        for past, present, value, in_place in zip(
-            self._past_names, self._present_names, self._past, self._in_place, strict=True
-        ):
+        """Bind the buffers that move from call to call; `_begin` has bound those that stay."""
+        for name, value, in_place in zip(self._buffers, self._past, self._in_place, strict=True):
             if not in_place:
-                self._binding.bind_ortvalue_input(past, value)
-                self._binding.bind_output(present, self.device)
+                self._binding.bind_ortvalue_input(f"past_key_values.{name}", value)
+                self._binding.bind_output(f"present.{name}", self.device)
 
     def _begin(self, batch: int) -> None:
-        """Make the cache ready for `batch` rows, if it holds no tokens yet."""
+        """Prepare an empty cache for `batch` rows; one that holds tokens must have as many."""
         if self._length:
             if batch != self._batch:
                 raise DiffbitError(
@@ -212,7 +209,7 @@ class Session:
             self._mask = np.zeros((batch, self.capacity), np.int64)
             self._make_buffers(batch)
         except Exception as error:  # ONNX Runtime's exceptions have no base of their own
-            # ValueError, OverflowError: more bytes than addresses
+            # ValueError and OverflowError: more bytes than addresses
             if not isinstance(error, (ValueError, OverflowError)) and not out_of_memory(error):
                 raise
             raise DiffbitError(
@@ -223,7 +220,7 @@ class Session:
         self._tokens = np.zeros(batch, np.int64)
 
     def _make_buffers(self, batch: int) -> None:
-        """Empty buffers for `batch` rows. One that grows in place is kept: what lies behind its end is not read."""
+        """Make buffers for `batch` rows. One that grows in place is kept: nothing behind its end is read."""
         kept = self._past if batch == self._batch else []
         capacity = self.artifact.cache.capacity(self.capacity)
         made = []
@@ -234,7 +231,7 @@ class Session:
                 continue
             zeros = _zeros((batch, *buffer.sizes(capacity if in_place else 0)), buffer.dtype)
             value = onnxruntime().OrtValue.ortvalue_from_numpy(zeros, self.device, 0)
-            # In the order of the names, so that the binding returns its outputs in this order
+            # in the order of the names: the binding returns its outputs in the order of their first binding
             self._binding.bind_ortvalue_input(f"past_key_values.{name}", value)
             if in_place:
                 self._binding.bind_ortvalue_output(f"present.{name}", value)
@@ -243,7 +240,7 @@ class Session:
             made.append(value)
         self._past = made
 
-    def _check_room(self, count: int) -> None:
+    def _check_capacity(self, count: int) -> None:
         if self._length + count > self.capacity:
             raise DiffbitError(
                 f"{self.artifact.path}: the context holds {self.capacity} tokens, but {self._length + count} are "
@@ -259,37 +256,38 @@ class Session:
             )
 
     def _check_signature(self) -> None:
-        """The graph's inputs and outputs against the manifest; a dimension that the graph leaves open fits anything."""
+        """Compare the graph's inputs and outputs with the manifest; a dimension that the graph leaves open fits all."""
         artifact = self.artifact
         int64 = "tensor(int64)"
-        slots = [
-            (TENSORS[buffer.dtype], (None, *(dim if isinstance(dim, int) else None for dim in buffer.shape)))
-            for buffer in self._buffers.values()
-        ]
-        inputs = {name: (int64, (None, None)) for name in ("input_ids", "attention_mask", "position_ids")}
-        outputs = {"logits": ("tensor(float)", (None, None, artifact.vocab_size))}
+        inputs: dict[str, Signature] = {
+            name: (int64, (None, None)) for name in ("input_ids", "attention_mask", "position_ids")
+        }
+        outputs: dict[str, Signature] = {"logits": ("tensor(float)", (None, None, artifact.vocab_size))}
+        for name, buffer in self._buffers.items():
+            shape = (None, *(dim if isinstance(dim, int) else None for dim in buffer.shape))
+            inputs[f"past_key_values.{name}"] = outputs[f"present.{name}"] = TENSORS[buffer.dtype], shape
         for side, found, wanted in (
-            ("input", self._session.get_inputs(), inputs | dict(zip(self._past_names, slots, strict=True))),
-            ("output", self._session.get_outputs(), outputs | dict(zip(self._present_names, slots, strict=True))),
+            ("input", self._session.get_inputs(), inputs),
+            ("output", self._session.get_outputs(), outputs),
         ):
             nodes = {node.name: node for node in found}
-            if odd := sorted(nodes.keys() ^ wanted.keys()):
-                what = "an unknown" if odd[0] in nodes else "no"
-                raise DiffbitError(f"{self._model}: has {what} {side} {odd[0]}; export the model again")
-            for name, (kind, shape) in wanted.items():
+            if different := sorted(nodes.keys() ^ wanted.keys()):
+                what = "an unknown" if different[0] in nodes else "no"
+                raise DiffbitError(f"{self._model}: has {what} {side} {different[0]}; export the model again")
+            for name, (type_, shape) in wanted.items():
                 node = nodes[name]
                 fits = len(node.shape) == len(shape) and all(
                     a is None or not isinstance(b, int) or a == b for a, b in zip(shape, node.shape, strict=True)
                 )
-                if node.type != kind or not fits:
+                if node.type != type_ or not fits:
                     raise DiffbitError(
-                        f"{self._model}: {side} {name} is {node.type} {node.shape}, but the manifest describes {kind} "
-                        f"{list(shape)}; export the model again"
+                        f"{self._model}: {side} {name} is {node.type} {node.shape}, but the manifest describes "
+                        f"{type_} {list(shape)}; export the model again"
                     )
 
 
 def slowdowns(artifact: Artifact, device: str) -> list[str]:
-    """What makes the artifact slower on this device than it need be, a sentence each."""
+    """Reasons why the artifact runs slower on this device than it could, a sentence each."""
     if _library(device) is None:
         missing = (
             "native library in this installation (it was made without a C++ compiler)"
@@ -299,31 +297,31 @@ def slowdowns(artifact: Artifact, device: str) -> list[str]:
         return [f"no {missing}: slower"]
     if device == "cuda" and artifact.dtype == "fp32":
         return [
-            f"{artifact.path}: an fp32 artifact, which takes attention's general kernel on a GPU: slower; "
+            f"{artifact.path}: an fp32 artifact, for which a GPU uses attention's general kernel: slower; "
             "`diffbit export --device cuda` makes an fp16 one"
         ]
     return []
 
 
 def _library(device: str) -> Path | None:
-    """The native library, where it has kernels for the device."""
+    """The native library; None where it has no kernels for the device."""
     return native_library() if device == "cpu" or cuda_architectures() else None
 
 
 def _zeros(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-    """Zeros from a multiple of 64 bytes on, so that no vector of a cache's row lies across two lines of memory.
+    """Zeros that start at a cache line, so that no vector of a cache's row crosses two lines.
 
-    np.zeros takes its pages from the system when they are first written: an unused context costs nothing.
+    np.zeros takes pages from the system when they are first written: an unused context costs nothing.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    room = np.zeros(size + LINE, np.uint8)
-    begin = -room.ctypes.data % LINE
-    return room[begin : begin + size].view(dtype).reshape(shape)
+    memory = np.zeros(size + LINE, np.uint8)
+    begin = -memory.ctypes.data % LINE
+    return memory[begin : begin + size].view(dtype).reshape(shape)
 
 
 def _pages(shape: tuple[int, ...]) -> Logits:
-    """Uninitialized numbers. Many of them have pages of their own, which go back to the system when they are dropped:
-    glibc keeps what it freed once, and a prompt's logits (16 MB for 128 tokens and 32,000 words) would stay.
+    """Uninitialized numbers. From 1 MiB on they have pages of their own, which return to the system when freed: glibc
+    would keep them, such as a prompt's logits (16 MB for 128 tokens and a vocabulary of 32,000).
     """
     size = 4 * math.prod(shape)
     if size < 1 << 20:
@@ -332,7 +330,7 @@ def _pages(shape: tuple[int, ...]) -> Logits:
 
 
 def _integers(values: ArrayLike, what: str) -> Ids:
-    """`values` as int64 [B, S]; a ragged list or numbers of another kind are refused."""
+    """`values` as int64 [B, S]. Raises DiffbitError for a ragged list, or numbers that are no integers."""
     try:
         array = np.asarray(values)
     except ValueError:

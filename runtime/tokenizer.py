@@ -1,9 +1,9 @@
-"""Text to token ids and back, and back again while the ids are still coming in.
+"""Text to token ids and back, also while the ids are still being generated.
 
-A token of a byte-level BPE may end in the middle of a UTF-8 character. Decoders show the unfinished bytes as U+FFFD,
-so text is given out only up to its trailing U+FFFDs; what remains when the stream ends is given out as it is. Text is
-decoded in a window that starts at the last token known to end a character, not token by token, because what a token
-reads as may depend on the one before it (a leading space, a run of byte tokens).
+A token of a byte-level BPE may end in the middle of a UTF-8 character. Decoders show the unfinished bytes as U+FFFD, so
+a stream returns text up to its trailing U+FFFDs, and the rest when it ends. It decodes a window that starts at the last
+token known to end a character, not token by token, because the text of a token may depend on the one before it (a
+leading space, a run of byte tokens).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from ..errors import DiffbitError, MissingDependency
 
 REPLACEMENT = "\ufffd"
-CONTEXT = 8  # prompt tokens that a stream starts from: more than any character or leading space needs
+CONTEXT = 8  # prompt tokens that a stream starts from: enough for any character or leading space
 
 
 class Tokenizer:
-    """A `tokenizer.json` as the library `tokenizers` reads it."""
+    """A `tokenizer.json`, read by the library `tokenizers`. Raises DiffbitError for a file that it cannot read."""
 
     def __init__(self, path: str | Path) -> None:
         try:
@@ -33,18 +33,18 @@ class Tokenizer:
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # tokenizers raises bare Exception
-            raise DiffbitError(f"{path}: is no tokenizer.json that tokenizers can read ({error})") from None
+            raise DiffbitError(f"{path}: is not a tokenizer.json that tokenizers can read ({error})") from None
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the tokenizer knows, added ones included; a model's table may be padded beyond it."""
+        """Number of tokens, added ones included; a model's embedding may have more rows."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, with the special tokens that the tokenizer itself adds (often a leading bos)."""
+        """Token ids of `text`, with the special tokens that the tokenizer adds (often a leading bos)."""
         try:
             text.encode("utf-8")
-        except UnicodeEncodeError as error:  # what Python makes of stray bytes in stdin and in arguments
+        except UnicodeEncodeError as error:  # stray bytes in stdin or in arguments become lone surrogates
             raise DiffbitError(f"the text to encode is not UTF-8 after {error.start} characters") from None
         return list(self._tokenizer.encode(text).ids)
 
@@ -53,37 +53,36 @@ class Tokenizer:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def stream(self, prompt_ids: Iterable[int] = ()) -> TextStream:
-        """A decoder of tokens to come after `prompt_ids`."""
+        """Decode the tokens that follow `prompt_ids`, one by one."""
         return TextStream(self, list(prompt_ids)[-CONTEXT:])
 
 
 class TextStream:
-    """Pieces of text for tokens that arrive one by one; joined, they are what the tokens decode to after the prompt."""
+    """Text of tokens that arrive one by one. Joined, it is what the tokens decode to after the prompt."""
 
     def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
         self._tokenizer = tokenizer
-        self._window = context  # tokens since the last settled one, which comes first
-        # Characters of the window's text that are not given again; a character begun in the prompt is given whole.
-        self._given = len(tokenizer.decode(context).rstrip(REPLACEMENT))
-        self._settled = len(context)
+        self._window = context  # the tokens that end a character (the first `_complete`), then those since
+        self._complete = len(context)
+        # Characters of the window's text that have been returned; one begun in the prompt is returned whole
+        self._returned = len(tokenizer.decode(context).rstrip(REPLACEMENT))
 
     def push(self, token_id: int) -> str:
-        """The text that `token_id` completes; empty while a character is unfinished and for special tokens."""
+        """The text that `token_id` completes; empty while a character is unfinished, and for special tokens."""
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
         end = len(text.rstrip(REPLACEMENT))
-        piece = text[self._given : end]
-        self._given = max(self._given, end)
-        if piece and end == len(text):
-            # A character ends here: the next window starts with this step's tokens.
-            del self._window[: self._settled]
-            self._given = len(self._tokenizer.decode(self._window))
-            self._settled = len(self._window)
-        return piece
+        new = text[self._returned : end]
+        self._returned = max(self._returned, end)
+        if new and end == len(text):  # a character ends here: the next window starts with the tokens since the last end
+            del self._window[: self._complete]
+            self._returned = len(self._tokenizer.decode(self._window))
+            self._complete = len(self._window)
+        return new
 
     def finish(self) -> str:
-        """The rest, when no token follows: U+FFFD for a character that was never finished."""
+        """The rest when no token follows: U+FFFD for an unfinished character."""
         text = self._tokenizer.decode(self._window)
-        piece = text[self._given :]
-        self._given = len(text)
-        return piece
+        new = text[self._returned :]
+        self._returned = len(text)
+        return new

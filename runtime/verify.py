@@ -1,9 +1,12 @@
-"""Does this artifact, on this device, compute what the exporting machine computed?
+"""Checks that an artifact computes on this device what it computed on the exporting machine.
 
-Four checks, each with a name: `manifest` (readable, and its own hash), `file:NAME` for each listed file (size and
-SHA-256), `logits` (the golden prompt's logits, recomputed here: max |here - golden| / spread against the manifest's
-tolerance, where spread is the standard deviation of the golden row) and `greedy` (the most likely next token).
-A model whose files are not the exported ones is not run.
+    manifest     diffbit.json is readable and has its own hash
+    file:NAME    a listed file has its size and SHA-256
+    logits       of the golden prompt, recomputed here: max |here - golden| / spread <= the manifest's tolerance, where
+                 spread is the standard deviation of the golden row of logits
+    greedy       the most likely next token is that of the golden row
+
+A model whose files have changed is not run.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from .session import Session
 
 @dataclass(frozen=True)
 class Check:
+    """One check; `detail` says what was found."""
+
     name: str
     passed: bool
     detail: str
@@ -27,6 +32,8 @@ class Check:
 
 @dataclass(frozen=True)
 class Verification:
+    """The checks of one artifact on one device."""
+
     path: Path
     device: str
     checks: tuple[Check, ...]
@@ -44,9 +51,10 @@ class Verification:
 
 
 def verify(path: str | Path, device: str = "cpu", threads: int | None = None, native: bool = True) -> Verification:
-    """Check the artifact at `path` on `device`, with the native library or without. What is wrong is in the result.
+    """Check the artifact at `path` on `device`, with the native library or without.
 
-    Raises DiffbitError only when the check itself cannot be made: no such folder, no such device, no ONNX Runtime.
+    Failed checks are in the result. Raises DiffbitError only where the checks cannot run: no such folder, no such
+    device, no ONNX Runtime.
     """
     path = Path(path)
     if not path.is_dir():
@@ -64,23 +72,23 @@ def verify(path: str | Path, device: str = "cpu", threads: int | None = None, na
 
     golden = artifact.golden
     session = Session(artifact, device, threads, native)
-    *prompt, last = golden.input_ids  # the last token by a step, which reads the cache that the others left
+    *prompt, last = golden.input_ids  # the last token on its own: its call reads the cache that the others wrote
     if prompt:
         session.prefill([prompt])
     logits = session.prefill([[last]])[0]
     here = logits[list(golden.token_ids)].astype(np.float64)
-    off = float(np.max(np.abs(here - golden.logits))) / golden.spread
+    difference = float(np.max(np.abs(here - golden.logits))) / golden.spread
     checks.append(
         Check(
             "logits",
-            off <= golden.tolerance,  # False for NaN too
-            f"max difference {off:.3g} of the logits' spread, tolerance {golden.tolerance:.3g}",
+            difference <= golden.tolerance,  # False for NaN too
+            f"max difference {difference:.3g} of the logits' spread, tolerance {golden.tolerance:.3g}",
         )
     )
     wanted, found = golden.token_ids[int(np.argmax(golden.logits))], int(logits.argmax())
-    # Two tokens closer than what the tolerance lets each of them move may change places.
+    # The tolerance lets each of two logits move: tokens closer than twice the tolerance may change places
     behind = float(logits.max() - logits[wanted]) / golden.spread
     agrees = behind <= 2 * golden.tolerance
     detail = f"token {found}" if agrees else f"token {found} is most likely here, {wanted} where it was exported"
     checks.append(Check("greedy", agrees, detail))
-    return Verification(path, device, tuple(checks), off, golden.tolerance, session.native)
+    return Verification(path, device, tuple(checks), difference, golden.tolerance, session.native)

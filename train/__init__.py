@@ -1,8 +1,7 @@
-"""Training: presets, the run's options, the loop, checkpoints that resume."""
+"""Training: presets, options of a run, the loop, quantization-aware training, distillation, checkpoints."""
 
 from .config import TrainConfig
-from .folder import read_log
-from .plot import plot_losses
+from .folder import plot_losses, read_log
 from .presets import PRESETS, model_config, parameters, train_config
 from .trainer import TrainResult, evaluation_loss, lambdas, train
 

@@ -1,4 +1,4 @@
-"""What a training run is made of, checked before anything starts."""
+"""Options of a training run, checked before it starts."""
 
 from __future__ import annotations
 
@@ -14,34 +14,37 @@ SCHEDULES = ("cosine", "two_stage")
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A training run. A step sees batch_size * accumulate * processes rows of `length` tokens."""
+    """Options of a training run. A step trains on batch_size * accumulate * processes rows of `length` tokens.
+
+    Raises DiffbitError for options out of range, or a format that the model cannot have.
+    """
 
     model: ModelConfig
     steps: int
-    length: int  # tokens a row: the context trained on
-    batch_size: int = 16  # rows in one forward pass of one process
-    accumulate: int = 1  # forward passes summed up before a step
-    learning_rate: float = 3e-3  # at its highest, after `warmup` steps; what follows is the schedule's
+    length: int  # tokens of a row: the context trained on
+    batch_size: int = 16  # rows of one forward pass of one process
+    accumulate: int = 1  # forward passes of a step
+    learning_rate: float = 3e-3  # the highest, after `warmup` steps; then the schedule's
     warmup: int = 50
-    weight_decay: float = 0.1  # of matrices; norms and lambda vectors are not decayed
+    weight_decay: float = 0.1  # of matrices; none of norms and lambda vectors
     clip: float = 1.0  # largest norm of the gradient
     source: str = "stdlib"  # as calib_data.load_text reads it
     field: str = "text"
-    limit: int | None = None  # bytes of text read from the train split
+    limit: int | None = None  # bytes of text to read from the train split; None: all
     tokenizer: str | None = None  # a tokenizer.json or its folder; None: train one of model.vocab_size ids
-    init: str | None = None  # a checkpoint whose weights training starts from; None: fresh ones
-    qat: str | None = None  # the format that linear layers compute in, such as "ternary"; None: float
+    init: str | None = None  # a checkpoint with the initial weights; None: drawn anew
+    qat: str | None = None  # format of the linear layers, such as "ternary"; None: float
     activations: str = "int8"  # of ternary layers: int8, or int4 behind a Hadamard transform (BitNet v2)
     schedule: str = "cosine"  # of the learning rate, or "two_stage"
-    distill: str | None = None  # a checkpoint, float or quantized, whose predictions are learned from too; None: none
-    distill_weight: float = 100.0  # alpha of distill.py: of its predictions, beside 1 of the text
-    needles: float = 0.0  # share of the rows that are needle rows (calib_data/needles.py)
+    distill: str | None = None  # a checkpoint, float or quantized: the teacher (distill.py); None: no teacher
+    distill_weight: float = 100.0  # alpha of distill.py: weight of the teacher's loss; the text's has 1
+    needles: float = 0.0  # share of rows with needles (calib_data/needles.py)
     seed: int = 0  # of weights and of the order of rows
     device: str = "auto"  # auto | cpu | cuda
     compile: bool = False  # torch.compile
     precision: str = "auto"  # of the forward pass: fp32, bf16 (autocast), or auto: bf16 on a GPU, fp32 on a CPU
     eval_every: int = 0  # steps; 0: at the end only
-    eval_windows: int = 64  # windows of `length` tokens that the evaluation loss is taken over
+    eval_windows: int = 64  # windows of `length` tokens for the evaluation loss
     checkpoint_every: int = 500  # steps; 0: none before the end
 
     def __post_init__(self) -> None:
@@ -63,7 +66,7 @@ class TrainConfig:
         self._want("activations", fits, "int8 where qat is not ternary")
         scheme = self.scheme
         if scheme is not None:
-            scheme.formats(self.model)  # refuses what cannot be
+            scheme.formats(self.model)  # raises DiffbitError for formats that do not fit
         self._want("warmup", self.warmup <= self.steps, f"at most the {self.steps} steps of the run")
         self._want(
             "length",
@@ -82,7 +85,7 @@ class TrainConfig:
 
     @property
     def scheme(self) -> Scheme | None:
-        """What is trained for; None: a float model."""
+        """The scheme that the model is trained for; None: float."""
         if self.qat is None:
             return None
         format = parse_format(self.qat)
@@ -93,10 +96,10 @@ class TrainConfig:
         return {**asdict(self), "model": self.model.to_dict()}
 
     def differences(self, other: dict[str, Any]) -> list[str]:
-        """Names of the options that would change the result and differ from a `to_dict()` of another run."""
+        """Names of the options that change the result and differ from `other`, the `to_dict()` of another run."""
         ours = self.to_dict()
         free = {"device", "compile", "checkpoint_every"}
-        return [  # a run of an earlier version lacks options, which were as they are by default
+        return [  # the run of an earlier version lacks newer options: they had their defaults
             field.name
             for field in fields(self)
             if field.name not in free and ours[field.name] != other.get(field.name, field.default)

@@ -1,15 +1,16 @@
-"""The order in which training sees its text: a function of (text, length, seed) and nothing else.
+"""The rows of text that training sees, and their order: a function of (text, length, seed) alone.
 
-The documents are one stream of tokens, `eos d1 eos d2 ... eos`. An epoch cuts it into rows of length + 1 tokens, each
-beginning on the last token of the one before, so that every token is predicted once; where the first row begins is
-drawn anew for each epoch, so the tokens that no row reaches (fewer than 2 * length at the two ends) change. The rows
-of all epochs form one endless sequence. Step s takes the next batch_size * accumulate * world_size rows of it.
+The documents form one stream of tokens, `eos d1 eos d2 ... eos`. An epoch cuts it into rows of length + 1 tokens, each
+of which begins with the last token of the one before, so that every token is predicted once. Each epoch draws a new
+start for the first row, so that the tokens that no row reaches (fewer than 2 * length at the two ends) change. The rows
+of all epochs form one endless sequence; each step takes the next batch_size * accumulate * world_size of them.
 
-A share of the rows may be needle rows (calib_data/needles.py): which ones, and what they hold, depends on the seed and
-the row's number alone. Such a row has 1 to `most` needles, all of them asked for, where `most` fill half of it.
+A share of the rows may have needles (calib_data/needles.py); which ones, and which needles, depends on the seed and the
+row's number alone. Such a row has 1 to `max_needles` needles, with a query for each, which fill at most half of it.
 
-Model, number of processes and a restart do not enter: a matched pair of models sees the same batches in the same
-order, N processes together see what one sees with N times the batch, and a resumed run goes on where it stopped.
+The model, the number of processes and a restart have no influence: a matched pair of models sees the same batches in
+the same order, N processes see together what one sees with N times the batch, and a resumed run continues where it
+stopped.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from ..errors import DiffbitError
 
 
 class Rows:
-    """The endless sequence of training rows over a stream of token ids [T]."""
+    """The endless sequence of training rows over a stream of token ids int64 [T].
+
+    `share`: of rows with needles. Raises DiffbitError for a stream of fewer than 2 * length tokens.
+    """
 
     def __init__(
         self, tokens: np.ndarray, length: int, seed: int, needles: Needles | None = None, share: float = 0.0
     ) -> None:
-        self.per_epoch = (len(tokens) - length) // length  # holds for every offset in [0, length)
+        self.per_epoch = (len(tokens) - length) // length  # for every start of the first row in [0, length)
         if self.per_epoch < 1:
             raise DiffbitError(
                 f"the training text has {len(tokens)} tokens, but rows of {length} need {2 * length} or more; "
@@ -35,13 +39,14 @@ class Rows:
         self.tokens, self.length, self.seed = tokens, length, seed
         self.needles, self.share = needles, share
         if needles is not None:
-            self.most = min(len(needles.words), length // (4 * needles.size))
-            needles.check(length, max(self.most, 1), 1)
+            self.max_needles = min(len(needles.words), length // (4 * needles.size))
+            needles.check(length, max(self.max_needles, 1), 1)
         self._epoch = -1
         self._starts = np.empty(0, dtype=np.int64)
 
     def take(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rows first ... first + count - 1 of the sequence, int64 [count, length + 1]; and, bool, answers' tokens."""
+        """Rows first ... first + count - 1 of the sequence, int64 [count, length + 1], and which of their tokens answer
+        a query, bool of the same shape."""
         rows, answers = zip(*(self._row(number) for number in range(first, first + count)), strict=True)
         return np.stack(rows), np.stack(answers)
 
@@ -53,10 +58,10 @@ class Rows:
         generator = np.random.default_rng([self.seed, number, 1])  # a third number: not an epoch's
         if generator.random() >= self.share:
             return row, answers
-        needles = int(generator.integers(1, self.most + 1))
-        row, starts, _ = self.needles.lay(row, needles, needles, generator)
-        for place in range(VALUE):
-            answers[starts + place] = True
+        count = int(generator.integers(1, self.max_needles + 1))
+        row, starts, _ = self.needles.insert(row, count, count, generator)
+        for offset in range(VALUE):
+            answers[starts + offset] = True
         return row, answers
 
     def _start(self, number: int) -> int:

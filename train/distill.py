@@ -1,16 +1,16 @@
-"""Distillation: a frozen teacher's predictions for every token, beside the text's own (BitDistill, arXiv 2510.13998).
+"""Distillation from a frozen teacher's predictions for every token (BitDistill, arXiv 2510.13998).
 
     loss = CE + alpha L_logits                                                               (eq. 13, without relations)
 
     L_logits       mean over tokens of KL(teacher || student) of softmax(logits / 5); no factor 25        (eq. 8-9)
 
 alpha is 100 by default, where the paper has 10 for tasks of few labels: at temperature 5 a gradient is a twenty-fifth
-of what it is at 1, and 100 weighs a teacher of a whole vocabulary four times as much as the text. 60 steps of 8 rows of
-128 tokens from a trained Transformer to ternary (learning rate 8e-4) end at 2.646 nats with 10 and at 2.523 with 100.
-Student and teacher must share the vocabulary; their attention variants and sizes may differ.
+of that at 1, so 100 weighs the teacher four times as much as the text. 60 steps of 8 rows of 128 tokens, from a trained
+Transformer to ternary (learning rate 8e-4), end at 2.646 nats with 10 and at 2.523 with 100. Student and teacher must
+share the vocabulary; their attention variants and sizes may differ.
 
-The loss is a sum of a divergence whose gradient is known in closed form, and is computed with it in blocks: of a second
-[B, S, V] only the teacher's logits and the gradient are held.
+The divergence and its gradient, known in closed form, are computed together in blocks: beside the student's logits only
+the teacher's logits and the gradient exist as [B, S, V].
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ from ..quantize import load
 from .config import TrainConfig
 
 TEMPERATURE = 5.0
-BLOCK = 1 << 20  # numbers of a divergence's input handled at a time: some MB, which stay in cache
+BLOCK = 1 << 20  # logits of a block: a few MB, which stay in cache
 
 
 class Teacher:
-    """The model a student learns from: float or quantized, of any attention variant and size."""
+    """The model that a student learns from: float or quantized, of any attention variant and size.
+
+    Raises DiffbitError for one with another vocabulary, or a context shorter than the rows.
+    """
 
     def __init__(self, config: TrainConfig, tokenizer: TextTokenizer, device: torch.device) -> None:
         assert config.distill is not None
@@ -42,19 +45,19 @@ class Teacher:
 
     @torch.no_grad()
     def logits(self, ids: Tensor) -> Tensor:
-        """ids [B, S] -> [B, S, V]."""
+        """ids [B, S] -> logits [B, S, V]."""
         logits: Tensor = self.model(ids)
         return logits
 
 
 def distillation_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """Sum over tokens of KL(teacher || student) at TEMPERATURE, of logits [B, S, V]."""
+    """Sum over tokens of KL(teacher || student) at TEMPERATURE, of logits [B, S, V]; in nats."""
     loss: Tensor = _Divergence.apply(student, teacher)
     return loss
 
 
 class _Divergence(torch.autograd.Function):
-    """Sum over tokens of KL(teacher || student) at TEMPERATURE, of logits [B, S, V]."""
+    """`distillation_loss` and its gradient, block by block."""
 
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor) -> Tensor:
@@ -62,7 +65,9 @@ class _Divergence(torch.autograd.Function):
         students, teachers = student.reshape(-1, width), teacher.reshape(-1, width)
         gradient = torch.empty_like(students)
         total = torch.zeros((), device=student.device)
-        for rows in _blocks(len(students), width):
+        block = max(1, BLOCK // width)
+        for start in range(0, len(students), block):
+            rows = slice(start, start + block)
             loss, slope = divergence(students[rows].float() / TEMPERATURE, teachers[rows].float() / TEMPERATURE)
             total += loss
             gradient[rows] = slope.div_(TEMPERATURE)
@@ -76,30 +81,25 @@ class _Divergence(torch.autograd.Function):
 
 
 def divergence(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits fp32 [..., V] -> sum of KL(softmax(teacher) || softmax(student)), and its gradient to the student's."""
+    """Logits fp32 [..., V] -> sum of KL(softmax(teacher) || softmax(student)), and its gradient to `student`."""
     ours, theirs = student.log_softmax(-1), teacher.log_softmax(-1)
     wanted = theirs.exp()
     total = (wanted * theirs.sub_(ours)).sum()
     return total, ours.exp_().sub_(wanted)
 
 
-def _blocks(count: int, width: int) -> list[slice]:
-    step = max(1, BLOCK // width)
-    return [slice(start, start + step) for start in range(0, count, step)]
-
-
 def _check(checkpoint: Checkpoint, config: TrainConfig, tokenizer: TextTokenizer) -> None:
-    """Refuse a teacher that speaks of other tokens, or of fewer at a time."""
+    """Raise DiffbitError for a teacher with other tokens, or with a shorter context than the rows."""
     path, wanted = checkpoint.path, config.model
     if checkpoint.config.vocab_size != wanted.vocab_size:
         raise DiffbitError(
             f"{path}: its vocabulary has {checkpoint.config.vocab_size} ids and the student's {wanted.vocab_size}, "
-            "but a teacher must have the student's; start the student with --tokenizer or --init from this folder"
+            "but both must be the same; start the student with --tokenizer or --init from this folder"
         )
     theirs = load_tokenizer(path)
     if theirs.backend.get_vocab() != tokenizer.backend.get_vocab():
         raise DiffbitError(
-            f"{path}: its tokenizer gives other ids than the student's, but a teacher must read the student's tokens; "
+            f"{path}: its tokenizer gives other ids than the student's, but both must be the same; "
             "start the student with --tokenizer or --init from this folder"
         )
     if checkpoint.config.max_position < config.length:

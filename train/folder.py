@@ -1,16 +1,19 @@
-"""The folder of a training run: whether it may be used, its log, and the model that ends up in it."""
+"""The folder of a training run: checks, log, loss curves, and the trained model."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
-from ..errors import DiffbitError
+from ..errors import DiffbitError, MissingDependency
 from ..files import write_atomic
 from ..models import Decoder, save
 from ..quantize import Scheme
@@ -20,29 +23,29 @@ from .qat import weights
 
 LOG = "log.jsonl"
 MASTER = "master"
-METHOD = "qat"  # in the quantization_config of what comes out
+METHOD = "qat"  # in the quantization_config of the trained model
 
 
 def check_folder(out: Path, *, resume: bool, overwrite: bool) -> None:
-    """Raise DiffbitError unless a run may start (or resume) in `out`; touches nothing."""
+    """Raise DiffbitError unless a run can start (or resume) in `out`; changes nothing."""
     if out.is_file():
-        raise DiffbitError(f"{out}: is a file, but the run's folder is to be written there; choose another name")
+        raise DiffbitError(f"{out}: is a file, wanted a folder for the run; choose another name")
     if not out.is_dir() or not any(out.iterdir()):
         if resume:
             raise DiffbitError(f"{out}: holds no run to resume; start it without resume")
         return
     finished, ours = (out / "config.json").is_file(), (out / LOG).is_file()
     if resume and finished:
-        raise DiffbitError(f"{out}: the run is through, there is nothing to resume; choose another folder")
+        raise DiffbitError(f"{out}: the run has finished, there is nothing to resume; choose another folder")
     if not resume and not overwrite:
         hint = ", resume its run" if ours and not finished else ""
         raise DiffbitError(f"{out}: already exists and is not empty; choose another folder{hint}, or pass --overwrite")
     if not ours:
-        raise DiffbitError(f"{out}: holds no {LOG}, so it is no training run's folder; choose another folder")
+        raise DiffbitError(f"{out}: holds no {LOG}, so it is not the folder of a training run; choose another folder")
 
 
 def begin_run(out: Path) -> None:
-    """An empty run folder; what an earlier run left there goes (`check_folder` has made sure that it is one)."""
+    """Make `out` an empty run folder; deletes an earlier run there (`check_folder` has made sure that it is one)."""
     out.mkdir(parents=True, exist_ok=True)
     for entry in out.iterdir():
         if entry.is_dir() and not entry.is_symlink():
@@ -53,7 +56,8 @@ def begin_run(out: Path) -> None:
 
 
 def read_log(out: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run's log; a last line that a killed run left half written is not one."""
+    """The lines of a run's log, without a last line that a killed run left half written. Raises DiffbitError for a log
+    that cannot be read."""
     path = Path(out) / LOG
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -70,15 +74,60 @@ def read_log(out: str | Path) -> list[dict[str, Any]]:
 
 
 def rewind_log(out: Path, step: int) -> None:
-    """Forget what was logged after `step`: a resumed run logs it again."""
+    """Delete the lines after `step`; a resumed run writes them again."""
     rows = [row for row in read_log(out) if row["step"] <= step]
     with write_atomic(out / LOG) as temporary:
         temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
+def pyplot() -> ModuleType:
+    """matplotlib's pyplot, which draws to files. Raises MissingDependency without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise MissingDependency("matplotlib", "lab", "the loss plot") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def plot_losses(logs: Mapping[str, list[dict[str, Any]]], path: str | Path) -> None:
+    """Draw loss curves of the named logs (`read_log`) as a PNG: the training loss, as it is and as the mean of 20
+    steps, the evaluation loss, and the loss of needles' answers, as the mean of 20 steps."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for index, (name, log) in enumerate(logs.items()):
+        color = f"C{index}"
+        steps = np.array([row["step"] for row in log])
+        losses = np.array([row["loss"] for row in log])
+        axes.plot(steps, losses, color=color, alpha=0.2, linewidth=0.8)
+        axes.plot(*_smooth(steps, losses), color=color, label=f"{name}, training")
+        answers = [(row["step"], row["answer_loss"]) for row in log if "answer_loss" in row]
+        if answers:
+            found = _smooth(*np.array(answers).T)
+            axes.plot(*found, color=color, linestyle=":", label=f"{name}, needles' answers")
+        scored = [(row["step"], row["eval_loss"]) for row in log if "eval_loss" in row]
+        if scored:
+            axes.plot(*zip(*scored, strict=True), "o", color=color, markersize=4, label=f"{name}, held out")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with write_atomic(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
+    plt.close(figure)
+
+
+def _smooth(steps: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean of 20 steps, or of all if there are fewer."""
+    width = min(20, len(losses))
+    return steps[width - 1 :], np.convolve(losses, np.ones(width) / width, mode="valid")
+
+
 def place_model(model: Decoder, out: Path, tokenizer: Path, scheme: Scheme | None) -> None:
-    """Save the trained model into `out` and drop what only the run needed. config.json comes last: with it, the
-    folder is a whole model. One trained for a scheme is saved quantized, its float weights in the folder MASTER."""
+    """Save the trained model in `out` and delete what only the run needed. config.json comes last: with it, the folder
+    is a whole model. A model trained for a scheme is saved quantized, with its float weights in the folder MASTER."""
     folder = out / ".model"
     shutil.rmtree(folder, ignore_errors=True)
     if scheme is None:
@@ -86,7 +135,7 @@ def place_model(model: Decoder, out: Path, tokenizer: Path, scheme: Scheme | Non
     else:
         save_quantized(weights(model), folder, model.config, scheme, method=METHOD, tokenizer_from=tokenizer)
         save(model, folder / MASTER, dtype=torch.float32, tokenizer_from=tokenizer)
-    # Of a run that was killed right here: a folder cannot replace one that holds something
+    # A run killed here may have left it, and a folder cannot replace one that is not empty
     shutil.rmtree(out / MASTER, ignore_errors=True)
     for file in sorted(folder.iterdir(), key=lambda file: file.name == "config.json"):
         os.replace(file, out / file.name)

@@ -1,26 +1,29 @@
-"""Weights to start from.
+"""Initial weights: drawn anew, or those of a trained model that gets sub-norms.
 
-Linear layers and embeddings: N(0, 2 / (5 hidden)), SmallInit (arXiv 1910.05895), which is 0.02 at a
-hidden size of 1000 and larger in the small models here. What writes into the residual stream (o_proj, down_proj) is
+Linear layers and embeddings are N(0, 2 / (5 hidden)) (SmallInit, arXiv 1910.05895): a standard deviation of 0.02 at a
+hidden size of 1000, larger in the small models here. Layers that write to the residual stream (o_proj, down_proj) are
 divided by sqrt(2 layers), so that the stream's variance does not grow with depth (GPT-2). Norm weights are 1. The
 lambda vectors of differential attention version 1 are N(0, 0.1^2) (arXiv 2410.05258).
 
-Each tensor is drawn from a generator of its own, seeded by (seed, name): two models with tensors of the same name and
-shape, as the matched pair softmax / diff_v1 has throughout, start from the same weights.
+Each tensor has a generator of its own, seeded by (seed, name): two models with tensors of the same names and shapes,
+such as the matched pair softmax and diff_v1, start from the same weights.
 """
 
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 
 import torch
+from torch import Tensor, nn
 
 from ..models import Decoder
 from ..models.checkpoint.names import EMBEDDING, is_linear
+from ..models.layers.norm import RMSNorm
 
 
 def initialize(model: Decoder, seed: int) -> None:
-    """Fill every parameter of `model`, in place; the same on every device."""
+    """Fill every parameter of `model` in place, with the same numbers on every device."""
     config = model.config
     std = (2 / (5 * config.hidden_size)) ** 0.5
     into_residual = std / (2 * config.num_layers) ** 0.5
@@ -38,3 +41,36 @@ def initialize(model: Decoder, seed: int) -> None:
             else:
                 drawn *= into_residual if name.endswith(("o_proj.weight", "down_proj.weight")) else std
             parameter.copy_(drawn)
+
+
+@torch.no_grad()
+def insert_sub_norms(source: Decoder, model: Decoder, ids: Tensor) -> None:
+    """Fill `model`, which has sub-norms (before o_proj and down_proj), from `source`, which has none; `ids` [B, S] is
+    text to fit them to.
+
+    A norm divides the numbers x_t of a token by r_t = sqrt(mean(x_t^2) + eps), which the trained model does not do. The
+    weight of channel c that undoes most of it, in the least squares over the tokens, is
+
+        w_c = sum_t x_tc^2 / r_t  /  sum_t x_tc^2 / r_t^2        argmin sum_t (w_c x_tc / r_t - x_tc)^2
+
+    This is r where all tokens have the same r; behind diff_v1's own head norm it is 1, and nothing changes.
+    """
+    model.load_state_dict(source.state_dict(), strict=False)
+    sums: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def add(module: nn.Module, inputs: tuple[Tensor, ...], output: object, name: str, eps: float) -> None:
+        x = inputs[0].flatten(0, -2).double()
+        inverse = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+        above, below = (x.square() * inverse).sum(0), (x * inverse).square().sum(0)
+        before = sums.get(name, (0.0, 0.0))
+        sums[name] = before[0] + above, before[1] + below
+
+    norms = {name: norm for name, norm in model.named_modules() if name.endswith("_sub_norm")}
+    for name, norm in norms.items():
+        assert isinstance(norm, RMSNorm)
+        source.get_submodule(name).register_forward_hook(partial(add, name=name, eps=norm.eps))
+    for row in ids:
+        source(row[None])
+    for name, (above, below) in sums.items():
+        weight = torch.where(below > 0, above / below, above.sum() / below.sum())  # else: a channel that is always 0
+        model.get_parameter(f"{name}.weight").copy_(weight)

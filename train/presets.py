@@ -1,16 +1,16 @@
-"""Sizes to train, each with three attention variants of equal size, and how to train them.
+"""Presets: sizes of models, each for three attention variants of equal size, and how to train them.
 
-Within a preset the variants have the same parameters within 1 % and differ only in their heads (d = head_dim). With
-H pairs in diff_v1:
+The variants of a preset have the same number of parameters within 1 % and differ in their heads only (d = head_dim).
+With H pairs in diff_v1:
 
     variant   query heads      key heads    value heads    weights of q + k + v + o, in units of hidden * d
     softmax   2H of d          2H of d      2H of d        2H + 2H + 2H + 2H = 8H
     diff_v1   H pairs of d     H pairs      H of 2d        2H + 2H + 2H + 2H = 8H     (+ 4d for lambda)
     diff_v2   2H pairs of d    H of d       H of d         4H +  H +  H + 2H = 8H     (+ 2H hidden for lambda)
 
-softmax against diff_v1 is the paper's pairing: the same d, half as many (double) heads (arXiv 2410.05258, section
-2.1), so that all weights have the same names and shapes. diff_v2 doubles the query heads of the softmax baseline, as
-its authors do, and pays with fewer key-value heads (grouped queries, 4 query heads each).
+softmax and diff_v1 are the paper's pair: the same d, half as many (double) heads (arXiv 2410.05258, section 2.1), so
+that all weights have the same names and shapes. diff_v2 has twice the query heads of softmax, as its authors do, and
+fewer key-value heads (grouped queries, 4 query heads each).
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from ..quantize import parse_format
 from .config import TrainConfig
 from .folder import MASTER
 
-TERNARY_RATE = 2.0  # learning rate of ternary weights, times that of float ones
-# The same from a trained checkpoint: two bits have to move far, more are there but for the rounding
+TERNARY_RATE = 2.0  # learning rate of ternary weights, relative to that of float weights
+# The same from a trained checkpoint: weights of two bits must move far, those of more bits hardly
 FEW_BITS_FROM_CHECKPOINT = 0.5
 FROM_CHECKPOINT = 0.025
-ATTENTION = "diff_v1"  # of a model that is to have none in particular
+ATTENTION = "diff_v1"  # by default
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Sizes of a model and the length of its training. Hidden and intermediate sizes are multiples of 128, so that
-    every weight format's groups come out even."""
+    """Sizes of a model and the length of its training. Hidden and intermediate sizes are multiples of 128, the largest
+    group of weight formats."""
 
     vocab_size: int
     hidden_size: int
@@ -54,9 +54,9 @@ class Preset:
 
 
 PRESETS = {
-    # Small enough for git, three times: examples/pico.
+    # Small enough for git: examples/pico.
     "pico": Preset(1024, 128, 2, 2, 128, 256, 800, 8, 1, 5e-3, 60),
-    # The demo's: a pair in a few minutes on two CPU cores.
+    # For a matched pair in a few minutes on two CPU cores.
     "tiny": Preset(1024, 128, 4, 2, 256, 128, 1200, 8, 1, 5e-3, 60),
     # The size of the published Diff_NanoGPT: 2.5 M parameters, context 256.
     "nano": Preset(1024, 256, 3, 4, 640, 256, 3000, 32, 1, 2e-3, 100),
@@ -69,7 +69,8 @@ PRESETS = {
 def model_config(
     preset: str, attention: str, *, vocab_size: int | None = None, mlp: str = "swiglu", sub_norms: bool = False
 ) -> ModelConfig:
-    """The model of a preset with one attention variant (and the vocabulary of a given tokenizer)."""
+    """The model of a preset with an attention variant; `vocab_size` None: the preset's. Raises DiffbitError for an
+    unknown name."""
     size = _preset(preset)
     if attention not in variants():
         raise DiffbitError(f"attention {attention!r} is none of {', '.join(variants())}")
@@ -103,14 +104,15 @@ def train_config(
 ) -> TrainConfig:
     """The training run of a preset; `changes` replace fields of TrainConfig.
 
-    mlp, sub_norms: of the model (models/config.py). None: swiglu and, for `qat` in ternary, sub-norms, or what `init`
-    has; sub-norms can be put into the model of `init`. A ternary run from fresh weights has the recipe of BitNet b1.58:
-    a learning rate TERNARY_RATE times as high, in two stages. One for a format from `init` has a lower one than the
-    preset's: half at two bits, a fortieth above.
+    vocab_size: None: that of the tokenizer among the changes, else the preset's.
+    context: of the model and of the rows; None: that of `init`, else the preset's.
+    init: a checkpoint to start from; its model and tokenizer are used, and `attention` must agree with it.
+    mlp, sub_norms: of the model (models/config.py); None: those of `init`, else swiglu and, with ternary `qat`,
+    sub-norms. Sub-norms can be added to the model of `init`.
 
-    The vocabulary is `vocab_size`, or else that of the tokenizer among the changes, or else the preset's. With `init`,
-    a checkpoint to start from, model and tokenizer are its own, and `attention` can only confirm it. `context`: of the
-    model and of the rows it is trained on; None: the preset's, or that of `init`.
+    A ternary run without `init` follows BitNet b1.58: a learning rate TERNARY_RATE times as high, in two stages. A
+    quantization-aware run from `init` has a lower learning rate than the preset: half at two bits, a fortieth above.
+    Raises DiffbitError for unknown names, and for a checkpoint that does not fit.
     """
     qat = changes.get("qat")
     ternary = qat is not None and parse_format(qat).trained
@@ -144,7 +146,7 @@ def train_config(
         config = replace(
             config, learning_rate=size.learning_rate * (FEW_BITS_FROM_CHECKPOINT if few else FROM_CHECKPOINT)
         )
-    if "steps" in changes:  # a shorter run warms up no longer than the same share of it
+    if "steps" in changes:  # a short run warms up for at most a tenth of it
         changes = {"warmup": min(config.warmup, max(1, changes["steps"] // 10)), **changes}
     return replace(config, **changes)
 
@@ -156,12 +158,12 @@ def _preset(name: str) -> Preset:
 
 
 def _model_of(checkpoint: str, attention: str | None, mlp: str | None, sub_norms: bool | None) -> ModelConfig:
-    """The model of a checkpoint that training can go on from."""
+    """The model of a checkpoint that training can start from; otherwise raises DiffbitError."""
     found = Checkpoint(checkpoint)
     if found.quantization is not None:
         master = Path(checkpoint) / MASTER
         source = f"give {master}" if master.is_dir() else "give its source"
-        raise DiffbitError(f"{checkpoint}: is quantized, and training starts from float weights; {source}")
+        raise DiffbitError(f"{checkpoint}: is quantized, but training starts from float weights; {source}")
     if attention not in (None, found.config.attention):
         raise DiffbitError(
             f"{checkpoint}: its attention is {found.config.attention}, not {attention}; leave --attention out, or "
@@ -177,7 +179,7 @@ def _model_of(checkpoint: str, attention: str | None, mlp: str | None, sub_norms
 
 
 def parameters() -> list[dict[str, Any]]:
-    """One row for each preset and variant: its sizes and its number of parameters (embedding counted once)."""
+    """A row for each preset and variant: its sizes and number of parameters; a tied embedding counts once."""
     rows = []
     for preset in PRESETS:
         for attention in variants():

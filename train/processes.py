@@ -1,4 +1,4 @@
-"""One process, or several under torchrun: rank, device, and who writes the files."""
+"""Processes of a training run, one or several under torchrun: rank, device, and which one writes the files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import DiffbitError
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those of one launch."""
+    """This process and the number of all."""
 
     rank: int
     count: int
@@ -26,16 +26,17 @@ class Processes:
         return self.rank == 0
 
     def wait(self) -> None:
-        """Return once every process has come here."""
+        """Wait until every process has called this."""
         if self.count > 1:
             dist.barrier()
 
 
 def processes(device: str) -> Processes:
-    """Join the process group that torchrun's environment describes (if any).
+    """Join the process group that torchrun's environment describes, if any.
 
-    `device` is auto, cpu or cuda; each process takes the GPU of its local rank. The group is left when the process ends
-    and not before: a second run in the same processes would wait for ever while it forms a second one.
+    `device` is auto, cpu or cuda; each process takes the GPU of its local rank. Raises DiffbitError where there is no
+    such GPU. A process leaves the group when it ends: a second group, formed for a second run in the same processes,
+    would wait for ever.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise DiffbitError("device cuda was asked for, but torch sees no CUDA GPU; pass cpu, or install a CUDA torch")

@@ -1,14 +1,16 @@
-"""Quantization-aware training: linear layers that compute in a low-bit format and keep their weights in float.
+"""Quantization-aware training: linear layers that compute in a low-bit format and keep float master weights.
 
-A weight W, its master, is trained in float32; every forward pass multiplies by what a format makes of it, and rounding
-is taken as the identity on the way back (the straight-through estimator). One mechanism, formats as values:
+A master weight W is trained in float32. Each forward pass multiplies by its quantized value, and the backward pass
+treats rounding as the identity (the straight-through estimator). The formats differ in their scales:
 
-    ternary       absmean codes and int8 activations a token (BitNet b1.58, arXiv 2402.17764, eq. 1-3); the forward is
-                  the exported operator's: int8 codes, an exact integer sum, times a * s (ops/ternary_matmul.py)
-    int2 ... int8 symmetric, steps learned with the weights (LSQ, arXiv 1902.08153, eq. 3 and section 2.2), as factors
-                  of those they start from: AdamW moves a number by the learning rate whatever its gradient, and a
-                  step of 0.01 would be gone after a few; activations are rounded as the exported operator does it
-    codebooks     ranges taken anew from the weights at each step
+    ternary        absmean codes, int8 activations with a scale a token (BitNet b1.58, arXiv 2402.17764, eq. 1-3); the
+                   forward pass is the exported operator's: int8 codes, an exact integer sum, times a * s
+                   (ops/ternary_matmul.py)
+    int2 ... int8  symmetric, scales learned with the weights (LSQ, arXiv 1902.08153, eq. 3 and section 2.2) as factors
+                   of their initial values: AdamW changes a number by about the learning rate whatever its gradient, so
+                   a scale of 0.01 would vanish after a few training steps; activations are rounded as the exported
+                   operator rounds them
+    codebooks      scales fitted to the weights after each training step
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ from ..quantize.formats import Format
 from ..quantize.rounding import Rounding, rounded_input, spread
 from ..quantize.scales import search
 
-SMALLEST_STEP = 2.0**-24  # fp16's smallest number
+MIN_SCALE = 2.0**-24  # the smallest number above 0 in fp16
 
 
 class QATLinear(nn.Linear):
-    """y = act(x) Q(W)^T, x [..., K] -> [..., N]; `weight` [N, K] is the master, `step` what is learned of its scales:
-    fp32 [N, G], factors of those they start from.
+    """y = act(x) Q(W)^T, x [..., K] -> [..., N]. `weight` [N, K] is the master; `factor` fp32 [N, G] is learned where
+    scales are: scale = factor * initial scale.
 
-    `refresh` must follow every change of the weight: codes and scale are made there, not at each forward pass.
+    Call `refresh` after every change of the weight: it computes codes and scales, which forward passes use.
     """
 
     def __init__(self, linear: nn.Linear, format: Format, rounding: Rounding | None) -> None:
@@ -43,33 +45,33 @@ class QATLinear(nn.Linear):
         self.weight = linear.weight
         self.format = format
         self.rounding = rounding  # of the input
-        self.step: nn.Parameter | None = None
+        self.factor: nn.Parameter | None = None
         if format.learned:
             start = search(self.weight.detach(), format)[0]
-            self.start = start.masked_fill(start == 0, float(start.abs().mean().clamp(min=SMALLEST_STEP)))
-            self.step = nn.Parameter(torch.ones_like(start))
+            self.start = start.masked_fill(start == 0, float(start.abs().mean().clamp(min=MIN_SCALE)))
+            self.factor = nn.Parameter(torch.ones_like(start))
         self.codes: Tensor  # uint8 [N, K]
         self.scale: Tensor  # fp32, format.scale_shape
         self.refresh()
         nothing = torch.zeros(1, self.in_features, device=self.weight.device)
-        self.zero = int(format.encode(nothing, self.scale[:1], None)[0, 0])  # the code that stands for 0
+        self.zero = int(format.encode(nothing, self.scale[:1], None)[0, 0])  # the code of 0
 
     @torch.no_grad()
     def refresh(self) -> int:
-        """Codes and scales of the weight as it is now; the number of codes that are not what they were."""
+        """Compute codes and scales of the current weight; the number of codes that changed."""
         before = getattr(self, "codes", None)
         weight = spread(self.weight.detach(), self.rounding)
-        self.scale = self.format.fit(weight)[0] if self.step is None else self._stored(self.step * self.start)
+        self.scale = self.format.fit(weight)[0] if self.factor is None else self._stored(self.factor * self.start)
         self.codes = self.format.encode(weight, self.scale, None)
         self._value: Tensor | None = None
         return 0 if before is None else int((before != self.codes).sum())
 
     def quantized(self) -> QTensor:
-        """What the layer multiplies by."""
+        """The quantized weight."""
         return QTensor(self.format, (self.out_features, self.in_features), self.codes, self.scale)
 
     def value(self) -> Tensor:
-        """`quantized` as numbers, fp32 [N, K]; decoded once after a refresh."""
+        """`quantized` as numbers, fp32 [N, K], decoded once after each `refresh`."""
         if self._value is None:
             self._value = self.format.decode(self.codes, self.scale, None)
         return self._value
@@ -78,22 +80,22 @@ class QATLinear(nn.Linear):
         x, weight = spread(x, self.rounding), spread(self.weight, self.rounding)
         if self.format.integer_product:
             return _Ternary.apply(x, weight, self.codes, self.scale, 8 if self.rounding is None else self.rounding.bits)
-        if self.step is None:
+        if self.factor is None:
             weight = _StraightThrough.apply(weight, self.value())
         else:
-            weight = _LearnedStep.apply(weight, self.step, self.value(), self.scale, self.start, self.format)
+            weight = _LearnedScale.apply(weight, self.factor, self.value(), self.scale, self.start, self.format)
         if self.rounding is not None:
             x = _StraightThrough.apply(x, self.rounding(x.detach()))
         return F.linear(x, weight)
 
     def _stored(self, scale: Tensor) -> Tensor:
-        """Scales as a file holds them; none may reach zero, where nothing would come back."""
-        tiny = torch.where(self.start < 0, -SMALLEST_STEP, SMALLEST_STEP)
-        return self.format.stored(torch.where(scale.abs() < SMALLEST_STEP, tiny, scale))
+        """Scales as a file stores them, none of them 0: a weight with a scale of 0 gets no gradient."""
+        tiny = torch.where(self.start < 0, -MIN_SCALE, MIN_SCALE)
+        return self.format.stored(torch.where(scale.abs() < MIN_SCALE, tiny, scale))
 
 
 class _Ternary(torch.autograd.Function):
-    """int8 activations times {-1, 0, 1}: forward exact, backward as if nothing had been rounded."""
+    """int8 activations times {-1, 0, 1}: exact forward, straight-through backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, codes: Tensor, scale: Tensor, bits: int) -> Tensor:
@@ -110,13 +112,13 @@ class _Ternary(torch.autograd.Function):
         q, a, signs, scale = ctx.saved_tensors
         grad = grads[0]
         to_x = (grad @ signs.to(grad.dtype)).to(ctx.dtype).mul_(scale.view(1)) if ctx.needs_input_grad[0] else None
-        x = (q * a).to(grad.dtype)  # what the weight was multiplied with
+        x = (q * a).to(grad.dtype)  # as the weight saw it
         return to_x, (grad.flatten(0, -2).T @ x.flatten(0, -2)).float(), None, None, None
 
 
 def integer_product(q: Tensor, weight: Tensor) -> Tensor:
-    """int8 [M, K] times int8 [N, K] -> exact sums as fp32 [M, N], by whatever is fast: int8 instructions where there
-    are, else float32, which holds these sums exactly up to K = 132,000 (|q| <= 127, |w| <= 1)."""
+    """int8 [M, K] times int8 [N, K] -> exact sums as fp32 [M, N]: by int8 instructions where the machine has them, else
+    in float32, which holds these sums exactly up to K = 132,000 (|q| <= 127, |w| <= 1)."""
     if q.device.type == "cpu" and torch.cpu._is_vnni_supported():
         return torch._int_mm(q, weight.T.contiguous()).float()
     if q.device.type == "cuda" and len(q) > 16 and not q.shape[1] % 8 and not len(weight) % 8:
@@ -125,19 +127,19 @@ def integer_product(q: Tensor, weight: Tensor) -> Tensor:
         return F.linear(q.float(), weight.float())
 
 
-class _LearnedStep(torch.autograd.Function):
-    """LSQ: scale * clip(round(W / scale), -Q - 1, Q), Q = 2^(bits - 1) - 1; what `value` holds already.
+class _LearnedScale(torch.autograd.Function):
+    """LSQ: scale * clip(round(W / scale), -Q - 1, Q), Q = 2^(bits - 1) - 1, which `value` already is.
 
-    Gradients (arXiv 1902.08153, eq. 3 and 5; here a bound belongs to the outside):
+    Gradients (arXiv 1902.08153, eq. 3 and 5; a weight on a bound counts as outside):
 
         to W        that of the output inside the range, 0 outside
         to scale    times round(W / scale) - W / scale inside, times the bound outside, summed over the n weights that
-                    share it, times 1 / sqrt(n Q) (section 2.2); `step` is scale / start, so times start
+                    share it, times 1 / sqrt(n Q) (section 2.2); for `factor`, which is scale / start, times start
     """
 
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, step: Tensor, value: Tensor, scale: Tensor, start: Tensor, format: Format
+        ctx: Any, weight: Tensor, factor: Tensor, value: Tensor, scale: Tensor, start: Tensor, format: Format
     ) -> Tensor:
         ctx.save_for_backward(weight, scale, start)
         ctx.format = format
@@ -155,16 +157,17 @@ class _LearnedStep(torch.autograd.Function):
         groups, size = ratio.shape[1:]
         count = torch.full((groups,), size, dtype=torch.float32, device=weight.device)
         count[-1] -= groups * size - columns  # the last group may be short
-        to_step = (grad * slope).sum(-1) * start / (count * high).sqrt()
-        return (grad * inside).flatten(1)[:, :columns], to_step, None, None, None, None
+        to_factor = (grad * slope).sum(-1) * start / (count * high).sqrt()
+        return (grad * inside).flatten(1)[:, :columns], to_factor, None, None, None, None
 
 
 def prepare(model: Decoder, scheme: Scheme) -> list[QATLinear]:
-    """Put QATLinears in the place of the layers that a scheme quantizes; their weights stay the same parameters."""
+    """Replace the layers that a scheme quantizes by QATLinears with the same weights. Raises DiffbitError for a scheme
+    that training does not support."""
     made = []
     for name, format in scheme.formats(model.config).items():
         if not format.symmetric:
-            raise DiffbitError(f"training cannot learn {format}: its zero points do not move; use a symmetric format")
+            raise DiffbitError(f"training cannot learn {format}: it has zero points; use a symmetric format")
         if name == "lm_head" and model.lm_head is None:
             raise DiffbitError("the head shares the embedding's weight, which is not trained in a format; leave it out")
         linear = model.get_submodule(name)
@@ -174,12 +177,13 @@ def prepare(model: Decoder, scheme: Scheme) -> list[QATLinear]:
         model.set_submodule(name, layer)
         made.append(layer)
     if not made:
-        raise DiffbitError("the scheme quantizes no weights, so there is nothing to train for; name a format")
+        raise DiffbitError("the scheme quantizes no weights, so there is nothing to train; name a format")
     return made
 
 
 def refresh(layers: list[QATLinear]) -> dict[str, float]:
-    """Codes of all layers after a step: the shares of codes that moved ("flips") and that stand for 0 ("zeros")."""
+    """Update the codes of all layers after a training step: shares of codes that changed ("flips") and that are 0
+    ("zeros")."""
     weights = sum(layer.codes.numel() for layer in layers)
     flips = sum(layer.refresh() for layer in layers)
     zeros = sum(int((layer.codes == layer.zero).sum()) for layer in layers)
@@ -199,7 +203,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def weights(model: Decoder) -> dict[str, Tensor | QTensor]:
-    """The model's weights by name, those of QATLinears as they multiply."""
+    """The model's weights by name, those of QATLinears quantized."""
     found: dict[str, Tensor | QTensor] = {}
     for name in shapes(model.config):
         layer = model.get_submodule(name.rpartition(".")[0])

@@ -1,23 +1,26 @@
-"""The training loop: AdamW (betas 0.9, 0.95), linear warm-up then a cosine to a tenth, clipped gradients.
+"""The training loop: AdamW (betas 0.9, 0.95), linear warm-up, then a cosine to a tenth, clipped gradients.
 
-In `out`, the run's folder:
+The folder of a run, `out`:
 
-    config.json, model.safetensors, tokenizer files    the trained model, once the run is through
-    log.jsonl        a line a step: step, loss (mean nats per token of the step's batch, before its update), lr,
-                     grad_norm (before clipping), tokens_per_second, and with diff_v1 lambda, one number a layer;
-                     eval_loss where the held-out text was scored after that step; answer_loss, of the tokens of
-                     needles' answers, where the batch has any; with distill, distill_loss, which the gradient has
-                     a share of (distill.py), while loss stays the text's; with qat, after the
-                     update, flips, the share of the quantized weights whose code is another than before it, and
-                     zeros, the share that is 0
+    config.json, model.safetensors, tokenizer files    the trained model, after the last step
+    log.jsonl        a line for each step:
+                         step, lr, tokens_per_second
+                         loss              mean nats per token of the step's batch, before its update
+                         grad_norm         before clipping
+                         eval_loss         of the held-out text after the step, where it was scored
+                         lambda            with diff_v1: one number for each layer
+                         answer_loss       of the tokens of needles' answers, where the batch has any
+                         distill_loss      with a teacher (distill.py); it adds to the gradient, not to loss
+                         flips, zeros      with qat: shares of the quantized weights whose code the update changed,
+                                           and whose code is 0
     loss.png         these losses
     training.json    the options, the hashes of text and tokenizer, and the result
     master/          with qat: the float weights behind the quantized ones, a model folder to train on from
-    checkpoints/     while it runs: see checkpoint.py
+    checkpoints/     during the run: see checkpoint.py
 
-Under torchrun every process takes its share of each batch and gradients are averaged (DistributedDataParallel).
-Weights, gradients and moments are fp32 everywhere; the forward pass runs under bf16 autocast on a GPU, and on a CPU
-where `precision` says so: with AVX512-BF16 or AMX that takes 0.55 to 0.65 of the time (nano, 2 cores of a Zen 5 EPYC).
+Under torchrun every process takes its share of each batch, and gradients are averaged (DistributedDataParallel).
+Weights, gradients and moments are fp32; the forward pass runs under bf16 autocast on a GPU, and on a CPU where
+`precision` says so: with AVX512-BF16 or AMX that takes 0.55 to 0.65 of the time (nano, 2 cores of a Zen 5 EPYC).
 """
 
 from __future__ import annotations
@@ -57,46 +60,44 @@ from .checkpoint import last_checkpoint, restore, save_checkpoint
 from .config import TrainConfig
 from .data import Rows
 from .distill import Teacher, distillation_loss
-from .folder import LOG, begin_run, check_folder, place_model, read_log, rewind_log
-from .initialize import initialize
-from .plot import plot_losses, pyplot
+from .folder import LOG, begin_run, check_folder, place_model, plot_losses, pyplot, read_log, rewind_log
+from .initialize import initialize, insert_sub_norms
 from .processes import Processes, processes
 from .qat import prepare, refresh
-from .sub_norms import insert
 
 BETAS = (0.9, 0.95)
 FINAL_RATE = 0.1  # of the highest learning rate, at the last step
-SECOND_PEAK = 2 / 3  # of the first, in two stages
-CALIBRATION_ROWS = 16  # of the training text, that sub-norms are fitted to
-ANSWER_WEIGHT = 10.0  # in the loss, of the few tokens that answer a needle's query
+SECOND_PEAK = 2 / 3  # of the learning rate in the second of two stages, relative to the first
+CALIBRATION_ROWS = 16  # rows of the training text that sub-norms are fitted to
+ANSWER_WEIGHT = 10.0  # weight of an answer's token in the loss; there are few of them
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run reached."""
+    """Result of a run."""
 
-    losses: list[float]  # one a step, nats per token
+    losses: list[float]  # of each step, nats per token
     eval_loss: float  # nats per token of the held-out text, after the last step
     path: Path
-    tokens: int  # trained on, repetitions counted
-    seconds: float  # of the steps, evaluation and checkpoints included; a resumed run counts from its resumption
+    tokens: int  # trained on, with repetitions
+    seconds: float  # of the steps, with evaluation and checkpoints; for a resumed run, since it was resumed
 
 
 def train(config: TrainConfig, out: str | Path, *, resume: bool = False, overwrite: bool = False) -> TrainResult:
-    """Train a model into the folder `out` (see the module's docstring) and say what it reached.
+    """Train a model into the folder `out` (see the module's docstring).
 
-    `resume` goes on from the last checkpoint of the same run in `out`; on the CPU the losses are those of a run that
-    was never interrupted, bit for bit. `overwrite` discards an earlier run in `out`. Under torchrun, call it in every
-    process.
+    `resume` continues from the last checkpoint of the same run in `out`; on the CPU the losses are, bit for bit, those
+    of an uninterrupted run. `overwrite` deletes an earlier run in `out`. Under torchrun, call it in every process.
+    Raises DiffbitError for a folder, text, tokenizer or checkpoint that does not fit, and for a run that diverges.
     """
     out = Path(out)
     check_folder(out, resume=resume, overwrite=overwrite)
     if overwrite and not resume:
         given = config.source, config.tokenizer, config.init, config.distill
         check_apart(out, *(path for path in given if path is not None))
-    pyplot()  # if it is missing, better told now than after the last step
+    pyplot()  # if matplotlib is missing, fail now and not after the last step
     here = processes(config.device)
-    here.wait()  # nobody may find what the first process now begins
+    here.wait()  # every process checks the folder before the first one writes there
     text = load_text(config.source, "train", field=config.field, limit=config.limit)
     held_out = load_text(config.source, "eval", field=config.field)
     if here.first and not resume:
@@ -159,7 +160,7 @@ class _Run:
             if self.config.model.sub_norms == source.config.sub_norms:
                 self.model.load_state_dict(source.state_dict())
             else:
-                insert(source, self.model, torch.from_numpy(self.rows.take(0, CALIBRATION_ROWS)[0][:, :-1]))
+                insert_sub_norms(source, self.model, torch.from_numpy(self.rows.take(0, CALIBRATION_ROWS)[0][:, :-1]))
         self.model.to(here.device)
         self.layers = [] if config.scheme is None else prepare(self.model, config.scheme)
         self.teacher = Teacher(self.config, tokenizer, here.device) if config.distill else None
@@ -175,19 +176,19 @@ class _Run:
             self.forward = torch.compile(self.forward)
 
     def resume(self) -> int:
-        """Put the last checkpoint's state back and return its step."""
+        """Load the last checkpoint; its step."""
         folder = last_checkpoint(self.out)
         before = read_json(folder / "training.json")
         if different := self.config.differences(before.get("config", {})):
             raise DiffbitError(
                 f"{folder}: belongs to a run with another {' and '.join(different)}; "
-                "resume with the options in its training.json, or start anew"
+                "resume with the options in its training.json, or start a new run"
             )
         for key in ("processes", "text_sha256", "tokenizer_sha256", "init_sha256", "distill_sha256"):
             if before.get(key) != self.about.get(key):
                 raise DiffbitError(
                     f"{folder}: was trained with {key} {before.get(key)}, now it is {self.about.get(key)}; resume with "
-                    "the same text, tokenizer, first weights, teacher and number of processes, or start anew"
+                    "the same text, tokenizer, initial weights, teacher and number of processes, or start a new run"
                 )
         step = restore(folder, self.model, self.optimizer)
         if self.layers:
@@ -197,14 +198,14 @@ class _Run:
         return step
 
     def steps(self, done: int) -> None:
-        """Take every step after the first `done`."""
+        """Train all steps after step `done`."""
         config, first = self.config, self.here.first
         remaining: Iterable[int] = range(done + 1, config.steps + 1)
         if first:
             remaining = track(remaining, f"training {config.model.attention}", config.steps - done)
         with (self.out / LOG).open("a", encoding="utf-8") if first else nullcontext() as log:
             for step in remaining:
-                row = self.take(step)
+                row = self.step(step)
                 if log is None:
                     continue
                 if step == config.steps or (config.eval_every and step % config.eval_every == 0):
@@ -215,8 +216,8 @@ class _Run:
                     state = {"step": step, **self.about}
                     save_checkpoint(self.out, self.model, self.optimizer, self.out / "tokenizer", state)
 
-    def take(self, step: int) -> dict[str, Any]:
-        """Forward and backward over the batch of step 1 ... steps, then the update; its line for the log."""
+    def step(self, step: int) -> dict[str, Any]:
+        """Forward and backward over the batch of a step (1 ... steps), then the update; the step's line of the log."""
         config, here = self.config, self.here
         begin = time.perf_counter()
         rate = learning_rate(config, step)
@@ -224,7 +225,7 @@ class _Run:
             group["lr"] = rate
         self.optimizer.param_groups[0]["weight_decay"] = weight_decay(config, step)
         rows, answers = map(torch.from_numpy, self.rows.take((step - 1) * self.batch, self.batch))
-        sums = torch.zeros(3, device=here.device)  # of the losses: of all tokens, of the answers', of the teacher's
+        sums = torch.zeros(3, device=here.device)  # of losses: of all tokens, of answers, of the teacher
         for index in range(config.accumulate):
             first = (index * here.count + here.rank) * config.batch_size
             ids = rows[first : first + config.batch_size].to(here.device)  # [B, S + 1]
@@ -241,8 +242,7 @@ class _Run:
                     distilled = distillation_loss(logits, target)
                     weighted = weighted + config.distill_weight * distilled
                 (weighted * here.count / (self.batch * config.length)).backward()  # processes' gradients are averaged
-            parts = losses.sum(), (losses * answer).sum(), distilled
-            sums += torch.stack([part.detach() for part in parts])
+            sums += torch.stack((losses.sum(), (losses * answer).sum(), distilled)).detach()
         if here.count > 1:
             dist.all_reduce(sums)
         loss = sums[0] / (self.batch * config.length)
@@ -267,7 +267,7 @@ class _Run:
         return row
 
     def finish(self, seconds: float) -> None:
-        """Write plot, summary and model."""
+        """Write loss.png, training.json and the model."""
         log = read_log(self.out)
         plot_losses({self.config.model.attention: log}, self.out / "loss.png")
         result = {"loss": log[-1]["loss"], "eval_loss": log[-1]["eval_loss"], "seconds": round(seconds, 2)}
@@ -276,11 +276,11 @@ class _Run:
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Rate of step 1 ... steps: peak * step / warmup, then by the schedule.
+    """Learning rate of a step (1 ... steps): peak * step / warmup, then the schedule's.
 
-    cosine      peak * (0.1 + 0.9 (1 + cos(pi t)) / 2) for t in (0, 1]
-    two_stage   peak * (1 - t), and from half of the steps on a lower peak, 2/3 of it, times (1 - t), t = done / steps:
-                what helps where small steps flip no weight (The Era of 1-bit LLMs: Training Tips, Code and FAQ, 2024)
+    cosine      peak * (0.1 + 0.9 (1 + cos(pi t)) / 2), t in (0, 1] over the steps after the warm-up
+    two_stage   peak * (1 - t), t = (step - 1) / steps; 2/3 of it in the second half of the run. High rates help where
+                small updates change no code (The Era of 1-bit LLMs: Training Tips, Code and FAQ, 2024)
     """
     if step <= config.warmup:
         return config.learning_rate * step / config.warmup
@@ -292,16 +292,17 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def weight_decay(config: TrainConfig, step: int) -> float:
-    """Of matrices in step 1 ... steps; none in the second stage, where a ternary model's weights are to settle."""
+    """Weight decay of matrices at a step; 0 in the second stage, where ternary weights should come to rest."""
     return config.weight_decay if config.schedule == "cosine" or first_stage(config, step) else 0.0
 
 
 def first_stage(config: TrainConfig, step: int) -> bool:
+    """Whether a step lies in the first half of the run."""
     return step <= config.steps // 2
 
 
 def adamw(model: Decoder, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW that decays matrices and leaves norms, lambda vectors and quantization steps alone."""
+    """AdamW with weight decay for matrices and none for norms, lambda vectors and learned scales."""
     decayed: list[torch.nn.Parameter] = []
     free: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -312,14 +313,14 @@ def adamw(model: Decoder, config: TrainConfig) -> torch.optim.AdamW:
 
 @torch.no_grad()
 def evaluation_loss(model: Decoder, held_out: Windows, batch_size: int, precision: str = "auto") -> float:
-    """Mean nats per scored token of the windows."""
+    """Mean loss of the windows in nats per scored token."""
     device = next(model.parameters()).device
     total = 0.0
     for begin in range(0, len(held_out.ids), batch_size):
         ids = torch.from_numpy(held_out.ids[begin : begin + batch_size]).to(device)
         target = torch.from_numpy(held_out.target[begin : begin + batch_size]).to(device)[:, 1:]
         with _autocast(device, precision):
-            logits = model(ids)  # [B, S, V]; filling lies behind every real token, where causality hides it
+            logits = model(ids)  # [B, S, V]; padding follows every token, and causality hides it
         losses = F.cross_entropy(logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none")  # [B, S - 1]
         total += float(losses[target].double().sum())
     return total / held_out.scored
@@ -332,25 +333,25 @@ def lambdas(model: Decoder) -> list[float]:
 
 
 def _prepare_tokenizer(config: TrainConfig, text: Corpus, folder: Path) -> None:
-    """Put the tokenizer asked for, or one trained on the text, into `folder`."""
+    """Save the run's tokenizer, given or trained on the text, in `folder`."""
     wanted = config.model.vocab_size
     if config.tokenizer is None:
         size = train_tokenizer(text.documents, wanted, folder).vocab_size
         if size < wanted:
             raise DiffbitError(
-                f"{config.source}: too little text for a vocabulary of {wanted}, it gives {size} ids; "
-                "give more text or make the vocabulary smaller"
+                f"{config.source}: too little text for a vocabulary of {wanted} ids, it gives {size}; "
+                "give more text or take a smaller vocabulary"
             )
         return
     tokenizer = load_tokenizer(config.tokenizer)
     if tokenizer.vocab_size > wanted:
         raise DiffbitError(
             f"{config.tokenizer}: the tokenizer has {tokenizer.vocab_size} ids, more than the model's vocabulary of "
-            f"{wanted}; make the vocabulary that large"
+            f"{wanted}; take a vocabulary of that size"
         )
     tokenizer.save(folder)
 
 
-def _autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
+def _autocast(device: torch.device, precision: str) -> AbstractContextManager[object]:
     half = precision == "bf16" or (precision == "auto" and device.type == "cuda")
     return torch.autocast(device.type, torch.bfloat16) if half else nullcontext()

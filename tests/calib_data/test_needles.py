@@ -56,7 +56,7 @@ def test_every_query_is_answered_by_its_needle(text: str, trained: Callable[[str
 def test_the_tokens_are_those_of_the_text(trained: Callable[[str], Path]) -> None:
     tokenizer = load_tokenizer(trained("diff_v1"))
     needles = Needles.of(tokenizer)
-    ids, starts, _ = needles.lay(np.full(40, needles.after[0]), 2, 1, np.random.default_rng(0))
+    ids, starts, _ = needles.insert(np.full(40, needles.after[0]), 2, 1, np.random.default_rng(0))
     tail = ids[starts[0] - 4 :]
     assert len(ids) == 40 and len(tail) == needles.size
     assert (next(tokenizer.encode([tokenizer.backend.decode(tail.tolist())])) == tail).all()
@@ -91,5 +91,5 @@ def test_refusals(text: str, trained: Callable[[str], Path], tmp_path: Path) -> 
         with pytest.raises(DiffbitError, match=sentence):
             needle_windows(text, path, *arguments)
     train_tokenizer(["few words"], 260, tmp_path)
-    with pytest.raises(DiffbitError, match=r"tokenizer has \d+ tokens that are a blank and a word"):
+    with pytest.raises(DiffbitError, match=r"tokenizer has \d+ tokens that are a space and a word"):
         needle_windows(text, tmp_path, 160, 2, 1, 1)

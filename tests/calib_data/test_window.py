@@ -33,7 +33,7 @@ def test_the_three_pictures_of_the_docstring() -> None:
     assert len({cut.sha256, lapped.sha256, dropped.sha256}) == 3
 
 
-@settings(max_examples=500, derandomize=True, deadline=None)
+@settings(max_examples=150, derandomize=True, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6),
     length=st.integers(2, 8),

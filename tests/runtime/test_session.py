@@ -383,7 +383,7 @@ def test_a_model_larger_than_the_device(monkeypatch: pytest.MonkeyPatch) -> None
         providers.open_session(Path("model.onnx"), "cuda", None)
 
 
-def test_a_device_without_room_for_a_call(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_memory_for_a_call(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(artifact, threads=1)
 
     def full(binding: object) -> None:
@@ -396,7 +396,7 @@ def test_a_device_without_room_for_a_call(artifact: Path, monkeypatch: pytest.Mo
     np.testing.assert_allclose(session.prefill([PROMPT])[0], TOY.logits(PROMPT)[-1], atol=1e-4)
 
 
-def test_a_device_without_room_for_the_cache(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_memory_for_the_cache(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(artifact, threads=1)
 
     def full(*args: object) -> None:

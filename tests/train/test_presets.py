@@ -65,7 +65,7 @@ def test_train_config_takes_changes(tmp_path: Path, trained: Callable[[str], Pat
     assert train_config("nano", schedule="two_stage").schedule == "two_stage"
     with pytest.raises(DiffbitError, match="its attention is diff_v2, not softmax"):
         train_config("nano", "softmax", init=path)
-    with pytest.raises(DiffbitError, match="is quantized, and training starts from float weights"):
+    with pytest.raises(DiffbitError, match="is quantized, but training starts from float weights"):
         train_config("nano", init=str(quantized))
     for arguments, sentence in {
         ("huge", "softmax"): "none of pico, tiny, nano",

@@ -90,18 +90,18 @@ def test_ternary_gradients_are_straight_through(rounding: Rounding) -> None:
 
 
 @pytest.mark.parametrize("format", ["int2_g32", "int3", "int4_g64", "int8_g16"])
-def test_learned_steps_against_the_papers_formulas(format: str) -> None:
+def test_learned_scales_against_the_papers_formulas(format: str) -> None:
     """LSQ, eq. 1-3 and section 2.2, element by element; 90 columns leave the last group short."""
     ours = layer(format, columns=90, rows=6)
-    assert ours.step is not None
+    assert ours.factor is not None
     with torch.no_grad():
-        ours.step.copy_(torch.linspace(0.4, 1.3, ours.step.numel()).view_as(ours.step))
+        ours.factor.copy_(torch.linspace(0.4, 1.3, ours.factor.numel()).view_as(ours.factor))
     ours.refresh()
     assert ((ours.scale < 0).any() and (ours.scale > 0).any()) or format == "int8_g16"
     x, upstream = torch.randn(1, 5, 90), torch.randn(1, 5, 6)
     out = ours(x)
     rounded = x if ours.rounding is None else ours.rounding(x)
-    got = torch.autograd.grad(out, (ours.weight, ours.step), upstream)
+    got = torch.autograd.grad(out, (ours.weight, ours.factor), upstream)
 
     bits = int(format[3])
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
@@ -131,14 +131,14 @@ def test_learned_steps_against_the_papers_formulas(format: str) -> None:
     assert (got[1] - to_scale * ours.start).norm() <= 1e-4 * (to_scale * ours.start).norm()
 
 
-def test_a_step_never_reaches_zero_and_a_group_of_zeros_wakes() -> None:
+def test_a_scale_never_reaches_zero_and_a_group_of_zeros_wakes() -> None:
     linear = nn.Linear(64, 4, bias=False)
     with torch.no_grad():
         linear.weight[1, :32] = 0
     ours = QATLinear(linear, parse_format("int4_g32"), None)
     assert (ours.codes[1, :32] == ours.zero).all() and (ours.scale != 0).all()
     with torch.no_grad():
-        ours.step.zero_()  # type: ignore[union-attr]
+        ours.factor.zero_()  # type: ignore[union-attr]
         ours.weight[1, :32] = 1.0
     ours.refresh()
     assert (ours.scale.abs() == 2.0**-24).all() and torch.isfinite(ours(torch.randn(3, 64))).all()
@@ -171,7 +171,7 @@ def test_flips_and_zeros_by_hand() -> None:
     assert refresh([ours]) == {"flips": 0.0, "zeros": 1 / 8}
 
 
-FORMATS = [("ternary", "int8"), ("ternary", "int4"), ("int4_g16", "int8"), ("int3", "int8"), ("int2_g16", "int8")]
+FORMATS = [("ternary", "int8"), ("ternary", "int4"), ("int3", "int8"), ("int2_g16", "int8")]
 
 
 @pytest.mark.parametrize(("format", "activations"), FORMATS)
@@ -198,7 +198,7 @@ def test_what_is_saved_is_what_was_trained(
     assert all(0 < row["zeros"] < 1 for row in log) and any(row["flips"] > 0 for row in log)
     assert Checkpoint(tmp_path / "out").quantization is not None
 
-    with pytest.raises(DiffbitError, match=r"is quantized, and training starts from float weights; give .*master"):
+    with pytest.raises(DiffbitError, match=r"is quantized, but training starts from float weights; give .*master"):
         train_config("tiny", init=str(tmp_path / "out"))
     again = replace(config, init=str(tmp_path / "out" / "master"), tokenizer=str(tmp_path / "out"), steps=1, warmup=1)
     first = read_log(train(again, tmp_path / "again").path)[0]["loss"]
@@ -214,10 +214,9 @@ def test_a_trained_folder_is_exported_as_it_is(text: str, tmp_path: Path) -> Non
     assert verify(artifact).passed
 
 
-@pytest.mark.parametrize("format", ["int3_g16", "nf4"])
-def test_an_interrupted_run_repeats_the_losses_bit_for_bit(text: str, tmp_path: Path, format: str) -> None:
+def test_an_interrupted_run_repeats_the_losses_bit_for_bit(text: str, tmp_path: Path) -> None:
     wide = resized(model("softmax", hidden_size=64, intermediate_size=128), num_heads=8, num_kv_heads=8)
-    config = options(text, model=wide, qat=format, steps=7, learning_rate=1e-2)
+    config = options(text, model=wide, qat="int3_g16", steps=7, learning_rate=1e-2)
     whole = train(config, tmp_path / "whole")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         stop_at(patch, 6)
@@ -233,7 +232,7 @@ def test_an_interrupted_run_repeats_the_losses_bit_for_bit(text: str, tmp_path: 
             assert torch.equal(first.weight.scale, second.weight.scale)
 
 
-def test_steps_are_learned_as_factors() -> None:
+def test_scales_are_learned_as_factors() -> None:
     """AdamW at a rate of 1e-2 moves a scale by a hundredth, whatever its size."""
     decoder = Decoder(model())
     initialize(decoder, 0)
@@ -247,13 +246,6 @@ def test_steps_are_learned_as_factors() -> None:
     refresh(layers)
     for layer, scale in zip(layers, before, strict=True):
         assert torch.allclose((layer.scale / scale - 1).abs(), torch.tensor(1e-2), atol=2e-3)
-
-
-def test_accumulated_batches_equal_one_large_batch(text: str, tmp_path: Path) -> None:
-    config = options(text, qat="int4_g16", steps=4)
-    large = train(replace(config, batch_size=8), tmp_path / "large")
-    parts = train(replace(config, batch_size=2, accumulate=4), tmp_path / "parts")
-    assert parts.losses == pytest.approx(large.losses, rel=1e-4)
 
 
 def test_two_stages_by_the_formula() -> None:
@@ -276,7 +268,7 @@ def test_refusals(text: str) -> None:
     ):
         with pytest.raises(DiffbitError, match=sentence):
             options(text, **changes)
-    with pytest.raises(DiffbitError, match="cannot learn int4_g32_asym: its zero points do not move"):
+    with pytest.raises(DiffbitError, match="cannot learn int4_g32_asym: it has zero points"):
         prepare(Decoder(model()), Scheme(weights=parse_format("int4_g32_asym")))
     with pytest.raises(DiffbitError, match="the scheme quantizes no weights"):
         prepare(Decoder(model()), Scheme())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -199,30 +200,14 @@ def test_a_matched_pair_starts_alike_and_sees_the_same_batches(
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
 
 
-def test_initial_weights_have_their_spread() -> None:
-    decoder = Decoder(model(hidden_size=256, intermediate_size=512, num_layers=8))
-    initialize(decoder, seed=0)
-    std = math.sqrt(2 / (5 * 256))
-    state = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
-    layer = "model.layers.3."
-    assert float(state["model.embed_tokens.weight"].std()) == pytest.approx(std, rel=0.05)
-    assert float(state[layer + "mlp.up_proj.weight"].std()) == pytest.approx(std, rel=0.05)
-    assert float(state[layer + "mlp.down_proj.weight"].std()) == pytest.approx(std / 4, rel=0.05)
-    assert float(state[layer + "self_attn.o_proj.weight"].std()) == pytest.approx(std / 4, rel=0.1)
-    assert (state["model.norm.weight"] == 1).all()
-    vectors = torch.cat([p for name, p in state.items() if "lambda_" in name])
-    assert vectors.dtype == torch.float32 and float(vectors.std()) == pytest.approx(0.1, rel=0.15)
-
-
-@pytest.mark.parametrize("stopped", [6, 8])
-def test_a_resumed_run_repeats_the_losses_bit_for_bit(text: str, tmp_path: Path, stopped: int) -> None:
+def test_a_resumed_run_repeats_the_losses_bit_for_bit(text: str, tmp_path: Path) -> None:
     config = options(text, steps=9, accumulate=2, eval_every=4)
     whole = train(config, tmp_path / "whole")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        stop_at(patch, stopped)
+        stop_at(patch, 6)
         train(config, tmp_path / "stopped")
     assert not (tmp_path / "stopped" / "config.json").exists()
-    saved = tmp_path / "stopped" / "checkpoints" / f"step-{(stopped - 1) // 3 * 3:08}"
+    saved = tmp_path / "stopped" / "checkpoints" / "step-00000003"
     assert list(saved.parent.iterdir()) == [saved]
     assert {path.suffix for path in saved.iterdir()} == {".json", ".safetensors"}
     load(saved)  # a model folder like any other
@@ -286,7 +271,7 @@ def test_resuming_refuses_another_run(text: str, tmp_path: Path, monkeypatch: py
     with pytest.raises(DiffbitError, match=r"optimizer\.safetensors: cannot be read"):
         train(config, out, resume=True)
     train(config, out, overwrite=True)
-    with pytest.raises(DiffbitError, match="the run is through"):
+    with pytest.raises(DiffbitError, match="the run has finished"):
         train(config, out, resume=True)
 
 
@@ -298,30 +283,38 @@ def test_accumulated_batches_equal_one_large_batch(text: str, tmp_path: Path) ->
 
 
 SCRIPT = """
-import json, sys
+import json, os, sys
 import torch
+import torch._dynamo  # which AdamW imports: once, before the fork
 from diffbit.models import ModelConfig
 from diffbit.train import TrainConfig, train
 torch.set_num_threads(1)
+child = os.fork()
+os.environ |= {"RANK": "0", "LOCAL_RANK": "0"} if child else {"RANK": "1", "LOCAL_RANK": "1"}
 for options, out in json.loads(sys.argv[1]):
     model = ModelConfig.from_dict(options.pop("model"))
     train(TrainConfig(model=model, **options), out)
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_two_processes_equal_one_with_the_doubled_batch(text: str, tmp_path: Path) -> None:
-    plain = options(text, batch_size=8, accumulate=2)
+    """In the environment that torchrun gives; one process imports torch and forks, which takes half the time."""
+    plain = options(text, batch_size=8, accumulate=2, steps=4)
     taught = replace(plain, qat="int4_g16", steps=2, tokenizer=str(tmp_path / "one"), distill=str(tmp_path / "one"))
     one = [train(plain, tmp_path / "one"), train(taught, tmp_path / "one_taught")]
     halves = [replace(config, batch_size=4).to_dict() for config in (plain, taught)]
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     runs = [(half, str(tmp_path / name)) for half, name in zip(halves, ("two", "two_taught"), strict=True)]
-    where = str(Path(diffbit.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": where, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"PYTHONPATH": str(Path(diffbit.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, str(tmp_path / "script.py"), json.dumps(runs)],
-        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        [sys.executable, "-c", SCRIPT, json.dumps(runs)],
+        env=os.environ | environment, cwd=tmp_path, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for result, name, rel in zip(one, ("two", "two_taught"), (1e-5, 1e-4), strict=True):  # a code may flip
@@ -387,7 +380,7 @@ def test_refusals(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DiffbitError, match="torch sees no CUDA GPU"):
         train(options(text, device="cuda"), tmp_path / "out")
-    with pytest.raises(DiffbitError, match="too little text for a vocabulary of 50000"):
+    with pytest.raises(DiffbitError, match="too little text for a vocabulary of 50000 ids"):
         train(options(text, model=model(vocab_size=50000)), tmp_path / "large")
     with pytest.raises(DiffbitError, match="no such file or folder"):
         train(options(str(tmp_path / "absent.txt")), tmp_path / "out")

@@ -49,11 +49,11 @@ def options(source: str, attention: str = "diff_v1", **changes: Any) -> TrainCon
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """Interrupt the run when it is about to take a step."""
-    take = trainer_module._Run.take
+    step_of_run = trainer_module._Run.step
 
     def interrupted(self: Any, number: int) -> dict[str, Any]:
         if number == step:
             raise KeyboardInterrupt
-        return take(self, number)
+        return step_of_run(self, number)
 
-    monkeypatch.setattr(trainer_module._Run, "take", interrupted)
+    monkeypatch.setattr(trainer_module._Run, "step", interrupted)

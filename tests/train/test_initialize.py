@@ -1,4 +1,4 @@
-"""Sub-norms put into trained models: their weights against least squares, and how little changes."""
+"""Initial weights: their spread, and sub-norms of trained models against least squares."""
 
 from __future__ import annotations
 
@@ -12,20 +12,34 @@ import torch
 from diffbit.errors import DiffbitError
 from diffbit.models import Decoder, load
 from diffbit.train import read_log, train, train_config
-from diffbit.train.initialize import initialize
-from diffbit.train.sub_norms import insert
+from diffbit.train.initialize import initialize, insert_sub_norms
 
 from ..configs import resized
 from .toy import model, options
 
 
+def test_initial_weights_have_their_spread() -> None:
+    decoder = Decoder(model(hidden_size=256, intermediate_size=512, num_layers=8))
+    initialize(decoder, seed=0)
+    std = math.sqrt(2 / (5 * 256))
+    state = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+    layer = "model.layers.3."
+    assert float(state["model.embed_tokens.weight"].std()) == pytest.approx(std, rel=0.05)
+    assert float(state[layer + "mlp.up_proj.weight"].std()) == pytest.approx(std, rel=0.05)
+    assert float(state[layer + "mlp.down_proj.weight"].std()) == pytest.approx(std / 4, rel=0.05)
+    assert float(state[layer + "self_attn.o_proj.weight"].std()) == pytest.approx(std / 4, rel=0.1)
+    assert (state["model.norm.weight"] == 1).all()
+    vectors = torch.cat([p for name, p in state.items() if "lambda_" in name])
+    assert vectors.dtype == torch.float32 and float(vectors.std()) == pytest.approx(0.1, rel=0.15)
+
+
 @pytest.mark.parametrize("attention", ["softmax", "diff_v1", "diff_v2"])
-def test_weights_are_the_least_squares(attention: str) -> None:
+def test_weights_of_sub_norms_are_the_least_squares(attention: str) -> None:
     config = model(attention)
     source, grown = Decoder(config), Decoder(resized(config, sub_norms=True))
     initialize(source, 0)
     ids = torch.randint(288, (3, 20), generator=torch.Generator().manual_seed(0))
-    insert(source, grown, ids)
+    insert_sub_norms(source, grown, ids)
     for name in ("self_attn.attn_sub_norm", "mlp.ffn_sub_norm"):
         seen: list[torch.Tensor] = []
         source.model.layers[1].get_submodule(name).register_forward_hook(lambda m, i, out, seen=seen: seen.append(out))
