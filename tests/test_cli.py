@@ -126,7 +126,9 @@ def test_the_closed_choices_are_those_of_the_library() -> None:
     assert choices("run", "device") == set(DEVICES)
 
 
-@pytest.mark.parametrize("line", EXAMPLES)
+@pytest.mark.parametrize(
+    "line", [pytest.param(x, marks=[pytest.mark.slow] * ("compare" in x or "--target" in x)) for x in EXAMPLES]
+)
 def test_the_example_works(
     line: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

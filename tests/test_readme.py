@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_the_python_example_runs(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(code.strip().splitlines()) <= 24
@@ -22,6 +25,7 @@ def test_the_python_example_runs(tmp_path: Path) -> None:
     assert text.strip()
 
 
+@pytest.mark.slow
 def test_the_extensions_work(tmp_path: Path) -> None:
     """docs/extending.md: each diff touches one file, applies, and its check passes."""
     page = (ROOT / "docs" / "extending.md").read_text()

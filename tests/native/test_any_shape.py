@@ -17,6 +17,8 @@ from .host import build
 from .nodes import Node, attention, int4, ternary, transform
 from .test_host import differences
 
+pytestmark = pytest.mark.slow
+
 FLOATS = (torch.float32, torch.float16)
 LEADS = st.one_of(st.tuples(st.integers(1, 20)), st.tuples(st.integers(1, 3), st.integers(1, 7)))
 

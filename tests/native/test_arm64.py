@@ -14,6 +14,8 @@ from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
 
 from .host import ROOT, build, skip
 
+pytestmark = pytest.mark.slow
+
 ARM64 = ROOT / "build" / "native" / "arm64"
 
 

@@ -17,6 +17,8 @@ import pytest
 
 from .host import ROOT
 
+pytestmark = pytest.mark.slow
+
 NO_CARD = "exit 9"
 H100 = "echo 9.0"
 
@@ -32,7 +34,7 @@ class Configured:
 
     @property
     def has_cpu_kernels(self) -> bool:
-        return any(command.endswith("kernels/ternary_scalar.cpp") for command in self.commands)
+        return any(command.endswith("cpu/ternary/scalar.cpp") for command in self.commands)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from .host import ROOT, build
 from .nodes import bfloat16_nodes, nodes
 from .test_host import differences
 
+pytestmark = pytest.mark.slow
+
 API = (ROOT / "csrc" / "cuda" / "api.h").read_text()
 MAGIC = struct.pack("<I", 0xBA55ED50)  # of a fat binary
 

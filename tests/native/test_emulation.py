@@ -10,6 +10,8 @@ import pytest
 
 from .host import ROOT
 
+pytestmark = pytest.mark.slow
+
 SEEDS = range(4)
 
 

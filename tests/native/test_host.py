@@ -15,6 +15,8 @@ import pytest
 from .host import build
 from .nodes import Node, nodes
 
+pytestmark = pytest.mark.slow
+
 HERE = platform.machine()
 SETS = ["avx512vnni", "avxvnni", "avx2", "neon", "scalar"]
 HOSTS = [("sanitized", isa) for isa in SETS if isa != "neon" or HERE == "aarch64"]

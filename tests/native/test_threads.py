@@ -18,6 +18,8 @@ from ..ops.onnx_run import on_each_isa
 from . import sessions
 from .nodes import Node, large, nodes
 
+pytestmark = pytest.mark.slow
+
 
 @functools.cache
 def table() -> tuple[Node, ...]:

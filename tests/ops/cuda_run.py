@@ -70,8 +70,8 @@ needs_gpu = [
 on_each_device = pytest.mark.parametrize(
     "device",
     [
-        pytest.param(Device("cpu", seed=0), id="emulated"),
-        pytest.param(Device("cpu", seed=1), id="emulated_in_another_order"),
+        pytest.param(Device("cpu", seed=0), id="emulated", marks=pytest.mark.slow),
+        pytest.param(Device("cpu", seed=1), id="emulated_in_another_order", marks=pytest.mark.slow),
         pytest.param(Device("cuda"), id="gpu", marks=needs_gpu),
     ],
 )

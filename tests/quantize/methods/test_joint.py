@@ -250,6 +250,7 @@ def attention_error(layer: Layer, quantized: dict[str, QTensor]) -> float:
     return float((outputs[1] - outputs[0]).norm() / outputs[0].norm())
 
 
+@pytest.mark.slow
 def test_it_keeps_a_trained_attention_better_than_gptq(trained):
     path = trained("diff_v1")
     decoder = models.load(path)

@@ -209,6 +209,7 @@ def some_ids(windows: int, length: int, seed: int = 0, vocabulary: int = 64) -> 
     return torch.randint(0, vocabulary, (windows, length), generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.slow
 def test_all_codes_of_a_small_weight(monkeypatch):
     """The queries of a pair, 8 weights of 2 bits: 65,536 layers, of which it finds one of the best."""
     monkeypatch.setattr(learned, "FLOAT_RATE", 0.0)
