@@ -17,7 +17,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 BUILT := .venv/.built
-INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+# Modules are compiled when they are first imported: pip would compile all of torch, most of which is never used
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
 .PHONY: demo test test-all lint build arm64 bench-kernels models accuracy wheel clean
 
