@@ -110,7 +110,7 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingDependency, match=r"diffbit\[lab\]"):
+    with pytest.raises(MissingDependency, match=r"pip install '\.\[lab\]'"):
         plot_outliers([made_up.outliers("x")], tmp_path / "o.svg")
 
 
