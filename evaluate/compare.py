@@ -216,7 +216,9 @@ def conclude(
     """The measurements of each model, by name and with the 16-bit model first, as a comparison."""
     results: list[Result] = []
     contrasts: list[Contrast] = []
-    by_key = {name: _by_key(found) for name, found in measured.items()}
+    by_key: dict[str, dict[Key, Measured]] = {
+        name: {one.variant.key if one.variant else None: one for one in found} for name, found in measured.items()
+    }
     first = next(iter(by_key))
     for checkpoint, (name, own) in zip(checkpoints, by_key.items(), strict=True):
         results += [_result(name, checkpoint.config, one, own, confidence, needles) for one in measured[name]]
@@ -233,10 +235,6 @@ def conclude(
         refused=tuple(refused),
         needles=tuple(settings(needles)),
     )
-
-
-def _by_key(measured: Sequence[Measured]) -> dict[Key, Measured]:
-    return {one.variant.key if one.variant else None: one for one in measured}
 
 
 def _info(name: str, checkpoint: Checkpoint) -> ModelInfo:
