@@ -90,7 +90,8 @@ class Site(Summary):
 class Statistics:
     """Statistics that numbers are added to; see the module's docstring. They take about 1 MB, however many numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "numbers") -> None:
+        self.what = what  # for errors
         self.count = 0
         self.mean = self.m2 = self.m3 = self.m4 = 0.0  # central moments, not divided by the count
         self.top = torch.empty(0)  # fp32, falling, at most RANKS[-1]
@@ -106,7 +107,8 @@ class Statistics:
             part.top = magnitude.topk(min(RANKS[-1], part.count)).values.cpu()
             if not part.top[0].isfinite():
                 raise DiffbitError(
-                    "the activations hold NaN or infinity; the model is damaged, or its dtype too narrow for it"
+                    f"{self.what}: the activations hold NaN or infinity; the model is damaged, or its dtype too narrow "
+                    "for it"
                 )
             part.place = place(start + int((magnitude == magnitude.max()).nonzero()[0]))
             part.histogram = torch.bincount(magnitude.view(torch.int32) >> _SHIFT, minlength=_BINS).cpu()
@@ -221,7 +223,10 @@ def measure(decoder: Decoder, windows: Windows, batch_size: int = 8, *, name: st
     low-bit attention logits keeps them; what is measured is what goes into their quantizer.
     """
     layers = list(decoder.model.layers)
-    logits, hidden = ([Statistics() for _ in layers] for _ in range(2))
+    logits, hidden = (
+        [Statistics(f"{name}: {what} of layer {index}") for index in range(len(layers))]
+        for what in ("attention logits", "hidden states")
+    )
     device = next(decoder.parameters()).device
     start, real = 0, torch.empty(0)  # of the batch: its first window; bool [B, S], a token and not filling
 
@@ -229,11 +234,11 @@ def measure(decoder: Decoder, windows: Windows, batch_size: int = 8, *, name: st
         valid = (valid & real[:, None, :, None])[:, 0]  # [B, S, T]: padding neither looks nor is looked at
         for row, (values, seen) in enumerate(zip(x, valid, strict=True)):  # [heads, S, T], [S, T]
             place = partial(_logit_place, start + row, seen.nonzero())
-            _add(logits[layer], values[:, seen].flatten(), place, f"{name}: attention logits of layer {layer}")
+            logits[layer].update(values[:, seen].flatten(), place)
 
     def on_hidden(layer: int, x: Tensor) -> None:
         place = partial(_hidden_place, start, real.nonzero(), x.shape[-1])
-        _add(hidden[layer], x[real].flatten(), place, f"{name}: hidden states of layer {layer}")
+        hidden[layer].update(x[real].flatten(), place)
 
     with torch.inference_mode(), _observed(layers, on_logits, on_hidden):
         for start in track(range(0, len(windows.ids), batch_size), f"outliers of {name}"):
@@ -287,13 +292,6 @@ def _hidden_place(first_window: int, tokens: Tensor, width: int, index: int) -> 
     """Number `index` of [n, width], where tokens [n, 2] are (row of the batch, position)."""
     row, position = tokens[index // width].tolist()
     return Place(first_window + row, position, index % width)
-
-
-def _add(statistics: Statistics, values: Tensor, place: Callable[[int], Place], what: str) -> None:
-    try:
-        statistics.update(values, place)
-    except DiffbitError as error:
-        raise DiffbitError(f"{what}: {error}") from None
 
 
 def _site(layers: Sequence[Statistics]) -> Site:

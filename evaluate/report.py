@@ -98,10 +98,8 @@ def render(data: ReportData) -> str:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters |= {
-        "number": number, "percent": percent, "increase": increase, "points": points, "nats": nats, "size": size,
-        "integer": integer, "cell": cell,
-    }  # fmt: skip
+    filters = (number, percent, increase, points, nats, size, integer, cell)
+    environment.filters |= {write.__name__: write for write in filters}
     comparison = data.comparison
     names = [info["name"] for info in comparison["models"]] if comparison else []
     names += [*(report["model"] for report in data.outliers), *data.training]
@@ -141,9 +139,8 @@ def _contrast_findings(comparison: Data | None) -> Iterator[Finding]:
         where = f"{plots.SUBJECTS[what][0]} at {width}"
         if len(methods) > 1:
             where += f" by {best}, the best of {len(methods)} methods"
-        for c in comparison["contrasts"]:
-            if (c["what"], c["format"], c["method"]) != (what, width, best):
-                continue
+        key = what, width, best
+        for c in (c for c in comparison["contrasts"] if (c["what"], c["format"], c["method"]) == key):
             less, more = sorted((own[c["against"]], own[c["model"]]), key=lambda r: r["ratio"]["value"])
             headline = f"{increase(less['ratio']['value'])} vs {increase(more['ratio']['value'])}"
             sure = c["difference"]["low"] * c["difference"]["high"] > 0
