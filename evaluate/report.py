@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING, Any
 from .. import files
 from ..errors import MissingDependency
 from . import plots
+from .plots import Data
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Data = Mapping[str, Any]
 Finding = tuple[str, str]  # a number that one would tell a colleague, and the sentence that explains it
 Figure = tuple[str, str]  # a plot as an image within the page, and its words
 PUBLISHED = {  # Table 5 of arXiv 2410.05258: top-1, 2, 3, 10, 100, median
