@@ -26,16 +26,8 @@ from .output import print_error
 __all__ = ["app", "main"]
 
 LAB_PACKAGES = {
-    "torch",
-    "safetensors",
-    "onnx",
-    "onnx_ir",
-    "bitsandbytes",
-    "matplotlib",
-    "jinja2",
-    "datasets",
-    "pyarrow",
-}
+    "torch", "safetensors", "onnx", "onnx_ir", "bitsandbytes", "matplotlib", "jinja2", "datasets", "pyarrow",
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -22,12 +22,13 @@ from .options import (
     Quiet,
     Seed,
     TorchDevice,
-    complete_method,
+    completion,
+    modules,
     read_windows,
     torch_device,
 )
 from .outliers import measure_outliers
-from .output import attention_name, check_rows, print_json, print_table, remark
+from .output import attention_name, print_json, print_table, remark, verification_dict
 from .quantize import LAYER_ERRORS
 
 if TYPE_CHECKING:
@@ -40,11 +41,6 @@ EXAMPLES = (
     "diffbit compare examples/pico/diff_v1 --what weights --bits 16,4,3 --method rtn,gptq --max-windows 16",
     "diffbit compare examples/pico/diff_v1 --what kv,qk --bits 16,8,4,2 --max-windows 16",
 )
-
-
-def _complete_methods(incomplete: str) -> list[str]:
-    before, comma, last = incomplete.rpartition(",")
-    return [f"{before}{comma}{name}" for name in complete_method(last)]
 
 
 Models = Annotated[
@@ -66,7 +62,7 @@ Methods = Annotated[
     str,
     typer.Option(
         metavar="METHODS",
-        autocompletion=_complete_methods,
+        autocompletion=completion(modules("quantize", "methods"), "+,"),
         help="Methods for the weights, separated by commas; each as for `diffbit quantize --method`.",
     ),
 ]
@@ -231,31 +227,25 @@ def _inspect_one(path: Path, prompt: str, seed: int) -> dict[str, Any]:
     from ..runtime import verify as verify_artifact
 
     opened = Artifact.open(path)
-    checked = verify_artifact(path)
+    checked = verification_dict(path, "cpu", verify_artifact(path))
     session = Session(opened)
     tokenizer = Tokenizer(opened.file("tokenizer.json"))
     sampler = Sampler(0.7, top_p=0.9, seed=seed)
     sample = generate(session, tokenizer, prompt, max_tokens=session.capacity // 2, sampler=sampler)
     half = max(1, min(session.capacity, 256) // 2)
     float_bytes = 2 * num_parameters(ModelConfig.from_dict(dict(opened.model)))
-    scheme = opened.scheme or {}
-    weights = scheme.get("weights", "none")
-    formats = (opened.dtype if weights == "none" else weights, attention_name(scheme.get("attention", {})))
+    scheme: dict[str, Any] = {"weights": "none", "attention": {}, **(opened.scheme or {})}
+    weights = opened.dtype if scheme["weights"] == "none" else scheme["weights"]
     return {
         "artifacts": {
             "name": path.resolve().name,
-            "format": ", ".join(name for name in formats if name),
+            "format": ", ".join(filter(None, (weights, attention_name(scheme["attention"])))),
             "bytes": opened.nbytes,
             "source_bytes": float_bytes,
             "parts": [dict(part) for part in opened.parts],
         },
         "bench": {**bench_artifact(path, half, half, 3), "artifact": path.resolve().name},
-        "verification": {
-            "artifact": str(path),
-            "device": "cpu",
-            "passed": checked.passed,
-            "checks": check_rows(checked),
-        },
+        "verification": checked,
         "samples": {
             "model": path.resolve().name,
             "prompt": prompt,

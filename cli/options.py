@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import iter_modules
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from ..calib_data import Windows
 
 CALIBRATION_WINDOWS = 128  # default for methods that calibrate
-FORMATS = ("int8", "int4_g128", "int4_g32", "int3_g64", "int2_g64", "nf4", "ternary", "none")  # for completion
+FORMATS = ("int8", "int4_g128", "int4_g32", "int3_g64", "int2_g64", "nf4", "ternary", "none")  # the common ones
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Quiet = Annotated[
@@ -56,24 +57,19 @@ Length = Annotated[
 ]
 
 
-def complete_format(incomplete: str) -> list[str]:
-    """Common formats; any other that `parse_format` knows works as well."""
-    return [name for name in FORMATS if name.startswith(incomplete)]
-
-
-def complete_method(incomplete: str) -> list[str]:
-    """Methods joined by +, from the files of quantize/methods: importing them would need torch."""
-    before, plus, last = incomplete.rpartition("+")
-    return [f"{before}{plus}{name}" for name in _modules("quantize", "methods") if name.startswith(last)]
-
-
-def complete_attention(incomplete: str) -> list[str]:
-    """Attention variants, from the files of models/attention."""
-    return [name for name in _modules("models", "attention") if name.startswith(incomplete)]
-
-
-def _modules(*folder: str) -> list[str]:
+def modules(*folder: str) -> list[str]:
+    """Names of the modules in a folder of the package; importing them would need torch."""
     return [module.name for module in iter_modules([str(Path(__file__).parents[1].joinpath(*folder))])]
+
+
+def completion(names: Sequence[str], joined_by: str = " ") -> Callable[[str], list[str]]:
+    """Complete one of `names`, or the last of several joined by any of the characters in `joined_by`."""
+
+    def complete(incomplete: str) -> list[str]:
+        last = re.split(f"[{joined_by}]", incomplete)[-1]
+        return [incomplete.removesuffix(last) + name for name in names if name.startswith(last)]
+
+    return complete
 
 
 def read_windows(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -60,9 +61,12 @@ def attention_name(attention: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {attention[name]}" for name in ("keys", "values", "qk", "logits") if name in attention)
 
 
-def check_rows(verification: Verification) -> list[dict[str, str]]:
-    """A row for each check of an artifact."""
-    return [
+def verification_dict(artifact: Path, device: str, found: Verification) -> dict[str, Any]:
+    """The checks of an artifact on a device, as `verify --json` prints them and the report shows them."""
+    checks = [
         {"check": check.name, "result": "ok" if check.passed else "FAILED", "detail": check.detail}
-        for check in verification.checks
+        for check in found.checks
     ]
+    return {
+        "artifact": str(artifact), "device": device, "native": found.native, "passed": found.passed, "checks": checks,
+    }  # fmt: skip

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -13,13 +14,14 @@ from ..errors import DiffbitError, MissingDependency
 from ..files import check_place, parse_size, write_json
 from .options import (
     CALIBRATION_WINDOWS,
+    FORMATS,
     Field,
     Json,
     Length,
     Overwrite,
     Quiet,
-    complete_format,
-    complete_method,
+    completion,
+    modules,
     read_windows,
 )
 from .output import attention_name, print_json, print_table, remark
@@ -48,11 +50,6 @@ def _list_methods(wanted: bool) -> None:
         raise typer.Exit
 
 
-def _complete_kv(incomplete: str) -> list[str]:
-    before, comma, last = incomplete.rpartition(",")
-    return [f"{before}{comma}{name}" for name in ("fp16", "int8", "int4", "int2", "none") if name.startswith(last)]
-
-
 Model = Annotated[
     Path, typer.Argument(help="Checkpoint folder: Hugging Face diffllama or llama, or written by diffbit.")
 ]
@@ -61,7 +58,7 @@ Weights = Annotated[
     str | None,
     typer.Option(
         metavar="FORMAT",
-        autocompletion=complete_format,
+        autocompletion=completion(FORMATS),
         help="Weight format: int8, int4_g32, int4_g128_asym, int3_g64, int2_g64, nf4, ternary, ..., or none (float).",
     ),
 ]
@@ -77,7 +74,7 @@ KvCache = Annotated[
     str | None,
     typer.Option(
         metavar="FORMAT",
-        autocompletion=_complete_kv,
+        autocompletion=completion(("fp16", "int8", "int4", "int2", "none"), ","),
         help="KV cache format: fp16, int8, int4, int2 or none (float); two formats are for keys and values: int8,int4.",
     ),
 ]
@@ -115,7 +112,7 @@ MethodName = Annotated[
     str,
     typer.Option(
         metavar="METHOD",
-        autocompletion=complete_method,
+        autocompletion=completion(modules("quantize", "methods"), "+"),
         help="Quantization method, or several joined by +: gptq, rotate+gptq, ...; see --list-methods.",
     ),
 ]
@@ -294,20 +291,16 @@ def _write(report: Report, plan: Plan | None, output: Path) -> dict[str, Any]:
     """Write the report, and the plan of mixed precision, into the checkpoint's folder; return them as JSON."""
     values = report.to_dict()
     if plan is not None:
+        from ..evaluate import plot_plan
+
         values |= {"mixed": plan.to_dict()}
-        _draw_plan(values["mixed"], output / "mixed.svg")
+        try:
+            plot_plan(values["mixed"], output / "mixed.svg")
+        except MissingDependency as error:
+            remark(f"no plot: {error}")
         plan.scheme.to_file(output / "scheme.toml")
     write_json(output / LAYER_ERRORS, values)
     return values
-
-
-def _draw_plan(plan: Mapping[str, Any], path: Path) -> None:
-    from ..evaluate import plot_plan
-
-    try:
-        plot_plan(plan, path)
-    except MissingDependency as error:
-        remark(f"no plot: {error}")
 
 
 def _show(report: Report, plan: Plan | None, output: Path, each: bool) -> None:
@@ -339,25 +332,29 @@ def _weight_rows(weights: Iterable[WeightReport], each: bool) -> list[dict[str, 
     def percent(value: float | None) -> str:
         return "-" if value is None else f"{value:.2%}"
 
+    def mean(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return fmean(known) if known else None
+
+    def error(weight: WeightReport) -> float:
+        return weight.weight_error if weight.output_error is None else weight.output_error
+
     groups: dict[tuple[str, str], list[WeightReport]] = {}
     for weight in weights:
         groups.setdefault((weight.name if each else weight.name.rpartition(".")[2], weight.format), []).append(weight)
     rows = []
     for (name, format), group in groups.items():
-        outputs = [weight.output_error for weight in group if weight.output_error is not None]
-        losses = [weight.proxy_loss for weight in group if weight.proxy_loss is not None]
-        worst = max(group, key=lambda weight: weight.output_error or weight.weight_error)
         row: dict[str, Any] = {
             "weight": name,
             "format": format,
-            "weight error": percent(sum(weight.weight_error for weight in group) / len(group)),
-            "output error": percent(sum(outputs) / len(outputs) if outputs else None),
+            "weight error": percent(mean(weight.weight_error for weight in group)),
+            "output error": percent(mean(weight.output_error for weight in group)),
         }
-        if losses:
-            row |= {"proxy loss": sum(losses) / len(losses)}
+        if (loss := mean(weight.proxy_loss for weight in group)) is not None:
+            row |= {"proxy loss": loss}
         if not each:
-            worst_error = percent(worst.weight_error if worst.output_error is None else worst.output_error)
-            row |= {"worst": f"{worst_error} in {worst.name.removeprefix('model.').rpartition('.')[0]}"}
+            worst = max(group, key=error)
+            row |= {"worst": f"{percent(error(worst))} in {worst.name.removeprefix('model.').rpartition('.')[0]}"}
         bits = sum(weight.nbytes for weight in group) * 8 / sum(math.prod(weight.shape) for weight in group)
         rows.append(row | {"bits/weight": bits, "bytes": sum(weight.nbytes for weight in group)})
     return rows

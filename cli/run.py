@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,7 +67,7 @@ def run(
         def answer(text: str) -> None:
             result = generate(
                 session, tokenizer, text, max_tokens=max_tokens, sampler=sampler, stop=stop or [],
-                on_text=None if as_json else _show,
+                on_text=None if as_json else partial(print, end="", flush=True),
             )  # fmt: skip
             if as_json:
                 print_json({"prompt": text, **vars(result)})
@@ -87,10 +88,6 @@ def run(
                 answer(text)
             except DiffbitError as error:  # of this prompt, such as one too long; go on with the next
                 print_error(str(error))
-
-
-def _show(text: str) -> None:
-    print(text, end="", flush=True)
 
 
 def _speed(result: Generation) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from .options import Data, Field, Json, Quiet, Seed, TorchDevice, complete_attention, complete_format
+from .options import FORMATS, Data, Field, Json, Quiet, Seed, TorchDevice, completion, modules
 from .output import print_json, print_table
 
 EXAMPLES = (
@@ -36,7 +36,7 @@ Attention = Annotated[
     str | None,
     typer.Option(
         metavar="VARIANT",
-        autocompletion=complete_attention,
+        autocompletion=completion(modules("models", "attention")),
         help="Attention variant: diff_v1, diff_v2, softmax, ...; default: diff_v1, or that of --init.",
     ),
 ]
@@ -54,7 +54,7 @@ Qat = Annotated[
     str | None,
     typer.Option(
         metavar="FORMAT",
-        autocompletion=complete_format,
+        autocompletion=completion(FORMATS),
         help="Quantization-aware training for a weight format: ternary (BitNet b1.58), int4_g128, int2_g64, ... The "
         "result is a quantized checkpoint; OUTPUT/master keeps the float weights.",
     ),

@@ -9,7 +9,7 @@ import typer
 
 from ..errors import DiffbitError
 from .options import Data, Device, Field, Json, Length, MaxWindows, NoNative, Quiet, Threads
-from .output import check_rows, print_json, print_table
+from .output import print_json, print_table, verification_dict
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,9 +56,7 @@ def verify(
     if tokens and checkpoint is None:
         raise DiffbitError("--tokens needs --checkpoint")
     result = verify_artifact(artifact, device, threads, not no_native)
-    rows = check_rows(result)
-    report: dict[str, Any] = {"artifact": str(artifact), "device": device, "native": result.native}
-    report |= {"passed": result.passed, "checks": rows}
+    report = verification_dict(artifact, device, result)
     if checkpoint is not None and result.passed:
         session = Session(artifact, device, threads, not no_native)
         report |= _compare(session, artifact, checkpoint, data, field, max_windows, length, tokens)
@@ -66,9 +64,8 @@ def verify(
     if as_json:
         print_json(report)
     else:
-        print_table(
-            rows, title=f"{artifact} on {device}, {'native kernels' if result.native else 'portable ONNX functions'}"
-        )
+        operators = "native kernels" if result.native else "portable ONNX functions"
+        print_table(report["checks"], title=f"{artifact} on {device}, {operators}")
         if "checkpoint" in report:
             print_table([report["checkpoint"]], title=f"against {checkpoint}")
         if "greedy" in report:
@@ -108,9 +105,7 @@ def _compare(
         length = min(session.capacity, 512)
     text = eval_windows(data, artifact, length, max_windows, field=field)
     tolerance = session.artifact.golden.tolerance
-    found: dict[str, Any] = {
-        "checkpoint": compare_with_checkpoint(logits_of, checkpoint, text, tolerance=tolerance),
-    }
+    found = {"checkpoint": compare_with_checkpoint(logits_of, checkpoint, text, tolerance=tolerance)}
     if tokens:
         found["greedy"] = compare_greedy_tokens(
             logits_after, checkpoint, text, tokens=tokens, capacity=session.capacity, tolerance=tolerance

@@ -216,15 +216,21 @@ def conclude(
     """The measurements of each model, by name and with the 16-bit model first, as a comparison."""
     results: list[Result] = []
     contrasts: list[Contrast] = []
-    by_key = {name: _by_key(found) for name, found in measured.items()}
+    models: list[ModelInfo] = []
+    by_key: dict[str, dict[Key, Measured]] = {
+        name: {one.variant.key if one.variant else None: one for one in found} for name, found in measured.items()
+    }
     first = next(iter(by_key))
     for checkpoint, (name, own) in zip(checkpoints, by_key.items(), strict=True):
-        results += [_result(name, checkpoint.config, one, own, confidence, needles) for one in measured[name]]
+        config = checkpoint.config
+        size = num_parameters(config), config.num_layers, config.hidden_size
+        models.append(ModelInfo(name, str(checkpoint.path), checkpoint.sha256(), config.attention, *size))
+        results += [_result(name, config, one, own, confidence, needles) for one in measured[name]]
         if name != first:
             contrasts += _contrasts(name, own, first, by_key[first], confidence)
     calibrated = None if calibration is None else _about(calibration) | {"tokens": int(calibration.mask.sum())}
     return Comparison(
-        models=tuple(_info(name, checkpoint) for name, checkpoint in zip(measured, checkpoints, strict=True)),
+        models=tuple(models),
         results=tuple(results),
         contrasts=tuple(contrasts),
         confidence=confidence,
@@ -232,23 +238,6 @@ def conclude(
         calibration=calibrated,
         refused=tuple(refused),
         needles=tuple(settings(needles)),
-    )
-
-
-def _by_key(measured: Sequence[Measured]) -> dict[Key, Measured]:
-    return {one.variant.key if one.variant else None: one for one in measured}
-
-
-def _info(name: str, checkpoint: Checkpoint) -> ModelInfo:
-    config = checkpoint.config
-    return ModelInfo(
-        name=name,
-        path=str(checkpoint.path),
-        sha256=checkpoint.sha256(),
-        attention=config.attention,
-        parameters=num_parameters(config),
-        layers=config.num_layers,
-        hidden_size=config.hidden_size,
     )
 
 
@@ -294,10 +283,10 @@ def _contrasts(
 ) -> list[Contrast]:
     """Variants that both models have, against the first model's."""
     whole, first_whole, contrasts = own[None], of_first[None], []
-    for key in own:
-        if key is None or key not in of_first:
+    for key, low in own.items():
+        other = of_first.get(key)
+        if key is None or other is None:
             continue
-        low, other = own[key], of_first[key]
         lost = paired(low.scores, whole.scores) - paired(other.scores, first_whole.scores)
         answers = zip(low.answers, whole.answers, other.answers, first_whole.answers, strict=True)
         found = tuple(contrast((a, b), (c, d), confidence) for a, b, c, d in answers)
@@ -312,24 +301,18 @@ def _about(windows: Windows) -> dict[str, Any]:
 
 def _flat(result: Result) -> dict[str, Any]:
     """A result as columns of a CSV file."""
-    row: dict[str, Any] = {}
-    for name, value in asdict(result).items():
-        if name == "cost":
-            row |= {f"token_{part}": number for part, number in value.items()}
-        elif isinstance(value, dict) or name == "recovered":
-            row |= _ends(name, value)
-        elif name != "retrieval":
-            row[name] = value
-    for one in result.retrieval:
-        name = f"retrieval_{one.needles}_{one.queries}_{one.length}"
-        row |= _ends(name, asdict(one.accuracy)) | _ends(f"{name}_change", asdict(one.change))
-    return row
-
-
-def _ends(name: str, estimate: Mapping[str, float] | None) -> dict[str, Any]:
-    """An estimate as three columns; empty ones where there is none."""
-    ends: Mapping[str, Any] = estimate or {"value": "", "low": "", "high": ""}
-    return {name: ends["value"], f"{name}_low": ends["low"], f"{name}_high": ends["high"]}
+    row = asdict(result)
+    cost, needles = row.pop("cost"), row.pop("retrieval")
+    row |= {f"token_{part}": number for part, number in cost.items()}
+    for one in needles:
+        name = f"retrieval_{one['needles']}_{one['queries']}_{one['length']}"
+        row |= {name: one["accuracy"], f"{name}_change": one["change"]}
+    row["recovered"] = row["recovered"] or dict.fromkeys(("value", "low", "high"), "")
+    columns: dict[str, Any] = {}
+    for name, value in row.items():
+        estimate = value if isinstance(value, dict) else {"value": value}
+        columns |= {name if end == "value" else f"{name}_{end}": number for end, number in estimate.items()}
+    return columns
 
 
 def _needles_found(one: Retrieval) -> str:

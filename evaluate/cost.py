@@ -19,6 +19,7 @@ H heads 2d wide; diff_v2 has two products d wide), low-bit attention one product
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from math import log2, prod
 
@@ -57,7 +58,7 @@ def token_cost(config: ModelConfig, scheme: Scheme | None, context: int, dtype: 
     """Of a model under a scheme (None: float); dtype, float16 or float32: of what is not quantized, cache included."""
     scheme = scheme or Scheme()
     formats, linears = scheme.formats(config), linear_shapes(config)
-    count = {"ternary": 0, "integer": 0, "floating": 0, "other": 0}
+    count = Counter(ternary=0, integer=0, floating=0, other=0)
     nbytes = config.hidden_size * WIDTHS[dtype]  # the embedding's row
     for module, (rows, columns) in linears.items():
         format, weights = formats.get(module), rows * columns
@@ -77,12 +78,11 @@ def token_cost(config: ModelConfig, scheme: Scheme | None, context: int, dtype: 
         else:
             count["floating"] += weights
             count["other"] += rows * format.groups(columns)
-    norms = [shape for name, shape in shapes(config).items() if name.endswith("norm.weight")]
-    nbytes += sum(prod(shape) for shape in norms) * WIDTHS[dtype]
-    count["other"] += 2 * sum(prod(shape) for shape in norms)
+    norms = sum(prod(shape) for name, shape in shapes(config).items() if name.endswith("norm.weight"))
+    nbytes += norms * WIDTHS[dtype]
+    count["other"] += 2 * norms
     for layer in config.layers:
-        for kind, number in _layer(layer, scheme, context).items():
-            count[kind] += number
+        count.update(_layer(layer, scheme, context))
     count["other"] += 2 * config.num_layers * config.hidden_size  # residual sums
     cache = step_bytes(config, scheme.attention, dtype, context)
     return Cost(context, nbytes, cache, **count)

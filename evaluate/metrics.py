@@ -77,10 +77,10 @@ class Scores:
 
     def divergence(self, confidence: float = CONFIDENCE) -> Estimate:
         """KL per token, nats."""
-        return _clip(mean(self.kl, self.tokens, confidence), 0.0, math.inf)
+        return clip(mean(self.kl, self.tokens, confidence), 0.0, math.inf)
 
     def agreement(self, confidence: float = CONFIDENCE) -> Estimate:
-        return _clip(mean(self.agree, self.tokens, confidence), 0.0, 1.0)
+        return clip(mean(self.agree, self.tokens, confidence), 0.0, 1.0)
 
 
 def perplexity_ratio(model: Scores, reference: Scores, confidence: float = CONFIDENCE) -> Estimate:
@@ -185,5 +185,6 @@ def _exp(estimate: Estimate) -> Estimate:
     return Estimate(*(math.exp(min(x, 700.0)) for x in (estimate.value, estimate.low, estimate.high)))
 
 
-def _clip(estimate: Estimate, low: float, high: float) -> Estimate:
+def clip(estimate: Estimate, low: float, high: float) -> Estimate:
+    """The interval's ends within what can be."""
     return Estimate(estimate.value, max(estimate.low, low), min(estimate.high, high))

@@ -25,17 +25,17 @@ Counts, largest values, histogram and place merge to the same result in any orde
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..calib_data import Windows
 from ..errors import DiffbitError
 from ..models import Decoder
 from ..models.layers.softmax import LogitsHook
@@ -48,16 +48,6 @@ MEDIAN_ERROR = 2.0 ** -(FRACTION_BITS + 1)  # relative
 _SHIFT = 23 - FRACTION_BITS
 _BINS = 255 << FRACTION_BITS  # every finite fp32 magnitude has one
 _CHUNK = 1 << 22  # numbers that are turned into float64 at a time
-
-
-class TokenWindows(Protocol):
-    """Windows of tokens to measure on, such as diffbit.calib_data.Windows."""
-
-    @property
-    def ids(self) -> np.ndarray: ...  # int64 [n, length]
-
-    @property
-    def mask(self) -> np.ndarray: ...  # bool [n, length]: a token, not filling
 
 
 @dataclass(frozen=True, order=True)
@@ -75,42 +65,33 @@ class Summary:
     """Statistics of a set of numbers x, which are not kept."""
 
     count: int
-    top: tuple[float | None, ...]  # the RANKS-th largest |x|; None where there are fewer numbers
+    top: dict[str, float | None]  # {rank: the rank-th largest |x|} for RANKS; None where there are fewer numbers
     median: float  # of |x|, within MEDIAN_ERROR of the true one
+    ratio: float | None  # largest over median: how much of an absmax scale's range the typical value leaves unused
     mean: float
     std: float
     kurtosis: float | None  # None if all numbers are equal
+    layer: int | None  # of the largest |x|, where several layers are pooled
     place: Place  # of the largest |x|; the first in reading order where several are equal
-    layer: int | None = None  # of the largest |x|, where several layers are pooled
 
     @property
     def max(self) -> float:
-        assert self.top[0] is not None
-        return self.top[0]
+        assert self.top["1"] is not None
+        return self.top["1"]
 
-    @property
-    def ratio(self) -> float | None:
-        """Largest over median: how much of an absmax scale's range the typical value leaves unused."""
-        return self.max / self.median if self.median else None
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "count": self.count,
-            "top": {str(rank): value for rank, value in zip(RANKS, self.top, strict=True)},
-            "median": self.median,
-            "ratio": self.ratio,
-            "mean": self.mean,
-            "std": self.std,
-            "kurtosis": self.kurtosis,
-            "layer": self.layer,
-            "place": asdict(self.place),
-        }
+@dataclass(frozen=True)
+class Site(Summary):
+    """All layers together, and each; a layer without attention has no logits."""
+
+    layers: tuple[Summary, ...]
 
 
 class Statistics:
     """Statistics that numbers are added to; see the module's docstring. They take about 1 MB, however many numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "numbers") -> None:
+        self.what = what  # for errors
         self.count = 0
         self.mean = self.m2 = self.m3 = self.m4 = 0.0  # central moments, not divided by the count
         self.top = torch.empty(0)  # fp32, falling, at most RANKS[-1]
@@ -120,16 +101,26 @@ class Statistics:
     def update(self, values: Tensor, place: Callable[[int], Place]) -> None:
         """Add numbers [n] of any float dtype; `place(i)` says where number i sits, and rises with i."""
         for start in range(0, len(values), _CHUNK):
-            self._absorb(_of(values[start : start + _CHUNK].float(), lambda i, start=start: place(start + i)))  # type: ignore[misc]
+            chunk = values[start : start + _CHUNK].float()
+            magnitude, part = chunk.abs(), Statistics()
+            part.count = len(chunk)
+            part.top = magnitude.topk(min(RANKS[-1], part.count)).values.cpu()
+            if not part.top[0].isfinite():
+                raise DiffbitError(
+                    f"{self.what}: the activations hold NaN or infinity; the model is damaged, or its dtype too narrow "
+                    "for it"
+                )
+            part.place = place(start + int((magnitude == magnitude.max()).nonzero()[0]))
+            part.histogram = torch.bincount(magnitude.view(torch.int32) >> _SHIFT, minlength=_BINS).cpu()
+            exact = chunk.double()
+            part.mean = exact.mean().item()
+            exact = exact - part.mean
+            square = exact.square()
+            part.m2, part.m3, part.m4 = (power.sum().item() for power in (square, square * exact, square.square()))
+            self.merge(part)
 
-    def merge(self, other: Statistics) -> Statistics:
-        """The statistics of both sets of numbers together; neither operand changes."""
-        result = Statistics()
-        result._absorb(self)
-        result._absorb(other)
-        return result
-
-    def _absorb(self, other: Statistics) -> None:
+    def merge(self, other: Statistics) -> None:
+        """Add the numbers of `other`."""
         if not other.count:
             return
         n, m = self.count, other.count
@@ -153,14 +144,16 @@ class Statistics:
     def summary(self) -> Summary:
         if not self.count or self.place is None:
             raise DiffbitError("there is nothing to measure: the windows hold no token; give more text")
-        variance = self.m2 / self.count
+        largest, median, variance = self.top.tolist(), self.median(), self.m2 / self.count
         return Summary(
             count=self.count,
-            top=tuple(self.top[rank - 1].item() if rank <= len(self.top) else None for rank in RANKS),
-            median=self.median(),
+            top={str(rank): largest[rank - 1] if rank <= len(largest) else None for rank in RANKS},
+            median=median,
+            ratio=largest[0] / median if median else None,
             mean=self.mean,
             std=math.sqrt(variance),
             kurtosis=self.m4 / self.count / variance**2 if variance else None,
+            layer=None,
             place=self.place,
         )
 
@@ -173,24 +166,6 @@ class Statistics:
         return values.double().mean().item()
 
 
-def _of(values: Tensor, place: Callable[[int], Place]) -> Statistics:
-    """Statistics of numbers fp32 [n], n > 0, that fit in memory as float64."""
-    part = Statistics()
-    magnitude = values.abs()
-    part.count = len(values)
-    part.top = magnitude.topk(min(RANKS[-1], part.count)).values.cpu()
-    if not part.top[0].isfinite():
-        raise DiffbitError("the activations hold NaN or infinity; the model is damaged, or its dtype too narrow for it")
-    part.place = place(int((magnitude == magnitude.max()).nonzero()[0]))
-    part.histogram = torch.bincount(magnitude.view(torch.int32) >> _SHIFT, minlength=_BINS).cpu()
-    exact = values.double()
-    part.mean = exact.mean().item()
-    exact = exact - part.mean
-    square = exact.square()
-    part.m2, part.m3, part.m4 = (power.sum().item() for power in (square, square * exact, square.square()))
-    return part
-
-
 @dataclass(frozen=True)
 class OutlierReport:
     """Activations of one model on some windows."""
@@ -199,27 +174,17 @@ class OutlierReport:
     attention: str  # softmax, diff_v1, ...
     windows: int
     tokens: int
-    logits: Summary  # over all layers
-    hidden: Summary
-    logits_layers: tuple[Summary, ...]
-    hidden_layers: tuple[Summary, ...]
+    median_relative_error: float
+    attention_logits: Site
+    hidden_states: Site
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "attention": self.attention,
-            "windows": self.windows,
-            "tokens": self.tokens,
-            "median_relative_error": MEDIAN_ERROR,
-            "attention_logits": {
-                **self.logits.to_dict(),
-                "layers": [summary.to_dict() for summary in self.logits_layers],
-            },
-            "hidden_states": {**self.hidden.to_dict(), "layers": [summary.to_dict() for summary in self.hidden_layers]},
-        }
+        """Plain JSON, which plots.py and report.py take."""
+        return asdict(self)
 
     def layer_rows(self) -> list[dict[str, Any]]:
         """A row per layer: maximum, median, kurtosis and the place of the maximum, of logits and hidden states."""
+        layers = zip(self.attention_logits.layers, self.hidden_states.layers, strict=True)
         return [
             {
                 "model": self.model,
@@ -234,95 +199,87 @@ class OutlierReport:
                 "channel": hidden.place.unit,
                 "position": hidden.place.position,
             }
-            for index, (logits, hidden) in enumerate(zip(self.logits_layers, self.hidden_layers, strict=True))
+            for index, (logits, hidden) in enumerate(layers)
         ]
 
 
-def rows(reports: Iterable[OutlierReport]) -> list[dict[str, Any]]:
+def rows(reports: Sequence[OutlierReport]) -> list[dict[str, Any]]:
     """Models side by side as in Table 5: the attention logits of each, then the hidden states of each."""
-    reports = list(reports)
-    table = []
-    for activations, unit in (("attention logits", "head"), ("hidden states", "channel")):
-        for report in reports:
-            summary = report.logits if unit == "head" else report.hidden
-            place = summary.place
-            table.append(
-                {"activations": activations, "model": report.model}
-                | {f"top-{rank}": value for rank, value in zip(RANKS, summary.top, strict=True)}
-                | {"median": summary.median, "max/median": summary.ratio, "kurtosis": summary.kurtosis}
-                | {"largest_at": f"layer {summary.layer}, {unit} {place.unit}, token {place.position}"}
-            )
-    return table
+    sites = [("attention logits", "head", report.model, report.attention_logits) for report in reports]
+    sites += [("hidden states", "channel", report.model, report.hidden_states) for report in reports]
+    return [
+        {"activations": activations, "model": model}
+        | {f"top-{rank}": value for rank, value in found.top.items()}
+        | {"median": found.median, "max/median": found.ratio, "kurtosis": found.kurtosis}
+        | {"largest_at": f"layer {found.layer}, {unit} {found.place.unit}, token {found.place.position}"}
+        for activations, unit, model, found in sites
+    ]
 
 
-def measure(decoder: Decoder, windows: TokenWindows, batch_size: int = 8, *, name: str = "model") -> OutlierReport:
+def measure(decoder: Decoder, windows: Windows, batch_size: int = 8, *, name: str = "model") -> OutlierReport:
     """Run the model over the windows, without gradients, and summarize its attention logits and hidden states.
 
     Attention computes its logits explicitly, so a batch needs batch_size * heads * length^2 fp32 numbers. A model with
     low-bit attention logits keeps them; what is measured is what goes into their quantizer.
     """
     layers = list(decoder.model.layers)
-    logits = [Statistics() for _ in layers]
-    hidden = [Statistics() for _ in layers]
+    logits, hidden = (
+        [Statistics(f"{name}: {what} of layer {index}") for index in range(len(layers))]
+        for what in ("attention logits", "hidden states")
+    )
     device = next(decoder.parameters()).device
-    with torch.inference_mode(), _observed(layers) as observer:
+    start, real = 0, torch.empty(0)  # of the batch: its first window; bool [B, S], a token and not filling
+
+    def on_logits(layer: int, x: Tensor, valid: Tensor) -> None:
+        valid = (valid & real[:, None, :, None])[:, 0]  # [B, S, T]: padding neither looks nor is looked at
+        for row, (values, seen) in enumerate(zip(x, valid, strict=True)):  # [heads, S, T], [S, T]
+            place = partial(_logit_place, start + row, seen.nonzero())
+            logits[layer].update(values[:, seen].flatten(), place)
+
+    def on_hidden(layer: int, x: Tensor) -> None:
+        place = partial(_hidden_place, start, real.nonzero(), x.shape[-1])
+        hidden[layer].update(x[real].flatten(), place)
+
+    with torch.inference_mode(), _observed(layers, on_logits, on_hidden):
         for start in track(range(0, len(windows.ids), batch_size), f"outliers of {name}"):
-            ids = torch.from_numpy(np.asarray(windows.ids[start : start + batch_size])).to(device)
-            real = torch.from_numpy(np.asarray(windows.mask[start : start + batch_size], dtype=bool)).to(device)
-
-            def on_logits(layer: int, x: Tensor, valid: Tensor, start: int = start, real: Tensor = real) -> None:
-                valid = (valid & real[:, None, :, None])[:, 0]  # [B, S, T]: padding neither looks nor is looked at
-                for row, (values, seen) in enumerate(zip(x, valid, strict=True)):  # [heads, S, T], [S, T]
-                    pairs = seen.nonzero()  # [n, 2]
-                    places = functools.partial(_logit_place, start + row, pairs)
-                    _add(logits[layer], values[:, seen].flatten(), places, name, f"attention logits of layer {layer}")
-
-            def on_hidden(layer: int, x: Tensor, start: int = start, real: Tensor = real) -> None:
-                places = functools.partial(_hidden_place, start, real.nonzero(), x.shape[-1])
-                _add(hidden[layer], x[real].flatten(), places, name, f"hidden states of layer {layer}")
-
-            observer.on_logits, observer.on_hidden = on_logits, on_hidden
+            batch = slice(start, start + batch_size)
+            ids, real = (torch.from_numpy(array[batch]).to(device) for array in (windows.ids, windows.mask))
             decoder(ids, attention_mask=None if real.all() else real.long())
     return OutlierReport(
         model=name,
         attention=decoder.config.attention,
         windows=len(windows.ids),
-        tokens=int(np.asarray(windows.mask).sum()),
-        logits=_pooled(logits),
-        hidden=_pooled(hidden),
-        logits_layers=tuple(statistics.summary() for statistics in logits if statistics.count),
-        hidden_layers=tuple(statistics.summary() for statistics in hidden),
+        tokens=int(windows.mask.sum()),
+        median_relative_error=MEDIAN_ERROR,
+        attention_logits=_site(logits),
+        hidden_states=_site(hidden),
     )
 
 
-class _Observer:
-    """Takes each layer's activations; its functions are set for every batch."""
-
-    on_logits: Callable[[int, Tensor, Tensor], None]
-    on_hidden: Callable[[int, Tensor], None]
-
-
 @contextmanager
-def _observed(layers: Sequence[nn.Module]) -> Iterator[_Observer]:
+def _observed(
+    layers: Sequence[nn.Module],
+    on_logits: Callable[[int, Tensor, Tensor], None],
+    on_hidden: Callable[[int, Tensor], None],
+) -> Iterator[None]:
     """Hooks on every layer for as long as the context lasts; hooks that are there already keep working."""
-    observer = _Observer()
     with ExitStack() as undo:
         for index, layer in enumerate(layers):
 
             def see_logits(x: Tensor, valid: Tensor, index: int = index, before: LogitsHook | None = None) -> Tensor:
-                observer.on_logits(index, x, valid)
+                on_logits(index, x, valid)
                 return x if before is None else before(x, valid)
 
             def see_hidden(module: nn.Module, args: Any, output: Tensor, index: int = index) -> None:
-                observer.on_hidden(index, output)
+                on_hidden(index, output)
 
             attention = layer.get_submodule("self_attn")
             if isinstance(attention, Attention):
                 before = attention.logits_hook
-                attention.logits_hook = functools.partial(see_logits, before=before)
+                attention.logits_hook = partial(see_logits, before=before)
                 undo.callback(setattr, attention, "logits_hook", before)
             undo.callback(layer.register_forward_hook(see_hidden).remove)
-        yield observer
+        yield
 
 
 def _logit_place(window: int, pairs: Tensor, index: int) -> Place:
@@ -337,15 +294,12 @@ def _hidden_place(first_window: int, tokens: Tensor, width: int, index: int) -> 
     return Place(first_window + row, position, index % width)
 
 
-def _add(statistics: Statistics, values: Tensor, place: Callable[[int], Place], model: str, what: str) -> None:
-    try:
-        statistics.update(values, place)
-    except DiffbitError as error:
-        raise DiffbitError(f"{model}: {what}: {error}") from None
-
-
-def _pooled(layers: Sequence[Statistics]) -> Summary:
+def _site(layers: Sequence[Statistics]) -> Site:
     """All layers together, with the layer that holds the largest value (the first of equals)."""
-    pooled = functools.reduce(Statistics.merge, layers).summary()
-    layer = next(index for index, found in enumerate(layers) if found.count and found.top[0] == pooled.max)
-    return Summary(**{**vars(pooled), "layer": layer, "place": layers[layer].place})
+    pooled = Statistics()
+    for layer in layers:
+        pooled.merge(layer)
+    whole = pooled.summary()
+    index = next(index for index, found in enumerate(layers) if found.count and found.top[0] == whole.max)
+    own = tuple(found.summary() for found in layers if found.count)
+    return Site(**vars(whole) | {"layer": index, "place": layers[index].place, "layers": own})

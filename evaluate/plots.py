@@ -66,22 +66,19 @@ def line(index: int) -> dict[str, Any]:
     return {name: values[index % len(values)] for name, values in look.items()} | {"markeredgecolor": "white"}
 
 
-def check_path(path: str | Path) -> Path:
-    """Refuse a file name that is neither .svg nor .png, before the work and not after it."""
+@contextmanager
+def drawn(path: str | Path, columns: int = 1, rows: int = 1) -> Iterator[list[Axes]]:
+    """Panels to draw, written to a .svg or .png file at the end; another name is refused before the work."""
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
         raise DiffbitError(f"{path}: a plot is written as {' or '.join(SUFFIXES)}; choose such a name")
-    return path
-
-
-def save(figure: Figure, path: str | Path) -> None:
-    """Write a figure to a .svg or .png file."""
-    path = check_path(path)
-    with files.write_atomic(path) as temporary:
-        if path.suffix.lower() == ".svg":
-            temporary.write_text(svg(figure), encoding="utf-8")
-        else:
-            figure.savefig(temporary, format="png", dpi=200)
+    with panels(columns, rows) as (figure, axes):
+        yield axes
+        with files.write_atomic(path) as temporary:
+            if path.suffix.lower() == ".svg":
+                temporary.write_text(svg(figure), encoding="utf-8")
+            else:
+                figure.savefig(temporary, format="png", dpi=200)
 
 
 def svg(figure: Figure) -> str:
@@ -97,39 +94,33 @@ def short(value: float) -> str:
 
 def plot_comparison(comparison: Data, path: str | Path) -> None:
     """A row of panels for weights and for each part of attention that was compared; `charts` says what is in them."""
-    check_path(path)
     rows = [charts(comparison, what) for what in subjects(comparison)]
     if not rows:
         raise DiffbitError("all models came quantized, so there is nothing to draw against bits; give a float one, too")
     columns = max(map(len, rows))
-    with panels(columns, len(rows)) as (figure, axes):
+    with drawn(path, columns, len(rows)) as axes:
         for number, row in enumerate(rows):
             for index, panel in enumerate(axes[number * columns : (number + 1) * columns]):
                 draw(panel, row[index]) if index < len(row) else panel.set_axis_off()
-        save(figure, path)
 
 
 def plot_outliers(reports: Sequence[Data], path: str | Path) -> None:
     """Largest value and median of every layer, of hidden states and of attention logits."""
-    check_path(path)
-    with panels(2) as (figure, axes):
+    with drawn(path, 2) as axes:
         for panel, site in zip(axes, SITES, strict=True):
             layers(panel, reports, site)
-        save(figure, path)
 
 
 def plot_plan(plan: Data, path: str | Path) -> None:
     """Mixed precision, a `Plan.to_dict()`: loss against size, and the bits of each layer."""
-    check_path(path)
     rows = [
         {"name": row["name"], "bits": 8 * row["sizes"][row["format"]] / (row["shape"][0] * row["shape"][1])}
         for row in plan["layers"]
     ]
-    with panels(2) as (figure, axes):
+    with drawn(path, 2) as axes:
         frontier(axes[0], plan)
-        heat_map(axes[1], rows, "bits", 8.0, lambda value: f"{value:.2f}")
+        heat_map(axes[1], rows, "bits", 8.0, ".2f")
         axes[1].set_title("Bits a weight")
-        save(figure, path)
 
 
 def subjects(comparison: Data) -> list[str]:
@@ -183,12 +174,12 @@ KL = Metric("KL divergence", "from the 16-bit model, nats a token", " nats", lam
 
 def _needles(asked: Data, index: int) -> Metric:
     """The change of the share of queries answered, of the index-th set of needles."""
-
-    def change(result: Data, end: str) -> float:
-        return 100 * float(result["retrieval"][index]["change"][end])
-
-    name = f"{asked['queries']} of {asked['needles']} needles"
-    return Metric(name, f"points to 16 bits, of {asked['length']:,} tokens", " points", change)
+    return Metric(
+        f"{asked['queries']} of {asked['needles']} needles",
+        f"points to 16 bits, of {asked['length']:,} tokens",
+        " points",
+        lambda result, end: 100 * float(result["retrieval"][index]["change"][end]),
+    )
 
 
 def charts(comparison: Data, what: str) -> list[Chart]:
@@ -225,9 +216,18 @@ def charts(comparison: Data, what: str) -> list[Chart]:
     return found
 
 
+def _logarithmic(axes: Axes) -> None:
+    """A logarithmic vertical axis whose values are written out."""
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    axes.set_yscale("log")
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+
+
 def draw(axes: Axes, chart: Chart) -> None:
     """A line with its band of confidence for each label of the chart."""
-    from matplotlib.ticker import FuncFormatter, NullLocator
+    from matplotlib.ticker import FuncFormatter
 
     columns = {name: column for column, name in enumerate(chart.ticks)}
     metric, floor = chart.metric, chart.metric.floor
@@ -241,8 +241,7 @@ def draw(axes: Axes, chart: Chart) -> None:
             axes.plot(hidden, [floor] * len(hidden), zorder=4, **hollow)
     (bottom, top), legend = chart.bounds, 0.08 + 0.07 * len(chart.lines)  # of the height
     if floor:
-        axes.set_yscale("log")
-        axes.yaxis.set_minor_locator(NullLocator())
+        _logarithmic(axes)
         axes.set_ylim(bottom / (top / bottom) ** 0.05, top * (top / bottom) ** legend)
     else:
         axes.axhline(0, color=MUTED, linewidth=0.8, zorder=1)
@@ -259,7 +258,7 @@ def draw(axes: Axes, chart: Chart) -> None:
 
 def layers(axes: Axes, reports: Sequence[Data], site: str) -> None:
     """The largest |x| of every layer and its median (thin), of all models, on a logarithmic axis."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator
 
     for index, report in enumerate(reports):
         own, look = report[site]["layers"], line(index)
@@ -268,12 +267,10 @@ def layers(axes: Axes, reports: Sequence[Data], site: str) -> None:
         if all(medians):
             thin = look | {"linewidth": 1.0, "markersize": 3, "alpha": 0.7}
             axes.plot(medians, label=f"{report['model']}, median", **thin)
-    axes.set_yscale("log")
+    _logarithmic(axes)
     low, high = axes.get_ylim()
     axes.set_ylim(low, high * (high / low) ** (0.12 + 0.09 * len(reports)))  # room for the legend
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,), numticks=12))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
-    axes.yaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
     axes.set_title(f"{SITES[site]}: largest and median |x|")
     axes.set_xlabel("layer")
@@ -281,10 +278,10 @@ def layers(axes: Axes, reports: Sequence[Data], site: str) -> None:
     axes.legend(loc="upper left", ncols=2, columnspacing=1.2)
 
 
-def heat_map(axes: Axes, rows: Sequence[Data], value: str, largest: float, show: Callable[[float], str]) -> None:
+def heat_map(axes: Axes, rows: Sequence[Data], value: str, largest: float, show: str) -> None:
     """row[value] of each linear layer by its name: decoder layers from left to right, modules from top to bottom.
 
-    `largest` has the darkest colour, so that several maps can share a scale.
+    `largest` has the darkest colour, so that several maps can share a scale; show: how a number is written.
     """
     from matplotlib.colors import LinearSegmentedColormap
 
@@ -298,7 +295,7 @@ def heat_map(axes: Axes, rows: Sequence[Data], value: str, largest: float, show:
     for (module, layer), number in cells.items() if count <= 12 else ():
         color = "white" if number > 0.85 * (largest or 1.0) else INK
         place = layer + 0.5, modules.index(module) + 0.5
-        axes.text(*place, show(number), ha="center", va="center", fontsize=8.5, color=color)
+        axes.text(*place, format(number, show), ha="center", va="center", fontsize=8.5, color=color)
     axes.set_yticks([row + 0.5 for row in range(len(modules))], modules)
     shown = range(0, count, 1 if count <= 16 else 4)
     axes.set_xticks([layer + 0.5 for layer in shown], [str(layer) for layer in shown])
@@ -314,8 +311,6 @@ def frontier(axes: Axes, plan: Data) -> None:
 
     The chosen model stands where it was measured, hollow where it was predicted.
     """
-    from matplotlib.ticker import FuncFormatter, NullLocator
-
     floor, size = 1e-7, plan["bits_per_weight"]
     alike = {name: point for name, point in plan["uniform"].items() if point[1] > floor}  # not the float model
     sizes, losses = zip(*plan["curve"], strict=True)
@@ -327,9 +322,7 @@ def frontier(axes: Axes, plan: Data) -> None:
     hollow = here | {"markerfacecolor": "white", "markeredgecolor": here["color"]}
     axes.plot([size], [max(plan["predicted"], floor)], **hollow)
     axes.plot([size], [max(plan["measured"], floor)], label="chosen, measured", zorder=4, **here)
-    axes.set_yscale("log")
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    _logarithmic(axes)
     axes.set_xlim(min(sizes) - 0.25, max(9.0, size + 0.25))
     axes.set_title("Loss against size")
     axes.set_ylabel("KL from the float model, nats a token")

@@ -32,11 +32,13 @@ from typing import TYPE_CHECKING, Any
 from .. import files
 from ..errors import MissingDependency
 from . import plots
+from .plots import Data
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Data = Mapping[str, Any]
+Finding = tuple[str, str]  # a number that one would tell a colleague, and the sentence that explains it
+Figure = tuple[str, str]  # a plot as an image within the page, and its words
 PUBLISHED = {  # Table 5 of arXiv 2410.05258: top-1, 2, 3, 10, 100, median
     "attention_logits": {
         "Transformer 3B, published": (318.0, 308.2, 304.9, 284.7, 251.5, 5.4),
@@ -65,22 +67,6 @@ class ReportData:
     samples: Sequence[Data] = ()
     commands: Sequence[str] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A plot as an image within the page, and its words."""
-
-    source: str
-    words: str
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A number that one would tell a colleague, and the sentence that explains it."""
-
-    headline: str
-    text: str
 
 
 def versions() -> dict[str, str]:
@@ -112,10 +98,8 @@ def render(data: ReportData) -> str:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters |= {
-        "number": number, "percent": percent, "increase": increase, "points": points, "nats": nats, "size": size,
-        "integer": integer, "cell": cell,
-    }  # fmt: skip
+    filters = (number, percent, increase, points, nats, size, integer, cell)
+    environment.filters |= {write.__name__: write for write in filters}
     comparison = data.comparison
     names = [info["name"] for info in comparison["models"]] if comparison else []
     names += [*(report["model"] for report in data.outliers), *data.training]
@@ -139,7 +123,7 @@ def _outlier_findings(data: ReportData) -> Iterator[Finding]:
         pairs = ((report[site]["top"]["1"], report["model"]) for report in data.outliers)
         (low, small), (high, large) = sorted(pairs)
         ratio = f"{high / low:.2g}×" if low else "∞"
-        yield Finding(ratio, f"Largest {what}: {large} {number(high)}, {small} {number(low)}.")
+        yield ratio, f"Largest {what}: {large} {number(high)}, {small} {number(low)}."
 
 
 def _contrast_findings(comparison: Data | None) -> Iterator[Finding]:
@@ -155,9 +139,8 @@ def _contrast_findings(comparison: Data | None) -> Iterator[Finding]:
         where = f"{plots.SUBJECTS[what][0]} at {width}"
         if len(methods) > 1:
             where += f" by {best}, the best of {len(methods)} methods"
-        for c in comparison["contrasts"]:
-            if (c["what"], c["format"], c["method"]) != (what, width, best):
-                continue
+        key = what, width, best
+        for c in (c for c in comparison["contrasts"] if (c["what"], c["format"], c["method"]) == key):
             less, more = sorted((own[c["against"]], own[c["model"]]), key=lambda r: r["ratio"]["value"])
             headline = f"{increase(less['ratio']['value'])} vs {increase(more['ratio']['value'])}"
             sure = c["difference"]["low"] * c["difference"]["high"] > 0
@@ -165,12 +148,10 @@ def _contrast_findings(comparison: Data | None) -> Iterator[Finding]:
                 f"{less['model']} loses less; the paired interval excludes zero." if sure
                 else "The paired interval includes zero: this text does not tell them apart."
             )  # fmt: skip
-            yield Finding(headline, f"{where}: perplexity of {less['model']} vs {more['model']}. {verdict}")
+            yield headline, f"{where}: perplexity of {less['model']} vs {more['model']}. {verdict}"
         if len(own) == 1:
             (result,) = own.values()
-            yield Finding(
-                increase(result["ratio"]["value"]), f"{where}: perplexity of {result['model']} against 16 bits."
-            )
+            yield increase(result["ratio"]["value"]), f"{where}: perplexity of {result['model']} against 16 bits."
 
 
 def _artifact_findings(data: ReportData) -> Iterator[Finding]:
@@ -178,18 +159,18 @@ def _artifact_findings(data: ReportData) -> Iterator[Finding]:
     if known:
         best = min(known, key=lambda entry: entry["bytes"] / entry["source_bytes"])
         text = f"{best['name']} is {size(best['bytes'])}; at 16 bits it would be {size(best['source_bytes'])}."
-        yield Finding(f"{best['source_bytes'] / best['bytes']:.1f}× smaller", text)
+        yield f"{best['source_bytes'] / best['bytes']:.1f}× smaller", text
     if data.verification:
         passed = sum(bool(entry["passed"]) for entry in data.verification)
         text = "artifacts compute on this machine what was recorded when they were exported."
-        yield Finding(f"{passed} of {len(data.verification)}", text)
+        yield f"{passed} of {len(data.verification)}", text
 
 
 def _figure(draw: Callable[[Axes], None], words: str) -> Figure:
     with plots.panels() as (figure, (axes,)):
         draw(axes)
         source = b64encode(plots.svg(figure).encode()).decode()
-    return Figure(f"data:image/svg+xml;base64,{source}", words)
+    return f"data:image/svg+xml;base64,{source}", words
 
 
 def _subject(comparison: Data, what: str) -> dict[str, Any]:
@@ -229,7 +210,8 @@ def _layer_errors(data: ReportData) -> Iterator[dict[str, Any]]:
     for title, rows in models.items():
 
         def draw(axes: Axes, title: str = title, rows: Sequence[Data] = rows) -> None:
-            plots.heat_map(axes, rows, key, largest, lambda error: f"{100 * error:.1f}")
+            percents = [{"name": row["name"], "error": 100 * row[key]} for row in rows]
+            plots.heat_map(axes, percents, "error", 100 * largest, ".1f")
             axes.set_title(title)
             axes.set_xlabel("layer; relative error in %")
 

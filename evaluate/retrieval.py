@@ -16,7 +16,7 @@ import torch
 from ..calib_data import VALUE, NeedleWindows
 from ..errors import DiffbitError
 from ..models import Decoder
-from .metrics import CONFIDENCE, Estimate, mean
+from .metrics import CONFIDENCE, Estimate, clip, mean
 
 DEPTHS = 5  # equal parts of the haystack, with an accuracy each
 
@@ -66,13 +66,12 @@ def retrieval(
     rows, queries = found.shape
     asked = np.full(rows, queries)
     part = np.minimum((needles.depths * DEPTHS).astype(int), DEPTHS - 1)
-    accuracy = mean(found.sum(1), asked, confidence)
     by_depth = [found[part == depth] for depth in range(DEPTHS)]
     return Retrieval(
         length=needles.windows.ids.shape[1],
         needles=needles.needles,
         queries=queries,
-        accuracy=Estimate(accuracy.value, max(accuracy.low, 0.0), min(accuracy.high, 1.0)),
+        accuracy=clip(mean(found.sum(1), asked, confidence), 0.0, 1.0),
         change=mean(lost(found, reference), asked, confidence),
         by_depth=tuple(float(own.mean()) if own.size else None for own in by_depth),
     )

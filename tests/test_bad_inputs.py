@@ -129,19 +129,7 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
         ["book.txt"],
     ),
     "no window to calibrate on": (
-        [
-            "quantize",
-            "{checkpoint}",
-            "--weights",
-            "int8",
-            "--method",
-            "gptq",
-            "--max-windows",
-            "0",
-            "-o",
-            "{out}/q",
-            "-q",
-        ],
+        ["quantize", "{checkpoint}", "--weights=int8", "--method=gptq", "--max-windows=0", "-o", "{out}/q", "-q"],
         ["max_windows", "0"],
     ),
     "a target too small": (
@@ -281,16 +269,8 @@ def test_a_model_that_breaks_in_its_second_layer_keeps_the_first(
 ) -> None:
     shutil.copytree(checkpoint, tmp_path / "model")
     edit_tensor(tmp_path / "model", DOWN, with_nan)
-    arguments: Arguments = [
-        "quantize",
-        tmp_path / "model",
-        "--weights",
-        "int8",
-        "--method",
-        "gptq",
-        "-o",
-        tmp_path / "q",
-    ]
+    arguments: Arguments = ["quantize", tmp_path / "model", "--weights", "int8", "--method", "gptq"]
+    arguments += ["-o", tmp_path / "q"]
     one_sentence([*arguments, "--max-windows", "2", "--quiet"], capfd, [DOWN, "NaN"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "q.unfinished"]
 

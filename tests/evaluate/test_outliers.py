@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
+from diffbit.calib_data import Windows
 from diffbit.errors import DiffbitError
 from diffbit.evaluate.outliers import MEDIAN_ERROR, RANKS, OutlierReport, Place, Statistics, measure, rows
 from diffbit.models import Decoder, ModelConfig, rope_for
@@ -41,7 +40,7 @@ def check(summary, values: np.ndarray) -> None:
     wanted = expected(values)
     largest = np.sort(np.abs(values))[::-1]
     assert summary.count == values.size
-    for rank, found in zip(RANKS, summary.top, strict=True):
+    for rank, found in zip(RANKS, summary.top.values(), strict=True):
         assert found == (largest[rank - 1] if rank <= values.size else None)
     assert summary.median == pytest.approx(wanted["median"], rel=MEDIAN_ERROR * 1.001)
     assert summary.mean == pytest.approx(wanted["mean"], rel=1e-9, abs=1e-12)
@@ -75,22 +74,28 @@ def test_streaming_in_parts_equals_numpy_on_everything(name: str, parts: int) ->
     assert total.summary().place.position == int(np.argmax(np.abs(values)))  # the first of equals
 
 
+def merged(*parts: Statistics) -> Statistics:
+    result = Statistics()
+    for part in parts:
+        result.merge(part)
+    return result
+
+
 def test_merging_is_associative_and_commutative() -> None:
     rng = np.random.default_rng(1)
     parts = [rng.standard_t(3, size).astype(np.float32) for size in (1, 250, 3000, 17)]
     a, b, c, d = (statistics(part, 10_000 * index) for index, part in enumerate(parts))
     trees = [
-        functools.reduce(Statistics.merge, [a, b, c, d]),
-        a.merge(b.merge(c.merge(d))),
-        d.merge(b).merge(a.merge(c)),
-        Statistics().merge(c).merge(Statistics()).merge(d.merge(b.merge(a))),
+        merged(a, b, c, d),
+        merged(a, merged(b, merged(c, d))),
+        merged(merged(d, b), merged(a, c)),
+        merged(Statistics(), c, Statistics(), merged(d, merged(b, a))),
     ]
     for tree in trees:
         check(tree.summary(), np.concatenate(parts))
         assert torch.equal(tree.top, trees[0].top)
         assert torch.equal(tree.histogram, trees[0].histogram)
         assert tree.place == trees[0].place
-    assert a.count == 1 and len(a.top) == 1  # operands are left alone
 
 
 def test_a_shorter_list_than_the_ranks_need_would_be_noticed() -> None:
@@ -99,7 +104,7 @@ def test_a_shorter_list_than_the_ranks_need_would_be_noticed() -> None:
     total = Statistics()
     for start in range(0, values.size, 700):
         total.update(torch.from_numpy(values[start : start + 700]), place(start))
-    assert total.summary().top == (1099.0, 1098.0, 1097.0, 1090.0, 1000.0)
+    assert list(total.summary().top.values()) == [1099.0, 1098.0, 1097.0, 1090.0, 1000.0]
 
 
 @pytest.mark.parametrize("scale", [1e-35, 1e-3, 1.0, 1e30])
@@ -122,12 +127,6 @@ def test_known_kurtosis() -> None:
     assert statistics(outlier).summary().kurtosis == pytest.approx(9998, rel=1e-3)
 
 
-@dataclass
-class Text:
-    ids: np.ndarray
-    mask: np.ndarray
-
-
 def model(attention: str, seed: int = 0) -> Decoder:
     torch.manual_seed(seed)
     config = ModelConfig.uniform(
@@ -142,15 +141,16 @@ def model(attention: str, seed: int = 0) -> Decoder:
     return decoder
 
 
-def text(windows: int = 5, length: int = 12) -> Text:
+def text(windows: int = 5, length: int = 12) -> Windows:
     rng = np.random.default_rng(3)
     mask = np.ones((windows, length), dtype=bool)
     mask[-1, 7:] = False
     mask[1, :2] = False  # padding on the left, too
-    return Text(rng.integers(0, 50, (windows, length)), mask)
+    ids = rng.integers(0, 50, (windows, length))
+    return Windows(ids, mask, mask, sha256="", source="made up", tokens=int(mask.sum()), unused=0, documents=1)
 
 
-def caught(decoder: Decoder, windows: Text) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def caught(decoder: Decoder, windows: Windows) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Every window on its own, without padding; all logits and hidden states per layer, kept in memory."""
     logits: list[list[np.ndarray]] = [[] for _ in decoder.model.layers]
     hidden: list[list[np.ndarray]] = [[] for _ in decoder.model.layers]
@@ -178,7 +178,7 @@ def close(summary, values: np.ndarray) -> None:
     wanted = expected(values)
     largest = np.sort(np.abs(values))[::-1]
     assert summary.count == values.size
-    np.testing.assert_allclose(summary.top, largest[[rank - 1 for rank in RANKS]], rtol=1e-4)
+    np.testing.assert_allclose(list(summary.top.values()), largest[[rank - 1 for rank in RANKS]], rtol=1e-4)
     assert summary.median == pytest.approx(wanted["median"], rel=2e-3)
     assert summary.std == pytest.approx(wanted["std"], rel=1e-4)
     assert summary.kurtosis == pytest.approx(wanted["kurtosis"], rel=1e-3)
@@ -190,14 +190,14 @@ def test_a_model_is_measured_where_tokens_are_and_nowhere_else(attention: str) -
     report = measure(decoder, windows, batch_size=2, name="m")
     logits, hidden = caught(decoder, windows)
     for index in range(3):
-        close(report.logits_layers[index], logits[index])
-        close(report.hidden_layers[index], hidden[index])
-    close(report.logits, np.concatenate(logits))
-    close(report.hidden, np.concatenate(hidden))
+        close(report.attention_logits.layers[index], logits[index])
+        close(report.hidden_states.layers[index], hidden[index])
+    close(report.attention_logits, np.concatenate(logits))
+    close(report.hidden_states, np.concatenate(hidden))
     assert report.tokens == windows.mask.sum() and report.windows == 5
     heads = 4 if attention == "softmax" else 8
     lengths = windows.mask.sum(1)
-    assert report.logits.count == 3 * heads * (lengths * (lengths + 1) // 2).sum()
+    assert report.attention_logits.count == 3 * heads * (lengths * (lengths + 1) // 2).sum()
 
 
 @pytest.mark.parametrize("attention", ["softmax", "diff_v1"])
@@ -207,11 +207,11 @@ def test_the_place_of_the_largest(attention: str) -> None:
     with torch.no_grad():
         decoder.model.layers[1].mlp.down_proj.weight[13] *= 400
     report = measure(decoder, windows, batch_size=3)
-    assert report.hidden_layers[1].place.unit == report.hidden.place.unit == 13
-    assert report.hidden_layers[0].max < report.hidden_layers[1].max / 10
-    assert report.hidden.layer in (1, 2)
+    assert report.hidden_states.layers[1].place.unit == report.hidden_states.place.unit == 13
+    assert report.hidden_states.layers[0].max < report.hidden_states.layers[1].max / 10
+    assert report.hidden_states.layer in (1, 2)
 
-    summary = report.logits_layers[2]
+    summary = report.attention_logits.layers[2]
     seen = []
 
     def look(x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
@@ -238,11 +238,11 @@ def test_batch_size_changes_nothing_and_hooks_are_put_back() -> None:
 
     decoder.model.layers[0].self_attn.logits_hook = low_bit
     one, all_ = (measure(decoder, windows, batch_size=size) for size in (1, 5))
-    assert one.logits.top == pytest.approx(all_.logits.top, rel=1e-4)
-    assert one.hidden.median == pytest.approx(all_.hidden.median, rel=3e-3)
-    assert one.hidden.place == all_.hidden.place
+    assert one.attention_logits.top == pytest.approx(all_.attention_logits.top, rel=1e-4)
+    assert one.hidden_states.median == pytest.approx(all_.hidden_states.median, rel=3e-3)
+    assert one.hidden_states.place == all_.hidden_states.place
     assert len(calls) == 6  # a hook that was there still runs
-    assert one.logits_layers[0].max > 0  # and is given what it was given before
+    assert one.attention_logits.layers[0].max > 0  # and is given what it was given before
     assert decoder.model.layers[0].self_attn.logits_hook is low_bit
     assert decoder.model.layers[1].self_attn.logits_hook is None
     assert not decoder.model.layers[1]._forward_hooks
@@ -257,11 +257,11 @@ def test_report_as_rows_and_json() -> None:
         ("hidden states", "softmax"), ("hidden states", "diff_v1"),
     ]  # fmt: skip
     assert list(table[0])[2:8] == ["top-1", "top-2", "top-3", "top-10", "top-100", "median"]
-    assert table[3]["top-1"] == reports[1].hidden.max
+    assert table[3]["top-1"] == reports[1].hidden_states.max
     stored = json.loads(json.dumps(reports[1].to_dict(), allow_nan=False))
-    assert stored["hidden_states"]["top"]["1"] == reports[1].hidden.max
+    assert stored["hidden_states"]["top"]["1"] == reports[1].hidden_states.max
     assert len(stored["attention_logits"]["layers"]) == 3
-    assert stored["hidden_states"]["place"]["unit"] == reports[1].hidden.place.unit
+    assert stored["hidden_states"]["place"]["unit"] == reports[1].hidden_states.place.unit
     assert [row["layer"] for row in reports[0].layer_rows()] == [0, 1, 2]
     assert isinstance(reports[0], OutlierReport)
 

@@ -81,11 +81,11 @@ def test_layers_show_largest_and_median() -> None:
 
 def test_a_heat_map_has_a_cell_for_each_layer_and_module() -> None:
     with plots.panels() as (_, axes):
-        plots.heat_map(axes[0], made_up.weights()["weights"], "output_error", 0.06, lambda error: f"{100 * error:.1f}")
+        plots.heat_map(axes[0], made_up.weights()["weights"], "output_error", 0.06, ".2f")
         cells = {(t.get_position()): t.get_text() for t in axes[0].texts}
         modules = [tick.get_text() for tick in axes[0].get_yticklabels()]
     assert modules == ["q_proj", "down_proj"]
-    assert cells[2.5, 0.5] == "6.0" and cells[0.5, 1.5] == "2.0"
+    assert cells[2.5, 0.5] == "0.06" and cells[0.5, 1.5] == "0.02"
 
 
 def test_files(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingDependency, match=r"\[lab\]"):
+    with pytest.raises(MissingDependency, match=r"pip install '\.\[lab\]'"):
         plot_outliers([made_up.outliers("x")], tmp_path / "o.svg")
 
 
