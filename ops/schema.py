@@ -57,21 +57,19 @@ class Variable:
 
 
 @dataclass(frozen=True)
-class Dependent:
-    """The type that goes with a variable's."""
+class ScaleOf:
+    """The type of the scales of a cache: float16 beside packed codes."""
 
-    variable: Variable
-    types: tuple[tuple[Type, Type], ...]
-    otherwise: Type
+    cache: Variable
 
     def where(self, found: Mapping[Variable, Type]) -> Type:
-        return dict(self.types).get(found[self.variable], self.otherwise)
+        return Type.FLOAT16 if found[self.cache] == Type.UINT8 else Type.FLOAT32
 
 
 @dataclass(frozen=True)
 class Tensor:
     name: str
-    type: Type | Variable | Dependent
+    type: Type | Variable | ScaleOf
     optional: bool = False
     on_host: bool = False  # read by the CPU wherever the op runs
 
@@ -87,8 +85,7 @@ class Integer:
     default: int | None = None
 
     def check(self, op: str, value: object) -> None:
-        fits = value in self.choices if self.choices else isinstance(value, int) and self.low <= value <= self.high
-        if type(value) is not int or not fits:
+        if type(value) is not int or value not in (self.choices or range(self.low, self.high + 1)):
             wanted = listed(self.choices) if self.choices else f"{self.low} to {self.high}"
             raise DiffbitError(f"{op}: {self.name} is {value!r}, wanted {wanted}")
 
@@ -161,7 +158,7 @@ class Op:
     def types(self, gpu: bool = False) -> list[list[Type]]:
         """Types of inputs and outputs, for every combination of the variables on a CPU or a GPU."""
         types = [tensor.type for tensor in self.inputs + self.outputs]
-        of_types = [type.variable if isinstance(type, Dependent) else type for type in types]
+        of_types = [type.cache if isinstance(type, ScaleOf) else type for type in types]
         variables = list(dict.fromkeys(type for type in of_types if isinstance(type, Variable)))
         rows = []
         for chosen in product(*(variable.on_gpu if gpu else variable.types for variable in variables)):
@@ -188,7 +185,7 @@ HALVES = (*HALF, Type.BFLOAT16)
 CODES = (Type.INT8, Type.UINT8)
 T = Variable("T", HALF, on_gpu=HALVES)
 K, V = (Variable(name, (*HALF, *CODES), on_gpu=(*HALVES, *CODES)) for name in "KV")  # in the cache
-K_SCALE, V_SCALE = (Dependent(side, ((Type.UINT8, Type.FLOAT16),), otherwise=Type.FLOAT32) for side in (K, V))
+K_SCALE, V_SCALE = ScaleOf(K), ScaleOf(V)
 SIZE, ROWS = 1 << 24, 1 << 31  # the most columns and rows of a weight
 FLOATS = "FLOAT32, FLOAT16 or BFLOAT16"
 

@@ -31,12 +31,12 @@ The body unpacks with shifts and masks of constants only, so that ONNX Runtime f
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
 from . import schema
 
 if TYPE_CHECKING:
-    import onnx_ir
     import torch
 
 OP = schema.TERNARY_MATMUL
@@ -128,10 +128,7 @@ BODY = """
 }
 """
 
-
-def function() -> onnx_ir.Function:
-    """The op's body as an ONNX model-local function: what runs wherever no native library is registered."""
-    return OP.function(BODY)
+function = partial(OP.function, BODY)
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:

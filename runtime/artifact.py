@@ -17,7 +17,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from numbers import Real
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
@@ -248,7 +247,7 @@ def _buffer(fields: _Fields) -> Buffer:
 
 
 def _dimension(dim: object, where: str) -> int | str:
-    if isinstance(dim, int) and not isinstance(dim, bool) and 1 <= dim < 1 << 31:
+    if isinstance(dim, int) and dim is not True and 1 <= dim < 1 << 31:
         return dim
     word, slash, block = dim.partition("/") if isinstance(dim, str) else ("", "", "")
     if word == TOKENS and (not slash or (block.isascii() and block.isdigit() and 1 <= int(block[:9]) <= MAX_BLOCK)):
@@ -273,10 +272,9 @@ def _part(fields: _Fields) -> Part:
 
 def _golden(fields: _Fields) -> Golden:
     logits = fields.get("logits", list, lambda values: all(map(_finite, values)), "a list of finite numbers")
-    spread, tolerance = (
-        float(fields.get(key, Real, lambda value: _finite(value) and float(value) > 0, "a finite number above 0"))
-        for key in ("spread", "tolerance")
-    )
+    for key in ("spread", "tolerance"):
+        fields.get(key, object, lambda value: _finite(value, above=0), "a finite number above 0")
+    spread, tolerance = float(fields.values["spread"]), float(fields.values["tolerance"])
     ids, tokens = fields.integers("input_ids"), fields.integers("token_ids")
     if not ids or not tokens or len(tokens) != len(logits):
         raise DiffbitError(
@@ -343,8 +341,8 @@ class _Fields:
         return [_Fields(value, f"{self.where}: {key}[{index}]") for index, value in enumerate(values)]
 
 
-def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _finite(value: object, above: float = -math.inf) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and above < value < math.inf
 
 
 def _shown(value: object) -> str:

@@ -250,14 +250,12 @@ class Session:
                 TENSORS.get(buffer.dtype, f"tensor({buffer.dtype})"),
                 shape,
             )
-        for side, found, wanted in (
-            ("input", self._session.get_inputs(), inputs),
-            ("output", self._session.get_outputs(), outputs),
-        ):
+        sides = ("input", self._session.get_inputs(), inputs), ("output", self._session.get_outputs(), outputs)
+        for side, found, wanted in sides:
             nodes = {node.name: node for node in found}
-            if different := sorted(nodes.keys() ^ wanted.keys()):
-                what = "an unknown" if different[0] in nodes else "no"
-                raise DiffbitError(f"{self._model}: has {what} {side} {different[0]}; export the model again")
+            for name in sorted(nodes.keys() ^ wanted.keys()):
+                what = "an unknown" if name in nodes else "no"
+                raise DiffbitError(f"{self._model}: has {what} {side} {name}; export the model again")
             for name, (type_, shape) in wanted.items():
                 node = nodes[name]
                 fits = len(node.shape) == len(shape) and all(
