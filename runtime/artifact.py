@@ -173,8 +173,7 @@ class Artifact:
         for name, entry in self.files.items():
             try:
                 path = self.file(name)
-                size = path.stat().st_size
-                if size != entry.bytes:
+                if (size := path.stat().st_size) != entry.bytes:
                     problems[name] = f"{path}: has {size} bytes, the manifest says {entry.bytes}; restore the file"
                 elif hashes and (found := sha256_file(path)) != entry.sha256:
                     problems[name] = (

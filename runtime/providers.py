@@ -209,22 +209,16 @@ def why_no_cuda(ort: ModuleType) -> str | None:
         ctypes.CDLL(str(folder / "libonnxruntime_providers_shared.so"), ctypes.RTLD_GLOBAL)
         ctypes.CDLL(str(folder / "libonnxruntime_providers_cuda.so"))
         Driver()
-    except OSError as error:
-        return _missing_library(str(error))
     except DiffbitError as error:
         return str(error)
+    except OSError as error:
+        missing = re.match(r"([^:/]+): cannot open shared object file", str(error))
+        if missing is None:
+            return str(error)
+        if missing[1].startswith("libcuda.so"):
+            return f"{missing[1]} is missing, which comes with the NVIDIA driver: install the driver"
+        return f"{missing[1]} is missing: pip install 'onnxruntime-gpu[cuda,cudnn]' installs CUDA's libraries"
     return None
-
-
-def _missing_library(message: str) -> str:
-    """The dynamic linker's message, with what to do about it."""
-    found = re.match(r"(?P<name>[^:/]+): cannot open shared object file", message)
-    if found is None:
-        return message
-    name = found["name"]
-    if name.startswith("libcuda.so"):
-        return f"{name} is missing, which comes with the NVIDIA driver: install the driver"
-    return f"{name} is missing: pip install 'onnxruntime-gpu[cuda,cudnn]' installs CUDA's libraries"
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -64,10 +64,8 @@ class Session:
         self._session = open_session(self._model, device, threads, library)
         self.native = library is not None
         self._buffers = self.artifact.cache.buffers
-        self._in_place = [
-            buffer.in_place == "always" or (buffer.in_place == "native" and self.native)
-            for buffer in self._buffers.values()
-        ]
+        ways = ("always", "native") if self.native else ("always",)
+        self._in_place = [buffer.in_place in ways for buffer in self._buffers.values()]
         self._check_signature()
         self._binding = self._session.io_binding()
         self._binding.bind_output("logits", "cpu")  # the first of the outputs
@@ -223,8 +221,7 @@ class Session:
         kept = self._past if batch == self._batch else []
         capacity = self.artifact.cache.capacity(self.capacity)
         made = []
-        for index, (name, buffer) in enumerate(self._buffers.items()):
-            in_place = self._in_place[index]
+        for index, ((name, buffer), in_place) in enumerate(zip(self._buffers.items(), self._in_place, strict=True)):
             if kept and in_place and buffer.grows:
                 made.append(kept[index])
                 continue
