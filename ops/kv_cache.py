@@ -83,22 +83,22 @@ quantize_keys, quantize_values = partial(quantize_blocks, dim=-2), partial(quant
 dequantize_keys, dequantize_values = partial(dequantize_blocks, dim=-2), partial(dequantize_blocks, dim=-1)
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [..., d] -> bytes [..., d * bits / 8]; d a multiple of 32."""
+def pack(codes: Tensor, bits: int, width: int = 0) -> Tensor:
+    """Codes uint8 [..., d] -> bytes [..., d * bits / 8], a group `width` of them (0: 4 * bits); d whole groups."""
     import torch
 
-    parts = codes.unflatten(-1, (-1, 8 // bits, 4 * bits))  # [..., group, place in a byte, byte]
+    parts = codes.unflatten(-1, (-1, 8 // bits, width or 4 * bits))  # [..., group, place in a byte, byte]
     packed = torch.zeros_like(parts[..., 0, :])
     for place in range(8 // bits):
         packed |= parts[..., place, :] << (place * bits)
     return packed.flatten(-2)
 
 
-def unpack(packed: Tensor, bits: int) -> Tensor:
+def unpack(packed: Tensor, bits: int, width: int = 0) -> Tensor:
     """The inverse of `pack`."""
     import torch
 
-    groups = packed.unflatten(-1, (-1, 1, 4 * bits))
+    groups = packed.unflatten(-1, (-1, 1, width or 4 * bits))
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)[:, None]
     return ((groups >> shifts) & (2**bits - 1)).flatten(-3)
 
