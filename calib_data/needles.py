@@ -27,9 +27,9 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import DiffbitError
-from .sources import Split, load_text
+from .sources import Split
 from .tokenizer import TextTokenizer, load_tokenizer
-from .window import Windows, digest, windows
+from .window import Windows, digest, eval_windows
 
 BEFORE, BETWEEN = "\n@", " ="  # text before a key, and between a key and its value
 VALUE = 2  # words
@@ -131,18 +131,9 @@ def needle_windows(
     """
     if count < 1:
         raise DiffbitError(f"{count} rows of needles were asked for, wanted 1 or more")
-    tokenizer = load_tokenizer(tokenizer_path)
-    words = Needles.of(tokenizer)
+    words = Needles.of(load_tokenizer(tokenizer_path))
     words.check(length, needles, queries)
-    corpus = load_text(source, split, field=field)
-    cut = windows(
-        tokenizer.encode(corpus.documents),
-        length,
-        eos_id=tokenizer.eos_id,
-        max_windows=count,
-        keep_partial=False,
-        source=source,
-    )
+    cut = eval_windows(source, tokenizer_path, length, count, split=split, field=field, keep_partial=False)
     generator = np.random.default_rng([seed, length, needles, queries])
     rows = [words.insert(cut.ids[row % len(cut.ids)], needles, queries, generator) for row in range(count)]
     ids, starts, depths = (np.stack(parts) for parts in zip(*rows, strict=True))

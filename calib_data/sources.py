@@ -91,7 +91,12 @@ def load_text(source: str, split: Split, *, field: str = "text", limit: int | No
         if not text.strip():
             empty += 1
             continue
-        data = _encode(text, source)
+        try:
+            data = text.encode("utf-8")
+        except UnicodeEncodeError:  # a lone surrogate, which JSON's \\ud800 can write
+            raise DiffbitError(
+                f"{source}: a document holds a lone surrogate, which is not text; repair the file"
+            ) from None
         full = limit is not None and size + len(data) >= limit
         if limit is not None and full:  # keep the characters that fit as a whole
             text = data[: limit - size].decode("utf-8", errors="ignore")
@@ -106,23 +111,9 @@ def load_text(source: str, split: Split, *, field: str = "text", limit: int | No
         raise DiffbitError(
             f"{source}: the {split} split holds no text ({empty} empty documents); give a source with more text"
         )
-    counts = {
-        "documents": len(documents),
-        "characters": sum(map(len, documents)),
-        "bytes": size,
-        "empty": empty,
-    }
+    characters = sum(map(len, documents))
+    counts = {"documents": len(documents), "characters": characters, "bytes": size, "empty": empty}
     return Corpus(tuple(documents), digest.hexdigest(), source, split, counts)
-
-
-def _encode(text: str, source: str) -> bytes:
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError:  # a lone surrogate, which JSON's \\ud800 can write
-        raise DiffbitError(f"{source}: a document holds a lone surrogate, which is not text; repair the file") from None
-
-
-# ---------------------------------------------------------------------------------------------------- splits
 
 
 def _of_split(keyed: Iterable[Keyed], split: str, roles: tuple[str, ...]) -> Iterator[str]:
@@ -150,9 +141,6 @@ def _line_end(text: str, numerator: int, denominator: int) -> int:
     return newline + 1 if 0 <= newline < len(text) - 1 else position
 
 
-# ---------------------------------------------------------------------------------------------------- files
-
-
 def _stdlib() -> Iterator[Keyed]:
     root = Path(sysconfig.get_path("stdlib"))
     skip = (*STDLIB_SKIPPED_PREFIXES, ".")
@@ -173,14 +161,10 @@ def _path(path: Path, field: str) -> Iterator[str]:
         raise DiffbitError(
             f"{path}: no such file or folder; a source is 'stdlib', a file, a folder, or hf:NAME for a dataset"
         )
+    readers = {".jsonl": _jsonl, ".parquet": _parquet}
     for file in files:
-        suffix = file.suffix.lower()
-        if suffix == ".jsonl":
-            yield from _jsonl(file, field)
-        elif suffix == ".parquet":
-            yield from _parquet(file, field)
-        else:
-            yield _decode(file)
+        read = readers.get(file.suffix.lower())
+        yield from (_decode(file),) if read is None else read(file, field)
 
 
 def _walk(root: Path, suffixes: tuple[str, ...], skipped: Callable[[str], bool]) -> Iterator[Path]:
@@ -232,11 +216,9 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
         with pyarrow.parquet.ParquetFile(path) as file:
             if column not in file.schema_arrow.names:
                 raise _no_field(str(path), column, file.schema_arrow.names)
-            row = 0
-            for batch in file.iter_batches(columns=[column], batch_size=1024):
-                for value in batch.column(0):
-                    yield _text(value.as_py(), f"{path}: row {row}", column)
-                    row += 1
+            batches = file.iter_batches(columns=[column], batch_size=1024)
+            for row, value in enumerate(value for batch in batches for value in batch.column(0)):
+                yield _text(value.as_py(), f"{path}: row {row}", column)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DiffbitError(f"{path}: is not a readable parquet file ({_first_line(error)})") from None
 
@@ -254,10 +236,7 @@ def _no_field(where: str, field: str, fields: Iterable[str]) -> DiffbitError:
 
 
 def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no reason given'}"
-
-
-# ---------------------------------------------------------------------------------------------- Hugging Face
+    return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
 
 
 def _hugging_face(source: str, split: str, field: str, *, streaming: bool) -> tuple[Iterator[Keyed], tuple[str, ...]]:
@@ -302,13 +281,11 @@ def _hugging_face(source: str, split: str, field: str, *, streaming: bool) -> tu
 
 
 def _rows(dataset: Any, field: str, source: str) -> Iterator[Keyed]:
-    rows = enumerate(iter(dataset.select_columns([field])))
-    while True:
-        try:
-            number, row = next(rows)
-        except StopIteration:
-            return
-        except Exception as error:  # a stream that ends early, from the same dozen packages
-            raise DiffbitError(f"{source}: reading the dataset failed ({_first_line(error)})") from None
-        text = _text(row[field], f"{source}: row {number}", field)
-        yield text, text
+    try:
+        for number, row in enumerate(dataset.select_columns([field])):
+            text = _text(row[field], f"{source}: row {number}", field)
+            yield text, text
+    except DiffbitError:
+        raise
+    except Exception as error:  # a stream that ends early, from the same dozen packages
+        raise DiffbitError(f"{source}: reading the dataset failed ({_first_line(error)})") from None

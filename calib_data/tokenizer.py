@@ -48,18 +48,10 @@ class TextTokenizer:
         folder = Path(folder)
         with write_atomic(folder / "tokenizer.json") as temporary:
             temporary.write_text(self.backend.to_str(pretty=True), encoding="utf-8")
-        token = self.backend.id_to_token(self.eos_id)
-        write_json(
-            folder / "tokenizer_config.json",
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "bos_token": token,
-                "eos_token": token,
-                "add_bos_token": False,
-                "add_eos_token": False,
-                "clean_up_tokenization_spaces": False,
-            },
-        )
+        options: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        options |= dict.fromkeys(("bos_token", "eos_token"), self.backend.id_to_token(self.eos_id))
+        options |= dict.fromkeys(("add_bos_token", "add_eos_token", "clean_up_tokenization_spaces"), False)
+        write_json(folder / "tokenizer_config.json", options)
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int, folder: str | Path) -> TextTokenizer:

@@ -107,16 +107,7 @@ def windows(
     target = mask & (np.arange(length) >= np.maximum(context, 1)[:, None])
 
     covered = np.unique(positions[mask]).size
-    return Windows(
-        ids=ids,
-        mask=mask,
-        target=target,
-        sha256=digest(ids, mask, target),
-        source=source,
-        tokens=covered,
-        unused=len(tokens) - covered,
-        documents=count,
-    )
+    return Windows(ids, mask, target, digest(ids, mask, target), source, covered, len(tokens) - covered, count)
 
 
 def eval_windows(
@@ -127,6 +118,7 @@ def eval_windows(
     *,
     split: Split = "eval",
     overlap: int = 0,
+    keep_partial: bool = True,
     field: str = "text",
     limit: int | None = None,
 ) -> Windows:
@@ -139,5 +131,6 @@ def eval_windows(
         eos_id=tokenizer.eos_id,
         overlap=overlap,
         max_windows=max_windows,
+        keep_partial=keep_partial,
         source=source,
     )

@@ -33,19 +33,9 @@ __all__ = [
     "verify",
 ]
 
-_PACKAGE = {
-    "compare": "evaluate",
-    "export_artifact": "export",
-    "Scheme": "quantize",
-    "load": "quantize",
-    "parse_format": "quantize",
-    "quantize_checkpoint": "quantize",
-    "Sampler": "runtime",
-    "Session": "runtime",
-    "Tokenizer": "runtime",
-    "generate": "runtime",
-    "verify": "runtime",
-}
+_PACKAGE = {"compare": "evaluate", "export_artifact": "export"}
+_PACKAGE |= dict.fromkeys(("Scheme", "load", "parse_format", "quantize_checkpoint"), "quantize")
+_PACKAGE |= dict.fromkeys(("Sampler", "Session", "Tokenizer", "generate", "verify"), "runtime")
 
 
 def __getattr__(name: str) -> object:

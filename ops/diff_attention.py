@@ -79,6 +79,7 @@ in the context.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -169,22 +170,23 @@ class Cached(NamedTuple):
     coded: torch.Tensor  # bool [S, T]: is read as a code
     presents: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # the buffer, its scale, the recent tokens
 
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Cached:
+        """The same with `change` of codes, scale and floats."""
+        return self._replace(codes=change(self.codes), scale=change(self.scale), floats=change(self.floats))
+
     def grouped(self, groups: int, width: int) -> Cached:
         """[B, Hk, ...] -> [B, G, w, ...]."""
-        codes, scale, floats = (x.unflatten(1, (groups, width)) for x in (self.codes, self.scale, self.floats))
-        return self._replace(codes=codes, scale=scale, floats=floats)
+        return self.each(lambda x: x.unflatten(1, (groups, width)))
 
     def of_branch(self, branch: int) -> Cached:
         """Of [B, G, w, ...] one branch's [B, G, ...]; with w = 1 both branches have the same."""
-        codes, scale, floats = (x[:, :, branch % x.shape[2]] for x in (self.codes, self.scale, self.floats))
-        return self._replace(codes=codes, scale=scale, floats=floats)
+        return self.each(lambda x: x[:, :, branch % x.shape[2]])
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """The numbers that the codes stand for: [..., n, d]."""
         if self.bits >= 8:
             return self.codes.to(dtype) * self.scale[..., None].to(dtype)
-        dequantize = kv_cache.dequantize_values if self.block == 1 else kv_cache.dequantize_keys
-        return dequantize(self.codes, self.scale).to(dtype)
+        return kv_cache.dequantize_blocks(self.codes, self.scale, -1 if self.block == 1 else -2).to(dtype)
 
 
 def append(
@@ -223,8 +225,7 @@ def append(
     assert recent is not None
     before, after = (kv_cache.quantized_tokens(tokens, window) for tokens in (past_length, total))
     floats = torch.cat((recent[:, :, : past_length - before], rows.half()), 2)  # from `before` on
-    quantize = kv_cache.quantize_values if block == 1 else kv_cache.quantize_keys
-    codes, new_scale = quantize(floats[:, :, : after - before], bits)
+    codes, new_scale = kv_cache.quantize_blocks(floats[:, :, : after - before], bits, -1 if block == 1 else -2)
     present = extended(past, before, kv_cache.pack(codes, bits))
     scale = extended(scale, before // block, new_scale)
     presents = present, scale, extended(recent, 0, floats[:, :, after - before :])

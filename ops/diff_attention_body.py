@@ -219,7 +219,10 @@ class _DiffAttention(Body):
             return self("Reshape", self._row_scores(keys), self.dims(*shape, self.T))
         assert keys.floats
         # codes below `before`, floats from `after` on, and in between what the query's place says
-        low = self._block_scores(keys) if self.of.query_bits else self._float_scores(keys)
+        if self.of.query_bits:
+            low = self._block_scores(keys)
+        else:
+            low = self.queries @ self("Transpose", self._dequantized(keys), perm=[0, 1, 2, 4, 3])
         low, high = self.view(low, *shape, self.after), self._products(self.queries, keys.floats)
         high = self("Reshape", high, self.dims(*shape, self.rest))
         before, newly_low = self.split(low, -1, [self.before, self.newly])
@@ -240,9 +243,6 @@ class _DiffAttention(Body):
             return self._products(self.queries, keys.codes) * key_scale
         scale, codes = self._quantize_rows(self.queries, 4, self.of.query_bits)
         return self._products(codes, keys.codes) * scale * key_scale
-
-    def _float_scores(self, keys: _Side) -> Value:
-        return self.queries @ self("Transpose", self._dequantized(keys), perm=[0, 1, 2, 4, 3])
 
     def _block_scores(self, keys: _Side) -> Value:
         """The scales of a block of 32 keys go to the query's side: [B, G, n, blocks, r*S, d] x

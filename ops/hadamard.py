@@ -18,12 +18,12 @@ Attributes: block, spec_version.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
 from . import schema
 
 if TYPE_CHECKING:
-    import onnx_ir
     import torch
 
 OP = schema.HADAMARD
@@ -80,10 +80,7 @@ BODY = """
 }
 """
 
-
-def function() -> onnx_ir.Function:
-    """The op's body as an ONNX model-local function: what runs wherever no native library is registered."""
-    return OP.function(BODY)
+function = partial(OP.function, BODY)
 
 
 def block_size(columns: int) -> int:

@@ -34,12 +34,12 @@ once, at load; what stays is a MatMulNBits node.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from . import schema
 
 if TYPE_CHECKING:
-    import onnx_ir
     import torch
 
 OP = schema.INT4_MATMUL
@@ -108,9 +108,7 @@ class Packed(NamedTuple):
     zeros: torch.Tensor
 
 
-def function() -> onnx_ir.Function:
-    """The op's body as an ONNX model-local function: what runs wherever no native library is registered."""
-    return OP.function(BODY)
+function = partial(OP.function, BODY)
 
 
 def pack(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int) -> Packed:

@@ -26,6 +26,7 @@ i + 8 bits, ... of its group, the first in its lowest bits, so that a vector of 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -58,58 +59,46 @@ def quantize_rows(x: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
 
 
 def quantize_blocks(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Blocks along `dim` -> codes uint8, as x, and float16 [2, ...], `dim` 1: scales, zero points."""
+    """Numbers [..., T, d] in blocks of 32 along `dim` -> codes uint8, shaped as they are, and float16 scales and zero
+    points: of keys (`dim` -2) [..., T / 32, 2, d], of values (-1) [..., T, 2, d / 32]."""
     import torch
 
-    x = x.half().float()
+    x = x.half().float().unflatten(dim, (-1, BLOCK))
     top = 2**bits - 1
     zero = x.amin(dim, keepdim=True)
     scale = ((x.amax(dim, keepdim=True) - zero) / top).half().float()
     scale, zero = (torch.where(scale.isfinite(), part, torch.nan) for part in (scale, zero))
     codes = torch.round((x - zero) / torch.where(scale == 0, 1, scale)).clamp(0, top).nan_to_num()
-    return codes.to(torch.uint8), torch.stack((scale, zero)).half()
+    both = torch.stack((scale, zero)).half().squeeze(dim).movedim(0, -2)
+    return codes.to(torch.uint8).flatten(dim - 1, dim), both
 
 
-def quantize_keys(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Keys [..., 32 n, d] -> codes uint8, shaped as they are, scales and zero points float16 [..., n, 2, d]."""
-    codes, scale = quantize_blocks(x.unflatten(-2, (-1, BLOCK)), bits, dim=-2)
-    return codes.flatten(-3, -2), scale.squeeze(-2).movedim(0, -2)
+def dequantize_blocks(codes: Tensor, scale: Tensor, dim: int) -> Tensor:
+    """float32 [..., T, d]: the inverse of `quantize_blocks`."""
+    factor, zero = scale.float().unsqueeze(dim).unbind(-3)  # keys' [..., n, 1, d], values' [..., T, d / 32, 1]
+    return (codes.float().unflatten(dim, (-1, BLOCK)) * factor + zero).flatten(dim - 1, dim)
 
 
-def quantize_values(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Values [..., T, d] -> codes uint8, shaped as they are, scales and zero points float16 [..., T, 2, d / 32]."""
-    codes, scale = quantize_blocks(x.unflatten(-1, (-1, BLOCK)), bits, dim=-1)
-    return codes.flatten(-2), scale.squeeze(-1).movedim(0, -2)
+quantize_keys, quantize_values = partial(quantize_blocks, dim=-2), partial(quantize_blocks, dim=-1)
+dequantize_keys, dequantize_values = partial(dequantize_blocks, dim=-2), partial(dequantize_blocks, dim=-1)
 
 
-def dequantize_keys(codes: Tensor, scale: Tensor) -> Tensor:
-    """float32 [..., 32 n, d]: the inverse of `quantize_keys`."""
-    factor, zero = scale.float().unsqueeze(-2).unbind(-3)  # [..., n, 1, d]
-    return (codes.float().unflatten(-2, (-1, BLOCK)) * factor + zero).flatten(-3, -2)
-
-
-def dequantize_values(codes: Tensor, scale: Tensor) -> Tensor:
-    """float32 [..., T, d]: the inverse of `quantize_values`."""
-    factor, zero = scale.float().unsqueeze(-1).unbind(-3)  # [..., T, d / 32, 1]
-    return (codes.float().unflatten(-1, (-1, BLOCK)) * factor + zero).flatten(-2)
-
-
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [..., d] -> bytes [..., d * bits / 8]; d a multiple of 32."""
+def pack(codes: Tensor, bits: int, width: int = 0) -> Tensor:
+    """Codes uint8 [..., d] -> bytes [..., d * bits / 8], a group `width` of them (0: 4 * bits); d whole groups."""
     import torch
 
-    parts = codes.unflatten(-1, (-1, 8 // bits, 4 * bits))  # [..., group, place in a byte, byte]
+    parts = codes.unflatten(-1, (-1, 8 // bits, width or 4 * bits))  # [..., group, place in a byte, byte]
     packed = torch.zeros_like(parts[..., 0, :])
     for place in range(8 // bits):
         packed |= parts[..., place, :] << (place * bits)
     return packed.flatten(-2)
 
 
-def unpack(packed: Tensor, bits: int) -> Tensor:
+def unpack(packed: Tensor, bits: int, width: int = 0) -> Tensor:
     """The inverse of `pack`."""
     import torch
 
-    groups = packed.unflatten(-1, (-1, 1, 4 * bits))
+    groups = packed.unflatten(-1, (-1, 1, width or 4 * bits))
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)[:, None]
     return ((groups >> shifts) & (2**bits - 1)).flatten(-3)
 

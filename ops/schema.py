@@ -5,8 +5,8 @@ What else needs a signature is made from here:
     csrc/ort/generated/schema.h    inputs, outputs, attributes and types for the kernels and their registration
     csrc/ort/generated/calls.h     the structs of the CUDA kernels' C interface
     runtime/cuda.py                the same structs for ctypes, made at import
-    ops/X.py, export/graph.py      the head of the op's portable body (`Op.head`), a node's attributes
-    runtime/providers.py           which nodes must not fall back to the CPU (`Op.compute`)
+    ops/X.py, export/graph.py      the op's portable body as a function (`Op.function`), a node's attributes
+    runtime/providers.py           which nodes must not fall back to the CPU (`OPS`)
 
 The two headers are written by
 
@@ -18,8 +18,7 @@ and committed; a test holds them against this file. What an op computes is said 
 from __future__ import annotations
 
 import enum
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -53,20 +52,24 @@ class Variable:
     types: tuple[Type, ...]
     on_gpu: tuple[Type, ...]  # there are more
 
+    def where(self, found: Mapping[Variable, Type]) -> Type:
+        return found[self]
+
 
 @dataclass(frozen=True)
-class Dependent:
-    """The type that goes with a variable's."""
+class ScaleOf:
+    """The type of the scales of a cache: float16 beside packed codes."""
 
-    variable: Variable
-    types: tuple[tuple[Type, Type], ...]
-    otherwise: Type
+    cache: Variable
+
+    def where(self, found: Mapping[Variable, Type]) -> Type:
+        return Type.FLOAT16 if found[self.cache] == Type.UINT8 else Type.FLOAT32
 
 
 @dataclass(frozen=True)
 class Tensor:
     name: str
-    type: Type | Variable | Dependent
+    type: Type | Variable | ScaleOf
     optional: bool = False
     on_host: bool = False  # read by the CPU wherever the op runs
 
@@ -82,8 +85,7 @@ class Integer:
     default: int | None = None
 
     def check(self, op: str, value: object) -> None:
-        fits = value in self.choices if self.choices else isinstance(value, int) and self.low <= value <= self.high
-        if type(value) is not int or not fits:
+        if type(value) is not int or value not in (self.choices or range(self.low, self.high + 1)):
             wanted = listed(self.choices) if self.choices else f"{self.low} to {self.high}"
             raise DiffbitError(f"{op}: {self.name} is {value!r}, wanted {wanted}")
 
@@ -114,8 +116,6 @@ class Call:
 
 @dataclass(frozen=True)
 class Op:
-    """`compute`: a model spends its time in it, so it must run on the device that was asked for."""
-
     name: str
     version: int  # of the meaning and the layout; a kernel checks it against a node's attribute spec_version
     inputs: tuple[Tensor, ...]
@@ -123,24 +123,21 @@ class Op:
     attributes: tuple[Integer | Number, ...]
     call: Call
     opsets: tuple[tuple[str, int], ...] = (("", 21),)
-    compute: bool = True
-
-    def head(self, inputs: Sequence[str] | None = None, outputs: Sequence[str] | None = None) -> str:
-        """How the body begins in ONNX's syntax; `inputs`, `outputs`: the names that it declares, all by default."""
-        imports = ", ".join(f'"{domain}" : {version}' for domain, version in self.opsets)
-        attributes = ", ".join([*(attribute.name for attribute in self.attributes), "spec_version"])
-        takes = ", ".join(inputs or [tensor.name for tensor in self.inputs])
-        gives = ", ".join(outputs or [tensor.name for tensor in self.outputs])
-        return f'<domain: "{DOMAIN}", opset_import: [{imports}]>\n{self.name} <{attributes}> ({takes}) => ({gives})\n'
 
     def function(
         self, body: str, inputs: Sequence[str] | None = None, outputs: Sequence[str] | None = None
     ) -> onnx_ir.Function:
-        """The head and a body as an ONNX model-local function: what runs wherever no native library is registered."""
+        """A body as an ONNX model-local function: what runs wherever no native library is registered. `inputs`,
+        `outputs`: the names that it declares, all by default."""
         import onnx.parser
         from onnx_ir import serde
 
-        return serde.deserialize_function(onnx.parser.parse_function(self.head(inputs, outputs) + body))
+        imports = ", ".join(f'"{domain}" : {version}' for domain, version in self.opsets)
+        attributes = ", ".join([*(attribute.name for attribute in self.attributes), "spec_version"])
+        takes = ", ".join(inputs or [tensor.name for tensor in self.inputs])
+        gives = ", ".join(outputs or [tensor.name for tensor in self.outputs])
+        head = f'<domain: "{DOMAIN}", opset_import: [{imports}]>\n{self.name} <{attributes}> ({takes}) => ({gives})\n'
+        return serde.deserialize_function(onnx.parser.parse_function(head + body))
 
     def attributes_of(self, given: Mapping[str, int | float]) -> dict[str, int | float]:
         """A node's attributes: those `given`, the defaults of the others, spec_version. A DiffbitError where one is
@@ -160,13 +157,13 @@ class Op:
 
     def types(self, gpu: bool = False) -> list[list[Type]]:
         """Types of inputs and outputs, for every combination of the variables on a CPU or a GPU."""
-        tensors = self.inputs + self.outputs
-        of_tensors = [tensor.type.variable if isinstance(tensor.type, Dependent) else tensor.type for tensor in tensors]
-        variables = list(dict.fromkeys(type for type in of_tensors if isinstance(type, Variable)))
+        types = [tensor.type for tensor in self.inputs + self.outputs]
+        of_types = [type.cache if isinstance(type, ScaleOf) else type for type in types]
+        variables = list(dict.fromkeys(type for type in of_types if isinstance(type, Variable)))
         rows = []
         for chosen in product(*(variable.on_gpu if gpu else variable.types for variable in variables)):
-            of_variable = dict(zip(variables, chosen, strict=True))
-            rows.append([_type(tensor.type, of_variable) for tensor in tensors])
+            found = dict(zip(variables, chosen, strict=True))
+            rows.append([type if isinstance(type, Type) else type.where(found) for type in types])
         return rows
 
     def fields(self) -> list[tuple[str, str]]:
@@ -175,14 +172,6 @@ class Op:
         pointers += [("void*", tensor.name.lower()) for tensor in self.outputs]
         integers = [("int64_t", name) for name in self.call.integers]
         return [*pointers, *integers, *(("float", name) for name in self.call.floats)]
-
-
-def _type(type: Type | Variable | Dependent, of_variable: Mapping[Variable, Type]) -> Type:
-    if isinstance(type, Variable):
-        return of_variable[type]
-    if isinstance(type, Dependent):
-        return dict(type.types).get(of_variable[type.variable], type.otherwise)
-    return type
 
 
 def listed(values: Sequence[object]) -> str:
@@ -196,7 +185,7 @@ HALVES = (*HALF, Type.BFLOAT16)
 CODES = (Type.INT8, Type.UINT8)
 T = Variable("T", HALF, on_gpu=HALVES)
 K, V = (Variable(name, (*HALF, *CODES), on_gpu=(*HALVES, *CODES)) for name in "KV")  # in the cache
-K_SCALE, V_SCALE = (Dependent(side, ((Type.UINT8, Type.FLOAT16),), otherwise=Type.FLOAT32) for side in (K, V))
+K_SCALE, V_SCALE = ScaleOf(K), ScaleOf(V)
 SIZE, ROWS = 1 << 24, 1 << 31  # the most columns and rows of a weight
 FLOATS = "FLOAT32, FLOAT16 or BFLOAT16"
 
@@ -324,48 +313,41 @@ OPS = (DIFF_ATTENTION, HADAMARD, INT4_MATMUL, TERNARY_MATMUL)
 # ---- the headers ----
 
 WRITTEN = "// Written by python -m diffbit.ops.schema --write, from ops/schema.py: change that.\n#pragma once\n"
-BYTES = {"const void*": 8, "void*": 8, "int64_t": 8, "float": 4}
 
 
-def headers() -> dict[str, str]:
-    """What the files of csrc/ort/generated/ hold, by their names."""
+def headers() -> dict[Path, str]:
+    """What the files of csrc/ort/generated/ hold."""
     ops = "\n\n".join(map(_op, OPS))
     structs = "\n\n".join(map(_struct, OPS))
     space = "namespace diffbit::schema"
-    schema = f'{WRITTEN}\n#include "../schema.h"\n\n{space} {{\n\n{ops}\n\n}}  // {space}\n'
-    calls = f"{WRITTEN}\n#include <cstddef>\n#include <cstdint>\n\n{structs}\n"
-    return {"schema.h": schema, "calls.h": calls}
-
-
-def _constant(name: str) -> str:
-    return re.sub(r"\W", "_", name).upper()
+    folder = Path(__file__).resolve().parents[1] / "csrc" / "ort" / "generated"
+    return {
+        folder / "schema.h": f'{WRITTEN}\n#include "../schema.h"\n\n{space} {{\n\n{ops}\n\n}}  // {space}\n',
+        folder / "calls.h": f"{WRITTEN}\n#include <cstddef>\n#include <cstdint>\n\n{structs}\n",
+    }
 
 
 def _op(op: Op) -> str:
-    lines = [f"struct {op.name} {{", f'  static constexpr const char* NAME = "{op.name}";']
-    lines.append(f"  static constexpr int64_t VERSION = {op.version};")
+    lines = [f'const char* NAME = "{op.name}"', f"int64_t VERSION = {op.version}"]
     for tensors, kind in ((op.inputs, "Input"), (op.outputs, "Output")):
         for index, tensor in enumerate(tensors):
-            lines.append(f'  static constexpr {kind} {_constant(tensor.name)}{{{index}, "{op.name}: {tensor.name}"}};')
+            lines.append(f'{kind} {tensor.name.upper()}{{{index}, "{op.name}: {tensor.name}"}}')
     for attribute in op.attributes:
         values = ""
         if isinstance(attribute, Integer):
             few = attribute.choices or (attribute.low, attribute.high)
             values = f", {len(attribute.choices)}, {{{', '.join(map(str, few))}}}"
-        kind = type(attribute).__name__
-        lines.append(f'  static constexpr {kind} {_constant(attribute.name)}{{"{attribute.name}"{values}}};')
-    for name, gpu in (("TYPES", False), ("GPU_TYPES", True)):
-        rows = op.types(gpu)
-        lines.append(f"  static constexpr int {name}[{len(rows)}][{len(rows[0])}] = {{")
-        lines += [f"      {{{', '.join(str(int(type)) for type in row)}}}," for row in rows]
-        lines.append("  };")
+        lines.append(f'{type(attribute).__name__} {attribute.name.upper()}{{"{attribute.name}"{values}}}')
+    for name, rows in (("TYPES", op.types()), ("GPU_TYPES", op.types(gpu=True))):
+        text = "".join(f"      {{{', '.join(str(int(type)) for type in row)}}},\n" for row in rows)
+        lines.append(f"int {name}[{len(rows)}][{len(rows[0])}] = {{\n{text}  }}")
     masks = (
         sum(1 << i for i, tensor in enumerate(tensors) if getattr(tensor, what))
         for tensors, what in ((op.inputs, "optional"), (op.outputs, "optional"), (op.inputs, "on_host"))
     )
-    numbers = ", ".join(str(number) for number in (len(op.inputs), len(op.outputs), *map(hex, masks)))
-    lines.append(f"  static constexpr Signature SIGNATURE{{NAME, {numbers}}};")
-    return "\n".join([*lines, "};"])
+    lines.append(f"Signature SIGNATURE{{NAME, {len(op.inputs)}, {len(op.outputs)}, {', '.join(map(hex, masks))}}}")
+    members = "".join(f"  static constexpr {line};\n" for line in lines)
+    return f"struct {op.name} {{\n{members}}};"
 
 
 def _struct(op: Op) -> str:
@@ -375,35 +357,11 @@ def _struct(op: Op) -> str:
         note = f"  // {notes[field]}" if field in notes else ""
         lines.append(f"  {kind} {field};{note}")
         checks.append(f'static_assert(offsetof({name}, {field}) == {offset}, "{field}");')
-        offset += BYTES[kind]
+        offset += 4 if kind == "float" else 8
     size = -(-offset // 8) * 8
     return "\n".join([*lines, "};", *checks, f'static_assert(sizeof({name}) == {size}, "{name}");'])
 
 
-def folder() -> Path:
-    """Where the headers lie, in a source tree."""
-    return Path(__file__).resolve().parents[1] / "csrc" / "ort" / "generated"
-
-
-def differing() -> Iterator[str]:
-    """Names of the headers that are not what this file says."""
-    for name, text in headers().items():
-        path = folder() / name
-        if not path.exists() or path.read_text() != text:
-            yield name
-
-
-def main(arguments: Sequence[str]) -> int:
-    if list(arguments) != ["--write"]:
-        print("usage: python -m diffbit.ops.schema --write")
-        return 2
-    folder().mkdir(parents=True, exist_ok=True)
-    for name, text in headers().items():
-        (folder() / name).write_text(text)
-    return 0
-
-
 if __name__ == "__main__":
-    import sys
-
-    raise SystemExit(main(sys.argv[1:]))
+    for path, text in headers().items():
+        path.write_text(text)

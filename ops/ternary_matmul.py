@@ -31,12 +31,12 @@ The body unpacks with shifts and masks of constants only, so that ONNX Runtime f
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
-from . import schema
+from . import kv_cache, schema
 
 if TYPE_CHECKING:
-    import onnx_ir
     import torch
 
 OP = schema.TERNARY_MATMUL
@@ -128,33 +128,20 @@ BODY = """
 }
 """
 
-
-def function() -> onnx_ir.Function:
-    """The op's body as an ONNX model-local function: what runs wherever no native library is registered."""
-    return OP.function(BODY)
+function = partial(OP.function, BODY)
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """Integers {-1, 0, 1} [N, K] -> uint8 [N, 32*ceil(K/128)] in the op's layout."""
-    import torch
+    from torch.nn.functional import pad
 
-    rows, columns = weight.shape
-    blocks = -(-columns // BLOCK)
-    codes = torch.ones(rows, blocks * BLOCK, dtype=torch.uint8, device=weight.device)
-    codes[:, :columns] = (weight + 1).to(torch.uint8)
-    fields = codes.view(rows, blocks, 4, BLOCK_BYTES)
-    packed = fields[:, :, 0] | fields[:, :, 1] << 2 | fields[:, :, 2] << 4 | fields[:, :, 3] << 6
-    return packed.reshape(rows, blocks * BLOCK_BYTES)
+    codes = pad((weight + 1).byte(), (0, -weight.shape[1] % BLOCK), value=1)
+    return kv_cache.pack(codes, 2, BLOCK_BYTES)
 
 
 def unpack(packed: torch.Tensor, columns: int) -> torch.Tensor:
     """uint8 [N, 32*ceil(K/128)] -> int8 {-1, 0, 1} [N, K]; the inverse of `pack`."""
-    import torch
-
-    blocks = packed.view(packed.shape[0], -1, 1, BLOCK_BYTES)
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=packed.device).view(4, 1)
-    codes = (blocks >> shifts) & 3
-    return codes.reshape(packed.shape[0], -1)[:, :columns].to(torch.int8) - 1
+    return kv_cache.unpack(packed, 2, BLOCK_BYTES)[:, :columns].char() - 1
 
 
 def rounded(a: torch.Tensor, bits: int = 8) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
@@ -34,6 +34,7 @@ LOOKED_UP = ("embedding", "rotary tables")  # parts of which a token reads one r
 MAX_LAYERS, MAX_BUFFERS, MAX_DIMENSIONS, MAX_BLOCK = 1024, 16, 5, 1024
 
 T = TypeVar("T")
+_WORDS = {str: "a string", int: "an integer", list: "a list", dict: "an object"}
 
 
 @dataclass(frozen=True)
@@ -111,13 +112,13 @@ class Artifact:
             )
         artifact = cls(
             path=folder,
-            name=fields.text("name"),
-            diffbit_version=fields.text("diffbit_version"),
+            name=fields.get("name", str),
+            diffbit_version=fields.get("diffbit_version", str),
             dtype=fields.choice("dtype", "fp32", "fp16"),
             model=fields.object("model").values,
             scheme=fields.optional_object("scheme"),
             source=fields.object("source").values,
-            method=None if manifest.get("method") is None else fields.text("method"),
+            method=None if manifest.get("method") is None else fields.get("method", str),
             calibration=fields.optional_object("calibration"),
             cache=_cache(fields.object("cache")),
             context_length=fields.integer("context_length", at_least=1),
@@ -172,8 +173,7 @@ class Artifact:
         for name, entry in self.files.items():
             try:
                 path = self.file(name)
-                size = path.stat().st_size
-                if size != entry.bytes:
+                if (size := path.stat().st_size) != entry.bytes:
                     problems[name] = f"{path}: has {size} bytes, the manifest says {entry.bytes}; restore the file"
                 elif hashes and (found := sha256_file(path)) != entry.sha256:
                     problems[name] = (
@@ -198,12 +198,11 @@ class Artifact:
             "eos_token_ids": self.eos_token_ids,
             "golden.input_ids": self.golden.input_ids,
             "golden.token_ids": self.golden.token_ids,
-            "model.bos_token_id": () if self.bos_token_id is None else (model.integer("bos_token_id"),),
+            "model.bos_token_id": () if self.bos_token_id is None else (model.get("bos_token_id", int),),
         }
         for key, ids in groups.items():
-            for token in ids:
-                if not 0 <= token < vocab_size:
-                    raise DiffbitError(f"{where}: {key} holds {token}, outside the vocabulary of {vocab_size} tokens")
+            if outside := [token for token in ids if not 0 <= token < vocab_size]:
+                raise DiffbitError(f"{where}: {key} holds {outside[0]}, outside the vocabulary of {vocab_size} tokens")
         if len(self.golden.input_ids) > self.context_length:
             raise DiffbitError(
                 f"{where}: golden.input_ids holds {len(self.golden.input_ids)} tokens, more than the context_length "
@@ -238,17 +237,16 @@ def _layer(fields: _Fields) -> tuple[Buffer, ...]:
 
 
 def _buffer(fields: _Fields) -> Buffer:
-    name = fields.text("name")
-    if not _BUFFER.fullmatch(name):
-        raise DiffbitError(f"{fields.where}: name is {_shown(name)}, wanted lower-case letters, digits and _")
-    shape = tuple(_dimension(dim, fields.where) for dim in fields.array("shape"))
+    named = "lower-case letters, digits and _"
+    name = fields.get("name", str, lambda name: bool(_BUFFER.fullmatch(name)), named)
+    shape = tuple(_dimension(dim, fields.where) for dim in fields.get("shape", list))
     if not 1 <= len(shape) <= MAX_DIMENSIONS:
         raise DiffbitError(f"{fields.where}: shape has {len(shape)} dimensions, wanted 1 to {MAX_DIMENSIONS}")
     return Buffer(name, fields.choice("dtype", *WIDTHS), shape, fields.choice("in_place", *IN_PLACE))
 
 
 def _dimension(dim: object, where: str) -> int | str:
-    if isinstance(dim, int) and not isinstance(dim, bool) and 1 <= dim < 1 << 31:
+    if isinstance(dim, int) and dim is not True and 1 <= dim < 1 << 31:
         return dim
     word, slash, block = dim.partition("/") if isinstance(dim, str) else ("", "", "")
     if word == TOKENS and (not slash or (block.isascii() and block.isdigit() and 1 <= int(block[:9]) <= MAX_BLOCK)):
@@ -268,25 +266,21 @@ def _files(fields: _Fields) -> Iterator[tuple[str, FileEntry]]:
 
 def _part(fields: _Fields) -> Part:
     weights = None if fields.values.get("weights") is None else fields.integer("weights", at_least=1)
-    return {"name": fields.text("name"), "bytes": fields.integer("bytes", at_least=0), "weights": weights}
+    return {"name": fields.get("name", str), "bytes": fields.integer("bytes", at_least=0), "weights": weights}
 
 
 def _golden(fields: _Fields) -> Golden:
-    golden = Golden(
-        input_ids=fields.integers("input_ids"),
-        token_ids=fields.integers("token_ids"),
-        logits=fields.numbers("logits"),
-        spread=fields.number("spread"),
-        tolerance=fields.number("tolerance"),
-    )
-    if not golden.input_ids or not golden.token_ids or len(golden.token_ids) != len(golden.logits):
+    logits = fields.get("logits", list, lambda values: all(map(_finite, values)), "a list of finite numbers")
+    for key in ("spread", "tolerance"):
+        fields.get(key, object, lambda value: _finite(value, above=0), "a finite number above 0")
+    spread, tolerance = float(fields.values["spread"]), float(fields.values["tolerance"])
+    ids, tokens = fields.integers("input_ids"), fields.integers("token_ids")
+    if not ids or not tokens or len(tokens) != len(logits):
         raise DiffbitError(
-            f"{fields.where}: wanted a prompt and one logit for each of token_ids, found {len(golden.input_ids)} "
-            f"prompt tokens, {len(golden.token_ids)} token_ids and {len(golden.logits)} logits"
+            f"{fields.where}: wanted a prompt and one logit for each of token_ids, found {len(ids)} prompt tokens, "
+            f"{len(tokens)} token_ids and {len(logits)} logits"
         )
-    if golden.spread <= 0 or golden.tolerance <= 0:
-        raise DiffbitError(f"{fields.where}: spread and tolerance must be above 0")
-    return golden
+    return Golden(ids, tokens, tuple(map(float, logits)), spread, tolerance)
 
 
 def _confined(folder: Path, name: str) -> Path:
@@ -308,67 +302,46 @@ class _Fields:
     values: Mapping[str, Any]
     where: str  # file and path inside it, for messages
 
-    def _get(self, key: str, type_: type[T], wanted: str) -> T:
+    def get(self, key: str, type_: type[T], fits: Callable[[T], bool] = lambda _: True, wanted: str = "") -> T:
+        """A field's value, for which `fits` holds: it is `wanted`."""
         if key not in self.values:
             raise DiffbitError(f"{self.where}: has no field {key!r}; export the model again")
         value = self.values[key]
-        if not isinstance(value, type_) or isinstance(value, bool):  # bool is an int to Python, but not in this file
+        of_type = isinstance(value, type_) and not isinstance(value, bool)  # bool is an int to Python alone
+        if not of_type or not fits(value):
+            wanted = wanted if of_type or type_ not in _WORDS else _WORDS[type_]
             raise DiffbitError(f"{self.where}: {key} is {_shown(value)}, wanted {wanted}")
         return value
 
-    def text(self, key: str) -> str:
-        return self._get(key, str, "a string")
-
     def choice(self, key: str, *choices: str) -> str:
-        value = self.text(key)
-        if value not in choices:
-            raise DiffbitError(f"{self.where}: {key} is {_shown(value)}, wanted one of {', '.join(choices)}")
-        return value
+        return self.get(key, str, lambda value: value in choices, f"one of {', '.join(choices)}")
 
-    def integer(self, key: str, at_least: int | None = None) -> int:
-        value = self._get(key, int, "an integer")
-        if at_least is not None and value < at_least:
-            raise DiffbitError(f"{self.where}: {key} is {value}, wanted at least {at_least}")
-        return value
-
-    def number(self, key: str) -> float:
-        return _finite(self._get(key, object, "a number"), f"{self.where}: {key}")
+    def integer(self, key: str, at_least: int) -> int:
+        return self.get(key, int, lambda value: value >= at_least, f"at least {at_least}")
 
     def sha256(self, key: str) -> str:
-        value = self.text(key)
-        if not _HEX64.fullmatch(value):
-            raise DiffbitError(f"{self.where}: {key} is {_shown(value)}, wanted 64 hexadecimal digits")
-        return value
+        return self.get(key, str, lambda value: bool(_HEX64.fullmatch(value)), "64 hexadecimal digits")
 
     def integers(self, key: str) -> tuple[int, ...]:
-        values = self.array(key, "a list of integers")
-        if any(not isinstance(value, int) or isinstance(value, bool) for value in values):
-            raise DiffbitError(f"{self.where}: {key} is {_shown(values)}, wanted a list of integers")
-        return tuple(values)
-
-    def numbers(self, key: str) -> tuple[float, ...]:
-        return tuple(_finite(value, f"{self.where}: {key}") for value in self.array(key, "a list of numbers"))
-
-    def array(self, key: str, wanted: str = "a list") -> tuple[Any, ...]:
-        return tuple(self._get(key, list, wanted))
-
-    def objects(self, key: str) -> tuple[_Fields, ...]:
-        values = self.array(key)
-        if other := [value for value in values if not isinstance(value, dict)]:
-            raise DiffbitError(f"{self.where}: {key} holds {_shown(other[0])}, wanted objects")
-        return tuple(_Fields(value, f"{self.where}: {key}[{index}]") for index, value in enumerate(values))
+        return tuple(
+            self.get(key, list, lambda values: all(type(value) is int for value in values), "a list of integers")
+        )
 
     def object(self, key: str) -> _Fields:
-        return _Fields(self._get(key, dict, "an object"), f"{self.where}: {key}")
+        return _Fields(self.get(key, dict), f"{self.where}: {key}")
 
     def optional_object(self, key: str) -> Mapping[str, Any] | None:
         return None if self.values.get(key, ...) is None else self.object(key).values
 
+    def objects(self, key: str) -> list[_Fields]:
+        values = self.get(key, list)
+        if other := [value for value in values if not isinstance(value, dict)]:
+            raise DiffbitError(f"{self.where}: {key} holds {_shown(other[0])}, wanted objects")
+        return [_Fields(value, f"{self.where}: {key}[{index}]") for index, value in enumerate(values)]
 
-def _finite(value: object, where: str) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-        raise DiffbitError(f"{where} holds {_shown(value)}, wanted finite numbers")
-    return float(value)
+
+def _finite(value: object, above: float = -math.inf) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and above < value < math.inf
 
 
 def _shown(value: object) -> str:

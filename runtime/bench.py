@@ -6,6 +6,7 @@ random tokens (speed does not depend on them); decoding is greedy, so that sampl
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -86,17 +87,19 @@ def bench(
 
 def _child() -> None:
     try:
-        answer = _measure(*json.load(sys.stdin))
+        print(json.dumps(_measure(*json.load(sys.stdin))))
     except DiffbitError as error:
-        answer = {"error": str(error)}
-    print(json.dumps(answer))
+        print(json.dumps({"error": str(error)}))
 
 
 def _measure(
     path: str, prompt_tokens: int, new_tokens: int, repeats: int, threads: int | None, device: str, native: bool
 ) -> dict[str, Any]:
     artifact = Artifact.open(path)
-    driver = _driver() if device == "cuda" else None
+    driver = None
+    if device == "cuda":
+        with contextlib.suppress(OSError, DiffbitError):  # without a driver or a card opening the session says why
+            driver = Driver()
     before = driver.used_memory() if driver else 0
     peak_device = 0
     started = time.perf_counter()
@@ -134,14 +137,6 @@ def _measure(
         "kv_fixed_bytes": artifact.cache.fixed_bytes,
         "peak_host_memory_bytes": _peak_memory(),
     } | ({"peak_device_memory_bytes": peak_device} if driver else {})
-
-
-def _driver() -> Driver | None:
-    """None without a driver or a card; opening the session then raises the error."""
-    try:
-        return Driver()
-    except (OSError, DiffbitError):
-        return None
 
 
 def _peak_memory() -> int | None:

@@ -19,12 +19,7 @@ from ..ops import schema
 
 FLOAT32, FLOAT16, BFLOAT16 = (int(type) for type in (schema.Type.FLOAT32, schema.Type.FLOAT16, schema.Type.BFLOAT16))
 
-
 _KINDS = {"const void*": ctypes.c_void_p, "void*": ctypes.c_void_p, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
-
-
-def _fields(op: schema.Op) -> list[tuple[str, Any]]:
-    return [(name, _KINDS[kind]) for kind, name in op.fields()]
 
 
 class Op(ctypes.Structure):
@@ -33,24 +28,12 @@ class Op(ctypes.Structure):
     of: schema.Op
 
 
-class Attention(Op):
-    of = schema.DIFF_ATTENTION
-    _fields_ = _fields(of)
+def _structure(op: schema.Op) -> type[Op]:
+    fields = [(name, _KINDS[kind]) for kind, name in op.fields()]
+    return type(op.call.struct, (Op,), {"of": op, "_fields_": fields})
 
 
-class Hadamard(Op):
-    of = schema.HADAMARD
-    _fields_ = _fields(of)
-
-
-class TernaryMatMul(Op):
-    of = schema.TERNARY_MATMUL
-    _fields_ = _fields(of)
-
-
-class Int4MatMul(Op):
-    of = schema.INT4_MATMUL
-    _fields_ = _fields(of)
+Attention, Hadamard, Int4MatMul, TernaryMatMul = map(_structure, schema.OPS)
 
 
 class Kernels:

@@ -37,12 +37,10 @@ class Driver:
     @property
     def architecture(self) -> int:
         """Compute capability of the card: 90 for sm_90."""
-        number = ctypes.c_int()
-        parts = []
-        for attribute in (_MAJOR, _MINOR):
-            self._call("cuDeviceGetAttribute", ctypes.byref(number), attribute, self._device)
-            parts.append(number.value)
-        return 10 * parts[0] + parts[1]
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._call("cuDeviceGetAttribute", ctypes.byref(major), _MAJOR, self._device)
+        self._call("cuDeviceGetAttribute", ctypes.byref(minor), _MINOR, self._device)
+        return 10 * major.value + minor.value
 
     def used_memory(self) -> int:
         """Bytes of the card's memory in use by all processes. Makes this process's CUDA context first."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..errors import DiffbitError
 from .sampler import Sampler
 from .session import Session
-from .tokenizer import TextStream, Tokenizer
+from .tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "eos", "length", "context"]  # stop string, eos token, max_tokens, context full
 
@@ -60,7 +60,7 @@ def generate(
     choose = Sampler() if sampler is None else sampler
     prompt_ids = _prompt_ids(session, tokenizer, prompt)
     token_ids = list(prompt_ids)
-    output = _Output(tokenizer.stream(prompt_ids), stop, on_text)
+    stream, output = tokenizer.stream(prompt_ids), _Output(stop, on_text)
     times: list[float] = []  # when each token was chosen
     reason: FinishReason | None = None
 
@@ -72,7 +72,7 @@ def generate(
         token_ids.append(token)
         if token in session.artifact.eos_token_ids:
             reason = "eos"
-        elif output.push(token):
+        elif output.push(stream.push(token)):
             reason = "stop"
         elif len(times) == max_tokens:
             reason = "length"
@@ -81,8 +81,9 @@ def generate(
         if reason is not None:
             break
         logits = session.step([[token]])
+    output.push(stream.finish(), last=True)  # an unfinished character may complete a stop string that holds U+FFFD
     return Generation(
-        text=output.finish(),
+        text=output.text,
         token_ids=tuple(token_ids[len(prompt_ids) :]),
         finish_reason="stop" if output.stopped else reason,
         prompt_tokens=len(prompt_ids),
@@ -107,61 +108,30 @@ def _prompt_ids(session: Session, tokenizer: Tokenizer, prompt: str | Sequence[i
 
 
 class _Output:
-    """Tokens in, text out: to `on_text` as soon as it is final, and all of it at the end."""
+    """Text up to the first stop string, to `on_text` as soon as it is final: an end that may begin one is held back."""
 
-    def __init__(self, stream: TextStream, stop: Sequence[str], on_text: Callable[[str], None] | None) -> None:
-        self._stream, self._gate, self._on_text = stream, _StopGate(stop), on_text
-        self._text = ""
+    def __init__(self, stop: Sequence[str], on_text: Callable[[str], None] | None) -> None:
+        self._stop, self._on_text = stop, on_text
+        self.text = ""
+        self.stopped = False  # a stop string has come
+        self._given = 0  # characters that are final
 
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string has come."""
-        return self._gate.closed
-
-    def push(self, token: int) -> bool:
-        """Add a token; whether it completed a stop string."""
-        self._emit(self._gate.push(self._stream.push(token)))
-        return self.stopped
-
-    def finish(self) -> str:
-        """The whole text, with what the stream and the gate held back."""
-        # An unfinished character may still complete a stop string that holds U+FFFD
-        self._emit(self._gate.push(self._stream.finish()))
-        self._emit(self._gate.finish())
-        return self._text
-
-    def _emit(self, text: str) -> None:
-        self._text += text
-        if text and self._on_text is not None:
-            self._on_text(text)
-
-
-class _StopGate:
-    """Passes text on up to the first stop string; holds back an end that may be the start of one."""
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = tuple(stop)
-        self._held = ""
-        self.closed = False
-
-    def push(self, text: str) -> str:
-        if self.closed or not self._stop:
-            return "" if self.closed else text
-        self._held += text
-        found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
+    def push(self, text: str, last: bool = False) -> bool:
+        """Add text; whether a stop string has come."""
+        if self.stopped:
+            return True
+        self.text += text
+        found = [at for stop in self._stop if (at := self.text.find(stop, self._given)) >= 0]
+        end = len(self.text)
         if found:
-            self.closed = True
-            through, self._held = self._held[: min(found)], ""
-            return through
-        keep = max(_overlap(self._held, stop) for stop in self._stop)
-        cut = len(self._held) - keep
-        through, self._held = self._held[:cut], self._held[cut:]
-        return through
-
-    def finish(self) -> str:
-        """The text held back for a stop string that did not come."""
-        held, self._held = self._held, ""
-        return held
+            self.text, self.stopped = self.text[: min(found)], True
+            end = len(self.text)
+        elif not last:
+            end -= max((_overlap(self.text, stop) for stop in self._stop), default=0)
+        new, self._given = self.text[self._given : end], end
+        if new and self._on_text is not None:
+            self._on_text(new)
+        return self.stopped
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -38,19 +38,18 @@ def library() -> Path | None:
 def instruction_sets() -> list[str]:
     """Instruction sets that the library can use on this CPU, best first ("avx512vnni", "avx2", ..., "scalar");
     [] without a library."""
-    path = library()
-    if path is None:
-        return []
-    function = ctypes.CDLL(str(path)).diffbit_isas
-    function.restype = ctypes.c_char_p
-    return str(function().decode()).split()
+    return _words(library(), "diffbit_isas")
 
 
 def cuda_architectures(path: Path | None = None) -> list[str]:
     """GPU architectures that the library (at `path`) has kernels for, oldest first, such as "90a" for sm_90a; [] where
     it has none. Newer GPUs run them, too, where the first has no letter."""
-    path = path or library()
-    function = getattr(ctypes.CDLL(str(path)), "diffbit_cuda_architectures", None) if path else None
+    return _words(path or library(), "diffbit_cuda_architectures")
+
+
+def _words(path: Path | None, name: str) -> list[str]:
+    """The words that a function of the library returns; [] where there is none."""
+    function = getattr(ctypes.CDLL(str(path)), name, None) if path else None
     if function is None:
         return []
     function.restype = ctypes.c_char_p

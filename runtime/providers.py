@@ -29,14 +29,11 @@ MAX_THREADS = 512  # ONNX Runtime starts as many as it is told to, and hangs wit
 
 # The operators that take a model's time. `session.disable_cpu_ep_fallback` would be stricter, but ONNX Runtime itself
 # places arithmetic on shapes (Shape, Gather, Concat, ...) on the CPU, and that option then refuses every graph.
-COMPUTE = frozenset(
-    {
-        *("MatMul", "Gemm", "FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"),
-        *("MatMulNBits", "MatMulBnb4"),
-        *("Softmax", "Attention", "MultiHeadAttention", "GroupQueryAttention"),
-        *(op.name for op in OPS if op.compute),
-    }
-)
+COMPUTE = {
+    *("MatMul", "Gemm", "FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"),
+    *("MatMulNBits", "MatMulBnb4", "Softmax", "Attention", "MultiHeadAttention", "GroupQueryAttention"),
+    *(op.name for op in OPS),
+}
 
 
 class TensorInfo(Protocol):
@@ -130,7 +127,8 @@ def open_session(model: Path, device: str, threads: int | None, library: Path | 
         if device == "cuda" and "CUDA" in str(error) and (why := why_no_cuda(ort)):
             raise DiffbitError(_no_cuda(ort, why)) from None
         raise DiffbitError(f"{model}: ONNX Runtime {ort.__version__} cannot load it ({_first_line(error)})") from None
-    _give_memory_back()
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)  # returns what loading took to the system; glibc would keep it, several bytes for each ternary weight
     if device == "cuda":
         active = session.get_providers()
         if "CUDAExecutionProvider" not in active:
@@ -143,27 +141,14 @@ def open_session(model: Path, device: str, threads: int | None, library: Path | 
     return session
 
 
-def _give_memory_back() -> None:
-    """Return memory used for loading to the system; glibc would keep it, several bytes for each ternary weight."""
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
-        trim(0)
-
-
 def compute_on_cpu(session: OrtSession) -> set[str]:
     """Operator types of COMPUTE that a session placed on the CPU; empty where ONNX Runtime (< 1.24) cannot say.
 
     The session must have been made with `session.record_ep_graph_assignment_info` = 1.
     """
-    assignment = getattr(session, "get_provider_graph_assignment_info", None)
-    if assignment is None:
-        return set()
-    return {
-        node.op_type
-        for part in assignment()
-        if part.ep_name == "CPUExecutionProvider"
-        for node in part.get_nodes()
-        if node.op_type in COMPUTE
-    }
+    assignment = getattr(session, "get_provider_graph_assignment_info", list)
+    parts = [part for part in assignment() if part.ep_name == "CPUExecutionProvider"]
+    return {node.op_type for part in parts for node in part.get_nodes()} & COMPUTE
 
 
 def _require_cuda(ort: ModuleType) -> None:
@@ -224,22 +209,16 @@ def why_no_cuda(ort: ModuleType) -> str | None:
         ctypes.CDLL(str(folder / "libonnxruntime_providers_shared.so"), ctypes.RTLD_GLOBAL)
         ctypes.CDLL(str(folder / "libonnxruntime_providers_cuda.so"))
         Driver()
-    except OSError as error:
-        return _missing_library(str(error))
     except DiffbitError as error:
         return str(error)
+    except OSError as error:
+        missing = re.match(r"([^:/]+): cannot open shared object file", str(error))
+        if missing is None:
+            return str(error)
+        if missing[1].startswith("libcuda.so"):
+            return f"{missing[1]} is missing, which comes with the NVIDIA driver: install the driver"
+        return f"{missing[1]} is missing: pip install 'onnxruntime-gpu[cuda,cudnn]' installs CUDA's libraries"
     return None
-
-
-def _missing_library(message: str) -> str:
-    """The dynamic linker's message, with what to do about it."""
-    found = re.match(r"(?P<name>[^:/]+): cannot open shared object file", message)
-    if found is None:
-        return message
-    name = found["name"]
-    if name.startswith("libcuda.so"):
-        return f"{name} is missing, which comes with the NVIDIA driver: install the driver"
-    return f"{name} is missing: pip install 'onnxruntime-gpu[cuda,cudnn]' installs CUDA's libraries"
 
 
 def out_of_memory(error: Exception) -> bool:

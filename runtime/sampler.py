@@ -57,7 +57,9 @@ class Sampler:
                 "the model returned logits that are not finite; if it was exported with --dtype fp16, export it as fp32"
             )
         if self.repetition_penalty != 1 and len(token_ids):
-            logits = _penalized(logits, token_ids, self.repetition_penalty)
+            logits, seen = logits.astype(np.float64), np.unique(np.asarray(token_ids))
+            values = logits[seen]
+            logits[seen] = np.where(values > 0, values / self.repetition_penalty, values * self.repetition_penalty)
         if self.temperature == 0:
             return int(logits.argmax())
         tokens, probabilities = self.distribution(logits)
@@ -81,14 +83,6 @@ class Sampler:
             tokens, probabilities = tokens[kept], probabilities[kept]
             probabilities /= probabilities.sum()
         return tokens, probabilities
-
-
-def _penalized(logits: NDArray[np.floating], token_ids: Sequence[int], penalty: float) -> NDArray[np.float64]:
-    changed = logits.astype(np.float64)
-    seen = np.unique(np.asarray(token_ids))
-    values = changed[seen]
-    changed[seen] = np.where(values > 0, values / penalty, values * penalty)
-    return changed
 
 
 def _largest(logits: NDArray[np.floating], count: int) -> NDArray[np.int64]:

@@ -35,12 +35,7 @@ Signature = tuple[str, tuple[int | None, ...]]  # type and shape of a tensor, No
 # computes every output, bound or not, so the head's work on positions that nobody reads cannot be saved here.
 CHUNK = 256
 LINE = 64  # bytes of a cache line
-TENSORS = {
-    "float32": "tensor(float)",
-    "float16": "tensor(float16)",
-    "int8": "tensor(int8)",
-    "uint8": "tensor(uint8)",
-}
+TENSORS = {"float32": "tensor(float)"}  # as ONNX Runtime calls a type, where its name is another
 
 
 class Session:
@@ -69,10 +64,8 @@ class Session:
         self._session = open_session(self._model, device, threads, library)
         self.native = library is not None
         self._buffers = self.artifact.cache.buffers
-        self._in_place = [
-            buffer.in_place == "always" or (buffer.in_place == "native" and self.native)
-            for buffer in self._buffers.values()
-        ]
+        ways = ("always", "native") if self.native else ("always",)
+        self._in_place = [buffer.in_place in ways for buffer in self._buffers.values()]
         self._check_signature()
         self._binding = self._session.io_binding()
         self._binding.bind_output("logits", "cpu")  # the first of the outputs
@@ -117,13 +110,11 @@ class Session:
         used = int(lengths.max())
         mask = (np.arange(used) < lengths[:, None]).astype(np.int64)
         packed = np.take_along_axis(ids, order[:, :used], axis=1) * mask
-        self._check_ids(packed)
         if batch > 1 and self._length:
             raise DiffbitError(
                 f"a batch of {batch} cannot be prefilled onto {self._length} cached tokens; call reset() first"
             )
-        self._begin(batch)
-        self._check_capacity(used)
+        self._begin(packed)
 
         chunk = CHUNK if batch == 1 else used
         parts = [
@@ -149,9 +140,7 @@ class Session:
         ids = _integers(token_ids, "token_ids")
         if ids.shape[1] != 1 or not ids.shape[0]:
             raise DiffbitError(f"token_ids has shape {list(ids.shape)}, wanted [B, 1]: one token per row")
-        self._check_ids(ids)
-        self._begin(ids.shape[0])
-        self._check_capacity(1)
+        self._begin(ids)
         return self._append(ids, np.ones_like(ids))[:, -1]
 
     def _append(self, ids: Ids, mask: Ids, fetch: bool = True) -> Logits:
@@ -167,7 +156,10 @@ class Session:
         binding = self._binding
         for name, array in feeds.items():
             binding.bind_cpu_input(name, array)
-        self._bind_cache()
+        for name, value, in_place in zip(self._buffers, self._past, self._in_place, strict=True):
+            if not in_place:  # it moves from call to call; `_make_buffers` has bound those that stay
+                binding.bind_ortvalue_input(f"past_key_values.{name}", value)
+                binding.bind_output(f"present.{name}", self.device)
         try:
             logits = _pages((*ids.shape, self.artifact.vocab_size if fetch else 0))
             if fetch:  # into this memory; an output of ONNX Runtime's own would have to be copied
@@ -190,20 +182,25 @@ class Session:
         self._length = stop
         return logits
 
-    def _bind_cache(self) -> None:
-        """Bind the buffers that move from call to call; `_begin` has bound those that stay."""
-        for name, value, in_place in zip(self._buffers, self._past, self._in_place, strict=True):
-            if not in_place:
-                self._binding.bind_ortvalue_input(f"past_key_values.{name}", value)
-                self._binding.bind_output(f"present.{name}", self.device)
-
-    def _begin(self, batch: int) -> None:
-        """Prepare an empty cache for `batch` rows; one that holds tokens must have as many."""
+    def _begin(self, ids: Ids) -> None:
+        """Check new tokens [B, S], and prepare an empty cache for B rows; one that holds tokens must have as many."""
+        batch, count = ids.shape
+        outside = (ids < 0) | (ids >= self.artifact.vocab_size)
+        if outside.any():
+            raise DiffbitError(
+                f"token id {int(ids[outside][0])} is outside the vocabulary of {self.artifact.vocab_size} tokens; "
+                "the tokenizer must be the model's own"
+            )
+        if self._length and batch != self._batch:
+            raise DiffbitError(
+                f"token_ids has {batch} rows, the cache holds {self._batch}; call reset() before another batch"
+            )
+        if self._length + count > self.capacity:
+            raise DiffbitError(
+                f"{self.artifact.path}: the context holds {self.capacity} tokens, but {self._length + count} are "
+                f"wanted ({self._length} cached and {count} new); shorten the prompt or reset()"
+            )
         if self._length:
-            if batch != self._batch:
-                raise DiffbitError(
-                    f"token_ids has {batch} rows, the cache holds {self._batch}; call reset() before another batch"
-                )
             return
         try:
             self._mask = np.zeros((batch, self.capacity), np.int64)
@@ -224,8 +221,7 @@ class Session:
         kept = self._past if batch == self._batch else []
         capacity = self.artifact.cache.capacity(self.capacity)
         made = []
-        for index, (name, buffer) in enumerate(self._buffers.items()):
-            in_place = self._in_place[index]
+        for index, ((name, buffer), in_place) in enumerate(zip(self._buffers.items(), self._in_place, strict=True)):
             if kept and in_place and buffer.grows:
                 made.append(kept[index])
                 continue
@@ -240,40 +236,23 @@ class Session:
             made.append(value)
         self._past = made
 
-    def _check_capacity(self, count: int) -> None:
-        if self._length + count > self.capacity:
-            raise DiffbitError(
-                f"{self.artifact.path}: the context holds {self.capacity} tokens, but {self._length + count} are "
-                f"wanted ({self._length} cached and {count} new); shorten the prompt or reset()"
-            )
-
-    def _check_ids(self, ids: Ids) -> None:
-        outside = (ids < 0) | (ids >= self.artifact.vocab_size)
-        if outside.any():
-            raise DiffbitError(
-                f"token id {int(ids[outside][0])} is outside the vocabulary of {self.artifact.vocab_size} tokens; "
-                "the tokenizer must be the model's own"
-            )
-
     def _check_signature(self) -> None:
         """Compare the graph's inputs and outputs with the manifest; a dimension that the graph leaves open fits all."""
-        artifact = self.artifact
-        int64 = "tensor(int64)"
-        inputs: dict[str, Signature] = {
-            name: (int64, (None, None)) for name in ("input_ids", "attention_mask", "position_ids")
-        }
-        outputs: dict[str, Signature] = {"logits": ("tensor(float)", (None, None, artifact.vocab_size))}
+        names = ("input_ids", "attention_mask", "position_ids")
+        inputs: dict[str, Signature] = {name: ("tensor(int64)", (None, None)) for name in names}
+        outputs: dict[str, Signature] = {"logits": ("tensor(float)", (None, None, self.artifact.vocab_size))}
         for name, buffer in self._buffers.items():
             shape = (None, *(dim if isinstance(dim, int) else None for dim in buffer.shape))
-            inputs[f"past_key_values.{name}"] = outputs[f"present.{name}"] = TENSORS[buffer.dtype], shape
-        for side, found, wanted in (
-            ("input", self._session.get_inputs(), inputs),
-            ("output", self._session.get_outputs(), outputs),
-        ):
+            inputs[f"past_key_values.{name}"] = outputs[f"present.{name}"] = (
+                TENSORS.get(buffer.dtype, f"tensor({buffer.dtype})"),
+                shape,
+            )
+        sides = ("input", self._session.get_inputs(), inputs), ("output", self._session.get_outputs(), outputs)
+        for side, found, wanted in sides:
             nodes = {node.name: node for node in found}
-            if different := sorted(nodes.keys() ^ wanted.keys()):
-                what = "an unknown" if different[0] in nodes else "no"
-                raise DiffbitError(f"{self._model}: has {what} {side} {different[0]}; export the model again")
+            for name in sorted(nodes.keys() ^ wanted.keys()):
+                what = "an unknown" if name in nodes else "no"
+                raise DiffbitError(f"{self._model}: has {what} {side} {name}; export the model again")
             for name, (type_, shape) in wanted.items():
                 node = nodes[name]
                 fits = len(node.shape) == len(shape) and all(
@@ -289,12 +268,9 @@ class Session:
 def slowdowns(artifact: Artifact, device: str) -> list[str]:
     """Reasons why the artifact runs slower on this device than it could, a sentence each."""
     if _library(device) is None:
-        missing = (
-            "native library in this installation (it was made without a C++ compiler)"
-            if device == "cpu"
-            else "kernels for GPUs in this installation (docs/gpu.md says how to build them)"
-        )
-        return [f"no {missing}: slower"]
+        if device == "cpu":
+            return ["no native library in this installation (it was made without a C++ compiler): slower"]
+        return ["no kernels for GPUs in this installation (docs/gpu.md says how to build them): slower"]
     if device == "cuda" and artifact.dtype == "fp32":
         return [
             f"{artifact.path}: an fp32 artifact, for which a GPU uses attention's general kernel: slower; "

@@ -78,13 +78,8 @@ def verify(path: str | Path, device: str = "cpu", threads: int | None = None, na
     logits = session.prefill([[last]])[0]
     here = logits[list(golden.token_ids)].astype(np.float64)
     difference = float(np.max(np.abs(here - golden.logits))) / golden.spread
-    checks.append(
-        Check(
-            "logits",
-            difference <= golden.tolerance,  # False for NaN too
-            f"max difference {difference:.3g} of the logits' spread, tolerance {golden.tolerance:.3g}",
-        )
-    )
+    detail = f"max difference {difference:.3g} of the logits' spread, tolerance {golden.tolerance:.3g}"
+    checks.append(Check("logits", difference <= golden.tolerance, detail))  # False for NaN too
     wanted, found = golden.token_ids[int(np.argmax(golden.logits))], int(logits.argmax())
     # The tolerance lets each of two logits move: tokens closer than twice the tolerance may change places
     behind = float(logits.max() - logits[wanted]) / golden.spread

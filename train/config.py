@@ -48,40 +48,32 @@ class TrainConfig:
     checkpoint_every: int = 500  # steps; 0: none before the end
 
     def __post_init__(self) -> None:
+        format = None if self.qat is None else parse_format(self.qat)
         for name in ("steps", "batch_size", "accumulate", "eval_windows"):
             self._want(name, getattr(self, name) >= 1, "1 or more")
-        self._want("batch_size", self.batch_size <= 1 << 20, "at most 1,048,576")
         for name in ("warmup", "weight_decay", "eval_every", "checkpoint_every"):
             self._want(name, getattr(self, name) >= 0, "0 or more")
-        self._want("needles", 0 <= self.needles <= 1, "a share, 0 to 1")
-        self._want("distill_weight", 0 <= self.distill_weight < float("inf"), "0 or more")
         for name in ("learning_rate", "clip"):
             self._want(name, 0 < getattr(self, name) < float("inf"), "a positive number")
+        self._want("batch_size", self.batch_size <= 1 << 20, "at most 1,048,576")
+        self._want("needles", 0 <= self.needles <= 1, "a share, 0 to 1")
+        self._want("distill_weight", 0 <= self.distill_weight < float("inf"), "0 or more")
         self._want("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
         self._want("device", self.device in ("auto", "cpu", "cuda"), "auto, cpu or cuda")
         self._want("precision", self.precision in ("auto", "fp32", "bf16"), "auto, fp32 or bf16")
         self._want("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
         self._want("activations", self.activations in ("int8", "int4"), "int8 or int4")
-        fits = self.activations == "int8" or self.activations in self._own
+        fits = self.activations == "int8" or (format is not None and self.activations in format.activations)
         self._want("activations", fits, "int8 where qat is not ternary")
-        scheme = self.scheme
-        if scheme is not None:
-            scheme.formats(self.model)  # raises DiffbitError for formats that do not fit
+        if self.scheme is not None:
+            self.scheme.formats(self.model)  # raises DiffbitError for formats that do not fit
         self._want("warmup", self.warmup <= self.steps, f"at most the {self.steps} steps of the run")
-        self._want(
-            "length",
-            2 <= self.length <= self.model.max_position,
-            f"2 to {self.model.max_position}, the model's max_position",
-        )
+        longest = self.model.max_position
+        self._want("length", 2 <= self.length <= longest, f"2 to {longest}, the model's max_position")
 
     def _want(self, name: str, met: bool, wanted: str) -> None:
         if not met:
             raise DiffbitError(f"training option {name} is {getattr(self, name)!r}; wanted {wanted}")
-
-    @property
-    def _own(self) -> tuple[str, ...]:
-        """The activations that the format can be trained with."""
-        return () if self.qat is None else parse_format(self.qat).activations
 
     @property
     def scheme(self) -> Scheme | None:

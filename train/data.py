@@ -60,8 +60,7 @@ class Rows:
             return row, answers
         count = int(generator.integers(1, self.max_needles + 1))
         row, starts, _ = self.needles.insert(row, count, count, generator)
-        for offset in range(VALUE):
-            answers[starts + offset] = True
+        answers[starts[:, None] + np.arange(VALUE)] = True
         return row, answers
 
     def _start(self, number: int) -> int:

@@ -39,7 +39,19 @@ class Teacher:
     def __init__(self, config: TrainConfig, tokenizer: TextTokenizer, device: torch.device) -> None:
         assert config.distill is not None
         checkpoint = Checkpoint(config.distill)
-        _check(checkpoint, config, tokenizer)
+        path, found, wanted = checkpoint.path, checkpoint.config, config.model
+        same = "but both must be the same; start the student with --tokenizer or --init from this folder"
+        if found.vocab_size != wanted.vocab_size:
+            raise DiffbitError(
+                f"{path}: its vocabulary has {found.vocab_size} ids and the student's {wanted.vocab_size}, {same}"
+            )
+        if load_tokenizer(path).backend.get_vocab() != tokenizer.backend.get_vocab():
+            raise DiffbitError(f"{path}: its tokenizer gives other ids than the student's, {same}")
+        if found.max_position < config.length:
+            raise DiffbitError(
+                f"{path}: its context is {found.max_position} tokens and the rows have {config.length}; "
+                "make them shorter (--context), or take a teacher of a longer context"
+            )
         self.sha256 = checkpoint.sha256()
         self.model = load(checkpoint).to(device).eval().requires_grad_(False)
 
@@ -86,24 +98,3 @@ def divergence(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     wanted = theirs.exp()
     total = (wanted * theirs.sub_(ours)).sum()
     return total, ours.exp_().sub_(wanted)
-
-
-def _check(checkpoint: Checkpoint, config: TrainConfig, tokenizer: TextTokenizer) -> None:
-    """Raise DiffbitError for a teacher with other tokens, or with a shorter context than the rows."""
-    path, wanted = checkpoint.path, config.model
-    if checkpoint.config.vocab_size != wanted.vocab_size:
-        raise DiffbitError(
-            f"{path}: its vocabulary has {checkpoint.config.vocab_size} ids and the student's {wanted.vocab_size}, "
-            "but both must be the same; start the student with --tokenizer or --init from this folder"
-        )
-    theirs = load_tokenizer(path)
-    if theirs.backend.get_vocab() != tokenizer.backend.get_vocab():
-        raise DiffbitError(
-            f"{path}: its tokenizer gives other ids than the student's, but both must be the same; "
-            "start the student with --tokenizer or --init from this folder"
-        )
-    if checkpoint.config.max_position < config.length:
-        raise DiffbitError(
-            f"{path}: its context is {checkpoint.config.max_position} tokens and the rows have {config.length}; "
-            "make them shorter (--context), or take a teacher of a longer context"
-        )

@@ -50,7 +50,6 @@ class Preset:
     accumulate: int
     learning_rate: float
     warmup: int
-    tie_embeddings: bool = True
 
 
 PRESETS = {
@@ -85,7 +84,7 @@ def model_config(
         intermediate_size=size.intermediate_size,
         max_position=size.context,
         attention=attention,
-        tie_embeddings=size.tie_embeddings,
+        tie_embeddings=True,
         mlp=mlp,
         sub_norms=sub_norms,
     )
@@ -114,11 +113,15 @@ def train_config(
     quantization-aware run from `init` has a lower learning rate than the preset: half at two bits, a fortieth above.
     Raises DiffbitError for unknown names, and for a checkpoint that does not fit.
     """
-    qat = changes.get("qat")
-    ternary = qat is not None and parse_format(qat).trained
+    size, qat = _preset(preset), changes.get("qat")
+    format = None if qat is None else parse_format(qat)
+    ternary = format is not None and format.trained
+    rate, schedule = size.learning_rate, "cosine"
     if init is not None:
         model = _model_of(init, attention, mlp, sub_norms)
         changes = {"tokenizer": init, **changes}
+        if format is not None:
+            rate *= FEW_BITS_FROM_CHECKPOINT if format.bits == 2 else FROM_CHECKPOINT
     else:
         if vocab_size is None and changes.get("tokenizer") is not None:
             vocab_size = load_tokenizer(changes["tokenizer"]).vocab_size
@@ -126,29 +129,23 @@ def train_config(
         model = model_config(
             preset, attention or ATTENTION, vocab_size=vocab_size, mlp=mlp or "swiglu", sub_norms=norms
         )
+        if ternary:
+            rate, schedule = TERNARY_RATE * rate, "two_stage"
     if context is not None:
         model = replace(model, max_position=context)
-    size = _preset(preset)
-    config = TrainConfig(
-        model=model,
-        init=init,
-        steps=size.steps,
-        length=model.max_position,
-        batch_size=size.batch_size,
-        accumulate=size.accumulate,
-        learning_rate=size.learning_rate,
-        warmup=size.warmup,
-    )
-    if ternary and init is None:
-        config = replace(config, learning_rate=TERNARY_RATE * size.learning_rate, schedule="two_stage")
-    elif changes.get("qat") is not None and init is not None:
-        few = parse_format(changes["qat"]).bits == 2
-        config = replace(
-            config, learning_rate=size.learning_rate * (FEW_BITS_FROM_CHECKPOINT if few else FROM_CHECKPOINT)
-        )
+    warmup = size.warmup
     if "steps" in changes:  # a short run warms up for at most a tenth of it
-        changes = {"warmup": min(config.warmup, max(1, changes["steps"] // 10)), **changes}
-    return replace(config, **changes)
+        warmup = min(warmup, max(1, changes["steps"] // 10))
+    options: dict[str, Any] = {
+        "steps": size.steps,
+        "length": model.max_position,
+        "batch_size": size.batch_size,
+        "accumulate": size.accumulate,
+        "learning_rate": rate,
+        "schedule": schedule,
+        "warmup": warmup,
+    }
+    return TrainConfig(model=model, init=init, **options | changes)
 
 
 def _preset(name: str) -> Preset:
@@ -186,19 +183,8 @@ def parameters() -> list[dict[str, Any]]:
             config = model_config(preset, attention)
             mixer = config.layers[0].mixer
             assert isinstance(mixer, AttentionOptions)
-            rows.append(
-                {
-                    "preset": preset,
-                    "attention": attention,
-                    "parameters": num_parameters(config),
-                    "hidden_size": config.hidden_size,
-                    "num_layers": config.num_layers,
-                    **{
-                        name: getattr(config.layers[0].mixer, name)
-                        for name in ("num_heads", "num_kv_heads", "head_dim")
-                    },
-                    "vocab_size": config.vocab_size,
-                    "context": config.max_position,
-                }
-            )
+            row = {"preset": preset, "attention": attention, "parameters": num_parameters(config)}
+            row |= {"hidden_size": config.hidden_size, "num_layers": config.num_layers}
+            row |= {name: getattr(mixer, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
+            rows.append(row | {"vocab_size": config.vocab_size, "context": config.max_position})
     return rows

@@ -154,9 +154,8 @@ class _LearnedScale(torch.autograd.Function):
         grad = format.grouped(grads[0])
         inside = (ratio > -high - 1) & (ratio < high)
         slope = torch.where(inside, ratio.round() - ratio, ratio.clamp(-high - 1, high))
-        groups, size = ratio.shape[1:]
-        count = torch.full((groups,), size, dtype=torch.float32, device=weight.device)
-        count[-1] -= groups * size - columns  # the last group may be short
+        size = ratio.shape[2]
+        count = torch.arange(columns, 0, -size, device=weight.device).clamp(max=size)  # the last group may be short
         to_factor = (grad * slope).sum(-1) * start / (count * high).sqrt()
         return (grad * inside).flatten(1)[:, :columns], to_factor, None, None, None, None
 

@@ -116,13 +116,8 @@ def train(config: TrainConfig, out: str | Path, *, resume: bool = False, overwri
         run.finish(seconds)
     here.wait()
     log = read_log(out)
-    return TrainResult(
-        losses=[row["loss"] for row in log],
-        eval_loss=log[-1]["eval_loss"],
-        path=out,
-        tokens=config.steps * run.batch * config.length,
-        seconds=seconds,
-    )
+    losses, tokens = [row["loss"] for row in log], config.steps * run.batch * config.length
+    return TrainResult(losses, log[-1]["eval_loss"], out, tokens, seconds)
 
 
 class _Run:
@@ -167,11 +162,10 @@ class _Run:
         if self.teacher is not None:
             self.about["distill_sha256"] = self.teacher.sha256
         self.optimizer = adamw(self.model, config)
-        self.forward: Callable[[torch.Tensor], torch.Tensor] = self.model
         self.parallel: DistributedDataParallel | None = None
         if here.count > 1:
             self.parallel = DistributedDataParallel(self.model, [here.device] if here.device.type == "cuda" else None)
-            self.forward = self.parallel
+        self.forward: Callable[[torch.Tensor], torch.Tensor] = self.parallel or self.model
         if config.compile:
             self.forward = torch.compile(self.forward)
 
@@ -286,28 +280,22 @@ def learning_rate(config: TrainConfig, step: int) -> float:
         return config.learning_rate * step / config.warmup
     if config.schedule == "two_stage":
         left = 1 - (step - 1) / config.steps
-        return config.learning_rate * (left if first_stage(config, step) else SECOND_PEAK * left)
+        return config.learning_rate * (left if step <= config.steps // 2 else SECOND_PEAK * left)
     t = (step - config.warmup) / (config.steps - config.warmup)
     return config.learning_rate * (FINAL_RATE + (1 - FINAL_RATE) * (1 + math.cos(math.pi * t)) / 2)
 
 
 def weight_decay(config: TrainConfig, step: int) -> float:
     """Weight decay of matrices at a step; 0 in the second stage, where ternary weights should come to rest."""
-    return config.weight_decay if config.schedule == "cosine" or first_stage(config, step) else 0.0
-
-
-def first_stage(config: TrainConfig, step: int) -> bool:
-    """Whether a step lies in the first half of the run."""
-    return step <= config.steps // 2
+    return config.weight_decay if config.schedule == "cosine" or step <= config.steps // 2 else 0.0
 
 
 def adamw(model: Decoder, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW with weight decay for matrices and none for norms, lambda vectors and learned scales."""
-    decayed: list[torch.nn.Parameter] = []
-    free: list[torch.nn.Parameter] = []
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (config.weight_decay, 0.0)]
     for name, parameter in model.named_parameters():
-        (decayed if parameter.ndim >= 2 and name in shapes(model.config) else free).append(parameter)
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": free, "weight_decay": 0.0}]
+        decays = parameter.ndim >= 2 and name in shapes(model.config)
+        groups[0 if decays else 1]["params"].append(parameter)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS, fused=True)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from diffbit.errors import DiffbitError
 from diffbit.runtime import Generation, Sampler, Session, Tokenizer, generate
+from diffbit.runtime.generate import _Output
 
 from .toy import BOS, EOS, VOCAB, Toy, follows, random_toy
 
@@ -101,24 +102,25 @@ def test_what_only_looked_like_a_stop_string_is_given(tmp_path: Path) -> None:
 
 
 def test_a_token_that_brings_two_stops_at_once() -> None:
-    from diffbit.runtime.generate import _StopGate
-
-    gate = _StopGate(["gh", "cd"])
-    assert (gate.push("abcdefgh"), gate.closed, gate.push("ab"), gate.finish()) == ("ab", True, "", "")
+    pieces: list[str] = []
+    output = _Output(["gh", "cd"], pieces.append)
+    assert output.push("abcdefgh") and output.push("ab") and output.push("", last=True)
+    assert (output.text, pieces) == ("ab", ["ab"])
 
 
 @pytest.mark.parametrize("stop", ["aab", "aaab", "abab", "ba"])
 def test_overlapping_stops_against_plain_search(stop: str) -> None:
-    from diffbit.runtime.generate import _StopGate
-
     rng = np.random.default_rng(0)
     for _ in range(200):
         text = "".join(rng.choice(["a", "b"], 12))
-        gate, out = _StopGate([stop, "bbbb"]), ""
+        pieces: list[str] = []
+        output = _Output([stop, "bbbb"], pieces.append)
         for character in text:
-            out += gate.push(character)
-            assert not any(s in out for s in (stop, "bbbb"))
-        out += gate.finish()
+            output.push(character)
+            assert not any(s in "".join(pieces) for s in (stop, "bbbb"))
+        output.push("", last=True)
+        out = "".join(pieces)
+        assert output.text == out
         ends = [text.find(s) for s in (stop, "bbbb") if s in text]
         # the first stop to be complete closes the gate; among those, the earliest start counts
         done = [text.find(s) + len(s) for s in (stop, "bbbb") if s in text]
