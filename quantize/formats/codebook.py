@@ -36,14 +36,7 @@ class CodebookFormat(Format):
 
     codebook: tuple[float, ...]
     scale_dtype = torch.float32
-
-    def check(self, shape: tuple[int, ...]) -> None:
-        super().check(shape)
-        if shape[1] % self.group_size:
-            raise DiffbitError(
-                f"a weight of shape {tuple(shape)} cannot be {self}: in_features must be a multiple of "
-                f"{self.group_size}; use int4_g32 or int4_g64, which take any width"
-            )
+    whole_groups = True
 
     def fit(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         self.check(tuple(weight.shape))

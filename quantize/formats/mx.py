@@ -42,14 +42,7 @@ class MXFormat(Format):
 
     scale_dtype = torch.uint8
     activations = ("int8",)
-
-    def check(self, shape: tuple[int, ...]) -> None:
-        super().check(shape)
-        if shape[1] % self.group_size:
-            raise DiffbitError(
-                f"a weight of shape {tuple(shape)} cannot be {self}: in_features must be a multiple of "
-                f"{self.group_size}; use int4_g32, which takes any width"
-            )
+    whole_groups = True
 
     def fit(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         self.check(tuple(weight.shape))
