@@ -217,9 +217,9 @@ class Format(ABC):
         """Bits of a code in an artifact."""
         return self.bits
 
-    @abstractmethod
     def device_nbytes(self, shape: tuple[int, int], width: int) -> int:
         """Bytes of a weight [N, K] in an artifact whose floats have `width` bytes."""
+        return self.nbytes(shape)
 
     def device_rounding(self, rounding: Rounding | None) -> Rounding | None:
         """What the operator of an artifact does to its input, in the place of `rounding`."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
 from ..rounding import Rounding
 from .base import MICROSOFT, Builder, Format, QTensor, V, by_group, finite
 from .packing import pack_bits, swap_pairs, unpack_bits
@@ -34,7 +33,7 @@ NF4 = (
 class CodebookFormat(Format):
     """absmax * codebook[code], with 16 values."""
 
-    codebook: tuple[float, ...]
+    codebook = NF4
     scale_dtype = torch.float32
     whole_groups = True
 
@@ -72,16 +71,10 @@ class CodebookFormat(Format):
         return shape[0] * (shape[1] // 2 + self.groups(shape[1]) * width)
 
     def onnx(self, g: Builder[V], x: V, weight: QTensor, factor: float, rounding: Rounding | None) -> V:
-        if self.codebook != NF4:
-            raise DiffbitError(f"ONNX Runtime has no product by {self} weights; nf4 is the codebook that it knows")
-        scale = weight.scale * factor
+        codes = g.initializer("codes", weight.packed().flatten().numpy())
         return g.op(
             "MatMulBnb4",
-            [
-                x,
-                g.initializer("codes", weight.packed().flatten().numpy()),
-                g.weight("absmax", scale.flatten().numpy()),
-            ],
+            [x, codes, g.weight("absmax", (weight.scale * factor).flatten().numpy())],
             domain=MICROSOFT,
             K=weight.shape[1],
             N=weight.shape[0],
@@ -90,7 +83,7 @@ class CodebookFormat(Format):
         )
 
 
-FORMAT = CodebookFormat("nf4", 4, 64, True, NF4)
+FORMAT = CodebookFormat("nf4", 4, 64, True)
 
 
 def parse(name: str) -> CodebookFormat | None:

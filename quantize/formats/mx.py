@@ -100,9 +100,6 @@ class MXFormat(Format):
     def decode_each(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         return _table(codes.device)[codes.int()] * scale
 
-    def device_nbytes(self, shape: tuple[int, int], width: int) -> int:
-        return self.nbytes(shape)
-
     def device_rounding(self, rounding: Rounding | None) -> Rounding:
         return Rounding(block=self.group_size)
 
