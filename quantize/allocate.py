@@ -24,10 +24,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +42,7 @@ from .formats import Format, parse_format
 from .layer import Batch, Layer, Tokens
 from .layerwise import apply, stored_config
 from .linear import QuantLinear
+from .methods import find
 from .model import quantize_weight
 from .recipe import Recipe, parse_recipe
 from .report import WIDTHS, sizes
@@ -53,6 +55,7 @@ STAND_IN = "gptq"
 GRAPH = 48 << 10, 12 << 10  # bytes of an artifact's graph and configuration at most, and of each layer's part of it
 CHUNK = 1 << 23  # logits at a time
 
+N = TypeVar("N", int, float)
 Choice = dict[str, str]  # {linear layer: candidate}
 Losses = dict[str, dict[str, float]]  # {linear layer: {candidate: nats a token more than with this layer in float}}
 Bytes = dict[str, dict[str, int]]  # {linear layer: {candidate: bytes}}
@@ -143,64 +146,60 @@ def plan(
     room = space.room(bits, nbytes)
     windows = Tokens(checkpoint.config, calibration, calibration_mask)
     _check_memory(checkpoint, windows, copies=2 if recipe.transforms else 1)
-    together = hasattr(recipe.rounding, "quantize_layer")
-    rounding = parse_recipe(STAND_IN).rounding if together else recipe.rounding
-    alone = Recipe(recipe.name, (), rounding)
+    stand_in = STAND_IN if hasattr(recipe.rounding, "quantize_layer") else None
+    rounding = find(stand_in) if stand_in else recipe.rounding
 
     def made(decoder: Decoder, scheme: Scheme, recipe: Recipe) -> Decoder:
-        needed = recipe.calibrated or getattr(recipe.rounding, "CALIBRATED", True)
-        return apply(decoder, scheme, recipe, *((windows.ids, windows.mask) if needed else ()))
+        read = recipe.calibrated or getattr(recipe.rounding, "CALIBRATED", True)
+        return apply(decoder, scheme, recipe, *((windows.ids, windows.mask) if read else ()))
 
     decoder = models.load(checkpoint)
     transformed = decoder
     if recipe.transforms:  # as if every layer had the candidate whose bytes are nearest to the budget's
         nothing: Any = SimpleNamespace(quantize_layer=lambda layer: {})  # rounds no weight
-        nearest = space.to_scheme(space.nearest(room))
         transform = Recipe(recipe.name, recipe.transforms, nothing)
-        transformed = apply(decoder, nearest, transform, windows.ids, windows.mask)
-    sample = _sample(windows)
-    exact = _log_probabilities(decoder, sample)
-    base = made(transformed, scheme, alone)
-    start = divergence(base, exact, sample)
-    losses = measure(
-        transformed, base, exact, sample, scheme, space.formats, space.sizes, rounding,
-        windows if getattr(rounding, "CALIBRATED", True) else None, start,
-    )  # fmt: skip
+        transformed = apply(decoder, space.to_scheme(space.nearest(room)), transform, windows.ids, windows.mask)
+    some = min(len(windows.ids), max(1, SAMPLE // windows.ids.shape[1]))
+    rows = torch.arange(some) * len(windows.ids) // some  # spread evenly
+    sample = Tokens(checkpoint.config, windows.ids[rows], windows.mask[rows])
+    exact = list(predictions(decoder, sample))
+    base = made(transformed, scheme, Recipe(recipe.name, (), rounding))
+    tokens = windows if getattr(rounding, "CALIBRATED", True) else None
+    wanted = {module: {name: space.formats[name] for name in row} for module, row in space.sizes.items()}
+    start, losses = measure(transformed, base, exact, sample, scheme, wanted, rounding, tokens)
     choice, _ = choose(space.sizes, losses, room)
-    chosen = made(decoder, space.to_scheme(choice), recipe)
-    taken = sum(space.sizes[module][name] for module, name in choice.items())
     _, path = choose(space.sizes, losses, math.inf)
+    chosen = made(decoder, space.to_scheme(choice), recipe)
+    taken = _total(space.sizes, choice)
+    everywhere = {name: dict.fromkeys(space.sizes, name) for name in space.formats}
     return Plan(
         scheme=space.to_scheme(choice),
         method=recipe.name,
         layers=tuple(
-            LayerPlan(module, space.shapes[module], choice[module], losses[module], dict(row))
+            LayerPlan(module, space.shapes[module], choice[module], losses[module], row)
             for module, row in space.sizes.items()
         ),
         nbytes=space.fixed + taken,
         bits_per_weight=space.bits(taken),
         model_nbytes=space.rest + taken,
-        predicted=start + sum(losses[module][name] for module, name in choice.items()),
-        measured=divergence(chosen, exact, sample),
+        predicted=start + _total(losses, choice),
+        measured=divergence(exact, predictions(chosen, sample), sample),
         curve=tuple((space.bits(size), start + loss) for size, loss in path),
         uniform={
-            name: (
-                space.bits(sum(row[name] for row in space.sizes.values())),
-                start + sum(row[name] for row in losses.values()),
-            )
-            for name in space.formats
+            name: (space.bits(_total(space.sizes, same)), start + _total(losses, same))
+            for name, same in everywhere.items()
             if all(name in row for row in space.sizes.values())
         },
         tokens=sample.count,
-        stand_in=STAND_IN if together else None,
+        stand_in=stand_in,
     )
 
 
 def choose(sizes: Bytes, losses: Losses, room: float) -> tuple[Choice, list[tuple[int, float]]]:
     """Greedy by marginal loss a byte: the choice, and (bytes, sum of losses) from the smallest choice on."""
     choice = {module: min(row, key=lambda name: (row[name], losses[module][name])) for module, row in sizes.items()}
-    taken = sum(sizes[module][name] for module, name in choice.items())
-    path = [(taken, sum(losses[module][name] for module, name in choice.items()))]
+    taken = _total(sizes, choice)
+    path = [(taken, _total(losses, choice))]
     while True:
         gains = [
             ((losses[module][choice[module]] - losses[module][name]) / more, module, name, more)
@@ -215,6 +214,11 @@ def choose(sizes: Bytes, losses: Losses, room: float) -> tuple[Choice, list[tupl
         choice[module], taken = name, taken + more
 
 
+def _total(table: Mapping[str, Mapping[str, N]], choice: Choice) -> N:
+    """The sum of sizes or losses over a choice."""
+    return sum(table[module][name] for module, name in choice.items())
+
+
 class _Space:
     """What may be chosen, and how much room there is.
 
@@ -227,8 +231,8 @@ class _Space:
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme, candidates: Sequence[str]) -> None:
         names = list(dict.fromkeys(name.strip() for name in candidates))
         self.formats = {name: None if name == FLOAT else parse_format(name) for name in names}
-        for format in filter(None, self.formats.values()):
-            if format.device_bits != format.bits:
+        for format in self.formats.values():
+            if format and format.device_bits != format.bits:
                 raise DiffbitError(
                     f"candidate {format} is stored in {format.device_bits} bits on a device, where int"
                     f"{format.device_bits} loses less in the same bytes; leave it out"
@@ -243,19 +247,21 @@ class _Space:
         self.shapes = {module: shapes[module] for module in free}
 
         def nbytes(format: Format | None, module: str) -> int:
-            width = WIDTHS["fp32"]
-            shape = shapes[module]
+            shape, width = shapes[module], WIDTHS["fp32"]
             return math.prod(shape) * width if format is None else format.device_nbytes(shape, width)
 
-        self.sizes: Bytes = {
-            module: {n: nbytes(format, module) for n, format in self.formats.items() if _fits(format, shapes[module])}
-            for module in free
-        }
-        if unfit := [module for module, row in self.sizes.items() if not row]:
-            raise DiffbitError(
-                f"{unfit[0]}: none of the candidates can hold a weight of shape {shapes[unfit[0]]}; name another, such "
-                "as int8"
-            )
+        self.sizes: Bytes = {module: {} for module in free}
+        for module, row in self.sizes.items():
+            for name, format in self.formats.items():
+                with suppress(DiffbitError):  # the format cannot hold this weight
+                    if format is not None:
+                        format.check(shapes[module])
+                    row[name] = nbytes(format, module)
+            if not row:
+                raise DiffbitError(
+                    f"{module}: none of the candidates can hold a weight of shape {shapes[module]}; name another, such "
+                    "as int8"
+                )
         counted = [m for m in shapes if m not in self.shapes and (m in given or m.rpartition(".")[2] not in KEPT)]
         self.weights = sum(math.prod(shapes[module]) for module in (*self.shapes, *counted))
         self.fixed = sum(nbytes(given.get(module), module) for module in counted)
@@ -271,8 +277,8 @@ class _Space:
             limits = f"{self.bits(low):.2f} to {self.bits(high):.2f} bits a weight"
         else:
             assert nbytes is not None
-            room, wanted = nbytes - self.rest, f"{_megabytes(nbytes)} MB"
-            limits = f"{_megabytes(self.rest + low)} to {_megabytes(self.rest + high)} MB for the whole artifact"
+            room, wanted = nbytes - self.rest, f"{nbytes / 1e6:,.2f} MB"
+            limits = f"{(self.rest + low) / 1e6:,.2f} to {(self.rest + high) / 1e6:,.2f} MB for the whole artifact"
         if not low <= room <= high:
             raise DiffbitError(f"{wanted} cannot be had: these candidates and overrides give from {limits}")
         return room
@@ -304,67 +310,57 @@ class _Space:
 def measure(
     source: Decoder,
     base: Decoder,
-    exact: list[Tensor],
+    exact: Sequence[Tensor],
     sample: Tokens,
     scheme: Scheme,
-    formats: Mapping[str, Format | None],
-    wanted: Mapping[str, Iterable[str]],
+    wanted: Mapping[str, Mapping[str, Format | None]],
     rounding: Any,
     tokens: Tokens | None,
-    start: float,
-) -> Losses:
-    """What each format loses in each layer: the divergence of `base` with it, less that of `base` itself, `start`.
+) -> tuple[float, Losses]:
+    """The divergence of `base`, and how much each of the formats `wanted` in each layer adds to it.
 
     source: the float weights. base: of the same shape, what the scheme's overrides fix quantized. exact: the float
-    model's log-probabilities of the sample. tokens: what `rounding`, a method's module, calibrates on, or None.
+    model's `predictions` of the sample. tokens: what `rounding`, a method's module, calibrates on, or None.
     """
-    found: Losses = {}
-    weights = source.state_dict()
+    start = divergence(exact, predictions(base, sample), sample)
+    found: Losses = {module: {} for module in wanted}
+    weights, layers = source.state_dict(), list(base.model.layers)
     for states in filter(None, (sample, tokens)):
         _enter(base, states)
-    for index, block in track(enumerate(base.model.layers), "measuring losses", total=len(base.model.layers)):
+    for index, block in track(enumerate(layers), "measuring losses", total=len(layers)):
         prefix = f"model.layers.{index}."
         tensors = {name: tensor for name, tensor in weights.items() if name.startswith(prefix)}
         fixed = {prefix + n: linear.weight for n, linear in block.named_modules() if isinstance(linear, QuantLinear)}
-        some = {m: f for m, row in wanted.items() if m.startswith(prefix) for n in row if (f := formats[n]) is not None}
+        own = {module: row for module, row in wanted.items() if module.startswith(prefix)}
+        some = {module: format for module, row in own.items() for format in row.values() if format is not None}
         layer = Layer(base.config, index, scheme, some, tensors, tokens)
-        stats = layer.stats(fixed, some) if tokens is not None and some else {}
-        for module in (module for module in wanted if module.startswith(prefix)):
-            found[module] = {}
-            for name in wanted[module]:
-                if (format := formats[name]) is None:
-                    found[module][name] = 0.0
-                    continue
-                weight = f"{module}.weight"
-                made = quantize_weight(rounding.quantize, weight, tensors[weight], format, stats.get(module))
-                rest = [layer.module(fixed | {module: made}), *base.model.layers[index + 1 :]]
-                found[module][name] = divergence(base, exact, sample, rest) - start
+        stats = layer.stats(fixed) if tokens is not None and some else {}
+        for module, row in own.items():
+            for name, format in row.items():
+                found[module][name] = 0.0
+                if format is not None:
+                    weight = f"{module}.weight"
+                    made = quantize_weight(rounding.quantize, weight, tensors[weight], format, stats.get(module))
+                    rest = [layer.module(fixed | {module: made}), *layers[index + 1 :]]
+                    found[module][name] = divergence(exact, predictions(base, sample, rest), sample) - start
         for states in filter(None, (sample, tokens)):
             states.hidden = torch.cat([_run([block], batch) for batch in states.batches()])
-    return found
+    return start, found
+
+
+def divergence(exact: Iterable[Tensor], other: Iterable[Tensor], text: Tokens) -> float:
+    """KL(exact || other), nats a token, of two models' `predictions` of a text."""
+    pairs = zip(exact, other, strict=True)
+    return sum((p.exp() * (p - q)).sum(dtype=torch.float64).item() for p, q in pairs) / text.count
 
 
 @torch.no_grad()
-def divergence(decoder: Decoder, exact: list[Tensor], text: Tokens, layers: Sequence[nn.Module] | None = None) -> float:
-    """KL(exact || decoder), nats a token, of the text's hidden states behind these layers and the head of `decoder`;
-    without layers: of `decoder` as a whole, from the embedding on."""
+def predictions(decoder: Decoder, text: Tokens, layers: Iterable[nn.Module] | None = None) -> Iterator[Tensor]:
+    """Log-probabilities fp32 [t, V] of the tokens that count, some at a time: of the text's hidden states behind these
+    layers and the head of `decoder`; without layers: of `decoder` as a whole, from the embedding on."""
     if layers is None:
         _enter(decoder, text)
         layers = list(decoder.model.layers)
-    total = 0.0
-    for log_p, log_q in zip(exact, _predictions(decoder, text, layers), strict=True):
-        total += (log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64).item()
-    return total / text.count
-
-
-@torch.no_grad()
-def _log_probabilities(decoder: Decoder, text: Tokens) -> list[Tensor]:
-    _enter(decoder, text)
-    return list(_predictions(decoder, text, list(decoder.model.layers)))
-
-
-def _predictions(decoder: Decoder, text: Tokens, layers: Sequence[nn.Module]) -> Iterator[Tensor]:
-    """Log-probabilities fp32 [t, V] of the tokens that count, some at a time."""
     for batch in text.batches():
         states = _run(layers, batch)[batch.counted]  # [T, E]
         for rows in states.split(max(1, CHUNK // decoder.config.vocab_size)):
@@ -383,34 +379,12 @@ def _run(layers: Iterable[nn.Module], batch: Batch) -> Tensor:
     return x
 
 
-def _sample(windows: Tokens) -> Tokens:
-    """Some of the windows, spread evenly over them."""
-    count, length = windows.ids.shape
-    some = min(count, max(1, SAMPLE // length))
-    rows = torch.arange(some) * count // some
-    return Tokens(windows.config, windows.ids[rows], windows.mask[rows])
-
-
 def _overhead(checkpoint: Checkpoint, config: ModelConfig) -> int:
     """Bytes of an artifact beside its weights, at most: tokenizer, rotary tables, graph, configuration, padding."""
     tokenizer = sum(file.stat().st_size for file in checkpoint.tokenizer_files)
     tables = 2 * config.max_position * (config.rope_width // 2) * 4
     padding = sum(4096 if 4 * math.prod(shape) >= 1 << 20 else 64 for shape in linear_shapes(config).values())
     return tokenizer + tables + padding + GRAPH[0] + GRAPH[1] * config.num_layers
-
-
-def _fits(format: Format | None, shape: tuple[int, int]) -> bool:
-    """Can a format hold a weight of this shape?"""
-    try:
-        if format is not None:
-            format.check(shape)
-    except DiffbitError:
-        return False
-    return True
-
-
-def _megabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e6:,.2f}"
 
 
 def available_memory() -> int | None:

@@ -18,6 +18,7 @@ device would have quantized when it came is quantized anew at each call: the sam
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -41,11 +42,7 @@ def quantize_logits(logits: Tensor, valid: Tensor, bits: int) -> Tensor:
 
 def logits_hook(bits: int) -> Callable[[Tensor, Tensor], Tensor]:
     """`quantize_logits` at `bits` bits as the `logits_hook` of an attention module."""
-
-    def hook(logits: Tensor, valid: Tensor) -> Tensor:
-        return quantize_logits(logits, valid, bits)
-
-    return hook
+    return partial(quantize_logits, bits=bits)
 
 
 class LowBitAttention(Arithmetic):

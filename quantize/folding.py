@@ -50,10 +50,8 @@ def unchanged(layer: Layer, stream: Rotation | None = None) -> Iterator[None]:
 def _probe(layer: Layer, tensors: dict[str, Tensor], hidden: Tensor, stream: Rotation | None = None) -> Tensor:
     """hidden [1, T, E] -> [1, T, E] through the layer with these tensors, whose residual stream is x R."""
     module = Layer(layer.config, layer.index, layer.scheme, {}, tensors).module()
-    rope, mask = (
-        rope_for(layer.config, torch.arange(PROBE_TOKENS, device=hidden.device)[None]),
-        causal_mask(PROBE_TOKENS),
-    )
+    rope = rope_for(layer.config, torch.arange(PROBE_TOKENS, device=hidden.device)[None])
+    mask = causal_mask(PROBE_TOKENS)
     if stream is None:
         return module(hidden, rope, mask).float()
     return stream.right_inverse(module(stream.right(hidden[0])[None], rope, mask)[0])[None]

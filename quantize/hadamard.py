@@ -40,10 +40,6 @@ class Rotation:
         """x [width, K] -> R^T x."""
         return self.right(x.T).T.contiguous()  # R^T x = (x^T R)^T
 
-    def matrix(self) -> Tensor:
-        """R in float64."""
-        return self.right(torch.eye(self.width).double())
-
     def _signs(self, device: torch.device) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randint(2, (self.width,), generator=generator).double().to(device) * 2 - 1

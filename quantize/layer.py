@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import DiffbitError
 from ..models import Block, LayerSpec, ModelConfig, causal_mask, rope_for
-from ..models.checkpoint.names import EMBEDDING, HEAD
+from ..models.checkpoint.names import EMBEDDING
 from ..models.layers.masks import default_positions
 from ..models.layers.norm import RMSNorm
 from ..models.layers.rope import Rope
@@ -181,11 +181,9 @@ class Layer:
             module = Block(self.config, self.index) if self.is_layer else _Head(self.config)
         tensors = self.tensors if quantized is None else self.tensors | self.refitted
         state = {
-            name.removeprefix(self.prefix): (quantized or {}).get(name.removesuffix(".weight"), tensor)
+            self.local(name): (quantized or {}).get(name.removesuffix(".weight"), tensor)
             for name, tensor in tensors.items()
         }
-        if not self.is_layer:
-            state = {"norm.weight": state[FINAL_NORM], "lm_head.weight": state[HEAD]}
         return assemble(module, state, Scheme() if quantized is None else self.scheme, torch.float32)
 
     def local(self, name: str) -> str:

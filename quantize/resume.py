@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -62,7 +62,13 @@ class Unfinished:
                 f"{self.path}: holds no {RUN}, so it is no run of diffbit's; remove it or choose -o anew"
             )
         if resume:
-            self._compare(files.read_json(self.path / RUN), about())
+            before, now = files.read_json(self.path / RUN), about()
+            for key in now:
+                if before.get(key) != now[key]:
+                    raise DiffbitError(
+                        f"{self.path}: is of a run with {key} {_short(before.get(key))}, now it is {_short(now[key])}; "
+                        "resume with the same model, text and options, or start anew by --overwrite without --resume"
+                    )
             self._restore()
         elif overwrite:
             shutil.rmtree(self.path)
@@ -71,14 +77,6 @@ class Unfinished:
                 f"{self.path}: holds a run that was interrupted; pass --resume to go on with it, or --overwrite to "
                 "start anew"
             )
-
-    def _compare(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        for key in now:
-            if before.get(key) != now[key]:
-                raise DiffbitError(
-                    f"{self.path}: is of a run with {key} {_short(before.get(key))}, now it is {_short(now[key])}; "
-                    "resume with the same model, text and options, or start anew by --overwrite without --resume"
-                )
 
     def __enter__(self) -> Self:
         return self
@@ -138,7 +136,7 @@ class Unfinished:
 
 
 def run(
-    source: str, scheme: Mapping[str, Any], method: str, tokens: Tokens | None, calibration: Mapping[str, Any] | None
+    source: str, scheme: dict[str, Any], method: str, tokens: Tokens | None, calibration: dict[str, Any] | None
 ) -> dict[str, Any]:
     """What a run makes from what. source: the checkpoint's sha256."""
     ids = None
@@ -151,10 +149,10 @@ def run(
         "version": VERSION,
         "diffbit": __version__,
         "model": source,
-        "scheme": dict(scheme),
+        "scheme": scheme,
         "method": method,
         "calibration": ids,
-        "text": None if calibration is None else dict(calibration),
+        "text": calibration,
     }
 
 

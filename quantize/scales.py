@@ -32,13 +32,19 @@ def search(weight: Tensor, format: Format, importance: Tensor | None = None) -> 
     if importance is None:
         importance = torch.ones(weight.shape[1], device=weight.device)
     importance = importance.float() / importance.float().mean().clamp(min=torch.finfo(torch.float32).tiny) + ALIVE
-    return least(weight, format, lambda scale, zero: error(weight, format, scale, zero, importance))
+    weighting = format.grouped(importance[None])[0]  # [G, group]
+    return least(weight, format, lambda lost: (lost.square_() * weighting).sum(-1))
 
 
-def least(
-    weight: Tensor, format: Format, loss: Callable[[Tensor, Tensor | None], Tensor]
-) -> tuple[Tensor, Tensor | None]:
-    """Of `format.fit` and the candidates, group by group, those of least loss(scale, zero), shaped as the scales."""
+def least(weight: Tensor, format: Format, error: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Of `format.fit` and the candidates, group by group, those of least error(lost [n, G, group]) [n, G]."""
+
+    def loss(scale: Tensor, zero: Tensor | None) -> Tensor:  # shaped as the scales
+        total = torch.empty(len(weight), format.groups(weight.shape[1]), device=weight.device)
+        for rows, lost in format.lost(weight, scale, zero):
+            total[rows] = error(lost)
+        return total if scale.shape == total.shape else total.sum().view(1, 1)
+
     best_scale, best_zero = format.fit(weight)
     best = loss(best_scale, best_zero)
     for scale, zero in format.candidates(weight):
@@ -48,15 +54,6 @@ def least(
         if zero is not None and best_zero is not None:
             best_zero = torch.where(better, zero, best_zero)
     return best_scale, best_zero
-
-
-def error(weight: Tensor, format: Format, scale: Tensor, zero: Tensor | None, importance: Tensor) -> Tensor:
-    """sum_k h_k (w_k - q_k)^2 of each group under its scale, shaped as the scales."""
-    total = torch.empty(len(weight), format.groups(weight.shape[1]), device=weight.device)
-    weighting = format.grouped(importance[None])[0]  # [G, group]
-    for rows, lost in format.lost(weight, scale, zero):
-        total[rows] = (lost.square_() * weighting).sum(-1)
-    return total if scale.shape == total.shape else total.sum().view(1, 1)
 
 
 def solve(

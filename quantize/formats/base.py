@@ -64,6 +64,7 @@ class Format(ABC):
     activations: ClassVar[tuple[str, ...]] = ()  # of a scheme, that a device's product by such weights can have
     per_tensor: ClassVar[bool] = False
     learned: ClassVar[bool] = False  # training learns its scales (LSQ); else they follow from the weights at each step
+    whole_groups: ClassVar[bool] = False  # the last group of a row is as long as the others
     trained: ClassVar[bool] = False  # a model must be trained in it: rounding alone destroys one
     integer_product: ClassVar[bool] = False  # codes - 1, times whole-number inputs, summed as integers
 
@@ -74,6 +75,11 @@ class Format(ABC):
         """Refuse a weight whose shape the format cannot hold."""
         if len(shape) != 2 or 0 in shape:
             raise DiffbitError(f"a weight of shape {tuple(shape)} cannot be {self}: wanted [out_features, in_features]")
+        if self.whole_groups and shape[1] % self.group_size:
+            raise DiffbitError(
+                f"a weight of shape {tuple(shape)} cannot be {self}: in_features must be a multiple of "
+                f"{self.group_size}; use int4_g32, which takes any width"
+            )
 
     def warning(self) -> str | None:
         """What somebody who chooses this format should know."""
@@ -139,6 +145,10 @@ class Format(ABC):
             nearest = self.encode_each(self.grouped(weight[rows].float()), scales, _rows(zero, rows))
             codes[rows] = nearest.flatten(1)[:, : weight.shape[1]].to(torch.uint8)
         return codes
+
+    def nearest(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> QTensor:
+        """A weight [N, K] of any float dtype, rounded to the nearest codes."""
+        return QTensor(self, (weight.shape[0], weight.shape[1]), self.encode(weight, scale, zero), scale, zero)
 
     def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [N, K] that codes stand for, computed in fp32."""
@@ -207,9 +217,9 @@ class Format(ABC):
         """Bits of a code in an artifact."""
         return self.bits
 
-    @abstractmethod
     def device_nbytes(self, shape: tuple[int, int], width: int) -> int:
         """Bytes of a weight [N, K] in an artifact whose floats have `width` bytes."""
+        return self.nbytes(shape)
 
     def device_rounding(self, rounding: Rounding | None) -> Rounding | None:
         """What the operator of an artifact does to its input, in the place of `rounding`."""

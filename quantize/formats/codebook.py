@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
 from ..rounding import Rounding
 from .base import MICROSOFT, Builder, Format, QTensor, V, by_group, finite
 from .packing import pack_bits, swap_pairs, unpack_bits
@@ -34,16 +33,9 @@ NF4 = (
 class CodebookFormat(Format):
     """absmax * codebook[code], with 16 values."""
 
-    codebook: tuple[float, ...]
+    codebook = NF4
     scale_dtype = torch.float32
-
-    def check(self, shape: tuple[int, ...]) -> None:
-        super().check(shape)
-        if shape[1] % self.group_size:
-            raise DiffbitError(
-                f"a weight of shape {tuple(shape)} cannot be {self}: in_features must be a multiple of "
-                f"{self.group_size}; use int4_g32 or int4_g64, which take any width"
-            )
+    whole_groups = True
 
     def fit(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         self.check(tuple(weight.shape))
@@ -79,16 +71,10 @@ class CodebookFormat(Format):
         return shape[0] * (shape[1] // 2 + self.groups(shape[1]) * width)
 
     def onnx(self, g: Builder[V], x: V, weight: QTensor, factor: float, rounding: Rounding | None) -> V:
-        if self.codebook != NF4:
-            raise DiffbitError(f"ONNX Runtime has no product by {self} weights; nf4 is the codebook that it knows")
-        scale = weight.scale * factor
+        codes = g.initializer("codes", weight.packed().flatten().numpy())
         return g.op(
             "MatMulBnb4",
-            [
-                x,
-                g.initializer("codes", weight.packed().flatten().numpy()),
-                g.weight("absmax", scale.flatten().numpy()),
-            ],
+            [x, codes, g.weight("absmax", (weight.scale * factor).flatten().numpy())],
             domain=MICROSOFT,
             K=weight.shape[1],
             N=weight.shape[0],
@@ -97,7 +83,7 @@ class CodebookFormat(Format):
         )
 
 
-FORMAT = CodebookFormat("nf4", 4, 64, True, NF4)
+FORMAT = CodebookFormat("nf4", 4, 64, True)
 
 
 def parse(name: str) -> CodebookFormat | None:

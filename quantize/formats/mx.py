@@ -42,14 +42,7 @@ class MXFormat(Format):
 
     scale_dtype = torch.uint8
     activations = ("int8",)
-
-    def check(self, shape: tuple[int, ...]) -> None:
-        super().check(shape)
-        if shape[1] % self.group_size:
-            raise DiffbitError(
-                f"a weight of shape {tuple(shape)} cannot be {self}: in_features must be a multiple of "
-                f"{self.group_size}; use int4_g32, which takes any width"
-            )
+    whole_groups = True
 
     def fit(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         self.check(tuple(weight.shape))
@@ -106,9 +99,6 @@ class MXFormat(Format):
 
     def decode_each(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         return _table(codes.device)[codes.int()] * scale
-
-    def device_nbytes(self, shape: tuple[int, int], width: int) -> int:
-        return self.nbytes(shape)
 
     def device_rounding(self, rounding: Rounding | None) -> Rounding:
         return Rounding(block=self.group_size)

@@ -88,9 +88,6 @@ class TernaryFormat(Format):
             sums = F.linear(q, weight.codes.float() - 1)
         return (sums * a * weight.scale.view(1)).to(x.dtype)
 
-    def device_nbytes(self, shape: tuple[int, int], width: int) -> int:
-        return self.nbytes(shape)
-
     def device_rounding(self, rounding: Rounding | None) -> Rounding:
         return rounding or INT8
 

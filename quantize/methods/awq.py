@@ -72,8 +72,7 @@ def candidates(
 def rounding_loss(weight: Tensor, format: Format, gram: Tensor, scale: Tensor) -> float:
     """tr(D G D^T) of a weight [N, K] that is multiplied by scale [K], rounded to nearest and divided by it again."""
     scaled = weight * scale
-    fitted, zero = format.fit(scaled)
-    difference = format.decode(format.encode(scaled, fitted, zero), fitted, zero) / scale - weight
+    difference = format.nearest(scaled, *format.fit(scaled)).dequantize() / scale - weight
     return float(((difference @ gram) * difference).sum(dtype=torch.float64))
 
 

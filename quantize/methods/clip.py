@@ -29,9 +29,12 @@ def quantize(weight: Tensor, format: Format, stats: Any) -> QTensor:
         raise DiffbitError("clip needs calibration tokens; name a text to take them from (--calibrate stdlib)")
     weight = weight.float()
     blocks = gram_blocks(stats.gram.to(weight.device), format)
-    scale, zero = scales.least(weight, format, lambda scale, zero: error(weight, format, scale, zero, blocks))
-    codes = format.encode(weight, scale, zero)
-    return QTensor(format, (weight.shape[0], weight.shape[1]), codes, scale, zero)
+
+    def error(lost: Tensor) -> Tensor:
+        lost = lost.transpose(0, 1)  # [G, n, group]
+        return (torch.bmm(lost, blocks) * lost).sum(-1).T
+
+    return format.nearest(weight, *scales.least(weight, format, error))
 
 
 def gram_blocks(gram: Tensor, format: Format) -> Tensor:
@@ -44,12 +47,3 @@ def gram_blocks(gram: Tensor, format: Format) -> Tensor:
     # a channel that calibration never saw still has a say, or a group of such would have none at all
     blocks.diagonal(dim1=1, dim2=2).add_(1e-3 * gram.diagonal().mean().clamp(min=1e-30))
     return blocks
-
-
-def error(weight: Tensor, format: Format, scale: Tensor, zero: Tensor | None, blocks: Tensor) -> Tensor:
-    """d G d^T of each group, shaped as the scales."""
-    total = torch.empty(len(weight), len(blocks), device=weight.device)
-    for rows, lost in format.lost(weight, scale, zero):
-        lost = lost.transpose(0, 1)  # [G, n, group]
-        total[rows] = (torch.bmm(lost, blocks) * lost).sum(-1).T
-    return total if scale.shape == total.shape else total.sum().view(1, 1)

@@ -44,18 +44,12 @@ def quantize(weight: Tensor, format: Format, stats: Any = None) -> QTensor:
     scale, zero = scales.search(weight, format)
     real = format.grouped(torch.ones(1, weight.shape[1], device=weight.device))[0]  # [G, group]; 0: filling
     for rows in row_blocks(weight):
-        found, zeros = _solve(
-            format.grouped(weight[rows]),
-            real,
-            format,
-            scale[rows, :, None],
-            None if zero is None else zero[rows, :, None],
-        )
+        zeros = None if zero is None else zero[rows, :, None]
+        found, zeros = _solve(format.grouped(weight[rows]), real, format, scale[rows, :, None], zeros)
         scale[rows] = found[..., 0]
         if zero is not None and zeros is not None:
             zero[rows] = zeros[..., 0]
-    codes = format.encode(weight, scale, zero)
-    return QTensor(format, (weight.shape[0], weight.shape[1]), codes, scale, zero)
+    return format.nearest(weight, scale, zero)
 
 
 def _solve(

@@ -162,13 +162,14 @@ class LearnedWeight:
 
     def __init__(self, weight: Tensor, start: QTensor) -> None:
         self.weight, self.start, self.format = weight.detach().float(), start, start.format
-        self.unit = start.format.spacing
-        scales, zero = _spread(start.scale, start.format, weight.shape[1]), start.zero
-        zeros = None if zero is None else _spread(zero, start.format, weight.shape[1])
-        away = self.format.decode_each(start.codes, torch.ones_like(scales), zeros) - self.weight / divisor(scales)
-        nearest = self.format.encode_each(self.weight, scales, zeros).to(torch.uint8)
+        self.unit, format = start.format.spacing, start.format
+        scale, zero, codes = start.scale[..., None], start.zero, format.grouped(start.codes)
+        zeros, grouped = None if zero is None else zero[..., None], format.grouped(self.weight)
+        away = format.decode_each(codes, torch.ones_like(scale), zeros) - grouped / divisor(scale)
+        nearest = format.encode_each(grouped, scale, zeros).to(torch.uint8)
         # the smallest offset that leads to the start's code
-        away = (away - away.clamp(-MARGIN * self.unit, MARGIN * self.unit)).masked_fill_(nearest == start.codes, 0)
+        away = (away - away.clamp(-MARGIN * self.unit, MARGIN * self.unit)).masked_fill_(nearest == codes, 0)
+        away = away.flatten(1)[:, : weight.shape[1]].contiguous()
         self.first = away  # an offset stays within BOUND, or between BOUND and where it started
         self.offset = away.clone().requires_grad_()
         self.upper = torch.ones_like(start.scale).requires_grad_()
@@ -187,13 +188,15 @@ class LearnedWeight:
 
     def __call__(self) -> Tensor:
         """The rounded weight, through which gradients reach the three."""
-        rounded: Tensor = _Round.apply(self.offset, *self.scales(), self.weight, self.format)
-        return rounded
+        offset, weight = self.format.grouped(self.offset), self.format.grouped(self.weight)
+        rounded: Tensor = _Round.apply(offset, *self.scales(), weight, self.format)
+        return rounded.flatten(1)[:, : self.weight.shape[1]]
 
     @torch.no_grad()
     def quantized(self) -> QTensor:
         scale, zero = self.scales()
-        codes = _encode(self.weight, self.offset, scale, zero, self.format)[0]
+        codes = _encode(self.format.grouped(self.weight), self.format.grouped(self.offset), scale, zero, self.format)
+        codes = codes.flatten(1)[:, : self.weight.shape[1]].contiguous()
         return QTensor(self.format, self.start.shape, codes, scale, None if zero is None else zero.to(torch.uint8))
 
     @torch.no_grad()
@@ -215,53 +218,36 @@ class _Round(torch.autograd.Function):
     """scale * level(w / scale + offset), where rounding to a level counts as adding a constant.
 
     d/d offset = scale inside the range, else 0;   d/d scale = level - [inside] w / scale;   d/d zero = -scale outside
+
+    Weight and offset are [N, G, group], scale and zero as a QTensor's.
     """
 
     @staticmethod
     def forward(ctx: Any, offset: Tensor, scale: Tensor, zero: Tensor | None, weight: Tensor, format: Format) -> Tensor:
-        codes, scales, zeros = _encode(weight, offset, scale, zero, format)
+        codes = _encode(weight, offset, scale, zero, format)
         ctx.save_for_backward(offset, scale, zero, weight, codes)
         ctx.format = format
-        return format.decode_each(codes, scales, zeros)
+        return format.decode_each(codes, scale[..., None], None if zero is None else zero[..., None])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         offset, scale, zero, weight, codes = ctx.saved_tensors
-        format, columns = ctx.format, weight.shape[1]
-        scales = _spread(scale, format, columns)
-        zeros = None if zero is None else _spread(zero, format, columns)
+        scales, zeros = scale[..., None], None if zero is None else zero[..., None]
         place = weight / divisor(scales)
-        low, high = format.bounds(zeros)
+        low, high = ctx.format.bounds(zeros)
         moved = place + offset
         inside = (moved >= low) & (moved <= high)
-        level = format.decode_each(codes, torch.ones_like(scales), zeros)
-        grad_scale = _gather(grad * level.sub_(place.mul_(inside)), format, scale.shape)
+        level = ctx.format.decode_each(codes, torch.ones_like(scales), zeros)
+        grad_scale = (grad * level.sub_(place.mul_(inside))).sum(-1).sum_to_size(scale.shape)
         through = grad * scales
-        grad_zero = None if zero is None else _gather(-through.masked_fill(inside, 0), format, zero.shape)
+        grad_zero = None if zero is None else -through.masked_fill(inside, 0).sum(-1)
         return through.mul_(inside), grad_scale, grad_zero, None, None
 
 
-def _encode(
-    weight: Tensor, offset: Tensor, scale: Tensor, zero: Tensor | None, format: Format
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes uint8 [N, K]; scale and zero point of each weight."""
-    scales = _spread(scale, format, weight.shape[1])
-    zeros = None if zero is None else _spread(zero, format, weight.shape[1])
-    codes = format.encode_each(torch.addcmul(weight, offset, scales), scales, zeros)
-    return codes.to(torch.uint8), scales, zeros
-
-
-def _spread(values: Tensor, format: Format, columns: int) -> Tensor:
-    """What belongs to a group, [N, G], for each of its weights, [N, K] ([1, 1] -> [1, K])."""
-    return values.repeat_interleave(format.group_size or columns, dim=1)[:, :columns]
-
-
-def _gather(values: Tensor, format: Format, shape: torch.Size) -> Tensor:
-    """The transpose of `_spread`: sums over each group."""
-    if format.group_size:
-        values = F.pad(values, (0, -values.shape[1] % format.group_size)).unflatten(1, (shape[1], -1))
-        return values.sum(-1)
-    return values.sum(1, keepdim=True).sum_to_size(shape)
+def _encode(weight: Tensor, offset: Tensor, scale: Tensor, zero: Tensor | None, format: Format) -> Tensor:
+    """Codes uint8 of weights and offsets [N, G, group]."""
+    scale, zero = scale[..., None], None if zero is None else zero[..., None]
+    return format.encode_each(torch.addcmul(weight, offset, scale), scale, zero).to(torch.uint8)
 
 
 def _straight(function: Callable[..., Tensor], value: Tensor, *rest: Any) -> Tensor:

@@ -95,6 +95,5 @@ def _plane_error(weight: Tensor, format: Format | None) -> Tensor:
     if format is None:
         return weight.new_zeros(weight.shape[0], weight.shape[2])
     rows = weight.flatten(0, 2).float()
-    scale, zero = format.fit(rows)
-    error = format.decode(format.encode(rows, scale, zero), scale, zero) - rows
+    error = format.nearest(rows, *format.fit(rows)).dequantize() - rows
     return error.square().sum(1).unflatten(0, weight.shape[:3]).sum(1).to(weight.dtype)

@@ -108,10 +108,11 @@ def measured(
     decoder: Decoder, base: Decoder, rounding: ModuleType, wanted: dict[str, list[str]], tokens: Tokens | None
 ) -> allocate.Losses:
     sample = Tokens(decoder.config, IDS, MASK)
-    exact = allocate._log_probabilities(decoder, sample)
-    formats = {name: None if name == "none" else parse_format(name) for row in wanted.values() for name in row}
-    start = allocate.divergence(base, exact, sample)
-    return allocate.measure(decoder, base, exact, sample, Scheme(), formats, wanted, rounding, tokens, start)
+    exact = list(allocate.predictions(decoder, sample))
+    formats = {
+        module: {name: None if name == "none" else parse_format(name) for name in row} for module, row in wanted.items()
+    }
+    return allocate.measure(decoder, base, exact, sample, Scheme(), formats, rounding, tokens)[1]
 
 
 LINEARS = [name for name in linear_shapes(CONFIG) if name != "lm_head"]
