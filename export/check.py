@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..calib_data import Windows
 from ..errors import DiffbitError
 from ..models import Checkpoint, KVCache
 from ..progress import track
@@ -29,19 +30,8 @@ StepFunction = Callable[[list[int], bool], NDArray[np.float32]]
 PROMPT_TOKENS = 16
 
 
-class TextWindows(Protocol):
-    """Windows of text (calib_data/window.py): ids int64 [n, S], mask and target (tokens to score) bool [n, S]."""
-
-    @property
-    def ids(self) -> NDArray[Any]: ...
-    @property
-    def mask(self) -> NDArray[Any]: ...
-    @property
-    def target(self) -> NDArray[Any]: ...
-
-
 def compare_with_checkpoint(
-    logits_of: LogitsFunction, checkpoint: str | Path | Checkpoint, windows: TextWindows, *, tolerance: float
+    logits_of: LogitsFunction, checkpoint: str | Path | Checkpoint, windows: Windows, *, tolerance: float
 ) -> dict[str, Any]:
     """Compare logits over `windows`. `tolerance` is that of the artifact's golden logits.
 
@@ -96,7 +86,7 @@ def compare_with_checkpoint(
 def compare_greedy_tokens(
     logits_after: StepFunction,
     checkpoint: str | Path | Checkpoint,
-    windows: TextWindows,
+    windows: Windows,
     *,
     tokens: int,
     capacity: int,
@@ -157,7 +147,7 @@ def compare_greedy_tokens(
     }
 
 
-def _check_vocabulary(checkpoint: Checkpoint, windows: TextWindows) -> None:
+def _check_vocabulary(checkpoint: Checkpoint, windows: Windows) -> None:
     largest = int(windows.ids.max())
     if largest >= checkpoint.config.vocab_size:
         raise DiffbitError(

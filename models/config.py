@@ -18,7 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, TypeVar
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType
+from typing import Any, TypeVar, cast
 
 from ..errors import DiffbitError
 from . import attention, mixers, mlp
@@ -31,31 +35,37 @@ SIZES = ("vocab_size", "hidden_size", "max_position")
 T = TypeVar("T")
 
 
+@cache
+def _files(folder: ModuleType) -> tuple[str, ...]:
+    """Of attention/, mixers/ or mlp/: each has `Options`."""
+    return tuple(sorted(module.name for module in iter_modules(folder.__path__)))
+
+
+def _options(what: str, name: str, *folders: ModuleType) -> Any:
+    for folder in folders:
+        if name in _files(folder):
+            return import_module(f"{folder.__name__}.{name}").Options
+    known = ", ".join(file for folder in folders for file in _files(folder))
+    raise DiffbitError(f"{what} is {name!r}, wanted one of {known}")
+
+
 def variants() -> tuple[str, ...]:
     """Names of the attention variants: the files of models/attention/."""
-    return attention.names()
+    return _files(attention)
 
 
 def attention_options(name: str) -> type[AttentionOptions]:
     """The options of an attention variant."""
-    _check_name("attention", name, attention.names())
-    return attention.options(name)
+    return cast(type[AttentionOptions], _options("attention", name, attention))
 
 
 def mixer_options(name: str) -> type[MixerOptions]:
     """The options of an attention variant or of another mixer."""
-    _check_name("mixer", name, attention.names() + mixers.names())
-    return attention.options(name) if name in attention.names() else mixers.options(name)
+    return cast(type[MixerOptions], _options("mixer", name, attention, mixers))
 
 
 def mlp_options(name: str) -> type[MLPOptions]:
-    _check_name("mlp", name, mlp.names())
-    return mlp.options(name)
-
-
-def _check_name(what: str, name: str, known: tuple[str, ...]) -> None:
-    if name not in known:
-        raise DiffbitError(f"{what} is {name!r}, wanted one of {', '.join(known)}")
+    return cast(type[MLPOptions], _options("mlp", name, mlp))
 
 
 @dataclass(frozen=True)

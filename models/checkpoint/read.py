@@ -29,7 +29,7 @@ from ...errors import DiffbitError
 from ..config import ModelConfig
 from ..decoder import Block, Decoder
 from ..families import family_of, with_tokens
-from ..family import Stored
+from ..family import TOKENIZER_FILES, Stored
 from ..mixer import check_derived
 from .folder import GENERATION, INDEX, check_folder, find_tensors, inside
 from .names import EMBEDDING, HEAD, layer_of, linear_of, reorder, shapes, stays_float32
@@ -69,16 +69,12 @@ class Checkpoint:
         self._tied_head = stored.pop(HEAD, None) if self.config.tie_embeddings else None
         self._places = {name: self._family.stored(self.config, name) for name in shapes(self.config)}
         self._check(stored, self._stored_shapes(stored))
-        self._files = {entry.file for entry in stored.values()}
         self._stored = stored
         self._entries = self._canonical(stored)
         self.names = list(self._entries)
-        kept = self._entries.get(
-            EMBEDDING, self._entries["model.norm.weight"]
-        )  # an override can quantize the embedding
-        self.dtype = _label(kept.dtype)
+        self.dtype = _label(self._entries.get(EMBEDDING, self._entries["model.norm.weight"]).dtype)
         self.tokenizer_files = [
-            inside(self.path, name, self.path) for name in self._family.tokenizer_files if (self.path / name).exists()
+            inside(self.path, name, self.path) for name in TOKENIZER_FILES if (self.path / name).exists()
         ]
 
     def _stored_shapes(self, stored: Mapping[str, Entry]) -> dict[str, tuple[int, ...]]:
@@ -86,9 +82,7 @@ class Checkpoint:
         found: dict[str, tuple[int, ...]] = {}
         for name, shape in shapes(self.config).items():
             place = self._places[name]
-            on_disk = _on_disk(place, stored)
-            rows = found.get(on_disk, (0,))[0] + shape[0]  # of several tensors that lie in one
-            found[on_disk] = (rows, *shape[1:])
+            found[_on_disk(place, stored)] = shape
             if place.folded is not None:
                 found[place.folded] = (place.folded_width,)
         return found
@@ -182,12 +176,8 @@ class Checkpoint:
             )
         if self._method() == "bitsandbytes" and (self._is_packed(entry) or not name.endswith(".weight")):
             return tensor
-        order = self.row_order(name)
+        tensor = reorder(tensor, self.row_order(name))
         place = self._places.get(name)
-        if place is not None and order is not None and len(order) != tensor.shape[0]:  # lies in one with others
-            tensor = tensor[order]
-        else:
-            tensor = reorder(tensor, order)
         return tensor if place is None or place.folded is None else self._folded(name, tensor, place.folded)
 
     def _folded(self, name: str, weight: Tensor, norm_name: str) -> Tensor:
@@ -212,7 +202,7 @@ class Checkpoint:
 
     def sha256(self) -> str:
         """Hash of the model: of the lines "<sha256> <name>" of config.json and the weight files, sorted by name."""
-        sources = self._files | {self.path / "config.json"}
+        sources = {entry.file for entry in self._stored.values()} | {self.path / "config.json"}
         if (self.path / INDEX).exists():
             sources.add(self.path / INDEX)
         lines = [f"{files.sha256_file(file)} {file.name}\n" for file in sorted(sources)]

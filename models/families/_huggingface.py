@@ -8,14 +8,14 @@ What diffbit cannot compute (biases, other activations, other rotary types) is r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from ...errors import DiffbitError
-from ..checks import check_count
-from ..config import LayerSpec, ModelConfig, mlp_options
+from ..checks import check_count, check_flag, check_positive
+from ..config import ModelConfig
 from ..family import Family, Stored
 from ..layers.rope import RopeScaling
 from ..mixer import AttentionOptions
@@ -36,7 +36,7 @@ class HuggingFace(Family):
     rows: {"q_proj": order}, canonical rows = rows on disk[order], of the projections that lie otherwise.
     """
 
-    mixer: type[AttentionOptions]
+    attention: str
     queries: int = 1
     keys: int = 1
     architecture: str | None = None
@@ -68,20 +68,24 @@ class HuggingFace(Family):
         head_dim = _count(values, "head_dim", default=hidden_size // query_heads)
         max_position = _count(values, "max_position_embeddings", default=2048)
         theta, scaling = _rope(values, max_position, self.rope_theta)
-        norm_eps = _number(values, "rms_norm_eps", default=self.norm_eps)
-        num_layers = _count(values, "num_hidden_layers")
-        check_count("num_layers", num_layers)
-        mixer = self._mixer(query_heads // self.queries, kv_heads // self.keys, head_dim, norm_eps)
-        layer = LayerSpec(mixer, mlp_options(ACTS[act])(_count(values, "intermediate_size")), self.sub_norms)
-        return ModelConfig(
+        tied = values.get("tie_word_embeddings", False)
+        check_flag("tie_word_embeddings", tied)
+        return ModelConfig.uniform(
+            num_layers=_count(values, "num_hidden_layers"),
+            num_heads=query_heads // self.queries,
+            num_kv_heads=kv_heads // self.keys,
+            head_dim=head_dim,
+            intermediate_size=_count(values, "intermediate_size"),
+            attention=self.attention,
+            mlp=ACTS[act],
+            sub_norms=self.sub_norms,
+            norm_eps=_number(values, "rms_norm_eps", default=self.norm_eps),
             vocab_size=_count(values, "vocab_size"),
             hidden_size=hidden_size,
-            layers=(layer,) * num_layers,
             max_position=max_position,
             rope_theta=theta,
             rope_scaling=scaling,
-            norm_eps=norm_eps,
-            tie_embeddings=_flag(values, "tie_word_embeddings"),
+            tie_embeddings=tied,
             bos_token_id=_token(values, "bos_token_id"),
             eos_token_ids=_tokens(values, "eos_token_id"),
             pad_token_id=_token(values, "pad_token_id"),
@@ -89,11 +93,22 @@ class HuggingFace(Family):
 
     def write(self, config: ModelConfig) -> dict[str, Any] | None:
         layer, mixer = config.layers[0], config.layers[0].mixer
-        if any(other != layer for other in config.layers) or layer.sub_norms != self.sub_norms:
+        if not isinstance(mixer, AttentionOptions) or layer.mlp.name not in ACTS.values():
             return None
-        if type(mixer) is not self.mixer or layer.mlp != _mlp(layer):
-            return None
-        if mixer != self._mixer(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, config.norm_eps):
+        same = ModelConfig.uniform(
+            num_layers=config.num_layers,
+            num_heads=mixer.num_heads,
+            num_kv_heads=mixer.num_kv_heads,
+            head_dim=mixer.head_dim,
+            intermediate_size=layer.mlp.intermediate_size,
+            attention=self.attention,
+            mlp=layer.mlp.name,
+            sub_norms=self.sub_norms,
+            norm_eps=config.norm_eps,
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+        )
+        if same.layers != config.layers:
             return None
         heads = {
             "num_attention_heads": self.queries * mixer.num_heads,
@@ -111,10 +126,6 @@ class HuggingFace(Family):
         if self.queries > 1 and name.rpartition(".self_attn.")[2] in ("subln.weight", "out_proj.weight"):
             return '; for a folder in the layout of the official modules, add "rope_interleaved": true to config.json'
         return ""
-
-    def _mixer(self, heads: int, kv_heads: int, head_dim: int, norm_eps: float) -> AttentionOptions:
-        eps = {"norm_eps": norm_eps} if any(field.name == "norm_eps" for field in fields(self.mixer)) else {}
-        return self.mixer(heads, kv_heads, head_dim, **eps)
 
     def _check_heads(self, query_heads: int, kv_heads: int) -> None:
         counts = (("num_attention_heads", query_heads, self.queries), ("num_key_value_heads", kv_heads, self.keys))
@@ -136,13 +147,6 @@ def attention_of(config: ModelConfig) -> AttentionOptions:
     mixer = config.layers[0].mixer
     assert isinstance(mixer, AttentionOptions)
     return mixer
-
-
-def _mlp(layer: LayerSpec) -> object:
-    """The layer's MLP as a config.json can say it; None where it cannot."""
-    if layer.mlp.name not in ACTS.values():
-        return None
-    return mlp_options(layer.mlp.name)(layer.mlp.intermediate_size)
 
 
 def common_fields(config: ModelConfig) -> dict[str, Any]:
@@ -230,23 +234,14 @@ def _present(values: Mapping[str, Any], name: str, default: Any) -> Any:
 
 def _count(values: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = _present(values, name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise DiffbitError(f"{name} is {value!r}, wanted a positive whole number")
-    return value
+    check_count(name, value)
+    return int(value)
 
 
 def _number(values: Mapping[str, Any], name: str, default: float | None = None) -> float:
     value = _present(values, name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise DiffbitError(f"{name} is {value!r}, wanted a positive number")
+    check_positive(name, value)
     return float(value)
-
-
-def _flag(values: Mapping[str, Any], name: str) -> bool:
-    value = values.get(name, False)
-    if not isinstance(value, bool):
-        raise DiffbitError(f"{name} is {value!r}, wanted true or false")
-    return value
 
 
 def _token(values: Mapping[str, Any], name: str) -> int | None:
