@@ -52,7 +52,7 @@ def shared(make: Callable[[DecoderGraph], T]) -> cached_property[T]:
     """A value that is made on first use, named as standing outside the layers."""
 
     def made(graph: DecoderGraph) -> T:
-        with graph.top():
+        with graph.scope(None):
             return make(graph)
 
     made.__doc__ = make.__doc__

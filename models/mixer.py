@@ -21,8 +21,9 @@ The module is called self_attn in every layer, as in checkpoints, whatever the m
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -91,10 +92,9 @@ class Operations:
     other: int = 0
 
 
-class KVBuffers(Protocol):
-    def __call__(self, heads: int, width: int, in_place: str) -> tuple[Buffer, ...]:
-        """The buffers of keys and values of `heads` heads `width` wide under the scheme at hand. in_place: whether
-        float ones can be bound as past and present at once (ops/cache.py)."""
+KVBuffers = Callable[[int, int, str], tuple[Buffer, ...]]
+"""(heads, their width, in_place) -> the buffers of keys and values under the scheme at hand. in_place: whether float
+ones can be bound as past and present at once (ops/cache.py)."""
 
 
 @dataclass(frozen=True)

@@ -92,30 +92,22 @@ class HuggingFace(Family):
         )
 
     def write(self, config: ModelConfig) -> dict[str, Any] | None:
-        layer, mixer = config.layers[0], config.layers[0].mixer
-        if not isinstance(mixer, AttentionOptions) or layer.mlp.name not in ACTS.values():
+        mixer = config.layers[0].mixer
+        if mixer.name != self.attention:
             return None
-        same = ModelConfig.uniform(
-            num_layers=config.num_layers,
-            num_heads=mixer.num_heads,
-            num_kv_heads=mixer.num_kv_heads,
-            head_dim=mixer.head_dim,
-            intermediate_size=layer.mlp.intermediate_size,
-            attention=self.attention,
-            mlp=layer.mlp.name,
-            sub_norms=self.sub_norms,
-            norm_eps=config.norm_eps,
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-        )
-        if same.layers != config.layers:
-            return None
-        heads = {
+        assert isinstance(mixer, AttentionOptions)
+        known = {} if self.architecture is None else {"architectures": [self.architecture]}
+        values = {
+            **known,
+            **common_fields(config),
+            "model_type": self.model_type,
             "num_attention_heads": self.queries * mixer.num_heads,
             "num_key_value_heads": self.keys * mixer.num_kv_heads,
         }
-        known = {} if self.architecture is None else {"architectures": [self.architecture]}
-        return known | common_fields(config) | {"model_type": self.model_type} | heads
+        try:
+            return values if self.read(values) == config else None
+        except DiffbitError:  # such as another activation
+            return None
 
     def stored(self, config: ModelConfig, name: str) -> Stored:
         before, _, tensor = name.rpartition(".self_attn.")
