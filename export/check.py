@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..calib_data import Windows
 from ..errors import DiffbitError
-from ..models import Checkpoint, KVCache
+from ..models import Checkpoint, Decoder, KVCache
 from ..progress import track
 from .reference import reference_model
 
@@ -45,11 +45,9 @@ def compare_with_checkpoint(
 
     Raises DiffbitError for text without tokens to score, or with tokens outside the vocabulary.
     """
-    checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
     if not windows.target.any():
         raise DiffbitError("the text has no token to compare at; take a longer one")
-    _check_vocabulary(checkpoint, windows)
-    model = reference_model(checkpoint)
+    model = _reference(checkpoint, windows)
     columns: dict[str, list[torch.Tensor]] = {"error": [], "kl": [], "same": [], "here": [], "there": []}
     rows = zip(windows.ids, windows.mask, windows.target, strict=True)
     for ids, mask, target in track(rows, "comparing", total=len(windows.ids)):
@@ -107,15 +105,13 @@ def compare_greedy_tokens(
 
     Raises DiffbitError for text with tokens outside the vocabulary.
     """
-    checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-    _check_vocabulary(checkpoint, windows)
-    model = reference_model(checkpoint)
+    model = _reference(checkpoint, windows)
     differences = []
     alike = 0
     prompts = [ids[mask][:PROMPT_TOKENS] for ids, mask in zip(windows.ids, windows.mask, strict=True)]
     for index, prompt in enumerate(track(prompts, "generating")):
         count = min(tokens, capacity - len(prompt) + 1)
-        cache = KVCache(checkpoint.config, 1, capacity)
+        cache = KVCache(model.config, 1, capacity)
         ids = prompt.tolist()
         for position in range(count):
             here = torch.from_numpy(logits_after(ids, position == 0)).double()
@@ -147,10 +143,13 @@ def compare_greedy_tokens(
     }
 
 
-def _check_vocabulary(checkpoint: Checkpoint, windows: Windows) -> None:
+def _reference(checkpoint: str | Path | Checkpoint, windows: Windows) -> Decoder:
+    """The checkpoint's model, whose vocabulary holds the text."""
+    checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
     largest = int(windows.ids.max())
     if largest >= checkpoint.config.vocab_size:
         raise DiffbitError(
             f"{checkpoint.path}: has a vocabulary of {checkpoint.config.vocab_size} tokens, but the text holds token "
             f"{largest}; the tokenizer belongs to another model"
         )
+    return reference_model(checkpoint)

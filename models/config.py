@@ -22,10 +22,11 @@ from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 from types import ModuleType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from ..errors import DiffbitError
-from . import attention, mixers, mlp
+from . import attention, mixers
+from . import mlp as mlps
 from .checks import check_count, check_flag, check_positive
 from .layers.mlp import MLPOptions
 from .layers.rope import RopeScaling
@@ -56,16 +57,8 @@ def variants() -> tuple[str, ...]:
 
 def attention_options(name: str) -> type[AttentionOptions]:
     """The options of an attention variant."""
-    return cast(type[AttentionOptions], _options("attention", name, attention))
-
-
-def mixer_options(name: str) -> type[MixerOptions]:
-    """The options of an attention variant or of another mixer."""
-    return cast(type[MixerOptions], _options("mixer", name, attention, mixers))
-
-
-def mlp_options(name: str) -> type[MLPOptions]:
-    return cast(type[MLPOptions], _options("mlp", name, mlp))
+    found: type[AttentionOptions] = _options("attention", name, attention)
+    return found
 
 
 @dataclass(frozen=True)
@@ -91,10 +84,10 @@ class LayerSpec:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayerSpec:
         values = _known(values, cls, "layer")
-        for part, options in (("mixer", mixer_options), ("mlp", mlp_options)):
+        for part, folders in (("mixer", (attention, mixers)), ("mlp", (mlps,))):
             if not isinstance(values.get(part), dict) or not isinstance(values[part].get("name"), str):
                 raise DiffbitError(f"layer: {part} is {values.get(part)!r}, wanted an object with a name")
-            found = options(values[part]["name"])
+            found = _options(part, values[part]["name"], *folders)
             given = {name: value for name, value in values[part].items() if name != "name"}
             values[part] = _made(found, _known(given, found, part), part)
         return _made(cls, values, "layer")
@@ -151,9 +144,8 @@ class ModelConfig:
         check_count("num_layers", num_layers)
         options = attention_options(attention)
         eps = {"norm_eps": norm_eps} if any(field.name == "norm_eps" for field in fields(options)) else {}
-        layer = LayerSpec(
-            options(num_heads, num_kv_heads, head_dim, **eps), mlp_options(mlp)(intermediate_size), sub_norms
-        )
+        gated = _options("mlp", mlp, mlps)(intermediate_size)
+        layer = LayerSpec(options(num_heads, num_kv_heads, head_dim, **eps), gated, sub_norms)
         return cls(layers=(layer,) * num_layers, norm_eps=norm_eps, **others)
 
     @property

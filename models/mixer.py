@@ -231,6 +231,10 @@ class AttentionOptions(MixerOptions):
         rotated = (self.softmaxes + self.cache_heads) * self.head_dim
         return Operations(products, products, 2 * self.softmaxes * context + 2 * rotated)
 
+    def joint_rows(self) -> dict[str, int]:
+        queries, keys = self.softmaxes // self.num_heads, self.cache_heads // self.num_kv_heads
+        return {"q_proj": queries * self.head_dim} | dict.fromkeys(("k_proj", "v_proj"), keys * self.head_dim)
+
     def state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> LayerCache:
         return LayerCache.empty((batch, self.cache_heads, capacity, self.head_dim), dtype, device)
 

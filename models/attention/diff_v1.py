@@ -78,9 +78,6 @@ class Options(AttentionOptions):
     def equal_heads(pairs: int) -> tuple[int, int]:
         return pairs, pairs
 
-    def joint_rows(self) -> dict[str, int]:
-        return dict.fromkeys(("q_proj", "k_proj", "v_proj"), 2 * self.head_dim)
-
 
 class DiffV1(Differential):
     lambda_q1: nn.Parameter

@@ -47,9 +47,6 @@ class Options(GroupQueryOptions):
     def equal_heads(pairs: int) -> tuple[int, int]:
         return 2 * pairs, pairs
 
-    def joint_rows(self) -> dict[str, int]:
-        return {"q_proj": 2 * self.head_dim, "k_proj": self.head_dim, "v_proj": self.head_dim}
-
 
 class DiffV2(Differential):
     def __init__(self, options: Options, place: Place) -> None:

@@ -51,9 +51,6 @@ class Options(GroupQueryOptions):
     def equal_heads(pairs: int) -> tuple[int, int]:
         return 2 * pairs, 2 * pairs
 
-    def joint_rows(self) -> dict[str, int]:
-        return dict.fromkeys(("q_proj", "k_proj", "v_proj"), self.head_dim)
-
 
 class Softmax(Attention):
     def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None) -> Tensor:

@@ -86,9 +86,7 @@ class HuggingFace(Family):
             rope_theta=theta,
             rope_scaling=scaling,
             tie_embeddings=tied,
-            bos_token_id=_token(values, "bos_token_id"),
-            eos_token_ids=_tokens(values, "eos_token_id"),
-            pad_token_id=_token(values, "pad_token_id"),
+            **_special_tokens(values),
         )
 
     def write(self, config: ModelConfig) -> dict[str, Any] | None:
@@ -179,13 +177,7 @@ def common_fields(config: ModelConfig) -> dict[str, Any]:
 
 def with_tokens(config: ModelConfig, generation: Mapping[str, Any]) -> ModelConfig:
     """The config with the tokens of a parsed generation_config.json: where given, they are what transformers heeds."""
-    bos, pad = _token(generation, "bos_token_id"), _token(generation, "pad_token_id")
-    return replace(
-        config,
-        bos_token_id=config.bos_token_id if bos is None else bos,
-        eos_token_ids=_tokens(generation, "eos_token_id") or config.eos_token_ids,
-        pad_token_id=config.pad_token_id if pad is None else pad,
-    )
+    return replace(config, **_special_tokens(generation))
 
 
 def _rope(values: Mapping[str, Any], max_position: int, default: float) -> tuple[float, RopeScaling | None]:
@@ -236,16 +228,16 @@ def _number(values: Mapping[str, Any], name: str, default: float | None = None) 
     return float(value)
 
 
-def _token(values: Mapping[str, Any], name: str) -> int | None:
-    value = values.get(name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise DiffbitError(f"{name} is {value!r}, wanted a token id or null")
-    return value
-
-
-def _tokens(values: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    value = values.get(name)
-    items = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(item, bool) or not isinstance(item, int) for item in items):
-        raise DiffbitError(f"{name} is {value!r}, wanted a token id, a list of token ids or null")
-    return tuple(items)
+def _special_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a ModelConfig that a config.json or generation_config.json has."""
+    eos = values.get("eos_token_id")
+    items = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if any(type(item) is not int for item in items):
+        raise DiffbitError(f"eos_token_id is {eos!r}, wanted a token id, a list of token ids or null")
+    found: dict[str, Any] = {"eos_token_ids": tuple(items)} if items else {}
+    for name in ("bos_token_id", "pad_token_id"):
+        value = values.get(name)
+        if value is not None and type(value) is not int:
+            raise DiffbitError(f"{name} is {value!r}, wanted a token id or null")
+        found |= {} if value is None else {name: value}
+    return found
