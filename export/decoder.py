@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ..errors import DiffbitError
 from ..models import Block, ModelConfig, rope_tables
-from ..models.graph import GROUP_QUERY_MULTIPLE
+from ..models.graph import GROUP_QUERY_MULTIPLE, Cache
 from ..models.layers.norm import RMSNorm
 from ..ops import diff_attention
 from ..ops.cache import Buffer, CacheSpec, tokens_each
@@ -41,9 +41,6 @@ from .graph import MICROSOFT, Graph
 HIDDEN: dict[type, float] = {np.float32: -1e30, np.float16: -65504.0}
 
 HALVES: dict[torch.dtype, type] = {torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
-
-# A layer's cache by the names of its buffers
-Cache = dict[str, ir.Value]
 
 T = TypeVar("T")
 

@@ -18,14 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache
-from importlib import import_module
-from pkgutil import iter_modules
-from types import ModuleType
 from typing import Any, TypeVar
 
 from ..errors import DiffbitError
-from . import attention, mixers
+from . import attention, layers, mixers
 from . import mlp as mlps
 from .checks import check_count, check_flag, check_positive
 from .layers.mlp import MLPOptions
@@ -36,28 +32,14 @@ SIZES = ("vocab_size", "hidden_size", "max_position")
 T = TypeVar("T")
 
 
-@cache
-def _files(folder: ModuleType) -> tuple[str, ...]:
-    """Of attention/, mixers/ or mlp/: each has `Options`."""
-    return tuple(sorted(module.name for module in iter_modules(folder.__path__)))
-
-
-def _options(what: str, name: str, *folders: ModuleType) -> Any:
-    for folder in folders:
-        if name in _files(folder):
-            return import_module(f"{folder.__name__}.{name}").Options
-    known = ", ".join(file for folder in folders for file in _files(folder))
-    raise DiffbitError(f"{what} is {name!r}, wanted one of {known}")
-
-
 def variants() -> tuple[str, ...]:
     """Names of the attention variants: the files of models/attention/."""
-    return _files(attention)
+    return layers.names(attention)
 
 
 def attention_options(name: str) -> type[AttentionOptions]:
     """The options of an attention variant."""
-    found: type[AttentionOptions] = _options("attention", name, attention)
+    found: type[AttentionOptions] = layers.options("attention", name, attention)
     return found
 
 
@@ -87,7 +69,7 @@ class LayerSpec:
         for part, folders in (("mixer", (attention, mixers)), ("mlp", (mlps,))):
             if not isinstance(values.get(part), dict) or not isinstance(values[part].get("name"), str):
                 raise DiffbitError(f"layer: {part} is {values.get(part)!r}, wanted an object with a name")
-            found = _options(part, values[part]["name"], *folders)
+            found = layers.options(part, values[part]["name"], *folders)
             given = {name: value for name, value in values[part].items() if name != "name"}
             values[part] = _made(found, _known(given, found, part), part)
         return _made(cls, values, "layer")
@@ -144,7 +126,7 @@ class ModelConfig:
         check_count("num_layers", num_layers)
         options = attention_options(attention)
         eps = {"norm_eps": norm_eps} if any(field.name == "norm_eps" for field in fields(options)) else {}
-        gated = _options("mlp", mlp, mlps)(intermediate_size)
+        gated = layers.options("mlp", mlp, mlps)(intermediate_size)
         layer = LayerSpec(options(num_heads, num_kv_heads, head_dim, **eps), gated, sub_norms)
         return cls(layers=(layer,) * num_layers, norm_eps=norm_eps, **others)
 

@@ -16,7 +16,7 @@ from torch import nn
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    Cache = dict[str, ir.Value]  # what a layer keeps, by the names of its buffers
+Cache = dict[str, "ir.Value"]  # what a layer keeps, by the names of its buffers
 
 GROUP_QUERY_MULTIPLE = 8  # ONNX Runtime's GroupQueryAttention takes heads whose width is a multiple of this
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from ..errors import DiffbitError
 from ..ops.cache import Buffer
 from .checks import check_heads
-from .graph import Graph
+from .graph import Cache, Graph
 from .layers.norm import RMSNorm
 from .layers.rope import Rope, apply_rope
 from .layers.softmax import Arithmetic, LogitsHook, attend, explicit_softmax, in_one_kernel
@@ -40,8 +40,6 @@ from .layers.state import LayerCache, State
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-    from .graph import Cache
 
 
 @dataclass(frozen=True)

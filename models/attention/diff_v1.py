@@ -21,13 +21,11 @@ from torch import Tensor, nn
 
 from ...errors import DiffbitError
 from ..checks import check_positive
-from ..graph import Graph
+from ..graph import Cache, Graph
 from ..mixer import AttentionOptions, Differential, Operations, Place, Symmetries
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-    from ..graph import Cache
 
 LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 

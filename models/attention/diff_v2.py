@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from ..graph import GROUP_QUERY_MULTIPLE, Graph
+from ..graph import GROUP_QUERY_MULTIPLE, Cache, Graph
 from ..mixer import Differential, Operations, Place
 from .softmax import GroupQueryOptions
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-    from ..graph import Cache
 
 
 @dataclass(frozen=True)

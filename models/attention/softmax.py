@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..graph import GROUP_QUERY_MULTIPLE, Graph
+from ..graph import GROUP_QUERY_MULTIPLE, Cache, Graph
 from ..layers.rope import Rope
 from ..layers.state import State
 from ..mixer import Attention, AttentionOptions, Place, Symmetries
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-    from ..graph import Cache
 
 
 @dataclass(frozen=True)
