@@ -6,7 +6,6 @@ logits go into the manifest, and `diffbit verify` compares those of a device wit
 
 from __future__ import annotations
 
-import math
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +22,7 @@ from ..models.families import loader_config
 from ..ops.cache import CacheSpec
 from ..ops.kv_cache import BLOCK
 from ..progress import track
-from ..quantize import AttentionScheme, Format, Scheme, linear_shapes, read_scheme
+from ..quantize import AttentionScheme, read_scheme
 from ..quantize.cache import cache_spec
 from ..runtime.artifact import MANIFEST, TOKENIZER, VERSION, manifest_sha256
 from ..version import __version__
@@ -119,17 +118,10 @@ def export_artifact(
             },
             "golden": _golden(prompt, logits, LEAST_TOLERANCE[kind]),
         }
-        manifest["parts"] = [asdict(part) for part in parts(folder, manifest["files"], _quantized(config, scheme))]
+        manifest["parts"] = [asdict(part) for part in parts(folder, manifest["files"], config, scheme)]
         manifest["sha256"] = manifest_sha256(manifest)
         files.write_json(folder / MANIFEST, manifest)
     return out
-
-
-def _quantized(config: ModelConfig, scheme: Scheme | None) -> dict[str, tuple[Format, int]]:
-    """{linear layer: its format, its number of weights}."""
-    shapes = linear_shapes(config)
-    formats = {} if scheme is None else scheme.formats(config)
-    return {module: (format, math.prod(shapes[module])) for module, format in formats.items()}
 
 
 def golden_prompt(config: ModelConfig, context_length: int, attention: AttentionScheme) -> list[int]:

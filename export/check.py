@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..calib_data import Windows
 from ..errors import DiffbitError
-from ..models import Checkpoint, KVCache
+from ..models import Checkpoint, Decoder, KVCache
 from ..progress import track
 from .reference import reference_model
 
@@ -29,19 +30,8 @@ StepFunction = Callable[[list[int], bool], NDArray[np.float32]]
 PROMPT_TOKENS = 16
 
 
-class TextWindows(Protocol):
-    """Windows of text (calib_data/window.py): ids int64 [n, S], mask and target (tokens to score) bool [n, S]."""
-
-    @property
-    def ids(self) -> NDArray[Any]: ...
-    @property
-    def mask(self) -> NDArray[Any]: ...
-    @property
-    def target(self) -> NDArray[Any]: ...
-
-
 def compare_with_checkpoint(
-    logits_of: LogitsFunction, checkpoint: str | Path | Checkpoint, windows: TextWindows, *, tolerance: float
+    logits_of: LogitsFunction, checkpoint: str | Path | Checkpoint, windows: Windows, *, tolerance: float
 ) -> dict[str, Any]:
     """Compare logits over `windows`. `tolerance` is that of the artifact's golden logits.
 
@@ -55,11 +45,9 @@ def compare_with_checkpoint(
 
     Raises DiffbitError for text without tokens to score, or with tokens outside the vocabulary.
     """
-    checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
     if not windows.target.any():
         raise DiffbitError("the text has no token to compare at; take a longer one")
-    _check_vocabulary(checkpoint, windows)
-    model = reference_model(checkpoint)
+    model = _reference(checkpoint, windows)
     columns: dict[str, list[torch.Tensor]] = {"error": [], "kl": [], "same": [], "here": [], "there": []}
     rows = zip(windows.ids, windows.mask, windows.target, strict=True)
     for ids, mask, target in track(rows, "comparing", total=len(windows.ids)):
@@ -96,7 +84,7 @@ def compare_with_checkpoint(
 def compare_greedy_tokens(
     logits_after: StepFunction,
     checkpoint: str | Path | Checkpoint,
-    windows: TextWindows,
+    windows: Windows,
     *,
     tokens: int,
     capacity: int,
@@ -117,15 +105,13 @@ def compare_greedy_tokens(
 
     Raises DiffbitError for text with tokens outside the vocabulary.
     """
-    checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-    _check_vocabulary(checkpoint, windows)
-    model = reference_model(checkpoint)
+    model = _reference(checkpoint, windows)
     differences = []
     alike = 0
     prompts = [ids[mask][:PROMPT_TOKENS] for ids, mask in zip(windows.ids, windows.mask, strict=True)]
     for index, prompt in enumerate(track(prompts, "generating")):
         count = min(tokens, capacity - len(prompt) + 1)
-        cache = KVCache(checkpoint.config, 1, capacity)
+        cache = KVCache(model.config, 1, capacity)
         ids = prompt.tolist()
         for position in range(count):
             here = torch.from_numpy(logits_after(ids, position == 0)).double()
@@ -157,10 +143,13 @@ def compare_greedy_tokens(
     }
 
 
-def _check_vocabulary(checkpoint: Checkpoint, windows: TextWindows) -> None:
+def _reference(checkpoint: str | Path | Checkpoint, windows: Windows) -> Decoder:
+    """The checkpoint's model, whose vocabulary holds the text."""
+    checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
     largest = int(windows.ids.max())
     if largest >= checkpoint.config.vocab_size:
         raise DiffbitError(
             f"{checkpoint.path}: has a vocabulary of {checkpoint.config.vocab_size} tokens, but the text holds token "
             f"{largest}; the tokenizer belongs to another model"
         )
+    return reference_model(checkpoint)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ..errors import DiffbitError
 from ..models import Block, ModelConfig, rope_tables
-from ..models.graph import GROUP_QUERY_MULTIPLE
+from ..models.graph import GROUP_QUERY_MULTIPLE, Cache
 from ..models.layers.norm import RMSNorm
 from ..ops import diff_attention
 from ..ops.cache import Buffer, CacheSpec, tokens_each
@@ -42,9 +42,6 @@ HIDDEN: dict[type, float] = {np.float32: -1e30, np.float16: -65504.0}
 
 HALVES: dict[torch.dtype, type] = {torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
 
-# A layer's cache by the names of its buffers
-Cache = dict[str, ir.Value]
-
 T = TypeVar("T")
 
 
@@ -52,7 +49,7 @@ def shared(make: Callable[[DecoderGraph], T]) -> cached_property[T]:
     """A value that is made on first use, named as standing outside the layers."""
 
     def made(graph: DecoderGraph) -> T:
-        with graph.top():
+        with graph.scope(None):
             return make(graph)
 
     made.__doc__ = make.__doc__
@@ -62,7 +59,7 @@ def shared(make: Callable[[DecoderGraph], T]) -> cached_property[T]:
 class DecoderGraph(Graph):
     """Built from the bottom up: `embed`, `block` for each layer, `head`, `save`. Weights are written as they come.
 
-    dtype: "fp32" or "fp16". attention: the scheme's, cache: the buffers that it gives each layer.
+    dtype: "fp32" or "fp16". scheme: of attention, cache: the buffers that it gives each layer.
     """
 
     def __init__(
@@ -71,11 +68,11 @@ class DecoderGraph(Graph):
         dtype: str,
         config: ModelConfig,
         context_length: int,
-        attention: AttentionScheme,
+        scheme: AttentionScheme,
         cache: CacheSpec,
     ) -> None:
         super().__init__(folder, dtype)
-        self.config, self.attention, self.cache = config, attention, cache
+        self.config, self.scheme, self.cache = config, scheme, cache
         self._tables = [table.numpy() for table in rope_tables(config, context_length)]
         self.input_ids = self.input("input_ids", np.int64, ["batch", "sequence"])
         self.attention_mask = self.input("attention_mask", np.int64, ["batch", "total_sequence"])
@@ -94,7 +91,7 @@ class DecoderGraph(Graph):
 
     @property
     def low_bit(self) -> bool:
-        return is_low_bit(self.attention)
+        return is_low_bit(self.scheme)
 
     @shared
     def _batch(self) -> ir.Value:
@@ -151,45 +148,7 @@ class DecoderGraph(Graph):
         shape = self.op("Concat", [self._batch, self.const([1]), self._length, self._total], axis=0)
         return self.op("Expand", [self.op("Unsqueeze", [row, self.const([1, 2])]), shape])
 
-    def softmax_attention(
-        self,
-        query: ir.Value,
-        key: ir.Value,
-        value: ir.Value,
-        past: Cache,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        scale: float,
-    ) -> tuple[ir.Value, Cache]:
-        """Query [B, S, num_heads*d], key and value [B, S, num_kv_heads*d] -> attention, the cache with them.
-
-        A GroupQueryAttention; a DiffAttention of one branch for low-bit attention and for heads of a width that the
-        former does not take. Beside the former, RoPE has a node of its own: the operator's built-in one reads only the
-        first position of a prompt and counts on from there, so rows padded on the left would enter the cache at
-        positions other than those of later steps.
-        """
-        if self.low_bit or head_dim % GROUP_QUERY_MULTIPLE:
-            return self.diff_attention(
-                query, key, value, None, past, num_heads=num_heads, num_kv_heads=num_kv_heads, scale=scale, branches=1
-            )
-        rotated = [
-            self.op("RotaryEmbedding", [x, self.position_ids, *self._rotary], domain=MICROSOFT) for x in (query, key)
-        ]
-        inputs = [*rotated, value, past["key"], past["value"], *self._lengths, None, None, None, self._bias]
-        out, present_key, present_value = self.ops(
-            "GroupQueryAttention",
-            inputs,
-            3,
-            domain=MICROSOFT,
-            num_heads=num_heads,
-            kv_num_heads=num_kv_heads,
-            scale=scale,
-        )
-        return out, {"key": present_key, "value": present_value}
-
-    def diff_attention(
+    def attention(
         self,
         query: ir.Value,
         key: ir.Value,
@@ -200,20 +159,39 @@ class DecoderGraph(Graph):
         num_heads: int,
         num_kv_heads: int,
         scale: float,
-        branches: int = 2,
         wide_value: int = 0,
         norm_eps: float = 0.0,
     ) -> tuple[ir.Value, Cache]:
-        """diffbit.DiffAttention with the scheme's numbers: ops/diff_attention.py says what its inputs are."""
-        signature = operator(self.attention, branches)
+        if lambda_ is None and not self.low_bit and not self.config.rope_width % GROUP_QUERY_MULTIPLE:
+            # RoPE has a node of its own: GroupQueryAttention's built-in one reads only the first position of a prompt
+            # and counts on from there, so rows padded on the left would enter the cache at positions other than those
+            # of later steps
+            query, key = (
+                self.op("RotaryEmbedding", [x, self.position_ids, *self._rotary], domain=MICROSOFT)
+                for x in (query, key)
+            )
+            out, present_key, present_value = self.ops(
+                "GroupQueryAttention",
+                [query, key, value, past["key"], past["value"], *self._lengths, None, None, None, self._bias],
+                3,
+                domain=MICROSOFT,
+                num_heads=num_heads,
+                kv_num_heads=num_kv_heads,
+                scale=scale,
+            )
+            return out, {"key": present_key, "value": present_value}
+        signature = operator(self.scheme, 1 if lambda_ is None else 2)
         if self._signature not in (None, signature):  # a model's nodes of one name share a body
             raise DiffbitError(
                 "its layers need DiffAttention both of one and of two branches, which an artifact cannot hold; leave "
                 "the KV cache float"
             )
         self._signature = signature
-        values = {"query": query, "key": key, "value": value, "lambda": lambda_}
-        values |= {
+        values = {
+            "query": query,
+            "key": key,
+            "value": value,
+            "lambda": lambda_,
             "past_length": self.past_length,
             "position_ids": self.position_ids,
             "cos": self.cos,
@@ -231,7 +209,7 @@ class DecoderGraph(Graph):
             wide_value=wide_value,
             scale=scale,
             norm_eps=norm_eps,
-            window=self.attention.window if self.attention.has_window else 0,
+            window=self.scheme.window if self.scheme.has_window else 0,
             **asdict(signature),
         )
         found = {}

@@ -52,30 +52,22 @@ class Graph:
         self._graph = ir.Graph([], [], nodes=[], opset_imports=dict(OPSETS), name="diffbit")
         self._functions: dict[str, ir.Function] = {}
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
-        self._scope: list[str] = []
+        self._scope = ""  # what names begin with
         self._nodes = 0
         self._data = open(folder / DATA, "wb")  # noqa: SIM115 (closed by `save`; the folder vanishes on failure)
 
     @contextmanager
-    def scope(self, name: str) -> Iterator[None]:
-        """Names of the nodes and weights made inside begin with `name` and a dot."""
-        self._scope.append(name)
-        try:
-            yield
-        finally:
-            self._scope.pop()
-
-    @contextmanager
-    def top(self) -> Iterator[None]:
-        """Names made inside begin with no scope."""
-        outer, self._scope = self._scope, []
+    def scope(self, name: str | None) -> Iterator[None]:
+        """Names of the nodes and weights made inside begin with `name` and a dot; None: with no scope."""
+        outer = self._scope
+        self._scope = "" if name is None else f"{outer}{name}."
         try:
             yield
         finally:
             self._scope = outer
 
     def _name(self, name: str) -> str:
-        return ".".join([*self._scope, name])
+        return self._scope + name
 
     def input(self, name: str, dtype: DTypeLike, shape: Sequence[int | str]) -> ir.Value:
         value = ir.Value(name=name, type=_type(dtype), shape=ir.Shape(shape))

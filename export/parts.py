@@ -19,13 +19,15 @@ can be checked: 8 * bytes / weights is 2 for ternary codes, whatever was padded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
 
-from ..quantize import Format
+from ..models import ModelConfig
+from ..quantize import Scheme, linear_shapes
 from .graph import DATA, MODEL
 
 NAMED = {  # by the end of an initializer's name
@@ -50,12 +52,9 @@ class Part:
     weights: int | None = None  # numbers in it; None where it holds no weights
 
 
-def parts(folder: str | Path, files: Iterable[str], weights: Mapping[str, tuple[Format, int]]) -> list[Part]:
-    """What the named files of an artifact's folder are made of, largest first.
-
-    weights: {linear layer: its format, its number of weights} of those that are quantized.
-    """
-    folder = Path(folder)
+def parts(folder: Path, files: Iterable[str], config: ModelConfig, scheme: Scheme | None) -> list[Part]:
+    """What the named files of an artifact's folder are made of, largest first."""
+    shapes, formats = linear_shapes(config), {} if scheme is None else scheme.formats(config)
     found: dict[str, tuple[int, int]] = {}
 
     def add(part: str, nbytes: int, count: int = 0) -> None:
@@ -76,7 +75,8 @@ def parts(folder: str | Path, files: Iterable[str], weights: Mapping[str, tuple[
             continue
         if name.endswith(".codes"):
             module = name.removesuffix(".codes")
-            format, count = weights[module if module in weights else f"model.{module}"]
+            module = module if module in shapes else f"model.{module}"
+            format, count = formats[module], math.prod(shapes[module])
             part, nbytes = f"{format} codes", -(-count * format.device_bits // 8)
         else:
             part, count, nbytes = NAMED[next(filter(name.endswith, NAMED))], tensor.size, tensor.nbytes

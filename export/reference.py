@@ -17,7 +17,7 @@ from ..models import Block, Checkpoint, Decoder, rope_for
 from ..models.checkpoint.names import EMBEDDING, HEAD
 from ..models.layers.norm import RMSNorm
 from ..quantize import QTensor, QuantLinear, Scheme, load, load_block, read_scheme, read_weight
-from ..quantize.model import quant_linear
+from ..quantize.model import assemble
 
 NORM = "model.norm.weight"
 COPIES = 3
@@ -66,28 +66,23 @@ class Stream:
 
     def head(self) -> tuple[RMSNorm, nn.Module | None, Tensor]:
         """The final norm, the head (None: tied to the embedding), and the logits [1 + COPIES, V] after the prompt."""
-        config = self.config
-        norm = RMSNorm(config.hidden_size, config.norm_eps)
-        norm.weight = nn.Parameter(_float(read_weight(self.checkpoint, NORM)).float(), requires_grad=False)
+        config, names = self.config, {"norm.weight": NORM}
+        with torch.device("meta"):
+            top = nn.ModuleDict({"norm": RMSNorm(config.hidden_size, config.norm_eps)})
+            if not config.tie_embeddings:
+                top["lm_head"] = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+                names[HEAD] = HEAD
+        weights = {name: read_weight(self.checkpoint, stored) for name, stored in names.items()}
+        assemble(top, weights, read_scheme(self.checkpoint) or Scheme(), torch.float32)
+        _as_exported(top)
+        norm, head = top["norm"], top["lm_head"] if HEAD in names else None
+        assert isinstance(norm, RMSNorm)
         with torch.inference_mode():
             last = norm(self._x[:, -1:])
-            if config.tie_embeddings:
+            if head is None:
                 table = _float(read_weight(self.checkpoint, EMBEDDING))
                 return norm, None, (last @ table.float().T)[:, 0]
-            head = linear(HEAD, read_weight(self.checkpoint, HEAD), read_scheme(self.checkpoint) or Scheme())
             return norm, head, head(last)[:, 0]
-
-
-def linear(name: str, weight: Tensor | QTensor, scheme: Scheme) -> nn.Module:
-    """A layer of its own around a weight [N, K] of this name."""
-    if isinstance(weight, QTensor):
-        module = quant_linear(name.removesuffix(".weight"), weight, scheme)
-        _as_exported(module)
-        return module
-    with torch.device("meta"):
-        plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    plain.weight = nn.Parameter(weight.float(), requires_grad=False)
-    return plain
 
 
 def check_scheme(checkpoint: Checkpoint) -> None:

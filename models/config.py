@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
 from ..errors import DiffbitError
-from . import attention, mixers, mlp
+from . import attention, layers, mixers
+from . import mlp as mlps
 from .checks import check_count, check_flag, check_positive
 from .layers.mlp import MLPOptions
 from .layers.rope import RopeScaling
@@ -33,29 +34,13 @@ T = TypeVar("T")
 
 def variants() -> tuple[str, ...]:
     """Names of the attention variants: the files of models/attention/."""
-    return attention.names()
+    return layers.names(attention)
 
 
 def attention_options(name: str) -> type[AttentionOptions]:
     """The options of an attention variant."""
-    _check_name("attention", name, attention.names())
-    return attention.options(name)
-
-
-def mixer_options(name: str) -> type[MixerOptions]:
-    """The options of an attention variant or of another mixer."""
-    _check_name("mixer", name, attention.names() + mixers.names())
-    return attention.options(name) if name in attention.names() else mixers.options(name)
-
-
-def mlp_options(name: str) -> type[MLPOptions]:
-    _check_name("mlp", name, mlp.names())
-    return mlp.options(name)
-
-
-def _check_name(what: str, name: str, known: tuple[str, ...]) -> None:
-    if name not in known:
-        raise DiffbitError(f"{what} is {name!r}, wanted one of {', '.join(known)}")
+    found: type[AttentionOptions] = layers.options("attention", name, attention)
+    return found
 
 
 @dataclass(frozen=True)
@@ -81,10 +66,10 @@ class LayerSpec:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayerSpec:
         values = _known(values, cls, "layer")
-        for part, options in (("mixer", mixer_options), ("mlp", mlp_options)):
+        for part, folders in (("mixer", (attention, mixers)), ("mlp", (mlps,))):
             if not isinstance(values.get(part), dict) or not isinstance(values[part].get("name"), str):
                 raise DiffbitError(f"layer: {part} is {values.get(part)!r}, wanted an object with a name")
-            found = options(values[part]["name"])
+            found = layers.options(part, values[part]["name"], *folders)
             given = {name: value for name, value in values[part].items() if name != "name"}
             values[part] = _made(found, _known(given, found, part), part)
         return _made(cls, values, "layer")
@@ -141,9 +126,8 @@ class ModelConfig:
         check_count("num_layers", num_layers)
         options = attention_options(attention)
         eps = {"norm_eps": norm_eps} if any(field.name == "norm_eps" for field in fields(options)) else {}
-        layer = LayerSpec(
-            options(num_heads, num_kv_heads, head_dim, **eps), mlp_options(mlp)(intermediate_size), sub_norms
-        )
+        gated = layers.options("mlp", mlp, mlps)(intermediate_size)
+        layer = LayerSpec(options(num_heads, num_kv_heads, head_dim, **eps), gated, sub_norms)
         return cls(layers=(layer,) * num_layers, norm_eps=norm_eps, **others)
 
     @property

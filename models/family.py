@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -30,8 +30,7 @@ class Stored:
     """Where a tensor of the model lies on disk.
 
     names   of the tensor there; several are alternatives
-    rows    canonical = on disk[rows]; None: as they are. Tensors that lie in one on disk, as a fused QKV projection's
-            do, each take their rows of it
+    rows    canonical = on disk[rows]; None: as they are
     folded  the name on disk of a norm's weight [folded_width] that stands before a projection: it is multiplied into
             the columns, folded_width at a time
     """
@@ -45,16 +44,7 @@ class Stored:
 @dataclass(frozen=True)
 class Family(ABC):
     model_type: str
-
-    @property
-    def tokenizer_files(self) -> tuple[str, ...]:
-        """What of a folder belongs to its tokenizer."""
-        return TOKENIZER_FILES
-
-    @property
-    def quantized(self) -> bool:
-        """May a folder be a quantized one?"""
-        return True
+    quantized: ClassVar[bool] = True  # may a folder be a quantized one?
 
     def knows(self, values: Mapping[str, Any]) -> bool:
         """Is this parsed config.json the family's?"""

@@ -16,7 +16,7 @@ from torch import nn
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    Cache = dict[str, ir.Value]  # what a layer keeps, by the names of its buffers
+Cache = dict[str, "ir.Value"]  # what a layer keeps, by the names of its buffers
 
 GROUP_QUERY_MULTIPLE = 8  # ONNX Runtime's GroupQueryAttention takes heads whose width is a multiple of this
 
@@ -69,23 +69,11 @@ class Graph(Protocol):
     def norm(self, x: ir.Value, module: nn.Module, name: str, dtype: type[np.floating] | None = None) -> ir.Value:
         """x, of the graph's dtype or of `dtype`, through an RMSNorm; unchanged where the module is an nn.Identity."""
 
-    def softmax_attention(
-        self,
-        query: ir.Value,
-        key: ir.Value,
-        value: ir.Value,
-        past: Cache,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        scale: float,
-    ) -> tuple[ir.Value, Cache]:
-        """query [B, S, num_heads * d], key and value [B, S, num_kv_heads * d], not yet rotated -> attention
-        [B, S, num_heads * d], the cache with the new tokens. A GroupQueryAttention, or a DiffAttention of one branch
-        where the scheme or the heads' width call for it."""
+    @property
+    def low_bit(self) -> bool:
+        """Whether the scheme has attention in low bits, which DiffAttention alone computes."""
 
-    def diff_attention(
+    def attention(
         self,
         query: ir.Value,
         key: ir.Value,
@@ -96,12 +84,12 @@ class Graph(Protocol):
         num_heads: int,
         num_kv_heads: int,
         scale: float,
-        branches: int = 2,
         wide_value: int = 0,
         norm_eps: float = 0.0,
     ) -> tuple[ir.Value, Cache]:
-        """diffbit.DiffAttention: ops/diff_attention.py says what its inputs are."""
+        """Attention of heads that are not yet rotated, and the cache with the new tokens.
 
-    @property
-    def low_bit(self) -> bool:
-        """Whether the scheme has attention in low bits, which DiffAttention alone computes."""
+        With a lambda: diffbit.DiffAttention, and ops/diff_attention.py says what its inputs are. Without one: softmax
+        attention of query [B, S, num_heads * d], key and value [B, S, num_kv_heads * d] -> [B, S, num_heads * d], a
+        GroupQueryAttention, or a DiffAttention of one branch where the scheme or the heads' width call for it.
+        """

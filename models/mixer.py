@@ -21,25 +21,25 @@ The module is called self_attn in every layer, as in checkpoints, whatever the m
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import DiffbitError
 from ..ops.cache import Buffer
 from .checks import check_heads
-from .graph import Graph
+from .graph import Cache, Graph
 from .layers.norm import RMSNorm
-from .layers.rope import Rope
-from .layers.softmax import Arithmetic, LogitsHook
+from .layers.rope import Rope, apply_rope
+from .layers.softmax import Arithmetic, LogitsHook, attend, explicit_softmax, in_one_kernel
 from .layers.state import LayerCache, State
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-    from .graph import Cache
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,9 @@ class Operations:
     other: int = 0
 
 
-class KVBuffers(Protocol):
-    def __call__(self, heads: int, width: int, in_place: str) -> tuple[Buffer, ...]:
-        """The buffers of keys and values of `heads` heads `width` wide under the scheme at hand. in_place: whether
-        float ones can be bound as past and present at once (ops/cache.py)."""
+KVBuffers = Callable[[int, int, str], tuple[Buffer, ...]]
+"""(heads, their width, in_place) -> the buffers of keys and values under the scheme at hand. in_place: whether float
+ones can be bound as past and present at once (ops/cache.py)."""
 
 
 @dataclass(frozen=True)
@@ -197,8 +196,18 @@ class AttentionOptions(MixerOptions):
         """(num_heads, num_kv_heads) of a model as large as diff_v1 with that many pairs, for fair twins."""
 
     @property
+    def query_rows(self) -> int:
+        """Of q_proj."""
+        return self.softmaxes * self.head_dim
+
+    @property
+    def width(self) -> int:
+        """Of what all heads together return: columns of o_proj."""
+        return self.softmaxes * self.head_dim
+
+    @property
     def cache_heads(self) -> int:
-        """Heads in the KV cache, each head_dim wide."""
+        """Heads in the KV cache, each head_dim wide; k_proj and v_proj have rows for as many."""
         return self.num_kv_heads
 
     @property
@@ -220,20 +229,25 @@ class AttentionOptions(MixerOptions):
         rotated = (self.softmaxes + self.cache_heads) * self.head_dim
         return Operations(products, products, 2 * self.softmaxes * context + 2 * rotated)
 
+    def joint_rows(self) -> dict[str, int]:
+        queries, keys = self.softmaxes // self.num_heads, self.cache_heads // self.num_kv_heads
+        return {"q_proj": queries * self.head_dim} | dict.fromkeys(("k_proj", "v_proj"), keys * self.head_dim)
+
     def state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> LayerCache:
         return LayerCache.empty((batch, self.cache_heads, capacity, self.head_dim), dtype, device)
 
 
 class Attention(Mixer):
-    """A mixer of softmaxes. It can be computed step by step, with other products than float ones (low-bit attention)
-    and with its logits seen or replaced (outliers)."""
+    """A mixer of softmaxes, in one branch or two. It can be computed step by step, with other products than float ones
+    (low-bit attention) and with its logits seen or replaced (outliers)."""
 
     q_proj: nn.Module
     k_proj: nn.Module
     v_proj: nn.Module
 
-    def __init__(self, options: AttentionOptions, place: Place, width: int, **rows: int) -> None:
-        super().__init__(place, width, **rows)
+    def __init__(self, options: AttentionOptions, place: Place) -> None:
+        keys = options.cache_heads * options.head_dim
+        super().__init__(place, options.width, q_proj=options.query_rows, k_proj=keys, v_proj=keys)
         self.num_heads, self.num_kv_heads, self.head_dim = options.num_heads, options.num_kv_heads, options.head_dim
         self.scale = self.head_dim**-0.5
         self.logits_hook: LogitsHook | None = None  # sees the scaled logits; what it returns takes their place
@@ -248,13 +262,77 @@ class Attention(Mixer):
         """What the noise branch is multiplied by, a fp32 scalar; None where there is none, or one for each token."""
         return None
 
+    def queries(self, x: Tensor) -> Tensor:
+        """Query sub-heads, those of a pair side by side, [B, S, softmaxes, d], not yet rotated."""
+        found: Tensor = self.q_proj(x)
+        return found.unflatten(-1, (-1, self.head_dim))
 
-def appended(state: State | None, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, Hk, S, d] with those of the tokens before them, [B, Hk, T, d]."""
-    if state is None:
-        return key, value
-    assert isinstance(state, LayerCache)
-    return state.append(key, value)
+    def onnx_queries(self, g: Graph, x: ir.Value) -> ir.Value:
+        """`queries` as ONNX nodes: [B, S, softmaxes * d]."""
+        return g.linear(x, self.q_proj, "q_proj")
+
+    def projected(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [B, S, softmaxes, d] and key [B, S, Hk, d], rotated, and value [B, S, Hk, d]."""
+        query = apply_rope(self.queries(x), rope)
+        key = apply_rope(self.k_proj(x).unflatten(-1, (-1, self.head_dim)), rope)
+        return query, key, self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+
+    def onnx_projected(self, g: Graph, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """The same as ONNX nodes, not yet rotated."""
+        return self.onnx_queries(g, x), g.linear(x, self.k_proj, "k_proj"), g.linear(x, self.v_proj, "v_proj")
+
+    def by_branch(self, key: Tensor, value: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Cached heads [B, Hk, T, d] -> the keys of each branch [B, G, T, d], and the values of all [B, G, T, e]."""
+        return [key], value
+
+    def branches(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None) -> list[Tensor]:
+        """softmax(q k^T * scale) v of each branch, [B, H, S, e]; of a pair, signal and noise."""
+        return self._branches(*self.projected(x, rope), mask, state)
+
+    def _branches(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, state: State | None
+    ) -> list[Tensor]:
+        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))  # [B, heads, S, d]
+        if state is not None:
+            assert isinstance(state, LayerCache)
+            key, value = state.append(key, value)  # [B, Hk, T, d]
+        keys, value = self.by_branch(key, value)
+        count = len(keys)
+        if self.explicit:
+            arithmetic = self.arithmetic or Arithmetic()
+            each = [arithmetic.logits(query[:, i::count], keys[i], self.scale, i) for i in range(count)]
+            logits = torch.stack(each, dim=2).flatten(1, 2)  # the hook sees those of all sub-heads at once
+            probabilities = explicit_softmax(logits, mask, self.logits_hook)  # [B, softmaxes, S, T]
+            return [arithmetic.mix(probabilities[:, i::count], value, self.head_dim) for i in range(count)]
+        if keys[0] is keys[-1]:  # one call for all branches
+            found = attend(query, keys[0], value, mask, self.scale)
+            return [found[:, i::count] for i in range(count)]
+        return [attend(query[:, i::count], keys[i], value, mask, self.scale) for i in range(count)]
+
+
+class Differential(Attention):
+    """The difference of both branches of a pair, signal - lambda * noise, and the head norm where norm_eps is not 0."""
+
+    norm_eps = 0.0
+
+    def lambda_of(self, x: Tensor) -> Tensor:
+        """lambda, fp32: a scalar, or [B, H, S, 1], one for each head and token of x."""
+        raise NotImplementedError
+
+    def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None) -> Tensor:
+        query, key, value = self.projected(x, rope)
+        lambda_ = self.lambda_of(x)
+        if not self.explicit and in_one_kernel(query, mask, state):
+            from .layers.triton_attention import diff_attention
+
+            each = lambda_.expand(len(x), self.num_heads, x.shape[1], 1).squeeze(-1)
+            wide = value.unflatten(2, (self.num_kv_heads, -1)).flatten(3)  # [B, S, KV, e]
+            return diff_attention(query, key, wide, each, self.scale, self.norm_eps).flatten(2)
+        signal, noise = (branch.float() for branch in self._branches(query, key, value, mask, state))
+        out = signal - lambda_ * noise  # [B, H, S, e]
+        if self.norm_eps:
+            out = F.rms_norm(out, out.shape[-1:], eps=self.norm_eps)
+        return out.to(x.dtype).transpose(1, 2).flatten(2)
 
 
 def check_derived(module: nn.Module) -> None:

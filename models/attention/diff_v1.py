@@ -17,21 +17,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import DiffbitError
 from ..checks import check_positive
-from ..graph import Graph
-from ..layers.rope import Rope, apply_rope
-from ..layers.softmax import attend, explicit_pairs, in_one_kernel
-from ..layers.state import State
-from ..mixer import Attention, AttentionOptions, Operations, Place, Symmetries, appended
+from ..graph import Cache, Graph
+from ..mixer import AttentionOptions, Differential, Operations, Place, Symmetries
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-    from ..graph import Cache
 
 LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
@@ -66,11 +60,6 @@ class Options(AttentionOptions):
         return Symmetries(value_width=2 * self.head_dim, key_of=key_of)
 
     @property
-    def query_rows(self) -> int:
-        """Of q_proj."""
-        return 2 * self.num_heads * self.head_dim
-
-    @property
     def cache_heads(self) -> int:
         return 2 * self.num_kv_heads
 
@@ -87,19 +76,15 @@ class Options(AttentionOptions):
     def equal_heads(pairs: int) -> tuple[int, int]:
         return pairs, pairs
 
-    def joint_rows(self) -> dict[str, int]:
-        return dict.fromkeys(("q_proj", "k_proj", "v_proj"), 2 * self.head_dim)
 
-
-class DiffV1(Attention):
+class DiffV1(Differential):
     lambda_q1: nn.Parameter
     lambda_k1: nn.Parameter
     lambda_q2: nn.Parameter
     lambda_k2: nn.Parameter
 
     def __init__(self, options: Options, place: Place) -> None:
-        out, keys = 2 * options.num_heads * options.head_dim, 2 * options.num_kv_heads * options.head_dim
-        super().__init__(options, place, out, q_proj=options.query_rows, k_proj=keys, v_proj=keys)
+        super().__init__(options, place)
         for name in LAMBDAS:
             vector = torch.empty(options.head_dim, dtype=torch.float32)
             if not vector.is_meta:  # as in Decoder: nothing random on the meta device
@@ -109,55 +94,10 @@ class DiffV1(Attention):
         self.lambda_init = lambda_init(place.index) if options.lambda_init is None else options.lambda_init
         self.out_scale = 1.0 - self.lambda_init
 
-    def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None) -> Tensor:
-        query, key, value = self._projected(x, rope)
-        if not self.explicit and in_one_kernel(query, mask, state):
-            return self._in_one_kernel(query, key, value).flatten(2)
-        signal, noise = self._branches(query, key, value, mask, state)
-        out = signal - self.lambda_of(x) * noise  # fp32 [B, H, S, 2d]
-        return F.rms_norm(out, out.shape[-1:], eps=self.norm_eps).to(x.dtype).transpose(1, 2).flatten(2)
-
-    def branches(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None) -> tuple[Tensor, Tensor]:
-        """A1 v and A2 v, fp32 [B, H, S, 2d]."""
-        return self._branches(*self._projected(x, rope), mask, state)
-
-    def queries(self, x: Tensor) -> Tensor:
-        """Query sub-heads in adjacent pairs, [B, S, 2H, d], not yet rotated."""
-        found: Tensor = self.q_proj(x)
-        return found.unflatten(-1, (-1, self.head_dim))
-
-    def onnx_queries(self, g: Graph, x: ir.Value) -> ir.Value:
-        """`queries` as ONNX nodes: [B, S, 2H * d]."""
-        return g.linear(x, self.q_proj, "q_proj")
-
-    def _projected(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [B, S, 2H, d] and key [B, S, 2KV, d], rotated, and value [B, S, 2KV, d]."""
-        query = apply_rope(self.queries(x), rope)
-        key = apply_rope(self.k_proj(x).unflatten(-1, (-1, self.head_dim)), rope)
-        return query, key, self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-
-    def _in_one_kernel(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The normed difference, [B, S, H, 2d]."""
-        from ..layers.triton_attention import diff_attention
-
-        lambda_ = self.lambda_value().expand(query.shape[0], self.num_heads, query.shape[1])
-        wide = value.unflatten(2, (-1, 2)).flatten(3)  # [B, S, KV, 2d]
-        return diff_attention(query, key, wide, lambda_, self.scale, self.norm_eps)
-
-    def _branches(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, state: State | None
-    ) -> tuple[Tensor, Tensor]:
-        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))  # [B, heads, S, d]
-        key, value = appended(state, key, value)  # [B, 2KV, T, d]
-        value = torch.cat((value[:, 0::2], value[:, 1::2]), dim=-1)  # [B, KV, T, 2d]
-        keys = key[:, 0::2], key[:, 1::2]
-        if self.explicit:
-            return explicit_pairs(query, keys, value, mask, self.scale, self.arithmetic, self.logits_hook)
-        signal, noise = (attend(query[:, branch::2], keys[branch], value, mask, self.scale) for branch in (0, 1))
-        return signal.float(), noise.float()
+    def by_branch(self, key: Tensor, value: Tensor) -> tuple[list[Tensor], Tensor]:
+        return [key[:, 0::2], key[:, 1::2]], torch.cat((value[:, 0::2], value[:, 1::2]), dim=-1)
 
     def lambda_of(self, x: Tensor) -> Tensor:
-        """What the noise branch is multiplied by; the same for all tokens x."""
         return self.lambda_value()
 
     def lambda_value(self) -> Tensor:
@@ -180,10 +120,8 @@ class DiffV1(Attention):
         return self
 
     def onnx_heads(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
-        return g.diff_attention(
-            self.onnx_queries(g, x),
-            g.linear(x, self.k_proj, "k_proj"),
-            g.linear(x, self.v_proj, "v_proj"),
+        return g.attention(
+            *self.onnx_projected(g, x),
             g.const([self.lambda_value().item()] * self.num_heads, "float32"),
             past,
             num_heads=self.num_heads,

@@ -28,8 +28,9 @@ from ... import files
 from ...errors import DiffbitError
 from ..config import ModelConfig
 from ..decoder import Block, Decoder
-from ..families import family_of, with_tokens
-from ..family import Stored
+from ..families import family_of
+from ..families._huggingface import with_tokens
+from ..family import TOKENIZER_FILES
 from ..mixer import check_derived
 from .folder import GENERATION, INDEX, check_folder, find_tensors, inside
 from .names import EMBEDDING, HEAD, layer_of, linear_of, reorder, shapes, stays_float32
@@ -55,6 +56,7 @@ class Checkpoint:
         source = inside(self.path, "config.json", self.path)
         values = files.read_json(source)
         self.quantization = _quantization(source, values)
+        self._method = (self.quantization or {}).get("quant_method")
         with _about(source):
             self._family = family_of(values)
             self.config: ModelConfig = self._family.read(values)
@@ -68,30 +70,20 @@ class Checkpoint:
         stored = {name: entry for name, entry in stored.items() if not name.endswith(HARMLESS)}
         self._tied_head = stored.pop(HEAD, None) if self.config.tie_embeddings else None
         self._places = {name: self._family.stored(self.config, name) for name in shapes(self.config)}
-        self._check(stored, self._stored_shapes(stored))
-        self._files = {entry.file for entry in stored.values()}
+        on_disk = {  # the first of the alternative names, where none is there
+            name: next((found for found in place.names if found in stored), place.names[0])
+            for name, place in self._places.items()
+        }
+        wanted = {on_disk[name]: shape for name, shape in shapes(self.config).items()}  # but for parts of weights
+        wanted |= {place.folded: (place.folded_width,) for place in self._places.values() if place.folded is not None}
+        self._check(stored, wanted)
         self._stored = stored
-        self._entries = self._canonical(stored)
+        self._entries = self._canonical(stored, on_disk)
         self.names = list(self._entries)
-        kept = self._entries.get(
-            EMBEDDING, self._entries["model.norm.weight"]
-        )  # an override can quantize the embedding
-        self.dtype = _label(kept.dtype)
+        self.dtype = _label(self._entries.get(EMBEDDING, self._entries["model.norm.weight"]).dtype)
         self.tokenizer_files = [
-            inside(self.path, name, self.path) for name in self._family.tokenizer_files if (self.path / name).exists()
+            inside(self.path, name, self.path) for name in TOKENIZER_FILES if (self.path / name).exists()
         ]
-
-    def _stored_shapes(self, stored: Mapping[str, Entry]) -> dict[str, tuple[int, ...]]:
-        """{name on disk: shape} of all that must be there, but for parts of quantized weights."""
-        found: dict[str, tuple[int, ...]] = {}
-        for name, shape in shapes(self.config).items():
-            place = self._places[name]
-            on_disk = _on_disk(place, stored)
-            rows = found.get(on_disk, (0,))[0] + shape[0]  # of several tensors that lie in one
-            found[on_disk] = (rows, *shape[1:])
-            if place.folded is not None:
-                found[place.folded] = (place.folded_width,)
-        return found
 
     def _check(self, stored: dict[str, Entry], wanted: dict[str, tuple[int, ...]]) -> None:
         """Refuse missing, unknown and misshapen tensors."""
@@ -122,35 +114,31 @@ class Checkpoint:
                     f"{', '.join(map(_label, FLOATS))}"
                 )
 
-    def _method(self) -> str | None:
-        return None if self.quantization is None else self.quantization["quant_method"]
-
     def _is_packed(self, entry: Entry) -> bool:
-        return self._method() in ("bitsandbytes", "bitnet") and entry.dtype not in FLOATS
+        return self._method in ("bitsandbytes", "bitnet") and entry.dtype not in FLOATS
 
     def _is_part(self, name: str, stored: dict[str, Entry], wanted: dict[str, tuple[int, ...]]) -> bool:
         weight = f"{linear_of(name)}.weight"
         if len(wanted.get(weight, ())) != 2:
             return False
-        if self._method() == "diffbit":
+        if self._method == "diffbit":
             return name in _parts(weight) and weight not in stored
-        if self._method() == "bitnet":  # the norm is refused where its quantization_config is read
+        if self._method == "bitnet":  # the norm is refused where its quantization_config is read
             return name in (f"{weight}_scale", f"{linear_of(name)}.rms_norm.weight")
-        return self._method() == "bitsandbytes" and name.startswith(f"{weight}.")
+        return self._method == "bitsandbytes" and name.startswith(f"{weight}.")
 
     def _has_parts(self, name: str, stored: dict[str, Entry]) -> bool:
-        return self._method() == "diffbit" and all(part in stored for part in _parts(name)[:2])
+        return self._method == "diffbit" and all(part in stored for part in _parts(name)[:2])
 
-    def _canonical(self, stored: Mapping[str, Entry]) -> dict[str, Entry]:
+    def _canonical(self, stored: Mapping[str, Entry], on_disk: Mapping[str, str]) -> dict[str, Entry]:
         """Entries under their canonical names, in the model's order, each weight followed by its parts."""
         beside: dict[str, list[str]] = {}
         for name in sorted(stored):
             beside.setdefault(linear_of(name), []).append(name)
         found: dict[str, Entry] = {}
-        for name in shapes(self.config):
-            on_disk = _on_disk(self._places[name], stored)
-            parts = beside[linear_of(on_disk)] if self.quantization is not None else [on_disk]
-            found |= {linear_of(name) + part.removeprefix(linear_of(on_disk)): stored[part] for part in parts}
+        for name, there in on_disk.items():
+            parts = beside[linear_of(there)] if self.quantization is not None else [there]
+            found |= {linear_of(name) + part.removeprefix(linear_of(there)): stored[part] for part in parts}
         return found
 
     def block_names(self, index: int) -> list[str]:
@@ -180,14 +168,10 @@ class Checkpoint:
                 f"{self._tied_head.file}: {HEAD} differs from {EMBEDDING}, but config.json says "
                 "tie_word_embeddings: true; set it to false"
             )
-        if self._method() == "bitsandbytes" and (self._is_packed(entry) or not name.endswith(".weight")):
+        if self._method == "bitsandbytes" and (self._is_packed(entry) or not name.endswith(".weight")):
             return tensor
-        order = self.row_order(name)
+        tensor = reorder(tensor, self.row_order(name))
         place = self._places.get(name)
-        if place is not None and order is not None and len(order) != tensor.shape[0]:  # lies in one with others
-            tensor = tensor[order]
-        else:
-            tensor = reorder(tensor, order)
         return tensor if place is None or place.folded is None else self._folded(name, tensor, place.folded)
 
     def _folded(self, name: str, weight: Tensor, norm_name: str) -> Tensor:
@@ -212,7 +196,7 @@ class Checkpoint:
 
     def sha256(self) -> str:
         """Hash of the model: of the lines "<sha256> <name>" of config.json and the weight files, sorted by name."""
-        sources = self._files | {self.path / "config.json"}
+        sources = {entry.file for entry in self._stored.values()} | {self.path / "config.json"}
         if (self.path / INDEX).exists():
             sources.add(self.path / INDEX)
         lines = [f"{files.sha256_file(file)} {file.name}\n" for file in sorted(sources)]
@@ -248,11 +232,6 @@ def _fill(module: torch.nn.Module, checkpoint: Checkpoint, names: list[str], pre
     module.load_state_dict(state, strict=True, assign=True)
     with _about(checkpoint.path):
         check_derived(module)
-
-
-def _on_disk(place: Stored, stored: Mapping[str, Entry]) -> str:
-    """The name that a tensor has there: the first of the alternatives, where none is."""
-    return next((name for name in place.names if name in stored), place.names[0])
 
 
 def _refuse_quantized(checkpoint: Checkpoint) -> None:

@@ -18,6 +18,7 @@ from ...errors import DiffbitError
 from ..config import ModelConfig
 from ..decoder import Decoder, num_parameters
 from ..families import family_for, write_config
+from ..family import TOKENIZER_FILES
 from .folder import INDEX, SINGLE
 from .names import layer_of, linear_of, reorder, shapes, stays_float32
 from .read import Checkpoint
@@ -116,7 +117,7 @@ class CheckpointWriter:
             return
         if not source.is_dir():
             raise DiffbitError(f"{source}: no such tokenizer file or folder")
-        for name in self._family.tokenizer_files:
+        for name in TOKENIZER_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, self._folder / name)
 

@@ -11,9 +11,7 @@ from typing import Any
 from ...errors import DiffbitError
 from ..config import ModelConfig
 from ..family import Family
-from ._huggingface import common_fields, with_tokens
-
-__all__ = ["families", "family_for", "family_of", "loader_config", "read_config", "with_tokens", "write_config"]
+from ._huggingface import common_fields
 
 GENERIC = "diffbit"  # holds every model
 

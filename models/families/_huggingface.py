@@ -8,14 +8,14 @@ What diffbit cannot compute (biases, other activations, other rotary types) is r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from ...errors import DiffbitError
-from ..checks import check_count
-from ..config import LayerSpec, ModelConfig, mlp_options
+from ..checks import check_count, check_flag, check_positive
+from ..config import ModelConfig
 from ..family import Family, Stored
 from ..layers.rope import RopeScaling
 from ..mixer import AttentionOptions
@@ -36,7 +36,7 @@ class HuggingFace(Family):
     rows: {"q_proj": order}, canonical rows = rows on disk[order], of the projections that lie otherwise.
     """
 
-    mixer: type[AttentionOptions]
+    attention: str
     queries: int = 1
     keys: int = 1
     architecture: str | None = None
@@ -68,39 +68,44 @@ class HuggingFace(Family):
         head_dim = _count(values, "head_dim", default=hidden_size // query_heads)
         max_position = _count(values, "max_position_embeddings", default=2048)
         theta, scaling = _rope(values, max_position, self.rope_theta)
-        norm_eps = _number(values, "rms_norm_eps", default=self.norm_eps)
-        num_layers = _count(values, "num_hidden_layers")
-        check_count("num_layers", num_layers)
-        mixer = self._mixer(query_heads // self.queries, kv_heads // self.keys, head_dim, norm_eps)
-        layer = LayerSpec(mixer, mlp_options(ACTS[act])(_count(values, "intermediate_size")), self.sub_norms)
-        return ModelConfig(
+        tied = values.get("tie_word_embeddings", False)
+        check_flag("tie_word_embeddings", tied)
+        return ModelConfig.uniform(
+            num_layers=_count(values, "num_hidden_layers"),
+            num_heads=query_heads // self.queries,
+            num_kv_heads=kv_heads // self.keys,
+            head_dim=head_dim,
+            intermediate_size=_count(values, "intermediate_size"),
+            attention=self.attention,
+            mlp=ACTS[act],
+            sub_norms=self.sub_norms,
+            norm_eps=_number(values, "rms_norm_eps", default=self.norm_eps),
             vocab_size=_count(values, "vocab_size"),
             hidden_size=hidden_size,
-            layers=(layer,) * num_layers,
             max_position=max_position,
             rope_theta=theta,
             rope_scaling=scaling,
-            norm_eps=norm_eps,
-            tie_embeddings=_flag(values, "tie_word_embeddings"),
-            bos_token_id=_token(values, "bos_token_id"),
-            eos_token_ids=_tokens(values, "eos_token_id"),
-            pad_token_id=_token(values, "pad_token_id"),
+            tie_embeddings=tied,
+            **_special_tokens(values),
         )
 
     def write(self, config: ModelConfig) -> dict[str, Any] | None:
-        layer, mixer = config.layers[0], config.layers[0].mixer
-        if any(other != layer for other in config.layers) or layer.sub_norms != self.sub_norms:
+        mixer = config.layers[0].mixer
+        if mixer.name != self.attention:
             return None
-        if type(mixer) is not self.mixer or layer.mlp != _mlp(layer):
-            return None
-        if mixer != self._mixer(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, config.norm_eps):
-            return None
-        heads = {
+        assert isinstance(mixer, AttentionOptions)
+        known = {} if self.architecture is None else {"architectures": [self.architecture]}
+        values = {
+            **known,
+            **common_fields(config),
+            "model_type": self.model_type,
             "num_attention_heads": self.queries * mixer.num_heads,
             "num_key_value_heads": self.keys * mixer.num_kv_heads,
         }
-        known = {} if self.architecture is None else {"architectures": [self.architecture]}
-        return known | common_fields(config) | {"model_type": self.model_type} | heads
+        try:
+            return values if self.read(values) == config else None
+        except DiffbitError:  # such as another activation
+            return None
 
     def stored(self, config: ModelConfig, name: str) -> Stored:
         before, _, tensor = name.rpartition(".self_attn.")
@@ -111,10 +116,6 @@ class HuggingFace(Family):
         if self.queries > 1 and name.rpartition(".self_attn.")[2] in ("subln.weight", "out_proj.weight"):
             return '; for a folder in the layout of the official modules, add "rope_interleaved": true to config.json'
         return ""
-
-    def _mixer(self, heads: int, kv_heads: int, head_dim: int, norm_eps: float) -> AttentionOptions:
-        eps = {"norm_eps": norm_eps} if any(field.name == "norm_eps" for field in fields(self.mixer)) else {}
-        return self.mixer(heads, kv_heads, head_dim, **eps)
 
     def _check_heads(self, query_heads: int, kv_heads: int) -> None:
         counts = (("num_attention_heads", query_heads, self.queries), ("num_key_value_heads", kv_heads, self.keys))
@@ -136,13 +137,6 @@ def attention_of(config: ModelConfig) -> AttentionOptions:
     mixer = config.layers[0].mixer
     assert isinstance(mixer, AttentionOptions)
     return mixer
-
-
-def _mlp(layer: LayerSpec) -> object:
-    """The layer's MLP as a config.json can say it; None where it cannot."""
-    if layer.mlp.name not in ACTS.values():
-        return None
-    return mlp_options(layer.mlp.name)(layer.mlp.intermediate_size)
 
 
 def common_fields(config: ModelConfig) -> dict[str, Any]:
@@ -183,13 +177,7 @@ def common_fields(config: ModelConfig) -> dict[str, Any]:
 
 def with_tokens(config: ModelConfig, generation: Mapping[str, Any]) -> ModelConfig:
     """The config with the tokens of a parsed generation_config.json: where given, they are what transformers heeds."""
-    bos, pad = _token(generation, "bos_token_id"), _token(generation, "pad_token_id")
-    return replace(
-        config,
-        bos_token_id=config.bos_token_id if bos is None else bos,
-        eos_token_ids=_tokens(generation, "eos_token_id") or config.eos_token_ids,
-        pad_token_id=config.pad_token_id if pad is None else pad,
-    )
+    return replace(config, **_special_tokens(generation))
 
 
 def _rope(values: Mapping[str, Any], max_position: int, default: float) -> tuple[float, RopeScaling | None]:
@@ -230,35 +218,26 @@ def _present(values: Mapping[str, Any], name: str, default: Any) -> Any:
 
 def _count(values: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = _present(values, name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise DiffbitError(f"{name} is {value!r}, wanted a positive whole number")
-    return value
+    check_count(name, value)
+    return int(value)
 
 
 def _number(values: Mapping[str, Any], name: str, default: float | None = None) -> float:
     value = _present(values, name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise DiffbitError(f"{name} is {value!r}, wanted a positive number")
+    check_positive(name, value)
     return float(value)
 
 
-def _flag(values: Mapping[str, Any], name: str) -> bool:
-    value = values.get(name, False)
-    if not isinstance(value, bool):
-        raise DiffbitError(f"{name} is {value!r}, wanted true or false")
-    return value
-
-
-def _token(values: Mapping[str, Any], name: str) -> int | None:
-    value = values.get(name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise DiffbitError(f"{name} is {value!r}, wanted a token id or null")
-    return value
-
-
-def _tokens(values: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    value = values.get(name)
-    items = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(item, bool) or not isinstance(item, int) for item in items):
-        raise DiffbitError(f"{name} is {value!r}, wanted a token id, a list of token ids or null")
-    return tuple(items)
+def _special_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a ModelConfig that a config.json or generation_config.json has."""
+    eos = values.get("eos_token_id")
+    items = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if any(type(item) is not int for item in items):
+        raise DiffbitError(f"eos_token_id is {eos!r}, wanted a token id, a list of token ids or null")
+    found: dict[str, Any] = {"eos_token_ids": tuple(items)} if items else {}
+    for name in ("bos_token_id", "pad_token_id"):
+        value = values.get(name)
+        if value is not None and type(value) is not int:
+            raise DiffbitError(f"{name} is {value!r}, wanted a token id or null")
+        found |= {} if value is None else {name: value}
+    return found

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from ..attention import softmax
 from ._huggingface import HuggingFace
 
 FAMILIES = (
     HuggingFace(
         "bitnet",
-        softmax.Options,
+        "softmax",
         architecture="BitNetForCausalLM",
         sub_norms=True,
         act="relu2",

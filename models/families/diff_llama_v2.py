@@ -5,10 +5,9 @@ num_attention_heads counts query sub-heads, two a pair; rows lie on disk as in m
 
 from __future__ import annotations
 
-from ..attention import diff_v2
 from ._huggingface import HuggingFace
 
 FAMILIES = tuple(
-    HuggingFace(model_type, diff_v2.Options, queries=2, sub_norms=sub_norms)
+    HuggingFace(model_type, "diff_v2", queries=2, sub_norms=sub_norms)
     for model_type, sub_norms in (("diff_llama_v2", False), ("diff_llama_v2_bitnet", True))
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..attention import diff_v1
 from ..mixer import AttentionOptions
 from ._huggingface import HuggingFace
 
@@ -27,7 +26,7 @@ def _pairs_from_halves(pairs: int, width: int) -> Tensor:
 FAMILIES = tuple(
     HuggingFace(
         model_type,
-        diff_v1.Options,
+        "diff_v1",
         queries=2,
         keys=2,
         architecture=architecture,

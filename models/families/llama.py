@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..attention import softmax
 from ._huggingface import HuggingFace
 
-FAMILIES = (HuggingFace("llama", softmax.Options, architecture="LlamaForCausalLM", norm_eps=1e-6),)
+FAMILIES = (HuggingFace("llama", "softmax", architecture="LlamaForCausalLM", norm_eps=1e-6),)

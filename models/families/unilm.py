@@ -33,10 +33,7 @@ HEAD_NORM_EPS = 1e-5
 @dataclass(frozen=True)
 class Official(Family):
     base: HuggingFace  # whose config.json is read
-
-    @property
-    def quantized(self) -> bool:
-        return False
+    quantized = False
 
     def knows(self, values: Mapping[str, Any]) -> bool:
         return values.get("model_type") == self.model_type and values.get("rope_interleaved") is True

@@ -1,0 +1,26 @@
+"""What layers are made of; and the options of a mixer or an MLP, found by listing the folders that hold them."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType
+from typing import Any
+
+from ...errors import DiffbitError
+
+
+@cache
+def names(folder: ModuleType) -> tuple[str, ...]:
+    """The files of attention/, mixers/ or mlp/: each has `Options`."""
+    return tuple(sorted(module.name for module in iter_modules(folder.__path__)))
+
+
+def options(what: str, name: str, *folders: ModuleType) -> Any:
+    """The options in the file of this name."""
+    for folder in folders:
+        if name in names(folder):
+            return import_module(f"{folder.__name__}.{name}").Options
+    known = ", ".join(file for folder in folders for file in names(folder))
+    raise DiffbitError(f"{what} is {name!r}, wanted one of {known}")

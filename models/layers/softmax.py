@@ -93,21 +93,3 @@ def explicit_softmax(logits: Tensor, mask: Tensor | None, hook: LogitsHook | Non
     hidden = ~mask
     probabilities = logits.masked_fill(hidden, torch.finfo(logits.dtype).min).softmax(-1)
     return probabilities.masked_fill(hidden, 0.0)  # a query that sees nothing: zeros, not a uniform spread
-
-
-def explicit_pairs(
-    query: Tensor,
-    keys: tuple[Tensor, Tensor],
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    arithmetic: Arithmetic | None,
-    hook: LogitsHook | None,
-) -> tuple[Tensor, Tensor]:
-    """Both branches of H pairs step by step: query [B, 2H, S, d] in adjacent pairs, each branch's keys [B, G, T, d],
-    value [B, G, T, e] -> float32 [B, H, S, e] each. The hook sees the logits of all 2H sub-heads at once."""
-    arithmetic = arithmetic or Arithmetic()
-    logits = [arithmetic.logits(query[:, branch::2], keys[branch], scale, branch) for branch in (0, 1)]
-    probabilities = explicit_softmax(torch.stack(logits, dim=2).flatten(1, 2), mask, hook)  # [B, 2H, S, T]
-    signal, noise = (arithmetic.mix(probabilities[:, branch::2], value, query.shape[-1]) for branch in (0, 1))
-    return signal, noise
