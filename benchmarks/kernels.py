@@ -40,7 +40,7 @@ from machine import READ_BYTES, Reader, describe
 from report import Row, command_line, judged, left_out, renew, row_table, say, write_json
 
 from diffbit.quantize.formats import parse_format
-from diffbit.quantize.linear import ROW_BLOCK
+from diffbit.quantize.formats.integer import ROW_BLOCK
 from diffbit.quantize.methods.rtn import quantize as rtn
 from diffbit.runtime import native
 
