@@ -169,14 +169,14 @@ class Attention:
         lam = g.input("lambda", f, [self.kv_pairs, 1, group, 1])
         outs = []
         for i, (half, past_half) in enumerate(zip(halves, past_halves, strict=True)):
-            attention, present_key, present_half = g.op(
+            attention, present_key, present_half = g.ops(
                 "GroupQueryAttention", [query, key, half, past_key, past_half, lengths, total, cos, sin],
-                domain=MICROSOFT, outputs=3, num_heads=heads, kv_num_heads=kv_heads, do_rotary=1, scale=self.scale,
+                3, domain=MICROSOFT, num_heads=heads, kv_num_heads=kv_heads, do_rotary=1, scale=self.scale,
             )  # fmt: skip
             g.output(f"present_key_{i}", present_key, f, cache)
             g.output(f"present_half_{i}", present_half, f, cache)
             by_branch = g.op("Reshape", [attention, g.const([1, -1, self.kv_pairs, 2, group, d])])
-            signal, noise = g.op("Split", [by_branch], outputs=2, axis=3, num_outputs=2)
+            signal, noise = g.ops("Split", [by_branch], 2, axis=3, num_outputs=2)
             outs.append(g.op("Sub", [signal, g.op("Mul", [noise, lam])]))  # [1, S, kv_pairs, 1, group, d]
         wide = g.op("Concat", outs, axis=-1)
         ones = g.const(np.ones(2 * d), np.float32)
