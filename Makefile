@@ -1,5 +1,5 @@
 # make demo        trains, quantizes, exports and runs two small models, and writes out/demo/report.html
-# make test        lint, types and the quick tests: under 4 minutes on 2 cores
+# make test        lint, types and the quick tests: about 5 minutes on 2 cores
 # make test-all    all tests, as CI runs them
 # make build       compiles the native library again after a change in csrc/; the targets above do so by themselves. With an
 #                  NVIDIA card it has kernels for that card; SKBUILD_CMAKE_DEFINE=DIFFBIT_CUDA=ON compiles them without one
