@@ -223,6 +223,9 @@ def measure(decoder: Decoder, windows: Windows, batch_size: int = 8, *, name: st
     low-bit attention logits keeps them; what is measured is what goes into their quantizer.
     """
     layers = list(decoder.model.layers)
+    for index, layer in enumerate(layers):
+        if not isinstance(layer.get_submodule("self_attn"), Attention):
+            raise DiffbitError(f"{name}: layer {index} has no attention, so it has no attention logits to measure")
     logits, hidden = (
         [Statistics(f"{name}: {what} of layer {index}") for index in range(len(layers))]
         for what in ("attention logits", "hidden states")

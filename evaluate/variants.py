@@ -68,7 +68,7 @@ def variants(bits: Sequence[str] = BITS, what: Sequence[str] = WHAT, methods: Se
     formats = {entry: _format(entry) for entry in widths if entry != FLOAT}
     found: list[Variant] = []
     if "weights" in what:
-        for format in formats.values():
+        for format in dict.fromkeys(formats.values()):  # "8" and "int8" are one
             scheme = Scheme(weights=format)
             found += [Variant("weights", format.name, recipe, bits_of(format), scheme) for recipe in recipes]
     if "logits" in what:

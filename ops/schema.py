@@ -10,7 +10,7 @@ What else needs a signature is made from here:
 
 The two headers are written by
 
-    python -m diffbit.ops.schema --write
+    python -m diffbit.ops.schema
 
 and committed; a test holds them against this file. What an op computes is said in its own file.
 """
@@ -312,7 +312,7 @@ OPS = (DIFF_ATTENTION, HADAMARD, INT4_MATMUL, TERNARY_MATMUL)
 
 # ---- the headers ----
 
-WRITTEN = "// Written by python -m diffbit.ops.schema --write, from ops/schema.py: change that.\n#pragma once\n"
+WRITTEN = "// Written by python -m diffbit.ops.schema, from ops/schema.py: change that.\n#pragma once\n"
 
 
 def headers() -> dict[Path, str]:

@@ -32,3 +32,7 @@ def test_parts_of_attention_take_the_bits_they_have() -> None:
     assert [v.bits for v in found if v.what == "kv"] == [8, 4, 2]
     with pytest.raises(DiffbitError, match="leaves nothing to compare"):
         variants(["16", "6", "3"], ["kv", "qk"])
+
+
+def test_two_names_of_one_format_are_measured_once() -> None:
+    assert [variant.format for variant in variants(["8", "int8"], ["weights"])] == ["int8"]

@@ -16,7 +16,7 @@ from diffbit.runtime import cuda
 
 def test_the_headers_are_what_it_says() -> None:
     for path, text in schema.headers().items():
-        assert path.read_text() == text, "run python -m diffbit.ops.schema --write"
+        assert path.read_text() == text, "run python -m diffbit.ops.schema"
 
 
 def test_a_structure_of_ctypes_lies_as_the_headers_say() -> None:

@@ -1,4 +1,4 @@
-// Written by python -m diffbit.ops.schema --write, from ops/schema.py: change that.
+// Written by python -m diffbit.ops.schema, from ops/schema.py: change that.
 #pragma once
 
 #include "../schema.h"
