@@ -78,9 +78,12 @@ def token_cost(config: ModelConfig, scheme: Scheme | None, context: int, dtype: 
         else:
             count["floating"] += weights
             count["other"] += rows * format.groups(columns)
-    norms = sum(prod(shape) for name, shape in shapes(config).items() if name.endswith("norm.weight"))
-    nbytes += norms * WIDTHS[dtype]
-    count["other"] += 2 * norms
+    norms, biases = (
+        sum(prod(shape) for name, shape in shapes(config).items() if name.endswith(end))
+        for end in ("norm.weight", ".bias")
+    )
+    nbytes += (norms + biases) * WIDTHS[dtype]
+    count["other"] += 2 * norms + biases
     for layer in config.layers:
         count.update(_layer(layer, scheme, context))
     count["other"] += 2 * config.num_layers * config.hidden_size  # residual sums

@@ -187,13 +187,17 @@ class Graph:
         return self.op("Cast", [x], to=int(ir.DataType.from_numpy(np.dtype(dtype))))
 
     def linear(self, x: ir.Value, module: nn.Module, name: str, scale: float = 1.0) -> ir.Value:
-        """scale * (x W^T): a MatMul, or what the format of a quantized weight has for it (quantize/formats/)."""
+        """scale * (x W^T) + bias: a MatMul, or what the format of a quantized weight has for it (quantize/formats/)."""
+        assert isinstance(module, nn.Linear | QuantLinear)
         with self.scope(name):
             if isinstance(module, QuantLinear):
-                return module.onnx(self, x, scale)
-            assert isinstance(module, nn.Linear)
-            transposed = (module.weight.detach().float() * scale).T.contiguous()
-            return self.op("MatMul", [x, self.weight("weight", transposed.numpy())])
+                product = module.onnx(self, x, scale)
+            else:
+                transposed = (module.weight.detach().float() * scale).T.contiguous()
+                product = self.op("MatMul", [x, self.weight("weight", transposed.numpy())])
+            if module.bias is None:
+                return product
+            return self.op("Add", [product, self.weight("bias", module.bias.detach().float().numpy())])
 
     def norm(self, x: ir.Value, module: nn.Module, name: str, dtype: type[np.floating] | None = None) -> ir.Value:
         """x, of the graph's dtype or `dtype`, through an RMSNorm; unchanged where none stands (nn.Identity)."""

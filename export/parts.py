@@ -7,6 +7,7 @@
     float weights     linear layers that are not quantized
     lambda            lambda_proj of diff_v2; the numbers of diff_v1 are constants of the graph
     norms
+    biases
     rotary tables     cos and sin of every position
     padding           codes that stand for no weight, and gaps in model.onnx.data that put weights on page boundaries
     graph             model.onnx
@@ -41,6 +42,7 @@ NAMED = {  # by the end of an initializer's name
     "absmax": "scales",
     "zero": "scales",
     "weight": "float weights",
+    "bias": "biases",
 }
 FILES = {"tokenizer": "tokenizer", "special_tokens": "tokenizer", "chat_template": "tokenizer"}
 

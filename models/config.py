@@ -25,7 +25,7 @@ from . import attention, layers, mixers
 from . import mlp as mlps
 from .checks import check_count, check_flag, check_positive
 from .layers.mlp import MLPOptions
-from .layers.rope import RopeScaling
+from .layers.rope import RopeScaling, scaling_from
 from .mixer import AttentionOptions, MixerOptions, Symmetries
 
 SIZES = ("vocab_size", "hidden_size", "max_position")
@@ -55,8 +55,11 @@ class LayerSpec:
         check_flag("sub_norms", self.sub_norms)
 
     def symmetries(self) -> Symmetries:
-        """The mixer's; a norm behind the heads lets no change of the values pass."""
+        """The mixer's; a norm behind the heads lets no change of the values pass, one of queries and keys none of them:
+        its weight tells a pair's two rows apart."""
         found = self.mixer.symmetries()
+        if isinstance(self.mixer, AttentionOptions) and self.mixer.qk_norm_eps:
+            found = replace(found, key_of=())
         return replace(found, value_width=0, value_scales=False) if self.sub_norms else found
 
     def to_dict(self) -> dict[str, Any]:
@@ -117,17 +120,22 @@ class ModelConfig:
         mlp: str = "swiglu",
         sub_norms: bool = False,
         norm_eps: float = 1e-5,
+        qk_norm: bool = False,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        mlp_bias: bool = False,
         **others: Any,
     ) -> ModelConfig:
         """A model of equal layers, each of an attention variant and an MLP by their names; others: the other fields.
 
-        norm_eps: of the norm of heads as well, where the variant has one.
+        norm_eps: of the norms of heads, of queries and of keys as well, where there are any.
         """
         check_count("num_layers", num_layers)
         options = attention_options(attention)
         eps = {"norm_eps": norm_eps} if any(field.name == "norm_eps" for field in fields(options)) else {}
-        gated = layers.options("mlp", mlp, mlps)(intermediate_size)
-        layer = LayerSpec(options(num_heads, num_kv_heads, head_dim, **eps), gated, sub_norms)
+        gated = layers.options("mlp", mlp, mlps)(intermediate_size, bias=mlp_bias)
+        kept: dict[str, Any] = {"qkv_bias": qkv_bias, "o_bias": o_bias, "qk_norm_eps": norm_eps if qk_norm else 0.0}
+        layer = LayerSpec(options(num_heads, num_kv_heads, head_dim, **kept, **eps), gated, sub_norms)
         return cls(layers=(layer,) * num_layers, norm_eps=norm_eps, **others)
 
     @property
@@ -161,7 +169,7 @@ class ModelConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; `from_dict` reads it back to an equal config."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
-        scaling = None if self.rope_scaling is None else asdict(self.rope_scaling)
+        scaling = None if self.rope_scaling is None else self.rope_scaling.to_dict()
         layers = [layer.to_dict() for layer in self.layers]
         return own | {"layers": layers, "rope_scaling": scaling, "eos_token_ids": list(self.eos_token_ids)}
 
@@ -174,7 +182,7 @@ class ModelConfig:
         check_count("num_layers", len(values["layers"]))
         values["layers"] = tuple(LayerSpec.from_dict(layer) for layer in values["layers"])
         if values.get("rope_scaling") is not None:
-            values["rope_scaling"] = _made(RopeScaling, values["rope_scaling"], "rope_scaling")
+            values["rope_scaling"] = scaling_from(values["rope_scaling"])
         values["eos_token_ids"] = tuple(values.get("eos_token_ids", ()))
         return _made(cls, values, "model config")
 

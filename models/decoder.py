@@ -26,10 +26,11 @@ INIT_STD = 0.02
 
 
 def rope_for(config: ModelConfig, position_ids: Tensor) -> Rope:
-    """cos and sin at `position_ids` (any shape): fp32 [*position_ids.shape, d/2]."""
+    """cos and sin at `position_ids` (any shape), as RoPE's scaling has them: fp32 [*position_ids.shape, d/2]."""
     frequencies = inverse_frequencies(config.rope_width, config.rope_theta, config.rope_scaling, position_ids.device)
     angles = position_ids[..., None].float() * frequencies
-    return angles.cos(), angles.sin()
+    amplitude = 1.0 if config.rope_scaling is None else config.rope_scaling.amplitude
+    return angles.cos() * amplitude, angles.sin() * amplitude
 
 
 def rope_tables(config: ModelConfig, length: int) -> Rope:
@@ -77,7 +78,7 @@ class Body(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A language model. Fresh weights are N(0, 0.02), fresh lambda vectors N(0, 0.1), from torch's global generator."""
+    """A language model. Fresh weights are N(0, 0.02), lambda vectors N(0, 0.1), biases 0; torch's global generator."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -88,6 +89,8 @@ class Decoder(nn.Module):
             # On the meta device only shapes matter, and the first normal_() there imports torch's compiler: a second.
             if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.is_meta:
                 nn.init.normal_(module.weight, 0.0, INIT_STD)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Token ids [B, S] -> hidden states [B, S, E]."""

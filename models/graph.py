@@ -64,7 +64,7 @@ class Graph(Protocol):
     def cast(self, x: ir.Value, dtype: DTypeLike) -> ir.Value: ...
 
     def linear(self, x: ir.Value, module: nn.Module, name: str, scale: float = 1.0) -> ir.Value:
-        """scale * (x W^T) of a linear layer, float or quantized."""
+        """scale * (x W^T) + bias of a linear layer, float or quantized."""
 
     def norm(self, x: ir.Value, module: nn.Module, name: str, dtype: type[np.floating] | None = None) -> ir.Value:
         """x, of the graph's dtype or of `dtype`, through an RMSNorm; unchanged where the module is an nn.Identity."""

@@ -8,12 +8,11 @@ A mixer is one file, in attention/ or in mixers/, found by listing the folder. T
 
 `Block` and this base class do the rest: the norm before the mixer, and behind its heads the sub-norm and o_proj.
 
-    y = out_scale * o_proj(attn_sub_norm(heads(x)))         attn_sub_norm in layers with sub_norms only
+    y = out_scale * W_o attn_sub_norm(heads(x)) + b_o       attn_sub_norm in layers with sub_norms only, b_o with o_bias
 
 Rules for its parameters: the name of each linear ends in _proj, and of nothing else; all linears but o_proj read x,
 which is the normed residual stream, and nothing else reads it, so that methods can put a rotation or scales there. What
-is neither a `weight` nor a `bias` stays float32 in a model of any dtype, such as lambda_q1. Biases of linears, once a
-model has them, are made in `Mixer.__init__`.
+is neither a `weight` nor a `bias` stays float32 in a model of any dtype, such as lambda_q1.
 
 The module is called self_attn in every layer, as in checkpoints, whatever the mixer is.
 """
@@ -22,7 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +30,7 @@ from torch import Tensor, nn
 
 from ..errors import DiffbitError
 from ..ops.cache import Buffer
-from .checks import check_heads
+from .checks import check_flag, check_heads, check_positive
 from .graph import Cache, Graph
 from .layers.norm import RMSNorm
 from .layers.rope import Rope, apply_rope
@@ -64,7 +63,8 @@ class Symmetries:
 
     value_width   w: rows of v_proj in blocks of w, a block per kv head, and columns of o_proj in blocks of w, a block
                   per head, may be multiplied by any orthogonal [w, w] matrix, one per kv head, Q^T W_v and W_o Q; head
-                  i reads the value of kv head i // (heads / kv heads). 0: they may not.
+                  i reads the value of kv head i // (heads / kv heads). 0: they may not. Here and below a bias of
+                  v_proj, q_proj or k_proj changes as a column of its weight does.
     value_scales  whether those matrices may also be diagonal: the value's channels scaled one by one
     key_of        the key sub-head that each query sub-head meets: rows j and j + d/2 of a key sub-head, which RoPE
                   turns as a pair, and of all query sub-heads that meet it may be turned by any one angle. (): they may
@@ -138,16 +138,18 @@ class MixerOptions(ABC):
 
 
 class Mixer(nn.Module):
-    out_scale = 1.0  # the factor on o_proj's output
+    out_scale = 1.0  # the factor on o_proj's product
+    o_proj: nn.Module
 
-    def __init__(self, place: Place, width: int, **rows: int) -> None:
-        """rows: {name: out_features} of the linears that read x. width: of what `heads` returns."""
+    def __init__(self, place: Place, width: int, *, bias: bool = False, o_bias: bool = False, **rows: int) -> None:
+        """rows: {name: out_features} of the linears that read x, with a bias or none. width: of what `heads` returns.
+        o_bias: has o_proj a bias?"""
         super().__init__()
         self.layer_index = place.index
         for name, count in rows.items():
-            self.add_module(name, nn.Linear(place.hidden_size, count, bias=False))
+            self.add_module(name, nn.Linear(place.hidden_size, count, bias=bias))
         self.attn_sub_norm = place.sub_norm(width)
-        self.o_proj = nn.Linear(width, place.hidden_size, bias=False)
+        self.o_proj = nn.Linear(width, place.hidden_size, bias=o_bias)
 
     def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None) -> Tensor:
         """What the mixer finds: x [B, S, E] -> [B, S, width].
@@ -169,7 +171,10 @@ class Mixer(nn.Module):
     def forward(self, x: Tensor, rope: Rope, mask: Tensor | None = None, state: State | None = None) -> Tensor:
         """x [B, S, E] -> [B, S, E]."""
         out: Tensor = self.o_proj(self.attn_sub_norm(self.heads(x, rope, mask, state)))
-        return out if self.out_scale == 1 else out * self.out_scale
+        if self.out_scale == 1:
+            return out
+        out = out * self.out_scale
+        return out if self.o_proj.bias is None else out + (1 - self.out_scale) * self.o_proj.bias  # which has no factor
 
     def onnx(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
         """`forward` as ONNX nodes."""
@@ -181,14 +186,25 @@ class Mixer(nn.Module):
 @dataclass(frozen=True)
 class AttentionOptions(MixerOptions):
     """Sizes as the mathematics counts them: a head of a plain Transformer has one softmax, a differential head two (a
-    pair of query sub-heads), each head_dim = d wide. num_kv_heads: groups of heads that share keys and values."""
+    pair of query sub-heads), each head_dim = d wide. num_kv_heads: groups of heads that share keys and values.
+
+    qkv_bias, o_bias: have q_proj, k_proj and v_proj, has o_proj a bias? qk_norm_eps: of an RMSNorm of each query and
+    key sub-head, with a weight [d] that all heads share, before RoPE; 0: there is none.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    qkv_bias: bool = field(default=False, kw_only=True)
+    o_bias: bool = field(default=False, kw_only=True)
+    qk_norm_eps: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
         check_heads(self.num_heads, self.num_kv_heads, self.head_dim)
+        check_flag("qkv_bias", self.qkv_bias)
+        check_flag("o_bias", self.o_bias)
+        if self.qk_norm_eps != 0:
+            check_positive("qk_norm_eps", self.qk_norm_eps)
 
     @staticmethod
     @abstractmethod
@@ -227,7 +243,8 @@ class AttentionOptions(MixerOptions):
         """Of softmaxes alone: a variant adds its own."""
         products = self.softmaxes * self.head_dim * context
         rotated = (self.softmaxes + self.cache_heads) * self.head_dim
-        return Operations(products, products, 2 * self.softmaxes * context + 2 * rotated)
+        turns = 4 if self.qk_norm_eps else 2  # a norm takes as many as RoPE
+        return Operations(products, products, 2 * self.softmaxes * context + turns * rotated)
 
     def joint_rows(self) -> dict[str, int]:
         queries, keys = self.softmaxes // self.num_heads, self.cache_heads // self.num_kv_heads
@@ -247,7 +264,17 @@ class Attention(Mixer):
 
     def __init__(self, options: AttentionOptions, place: Place) -> None:
         keys = options.cache_heads * options.head_dim
-        super().__init__(place, options.width, q_proj=options.query_rows, k_proj=keys, v_proj=keys)
+        super().__init__(
+            place,
+            options.width,
+            bias=options.qkv_bias,
+            o_bias=options.o_bias,
+            q_proj=options.query_rows,
+            k_proj=keys,
+            v_proj=keys,
+        )
+        eps = options.qk_norm_eps
+        self.q_norm, self.k_norm = (RMSNorm(options.head_dim, eps) if eps else nn.Identity() for _ in "qk")
         self.num_heads, self.num_kv_heads, self.head_dim = options.num_heads, options.num_kv_heads, options.head_dim
         self.scale = self.head_dim**-0.5
         self.logits_hook: LogitsHook | None = None  # sees the scaled logits; what it returns takes their place
@@ -264,22 +291,30 @@ class Attention(Mixer):
 
     def queries(self, x: Tensor) -> Tensor:
         """Query sub-heads, those of a pair side by side, [B, S, softmaxes, d], not yet rotated."""
-        found: Tensor = self.q_proj(x)
-        return found.unflatten(-1, (-1, self.head_dim))
+        found: Tensor = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
+        return found
 
     def onnx_queries(self, g: Graph, x: ir.Value) -> ir.Value:
         """`queries` as ONNX nodes: [B, S, softmaxes * d]."""
-        return g.linear(x, self.q_proj, "q_proj")
+        return self._onnx_normed(g, g.linear(x, self.q_proj, "q_proj"), self.q_norm, "q_norm")
+
+    def _onnx_normed(self, g: Graph, heads: ir.Value, norm: nn.Module, name: str) -> ir.Value:
+        """heads [B, S, H * d], each through a norm [d] where one stands there."""
+        if isinstance(norm, nn.Identity):
+            return heads
+        each = g.norm(g.op("Reshape", [heads, g.const([0, 0, -1, self.head_dim])]), norm, name)
+        return g.op("Reshape", [each, g.const([0, 0, -1])])
 
     def projected(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Query [B, S, softmaxes, d] and key [B, S, Hk, d], rotated, and value [B, S, Hk, d]."""
         query = apply_rope(self.queries(x), rope)
-        key = apply_rope(self.k_proj(x).unflatten(-1, (-1, self.head_dim)), rope)
+        key = apply_rope(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))), rope)
         return query, key, self.v_proj(x).unflatten(-1, (-1, self.head_dim))
 
     def onnx_projected(self, g: Graph, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
         """The same as ONNX nodes, not yet rotated."""
-        return self.onnx_queries(g, x), g.linear(x, self.k_proj, "k_proj"), g.linear(x, self.v_proj, "v_proj")
+        key = self._onnx_normed(g, g.linear(x, self.k_proj, "k_proj"), self.k_norm, "k_norm")
+        return self.onnx_queries(g, x), key, g.linear(x, self.v_proj, "v_proj")
 
     def by_branch(self, key: Tensor, value: Tensor) -> tuple[list[Tensor], Tensor]:
         """Cached heads [B, Hk, T, d] -> the keys of each branch [B, G, T, d], and the values of all [B, G, T, e]."""

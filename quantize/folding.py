@@ -67,6 +67,14 @@ def attention_readers(layer: Layer) -> list[str]:
     ]
 
 
+def change_rows(layer: Layer, weight: str, change: Callable[[Tensor], Tensor]) -> None:
+    """`change` the rows of a weight [N, K], and those of its bias, where it has one, as a column [N, 1]."""
+    layer.tensors[weight] = change(layer.tensors[weight])
+    bias = f"{weight.removesuffix('.weight')}.bias"
+    if bias in layer.tensors:
+        layer.tensors[bias] = change(layer.tensors[bias][:, None])[:, 0]
+
+
 def mlp_readers(layer: Layer) -> list[str]:
     """The same of the MLP."""
     return [f"{layer.prefix}mlp.{name}_proj.weight" for name in ("gate", "up")]
@@ -76,7 +84,7 @@ def mlp_readers(layer: Layer) -> list[str]:
 class Group:
     """Weights that read the same channels, and what makes these: multiply the ones, divide the other, nothing changes.
 
-    maker     the name of a norm's weight [C] or of a linear layer's [C, ...]: row c makes channel c
+    maker     the name of a norm's weight [C] or of a linear layer's [C, ...]: row c, with its bias, makes channel c
     readers   names of weights [N, K]
     channels  int64 [K], the channel that each of their columns reads (some read by several: grouped queries)
     """
@@ -151,6 +159,6 @@ def fold(layer: Layer, group: Group, scale: Tensor) -> None:
         scale = torch.where(fits, made.double() / divided.double(), 1.0)
         layer.tensors[group.maker] = torch.where(fits, divided, made)
     else:
-        layer.tensors[group.maker] = made.double() / scale[:, None]
+        change_rows(layer, group.maker, lambda rows: rows.double() / scale[:, None])
     for name in group.readers:
         layer.tensors[name] = layer.tensors[name].double() * scale[group.channels.to(scale.device)]

@@ -17,15 +17,16 @@ from .rounding import Rounding
 
 
 class QuantLinear(nn.Module):
-    """y = round(x) W^T, x [..., K] -> [..., N], W a QTensor [N, K] dequantized in x's dtype.
+    """y = round(x) W^T + bias, x [..., K] -> [..., N], W a QTensor [N, K] dequantized in x's dtype.
 
     rounding: of x; None: what the weight's format does by itself (ternary weights are met by int8 numbers, others by x
     as it is).
     """
 
-    def __init__(self, weight: QTensor, rounding: Rounding | None = None) -> None:
+    def __init__(self, weight: QTensor, rounding: Rounding | None = None, bias: nn.Parameter | None = None) -> None:
         super().__init__()
         self.weight = weight
+        self.register_parameter("bias", bias)
         self.rounding = rounding or weight.format.rounding("", weight.shape[1], None)
 
     @property
@@ -37,10 +38,11 @@ class QuantLinear(nn.Module):
         return self.weight.shape[1]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight.format.multiply(x, self.weight, self.rounding)
+        product = self.weight.format.multiply(x, self.weight, self.rounding)
+        return product if self.bias is None else product + self.bias
 
     def onnx(self, g: Builder[V], x: V, factor: float) -> V:
-        """The layer as nodes, times a factor: quantize/formats/ says by which operator."""
+        """The product as nodes, times a factor: quantize/formats/ says by which operator."""
         return self.weight.format.onnx(g, x, self.weight, factor, self.rounding)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

@@ -26,18 +26,16 @@ def assemble(module: M, weights: Mapping[str, Tensor | QTensor], scheme: Scheme,
     for name, weight in weights.items():
         if isinstance(weight, QTensor):
             linear = name.removesuffix(".weight")
-            module.set_submodule(linear, quant_linear(linear, weight, scheme))
+            rounding = weight.format.rounding(linear, weight.shape[1], scheme.activations)
+            replaced = module.get_submodule(linear)
+            assert isinstance(replaced, nn.Linear)
+            module.set_submodule(linear, QuantLinear(weight, rounding, replaced.bias))  # its bias is loaded below
         else:
             state[name] = weight if dtype is None else weight.to(torch.float32 if stays_float32(name) else dtype)
     module.load_state_dict(state, strict=True, assign=True)
     check_derived(module)
     set_attention(module, scheme.attention)
     return module
-
-
-def quant_linear(module: str, weight: QTensor, scheme: Scheme) -> QuantLinear:
-    """The layer of a weight, its input rounded as the scheme wants."""
-    return QuantLinear(weight, weight.format.rounding(module, weight.shape[1], scheme.activations))
 
 
 def quantize_weight(method: Method, name: str, weight: Tensor, format: Format, stats: Any = None) -> QTensor:

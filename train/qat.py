@@ -33,8 +33,8 @@ MIN_SCALE = 2.0**-24  # the smallest number above 0 in fp16
 
 
 class QATLinear(nn.Linear):
-    """y = act(x) Q(W)^T, x [..., K] -> [..., N]. `weight` [N, K] is the master; `factor` fp32 [N, G] is learned where
-    scales are: scale = factor * initial scale.
+    """y = act(x) Q(W)^T + bias, x [..., K] -> [..., N]. `weight` [N, K] is the master; `factor` fp32 [N, G] is learned
+    where scales are: scale = factor * initial scale.
 
     Call `refresh` after every change of the weight: it computes codes and scales, which forward passes use.
     """
@@ -42,7 +42,7 @@ class QATLinear(nn.Linear):
     def __init__(self, linear: nn.Linear, format: Format, rounding: Rounding | None) -> None:
         with torch.device("meta"):
             super().__init__(linear.in_features, linear.out_features, bias=False)
-        self.weight = linear.weight
+        self.weight, self.bias = linear.weight, linear.bias
         self.format = format
         self.rounding = rounding  # of the input
         self.factor: nn.Parameter | None = None
@@ -77,6 +77,10 @@ class QATLinear(nn.Linear):
         return self._value
 
     def forward(self, x: Tensor) -> Tensor:
+        product = self._product(x)
+        return product if self.bias is None else product + self.bias.to(product.dtype)
+
+    def _product(self, x: Tensor) -> Tensor:
         x, weight = spread(x, self.rounding), spread(self.weight, self.rounding)
         if self.format.integer_product:
             return _Ternary.apply(x, weight, self.codes, self.scale, 8 if self.rounding is None else self.rounding.bits)
@@ -206,5 +210,6 @@ def weights(model: Decoder) -> dict[str, Tensor | QTensor]:
     found: dict[str, Tensor | QTensor] = {}
     for name in shapes(model.config):
         layer = model.get_submodule(name.rpartition(".")[0])
-        found[name] = layer.quantized() if isinstance(layer, QATLinear) else model.get_parameter(name).detach()
+        low = isinstance(layer, QATLinear) and name.endswith(".weight")
+        found[name] = layer.quantized() if low else model.get_parameter(name).detach()
     return found

@@ -168,7 +168,7 @@ class Checkpoint:
                 f"{self._tied_head.file}: {HEAD} differs from {EMBEDDING}, but config.json says "
                 "tie_word_embeddings: true; set it to false"
             )
-        if self._method == "bitsandbytes" and (self._is_packed(entry) or not name.endswith(".weight")):
+        if self._method == "bitsandbytes" and (self._is_packed(entry) or not name.endswith((".weight", ".bias"))):
             return tensor
         tensor = reorder(tensor, self.row_order(name))
         place = self._places.get(name)

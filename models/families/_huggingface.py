@@ -2,11 +2,12 @@
 
 Versions differ in where rotary embedding is described: up to 4 as `rope_theta` and `rope_scaling` at the top, from 5
 on in one dictionary `rope_parameters`. Both are read; `rope_theta` + `rope_scaling` are written, which both accept.
-What diffbit cannot compute (biases, other activations, other rotary types) is refused, never ignored.
+What diffbit cannot compute (sliding windows, other activations, other rotary types) is refused, never ignored.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,14 +18,20 @@ from ...errors import DiffbitError
 from ..checks import check_count, check_flag, check_positive
 from ..config import ModelConfig
 from ..family import Family, Stored
-from ..layers.rope import RopeScaling
+from ..layers.rope import Dynamic, Linear, Llama3, RopeScaling, Yarn
 from ..mixer import AttentionOptions
 
+WINDOW = 4096  # tokens of attention's sliding window, where a config.json does not say
 ACTS = {"silu": "swiglu", "relu2": "relu2"}  # hidden_act: the MLP's name
+ORIGINAL = {"original_max_position": "original_max_position_embeddings"}  # a field of RopeScalings there
 
 
 def _as_they_are(mixer: AttentionOptions) -> dict[str, Tensor]:
     return {}
+
+
+def _no_window(values: Mapping[str, Any]) -> Any:
+    return None
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,9 @@ class HuggingFace(Family):
     """A family of equal layers with Hugging Face's names of fields and tensors.
 
     queries, keys: sub-heads that num_attention_heads counts for a head, and num_key_value_heads for a kv head.
-    architecture: the class that transformers has. act, norm_eps, rope_theta: where config.json does not say.
+    architecture: the class that transformers has. act, norm_eps, rope_theta, max_position, head_dim (None: hidden_size
+    over heads): where config.json does not say. biases: the fields by which it may ask for biases; qkv_bias: those that
+    the family always has. window: tokens that attention looks back at, by a parsed config.json; None: all.
     rows: {"q_proj": order}, canonical rows = rows on disk[order], of the projections that lie otherwise.
     """
 
@@ -44,34 +53,39 @@ class HuggingFace(Family):
     act: str = "silu"
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
+    max_position: int = 2048
+    head_dim: int | None = None
+    biases: tuple[str, ...] = ("attention_bias",)
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    window: Callable[[Mapping[str, Any]], Any] = _no_window
     rows: Callable[[AttentionOptions], dict[str, Tensor]] = _as_they_are
 
     def knows(self, values: Mapping[str, Any]) -> bool:
         return values.get("model_type") == self.model_type and not values.get("rope_interleaved")
 
     def read(self, values: Mapping[str, Any]) -> ModelConfig:
-        for name in ("attention_bias", "mlp_bias"):
-            if values.get(name):
-                raise DiffbitError(f"{name} is {values[name]!r}, wanted false: diffbit's linear layers have no bias")
         act = values.get("hidden_act") or self.act
         if act not in ACTS:
             raise DiffbitError(f"hidden_act is {act!r}, wanted one of {', '.join(ACTS)}")
         query_heads = _count(values, "num_attention_heads")
         kv_heads = _count(values, "num_key_value_heads", default=query_heads)
         hidden_size = _count(values, "hidden_size")
-        if values.get("head_dim") is None and hidden_size % query_heads:
+        if values.get("head_dim", self.head_dim) is None and hidden_size % query_heads:
             raise DiffbitError(
                 f"hidden_size is {hidden_size} and not divisible by num_attention_heads, which is {query_heads}; where "
                 "that is meant, head_dim must be given"
             )
         self._check_heads(query_heads, kv_heads)
-        head_dim = _count(values, "head_dim", default=hidden_size // query_heads)
-        max_position = _count(values, "max_position_embeddings", default=2048)
+        head_dim = _count(values, "head_dim", default=self.head_dim or hidden_size // query_heads)
+        max_position = _count(values, "max_position_embeddings", default=self.max_position)
+        num_layers = _count(values, "num_hidden_layers")
+        self._check_window(values, max_position)
         theta, scaling = _rope(values, max_position, self.rope_theta)
         tied = values.get("tie_word_embeddings", False)
         check_flag("tie_word_embeddings", tied)
         return ModelConfig.uniform(
-            num_layers=_count(values, "num_hidden_layers"),
+            num_layers=num_layers,
             num_heads=query_heads // self.queries,
             num_kv_heads=kv_heads // self.keys,
             head_dim=head_dim,
@@ -79,6 +93,7 @@ class HuggingFace(Family):
             attention=self.attention,
             mlp=ACTS[act],
             sub_norms=self.sub_norms,
+            qk_norm=self.qk_norm,
             norm_eps=_number(values, "rms_norm_eps", default=self.norm_eps),
             vocab_size=_count(values, "vocab_size"),
             hidden_size=hidden_size,
@@ -86,6 +101,7 @@ class HuggingFace(Family):
             rope_theta=theta,
             rope_scaling=scaling,
             tie_embeddings=tied,
+            **self._biases(values),
             **_special_tokens(values),
         )
 
@@ -110,12 +126,31 @@ class HuggingFace(Family):
     def stored(self, config: ModelConfig, name: str) -> Stored:
         before, _, tensor = name.rpartition(".self_attn.")
         rows = self.rows(attention_of(config)) if before else {}
-        return Stored((name,), rows.get(tensor.removesuffix(".weight")))
+        return Stored((name,), rows.get(tensor.rpartition(".")[0]))
 
     def hint(self, name: str) -> str:
         if self.queries > 1 and name.rpartition(".self_attn.")[2] in ("subln.weight", "out_proj.weight"):
             return '; for a folder in the layout of the official modules, add "rope_interleaved": true to config.json'
         return ""
+
+    def _biases(self, values: Mapping[str, Any]) -> dict[str, bool]:
+        for name in ("attention_bias", "mlp_bias"):
+            if values.get(name) is not None:
+                check_flag(name, values[name])
+            if values.get(name) and name not in self.biases:
+                raise DiffbitError(f"{name} is true, wanted false: no {self.model_type} has these biases")
+        o_bias = bool(values.get("attention_bias"))
+        return {"qkv_bias": o_bias or self.qkv_bias, "o_bias": o_bias, "mlp_bias": bool(values.get("mlp_bias"))}
+
+    def _check_window(self, values: Mapping[str, Any], max_position: int) -> None:
+        window = self.window(values)
+        if window is not None:
+            check_count("sliding_window", window)
+            if window < max_position:
+                raise DiffbitError(
+                    f"attention has a sliding window of {window} tokens, which diffbit does not compute; for contexts "
+                    f"of at most {window}, where it hides nothing, set max_position_embeddings to {window}"
+                )
 
     def _check_heads(self, query_heads: int, kv_heads: int) -> None:
         counts = (("num_attention_heads", query_heads, self.queries), ("num_key_value_heads", kv_heads, self.keys))
@@ -158,16 +193,9 @@ def common_fields(config: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_position,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": None
-        if scaling is None
-        else {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position,
-        },
-        "attention_bias": False,
+        "rope_scaling": None if scaling is None else {ORIGINAL.get(k, k): v for k, v in scaling.to_dict().items()},
+        "attention_bias": any(mixer.o_bias for mixer in mixers),
+        "mlp_bias": mlp.bias,
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else list(eos),
@@ -197,13 +225,38 @@ def _rope(values: Mapping[str, Any], max_position: int, default: float) -> tuple
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return theta, None
-    if kind != "llama3":
-        raise DiffbitError(f"the rotary embedding is of type {kind!r}, wanted 'default' or 'llama3'")
-    return theta, RopeScaling(
-        factor=_number(rope, "factor"),
-        low_freq_factor=_number(rope, "low_freq_factor"),
-        high_freq_factor=_number(rope, "high_freq_factor"),
-        original_max_position=_count(rope, "original_max_position_embeddings", default=max_position),
+    if kind not in ("linear", "dynamic", "llama3", "yarn"):
+        raise DiffbitError(
+            f"the rotary embedding is of type {kind!r}, wanted 'default', 'linear', 'dynamic', 'llama3' or 'yarn'"
+        )
+    if kind in ("linear", "dynamic"):
+        return theta, (Linear if kind == "linear" else Dynamic)(_number(rope, "factor"))
+    above = values if values.get("original_max_position_embeddings") is not None else rope
+    original = _count(above, "original_max_position_embeddings", default=max_position)
+    if kind == "yarn":
+        return theta, _yarn(rope, original, max_position)
+    numbers = (_number(rope, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    return theta, Llama3(*numbers, original)
+
+
+def _yarn(rope: Mapping[str, Any], original: int, max_position: int) -> Yarn:
+    """Its attention_factor, where not given, is 1 + 0.1 ln factor (arXiv 2309.00071, eq. 22), or the quotient of two
+    such numbers, with 0.1 times mscale and times mscale_all_dim."""
+    factor = _number(rope, "factor", default=max_position / original)
+
+    def grown(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+
+    scales = [_number(rope, name) for name in ("mscale", "mscale_all_dim") if rope.get(name)]
+    default = grown(scales[0]) / grown(scales[1]) if len(scales) == 2 else grown(1)
+    truncate = rope.get("truncate", True)
+    return Yarn(
+        factor,
+        original,
+        _number(rope, "attention_factor", default=default),
+        beta_fast=_number(rope, "beta_fast", default=32),
+        beta_slow=_number(rope, "beta_slow", default=1),
+        truncate=truncate,
     )
 
 

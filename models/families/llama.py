@@ -1,7 +1,15 @@
-"""Hugging Face's llama: the plain Transformer."""
+"""Hugging Face's llama: the plain Transformer, with biases where `attention_bias` and `mlp_bias` ask for them."""
 
 from __future__ import annotations
 
 from ._huggingface import HuggingFace
 
-FAMILIES = (HuggingFace("llama", "softmax", architecture="LlamaForCausalLM", norm_eps=1e-6),)
+FAMILIES = (
+    HuggingFace(
+        "llama",
+        "softmax",
+        architecture="LlamaForCausalLM",
+        norm_eps=1e-6,
+        biases=("attention_bias", "mlp_bias"),
+    ),
+)

@@ -2,19 +2,19 @@
 
     y = down_proj(ffn_sub_norm(act(gate_proj(x)) * up_proj(x)))
 
-An MLP is one file in models/mlp/ that says what `act` is. Biases of its linears, once a model has them, are made here.
+An MLP is one file in models/mlp/ that says what `act` is.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor, nn
 
-from ..checks import check_count
+from ..checks import check_count, check_flag
 from ..graph import Graph
 from ..mixer import Place
 
@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MLPOptions(ABC):
-    """intermediate_size: rows of gate_proj and up_proj."""
+    """intermediate_size: rows of gate_proj and up_proj. bias: have the three linears one?"""
 
     intermediate_size: int
+    bias: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         check_count("intermediate_size", self.intermediate_size)
+        check_flag("bias", self.bias)
 
     @property
     def name(self) -> str:
@@ -50,10 +52,11 @@ class GatedMLP(nn.Module):
 
     def __init__(self, options: MLPOptions, place: Place) -> None:
         super().__init__()
-        self.gate_proj: nn.Module = nn.Linear(place.hidden_size, options.intermediate_size, bias=False)
-        self.up_proj: nn.Module = nn.Linear(place.hidden_size, options.intermediate_size, bias=False)
+        hidden, inner, bias = place.hidden_size, options.intermediate_size, options.bias
+        self.gate_proj: nn.Module = nn.Linear(hidden, inner, bias=bias)
+        self.up_proj: nn.Module = nn.Linear(hidden, inner, bias=bias)
         self.ffn_sub_norm = place.sub_norm(options.intermediate_size)
-        self.down_proj: nn.Module = nn.Linear(options.intermediate_size, place.hidden_size, bias=False)
+        self.down_proj: nn.Module = nn.Linear(inner, hidden, bias=bias)
 
     def act(self, gate: Tensor) -> Tensor:
         """gate_proj's output [B, S, F] -> what up_proj's is multiplied by."""

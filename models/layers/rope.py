@@ -1,28 +1,82 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864, eq. 34) with Llama-3 frequency scaling.
+"""Rotary position embedding (RoFormer, arXiv 2104.09864, eq. 34), plain or with frequencies for longer contexts.
 
 Pair j of a head's d numbers is turned by the angle position * theta^(-2j/d). The pair is (x_j, x_{j+d/2}), the
 "rotate half" order of Hugging Face; the interleaved order (x_2j, x_2j+1) of Meta's and unilm's code is the same
 rotation after a permutation of the rows of q_proj and k_proj (families/unilm.py). Angles, cos and sin are float32.
+
+What stretches a context is a RopeScaling, by Hugging Face's rope_type:
+
+    linear    all angles over `factor`: positions are interpolated
+    dynamic   theta grows with a sequence beyond max_position. No sequence here does, and up to there it is plain RoPE
+    llama3    long wavelengths over `factor`, short ones untouched, a linear blend between the two
+    yarn      the same with other bounds (arXiv 2309.00071, section 3.2), and cos and sin times `attention_factor`
+    none      no positions at all: cos is 1 and sin 0
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ...errors import DiffbitError
-from ..checks import check_count, check_positive
+from ..checks import check_count, check_flag, check_positive
 
 Rope = tuple[Tensor, Tensor]  # cos and sin, fp32 [B, S, d/2] (or [S, d/2] where stated)
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama-3 frequency scaling (rope_type "llama3"): long wavelengths are slowed down by `factor`."""
+    """rope_type: its name in config.json."""
 
+    rope_type: ClassVar[str]
+
+    @property
+    def amplitude(self) -> float:
+        """What cos and sin are multiplied by."""
+        return 1.0
+
+    def scaled(self, frequencies: Tensor, theta: float) -> Tensor:
+        """Of plain frequencies, radians per position of each pair, fp32 [d/2], those that a model has."""
+        return frequencies
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON; `scaling_from` is its inverse."""
+        return {"rope_type": self.rope_type} | asdict(self)
+
+
+@dataclass(frozen=True)
+class NoPositions(RopeScaling):
+    rope_type = "none"
+
+    def scaled(self, frequencies: Tensor, theta: float) -> Tensor:
+        return torch.zeros_like(frequencies)
+
+
+@dataclass(frozen=True)
+class Dynamic(RopeScaling):
+    rope_type = "dynamic"
+    factor: float
+
+    def __post_init__(self) -> None:
+        check_positive("factor", self.factor)
+
+
+@dataclass(frozen=True)
+class Linear(Dynamic):
+    rope_type = "linear"
+
+    def scaled(self, frequencies: Tensor, theta: float) -> Tensor:
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True)
+class Llama3(RopeScaling):
+    rope_type = "llama3"
     factor: float
     low_freq_factor: float
     high_freq_factor: float
@@ -38,6 +92,76 @@ class RopeScaling:
                 f"which is {self.low_freq_factor}"
             )
 
+    def scaled(self, frequencies: Tensor, theta: float) -> Tensor:
+        wavelength = 2 * math.pi / frequencies
+        turns = self.original_max_position / wavelength  # full turns within the original context
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return _blend(frequencies, self.factor, kept)
+
+
+@dataclass(frozen=True)
+class Yarn(RopeScaling):
+    """Pairs that turn more than beta_fast times within the original context are kept, those that turn less than
+    beta_slow times slowed down. truncate: are the bounds between them whole pairs?"""
+
+    rope_type = "yarn"
+    factor: float
+    original_max_position: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "attention_factor", "beta_fast", "beta_slow"):
+            check_positive(name, getattr(self, name))
+        check_count("original_max_position", self.original_max_position)
+        check_flag("truncate", self.truncate)
+
+    @property
+    def amplitude(self) -> float:
+        return self.attention_factor
+
+    def scaled(self, frequencies: Tensor, theta: float) -> Tensor:
+        pairs = len(frequencies)
+
+        def pair(turns: float) -> float:
+            """The pair, a real number, that turns so often within the original context."""
+            return pairs * math.log(self.original_max_position / (turns * 2 * math.pi)) / math.log(theta)
+
+        low, high = pair(self.beta_fast), pair(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * pairs - 1)
+        high += 0.001 if low == high else 0  # as the code of the paper's authors
+        slowed = (torch.arange(pairs, dtype=torch.float32, device=frequencies.device) - low) / (high - low)
+        return _blend(frequencies, self.factor, 1 - slowed.clamp(0, 1))
+
+
+def _blend(frequencies: Tensor, factor: float, kept: Tensor) -> Tensor:
+    """kept 1: as they are; 0 and less: over `factor`."""
+    kept = kept.clamp(0.0, 1.0)
+    return (1 - kept) * frequencies / factor + kept * frequencies
+
+
+SCALINGS: dict[str, type[RopeScaling]] = {
+    found.rope_type: found for found in (NoPositions, Linear, Dynamic, Llama3, Yarn)
+}
+
+
+def scaling_from(values: Mapping[str, Any]) -> RopeScaling:
+    """The inverse of `to_dict`; without rope_type, as earlier versions wrote it, it is llama3's."""
+    if not isinstance(values, Mapping):
+        raise DiffbitError(f"rope_scaling is {values!r}, wanted an object")
+    given = dict(values)
+    kind = given.pop("rope_type", Llama3.rope_type)
+    if kind not in SCALINGS:
+        raise DiffbitError(f"rope_scaling: rope_type is {kind!r}, wanted one of {', '.join(SCALINGS)}")
+    try:
+        return SCALINGS[kind](**given)
+    except TypeError as error:
+        raise DiffbitError(f"rope_scaling: {error}") from None
+
 
 def inverse_frequencies(
     width: int, theta: float, scaling: RopeScaling | None = None, device: torch.device | str | None = None
@@ -45,16 +169,7 @@ def inverse_frequencies(
     """Radians per position of each pair of a head `width` = d wide: fp32 [d/2]."""
     exponent = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
     frequencies = 1.0 / theta**exponent
-    return frequencies if scaling is None else _llama3(frequencies, scaling)
-
-
-def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Long wavelengths divided by `factor`, short ones untouched, a linear blend between the two."""
-    wavelength = 2 * math.pi / frequencies
-    turns = scaling.original_max_position / wavelength  # full turns within the original context
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blend = blend.clamp(0.0, 1.0)
-    return (1 - blend) * frequencies / scaling.factor + blend * frequencies
+    return frequencies if scaling is None else scaling.scaled(frequencies, theta)
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:

@@ -45,13 +45,13 @@ RATE = 1 / STEPS  # of SignSGD at first, in steps of the weights; what a clip fa
 BOUND = 0.5  # of offsets: as far as the neighbour on either side
 MARGIN = 0.49  # how far from its code's level a weight starts at most, in steps
 CLIP = (0.25, 4.0)  # bounds of clip factors
-FLOAT_RATE = 1e-3  # of Adam, at first: norms and lambdas
+FLOAT_RATE = 1e-3  # of Adam, at first: norms, biases and lambdas
 CHECKS = 4  # how often the iterate is looked at
 CHECK_WINDOWS = 16  # what it is looked at with
 
 
 def quantize_layer(layer: Layer) -> dict[str, QTensor]:
-    """Round the weights in layer.formats together; layer.refitted gets better norms and lambdas."""
+    """Round the weights in layer.formats together; layer.refitted gets better norms, biases and lambdas."""
     if layer.tokens is None:
         raise DiffbitError("learned needs calibration tokens; name a text to take them from (--calibrate stdlib)")
     start: dict[str, QTensor] = {}

@@ -4,7 +4,7 @@ Only rotations that fold into the weights, so that they are free at run time and
 
   residual stream   h -> h R, R [E, E] a randomised Hadamard transform (hadamard.py). RMSNorm commutes with R once its
                     weight g is folded into the layers that follow: embedding E R, readers W diag(g) R, o_proj and
-                    down_proj R^T W, the final norm and the head likewise.
+                    down_proj R^T W and R^T b of their biases, the final norm and the head likewise.
   heads             values, and queries with keys: rotate_heads.py
 
 A tied head is untied, which costs its bytes: the final norm's weight goes into the head and not into the embedding. A
@@ -21,7 +21,7 @@ import torch
 
 from ...models import ModelConfig
 from ...models.checkpoint.names import EMBEDDING, HEAD
-from ..folding import attention_readers, mlp_readers, unchanged
+from ..folding import attention_readers, change_rows, mlp_readers, unchanged
 from ..hadamard import Rotation
 from ..layer import FINAL_NORM, Layer
 from .rotate_heads import SEED, rotate_values, turn_planes
@@ -48,7 +48,7 @@ def transform(layer: Layer) -> None:
             _read_rotated(layer, f"{layer.prefix}post_attention_layernorm.weight", mlp_readers(layer), stream)
             turn_planes(layer)
             for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
-                tensors[layer.prefix + name] = stream.left_inverse(tensors[layer.prefix + name])
+                change_rows(layer, layer.prefix + name, stream.left_inverse)
         else:
             _read_rotated(layer, FINAL_NORM, [HEAD], stream)
 

@@ -9,6 +9,9 @@ The model computes the same, and nothing is added at run time or in the file:
                     angle in a key sub-head and in the query sub-heads that meet it: each plane of the signal's and of
                     the noise's has its own, the one of ANGLES with the least error of rounding to nearest,
                     sum over the queries of  ||dq||^2 ||k||^2 + ||q||^2 ||dk||^2.
+                    A norm of queries and keys (Qwen 3) scales both rows apart: they stay as they are.
+
+Biases turn with the rows that they are added to.
 
 No scales between queries and keys: a format has scales for each row, so that a row times s rounds to s times the same.
 """
@@ -20,7 +23,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..folding import unchanged
+from ..folding import change_rows, unchanged
 from ..formats import Format
 from ..hadamard import Rotation
 from ..layer import Layer
@@ -45,13 +48,15 @@ def rotate_values(layer: Layer) -> None:
     if not width:
         return
     v_proj, o_proj = (f"{layer.prefix}self_attn.{name}_proj.weight" for name in "vo")
-    values, outputs = layer.tensors[v_proj].split(width), layer.tensors[o_proj].split(width, dim=1)
-    shared = len(outputs) // len(values)
-    rotations = [
-        Rotation(width, SEED + 1 + layer.index * len(values) + group)  # each its own signs
-        for group in range(len(values))
-    ]
-    layer.tensors[v_proj] = torch.cat([r.left_inverse(v) for r, v in zip(rotations, values, strict=True)])
+    outputs, count = layer.tensors[o_proj].split(width, dim=1), len(layer.tensors[v_proj]) // width
+    shared = len(outputs) // count
+    seed = SEED + 1 + layer.index * count
+    rotations = [Rotation(width, seed + group) for group in range(count)]  # each its own signs
+
+    def rotated(rows: Tensor) -> Tensor:
+        return torch.cat([r.left_inverse(v) for r, v in zip(rotations, rows.split(width), strict=True)])
+
+    change_rows(layer, v_proj, rotated)
     layer.tensors[o_proj] = torch.cat([rotations[i // shared].right(o) for i, o in enumerate(outputs)], dim=1)
 
 
@@ -79,8 +84,12 @@ def turn_planes(layer: Layer) -> None:
         )
         losses.append(shared(query_error) * key_energy + key_error * shared(query_energy))
     best = torch.tensor(ANGLES, device=device)[torch.stack(losses).argmin(0)]
-    for module, weight, turned in zip(modules, (query, key), (best[key_of], best), strict=True):
-        layer.tensors[f"{module}.weight"] = _turn(weight, turned).flatten(0, 2)
+    for module, turned in zip(modules, (best[key_of], best), strict=True):
+
+        def turn(rows: Tensor, turned: Tensor = turned) -> Tensor:
+            return _turn(rows.unflatten(0, (-1, 2, width // 2)), turned).flatten(0, 2)
+
+        change_rows(layer, f"{module}.weight", turn)
 
 
 def _turn(weight: Tensor, angle: Tensor) -> Tensor:

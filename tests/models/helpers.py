@@ -15,6 +15,12 @@ from transformers import (
     DiffLlamaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from diffbit.models import ModelConfig
@@ -24,7 +30,12 @@ HF = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "diffllama": (DiffLlamaConfig, DiffLlamaForCausalLM),
     "bitnet": (BitNetConfig, BitNetForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
+LINEAR, DYNAMIC = ({"rope_type": kind, "factor": 3.0, "rope_theta": 500.0} for kind in ("linear", "dynamic"))
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 300.0, "original_max_position_embeddings": 16}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -54,7 +65,7 @@ def hf_model(model_type: str, *, seed: int = 0, **changes: Any) -> Any:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-            elif "lambda" in name:
+            elif "lambda" in name or name.endswith("bias"):
                 parameter.normal_(0, 0.4)
     return model
 

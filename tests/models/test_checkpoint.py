@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from diffbit import DiffbitError, models
 from diffbit.models.checkpoint.safetensors_file import read_header, read_tensor
+from diffbit.models.layers.rope import Llama3
 
 from .helpers import LLAMA3, hf_model, saved, small_config, tokens
 
@@ -28,7 +29,7 @@ def fresh(attention: str, **changes: object) -> models.Decoder:
 @pytest.mark.parametrize("attention", VARIANTS)
 @pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}, {"sub_norms": True, "mlp": "relu2"}])
 def test_round_trip_is_bit_equal(attention: str, changes: dict[str, object], tmp_path: Path) -> None:
-    scaling = models.RopeScaling(8.0, 1.0, 4.0, 32)
+    scaling = Llama3(8.0, 1.0, 4.0, 32)
     model = fresh(attention, rope_scaling=scaling, rope_theta=555.0, eos_token_ids=(4, 5), **changes)
     models.save(model, tmp_path / "m")
     again = models.load(tmp_path / "m")

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import BitNetConfig, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from diffbit import DiffbitError, models
 from diffbit.models.families import read_config, write_config
+from diffbit.models.layers.rope import Llama3, NoPositions, inverse_frequencies
 
 from .helpers import LLAMA3, small_config
 
@@ -23,7 +25,7 @@ MINIMAL: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
-SCALING = models.RopeScaling(8.0, 1.0, 4.0, 16)
+SCALING = Llama3(8.0, 1.0, 4.0, 16)
 OLD_LLAMA3 = {"type": "llama3"} | {name: value for name, value in LLAMA3.items() if name != "rope_type"}
 
 
@@ -75,6 +77,36 @@ def test_round_trips(attention: str, sub_norms: bool, mlp: str) -> None:
     assert read_config(json.loads(json.dumps(write_config(config, "bfloat16")))) == config
 
 
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "llama3", "yarn"])
+@pytest.mark.parametrize("width", [8, 128])
+@pytest.mark.parametrize("old", [False, True], ids=["rope_parameters", "rope_scaling"])
+def test_frequencies_are_transformers(kind: str, width: int, old: bool) -> None:
+    """At real sizes (those of Qwen 2.5 and Llama 3.1), from the fields of transformers 5 and of 4."""
+    rope = {"rope_type": kind, "factor": 4.0}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+    rope |= {"original_max_position_embeddings": 8192} if kind in ("llama3", "yarn") else {}
+    values = MINIMAL | {"num_attention_heads": 1, "head_dim": width, "max_position_embeddings": 32768}
+    given: dict[str, Any] = {"rope_scaling": rope} if old else {"rope_parameters": rope}
+    ours = read_config(values | given | {"rope_theta": 1e6})
+    theirs = LlamaConfig(**values, rope_parameters=rope | {"rope_theta": 1e6})
+    wanted, amplitude = ROPE_INIT_FUNCTIONS[kind](theirs, torch.device("cpu"))
+    found = inverse_frequencies(ours.rope_width, ours.rope_theta, ours.rope_scaling)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+    assert ours.rope_scaling is not None and ours.rope_scaling.amplitude == amplitude
+    assert (amplitude != 1) == (kind == "yarn")
+    assert models.ModelConfig.from_dict(json.loads(json.dumps(ours.to_dict()))) == ours
+    assert read_config(json.loads(json.dumps(write_config(ours, "float32")))) == ours
+
+
+def test_a_model_without_positions() -> None:
+    """The tables turn nothing; no other family has such a model."""
+    config = small_config(rope_scaling=NoPositions())
+    cos, sin = models.rope_tables(config, 9)
+    assert (cos == 1).all() and (sin == 0).all()
+    assert write_config(config, "float32")["model_type"] == "diffbit"
+    assert models.ModelConfig.from_dict(config.to_dict()) == config
+
+
 def test_from_dict_refuses_what_it_does_not_know() -> None:
     good = small_config().to_dict()
     with pytest.raises(DiffbitError, match="unknown field 'window'"):
@@ -87,7 +119,7 @@ def test_from_dict_refuses_what_it_does_not_know() -> None:
 def test_llama3_tables_against_transformers() -> None:
     """All three regimes (untouched, blended, slowed down) occur among the frequencies of a 32-wide head."""
     rope = LLAMA3 | {"rope_theta": 500.0, "original_max_position_embeddings": 64}
-    scaling = models.RopeScaling(8.0, 1.0, 4.0, 64)
+    scaling = Llama3(8.0, 1.0, 4.0, 64)
     theirs = LlamaConfig(hidden_size=64, num_attention_heads=2, max_position_embeddings=128, rope_parameters=rope)
     config = small_config(head_dim=32, rope_theta=500.0, rope_scaling=scaling)
     plain = models.rope_tables(small_config(head_dim=32, rope_theta=500.0), 128)[0]

@@ -147,7 +147,7 @@ CASES: dict[str, tuple[str, Callable[[Path], Any], list[str]]] = {
         config(model_type="mamba"),
         [
             "config.json: model_type is 'mamba', wanted one of bitnet, diff_llama_v2, diff_llama_v2_bitnet, diffbit, "
-            "diffllama, diffllama_bitnet, llama"
+            "diffllama, diffllama_bitnet, llama, mistral, qwen2, qwen3"
         ],
     ),
     "no model_type": ("single", config(model_type="DELETE"), ["config.json: model_type is None"]),
@@ -168,15 +168,31 @@ CASES: dict[str, tuple[str, Callable[[Path], Any], list[str]]] = {
     "fraction": ("single", config(num_hidden_layers=2.5), ["num_hidden_layers is 2.5"]),
     "bad eps": ("single", config(rms_norm_eps="tiny"), ["rms_norm_eps is 'tiny'"]),
     "bad eos": ("single", config(eos_token_id=[1, "x"]), ["eos_token_id is [1, 'x']"]),
+    "mistral's own window": (
+        "tied",
+        config(model_type="mistral", max_position_embeddings=8192),
+        ["config.json: attention has a sliding window of 4096 tokens", "set max_position_embeddings to 4096"],
+    ),
+    "a window": (
+        "tied",
+        config(model_type="mistral", sliding_window=8),
+        ["a sliding window of 8 tokens, which diffbit does not compute"],
+    ),
+    "bad window": ("tied", config(model_type="mistral", sliding_window=0), ["sliding_window is 0"]),
+    "qwen's window": (
+        "tied",
+        config(model_type="qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=1),
+        ["a sliding window of 8 tokens"],
+    ),
     "activation": ("single", config(hidden_act="gelu"), ["hidden_act is 'gelu', wanted one of silu, relu2"]),
-    "attention bias": ("single", config(attention_bias=True), ["attention_bias is True, wanted false"]),
-    "mlp bias": ("tied", config(mlp_bias=True), ["mlp_bias is True, wanted false"]),
+    "attention bias": ("single", config(attention_bias=True), ["q_proj.bias of shape (64,) is missing"]),
+    "mlp bias": ("single", config(mlp_bias=True), ["mlp_bias is true, wanted false: no diffllama"]),
     "rope type": (
         "single",
-        config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}),
-        ["config.json", "of type 'yarn', wanted 'default' or 'llama3'"],
+        config(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}),
+        ["config.json", "of type 'longrope', wanted 'default', 'linear', 'dynamic', 'llama3' or 'yarn'"],
     ),
-    "old rope type": ("single", config(rope_scaling={"type": "linear", "factor": 2.0}), ["of type 'linear'"]),
+    "old rope type": ("single", config(rope_scaling={"type": "su", "factor": 2.0}), ["of type 'su'"]),
     "rope without factor": ("single", config(rope_scaling={"rope_type": "llama3"}), ["the field factor is missing"]),
     "rope as text": ("single", config(rope_scaling="llama3"), ["rope_scaling is 'llama3', wanted an object"]),
     "partial rope": ("single", config(partial_rotary_factor=0.5), ["partial_rotary_factor is 0.5, wanted 1"]),

@@ -10,7 +10,7 @@ import torch
 
 from diffbit import models
 
-from .helpers import HF, LLAMA3, hf_model, saved, tokens
+from .helpers import DYNAMIC, HF, LINEAR, LLAMA3, YARN, hf_model, saved, tokens
 
 CLOSE = {"rtol": 0.0, "atol": 1e-5}
 KINDS = sorted(HF)
@@ -21,50 +21,75 @@ def reopened(kind: str, folder: Path, dtype: torch.dtype) -> Any:
     return HF[kind][1].from_pretrained(folder, dtype=dtype)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SHAPES = {
+    "gqa1": {"num_key_value_heads": 8},
+    "gqa4": {"num_key_value_heads": 2},
+    "tied": {"tie_word_embeddings": True},
+    "narrow-heads": {"head_dim": 4, "rms_norm_eps": 1e-3},
+    "llama3-rope": {"rope_parameters": LLAMA3 | {"rope_theta": 500.0}},
+    "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}},
+    "silu": {"hidden_act": "silu"},
+    "relu2": {"hidden_act": "relu2"},
+}
+CASES = [(kind, shape, changes) for kind in ("llama", "diffllama", "bitnet") for shape, changes in SHAPES.items()]
+CASES += [
+    ("llama", "linear-rope", {"rope_parameters": LINEAR}),
+    ("llama", "dynamic-rope", {"rope_parameters": DYNAMIC}),
+    ("llama", "yarn", {"rope_parameters": YARN}),
+    ("llama", "yarn-mscale", {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.5, "beta_fast": 8}}),
+    ("diffllama", "yarn-attention", {"rope_parameters": YARN | {"attention_factor": 1.7, "truncate": False}}),
+    ("qwen2", "yarn", {"rope_parameters": YARN, "num_key_value_heads": 2}),
+    ("llama", "biases", {"attention_bias": True, "mlp_bias": True}),
+    ("llama", "mlp-bias", {"mlp_bias": True, "tie_word_embeddings": True}),
+    ("diffllama", "biases", {"attention_bias": True}),
+    ("bitnet", "biases", {"attention_bias": True}),
+    ("mistral", "full", {"sliding_window": None, "num_key_value_heads": 1}),
+    ("mistral", "long-window", {"sliding_window": 64, "head_dim": 6}),
+    ("qwen2", "tied", {"tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 8}),
+    ("qwen2", "no-layer-slides", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}),
+    ("qwen3", "wide-heads", {"head_dim": 16, "rms_norm_eps": 1e-3}),
+    ("qwen3", "biases", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 8}),
+]
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({"num_key_value_heads": 8}, id="gqa1"),
-        pytest.param({"num_key_value_heads": 4}, id="gqa2"),
-        pytest.param({"num_key_value_heads": 2}, id="gqa4"),
-        pytest.param({"tie_word_embeddings": True}, id="tied"),
-        pytest.param({"head_dim": 4, "rms_norm_eps": 1e-3}, id="narrow-heads"),
-        pytest.param({"rope_parameters": LLAMA3 | {"rope_theta": 500.0}}, id="llama3-rope"),
-        pytest.param({"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}}, id="theta"),
-        pytest.param({"hidden_act": "silu"}, id="silu"),
-        pytest.param({"hidden_act": "relu2"}, id="relu2"),
-    ],
+    ("kind", "changes"), [pytest.param(kind, changes, id=f"{kind}-{name}") for kind, name, changes in CASES]
 )
-@pytest.mark.parametrize("length", [1, 13])
-def test_logits(kind: str, changes: dict[str, Any], length: int, tmp_path: Path) -> None:
+def test_logits(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Of one token, of several, and of a batch padded on the left."""
     model = hf_model(kind, **changes)
     ours = models.load(saved(model, tmp_path / "m"))
-    ids = tokens(2, length)
-    logits = model(ids).logits
-    assert logits.std() > 0.3  # a model whose logits are all alike would prove nothing
-    torch.testing.assert_close(ours(ids), logits, **CLOSE)
+    for ids in (tokens(2, 1), tokens(2, 13)):
+        logits = model(ids).logits
+        assert logits.std() > 0.3  # a model whose logits are all alike would prove nothing
+        torch.testing.assert_close(ours(ids), logits, **CLOSE)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    theirs = model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
+    torch.testing.assert_close(ours(ids, attention_mask=mask)[mask == 1], theirs[mask == 1], **CLOSE)
 
 
-def test_rope_scaling_changes_the_logits() -> None:
-    """The llama3 case above is a test only if the scaling matters at that length."""
-    plain, scaled = hf_model("llama"), hf_model("llama", rope_parameters=LLAMA3 | {"rope_theta": 10000.0})
+@pytest.mark.parametrize("rope", [LLAMA3, LINEAR, YARN], ids=["llama3", "linear", "yarn"])
+def test_rope_scaling_changes_the_logits(rope: dict[str, Any]) -> None:
+    """The cases above are tests only if the scaling matters at that length."""
+    plain, scaled = hf_model("llama"), hf_model("llama", rope_parameters=rope | {"rope_theta": 10000.0})
     assert (plain(tokens(1, 13)).logits - scaled(tokens(1, 13)).logits).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("pieces", [[13], [1] * 9, [5, 1, 1, 3, 1]], ids=["prefill", "steps", "chunks"])
-def test_cache(kind: str, pieces: list[int], tmp_path: Path) -> None:
+def test_cache(kind: str, tmp_path: Path) -> None:
+    """All at once, token by token, in chunks."""
     model = hf_model(kind)
     ours = models.load(saved(model, tmp_path / "m"))
-    ids = tokens(2, sum(pieces))
-    cache = models.KVCache(ours.config, batch=2, capacity=ids.shape[1])
-    past = None
-    for piece in ids.split(pieces, dim=1):
-        theirs = model(piece, past_key_values=past, use_cache=True)
-        past = theirs.past_key_values
-        torch.testing.assert_close(ours(piece, cache=cache), theirs.logits, **CLOSE)
-    assert cache.length == ids.shape[1]
+    for pieces in ([13], [1] * 9, [5, 1, 1, 3, 1]):
+        ids = tokens(2, sum(pieces))
+        cache = models.KVCache(ours.config, batch=2, capacity=ids.shape[1])
+        past = None
+        for piece in ids.split(pieces, dim=1):
+            theirs = model(piece, past_key_values=past, use_cache=True)
+            past = theirs.past_key_values
+            torch.testing.assert_close(ours(piece, cache=cache), theirs.logits, **CLOSE)
+        assert cache.length == ids.shape[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,8 +121,9 @@ def test_left_padding(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shard", ["1GB", "20KB"])
+@pytest.mark.parametrize(
+    ("dtype", "shard"), [(torch.float32, "20KB"), (torch.bfloat16, "1GB"), (torch.float16, "20KB")]
+)
 def test_stored_dtypes_and_shards(kind: str, dtype: torch.dtype, shard: str, tmp_path: Path) -> None:
     """Rounded weights read as float32 give the logits of the rounded model in float32."""
     folder = saved(hf_model(kind).to(dtype), tmp_path / "m", max_shard_size=shard)
@@ -123,15 +149,23 @@ def test_half_precision_arithmetic(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"rope_parameters": LLAMA3}])
+@pytest.mark.parametrize(
+    ("dtype", "changes"),
+    [
+        (torch.float32, {"rope_parameters": LLAMA3 | {"rope_theta": 500.0}}),
+        (torch.float32, {"rope_parameters": DYNAMIC}),
+        (torch.bfloat16, {"rope_parameters": YARN, "tie_word_embeddings": True}),
+    ],
+    ids=["llama3", "dynamic", "yarn-tied-bfloat16"],
+)
 def test_transformers_reads_what_we_write(
     kind: str, dtype: torch.dtype, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     model = hf_model(kind, bos_token_id=3, eos_token_id=[4, 5], pad_token_id=6, **changes)
     ours = models.load(saved(model, tmp_path / "m"))
     models.save(ours, tmp_path / "copy", dtype=dtype)
-    again, report = HF[kind][1].from_pretrained(tmp_path / "copy", dtype="auto", output_loading_info=True)
+    written = "llama" if kind == "mistral" else kind
+    again, report = HF[written][1].from_pretrained(tmp_path / "copy", dtype="auto", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     assert again.dtype == dtype
     for name in (
@@ -144,12 +178,13 @@ def test_transformers_reads_what_we_write(
         "bos_token_id",
         "eos_token_id",
         "pad_token_id",
-        "rope_parameters",
         "max_position_embeddings",
     ):
-        assert getattr(again.config, name) == getattr(model.config, name), name
+        assert getattr(again.config, name, None) == getattr(model.config, name, None), name
+    rope = again.config.rope_parameters
+    assert {name: rope[name] for name in model.config.rope_parameters} == model.config.rope_parameters
     ids = tokens(2, 9)
     for name, parameter in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], parameter.to(dtype)), name
     wanted = models.load(tmp_path / "copy")(ids)
-    torch.testing.assert_close(reopened(kind, tmp_path / "copy", torch.float32)(ids).logits, wanted, **CLOSE)
+    torch.testing.assert_close(reopened(written, tmp_path / "copy", torch.float32)(ids).logits, wanted, **CLOSE)

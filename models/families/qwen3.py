@@ -1,0 +1,19 @@
+"""Hugging Face's qwen3: a llama with an RMSNorm of each query and key head; heads are 128 wide where not said."""
+
+from __future__ import annotations
+
+from ._huggingface import HuggingFace
+from .qwen2 import window
+
+FAMILIES = (
+    HuggingFace(
+        "qwen3",
+        "softmax",
+        architecture="Qwen3ForCausalLM",
+        norm_eps=1e-6,
+        max_position=32768,
+        head_dim=128,
+        qk_norm=True,
+        window=window,
+    ),
+)
