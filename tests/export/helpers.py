@@ -35,7 +35,7 @@ def write_model(folder: Path, config: ModelConfig, dtype: torch.dtype = torch.fl
         for name, parameter in decoder.named_parameters():
             if parameter.dim() == 2:
                 parameter.mul_(6)
-            elif "norm" in name:
+            elif "norm" in name or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     save(decoder, folder, dtype=dtype)
     write_tokenizer(folder, config.vocab_size)

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ from diffbit.quantize import (
 from diffbit.quantize import checkpoint as checkpoint_module
 from diffbit.quantize.methods import learned
 
-from ..configs import resized
+from ..configs import BIASES, resized
 
 CONFIG = ModelConfig.uniform(
     vocab_size=96, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=128,
@@ -65,6 +66,8 @@ def make(folder: Path, config: ModelConfig = CONFIG, dtype: torch.dtype = torch.
                 parameter.uniform_(0.5, 1.5)
             elif parameter.dim() == 2:
                 parameter.mul_(4)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.3)
     models.save(decoder, folder, dtype=dtype)
     return folder
 
@@ -110,7 +113,9 @@ def test_rows_lie_on_disk_as_the_float_ones_do(model: Path, quantized: Path):
 
 
 @pytest.mark.parametrize("attention", ["softmax", "diff_v1", "diff_v2"])
-@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}, {"sub_norms": True, "mlp": "relu2"}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"tie_embeddings": True, "qk_norm": True, **BIASES}, {"sub_norms": True, "mlp": "relu2"}]
+)
 def test_load_is_apply_is_dequantized_weights(attention: str, changes: dict[str, object], tmp_path: Path):
     config = resized(CONFIG, attention=attention, **changes)
     source = make(tmp_path / "float", config)
@@ -133,18 +138,36 @@ def test_load_is_apply_is_dequantized_weights(attention: str, changes: dict[str,
 METHODS = ["gptq", "joint", "learned", "awq+hqq", "clip", "rotate", "rotate_heads+gptq"]
 
 
+SUB_NORMS: dict[str, Any] = {"sub_norms": True, "mlp": "relu2"}
+QWEN2, QWEN3 = {"qkv_bias": True}, {"qk_norm": True, "head_dim": 24}
+
+
 @pytest.mark.parametrize(
-    ("attention", "method"),
-    [*(("diff_v1", method) for method in METHODS), ("softmax", "rotate+gptq"), ("diff_v2", "awq+joint")],
+    ("attention", "changes", "method"),
+    [
+        *(("diff_v1", SUB_NORMS, method) for method in METHODS),
+        ("softmax", SUB_NORMS, "rotate+gptq"),
+        ("diff_v2", SUB_NORMS, "awq+joint"),
+        *(("softmax", QWEN2, method) for method in METHODS),
+        *(("softmax", QWEN3, method) for method in METHODS),
+        ("diff_v1", {"qk_norm": True, **BIASES}, "rotate+learned"),
+    ],
 )
-def test_every_method_takes_a_model_with_sub_norms(attention: str, method: str, monkeypatch: pytest.MonkeyPatch):
+def test_every_method_takes_sub_norms_biases_and_norms_of_queries(
+    attention: str, changes: dict[str, Any], method: str, monkeypatch: pytest.MonkeyPatch
+):
     """At 8 bits all that is left is rounding: a method that folded something wrongly would be far off."""
     monkeypatch.setattr(learned, "STEPS", 4)
     torch.manual_seed(0)
-    decoder = Decoder(resized(CONFIG, num_layers=1, attention=attention, sub_norms=True, mlp="relu2"))
+    decoder = Decoder(resized(CONFIG, num_layers=1, attention=attention, **changes))
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
-            parameter.uniform_(0.5, 1.5) if name.endswith("norm.weight") else parameter.mul_(4)
+            if name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.5)
+            else:
+                parameter.mul_(4)
     scheme = Scheme(weights=parse_format("int8"), activations="int8")
     with torch.no_grad():
         exact, got = decoder(IDS), apply(decoder, scheme, method, IDS)(IDS)

@@ -15,6 +15,7 @@ from diffbit.quantize import Scheme, apply, parse_format
 from diffbit.quantize.folding import fold, groups, per_channel, unchanged
 from diffbit.quantize.layer import FINAL_NORM
 
+from ..configs import BIASES
 from .transforms import config_of, layers, logits64, random_decoder, random_ids, transformed
 
 VARIANTS = ("softmax", "diff_v1", "diff_v2")
@@ -23,6 +24,7 @@ SHAPES = {
     "four": {"num_kv_heads": 1, "tie_embeddings": True},
     "odd": {"hidden_size": 37, "num_heads": 6, "num_kv_heads": 3, "head_dim": 6, "intermediate_size": 29},
     "sub_norms": {"sub_norms": True, "mlp": "relu2"},
+    "biases": {"num_kv_heads": 1, "qk_norm": True, **BIASES},
 }
 
 

@@ -78,6 +78,13 @@ def test_layer_moves_and_keeps_its_precision():
     assert (layer.in_features, layer.out_features) == (64, 8)
 
 
+@pytest.mark.parametrize("format", ["int4_g32", "ternary"])
+def test_a_bias_is_added_after_the_product(format):
+    weight, bias, x = rtn(normal(8, 64), parse_format(format)), torch.nn.Parameter(normal(8, seed=2)), normal(3, 64)
+    assert torch.equal(QuantLinear(weight, None, bias)(x), QuantLinear(weight)(x) + bias)
+    assert QuantLinear(weight, None, bias).half()(x.half()).dtype == torch.float16
+
+
 def run_matmul_nbits(x: torch.Tensor, weight: QTensor, block: int) -> torch.Tensor:
     """x [M, K] through a model of one MatMulNBits node at accuracy level 4."""
     onnx = pytest.importorskip("onnx")

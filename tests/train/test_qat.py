@@ -24,7 +24,7 @@ from diffbit.train.initialize import initialize
 from diffbit.train.qat import QATLinear, prepare, refresh
 from diffbit.train.trainer import learning_rate, weight_decay
 
-from ..configs import resized
+from ..configs import BIASES, resized
 from .toy import model, options, stop_at
 
 INT4 = {"q_proj": Rounding(4), "down_proj": Rounding(4, 32)}
@@ -185,7 +185,8 @@ def test_what_is_saved_is_what_was_trained(
         trainer_module, "place_model", lambda trained, *rest: (kept.append(trained), place(trained, *rest))
     )
     config = options(text, qat=format, activations=activations, steps=4, learning_rate=1e-2)
-    config = replace(config, model=resized(config.model, sub_norms=format == "ternary"))
+    changes = {"sub_norms": True} if format == "ternary" else {"qk_norm": True, **BIASES}
+    config = replace(config, model=resized(config.model, **changes))
     result = train(config, tmp_path / "out")
     saved = load_quantized(tmp_path / "out")
     for module in saved.modules():

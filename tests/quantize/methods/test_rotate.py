@@ -19,6 +19,7 @@ from diffbit.quantize.hadamard import Rotation
 from diffbit.quantize.methods import rotate, rotate_heads
 from diffbit.runtime import verify
 
+from ...configs import BIASES
 from ...export.helpers import relative_error, write_model
 from ..transforms import config_of, logits64, random_decoder, random_ids, transformed
 
@@ -30,6 +31,8 @@ SHAPES = {
     "odd": {"hidden_size": 60, "num_heads": 6, "num_kv_heads": 3, "head_dim": 10, "intermediate_size": 44},
     "prime": {"hidden_size": 37, "head_dim": 6, "intermediate_size": 29},
     "sub_norms": {"sub_norms": True, "mlp": "relu2"},
+    "biases": {"num_kv_heads": 1, **BIASES},
+    "qk_norm": {"qk_norm": True, "qkv_bias": True},
 }
 
 
@@ -64,7 +67,9 @@ def test_logits_stay(attention: str, shape: str) -> None:
     assert not made.config.tie_embeddings
     torch.testing.assert_close(logits64(made, ids), logits64(decoder, ids), rtol=0, atol=1e-9)
     for name, parameter in made.named_parameters():
-        if "lambda_q" not in name and "lambda_k" not in name and "sub_norm" not in name:
+        kept = ("lambda_q", "lambda_k", "sub_norm", "q_norm", "k_norm", "gate_proj.bias", "up_proj.bias")
+        kept += ("q_proj.bias", "k_proj.bias") if made.config.layers[0].mixer.qk_norm_eps else ()
+        if not any(part in name for part in kept):
             assert not torch.equal(parameter, decoder.state_dict().get(name, torch.zeros(0))), name
 
 
@@ -77,7 +82,10 @@ def test_logits_stay_when_only_heads_are_rotated(attention: str, shape: str) -> 
     torch.testing.assert_close(logits64(made, ids), logits64(decoder, ids), rtol=0, atol=1e-9)
     changed = {name for name, p in made.state_dict().items() if not torch.equal(p, decoder.state_dict()[name])}
     values = set() if shape == "sub_norms" else {"v_proj", "o_proj"}  # a norm with weights stands between them
-    assert {name.split(".")[-2] for name in changed} == {"q_proj", "k_proj"} | values
+    turned = set() if shape == "qk_norm" else {"q_proj", "k_proj"}  # whose weights tell a pair's rows apart
+    assert {name.split(".")[-2] for name in changed} == turned | values
+    biases = {name.split(".")[-2] for name in changed if name.endswith("bias")}
+    assert biases == {"biases": turned | {"v_proj"}, "qk_norm": {"v_proj"}}.get(shape, set())
 
 
 @pytest.mark.parametrize("attention", VARIANTS)
