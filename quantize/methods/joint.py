@@ -87,8 +87,9 @@ def quantize_rows(weight: Tensor, format: Format, stats: CalibStats, metric: Ten
         each = ((lost @ gram) * pull).sum((1, 2))
         return each.sum(0, keepdim=True) if rounded.scale.shape[0] == 1 else each
 
-    scale, zero = scales.search(weight, format, gram.diagonal())
-    best = made(gptq.round_columns(weight, format, scale, zero, gram, encode=encode), scale)
+    feedback = gptq.Feedback.of(gram)
+    scale, zero = scales.search(weight, format, feedback.cost)
+    best = made(gptq.round_columns(weight, format, scale, zero, feedback, encode), scale)
     loss = losses(best)
     for _ in range(gptq.ROUNDS):
         # each row's scales for what the other rows of its block, as they are, would have it be
@@ -110,9 +111,9 @@ def quantize_rows(weight: Tensor, format: Format, stats: CalibStats, metric: Ten
 def row_by_row(format: Format, metric: Tensor) -> gptq.Encode:
     """Rounds a column [N] under a metric [B, R, R] of each of its B = N/R blocks of rows; all blocks at once."""
     blocks, rows, _ = metric.shape
-    order = metric.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)  # [B, R]
-    factor = torch.stack([gptq.feedback(one, by) for one, by in zip(metric, order, strict=True)])
-    factor = factor.permute(1, 2, 0).contiguous()  # [R, R, B]
+    each = [gptq.Feedback.of(one) for one in metric]
+    order = torch.stack([one.order for one in each])  # [B, R]
+    factor = torch.stack([one.factor for one in each], -1)  # [R, R, B]
     starts = rows * torch.arange(blocks, device=metric.device)[:, None]
     place = (order + starts).T  # [R, B]: where the i-th row of each block lies
 

@@ -16,15 +16,22 @@ from ..transforms import config_of, logits64, random_decoder, random_ids, transf
 FORMATS = ["int8", "int4_g32_asym", "int2_g16", "mxfp4", "ternary"]
 
 
-def layer(columns=192, tokens=500, seed=0):
-    """Inputs [T, K] as layers have them, correlated and some channels much larger, and two weights that read them."""
+def layer(columns=192, tokens=500, seed=0, outliers=False):
+    """Inputs [T, K] as layers have them, correlated and some channels much larger, and two weights that read them.
+
+    outliers: 3 % of the channels are thirty times larger, and rise and fall together.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
         return torch.randn(*shape, generator=generator)
 
     inputs = normal(tokens, columns // 4) @ normal(columns // 4, columns) / 3 + normal(tokens, columns)
-    return inputs * normal(columns).mul(1.2).exp(), [normal(24, columns) * 0.05, normal(10, columns) * 0.02]
+    inputs *= normal(columns).mul(1.2).exp()
+    if outliers:
+        large = torch.randperm(columns, generator=generator)[: round(0.03 * columns)]
+        inputs[:, large] += 30 * inputs.std() * (1 + normal(tokens, 1)) * normal(len(large)).sign()
+    return inputs, [normal(24, columns) * 0.05, normal(10, columns) * 0.02]
 
 
 def stats_of(inputs):
@@ -62,9 +69,9 @@ def slow_search(weights, formats, inputs, channels):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("shared", [False, True])
-def test_it_is_the_slow_search(name, shared):
-    inputs, weights = layer()
+@pytest.mark.parametrize(("shared", "outliers"), [(False, False), (True, False), (False, True)])
+def test_it_is_the_slow_search(name, shared, outliers):
+    inputs, weights = layer(outliers=outliers)
     formats = [parse_format(name), parse_format("int8" if name == "ternary" else name)]
     channels = torch.arange(192) % 96 if shared else torch.arange(192)
     found = awq.search(weights, formats, stats_of(inputs), channels)
@@ -72,9 +79,10 @@ def test_it_is_the_slow_search(name, shared):
     assert name == "ternary" or found.max() > 1.5 * found.min()
 
 
+@pytest.mark.parametrize("outliers", [False, True])
 @pytest.mark.parametrize(("name", "least"), [("int4_g32", 1.5), ("int3_g64", 1.5), ("int2_g16", 1.3), ("nf4", 1.3)])
-def test_it_beats_rounding_to_nearest(name, least):
-    inputs, (weight, _) = layer(256, 2000)
+def test_it_beats_rounding_to_nearest(name, least, outliers):
+    inputs, (weight, _) = layer(256, 2000, outliers=outliers)
     format, stats = parse_format(name), stats_of(inputs)
     nearest = awq.rounding_loss(weight, format, stats.gram, torch.ones(256))
     scaled = awq.rounding_loss(weight, format, stats.gram, awq.search([weight], [format], stats))

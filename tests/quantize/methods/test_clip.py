@@ -13,14 +13,19 @@ from diffbit.quantize.stats import Gatherer, proxy_loss
 FORMATS = ["int8", "int4_g32_asym", "int2", "mxfp4", "ternary"]
 
 
-def layer(rows=24, columns=192, tokens=500, seed=0):
+def layer(rows=24, columns=192, tokens=500, seed=0, outliers=False):
+    """outliers: 3 % of the channels are thirty times larger, and rise and fall together."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
         return torch.randn(*shape, generator=generator)
 
     inputs = normal(tokens, columns // 8) @ normal(columns // 8, columns) / 2 + normal(tokens, columns)
-    return normal(rows, columns) * 0.05, inputs * normal(columns).mul(0.7).exp()
+    weight, inputs = normal(rows, columns) * 0.05, inputs * normal(columns).mul(0.7).exp()
+    if outliers:
+        large = torch.randperm(columns, generator=generator)[: round(0.03 * columns)]
+        inputs[:, large] += 30 * inputs.std() * (1 + normal(tokens, 1)) * normal(len(large)).sign()
+    return weight, inputs
 
 
 def stats_of(inputs):
@@ -30,11 +35,13 @@ def stats_of(inputs):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_each_group_has_the_best_of_the_grid(name):
+@pytest.mark.parametrize("outliers", [False, True])
+def test_each_group_has_the_best_of_the_grid(name, outliers):
     """The outputs of each group on the tokens, one candidate after the other."""
-    format, (weight, inputs) = parse_format(name), layer(columns=192 if name in ("nf4", "mxfp4") else 200)
+    format, columns = parse_format(name), 192 if name in ("nf4", "mxfp4") else 200
+    weight, inputs = layer(columns=columns, outliers=outliers)
     found = clip.quantize(weight, format, stats_of(inputs))
-    size, columns = format.group_size or weight.shape[1], weight.shape[1]
+    size = format.group_size or columns
     energy = 1e-3 * inputs.square().mean(0).mean()
 
     def losses(scale, zero):
@@ -50,9 +57,10 @@ def test_each_group_has_the_best_of_the_grid(name):
     assert torch.equal(found.codes, format.encode(weight, found.scale, found.zero))
 
 
+@pytest.mark.parametrize("outliers", [False, True])
 @pytest.mark.parametrize(("name", "least"), [("int4_g128", 1.1), ("int3_g64", 1.3), ("int2_g64", 1.4)])
-def test_it_beats_rounding_to_nearest(name, least):
-    format, (weight, inputs) = parse_format(name), layer(64, 256, 2000)
+def test_it_beats_rounding_to_nearest(name, least, outliers):
+    format, (weight, inputs) = parse_format(name), layer(64, 256, 2000, outliers=outliers)
     stats = stats_of(inputs)
     nearest, clipped = (method.quantize(weight, format, stats) for method in (rtn, clip))
     assert proxy_loss(weight, clipped, stats.gram) * least < proxy_loss(weight, nearest, stats.gram)

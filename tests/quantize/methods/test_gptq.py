@@ -15,8 +15,13 @@ from diffbit.quantize.stats import CalibStats, Gatherer, proxy_loss
 FORMATS = ["int8", "int4_g32_asym", "int3_g64", "int2", "nf4", "mxfp4", "ternary"]
 
 
-def layer(rows: int = 24, columns: int = 192, tokens: int = 600, seed: int = 0) -> tuple[Tensor, CalibStats]:
-    """A weight, and the statistics of inputs as layers have them: correlated, of very different sizes, not centred."""
+def layer(
+    rows: int = 24, columns: int = 192, tokens: int = 600, seed: int = 0, outliers: bool = False
+) -> tuple[Tensor, CalibStats]:
+    """A weight, and the statistics of inputs as layers have them: correlated, of very different sizes, not centred.
+
+    outliers: 3 % of the channels are thirty times larger and rise and fall together, as in trained models.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -24,6 +29,9 @@ def layer(rows: int = 24, columns: int = 192, tokens: int = 600, seed: int = 0) 
 
     inputs = normal(tokens, columns // 4) @ normal(columns // 4, columns) + 2 * normal(tokens, columns)
     inputs = (inputs + normal(columns)) * normal(columns).mul(0.8).exp()
+    if outliers:
+        large = torch.randperm(columns, generator=generator)[: round(0.03 * columns)]
+        inputs[:, large] += 30 * inputs.std() * (1 + normal(tokens, 1)) * normal(len(large)).sign()
     gatherer = Gatherer()
     gatherer.add(inputs)
     return normal(rows, columns) * normal(rows, 1).mul(0.3).exp() * 0.05, gatherer.stats()
@@ -48,16 +56,36 @@ def textbook(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("act_order", [True, False])
-def test_it_is_the_textbook(name, act_order):
+@pytest.mark.parametrize(("act_order", "outliers"), [(True, False), (False, False), (True, True)])
+def test_it_is_the_textbook(name, act_order, outliers):
     format = parse_format(name)
-    weight, stats = layer(columns=192 if name in ("nf4", "mxfp4") else 200)  # 200: a short last group
+    columns = 192 if name in ("nf4", "mxfp4") else 200  # 200: a short last group
+    weight, stats = layer(columns=columns, outliers=outliers)
     scale, zero = format.fit(weight)
-    columns = weight.shape[1]
     order = sorted(range(columns), key=lambda k: -stats.gram[k, k] if act_order else k)
-    found = gptq.round_columns(weight, format, scale, zero, stats.gram, act_order=act_order)
+    feedback = gptq.Feedback.of(stats.gram, act_order=act_order)
+    found = gptq.round_columns(weight, format, scale, zero, feedback)
     wanted = textbook(weight, format, scale, zero, stats.gram, order)
     assert (found != wanted).float().mean() < 1e-3  # a tie may fall either way
+
+
+def test_the_cost_of_a_column_is_that_of_an_error_which_the_columns_left_make_up_for():
+    _, stats = layer(columns=64, outliers=True)
+    feedback = gptq.Feedback.of(stats.gram)
+    damped = stats.gram.double() + gptq.damping(stats.gram) * torch.eye(64, dtype=torch.double)
+    order = feedback.order.tolist()
+    wanted = [1 / torch.linalg.inv(damped[order[i:]][:, order[i:]])[0, 0] for i in range(64)]
+    torch.testing.assert_close(feedback.cost[order].double(), torch.stack(wanted), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(("name", "most"), [("int8", 0.7), ("int4_g128", 0.8), ("int3_g64", 0.9), ("int2_g64", 0.9)])
+def test_with_outlier_channels_it_beats_a_search_by_the_diagonal(name, most, monkeypatch):
+    format = parse_format(name)
+    weight, stats = layer(64, 256, 2000, outliers=True)
+    ours = proxy_loss(weight, gptq.quantize(weight, format, stats), stats.gram)
+    search = scales.search
+    monkeypatch.setattr(scales, "search", lambda weight, format, _: search(weight, format, stats.gram.diagonal()))
+    assert ours < most * proxy_loss(weight, gptq.quantize(weight, format, stats), stats.gram)
 
 
 def loss(weight: Tensor, back: Tensor, gram: Tensor) -> Tensor:
@@ -73,7 +101,7 @@ def test_descent_is_the_slow_version_and_never_errs_more(name):
     format = parse_format(name)
     weight, stats = layer(8, columns=192 if name in ("nf4", "mxfp4") else 200)
     scale, zero = format.fit(weight)
-    start = gptq.round_columns(weight, format, scale, zero, stats.gram)
+    start = gptq.round_columns(weight, format, scale, zero, gptq.Feedback.of(stats.gram))
     found = gptq.descend(weight, format, start, scale, zero, stats.gram)
     assert (found != start).any() or format.bits == 8
     before, after = (loss(weight, format.decode(codes, scale, zero), stats.gram) for codes in (start, found))
@@ -102,9 +130,10 @@ def test_it_beats_rounding_to_nearest(name, least):
     weight, stats = layer(64, 256, 2000)
     nearest, ours = rtn.quantize(weight, format), gptq.quantize(weight, format, stats)
     assert proxy_loss(weight, ours, stats.gram) * least < proxy_loss(weight, nearest, stats.gram)
-    scale, zero = scales.search(weight, format, stats.gram.diagonal())
-    greedy = QTensor(format, (64, 256), gptq.round_columns(weight, format, scale, zero, stats.gram), scale, zero)
-    assert proxy_loss(weight, ours, stats.gram) < 0.96 * proxy_loss(weight, greedy, stats.gram)
+    feedback = gptq.Feedback.of(stats.gram)
+    scale, zero = scales.search(weight, format, feedback.cost)
+    greedy = QTensor(format, (64, 256), gptq.round_columns(weight, format, scale, zero, feedback), scale, zero)
+    assert proxy_loss(weight, ours, stats.gram) < 0.98 * proxy_loss(weight, greedy, stats.gram)
 
 
 @pytest.mark.parametrize("name", ["int4_g32_asym", "nf4", "ternary"])
@@ -124,11 +153,11 @@ def test_dead_channels_are_rounded_to_nearest_and_change_nothing():
     alive[[3, 64, 127]] = 0
     gram = stats.gram * alive * alive[:, None]
     scale, zero = format.fit(weight)
-    codes = gptq.round_columns(weight, format, scale, zero, gram)
+    codes = gptq.round_columns(weight, format, scale, zero, gptq.Feedback.of(gram))
     assert torch.equal(codes[:, alive == 0], format.encode(weight, scale, zero)[:, alive == 0])
     changed = weight.clone()
     changed[:, 3] = 0
-    again = gptq.round_columns(changed, format, scale, zero, gram)
+    again = gptq.round_columns(changed, format, scale, zero, gptq.Feedback.of(gram))
     assert torch.equal(again[:, alive == 1], codes[:, alive == 1])
 
 
@@ -137,7 +166,7 @@ def test_no_signal_at_all_is_rounding_to_nearest(name):
     format = parse_format(name)
     weight, _ = layer(8, 128)
     scale, zero = format.fit(weight)
-    codes = gptq.round_columns(weight, format, scale, zero, torch.zeros(128, 128))
+    codes = gptq.round_columns(weight, format, scale, zero, gptq.Feedback.of(torch.zeros(128, 128)))
     assert torch.equal(codes, format.encode(weight, scale, zero))
     silent = CalibStats(torch.zeros(128, 128), torch.zeros(128), torch.zeros(128), 0)
     assert gptq.quantize(weight, format, silent).dequantize().isfinite().all()
@@ -153,7 +182,7 @@ def test_fewer_tokens_than_channels(tokens):
 
 def test_damping_grows_until_it_factorises():
     gram = torch.eye(64) - 0.5 * torch.ones(64, 64)  # an eigenvalue of -31
-    assert gptq.feedback(gram, torch.arange(64)).isfinite().all()
+    assert gptq.Feedback.of(gram).factor.isfinite().all()
 
 
 def test_wide_layers_are_factorised_in_single_precision(monkeypatch):

@@ -98,13 +98,17 @@ def covariance(size: int, generator: torch.Generator, blocks: int = 1) -> Tensor
 
 
 @pytest.mark.parametrize("name", ["int4_g16", "int3_g16_asym", "int2", "ternary"])
-def test_it_is_optimal_brain_quantization_of_whole_pairs(name):
+@pytest.mark.parametrize("outliers", [False, True])
+def test_it_is_optimal_brain_quantization_of_whole_pairs(name, outliers):
     generator = torch.Generator().manual_seed(3)
     format, columns = parse_format(name), 40  # a short last group
     weight = torch.randn(8, columns, generator=generator)
     gram, metric = covariance(columns, generator)[0], covariance(4, generator, blocks=2)
+    if outliers:
+        large = torch.where(torch.arange(columns) == 7, 30.0, 1.0)
+        gram = gram * large * large[:, None]
     scale, zero = scales.search(weight, format, gram.diagonal())
-    codes = gptq.round_columns(weight, format, scale, zero, gram, encode=joint.row_by_row(format, metric))
+    codes = gptq.round_columns(weight, format, scale, zero, gptq.Feedback.of(gram), joint.row_by_row(format, metric))
     assert torch.equal(codes, brain(weight, format, scale, zero, gram, metric))
 
 
@@ -115,7 +119,7 @@ def test_the_loss_is_less_than_after_one_pass(name):
     gram, metric = covariance(64, generator)[0], covariance(8, generator, blocks=3)
     stats = CalibStats(gram, gram.diagonal().sqrt(), gram.diagonal().sqrt(), 100)
     scale, zero = scales.search(weight, format, gram.diagonal())
-    codes = gptq.round_columns(weight, format, scale, zero, gram, encode=joint.row_by_row(format, metric))
+    codes = gptq.round_columns(weight, format, scale, zero, gptq.Feedback.of(gram), joint.row_by_row(format, metric))
 
     def loss(rounded: Tensor) -> float:
         lost = (weight - rounded).unflatten(0, (3, 8))
