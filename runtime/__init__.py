@@ -14,16 +14,19 @@ from .bench import bench
 from .generate import Generation, generate
 from .sampler import Sampler
 from .session import Session, slowdowns
+from .template import ChatTemplate, Message
 from .tokenizer import TextStream, Tokenizer
 from .verify import Check, Verification, verify
 
 __all__ = [
     "Artifact",
     "CacheSpec",
+    "ChatTemplate",
     "Check",
     "FileEntry",
     "Generation",
     "Golden",
+    "Message",
     "Sampler",
     "Session",
     "TextStream",
