@@ -26,7 +26,7 @@ from .output import print_error
 __all__ = ["app", "main"]
 
 LAB_PACKAGES = {
-    "torch", "safetensors", "onnx", "onnx_ir", "bitsandbytes", "matplotlib", "jinja2", "datasets", "pyarrow",
+    "torch", "safetensors", "onnx", "onnx_ir", "bitsandbytes", "matplotlib", "datasets", "pyarrow",
 }  # fmt: skip
 
 

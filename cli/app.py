@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand
 
 from ..version import __version__
-from . import bench, compare, export, outliers, quantize, run, train, verify
+from . import bench, chat, compare, export, outliers, quantize, run, train, verify
 
 app = typer.Typer(name="diffbit", no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
@@ -52,5 +52,6 @@ _add(quantize.quantize, quantize.EXAMPLES)
 _add(export.export, export.EXAMPLES)
 _add(verify.verify, verify.EXAMPLES)
 _add(run.run, run.EXAMPLES)
+_add(chat.chat, chat.EXAMPLES)
 _add(bench.bench, bench.EXAMPLES)
 _add(compare.compare, compare.EXAMPLES)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ..errors import DiffbitError
 from .options import Device, Json, NoNative, Quiet, Threads, as_artifacts
-from .output import print_error, print_json, remark
-
-if TYPE_CHECKING:
-    from ..runtime import Generation
+from .output import print_error, print_json, remark, speed
 
 EXAMPLES = (
     'diffbit run out/demo/diff_v1-onnx "def main(" --temperature 0.8 --seed 1',
@@ -38,6 +35,9 @@ def run(
     ] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Random seed; default: another one each time.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop when this text has been generated; repeatable.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a message to a chat model; `diffbit chat` has conversations.")
+    ] = False,
     interactive: Annotated[
         bool, typer.Option("--interactive", "-i", help="Ask for prompts until the end of input (Ctrl-D).")
     ] = False,
@@ -51,7 +51,7 @@ def run(
 
     The text goes to stdout, the speed to stderr.
     """
-    from ..runtime import Sampler, Session, Tokenizer, generate, slowdowns
+    from ..runtime import Chat, Generation, Sampler, Session, Tokenizer, generate, slowdowns
 
     if interactive and (prompt is not None or as_json):
         raise DiffbitError("--interactive asks for prompts and prints text; leave out the prompt and --json")
@@ -65,15 +65,20 @@ def run(
             remark(sentence)
 
         def answer(text: str) -> None:
-            result = generate(
-                session, tokenizer, text, max_tokens=max_tokens, sampler=sampler, stop=stop or [],
-                on_text=None if as_json else partial(print, end="", flush=True),
-            )  # fmt: skip
+            on_text = None if as_json else partial(print, end="", flush=True)
+            ends = stop or []
+            if chat:
+                conversation = Chat(session, tokenizer, sampler=sampler, max_tokens=max_tokens, stop=ends)
+                result: Generation = conversation.send(text, on_text)
+            else:
+                result = generate(
+                    session, tokenizer, text, max_tokens=max_tokens, sampler=sampler, stop=ends, on_text=on_text
+                )
             if as_json:
                 print_json({"prompt": text, **vars(result)})
             else:
                 print()
-            remark(_speed(result))
+            remark(speed(result))
 
         if not interactive:
             answer(sys.stdin.read() if prompt in (None, "-") else str(prompt))
@@ -88,11 +93,3 @@ def run(
                 answer(text)
             except DiffbitError as error:  # of this prompt, such as one too long; go on with the next
                 print_error(str(error))
-
-
-def _speed(result: Generation) -> str:
-    speed = f", {result.tokens_per_s:.1f} tokens/s" if result.tokens_per_s else ""
-    return (
-        f"{result.prompt_tokens} prompt tokens, first token after {1000 * result.time_to_first_token_s:.0f} ms; "
-        f"{len(result.token_ids)} tokens{speed}; stopped by {result.finish_reason}"
-    )

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from .evaluate.compare import compare
     from .export import export_artifact
     from .quantize import Scheme, load, parse_format, quantize_checkpoint
-    from .runtime import Sampler, Session, Tokenizer, generate, verify
+    from .runtime import Chat, Sampler, Session, Tokenizer, generate, verify
 
 __all__ = [
+    "Chat",
     "DiffbitError",
     "Sampler",
     "Scheme",
@@ -35,7 +36,7 @@ __all__ = [
 
 _PACKAGE = {"compare": "evaluate", "export_artifact": "export"}
 _PACKAGE |= dict.fromkeys(("Scheme", "load", "parse_format", "quantize_checkpoint"), "quantize")
-_PACKAGE |= dict.fromkeys(("Sampler", "Session", "Tokenizer", "generate", "verify"), "runtime")
+_PACKAGE |= dict.fromkeys(("Chat", "Sampler", "Session", "Tokenizer", "generate", "verify"), "runtime")
 
 
 def __getattr__(name: str) -> object:

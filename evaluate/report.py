@@ -30,7 +30,6 @@ from platform import machine, python_version, system
 from typing import TYPE_CHECKING, Any
 
 from .. import files
-from ..errors import MissingDependency
 from . import plots
 from .plots import Data
 
@@ -89,11 +88,9 @@ def write_report(data: ReportData, path: str | Path) -> Path:
 
 
 def render(data: ReportData) -> str:
-    """The page as text. Raises MissingDependency without jinja2 or matplotlib."""
-    try:
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    except ImportError:
-        raise MissingDependency("jinja2", "lab", "writing a report") from None
+    """The page as text. Raises MissingDependency without matplotlib."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,

@@ -25,6 +25,7 @@ from ..progress import track
 from ..quantize import AttentionScheme, read_scheme
 from ..quantize.cache import cache_spec
 from ..runtime.artifact import MANIFEST, TOKENIZER, VERSION, manifest_sha256
+from ..runtime.sampler import GENERATION
 from ..version import __version__
 from .decoder import DecoderGraph
 from .graph import FLOATS, MODEL
@@ -32,6 +33,7 @@ from .parts import parts
 from .reference import Stream, check_scheme
 
 DTYPE_NAMES = {"fp32": "float32", "fp16": "float16"}
+SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")  # the model's own; chat's defaults
 GOLDEN_LENGTH = 16
 MOST_GOLDEN = 512  # it bounds the prompt's attention weights; with a larger residual window all its tokens are recent
 GOLDEN_TOKENS = 64
@@ -96,7 +98,7 @@ def export_artifact(
         logits = _write_graph(graph, source, prompt, NOISE[kind])
         for file in tokenizer_files:
             shutil.copyfile(file, folder / file.name)
-        _write_configs(folder, config, dtype, length)
+        _write_configs(folder, source, dtype, length)
         if _readable_by_others(cache):
             files.write_json(folder / "genai_config.json", _genai(config, length, cache))
         manifest: dict[str, Any] = {
@@ -178,7 +180,7 @@ def _tokenizer_files(source: Checkpoint, given: str | Path | None) -> list[Path]
         names = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
         found = [main, *(folder / name for name in names if (folder / name).is_file())]
     else:
-        found = [file for file in source.tokenizer_files if file.name != "generation_config.json"]
+        found = [file for file in source.tokenizer_files if file.name != GENERATION]
         if not any(file.name == TOKENIZER for file in found):
             raise DiffbitError(
                 f"{source.path}: holds no {TOKENIZER}, which a model needs on a device; pass one with --tokenizer"
@@ -191,11 +193,14 @@ def _tokenizer_files(source: Checkpoint, given: str | Path | None) -> list[Path]
     return found
 
 
-def _write_configs(folder: Path, config: ModelConfig, dtype: str, context_length: int) -> None:
-    hf = loader_config(config, DTYPE_NAMES[dtype], context_length)
+def _write_configs(folder: Path, source: Checkpoint, dtype: str, context_length: int) -> None:
+    hf = loader_config(source.config, DTYPE_NAMES[dtype], context_length)
     files.write_json(folder / "config.json", hf)
     tokens = {name: hf[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hf[name] is not None}
-    files.write_json(folder / "generation_config.json", tokens)
+    generation = next((file for file in source.tokenizer_files if file.name == GENERATION), None)
+    own = {} if generation is None else files.read_json(generation)
+    sampling = {name: own[name] for name in SAMPLING if own.get(name) is not None}
+    files.write_json(folder / GENERATION, tokens | sampling)
     if not (folder / "tokenizer_config.json").exists():
         files.write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
 

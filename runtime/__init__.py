@@ -11,19 +11,25 @@ from __future__ import annotations
 
 from .artifact import Artifact, CacheSpec, FileEntry, Golden
 from .bench import bench
+from .chat import Chat, Reply
 from .generate import Generation, generate
 from .sampler import Sampler
 from .session import Session, slowdowns
+from .template import ChatTemplate, Message
 from .tokenizer import TextStream, Tokenizer
 from .verify import Check, Verification, verify
 
 __all__ = [
     "Artifact",
     "CacheSpec",
+    "Chat",
+    "ChatTemplate",
     "Check",
     "FileEntry",
     "Generation",
     "Golden",
+    "Message",
+    "Reply",
     "Sampler",
     "Session",
     "TextStream",

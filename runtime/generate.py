@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,10 +12,13 @@ from numpy.typing import NDArray
 
 from ..errors import DiffbitError
 from .sampler import Sampler
-from .session import Session
+from .session import CHUNK, Session
 from .tokenizer import Tokenizer
 
-FinishReason = Literal["stop", "eos", "length", "context"]  # stop string, eos token, max_tokens, context full
+# stop string, eos token, max_tokens, context full, ended by whoever asked for it
+FinishReason = Literal["stop", "eos", "length", "context", "interrupted"]
+Choose = Callable[[NDArray[np.floating], Sequence[int]], int]  # (logits [V], token ids so far) -> token id
+OnText = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,8 @@ class Generation:
     token_ids: tuple[int, ...]  # every sampled token; an eos that ended the text is the last
     finish_reason: FinishReason
     prompt_tokens: int
-    time_to_first_token_s: float  # from the call, encoding included, until the first token was chosen
+    cached_tokens: int  # of the prompt, which the session held already
+    time_to_first_token_s: float | None  # from the call, encoding included; None if no token was chosen
     tokens_per_s: float | None  # of the tokens after the first; None if there are none
     total_s: float
 
@@ -37,16 +41,20 @@ def generate(
     prompt: str | Sequence[int],
     *,
     max_tokens: int,
-    sampler: Callable[[NDArray[np.floating], Sequence[int]], int] | None = None,
+    sampler: Choose | None = None,
     stop: str | Sequence[str] = (),
-    on_text: Callable[[str], None] | None = None,
+    on_text: OnText | None = None,
+    end_tokens: Collection[int] | None = None,
+    reuse: bool = False,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> Generation:
     """Continue `prompt` (text, or token ids as they are) by at most `max_tokens` tokens.
 
-    The session is reset first, so that it serves prompt after prompt with the same buffers. `sampler` (logits [V],
-    token ids so far -> token id) is greedy by default. `on_text` receives text that is final: never half a character,
-    never the start of a `stop` string that then follows. An exception from it, such as KeyboardInterrupt, ends the
-    generation.
+    The session is reset first, so that it serves prompt after prompt with the same buffers; with `reuse` it keeps the
+    tokens that the prompt begins with. `sampler` (logits [V], token ids so far -> token id) is greedy by default.
+    `on_text` receives text that is final: never half a character, never the start of a `stop` string that then
+    follows. An exception from it, such as KeyboardInterrupt, ends the generation. `end_tokens` end the text; default:
+    the model's. `interrupted` is asked before each run of the model whether to stop with what there is.
 
     Raises DiffbitError for a prompt that is empty and cannot start from a bos token, holds an unknown token, or does
     not fit the context. A context that fills up later ends the text with finish_reason "context".
@@ -58,19 +66,26 @@ def generate(
     if not all(stop):
         raise DiffbitError("a stop string is empty; leave it out")
     choose = Sampler() if sampler is None else sampler
+    end_tokens = session.artifact.eos_token_ids if end_tokens is None else end_tokens
     prompt_ids = _prompt_ids(session, tokenizer, prompt)
     token_ids = list(prompt_ids)
     stream, output = tokenizer.stream(prompt_ids), _Output(stop, on_text)
     times: list[float] = []  # when each token was chosen
     reason: FinishReason | None = None
 
-    session.reset()
-    logits = session.prefill([prompt_ids])
-    while True:
+    if not reuse:
+        session.reset()
+    cached = session.reuse(prompt_ids)
+    for begin in range(cached, len(prompt_ids), CHUNK):  # as prefill itself does, but it can be interrupted
+        if interrupted():
+            reason = "interrupted"
+            break
+        logits = session.prefill([prompt_ids[begin : begin + CHUNK]])
+    while reason is None:
         token = choose(logits[0], token_ids)
         times.append(time.perf_counter())
         token_ids.append(token)
-        if token in session.artifact.eos_token_ids:
+        if token in end_tokens:
             reason = "eos"
         elif output.push(stream.push(token)):
             reason = "stop"
@@ -78,16 +93,18 @@ def generate(
             reason = "length"
         elif session.length == session.capacity:
             reason = "context"
-        if reason is not None:
-            break
-        logits = session.step([[token]])
+        elif interrupted():
+            reason = "interrupted"
+        else:
+            logits = session.step([[token]])
     output.push(stream.finish(), last=True)  # an unfinished character may complete a stop string that holds U+FFFD
     return Generation(
         text=output.text,
         token_ids=tuple(token_ids[len(prompt_ids) :]),
         finish_reason="stop" if output.stopped else reason,
         prompt_tokens=len(prompt_ids),
-        time_to_first_token_s=times[0] - started,
+        cached_tokens=cached,
+        time_to_first_token_s=times[0] - started if times else None,
         tokens_per_s=(len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None,
         total_s=time.perf_counter() - started,
     )

@@ -12,11 +12,17 @@ The order is that of Hugging Face transformers: repetition penalty, temperature,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DiffbitError
+from ..files import read_json
+from .artifact import Artifact
+
+GENERATION = "generation_config.json"
+T = TypeVar("T", int, float)
 
 
 class Sampler:
@@ -49,6 +55,42 @@ class Sampler:
         self.repetition_penalty = repetition_penalty
         self.seed = seed
         self._random = np.random.default_rng(seed)
+
+    @classmethod
+    def of(
+        cls,
+        artifact: Artifact,
+        *,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        repetition_penalty: float | None = None,
+        seed: int | None = None,
+    ) -> Sampler:
+        """The model's own settings, from its generation_config.json as transformers reads it; numbers given here
+        replace them. Raises DiffbitError for settings out of range."""
+        if GENERATION not in artifact.files:
+            own: dict[str, object] = {}
+        else:
+            own = read_json(artifact.file(GENERATION))
+        where = artifact.path / GENERATION
+
+        def chosen(name: str, given: T | None, default: T) -> T:
+            value = own.get(name)
+            if given is not None or value is None:
+                return default if given is None else given
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                raise DiffbitError(f"{where}: {name} is {value!r}, wanted a number")
+            return type(default)(value)
+
+        samples = own.get("do_sample") is True
+        return cls(
+            chosen("temperature", temperature, 1.0) if samples or temperature is not None else 0.0,
+            top_k=chosen("top_k", top_k, 50),
+            top_p=chosen("top_p", top_p, 1.0),
+            repetition_penalty=chosen("repetition_penalty", repetition_penalty, 1.0),
+            seed=seed,
+        )
 
     def __call__(self, logits: NDArray[np.floating], token_ids: Sequence[int] = ()) -> int:
         # The largest logit is finite unless one of them is NaN or +inf, or all are -inf.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ class Session:
         self._batch = 0
         self._past: list[OrtValue] = []  # in the order of _buffers
         self._mask: Ids = np.zeros((0, 0), np.int64)  # [B, C]
+        self._ids: Ids = np.zeros((0, 0), np.int64)  # [B, C], of the cached tokens
         self._tokens: Ids = np.zeros(0, np.int64)  # [B], real tokens per row
         self._length = 0
 
@@ -88,6 +90,23 @@ class Session:
     def reset(self) -> None:
         """Forget all tokens. In-place buffers are kept and overwritten."""
         self._length = 0
+
+    def reuse(self, token_ids: Sequence[int]) -> int:
+        """Keep the cached tokens that the sequence `token_ids` begins with, and forget the others; how many are kept.
+
+        The rest of `token_ids`, at least one token, is then to be prefilled. A cache that is not written in place, or
+        has a state, blocks or a residual window, cannot be cut: it is kept as a whole or not at all.
+        """
+        if self._batch != 1:
+            self.reset()
+        most = min(self._length, len(token_ids) - 1)
+        same = self._ids[:1, :most] == np.asarray(token_ids[:most], np.int64)
+        kept = most if same.all() else int(same.argmin())
+        can_be_cut = all(self._in_place) and all(buf.grows and buf.multiple == 1 for buf in self._buffers.values())
+        if kept < self._length:
+            self._length = kept if can_be_cut else 0
+            self._tokens = np.full(1, self._length, np.int64)
+        return self._length
 
     def prefill(
         self, token_ids: ArrayLike, attention_mask: ArrayLike | None = None, *, all_positions: bool = False
@@ -167,19 +186,22 @@ class Session:
             else:
                 binding.bind_output("logits", self.device)
             self._session.run_with_iobinding(binding)
-        except Exception as error:  # ONNX Runtime's exceptions have no base of their own
+            if not all(self._in_place):
+                self._past = binding.get_outputs()[1:]  # in the order of the first binding, logits first
+            self._ids[:, start:stop] = ids
+            self._tokens = self._tokens + mask.sum(axis=1)
+            self._length = stop
+        except BaseException as error:  # also Ctrl-C, which may leave a state ahead of the tokens
             self._batch, self._past = 0, []
             self.reset()
+            if not isinstance(error, Exception):  # ONNX Runtime's have no base of their own
+                raise
             if out_of_memory(error):
                 raise DiffbitError(
                     f"{self._model}: device {self.device} has no memory left for a call with {ids.size} new tokens "
                     f"after {start} cached ones; export the model with a shorter context_length, or with fewer bits"
                 ) from None
             raise DiffbitError(f"{self._model}: ONNX Runtime failed while running it ({error})") from None
-        if not all(self._in_place):
-            self._past = binding.get_outputs()[1:]  # in the order of the first binding, logits first
-        self._tokens = self._tokens + mask.sum(axis=1)
-        self._length = stop
         return logits
 
     def _begin(self, ids: Ids) -> None:
@@ -204,6 +226,7 @@ class Session:
             return
         try:
             self._mask = np.zeros((batch, self.capacity), np.int64)
+            self._ids = np.zeros((batch, self.capacity), np.int64)
             self._make_buffers(batch)
         except Exception as error:  # ONNX Runtime's exceptions have no base of their own
             # ValueError and OverflowError: more bytes than addresses

@@ -40,13 +40,18 @@ class Tokenizer:
         """Number of tokens, added ones included; a model's embedding may have more rows."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, with the special tokens that the tokenizer adds (often a leading bos)."""
+    def token_id(self, token: str) -> int | None:
+        """The id of a token such as "<|im_end|>"; None where the vocabulary lacks it."""
+        found = self._tokenizer.token_to_id(token)
+        return None if found is None else int(found)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with the special tokens that the tokenizer adds (often a leading bos) or without."""
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:  # stray bytes in stdin or in arguments become lone surrogates
             raise DiffbitError(f"the text to encode is not UTF-8 after {error.start} characters") from None
-        return list(self._tokenizer.encode(text).ids)
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of `token_ids`, without special tokens; bytes that form no character read as U+FFFD."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from base64 import b64decode
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -11,7 +10,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from diffbit.errors import MissingDependency
 from diffbit.evaluate import ReportData, versions, write_report
 from diffbit.evaluate.report import render
 
@@ -227,9 +225,3 @@ def test_parts_that_are_missing_are_left_out(tmp_path: Path) -> None:
     path = write_report(one, tmp_path / "deep" / "report.html")
     assert path.read_text().startswith("<!doctype html>")
     assert [p.name for p in path.parent.iterdir()] == ["report.html"]
-
-
-def test_without_jinja2(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(MissingDependency, match=r"jinja2, which is not installed: pip install .*\[lab\]"):
-        render(ReportData())

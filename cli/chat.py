@@ -1,0 +1,176 @@
+"""diffbit chat: a conversation with a model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import DiffbitError
+from ..files import write_json
+from .options import Device, NoNative, Quiet, Threads, as_artifacts
+from .output import print_error, remark, speed
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from ..runtime import Chat
+
+EXAMPLES = (
+    'diffbit chat out/smollm2-int8 --system "You answer in one sentence."',
+    "diffbit chat out/smollm2-int8 --json < questions.txt",
+)
+COMMANDS = {
+    "/reset": "forget the conversation; the system prompt stays",
+    "/system TEXT": "set the system prompt; without TEXT: none but the template's own",
+    "/save FILE": "write the conversation as JSON",
+    "/help": "this list; a message that begins with / is written with //",
+    "/exit": "end, as Ctrl-D does",
+}
+
+
+def chat(
+    artifact: Annotated[
+        Path, typer.Argument(help="Folder written by `diffbit export`, or a checkpoint (needs torch).")
+    ],
+    system: Annotated[str | None, typer.Option(help="System prompt; default: the template's own.")] = None,
+    template: Annotated[
+        Path | None, typer.Option(help="Chat template (Jinja) to use in place of the model's own.", metavar="FILE")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum tokens of an answer.")] = 1024,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature; 0: always the most likely token.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens; 0: from all.")] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Sample from the most likely tokens whose probabilities add up to this."),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1: tokens that have occurred become less likely.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed; default: another one each time.")] = None,
+    threads: Threads = None,
+    device: Device = "cpu",
+    no_native: NoNative = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each answer as one line of JSON.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Talk with a model in its own chat template; the KV cache is kept from answer to answer.
+
+    Messages are lines of stdin. Answers go to stdout, remarks to stderr. A line that begins with / is a command; /help
+    lists them. Ctrl-C ends an answer, Ctrl-D the conversation. The settings of sampling are those of the model's
+    generation_config.json unless options say otherwise.
+    """
+    from ..runtime import Artifact, Chat, ChatTemplate, Sampler, Session, slowdowns
+
+    if sys.stdin is None:
+        raise DiffbitError("there are no messages: stdin is closed")
+    with as_artifacts([artifact], device) as (path,):
+        opened = Artifact.open(path)
+        found = ChatTemplate.read(opened, template)  # its process starts while the model is loaded
+        session = Session(opened, device, threads, not no_native)
+        for sentence in slowdowns(opened, device) if not no_native else ():
+            remark(sentence)
+        sampler = Sampler.of(
+            opened, temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed
+        )
+        conversation = Chat(session, None, found, system=system, sampler=sampler, max_tokens=max_tokens)
+        if interactive := sys.stdin.isatty():
+            remark(f"{opened.name}: type a message and press return; /help lists the commands, Ctrl-D ends")
+        saved: set[Path] = set()
+        for line in _lines(interactive):
+            try:
+                if line.startswith("/") and not line.startswith("//"):
+                    if not _command(line, conversation, saved):
+                        return
+                elif line:
+                    _answer(conversation, line[line.startswith("//") :], as_json, interactive)
+            except DiffbitError as error:
+                if not interactive:
+                    raise
+                print_error(str(error))  # of this message, such as one too long; go on with the next
+
+
+def _lines(interactive: bool) -> Iterator[str]:
+    """Lines of stdin, without spaces around them."""
+    if not interactive:
+        yield from (line.strip() for line in sys.stdin)
+        return
+    with contextlib.suppress(ModuleNotFoundError):  # line editing and a history; Windows has its own
+        import readline  # noqa: F401
+    while True:
+        try:
+            yield input("> ").strip()
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+            remark("Ctrl-D or /exit ends the conversation")
+
+
+def _answer(conversation: Chat, text: str, as_json: bool, interactive: bool) -> None:
+    with _ctrl_c(conversation) if interactive else contextlib.nullcontext():
+        reply = conversation.send(text, None if as_json else partial(print, end="", flush=True))
+    if as_json:
+        print(json.dumps({"message": text, **vars(reply)}, ensure_ascii=False), flush=True)
+    else:
+        print(flush=True)
+    if reply.dropped:
+        remark(
+            f"the context of {conversation.session.capacity} tokens was full: the oldest {reply.dropped} messages have "
+            "left the conversation"
+        )
+    if reply.finish_reason == "context":
+        remark(f"the answer ends here: the context of {conversation.session.capacity} tokens is full")
+    remark(speed(reply))
+
+
+@contextlib.contextmanager
+def _ctrl_c(conversation: Chat) -> Iterator[None]:
+    """Ctrl-C ends the answer, and a second one the program."""
+
+    def end_answer(number: int, frame: FrameType | None) -> None:
+        conversation.halt()
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, end_answer)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _command(line: str, conversation: Chat, saved: set[Path]) -> bool:
+    """Do what the line says; whether the conversation goes on. `saved`: the files that it was written to."""
+    name, _, rest = line.partition(" ")
+    rest = rest.strip()
+    if name == "/exit":
+        return False
+    if name == "/reset":
+        conversation.reset()
+    elif name == "/system":
+        conversation.system = rest or None
+    elif name == "/help":
+        for command, meaning in COMMANDS.items():
+            remark(f"{command:14}{meaning}")
+    elif name == "/save" and rest:
+        path = Path(rest)
+        if path.exists() and path not in saved:
+            raise DiffbitError(f"{path}: already exists; choose another name")
+        write_json(path, {"model": conversation.session.artifact.name, "messages": conversation.messages})
+        saved.add(path)
+        remark(f"{path}: {len(conversation.messages)} messages")
+    elif name == "/save":
+        raise DiffbitError("/save wants the name of a file to write")
+    else:
+        raise DiffbitError(f"{name} is no command; /help lists them, and // begins a message with a slash")
+    return True

@@ -1,0 +1,127 @@
+"""A conversation with a model: its chat template, and a KV cache that is kept from answer to answer.
+
+Each message renders the whole conversation anew and compares its tokens with those that the session has cached: only
+what follows the common start is computed, and the answer is that to the whole conversation, also where a template
+changes earlier turns, or the model wrote its answer in other tokens than the tokenizer would.
+
+A conversation that no longer fits loses its oldest turns, at once so many that half of the context is free, because
+whatever stays has to be computed again; the system prompt stays.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import DiffbitError
+from .artifact import TOKENIZER
+from .generate import Choose, Generation, OnText, generate
+from .sampler import Sampler
+from .session import Session
+from .template import ChatTemplate, Message
+from .tokenizer import Tokenizer
+
+MAX_TOKENS = 1024  # of an answer
+ROOM = 4  # an answer may count on this part of the context, 1 / ROOM, or on max_tokens where that is less
+
+
+@dataclass(frozen=True)
+class Reply(Generation):
+    """An answer, and what it took."""
+
+    dropped: int  # messages that left the conversation because the context was full
+
+
+class Chat:
+    """A conversation.
+
+        chat = Chat(Session("out/model"), system="You answer in one sentence.")
+        reply = chat.send("What is a KV cache?", on_text=partial(print, end="", flush=True))
+        reply.text, reply.finish_reason, reply.prompt_tokens, reply.cached_tokens
+
+    Tokenizer, template and sampler are the model's own by default: `Sampler.of` reads generation_config.json.
+    `max_tokens`: of an answer, which ends at the model's end tokens, the tokenizer's eos_token or a `stop` string.
+    Raises DiffbitError for a model without a chat template.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        tokenizer: Tokenizer | None = None,
+        template: ChatTemplate | None = None,
+        *,
+        system: str | None = None,
+        sampler: Choose | None = None,
+        max_tokens: int = MAX_TOKENS,
+        stop: str | Sequence[str] = (),
+    ) -> None:
+        artifact = session.artifact
+        self.session = session
+        self.tokenizer = Tokenizer(artifact.file(TOKENIZER)) if tokenizer is None else tokenizer
+        self.template = ChatTemplate.read(artifact) if template is None else template
+        self.system = system
+        self.turns: list[Message] = []
+        self._sampler = Sampler.of(artifact) if sampler is None else sampler
+        self._max_tokens, self._stop = max_tokens, stop
+        eos = self.tokenizer.token_id(self.template.special_tokens.get("eos_token", ""))
+        self._end_tokens = {*artifact.eos_token_ids, *(() if eos is None else (eos,))}
+        self._halted = False
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation, the system prompt included."""
+        return self._with_system(self.turns)
+
+    def reset(self) -> None:
+        """Forget the turns; the system prompt stays."""
+        self.turns = []
+
+    def halt(self) -> None:
+        """End the answer that `send` is generating; for a signal handler, or another thread."""
+        self._halted = True
+
+    def send(self, text: str, on_text: OnText | None = None) -> Reply:
+        """Answer a message. `on_text` receives the answer as it comes, whole characters only.
+
+        An answer ended by `halt` stays in the conversation as far as it came; where it had not begun, or an exception
+        ended it, the conversation is as before. Raises DiffbitError for a message that is longer than the context, or
+        one that the template refuses.
+        """
+        self._halted = False
+        before = [*self.turns, Message(role="user", content=text)]
+        turns, token_ids = self._fitting(before)
+        made = generate(
+            self.session, self.tokenizer, token_ids, max_tokens=self._max_tokens, sampler=self._sampler,
+            stop=self._stop, on_text=on_text, end_tokens=self._end_tokens, reuse=True,
+            interrupted=lambda: self._halted,
+        )  # fmt: skip
+        if made.token_ids:
+            self.turns = [*turns, Message(role="assistant", content=made.text)]
+        return Reply(**vars(made), dropped=len(before) - len(turns))
+
+    def _fitting(self, turns: list[Message]) -> tuple[list[Message], list[int]]:
+        """The turns, without the oldest where they leave no room for an answer, and their tokens."""
+        capacity = self.session.capacity
+        token_ids = self._encoded(turns)
+        if len(token_ids) + min(self._max_tokens, capacity // ROOM) > capacity:
+            begins = [index for index, message in enumerate(turns) if message["role"] == "user"]
+            last = len(begins) - 1
+            fits = bisect_left(
+                begins, True, min(1, last), last, key=lambda at: 2 * len(self._encoded(turns[at:])) <= capacity
+            )
+            turns = turns[begins[fits] :]
+            token_ids = self._encoded(turns)
+        if len(token_ids) > capacity:
+            raise DiffbitError(
+                f"the message takes {len(token_ids)} tokens, system prompt included, but the context holds {capacity}; "
+                "shorten it"
+            )
+        return turns, token_ids
+
+    def _encoded(self, turns: list[Message]) -> list[int]:
+        # the template writes the special tokens itself, bos included
+        return self.tokenizer.encode(self.template.render(self._with_system(turns)), add_special_tokens=False)
+
+    def _with_system(self, turns: list[Message]) -> list[Message]:
+        return ([] if self.system is None else [Message(role="system", content=self.system)]) + turns

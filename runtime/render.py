@@ -1,0 +1,100 @@
+"""Renders chat templates: the program of the process that `ChatTemplate` (template.py) starts.
+
+A template comes with a model, so it is code of a stranger. Jinja's sandbox keeps it from Python's internals and from
+files, but not from using time and memory ("x" * 10**10, loops in loops): the memory of this process is limited here,
+and whoever started it ends it after a while. It imports nothing of diffbit, so that it starts fast and stays small.
+
+Lines of JSON on stdin, first {"template": source, "variables": {...}}, then {"messages": [...], ...} for each
+rendering; for each of these a line {"text": ...} or {"error": ...} on stdout.
+
+The environment is that of transformers (utils/chat_template_utils.py): published templates are written for it.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from datetime import datetime
+from typing import NoReturn
+
+MEMORY = 512 << 20  # bytes of address space
+CPU_SECONDS = 60  # of all renderings together; it ends this process where the one that started it was killed
+MOST_CHARACTERS = 4_000_000  # of a rendered conversation
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
+    sys.path[:] = json.loads(sys.argv[1])
+    first = json.loads(sys.stdin.readline())
+    _limit_resources()  # before compiling, which computes constants
+    template: object = None
+    for line in sys.stdin:
+        try:
+            if template is None:
+                template = compiled(first["template"])
+            text = template.render(first["variables"] | json.loads(line))  # type: ignore[attr-defined]
+            answer = {"text": text}
+            if len(text) > MOST_CHARACTERS:
+                answer = {"error": f"it makes a text of {len(text)} characters, wanted at most {MOST_CHARACTERS}"}
+        except MemoryError:
+            answer = {"error": f"it needs more than {MEMORY >> 20} MiB of memory"}
+        except Exception as error:  # whatever a stranger's code may raise
+            line_number = getattr(error, "lineno", None)
+            where = f"line {line_number}: " if line_number else ""
+            answer = {"error": where + (" ".join(str(error).split())[:300] or type(error).__name__)}
+        print(json.dumps(answer), flush=True)
+
+
+def compiled(source: str) -> object:
+    """A jinja2.Template in the environment of transformers."""
+    import jinja2
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} ... {% endgeneration %} marks an answer for training; here it is what it encloses."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.exceptions.TemplateError(message)
+
+    def tojson(
+        value: object,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        """Jinja's own escapes HTML's characters."""
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(source)
+
+
+def _limit_resources() -> None:
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        return
+    for which, limit in ((resource.RLIMIT_AS, MEMORY), (resource.RLIMIT_CPU, CPU_SECONDS)):
+        hard = resource.getrlimit(which)[1]
+        if hard == resource.RLIM_INFINITY or hard > limit:
+            resource.setrlimit(which, (limit, hard))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Chat templates: a conversation as the text that a chat model was trained on, such as "<|im_start|>user\nHello...".
+
+A template is a Jinja program in the model's folder: chat_template.jinja, or `chat_template` of tokenizer_config.json
+(a string, or a list of named ones). The text of a conversation equals that of transformers' `apply_chat_template`.
+
+A template is a stranger's code. It runs in Jinja's sandbox, in a process of its own with little memory (render.py),
+which is ended after SECONDS.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+from ..errors import DiffbitError
+from ..files import read_json
+from .artifact import Artifact
+from .processes import python_script
+
+FILE = "chat_template.jinja"
+CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SECONDS = 10.0  # of one rendering
+MOST_BYTES = 1 << 20  # of a template
+
+
+class Message(TypedDict):
+    """One message of a conversation."""
+
+    role: str  # "system", "user" or "assistant"
+    content: str
+
+
+class ChatTemplate:
+    """A chat template and the special tokens that it may name.
+
+    template = ChatTemplate.read("out/model")
+    template.render([{"role": "user", "content": "Hello"}])
+    """
+
+    def __init__(self, source: str, name: str, special_tokens: dict[str, str] | None = None) -> None:
+        """`name`: what errors call it. `special_tokens`: such as {"bos_token": "<s>"}."""
+        self.name = name
+        self.special_tokens = special_tokens or {}
+        self._source = source
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = self._start()  # it imports Jinja while a model is loaded
+
+    @classmethod
+    def read(cls, model: Artifact | str | Path, file: str | Path | None = None) -> ChatTemplate:
+        """The template of an artifact or a checkpoint folder, or the one in `file`; special tokens are the model's.
+
+        Raises DiffbitError for a model without a template, or one that cannot be read.
+        """
+        config_file = _file(model, CONFIG)
+        config = {} if config_file is None else read_json(config_file)
+        map_file = _file(model, "special_tokens_map.json")
+        tokens = _special_tokens(({} if map_file is None else read_json(map_file)) | config)
+        found = _file(model, FILE) if file is None else Path(file)
+        if found is not None:
+            return cls(_text(found), str(found), tokens)
+        source = config.get("chat_template")
+        if isinstance(source, list):  # of named templates, for tools and documents
+            named = {
+                entry["name"]: entry.get("template") for entry in source if isinstance(entry, dict) and "name" in entry
+            }
+            source = named.get("default")
+        if source is None:
+            where = model.path if isinstance(model, Artifact) else model
+            raise DiffbitError(
+                f"{where}: has no chat template, so it is no chat model; pass a template with --template FILE, or "
+                "continue a text with `diffbit run`"
+            )
+        if not isinstance(source, str) or len(source) > MOST_BYTES:
+            raise DiffbitError(f"{config_file}: chat_template is no text of at most {MOST_BYTES} characters")
+        return cls(source, f"{config_file}: chat_template", tokens)
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        """The text of a conversation; `add_generation_prompt`: up to where the model's answer begins.
+
+        Raises DiffbitError where the template refuses the conversation, fails, or takes too much time or memory.
+        """
+        request = {
+            "messages": list(messages), "tools": None, "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }  # fmt: skip
+        with self._lock:
+            try:
+                answer = self._ask(json.dumps(request))
+            except BaseException:  # Ctrl-C as well: its answer would be taken for that of the next rendering
+                self._end()
+                raise
+        if "error" in answer:
+            raise DiffbitError(f"{self.name}: cannot render this conversation ({answer['error']})")
+        return str(answer["text"])
+
+    def _ask(self, request: str) -> dict[str, Any]:
+        process = self._process or self._start()
+        self._process = process
+        assert process.stdin is not None and process.stdout is not None
+        watch = threading.Timer(SECONDS, process.kill)
+        watch.start()
+        try:
+            process.stdin.write(request + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        finally:
+            watch.cancel()
+        if line.endswith("\n"):
+            return dict(json.loads(line))
+        self._end()
+        return {"error": f"it took more than {SECONDS:.0f} seconds, or ended its process"}
+
+    def _start(self) -> subprocess.Popen[str]:
+        try:
+            process = subprocess.Popen(
+                python_script(Path(__file__).with_name("render.py")),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8",
+            )  # fmt: skip
+            assert process.stdin is not None
+            process.stdin.write(json.dumps({"template": self._source, "variables": self.special_tokens}) + "\n")
+        except OSError as error:
+            raise DiffbitError(f"{self.name}: no process can be started to render it ({error.strerror})") from None
+        weakref.finalize(self, _kill, process)
+        return process
+
+    def _end(self) -> None:
+        if self._process is not None:
+            _kill(self._process)
+        self._process = None
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def _file(model: Artifact | str | Path, name: str) -> Path | None:
+    """The path of a file of an artifact, which lists it, or of a folder; None where there is none."""
+    if isinstance(model, Artifact):
+        return model.file(name) if name in model.files else None
+    path = Path(model) / name
+    return path if path.is_file() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise DiffbitError(f"{path}: is larger than {MOST_BYTES >> 20} MiB, so it is no chat template")
+        return data.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DiffbitError(f"{path}: cannot be read ({error})") from None
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Those that a tokenizer_config.json names, as texts or as {"content": text}."""
+    found = {}
+    for name in SPECIAL_TOKENS:
+        value = config.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            found[name] = value
+    return found
