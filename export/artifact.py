@@ -6,7 +6,6 @@ logits go into the manifest, and `diffbit verify` compares those of a device wit
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 from .. import files
 from ..errors import DiffbitError
 from ..models import Checkpoint, ModelConfig
+from ..models.checkpoint.folder import GENERATION
 from ..models.families import loader_config
 from ..ops.cache import CacheSpec
 from ..ops.kv_cache import BLOCK
@@ -25,6 +25,7 @@ from ..progress import track
 from ..quantize import AttentionScheme, read_scheme
 from ..quantize.cache import cache_spec
 from ..runtime.artifact import MANIFEST, TOKENIZER, VERSION, manifest_sha256
+from ..tokenizer_files import tokenizer_files
 from ..version import __version__
 from .decoder import DecoderGraph
 from .graph import FLOATS, MODEL
@@ -58,7 +59,7 @@ def export_artifact(
 
     dtype: "fp32" or "fp16", of what is not quantized, of scales and of the KV cache.
     context_length: tokens that the model can hold; default, and at most, the config's max_position.
-    tokenizer: a tokenizer.json, or a folder with one, to use in place of the checkpoint's own.
+    tokenizer: a tokenizer.json, or a folder or GGUF file with one, to use in place of the checkpoint's own.
 
     Raises DiffbitError for a checkpoint, scheme, tokenizer or option that an artifact cannot have.
     """
@@ -79,7 +80,7 @@ def export_artifact(
                 f"{source.path / 'config.json'}: {name} is {list(ids)}, wanted ids of the vocabulary of "
                 f"{config.vocab_size} tokens"
             )
-    tokenizer_files = _tokenizer_files(source, tokenizer)
+    beside = _tokenizer_files(source, tokenizer)
     scheme = read_scheme(source)
     attention = AttentionScheme() if scheme is None else scheme.attention
     if attention.logits is not None:
@@ -94,8 +95,8 @@ def export_artifact(
     with files.new_folder(out, overwrite=overwrite) as folder:
         graph = DecoderGraph(folder, dtype, config, length, attention, cache)
         logits = _write_graph(graph, source, prompt, NOISE[kind])
-        for file in tokenizer_files:
-            shutil.copyfile(file, folder / file.name)
+        for name, data in beside.items():
+            (folder / name).write_bytes(data)
         _write_configs(folder, config, dtype, length)
         if _readable_by_others(cache):
             files.write_json(folder / "genai_config.json", _genai(config, length, cache))
@@ -168,27 +169,24 @@ def _write_graph(graph: DecoderGraph, source: Checkpoint, prompt: list[int], noi
     return logits
 
 
-def _tokenizer_files(source: Checkpoint, given: str | Path | None) -> list[Path]:
+def _tokenizer_files(source: Checkpoint, given: str | Path | None) -> dict[str, bytes]:
     """tokenizer.json and the files beside it, without generation_config.json, which an artifact writes anew."""
-    if given is not None:
-        given = Path(given)
-        folder, main = (given, given / TOKENIZER) if given.is_dir() else (given.parent, given)
-        if not main.is_file() or main.name != TOKENIZER:
-            raise DiffbitError(f"{given}: is no {TOKENIZER} and no folder that holds one")
-        names = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-        found = [main, *(folder / name for name in names if (folder / name).is_file())]
-    else:
-        found = [file for file in source.tokenizer_files if file.name != "generation_config.json"]
-        if not any(file.name == TOKENIZER for file in found):
+    if given is None:
+        path, found = source.path, source.tokenizer_files
+        if TOKENIZER not in found:
             raise DiffbitError(
-                f"{source.path}: holds no {TOKENIZER}, which a model needs on a device; pass one with --tokenizer"
+                f"{path}: holds no {TOKENIZER}, which a model needs on a device; pass one with --tokenizer"
             )
-        main = next(file for file in found if file.name == TOKENIZER)
+    else:
+        path = Path(given)
+        found = tokenizer_files(path)
+        if TOKENIZER not in found:
+            raise DiffbitError(f"{given}: is no {TOKENIZER} and no folder or GGUF file that holds one")
     try:
-        tokenizers.Tokenizer.from_file(str(main))
+        tokenizers.Tokenizer.from_buffer(found[TOKENIZER])
     except Exception as error:  # tokenizers raises bare Exception
-        raise DiffbitError(f"{main}: is not a tokenizer ({error}); restore the file") from None
-    return found
+        raise DiffbitError(f"{path}: its {TOKENIZER} is not a tokenizer ({error}); restore the file") from None
+    return {name: data for name, data in found.items() if name != GENERATION}
 
 
 def _write_configs(folder: Path, config: ModelConfig, dtype: str, context_length: int) -> None:
