@@ -7,7 +7,8 @@ tokenizer_config.json, which transformers' AutoTokenizer and onnxruntime-genai r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -17,8 +18,10 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ..errors import DiffbitError
-from ..files import read_json, sha256_file, write_atomic, write_json
+from ..files import parse_json, read_json, write_atomic, write_json
+from ..tokenizer_files import TOKENIZER, tokenizer_files
 
+CONFIG = "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"
 MIN_SIZE = 257  # every byte, and END_OF_TEXT
 
@@ -77,32 +80,32 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, folder: str | Pat
 
 
 def load_tokenizer(path: str | Path) -> TextTokenizer:
-    """Read a tokenizer.json; `path` is that file or a model folder that holds it.
+    """Read a tokenizer.json; `path` is that file, or a model's folder or GGUF file that holds one.
 
     The eos token is the `eos_token` of tokenizer_config.json, else the `eos_token_id` of config.json, else END_OF_TEXT
     where the vocabulary has it. Raises DiffbitError for a file that is no tokenizer, or one without an eos token.
     """
     path = Path(path)
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-        raise DiffbitError(f"{file}: no such file; wanted a tokenizer.json or a model folder that holds one")
+    found = tokenizer_files(path)
+    if TOKENIZER not in found:
+        raise DiffbitError(f"{path}: holds no {TOKENIZER}; wanted that file or a model that holds one")
     try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
+        backend = tokenizers.Tokenizer.from_buffer(found[TOKENIZER])
     except Exception as error:  # tokenizers raises bare Exception
-        raise DiffbitError(f"{file}: is not a tokenizer ({error}); restore the file") from None
+        raise DiffbitError(f"{path}: its {TOKENIZER} is not a tokenizer ({error}); restore the file") from None
     backend.no_padding()
     backend.no_truncation()  # a file may set both, but a corpus is encoded as it is
-    eos_id = _eos_id(file.parent, backend)
+    eos_id = _eos_id(path if path.is_dir() else path.parent, found, backend)
     if eos_id is None:
         raise DiffbitError(
-            f"{file}: no end-of-text token is known; name an eos_token of its vocabulary in tokenizer_config.json"
+            f"{path}: no end-of-text token is known; name an eos_token of its vocabulary in tokenizer_config.json"
         )
-    return TextTokenizer(backend, eos_id, sha256_file(file))
+    return TextTokenizer(backend, eos_id, hashlib.sha256(found[TOKENIZER]).hexdigest())
 
 
-def _eos_id(folder: Path, backend: tokenizers.Tokenizer) -> int | None:
-    if (folder / "tokenizer_config.json").is_file():
-        token = read_json(folder / "tokenizer_config.json").get("eos_token")
+def _eos_id(folder: Path, beside: Mapping[str, bytes], backend: tokenizers.Tokenizer) -> int | None:
+    if CONFIG in beside:
+        token = parse_json(beside[CONFIG], folder / CONFIG).get("eos_token")
         if isinstance(token, dict):
             token = token.get("content")
         if isinstance(token, str) and (found := backend.token_to_id(token)) is not None:

@@ -104,12 +104,13 @@ def dtype_for(device: str) -> str:
 @contextmanager
 def as_artifacts(paths: Sequence[Path], device: str) -> Iterator[list[Path]]:
     """The artifacts; a checkpoint among `paths` is exported to a temporary folder for the length of the command."""
+    from ..gguf_file import find_gguf
     from ..runtime.artifact import MANIFEST
 
     with TemporaryDirectory(prefix="diffbit-") as folder:
         found = []
         for index, path in enumerate(paths):
-            if (path / MANIFEST).is_file() or not any(path.glob("*.safetensors")):
+            if (path / MANIFEST).is_file() or not (any(path.glob("*.safetensors")) or find_gguf(path)):
                 found.append(path)  # any other folder raises an error when it is opened
                 continue
             try:

@@ -111,10 +111,18 @@ def read_json(path: str | Path) -> dict[str, Any]:
     """The object in a JSON file. Raises DiffbitError for a file that is missing, unreadable or not an object."""
     path = Path(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_bytes(), path)
     except FileNotFoundError:
         raise DiffbitError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise DiffbitError(f"{path}: cannot be read ({error})") from None
+
+
+def parse_json(data: bytes, path: Path) -> dict[str, Any]:
+    """The object in the JSON of a file. Raises DiffbitError where it is none."""
+    try:
+        value = json.loads(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
         raise DiffbitError(f"{path}: cannot be read ({error})") from None
     except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
         raise DiffbitError(f"{path}: is not valid JSON ({error}); restore the file") from None

@@ -27,6 +27,7 @@ from ..errors import DiffbitError
 from ..models import Checkpoint, ModelConfig, num_parameters
 from ..quantize import AttentionScheme, load, parse_recipe, read_scheme
 from ..quantize.cache import cache_spec
+from ..tokenizer_files import TOKENIZER
 from .cost import Cost
 from .measure import Measured, Refusal, measure
 from .metrics import CONFIDENCE, Estimate, mean, paired, perplexity_ratio, recovered
@@ -355,9 +356,10 @@ def _check_tokenizers(checkpoints: Sequence[Checkpoint]) -> None:
     """Perplexities per token mean the same only under one vocabulary. Folders without tokenizer.json go unchecked."""
     seen: list[tuple[Path, Any]] = []
     for checkpoint in checkpoints:
-        for file in checkpoint.tokenizer_files:
-            if file.name == "tokenizer.json":
-                seen.append((file, (files.read_json(file).get("model") or {}).get("vocab")))
+        if TOKENIZER in checkpoint.tokenizer_files:
+            file = checkpoint.path / TOKENIZER
+            model = files.parse_json(checkpoint.tokenizer_files[TOKENIZER], file).get("model") or {}
+            seen.append((file, model.get("vocab")))
     for path, vocabulary in seen[1:]:
         if vocabulary != seen[0][1]:
             raise DiffbitError(

@@ -6,7 +6,6 @@ logits go into the manifest, and `diffbit verify` compares those of a device wit
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from ..quantize import AttentionScheme, read_scheme
 from ..quantize.cache import cache_spec
 from ..runtime.artifact import MANIFEST, TOKENIZER, VERSION, manifest_sha256
 from ..runtime.sampler import GENERATION
+from ..tokenizer_files import tokenizer_files
 from ..version import __version__
 from .decoder import DecoderGraph
 from .graph import FLOATS, MODEL
@@ -60,7 +60,7 @@ def export_artifact(
 
     dtype: "fp32" or "fp16", of what is not quantized, of scales and of the KV cache.
     context_length: tokens that the model can hold; default, and at most, the config's max_position.
-    tokenizer: a tokenizer.json, or a folder with one, to use in place of the checkpoint's own.
+    tokenizer: a tokenizer.json, or a folder or GGUF file with one, to use in place of the checkpoint's own.
 
     Raises DiffbitError for a checkpoint, scheme, tokenizer or option that an artifact cannot have.
     """
@@ -81,7 +81,7 @@ def export_artifact(
                 f"{source.path / 'config.json'}: {name} is {list(ids)}, wanted ids of the vocabulary of "
                 f"{config.vocab_size} tokens"
             )
-    tokenizer_files = _tokenizer_files(source, tokenizer)
+    beside = _tokenizer_files(source, tokenizer)
     scheme = read_scheme(source)
     attention = AttentionScheme() if scheme is None else scheme.attention
     if attention.logits is not None:
@@ -96,8 +96,8 @@ def export_artifact(
     with files.new_folder(out, overwrite=overwrite) as folder:
         graph = DecoderGraph(folder, dtype, config, length, attention, cache)
         logits = _write_graph(graph, source, prompt, NOISE[kind])
-        for file in tokenizer_files:
-            shutil.copyfile(file, folder / file.name)
+        for name, data in beside.items():
+            (folder / name).write_bytes(data)
         _write_configs(folder, source, dtype, length)
         if _readable_by_others(cache):
             files.write_json(folder / "genai_config.json", _genai(config, length, cache))
@@ -170,35 +170,31 @@ def _write_graph(graph: DecoderGraph, source: Checkpoint, prompt: list[int], noi
     return logits
 
 
-def _tokenizer_files(source: Checkpoint, given: str | Path | None) -> list[Path]:
+def _tokenizer_files(source: Checkpoint, given: str | Path | None) -> dict[str, bytes]:
     """tokenizer.json and the files beside it, without generation_config.json, which an artifact writes anew."""
-    if given is not None:
-        given = Path(given)
-        folder, main = (given, given / TOKENIZER) if given.is_dir() else (given.parent, given)
-        if not main.is_file() or main.name != TOKENIZER:
-            raise DiffbitError(f"{given}: is no {TOKENIZER} and no folder that holds one")
-        names = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-        found = [main, *(folder / name for name in names if (folder / name).is_file())]
-    else:
-        found = [file for file in source.tokenizer_files if file.name != GENERATION]
-        if not any(file.name == TOKENIZER for file in found):
+    if given is None:
+        path, found = source.path, source.tokenizer_files
+        if TOKENIZER not in found:
             raise DiffbitError(
-                f"{source.path}: holds no {TOKENIZER}, which a model needs on a device; pass one with --tokenizer"
+                f"{path}: holds no {TOKENIZER}, which a model needs on a device; pass one with --tokenizer"
             )
-        main = next(file for file in found if file.name == TOKENIZER)
+    else:
+        path = Path(given)
+        found = tokenizer_files(path)
+        if TOKENIZER not in found:
+            raise DiffbitError(f"{given}: is no {TOKENIZER} and no folder or GGUF file that holds one")
     try:
-        tokenizers.Tokenizer.from_file(str(main))
+        tokenizers.Tokenizer.from_buffer(found[TOKENIZER])
     except Exception as error:  # tokenizers raises bare Exception
-        raise DiffbitError(f"{main}: is not a tokenizer ({error}); restore the file") from None
-    return found
+        raise DiffbitError(f"{path}: its {TOKENIZER} is not a tokenizer ({error}); restore the file") from None
+    return {name: data for name, data in found.items() if name != GENERATION}
 
 
 def _write_configs(folder: Path, source: Checkpoint, dtype: str, context_length: int) -> None:
     hf = loader_config(source.config, DTYPE_NAMES[dtype], context_length)
     files.write_json(folder / "config.json", hf)
     tokens = {name: hf[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hf[name] is not None}
-    generation = next((file for file in source.tokenizer_files if file.name == GENERATION), None)
-    own = {} if generation is None else files.read_json(generation)
+    own = files.parse_json(source.tokenizer_files.get(GENERATION, b"{}"), source.path / GENERATION)
     sampling = {name: own[name] for name in SAMPLING if own.get(name) is not None}
     files.write_json(folder / GENERATION, tokens | sampling)
     if not (folder / "tokenizer_config.json").exists():

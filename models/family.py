@@ -16,14 +16,6 @@ from torch import Tensor
 
 from .config import ModelConfig
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "chat_template.jinja",
-)
-
 
 @dataclass(frozen=True, eq=False)
 class Stored:

@@ -381,7 +381,7 @@ def _run(layers: Iterable[nn.Module], batch: Batch) -> Tensor:
 
 def _overhead(checkpoint: Checkpoint, config: ModelConfig) -> int:
     """Bytes of an artifact beside its weights, at most: tokenizer, rotary tables, graph, configuration, padding."""
-    tokenizer = sum(file.stat().st_size for file in checkpoint.tokenizer_files)
+    tokenizer = sum(map(len, checkpoint.tokenizer_files.values()))
     tables = 2 * config.max_position * (config.rope_width // 2) * 4
     padding = sum(4096 if 4 * math.prod(shape) >= 1 << 20 else 64 for shape in linear_shapes(config).values())
     return tokenizer + tables + padding + GRAPH[0] + GRAPH[1] * config.num_layers

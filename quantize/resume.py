@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import files
 from ..errors import DiffbitError
-from ..models.checkpoint.safetensors_file import read_header, read_tensor, write_tensors
+from ..models.checkpoint.safetensors_file import read_header, write_tensors
 from ..version import __version__
 from .layer import Tokens
 from .report import WeightReport
@@ -130,7 +130,7 @@ class Unfinished:
 
     def _read(self, file: Path) -> dict[str, Tensor]:
         try:
-            return {name: read_tensor(entry) for name, entry in read_header(file).items()}
+            return {name: entry.read() for name, entry in read_header(file).items()}
         except DiffbitError as error:
             raise DiffbitError(f"{error}; or start anew by --overwrite without --resume") from None
 

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# A package imports only packages of a lower level, and errors, files, progress and version from diffbit/ itself.
+# A package imports only packages of a lower level, and the files below from diffbit/ itself.
 LEVEL = {
     "ops": 2,
     "calib_data": 3,
@@ -29,7 +29,7 @@ LEVEL = {
     "train": 5,
     "cli": 6,
 }
-LEAVES = {"errors", "files", "progress", "version"}
+LEAVES = {"errors", "files", "gguf_file", "progress", "tokenizer_files", "version"}
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 450, 80
 
 # Python files with more lines than MOST_LINES

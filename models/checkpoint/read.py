@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,18 @@ from torch import Tensor
 
 from ... import files
 from ...errors import DiffbitError
+from ...gguf_file import find_gguf
+from ...tokenizer_files import TOKENIZER_FILES, tokenizer_files
 from ..config import ModelConfig
 from ..decoder import Block, Decoder
 from ..families import family_of
+from ..families._gguf import GGUFFamily
 from ..families._huggingface import with_tokens
-from ..family import TOKENIZER_FILES
 from ..mixer import check_derived
 from .folder import GENERATION, INDEX, check_folder, find_tensors, inside
+from .gguf_file import open_gguf
 from .names import EMBEDDING, HEAD, layer_of, linear_of, reorder, shapes, stays_float32
-from .safetensors_file import Entry, read_tensor
+from .safetensors_file import Entry
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 PARTS = ("codes", "scale", "zero")  # of a weight that diffbit quantized; zero only in asymmetric formats
@@ -47,18 +51,25 @@ class Checkpoint:
 
     path, config (ModelConfig), dtype ("float32", "bfloat16" or "float16": of the weights that are not quantized),
     names (canonical, in the model's order, parts of quantized weights included), quantization (the dictionary in
-    config.json, or None), tokenizer_files (paths of those that are there).
+    config.json, or None).
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        check_folder(self.path)
-        source = inside(self.path, "config.json", self.path)
-        values = files.read_json(source)
+        gguf = find_gguf(self.path)
+        if gguf is None:
+            check_folder(self.path)
+            source = inside(self.path, "config.json", self.path)
+            values, stored = files.read_json(source), find_tensors(self.path)
+        else:
+            source = gguf
+            values, stored = open_gguf(gguf)
+        self._source = source
         self.quantization = _quantization(source, values)
         self._method = (self.quantization or {}).get("quant_method")
         with _about(source):
-            self._family = family_of(values)
+            family = family_of(values)
+            self._family = family if gguf is None else GGUFFamily(family.model_type, family)
             self.config: ModelConfig = self._family.read(values)
         if self.quantization is not None and not self._family.quantized:
             raise DiffbitError(f"{source}: a quantized model in the official module layout is not read")
@@ -66,7 +77,6 @@ class Checkpoint:
             generation = inside(self.path, GENERATION, self.path)
             with _about(generation):
                 self.config = with_tokens(self.config, files.read_json(generation))
-        stored = find_tensors(self.path)
         stored = {name: entry for name, entry in stored.items() if not name.endswith(HARMLESS)}
         self._tied_head = stored.pop(HEAD, None) if self.config.tie_embeddings else None
         self._places = {name: self._family.stored(self.config, name) for name in shapes(self.config)}
@@ -81,9 +91,14 @@ class Checkpoint:
         self._entries = self._canonical(stored, on_disk)
         self.names = list(self._entries)
         self.dtype = _label(self._entries.get(EMBEDDING, self._entries["model.norm.weight"]).dtype)
-        self.tokenizer_files = [
-            inside(self.path, name, self.path) for name in TOKENIZER_FILES if (self.path / name).exists()
-        ]
+        for name in TOKENIZER_FILES:
+            if (self.path / name).exists():
+                inside(self.path, name, self.path)
+
+    @cached_property
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """tokenizer.json and the files beside it, by their names, as far as they are there."""
+        return tokenizer_files(self.path)
 
     def _check(self, stored: dict[str, Entry], wanted: dict[str, tuple[int, ...]]) -> None:
         """Refuse missing, unknown and misshapen tensors."""
@@ -132,13 +147,15 @@ class Checkpoint:
 
     def _canonical(self, stored: Mapping[str, Entry], on_disk: Mapping[str, str]) -> dict[str, Entry]:
         """Entries under their canonical names, in the model's order, each weight followed by its parts."""
+        if self.quantization is None:
+            return {name: stored[there] for name, there in on_disk.items()}
         beside: dict[str, list[str]] = {}
         for name in sorted(stored):
             beside.setdefault(linear_of(name), []).append(name)
         found: dict[str, Entry] = {}
         for name, there in on_disk.items():
-            parts = beside[linear_of(there)] if self.quantization is not None else [there]
-            found |= {linear_of(name) + part.removeprefix(linear_of(there)): stored[part] for part in parts}
+            parts = {linear_of(name) + part.removeprefix(linear_of(there)): part for part in beside[linear_of(there)]}
+            found |= {name: stored[part] for name, part in parts.items()}
         return found
 
     def block_names(self, index: int) -> list[str]:
@@ -163,7 +180,7 @@ class Checkpoint:
         """
         entry = self._entries[name]
         tensor = self.read_raw(name)
-        if name == EMBEDDING and self._tied_head and not torch.equal(read_tensor(self._tied_head), tensor):
+        if name == EMBEDDING and self._tied_head and not torch.equal(self._tied_head.read(), tensor):
             raise DiffbitError(
                 f"{self._tied_head.file}: {HEAD} differs from {EMBEDDING}, but config.json says "
                 "tie_word_embeddings: true; set it to false"
@@ -177,7 +194,7 @@ class Checkpoint:
     def _folded(self, name: str, weight: Tensor, norm_name: str) -> Tensor:
         """A projection [E, H * w] times the weight [w] of the norm before it; float32, so that nothing is rounded."""
         entry = self._stored[norm_name]
-        norm = read_tensor(entry)
+        norm = entry.read()
         _check_finite(entry, norm_name, norm)
         folded = (weight.float().unflatten(1, (-1, len(norm))) * norm.float()).flatten(1)
         if not folded.isfinite().all():
@@ -190,13 +207,13 @@ class Checkpoint:
     def read_raw(self, name: str) -> Tensor:
         """A tensor as it lies on disk, checked for NaN and infinity only."""
         entry = self._entries[name]
-        tensor = read_tensor(entry)
+        tensor = entry.read()
         _check_finite(entry, name, tensor)
         return tensor
 
     def sha256(self) -> str:
         """Hash of the model: of the lines "<sha256> <name>" of config.json and the weight files, sorted by name."""
-        sources = {entry.file for entry in self._stored.values()} | {self.path / "config.json"}
+        sources = {entry.file for entry in self._stored.values()} | {self._source}
         if (self.path / INDEX).exists():
             sources.add(self.path / INDEX)
         lines = [f"{files.sha256_file(file)} {file.name}\n" for file in sorted(sources)]

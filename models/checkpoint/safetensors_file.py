@@ -47,6 +47,10 @@ class Entry:
     begin: int  # of the data, in bytes from the start of the file
     end: int
 
+    def read(self) -> Tensor:
+        """The tensor itself, in its dtype, in the order of the file."""
+        return read_bytes(self.file, self.begin, self.end).view(self.dtype).view(self.shape)
+
 
 def read_header(file: Path) -> dict[str, Entry]:
     """The tensors of a safetensors file; a DiffbitError where header and file do not fit together."""
@@ -103,20 +107,18 @@ def write_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     file.chmod(0o666 & ~umask)
 
 
-def read_tensor(entry: Entry) -> Tensor:
-    """The tensor itself, in its stored dtype, as it lies in the file."""
-    tensor = torch.empty(entry.shape, dtype=entry.dtype)
-    if tensor.numel():
-        buffer = tensor.view(-1).view(torch.uint8).numpy().data
-        try:
-            with open(entry.file, "rb", buffering=0) as stream:
-                stream.seek(entry.begin)
-                done = 0
-                while done < len(buffer):
-                    count = stream.readinto(buffer[done:])
-                    if not count:
-                        raise DiffbitError(f"{entry.file}: was cut short while being read; copy it again")
-                    done += count
-        except OSError as error:
-            raise DiffbitError(f"{entry.file}: cannot be read ({error.strerror})") from None
-    return tensor
+def read_bytes(file: Path, begin: int, end: int) -> Tensor:
+    """Bytes of a file, uint8 [end - begin]."""
+    data = torch.empty(end - begin, dtype=torch.uint8)
+    buffer, done = data.numpy().data, 0
+    try:
+        with open(file, "rb", buffering=0) as stream:
+            stream.seek(begin)
+            while done < len(buffer):
+                count = stream.readinto(buffer[done:])
+                if not count:
+                    raise DiffbitError(f"{file}: was cut short while being read; copy it again")
+                done += count
+    except OSError as error:
+        raise DiffbitError(f"{file}: cannot be read ({error.strerror})") from None
+    return data

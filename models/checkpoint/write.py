@@ -5,7 +5,6 @@ The folder appears under its name only when it is complete.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,10 +14,10 @@ from torch import Tensor
 
 from ... import files
 from ...errors import DiffbitError
+from ...tokenizer_files import tokenizer_files
 from ..config import ModelConfig
 from ..decoder import Decoder, num_parameters
 from ..families import family_for, write_config
-from ..family import TOKENIZER_FILES
 from .folder import INDEX, SINGLE
 from .names import layer_of, linear_of, reorder, shapes, stays_float32
 from .read import Checkpoint
@@ -33,7 +32,7 @@ class CheckpointWriter:
 
     dtype names the float tensors' type in config.json ("float32", "bfloat16", "float16"); tensors are stored in the
     dtype they come in. shard_layers: write a file as soon as its layer is over, so that only one layer is in memory.
-    quantization: the "quantization_config" of config.json. tokenizer_from: a folder, or a tokenizer.json, to copy from.
+    quantization: the "quantization_config" of config.json. tokenizer_from: a folder, a tokenizer.json or a GGUF file.
     """
 
     def __init__(
@@ -112,14 +111,10 @@ class CheckpointWriter:
         source = self.tokenizer_from
         if source is None:
             return
-        if source.is_file():
-            shutil.copyfile(source, self._folder / "tokenizer.json")
-            return
-        if not source.is_dir():
+        if not source.exists():
             raise DiffbitError(f"{source}: no such tokenizer file or folder")
-        for name in TOKENIZER_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, self._folder / name)
+        for name, data in tokenizer_files(source).items():
+            (self._folder / name).write_bytes(data)
 
 
 def save(

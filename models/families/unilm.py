@@ -57,8 +57,12 @@ class Official(Family):
         if tensor not in ("q_proj.weight", "k_proj.weight"):
             return Stored((name,))
         heads = mixer.softmaxes if tensor == "q_proj.weight" else mixer.cache_heads
-        rows = torch.arange(heads * mixer.head_dim).view(heads, mixer.head_dim // 2, 2)
-        return Stored((name,), rows.transpose(1, 2).flatten())
+        return Stored((name,), interleaved(heads, mixer.head_dim))
+
+
+def interleaved(heads: int, head_dim: int) -> torch.Tensor:
+    """Rows of such a projection: those of rotate-half = on disk[rows]."""
+    return torch.arange(heads * head_dim).view(heads, head_dim // 2, 2).transpose(1, 2).flatten()
 
 
 FAMILIES = tuple(Official(base.model_type, base) for base in (diffllama.FAMILIES[0], diff_llama_v2.FAMILIES[0]))

@@ -1,0 +1,151 @@
+"""The header of a GGUF file: metadata, and where each tensor lies. Everything is checked before anything is read.
+
+The format (github.com/ggml-org/ggml, docs/gguf.md), in little-endian numbers: "GGUF", version u32, tensor count u64,
+metadata count u64; the metadata (key, value type u32, value); the tensors (name, number of dimensions u32, dimensions
+u64 with the fastest first, type u32, offset u64); padding to `general.alignment`; the data, offsets counted from its
+start. A string is its length u64 and UTF-8; an array its type u32, its length u64 and the values.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from .errors import DiffbitError
+
+SUFFIX = ".gguf"
+VERSIONS = (2, 3)
+NUMBERS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "bool", 10: "u8", 11: "i8", 12: "f8"}
+FLOAT32, STRING, ARRAY = 6, 8, 9
+MOST_DIMENSIONS = 4
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    type: int  # ggml's number of it
+    shape: tuple[int, ...]  # rows first, as torch has it
+    begin: int  # in bytes from the start of the file
+
+
+@dataclass(frozen=True)
+class GGUF:
+    file: Path
+    size: int
+    metadata: Mapping[str, Any]  # numbers, strings, numpy arrays of numbers, lists of strings
+    tensors: Mapping[str, TensorInfo]
+
+
+def find_gguf(path: Path) -> Path | None:
+    """`path` itself if it is named *.gguf, or the only such file in a folder without safetensors; None for others."""
+    if path.suffix.lower() == SUFFIX and not path.is_dir():
+        return path
+    if not path.is_dir() or any(path.glob("*.safetensors")) or (path / "diffbit.json").exists():
+        return None
+    found = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)
+    if len(found) > 1:
+        raise DiffbitError(f"{path}: holds {len(found)} GGUF files; name one of them, such as {found[0]}")
+    return found[0] if found else None
+
+
+def read_gguf(file: Path) -> GGUF:
+    """The header of a file; a DiffbitError where it is no GGUF file, is damaged or ends too early."""
+    try:
+        with open(file, "rb") as stream:
+            return _Reader(file, stream).header()
+    except FileNotFoundError:
+        raise DiffbitError(f"{file}: no such file") from None
+    except OSError as error:
+        raise DiffbitError(f"{file}: cannot be read ({error.strerror})") from None
+
+
+class _Reader:
+    def __init__(self, file: Path, stream: IO[bytes]) -> None:
+        self.file, self.stream = file, stream
+        self.size = file.stat().st_size
+
+    def header(self) -> GGUF:
+        if (magic := self.stream.read(4)) != b"GGUF":
+            raise DiffbitError(f"{self.file}: is no GGUF file: it begins with {magic!r}, wanted b'GGUF'")
+        version = self.number("I")
+        if version not in VERSIONS:
+            raise DiffbitError(f"{self.file}: is of GGUF version {version}, wanted 2 or 3 (little-endian)")
+        tensors, pairs = self.number("Q"), self.number("Q")
+        metadata: dict[str, Any] = {}
+        for _ in range(self.fitting(pairs, 13)):
+            key = self.string()
+            if key in metadata:
+                raise self.damaged(f"holds the metadata {key!r} twice")
+            metadata[key] = self.value(self.number("I"))
+        if int(metadata.get("split.count", 1)) > 1:
+            raise DiffbitError(
+                f"{self.file}: is one of {metadata['split.count']} parts of a model; join them with "
+                "llama-gguf-split --merge"
+            )
+        found: dict[str, TensorInfo] = {}
+        for _ in range(self.fitting(tensors, 32)):
+            name = self.string()
+            if name in found:
+                raise self.damaged(f"holds the tensor {name!r} twice")
+            found[name] = self.tensor(name)
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
+            raise self.damaged(f"has general.alignment {alignment!r}")
+        start = -(-self.stream.tell() // alignment) * alignment
+        tensors_at = {name: TensorInfo(t.type, t.shape, start + t.begin) for name, t in found.items()}
+        return GGUF(self.file, self.size, metadata, tensors_at)
+
+    def tensor(self, name: str) -> TensorInfo:
+        dimensions = self.number("I")
+        if not 1 <= dimensions <= MOST_DIMENSIONS:
+            raise self.damaged(f"says that tensor {name!r} has {dimensions} dimensions")
+        shape = tuple(reversed(struct.unpack(f"<{dimensions}Q", self.read(8 * dimensions))))
+        if not all(shape) or math.prod(shape) > 1 << 50:
+            raise self.damaged(f"says that tensor {name!r} has the shape {shape}")
+        return TensorInfo(self.number("I"), shape, self.number("Q"))
+
+    def value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self.string()
+        if kind == ARRAY:
+            kind, count = self.number("I"), self.number("Q")
+            if kind == STRING:
+                return [self.string() for _ in range(self.fitting(count, 8))]
+            dtype = self.dtype(kind)
+            return np.frombuffer(self.read(self.fitting(count, dtype.itemsize) * dtype.itemsize), dtype)
+        number = np.frombuffer(self.read(self.dtype(kind).itemsize), self.dtype(kind))[0]
+        return float(str(number)) if kind == FLOAT32 else number.item()  # 1e-5, not 9.999999747378752e-06
+
+    def dtype(self, kind: int) -> np.dtype[Any]:
+        if kind not in NUMBERS:  # an array of arrays, too: no model has one
+            raise self.damaged(f"holds metadata of the unknown type {kind}")
+        return np.dtype(NUMBERS[kind]).newbyteorder("<")
+
+    def string(self) -> str:
+        try:
+            return self.read(self.fitting(self.number("Q"), 1)).decode("utf-8")
+        except UnicodeDecodeError:
+            raise self.damaged("holds a string that is not UTF-8") from None
+
+    def number(self, code: str) -> int:
+        return int(struct.unpack(f"<{code}", self.read(struct.calcsize(code)))[0])
+
+    def read(self, count: int) -> bytes:
+        data = self.stream.read(self.fitting(count, 1))
+        if len(data) != count:
+            raise self.damaged("is cut short")
+        return data
+
+    def fitting(self, count: int, each: int) -> int:
+        """`count` things of at least `each` bytes, if the rest of the file can hold them."""
+        if count * each > self.size - self.stream.tell():
+            raise self.damaged(f"is cut short or damaged: at byte {self.stream.tell()} it announces {count} entries")
+        return count
+
+    def damaged(self, what: str) -> DiffbitError:
+        return DiffbitError(f"{self.file}: {what}; copy the file again")

@@ -1,0 +1,181 @@
+"""The files of a model's tokenizer: those in a folder, or what the metadata of a GGUF file become.
+
+llama.cpp keeps a tokenizer as tokens, their types and merges or scores, and the name of the expression that cuts text
+into words (src/llama-vocab.cpp). `tokenizers` builds from them what tokenizer.json holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import DiffbitError, MissingDependency
+from .gguf_file import GGUF, find_gguf, read_gguf
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_FILES = (
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+CONTROL, USER_DEFINED = 3, 4  # types of tokens that are matched whole, before text is cut into words
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# tokenizer.ggml.pre: (expressions, one after the other; is a word that is a token left whole; is bos added by default)
+WORDS: dict[str, tuple[tuple[str, ...], bool, bool]] = {
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais"), ((GPT2,), False, False)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "minerva-7b"), ((r"\p{N}", GPT2), False, False)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), ((LLAMA3,), True, True)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), ((LLAMA3.replace("{1,3}", ""),), False, False)),
+    "tekken": ((TEKKEN,), True, True),
+}
+
+
+def tokenizer_files(path: Path) -> dict[str, bytes]:
+    """tokenizer.json and the files beside it, by their names. path: a folder, a tokenizer.json in one or a GGUF file.
+
+    Empty where there are none. Raises DiffbitError for a file that cannot be read, or a tokenizer of a GGUF file that
+    diffbit does not know.
+    """
+    gguf = None if (path / TOKENIZER).is_file() else find_gguf(path)
+    if gguf is not None:
+        return from_gguf(read_gguf(gguf))
+    if not path.exists():
+        raise DiffbitError(f"{path}: no such file or folder")
+    folder = path if path.is_dir() else path.parent
+    found = {name: folder / name for name in TOKENIZER_FILES}
+    if path.is_file() and path.name != TOKENIZER:
+        found = {TOKENIZER: path}
+    try:
+        return {name: file.read_bytes() for name, file in found.items() if file.is_file()}
+    except OSError as error:
+        raise DiffbitError(f"{path}: its tokenizer cannot be read ({error.strerror})") from None
+
+
+def from_gguf(header: GGUF) -> dict[str, bytes]:
+    """tokenizer.json, tokenizer_config.json and chat_template.jinja of a GGUF file; empty where it has no tokenizer."""
+    model = header.metadata.get("tokenizer.ggml.model")
+    if model in (None, "none", "no_vocab"):
+        return {}
+    metadata = {key.removeprefix("tokenizer."): value for key, value in header.metadata.items()}
+    try:
+        if model == "gpt2":
+            backend, add_bos = _byte_level(metadata)
+        elif model == "llama":
+            backend, add_bos = _sentencepiece(metadata), True
+        else:
+            raise DiffbitError(f"its tokenizer is {model!r}, wanted 'gpt2' (BPE) or 'llama' (SentencePiece)")
+        options = _special_tokens(metadata, backend, add_bos)
+    except ModuleNotFoundError:
+        raise MissingDependency("tokenizers", "cpu", "reading the tokenizer of a GGUF file") from None
+    except DiffbitError as error:
+        raise DiffbitError(f"{header.file}: {error}") from None
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise DiffbitError(f"{header.file}: its tokenizer is damaged ({error!r}); copy the file again") from None
+    found = {TOKENIZER: backend.to_str(pretty=True), "tokenizer_config.json": json.dumps(options, indent=2)}
+    if template := metadata.get("chat_template"):
+        found["chat_template.jinja"] = template
+    return {name: text.encode() for name, text in found.items()}
+
+
+def _byte_level(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
+    """A BPE on bytes, each written as a letter (GPT-2's), and whether bos is added by default."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    pre = metadata.get("ggml.pre")
+    if pre not in WORDS:
+        raise DiffbitError(f"its pre-tokenizer is {pre!r}, wanted one of {', '.join(WORDS)}")
+    words, whole, add_bos = WORDS[pre]
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["ggml.merges"]]
+    backend = Tokenizer(_bpe(models, metadata["ggml.tokens"], merges, ignore_merges=whole))
+    cuts = [pre_tokenizers.Split(Regex(expression), behavior="isolated") for expression in words]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    return backend, add_bos
+
+
+def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
+    return sentencepiece_bpe(
+        metadata["ggml.tokens"],
+        [float(score) for score in metadata["ggml.scores"]],
+        unknown=metadata.get("ggml.unknown_token_id"),
+        add_prefix_space=metadata.get("ggml.add_space_prefix", True),
+    )
+
+
+def sentencepiece_bpe(
+    pieces: Sequence[str], scores: Sequence[float], *, unknown: int | None, add_prefix_space: bool
+) -> Tokenizer:
+    """SentencePiece's BPE as transformers builds it: of all pairs that make a piece, the one of the highest score is
+    merged first; what no piece covers becomes bytes <0x00>."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    ids = {piece: index for index, piece in enumerate(pieces)}
+    pairs = []
+    for piece, score in zip(pieces, scores, strict=True):
+        cuts = ((piece[:i], piece[i:]) for i in range(1, len(piece)))
+        found = [(left, right) for left, right in cuts if left in ids and right in ids]
+        pairs += [(score, *pair) for pair in sorted(found, key=lambda pair: (ids[pair[0]], ids[pair[1]]))]
+    pairs.sort(key=lambda pair: (pair[0], len(pair[1]), len(pair[2])), reverse=True)
+    merges = [(left, right) for _, left, right in pairs]
+    extra = {} if unknown is None else {"unk_token": pieces[unknown]}
+    backend = Tokenizer(_bpe(models, pieces, merges, fuse_unk=True, byte_fallback=True, **extra))
+    scheme = "first" if add_prefix_space else "never"
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+    strip = [decoders.Strip(content=" ", left=1)] if add_prefix_space else []
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    return backend
+
+
+def _bpe(models: Any, tokens: Sequence[str], merges: Sequence[tuple[str, ...]], **options: Any) -> Any:
+    ids = {token: index for index, token in enumerate(tokens)}
+    if len(ids) < len(tokens):
+        twice = next(token for index, token in enumerate(tokens) if ids[token] != index)
+        raise DiffbitError(f"its tokenizer holds the token {twice!r} twice")
+    try:
+        return models.BPE(vocab=ids, merges=merges, **options)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise DiffbitError(f"its tokenizer is damaged ({error}); copy the file again") from None
+
+
+def _special_tokens(metadata: Mapping[str, Any], backend: Tokenizer, add_bos: bool) -> dict[str, Any]:
+    """Give the tokenizer its added tokens and what it puts around a text; the fields of tokenizer_config.json."""
+    from tokenizers import AddedToken, processors
+
+    tokens = metadata["ggml.tokens"]
+    for token, kind in zip(tokens, metadata.get("ggml.token_type", ()), strict=False):
+        if kind in (CONTROL, USER_DEFINED):
+            backend.add_tokens([AddedToken(token, normalized=False, special=bool(kind == CONTROL))])
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    ids = {name: metadata.get(f"ggml.{key}_token_id") for name, key in names.items()}
+    options = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    options |= {f"{name}_token": tokens[id] for name, id in ids.items() if id is not None}
+    add = {"bos": metadata.get("ggml.add_bos_token", add_bos), "eos": metadata.get("ggml.add_eos_token", False)}
+    around = {name: tokens[ids[name]] for name, wanted in add.items() if wanted and ids[name] is not None}
+    options |= {f"add_{name}_token": name in around for name in add}
+    if around:
+        single = [around.get("bos"), "$A", around.get("eos")]
+        backend.post_processor = processors.TemplateProcessing(
+            single=[piece for piece in single if piece],
+            pair=[piece for piece in (*single, around.get("bos"), "$B:1", around.get("eos")) if piece],
+            special_tokens=[(token, ids[name]) for name, token in around.items()],
+        )
+    return options

@@ -1,0 +1,99 @@
+"""Tensors of a GGUF file, dequantized when they are read, as floats (github.com/ggml-org/llama.cpp, gguf-py).
+
+F16 and BF16 stay what they are; every quantized type that the package `gguf` knows becomes float32. Rows are read and
+dequantized a few MB at a time, so reading a tensor takes little more memory than the tensor itself.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...errors import DiffbitError, MissingDependency
+from ...gguf_file import GGUF, read_gguf
+from ..families._gguf import ROPE_FREQS, fields
+from .safetensors_file import Entry, read_bytes
+
+FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml's numbers of the types that are no blocks
+CHUNK = 8 << 20  # bytes of float32
+
+
+@dataclass(frozen=True)
+class GGUFEntry(Entry):
+    type: int  # ggml's number
+
+    def read(self) -> Tensor:
+        if self.type in FLOATS:
+            return super().read()
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        columns = self.shape[-1]
+        rows = math.prod(self.shape[:-1])
+        stored = read_bytes(self.file, self.begin, self.end).view(rows, -1).numpy()
+        out = torch.empty(rows, columns)
+        step = max(1, CHUNK // (4 * columns))
+        for i in range(0, rows, step):
+            out[i : i + step] = torch.from_numpy(dequantize(stored[i : i + step], GGMLQuantizationType(self.type)))
+        return out.view(self.shape)
+
+
+def open_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
+    """The fields of a config.json, and the tensors by their names in the file.
+
+    Raises DiffbitError for a model that diffbit does not know, a type that cannot be dequantized, and data beyond the
+    file's end.
+    """
+    header = read_gguf(file)
+    found: dict[str, Entry] = {name: _entry(header, name) for name in header.tensors}
+    factors = found.pop(ROPE_FREQS, None)
+    try:
+        return fields(header, None if factors is None else factors.read().numpy()), found
+    except DiffbitError as error:
+        raise DiffbitError(f"{file}: {error}") from None
+
+
+def _entry(header: GGUF, name: str) -> GGUFEntry:
+    info, file = header.tensors[name], header.file
+    if info.type in FLOATS:
+        dtype = FLOATS[info.type]
+        block, nbytes = 1, dtype.itemsize
+    else:
+        dtype = torch.float32
+        block, nbytes = _block(info.type, f"{file}: tensor {name}")
+    if info.shape[-1] % block:
+        raise DiffbitError(
+            f"{file}: tensor {name} of shape {info.shape} has rows that are no multiple of its blocks of {block}; copy "
+            "the file again"
+        )
+    end = info.begin + math.prod(info.shape) // block * nbytes
+    if end > header.size:
+        raise DiffbitError(
+            f"{file}: is cut short: tensor {name} ends at byte {end}, the file at byte {header.size}; copy it again"
+        )
+    return GGUFEntry(file, dtype, info.shape, info.begin, end, info.type)
+
+
+@cache
+def _block(type: int, where: str) -> tuple[int, int]:
+    """(weights, bytes) of a block."""
+    try:
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+        from gguf.quants import dequantize
+    except ModuleNotFoundError:
+        raise MissingDependency("gguf", "lab", "reading a quantized GGUF file") from None
+    try:
+        known = GGMLQuantizationType(type)
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[known][1]), np.uint8), known)
+    except ValueError:
+        raise DiffbitError(f"{where} has the unknown type {type}; wanted one that the package gguf knows") from None
+    except NotImplementedError:
+        raise DiffbitError(f"{where} has the type {known.name}, which the package gguf does not dequantize") from None
+    return GGML_QUANT_SIZES[known]

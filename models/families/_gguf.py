@@ -1,0 +1,146 @@
+"""GGUF files (github.com/ggml-org/llama.cpp): their metadata as a config, their names of tensors, their order of rows.
+
+The metadata become the fields of a config.json, which the family of that model_type reads; what it refuses is refused
+here. In llama's files (mistral's are llama's, too) rotary embedding is interleaved, as in the official differential
+modules: rows of a head's q_proj and k_proj lie as (0, d/2, 1, d/2 + 1, ...) of rotate-half's order. llama3's rotary
+scaling is no metadata but a tensor of factors, rope_freqs [d/2], from which its parameters are found again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...errors import DiffbitError
+from ...gguf_file import GGUF
+from ..config import ModelConfig
+from ..family import Family, Stored
+from ._huggingface import attention_of
+from .unilm import interleaved
+
+ROPE_FREQS = "rope_freqs.weight"
+ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}  # is its rotary embedding interleaved?
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # of every llama3
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+FIELDS = {  # of config.json: key of the metadata behind the architecture's name
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "max_position_embeddings": "context_length",
+    "rope_theta": "rope.freq_base",
+    "sliding_window": "attention.sliding_window",
+}
+
+
+@dataclass(frozen=True)
+class GGUFFamily(Family):
+    """What `fields` makes of a header, read by `base`, the family of that model_type."""
+
+    base: Family
+    quantized = False
+
+    def read(self, values: Mapping[str, Any]) -> ModelConfig:
+        return self.base.read(values)
+
+    def stored(self, config: ModelConfig, name: str) -> Stored:
+        module, _, parameter = name.rpartition(".")
+        before, layer = "", module
+        if module.startswith("model.layers."):
+            index, layer = module.removeprefix("model.layers.").split(".", 1)
+            before = f"blk.{index}."
+        found = f"{before}{NAMES.get(layer, layer)}.{parameter}"
+        if not ARCHITECTURES[self.model_type] or layer not in ("self_attn.q_proj", "self_attn.k_proj"):
+            return Stored((found,))
+        mixer = attention_of(config)
+        return Stored((found,), interleaved(mixer.num_heads if "q_" in layer else mixer.num_kv_heads, mixer.head_dim))
+
+
+def fields(header: GGUF, rope_factors: np.ndarray | None) -> dict[str, Any]:
+    """The metadata as the fields of a config.json; rope_factors [d/2]: of the tensor ROPE_FREQS, if there is one.
+
+    Raises DiffbitError (which names no file) for an unknown architecture and for what a config.json cannot say.
+    """
+    metadata = header.metadata
+    architecture = metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise DiffbitError(f"its architecture is {architecture!r}, wanted one of {', '.join(ARCHITECTURES)}")
+
+    def get(key: str, default: Any = None) -> Any:
+        value = metadata.get(f"{architecture}.{key}", default)
+        if isinstance(value, list | np.ndarray):
+            raise DiffbitError(f"{architecture}.{key} differs from layer to layer, which diffbit does not read")
+        return value
+
+    if get("expert_count"):
+        raise DiffbitError(f"has {get('expert_count')} experts a layer, wanted a model without")
+    values = {field: get(key) for field, key in FIELDS.items()}
+    if get("attention.value_length", values["head_dim"]) != values["head_dim"]:
+        raise DiffbitError("has values of another width than keys")
+    head_dim = values["head_dim"] or _ratio(values["hidden_size"], values["num_attention_heads"])
+    if get("rope.dimension_count", head_dim) != head_dim:
+        raise DiffbitError(f"turns {get('rope.dimension_count')} channels of heads {head_dim} wide, wanted all")
+    if "token_embd.weight" not in header.tensors:
+        raise DiffbitError("holds no tensor token_embd.weight")
+    token = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom", "padding")}
+    ends = list(dict.fromkeys(token[name] for name in ("eos", "eot", "eom") if token[name] is not None))
+    return {
+        **values,
+        "model_type": architecture,
+        "vocab_size": header.tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "attention_bias": architecture == "llama" and "blk.0.attn_q.bias" in header.tensors,
+        "bos_token_id": token["bos"],
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": token["padding"],
+        "rope_scaling": _scaling(get, values, head_dim, rope_factors),
+    }
+
+
+def _ratio(whole: Any, count: Any) -> int:
+    return whole // count if isinstance(whole, int) and isinstance(count, int) and count > 0 else 0
+
+
+def _scaling(get: Any, values: Mapping[str, Any], head_dim: int, factors: np.ndarray | None) -> dict[str, Any] | None:
+    if factors is not None:
+        return _llama3(factors, values["rope_theta"] or 10000.0, head_dim)
+    kind = get("rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    scaling = {"rope_type": kind, "factor": get("rope.scaling.factor")}
+    original = get("rope.scaling.original_context_length")
+    return scaling if original is None else scaling | {"original_max_position_embeddings": original}
+
+
+def _llama3(factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
+    """The parameters of llama3's scaling that gives the factors, which divide the frequencies."""
+    factor = float(factors.max())
+    low, high, original = LLAMA3.values()
+    turns = original * theta ** -(np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
+    blend = ((turns - low) / (high - low)).clip(0, 1)
+    wanted = 1 / ((1 - blend) / factor + blend)
+    if factors.shape != wanted.shape or not np.allclose(factors, wanted, rtol=1e-3):
+        raise DiffbitError(f"{ROPE_FREQS} holds factors that are not those of llama3's rotary scaling")
+    return {"rope_type": "llama3", "factor": factor, **LLAMA3}
