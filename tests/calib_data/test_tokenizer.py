@@ -66,7 +66,7 @@ def test_truncation_in_the_file_does_not_cut_a_corpus(folder: Path, tmp_path: Pa
 
 
 def test_bad_tokenizers(tmp_path: Path) -> None:
-    with pytest.raises(DiffbitError, match="holds no tokenizer.json"):
+    with pytest.raises(DiffbitError, match=r"holds no tokenizer\.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(DiffbitError, match="is not a tokenizer"):

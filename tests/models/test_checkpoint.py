@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from diffbit import DiffbitError, models
-from diffbit.models.checkpoint.safetensors_file import read_header, read_tensor
+from diffbit.models.checkpoint.safetensors_file import read_header
 from diffbit.models.layers.rope import Llama3
 
 from .helpers import LLAMA3, hf_model, saved, small_config, tokens
