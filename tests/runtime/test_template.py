@@ -145,7 +145,8 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
     ],
 )
 def test_hostile_templates(source: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SECONDS", 1)
+    if "seconds" in message:  # the others may take longer on a busy machine
+        monkeypatch.setattr(module, "SECONDS", 1)
     with pytest.raises(DiffbitError, match=rf"^T: cannot render this conversation \(.*{message}") as caught:
         ChatTemplate(source, "T").render(TURNS)
     assert "\n" not in str(caught.value)
