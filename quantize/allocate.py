@@ -369,7 +369,7 @@ def predictions(decoder: Decoder, text: Tokens, layers: Iterable[nn.Module] | No
 
 def _enter(decoder: Decoder, tokens: Tokens) -> None:
     """Set the hidden states of tokens to what a model's first layer is given."""
-    tokens.hidden = tokens.exact = F.embedding(tokens.ids, decoder.model.embed_tokens.weight).float()
+    tokens.embed(decoder.model.embed_tokens.weight)
 
 
 def _run(layers: Iterable[nn.Module], batch: Batch) -> Tensor:

@@ -3,6 +3,10 @@
 Calibration tokens travel along in two versions. `exact` are their hidden states in the float model, `hidden` those in
 the model whose earlier layers are quantized already: what a layer will really be given, errors included, and therefore
 what methods calibrate on (arXiv 2210.17323, section 3.3). Only one layer and these states are in memory at a time.
+
+Passing tokens through a layer is what takes the time (SmolLM2-135M: three quarters of it), so none is passed twice
+without need: `exact` has only some windows unless a method aims at it, and once the projections of a mixer are
+quantized, what it finds on each batch is kept for the passes still to come.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from .scheme import Scheme
 from .stats import CalibStats, gather, proxy_loss
 
 BATCH_TOKENS = 2048  # that pass a layer at a time
+MEASURED_TOKENS = 8192  # that output errors are measured on; they spread evenly over the calibration text
 FINAL_NORM = "model.norm.weight"
 
 
@@ -39,37 +44,20 @@ FINAL_NORM = "model.norm.weight"
 class Batch:
     """Some windows of calibration tokens as they reach a layer."""
 
-    hidden: Tensor  # fp32 [n, S, E], behind quantized layers
-    exact: Tensor  # fp32 [n, S, E], behind float ones
+    hidden: Tensor  # fp32 [n, S, E]
     counted: Tensor  # bool [n, S], tokens that count
     rope: Rope
     mask: Tensor | None  # as attention takes it
 
 
-class Tokens:
-    """Calibration tokens on their way through a model: ids [n, S], mask bool [n, S] (None: all count)."""
+class States:
+    """Windows of tokens on their way through a model: ids [n, S], mask bool [n, S] of those that count."""
 
-    def __init__(self, config: ModelConfig, ids: Any, mask: Any = None, device: torch.device | str = "cpu") -> None:
-        self.config = config
-        self.ids = torch.as_tensor(ids, dtype=torch.int64, device=device)
-        if self.ids.dim() != 2 or not self.ids.numel():
-            raise DiffbitError(f"calibration tokens have shape {tuple(self.ids.shape)}, wanted [windows, length]")
-        if self.ids.min() < 0 or self.ids.max() >= config.vocab_size:
-            raise DiffbitError(
-                f"calibration tokens run from {self.ids.min()} to {self.ids.max()}, but the model has "
-                f"{config.vocab_size}; take the tokenizer that belongs to the model"
-            )
-        counted = torch.ones_like(self.ids) if mask is None else torch.as_tensor(mask, device=device)
-        self.mask = counted.bool()
-        if self.mask.shape != self.ids.shape:
-            raise DiffbitError(
-                f"the calibration mask has shape {tuple(self.mask.shape)}, wanted {tuple(self.ids.shape)}"
-            )
-        self.count = int(self.mask.sum())
-        self.hidden = self.exact = torch.empty(0)  # fp32 [n, S, E], before the layer that comes next
-        step = max(1, BATCH_TOKENS // self.ids.shape[1])
-        self.slices = [slice(i, i + step) for i in range(0, len(self.ids), step)]
-        self.measuring = True  # are output errors and proxy losses wanted?
+    def __init__(self, config: ModelConfig, ids: Tensor, mask: Tensor) -> None:
+        self.config, self.ids, self.mask = config, ids, mask
+        self.hidden = torch.empty(0)  # fp32 [n, S, E], before the layer that comes next
+        step = max(1, BATCH_TOKENS // ids.shape[1])
+        self.slices = [slice(i, i + step) for i in range(0, len(ids), step)]
 
     def batches(self) -> Iterator[Batch]:
         """All windows, in order."""
@@ -81,43 +69,85 @@ class Tokens:
         counted = self.mask[rows]
         padding = None if counted.all() else counted
         rope = rope_for(self.config, default_positions(1, length, 0, padding, device))
-        mask = causal_mask(length, 0, padding, device)
-        return Batch(self.hidden[rows], self.exact[rows], counted, rope, mask)
+        return Batch(self.hidden[rows], counted, rope, causal_mask(length, 0, padding, device))
+
+    def embed(self, table: Tensor) -> None:
+        """Enter the model: table [V, E]."""
+        self.hidden = F.embedding(self.ids, table).float()
+
+
+class Tokens(States):
+    """Calibration tokens: ids [n, S], mask bool [n, S] (None: all count).
+
+    exact: what travels through the float model; so many windows, evenly spread (None: all). Without any, no output
+    errors are measured.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ids: Any,
+        mask: Any = None,
+        device: torch.device | str = "cpu",
+        exact: int | None = None,
+    ) -> None:
+        ids = torch.as_tensor(ids, dtype=torch.int64, device=device)
+        if ids.dim() != 2 or not ids.numel():
+            raise DiffbitError(f"calibration tokens have shape {tuple(ids.shape)}, wanted [windows, length]")
+        if ids.min() < 0 or ids.max() >= config.vocab_size:
+            raise DiffbitError(
+                f"calibration tokens run from {ids.min()} to {ids.max()}, but the model has {config.vocab_size}; take "
+                "the tokenizer that belongs to the model"
+            )
+        counted = (torch.ones_like(ids) if mask is None else torch.as_tensor(mask, device=device)).bool()
+        if counted.shape != ids.shape:
+            raise DiffbitError(f"the calibration mask has shape {tuple(counted.shape)}, wanted {tuple(ids.shape)}")
+        super().__init__(config, ids, counted)
+        self.count = int(counted.sum())
+        some = len(ids) if exact is None else min(exact, len(ids))
+        windows = torch.arange(some, device=device) * len(ids) // max(1, some)
+        self.exact = States(config, ids[windows], counted[windows])
+
+    @property
+    def measuring(self) -> bool:
+        """Are output errors and proxy losses wanted?"""
+        return len(self.exact.ids) > 0
 
     @torch.no_grad()
     def advance(self, layer: Layer, quantized: Mapping[str, QTensor]) -> dict[str, float]:
-        """Take both versions past a layer; the output error that each of its quantized layers adds by itself.
-
-        That error is measured on the layer's input in the float model: ||X W^T - act(X) Wq^T|| / ||X W^T||.
-        """
-        errors = {name: OutputError() for name in quantized}
+        """Take both versions past a layer; the output error that each of its quantized layers adds by itself."""
         if layer.index < 0:
-            self.exact = F.embedding(self.ids, layer.tensors[EMBEDDING]).float()
-            self.hidden = self.exact.clone()
+            self.embed(layer.tensors[EMBEDDING])
+            self.exact.embed(layer.tensors[EMBEDDING])
             return {}
         if not layer.is_layer and not (quantized and self.measuring):
             return {}
-        true, rounded = layer.module(), _dequantized(layer.module(quantized))
-        batch = None
+        rounded = _dequantized(layer.module(quantized))
+        errors = self._advance_exact(layer, rounded, quantized) if self.measuring else {}
+        if layer.is_layer:
+            layer.remember(rounded, quantized)
+            for rows, batch in zip(self.slices, self.batches(), strict=True):
+                self.hidden[rows] = layer.run(rounded, batch.hidden, batch)
+                layer.step(f"{layer.prefix}output")
+        return errors
+
+    def _advance_exact(self, layer: Layer, rounded: nn.Module, quantized: Iterable[str]) -> dict[str, float]:
+        """Errors are measured on a layer's input in the float model: ||X W^T - act(X) Wq^T|| / ||X W^T||."""
+        true, errors = layer.module(), {name: OutputError() for name in quantized}
+        counted = torch.empty(0)
 
         def measure(name: str) -> Any:
             linear, error = rounded.get_submodule(name.removeprefix(layer.prefix)), errors[name]
+            return lambda _, inputs, output: error.add(output[counted], linear(inputs[0][counted]))
 
-            def hook(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
-                assert batch is not None
-                error.add(output[batch.counted], linear(inputs[0][batch.counted]))
-
-            return hook
-
-        for name in quantized if self.measuring else ():
+        for name in errors:
             true.get_submodule(name.removeprefix(layer.prefix)).register_forward_hook(measure(name))
-        for rows, batch in zip(self.slices, self.batches(), strict=True):
-            exact = layer.run(true, batch.exact, batch)
+        for rows, batch in zip(self.exact.slices, self.exact.batches(), strict=True):
+            counted = batch.counted
+            output = layer.run(true, batch.hidden, batch)
             if layer.is_layer:
-                self.exact[rows] = exact
-                self.hidden[rows] = layer.run(rounded, batch.hidden, batch)
-            layer.step(f"{layer.prefix}output")
-        return {name: error.value for name, error in errors.items()} if self.measuring else {}
+                self.exact.hidden[rows] = output
+        return {name: error.value for name, error in errors.items()}
 
 
 @dataclass
@@ -143,6 +173,8 @@ class Layer:
     moved: Callable[[str, float], None] = lambda at, share: None
     refitted: dict[str, Tensor] = field(init=False, default_factory=dict)
     proxy_losses: dict[str, float] = field(init=False, default_factory=dict)
+    heads: list[Tensor] = field(init=False, default_factory=list)  # of each batch of `tokens`: see `remember`
+    heads_of: list[Any] = field(init=False, default_factory=list)  # the tensors that they were computed from
     prefix: str = field(init=False)
     _steps: int = field(init=False, default=0)
     _taken: int = field(init=False, default=0)
@@ -191,9 +223,37 @@ class Layer:
         return name.removeprefix(self.prefix).removeprefix("" if self.is_layer else "model.")
 
     def run(self, module: Callable[..., Tensor], hidden: Tensor, batch: Batch) -> Tensor:
-        """Pass hidden states [n, S, E] (batch.hidden or batch.exact) through `module()` of this layer."""
+        """Pass hidden states [n, S, E] of a batch through `module()` of this layer."""
         output: Tensor = module(hidden, batch.rope, batch.mask) if self.is_layer else module(hidden)
         return output
+
+    def remember(self, module: nn.Module, quantized: Mapping[str, QTensor]) -> None:
+        """Make the mixer of `module(quantized)` find its heads once for all passes of all batches, which come in order.
+
+        It does nothing before all its projections but the last are quantized.
+        """
+        mixer: Any = getattr(module, "self_attn", None)
+        prefix = f"{self.prefix}self_attn."
+        ahead = (prefix, f"{self.prefix}input_layernorm.")
+        behind = (f"{prefix}o_proj", f"{prefix}attn_sub_norm")
+        own = [name for name in self.formats if name.startswith(prefix) and not name.startswith(behind)]
+        if mixer is None or self.tokens is None or not all(name in quantized for name in own):
+            return
+        weights = self.tensors | self.refitted | {f"{name}.weight": weight for name, weight in quantized.items()}
+        of = [weight for name, weight in weights.items() if name.startswith(ahead) and not name.startswith(behind)]
+        same = len(of) == len(self.heads_of) and all(a is b for a, b in zip(of, self.heads_of, strict=True))
+        find = mixer.heads
+        if same and len(self.heads) == len(self.tokens.slices):
+            found = iter(self.heads)
+            mixer.heads = lambda *_: next(found)
+            return
+        self.heads, self.heads_of = [], of
+
+        def heads(*inputs: Any) -> Tensor:
+            self.heads.append(find(*inputs))
+            return self.heads[-1]
+
+        mixer.heads = heads
 
     @torch.no_grad()
     def stages(self) -> list[list[str]]:
@@ -225,6 +285,7 @@ class Layer:
         """
         assert self.tokens is not None
         module = _dequantized(self.module(quantized))
+        self.remember(module, quantized)
         wanted = [name for name in self.formats if name not in quantized] if names is None else names
         linears = {name: module.get_submodule(name.removeprefix(self.prefix)) for name in wanted}
         self.expect(len(self.tokens.slices))

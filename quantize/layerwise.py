@@ -21,7 +21,7 @@ from ..models.checkpoint.names import EMBEDDING, HEAD, shapes, stays_float32
 from ..models.decoder import check_layer
 from ..progress import Progress
 from .formats import QTensor
-from .layer import Layer, Tokens, round_one, round_stages
+from .layer import MEASURED_TOKENS, Layer, Tokens, round_one, round_stages
 from .model import Method, assemble
 from .recipe import Recipe, parse_recipe
 from .report import WIDTHS, WeightReport, weight_error
@@ -150,11 +150,16 @@ def quantize_one(layer: Layer, recipe: Recipe) -> dict[str, QTensor]:
 
 
 def tokens_for(
-    recipe: Recipe, config: ModelConfig, ids: Any, mask: Any, device: torch.device | str = "cpu"
+    recipe: Recipe, config: ModelConfig, ids: Any, mask: Any, device: torch.device | str = "cpu", measure: bool = True
 ) -> Tokens | None:
-    """Calibration tokens as `quantize_layers` takes them; a DiffbitError where a recipe needs what is not there."""
+    """Calibration tokens as `quantize_layers` takes them; a DiffbitError where a recipe needs what is not there.
+
+    measure: output errors, on MEASURED_TOKENS of them (all, where a method needs them all in the float model anyway).
+    """
     if ids is not None:
-        return Tokens(config, ids, mask, device)
+        length = max(1, torch.as_tensor(ids).shape[-1])
+        windows = max(1, MEASURED_TOKENS // length) if measure else 0
+        return Tokens(config, ids, mask, device, None if recipe.exact else windows)
     if recipe.calibrated:
         raise DiffbitError(
             f"method {recipe.name!r} needs calibration text: pass --calibrate TEXT, or token ids as `calibration`"
@@ -204,9 +209,7 @@ def apply(
         raise DiffbitError(f"the model has no float weight {missing[0]}; it is quantized already")
     recipe = parse_recipe(method)
     device = decoder.model.embed_tokens.weight.device
-    tokens = tokens_for(recipe, decoder.config, calibration, calibration_mask, device)
-    if tokens is not None:
-        tokens.measuring = False  # it costs a third of the time, and nobody reads them here
+    tokens = tokens_for(recipe, decoder.config, calibration, calibration_mask, device, measure=False)
     weights: dict[str, Tensor | QTensor] = {}
     for layer in quantize_layers(decoder.config, source.__getitem__, scheme, recipe, tokens):
         weights |= layer.floats | {f"{module}.weight": weight for module, weight in layer.quantized.items()}

@@ -30,6 +30,11 @@ class Recipe:
         """Does any of its methods need calibration tokens?"""
         return any(getattr(module, "CALIBRATED", False) for module in (*self.transforms, self.rounding))
 
+    @property
+    def exact(self) -> bool:
+        """Does any of its methods read what the float model makes of all calibration tokens?"""
+        return any(getattr(module, "EXACT", False) for module in (*self.transforms, self.rounding))
+
     def config(self, config: ModelConfig) -> ModelConfig:
         """That of the model which its transforms make of one of `config`."""
         for transform in self.transforms:

@@ -28,7 +28,7 @@ from ..version import __version__
 from .layer import Tokens
 from .report import WeightReport
 
-VERSION = 2
+VERSION = 3
 RUN = "run.json"
 Stored = tuple[dict[str, Tensor], tuple[WeightReport, ...]]  # a layer's tensors as a checkpoint holds them, its rows
 
@@ -96,7 +96,7 @@ class Unfinished:
             self.count -= 1
         if self.count:
             states = self._read(self._states(self.count - 1))
-            self.tokens.hidden, self.tokens.exact = states["hidden"], states["exact"]
+            self.tokens.hidden, self.tokens.exact.hidden = states["hidden"], states["exact"]
 
     def add(self, layer: Stored) -> None:
         """Keep the layer that comes next, and the tokens, which are behind it."""
@@ -110,7 +110,7 @@ class Unfinished:
             write_tensors(temporary, {name: tensor.contiguous() for name, tensor in tensors.items()})
         if self.tokens is not None:
             with files.write_atomic(self._states(self.count)) as temporary:
-                write_tensors(temporary, {"hidden": self.tokens.hidden, "exact": self.tokens.exact})
+                write_tensors(temporary, {"hidden": self.tokens.hidden, "exact": self.tokens.exact.hidden})
             if self.count:
                 self._states(self.count - 1).unlink(missing_ok=True)
         self.count += 1

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .formats import QTensor
 
 ROWS = 512  # of a weight whose loss is computed at a time
+BLOCK = 256  # rows of a Gram matrix that are summed at a time, right of the diagonal: it is symmetric
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +47,8 @@ class Gatherer:
             self._absmax = x.new_zeros(width)
             self._sum_abs = x.new_zeros(width)
         self.tokens += len(x)
-        self._gram.addmm_(x.T, x)
+        for k in range(0, x.shape[1], BLOCK):
+            self._gram[k : k + BLOCK, k:].addmm_(x[:, k : k + BLOCK].T, x[:, k:])
         magnitude = x.abs()
         self._sum_abs += magnitude.sum(0)
         if len(x):
@@ -54,7 +56,9 @@ class Gatherer:
 
     def stats(self) -> CalibStats:
         count = max(1, self.tokens)
-        return CalibStats(self._gram / count, self._absmax, self._sum_abs / count, self.tokens)
+        gram = self._gram.triu().div_(count) if self.tokens else self._gram
+        gram += gram.triu(1).T
+        return CalibStats(gram, self._absmax, self._sum_abs / count, self.tokens)
 
 
 class _Enough(Exception):

@@ -38,6 +38,7 @@ from ..model import quantize_weight
 from . import gptq
 
 CALIBRATED = True
+EXACT = True  # the aim is the float model's output, of all calibration tokens
 SEED = 0
 STEPS = 100
 BATCH_TOKENS = 512  # in a step
@@ -130,7 +131,7 @@ class Problem:
         self.target = torch.empty(0)  # of a layer: [n, S, E]; logits of all tokens would be too many
         if layer.is_layer:
             with torch.no_grad():
-                self.target = torch.cat([layer.run(true, batch.exact, batch) for batch in tokens.batches()])
+                self.target = torch.cat([layer.run(true, batch.hidden, batch) for batch in tokens.exact.batches()])
 
     def loss(self, weights: Mapping[str, Tensor], floats: Mapping[str, Tensor], rows: Tensor) -> Tensor:
         """On these windows of calibration text."""
@@ -141,7 +142,8 @@ class Problem:
         if self.true is None:
             return (output - self.target[rows])[batch.counted].square().sum() / max(1, int(batch.counted.sum()))
         with torch.no_grad():
-            wanted = self.layer.run(self.true, batch.exact, batch)[batch.counted].log_softmax(-1)
+            exact = self.tokens.exact.batch(rows).hidden
+            wanted = self.layer.run(self.true, exact, batch)[batch.counted].log_softmax(-1)
         return F.kl_div(output[batch.counted].log_softmax(-1), wanted, reduction="batchmean", log_target=True)
 
     def checked(self, weights: Mapping[str, Tensor], floats: Mapping[str, Tensor]) -> float:

@@ -76,7 +76,7 @@ def overflow(layer: Layer) -> None:
 class Looker:
     """A transform that changes nothing and keeps what it sees of each layer; behind it weights are rounded by rtn."""
 
-    CALIBRATED = True
+    CALIBRATED = EXACT = True
 
     def __init__(self) -> None:
         self.rounding: Any = rtn
@@ -88,7 +88,8 @@ class Looker:
 
     def transform(self, layer: Layer) -> None:
         assert layer.tokens is not None
-        self.hidden[layer.index], self.exact[layer.index] = layer.tokens.hidden.clone(), layer.tokens.exact.clone()
+        self.hidden[layer.index] = layer.tokens.hidden.clone()
+        self.exact[layer.index] = layer.tokens.exact.hidden.clone()
         if not layer.formats:
             return
         self.stages[layer.index] = layer.stages()

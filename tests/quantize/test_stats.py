@@ -16,13 +16,15 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def test_batches_add_up() -> None:
+def test_batches_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stats, "BLOCK", 5)
     x = normal(50, 12)
     gatherer = Gatherer()
     for rows in (x[:7], x[7:7], x[7:40], x[40:].to(torch.float64)):
         gatherer.add(rows)
     made = gatherer.stats()
     torch.testing.assert_close(made.gram.double(), x.double().T @ x.double() / 50)
+    assert torch.equal(made.gram, made.gram.T)
     torch.testing.assert_close(made.mean_abs, x.abs().mean(0))
     assert torch.equal(made.absmax, x.abs().amax(0)) and made.tokens == 50
 

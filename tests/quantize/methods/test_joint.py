@@ -45,10 +45,9 @@ def layer(decoder: Decoder, ids: Tensor, mask: Tensor | None = None, format: str
     """One of its layers as a layer, with tokens that have come as far as that in the float model."""
     config, scheme = decoder.config, Scheme(weights=parse_format(format))
     tokens = Tokens(config, ids, mask)
-    tokens.hidden = tokens.exact = decoder.embed(tokens.ids)
+    tokens.embed(decoder.model.embed_tokens.weight)
     for block in decoder.model.layers[:index]:
         tokens.hidden = torch.cat([block(batch.hidden, batch.rope, batch.mask) for batch in tokens.batches()])
-        tokens.exact = tokens.hidden
     prefix = f"model.layers.{index}."
     tensors = {name: tensor for name, tensor in decoder.state_dict().items() if name.startswith(prefix)}
     formats = {name: format for name, format in scheme.formats(config).items() if name.startswith(prefix)}
