@@ -88,3 +88,19 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return hadamard.reference(gradients[0], ctx.block), None  # H is symmetric
+
+
+def straight_through(exact: Tensor, rounded: Tensor) -> Tensor:
+    """`rounded`, in the dtype of `exact`, through which gradients pass to `exact` unchanged."""
+    through: Tensor = _StraightThrough.apply(exact, rounded)
+    return through
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exact: Tensor, rounded: Tensor) -> Tensor:
+        return rounded.to(exact.dtype).view_as(rounded)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None

@@ -26,7 +26,7 @@ from ..models import Decoder
 from ..models.checkpoint.names import shapes
 from ..quantize import QTensor, Scheme
 from ..quantize.formats import Format
-from ..quantize.rounding import Rounding, rounded_input, spread
+from ..quantize.rounding import Rounding, rounded_input, spread, straight_through
 from ..quantize.scales import search
 
 MIN_SCALE = 2.0**-24  # the smallest number above 0 in fp16
@@ -85,11 +85,11 @@ class QATLinear(nn.Linear):
         if self.format.integer_product:
             return _Ternary.apply(x, weight, self.codes, self.scale, 8 if self.rounding is None else self.rounding.bits)
         if self.factor is None:
-            weight = _StraightThrough.apply(weight, self.value())
+            weight = straight_through(weight, self.value())
         else:
             weight = _LearnedScale.apply(weight, self.factor, self.value(), self.scale, self.start, self.format)
         if self.rounding is not None:
-            x = _StraightThrough.apply(x, self.rounding(x.detach()))
+            x = straight_through(x, self.rounding(x.detach()))
         return F.linear(x, weight)
 
     def _stored(self, scale: Tensor) -> Tensor:
@@ -191,18 +191,6 @@ def refresh(layers: list[QATLinear]) -> dict[str, float]:
     flips = sum(layer.refresh() for layer in layers)
     zeros = sum(int((layer.codes == layer.zero).sum()) for layer in layers)
     return {"flips": flips / weights, "zeros": zeros / weights}
-
-
-class _StraightThrough(torch.autograd.Function):
-    """`rounded` forward, the identity of `exact` backward."""
-
-    @staticmethod
-    def forward(ctx: Any, exact: Tensor, rounded: Tensor) -> Tensor:
-        return rounded.to(exact.dtype).view_as(rounded)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
 
 
 def weights(model: Decoder) -> dict[str, Tensor | QTensor]:

@@ -35,6 +35,7 @@ from ..formats import Format, QTensor
 from ..formats.base import divisor
 from ..layer import Layer, Tokens
 from ..model import quantize_weight
+from ..rounding import straight_through
 from . import gptq
 
 CALIBRATED = True
@@ -254,8 +255,7 @@ def _encode(weight: Tensor, offset: Tensor, scale: Tensor, zero: Tensor | None, 
 
 def _straight(function: Callable[..., Tensor], value: Tensor, *rest: Any) -> Tensor:
     """function(value, *rest), through which gradients pass as if it were value."""
-    through: Tensor = _Straight.apply(value, function(value.detach(), *rest))
-    return through
+    return straight_through(value, function(value.detach(), *rest))
 
 
 class _StraightArithmetic(Arithmetic):
@@ -271,13 +271,3 @@ class _StraightArithmetic(Arithmetic):
     def mix(self, probabilities: Tensor, value: Tensor, head_dim: int) -> Tensor:
         exact = super().mix(probabilities, value, head_dim)
         return exact + (self.low.mix(probabilities.detach(), value.detach(), head_dim) - exact.detach())
-
-
-class _Straight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, other: Tensor) -> Tensor:
-        return other.view_as(other)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None

@@ -23,7 +23,7 @@ from onnx import helper, inliner
 from diffbit.ops import hadamard, ternary_matmul
 from diffbit.runtime import native
 
-from ..ops.onnx_run import run_node
+from ..ops.onnx_run import body_of, run_node
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def through_a_kernel(call: Call, isa: str) -> tuple[np.ndarray, np.ndarray, np.n
 def _kernel(call: Call, isa: str, packed: np.ndarray) -> np.ndarray:
     inputs = {"A": call.spread, "packed": packed, "scale": np.ones(1, np.float32)}
     attributes = call.attributes | {"N": len(packed)}
-    (y,) = run_node(ternary_matmul.function(), inputs, attributes, {"Y": 3}, ("packed", "scale"), isa)
+    (y,) = run_node(body_of(ternary_matmul.function), inputs, attributes, {"Y": 3}, ("packed", "scale"), isa)
     return y
 
 

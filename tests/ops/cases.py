@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from dataclasses import dataclass, replace
@@ -16,6 +17,11 @@ DRAW = int(os.environ.get("DIFFBIT_TEST_DRAW", "0"))  # another one: other rando
 
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed + 1000 * DRAW)
+
+
+@functools.cache
+def _quantized(tokens: int, window: int) -> int:
+    return next(n for n in range(tokens // 32 * 32, -1, -32) if n == 0 or tokens - n >= window)
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class AttentionCase:
 
     def quantized(self, tokens: int) -> int:
         """How many of `tokens` a cache of 4 or 2 bits holds as codes."""
-        return next(n for n in range(tokens // 32 * 32, -1, -32) if n == 0 or tokens - n >= self.window)
+        return _quantized(tokens, self.window)
 
     def signature(self) -> diff_attention.Signature:
         return diff_attention.Signature(self.key_bits, self.value_bits, self.query_bits, self.branches)

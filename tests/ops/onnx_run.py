@@ -7,7 +7,9 @@ def test_kernel(isa: str, ...) -> None:
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable, Hashable
 from unittest import mock
 
 import numpy as np
@@ -35,8 +37,14 @@ def node_of(
     return helper.make_node(name, given, made, domain=domain, **attributes)
 
 
+@functools.cache
+def body_of(function: Callable[..., onnx_ir.Function], *arguments: Hashable) -> onnx.FunctionProto:
+    """function(*arguments) as a model holds it; made once."""
+    return onnx_ir.to_proto(function(*arguments))
+
+
 def run_node(
-    function: onnx_ir.Function,
+    body: onnx.FunctionProto,
     inputs: dict[str, np.ndarray | None],
     attributes: dict[str, int | float],
     outputs: dict[str, int | None],
@@ -50,8 +58,7 @@ def run_node(
     Inputs and outputs that are None are left out. Outputs have the element type of the first input, but for those that
     `kinds` (name -> type) names.
     """
-    proto = onnx_ir.to_proto(function)
-    node = node_of(proto.name, proto.domain, inputs, attributes, outputs)
+    node = node_of(body.name, body.domain, inputs, attributes, outputs)
     inputs = {name: array for name, array in inputs.items() if array is not None}
     outputs = {name: rank for name, rank in outputs.items() if rank is not None}
     element = {name: helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in inputs.items()}
@@ -70,8 +77,8 @@ def run_node(
         ],
         [onnx.numpy_helper.from_array(inputs[name], name) for name in constants],
     )
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid(proto.domain, 1)]
-    model = helper.make_model(graph, opset_imports=opsets, functions=[proto], ir_version=10)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid(body.domain, 1)]
+    model = helper.make_model(graph, opset_imports=opsets, functions=[body], ir_version=10)
     onnx.checker.check_model(model)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads

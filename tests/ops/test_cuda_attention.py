@@ -1,5 +1,5 @@
-"""DiffAttention's CUDA kernels: the table of cases, emulated in two orders of threads and on a card, with present where
-past lies in one of them and apart in the other."""
+"""DiffAttention's CUDA kernels: the table of cases, emulated in one of two orders of threads and on a card. A cache with room
+for the new tokens is written in place in one order and apart in the other."""
 
 from __future__ import annotations
 
@@ -8,19 +8,30 @@ from dataclasses import replace
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from diffbit.errors import DiffbitError
 
 from .cases import ATTENTION_CASES, CUDA_ATTENTION_CASES, AttentionCase
 from .cuda_attention import check, run_cuda, same_bits
-from .cuda_run import Device, on_each_device
+from .cuda_run import Device, needs_gpu, on_each_device
 from .test_diff_attention import call_reference, in_chunks
 
 CASES = ATTENTION_CASES + CUDA_ATTENTION_CASES
 
 
-@on_each_device
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def _emulated(case: AttentionCase, seed: int) -> ParameterSet:
+    return pytest.param(case, Device("cpu", seed), id=f"{case.name}-emulated-{seed}", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("case", "device"),
+    [
+        *(_emulated(case, index % 2) for index, case in enumerate(CASES) if case.beyond is None),
+        *(_emulated(case, seed) for case in CASES if case.beyond is not None for seed in (0, 1)),
+        *(pytest.param(case, Device("cuda"), id=f"{case.name}-gpu", marks=needs_gpu) for case in CASES),
+    ],
+)
 def test_cuda_kernels(case: AttentionCase, device: Device) -> None:
     shared = case.beyond is not None and (device.seed == 1 or device.name == "cuda")
     check(case, run_cuda(device, case, case.inputs(), in_place=shared))

@@ -6,6 +6,8 @@ against float64.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import os
 import threading
@@ -25,7 +27,7 @@ from diffbit.ops import diff_attention, schema
 from diffbit.runtime import native
 
 from .cases import ATTENTION_CASES, AttentionCase
-from .onnx_run import node_of, on_each_isa, run_node
+from .onnx_run import body_of, node_of, on_each_isa, run_node
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 ROUNDING = {torch.float32: 5e-7, torch.float16: 1e-3, torch.bfloat16: 2e-3}  # of an output of size 1
@@ -90,7 +92,11 @@ class Tokens:
         return self.bits == 8 or (self.bits < 8 and t < self.case.quantized(self.case.past + s + 1))
 
     def number(self, t: int, s: int) -> np.ndarray:
-        if not self.is_coded(t, s):
+        return self.number_of(t, self.is_coded(t, s))
+
+    @functools.cache  # noqa: B019 - a case's tokens are few
+    def number_of(self, t: int, coded: bool) -> np.ndarray:
+        if not coded:
             return self.floats[t].astype(np.float64)
         code, step, point = self.codes[t]
         if self.bits == 8:
@@ -172,10 +178,12 @@ def call_reference(case: AttentionCase, x: dict[str, torch.Tensor | None]) -> tu
     return tuple(output for output in outputs if output is not None)
 
 
+@functools.cache
 def reference(case: AttentionCase) -> tuple[torch.Tensor, ...]:
     return call_reference(case, case.inputs())
 
 
+@functools.cache
 def exact(case: AttentionCase, cache_too: bool = False) -> tuple[torch.Tensor, ...]:
     """The reference in float64; `cache_too`: with a float cache in float64 as well."""
 
@@ -213,8 +221,8 @@ def run(
     case: AttentionCase, x: dict[str, np.ndarray | None], isa: str | None = None, threads: int = 1
 ) -> list[np.ndarray]:
     outputs, kinds = outputs_of(case)
-    function = diff_attention.function(case.signature())
-    return run_node(function, x, case.attributes(), outputs, isa=isa, threads=threads, kinds=kinds)
+    body = body_of(diff_attention.function, case.signature())
+    return run_node(body, x, case.attributes(), outputs, isa=isa, threads=threads, kinds=kinds)
 
 
 def assert_same_cache(case: AttentionCase, got: Iterable[np.ndarray], wanted: Iterable[np.ndarray]) -> None:
@@ -411,8 +419,14 @@ def test_a_shared_buffer_gains_the_new_rows_and_nothing_else(case: AttentionCase
             np.testing.assert_array_equal(shared[:, :, held:], before[:, :, held:])
 
 
-@on_each_isa
-@pytest.mark.parametrize("case", ATTENTION_CASES[::3], ids=lambda case: case.name)
+# Kernels share what divides the work between threads: each case with one of them
+@pytest.mark.parametrize(
+    ("case", "isa"),
+    [
+        pytest.param(case, isa, id=f"{case.name}-{isa}")
+        for case, isa in zip(ATTENTION_CASES[::3], itertools.cycle(native.instruction_sets()), strict=False)
+    ],
+)
 def test_threads_and_neighbours_change_no_bit(case: AttentionCase, isa: str) -> None:
     x = arrays(case.inputs())
     wanted = run(case, x, isa)

@@ -18,7 +18,7 @@ from diffbit.runtime import cuda
 
 from .cases import INT4_CASES, Int4Case
 from .cuda_run import TYPES, Device, on_each_device
-from .onnx_run import on_each_isa, run_node
+from .onnx_run import body_of, on_each_isa, run_node
 
 cases = pytest.mark.parametrize("case", INT4_CASES, ids=lambda case: case.name)
 CONSTANTS = ("codes", "scales", "zeros", "factor")
@@ -82,7 +82,7 @@ def test_reference_is_exact(case: Int4Case) -> None:
 @pytest.mark.parametrize("case", [case for case in INT4_CASES if case.fill != "wild"], ids=lambda case: case.name)
 def test_body_is_the_reference(case: Int4Case) -> None:
     inputs, attributes = node(case)
-    (got,) = run_node(int4_matmul.function(), inputs, attributes, {"Y": inputs["A"].ndim}, constants=CONSTANTS)
+    (got,) = run_node(body_of(int4_matmul.function), inputs, attributes, {"Y": inputs["A"].ndim}, constants=CONSTANTS)
     wanted = reference(case)
     assert got.dtype == wanted.dtype and got.shape == wanted.shape
     # in float16 the factor goes into the scales, which are rounded again
@@ -94,7 +94,7 @@ def test_body_is_the_reference(case: Int4Case) -> None:
 @cases
 def test_kernel_is_exact(case: Int4Case, isa: str) -> None:
     inputs, attributes = node(case)
-    (got,) = run_node(int4_matmul.function(), inputs, attributes, {"Y": inputs["A"].ndim}, CONSTANTS, isa)
+    (got,) = run_node(body_of(int4_matmul.function), inputs, attributes, {"Y": inputs["A"].ndim}, CONSTANTS, isa)
     wanted = reference(case)
     assert got.dtype == wanted.dtype and np.array_equal(got, wanted, equal_nan=True)
 
@@ -171,7 +171,7 @@ def test_threads_change_nothing(isa: str) -> None:
         case = Int4Case("threads", lead=lead, k=512, n=n, symmetric=False)
         inputs, attributes = node(case)
         one, two, four = (
-            run_node(int4_matmul.function(), inputs, attributes, {"Y": 2}, CONSTANTS, isa, threads)[0]
+            run_node(body_of(int4_matmul.function), inputs, attributes, {"Y": 2}, CONSTANTS, isa, threads)[0]
             for threads in (1, 2, 4)
         )
         assert np.array_equal(one, two) and np.array_equal(one, four)
@@ -194,7 +194,7 @@ def test_any_shape(
     dtype = torch.float16 if half else torch.float32
     case = Int4Case("any", (rows,), columns, n, group, symmetric, factor=0.3, dtype=dtype, seed=seed)
     inputs, attributes = node(case)
-    (got,) = run_node(int4_matmul.function(), inputs, attributes, {"Y": 2}, CONSTANTS, isa)
+    (got,) = run_node(body_of(int4_matmul.function), inputs, attributes, {"Y": 2}, CONSTANTS, isa)
     assert np.array_equal(got, reference(case))
 
 
@@ -240,5 +240,5 @@ def test_no_rows_on_cuda(device: Device) -> None:
 @on_each_isa
 def test_no_rows(isa: str) -> None:
     inputs, attributes = node(Int4Case("none", lead=(2, 0), n=40))
-    (got,) = run_node(int4_matmul.function(), inputs, attributes, {"Y": 3}, CONSTANTS, isa)
+    (got,) = run_node(body_of(int4_matmul.function), inputs, attributes, {"Y": 3}, CONSTANTS, isa)
     assert got.shape == (2, 0, 40)

@@ -18,7 +18,7 @@ from diffbit.runtime import cuda
 
 from .cases import TERNARY_CASES, TernaryCase
 from .cuda_run import TYPES, Device, on_each_device
-from .onnx_run import on_each_isa, run_node
+from .onnx_run import body_of, on_each_isa, run_node
 
 cases = pytest.mark.parametrize("case", TERNARY_CASES, ids=lambda case: case.name)
 
@@ -55,7 +55,9 @@ def test_body_is_exact(case: TernaryCase) -> None:
     packed = ternary_matmul.pack(weight)
     inputs = {"A": a.numpy(), "packed": packed.numpy(), "scale": scale.numpy()}
     attributes = {"K": case.k, "N": case.n, "activation_bits": case.bits, "spec_version": 2}
-    (got,) = run_node(ternary_matmul.function(), inputs, attributes, {"Y": a.dim()}, constants=("packed", "scale"))
+    (got,) = run_node(
+        body_of(ternary_matmul.function), inputs, attributes, {"Y": a.dim()}, constants=("packed", "scale")
+    )
     assert np.array_equal(got, ternary_matmul.reference(a, packed, scale, case.bits).numpy())
 
 
@@ -66,7 +68,7 @@ def run_kernel(
     inputs = {"A": a.numpy(), "packed": packed.numpy(), "scale": scale.numpy()}
     attributes = {"K": weight.shape[1], "N": weight.shape[0], "activation_bits": bits, "spec_version": 2}
     constants = ("packed", "scale")
-    (y,) = run_node(ternary_matmul.function(), inputs, attributes, {"Y": a.dim()}, constants, isa, threads)
+    (y,) = run_node(body_of(ternary_matmul.function), inputs, attributes, {"Y": a.dim()}, constants, isa, threads)
     return y
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -103,6 +104,12 @@ def slow_grid(x: Tensor, bits: int) -> tuple[list[int], float, float]:
     return [max(0, min(top, round(value))) for value in ((x - point) / step).tolist()], step, point
 
 
+@lru_cache
+def slow_grids(key: Tensor, begin: int, bits: int) -> list[tuple[list[int], float, float]]:
+    """Of each channel of the BLOCK keys [T, d] from `begin` on; kept, because every key of the block asks for them."""
+    return [slow_grid(key[begin : begin + BLOCK, channel], bits) for channel in range(key.shape[1])]
+
+
 def slow_logit(query: Tensor, key: Tensor, place: int, held: int, scheme: AttentionScheme) -> float:
     """Of one query [d], scaled, and key[place] [T, d], while the cache holds `held` tokens."""
     bits = {"float": 32, "fp16": 16, "int8": 8, "int4": 4, "int2": 2}[scheme.key_format]
@@ -116,7 +123,7 @@ def slow_logit(query: Tensor, key: Tensor, place: int, held: int, scheme: Attent
         recent = key[place] if bits == 32 else key[place].half()
         return float(query.double() @ recent.double())
     begin = place // BLOCK * BLOCK
-    grids = [slow_grid(key[begin : begin + BLOCK, channel], bits) for channel in range(key.shape[1])]
+    grids = slow_grids(key, begin, bits)
     codes = [codes[place - begin] for codes, _, _ in grids]
     offset = sum(q * point for q, (_, _, point) in zip(query.tolist(), grids, strict=True))
     steps = torch.tensor([step for _, step, _ in grids])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,6 @@ from diffbit.models import Decoder, ModelConfig
 from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
 from diffbit.quantize.methods import gptq
 
-ROOT = Path(__file__).parents[2]
 CONFIG = ModelConfig.uniform(
     vocab_size=96, hidden_size=32, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=48,
     attention="diff_v1", tie_embeddings=True,
@@ -98,26 +96,21 @@ def test_a_run_that_failed_goes_on(
     assert [path.name for path in tmp_path.iterdir()] == ["q"]
 
 
-KILLED = """
-import os, signal, sys
-import torch
-from diffbit.quantize import Scheme, quantize_checkpoint
-from tests.quantize.test_resume import IDS, SCHEME, run
-from pathlib import Path
+def killed(model: Path, output: Path, renames: int) -> None:
+    """A run that is killed at the rename that follows so many: the moments between which the folder changes."""
+    rename, left = os.replace, renames
 
-torch.set_num_threads(1)
-left, replace = int(sys.argv[3]), os.replace
+    def counted(*names: Any) -> None:
+        nonlocal left
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        rename(*names)
 
-def counted(*names):
-    global left
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    left -= 1
-    replace(*names)
+    os.replace = counted
+    run(model, output)
 
-os.replace = counted  # the moments between which the folder changes
-run(Path(sys.argv[1]), Path(sys.argv[2]))
-"""
+
 # run.json and the folder; then for the embedding, three layers and the head: rows, tensors, states
 MOMENTS = {
     "before anything is kept": (1, 0),
@@ -131,18 +124,18 @@ MOMENTS = {
 }
 
 
-QUICK = ("before its states", "while the output is written")  # a process each, which imports torch
-
-
-@pytest.mark.parametrize("moment", [pytest.param(m, marks=[] if m in QUICK else pytest.mark.slow) for m in MOMENTS])
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_that_was_killed_goes_on(
     moment: str, model: Path, whole: Any, rounded: list[int], tmp_path: Path
 ) -> None:
     renames, kept = MOMENTS[moment]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-c", KILLED, str(model), str(tmp_path / "q"), str(renames)]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a fork has no pool of threads
+    process = multiprocessing.get_context("fork").Process(target=killed, args=(model, tmp_path / "q", renames))
+    process.start()
+    process.join()
+    torch.set_num_threads(threads)
+    assert process.exitcode == -signal.SIGKILL
     assert not (tmp_path / "q").exists()
     assert len(list(tmp_path.glob("q.unfinished/states-*"))) == min(kept, 1)
     report = run(model, tmp_path / "q", resume=True)
