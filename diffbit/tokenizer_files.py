@@ -1,4 +1,5 @@
-"""The files of a model's tokenizer: those in a folder, or what the metadata of a GGUF file become.
+"""The files of a model's tokenizer: those in a folder (a SentencePiece model among them is converted:
+sentencepiece_model.py), or what the metadata of a GGUF file become.
 
 llama.cpp keeps a tokenizer as tokens, their types and merges or scores, and the name of the expression that cuts text
 into words (src/llama-vocab.cpp). `tokenizers` builds from them what tokenizer.json holds.
@@ -7,12 +8,22 @@ into words (src/llama-vocab.cpp). `tokenizers` builds from them what tokenizer.j
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import DiffbitError, MissingDependency
 from .gguf_file import GGUF, find_gguf, read_gguf
+from .sentencepiece_model import (
+    CONTROL,
+    SENTENCEPIECE,
+    USER_DEFINED,
+    bpe,
+    from_sentencepiece,
+    merges,
+    put_around,
+    spaces,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -25,7 +36,6 @@ TOKENIZER_FILES = (
     "generation_config.json",
     "chat_template.jinja",
 )
-CONTROL, USER_DEFINED = 3, 4  # types of tokens that are matched whole, before text is cut into words
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (
@@ -48,7 +58,8 @@ WORDS: dict[str, tuple[tuple[str, ...], bool, bool]] = {
 
 
 def tokenizer_files(path: Path) -> dict[str, bytes]:
-    """tokenizer.json and the files beside it, by their names. path: a folder, a tokenizer.json in one or a GGUF file.
+    """tokenizer.json and the files beside it, by their names. path: a folder, a tokenizer.json or a tokenizer.model in
+    one, or a GGUF file.
 
     Empty where there are none. Raises DiffbitError for a file that cannot be read, or a tokenizer of a GGUF file that
     diffbit does not know.
@@ -60,12 +71,15 @@ def tokenizer_files(path: Path) -> dict[str, bytes]:
         raise DiffbitError(f"{path}: no such file or folder")
     folder = path if path.is_dir() else path.parent
     found = {name: folder / name for name in TOKENIZER_FILES}
-    if path.is_file() and path.name != TOKENIZER:
+    if path.is_file() and path.name not in (TOKENIZER, SENTENCEPIECE):
         found = {TOKENIZER: path}
+    pieces = path if path.name == SENTENCEPIECE else folder / SENTENCEPIECE
+    convert = pieces.is_file() and (path == pieces or not found[TOKENIZER].is_file())
     try:
-        return {name: file.read_bytes() for name, file in found.items() if file.is_file()}
+        made = {name: file.read_bytes() for name, file in found.items() if file.is_file()}
     except OSError as error:
         raise DiffbitError(f"{path}: its tokenizer cannot be read ({error.strerror})") from None
+    return made | ({TOKENIZER: from_sentencepiece(pieces)} if convert else {})
 
 
 def from_gguf(header: GGUF) -> dict[str, bytes]:
@@ -96,14 +110,14 @@ def from_gguf(header: GGUF) -> dict[str, bytes]:
 
 def _byte_level(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
     """A BPE on bytes, each written as a letter (GPT-2's), and whether bos is added by default."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 
     pre = metadata.get("ggml.pre")
     if pre not in WORDS:
         raise DiffbitError(f"its pre-tokenizer is {pre!r}, wanted one of {', '.join(WORDS)}")
     words, whole, add_bos = WORDS[pre]
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata["ggml.merges"]]
-    backend = Tokenizer(_bpe(models, metadata["ggml.tokens"], merges, ignore_merges=whole))
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in metadata["ggml.merges"])]
+    backend = Tokenizer(bpe(metadata["ggml.tokens"], pairs, ignore_merges=whole))
     cuts = [pre_tokenizers.Split(Regex(expression), behavior="isolated") for expression in words]
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -113,52 +127,20 @@ def _byte_level(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
 
 
 def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
-    return sentencepiece_bpe(
-        metadata["ggml.tokens"],
-        [float(score) for score in metadata["ggml.scores"]],
-        unknown=metadata.get("ggml.unknown_token_id"),
-        add_prefix_space=metadata.get("ggml.add_space_prefix", True),
-    )
+    """SentencePiece's BPE, whose scores order the merges."""
+    from tokenizers import Tokenizer
 
-
-def sentencepiece_bpe(
-    pieces: Sequence[str], scores: Sequence[float], *, unknown: int | None, add_prefix_space: bool
-) -> Tokenizer:
-    """SentencePiece's BPE as transformers builds it: of all pairs that make a piece, the one of the highest score is
-    merged first; what no piece covers becomes bytes <0x00>."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    ids = {piece: index for index, piece in enumerate(pieces)}
-    pairs = []
-    for piece, score in zip(pieces, scores, strict=True):
-        cuts = ((piece[:i], piece[i:]) for i in range(1, len(piece)))
-        found = [(left, right) for left, right in cuts if left in ids and right in ids]
-        pairs += [(score, *pair) for pair in sorted(found, key=lambda pair: (ids[pair[0]], ids[pair[1]]))]
-    pairs.sort(key=lambda pair: (pair[0], len(pair[1]), len(pair[2])), reverse=True)
-    merges = [(left, right) for _, left, right in pairs]
+    pieces, unknown = metadata["ggml.tokens"], metadata.get("ggml.unknown_token_id")
+    pairs = merges(pieces, [float(score) for score in metadata["ggml.scores"]])
     extra = {} if unknown is None else {"unk_token": pieces[unknown]}
-    backend = Tokenizer(_bpe(models, pieces, merges, fuse_unk=True, byte_fallback=True, **extra))
-    scheme = "first" if add_prefix_space else "never"
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
-    strip = [decoders.Strip(content=" ", left=1)] if add_prefix_space else []
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    backend = Tokenizer(bpe(pieces, pairs, fuse_unk=True, byte_fallback=True, **extra))
+    spaces(backend, prefix=bool(metadata.get("ggml.add_space_prefix", True)), legacy=False)
     return backend
-
-
-def _bpe(models: Any, tokens: Sequence[str], merges: Sequence[tuple[str, ...]], **options: Any) -> Any:
-    ids = {token: index for index, token in enumerate(tokens)}
-    if len(ids) < len(tokens):
-        twice = next(token for index, token in enumerate(tokens) if ids[token] != index)
-        raise DiffbitError(f"its tokenizer holds the token {twice!r} twice")
-    try:
-        return models.BPE(vocab=ids, merges=merges, **options)
-    except Exception as error:  # tokenizers raises bare Exception
-        raise DiffbitError(f"its tokenizer is damaged ({error}); copy the file again") from None
 
 
 def _special_tokens(metadata: Mapping[str, Any], backend: Tokenizer, add_bos: bool) -> dict[str, Any]:
     """Give the tokenizer its added tokens and what it puts around a text; the fields of tokenizer_config.json."""
-    from tokenizers import AddedToken, processors
+    from tokenizers import AddedToken
 
     tokens = metadata["ggml.tokens"]
     for token, kind in zip(tokens, metadata.get("ggml.token_type", ()), strict=False):
@@ -171,11 +153,5 @@ def _special_tokens(metadata: Mapping[str, Any], backend: Tokenizer, add_bos: bo
     add = {"bos": metadata.get("ggml.add_bos_token", add_bos), "eos": metadata.get("ggml.add_eos_token", False)}
     around = {name: tokens[ids[name]] for name, wanted in add.items() if wanted and ids[name] is not None}
     options |= {f"add_{name}_token": name in around for name in add}
-    if around:
-        single = [around.get("bos"), "$A", around.get("eos")]
-        backend.post_processor = processors.TemplateProcessing(
-            single=[piece for piece in single if piece],
-            pair=[piece for piece in (*single, around.get("bos"), "$B:1", around.get("eos")) if piece],
-            special_tokens=[(token, ids[name]) for name, token in around.items()],
-        )
+    put_around(backend, around)
     return options

@@ -188,11 +188,11 @@ class Graph:
 
     def linear(self, x: ir.Value, module: nn.Module, name: str, scale: float = 1.0) -> ir.Value:
         """scale * (x W^T) + bias: a MatMul, or what the format of a quantized weight has for it (quantize/formats/)."""
-        assert isinstance(module, nn.Linear | QuantLinear)
         with self.scope(name):
             if isinstance(module, QuantLinear):
                 product = module.onnx(self, x, scale)
             else:
+                assert isinstance(module, nn.Linear)
                 transposed = (module.weight.detach().float() * scale).T.contiguous()
                 product = self.op("MatMul", [x, self.weight("weight", transposed.numpy())])
             if module.bias is None:

@@ -132,10 +132,11 @@ class ModelConfig:
         """
         check_count("num_layers", num_layers)
         options = attention_options(attention)
-        eps = {"norm_eps": norm_eps} if any(field.name == "norm_eps" for field in fields(options)) else {}
         gated = layers.options("mlp", mlp, mlps)(intermediate_size, bias=mlp_bias)
         kept: dict[str, Any] = {"qkv_bias": qkv_bias, "o_bias": o_bias, "qk_norm_eps": norm_eps if qk_norm else 0.0}
-        layer = LayerSpec(options(num_heads, num_kv_heads, head_dim, **kept, **eps), gated, sub_norms)
+        if any(field.name == "norm_eps" for field in fields(options)):
+            kept["norm_eps"] = norm_eps
+        layer = LayerSpec(options(num_heads, num_kv_heads, head_dim, **kept), gated, sub_norms)
         return cls(layers=(layer,) * num_layers, norm_eps=norm_eps, **others)
 
     @property

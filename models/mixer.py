@@ -173,8 +173,8 @@ class Mixer(nn.Module):
         out: Tensor = self.o_proj(self.attn_sub_norm(self.heads(x, rope, mask, state)))
         if self.out_scale == 1:
             return out
-        out = out * self.out_scale
-        return out if self.o_proj.bias is None else out + (1 - self.out_scale) * self.o_proj.bias  # which has no factor
+        out, bias = out * self.out_scale, self.o_proj.bias
+        return out + (1 - self.out_scale) * bias if isinstance(bias, Tensor) else out  # a bias has no factor
 
     def onnx(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
         """`forward` as ONNX nodes."""

@@ -318,7 +318,8 @@ def _dequantized(module: nn.Module) -> nn.Module:
         if isinstance(linear, QuantLinear) and linear.rounding is None:
             with torch.device("meta"):
                 plain = nn.Linear(linear.in_features, linear.out_features, bias=False)
-            plain.weight, plain.bias = nn.Parameter(linear.weight.dequantize(), requires_grad=False), linear.bias
+            plain.weight = nn.Parameter(linear.weight.dequantize(), requires_grad=False)
+            plain.register_parameter("bias", linear.bias)
             module.set_submodule(name, plain)
     return module
 

@@ -23,6 +23,8 @@ class QuantLinear(nn.Module):
     as it is).
     """
 
+    bias: nn.Parameter | None
+
     def __init__(self, weight: QTensor, rounding: Rounding | None = None, bias: nn.Parameter | None = None) -> None:
         super().__init__()
         self.weight = weight

@@ -34,6 +34,8 @@ class Tokenizer:
             self._tokenizer: Any = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # tokenizers raises bare Exception
             raise DiffbitError(f"{path}: is not a tokenizer.json that tokenizers can read ({error})") from None
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()  # a file may ask for both, but a prompt is encoded as it is
 
     @property
     def vocab_size(self) -> int:

@@ -198,6 +198,8 @@ def weights(model: Decoder) -> dict[str, Tensor | QTensor]:
     found: dict[str, Tensor | QTensor] = {}
     for name in shapes(model.config):
         layer = model.get_submodule(name.rpartition(".")[0])
-        low = isinstance(layer, QATLinear) and name.endswith(".weight")
-        found[name] = layer.quantized() if low else model.get_parameter(name).detach()
+        if isinstance(layer, QATLinear) and name.endswith(".weight"):
+            found[name] = layer.quantized()
+        else:
+            found[name] = model.get_parameter(name).detach()
     return found

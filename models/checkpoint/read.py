@@ -28,6 +28,7 @@ from torch import Tensor
 from ... import files
 from ...errors import DiffbitError
 from ...gguf_file import find_gguf
+from ...sentencepiece_model import SENTENCEPIECE
 from ...tokenizer_files import TOKENIZER_FILES, tokenizer_files
 from ..config import ModelConfig
 from ..decoder import Block, Decoder
@@ -91,7 +92,7 @@ class Checkpoint:
         self._entries = self._canonical(stored, on_disk)
         self.names = list(self._entries)
         self.dtype = _label(self._entries.get(EMBEDDING, self._entries["model.norm.weight"]).dtype)
-        for name in TOKENIZER_FILES:
+        for name in (*TOKENIZER_FILES, SENTENCEPIECE):
             if (self.path / name).exists():
                 inside(self.path, name, self.path)
 

@@ -1,0 +1,186 @@
+"""SentencePiece tokenizers as tokenizer.json: BPE with bytes for what no piece covers, and Unigram (arXiv 1808.06226).
+
+A `tokenizer.model` alone, as LlamaTokenizer saves it, is read by the library `sentencepiece`. What it says counts: its
+algorithm, its normalisation, its bytes. tokenizer_config.json decides what transformers lets it decide:
+
+    add_bos_token, add_eos_token    what stands around a text; by default bos alone
+    add_prefix_space                is a space put before a text; by default what the model says
+    legacy                          true, the default: before the text after a special token, too, and before one that
+                                    begins with a space, as SentencePiece itself does; false: as LlamaTokenizer has
+                                    done it since (transformers pull request 24565)
+    added_tokens_decoder, *_token   further tokens and their names
+
+The ids are those of transformers up to 4.57, and of sentencepiece. transformers 5 takes a Unigram model of
+LlamaTokenizer for a BPE, legacy for false, and puts no second space before a text that begins with one. With a table of
+normalised characters, `tokenizers` takes a line's end "\\r\\n" for one of them, sentencepiece for two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import DiffbitError, MissingDependency
+from .files import read_json
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+SENTENCEPIECE = "tokenizer.model"
+CONFIG = "tokenizer_config.json"
+CLASSES = (None, "LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend")
+UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType
+CONTROL, USER_DEFINED = 3, 4  # SentencePiece.Type of pieces that are matched whole
+
+
+def from_sentencepiece(file: Path) -> bytes:
+    """The tokenizer.json of a tokenizer.model, with the options in the files beside it."""
+    config = _beside(file, CONFIG)
+    if config.get("tokenizer_class") not in CLASSES:
+        raise DiffbitError(
+            f"{file.parent / CONFIG}: tokenizer_class is {config['tokenizer_class']!r}, wanted LlamaTokenizer; save "
+            "the tokenizer with transformers, which writes a tokenizer.json"
+        )
+    proto = _read(file)
+    try:
+        backend = _tokenizer(proto, config)
+        _add_tokens(backend, proto, config | {"added": _beside(file, "added_tokens.json")})
+    except DiffbitError as error:
+        raise DiffbitError(f"{file}: {error}") from None
+    return str(backend.to_str(pretty=True)).encode()
+
+
+def _beside(file: Path, name: str) -> dict[str, Any]:
+    return read_json(file.with_name(name)) if file.with_name(name).is_file() else {}
+
+
+def _read(file: Path) -> Any:
+    """The ModelProto in a tokenizer.model, which sentencepiece itself can load."""
+    try:
+        from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+    except ModuleNotFoundError:
+        raise MissingDependency("sentencepiece (and protobuf)", "lab", f"converting {file}") from None
+    try:
+        data = file.read_bytes()
+        SentencePieceProcessor().LoadFromSerializedProto(data)
+        proto = sentencepiece_model_pb2.ModelProto.FromString(data)  # type: ignore[attr-defined]  # made at import
+    except Exception as error:  # RuntimeError, protobuf's DecodeError, OSError
+        reason = " ".join(str(error).split())
+        raise DiffbitError(f"{file}: is no SentencePiece model ({reason}); copy the file again") from None
+    if proto.trainer_spec.model_type not in (UNIGRAM, BPE):
+        raise DiffbitError(f"{file}: is a SentencePiece model of words or characters, wanted BPE or Unigram")
+    return proto
+
+
+def _tokenizer(proto: Any, config: Mapping[str, Any]) -> Tokenizer:
+    from tokenizers import Regex, Tokenizer, models, normalizers
+
+    trained, normal = proto.trainer_spec, proto.normalizer_spec
+    pieces, scores = [piece.piece for piece in proto.pieces], [piece.score for piece in proto.pieces]
+    unknown, fallback = trained.unk_id, trained.byte_fallback
+    if trained.model_type == BPE:
+        options = {"fuse_unk": True, "byte_fallback": fallback, "unk_token": pieces[unknown]}
+        backend = Tokenizer(bpe(pieces, merges(pieces, scores), **options))
+    else:
+        vocabulary = list(zip(pieces, scores, strict=True))
+        backend = Tokenizer(models.Unigram(vocabulary, unk_id=unknown, byte_fallback=fallback))
+    prefix = config.get("add_prefix_space")
+    prefix = normal.add_dummy_prefix if prefix is None else bool(prefix)
+    before: list[Any] = []
+    if normal.precompiled_charsmap:
+        before.append(normalizers.Precompiled(normal.precompiled_charsmap))
+    if normal.remove_extra_whitespaces:
+        before += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    spaces(backend, prefix=prefix, legacy=config.get("legacy") is not False, before=before)
+    return backend
+
+
+def merges(pieces: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """All pairs of pieces that make a piece; that of the highest score is merged first."""
+    ids = {piece: index for index, piece in enumerate(pieces)}
+    pairs = []
+    for piece, score in zip(pieces, scores, strict=True):
+        cuts = ((piece[:i], piece[i:]) for i in range(1, len(piece)))
+        found = [(left, right) for left, right in cuts if left in ids and right in ids]
+        pairs += [(score, *pair) for pair in sorted(found, key=lambda pair: (ids[pair[0]], ids[pair[1]]))]
+    pairs.sort(key=lambda pair: (pair[0], len(pair[1]), len(pair[2])), reverse=True)
+    return [(left, right) for _, left, right in pairs]
+
+
+def bpe(tokens: Sequence[str], pairs: Sequence[tuple[str, str]], **options: Any) -> Any:
+    """The model of `tokenizers`; a DiffbitError (that names no file) for tokens that are there twice."""
+    from tokenizers import models
+
+    ids = {token: index for index, token in enumerate(tokens)}
+    if len(ids) < len(tokens):
+        twice = next(token for index, token in enumerate(tokens) if ids[token] != index)
+        raise DiffbitError(f"its tokenizer holds the token {twice!r} twice")
+    try:
+        return models.BPE(vocab=ids, merges=pairs, **options)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise DiffbitError(f"its tokenizer is damaged ({error}); copy the file again") from None
+
+
+def spaces(backend: Tokenizer, *, prefix: bool, legacy: bool, before: Sequence[Any] = ()) -> None:
+    """Write a space as \u2581 and, with a prefix, put one before a text; on the way back the other way round.
+
+    before: normalizers that come first.
+    """
+    from tokenizers import decoders, normalizers, pre_tokenizers
+
+    if legacy:
+        prepended = [normalizers.Prepend("\u2581")] if prefix else []
+        before = [*before, *prepended, normalizers.Replace(" ", "\u2581")]
+    else:
+        scheme = "first" if prefix else "never"
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme=scheme, split=False)
+    if before:
+        backend.normalizer = normalizers.Sequence(list(before))
+    strip = [decoders.Strip(content=" ", left=1)] if prefix else []
+    back = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*back, *strip])
+
+
+def _add_tokens(backend: Tokenizer, proto: Any, config: Mapping[str, Any]) -> None:
+    """Tokens that are matched whole, and what is put around a text."""
+    from tokenizers import AddedToken
+
+    trained = proto.trainer_spec
+    named = {"unk": trained.unk_piece, "bos": trained.bos_piece, "eos": trained.eos_piece}
+    named = {name: _content(config.get(f"{name}_token")) or piece for name, piece in named.items()}
+    further = {int(id): dict(token) for id, token in (config.get("added_tokens_decoder") or {}).items()}
+    further |= {id: {"content": token} for token, id in config["added"].items() if id not in further}
+    for piece in proto.pieces:
+        if piece.type in (CONTROL, USER_DEFINED):
+            backend.add_tokens([AddedToken(piece.piece, normalized=False, special=piece.type == CONTROL)])
+    for id, token in sorted(further.items()):
+        content = token.pop("content")
+        flags = {name: bool(token[name]) for name in ("lstrip", "rstrip", "single_word", "normalized") if name in token}
+        backend.add_tokens([AddedToken(content, special=bool(token.get("special", False)), **flags)])
+        if backend.token_to_id(content) != id:
+            raise DiffbitError(
+                f"the folder has the added token {content!r} as {id}, but it is {backend.token_to_id(content)} behind "
+                f"the pieces of {SENTENCEPIECE}; the files do not belong together"
+            )
+    known = [token for token in named.values() if backend.token_to_id(token) is not None]
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in known])
+    add = {"bos": config.get("add_bos_token", True), "eos": config.get("add_eos_token", False)}
+    put_around(backend, {name: named[name] for name, wanted in add.items() if wanted and named[name] in known})
+
+
+def _content(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def put_around(backend: Tokenizer, around: Mapping[str, str]) -> None:
+    """Put the token "bos" before each text and "eos" behind it, where they are given."""
+    from tokenizers import processors
+
+    if around:
+        single = [around.get("bos"), "$A", around.get("eos")]
+        backend.post_processor = processors.TemplateProcessing(
+            single=[piece for piece in single if piece],
+            pair=[piece for piece in (*single, around.get("bos"), "$B:1", around.get("eos")) if piece],
+            special_tokens=[(token, backend.token_to_id(token)) for token in around.values()],
+        )
