@@ -60,7 +60,7 @@ WIKI = (
     "a53f4648dec40467ebdcbc7a1307eddb51fe6e28e9309f6ebde81ba0d04bea2d",
 )
 WINDOW, WINDOWS = 256, 24
-STEPS, BATCH, LENGTH, RATE = 80, 2, 128, 5e-5  # of the copy's training
+STEPS, BATCH, LENGTH, RATE = 40, 2, 128, 5e-5  # of the copy's training
 # name: options of `diffbit quantize`
 OURS: dict[str, list[str]] = {
     "int8": ["--weights", "int8"],

@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 import torch
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from diffbit import models
 from diffbit.calib_data import load_tokenizer, train_tokenizer
@@ -64,11 +64,12 @@ def write(file: Path, type: TYPES = TYPES.F32, tied: bool = True, without: str =
         "rope.freq_base": 500.0,
         "rope.dimension_count": WIDTH,
     }
-    writer = gguf.GGUFWriter(file, changes.pop("architecture", "llama"))
+    architecture = changes.pop("architecture", "llama")
+    writer = gguf.GGUFWriter(file, architecture)
     tokenizer = changes.pop("tokenizer", {})
     vocabulary = len(tokenizer.get("ggml.tokens", range(VOCABULARY)))
     metadata["vocab_size"] = vocabulary
-    for key, value in {f"llama.{key}": value for key, value in (metadata | changes).items()}.items():
+    for key, value in {f"{architecture}.{key}": value for key, value in (metadata | changes).items()}.items():
         kind = gguf.GGUFValueType.FLOAT32 if isinstance(value, float) else gguf.GGUFValueType.UINT32
         writer.add_key_value(key, value, kind)
     for key, value in tokenizer.items():
@@ -82,9 +83,15 @@ def write(file: Path, type: TYPES = TYPES.F32, tied: bool = True, without: str =
         shapes |= {f"blk.{i}.{name}": (KV * WIDTH, HIDDEN) for name in ("attn_k", "attn_v")}
         shapes |= {f"blk.{i}.{name}": (FFN, HIDDEN) for name in ("ffn_gate", "ffn_up")}
         shapes |= {f"blk.{i}.ffn_down": (HIDDEN, FFN)}
+        if architecture == "qwen2":
+            rows = {"attn_q": HEADS * WIDTH, "attn_k": KV * WIDTH, "attn_v": KV * WIDTH}
+            shapes |= {f"blk.{i}.{name}.bias": (count,) for name, count in rows.items()}
+        elif architecture == "qwen3":
+            shapes |= {f"blk.{i}.{name}_norm": (WIDTH,) for name in ("attn_q", "attn_k")}
     for name, shape in shapes.items():
         if name != without and len(shape) == 1:
-            writer.add_tensor(f"{name}.weight", np.linspace(0.5, 1.5, shape[0], dtype=np.float32))
+            whole = name if name.endswith(".bias") else f"{name}.weight"
+            writer.add_tensor(whole, np.linspace(0.5, 1.5, shape[0], dtype=np.float32))
         elif name != without:
             data = blocks(shape, type)
             writer.add_tensor(f"{name}.weight", data, raw_dtype=None if type in (TYPES.F32, TYPES.F16) else type)
@@ -96,7 +103,10 @@ def write(file: Path, type: TYPES = TYPES.F32, tied: bool = True, without: str =
 
 
 def theirs(file: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+    found = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    config = AutoConfig.from_pretrained(**found)
+    config.head_dim = WIDTH  # transformers 5.23 does not read qwen3's
+    return AutoModelForCausalLM.from_pretrained(**found, config=config, dtype=torch.float32).eval()
 
 
 # ---- weights and config ---------------------------------------------------------------------------------------------
@@ -123,9 +133,10 @@ def test_every_type_is_read_as_the_package_dequantizes_it(type: str, tmp_path: P
         np.testing.assert_array_equal(mine, there.reshape(mine.shape))
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_logits_are_those_of_transformers(tied: bool, tmp_path: Path) -> None:
-    file = write(tmp_path / "m.gguf", TYPES.Q8_0, tied)
+@pytest.mark.parametrize("architecture, tied", [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False)])
+def test_logits_are_those_of_transformers(architecture: str, tied: bool, tmp_path: Path) -> None:
+    more = {} if architecture == "llama" else {"attention.key_length": WIDTH, "attention.value_length": WIDTH}
+    file = write(tmp_path / "m.gguf", TYPES.Q8_0, tied, architecture=architecture, **more)
     ids = torch.randint(VOCABULARY, (2, 13), generator=torch.Generator().manual_seed(0))
     logits = theirs(file)(ids).logits
     assert logits.std() > 0.3
@@ -278,6 +289,8 @@ def test_sentencepiece_tokens(tmp_path: Path) -> None:
         ({"architecture": "mamba"}, "architecture is 'mamba'"),
         ({"expert_count": 8}, "8 experts"),
         ({"rope.dimension_count": 16}, "turns 16 channels"),
+        ({"attention.sliding_window": 32}, "sliding window of 32"),
+        ({"attention.value_length": 16}, "values of another width"),
         ({"without": "token_embd"}, "no tensor token_embd"),
         ({"without": "blk.1.attn_q"}, "blk.1.attn_q.weight of shape .* is missing"),
         ({"feed_forward_length": 640}, "ffn_gate.weight has shape"),
