@@ -20,7 +20,7 @@ EXAMPLES = (
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder, float or quantized.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint: a folder, float or quantized, or a GGUF file.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Output folder.")],
     format: Annotated[
         Literal["artifact", "hf-bitnet"],

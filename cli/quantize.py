@@ -51,7 +51,7 @@ def _list_methods(wanted: bool) -> None:
 
 
 Model = Annotated[
-    Path, typer.Argument(help="Checkpoint folder: Hugging Face diffllama or llama, or written by diffbit.")
+    Path, typer.Argument(help="Checkpoint: a folder (Hugging Face's or diffbit's; docs/models.md) or a GGUF file.")
 ]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Output folder for the quantized checkpoint.")]
 Weights = Annotated[

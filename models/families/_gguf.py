@@ -51,7 +51,6 @@ FIELDS = {  # of config.json: key of the metadata behind the architecture's name
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "max_position_embeddings": "context_length",
     "rope_theta": "rope.freq_base",
-    "sliding_window": "attention.sliding_window",
 }
 
 
@@ -97,9 +96,11 @@ def fields(header: GGUF, rope_factors: np.ndarray | None) -> dict[str, Any]:
     if get("expert_count"):
         raise DiffbitError(f"has {get('expert_count')} experts a layer, wanted a model without")
     values = {field: get(key) for field, key in FIELDS.items()}
-    if get("attention.value_length", values["head_dim"]) != values["head_dim"]:
+    head_dim = values["head_dim"] = values["head_dim"] or _ratio(values["hidden_size"], values["num_attention_heads"])
+    if (get("attention.sliding_window") or math.inf) < (values["max_position_embeddings"] or 0):
+        raise DiffbitError(f"has a sliding window of {get('attention.sliding_window')} tokens, wanted none")
+    if get("attention.value_length", head_dim) != head_dim:
         raise DiffbitError("has values of another width than keys")
-    head_dim = values["head_dim"] or _ratio(values["hidden_size"], values["num_attention_heads"])
     if get("rope.dimension_count", head_dim) != head_dim:
         raise DiffbitError(f"turns {get('rope.dimension_count')} channels of heads {head_dim} wide, wanted all")
     if "token_embd.weight" not in header.tensors:
@@ -111,7 +112,8 @@ def fields(header: GGUF, rope_factors: np.ndarray | None) -> dict[str, Any]:
         "model_type": architecture,
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "attention_bias": architecture == "llama" and "blk.0.attn_q.bias" in header.tensors,
+        "attention_bias": "blk.0.attn_output.bias" in header.tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in header.tensors,
         "bos_token_id": token["bos"],
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
         "pad_token_id": token["padding"],
@@ -129,9 +131,14 @@ def _scaling(get: Any, values: Mapping[str, Any], head_dim: int, factors: np.nda
     kind = get("rope.scaling.type", "none")
     if kind == "none":
         return None
-    scaling = {"rope_type": kind, "factor": get("rope.scaling.factor")}
-    original = get("rope.scaling.original_context_length")
-    return scaling if original is None else scaling | {"original_max_position_embeddings": original}
+    names = {
+        "factor": "factor",
+        "original_max_position_embeddings": "original_context_length",
+        "beta_fast": "yarn_beta_fast",
+        "beta_slow": "yarn_beta_slow",
+    }
+    found = {field: get(f"rope.scaling.{key}") for field, key in names.items()}
+    return {"rope_type": kind} | {field: value for field, value in found.items() if value is not None}
 
 
 def _llama3(factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:

@@ -1,0 +1,345 @@
+"""GGUF files: tensors, configs and tokenizers as transformers reads them, and damaged files."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from tokenizers import pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from diffbit import models
+from diffbit.calib_data import load_tokenizer, train_tokenizer
+from diffbit.errors import DiffbitError
+from diffbit.export import export_artifact
+from diffbit.models import Checkpoint
+from diffbit.models.families._gguf import NAMES
+from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
+from diffbit.runtime import verify
+from diffbit.tokenizer_files import WORDS, tokenizer_files
+
+HIDDEN, FFN, HEADS, KV, WIDTH, LAYERS, VOCABULARY = 256, 512, 8, 4, 32, 2, 300
+TEXT = Path(__file__).read_text()
+TYPES = gguf.GGMLQuantizationType
+
+
+def llama_cpp_rows(weight: np.ndarray, heads: int) -> np.ndarray:
+    """As llama.cpp's converter writes q_proj and k_proj (its `permute`)."""
+    rows = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return rows.swapaxes(1, 2).reshape(weight.shape)
+
+
+def blocks(shape: tuple[int, ...], type: TYPES) -> np.ndarray:
+    """Random blocks of a type, with scales that are finite."""
+    weights, nbytes = gguf.GGML_QUANT_SIZES[type]
+    generator = np.random.default_rng(0)
+    if type in (TYPES.F32, TYPES.F16, TYPES.BF16, TYPES.Q8_0, TYPES.Q4_0):
+        return gguf.quants.quantize(generator.standard_normal(shape, np.float32) * 0.05, type)
+    data = generator.integers(0, 256, (shape[0], shape[1] // weights, nbytes), dtype=np.uint8)
+    half = np.frombuffer(np.float16(0.002).tobytes(), np.uint8)
+    for at in {TYPES.Q6_K: (208,), TYPES.Q3_K: (108,), TYPES.Q2_K: (80, 82)}.get(type, (0, 2)):
+        data[..., at : at + 2] = half
+    return data.reshape(shape[0], -1)
+
+
+def write(file: Path, type: TYPES = TYPES.F32, tied: bool = True, without: str = "", **changes: Any) -> Path:
+    """A llama of random weights; changes: of the metadata behind "llama."."""
+    file.parent.mkdir(exist_ok=True)
+    metadata: dict[str, Any] = {
+        "block_count": LAYERS,
+        "context_length": 64,
+        "embedding_length": HIDDEN,
+        "feed_forward_length": FFN,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 500.0,
+        "rope.dimension_count": WIDTH,
+    }
+    architecture = changes.pop("architecture", "llama")
+    writer = gguf.GGUFWriter(file, architecture)
+    tokenizer = changes.pop("tokenizer", {})
+    vocabulary = len(tokenizer.get("ggml.tokens", range(VOCABULARY)))
+    metadata["vocab_size"] = vocabulary
+    for key, value in {f"{architecture}.{key}": value for key, value in (metadata | changes).items()}.items():
+        kind = gguf.GGUFValueType.FLOAT32 if isinstance(value, float) else gguf.GGUFValueType.UINT32
+        writer.add_key_value(key, value, kind)
+    for key, value in tokenizer.items():
+        of = gguf.GGUFValueType.get_type(value[0]) if isinstance(value, list) else None
+        writer.add_key_value(f"tokenizer.{key}", value, gguf.GGUFValueType.get_type(value), of)
+    shapes: dict[str, tuple[int, ...]] = {"token_embd": (vocabulary, HIDDEN), "output_norm": (HIDDEN,)}
+    shapes |= {} if tied else {"output": (vocabulary, HIDDEN)}
+    for i in range(LAYERS):
+        shapes |= {f"blk.{i}.attn_norm": (HIDDEN,), f"blk.{i}.ffn_norm": (HIDDEN,)}
+        shapes |= {f"blk.{i}.attn_q": (HEADS * WIDTH, HIDDEN), f"blk.{i}.attn_output": (HIDDEN, HEADS * WIDTH)}
+        shapes |= {f"blk.{i}.{name}": (KV * WIDTH, HIDDEN) for name in ("attn_k", "attn_v")}
+        shapes |= {f"blk.{i}.{name}": (FFN, HIDDEN) for name in ("ffn_gate", "ffn_up")}
+        shapes |= {f"blk.{i}.ffn_down": (HIDDEN, FFN)}
+        if architecture == "qwen2":
+            rows = {"attn_q": HEADS * WIDTH, "attn_k": KV * WIDTH, "attn_v": KV * WIDTH}
+            shapes |= {f"blk.{i}.{name}.bias": (count,) for name, count in rows.items()}
+        elif architecture == "qwen3":
+            shapes |= {f"blk.{i}.{name}_norm": (WIDTH,) for name in ("attn_q", "attn_k")}
+    for name, shape in shapes.items():
+        if name != without and len(shape) == 1:
+            whole = name if name.endswith(".bias") else f"{name}.weight"
+            writer.add_tensor(whole, np.linspace(0.5, 1.5, shape[0], dtype=np.float32))
+        elif name != without:
+            data = blocks(shape, type)
+            writer.add_tensor(f"{name}.weight", data, raw_dtype=None if type in (TYPES.F32, TYPES.F16) else type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def theirs(file: Path) -> Any:
+    found = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    config = AutoConfig.from_pretrained(**found)
+    config.head_dim = WIDTH  # transformers 5.23 does not read qwen3's
+    return AutoModelForCausalLM.from_pretrained(**found, config=config, dtype=torch.float32).eval()
+
+
+# ---- weights and config ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "type", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+)
+def test_every_type_is_read_as_the_package_dequantizes_it(type: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf", TYPES[type], tied=type != "Q4_1")
+    checkpoint = Checkpoint(file)
+    assert checkpoint.dtype == {"F16": "float16", "BF16": "bfloat16"}.get(type, "float32")
+    tensors = {
+        tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in gguf.GGUFReader(file).tensors
+    }
+    assert len(tensors) == len(checkpoint.names)
+    for name in checkpoint.names:
+        module = name.removesuffix(".weight")
+        before, layer = f"blk.{name.split('.')[2]}." if "layers" in name else "", ".".join(module.split(".")[-2:])
+        there = tensors[f"{before}{NAMES.get(layer) or NAMES.get(module) or NAMES[module.split('.')[-1]]}.weight"]
+        mine = checkpoint.read(name).float().numpy()
+        if "q_proj" in name or "k_proj" in name:
+            mine = llama_cpp_rows(mine, HEADS if "q_proj" in name else KV)
+        np.testing.assert_array_equal(mine, there.reshape(mine.shape))
+
+
+@pytest.mark.parametrize("architecture, tied", [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False)])
+def test_logits_are_those_of_transformers(architecture: str, tied: bool, tmp_path: Path) -> None:
+    more = {} if architecture == "llama" else {"attention.key_length": WIDTH, "attention.value_length": WIDTH}
+    file = write(tmp_path / "m.gguf", TYPES.Q8_0, tied, architecture=architecture, **more)
+    ids = torch.randint(VOCABULARY, (2, 13), generator=torch.Generator().manual_seed(0))
+    logits = theirs(file)(ids).logits
+    assert logits.std() > 0.3
+    torch.testing.assert_close(models.load(file)(ids), logits, rtol=0, atol=1e-4)
+
+
+def test_llama3_scaling_is_found_in_the_factors(tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf", **{"rope.freq_base": 500000.0})
+    frequencies = 500000.0 ** -(np.arange(0, WIDTH, 2) / WIDTH)
+    wavelengths = 2 * np.pi / frequencies
+    smooth = (8192 / wavelengths - 1) / 3  # as llama.cpp's converter writes them
+    factors = np.where(wavelengths < 2048, 1, np.where(wavelengths > 8192, 32, 1 / ((1 - smooth) / 32 + smooth)))
+    scaled = tmp_path / "scaled.gguf"
+    for wrong in (False, True):
+        copy_with(file, scaled, "rope_freqs.weight", (factors + 0.5 * wrong).astype(np.float32))
+        if wrong:
+            with pytest.raises(DiffbitError, match="holds factors that"):
+                Checkpoint(scaled)
+        else:
+            scaling = Checkpoint(scaled).config.rope_scaling
+            assert scaling is not None and scaling == type(scaling)(32.0, 1.0, 4.0, 8192)
+
+
+def copy_with(source: Path, out: Path, name: str, tensor: np.ndarray) -> None:
+    reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(out, "llama")
+    for field in reader.fields.values():
+        if field.name.startswith("llama."):
+            writer.add_key_value(field.name, field.contents(), field.types[0])
+    for other in reader.tensors:
+        writer.add_tensor(other.name, np.array(other.data))
+    writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_from_a_file_to_an_artifact(tmp_path: Path) -> None:
+    train_tokenizer([TEXT], VOCABULARY, tmp_path / "t")
+    file = write(tmp_path / "m" / "m.gguf", TYPES.Q8_0, tokenizer=of_byte_level(tmp_path / "t", "gpt-2"))
+    for model in (file, file.parent):  # a folder with one such file is the same
+        report = quantize_checkpoint(model, tmp_path / "q", Scheme(weights=parse_format("int4_g32")), overwrite=True)
+        assert report.weights
+    assert verify(export_artifact(tmp_path / "q", tmp_path / "a")).passed
+    assert (tmp_path / "a" / "tokenizer.json").is_file()
+    write(tmp_path / "m" / "other.gguf")
+    with pytest.raises(DiffbitError, match="holds 2 GGUF files"):
+        Checkpoint(tmp_path / "m")
+
+
+# ---- tokenizers -----------------------------------------------------------------------------------------------------
+
+ODD = [
+    "", "Hello world", "  two spaces", "tabs\t\tand\n\n\nnewlines\r\n", "don't I'LL we've THEY'RE", "12345 3.14 ½²Ⅷ",
+    "naïve café ÀÉÎ", "日本語のテキスト", "Привет, мир!", "مرحبا بالعالم", "🙂👩\u200d👩\u200d👧 🇩🇪",
+    "a\u0301 \u200b\ufeff", "<|endoftext|>x", " <|endoftext|> ", "def f(x):\n    return x**2  # ok\n", "   ",
+    "\x00\x01\x7f", "‘quotes’ \u2003\u00a0", "▁▁ ▁a", "</s> <s>a",
+]  # fmt: skip
+
+
+def odd_strings() -> list[str]:
+    choose = random.Random(0)
+    letters = "abcdefghijklmnop ABC 0123456789 .,;:!?'\"-_()[]{}<>|/\\\n\t éüß中日русский🙂 \u0301½"
+    made = ["".join(choose.choices(letters, k=choose.randint(1, 40))) for _ in range(280)]
+    return [
+        *ODD,
+        *made,
+        *(choose.choice(ODD) + choose.choice(["", " ", "\n"]) + choose.choice(ODD) for _ in range(200)),
+    ]
+
+
+def of_byte_level(folder: Path, pre: str, **more: Any) -> dict[str, Any]:
+    """The metadata of a trained tokenizer."""
+    model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    merges = json.loads(model.to_str())["model"]["merges"]
+    tokens = [model.id_to_token(index) for index in range(model.get_vocab_size())]
+    return {
+        "ggml.model": "gpt2",
+        "ggml.pre": pre,
+        "ggml.tokens": tokens,
+        "ggml.token_type": [3, *[1] * (len(tokens) - 1)],
+        "ggml.merges": [" ".join(merge) for merge in merges],
+        "ggml.bos_token_id": 0,
+        "ggml.eos_token_id": 0,
+        **more,
+    }
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken"])
+def test_byte_level_tokens(pre: str, tmp_path: Path) -> None:
+    """The ids of the tokenizer that the metadata were taken from, with the words of `pre`; and transformers' ids."""
+    train_tokenizer([TEXT], 500, tmp_path)
+    file = write(tmp_path / "m.gguf", tokenizer=of_byte_level(tmp_path, pre, **{"chat_template": "{{ x }}"}))
+    wanted = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre in ("gpt-2", "smollm"))
+    if pre == "smollm":  # as SmolLM2's own tokenizer.json has it
+        wanted.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), level])
+    elif pre != "gpt-2":
+        split = pre_tokenizers.Split(tokenizers.Regex(WORDS[pre][0][0]), "isolated")
+        wanted.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    (tmp_path / "tokenizer.json").rename(tmp_path / "other.json")
+    found = tokenizer_files(file)
+    assert found["chat_template.jinja"] == b"{{ x }}"
+    mine = tokenizers.Tokenizer.from_buffer(found["tokenizer.json"])
+    bos = [0] if WORDS[pre][2] else []
+    for text in odd_strings():
+        ids = mine.encode(text).ids
+        assert ids == bos + wanted.encode(text).ids
+        assert mine.decode(ids, skip_special_tokens=False).removeprefix("<|endoftext|>" if bos else "") == text
+    if pre != "smollm":  # for which transformers 5.23 takes GPT-2's words: digits stay together
+        other = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
+        assert [mine.encode(text, add_special_tokens=False).ids for text in odd_strings()] == [
+            other(text, add_special_tokens=False).input_ids for text in odd_strings()
+        ]
+    assert load_tokenizer(file).eos_id == 0
+
+
+def test_sentencepiece_tokens(tmp_path: Path) -> None:
+    import sentencepiece
+
+    (tmp_path / "text").write_text(TEXT)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "sp"), model_type="bpe", vocab_size=600,
+        byte_fallback=True, character_coverage=0.99, normalization_rule_name="identity", minloglevel=2,
+        remove_extra_whitespaces=False,
+    )  # fmt: skip
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "sp.model"))
+    count = pieces.vocab_size()
+    file = write(tmp_path / "m.gguf", tokenizer={
+        "ggml.model": "llama",
+        "ggml.tokens": [pieces.id_to_piece(index) for index in range(count)],
+        "ggml.scores": [pieces.get_score(index) for index in range(count)],
+        "ggml.token_type": [2, 3, 3, *(6 if pieces.is_byte(index) else 1 for index in range(3, count))],
+        "ggml.bos_token_id": 1, "ggml.eos_token_id": 2, "ggml.unknown_token_id": 0,
+    })  # fmt: skip
+    mine = tokenizers.Tokenizer.from_buffer(tokenizer_files(file)["tokenizer.json"])
+    other = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
+    for text in odd_strings():
+        assert mine.encode(text).ids == other(text).input_ids
+        if text[:1] not in ("", " ", "▁") and "s>" not in text:  # transformers adds no second space
+            assert mine.encode(text, add_special_tokens=False).ids == pieces.encode(text)
+
+
+# ---- files that are refused -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"architecture": "mamba"}, "architecture is 'mamba'"),
+        ({"expert_count": 8}, "8 experts"),
+        ({"rope.dimension_count": 16}, "turns 16 channels"),
+        ({"attention.sliding_window": 32}, "sliding window of 32"),
+        ({"attention.value_length": 16}, "values of another width"),
+        ({"without": "token_embd"}, "no tensor token_embd"),
+        ({"without": "blk.1.attn_q"}, "blk.1.attn_q.weight of shape .* is missing"),
+        ({"feed_forward_length": 640}, "ffn_gate.weight has shape"),
+    ],
+)
+def test_models_that_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(DiffbitError, match=message) as error:
+        Checkpoint(write(tmp_path / "m.gguf", **changes))
+    assert "m.gguf" in str(error.value)
+
+
+def test_tokenizers_that_are_refused(tmp_path: Path) -> None:
+    train_tokenizer([TEXT], 300, tmp_path)
+    good = of_byte_level(tmp_path, "gpt-2")
+    (tmp_path / "tokenizer.json").unlink()
+    for changes, message in (
+        ({"ggml.pre": "new-one"}, "pre-tokenizer is 'new-one'"),
+        ({"ggml.model": "rwkv"}, "tokenizer is 'rwkv'"),
+        ({"ggml.tokens": ["a"] * 300}, "holds the token 'a' twice"),
+        ({"ggml.merges": ["zz yy"]}, "is damaged"),
+        ({"ggml.bos_token_id": 1000}, "is damaged"),
+    ):
+        with pytest.raises(DiffbitError, match=message):
+            load_tokenizer(write(tmp_path / "m.gguf", tokenizer=good | changes))
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf", TYPES.Q4_0)
+    data = file.read_bytes()
+    header = data.index(b"token_embd") + 400
+
+    def refused(content: bytes, message: str = "") -> None:
+        file.write_bytes(content)
+        with pytest.raises(DiffbitError, match=message) as error:
+            Checkpoint(file)
+        assert str(error.value).startswith(str(file)) and "\n" not in str(error.value)
+
+    for length in (*range(0, header, 29), len(data) // 2, len(data) - 1):
+        refused(data[:length])
+    refused(b"GGML" + data[4:], "is no GGUF file")
+    refused(data[:4] + struct.pack("<I", 9) + data[8:], "version 9")
+    for at in (8, 16):  # the counts
+        refused(data[:at] + struct.pack("<Q", 1 << 62) + data[at + 8 :], "cut short or damaged")
+    name = data.index(b"token_embd.weight")
+    after = name + len("token_embd.weight")
+    refused(data[: name - 8] + struct.pack("<Q", 1 << 40) + data[name:], "cut short or damaged")
+    refused(data[:after] + struct.pack("<I", 77) + data[after + 4 :], "77 dimensions")
+    refused(data[: after + 4] + struct.pack("<Q", 1 << 60) + data[after + 12 :], "has the shape")
+    refused(data[: after + 4] + struct.pack("<Q", 48) + data[after + 12 :], "no multiple of its blocks")
+    refused(data[: after + 20] + struct.pack("<I", 9) + data[after + 24 :], "Q8_1, which the package gguf does not")
+    refused(data[: after + 20] + struct.pack("<I", 999) + data[after + 24 :], "unknown type 999")
+    refused(data[: after + 24] + struct.pack("<Q", 1 << 40) + data[after + 32 :], "is cut short: tensor token_embd")
