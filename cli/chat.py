@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     'diffbit chat out/smollm2-int8 --system "You answer in one sentence."',
-    "diffbit chat out/smollm2-int8 --json < questions.txt",
+    "diffbit chat out/smollm2-int8 --temperature 0.8 --seed 1 --max-tokens 100",
 )
 COMMANDS = {
     "/reset": "forget the conversation; the system prompt stays",

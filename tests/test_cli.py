@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import os
 import shlex
@@ -56,6 +57,8 @@ def workplace(
         shutil.copytree(quantized, demo / f"{name}-int4")
         shutil.copytree(artifact, demo / f"{name}-onnx")
     shutil.copytree(trained("diff_v1").parent, folder / "examples" / "pico")
+    shutil.copytree(checkpoint, folder / "out" / "smollm2-int8")  # a checkpoint will do, where torch is installed
+    (folder / "out" / "smollm2-int8" / "chat_template.jinja").write_text("{{ messages[-1].content }}")
     return folder
 
 
@@ -133,6 +136,7 @@ def test_the_example_works(
     line: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(workplace)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("def add(a, b):\n"))
     arguments = shlex.split(line)[1:]
     with pytest.raises(SystemExit) as stopped:
         main(arguments + SHORTER.get(arguments[0], []))

@@ -175,8 +175,7 @@ class Toy:
 
 def seal(folder: Path, manifest: dict[str, Any]) -> None:
     """Write diffbit.json with the hashes of the files as they are and of itself."""
-    names = ("model.onnx", "tokenizer.json")
-    data = {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
+    data = {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.name != "diffbit.json"}
     manifest = {"files": {n: {"bytes": len(b), "sha256": hashlib.sha256(b).hexdigest()} for n, b in data.items()}} | {
         key: value for key, value in manifest.items() if key != "sha256"
     }

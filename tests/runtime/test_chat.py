@@ -1,0 +1,211 @@
+"""Conversations: each answer is that to the whole conversation, and only what is new is computed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diffbit.errors import DiffbitError
+from diffbit.runtime import Artifact, Chat, ChatTemplate, Sampler, Session, Tokenizer, generate
+
+from .toy import VOCAB, Toy, follows, random_toy, seal
+
+SIMPLE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+COUNTING = "{{ messages | length }}" + SIMPLE  # changes the conversation's beginning from turn to turn
+TRIMMING = SIMPLE.replace("m.content", "m.content | trim")
+
+
+def write_chat_model(folder: Path, toy: Toy, template: str = SIMPLE, **options: Any) -> Path:
+    """An artifact with a chat template and, as `generation`, settings of sampling."""
+    generation = options.pop("generation", {})
+    toy.write(folder, **options)
+    (folder / "chat_template.jinja").write_text(template)
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<bos>", "eos_token": "<eos>"}')
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    manifest = json.loads((folder / "diffbit.json").read_text())
+    seal(folder, {key: value for key, value in manifest.items() if key != "files"})
+    return folder
+
+
+class Counted(Session):
+    """A session that counts the tokens which it computes."""
+
+    computed = 0
+
+    def _append(self, ids: Any, *arguments: Any, **options: Any) -> Any:
+        self.computed += ids.shape[1]
+        return super()._append(ids, *arguments, **options)
+
+
+def check_turns(chat: Chat, fresh: Session, messages: list[str]) -> list[int]:
+    """Each answer equals that of a session that computes the whole conversation; the numbers of cached tokens."""
+    cached = []
+    for text in messages:
+        before = chat.session.computed  # type: ignore[attr-defined]
+        reply = chat.send(text)
+        conversation = [*chat.messages[:-2], {"role": "user", "content": text}]
+        prompt = chat.tokenizer.encode(chat.template.render(conversation), add_special_tokens=False)
+        scratch = generate(fresh, chat.tokenizer, prompt, max_tokens=chat._max_tokens, end_tokens=chat._end_tokens)
+        assert reply.token_ids == scratch.token_ids
+        assert chat.turns[-1] == {"role": "assistant", "content": reply.text}
+        assert reply.prompt_tokens == len(prompt)
+        computed = chat.session.computed - before  # type: ignore[attr-defined]
+        assert computed == len(prompt) - reply.cached_tokens + len(reply.token_ids) - 1
+        cached.append(reply.cached_tokens)
+    return cached
+
+
+MESSAGES = ["hello", "and again?", " more\n", "x"]
+
+
+@pytest.mark.parametrize("template", [SIMPLE, COUNTING, TRIMMING])
+def test_answers_are_those_to_the_whole_conversation(template: str, in_place: bool, tmp_path: Path) -> None:
+    """The random model writes bytes that are no text, so its answers' tokens are not those of their texts."""
+    toy = random_toy(seed=3, vocab=VOCAB, places=256)
+    folder = write_chat_model(tmp_path / "a", toy, template, in_place=in_place, context=200)
+    chat = Chat(Counted(folder, threads=1), system="S", max_tokens=9)
+    cached = check_turns(chat, Session(folder, threads=1), MESSAGES)
+    assert cached[0] == 0
+    chat.system = "T"
+    chat.turns = chat.turns[2:]
+    check_turns(chat, Session(folder, threads=1), ["after a change", "and on"])
+    if in_place and template == SIMPLE:
+        assert all(n > 4 for n in cached[1:])
+    if template == COUNTING:
+        assert cached[1:] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+def test_low_bit_caches(kv: str, checkpoint: Path, tmp_path: Path) -> None:
+    """int8 is cut where answers differ; int4 has a residual window and is computed again."""
+    from diffbit.export import export_artifact
+    from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
+
+    scheme = Scheme(attention=AttentionScheme(keys=kv, values=kv))
+    quantize_checkpoint(checkpoint, tmp_path / "q", scheme)
+    (tmp_path / "q" / "chat_template.jinja").write_text(SIMPLE)
+    session = Counted(export_artifact(tmp_path / "q", tmp_path / "a"), threads=1)
+    chat = Chat(session, max_tokens=6)
+    cached = check_turns(chat, Session(session.artifact, threads=1), [*MESSAGES, "now a longer text, beyond 64 tokens"])
+    assert session.length > 64
+    if session.native and kv == "int8":
+        assert all(cached[1:])
+
+
+def test_only_new_tokens_are_computed(tmp_path: Path, in_place: bool) -> None:
+    """A model that answers ":" with "bcd" and its end token, in the tokens of the text."""
+    folder = write_chat_model(tmp_path / "a", follows(":bcd", end=257), in_place=in_place, context=60)
+    chat = Chat(Counted(folder, threads=1))
+    pieces: list[str] = []
+    reply = chat.send("hello", pieces.append)
+    assert (reply.text, pieces, reply.finish_reason) == ("bcd", ["b", "c", "d"], "eos")
+    assert (reply.prompt_tokens, reply.cached_tokens) == (len("u:hello") + 1 + 2, 0)
+    for _ in range(2):  # the end token, the message and "a:"
+        before = chat.session.length
+        assert (reply := chat.send("yes")).cached_tokens == before
+        assert reply.prompt_tokens == before + 1 + len("u:yes") + 1 + 2
+    chat.reset()
+    assert chat.messages == [] and chat.send("hey").prompt_tokens == 8
+
+
+def test_a_full_context(tmp_path: Path) -> None:
+    """The oldest turns leave, the system prompt stays, and half of the context is free again."""
+    folder = write_chat_model(tmp_path / "a", follows(":bcd", end=257), in_place=True, context=64)
+    chat = Chat(Session(folder, threads=1), system="Be brief")  # 11 tokens; a turn with its answer has 12
+    replies = [chat.send("hey") for _ in range(6)]
+    assert [reply.dropped for reply in replies] == [0, 0, 0, 4, 0, 4]
+    assert all(reply.text == "bcd" for reply in replies)
+    assert chat.messages[0] == {"role": "system", "content": "Be brief"} and len(chat.turns) == 4
+    before = chat.messages
+    with pytest.raises(DiffbitError, match=r"the message takes 6[0-9] tokens, .* the context holds 64; shorten it"):
+        chat.send("x" * 50)
+    assert chat.messages == before
+    assert chat.send("x" * 40).text == "bcd" and len(chat.turns) == 2
+    endless = Chat(Session(write_chat_model(tmp_path / "b", follows(":bcd"), context=30), threads=1))
+    reply = endless.send("hey")
+    assert (reply.finish_reason, len(reply.token_ids)) == ("context", 30 - 8 + 1)
+    assert endless.send("hey").dropped == 2
+
+
+def test_an_answer_that_is_ended(tmp_path: Path, in_place: bool) -> None:
+    folder = write_chat_model(tmp_path / "a", follows(":bcdefgh"), in_place=in_place, context=60)
+    chat = Chat(Counted(folder, threads=1), max_tokens=6)
+    reply = chat.send("hey", lambda text: chat.halt() if text == "d" else None)
+    assert (reply.text, reply.finish_reason) == ("bcd", "interrupted")
+    check_turns(chat, Session(folder, threads=1), ["on", "and on"])
+
+    def fail(text: str) -> None:
+        raise KeyboardInterrupt
+
+    before = chat.messages
+    with pytest.raises(KeyboardInterrupt):
+        chat.send("no", fail)
+    assert chat.messages == before
+    sampler = chat._sampler
+    chat._sampler = lambda *_: pytest.fail("the prompt was to be interrupted")
+    encode = chat._encoded
+    chat._encoded = lambda turns: (chat.halt(), encode(turns))[1]  # type: ignore[method-assign]
+    reply = chat.send("no")
+    assert (reply.token_ids, reply.time_to_first_token_s) == ((), None) and chat.messages == before
+    del chat._encoded
+    chat._sampler = sampler
+    check_turns(chat, Session(folder, threads=1), ["yes"])
+
+
+def test_a_run_that_is_interrupted_leaves_no_half_state(tmp_path: Path, in_place: bool) -> None:
+    session = Session(random_toy().write(tmp_path / "a", in_place=in_place), threads=1)
+    wanted = session.prefill([[1, 2, 3]])
+    real = session._session
+
+    class Interrupted:
+        def run_with_iobinding(self, binding: object) -> None:
+            real.run_with_iobinding(binding)  # type: ignore[arg-type]
+            raise KeyboardInterrupt
+
+    session._session = Interrupted()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        session.step([[4]])
+    session._session = real
+    assert session.length == 0 and session.reuse([1, 2, 3]) == 0
+    assert (session.prefill([[1, 2, 3]]) == wanted).all()
+
+
+def test_the_models_settings(tmp_path: Path) -> None:
+    def settings(generation: dict[str, object], **given: Any) -> tuple[float, int, float, float]:
+        folder = write_chat_model(tmp_path / str(len(list(tmp_path.iterdir()))), follows("ab"), generation=generation)
+        found = Sampler.of(Artifact.open(folder), **given)
+        return found.temperature, found.top_k, found.top_p, found.repetition_penalty
+
+    own = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
+    assert settings(own) == (0.6, 50, 0.9, 1.1)  # top_k as in transformers
+    assert settings(own, temperature=0.0, top_k=0) == (0.0, 0, 0.9, 1.1)
+    assert settings(own | {"do_sample": False}) == (0.0, 50, 0.9, 1.1)
+    assert settings({}) == (0.0, 50, 1.0, 1.0)
+    assert settings({"top_p": None}, temperature=1, top_p=0.5)[2] == 0.5
+    with pytest.raises(DiffbitError, match=r"generation_config\.json: top_k is 'all', wanted a number"):
+        settings({"top_k": "all"})
+
+
+def test_a_model_without_a_template(tmp_path: Path) -> None:
+    session = Session(follows(":bcd", end=257).write(tmp_path / "a"), threads=1)
+    with pytest.raises(DiffbitError, match="has no chat template"):
+        Chat(session)
+    tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))
+    assert Chat(session, tokenizer, ChatTemplate("u:{{ messages[-1].content }}", "T")).send("a:").text == "bcd"
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_end_tokens(own: bool, tmp_path: Path) -> None:
+    """The model's end tokens, and the tokenizer's eos_token."""
+    toy = follows(":bcd", end=257)
+    folder = write_chat_model(tmp_path / "a", toy, eos_token_ids=[257] if own else [])
+    if own:
+        (folder / "tokenizer_config.json").unlink()
+        manifest = json.loads((folder / "diffbit.json").read_text())
+        seal(folder, {key: value for key, value in manifest.items() if key != "files"})
+    assert Chat(Session(folder, threads=1)).send("x").finish_reason == "eos"
