@@ -24,11 +24,11 @@ from ..models.layers.masks import default_positions
 from ..models.layers.norm import RMSNorm
 from ..models.layers.rope import Rope
 from .formats import Format, QTensor
-from .linear import QuantLinear
+from .linear import QuantEmbedding, QuantLinear
 from .model import Method, assemble, quantize_weight
 from .report import OutputError
 from .rounding import spread
-from .scheme import Scheme
+from .scheme import EMBEDDING_MODULE, Scheme
 from .stats import CalibStats, gather, proxy_loss
 
 BATCH_TOKENS = 2048  # that pass a layer at a time
@@ -93,7 +93,8 @@ class Tokens:
         errors = {name: OutputError() for name in quantized}
         if layer.index < 0:
             self.exact = F.embedding(self.ids, layer.tensors[EMBEDDING]).float()
-            self.hidden = self.exact.clone()
+            table = quantized.get(EMBEDDING_MODULE)
+            self.hidden = self.exact.clone() if table is None else QuantEmbedding(table)(self.ids)
             return {}
         if not layer.is_layer and not (quantized and self.measuring):
             return {}

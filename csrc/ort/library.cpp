@@ -108,8 +108,10 @@ void add(std::vector<Entry>& all, const int (&types)[ROWS][TENSORS], const char*
 std::vector<Entry> every_entry() {
   std::vector<Entry> all;
   add<DiffAttention>(all, DiffAttention::TYPES, nullptr);
+  add<GatherQuantized>(all, GatherQuantized::TYPES, nullptr);
   add<Hadamard>(all, Hadamard::TYPES, nullptr);
   add<Int4MatMul>(all, Int4MatMul::TYPES, nullptr);
+  add<Int8MatMul>(all, Int8MatMul::TYPES, nullptr);
   add<TernaryMatMul>(all, TernaryMatMul::TYPES, nullptr);
 #if DIFFBIT_HAS_CUDA
   add<cuda::DiffAttention>(all, cuda::DiffAttention::GPU_TYPES, cuda::PROVIDER);
