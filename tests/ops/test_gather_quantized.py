@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from diffbit.ops import gather_quantized
+from diffbit.runtime import cuda
 
 from .cases import Int4Case
+from .cuda_run import TYPES, Device, on_each_device
 from .onnx_run import on_each_isa, run_node
 
 CASES = [
@@ -66,6 +68,21 @@ def test_kernel_is_exact(case: Int4Case, isa: str) -> None:
     kind = {"Y": 1 if case.dtype == torch.float32 else 10}
     (got,) = run_node(gather_quantized.function(case.bits), inputs, attributes, {"Y": 3}, CONSTANTS, isa, kinds=kind)
     assert np.array_equal(got, expected(case, inputs))
+
+
+@on_each_device
+@cases
+def test_cuda_kernel_is_exact(case: Int4Case, device: Device) -> None:
+    inputs, _ = node(case)
+    ids, *given = (device.put(torch.from_numpy(x)) for x in inputs.values())
+    y = device.poisoned((*case.lead, case.k), case.dtype)
+    pointers = [x.data_ptr() for x in (ids, *given, y)]
+    if case.symmetric:
+        pointers[3] = 0
+    scales = given[1].shape[1]
+    sizes = [ids.numel(), case.n, case.k, case.group, scales, case.bits]
+    device.run(cuda.GatherQuantized(*pointers, *sizes, TYPES[case.dtype]))
+    assert np.array_equal(y.cpu().numpy(), expected(case, inputs))
 
 
 @on_each_isa

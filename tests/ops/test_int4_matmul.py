@@ -101,6 +101,8 @@ def test_kernel_is_exact(case: Int4Case, isa: str) -> None:
 # Numbers of rows around a product's, every size of a group, odd numbers of groups and tiles, tiles of both sizes
 CUDA_CASES = [
     *INT4_CASES,
+    *INT8_CASES,
+    Int4Case("int8_bf16", (9,), 1100, 61, 32, False, 0.7, dtype=torch.bfloat16, seed=60, bits=8),
     *(
         Int4Case(f"around_{m}_g{group}", (m,), 450, 61, group, group == 64, 0.7, dtype=torch.bfloat16, seed=60 + m)
         for m in (1, 7, 8, 16, 17, 33)
@@ -118,14 +120,18 @@ CUDA_CASES = [
 
 
 def run_cuda_kernel(case: Int4Case, device: Device) -> torch.Tensor:
-    a, codes, scale, zero, factor = case.inputs()
-    packed = int4_matmul.pack(codes, scale, zero, case.group)
+    a, *_, factor = case.inputs()
+    packed = case.packed()
     inputs = [device.put(x) for x in (a, packed.codes, packed.scales, packed.zeros, factor)]
     y = device.poisoned((*case.lead, case.n), a.dtype)
     pointers = [x.data_ptr() for x in (*inputs, y)]
     if case.symmetric:
         pointers[3] = 0
-    device.run(cuda.Int4MatMul(*pointers, a.numel() // case.k, case.n, case.k, case.group, TYPES[a.dtype]))
+    sizes = [a.numel() // case.k, case.n, case.k, case.group]
+    if case.bits == 4:
+        device.run(cuda.Int4MatMul(*pointers, *sizes, TYPES[a.dtype]))
+    else:
+        device.run(cuda.Int8MatMul(*pointers, *sizes, packed.scales.shape[1], TYPES[a.dtype]))
     return y.cpu()
 
 
