@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -60,6 +60,23 @@ Weights = Annotated[
         metavar="FORMAT",
         autocompletion=completion(FORMATS),
         help="Weight format: int8, int4_g32, int4_g128_asym, int3_g64, int2_g64, nf4, ternary, ..., or none (float).",
+    ),
+]
+Embedding = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORMAT",
+        autocompletion=completion(FORMATS),
+        help="Format of the embedding; default: int8 beside low-bit weights; none: float.",
+    ),
+]
+Head = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORMAT",
+        autocompletion=completion(FORMATS),
+        help="Format of the head; default: int8 beside low-bit weights; none: float. A tied table is stored once where "
+        "both formats are the same.",
     ),
 ]
 Override = Annotated[
@@ -143,6 +160,8 @@ def quantize(
     model: Model,
     output: Output,
     weights: Weights = None,
+    embedding: Embedding = None,
+    head: Head = None,
     override: Override = None,
     activations: Activations = None,
     kv: KvCache = None,
@@ -166,7 +185,8 @@ def quantize(
 ) -> None:
     """Quantize a checkpoint: its weights layer by layer, its KV cache, its attention products.
 
-    Embeddings, head, norms and lambda stay float unless --override names them.
+    Embedding and head are int8 beside low-bit weights, unless --embedding and --head say otherwise; norms stay float,
+    and so does lambda unless --override names it.
     """
     from ..quantize import parse_recipe, quantize_checkpoint
 
@@ -178,7 +198,7 @@ def quantize(
         )
     if candidates is not None and not mixed:
         raise DiffbitError("--candidates needs --target-bits or --target-size")
-    scheme = _scheme(scheme_file, weights, override, activations, kv, qk, kv_window, mixed)
+    scheme = _scheme(scheme_file, weights, embedding, head, override, activations, kv, qk, kv_window, mixed)
     if calibrate is None and (calibrated or mixed):
         calibrate = "stdlib"
         remark(
@@ -218,6 +238,8 @@ def quantize(
 def _scheme(
     file: Path | None,
     weights: str | None,
+    embedding: str | None,
+    head: str | None,
     override: list[str] | None,
     activations: str | None,
     kv: str | None,
@@ -226,22 +248,27 @@ def _scheme(
     mixed: bool,
 ) -> Scheme:
     """The scheme in the file, or in the options; with mixed precision the weights' formats are chosen later."""
-    from ..quantize import Scheme, parse_format, parse_override
+    from ..quantize import Scheme, parse_format, parse_override, table_formats
 
-    options = (weights, override, activations, kv, qk, kv_window)
+    options = (weights, embedding, head, override, activations, kv, qk, kv_window)
     if file is not None:
         if any(option is not None for option in options):
             raise DiffbitError(
-                "--scheme replaces the options of a scheme; leave out --weights, --override, --activations, --kv, "
-                "--qk and --kv-window"
+                "--scheme replaces the options of a scheme; leave out --weights, --embedding, --head, --override, "
+                "--activations, --kv, --qk and --kv-window"
             )
         return Scheme.from_file(file)
-    if all(option in (None, "none") for option in (weights, kv, qk)) and not override and not mixed:
+    if all(option in (None, "none") for option in (weights, embedding, head, kv, qk)) and not override and not mixed:
         raise DiffbitError(
-            "nothing to quantize: pass --weights FORMAT, --kv FORMAT, --qk FORMAT, --override or --scheme FILE"
+            "nothing to quantize: pass --weights FORMAT, --embedding, --head, --kv FORMAT, --qk FORMAT, --override or "
+            "--scheme FILE"
         )
+    format = None if weights in (None, "none") else parse_format(weights)
+    tables = table_formats(mixed or format is not None, embedding, head)
     return Scheme(
-        weights=None if weights in (None, "none") else parse_format(weights),
+        weights=format,
+        embedding=tables[0],
+        head=tables[1],
         activations=activations,
         attention=_attention(kv, qk, kv_window),
         overrides=tuple(parse_override(text) for text in override or ()),
@@ -326,7 +353,7 @@ def _show(report: Report, plan: Plan | None, output: Path, each: bool) -> None:
     )
 
 
-def _weight_rows(weights: Iterable[WeightReport], each: bool) -> list[dict[str, Any]]:
+def _weight_rows(weights: Sequence[WeightReport], each: bool) -> list[dict[str, Any]]:
     """A row per quantized weight, or per module name (q_proj, down_proj, ...) with the mean and the worst layer."""
 
     def percent(value: float | None) -> str:
@@ -339,6 +366,7 @@ def _weight_rows(weights: Iterable[WeightReport], each: bool) -> list[dict[str, 
     def error(weight: WeightReport) -> float:
         return weight.weight_error if weight.output_error is None else weight.output_error
 
+    calibrated = any(weight.proxy_loss is not None for weight in weights)
     groups: dict[tuple[str, str], list[WeightReport]] = {}
     for weight in weights:
         groups.setdefault((weight.name if each else weight.name.rpartition(".")[2], weight.format), []).append(weight)
@@ -350,11 +378,12 @@ def _weight_rows(weights: Iterable[WeightReport], each: bool) -> list[dict[str, 
             "weight error": percent(mean(weight.weight_error for weight in group)),
             "output error": percent(mean(weight.output_error for weight in group)),
         }
-        if (loss := mean(weight.proxy_loss for weight in group)) is not None:
-            row |= {"proxy loss": loss}
+        if calibrated:
+            row |= {"proxy loss": mean(weight.proxy_loss for weight in group)}
         if not each:
             worst = max(group, key=error)
-            row |= {"worst": f"{percent(error(worst))} in {worst.name.removeprefix('model.').rpartition('.')[0]}"}
+            place = worst.name.removeprefix("model.").rpartition(".")[0]
+            row |= {"worst": f"{percent(error(worst))} in {place}" if place else "-"}
         bits = sum(weight.nbytes for weight in group) * 8 / sum(math.prod(weight.shape) for weight in group)
         rows.append(row | {"bits/weight": bits, "bytes": sum(weight.nbytes for weight in group)})
     return rows

@@ -33,8 +33,9 @@ from ..ops import diff_attention
 from ..ops.cache import Buffer, CacheSpec, tokens_each
 from ..ops.diff_attention import Signature
 from ..ops.kv_cache import BLOCK
-from ..quantize import AttentionScheme
+from ..quantize import AttentionScheme, QTensor, QuantLinear
 from ..quantize.cache import is_low_bit, operator
+from ..quantize.formats.base import Stored
 from .graph import MICROSOFT, Graph
 
 # Added to the logits of hidden keys: finite, so that a query that sees nothing (padding) gives numbers and not NaN
@@ -87,7 +88,8 @@ class DecoderGraph(Graph):
         self._present: list[Cache] = []
         self._signature: Signature | None = None
         self._x: ir.Value
-        self._table: ir.Value
+        self._table: ir.Value  # of a tied head, float
+        self._stored: Stored[ir.Value]  # the same, quantized
 
     @property
     def low_bit(self) -> bool:
@@ -220,8 +222,13 @@ class DecoderGraph(Graph):
                 value.name = ""  # as ONNX has it for an output that is left out
         return found["out"], {name: found[f"present_{name}"] for name in past}
 
-    def embed(self, table: Tensor) -> None:
-        """The embedding, float [V, E]. A float32 graph keeps a 16-bit table: half the bytes, the same numbers."""
+    def embed(self, table: Tensor | QTensor) -> None:
+        """The embedding [V, E]. A float32 graph keeps a 16-bit table: half the bytes, the same numbers."""
+        if isinstance(table, QTensor):
+            with self.scope("embed_tokens"):
+                self._stored = table.format.store(self, table)
+                self._x = table.format.gather(self, self.input_ids, self._stored, table.shape)
+            return
         name = "embed_tokens.weight"
         if table.dtype in HALVES and self.dtype is np.float32 and not self.config.tie_embeddings:
             stored = self.initializer(name, table.view(torch.int16).numpy().view(HALVES[table.dtype]))
@@ -244,13 +251,15 @@ class DecoderGraph(Graph):
             self._x = self.op("Add", [x, out])
         self._present.append(present)
 
-    def head(self, norm: RMSNorm, head: nn.Module | None) -> None:
-        """The final norm and the head; None ties it to the embedding. Declares the graph's outputs."""
+    def head(self, norm: RMSNorm, head: nn.Module) -> None:
+        """The final norm and the head; a tied one multiplies by the embedding's table. Declares the graph's outputs."""
         x = self.norm(self._x, norm, "norm")
-        if head is None:
-            logits = self.op("MatMul", [x, self.op("Transpose", [self._table], perm=[1, 0])])  # folded at load
-        else:
+        if not self.config.tie_embeddings:
             logits = self.linear(x, head, "lm_head")
+        elif isinstance(head, QuantLinear):
+            logits = head.weight.format.product(self, x, self._stored, head.weight.shape, 1.0)
+        else:
+            logits = self.op("MatMul", [x, self.op("Transpose", [self._table], perm=[1, 0])])  # folded at load
         if self.dtype is not np.float32:
             logits = self.cast(logits, np.float32)
         self.output("logits", logits, np.float32, ["batch", "sequence", self.config.vocab_size])

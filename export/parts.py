@@ -2,8 +2,9 @@
 
     int4_g32 codes    and so on, a part for each format: in the bits that the operator reads
     scales            and zero points
-    embedding         a row of it is read for a token; "embedding, head" where the head is the same table
-    head              a float one
+    embedding         a row of it is read for a token; "embedding, head" where the head is the same table. Quantized
+                      tables are "embedding int8 codes", and so on
+    head              likewise
     float weights     linear layers that are not quantized
     lambda            lambda_proj of diff_v2; the numbers of diff_v1 are constants of the graph
     norms
@@ -28,7 +29,8 @@ from pathlib import Path
 import onnx_ir as ir
 
 from ..models import ModelConfig
-from ..quantize import Scheme, linear_shapes
+from ..quantize import Scheme, weight_shapes
+from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE
 from .graph import DATA, MODEL
 
 NAMED = {  # by the end of an initializer's name
@@ -44,6 +46,7 @@ NAMED = {  # by the end of an initializer's name
     "weight": "float weights",
     "bias": "biases",
 }
+TABLES = {EMBEDDING_MODULE: "embedding ", HEAD_MODULE: "head "}
 FILES = {"tokenizer": "tokenizer", "special_tokens": "tokenizer", "chat_template": "tokenizer"}
 
 
@@ -56,7 +59,7 @@ class Part:
 
 def parts(folder: Path, files: Iterable[str], config: ModelConfig, scheme: Scheme | None) -> list[Part]:
     """What the named files of an artifact's folder are made of, largest first."""
-    shapes, formats = linear_shapes(config), {} if scheme is None else scheme.formats(config)
+    shapes, formats = weight_shapes(config), {} if scheme is None else scheme.formats(config)
     found: dict[str, tuple[int, int]] = {}
 
     def add(part: str, nbytes: int, count: int = 0) -> None:
@@ -79,11 +82,11 @@ def parts(folder: Path, files: Iterable[str], config: ModelConfig, scheme: Schem
             module = name.removesuffix(".codes")
             module = module if module in shapes else f"model.{module}"
             format, count = formats[module], math.prod(shapes[module])
-            part, nbytes = f"{format} codes", -(-count * format.device_bits // 8)
+            part, nbytes = f"{TABLES.get(module, '')}{format} codes", -(-count * format.device_bits // 8)
         else:
             part, count, nbytes = NAMED[next(filter(name.endswith, NAMED))], tensor.size, tensor.nbytes
-            if part == "embedding" and len(value.consumers()) > 1:
-                part = "embedding, head"
+        if part.startswith("embedding") and len(value.consumers()) > 1:
+            part = part.replace("embedding", "embedding, head")
         add(part, nbytes, count)
         add("padding", -nbytes)
     rows = [Part(name, nbytes, count or None) for name, (nbytes, count) in found.items()]

@@ -16,8 +16,9 @@ from ..errors import DiffbitError
 from ..models import Block, Checkpoint, Decoder, rope_for
 from ..models.checkpoint.names import EMBEDDING, HEAD
 from ..models.layers.norm import RMSNorm
-from ..quantize import QTensor, QuantLinear, Scheme, load, load_block, read_scheme, read_weight
+from ..quantize import QTensor, QuantEmbedding, QuantLinear, Scheme, load, load_block, read_scheme, read_weight
 from ..quantize.model import assemble
+from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE
 
 NORM = "model.norm.weight"
 COPIES = 3
@@ -48,10 +49,10 @@ class Stream:
         self._generator = torch.Generator().manual_seed(0)
         self._x: Tensor  # [1 + COPIES, S, E], the first row without noise
 
-    def embedding(self) -> Tensor:
-        """The embedding table [V, E], in its stored dtype."""
-        table = _float(read_weight(self.checkpoint, EMBEDDING))
-        self._x = table[self._ids].float()
+    def embedding(self) -> Tensor | QTensor:
+        """The embedding table [V, E], quantized or in its stored dtype."""
+        table = read_weight(self.checkpoint, EMBEDDING)
+        self._x = QuantEmbedding(table)(self._ids) if isinstance(table, QTensor) else table[self._ids].float()
         return table
 
     def blocks(self) -> Iterator[Block]:
@@ -64,25 +65,18 @@ class Stream:
                 x[1:] *= 1 + self._noise * torch.randn(x[1:].shape, generator=self._generator)
                 self._x = x
 
-    def head(self) -> tuple[RMSNorm, nn.Module | None, Tensor]:
-        """The final norm, the head (None: tied to the embedding), and the logits [1 + COPIES, V] after the prompt."""
-        config, names = self.config, {"norm.weight": NORM}
+    def head(self) -> tuple[RMSNorm, nn.Module, Tensor]:
+        """The final norm, the head (tied: with the embedding's weight), the logits [1 + COPIES, V] after the prompt."""
+        config, scheme = self.config, read_scheme(self.checkpoint) or Scheme()
         with torch.device("meta"):
-            top = nn.ModuleDict({"norm": RMSNorm(config.hidden_size, config.norm_eps)})
-            if not config.tie_embeddings:
-                top["lm_head"] = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-                names[HEAD] = HEAD
+            norm = RMSNorm(config.hidden_size, config.norm_eps)
+            top = nn.ModuleDict({"norm": norm, "lm_head": nn.Linear(config.hidden_size, config.vocab_size, bias=False)})
+        names = {"norm.weight": NORM, HEAD: EMBEDDING if config.tie_embeddings else HEAD}
         weights = {name: read_weight(self.checkpoint, stored) for name, stored in names.items()}
-        assemble(top, weights, read_scheme(self.checkpoint) or Scheme(), torch.float32)
+        assemble(top, weights, scheme, torch.float32)
         _as_exported(top)
-        norm, head = top["norm"], top["lm_head"] if HEAD in names else None
-        assert isinstance(norm, RMSNorm)
         with torch.inference_mode():
-            last = norm(self._x[:, -1:])
-            if head is None:
-                table = _float(read_weight(self.checkpoint, EMBEDDING))
-                return norm, None, (last @ table.float().T)[:, 0]
-            return norm, head, head(last)[:, 0]
+            return norm, top["lm_head"], top["lm_head"](norm(self._x[:, -1:]))[:, 0]
 
 
 def check_scheme(checkpoint: Checkpoint) -> None:
@@ -90,7 +84,9 @@ def check_scheme(checkpoint: Checkpoint) -> None:
     scheme = read_scheme(checkpoint) or Scheme()
     if scheme.activations is not None:
         for module, format in scheme.formats(checkpoint.config).items():
-            if scheme.activations not in format.activations:
+            # the head's integers are multiplied by int8 activations whatever the layers' are; the embedding has none
+            wanted = "int8" if module == HEAD_MODULE else scheme.activations
+            if module != EMBEDDING_MODULE and wanted not in format.activations:
                 raise DiffbitError(
                     f"{checkpoint.path}: {module} has {format} weights and the scheme asks for {scheme.activations} "
                     "activations, but ONNX Runtime multiplies those in float; choose another format, or leave "
@@ -102,8 +98,3 @@ def _as_exported(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, QuantLinear):
             part.rounding = part.weight.format.device_rounding(part.rounding)
-
-
-def _float(weight: Tensor | QTensor) -> Tensor:
-    assert isinstance(weight, Tensor)  # neither the embedding nor a norm is ever quantized
-    return weight

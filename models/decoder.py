@@ -84,7 +84,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.model = Body(config)
-        self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head: nn.Module | None = (
+            None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        )
         for module in self.modules():
             # On the meta device only shapes matter, and the first normal_() there imports torch's compiler: a second.
             if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.is_meta:
@@ -94,12 +96,14 @@ class Decoder(nn.Module):
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Token ids [B, S] -> hidden states [B, S, E]."""
-        return self.model.embed_tokens(input_ids)
+        x: Tensor = self.model.embed_tokens(input_ids)
+        return x
 
     def head(self, x: Tensor) -> Tensor:
         """Hidden states [B, S, E] -> logits [B, S, V], the final norm included."""
         x = self.model.norm(x)
-        return F.linear(x, self.model.embed_tokens.weight) if self.lm_head is None else self.lm_head(x)
+        logits: Tensor = F.linear(x, self.model.embed_tokens.weight) if self.lm_head is None else self.lm_head(x)
+        return logits
 
     def forward(
         self,

@@ -46,6 +46,7 @@ OP = schema.INT4_MATMUL
 GROUP_SIZES = (32, 64, 128)
 TILE = 16  # rows
 STEP = 8  # weights of a row
+ROWS_AT_A_TIME = 1 << 13  # in `pack`, a multiple of TILE: a large table is not copied whole
 SMALLEST = 1e-30  # of a group's largest activation: 127 / m_g is finite, a_g not subnormal
 
 BODY = """
@@ -111,8 +112,9 @@ class Packed(NamedTuple):
 function = partial(OP.function, BODY)
 
 
-def pack(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int) -> Packed:
-    """Codes uint8 [N, K] below 16, scales [N, G] that float16 holds, zero points uint8 [N, G] (None: 8) -> `Packed`."""
+def pack(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int, bits: int = 4) -> Packed:
+    """Codes uint8 [N, K] below 2^bits, scales [N, G] that float16 holds, zero points uint8 [N, G] (None: 2^(bits - 1))
+    -> `Packed`. bits: 8 for the layout of int8_matmul.py, where scales and zero points may be [N, 1]."""
     import torch
     import torch.nn.functional as F
 
@@ -121,24 +123,36 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, gr
     scales = scale.half()
     if not torch.equal(scales.float(), scale.float()):
         raise ValueError("the scales are not rounded to float16, wanted ones that it holds exactly")
-    last = codes.new_full((rows, 1), 8) if zero is None else zero[:, -1:]
-    codes = torch.cat((codes, last.expand(rows, groups * group_size - columns)), 1)
-    pairs = F.pad(codes, (0, 0, 0, more_rows)).view(-1, TILE, groups, group_size // STEP, STEP // 2, 2)
-    packed = pairs[..., 0] | pairs[..., 1] << 4  # [tiles, 16, G, steps, 4]
+    middle = 2 ** (bits - 1)
+    shape = (groups, group_size // STEP, TILE, 4) if bits == 4 else (groups, group_size // STEP, 2, TILE, 4)
+    packed = torch.empty(-(-rows // TILE), *shape, dtype=torch.uint8)
+    for start in range(0, rows, ROWS_AT_A_TIME):
+        part = codes[start : start + ROWS_AT_A_TIME]
+        last = zero[start : start + len(part), -1:] if zero is not None else codes.new_full((len(part), 1), middle)
+        part = torch.cat((part, last.expand(len(part), groups * group_size - columns)), 1)
+        pairs = F.pad(part, (0, 0, 0, -len(part) % TILE)).view(-1, TILE, groups, group_size // STEP, STEP // 2, 2)
+        if bits == 4:
+            part = (pairs[..., 0] | pairs[..., 1] << 4).permute(0, 2, 3, 1, 4)  # [tiles, G, steps, 16, 4]
+        else:
+            part = pairs.permute(0, 2, 3, 5, 1, 4)  # [tiles, G, steps, 2, 16, 4]
+        packed[start // TILE :][: len(part)] = part
 
     def tiles(values: torch.Tensor) -> torch.Tensor:  # [N, G] -> [tiles, G, 16]
-        return F.pad(values, (0, 0, 0, more_rows)).view(-1, TILE, groups).transpose(1, 2).contiguous()
+        return F.pad(values, (0, 0, 0, more_rows)).view(-1, TILE, values.shape[1]).transpose(1, 2).contiguous()
 
-    zeros = codes.new_full((1, 1, 1), 8) if zero is None else tiles(zero)
-    return Packed(packed.permute(0, 2, 3, 1, 4).contiguous(), tiles(scales), zeros)
+    zeros = codes.new_full((1, 1, 1), middle) if zero is None else tiles(zero)
+    return Packed(packed, tiles(scales), zeros)
 
 
 def unpack(packed: Packed, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The inverse of `pack`: codes uint8 [N, K], scales float16 [N, G], zero points uint8 [N, G]."""
     import torch
 
-    pairs = torch.stack((packed.codes & 15, packed.codes >> 4), -1)  # [tiles, G, steps, 16, 4, 2]
-    codes = pairs.permute(0, 3, 1, 2, 4, 5).flatten(2).flatten(0, 1)
+    if packed.codes.ndim == 5:
+        pairs = torch.stack((packed.codes & 15, packed.codes >> 4), -1).permute(0, 3, 1, 2, 4, 5)
+    else:
+        pairs = packed.codes.permute(0, 4, 1, 2, 5, 3)
+    codes = pairs.flatten(2).flatten(0, 1)  # [tiles, 16, G, steps, 4, 2] -> [16 tiles, G * group_size]
     scales, zeros = packed.scales, packed.zeros.expand(packed.scales.shape)
     by_row = [x.transpose(1, 2).flatten(0, 1)[:rows] for x in (scales, zeros)]
     return codes[:rows, :columns], by_row[0], by_row[1]
@@ -149,8 +163,9 @@ def reference(a: torch.Tensor, packed: Packed, factor: torch.Tensor, rows: int, 
     import torch
     import torch.nn.functional as F
 
-    columns = a.shape[-1]
-    codes, scales, zeros = unpack(packed, rows, packed.codes.shape[1] * group_size)
+    columns, groups = a.shape[-1], packed.codes.shape[1]
+    codes, *by_row = unpack(packed, rows, groups * group_size)
+    scales, zeros = (values.expand(rows, groups) for values in by_row)
     x = F.pad(a.float(), (0, codes.shape[1] - columns)).unflatten(-1, (-1, group_size))  # [..., G, group]
     largest = x.abs().amax(-1, keepdim=True)
     tiny, wild = largest < SMALLEST, ~largest.isfinite()
@@ -159,7 +174,7 @@ def reference(a: torch.Tensor, packed: Packed, factor: torch.Tensor, rows: int, 
     q = torch.round(x * inverse).masked_fill(tiny | wild, 0)
     step = (largest / 127).masked_fill(tiny, 0).masked_fill(wild, torch.nan)  # [..., G, 1]
     sums = torch.zeros(*a.shape[:-1], rows)
-    for g in range(scales.shape[1]):
+    for g in range(groups):
         part = slice(g * group_size, (g + 1) * group_size)
         weight = codes[:, part].double() - zeros[:, g, None].double()
         exact = q[..., g, :].double() @ weight.T  # integers, far below 2^53

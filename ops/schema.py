@@ -308,7 +308,56 @@ INT4_MATMUL = Op(
     ),
 )
 
-OPS = (DIFF_ATTENTION, HADAMARD, INT4_MATMUL, TERNARY_MATMUL)
+INT8_MATMUL = Op(
+    "Int8MatMul",
+    version=1,
+    inputs=INT4_MATMUL.inputs,
+    outputs=INT4_MATMUL.outputs,
+    attributes=INT4_MATMUL.attributes,
+    opsets=INT4_MATMUL.opsets,
+    call=Call(
+        "Int8MatMul",
+        "int8_matmul",
+        integers=("m", "n", "k", "group_size", "scale_groups", "type"),
+        notes={
+            "a": "[m, k]",
+            "codes": "at a multiple of 16",
+            "scales": "[tiles, scale_groups, 16]",
+            "zeros": "shaped as scales; null: 128 everywhere",
+            "y": "[m, n]",
+            "scale_groups": "of a row: as many as groups, or 1",
+            "type": f"of a and y: {FLOATS}",
+        },
+    ),
+)
+
+GATHER = Op(
+    "GatherQuantized",
+    version=1,
+    inputs=(
+        Tensor("ids", Type.INT64),
+        Tensor("codes", Type.UINT8),
+        Tensor("scales", Type.FLOAT16),
+        Tensor("zeros", Type.UINT8),
+        Tensor("factor", T),
+    ),
+    outputs=(Tensor("Y", T),),
+    attributes=(*INT4_MATMUL.attributes, Integer("bits", choices=(4, 8))),
+    call=Call(
+        "GatherQuantized",
+        "gather_quantized",
+        integers=("m", "n", "k", "group_size", "scale_groups", "bits", "type"),
+        notes={
+            "ids": "[m]; one outside the table makes its row NaN",
+            "scales": "[tiles, scale_groups, 16]",
+            "zeros": "shaped as scales; null: 2^(bits - 1) everywhere",
+            "y": "[m, k]",
+            "type": f"of factor and y: {FLOATS}",
+        },
+    ),
+)
+
+OPS = (DIFF_ATTENTION, GATHER, HADAMARD, INT4_MATMUL, INT8_MATMUL, TERNARY_MATMUL)
 
 # ---- the headers ----
 

@@ -9,13 +9,13 @@ from .attention import logits_hook, quantize_logits
 from .checkpoint import load, load_block, quantize_checkpoint, read_scheme, read_weight, save
 from .formats import CodebookFormat, Format, IntFormat, MXFormat, QTensor, TernaryFormat, parse_format
 from .layerwise import apply
-from .linear import QuantLinear
+from .linear import QuantEmbedding, QuantLinear
 from .methods import methods
 from .methods.rtn import quantize as rtn
 from .recipe import parse_recipe
 from .report import Report, Sizes, WeightReport, sizes
 from .rounding import Rounding, quantize_per_block_int8, quantize_per_token_int8, rounded_input, spread
-from .scheme import AttentionScheme, Scheme, linear_shapes, parse_kv, parse_override
+from .scheme import AttentionScheme, Scheme, linear_shapes, parse_kv, parse_override, table_formats, weight_shapes
 from .stats import CalibStats, proxy_loss
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "IntFormat",
     "MXFormat",
     "QTensor",
+    "QuantEmbedding",
     "QuantLinear",
     "Report",
     "Rounding",
@@ -55,4 +56,6 @@ __all__ = [
     "save",
     "sizes",
     "spread",
+    "table_formats",
+    "weight_shapes",
 ]

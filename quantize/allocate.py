@@ -156,7 +156,7 @@ def plan(
     decoder = models.load(checkpoint)
     transformed = decoder
     if recipe.transforms:  # as if every layer had the candidate whose bytes are nearest to the budget's
-        nothing: Any = SimpleNamespace(quantize_layer=lambda layer: {})  # rounds no weight
+        nothing: Any = SimpleNamespace(quantize_layer=lambda layer: {}, CALIBRATED=False)  # rounds no weight
         transform = Recipe(recipe.name, recipe.transforms, nothing)
         transformed = apply(decoder, space.to_scheme(space.nearest(room)), transform, windows.ids, windows.mask)
     some = min(len(windows.ids), max(1, SAMPLE // windows.ids.shape[1]))
@@ -262,7 +262,9 @@ class _Space:
                     f"{module}: none of the candidates can hold a weight of shape {shapes[module]}; name another, such "
                     "as int8"
                 )
-        counted = [m for m in shapes if m not in self.shapes and (m in given or m.rpartition(".")[2] not in KEPT)]
+        counted = [
+            m for m in shapes if m not in self.shapes and (scheme.overridden(m) or m.rpartition(".")[2] not in KEPT)
+        ]
         self.weights = sum(math.prod(shapes[module]) for module in (*self.shapes, *counted))
         self.fixed = sum(nbytes(given.get(module), module) for module in counted)
         whole = sizes(config, scheme, embedding=getattr(torch, checkpoint.dtype)).nbytes + _overhead(checkpoint, config)
@@ -369,7 +371,7 @@ def predictions(decoder: Decoder, text: Tokens, layers: Iterable[nn.Module] | No
 
 def _enter(decoder: Decoder, tokens: Tokens) -> None:
     """Set the hidden states of tokens to what a model's first layer is given."""
-    tokens.embed(decoder.model.embed_tokens.weight)
+    tokens.embed(decoder.embed)
 
 
 def _run(layers: Iterable[nn.Module], batch: Batch) -> Tensor:

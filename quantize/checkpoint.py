@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import files, models
 from ..errors import DiffbitError
 from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig, num_parameters
-from ..models.checkpoint.names import is_linear, shapes, stays_float32
+from ..models.checkpoint.names import EMBEDDING, is_linear, shapes, stays_float32
 from . import bitnet_hf, bitsandbytes_nf4
 from .cache import is_low_bit
 from .formats import QTensor
@@ -66,13 +66,13 @@ def quantize_checkpoint(
         raise DiffbitError(f"{checkpoint.path}: is quantized already; start from the float checkpoint it was made from")
     config = checkpoint.config
     recipe = parse_recipe(method)
-    formats = scheme.formats(config)
+    stored = stored_config(config, scheme, recipe)
+    formats = scheme.formats(stored)
     if not formats and not is_low_bit(scheme.attention):
         raise DiffbitError(
             "the scheme quantizes nothing; name a format for the weights, such as --weights int4_g32, or for the KV "
             "cache, such as --kv int4"
         )
-    stored = stored_config(config, scheme, recipe)
     dtype = getattr(torch, checkpoint.dtype)
     tokens = tokens_for(recipe, config, calibration, calibration_mask)
     entry: dict[str, Any] = {"quantizer": "diffbit", "version": VERSION, "scheme": scheme.to_dict()}
@@ -206,7 +206,7 @@ def read_weight(checkpoint: Checkpoint, name: str) -> Tensor | QTensor:
 def _read(checkpoint: Checkpoint, name: str, scheme: Scheme | None) -> Tensor | QTensor:
     module = name.removesuffix(".weight")
     shape = shapes(checkpoint.config).get(name, ())
-    format = scheme.format_for(module) if scheme and is_linear(name) else None
+    format = scheme.format_for(module) if scheme and (is_linear(name) or name == EMBEDDING) else None
     if format is None:
         if name not in checkpoint.names:
             raise _disagrees(checkpoint, name, "float")

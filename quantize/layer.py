@@ -28,11 +28,11 @@ from ..models.layers.masks import default_positions
 from ..models.layers.norm import RMSNorm
 from ..models.layers.rope import Rope
 from .formats import Format, QTensor
-from .linear import QuantLinear
+from .linear import QuantEmbedding, QuantLinear
 from .model import Method, assemble, quantize_weight
 from .report import OutputError
 from .rounding import spread
-from .scheme import Scheme
+from .scheme import EMBEDDING_MODULE, Scheme
 from .stats import CalibStats, gather, proxy_loss
 
 BATCH_TOKENS = 2048  # that pass a layer at a time
@@ -71,9 +71,9 @@ class States:
         rope = rope_for(self.config, default_positions(1, length, 0, padding, device))
         return Batch(self.hidden[rows], counted, rope, causal_mask(length, 0, padding, device))
 
-    def embed(self, table: Tensor) -> None:
-        """Enter the model: table [V, E]."""
-        self.hidden = F.embedding(self.ids, table).float()
+    def embed(self, embedding: Callable[[Tensor], Tensor]) -> None:
+        """Enter the model: embedding(ids [n, S]) -> [n, S, E]."""
+        self.hidden = embedding(self.ids).float()
 
 
 class Tokens(States):
@@ -117,8 +117,10 @@ class Tokens(States):
     def advance(self, layer: Layer, quantized: Mapping[str, QTensor]) -> dict[str, float]:
         """Take both versions past a layer; the output error that each of its quantized layers adds by itself."""
         if layer.index < 0:
-            self.embed(layer.tensors[EMBEDDING])
-            self.exact.embed(layer.tensors[EMBEDDING])
+            embed = partial(F.embedding, weight=layer.tensors[EMBEDDING])
+            table = quantized.get(EMBEDDING_MODULE)
+            self.embed(embed if table is None else QuantEmbedding(table))
+            self.exact.embed(embed)
             return {}
         if not layer.is_layer and not (quantized and self.measuring):
             return {}

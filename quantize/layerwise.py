@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,10 +23,11 @@ from ..models.decoder import check_layer
 from ..progress import Progress
 from .formats import QTensor
 from .layer import MEASURED_TOKENS, Layer, Tokens, round_one, round_stages
+from .methods import find
 from .model import Method, assemble
 from .recipe import Recipe, parse_recipe
 from .report import WIDTHS, WeightReport, weight_error
-from .scheme import HEAD_MODULE, Scheme, linear_shapes
+from .scheme import Scheme, weight_shapes
 
 Read = Callable[[str], Tensor]  # a parameter of the float model by its name, in canonical row order
 
@@ -40,7 +42,8 @@ class Finished:
 
 
 def stored_config(config: ModelConfig, scheme: Scheme, recipe: Recipe) -> ModelConfig:
-    """That of the quantized model: a transform may change it, and a tied head that is quantized is stored apart.
+    """That of the quantized model: a transform may change it, and a tied head whose format is not the embedding's is
+    stored apart.
 
     A DiffbitError where the scheme's int4 activations are asked of a method that does not know of them.
     """
@@ -50,7 +53,7 @@ def stored_config(config: ModelConfig, scheme: Scheme, recipe: Recipe) -> ModelC
             "'rtn', or train with them"
         )
     config = recipe.config(config)
-    return replace(config, tie_embeddings=config.tie_embeddings and HEAD_MODULE not in scheme.formats(config))
+    return replace(config, tie_embeddings=scheme.keeps_tied(config))
 
 
 def quantize_layers(
@@ -68,13 +71,14 @@ def quantize_layers(
     Layers come in that order; only one of them and the tokens' hidden states are in memory at a time. skip: as many are
     there already, and `tokens` are behind them. title: of the progress to show, or None.
     """
-    stored, formats, linears = stored_config(config, scheme, recipe), scheme.formats(config), linear_shapes(config)
+    stored, shapes_of = stored_config(config, scheme, recipe), weight_shapes(config)
+    formats = scheme.formats(stored)
     names = [_names(config, index) for index in range(-1, config.num_layers + 1)]
     own = [
         {module: formats[module] for name in layer if (module := name.removesuffix(".weight")) in formats}
         for layer in names
     ]
-    sizes = [sum(math.prod(linears[module]) for module in layer) for layer in own]
+    sizes = [sum(math.prod(shapes_of[module]) for module in layer) for layer in own]
     before = [sum(sizes[:place]) / max(1, sum(sizes)) for place in range(len(sizes) + 1)]  # shares of all the work
     with nullcontext() if title is None else Progress(title, 1.0, before[skip]) as bar:
         for place in range(skip, len(names)):
@@ -131,7 +135,8 @@ def quantize_one(layer: Layer, recipe: Recipe) -> dict[str, QTensor]:
     Layers are rounded a stage at a time, with statistics behind those rounded before (as in the code of arXiv
     2210.17323, where it is called true-sequential).
     """
-    by_layer = hasattr(recipe.rounding, "quantize_layer")
+    rounding = _rounding(layer, recipe)
+    by_layer = hasattr(rounding, "quantize_layer")
     unit = 1 if layer.tokens is None else len(layer.tokens.slices)  # a weight takes as long as a pass of the tokens
     if not by_layer:
         layer.expect(unit * len(layer.formats))
@@ -139,14 +144,21 @@ def quantize_one(layer: Layer, recipe: Recipe) -> dict[str, QTensor]:
         transform.transform(layer)
     quantized: dict[str, QTensor] = {}
     if by_layer:
-        quantized = recipe.rounding.quantize_layer(layer) if layer.formats else {}
-    elif layer.tokens is not None and layer.index >= 0 and getattr(recipe.rounding, "CALIBRATED", True):
-        quantized = round_stages(layer, lambda name: recipe.rounding.quantize)
+        quantized = rounding.quantize_layer(layer) if layer.formats else {}
+    elif layer.tokens is not None and layer.index >= 0 and getattr(rounding, "CALIBRATED", True):
+        quantized = round_stages(layer, lambda name: rounding.quantize)
     else:
         for name in layer.formats:
-            quantized[name] = round_one(layer, recipe.rounding.quantize, name, None)
+            quantized[name] = round_one(layer, rounding.quantize, name, None)
             layer.step(name, unit)
     return {name: quantized[name] for name in layer.formats if name in quantized}  # allocate.py rounds none
+
+
+def _rounding(layer: Layer, recipe: Recipe) -> ModuleType:
+    """What rounds a layer's weights: plain rounding in place of a calibrated method where calibration has nothing to
+    say (an embedding is handed no activations) or nothing to gain (a head of 8 bits: docs/accuracy.md)."""
+    plain = layer.index < 0 or (not layer.is_layer and all(format.bits >= 8 for format in layer.formats.values()))
+    return find("rtn") if plain and getattr(recipe.rounding, "CALIBRATED", True) else recipe.rounding
 
 
 def tokens_for(

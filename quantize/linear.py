@@ -1,4 +1,4 @@
-"""A linear layer with a quantized weight, in plain torch.
+"""A linear layer and an embedding with a quantized weight, in plain torch.
 
 This is the meaning of a quantized model that its exports are held against; it saves memory on disk, not time.
 """
@@ -56,3 +56,21 @@ class QuantLinear(nn.Module):
     def extra_repr(self) -> str:
         rounding = "" if self.rounding is None else f", {self.rounding}"
         return f"{self.in_features} -> {self.out_features}, {self.weight.format}{rounding}"
+
+
+class QuantEmbedding(nn.Module):
+    """ids int64 [...] -> rows [..., E] of a QTensor [V, E], fp32 or `dtype`."""
+
+    def __init__(self, weight: QTensor, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight, self.dtype = weight, dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.weight.rows(ids.flatten()).dequantize(self.dtype)
+        return rows.unflatten(0, ids.shape)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Follow .to(device) and the dtype of .to(dtype)."""
+        like = fn(torch.empty(0, dtype=self.dtype, device=self.weight.codes.device))
+        self.weight, self.dtype = self.weight.to(like.device), like.dtype
+        return self

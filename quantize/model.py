@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DiffbitError
+from ..models import Decoder
 from ..models.checkpoint.names import stays_float32
 from ..models.mixer import check_derived
 from .attention import set_attention
 from .formats import Format, QTensor
-from .linear import QuantLinear
-from .scheme import Scheme
+from .linear import QuantEmbedding, QuantLinear
+from .scheme import EMBEDDING_MODULE, HEAD_MODULE, Scheme
 
 M = TypeVar("M", bound=nn.Module)
 Method = Callable[[Tensor, Format, Any], QTensor]  # (weight, format, stats of its input or None)
@@ -25,17 +26,27 @@ def assemble(module: M, weights: Mapping[str, Tensor | QTensor], scheme: Scheme,
     state = {}
     for name, weight in weights.items():
         if isinstance(weight, QTensor):
-            linear = name.removesuffix(".weight")
-            rounding = weight.format.rounding(linear, weight.shape[1], scheme.activations)
-            replaced = module.get_submodule(linear)
-            assert isinstance(replaced, nn.Linear)
-            module.set_submodule(linear, QuantLinear(weight, rounding, replaced.bias))  # its bias is loaded below
+            place = name.removesuffix(".weight")
+            if place != EMBEDDING_MODULE:
+                replaced = module.get_submodule(place)
+                assert isinstance(replaced, nn.Linear)
+                module.set_submodule(place, quant_linear(place, weight, scheme, replaced.bias))
+                continue
+            floats = dtype or next(other.dtype for other in weights.values() if isinstance(other, Tensor))
+            module.set_submodule(place, QuantEmbedding(weight, floats))
+            if isinstance(module, Decoder) and module.config.tie_embeddings:  # the head multiplies by the same QTensor
+                module.lm_head = quant_linear(HEAD_MODULE, weight, scheme)
         else:
             state[name] = weight if dtype is None else weight.to(torch.float32 if stays_float32(name) else dtype)
     module.load_state_dict(state, strict=True, assign=True)
     check_derived(module)
     set_attention(module, scheme.attention)
     return module
+
+
+def quant_linear(module: str, weight: QTensor, scheme: Scheme, bias: nn.Parameter | None = None) -> QuantLinear:
+    """The layer of a weight, its input rounded as the scheme wants; a bias comes as it is."""
+    return QuantLinear(weight, weight.format.rounding(module, weight.shape[1], scheme.activations), bias)
 
 
 def quantize_weight(method: Method, name: str, weight: Tensor, format: Format, stats: Any = None) -> QTensor:

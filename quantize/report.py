@@ -13,7 +13,7 @@ from ..models import ModelConfig
 from ..models.checkpoint.names import EMBEDDING, HEAD, shapes, stays_float32
 from .cache import cache_spec
 from .formats import QTensor, row_blocks
-from .scheme import HEAD_MODULE, AttentionScheme, Scheme
+from .scheme import AttentionScheme, Scheme
 
 WIDTHS = {"fp32": 4, "fp16": 2}  # of an artifact's floats, bytes
 
@@ -97,8 +97,8 @@ def sizes(
     """
     formats = {} if scheme is None else scheme.formats(config)
     width, tensors = WIDTHS[dtype], dict(shapes(config))
-    tied = config.tie_embeddings and HEAD_MODULE not in formats
-    if not tied:  # a tied head that is quantized is stored apart
+    tied = config.tie_embeddings if scheme is None else scheme.keeps_tied(config)
+    if not tied:
         tensors[HEAD] = (config.vocab_size, config.hidden_size)
     nbytes = parameters = 0
     for name, shape in tensors.items():

@@ -1,6 +1,8 @@
 """What of a model is quantized, and to what: a value that is the same text in a file, a checkpoint, an artifact.
 
     weights = "int4_g32"              # every linear layer of the decoder
+    embedding = "int8"                # the table of the tokens
+    head = "int8"                     # the layer that makes logits
     activations = "int8"              # their inputs, one scale a token; "int4": of ternary layers; absent: float
     attention = { logits = 8, qk = "int8", keys = "int4", values = "int4", window = 32 }    # absent: float
 
@@ -8,8 +10,11 @@
     "lm_head" = "int8"
     "model.layers.0.*" = "none"
 
-Embeddings and norms are never quantized. The head and the lambda projection of diff_v2 are not either, unless an
-override spells out their name ("lm_head", "*.lambda_proj"): few parameters, felt by every logit.
+A tied table, which is embedding and head at once, is stored once where both have one format (or both are float), and
+twice where they differ. In a file, embedding and head are TABLE_FORMAT where weights have a format and nothing is said
+of them; "none" leaves them float. Norms are never quantized. The lambda projection of diff_v2 is float unless an
+override spells out its name ("*.lambda_proj"): few parameters, felt by every logit; an override reaches embedding and
+head only by their names, too ("model.embed_tokens", "lm_head").
 
 Of attention, logits are bits, with one scale a query row (attention.py); keys and values are what the KV cache holds:
 fp16, int8, int4 or int2 (ops/kv_cache.py), of which the last two leave `window` recent tokens float16; qk, int8 or
@@ -21,7 +26,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -34,13 +39,15 @@ from ..ops.cache import Buffer
 from ..ops.kv_cache import BITS, BLOCK
 from .formats import Format, parse_format
 
-KEPT = ("lm_head", "lambda_proj")  # float unless an override names them
+KEPT = ("embed_tokens", "lm_head", "lambda_proj")  # reached by an override that names them
+TABLE_FORMAT = "int8"  # of embedding and head beside low-bit weights: docs/accuracy.md measures what others cost
 LOGIT_BITS = range(2, 17)
 QK = ("int8", "int4")
 KV = ("int8", "int4", "int2")
 HELD = ("fp16", *KV)  # by a KV cache
 WINDOW = 32  # tokens
 MOST_WINDOW = 1 << 20
+EMBEDDING_MODULE = "model.embed_tokens"
 HEAD_MODULE = "lm_head"
 
 
@@ -121,12 +128,15 @@ class AttentionScheme:
 
 @dataclass(frozen=True)
 class Scheme:
-    """The linear layers' format (None: float), activations ("int8", "int4" or None), attention, ((glob, format), ...).
+    """The formats of linear layers, embedding and head (None: float), activations ("int8", "int4" or None), attention,
+    ((glob, format), ...).
 
     A ternary layer rounds its input in any case: to 4 bits where activations are "int4" (rounding.py), else to 8.
     """
 
     weights: Format | None = None
+    embedding: Format | None = None
+    head: Format | None = None
     activations: str | None = None
     attention: AttentionScheme = AttentionScheme()
     overrides: tuple[tuple[str, Format | None], ...] = ()
@@ -156,29 +166,38 @@ class Scheme:
         for glob, format in reversed(self.overrides):
             if _reaches(glob, module):
                 return format
+        if module in (EMBEDDING_MODULE, HEAD_MODULE):
+            return self.embedding if module == EMBEDDING_MODULE else self.head
         return None if module.rpartition(".")[2] in KEPT else self.weights
 
     def overridden(self, module: str) -> bool:
         """Does an override reach this linear layer?"""
         return any(_reaches(glob, module) for glob, _ in self.overrides)
 
+    def keeps_tied(self, config: ModelConfig) -> bool:
+        """Are embedding and head of such a model one table, and stay one?"""
+        return config.tie_embeddings and self.format_for(EMBEDDING_MODULE) == self.format_for(HEAD_MODULE)
+
     def formats(self, config: ModelConfig) -> dict[str, Format]:
-        """{linear layer: format} of all that are quantized in such a model, in the model's order.
+        """{module: format} of all weights that are quantized in such a model, in the model's order: the embedding,
+        linear layers, the head where it has a weight of its own.
 
         A DiffbitError where an override reaches no layer, or a format cannot hold a layer's shape.
         """
         self.attention.check(config)
-        layers = linear_shapes(config)
+        layers = weight_shapes(config)
         for glob, _ in self.overrides:
             if not any(_reaches(glob, module) for module in layers):
                 raise DiffbitError(
                     f"override {glob!r} matches no linear layer of this model; they are named like "
-                    f"{next(iter(layers))} and lm_head (the embedding and the norms cannot be quantized)"
+                    f"{list(layers)[1]} and lm_head, the embedding model.embed_tokens (norms cannot be quantized)"
                 )
         chosen = {module: format for module in layers if (format := self.format_for(module)) is not None}
+        if self.keeps_tied(config):
+            chosen.pop(HEAD_MODULE, None)
         for module, format in chosen.items():
             try:
-                format.check(layers[module])
+                (format.check_table if module == EMBEDDING_MODULE else format.check)(layers[module])
             except DiffbitError as error:
                 raise DiffbitError(f"{module}: {error}") from None
         return chosen
@@ -187,6 +206,8 @@ class Scheme:
         """Plain JSON; `from_dict` is its inverse."""
         return {
             "weights": _name(self.weights),
+            "embedding": _name(self.embedding),
+            "head": _name(self.head),
             "activations": self.activations,
             "attention": self.attention.to_dict(),
             "overrides": {glob: _name(format) for glob, format in self.overrides},
@@ -194,12 +215,12 @@ class Scheme:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Scheme:
-        """A scheme from parsed JSON or TOML; a DiffbitError names what is wrong."""
-        _known(values, ("weights", "activations", "attention", "overrides"), "a scheme")
+        """The inverse of `to_dict`; what is missing is float. A DiffbitError names what is wrong."""
+        _known(values, ("weights", "embedding", "head", "activations", "attention", "overrides"), "a scheme")
         overrides = _table(values, "overrides").items()
         activations = values.get("activations")
         return cls(
-            weights=_format(values.get("weights"), "weights"),
+            **{name: _format(values.get(name), name) for name in ("weights", "embedding", "head")},
             activations=None if activations == "none" else activations,
             attention=AttentionScheme.from_dict(_table(values, "attention")),
             overrides=tuple((glob, _format(value, f"override {glob!r}")) for glob, value in overrides),
@@ -207,7 +228,7 @@ class Scheme:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Scheme:
-        """A scheme from a .json or .toml file."""
+        """A scheme from a .json or .toml file, embedding and head as `table_formats` says."""
         path = Path(path)
         if path.suffix == ".json":
             values = files.read_json(path)
@@ -216,7 +237,10 @@ class Scheme:
         else:
             raise DiffbitError(f"{path}: wanted a .json or a .toml file to read a scheme from")
         try:
-            return cls.from_dict(values)
+            given = cls.from_dict(values)
+            low_bit = given.weights is not None
+            embedding, head = table_formats(low_bit, values.get("embedding"), values.get("head"))
+            return replace(given, embedding=embedding, head=head)
         except DiffbitError as error:
             raise DiffbitError(f"{path}: {error}") from None
 
@@ -233,7 +257,8 @@ class Scheme:
 
     def _toml(self) -> str:
         # a JSON string is a TOML basic string, but for DEL, which no module name holds
-        lines = [f"weights = {json.dumps(_name(self.weights))}"]
+        names = {"weights": self.weights, "embedding": self.embedding, "head": self.head}
+        lines = [f"{name} = {json.dumps(_name(format))}" for name, format in names.items()]
         if self.activations is not None:
             lines.append(f"activations = {json.dumps(self.activations)}")
         if attention := self.attention.to_dict():
@@ -243,6 +268,16 @@ class Scheme:
             lines += ["", "[overrides]"]
         lines += [f"{json.dumps(glob)} = {json.dumps(_name(format))}" for glob, format in self.overrides]
         return "\n".join(lines) + "\n"
+
+
+def table_formats(low_bit: bool, embedding: str | None, head: str | None) -> tuple[Format | None, Format | None]:
+    """Of embedding and head, from what a user said of them; None, nothing: TABLE_FORMAT beside `low_bit` weights, float
+    beside float ones."""
+    default = TABLE_FORMAT if low_bit else None
+    return (
+        _format(default if embedding is None else embedding, "embedding"),
+        _format(default if head is None else head, "head"),
+    )
 
 
 def parse_override(text: str) -> tuple[str, Format | None]:
@@ -267,6 +302,11 @@ def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
         name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in shapes(config).items() if is_linear(name)
     }
     return found | {HEAD_MODULE: (config.vocab_size, config.hidden_size)}
+
+
+def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """The same and the embedding, [vocab_size, hidden_size], in the model's order."""
+    return {EMBEDDING_MODULE: (config.vocab_size, config.hidden_size)} | linear_shapes(config)
 
 
 def _reaches(glob: str, module: str) -> bool:

@@ -30,10 +30,19 @@ struct Hadamard : HadamardNode {
   const HadamardKernels* kernels;
 };
 
-struct Int4MatMul : Int4Node {
-  explicit Int4MatMul(const Node& node);
+/// Int4MatMul and Int8MatMul.
+template <class Node_>
+struct TiledMatMul : Node_ {
+  explicit TiledMatMul(const Node& node);
   void compute(Context& context) const;
   const Int4Kernels* kernels;
+};
+using Int4MatMul = TiledMatMul<Int4Node>;
+using Int8MatMul = TiledMatMul<Int8Node>;
+
+struct GatherQuantized : GatherNode {
+  using GatherNode::GatherNode;
+  void compute(Context& context) const;
 };
 
 struct TernaryMatMul : TernaryNode {

@@ -54,6 +54,25 @@ void Int4MatMul::compute(Context& context) const {
   start(context, NAME, op, diffbit_cuda_int4_matmul_workspace, diffbit_cuda_int4_matmul);
 }
 
+void Int8MatMul::compute(Context& context) const {
+  const Tensors of = tensors(context);
+  DiffbitInt8MatMul op{};
+  op.a = of.a.data, op.codes = of.codes.data, op.scales = of.scales.data, op.factor = of.factor.data, op.y = of.y.data;
+  op.zeros = of.symmetric ? nullptr : of.zeros.data;
+  op.m = of.rows, op.n = n, op.k = k, op.group_size = group_size, op.scale_groups = of.scale_groups, op.type = of.a.type;
+  start(context, NAME, op, diffbit_cuda_int8_matmul_workspace, diffbit_cuda_int8_matmul);
+}
+
+void GatherQuantized::compute(Context& context) const {
+  const Tensors of = tensors(context);
+  DiffbitGatherQuantized op{};
+  op.ids = of.ids.data, op.codes = of.codes.data, op.scales = of.scales.data, op.factor = of.factor.data, op.y = of.y.data;
+  op.zeros = of.symmetric ? nullptr : of.zeros.data;
+  op.m = of.ids.size(), op.n = n, op.k = k, op.group_size = group_size, op.scale_groups = of.scale_groups, op.bits = bits;
+  op.type = of.factor.type;
+  start(context, NAME, op, diffbit_cuda_gather_quantized_workspace, diffbit_cuda_gather_quantized);
+}
+
 void TernaryMatMul::compute(Context& context) const {
   const Tensors of = tensors(context);
   DiffbitTernaryMatMul op{};

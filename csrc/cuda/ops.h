@@ -22,7 +22,19 @@ struct Hadamard : HadamardNode {
 
 /// One zero point for all groups is taken to be 8, unread.
 struct Int4MatMul : Int4Node {
-  using Int4Node::Int4Node;
+  using TiledNode::TiledNode;
+  void compute(Context& context) const;
+};
+
+/// Likewise 128.
+struct Int8MatMul : Int8Node {
+  using TiledNode::TiledNode;
+  void compute(Context& context) const;
+};
+
+/// Likewise; an id outside the table is no error here: it makes its row NaN.
+struct GatherQuantized : GatherNode {
+  using GatherNode::GatherNode;
   void compute(Context& context) const;
 };
 

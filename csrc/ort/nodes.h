@@ -17,17 +17,36 @@ struct HadamardNode : schema::Hadamard {
   int64_t block;
 };
 
-struct Int4Node : schema::Int4MatMul {
+/// Int4MatMul and Int8MatMul.
+template <class Schema, int64_t BITS_>
+struct TiledNode : Schema {
+  static constexpr int64_t WEIGHT_BITS = BITS_;
   struct Tensors {
     Tensor a, codes, scales, zeros, factor, y;
-    int64_t rows;    // of a
-    bool symmetric;  // zeros is one number
+    int64_t rows;          // of a
+    int64_t scale_groups;  // scales in a row of the weight
+    bool symmetric;        // zeros is one number
   };
 
-  explicit Int4Node(const Node& node);
+  explicit TiledNode(const Node& node);
   Tensors tensors(Context& context) const;
 
   int64_t k, n, group_size;
+};
+using Int4Node = TiledNode<schema::Int4MatMul, 4>;
+using Int8Node = TiledNode<schema::Int8MatMul, 8>;
+
+struct GatherNode : schema::GatherQuantized {
+  struct Tensors {
+    Tensor ids, codes, scales, zeros, factor, y;
+    int64_t scale_groups;
+    bool symmetric;
+  };
+
+  explicit GatherNode(const Node& node);
+  Tensors tensors(Context& context) const;
+
+  int64_t k, n, group_size, bits;
 };
 
 struct TernaryNode : schema::TernaryMatMul {

@@ -10,10 +10,10 @@ N is out_features, K in_features, G the groups in a row; the last group of a row
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from ...errors import DiffbitError
 from ..rounding import INT8, Rounding
 from .packing import pack_bits, row_bytes, unpack_bits
 
+if TYPE_CHECKING:
+    import onnx_ir
+
 # Weights handled at a time. Float copies stay in cache, and torch runs operations on fewer than 2^15 numbers on the
 # calling thread: where others are at work too, its threads' barriers made quantizing ten times slower (1.1 billion
 # weights on 2 cores: 80 s in blocks of 2^19, 9 s so); on idle cores they would gain a third.
@@ -33,7 +36,17 @@ FACTORS = tuple(x / 100 for x in range(100, 30, -4))  # of the range, that `cand
 MICROSOFT = "com.microsoft"
 ACCURACY_LEVEL = 4  # of MatMulNBits: int8 inputs; the levels below are fifty times slower at 2 and 8 bits
 
+LARGE = 1 << 26  # weights from which on a product decodes some rows at a time
+
 V = TypeVar("V")
+
+
+class Stored(NamedTuple, Generic[V]):
+    """A weight in a graph, as the format's own operators read it."""
+
+    codes: V
+    scale: V
+    zero: V
 
 
 class Builder(Protocol[V]):
@@ -45,6 +58,14 @@ class Builder(Protocol[V]):
         self, op_type: str, inputs: Sequence[V | None], *, domain: str = "", outputs: int = 1, **attributes: Any
     ) -> V: ...
     def custom(self, op: ModuleType, inputs: Sequence[V | None], **attributes: Any) -> V: ...
+    def customs(
+        self,
+        op: ModuleType,
+        inputs: Sequence[V | None],
+        outputs: int,
+        body: Callable[[], onnx_ir.Function],
+        **attributes: Any,
+    ) -> Sequence[V]: ...
     def const(self, values: ArrayLike, dtype: DTypeLike = ...) -> V: ...
     def initializer(self, name: str, array: NDArray[Any]) -> V: ...
     def weight(self, name: str, array: NDArray[np.floating[Any]]) -> V: ...
@@ -208,7 +229,12 @@ class Format(ABC):
 
     def multiply(self, x: Tensor, weight: QTensor, rounding: Rounding | None) -> Tensor:
         """x [..., K] -> round(x) W^T [..., N] in x's dtype."""
-        return F.linear(x if rounding is None else rounding(x), weight.dequantize(x.dtype))
+        rows, columns = weight.shape
+        x = x if rounding is None else rounding(x)
+        some = rows if rows * columns <= LARGE else LARGE // columns
+        parts = [weight.rows(slice(start, start + some)) for start in range(0, rows, some)]
+        products = [F.linear(x, part.dequantize(x.dtype)) for part in parts]
+        return products[0] if len(products) == 1 else torch.cat(products, -1)
 
     # a device
 
@@ -224,6 +250,25 @@ class Format(ABC):
     def device_rounding(self, rounding: Rounding | None) -> Rounding | None:
         """What the operator of an artifact does to its input, in the place of `rounding`."""
         return None
+
+    def check_table(self, shape: tuple[int, int]) -> None:
+        """Refuse an embedding [V, E] of whose rows a device's operator cannot read single ones."""
+        raise DiffbitError(
+            f"an embedding cannot be {self}: wanted int8 or another format of 5 to 8 bits, or int3 or int4 in groups "
+            "(int4_g32, ...), or none"
+        )
+
+    def store(self, g: Builder[V], weight: QTensor) -> Stored[V]:
+        """The weight as initializers that `gather` and `product` read, of a format that can be an embedding's."""
+        raise NotImplementedError
+
+    def gather(self, g: Builder[V], ids: V, stored: Stored[V], shape: tuple[int, int]) -> V:
+        """Nodes for the rows `ids` of a stored table [V, E]."""
+        raise NotImplementedError
+
+    def product(self, g: Builder[V], x: V, stored: Stored[V], shape: tuple[int, int], factor: float) -> V:
+        """Nodes for factor * round(x) W^T with a stored weight."""
+        raise NotImplementedError
 
     @abstractmethod
     def onnx(self, g: Builder[V], x: V, weight: QTensor, factor: float, rounding: Rounding | None) -> V:
@@ -302,8 +347,8 @@ class QTensor:
         """nbytes * 8 over the number of weights: 4.5 for int4_g32, not 4."""
         return self.nbytes * 8 / (self.shape[0] * self.shape[1])
 
-    def rows(self, rows: slice) -> QTensor:
-        """Some rows of the weight, sharing memory: what streams through a large one."""
+    def rows(self, rows: slice | Tensor) -> QTensor:
+        """Some rows of the weight; of a slice they share memory: what streams through a large one."""
         codes = self.codes[rows]
         scale = self.scale if self.format.per_tensor else self.scale[rows]
         zero = None if self.zero is None else self.zero[rows]

@@ -17,11 +17,13 @@ in the wider container.
     int2           com.microsoft.MatMulNBits   2-bit codes; groups of 16: 4-bit codes (there is no 2-bit int8 kernel)
     int3, int4     diffbit.Int4MatMul          groups of 32, 64 and 128: 4-bit codes (ops/int4_matmul.py)
                    com.microsoft.MatMulNBits   groups of 16 and 256, one scale per row: 4-bit codes
-    int5 to int8   com.microsoft.MatMulNBits   8-bit codes
+    int5 to int8   diffbit.Int8MatMul          groups of 32, 64 and 128, one scale per row: 8-bit codes
+                   com.microsoft.MatMulNBits   groups of 16 and 256: 8-bit codes
 
-Both round their input to int8, one scale per block of the weight. One scale per row becomes blocks of 128 that repeat
-it, and so do 2-bit groups of 256. Int4MatMul's scales are fp16 whatever the graph's floats are, and a factor stands
-beside them; MatMulNBits' scales are the graph's floats, with the factor in them.
+All round their input to int8, one scale per block of the weight. One scale per row goes with blocks of 32 of the input
+in Int8MatMul; in MatMulNBits it becomes blocks of 128 that repeat it, and so do 2-bit groups of 256. The scales of our
+own operators are fp16 whatever the graph's floats are, and a factor stands beside them; MatMulNBits' scales are the
+graph's floats, with the factor in them. Weights of our own operators can be an embedding: GatherQuantized reads rows.
 """
 
 from __future__ import annotations
@@ -36,13 +38,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import DiffbitError
-from ...ops import int4_matmul
+from ...ops import gather_quantized, int4_matmul, int8_matmul
 from ..rounding import Rounding
-from .base import FACTORS, Builder, Format, QTensor, V, by_group, divisor, finite, nbits
+from .base import FACTORS, Builder, Format, QTensor, Stored, V, by_group, divisor, finite, nbits
 from .packing import pack_bits, row_bytes
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
-ROW_BLOCK = 128  # of the blocks that stand for "one scale per row"
+ROW_BLOCK = 128  # of the blocks that stand for "one scale per row" in MatMulNBits
+INPUT_BLOCK = 32  # of the input of Int8MatMul where the weight has one scale per row
 HALF_TINY = 2.0**-24  # the smallest positive fp16
 GRAMMAR = "int2 ... int8, each with _g16, _g32, _g64, _g128 or _g256 and with _asym if wanted"
 
@@ -114,42 +117,68 @@ class IntFormat(Format):
     def _container(self) -> tuple[int, int]:
         """(bits, block size) of the codes in an artifact; each has an integer kernel (ONNX Runtime 1.31, CPU)."""
         bits = 2 if self.bits == 2 else 4 if self.bits <= 4 else 8
-        block = self.group_size or ROW_BLOCK
+        block = self.group_size or (INPUT_BLOCK if bits == 8 else ROW_BLOCK)
         if bits == 2 and block == 16:
             bits = 4
         return bits, min(block, ROW_BLOCK) if bits == 2 else block
 
     @property
-    def _is_int4_matmul(self) -> bool:
-        return self.device_bits == 4 and self.group_size in int4_matmul.GROUP_SIZES
+    def _is_tiled(self) -> bool:
+        """Is it a weight of Int4MatMul or Int8MatMul?"""
+        bits, block = self._container
+        return block in int4_matmul.GROUP_SIZES and (bits == 8 or (bits == 4 and self.group_size > 0))
+
+    def check_table(self, shape: tuple[int, int]) -> None:
+        if not self._is_tiled:
+            super().check_table(shape)
+        self.check(shape)
 
     def device_nbytes(self, shape: tuple[int, int], width: int) -> int:
         (rows, columns), (bits, block) = shape, self._container
         blocks = -(-columns // block)
-        if self._is_int4_matmul:
+        if self._is_tiled:
             rows += -rows % int4_matmul.TILE
-            return rows * blocks * (block // 2 + 2 + (not self.symmetric))
+            return rows * (blocks * block * bits // 8 + self.groups(columns) * (2 + (not self.symmetric)))
         zero = 0 if self.symmetric else rows * row_bytes(blocks, bits)
         return rows * blocks * (block * bits // 8 + width) + zero
 
     def device_rounding(self, rounding: Rounding | None) -> Rounding | None:
         return Rounding(block=self._container[1])
 
+    def store(self, g: Builder[V], weight: QTensor) -> Stored[V]:
+        bits, block = self._container
+        packed = int4_matmul.pack(self._contained(weight), weight.scale, weight.zero, block, bits)
+        zeros = packed.zeros.numpy()
+        return Stored(
+            g.initializer("codes", packed.codes.numpy()),
+            g.initializer("scale", packed.scales.numpy()),
+            g.const(zeros, np.uint8) if weight.zero is None else g.initializer("zero", zeros),
+        )
+
+    def gather(self, g: Builder[V], ids: V, stored: Stored[V], shape: tuple[int, int]) -> V:
+        (rows, columns), (bits, block) = shape, self._container
+        inputs = [ids, *stored, g.const([1], g.dtype)]
+        attributes = {"K": columns, "N": rows, "group_size": block, "bits": bits}
+        (y,) = g.customs(gather_quantized, inputs, 1, lambda: gather_quantized.function(bits), **attributes)
+        return y
+
+    def product(self, g: Builder[V], x: V, stored: Stored[V], shape: tuple[int, int], factor: float) -> V:
+        (rows, columns), (bits, block) = shape, self._container
+        inputs = [x, *stored, g.const([factor], np.float32)]
+        return g.custom(int4_matmul if bits == 4 else int8_matmul, inputs, K=columns, N=rows, group_size=block)
+
+    def _contained(self, weight: QTensor) -> Tensor:
+        """Its codes in the bits of the container, whose implicit zero point is another."""
+        bits = self._container[0]
+        if not self.symmetric or bits == self.bits:
+            return weight.codes
+        return weight.codes + (2 ** (bits - 1) - 2 ** (self.bits - 1))
+
     def onnx(self, g: Builder[V], x: V, weight: QTensor, factor: float, rounding: Rounding | None) -> V:
+        if self._is_tiled:
+            return self.product(g, x, self.store(g, weight), weight.shape, factor)
         (rows, columns), (bits, block) = weight.shape, self._container
-        codes, zero = weight.codes, weight.zero
-        if self.symmetric and bits != self.bits:
-            codes = codes + (2 ** (bits - 1) - 2 ** (self.bits - 1))  # the container's implicit zero point
-        if self._is_int4_matmul:
-            packed = int4_matmul.pack(codes, weight.scale, zero, block)
-            inputs = [
-                x,
-                g.initializer("codes", packed.codes.numpy()),
-                g.initializer("scale", packed.scales.numpy()),
-                g.const(packed.zeros, np.uint8) if zero is None else g.initializer("zero", packed.zeros.numpy()),
-                g.const([factor], np.float32),
-            ]
-            return g.custom(int4_matmul, inputs, K=columns, N=rows, group_size=block)
+        codes, zero = self._contained(weight), weight.zero
         blocks = -(-columns // block)
         repeat = self.group_size // block if self.group_size else blocks
 

@@ -179,7 +179,8 @@ def test_head_and_lambda_projection_may_be_quantized(checkpoint_of: Maker, tmp_p
     for node in graph_of(artifact).graph.node:
         counts[node.op_type] = counts.get(node.op_type, 0) + 1
     # float: layer 0 but its lambda_proj; nf4: q, k, v, o of layer 1; integers: its MLP, two lambda_proj and the head
-    assert (counts["MatMul"], counts["MatMulBnb4"], counts["MatMulNBits"], counts["Int4MatMul"]) == (7, 4, 4, 2)
+    found = {name: counts[name] for name in ("MatMul", "MatMulBnb4", "MatMulNBits", "Int4MatMul", "Int8MatMul")}
+    assert found == {"MatMul": 7, "MatMulBnb4": 4, "MatMulNBits": 3, "Int4MatMul": 2, "Int8MatMul": 1}
     assert runtime.verify(artifact).passed
 
 

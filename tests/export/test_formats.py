@@ -23,9 +23,9 @@ from .helpers import config_of, graph_of, open_session, write_model
 
 # format -> (operator, bits, block of the activations' rounding; None: they stay float, 0: one step per row)
 NODES = {
-    "int8": ("MatMulNBits", 8, 128),
-    "int8_g32": ("MatMulNBits", 8, 32),
-    "int7_g64": ("MatMulNBits", 8, 64),
+    "int8": ("Int8MatMul", None, 32),
+    "int8_g32": ("Int8MatMul", None, 32),
+    "int7_g64": ("Int8MatMul", None, 64),
     "int5_g16_asym": ("MatMulNBits", 8, 16),
     "int4": ("MatMulNBits", 4, 128),
     "int4_g32": ("Int4MatMul", None, 32),
@@ -141,7 +141,14 @@ def test_int4_activations_are_the_layers_own_bits(tmp_path: Path, dtype: str, is
         assert np.array_equal(found, exact)
 
 
-FOLDED = [("int4_g32", 192), ("int3_g64_asym", 200), ("int4_g128_asym", 1000), ("mxfp4", 192)]
+FOLDED = [
+    ("int4_g32", 192),
+    ("int8", 200),
+    ("int8_g64_asym", 200),
+    ("int3_g64_asym", 200),
+    ("int4_g128_asym", 1000),
+    ("mxfp4", 192),
+]
 
 
 @pytest.mark.parametrize(("format", "columns"), FOLDED)

@@ -6,11 +6,12 @@ import functools
 import math
 import os
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from diffbit.ops import diff_attention
+from diffbit.ops import diff_attention, int4_matmul, int8_matmul
 
 DRAW = int(os.environ.get("DIFFBIT_TEST_DRAW", "0"))  # another one: other random numbers in all cases
 
@@ -448,7 +449,7 @@ HADAMARD_CASES = [
 
 @dataclass(frozen=True)
 class Int4Case:
-    """A call of Int4MatMul: activations [*lead, K] times a 4-bit weight [N, K] in groups."""
+    """A call of Int4MatMul, or of Int8MatMul: activations [*lead, K] times a low-bit weight [N, K] in groups."""
 
     name: str
     lead: tuple[int, ...] = (3,)
@@ -460,18 +461,31 @@ class Int4Case:
     fill: str = "normal"  # "low", "high": codes and activations at their ends; "zero"; "tiny"; "huge"; "wild": inf, NaN
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    bits: int = 4
+    row_scale: bool = False  # one scale and zero point for a row
+
+    @property
+    def op(self) -> ModuleType:
+        return int4_matmul if self.bits == 4 else int8_matmul
+
+    def packed(self) -> int4_matmul.Packed:
+        _, codes, scale, zero, _ = self.inputs()
+        return int4_matmul.pack(codes, scale, zero, self.group, self.bits)
+
+    def attributes(self) -> dict[str, int | float]:
+        return {"K": self.k, "N": self.n, "group_size": self.group, "spec_version": self.op.OP.version}
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """A, codes uint8 [N, K], scales [N, G] that float16 holds, zero points uint8 [N, G] or None, the factor."""
         g = generator(self.seed)
-        groups = -(-self.k // self.group)
+        groups, top = 1 if self.row_scale else -(-self.k // self.group), 2**self.bits - 1
         a = torch.randn(*self.lead, self.k, generator=g) * 3
-        codes = torch.randint(0, 16, (self.n, self.k), generator=g, dtype=torch.uint8)
+        codes = torch.randint(0, top + 1, (self.n, self.k), generator=g, dtype=torch.uint8)
         scale = (torch.randn(self.n, groups, generator=g) * 0.1).half().float()
-        zero = torch.randint(0, 16, (self.n, groups), generator=g, dtype=torch.uint8)
+        zero = torch.randint(0, top + 1, (self.n, groups), generator=g, dtype=torch.uint8)
         if self.fill in ("low", "high"):
             a, low = torch.full_like(a, -2.0), self.fill == "low"
-            codes, zero = torch.full_like(codes, 0 if low else 15), torch.full_like(zero, 15 if low else 0)
+            codes, zero = torch.full_like(codes, 0 if low else top), torch.full_like(zero, top if low else 0)
         elif self.fill == "zero":
             a = torch.zeros_like(a)
             a[..., ::97] = -0.0
@@ -509,4 +523,22 @@ INT4_CASES = [
     Int4Case("long", lead=(2,), k=4096, n=32, seed=16),
     *(Int4Case(f"rows_{m}", lead=(m,), k=136, n=200, factor=0.9, seed=20 + m) for m in range(2, 18)),
     *(Int4Case(f"rows_{m}_asymmetric", lead=(m,), n=136, symmetric=False, seed=40 + m) for m in range(2, 10)),
+]
+
+INT8_CASES = [
+    Int4Case("int8", bits=8),
+    Int4Case("int8_one_row", lead=(1,), k=256, n=144, bits=8, seed=1),
+    Int4Case("int8_row_scale", lead=(1,), k=200, n=300, bits=8, row_scale=True, factor=0.37, seed=2),
+    Int4Case("int8_row_scale_asymmetric", lead=(9,), k=200, n=37, symmetric=False, bits=8, row_scale=True, seed=3),
+    Int4Case("int8_ragged", lead=(2, 2), k=201, n=37, group=64, bits=8, seed=4),
+    Int4Case("int8_asymmetric", lead=(7,), k=328, n=100, group=128, symmetric=False, bits=8, seed=5),
+    Int4Case("int8_low_codes", lead=(1,), k=1024, n=64, group=128, bits=8, fill="low"),
+    Int4Case("int8_high_codes", lead=(9,), k=1024, n=64, group=128, bits=8, fill="high"),
+    Int4Case("int8_low_codes_asymmetric", lead=(5,), k=512, n=16, symmetric=False, bits=8, fill="low"),
+    Int4Case("int8_wild_rows", lead=(5,), k=96, bits=8, fill="wild", seed=6),
+    Int4Case("int8_zero_rows", lead=(2,), bits=8, fill="zero"),
+    Int4Case("int8_fp16", lead=(6,), k=256, dtype=torch.float16, bits=8, row_scale=True, seed=7),
+    *(Int4Case(f"int8_rows_{m}", lead=(m,), k=136, n=200, bits=8, row_scale=True, seed=80 + m) for m in range(2, 18)),
+    *(Int4Case(f"int8_rows_{m}_asymmetric", lead=(m,), n=136, symmetric=False, bits=8, seed=90 + m) for m in (2, 5, 8)),
+    Int4Case("int8_many_rows", lead=(65,), k=160, n=80, bits=8, seed=14),
 ]

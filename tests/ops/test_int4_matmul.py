@@ -1,4 +1,4 @@
-"""Int4MatMul: the reference against a loop with the C library's fma, the kernels against the reference bit for bit."""
+"""Int4MatMul and Int8MatMul: the reference against a loop with the C library's fma, the kernels against that."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from diffbit.ops import int4_matmul
 from diffbit.runtime import cuda
 
-from .cases import INT4_CASES, Int4Case
+from .cases import INT4_CASES, INT8_CASES, Int4Case
 from .cuda_run import TYPES, Device, on_each_device
 from .onnx_run import body_of, on_each_isa, run_node
 
-cases = pytest.mark.parametrize("case", INT4_CASES, ids=lambda case: case.name)
+CPU_CASES = [*INT4_CASES, *INT8_CASES]
+cases = pytest.mark.parametrize("case", CPU_CASES, ids=lambda case: case.name)
 CONSTANTS = ("codes", "scales", "zeros", "factor")
 
 
@@ -47,24 +48,22 @@ def by_the_book(case: Int4Case) -> np.ndarray:
             total = np.float32(0)
             for g, (q, step) in enumerate(groups):
                 part = codes[n, g * case.group : (g + 1) * case.group].astype(np.int64)
-                exact = int(q @ (part - (8 if zero is None else int(zero[n, g]))))
-                total = np.float32(fma(exact, scale[n, g] * step, total))
+                at = 0 if case.row_scale else g
+                exact = int(q @ (part - (2 ** (case.bits - 1) if zero is None else int(zero[n, at]))))
+                total = np.float32(fma(exact, scale[n, at] * step, total))
             out[i, n] = total * factor[0]
     return out.reshape(*case.lead, case.n).astype(a.dtype)
 
 
 def node(case: Int4Case) -> tuple[dict[str, np.ndarray], dict[str, int | float]]:
-    a, codes, scale, zero, factor = case.inputs()
-    packed = int4_matmul.pack(codes, scale, zero, case.group)
-    tensors = {"A": a, **packed._asdict(), "factor": factor}
-    attributes = {"K": case.k, "N": case.n, "group_size": case.group, "spec_version": int4_matmul.OP.version}
-    return {name: tensor.numpy() for name, tensor in tensors.items()}, attributes
+    a, *_, factor = case.inputs()
+    tensors = {"A": a, **case.packed()._asdict(), "factor": factor}
+    return {name: tensor.numpy() for name, tensor in tensors.items()}, case.attributes()
 
 
 def expected(case: Int4Case) -> torch.Tensor:
-    a, codes, scale, zero, factor = case.inputs()
-    packed = int4_matmul.pack(codes, scale, zero, case.group)
-    return int4_matmul.reference(a, packed, factor, case.n, case.group)
+    a, *_, factor = case.inputs()
+    return int4_matmul.reference(a, case.packed(), factor, case.n, case.group)
 
 
 def reference(case: Int4Case) -> np.ndarray:
@@ -79,10 +78,10 @@ def test_reference_is_exact(case: Int4Case) -> None:
     assert np.isnan(wanted).any() == (case.fill == "wild")
 
 
-@pytest.mark.parametrize("case", [case for case in INT4_CASES if case.fill != "wild"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in CPU_CASES if case.fill != "wild"], ids=lambda case: case.name)
 def test_body_is_the_reference(case: Int4Case) -> None:
     inputs, attributes = node(case)
-    (got,) = run_node(body_of(int4_matmul.function), inputs, attributes, {"Y": inputs["A"].ndim}, constants=CONSTANTS)
+    (got,) = run_node(body_of(case.op.function), inputs, attributes, {"Y": inputs["A"].ndim}, constants=CONSTANTS)
     wanted = reference(case)
     assert got.dtype == wanted.dtype and got.shape == wanted.shape
     # in float16 the factor goes into the scales, which are rounded again
@@ -94,7 +93,7 @@ def test_body_is_the_reference(case: Int4Case) -> None:
 @cases
 def test_kernel_is_exact(case: Int4Case, isa: str) -> None:
     inputs, attributes = node(case)
-    (got,) = run_node(body_of(int4_matmul.function), inputs, attributes, {"Y": inputs["A"].ndim}, CONSTANTS, isa)
+    (got,) = run_node(body_of(case.op.function), inputs, attributes, {"Y": inputs["A"].ndim}, CONSTANTS, isa)
     wanted = reference(case)
     assert got.dtype == wanted.dtype and np.array_equal(got, wanted, equal_nan=True)
 
@@ -102,6 +101,8 @@ def test_kernel_is_exact(case: Int4Case, isa: str) -> None:
 # Numbers of rows around a product's, every size of a group, odd numbers of groups and tiles, tiles of both sizes
 CUDA_CASES = [
     *INT4_CASES,
+    *INT8_CASES,
+    Int4Case("int8_bf16", (9,), 1100, 61, 32, False, 0.7, dtype=torch.bfloat16, seed=60, bits=8),
     *(
         Int4Case(f"around_{m}_g{group}", (m,), 450, 61, group, group == 64, 0.7, dtype=torch.bfloat16, seed=60 + m)
         for m in (1, 7, 8, 16, 17, 33)
@@ -119,14 +120,18 @@ CUDA_CASES = [
 
 
 def run_cuda_kernel(case: Int4Case, device: Device) -> torch.Tensor:
-    a, codes, scale, zero, factor = case.inputs()
-    packed = int4_matmul.pack(codes, scale, zero, case.group)
+    a, *_, factor = case.inputs()
+    packed = case.packed()
     inputs = [device.put(x) for x in (a, packed.codes, packed.scales, packed.zeros, factor)]
     y = device.poisoned((*case.lead, case.n), a.dtype)
     pointers = [x.data_ptr() for x in (*inputs, y)]
     if case.symmetric:
         pointers[3] = 0
-    device.run(cuda.Int4MatMul(*pointers, a.numel() // case.k, case.n, case.k, case.group, TYPES[a.dtype]))
+    sizes = [a.numel() // case.k, case.n, case.k, case.group]
+    if case.bits == 4:
+        device.run(cuda.Int4MatMul(*pointers, *sizes, TYPES[a.dtype]))
+    else:
+        device.run(cuda.Int8MatMul(*pointers, *sizes, packed.scales.shape[1], TYPES[a.dtype]))
     return y.cpu()
 
 
@@ -171,7 +176,7 @@ def test_threads_change_nothing(isa: str) -> None:
         case = Int4Case("threads", lead=lead, k=512, n=n, symmetric=False)
         inputs, attributes = node(case)
         one, two, four = (
-            run_node(body_of(int4_matmul.function), inputs, attributes, {"Y": 2}, CONSTANTS, isa, threads)[0]
+            run_node(body_of(case.op.function), inputs, attributes, {"Y": 2}, CONSTANTS, isa, threads)[0]
             for threads in (1, 2, 4)
         )
         assert np.array_equal(one, two) and np.array_equal(one, four)
@@ -186,15 +191,16 @@ def test_threads_change_nothing(isa: str) -> None:
     group=st.sampled_from(int4_matmul.GROUP_SIZES),
     symmetric=st.booleans(),
     half=st.booleans(),
+    bits=st.sampled_from((4, 8)),
     seed=st.integers(0, 2**31),
 )
 def test_any_shape(
-    isa: str, rows: int, columns: int, n: int, group: int, symmetric: bool, half: bool, seed: int
+    isa: str, rows: int, columns: int, n: int, group: int, symmetric: bool, half: bool, bits: int, seed: int
 ) -> None:
     dtype = torch.float16 if half else torch.float32
-    case = Int4Case("any", (rows,), columns, n, group, symmetric, factor=0.3, dtype=dtype, seed=seed)
+    case = Int4Case("any", (rows,), columns, n, group, symmetric, 0.3, dtype=dtype, seed=seed, bits=bits)
     inputs, attributes = node(case)
-    (got,) = run_node(body_of(int4_matmul.function), inputs, attributes, {"Y": 2}, CONSTANTS, isa)
+    (got,) = run_node(body_of(case.op.function), inputs, attributes, {"Y": 2}, CONSTANTS, isa)
     assert np.array_equal(got, reference(case))
 
 
@@ -217,12 +223,14 @@ def test_layout_is_the_documented_one() -> None:
     columns=st.integers(1, 300),
     group=st.sampled_from(int4_matmul.GROUP_SIZES),
     symmetric=st.booleans(),
+    bits=st.sampled_from((4, 8)),
     seed=st.integers(0, 2**31),
 )
-def test_unpack_undoes_pack(rows: int, columns: int, group: int, symmetric: bool, seed: int) -> None:
-    _, codes, scale, zero, _ = Int4Case("any", (1,), columns, rows, group, symmetric, seed=seed).inputs()
-    got = int4_matmul.unpack(int4_matmul.pack(codes, scale, zero, group), rows, columns)
-    wanted_zero = torch.full_like(scale, 8, dtype=torch.uint8) if zero is None else zero
+def test_unpack_undoes_pack(rows: int, columns: int, group: int, symmetric: bool, bits: int, seed: int) -> None:
+    case = Int4Case("any", (1,), columns, rows, group, symmetric, seed=seed, bits=bits)
+    _, codes, scale, zero, _ = case.inputs()
+    got = int4_matmul.unpack(case.packed(), rows, columns)
+    wanted_zero = torch.full_like(scale, 2 ** (bits - 1), dtype=torch.uint8) if zero is None else zero
     for a, b in zip(got, (codes, scale.half(), wanted_zero), strict=True):
         assert torch.equal(a, b)
 
@@ -239,6 +247,7 @@ def test_no_rows_on_cuda(device: Device) -> None:
 
 @on_each_isa
 def test_no_rows(isa: str) -> None:
-    inputs, attributes = node(Int4Case("none", lead=(2, 0), n=40))
-    (got,) = run_node(body_of(int4_matmul.function), inputs, attributes, {"Y": 3}, CONSTANTS, isa)
+    case = Int4Case("none", lead=(2, 0), n=40)
+    inputs, attributes = node(case)
+    (got,) = run_node(body_of(case.op.function), inputs, attributes, {"Y": 3}, CONSTANTS, isa)
     assert got.shape == (2, 0, 40)

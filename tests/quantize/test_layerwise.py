@@ -39,7 +39,7 @@ ATTENTIONS = ["softmax", "diff_v1", "diff_v2"]
 IDS = torch.randint(96, (5, 20), generator=torch.Generator().manual_seed(0))
 MASK = torch.arange(20) < torch.tensor([20, 20, 7, 20, 13])[:, None]
 INT4 = Scheme(weights=parse_format("int4_g32"))
-WITH_HEAD = replace(INT4, overrides=(("lm_head", parse_format("int8")),))
+WITH_HEAD = replace(INT4, overrides=(("lm_head", parse_format("int4_g32")),))
 
 
 def make(config: ModelConfig) -> Decoder:

@@ -26,7 +26,7 @@ CONFIG = ModelConfig.uniform(
 )  # fmt: skip
 PER_LAYER = 7
 IDS = torch.randint(96, (5, 20), generator=torch.Generator().manual_seed(0))
-SCHEME = Scheme(weights=parse_format("int4_g32"), overrides=(("lm_head", parse_format("int8")),))
+SCHEME = Scheme(weights=parse_format("int4_g32"), overrides=(("lm_head", parse_format("int4_g64")),))
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ FULL = Scheme(
     weights=INT4,
     activations="int8",
     attention=AttentionScheme(logits=6),
+    embedding=INT8,
     overrides=(("lm_head", INT8), ("model.layers.0.*", None), ("*.down_proj", parse_format("nf4"))),
 )
 
@@ -49,7 +50,7 @@ def test_an_override_given_twice_is_refused():
         Scheme(INT8, overrides=(("*q_proj", INT8), ("*", None), ("*q_proj", None)))
 
 
-@pytest.mark.parametrize("glob", ["layers.9*", "model.embed_tokens", "model.norm", "lm_heat", "model.layers.2.*"])
+@pytest.mark.parametrize("glob", ["layers.9*", "model.embed*", "model.norm", "lm_heat", "model.layers.2.*"])
 def test_an_override_that_matches_nothing_is_named(glob):
     with pytest.raises(DiffbitError, match="matches no linear layer") as error:
         Scheme(weights=INT4, overrides=((glob, INT8),)).formats(CONFIG)
@@ -90,10 +91,39 @@ def test_the_example_in_the_docstring_reads(tmp_path):
 
     from diffbit.quantize import scheme
 
-    text = (scheme.__doc__ or "").split("a file, a checkpoint, an artifact.")[1].split("Embeddings and norms")[0]
+    text = (scheme.__doc__ or "").split("a file, a checkpoint, an artifact.")[1].split("A tied table")[0]
     read = Scheme.from_dict(tomllib.loads(text))
     attention = AttentionScheme(8, "int8", "int4", "int4", 32)
-    assert read == Scheme(INT4, "int8", attention, (("lm_head", INT8), ("model.layers.0.*", None)))
+    overrides = (("lm_head", INT8), ("model.layers.0.*", None))
+    assert read == Scheme(INT4, INT8, INT8, "int8", attention, overrides)
+
+
+def test_tables_of_low_bit_weights_are_int8_unless_said_otherwise(tmp_path):
+    def read(text: str) -> Scheme:
+        (tmp_path / "scheme.toml").write_text(text)
+        return Scheme.from_file(tmp_path / "scheme.toml")
+
+    assert read('weights = "int4_g32"') == Scheme(INT4, INT8, INT8)
+    assert read('weights = "int4_g32"\nembedding = "none"') == Scheme(INT4, None, INT8)
+    assert read('weights = "int4_g32"\nhead = "int4_g32"') == Scheme(INT4, INT8, INT4)
+    assert read('attention = { keys = "int4" }') == Scheme(attention=AttentionScheme(keys="int4"))
+    assert Scheme.from_dict({"weights": "int4_g32"}) == Scheme(INT4), "as checkpoints from before hold it"
+
+
+def test_a_tied_table_is_quantized_once():
+    tied = replace(CONFIG, tie_embeddings=True)
+    once, apart = Scheme(INT4, INT8, INT8), Scheme(INT4, INT8, INT4)
+    assert once.keeps_tied(tied) and Scheme(INT4).keeps_tied(tied) and not apart.keeps_tied(tied)
+    assert once.formats(tied)["model.embed_tokens"] == INT8 and "lm_head" not in once.formats(tied)
+    assert apart.formats(tied)["lm_head"] == INT4 == once.formats(CONFIG)["model.layers.0.mlp.up_proj"]
+    table = INT8.device_nbytes((CONFIG.vocab_size, CONFIG.hidden_size), 4)
+    assert sizes(CONFIG, once).nbytes - sizes(tied, once).nbytes == table
+
+
+@pytest.mark.parametrize("name", ["nf4", "ternary", "mxfp4", "int4", "int2_g32", "int4_g16"])
+def test_formats_that_an_embedding_cannot_have(name):
+    with pytest.raises(DiffbitError, match=f"model.embed_tokens: an embedding cannot be {name}: wanted int8"):
+        Scheme(INT4, parse_format(name)).formats(CONFIG)
 
 
 @pytest.mark.parametrize(

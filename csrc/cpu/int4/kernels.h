@@ -1,4 +1,5 @@
-// The inner loops of Int4MatMul, one table per instruction set (ops/int4_matmul.py: what is computed and how it lies).
+// The inner loops of Int4MatMul and Int8MatMul, a table for each per instruction set (ops/int4_matmul.py, int8_matmul.py:
+// what is computed and how it lies).
 #pragma once
 
 #include <cstdint>
@@ -12,11 +13,12 @@ constexpr int64_t INT4_MOST_ROWS = 8;
 constexpr float INT4_SMALLEST = 1e-30f;  // of a group's largest activation; below it the group counts as zeros
 
 struct Int4Weight {
-  const uint8_t* codes;    // [tiles, groups, group_size / 8, 16, 4]
-  const uint16_t* scales;  // [tiles, groups, 16] float16
-  const uint8_t* zeros;    // [tiles, groups, 16]; null: 8 everywhere
+  const uint8_t* codes;    // [tiles, groups, group_size / 8, 16, 4], of 8 bits [tiles, groups, group_size / 8, 2, 16, 4]
+  const uint16_t* scales;  // [tiles, groups or 1, 16] float16
+  const uint8_t* zeros;    // shaped as scales; null: 2^(bits - 1) everywhere
   float factor;
   int64_t n, groups, group_size;
+  int64_t scale_groups;  // groups, or of 8 bits 1: one scale for a row
 };
 
 /// A block of R quantized rows of activations, side by side: what one broadcast after the other reads lies in a run.
@@ -35,11 +37,13 @@ struct Int4Kernels {
   void (*quantize)(const void* x, bool half, int64_t k, int64_t groups, int64_t group_size, int32_t minus,
                    const Int4Rows& rows);
   /// The tiles first, first + apart, ... (`count` of them, at most streams[R]) of the product with a block, into the
-  /// columns of those tiles of y [R, n], float or (half) float16. `minus` was -8 for a weight without zeros, else -1.
+  /// columns of those tiles of y [R, n], float or (half) float16. `minus` was -8 for a weight of 4 bits without zeros, else
+  /// -1.
   void (*multiply)(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_t apart, int64_t count, void* y,
                    bool half);
 };
 
 DIFFBIT_DECLARE(Int4Kernels, int4)
+DIFFBIT_DECLARE(Int4Kernels, int8)
 
 }  // namespace diffbit

@@ -14,14 +14,20 @@ constexpr int64_t TILES_PER_TASK = 8;
 
 }  // namespace
 
-Int4MatMul::Int4MatMul(const Node& node) : Int4Node(node), kernels(DIFFBIT_PICK(int4)) {}
+template <class Node_>
+TiledMatMul<Node_>::TiledMatMul(const Node& node)
+    : Node_(node), kernels(Node_::WEIGHT_BITS == 4 ? DIFFBIT_PICK(int4) : DIFFBIT_PICK(int8)) {}
 
-void Int4MatMul::compute(Context& context) const {
-  const Tensors of = tensors(context);
+template <class Node_>
+void TiledMatMul<Node_>::compute(Context& context) const {
+  constexpr int64_t BITS = Node_::WEIGHT_BITS, MIDDLE = 1 << (BITS - 1);
+  const int64_t k = this->k, n = this->n, group_size = this->group_size;
+  const typename Node_::Tensors of = this->tensors(context);
   const Tensor &a = of.a, &codes = of.codes, &scales = of.scales, &zeros = of.zeros, &factor = of.factor, &y = of.y;
   const bool symmetric = of.symmetric;
-  if (symmetric && *zeros.as<uint8_t>() != 8)
-    throw Error("%s is one %d, wanted one 8 or one of each group", zeros.name, int{*zeros.as<uint8_t>()});
+  if (symmetric && *zeros.as<uint8_t>() != MIDDLE)
+    throw Error("%s is one %d, wanted one %lld or one of each group", zeros.name, int{*zeros.as<uint8_t>()},
+                number(MIDDLE));
   const int64_t rows = of.rows, groups = divide_up(k, group_size), tiles = divide_up(n, INT4_TILE);
   const int64_t width = groups * group_size;
   if (!rows) return;
@@ -29,7 +35,7 @@ void Int4MatMul::compute(Context& context) const {
   const bool half = a.type == ort::FLOAT16;
   const int64_t item = half ? 2 : 4;
   const Int4Weight weight = {codes.as<uint8_t>(),  scales.as<uint16_t>(), symmetric ? nullptr : zeros.as<uint8_t>(),
-                             *factor.as<float>(), n, groups, group_size};
+                             *factor.as<float>(), n, groups, group_size, of.scale_groups};
   int8_t* q = scratch<int8_t>(QUANTIZED, rows * width);
   int32_t* offsets = scratch<int32_t>(OFFSETS, rows * groups);
   float* row_scales = scratch<float>(ROW_SCALES, rows * groups);
@@ -40,12 +46,13 @@ void Int4MatMul::compute(Context& context) const {
   };
   const auto output = [&](int64_t i) { return y.as<char>() + i * most * n * item; };
   context.parallel(blocks, [&](int64_t i) {
-    kernels->quantize(a.as<char>() + i * most * k * item, half, k, groups, group_size, symmetric ? -8 : -1, block(i));
+    kernels->quantize(a.as<char>() + i * most * k * item, half, k, groups, group_size,
+                      symmetric && BITS == 4 ? -8 : -1, block(i));
   });
 
   if (blocks == 1) {  // bound by memory: several tiles at once, far apart, then the few that are left
     const int64_t streams = kernels->streams[rows], apart = tiles / streams;
-    const int64_t tasks = std::max<int64_t>(1, std::min(apart, streams * apart * INT4_TILE * width / 2 / BYTES_PER_TASK));
+    const int64_t tasks = std::max<int64_t>(1, std::min(apart, streams * apart * INT4_TILE * width * BITS / 8 / BYTES_PER_TASK));
     context.parallel(tasks, [&](int64_t task) {
       for (int64_t tile = apart * task / tasks; tile < apart * (task + 1) / tasks; ++tile)
         kernels->multiply(block(0), weight, tile, apart, streams, output(0), half);
@@ -64,5 +71,8 @@ void Int4MatMul::compute(Context& context) const {
         kernels->multiply(block(i), weight, tile, 1, 1, output(i), half);
   });
 }
+
+template struct TiledMatMul<Int4Node>;
+template struct TiledMatMul<Int8Node>;
 
 }  // namespace diffbit

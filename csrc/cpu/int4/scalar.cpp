@@ -38,6 +38,7 @@ void quantize(const void* x, bool half, int64_t k, int64_t groups, int64_t group
   }
 }
 
+template <int BITS>
 void multiply(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_t apart, int64_t count, void* y,
               bool half) {
   const int64_t steps = weight.group_size / INT4_STEP;
@@ -49,15 +50,18 @@ void multiply(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int
         float result = 0;
         for (int64_t g = 0; g < weight.groups; ++g) {
           const int64_t group = tile * weight.groups + g;
+          const int64_t at = (tile * weight.scale_groups + (weight.scale_groups == 1 ? 0 : g)) * INT4_TILE + lane;
           const int32_t offset = rows.offsets[g * rows.count + row];
-          int32_t sum = weight.zeros ? weight.zeros[group * INT4_TILE + lane] * offset : offset;
+          int32_t sum = weight.zeros ? weight.zeros[at] * offset : BITS == 4 ? offset : 128 * offset;
           for (int64_t s = 0; s < steps; ++s)
             for (int64_t byte = 0; byte < 4; ++byte) {
               const int8_t* q = rows.q + ((g * steps + s) * 2 * rows.count + row) * 4 + byte;
-              const int32_t codes = weight.codes[((group * steps + s) * INT4_TILE + lane) * 4 + byte];
-              sum += (codes & 15) * q[0] + (codes >> 4) * q[rows.count * 4];
+              const uint8_t* codes = weight.codes + ((group * steps + s) * BITS / 4 * INT4_TILE + lane) * 4 + byte;
+              const int32_t even = BITS == 4 ? codes[0] & 15 : codes[0];
+              const int32_t odd = BITS == 4 ? codes[0] >> 4 : codes[INT4_TILE * 4];
+              sum += even * q[0] + odd * q[rows.count * 4];
             }
-          const float scale = to_float(weight.scales[group * INT4_TILE + lane]) * rows.scales[g * rows.count + row];
+          const float scale = to_float(weight.scales[at]) * rows.scales[g * rows.count + row];
           result = std::fma(static_cast<float>(sum), scale, result);
         }
         result *= weight.factor;
@@ -71,6 +75,7 @@ void multiply(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int
 
 }  // namespace
 
-extern const Int4Kernels int4 = {4, {0, 2, 1, 1, 1, 0, 0, 0, 0}, quantize, multiply};
+extern const Int4Kernels int4 = {4, {0, 2, 1, 1, 1, 0, 0, 0, 0}, quantize, multiply<4>};
+extern const Int4Kernels int8 = {4, {0, 2, 1, 1, 1, 0, 0, 0, 0}, quantize, multiply<8>};
 
 }  // namespace diffbit::scalar

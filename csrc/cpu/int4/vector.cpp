@@ -1,4 +1,4 @@
-// Int4MatMul with vectors; compiled once per instruction set.
+// Int4MatMul and Int8MatMul with vectors; compiled once per instruction set.
 //
 // A vector of WIDTH bytes of a tile's step holds 8 weights of WIDTH / 4 rows, each row in a lane of its own. So a dot
 // product of its low nibbles with four even activations, broadcast to all lanes, and of its high ones with the four odd
@@ -20,10 +20,12 @@ static_assert(2 * STEPS <= dots(15), "a Partial holds the products of its steps"
 constexpr int64_t AHEAD = 4096;  // bytes to prefetch
 constexpr int64_t LARGEST_GROUP = 128;
 
-/// `offset` in all lanes, or times each row's zero point.
-template <bool ZEROS>
+/// What a group's sums start with: its offset times each row's zero point, as far as `dot` and `dot_bytes` leave it out.
+template <int BITS, bool ZEROS>
 DIFFBIT_INLINE Ints offsets(int32_t offset, const uint8_t* zeros) {
-  return ZEROS ? times_bytes(offset, zeros) : splat_int(offset);
+  if (BITS == 4) return ZEROS ? times_bytes(offset, zeros) : splat_int(offset);
+  if (!ZEROS) return splat_int(offset * (128 - BYTE_MIDDLE));
+  return times_bytes(offset, zeros) + splat_int(-offset * BYTE_MIDDLE);
 }
 
 template <class T>
@@ -83,20 +85,21 @@ DIFFBIT_INLINE void put(T* to, int64_t room, F32 values) {
   if (room > 0) std::memcpy(to, part, static_cast<size_t>(room) * sizeof(T));
 }
 
-template <int TILES, int ROWS, bool ZEROS>
+template <int BITS, int TILES, int ROWS, bool ZEROS>
 void tiles(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_t apart, void* y, bool half) {
   const int64_t runs = weight.group_size / (STEPS * INT4_STEP);
-  const Bytes nibble = splat(uint8_t{15});
+  const int64_t scale_step = weight.scale_groups == 1 ? 0 : INT4_TILE;
+  [[maybe_unused]] const Bytes nibble = splat(uint8_t{15});
   const uint8_t* codes[TILES];
   const uint16_t* scales[TILES];
   const uint8_t* zeros[TILES];
   F32 results[TILES][ROWS][VECTORS];
   DIFFBIT_UNROLL
   for (int t = 0; t < TILES; ++t) {
-    const int64_t group = (first + t * apart) * weight.groups;
-    codes[t] = weight.codes + group * runs * STEPS * STEP_BYTES;
-    scales[t] = weight.scales + group * INT4_TILE;
-    zeros[t] = ZEROS ? weight.zeros + group * INT4_TILE : nullptr;
+    const int64_t tile = first + t * apart;
+    codes[t] = weight.codes + tile * weight.groups * runs * STEPS * STEP_BYTES * (BITS / 4);
+    scales[t] = weight.scales + tile * weight.scale_groups * INT4_TILE;
+    zeros[t] = ZEROS ? weight.zeros + tile * weight.scale_groups * INT4_TILE : nullptr;
     DIFFBIT_UNROLL
     for (int r = 0; r < ROWS; ++r)
       for (int v = 0; v < VECTORS; ++v) results[t][r][v] = splat(0.0f);
@@ -110,8 +113,25 @@ void tiles(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_
       for (int r = 0; r < ROWS; ++r)
         DIFFBIT_UNROLL
         for (int v = 0; v < VECTORS; ++v)
-          sums[t][r][v] = offsets<ZEROS>(rows.offsets[g * ROWS + r], zeros[t] + (ZEROS ? v * F32_LANES : 0));
-    for (int64_t run = 0; run < runs; ++run) {
+          sums[t][r][v] = offsets<BITS, ZEROS>(rows.offsets[g * ROWS + r], zeros[t] + (ZEROS ? v * F32_LANES : 0));
+    if constexpr (BITS == 8) {
+      for (int64_t half_step = 0; half_step < 2 * runs * STEPS; ++half_step, q += 4 * ROWS)
+        DIFFBIT_UNROLL
+        for (int t = 0; t < TILES; ++t) {
+          prefetch(codes[t] + AHEAD);
+          Bytes weights[VECTORS];
+          DIFFBIT_UNROLL
+          for (int v = 0; v < VECTORS; ++v) weights[v] = load_bytes(codes[t] + v * WIDTH);
+          codes[t] += STEP_BYTES;
+          DIFFBIT_UNROLL
+          for (int r = 0; r < ROWS; ++r) {
+            const Bytes four = splat4(q + 4 * r);
+            DIFFBIT_UNROLL
+            for (int v = 0; v < VECTORS; ++v) sums[t][r][v] = dot_bytes(sums[t][r][v], weights[v], four);
+          }
+        }
+    }
+    for (int64_t run = 0; BITS == 4 && run < runs; ++run) {
       Partial partial[TILES][ROWS][VECTORS];
       DIFFBIT_UNROLL
       for (int t = 0; t < TILES; ++t)
@@ -163,8 +183,8 @@ void tiles(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_
         for (int r = 0; r < ROWS; ++r)
           results[t][r][v] = fma(to_floats(sums[t][r][v]), scale * splat(rows.scales[g * ROWS + r]), results[t][r][v]);
       }
-      scales[t] += INT4_TILE;
-      if (ZEROS) zeros[t] += INT4_TILE;
+      scales[t] += scale_step;
+      if (ZEROS) zeros[t] += scale_step;
     }
   }
   for (int t = 0; t < TILES; ++t)
@@ -185,38 +205,41 @@ constexpr int MOST_ROWS = INT4_ROWS;
 constexpr int streams_of(int rows) { return rows <= INT4_TWO_TILES ? 2 : 1; }
 static_assert(MOST_ROWS <= INT4_MOST_ROWS, "the table has room");
 
-template <int ROWS>
+template <int BITS, int ROWS>
 void multiply_rows(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_t apart, int64_t count, void* y,
                    bool half) {
   constexpr int STREAMS = streams_of(ROWS);
   const bool zeros = weight.zeros;
   if (count == STREAMS)
-    return (zeros ? tiles<STREAMS, ROWS, true> : tiles<STREAMS, ROWS, false>)(rows, weight, first, apart, y, half);
+    return (zeros ? tiles<BITS, STREAMS, ROWS, true> : tiles<BITS, STREAMS, ROWS, false>)(rows, weight, first, apart, y, half);
   for (int64_t i = 0; i < count; ++i)
-    (zeros ? tiles<1, ROWS, true> : tiles<1, ROWS, false>)(rows, weight, first + i * apart, 0, y, half);
+    (zeros ? tiles<BITS, 1, ROWS, true> : tiles<BITS, 1, ROWS, false>)(rows, weight, first + i * apart, 0, y, half);
 }
 
-/// multiply_rows<rows.count>, for 1 to ROWS rows.
-template <int ROWS>
+/// multiply_rows<BITS, rows.count>, for 1 to ROWS rows.
+template <int BITS, int ROWS>
 void multiply_rows_of(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_t apart, int64_t count,
                       void* y, bool half) {
   if constexpr (ROWS > 1)
-    if (rows.count < ROWS) return multiply_rows_of<ROWS - 1>(rows, weight, first, apart, count, y, half);
-  multiply_rows<ROWS>(rows, weight, first, apart, count, y, half);
+    if (rows.count < ROWS) return multiply_rows_of<BITS, ROWS - 1>(rows, weight, first, apart, count, y, half);
+  multiply_rows<BITS, ROWS>(rows, weight, first, apart, count, y, half);
 }
 
+template <int BITS>
 void multiply(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_t apart, int64_t count, void* y,
               bool half) {
-  multiply_rows_of<MOST_ROWS>(rows, weight, first, apart, count, y, half);
+  multiply_rows_of<BITS, MOST_ROWS>(rows, weight, first, apart, count, y, half);
 }
 
 }  // namespace
 
-extern const Int4Kernels int4 = {
-    MOST_ROWS,
-    {0, streams_of(1), streams_of(2), streams_of(3), streams_of(4), streams_of(5), streams_of(6), streams_of(7),
-     streams_of(8)},
-    quantize,
-    multiply};
+#define DIFFBIT_TABLE(BITS)                                                                                           \
+  {MOST_ROWS,                                                                                                         \
+   {0, streams_of(1), streams_of(2), streams_of(3), streams_of(4), streams_of(5), streams_of(6), streams_of(7),       \
+    streams_of(8)},                                                                                                   \
+   quantize,                                                                                                          \
+   multiply<BITS>}
+extern const Int4Kernels int4 = DIFFBIT_TABLE(4);
+extern const Int4Kernels int8 = DIFFBIT_TABLE(8);
 
 }  // namespace diffbit::DIFFBIT_ISA

@@ -36,6 +36,11 @@ DIFFBIT_INLINE Ints dot_signed(Ints sums, Bytes a, Bytes b) {  // b -127..127
 }
 DIFFBIT_INLINE Ints start_signed(Ints sums, Bytes) { return sums; }
 
+constexpr int32_t BYTE_MIDDLE = 128;
+DIFFBIT_INLINE Ints dot_bytes(Ints sums, Bytes codes, Bytes activations) {
+  return dot_signed(sums, {_mm256_xor_si256(codes.v, splat(uint8_t{128}).v)}, activations);
+}
+
 constexpr int TERNARY_ROWS = 2, TERNARY_COLUMNS = 4, TERNARY_CHAINS = 1;  // each product needs a register more
 constexpr TernaryPass TERNARY_PASSES[4] = {{3, 6, 3, false}, {2, 4, 3, false}, {1, 2, 3, false}, {0, 0, 3, false}};
 

@@ -200,6 +200,9 @@ DIFFBIT_INLINE Ints start_signed(Ints sums, Bytes b) {
   return {_mm512_sub_epi32(sums, dot(zero(), splat(uint8_t{128}), b))};
 }
 
+constexpr int32_t BYTE_MIDDLE = 0;
+DIFFBIT_INLINE Ints dot_bytes(Ints sums, Bytes codes, Bytes activations) { return dot(sums, codes, activations); }
+
 constexpr int TERNARY_ROWS = 4, TERNARY_COLUMNS = 6, TERNARY_CHAINS = 2;
 constexpr TernaryPass TERNARY_PASSES[4] = {{3, 0, 0xc0, true}, {2, 0, 0x30, true}, {1, 0, 0x0c, true}, {0, 0, 3, false}};
 constexpr int INT4_ROWS = 8, INT4_TWO_TILES = 4;

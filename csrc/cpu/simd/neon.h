@@ -159,6 +159,11 @@ DIFFBIT_INLINE void store_activations(int8_t* to, int8_t*, Bytes a) { store(to, 
 DIFFBIT_INLINE Ints dot_signed(Ints sums, Bytes a, Bytes b) { return dot(sums, a, b); }
 DIFFBIT_INLINE Ints start_signed(Ints sums, Bytes) { return sums; }
 
+constexpr int32_t BYTE_MIDDLE = 128;
+DIFFBIT_INLINE Ints dot_bytes(Ints sums, Bytes codes, Bytes activations) {
+  return dot(sums, {veorq_u8(codes.v, vdupq_n_u8(128))}, activations);
+}
+
 constexpr int TERNARY_ROWS = 4, TERNARY_COLUMNS = 4, TERNARY_CHAINS = 2;
 constexpr TernaryPass TERNARY_PASSES[4] = {{2, 0, 0x30, true}, {1, 0, 0x0c, true}, {3, 6, 3, false}, {0, 0, 3, false}};
 constexpr int INT4_ROWS = 4, INT4_TWO_TILES = 2;

@@ -24,6 +24,7 @@
 //                        }
 //
 //   dot_signed         products of signed bytes, in int32, of sums that began with start_signed
+//   dot_bytes          products of unsigned bytes, less BYTE_MIDDLE (0 or 128), and activations -127..127, in int32
 //   load_codes<BITS>   a group of 32 packed codes (kv_cache.pack) as floats, neighbours side by side
 //   load_weights       of TernaryMatMul; REST: half a vector, where a row is an odd number of blocks
 //   store_activations  of TernaryMatMul: the first 32 bytes, and the others (a vector of 32 or less has none)

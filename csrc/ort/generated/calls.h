@@ -96,6 +96,36 @@ static_assert(offsetof(DiffbitAttention, scale) == 336, "scale");
 static_assert(offsetof(DiffbitAttention, norm_eps) == 340, "norm_eps");
 static_assert(sizeof(DiffbitAttention) == 344, "DiffbitAttention");
 
+struct DiffbitGatherQuantized {
+  const void* ids;  // [m]; one outside the table makes its row NaN
+  const void* codes;
+  const void* scales;  // [tiles, scale_groups, 16]
+  const void* zeros;  // shaped as scales; null: 2^(bits - 1) everywhere
+  const void* factor;
+  void* y;  // [m, k]
+  int64_t m;
+  int64_t n;
+  int64_t k;
+  int64_t group_size;
+  int64_t scale_groups;
+  int64_t bits;
+  int64_t type;  // of factor and y: FLOAT32, FLOAT16 or BFLOAT16
+};
+static_assert(offsetof(DiffbitGatherQuantized, ids) == 0, "ids");
+static_assert(offsetof(DiffbitGatherQuantized, codes) == 8, "codes");
+static_assert(offsetof(DiffbitGatherQuantized, scales) == 16, "scales");
+static_assert(offsetof(DiffbitGatherQuantized, zeros) == 24, "zeros");
+static_assert(offsetof(DiffbitGatherQuantized, factor) == 32, "factor");
+static_assert(offsetof(DiffbitGatherQuantized, y) == 40, "y");
+static_assert(offsetof(DiffbitGatherQuantized, m) == 48, "m");
+static_assert(offsetof(DiffbitGatherQuantized, n) == 56, "n");
+static_assert(offsetof(DiffbitGatherQuantized, k) == 64, "k");
+static_assert(offsetof(DiffbitGatherQuantized, group_size) == 72, "group_size");
+static_assert(offsetof(DiffbitGatherQuantized, scale_groups) == 80, "scale_groups");
+static_assert(offsetof(DiffbitGatherQuantized, bits) == 88, "bits");
+static_assert(offsetof(DiffbitGatherQuantized, type) == 96, "type");
+static_assert(sizeof(DiffbitGatherQuantized) == 104, "DiffbitGatherQuantized");
+
 struct DiffbitHadamard {
   const void* a;  // `size` numbers
   void* y;
@@ -135,6 +165,34 @@ static_assert(offsetof(DiffbitInt4MatMul, k) == 64, "k");
 static_assert(offsetof(DiffbitInt4MatMul, group_size) == 72, "group_size");
 static_assert(offsetof(DiffbitInt4MatMul, type) == 80, "type");
 static_assert(sizeof(DiffbitInt4MatMul) == 88, "DiffbitInt4MatMul");
+
+struct DiffbitInt8MatMul {
+  const void* a;  // [m, k]
+  const void* codes;  // at a multiple of 16
+  const void* scales;  // [tiles, scale_groups, 16]
+  const void* zeros;  // shaped as scales; null: 128 everywhere
+  const void* factor;
+  void* y;  // [m, n]
+  int64_t m;
+  int64_t n;
+  int64_t k;
+  int64_t group_size;
+  int64_t scale_groups;  // of a row: as many as groups, or 1
+  int64_t type;  // of a and y: FLOAT32, FLOAT16 or BFLOAT16
+};
+static_assert(offsetof(DiffbitInt8MatMul, a) == 0, "a");
+static_assert(offsetof(DiffbitInt8MatMul, codes) == 8, "codes");
+static_assert(offsetof(DiffbitInt8MatMul, scales) == 16, "scales");
+static_assert(offsetof(DiffbitInt8MatMul, zeros) == 24, "zeros");
+static_assert(offsetof(DiffbitInt8MatMul, factor) == 32, "factor");
+static_assert(offsetof(DiffbitInt8MatMul, y) == 40, "y");
+static_assert(offsetof(DiffbitInt8MatMul, m) == 48, "m");
+static_assert(offsetof(DiffbitInt8MatMul, n) == 56, "n");
+static_assert(offsetof(DiffbitInt8MatMul, k) == 64, "k");
+static_assert(offsetof(DiffbitInt8MatMul, group_size) == 72, "group_size");
+static_assert(offsetof(DiffbitInt8MatMul, scale_groups) == 80, "scale_groups");
+static_assert(offsetof(DiffbitInt8MatMul, type) == 88, "type");
+static_assert(sizeof(DiffbitInt8MatMul) == 96, "DiffbitInt8MatMul");
 
 struct DiffbitTernaryMatMul {
   const void* a;  // [m, k]

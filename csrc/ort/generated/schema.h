@@ -154,6 +154,31 @@ struct DiffAttention {
   static constexpr Signature SIGNATURE{NAME, 15, 7, 0x7808, 0x78, 0x40};
 };
 
+struct GatherQuantized {
+  static constexpr const char* NAME = "GatherQuantized";
+  static constexpr int64_t VERSION = 1;
+  static constexpr Input IDS{0, "GatherQuantized: ids"};
+  static constexpr Input CODES{1, "GatherQuantized: codes"};
+  static constexpr Input SCALES{2, "GatherQuantized: scales"};
+  static constexpr Input ZEROS{3, "GatherQuantized: zeros"};
+  static constexpr Input FACTOR{4, "GatherQuantized: factor"};
+  static constexpr Output Y{0, "GatherQuantized: Y"};
+  static constexpr Integer K{"K", 0, {1, 16777216}};
+  static constexpr Integer N{"N", 0, {1, 2147483648}};
+  static constexpr Integer GROUP_SIZE{"group_size", 3, {32, 64, 128}};
+  static constexpr Integer BITS{"bits", 2, {4, 8}};
+  static constexpr int TYPES[2][6] = {
+      {7, 2, 10, 2, 1, 1},
+      {7, 2, 10, 2, 10, 10},
+  };
+  static constexpr int GPU_TYPES[3][6] = {
+      {7, 2, 10, 2, 1, 1},
+      {7, 2, 10, 2, 10, 10},
+      {7, 2, 10, 2, 16, 16},
+  };
+  static constexpr Signature SIGNATURE{NAME, 5, 1, 0x0, 0x0, 0x0};
+};
+
 struct Hadamard {
   static constexpr const char* NAME = "Hadamard";
   static constexpr int64_t VERSION = 1;
@@ -181,6 +206,30 @@ struct Int4MatMul {
   static constexpr Input ZEROS{3, "Int4MatMul: zeros"};
   static constexpr Input FACTOR{4, "Int4MatMul: factor"};
   static constexpr Output Y{0, "Int4MatMul: Y"};
+  static constexpr Integer K{"K", 0, {1, 16777216}};
+  static constexpr Integer N{"N", 0, {1, 2147483648}};
+  static constexpr Integer GROUP_SIZE{"group_size", 3, {32, 64, 128}};
+  static constexpr int TYPES[2][6] = {
+      {1, 2, 10, 2, 1, 1},
+      {10, 2, 10, 2, 1, 10},
+  };
+  static constexpr int GPU_TYPES[3][6] = {
+      {1, 2, 10, 2, 1, 1},
+      {10, 2, 10, 2, 1, 10},
+      {16, 2, 10, 2, 1, 16},
+  };
+  static constexpr Signature SIGNATURE{NAME, 5, 1, 0x0, 0x0, 0x0};
+};
+
+struct Int8MatMul {
+  static constexpr const char* NAME = "Int8MatMul";
+  static constexpr int64_t VERSION = 1;
+  static constexpr Input A{0, "Int8MatMul: A"};
+  static constexpr Input CODES{1, "Int8MatMul: codes"};
+  static constexpr Input SCALES{2, "Int8MatMul: scales"};
+  static constexpr Input ZEROS{3, "Int8MatMul: zeros"};
+  static constexpr Input FACTOR{4, "Int8MatMul: factor"};
+  static constexpr Output Y{0, "Int8MatMul: Y"};
   static constexpr Integer K{"K", 0, {1, 16777216}};
   static constexpr Integer N{"N", 0, {1, 2147483648}};
   static constexpr Integer GROUP_SIZE{"group_size", 3, {32, 64, 128}};
