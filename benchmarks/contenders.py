@@ -62,17 +62,19 @@ def nbits_graph(
 
 
 class Attention:
-    """The numbers of an attention layer of `pairs` differential heads over `kv_pairs` of keys and values, d wide."""
+    """The numbers of an attention layer of `pairs` differential heads over `kv_pairs` of keys and values, d wide;
+    `ratio` signal heads share a noise head."""
 
-    def __init__(self, pairs: int, kv_pairs: int, d: int, past: int, steps: int) -> None:
-        self.pairs, self.kv_pairs, self.d, self.past, self.steps = pairs, kv_pairs, d, past, steps
+    def __init__(self, pairs: int, kv_pairs: int, d: int, past: int, steps: int, ratio: int = 1) -> None:
+        self.pairs, self.kv_pairs, self.d, self.past, self.steps, self.ratio = pairs, kv_pairs, d, past, steps, ratio
         self.total = past + steps
         self.scale, self.norm_eps = d**-0.5, 1e-5
         random = np.random.default_rng(0)
         angles = np.arange(self.total)[:, None] * 10000.0 ** (-np.arange(d // 2) / (d // 2))
         self.cos, self.sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         self.query, self.key, self.value = (
-            random.standard_normal((1, steps, 2 * heads * d), np.float32) for heads in (pairs, kv_pairs, kv_pairs)
+            random.standard_normal((1, steps, heads * d), np.float32)
+            for heads in (pairs + pairs // ratio, 2 * kv_pairs, 2 * kv_pairs)
         )
         self.lam = random.random(pairs, np.float32)
         self.past_key, self.past_value = (
@@ -111,13 +113,15 @@ class Attention:
             buffers[name][:, :, : array.shape[2]] = array
         return buffers
 
-    def graph(self, folder: Path, kv: str) -> None:
-        """One DiffAttention node over a cache of the kind `kv`."""
+    def graph(self, folder: Path, kv: str, repeated: bool = False) -> None:
+        """One DiffAttention node over a cache of the kind `kv`; `repeated`: a noise head is gathered for each
+        signal head instead of shared."""
         heads, kv_heads, d, kind = 2 * self.pairs, 2 * self.kv_pairs, self.d, KINDS[kv]
         g = Graph(folder, "fp32")
         f, i = np.float32, np.int64
         inputs = {
-            "query": g.input("query", f, [1, "S", heads * d]), "key": g.input("key", f, [1, "S", kv_heads * d]),
+            "query": g.input("query", f, [1, "S", self.query.shape[2]]),
+            "key": g.input("key", f, [1, "S", kv_heads * d]),
             "value": g.input("value", f, [1, "S", kv_heads * d]), "lambda": g.input("lambda", f, [self.pairs]),
             "past_length": g.input("past_length", i, [1]), "position_ids": g.input("position_ids", i, [1, "S"]),
             "cos": g.input("cos", f, ["P", d // 2]), "sin": g.input("sin", f, ["P", d // 2]),
@@ -128,10 +132,18 @@ class Attention:
             for name, array in self.past_cache(kv).items()
         }
         inputs |= {name: g.input(name, dtype, shape) for name, (dtype, shape) in cache.items()}
+        if repeated:
+            group = self.ratio + 1
+            starts = [pair // self.ratio * group for pair in range(self.pairs)]
+            order = [i for p, at in enumerate(starts) for i in (at + p % self.ratio, at + self.ratio)]
+            each = g.op("Reshape", [inputs["query"], g.const([0, 0, -1, d])])
+            each = g.op("Gather", [each, g.const(order)], axis=2)
+            inputs["query"] = g.op("Reshape", [each, g.const([0, 0, heads * d])])
         made = g.customs(
             diff_attention, [inputs.get(name) for name in kind.inputs], len(kind.outputs),
             lambda: diff_attention.function(kind),
-            num_heads=self.pairs, num_kv_heads=kv_heads, branches=kind.branches, wide_value=1, scale=self.scale,
+            num_heads=self.pairs, num_kv_heads=kv_heads, branches=kind.branches,
+            noise_ratio=1 if repeated else self.ratio, wide_value=1, scale=self.scale,
             norm_eps=self.norm_eps, key_bits=kind.key_bits, value_bits=kind.value_bits, query_bits=kind.query_bits,
             window=WINDOW,
         )  # fmt: skip

@@ -14,8 +14,9 @@ or waited for. What a contender computes is checked before it is timed. "of read
 which memory can be read (machine.c), which takes its turn among the contenders; GOPS is 2*M*N*K over the time.
 
 Rows, as JSON: one per op, shape N x K, tokens M and threads, with `ratio`: how many times faster than each peer, and
-`targets`: wanted and reached. Rows "caches" are our own kinds of KV cache, all timed in turn; `mb` is what one token
-reads. The exit status tells only whether everything ran.
+`targets`: wanted and reached. Rows "caches" are our own kinds of KV cache, all timed in turn, rows "grouped" heads that
+share a noise head beside the same heads with it repeated; `mb` is what one token reads. The exit status tells only
+whether everything ran.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ FORMATS = ("ternary", "int4_g32", "int4_g64", "int4_g128")
 CYCLE_BYTES = 200 << 20
 CHECKED = 4  # tokens whose products are checked
 PAIRS, HEAD_DIM = 16, 64
+GROUPED = (32, 8, 128)  # Motif-2-12.7B: pairs, pairs of keys and values, head_dim;
+NOISE_RATIO = 4  # signal heads to a noise head
 OURS, READ = "diffbit", "read"
 Models = dict[str, tuple[Path, int]]  # name -> path, nodes
 
@@ -264,6 +267,30 @@ def cache_rows(bench: Bench, past: int) -> Iterator[Row]:
                 yield bench.judge(common | {"kv": kv, "mb": round(nbytes[kv] / 1e6, 2)}, times, nbytes[kv], goals)
 
 
+def grouped_rows(bench: Bench, past: int) -> Iterator[Row]:
+    """Signal heads that share a noise head beside the same heads with it repeated, one token after `past`."""
+    pairs, kv_pairs, d = GROUPED
+    layer = Attention(*GROUPED, past, 1, NOISE_RATIO)
+    shared, y = layer.feeds(), {"y": ((1, 1, 2 * pairs * d), np.float32)}
+    for kv in ("fp32", "fp16", "int8", "int4", "int8 + qk int8"):
+        grown = layer.grown(kv, layer.past_cache(kv))
+        nbytes = sum(array.nbytes for array in grown.values())
+        nodes = max(1, round(bench.cycle_bytes / nbytes))
+        held = {name: (array, (name.replace("past", "present"),)) for name, array in grown.items()}
+        with tempfile.TemporaryDirectory(dir=bench.folder) as name:
+            models = {}
+            for contender in (OURS, "repeated"):
+                (folder := Path(name) / contender).mkdir()
+                layer.graph(folder, kv, repeated=contender != OURS)
+                models[contender] = repeat(folder, nodes, frozenset(shared))
+            for threads in bench.threads:
+                agreeing = Agreeing(nodes, threads, 1e-3)
+                makers = {who: partial(agreeing, who, at, shared, y, held, bench.isa) for who, at in models.items()}
+                row: Row = {"op": "grouped", "kv": kv, "kv_pairs": kv_pairs, "context": past + 1, "threads": threads,
+                            "isa": bench.isa, "mb": round(nbytes / 1e6, 2)}  # fmt: skip
+                yield bench.judge(row, bench.turn(row, makers), nbytes, {"repeated": 1.3})
+
+
 # ---- the whole ------------------------------------------------------------------------------------------------------
 
 
@@ -282,6 +309,9 @@ def rows(bench: Bench, only: str | None) -> Iterator[Row]:
     if only in (None, "caches"):
         for past in bench.pasts:
             yield from cache_rows(bench, past)
+    if only in (None, "grouped"):
+        for past in bench.pasts:
+            yield from grouped_rows(bench, past - 1)
 
 
 COLUMNS = {
@@ -294,7 +324,7 @@ def tables(about: Row, found: Sequence[Row]) -> str:
     parts = [
         f"{about['machine']}; ONNX Runtime {about['onnxruntime']}, {about['instruction_set']}. `{about['command']}`"
     ]
-    for op in (*FORMATS, "attention", "caches"):
+    for op in (*FORMATS, "attention", "caches", "grouped"):
         for title, many in (("one token", False), ("many tokens", True)):
             if chosen := [row for row in found if row["op"] == op and (row.get("tokens", 1) > 1) == many]:
                 parts.append(f"{op}, {title}\n\n{row_table(chosen, COLUMNS)}")
@@ -303,7 +333,7 @@ def tables(about: Row, found: Sequence[Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=(*FORMATS, "attention", "caches"))
+    parser.add_argument("--only", choices=(*FORMATS, "attention", "caches", "grouped"))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="(default: 1 2)")
     parser.add_argument("--isa", help="the instruction set of our kernels (default: the best of this CPU)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too, as one JSON document")

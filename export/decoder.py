@@ -161,6 +161,7 @@ class DecoderGraph(Graph):
         num_heads: int,
         num_kv_heads: int,
         scale: float,
+        noise_ratio: int = 1,
         wide_value: int = 0,
         norm_eps: float = 0.0,
     ) -> tuple[ir.Value, Cache]:
@@ -182,11 +183,11 @@ class DecoderGraph(Graph):
                 scale=scale,
             )
             return out, {"key": present_key, "value": present_value}
-        signature = operator(self.scheme, 1 if lambda_ is None else 2)
+        signature = operator(self.scheme, 1 if lambda_ is None else 2, noise_ratio)
         if self._signature not in (None, signature):  # a model's nodes of one name share a body
             raise DiffbitError(
-                "its layers need DiffAttention both of one and of two branches, which an artifact cannot hold; leave "
-                "the KV cache float"
+                "its layers need DiffAttention both of one and of two branches, or of several noise ratios, which an "
+                "artifact cannot hold; leave the KV cache float, or give all layers one ratio"
             )
         self._signature = signature
         values = {

@@ -84,6 +84,7 @@ class Graph(Protocol):
         num_heads: int,
         num_kv_heads: int,
         scale: float,
+        noise_ratio: int = 1,
         wide_value: int = 0,
         norm_eps: float = 0.0,
     ) -> tuple[ir.Value, Cache]:

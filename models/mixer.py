@@ -290,12 +290,12 @@ class Attention(Mixer):
         return None
 
     def queries(self, x: Tensor) -> Tensor:
-        """Query sub-heads, those of a pair side by side, [B, S, softmaxes, d], not yet rotated."""
+        """Query sub-heads, [B, S, branches * num_heads, d], those of a pair side by side, not yet rotated."""
         found: Tensor = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
         return found
 
     def onnx_queries(self, g: Graph, x: ir.Value) -> ir.Value:
-        """`queries` as ONNX nodes: [B, S, softmaxes * d]."""
+        """The same as ONNX nodes in the order of q_proj's rows, [B, S, query_rows]."""
         return self._onnx_normed(g, g.linear(x, self.q_proj, "q_proj"), self.q_norm, "q_norm")
 
     def _onnx_normed(self, g: Graph, heads: ir.Value, norm: nn.Module, name: str) -> ir.Value:
@@ -306,7 +306,7 @@ class Attention(Mixer):
         return g.op("Reshape", [each, g.const([0, 0, -1])])
 
     def projected(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [B, S, softmaxes, d] and key [B, S, Hk, d], rotated, and value [B, S, Hk, d]."""
+        """Query [B, S, branches * num_heads, d] and key [B, S, Hk, d], rotated, and value [B, S, Hk, d]."""
         query = apply_rope(self.queries(x), rope)
         key = apply_rope(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))), rope)
         return query, key, self.v_proj(x).unflatten(-1, (-1, self.head_dim))

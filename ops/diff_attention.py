@@ -10,11 +10,14 @@ g = i // (H/KV), k_s and k_n are the key sub-heads 2g and 2g+1, and v is the val
 side, 2d wide. Version 2 (hf.co/blog/microsoft/diff-attn-v2; wide_value=0): Hk = KV, both branches of a pair share
 the key and the d-wide value of kv head g = i // (H/Hk), lambda is a number per token and head, and there is no norm.
 A plain Transformer (branches=1, wide_value=0): one query sub-head per head, o = A1 v, no lambda.
+Grouped (arXiv 2510.06949; noise_ratio=R): R neighbouring signal heads share one noise head, so A2 of pair i is that of
+noise head i // R. The query has H + H/R sub-heads, in groups of R signal heads and then their noise head; R = 1 is the
+order of pairs. R divides H/G, the pairs of a kv head.
 
 Not in the op: (1 - lambda_init), folded into the output projection, and the computation of lambda itself.
 
 Inputs; n = branches
-    query           T  [B, S, n*H*d]   sub-heads in adjacent pairs: 2i signal, 2i+1 noise; not yet rotated
+    query           T  [B, S, (H + H/R)*d], with n = 1 [B, S, H*d]    in pairs: 2i signal, 2i+1 noise; not yet rotated
     key, value      T  [B, S, Hk*d]
     lambda          float [H], or [B, S, H] (after the sigmoid); none where n = 1
     past_key/value  [B, Hk, C, ..]     the cache, below
@@ -67,8 +70,8 @@ by a row and a block of 32 keys (`kv_cache.block_scores`); the int32 dot product
 
 products with float16 keys are float32's own. query_bits 0: the float32 query meets float32 keys, code * scale (+ zero).
 
-Attributes: num_heads (H), num_kv_heads (Hk), branches, wide_value, scale, norm_eps, key_bits, value_bits, query_bits,
-window (read for 4 and 2 bits only), spec_version.
+Attributes: num_heads (H), num_kv_heads (Hk), branches, noise_ratio (R), wide_value, scale, norm_eps, key_bits,
+value_bits, query_bits, window (read for 4 and 2 bits only), spec_version.
 
 Integers (codes, packed bytes, dot products) and the scales and zero points of the cache are the same bits on every
 implementation, but for the sign of a zero; a number that is infinite or NaN makes its row or block NaN, with codes 0,
@@ -104,6 +107,7 @@ class Signature:
     value_bits: int = 16
     query_bits: int = 0
     branches: int = 2
+    noise_ratio: int = 1
 
     def __post_init__(self) -> None:
         for attribute in OP.attributes:
@@ -114,6 +118,8 @@ class Signature:
                 f"{OP.name}: query_bits is {self.query_bits} and key_bits 16, wanted keys of 8, 4 or 2 bits: integers "
                 "are multiplied by integers"
             )
+        if self.branches == 1 and self.noise_ratio > 1:
+            raise DiffbitError(f"{OP.name}: noise_ratio is {self.noise_ratio} and branches 1, wanted 2 branches")
 
     def check_width(self, d: int) -> None:
         """A DiffbitError where heads of this width cannot be cached."""
@@ -302,6 +308,15 @@ def _difference(
     return shares[0] - lam.view(batch, steps, groups, shared).permute(0, 2, 3, 1).unsqueeze(-1) * shares[1]
 
 
+def in_pairs(query: torch.Tensor, noise_ratio: int) -> torch.Tensor:
+    """Query sub-heads [..., H + H/R, d] in groups of R signal heads and their noise head -> [..., 2H, d] in pairs."""
+    import torch
+
+    groups = query.unflatten(-2, (-1, noise_ratio + 1))
+    signal, noise = groups[..., :-1, :], groups[..., -1:, :]
+    return torch.stack((signal, noise.expand_as(signal)), -2).flatten(-4, -2)
+
+
 def reference(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -325,6 +340,7 @@ def reference(
     scale: float,
     norm_eps: float,
     branches: int = 2,
+    noise_ratio: int = 1,
     key_bits: int = 16,
     value_bits: int = 16,
     query_bits: int = 0,
@@ -342,7 +358,7 @@ def reference(
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     batch, steps, _ = query.shape
     d = key.shape[-1] // num_kv_heads
-    Signature(key_bits, value_bits, query_bits, branches).check_width(d)
+    Signature(key_bits, value_bits, query_bits, branches, noise_ratio).check_width(d)
     width = 2 if wide_value else 1
     groups = num_kv_heads // width
     shared = num_heads // groups  # heads that read one kv head
@@ -360,8 +376,9 @@ def reference(
     rows = value.view(batch, steps, num_kv_heads, d).transpose(1, 2)
     values = append(rows, past_value, past_value_scale, past_value_recent, past_length, value_bits, window, 1)
 
-    q = query.to(torch.float32 if query_bits else dtype).view(batch, steps, branches * num_heads, d)
-    q = (rotate(q) * scale).to(dtype).view(batch, steps, groups, shared, branches, d)
+    q = query.to(torch.float32 if query_bits else dtype).view(batch, steps, -1, d)
+    q = (rotate(q) * scale).to(dtype)
+    q = (in_pairs(q, noise_ratio) if branches == 2 else q).view(batch, steps, groups, shared, branches, d)
     q = q.permute(0, 4, 2, 3, 1, 5)  # [B, n, G, r, S, d]
     causal = torch.arange(total) <= torch.arange(past_length, total)[:, None]
     visible = (causal & attention_mask.bool()[:, None, :])[:, None, None]  # [B, 1, 1, S, T]

@@ -61,7 +61,7 @@ class _DiffAttention(Body):
         self.d = self.size(key, 2) / self.Hk
         self.zero_f, self.one_f = self.number(0), self.number(1)
 
-        queries = self._rotate("query", self.H * self.n)
+        queries = self._in_pairs(self._rotate("query", self.rest))
         queries = self("Reshape", queries, self.dims(self.B, self.S, self.G, self.r, self.n, self.rest))
         queries = self("Transpose", queries, perm=[0, 2, 4, 3, 1, 5])
         queries = self("Reshape", queries, self.dims(self.B, self.G, self.n, self.rS, self.rest))
@@ -85,9 +85,18 @@ class _DiffAttention(Body):
         """RoPE of query or key: [B, S, heads, d]."""
         tables = (self("Gather", self.input(table), self.input("position_ids"), axis=0) for table in ("cos", "sin"))
         cos, sin = (self("Unsqueeze", table, self.ints(2)) for table in tables)
-        x = self("Reshape", self.cast(self.input(name), Type.FLOAT32), self.dims(self.B, self.S, heads, self.rest))
+        x = self("Reshape", self.cast(self.input(name), Type.FLOAT32), self.dims(self.B, self.S, heads, self.d))
         low, high = self.split(x, -1, 2)
         return self("Concat", low * cos - high * sin, high * cos + low * sin, axis=-1)
+
+    def _in_pairs(self, query: Value) -> Value:
+        """Every noise head as often as a signal head reads it: [B, S, H/R, R, n, d]."""
+        if (ratio := self.of.noise_ratio) == 1:
+            return query
+        groups = self("Reshape", query, self.dims(self.B, self.S, self.rest, self.ints(ratio + 1), self.d))
+        signal, noise = self.split(groups, 3, [self.ints(ratio), self.one])
+        noise = self("Expand", noise, self.ints(1, 1, 1, ratio, 1))
+        return self("Concat", *(self("Unsqueeze", part, self.ints(4)) for part in (signal, noise)), axis=4)
 
     def _visible(self) -> None:
         """One mask for all heads: [B, 1, S, T], causal in the cache's order and without padding."""

@@ -191,7 +191,7 @@ FLOATS = "FLOAT32, FLOAT16 or BFLOAT16"
 
 DIFF_ATTENTION = Op(
     "DiffAttention",
-    version=2,
+    version=3,
     inputs=(
         Tensor("query", T),
         Tensor("key", T),
@@ -222,6 +222,7 @@ DIFF_ATTENTION = Op(
         Integer("num_heads", 1, 1 << 16),
         Integer("num_kv_heads", 1, 1 << 16),
         Integer("branches", 1, 2, default=2),
+        Integer("noise_ratio", 1, 1 << 16, default=1),
         Integer("wide_value", 0, 1, default=0),
         Number("scale"),
         Number("norm_eps", default=0.0),
@@ -236,8 +237,8 @@ DIFF_ATTENTION = Op(
         integers=(
             *("batch", "steps", "past_length", "heads", "kv_heads", "d"),
             *("past_key_capacity", "past_value_capacity", "key_capacity", "value_capacity"),
-            *("positions", "branches", "wide_value", "lambda_per_token", "key_bits", "value_bits", "query_bits"),
-            *("window", "type", "key_type", "value_type"),
+            *("positions", "branches", "noise_ratio", "wide_value", "lambda_per_token"),
+            *("key_bits", "value_bits", "query_bits", "window", "type", "key_type", "value_type"),
         ),
         floats=("scale", "norm_eps"),
         notes={

@@ -31,13 +31,14 @@ def is_low_bit(scheme: AttentionScheme) -> bool:
     return scheme.key_format != "float" or scheme.value_format != "float"
 
 
-def operator(scheme: AttentionScheme, branches: int) -> Signature:
+def operator(scheme: AttentionScheme, branches: int, noise_ratio: int = 1) -> Signature:
     """The operator that computes it."""
     return Signature(
         key_bits=BITS[scheme.key_format],
         value_bits=BITS[scheme.value_format],
         query_bits=scheme.query_bits,
         branches=branches,
+        noise_ratio=noise_ratio,
     )
 
 

@@ -38,6 +38,12 @@ __host__ __device__ inline int64_t divide_up(int64_t a, int64_t b) { return (a +
 __host__ __device__ inline int64_t width(const Attention& a) { return 1 + a.wide_value; }
 __host__ __device__ inline int64_t groups(const Attention& a) { return a.kv_heads / width(a); }
 __host__ __device__ inline int64_t pairs(const Attention& a) { return a.heads / groups(a); }
+// Their queries come in groups of noise_ratio signal heads and the noise head that these share; with one branch there is no
+// noise.
+__host__ __device__ inline int64_t noises(const Attention& a) { return (a.branches - 1) * pairs(a) / a.noise_ratio; }
+__host__ __device__ inline int64_t query_head(int64_t branches, int64_t ratio, int64_t head, int64_t branch) {
+  return head / ratio * (ratio + branches - 1) + (branch ? ratio : head % ratio);
+}
 __host__ __device__ inline bool blockwise(const Attention& a) { return a.key_bits < 8 || a.value_bits < 8; }
 
 /// Keys or values: what is new, and the present.

@@ -129,7 +129,7 @@ Runs runs_of(const Attention& a, Part part) {
   cut.part = part;
   cut.past = a.past_length + part.first;
   cut.all = cut.past + part.steps;
-  cut.rows = a.branches * pairs(a) * part.steps;
+  cut.rows = (pairs(a) + noises(a)) * part.steps;
   cut.row_blocks = divide_up(cut.rows, ROWS);
   const auto add = [&](const Plan& plan, int64_t begin, int64_t end) {
     runs.run[runs.count] = run_of(a, cut, plan, begin, end);

@@ -10,8 +10,8 @@ constexpr int ROWS = 8;         // that a block takes: columns of a tensor core'
 constexpr int FAST_WARPS = 4;   // at most, of a block of the kernels on tensor cores
 constexpr float LOG2_E = 1.4426950408889634f;
 
-/// A part of a call, and how it is cut. Rows are the queries of a kv head in the order [branch, pair, step]. A split
-/// leaves of each row the shares' product with its values, sums [B, G, splits, rows, width d], and the maximum of its
+/// A part of a call, and how it is cut. Rows are the queries of a kv head in the order [pair, step], then those of
+/// the noise heads, [noise head, step]. A split leaves of each row the shares' product with its values, sums [B, G, splits, rows, width d], and the maximum of its
 /// logits (as powers of 2) and the sum of its shares, marks [B, G, splits, rows, 2].
 struct Cut {
   Part part;
@@ -34,15 +34,17 @@ struct Row {
   int64_t branch, pair, step;
 };
 __device__ __forceinline__ Row row_of(const Attention& a, const Part& part, int64_t row) {
-  return {row / (pairs(a) * part.steps), row / part.steps % pairs(a), row % part.steps};
+  const int64_t head = row / part.steps, noise = head - pairs(a);
+  return {noise >= 0, noise >= 0 ? noise * a.noise_ratio : head, row % part.steps};
 }
 
 /// Channels i and i + d / 2 of a row's query, rotated and scaled, every step rounded.
 __device__ __forceinline__ float2 query_at(const Attention& a, const Part& part, int64_t b, int64_t g, int64_t row,
                                            int64_t i) {
   const Row r = row_of(a, part, row);
-  const int64_t s = part.first + r.step, sub_head = a.branches * (g * pairs(a) + r.pair) + r.branch;
-  const float2 x = rotated(a, b, s, a.query, (b * a.steps + s) * a.branches * a.heads + sub_head, i);
+  const int64_t s = part.first + r.step, query_heads = groups(a) * (pairs(a) + noises(a));
+  const int64_t sub_head = query_head(a.branches, a.noise_ratio, g * pairs(a) + r.pair, r.branch);
+  const float2 x = rotated(a, b, s, a.query, (b * a.steps + s) * query_heads + sub_head, i);
   return make_float2(__fmul_rn(x.x, a.scale), __fmul_rn(x.y, a.scale));
 }
 

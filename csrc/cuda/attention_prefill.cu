@@ -48,7 +48,7 @@ struct Prefill {
   const uint32_t* seen;  // [B, words]: bit k % 32 of word k / 32 is 1 where the mask shows key k
   void* out;
   int64_t capacity_keys, capacity_values, rotations;  // rows of cos and sin
-  int steps, past, heads, kv_heads, shared, words, stages;  // `shared` heads read one kv head
+  int steps, past, heads, noise_ratio, kv_heads, shared, words, stages;  // `shared` heads read one kv head
   bool lambda_per_token;
   float scale, norm_eps;  // scale times log2(e)
 };
@@ -189,7 +189,9 @@ struct Warp {
         const int64_t token = b * a.steps + (there ? row(m, half) : 0), wanted = a.positions[token];
         const bool known = wanted >= 0 && wanted < a.rotations;
         const int64_t position = known ? wanted : 0;
-        const auto* x = static_cast<const T*>(a.query) + ((token * a.heads + head) * BRANCHES + branch) * D;
+        const int64_t query_heads = a.heads + (BRANCHES - 1) * (a.heads / a.noise_ratio);
+        const int64_t sub_head = query_head(BRANCHES, a.noise_ratio, head, branch);
+        const auto* x = static_cast<const T*>(a.query) + (token * query_heads + sub_head) * D;
         const float *cos = a.cos + position * (D / 2), *sin = a.sin + position * (D / 2);
 #pragma unroll
         for (int k = 0; k < D / 32; ++k)
@@ -556,6 +558,7 @@ const char* prefill(const Attention& a, void* workspace, cudaStream_t stream) {
   p.out = a.out;
   p.capacity_keys = a.key_capacity, p.capacity_values = a.value_capacity, p.rotations = a.positions;
   p.steps = static_cast<int>(a.steps), p.past = static_cast<int>(a.past_length);
+  p.noise_ratio = static_cast<int>(a.noise_ratio);
   p.heads = static_cast<int>(a.heads), p.kv_heads = static_cast<int>(a.kv_heads), p.shared = static_cast<int>(pairs(a));
   p.words = static_cast<int>(divide_up(all_tokens, KEYS));
   p.lambda_per_token = a.lambda_per_token != 0;

@@ -21,7 +21,8 @@ __global__ void __launch_bounds__(MERGE_THREADS) merge(const Attention a, const 
 #pragma unroll
   for (int branch = 0; branch < 2; ++branch) {
     if (branch == a.branches) break;
-    rows[branch] = first + (branch * pairs(a) + head % pairs(a)) * cut.part.steps + step;
+    const int64_t pair = head % pairs(a);
+    rows[branch] = first + (branch ? pairs(a) + pair / a.noise_ratio : pair) * cut.part.steps + step;
     float most = -infinity(), sum = 0;
     for (int64_t split = lane; split < cut.splits; split += 32)
       most = fmaxf(most, cut.marks[2 * (rows[branch] + split * cut.rows)]);

@@ -31,7 +31,7 @@ void DiffAttention::compute(Context& context) const {
   op.past_key_capacity = of.keys.past_capacity, op.past_value_capacity = of.values.past_capacity;
   op.key_capacity = of.keys.capacity, op.value_capacity = of.values.capacity;
   op.positions = of.cos.shape[0];
-  op.branches = branches, op.wide_value = width - 1, op.lambda_per_token = of.lambda.rank == 3;
+  op.branches = branches, op.noise_ratio = noise_ratio, op.wide_value = width - 1, op.lambda_per_token = of.lambda.rank == 3;
   op.key_bits = key_bits, op.value_bits = value_bits, op.query_bits = query_bits, op.window = window;
   op.type = of.query.type, op.key_type = of.keys.past.type, op.value_type = of.values.past.type;
   op.scale = scale, op.norm_eps = norm_eps;

@@ -107,6 +107,7 @@ AttentionNode::AttentionNode(const Node& node)
       kv_heads(node.integer(NUM_KV_HEADS)),
       width(1 + node.integer(WIDE_VALUE)),
       branches(node.integer(BRANCHES)),
+      noise_ratio(node.integer(NOISE_RATIO)),
       window(node.integer(WINDOW)),
       key_bits(static_cast<int>(node.integer(KEY_BITS))),
       value_bits(static_cast<int>(node.integer(VALUE_BITS))),
@@ -121,6 +122,12 @@ AttentionNode::AttentionNode(const Node& node)
     throw Error("DiffAttention: num_heads is %lld, wanted a multiple of the %lld kv heads of num_kv_heads %lld%s",
                 number(heads), number(kv_heads / width), number(kv_heads),
                 width == 2 ? ", which must be even with wide_value" : "");
+  const int64_t pairs = heads / (kv_heads / width);
+  if (branches == 1 && noise_ratio > 1)
+    throw Error("DiffAttention: noise_ratio is %lld, wanted 1 where branches is 1", number(noise_ratio));
+  if (pairs % noise_ratio)
+    throw Error("DiffAttention: noise_ratio is %lld, wanted a divisor of %lld, the pairs of a kv head",
+                number(noise_ratio), number(pairs));
 }
 
 AttentionTensors AttentionNode::tensors(Context& context) const {
@@ -135,7 +142,7 @@ AttentionTensors AttentionNode::tensors(Context& context) const {
   if (d < 2 || d % 2 || d > ATTENTION_MOST_D || key.shape[2] % kv_heads)
     throw Error("%s is %s, wanted %lld sub-heads of an even number of at most %lld numbers", key.name,
                 key.shape_text().c_str(), number(kv_heads), number(ATTENTION_MOST_D));
-  query.expect({batch, length, branches * heads * d});
+  query.expect({batch, length, query_heads() * d});
   value.expect({batch, length, kv_heads * d});
   of.keys = past_of(context, KEYS, true, key, key_bits, kv_heads, d, window);
   of.values = past_of(context, VALUES, false, value, value_bits, kv_heads, d, window);

@@ -35,8 +35,10 @@ struct AttentionNode : schema::DiffAttention {
   /// Of these only past_length is read: the others may lie where this code cannot look.
   AttentionTensors tensors(Context& context) const;
 
+  int64_t query_heads() const { return heads + (branches - 1) * (heads / noise_ratio); }
+
   int64_t heads, kv_heads, width;  // width: sub-heads of a value, 2 or 1
-  int64_t branches, window;
+  int64_t branches, noise_ratio, window;
   int key_bits, value_bits, query_bits;
   float scale, norm_eps;
 };

@@ -7,6 +7,9 @@
 
 The head norm has no weight and runs in float32, and so does lambda: rounding each exp() to bfloat16 costs up to 9e-3
 in lambda. Rows of q_proj and k_proj lie in adjacent pairs (signal, noise).
+
+Grouped (arXiv 2510.06949): noise_ratio = R neighbouring heads share one noise head, A2 of head i is that of noise head
+i // R. Rows of q_proj lie in groups of R signal heads and then their noise head: H + H/R sub-heads.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import DiffbitError
-from ..checks import check_positive
+from ...ops.diff_attention import in_pairs
+from ..checks import check_count, check_positive
 from ..graph import Cache, Graph
 from ..mixer import AttentionOptions, Differential, Operations, Place, Symmetries
 
@@ -31,16 +35,18 @@ LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 
 def lambda_init(layer_index: int) -> float:
-    """0.2 in layer 0, growing towards 0.8."""
+    """0.2 in layer 0, growing towards 0.8; Motif counts layers from -1."""
     return 0.8 - 0.6 * math.exp(-0.3 * layer_index)
 
 
 @dataclass(frozen=True)
 class Options(AttentionOptions):
-    """norm_eps: of the head norm. lambda_init: the number itself; None: the one of the layer's index, as above."""
+    """norm_eps: of the head norm. lambda_init: the number itself; None: the one of the layer's index, as above.
+    noise_ratio: signal heads to a noise head."""
 
     norm_eps: float = 1e-5
     lambda_init: float | None = None
+    noise_ratio: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,6 +54,12 @@ class Options(AttentionOptions):
         init = self.lambda_init
         if init is not None and (not isinstance(init, int | float) or not -1 < init < 1):
             raise DiffbitError(f"lambda_init is {init!r}, wanted a number between -1 and 1, or null")
+        check_count("noise_ratio", self.noise_ratio)
+        shared = self.num_heads // self.num_kv_heads
+        if shared % self.noise_ratio:
+            raise DiffbitError(
+                f"noise_ratio is {self.noise_ratio}, wanted a divisor of {shared}, the heads that share keys and values"
+            )
 
     def module(self, place: Place) -> DiffV1:
         return DiffV1(self, place)
@@ -55,8 +67,9 @@ class Options(AttentionOptions):
     def symmetries(self) -> Symmetries:
         """Rotations of the 2d-wide value pass through the difference and through the head norm, which has no weight;
         scales do not."""
-        shared = self.num_heads // self.num_kv_heads
-        key_of = tuple(2 * (head // shared) + branch for head in range(self.num_heads) for branch in (0, 1))
+        shared, group = self.num_heads // self.num_kv_heads, (0,) * self.noise_ratio + (1,)
+        signals = range(0, self.num_heads, self.noise_ratio)
+        key_of = tuple(2 * (signal // shared) + branch for signal in signals for branch in group)
         return Symmetries(value_width=2 * self.head_dim, key_of=key_of)
 
     @property
@@ -65,12 +78,20 @@ class Options(AttentionOptions):
 
     @property
     def softmaxes(self) -> int:
-        return 2 * self.num_heads
+        return self.num_heads + self.num_heads // self.noise_ratio
+
+    @property
+    def width(self) -> int:
+        return 2 * self.num_heads * self.head_dim
 
     def operations(self, context: int, low_bit: bool) -> Operations:
         """The difference is of the weights, then one product with the values; the norm of 2d numbers a head."""
         found = super().operations(context, low_bit)
-        return replace(found, other=found.other + self.num_heads * (context + 4 * self.head_dim))
+        other = found.other + self.num_heads * (context + 4 * self.head_dim)
+        return replace(found, matrix=self.width * context, other=other)
+
+    def joint_rows(self) -> dict[str, int]:
+        return super().joint_rows() | {"q_proj": (self.noise_ratio + 1) * self.head_dim}
 
     @staticmethod
     def equal_heads(pairs: int) -> tuple[int, int]:
@@ -90,9 +111,13 @@ class DiffV1(Differential):
             if not vector.is_meta:  # as in Decoder: nothing random on the meta device
                 vector.normal_(0, 0.1)
             self.register_parameter(name, nn.Parameter(vector))
-        self.norm_eps = options.norm_eps
+        self.norm_eps, self.noise_ratio = options.norm_eps, options.noise_ratio
         self.lambda_init = lambda_init(place.index) if options.lambda_init is None else options.lambda_init
         self.out_scale = 1.0 - self.lambda_init
+
+    def queries(self, x: Tensor) -> Tensor:
+        found = super().queries(x)
+        return found if self.noise_ratio == 1 else in_pairs(found, self.noise_ratio)
 
     def by_branch(self, key: Tensor, value: Tensor) -> tuple[list[Tensor], Tensor]:
         return [key[:, 0::2], key[:, 1::2]], torch.cat((value[:, 0::2], value[:, 1::2]), dim=-1)
@@ -126,6 +151,7 @@ class DiffV1(Differential):
             past,
             num_heads=self.num_heads,
             num_kv_heads=2 * self.num_kv_heads,
+            noise_ratio=self.noise_ratio,
             wide_value=1,
             scale=self.scale,
             norm_eps=self.norm_eps,

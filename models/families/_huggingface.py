@@ -22,7 +22,7 @@ from ..layers.rope import Dynamic, Linear, Llama3, RopeScaling, Yarn
 from ..mixer import AttentionOptions
 
 WINDOW = 4096  # tokens of attention's sliding window, where a config.json does not say
-ACTS = {"silu": "swiglu", "relu2": "relu2"}  # hidden_act: the MLP's name
+ACTS = {"silu": "swiglu", "relu2": "relu2", "poly_norm": "polynorm"}  # hidden_act: the MLP's name
 ORIGINAL = {"original_max_position": "original_max_position_embeddings"}  # a field of RopeScalings there
 
 

@@ -176,6 +176,8 @@ def broken_attention() -> Iterator[Broken]:
         ("sin_short", r"sin is \[3, 4\], wanted \[12, 4\]", {"sin": x["sin"][:3]}),
         ("zero_branches", "branches is 0, wanted 1 to 2", {"branches": 0}),
         ("three_branches", "branches is 3, wanted 1 to 2", {"branches": 3}),
+        ("noise_of_some", "noise_ratio is 3, wanted a divisor of 2", {"noise_ratio": 3}),
+        ("noise_of_one_branch", "noise_ratio is 2, wanted 1 where", {"noise_ratio": 2, "branches": 1, "wide_value": 0}),
         ("one_branch_wide", "wide_value is 1, wanted 0 where branches is 1", {"branches": 1}),
         ("no_lambda", "lambda is missing, wanted exactly where branches is 2", {"lambda": None}),
         ("key_bits_3", "key_bits is 3, wanted 16, 8, 4 or 2", {"key_bits": 3}),

@@ -66,6 +66,7 @@ def hadamards(draw: st.DrawFn) -> HadamardCase:
 @st.composite
 def attentions(draw: st.DrawFn) -> AttentionCase:
     branches, groups, pairs = draw(st.sampled_from((2, 2, 1))), draw(st.integers(1, 2)), draw(st.integers(1, 9))
+    ratio = draw(st.sampled_from([n for n in (1, 2, 3, 4) if pairs % n == 0])) if branches == 2 else 1
     wide = branches == 2 and draw(st.booleans())
     key_bits, value_bits = (draw(st.sampled_from((16, 8, 4, 2))) for _ in range(2))
     any_d = 2 * draw(st.one_of(st.integers(1, 12), st.sampled_from((16, 20, 32, 40, 64))))
@@ -86,6 +87,7 @@ def attentions(draw: st.DrawFn) -> AttentionCase:
         dtype=draw(st.sampled_from(FLOATS)),
         cache=draw(st.sampled_from((None, *FLOATS))),
         branches=branches,
+        noise_ratio=ratio,
         key_bits=key_bits,
         value_bits=value_bits,
         query_bits=draw(st.sampled_from((0, 8, 4))) if key_bits < 16 else 0,

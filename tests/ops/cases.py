@@ -44,6 +44,7 @@ class AttentionCase:
     dtype: torch.dtype = torch.float32
     cache: torch.dtype | None = None  # of 16-bit keys and values; None: as dtype
     branches: int = 2
+    noise_ratio: int = 1
     key_bits: int = 16
     value_bits: int = 16
     query_bits: int = 0
@@ -59,7 +60,9 @@ class AttentionCase:
         return _quantized(tokens, self.window)
 
     def signature(self) -> diff_attention.Signature:
-        return diff_attention.Signature(self.key_bits, self.value_bits, self.query_bits, self.branches)
+        return diff_attention.Signature(
+            self.key_bits, self.value_bits, self.query_bits, self.branches, self.noise_ratio
+        )
 
     def held(self, present: str) -> int:
         """Slots of an output that hold tokens (or blocks of them, for scales of keys), along its third dimension."""
@@ -111,7 +114,8 @@ class AttentionCase:
             mask[0, -2:] = 0
         angles = torch.arange(self.total + 3)[:, None] * 0.7 ** torch.arange(self.d // 2)
         lam_shape = (self.batch, self.steps, self.heads) if self.token_lambda else (self.heads,)
-        query = normal(self.batch, self.steps, self.branches * self.heads * self.d) * 2
+        query_heads = self.heads + (self.branches - 1) * self.heads // self.noise_ratio
+        query = normal(self.batch, self.steps, query_heads * self.d) * 2
         key = normal(self.batch, self.steps, self.kv_heads * self.d) * 2
         value = normal(self.batch, self.steps, self.kv_heads * self.d)
         if self.key_bits < 16 and self.steps:
@@ -148,6 +152,7 @@ class AttentionCase:
             "num_heads": self.heads,
             "num_kv_heads": self.kv_heads,
             "branches": self.branches,
+            "noise_ratio": self.noise_ratio,
             "wide_value": int(self.wide_value),
             "scale": 1 / math.sqrt(self.d),
             "norm_eps": self.norm_eps,
@@ -161,6 +166,7 @@ class AttentionCase:
 
 _V1 = AttentionCase("v1_prefill")
 _V2 = replace(_V1, name="v2_prefill", kv_heads=1, wide_value=False, norm_eps=0.0, token_lambda=True)
+_GROUPED = replace(_V1, name="grouped", heads=8, kv_heads=4, noise_ratio=4)
 _SOFTMAX = replace(_V2, name="softmax", heads=4, kv_heads=2, d=32, branches=1, token_lambda=False)
 
 
@@ -230,6 +236,16 @@ ATTENTION_CASES = [
     _low("softmax_int8_decode", 8, 8, base=_SOFTMAX, steps=1, past=90, beyond=3, seed=45),
     _low("softmax_int4_chunk", 4, 4, base=_SOFTMAX, steps=40, past=70, seed=46),
     _low("softmax_int4_query8_decode", 4, 4, 8, base=_SOFTMAX, steps=1, past=101, beyond=0, d=64, seed=47),
+    # Noise heads that several signal heads share
+    replace(_GROUPED, name="grouped_prefill", steps=21, past=3, d=16, seed=110),
+    replace(_GROUPED, name="grouped_decode", steps=1, past=300, beyond=3, d=64, batch=2, padding="left", seed=111),
+    replace(_GROUPED, name="grouped_fp16", noise_ratio=2, kv_heads=2, steps=2, past=19, dtype=torch.float16, seed=112),
+    replace(_V2, name="grouped_v2", heads=6, kv_heads=2, noise_ratio=3, steps=3, past=9, batch=2, seed=113),
+    _low("grouped_int8_decode", 8, 8, base=_GROUPED, steps=1, past=70, beyond=1, d=128, seed=114),
+    _low("grouped_int8_query8", 8, 8, 8, base=_GROUPED, steps=1, past=300, d=64, seed=115),
+    _low("grouped_int4_decode", 4, 4, base=_GROUPED, steps=1, past=300, beyond=3, d=64, seed=116),
+    _low("grouped_int4_chunk", 4, 4, 4, base=_GROUPED, noise_ratio=2, steps=5, past=93, seed=117),
+    _low("grouped_int4_prefill", 4, 4, base=_GROUPED, steps=70, past=20, kv_heads=2, heads=4, seed=118),
     # Blocks: nothing quantized, a block, several; in one call and token by token; the buffers full, with room, growing
     _low("int4_unsettled", 4, 4, steps=5, past=3, beyond=0, seed=50),
     _low("int4_first_group", 4, 4, steps=1, past=63, seed=51),
@@ -319,6 +335,7 @@ CUDA_ATTENTION_CASES = [
     _low("int4_bf16_d128", 4, 4, steps=1, past=300, d=128, heads=4, kv_heads=4, dtype=_BF16, seed=145),
     _low("int4_bf16_window0", 4, 4, steps=5, past=92, d=64, window=0, dtype=_BF16, beyond=0, seed=146),
     _low("v2_int4_bf16_d128", 4, 4, base=_V2, steps=1, past=200, d=128, heads=4, kv_heads=2, dtype=_BF16, seed=147),
+    replace(_GROUPED, name="grouped_bf16_d128", steps=1, past=150, d=128, dtype=_BF16, beyond=3, seed=149),
     _low("softmax_int4_fp16", 4, 4, base=_SOFTMAX, steps=1, past=290, d=64, dtype=torch.float16, seed=148),
 ]
 
@@ -337,6 +354,7 @@ PREFILL_CASES = [
     replace(
         _V1, name="v1_d128_gqa2_right", steps=20, d=128, kv_heads=2, batch=2, dtype=_BF16, padding="right", seed=158
     ),
+    replace(_GROUPED, name="grouped_d64", steps=33, past=5, d=64, heads=4, kv_heads=2, dtype=_BF16, seed=119),
     replace(_V2, name="v2_d64", steps=70, past=1, d=64, heads=4, kv_heads=2, dtype=_FP16, seed=159),
     replace(_V2, name="v2_d64_left", steps=35, d=64, batch=2, dtype=_BF16, padding="left", seed=160),
     replace(_V2, name="v2_d128", steps=65, past=60, d=128, heads=3, dtype=_BF16, beyond=4, seed=161),

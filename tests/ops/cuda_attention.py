@@ -66,6 +66,7 @@ def run_cuda(device: Device, case: AttentionCase, x: Tensors, in_place: bool = F
         value_capacity=slots("present_value"),
         positions=there["cos"].shape[0],
         branches=case.branches,
+        noise_ratio=case.noise_ratio,
         wide_value=case.wide_value,
         lambda_per_token=case.token_lambda,
         key_bits=case.key_bits,

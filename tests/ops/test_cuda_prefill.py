@@ -11,6 +11,8 @@ import math
 import pytest
 import torch
 
+from diffbit.ops.diff_attention import in_pairs
+
 from .cases import PREFILL_CASES, AttentionCase
 from .cuda_attention import Tensors, run_cuda, same_bits
 from .cuda_run import Device, on_each_device
@@ -30,7 +32,8 @@ def composed(case: AttentionCase, x: Tensors, keys: torch.Tensor, values: torch.
     shared = case.heads // groups
     query, mask, positions = x["query"], x["attention_mask"], x["position_ids"]
     assert query is not None and mask is not None and positions is not None
-    q = query.float().view(case.batch, case.steps, n * case.heads, case.d)
+    q = query.float().view(case.batch, case.steps, -1, case.d)
+    q = q if n == 1 else in_pairs(q, case.noise_ratio)
     low, high = q.chunk(2, -1)
     cos, sin = (x[name][positions].unsqueeze(2) for name in ("cos", "sin"))  # type: ignore[index]
     q = torch.cat((low * cos - high * sin, high * cos + low * sin), -1).to(dtype)

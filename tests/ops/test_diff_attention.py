@@ -151,7 +151,8 @@ def by_the_book(case: AttentionCase) -> np.ndarray:
         group = pair // (case.heads // groups)
         seen = [t for t in range(case.past + s + 1) if x["attention_mask"][b, t]]
         for branch in range(case.branches):
-            head = case.branches * pair + branch
+            of_group = case.noise_ratio if branch else pair % case.noise_ratio
+            head = pair // case.noise_ratio * (case.noise_ratio + case.branches - 1) + of_group
             q = x["query"][b, s, head * d : (head + 1) * d].astype(np.float32 if case.query_bits else np.float64)
             q = rotated(x, q, int(x["position_ids"][b, s])) * q.dtype.type(1 / math.sqrt(d))
             key, codes = keys[b, 2 * group + branch if case.wide_value else group], {}
@@ -460,7 +461,7 @@ def test_bad_attributes_are_sentences() -> None:
         ({"wide_value": 2}, "attribute wide_value is 2, wanted 0 to 1"),
         ({"scale": None}, "has no float attribute scale"),
         ({"norm_eps": None}, "has no float attribute norm_eps"),
-        ({"spec_version": 3}, "spec_version is 3, this library computes 2"),
+        ({"spec_version": 2}, "spec_version is 2, this library computes 3"),
     ]:
         with pytest.raises(Exception, match=sentence):
             node_session(case, **changed)
@@ -529,6 +530,7 @@ def test_an_int8_cache_without_scales_is_an_error(dropped: str) -> None:
         ({"value_bits": 0}, "value_bits is 0, wanted 16, 8, 4 or 2"),
         ({"query_bits": 2, "key_bits": 2}, "query_bits is 2, wanted 0, 8 or 4"),
         ({"branches": 3}, "branches is 3, wanted 1 to 2"),
+        ({"noise_ratio": 2, "branches": 1}, "noise_ratio is 2 and branches 1"),
         ({"query_bits": 8}, "query_bits is 8 and key_bits 16, wanted keys of 8, 4 or 2 bits"),
     ],
 )

@@ -1,8 +1,9 @@
 // A call of DiffAttention: its shapes, its tensors, and what decode.cpp and prefill.cpp both do with them.
 //
-// Rows. The queries of one kv head g are rows in the order [branch, pair, token]; sub-head j of the keys serves the rows
-// j * rows_per_key .. (j + 1) * rows_per_key. After the difference the rows of the first branch hold A1 - lambda A2. With
-// one branch there is nothing to subtract.
+// Rows. The queries of one kv head g are rows: those of the signal heads in the order [pair, token], then those of the noise
+// heads, each of which `ratio` neighbouring pairs share. Sub-head j of the keys serves rows_of(j) of them, the signal rows
+// or the noise rows where it has two sub-heads. After the difference the signal rows hold A1 - lambda A2. With one branch
+// there are no noise rows and nothing to subtract.
 #pragma once
 
 #include "../ops.h"
@@ -25,7 +26,8 @@ struct Call {
 
   const AttentionKernels& kernels;
   const LowBitKernels& lowbit;
-  int64_t batch, heads, kv_heads, width, branches, groups, pairs, d;  // groups: of sub-heads, the kv heads
+  int64_t batch, heads, query_heads, kv_heads, width, branches, ratio, d;
+  int64_t groups, pairs, noises;  // groups: of sub-heads, the kv heads; pairs and noise heads of each
   int64_t window;
   int top;  // of the query's codes, 0: the query is not rounded
   float scale, norm_eps;
@@ -36,13 +38,12 @@ struct Call {
   // A part of a call: the new tokens first .. first + length of all_length, behind `past` tokens
   int64_t first, length, past;
   int64_t all_length, all_total;
-  // What follows from them: tokens in all; those quantized before the part and after it, 0 without blocks; rows of a
-  // branch; rows that one sub-head of the keys serves
-  int64_t total, before, after, rows, rows_per_key;
+  // What follows from them: tokens in all; those quantized before the part and after it, 0 without blocks; signal rows
+  int64_t total, before, after, rows;
   void set_part(int64_t first_, int64_t length_, int64_t past_);
 
   bool blockwise() const { return keys.blockwise() || values.blockwise(); }
-  int64_t all_rows() const { return branches * rows; }
+  int64_t all_rows() const { return rows + noises * length; }
   int64_t width_floats() const { return width * padded(d); }
   /// Sub-head j of kv head g, counted through the batch.
   int64_t head(int64_t b, int64_t g, int64_t j) const { return b * kv_heads + g * width + j; }
@@ -58,7 +59,7 @@ struct Call {
   /// d numbers of a tensor [B, S, any, d] as floats; `wide` holds them where they are not floats yet.
   const float* floats(const Tensor& tensor, int64_t index, float* wide) const;
   void rotate(const float* x, int64_t b, int64_t i, float by, float* y) const;
-  /// The queries of kv head g and the new tokens begin..end, rotated and scaled: q [branches, pairs, end - begin,
+  /// The queries of kv head g and the new tokens begin..end, rotated and scaled: q [pairs + noises, end - begin,
   /// padded(d)].
   void rotate_queries(int64_t b, int64_t g, int64_t begin, int64_t end, float* q) const;
   /// The head's output: the sum of `count` parts, `part_stride` floats apart, through the head norm.

@@ -38,24 +38,41 @@ struct Decode {
           cache->append_rows(call, b, sub_head, begin, end);
   }
 
+  /// work(keys, rows of q, q, s) for both sub-heads of the keys at once, or one after the other where they serve different
+  /// numbers of rows.
+  template <class Keys, class Work>
+  void each_key(const Keys& keys, const float* q, float* s, const Work& work) const {
+    if (call.width == 1) return work(keys, call.all_rows(), q, s);
+    if (call.ratio == 1) return work(keys, call.rows, q, s);
+    Keys signal = keys, noise = keys;
+    signal.count = noise.count = 1;
+    noise.take_second();
+    work(signal, call.rows, q, s);
+    work(noise, call.all_rows() - call.rows, q + call.rows * padded(call.d), s + call.rows * span);
+  }
+
   void scores(int64_t b, int64_t g, int64_t begin, int64_t end, const float* q, float* s) const {
     const Cache& keys = call.keys;
-    const int64_t d = call.d, rows = call.rows_per_key;
-    if (!keys.blockwise()) {
-      const CacheRows from = keys.rows(call, b, g, begin);
-      if (call.top)
-        call.lowbit.integer_row_scores(from, end - begin, d, q, rows, call.top, s, span);
-      else
-        call.kernels.scores[keys.type](from, end - begin, d, q, rows, s, span);
-      return;
-    }
-    const int64_t count = smaller(end, call.after) - begin;
-    const BlockRows from = keys.blocks(call, b, g, begin);
-    if (count > 0 && call.top) call.lowbit.integer_scores[keys.codes()](from, count, d, q, rows, call.top, s, span);
-    if (count > 0 && !call.top) call.lowbit.scores[keys.codes()](from, count, d, q, rows, s, span);
+    const auto rows_scores = [&](CacheType type, const CacheRows& from, int64_t n, float* to, int top) {
+      each_key(from, q, to, [&](const CacheRows& one, int64_t rows, const float* one_q, float* one_s) {
+        if (top)
+          call.lowbit.integer_row_scores(one, n, call.d, one_q, rows, top, one_s, span);
+        else
+          call.kernels.scores[type](one, n, call.d, one_q, rows, one_s, span);
+      });
+    };
+    if (!keys.blockwise()) return rows_scores(keys.type, keys.rows(call, b, g, begin), end - begin, s, call.top);
+    const int64_t n = smaller(end, call.after) - begin;
+    if (n > 0)
+      each_key(keys.blocks(call, b, g, begin), q, s,
+               [&](const BlockRows& one, int64_t rows, const float* one_q, float* one_s) {
+                 if (call.top)
+                   call.lowbit.integer_scores[keys.codes()](one, n, call.d, one_q, rows, call.top, one_s, span);
+                 else
+                   call.lowbit.scores[keys.codes()](one, n, call.d, one_q, rows, one_s, span);
+               });
     if (end == call.total)
-      call.kernels.scores[CACHE_FLOAT16](keys.recent_rows(call, b, g), call.total - call.after, d, q, rows,
-                                         s + (call.after - begin), span);
+      rows_scores(CACHE_FLOAT16, keys.recent_rows(call, b, g), call.total - call.after, s + (call.after - begin), 0);
   }
 
   void mix(int64_t b, int64_t g, int64_t begin, int64_t end, const float* p, float* mixed) const {
@@ -88,7 +105,7 @@ struct Decode {
     }
   }
 
-  void merge(int64_t b, int64_t g, float* maxima, const float* sums) const {
+  void merge(float* maxima, const float* sums) const {
     for (int64_t row = 0; row < call.all_rows(); ++row) {
       float *factors = maxima + row * chunks, largest = -std::numeric_limits<float>::infinity(), sum = 0;
       for (int64_t chunk = 0; chunk < chunks; ++chunk)
@@ -98,9 +115,7 @@ struct Decode {
         factors[chunk] = found == 0 ? 0 : std::exp(factors[chunk] - largest);  // 0: nothing visible in the chunk
         sum += found * factors[chunk];
       }
-      float share = sum == 0 ? 0 : 1 / sum;
-      if (row >= call.rows)
-        share *= call.lambda_of(b, row % call.length, g * call.pairs + (row - call.rows) / call.length);
+      const float share = sum == 0 ? 0 : 1 / sum;
       for (int64_t chunk = 0; chunk < chunks; ++chunk) factors[chunk] *= share;
     }
   }
@@ -108,10 +123,11 @@ struct Decode {
   void chunk_mix(int64_t b, int64_t g, int64_t chunk, float* s, const float* factors, float* mixed) const {
     const int64_t begin = chunk * CHUNK, end = chunk_end(chunk), rows = call.rows;
     for (int64_t row = 0; row < rows; ++row) {
+      const int64_t pair = row / call.length, i = row % call.length;
+      const int64_t noise = call.noises ? rows + pair / call.ratio * call.length + i : row;
+      const float by = call.noises ? factors[noise * chunks + chunk] * call.lambda_of(b, i, g * call.pairs + pair) : 0;
       float* signal = s + row * span;
-      const float* noise = call.branches == 2 ? signal + rows * span : signal;
-      call.kernels.combine(signal, factors[row * chunks + chunk], noise,
-                           call.branches == 2 ? factors[(rows + row) * chunks + chunk] : 0, end - begin, signal);
+      call.kernels.combine(signal, factors[row * chunks + chunk], s + noise * span, by, end - begin, signal);
     }
     mix(b, g, begin, end, s, mixed);
   }
@@ -137,7 +153,7 @@ void decode(const Call& call, Context& context) {
                     maxima + head * of_chunks, sums + head * of_chunks);
   };
   const auto factors = [&](int64_t head) {
-    on.merge(head / groups, head % groups, maxima + head * of_chunks, sums + head * of_chunks);
+    on.merge(maxima + head * of_chunks, sums + head * of_chunks);
   };
   const auto products = [&](int64_t task) {
     const int64_t head = task / chunks;

@@ -23,6 +23,7 @@ struct CacheRows {
   const void* rows[2];
   const float* scales[2];  // int8 only
   int64_t count;
+  void take_second() { rows[0] = rows[1], scales[0] = scales[1]; }
 };
 
 struct AttentionKernels {

@@ -17,6 +17,7 @@ struct BlockRows {
   const uint8_t* codes[2];
   const Half* scales[2];
   int64_t count;
+  void take_second() { codes[0] = codes[1], scales[0] = scales[1]; }
 };
 
 /// Of the codes of `bits` bits.

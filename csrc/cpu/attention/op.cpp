@@ -48,12 +48,15 @@ Call::Call(const DiffAttention& op, const AttentionTensors& of)
       lowbit(*op.lowbit),
       batch(of.batch),
       heads(op.heads),
+      query_heads(op.query_heads()),
       kv_heads(op.kv_heads),
       width(op.width),
       branches(op.branches),
+      ratio(op.noise_ratio),
+      d(of.d),
       groups(kv_heads / width),
       pairs(heads / groups),
-      d(of.d),
+      noises((branches - 1) * (pairs / ratio)),
       window(op.window),
       top(op.query_bits ? (1 << (op.query_bits - 1)) - 1 : 0),
       scale(op.scale),
@@ -79,7 +82,6 @@ void Call::set_part(int64_t first_, int64_t length_, int64_t past_) {
   before = blockwise() ? quantized_tokens(past, window) : 0;
   after = blockwise() ? quantized_tokens(total, window) : 0;
   rows = pairs * length;
-  rows_per_key = branches * rows / width;
 }
 
 const float* Call::floats(const Tensor& tensor, int64_t index, float* wide) const {
@@ -95,13 +97,14 @@ void Call::rotate(const float* x, int64_t b, int64_t i, float by, float* y) cons
 
 void Call::rotate_queries(int64_t b, int64_t g, int64_t begin, int64_t end, float* q) const {
   float wide[ATTENTION_MOST_D];
-  for (int64_t branch = 0; branch < branches; ++branch)
-    for (int64_t pair = 0; pair < pairs; ++pair)
-      for (int64_t i = begin; i < end; ++i, q += padded(d)) {
-        const int64_t sub_head = branches * (g * pairs + pair) + branch;
-        rotate(floats(query, token(b, i) * branches * heads + sub_head, wide), b, i, scale, q);
-        for (int64_t k = d; k < padded(d); ++k) q[k] = 0;
-      }
+  for (int64_t row = 0; row < pairs + noises; ++row) {
+    const int64_t noise = row - pairs, in_group = noise < 0 ? row % ratio : ratio;
+    const int64_t sub_head = g * (pairs + noises) + (noise < 0 ? row / ratio : noise) * (ratio + branches - 1) + in_group;
+    for (int64_t i = begin; i < end; ++i, q += padded(d)) {
+      rotate(floats(query, token(b, i) * query_heads + sub_head, wide), b, i, scale, q);
+      for (int64_t k = d; k < padded(d); ++k) q[k] = 0;
+    }
+  }
 }
 
 void Call::write(int64_t b, int64_t i, int64_t head_, const float* parts, int64_t count, int64_t part_stride) const {

@@ -160,33 +160,38 @@ struct Prefill {
   void shares(int64_t b, int64_t g, int64_t begin, int64_t end, float* s, int64_t stride) const {
     const int64_t length = end - begin, rows = call.pairs * length, seen = call.past + end;
     const bool hide = call.kernels.hides(call.mask_of(b), seen);
-    for (int64_t row = 0; row < rows; ++row) {
-      const int64_t i = begin + row % length, visible = call.past + i + 1;
-      float *signal = s + row * stride, *noise = signal + (call.branches - 1) * rows * stride, factors[2] = {};
-      for (int64_t branch = 0; branch < call.branches; ++branch) {
-        float* e = branch ? noise : signal;
+    for (int64_t at = 0; at < rows / call.ratio; ++at) {  // tokens of the noise heads, or of heads that have none
+      const int64_t i = begin + at % length, visible = call.past + i + 1, first = at / length * call.ratio;
+      const auto softmax = [&](float* e) {
         if (hide) call.kernels.hide(e, call.mask_of(b), visible);
         float sum;
         call.kernels.softmax(e, visible, &sum);
-        factors[branch] = sum == 0 ? 0 : 1 / sum;
+        return sum == 0 ? 0 : 1 / sum;
+      };
+      float* noise = s + (rows + at) * stride;
+      const float share = call.noises ? softmax(noise) : 0;
+      for (int64_t pair = first; pair < first + call.ratio; ++pair) {
+        float* signal = s + (pair * length + at % length) * stride;
+        const float by = softmax(signal), lambda = call.noises ? call.lambda_of(b, i, g * call.pairs + pair) : 0;
+        call.kernels.combine(signal, by, call.noises ? noise : signal, share * lambda, visible, signal);
+        for (int64_t t = visible; t < seen; ++t) signal[t] = 0;
       }
-      if (call.branches == 2) factors[1] *= call.lambda_of(b, i, g * call.pairs + row / length);
-      call.kernels.combine(signal, factors[0], noise, factors[1], visible, signal);
-      for (int64_t t = visible; t < seen; ++t) signal[t] = 0;
     }
   }
 
   /// The new tokens begin..end of kv head g.
   void block(int64_t b, int64_t g, int64_t slot, int64_t begin, int64_t end) const {
-    const int64_t length = end - begin, rows = call.pairs * length, per_key = call.branches * rows / call.width;
+    const int64_t length = end - begin, rows = call.pairs * length, all_rows = rows + call.noises * length;
     const int64_t seen = call.past + end, old = call.seen_quantized(begin);
     const int64_t stride = divide_up(seen, ATTENTION_KEYS) * ATTENTION_KEYS;
-    float* q = scratch<float>(QUERIES, call.branches * rows * padded(call.d));
-    float* s = scratch<float>(SCORES, call.branches * rows * stride);
+    float* q = scratch<float>(QUERIES, all_rows * padded(call.d));
+    float* s = scratch<float>(SCORES, all_rows * stride);
     float* mixed = scratch<float>(MIXED, rows * call.width_floats());
     call.rotate_queries(b, g, begin, end, q);
-    for (int64_t j = 0; j < call.width; ++j)
-      scores(b, g, slot, j, seen, old, q + j * per_key * padded(call.d), per_key, s + j * per_key * stride, stride);
+    for (int64_t j = 0, row = 0, count; j < call.width; ++j, row += count) {
+      count = call.width == 1 ? all_rows : j ? all_rows - rows : rows;
+      scores(b, g, slot, j, seen, old, q + row * padded(call.d), count, s + row * stride, stride);
+    }
     shares(b, g, begin, end, s, stride);
     std::memset(mixed, 0, static_cast<size_t>(rows * call.width_floats()) * sizeof *mixed);
     const bool blockwise = call.values.blockwise();

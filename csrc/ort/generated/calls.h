@@ -38,6 +38,7 @@ struct DiffbitAttention {
   int64_t value_capacity;
   int64_t positions;  // rows of cos and sin; a position beyond them makes its token NaN
   int64_t branches;
+  int64_t noise_ratio;
   int64_t wide_value;
   int64_t lambda_per_token;
   int64_t key_bits;
@@ -83,18 +84,19 @@ static_assert(offsetof(DiffbitAttention, key_capacity) == 232, "key_capacity");
 static_assert(offsetof(DiffbitAttention, value_capacity) == 240, "value_capacity");
 static_assert(offsetof(DiffbitAttention, positions) == 248, "positions");
 static_assert(offsetof(DiffbitAttention, branches) == 256, "branches");
-static_assert(offsetof(DiffbitAttention, wide_value) == 264, "wide_value");
-static_assert(offsetof(DiffbitAttention, lambda_per_token) == 272, "lambda_per_token");
-static_assert(offsetof(DiffbitAttention, key_bits) == 280, "key_bits");
-static_assert(offsetof(DiffbitAttention, value_bits) == 288, "value_bits");
-static_assert(offsetof(DiffbitAttention, query_bits) == 296, "query_bits");
-static_assert(offsetof(DiffbitAttention, window) == 304, "window");
-static_assert(offsetof(DiffbitAttention, type) == 312, "type");
-static_assert(offsetof(DiffbitAttention, key_type) == 320, "key_type");
-static_assert(offsetof(DiffbitAttention, value_type) == 328, "value_type");
-static_assert(offsetof(DiffbitAttention, scale) == 336, "scale");
-static_assert(offsetof(DiffbitAttention, norm_eps) == 340, "norm_eps");
-static_assert(sizeof(DiffbitAttention) == 344, "DiffbitAttention");
+static_assert(offsetof(DiffbitAttention, noise_ratio) == 264, "noise_ratio");
+static_assert(offsetof(DiffbitAttention, wide_value) == 272, "wide_value");
+static_assert(offsetof(DiffbitAttention, lambda_per_token) == 280, "lambda_per_token");
+static_assert(offsetof(DiffbitAttention, key_bits) == 288, "key_bits");
+static_assert(offsetof(DiffbitAttention, value_bits) == 296, "value_bits");
+static_assert(offsetof(DiffbitAttention, query_bits) == 304, "query_bits");
+static_assert(offsetof(DiffbitAttention, window) == 312, "window");
+static_assert(offsetof(DiffbitAttention, type) == 320, "type");
+static_assert(offsetof(DiffbitAttention, key_type) == 328, "key_type");
+static_assert(offsetof(DiffbitAttention, value_type) == 336, "value_type");
+static_assert(offsetof(DiffbitAttention, scale) == 344, "scale");
+static_assert(offsetof(DiffbitAttention, norm_eps) == 348, "norm_eps");
+static_assert(sizeof(DiffbitAttention) == 352, "DiffbitAttention");
 
 struct DiffbitGatherQuantized {
   const void* ids;  // [m]; one outside the table makes its row NaN

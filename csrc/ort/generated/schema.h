@@ -7,7 +7,7 @@ namespace diffbit::schema {
 
 struct DiffAttention {
   static constexpr const char* NAME = "DiffAttention";
-  static constexpr int64_t VERSION = 2;
+  static constexpr int64_t VERSION = 3;
   static constexpr Input QUERY{0, "DiffAttention: query"};
   static constexpr Input KEY{1, "DiffAttention: key"};
   static constexpr Input VALUE{2, "DiffAttention: value"};
@@ -33,6 +33,7 @@ struct DiffAttention {
   static constexpr Integer NUM_HEADS{"num_heads", 0, {1, 65536}};
   static constexpr Integer NUM_KV_HEADS{"num_kv_heads", 0, {1, 65536}};
   static constexpr Integer BRANCHES{"branches", 0, {1, 2}};
+  static constexpr Integer NOISE_RATIO{"noise_ratio", 0, {1, 65536}};
   static constexpr Integer WIDE_VALUE{"wide_value", 0, {0, 1}};
   static constexpr Number SCALE{"scale"};
   static constexpr Number NORM_EPS{"norm_eps"};
