@@ -2,6 +2,7 @@
 
 A source is one string:
 
+    mix                                       prose, languages, dialogues and code (mix.py), for calibration
     stdlib                                    the standard library of the running Python
     path/to/file-or-folder                    .txt .md .py (a document a file), .jsonl .parquet (a document a row)
     hf:NAME[:config][:split][:field]          a Hugging Face dataset: a hub name, or a local folder (also one
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..errors import DiffbitError, MissingDependency
+from .mix import Render, mix
 
 Split = Literal["train", "calib", "eval"]
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
@@ -64,12 +66,15 @@ class Corpus:
     counts: dict[str, int]  # documents, characters, bytes; empty: documents left out because they have no text
 
 
-def load_text(source: str, split: Split, *, field: str = "text", limit: int | None = None) -> Corpus:
+def load_text(
+    source: str, split: Split, *, field: str = "text", limit: int | None = None, render: Render | None = None
+) -> Corpus:
     """Read one split of a source (see the module's docstring for sources and splits).
 
     `field` is the key of a .jsonl row or the column of a .parquet file or dataset; a field inside an `hf:` source
-    precedes it. `limit` stops after that many UTF-8 bytes of the split and cuts the last document there. Raises
-    DiffbitError where the source cannot be read or decoded, has no such field, or leaves the split empty.
+    precedes it. `limit` stops after that many UTF-8 bytes of the split and cuts the last document there. `render`
+    makes text of the dialogues of `mix`, as the model's chat template does; default: mix.plain. Raises DiffbitError
+    where the source cannot be read or decoded, has no such field, or leaves the split empty.
     """
     if split not in get_args(Split):
         raise DiffbitError(f"split {split!r} is none of {', '.join(get_args(Split))}")
@@ -77,7 +82,8 @@ def load_text(source: str, split: Split, *, field: str = "text", limit: int | No
         raise DiffbitError(f"a limit of {limit} bytes leaves no text of {source}; pass 1 or more")
 
     roles = ROLES
-    if source == "stdlib":
+    keyed: Iterable[Keyed]
+    if source in ("stdlib", "mix"):
         keyed = _stdlib()
     elif source.startswith("hf:"):
         keyed, roles = _hugging_face(source, split, field, streaming=limit is not None)
@@ -87,7 +93,12 @@ def load_text(source: str, split: Split, *, field: str = "text", limit: int | No
     documents: list[str] = []
     digest = hashlib.sha256()
     size = empty = 0
-    for text in _of_split(keyed, split, roles):
+    texts = _of_split(keyed, split, roles)
+    if source == "mix":
+        if split == "train":
+            raise DiffbitError("mix is a text to calibrate and to evaluate on; train on another, such as stdlib")
+        texts = mix(split, texts, render)
+    for text in texts:
         if not text.strip():
             empty += 1
             continue
@@ -159,7 +170,7 @@ def _path(path: Path, field: str) -> Iterator[str]:
         files = [path]
     else:
         raise DiffbitError(
-            f"{path}: no such file or folder; a source is 'stdlib', a file, a folder, or hf:NAME for a dataset"
+            f"{path}: no such file or folder; a source is 'mix', 'stdlib', a file, a folder, or hf:NAME for a dataset"
         )
     readers = {".jsonl": _jsonl, ".parquet": _parquet}
     for file in files:

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import DiffbitError
+from .mix import Render
 from .sources import Split, load_text
 from .tokenizer import load_tokenizer
 
@@ -121,10 +122,11 @@ def eval_windows(
     keep_partial: bool = True,
     field: str = "text",
     limit: int | None = None,
+    render: Render | None = None,
 ) -> Windows:
     """Windows of one split of a source (`load_text`): for evaluation, or with split "calib" for calibration."""
     tokenizer = load_tokenizer(tokenizer_path)
-    corpus = load_text(source, split, field=field, limit=limit)
+    corpus = load_text(source, split, field=field, limit=limit, render=render)
     return windows(
         tokenizer.encode(corpus.documents),
         length,

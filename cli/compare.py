@@ -96,7 +96,7 @@ def compare(
     bits: Bits = "16,8,6,4,3,2,ternary",
     what: What = "weights,logits",
     method: Methods = "rtn",
-    calibrate: Calibrate = "stdlib",
+    calibrate: Calibrate = "mix",
     data: Data = "stdlib",
     field: Field = "text",
     max_windows: MaxWindows = 64,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from pkgutil import iter_modules
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -46,8 +47,8 @@ Data = Annotated[
     typer.Option(
         "--data",
         metavar="TEXT",
-        help="Text: stdlib (the Python standard library), a file, a folder, or a Hugging Face dataset as "
-        "hf:NAME[:CONFIG][:SPLIT][:FIELD].",
+        help="Text: stdlib (the Python standard library), mix (prose, languages, dialogues, code), a file, a folder, "
+        "or a Hugging Face dataset as hf:NAME[:CONFIG][:SPLIT][:FIELD].",
     ),
 ]
 Field = Annotated[str, typer.Option("--field", help="Text field of .jsonl rows, text column of .parquet files.")]
@@ -84,7 +85,19 @@ def read_windows(
         length = min(context, 512)
     elif length > context:
         raise DiffbitError(f"--length is {length} tokens, but the context of {model} is {context}")
-    return eval_windows(data, model, length, max_windows, split=split, field=field)
+    render = chat_template(model) if data == "mix" else None
+    return eval_windows(data, model, length, max_windows, split=split, field=field, render=render)
+
+
+def chat_template(model: Path) -> Callable[[Any], str] | None:
+    """What renders a finished conversation in a model's own chat template; None: it has none."""
+    from ..runtime import ChatTemplate
+
+    try:
+        template = ChatTemplate.read(model)
+    except DiffbitError:
+        return None
+    return partial(template.render, add_generation_prompt=False)
 
 
 def torch_device(name: str) -> str:

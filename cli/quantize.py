@@ -141,7 +141,7 @@ Calibrate = Annotated[
     typer.Option(
         metavar="TEXT",
         help="Calibration text, as for --data of other commands; each layer's output error is measured on it, too. "
-        "Default: stdlib if the method or a target needs text, else none.",
+        "Default: mix if the method or a target needs text, else none.",
     ),
 ]
 CalibrationWindows = Annotated[
@@ -200,10 +200,10 @@ def quantize(
         raise DiffbitError("--candidates needs --target-bits or --target-size")
     scheme = _scheme(scheme_file, weights, embedding, head, override, activations, kv, qk, kv_window, mixed)
     if calibrate is None and (calibrated or mixed):
-        calibrate = "stdlib"
+        calibrate = "mix"
         remark(
-            f"{method if calibrated else 'the choice of formats'} is calibrated on stdlib, the Python standard "
-            "library; with --calibrate, pass text like that which the model is used for"
+            f"{method if calibrated else 'the choice of formats'} is calibrated on mix: prose, twelve languages, "
+            "dialogues and code; with --calibrate, pass text like that which the model is used for"
         )
     text = None
     if calibrate is not None:

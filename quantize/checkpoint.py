@@ -104,6 +104,9 @@ def quantize_checkpoint(
                 for name, tensor in tensors.items():
                     writer.add(name, tensor)
                 rows += its_rows
+    warnings = [format.warning() for format in formats.values()]
+    if tokens is not None and recipe.calibrated:
+        warnings.append(tokens.unlike())
     return Report(
         scheme=scheme,
         method=recipe.name,
@@ -111,7 +114,7 @@ def quantize_checkpoint(
         before=sizes(config, embedding=dtype),
         after=sizes(stored, scheme, embedding=dtype),
         calibration_tokens=tokens.count if tokens else 0,
-        warnings=tuple(dict.fromkeys(found for format in formats.values() if (found := format.warning()))),
+        warnings=tuple(dict.fromkeys(filter(None, warnings))),
     )
 
 

@@ -294,11 +294,11 @@ def test_a_method_that_calibrates_takes_a_text_and_says_so(
         main([str(argument) for argument in arguments])
     captured = capfd.readouterr()
     assert stopped.value.code == 0, captured.err
-    assert "gptq is calibrated on stdlib" in captured.err and "--calibrate" in captured.err
+    assert "gptq is calibrated on mix" in captured.err and "--calibrate" in captured.err
     assert "proxy loss" in captured.out
     entry = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
     assert entry["method"] == "gptq"
-    assert entry["calibration"]["source"] == "stdlib" and entry["calibration"]["tokens"] == 2 * 128
+    assert entry["calibration"]["source"] == "mix" and entry["calibration"]["tokens"] == 2 * 128
     report = json.loads((tmp_path / "q" / "quantization_report.json").read_text())
     layers = [row for row in report["weights"] if row["name"] != "model.embed_tokens"]
     assert report["method"] == "gptq" and all(row["proxy_loss"] > 0 for row in layers)
@@ -323,7 +323,7 @@ def test_a_target_chooses_formats_and_shows_the_error_of_each_layer(
     table = captured.out[captured.out.index("loss of each layer") :]
     assert table.count("_proj") == 12 and "o_proj" not in table
     assert "most sensitive layers: layers." in captured.err and "nats per token" in captured.err
-    assert "the choice of formats is calibrated on stdlib" in captured.err
+    assert "the choice of formats is calibrated on mix" in captured.err
     report = json.loads((folder / "quantization_report.json").read_text())
     mixed = report["mixed"]
     assert 3.5 < mixed["bits_per_weight"] <= 4 and mixed["measured"] > 0

@@ -26,7 +26,7 @@ CALIBRATED = True
 def quantize(weight: Tensor, format: Format, stats: Any) -> QTensor:
     """weight [N, K] of any float dtype, stats: CalibStats of the layer's input."""
     if stats is None:
-        raise DiffbitError("clip needs calibration tokens; name a text to take them from (--calibrate stdlib)")
+        raise DiffbitError("clip needs calibration tokens; name a text to take them from (--calibrate mix)")
     weight = weight.float()
     blocks = gram_blocks(stats.gram.to(weight.device), format)
 

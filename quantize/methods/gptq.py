@@ -49,7 +49,7 @@ PRECISE = 2048  # columns up to which the factorisation is done in fp64
 def quantize(weight: Tensor, format: Format, stats: Any) -> QTensor:
     """weight [N, K] of any float dtype, stats: CalibStats of the layer's input."""
     if stats is None:
-        raise DiffbitError("gptq needs calibration tokens; name a text to take them from (--calibrate stdlib)")
+        raise DiffbitError("gptq needs calibration tokens; name a text to take them from (--calibrate mix)")
     weight = weight.float()
     feedback = Feedback.of(stats.gram)
     scale, zero = scales.search(weight, format, feedback.cost)

@@ -54,7 +54,7 @@ DAMPING = 0.1  # of M, as GPTQ's of G; more, for M is an estimate
 
 def quantize_layer(layer: Layer) -> dict[str, QTensor]:
     if layer.tokens is None:
-        raise DiffbitError("joint needs calibration tokens; name a text to take them from (--calibrate stdlib)")
+        raise DiffbitError("joint needs calibration tokens; name a text to take them from (--calibrate mix)")
     layer.expect(len(layer.tokens.slices) * len(layer.formats))
     metrics = row_metrics(layer) if layer.is_layer else {}
 

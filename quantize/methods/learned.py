@@ -55,7 +55,7 @@ CHECK_WINDOWS = 16  # what it is looked at with
 def quantize_layer(layer: Layer) -> dict[str, QTensor]:
     """Round the weights in layer.formats together; layer.refitted gets better norms, biases and lambdas."""
     if layer.tokens is None:
-        raise DiffbitError("learned needs calibration tokens; name a text to take them from (--calibrate stdlib)")
+        raise DiffbitError("learned needs calibration tokens; name a text to take them from (--calibrate mix)")
     start: dict[str, QTensor] = {}
     layer.expect(STEPS)
     for stage in layer.stages():

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from diffbit import models
+from diffbit.calib_data import eval_windows
 from diffbit.errors import DiffbitError
 from diffbit.models import Checkpoint, Decoder, ModelConfig
 from diffbit.quantize import (
@@ -27,7 +29,8 @@ from diffbit.quantize import (
     recipe,
     rtn,
 )
-from diffbit.quantize.layer import FINAL_NORM, Layer
+from diffbit.quantize.layer import FINAL_NORM, Layer, Tokens
+from diffbit.quantize.layerwise import quantize_layers
 
 from ..configs import resized
 
@@ -291,3 +294,22 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(DiffbitError, match="'needs' needs calibration text"):
         apply(tied, INT4, "needs")
     assert [path.name for path in tmp_path.iterdir()] == ["float"]
+
+
+def test_text_unlike_that_of_the_training_is_told(trained: Any) -> None:
+    """A model of code calibrated on code, on its words in random order, and on few tokens of those."""
+    path = trained("diff_v1")
+    decoder, plain = models.load(path), recipe.parse_recipe("rtn")
+    code = torch.from_numpy(eval_windows("stdlib", path, 128, 16, split="calib").ids)
+    shuffled = code.flatten()[torch.randperm(code.numel(), generator=torch.Generator().manual_seed(0))].view_as(code)
+    found = []
+    for ids in (code, shuffled, shuffled[:4]):
+        tokens = Tokens(decoder.config, ids, exact=8)
+        for _ in quantize_layers(decoder.config, decoder.state_dict().__getitem__, Scheme(), plain, tokens):
+            pass
+        with torch.no_grad():
+            logits = decoder(tokens.exact.ids)[:, :-1].flatten(0, 1)
+        assert tokens.loss == pytest.approx(float(F.cross_entropy(logits, tokens.exact.ids[:, 1:].flatten())), rel=1e-4)
+        found.append(tokens.unlike())
+    assert found[0] is None and found[2] is None
+    assert found[1] is not None and "far from what the model was trained on" in found[1]

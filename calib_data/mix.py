@@ -1,0 +1,48 @@
+"""The text `mix`: what a chat model is used for, so that low bits are calibrated on it.
+
+    prose        English: speeches, a novel                             text/SPLIT/prose.jsonl
+    languages    one declaration in twelve languages                    text/SPLIT/languages.jsonl
+    dialogues    in the model's own chat template where it has one      text/SPLIT/dialogues.jsonl
+    code         beginnings of files of the standard library            the same split of the source `stdlib`
+
+Its splits are calib (0.2 MB) and eval (0.04 MB), from other works or other parts of them; there is no train. Where the
+texts come from, and their licences: text/README.md. The four parts are spread over each other evenly, so that any few
+windows see all of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+TEXT = Path(__file__).parent / "text"
+CODE_DOCUMENTS = {"calib": 20, "eval": 5}
+CODE_CHARACTERS = 3000  # of each
+
+Messages = list[dict[str, str]]  # each with "role" (user or assistant, in turns) and "content"
+Render = Callable[[Any], str]  # a conversation (Messages) -> its text
+
+
+def mix(split: str, code: Iterable[str], render: Render | None = None) -> Iterator[str]:
+    """The documents of a split; code: those of the same split of the standard library; render: a chat template."""
+    parts = [[_text(row, render or plain) for row in _rows(file)] for file in sorted((TEXT / split).glob("*.jsonl"))]
+    parts.append([text[:CODE_CHARACTERS] for text in islice(code, CODE_DOCUMENTS[split])])
+    places = [((at + 0.5) / len(part), text) for part in parts for at, text in enumerate(part)]
+    return (text for _, text in sorted(places, key=lambda place: place[0]))
+
+
+def plain(messages: Messages) -> str:
+    """A conversation as the text of a model without a chat template."""
+    return "\n\n".join(f"{message['role'].capitalize()}: {message['content']}" for message in messages)
+
+
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
+    return map(json.loads, file.read_text("utf-8").splitlines())
+
+
+def _text(row: dict[str, Any], render: Render) -> str:
+    text: str = row["text"] if "text" in row else render(row["messages"])
+    return text
