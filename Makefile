@@ -1,4 +1,5 @@
 # make demo        trains, quantizes, exports and runs two small models, and writes out/demo/report.html
+# make demo-smollm2   the same road for a published model, SmolLM2-135M-Instruct from a PyPI wheel (examples/smollm2.sh)
 # make test        lint, types and the quick tests: about 5 minutes on 2 cores
 # make test-all    all tests, as CI runs them
 # make build       compiles the native library again after a change in csrc/; the targets above do so by themselves. With an
@@ -21,10 +22,13 @@ BUILT := .venv/.built
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test test-all lint build arm64 bench-kernels models accuracy wheel clean
+.PHONY: demo demo-smollm2 test test-all lint build arm64 bench-kernels models accuracy wheel clean
 
 demo: $(BUILT)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh out/demo
+
+demo-smollm2: $(BUILT)
+	PATH="$(abspath $(BIN)):$$PATH" bash examples/smollm2.sh out/smollm2
 
 test: lint
 	$(BIN)/python -m pytest -n 2 -m "not slow"

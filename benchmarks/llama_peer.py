@@ -91,7 +91,9 @@ def logits(file: str, ids: str) -> None:
     """Every window from an empty cache."""
     llama = silent_llama()
     windows = np.load(ids)
-    model = llama.llama_model_load_from_file(file.encode(), llama.llama_model_default_params())
+    options = llama.llama_model_default_params()
+    options.use_extra_bufts = False  # AMX: some virtual machines announce it and forbid it
+    model = llama.llama_model_load_from_file(file.encode(), options)
     parameters = llama.llama_context_default_params()
     parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = windows.shape[1]
     parameters.n_threads = parameters.n_threads_batch = 1

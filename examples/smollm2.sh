@@ -51,9 +51,8 @@ step "verify" diffbit verify "$out/int4-gptq-onnx" --checkpoint "$out/int4-gptq"
 step "chat" diffbit chat "$out/int4-gptq-onnx" --max-tokens 64 <<<"Why is the sky blue?"
 
 # 5. What the bits cost, and what they bring.
-step "compare" diffbit compare "$model" --bits 16 -o "$out" --max-windows 16 --length 128 \
-    --quantized "$out/int8" --quantized "$out/int4-rtn" --quantized "$out/int4-gptq" --quantized "$out/int4-learned" \
-    --artifact "$out/int8-onnx" --artifact "$out/int4-gptq-onnx"
+step "compare" diffbit compare "$model" "$out/int8" "$out/int4-rtn" "$out/int4-gptq" "$out/int4-learned" --bits 16 \
+    -o "$out" --max-windows 16 --length 128 --artifact "$out/int8-onnx" --artifact "$out/int4-gptq-onnx"
 
 printf '\nSeconds per stage:\n'
 awk -F'\t' '{ seconds[$1] += $2; total += $2; if (!($1 in seen)) { seen[$1]; order[n++] = $1 } }

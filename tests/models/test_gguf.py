@@ -21,7 +21,9 @@ from diffbit.calib_data import load_tokenizer, train_tokenizer
 from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
 from diffbit.models import Checkpoint
+from diffbit.models.families import read_config
 from diffbit.models.families._gguf import NAMES
+from diffbit.models.families._huggingface import common_fields
 from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
 from diffbit.runtime import verify
 from diffbit.tokenizer_files import WORDS, tokenizer_files
@@ -70,7 +72,8 @@ def write(file: Path, type: TYPES = TYPES.F32, tied: bool = True, without: str =
     vocabulary = len(tokenizer.get("ggml.tokens", range(VOCABULARY)))
     metadata["vocab_size"] = vocabulary
     for key, value in {f"{architecture}.{key}": value for key, value in (metadata | changes).items()}.items():
-        kind = gguf.GGUFValueType.FLOAT32 if isinstance(value, float) else gguf.GGUFValueType.UINT32
+        kinds = {float: gguf.GGUFValueType.FLOAT32, int: gguf.GGUFValueType.UINT32, str: gguf.GGUFValueType.STRING}
+        kind = next(kinds[of] for of in kinds if isinstance(value, of))
         writer.add_key_value(key, value, kind)
     for key, value in tokenizer.items():
         of = gguf.GGUFValueType.get_type(value[0]) if isinstance(value, list) else None
@@ -158,6 +161,15 @@ def test_llama3_scaling_is_found_in_the_factors(tmp_path: Path) -> None:
         else:
             scaling = Checkpoint(scaled).config.rope_scaling
             assert scaling is not None and scaling == type(scaling)(32.0, 1.0, 4.0, 8192)
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_other_scalings(kind: str, tmp_path: Path) -> None:
+    scaling = {"rope.scaling.type": kind, "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16}
+    found = Checkpoint(write(tmp_path / "m.gguf", **scaling)).config
+    values = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 16}
+    fields = common_fields(found) | {"rope_theta": 500.0, "rope_scaling": values}
+    assert found.rope_scaling is not None and read_config(fields).rope_scaling == found.rope_scaling
 
 
 def copy_with(source: Path, out: Path, name: str, tensor: np.ndarray) -> None:
