@@ -26,6 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import DiffbitError
 from .artifact import MODEL, Artifact
+from .external import check_external
 from .native import cuda_architectures
 from .native import library as native_library
 from .providers import OrtValue, onnxruntime, open_session, out_of_memory
@@ -76,6 +77,7 @@ class Session:
         self.artifact = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
         self.artifact.check_files(hashes=False)
         self.device = device
+        check_external(self.artifact)
         self._model = self.artifact.file(MODEL)
         library = _library(device) if native else None
         self._session = open_session(self._model, device, threads, library)

@@ -2,6 +2,7 @@
 
     manifest     diffbit.json is readable and has its own hash
     file:NAME    a listed file has its size and SHA-256
+    external     all tensors of the model lie in the listed files
     logits       of the golden prompt, recomputed here: max |here - golden| / spread <= the manifest's tolerance, where
                  spread is the standard deviation of the golden row of logits
     greedy       the most likely next token is that of the golden row
@@ -18,6 +19,7 @@ import numpy as np
 
 from ..errors import DiffbitError
 from .artifact import Artifact
+from .external import check_external
 from .session import Session
 
 
@@ -69,6 +71,11 @@ def verify(path: str | Path, device: str = "cpu", threads: int | None = None, na
         checks.append(Check(f"file:{name}", name not in problems, problems.get(name, f"{entry.bytes} bytes")))
     if problems:
         return Verification(path, device, tuple(checks))
+    try:
+        check_external(artifact)
+    except DiffbitError as error:
+        return Verification(path, device, (*checks, Check("external", False, str(error))))
+    checks.append(Check("external", True, "all tensors lie in these files"))
 
     golden = artifact.golden
     session = Session(artifact, device, threads, native)

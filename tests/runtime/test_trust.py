@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
+import onnx
 import pytest
+from onnx import TensorProto, helper
 
 from diffbit.errors import DiffbitError
-from diffbit.runtime import Session, Tokenizer, generate
+from diffbit.runtime import Session, Tokenizer, generate, verify
+from diffbit.runtime.external import external_locations
 
-from .toy import follows, random_toy
+from .toy import follows, random_toy, seal
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,3 +81,109 @@ def test_two_threads_on_one_session(tmp_path: Path, in_place: bool) -> None:
     assert generate(session, tokenizer, "a", max_tokens=7, on_text=on_text).text == "bcdefgh"
     assert errors == ["another thread is using this session; open a session for each thread"] * 4
     assert generate(session, tokenizer, "a", max_tokens=7).text == "bcdefgh"
+
+
+def outside(location: str, *more: tuple[str, str]) -> TensorProto:
+    """A tensor of 4 floats in another file."""
+    tensor = TensorProto(name="w", dims=[4], data_type=TensorProto.FLOAT, data_location=TensorProto.EXTERNAL)
+    for key, value in (("location", location), *more):
+        tensor.external_data.add(key=key, value=value)
+    return tensor
+
+
+def changed_model(folder: Path, tensor: TensorProto, where: str) -> Path:
+    """The random toy whose graph also has `tensor`; every hash is right."""
+    random_toy().write(folder)
+    model = onnx.load(folder / "model.onnx")
+    if where == "initializer":
+        model.graph.initializer.append(tensor)
+    elif where == "constant":
+        model.graph.node.append(helper.make_node("Constant", [], ["w"], value=tensor))
+    elif where == "subgraph":
+        inner = helper.make_graph([helper.make_node("Identity", ["w"], ["y"])], "inner", [], [], [tensor])
+        model.graph.node.append(helper.make_node("If", ["c"], ["z"], then_branch=inner, else_branch=inner))
+    elif where == "function":
+        node = helper.make_node("Constant", [], ["y"], value=tensor)
+        model.functions.append(helper.make_function("x", "F", [], ["y"], [node], []))
+    else:
+        sparse = onnx.SparseTensorProto(values=tensor, dims=[4])
+        if where == "sparse":
+            model.graph.sparse_initializer.append(sparse)
+        else:
+            node = helper.make_node("Constant", [], ["w"])
+            node.attribute.append(helper.make_attribute("sparse_value", sparse))
+            model.graph.node.append(node)
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+    manifest = json.loads((folder / "diffbit.json").read_text())
+    seal(folder, {key: value for key, value in manifest.items() if key != "files"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("location", "where"),
+    [("../secret", place) for place in ("constant", "subgraph", "function", "sparse", "sparse_attribute")]
+    + [(name, "initializer") for name in ("../secret", "/etc/passwd", "unlisted", "*/_ORT_MEM_ADDR_/*", "s/../x", "")],
+)
+def test_tensors_in_files_that_are_not_listed(location: str, where: str, tmp_path: Path) -> None:
+    folder = changed_model(tmp_path / "a", outside(location, ("length", "16")), where)
+    for path in (tmp_path / "secret", folder / "unlisted"):
+        path.write_bytes(bytes(16))
+    message = f"model.onnx: takes tensors from {location!r}, which diffbit.json does not list"
+    with pytest.raises(DiffbitError) as caught:
+        Session(folder, threads=1)
+    assert message in str(caught.value)
+    (failure,) = verify(folder).failures
+    assert failure.name == "external" and message in failure.detail
+
+
+def test_a_location_twice_a_link_and_a_listed_file(tmp_path: Path) -> None:
+    folder = changed_model(tmp_path / "a", outside("data", ("location", "../x")), "initializer")
+    assert external_locations(folder / "model.onnx") == {"data", "../x"}  # ONNX Runtime takes one of them
+    folder = changed_model(tmp_path / "b", outside("data"), "initializer")
+    (folder / "data").write_bytes(bytes(16))
+    manifest = json.loads((folder / "diffbit.json").read_text())
+    seal(folder, {key: value for key, value in manifest.items() if key != "files"})
+    assert verify(folder).passed
+    (folder / "data").unlink()
+    (folder / "data").symlink_to(tmp_path / "b" / ".." / "secret")
+    (tmp_path / "secret").write_bytes(bytes(16))
+    with pytest.raises(DiffbitError, match="leads out of the artifact folder"):
+        Session(folder, threads=1)
+
+
+def test_a_value_twice_in_an_entry(tmp_path: Path) -> None:
+    """Protocol Buffers keep the last value of a field, whatever a reader stops at."""
+    good, evil = b"\x0a\x08location", b"\x12\x04../x"
+    entry = good + b"\x12\x04data" + evil
+    tensor = b"\x6a" + bytes([len(entry)]) + entry + b"\x70\x01"
+    graph = b"\x2a" + bytes([len(tensor)]) + tensor
+    (tmp_path / "m").write_bytes(b"\x3a" + bytes([len(graph)]) + graph)
+    assert external_locations(tmp_path / "m") == {"data", "../x"}
+    assert (
+        onnx.load_model(tmp_path / "m", load_external_data=False).graph.initializer[0].external_data[0].value == "../x"
+    )
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00", b"\x3a", b"\x3a\x7f", b"\x3b\x00", b"\xff" * 20, b"ORTM" * 9])
+def test_what_is_no_model(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "m").write_bytes(data + b"location")
+    if data == b"\x00":  # field 0 is passed over here and refused by ONNX Runtime
+        data += b"\x00"
+    with pytest.raises(DiffbitError, match="is not an ONNX model that can be read") as caught:
+        external_locations(tmp_path / "m")
+    assert "\n" not in str(caught.value)
+
+
+def test_graphs_without_end(tmp_path: Path) -> None:
+    tensor = outside("data").SerializeToString()
+    data = b"\x2a" + bytes([len(tensor)]) + tensor
+    for _ in range(200):  # a graph in an attribute in a node in a graph
+        for field in (6, 5, 1):
+            data = bytes([field << 3 | 2]) + _size(len(data)) + data
+    (tmp_path / "m").write_bytes(b"\x3a" + _size(len(data)) + data)
+    with pytest.raises(DiffbitError, match="more than 64 deep"):
+        external_locations(tmp_path / "m")
+
+
+def _size(number: int) -> bytes:
+    return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + _size(number >> 7)
