@@ -17,7 +17,7 @@ from diffbit.errors import DiffbitError
 from diffbit.runtime import Session, Tokenizer, generate, verify
 from diffbit.runtime.external import external_locations
 
-from .toy import follows, random_toy, seal
+from .toy import byte_tokenizer, follows, random_toy, seal
 
 ROOT = Path(__file__).parents[2]
 
@@ -187,3 +187,70 @@ def test_graphs_without_end(tmp_path: Path) -> None:
 
 def _size(number: int) -> bytes:
     return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + _size(number >> 7)
+
+
+def tokenizer_with(**parts: object) -> dict[str, object]:
+    return json.loads(byte_tokenizer().to_str()) | parts
+
+
+SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
+DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+HOSTILE = {  # name: (tokenizer.json, what the error says when it is loaded or a text is encoded and decoded)
+    "a panic in a regular expression": (
+        tokenizer_with(pre_tokenizer=SPLIT | {"pattern": {"Regex": "(a|aa)+$c|(a*)*b"}}),
+        "fails to encode a text .*retry-limit",
+    ),
+    "a panic in a decoder": (
+        tokenizer_with(decoder={"type": "Strip", "content": "a", "start": 10**6, "stop": 10**6}),
+        "fails to decode tokens .*out of bounds",
+    ),
+    "a panic at load": (
+        tokenizer_with(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+        "is not a tokenizer.json",
+    ),
+    "no unknown token": (
+        tokenizer_with(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"}),
+        "fails to encode a text .*Missing",
+    ),
+    "texts that grow": (
+        tokenizer_with(normalizer={"type": "Sequence", "normalizers": [DOUBLING] * 40}),
+        "its normalizer may make a text 1e[+]12 times as long",
+    ),
+    "bytes of bytes": (
+        tokenizer_with(normalizer={"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 30}),
+        "its normalizer may make a text 1e[+]09 times as long",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_tokenizers(case: str, tmp_path: Path) -> None:
+    values, message = HOSTILE[case]
+    folder = random_toy().write(tmp_path / "a")
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(DiffbitError, match=message) as caught:  # the library's panics are BaseExceptions
+        tokenizer = Tokenizer(folder / "tokenizer.json")
+        tokenizer.decode(tokenizer.encode("a" * 200))
+    assert "\n" not in str(caught.value)
+    manifest = json.loads((folder / "diffbit.json").read_text())
+    seal(folder, {key: value for key, value in manifest.items() if key != "files"})
+    (failure,) = verify(folder, threads=1).failures
+    assert failure.name == "tokenizer" and "tokenizer.json" in failure.detail
+
+
+def test_a_tokenizer_that_ends_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffbit.runtime import verify as module
+
+    folder = random_toy().write(tmp_path / "a")
+    monkeypatch.setattr(
+        sys.modules[module.__module__], "python", lambda *_: [sys.executable, "-c", "import os; os.abort()"]
+    )
+    (failure,) = verify(folder, threads=1).failures
+    assert failure.name == "tokenizer" and "ended the process that tried it" in failure.detail
+
+
+def test_a_large_tokenizer(tmp_path: Path) -> None:
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(200 << 20)
+    with pytest.raises(DiffbitError, match="larger than 128 MiB"):
+        Tokenizer(tmp_path / "tokenizer.json")
