@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import numpy as np
 from ..errors import DiffbitError
 from .artifact import Artifact
 from .driver import Driver
+from .processes import python
 from .session import Session
 
 
@@ -64,14 +64,7 @@ def bench(
             f"{artifact.context_length}; ask for fewer"
         )
     request = json.dumps([str(path), prompt_tokens, new_tokens, repeats, threads, device, native])
-    search = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    done = subprocess.run(
-        [sys.executable, "-c", f"from {__name__} import _child; _child()"],
-        input=request,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": search},
-    )
+    done = subprocess.run(python(__name__, "_child"), input=request, capture_output=True, text=True)
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):

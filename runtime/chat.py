@@ -88,16 +88,17 @@ class Chat:
         ended it, the conversation is as before. Raises DiffbitError for a message that is longer than the context, or
         one that the template refuses.
         """
-        self._halted = False
-        before = [*self.turns, Message(role="user", content=text)]
-        turns, token_ids = self._fitting(before)
-        made = generate(
-            self.session, self.tokenizer, token_ids, max_tokens=self._max_tokens, sampler=self._sampler,
-            stop=self._stop, on_text=on_text, end_tokens=self._end_tokens, reuse=True,
-            interrupted=lambda: self._halted,
-        )  # fmt: skip
-        if made.token_ids:
-            self.turns = [*turns, Message(role="assistant", content=made.text)]
+        with self.session.exclusive():
+            self._halted = False
+            before = [*self.turns, Message(role="user", content=text)]
+            turns, token_ids = self._fitting(before)
+            made = generate(
+                self.session, self.tokenizer, token_ids, max_tokens=self._max_tokens, sampler=self._sampler,
+                stop=self._stop, on_text=on_text, end_tokens=self._end_tokens, reuse=True,
+                interrupted=lambda: self._halted,
+            )  # fmt: skip
+            if made.token_ids:
+                self.turns = [*turns, Message(role="assistant", content=made.text)]
         return Reply(**vars(made), dropped=len(before) - len(turns))
 
     def _fitting(self, turns: list[Message]) -> tuple[list[Message], list[int]]:

@@ -73,30 +73,31 @@ def generate(
     times: list[float] = []  # when each token was chosen
     reason: FinishReason | None = None
 
-    if not reuse:
-        session.reset()
-    cached = session.reuse(prompt_ids)
-    for begin in range(cached, len(prompt_ids), CHUNK):  # as prefill itself does, but it can be interrupted
-        if interrupted():
-            reason = "interrupted"
-            break
-        logits = session.prefill([prompt_ids[begin : begin + CHUNK]])
-    while reason is None:
-        token = choose(logits[0], token_ids)
-        times.append(time.perf_counter())
-        token_ids.append(token)
-        if token in end_tokens:
-            reason = "eos"
-        elif output.push(stream.push(token)):
-            reason = "stop"
-        elif len(times) == max_tokens:
-            reason = "length"
-        elif session.length == session.capacity:
-            reason = "context"
-        elif interrupted():
-            reason = "interrupted"
-        else:
-            logits = session.step([[token]])
+    with session.exclusive():
+        if not reuse:
+            session.reset()
+        cached = session.reuse(prompt_ids)
+        for begin in range(cached, len(prompt_ids), CHUNK):  # as prefill itself does, but it can be interrupted
+            if interrupted():
+                reason = "interrupted"
+                break
+            logits = session.prefill([prompt_ids[begin : begin + CHUNK]])
+        while reason is None:
+            token = choose(logits[0], token_ids)
+            times.append(time.perf_counter())
+            token_ids.append(token)
+            if token in end_tokens:
+                reason = "eos"
+            elif output.push(stream.push(token)):
+                reason = "stop"
+            elif len(times) == max_tokens:
+                reason = "length"
+            elif session.length == session.capacity:
+                reason = "context"
+            elif interrupted():
+                reason = "interrupted"
+            else:
+                logits = session.step([[token]])
     output.push(stream.finish(), last=True)  # an unfinished character may complete a stop string that holds U+FFFD
     return Generation(
         text=output.text,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
+import os
 import re
 import sys
 from pathlib import Path
@@ -71,7 +72,9 @@ class OrtSession(Protocol):
 
 
 def onnxruntime() -> ModuleType:
-    """The onnxruntime module. Raises a DiffbitError that says how to install it."""
+    """The onnxruntime module, with its telemetry off. Raises a DiffbitError that says how to install it."""
+    # It would write files under the user's cache and call Microsoft's servers; what the user has set stays
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     install = "pip install onnxruntime, or 'onnxruntime-gpu[cuda,cudnn]' for an NVIDIA GPU"
     try:
         import onnxruntime as ort

@@ -14,15 +14,19 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..errors import DiffbitError
 from .artifact import MODEL, Artifact
+from .external import check_external
 from .native import cuda_architectures
 from .native import library as native_library
 from .providers import OrtValue, onnxruntime, open_session, out_of_memory
@@ -39,8 +43,21 @@ LINE = 64  # bytes of a cache line
 TENSORS = {"float32": "tensor(float)"}  # as ONNX Runtime calls a type, where its name is another
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _exclusively(method: Callable[Concatenate[Session, P], R]) -> Callable[Concatenate[Session, P], R]:
+    @wraps(method)
+    def call(self: Session, *arguments: P.args, **options: P.kwargs) -> R:
+        with self.exclusive():
+            return method(self, *arguments, **options)
+
+    return call
+
+
 class Session:
-    """One model, one sequence (or one batch of them) at a time.
+    """One model, one sequence (or one batch of them) at a time, in one thread at a time.
 
         session = Session("out/model", device="cpu", threads=2)
         logits = session.prefill([prompt_ids])          # [1, V], after the prompt
@@ -60,6 +77,7 @@ class Session:
         self.artifact = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
         self.artifact.check_files(hashes=False)
         self.device = device
+        check_external(self.artifact)
         self._model = self.artifact.file(MODEL)
         library = _library(device) if native else None
         self._session = open_session(self._model, device, threads, library)
@@ -70,6 +88,7 @@ class Session:
         self._check_signature()
         self._binding = self._session.io_binding()
         self._binding.bind_output("logits", "cpu")  # the first of the outputs
+        self._lock = threading.RLock()
         self._batch = 0
         self._past: list[OrtValue] = []  # in the order of _buffers
         self._mask: Ids = np.zeros((0, 0), np.int64)  # [B, C]
@@ -87,10 +106,22 @@ class Session:
         """Cache positions in use; for a padded batch, those of its longest prompt and the decode steps since."""
         return self._length
 
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """For as long as the `with` lasts, calls from other threads raise a DiffbitError: a session is one text."""
+        if not self._lock.acquire(blocking=False):
+            raise DiffbitError("another thread is using this session; open a session for each thread")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    @_exclusively
     def reset(self) -> None:
         """Forget all tokens. In-place buffers are kept and overwritten."""
         self._length = 0
 
+    @_exclusively
     def reuse(self, token_ids: Sequence[int]) -> int:
         """Keep the cached tokens that the sequence `token_ids` begins with, and forget the others; how many are kept.
 
@@ -108,6 +139,7 @@ class Session:
             self._tokens = np.full(1, self._length, np.int64)
         return self._length
 
+    @_exclusively
     def prefill(
         self, token_ids: ArrayLike, attention_mask: ArrayLike | None = None, *, all_positions: bool = False
     ) -> Logits:
@@ -154,6 +186,7 @@ class Session:
             whole[row, order[row, :count]] = logits[row, :count]
         return whole
 
+    @_exclusively
     def step(self, token_ids: ArrayLike) -> Logits:
         """Append one token per row, [B, 1], and return the logits after it, [B, V]. Errors as of `prefill`."""
         ids = _integers(token_ids, "token_ids")

@@ -2,6 +2,8 @@
 
     manifest     diffbit.json is readable and has its own hash
     file:NAME    a listed file has its size and SHA-256
+    external     all tensors of the model lie in the listed files
+    tokenizer    encodes some texts, and decodes them and every token
     logits       of the golden prompt, recomputed here: max |here - golden| / spread <= the manifest's tolerance, where
                  spread is the standard deviation of the golden row of logits
     greedy       the most likely next token is that of the golden row
@@ -11,14 +13,23 @@ A model whose files have changed is not run.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ..errors import DiffbitError
-from .artifact import Artifact
+from .artifact import TOKENIZER, Artifact
+from .external import check_external
+from .processes import python
 from .session import Session
+from .tokenizer import Tokenizer
+
+TEXTS = ("Hello, world!", "naïve 日本語 🙂 \u0301", " \n\t\0", "a" * 2000, "")
+SECONDS = 60  # for the tokenizer
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,16 @@ def verify(path: str | Path, device: str = "cpu", threads: int | None = None, na
         checks.append(Check(f"file:{name}", name not in problems, problems.get(name, f"{entry.bytes} bytes")))
     if problems:
         return Verification(path, device, tuple(checks))
+    try:
+        check_external(artifact)
+    except DiffbitError as error:
+        return Verification(path, device, (*checks, Check("external", False, str(error))))
+    checks.append(Check("external", True, "all tensors lie in these files"))
+    if TOKENIZER in artifact.files:
+        problem = _tokenizer_problem(artifact)
+        checks.append(Check("tokenizer", problem is None, problem or "encodes and decodes"))
+        if problem:
+            return Verification(path, device, tuple(checks))
 
     golden = artifact.golden
     session = Session(artifact, device, threads, native)
@@ -87,3 +108,31 @@ def verify(path: str | Path, device: str = "cpu", threads: int | None = None, na
     detail = f"token {found}" if agrees else f"token {found} is most likely here, {wanted} where it was exported"
     checks.append(Check("greedy", agrees, detail))
     return Verification(path, device, tuple(checks), difference, golden.tolerance, session.native)
+
+
+def _tokenizer_problem(artifact: Artifact) -> str | None:
+    """What is wrong with the tokenizer, tried in a process of its own, which a hostile one may end."""
+    file = artifact.file(TOKENIZER)
+    request = json.dumps([str(file), artifact.vocab_size])
+    try:
+        done = subprocess.run(
+            python(__name__, "_try_tokenizer"), input=request, capture_output=True, text=True, timeout=SECONDS
+        )
+        return str(json.loads(done.stdout)["problem"] or "") or None
+    except subprocess.TimeoutExpired:
+        return f"{file}: took more than {SECONDS} seconds for a few texts"
+    except ValueError:
+        return f"{file}: ended the process that tried it (exit status {done.returncode}); restore the file"
+
+
+def _try_tokenizer() -> None:
+    path, vocab_size = json.load(sys.stdin)
+    problem = None
+    try:
+        tokenizer = Tokenizer(path)
+        for text in TEXTS:
+            tokenizer.decode(tokenizer.encode(text))
+        tokenizer.decode(range(vocab_size))
+    except DiffbitError as error:
+        problem = str(error)
+    print(json.dumps({"problem": problem}))

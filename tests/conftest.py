@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # tests that import onnxruntime themselves
 if not torch.cuda.is_available():  # Triton's kernels run on the CPU then; read when whoever it is first imports Triton
     os.environ["TRITON_INTERPRET"] = "1"
 

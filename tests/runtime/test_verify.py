@@ -30,7 +30,7 @@ def test_a_whole_artifact_passes(artifact: Path) -> None:
     result = verify(artifact, threads=1)
     assert result.passed
     assert [check.name for check in result.checks] == [
-        *("manifest", "file:model.onnx", "file:tokenizer.json", "logits", "greedy")
+        *("manifest", "file:model.onnx", "file:tokenizer.json", "external", "tokenizer", "logits", "greedy")
     ]
     assert result.logits_error is not None
     assert result.tolerance == 1e-4

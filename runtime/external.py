@@ -1,0 +1,113 @@
+"""The files that a model.onnx takes tensors from, read without the onnx package.
+
+ONNX stores large tensors in files beside the model, by name (`external_data`, key "location"). ONNX Runtime opens what
+it finds there; 1.23 also "../x", absolute paths and links out of the folder. So the names are read here first, and each
+must be a listed file of the artifact.
+
+Protocol Buffers' wire format: a message is a row of fields, each a varint (field number << 3 | type) and a value: a
+varint (type 0), 8 bytes (1), a varint length and as many bytes (2: text, bytes, a message), or 4 bytes (5).
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import DiffbitError
+from .artifact import MANIFEST, MODEL, Artifact
+
+VARINT, EIGHT, BYTES, FOUR = 0, 1, 2, 5
+MOST_DEPTH = 64  # of graphs in nodes in graphs
+
+# onnx.proto: of each message that leads to a tensor, field number -> message
+KEY = b"location"
+TENSOR = "tensor"
+FIELDS: dict[str, dict[int, str]] = {
+    "model": {7: "graph", 20: "training", 25: "function"},
+    "training": {1: "graph", 2: "graph"},
+    "function": {7: "node", 11: "attribute"},
+    "graph": {1: "node", 5: TENSOR, 15: "sparse"},
+    "node": {5: "attribute"},
+    "attribute": {5: TENSOR, 6: "graph", 10: TENSOR, 11: "graph", 22: "sparse", 23: "sparse"},
+    "sparse": {1: TENSOR, 2: TENSOR},
+    TENSOR: {13: "entry"},
+}
+
+
+def check_external(artifact: Artifact) -> None:
+    """Raise a DiffbitError unless all tensors of the model lie in its listed files."""
+    model = artifact.file(MODEL)
+    for location in sorted(external_locations(model)):
+        if location not in artifact.files:
+            raise DiffbitError(
+                f"{model}: takes tensors from {location!r}, which {MANIFEST} does not list; export the model again"
+            )
+        artifact.file(location)
+
+
+def external_locations(path: Path) -> set[str]:
+    """The locations that the tensors of an ONNX file name. Raises DiffbitError for a file that is no ONNX model."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return set(_locations(data, 0, len(data), "model", 0))
+    except (OSError, ValueError) as error:  # ValueError: of mmap, for an empty file
+        raise DiffbitError(f"{path}: is not an ONNX model that can be read ({error}); export the model again") from None
+
+
+def _locations(data: mmap.mmap, at: int, end: int, message: str, depth: int) -> Iterator[str]:
+    if depth > MOST_DEPTH:
+        raise ValueError(f"messages more than {MOST_DEPTH} deep")
+    inner = FIELDS[message]
+    for number, begin, stop in _fields(data, at, end):
+        name = inner.get(number)
+        if name == "entry":
+            yield from _entry(data, begin, stop)
+        elif name is not None and data.find(KEY, begin, stop) >= 0:  # most nodes and tensors do not hold it
+            yield from _locations(data, begin, stop, name, depth + 1)
+
+
+def _entry(data: mmap.mmap, at: int, end: int) -> Iterator[str]:
+    """The value of a StringStringEntryProto whose key is "location". Fields given twice: all values count."""
+    keys: list[bytes] = []
+    values: list[bytes] = []
+    for number, begin, stop in _fields(data, at, end):
+        if number in (1, 2):
+            (keys if number == 1 else values).append(data[begin:stop])
+    if KEY in keys:
+        for value in values:
+            yield value.decode("utf-8")
+
+
+def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """(number, begin, end) of the fields of bytes; fields of numbers are passed over."""
+    while at < end:
+        tag, at = _varint(data, at, end)
+        kind = tag & 7
+        if kind == VARINT:
+            _, at = _varint(data, at, end)
+            continue
+        size = 8 if kind == EIGHT else 4
+        if kind == BYTES:
+            size, at = _varint(data, at, end)
+        elif kind not in (EIGHT, FOUR):
+            raise ValueError(f"a field of type {kind} at byte {at}")
+        if size > end - at:
+            raise ValueError(f"a field of {size} bytes at byte {at} that ends at byte {end}")
+        if kind == BYTES:
+            yield tag >> 3, at, at + size
+        at += size
+
+
+def _varint(data: mmap.mmap, at: int, end: int) -> tuple[int, int]:
+    if at < end and data[at] < 128:  # nearly all
+        return data[at], at + 1
+    value = shift = 0
+    while at < end and shift < 70:
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+        shift += 7
+    raise ValueError(f"a number at byte {at} without an end")
