@@ -1,5 +1,5 @@
-"""DiffAttention's CUDA kernels: the table of cases, emulated in one of two orders of threads and on a card. A cache with room
-for the new tokens is written in place in one order and apart in the other."""
+"""DiffAttention's CUDA kernels: the table of cases, emulated in one of two orders of threads and on a card. A cache
+with room for the new tokens is written in place in one order and apart in the other."""
 
 from __future__ import annotations
 
