@@ -82,7 +82,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Site(Summary):
-    """All layers together, and each; a layer without attention has no logits."""
+    """All layers together, and each."""
 
     layers: tuple[Summary, ...]
 
@@ -277,10 +277,10 @@ def _observed(
                 on_hidden(index, output)
 
             attention = layer.get_submodule("self_attn")
-            if isinstance(attention, Attention):
-                before = attention.logits_hook
-                attention.logits_hook = partial(see_logits, before=before)
-                undo.callback(setattr, attention, "logits_hook", before)
+            assert isinstance(attention, Attention)  # measure() refuses others
+            before = attention.logits_hook
+            attention.logits_hook = partial(see_logits, before=before)
+            undo.callback(setattr, attention, "logits_hook", before)
             undo.callback(layer.register_forward_hook(see_hidden).remove)
         yield
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole road on one page: train a matched pair, look at outliers, quantize, export, generate, compare.
 #
-#     bash examples/demo.sh [OUT]          # default out/demo; under 10 minutes on 2 CPU cores
+#     bash examples/demo.sh [OUT]          # default out/demo; about 3 minutes on 2 CPU cores
 #
 # Each line that starts with "step" is a command that you could type; its time is printed and kept in OUT/times.tsv.
 set -euo pipefail

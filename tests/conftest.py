@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: small tensors are slower on several threads
+
 import pytest
 import torch
 

@@ -125,6 +125,7 @@ def test_accuracy(trained: Callable[[str], Path], tmp_path: Path) -> None:
     assert "| int2_g64 " in text and "DIFF v1 − Transformer" in text and "inputs" in text
 
 
+@pytest.mark.slow
 def test_generate(tmp_path: Path) -> None:
     rows_file = tmp_path / "rows.json"
     arguments = ("--work", str(tmp_path / "work"), "--quick", "--only", "ternary", "--threads", "1")

@@ -7,6 +7,7 @@ describes an offender fails, too.
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import subprocess
 import sys
@@ -95,6 +96,7 @@ def imports(name: str, source: str, package: bool, types: bool = True) -> set[st
     return found - {name}
 
 
+@functools.cache
 def graph(types: bool) -> dict[str, set[str]]:
     return {name: imports(name, file.read_text(), file.name == "__init__.py", types) for name, file in FILES.items()}
 

@@ -184,6 +184,13 @@ def close(summary, values: np.ndarray) -> None:
     assert summary.kurtosis == pytest.approx(wanted["kurtosis"], rel=1e-3)
 
 
+def test_a_layer_without_attention_is_refused() -> None:
+    decoder = model("diff_v1")
+    decoder.model.layers[1].self_attn = torch.nn.Identity()
+    with pytest.raises(DiffbitError, match="m: layer 1 has no attention, so it has no attention logits to measure"):
+        measure(decoder, text(), name="m")
+
+
 @pytest.mark.parametrize("attention", ["softmax", "diff_v1", "diff_v2"])
 def test_a_model_is_measured_where_tokens_are_and_nowhere_else(attention: str) -> None:
     decoder, windows = model(attention), text()

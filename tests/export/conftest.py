@@ -6,16 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from .helpers import config_of, write_model, write_quantized
 
 Maker = Callable[..., Path]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

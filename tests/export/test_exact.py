@@ -60,7 +60,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
         if key in made:
             return made[key]
         config = ModelConfig.uniform(
-            vocab_size=288, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32,
+            vocab_size=288, hidden_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=32,
             intermediate_size=160, max_position=32, attention=attention, mlp=mlp, sub_norms=True, tie_embeddings=True,
         )  # fmt: skip
         run = folder / "-".join(key)

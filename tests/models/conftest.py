@@ -7,13 +7,10 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def _one_thread_no_grad() -> Iterator[None]:
-    """Tiny tensors are slower on several threads; tests that train turn gradients on themselves."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _no_grad() -> Iterator[None]:
+    """Tests that train turn gradients on themselves."""
     with torch.no_grad():
         yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -34,13 +34,10 @@ UP = "model.layers.1.mlp.up_proj.weight"
 @pytest.fixture(autouse=True)
 def eager() -> Iterator[None]:
     """transformers compiles its rounding; the compiler takes a minute and, in sums, other last bits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     torch.compiler.set_stance("force_eager")
     with torch.no_grad():
         yield
     torch.compiler.set_stance("default")
-    torch.set_num_threads(threads)
 
 
 def tokens(batch: int, length: int) -> torch.Tensor:

@@ -129,12 +129,9 @@ def test_a_run_that_was_killed_goes_on(
     moment: str, model: Path, whole: Any, rounded: list[int], tmp_path: Path
 ) -> None:
     renames, kept = MOMENTS[moment]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a fork has no pool of threads
     process = multiprocessing.get_context("fork").Process(target=killed, args=(model, tmp_path / "q", renames))
     process.start()
     process.join()
-    torch.set_num_threads(threads)
     assert process.exitcode == -signal.SIGKILL
     assert not (tmp_path / "q").exists()
     assert len(list(tmp_path.glob("q.unfinished/states-*"))) == min(kept, 1)

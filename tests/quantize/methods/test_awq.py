@@ -68,8 +68,13 @@ def slow_search(weights, formats, inputs, channels):
     return best
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(("shared", "outliers"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("name", "shared", "outliers"),
+    [
+        *((name, False, False) for name in FORMATS),
+        *((name, *case) for name in ("int4_g32_asym", "ternary") for case in ((True, False), (False, True))),
+    ],
+)
 def test_it_is_the_slow_search(name, shared, outliers):
     inputs, weights = layer(outliers=outliers)
     formats = [parse_format(name), parse_format("int8" if name == "ternary" else name)]
@@ -91,8 +96,9 @@ def test_it_beats_rounding_to_nearest(name, least, outliers):
     assert off_by_one > nearest
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.bfloat16) for name in FORMATS), ("int2_g16", torch.float16)]
+)
 def test_edges(name, dtype):
     """Half precision, a short last group, one token, channels that never fire, rows sampled: finite and positive."""
     columns = 192 if name in ("nf4", "mxfp4") else 200
