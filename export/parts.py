@@ -76,9 +76,11 @@ def parts(folder: Path, files: Iterable[str], config: ModelConfig, scheme: Schem
         if not isinstance(tensor, ir.ExternalTensor):
             continue
         if name.endswith(".codes"):
-            module = name.removesuffix(".codes")
-            module = module if module in shapes else f"model.{module}"
-            format, count = formats[module], math.prod(shapes[module])
+            scope, _, names = name.removesuffix(".codes").rpartition(".")
+            modules = [
+                f"model.{scope}.{each}" if scope else each for each in names.split("+")
+            ]  # one product of several
+            format, count = formats[modules[0]], sum(math.prod(shapes[module]) for module in modules)
             part, nbytes = f"{format} codes", -(-count * format.device_bits // 8)
         else:
             part, count, nbytes = NAMED[next(filter(name.endswith, NAMED))], tensor.size, tensor.nbytes
