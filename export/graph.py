@@ -15,7 +15,7 @@ IR version 10 and opset 21 are what the oldest ONNX Runtime that diffbit support
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -23,14 +23,15 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import torch
 from numpy.typing import ArrayLike, DTypeLike, NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import DiffbitError
 from ..models.graph import Attribute
 from ..models.layers.norm import RMSNorm
 from ..ops.schema import DOMAIN, DOMAIN_VERSION
-from ..quantize import QuantLinear
+from ..quantize import QTensor, QuantLinear
 from ..quantize.formats.base import MICROSOFT
 
 MODEL = "model.onnx"
@@ -199,6 +200,17 @@ class Graph:
                 return product
             return self.op("Add", [product, self.weight("bias", module.bias.detach().float().numpy())])
 
+    def linears(self, x: ir.Value, modules: Mapping[str, nn.Module]) -> Sequence[ir.Value]:
+        """`linear` of several layers {name: module} that read the same x: where their weights can lie one below the
+        other one product, named after all of them (parts.py), and a Split."""
+        each = [module for module in modules.values() if isinstance(module, nn.Linear | QuantLinear)]
+        stacked = _stacked(each)
+        if stacked is None:
+            return [self.linear(x, module, name) for name, module in modules.items()]
+        sizes = [module.out_features for module in each]
+        product = self.linear(x, stacked, "+".join(modules))
+        return self.ops("Split", [product, self.const(sizes)], len(sizes), axis=-1)
+
     def norm(self, x: ir.Value, module: nn.Module, name: str, dtype: type[np.floating] | None = None) -> ir.Value:
         """x, of the graph's dtype or `dtype`, through an RMSNorm; unchanged where none stands (nn.Identity)."""
         if not isinstance(module, RMSNorm):
@@ -206,6 +218,15 @@ class Graph:
         # its kernels square and sum in float32 whatever the dtype, so large fp16 activations do not overflow
         weight = self.weight(f"{name}.weight", module.weight.detach().float().numpy(), dtype)
         return self.op("SimplifiedLayerNormalization", [x, weight], axis=-1, epsilon=module.eps, stash_type=1)
+
+    def add_norm(self, x: ir.Value, more: ir.Value, module: RMSNorm, name: str) -> tuple[ir.Value, ir.Value]:
+        """(x + more, the same through an RMSNorm), in one node."""
+        weight = self.weight(f"{name}.weight", module.weight.detach().float().numpy())
+        normed, mean, deviation, total = self.ops(
+            "SkipSimplifiedLayerNormalization", [x, more, weight], 4, domain=MICROSOFT, epsilon=module.eps
+        )
+        mean.name = deviation.name = ""  # left out
+        return total, normed
 
     def save(self) -> None:
         """Write model.onnx beside its data."""
@@ -217,6 +238,26 @@ class Graph:
             functions=list(self._functions.values()),
         )
         ir.save(model, self.folder / MODEL)
+
+
+def _stacked(modules: Sequence[nn.Linear | QuantLinear]) -> nn.Module | None:
+    """Linear layers that read the same input as one, their rows in turn; None where their weights differ in format."""
+    quantized = [module for module in modules if isinstance(module, QuantLinear)]
+    linears = [module for module in modules if isinstance(module, nn.Linear)]
+    biases: list[Tensor] = [module.bias for module in modules if module.bias is not None]
+    if len(biases) not in (0, len(modules)) or len(quantized) not in (0, len(modules)):
+        return None
+    bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+    if not quantized:
+        stacked = nn.Linear(linears[0].in_features, 1, device="meta")
+        stacked.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
+        stacked.register_parameter("bias", bias)
+        return stacked
+    first = quantized[0]
+    same = all((each.weight.format, each.rounding) == (first.weight.format, first.rounding) for each in quantized)
+    if not same or first.weight.format.per_tensor:
+        return None
+    return QuantLinear(QTensor.stack([each.weight for each in quantized]), first.rounding, bias)
 
 
 def _type(dtype: DTypeLike) -> ir.TensorType:
