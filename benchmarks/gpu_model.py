@@ -21,7 +21,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -88,7 +88,7 @@ def prepare(work: Path, plan: Plan) -> None:
 
 def checkpoint(folder: Path, kind: str, plan: Plan) -> None:
     if not (folder / "tokenizer.json").exists():
-        write_model(folder, plan.shape, kind, plan.context)
+        write_model(folder, replace(plan.shape, kind=kind), plan.context)
         write_tokenizer(folder)
 
 

@@ -1,6 +1,7 @@
 """Checkpoints of random weights for measurements: a diffllama or llama of a given shape, and a tokenizer beside it.
 
 python benchmarks/synthetic.py FOLDER               # a diffllama of 1.1 billion parameters, 2.2 GB
+python benchmarks/synthetic.py FOLDER motif-2.6b    # of another shape in SHAPES
 """
 
 from __future__ import annotations
@@ -23,15 +24,22 @@ class Shape:
     kv_sub_heads: int
     head_dim: int
     vocab: int
+    kind: str = "diffllama"
+    tied: bool = False
 
 
 ONE_BILLION = Shape(2048, 22, 5632, 32, 4, 64, 32000)  # TinyLlama's, 1.1 billion parameters
+SHAPES = {  # beside it: sizes and vocabularies of published models, whose tables are a large part of them
+    "tinyllama-1.1b": ONE_BILLION,
+    "diffllama-1b": Shape(2048, 16, 8192, 32, 8, 64, 102400),
+    "motif-2.6b": Shape(2048, 32, 8192, 16, 16, 128, 219520, "llama", tied=True),
+}
 SMALL = Shape(256, 2, 512, 4, 4, 64, 512)  # to see that everything runs
 
 
-def write_model(folder: Path, shape: Shape, kind: str = "diffllama", positions: int = 2048) -> int:
-    """A Hugging Face folder of the kind diffllama or llama with a shard per layer, in bf16; returns the number of
-    parameters."""
+def write_model(folder: Path, shape: Shape, positions: int = 2048) -> int:
+    """A Hugging Face folder with a shard per layer, in bf16; returns the number of parameters."""
+    kind = shape.kind
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(0)
 
@@ -58,8 +66,9 @@ def write_model(folder: Path, shape: Shape, kind: str = "diffllama", positions: 
     ends = {
         "model.embed_tokens.weight": normal(shape.vocab, shape.hidden),
         "model.norm.weight": torch.ones(shape.hidden, dtype=torch.bfloat16),
-        "lm_head.weight": normal(shape.vocab, shape.hidden),
     }
+    if not shape.tied:
+        ends["lm_head.weight"] = normal(shape.vocab, shape.hidden)
     index: dict[str, str] = {}
     parameters = 0
     for i in range(shape.layers + 1):
@@ -76,7 +85,7 @@ def write_model(folder: Path, shape: Shape, kind: str = "diffllama", positions: 
         "hidden_size": shape.hidden, "num_hidden_layers": shape.layers, "intermediate_size": shape.intermediate,
         "num_attention_heads": shape.sub_heads, "num_key_value_heads": shape.kv_sub_heads, "head_dim": shape.head_dim,
         "max_position_embeddings": positions, "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+        "tie_word_embeddings": shape.tied, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     return parameters
@@ -95,5 +104,5 @@ def write_tokenizer(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    write_model(Path(sys.argv[1]), ONE_BILLION)
+    write_model(Path(sys.argv[1]), SHAPES[sys.argv[2]] if len(sys.argv) > 2 else ONE_BILLION)
     write_tokenizer(Path(sys.argv[1]))

@@ -57,11 +57,10 @@ class Cost:
 def token_cost(config: ModelConfig, scheme: Scheme | None, context: int, dtype: str = "float16") -> Cost:
     """Of a model under a scheme (None: float); dtype, float16 or float32: of what is not quantized, cache included."""
     scheme = scheme or Scheme()
-    formats, linears = scheme.formats(config), linear_shapes(config)
     count = Counter(ternary=0, integer=0, floating=0, other=0)
     nbytes = config.hidden_size * WIDTHS[dtype]  # the embedding's row
-    for module, (rows, columns) in linears.items():
-        format, weights = formats.get(module), rows * columns
+    for module, (rows, columns) in linear_shapes(config).items():
+        format, weights = scheme.format_for(module), rows * columns
         if format is None:
             count["floating"] += weights
             nbytes += weights * WIDTHS[dtype]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from ..errors import DiffbitError
 from ..models import Decoder, ModelConfig
 from ..progress import track
 from ..quantize import AttentionScheme, Scheme, apply, linear_shapes, sizes
+from ..quantize.scheme import HEAD_MODULE
 from .cost import Cost, token_cost
 from .metrics import Scores, log_probabilities, score
 from .retrieval import answered
@@ -168,10 +170,8 @@ def _batch_size(variant: Variant | None, config: ModelConfig, length: int, wante
 
 
 def _bits_per_weight(config: ModelConfig, scheme: Scheme | None) -> float:
-    """Over the linear layers that the scheme quantizes; 16 where it quantizes none."""
+    """Over the decoder's linear layers that the scheme quantizes; 16 where it quantizes none."""
     formats = {} if scheme is None else scheme.formats(config)
-    if not formats:
-        return 16.0
-    shapes = linear_shapes(config)
-    count = sum(shapes[module][0] * shapes[module][1] for module in formats)
-    return 8 * sum(format.device_nbytes(shapes[module], 2) for module, format in formats.items()) / count
+    own = {m: shape for m, shape in linear_shapes(config).items() if m in formats and m != HEAD_MODULE}
+    nbytes = sum(formats[module].device_nbytes(shape, 2) for module, shape in own.items())
+    return 8 * nbytes / sum(map(prod, own.values())) if own else 16.0

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import DiffbitError
-from ..quantize import AttentionScheme, Format, Scheme, parse_format, parse_recipe
+from ..quantize import AttentionScheme, Format, Scheme, parse_format, parse_recipe, table_formats
 from ..quantize.scheme import KV, LOGIT_BITS, QK
 
 BITS = ("16", "8", "6", "4", "3", "2", "ternary")
@@ -69,7 +69,8 @@ def variants(bits: Sequence[str] = BITS, what: Sequence[str] = WHAT, methods: Se
     found: list[Variant] = []
     if "weights" in what:
         for format in dict.fromkeys(formats.values()):  # "8" and "int8" are one
-            scheme = Scheme(weights=format)
+            embedding, head = table_formats(True, None, None)  # as `diffbit quantize` has them by default
+            scheme = Scheme(format, embedding, head)
             found += [Variant("weights", format.name, recipe, bits_of(format), scheme) for recipe in recipes]
     if "logits" in what:
         found += [_logits(int(entry)) for entry in formats if entry.isdigit() and int(entry) in LOGIT_BITS]

@@ -29,7 +29,7 @@ from ..errors import DiffbitError
 from ..models import Block, ModelConfig, rope_tables
 from ..models.graph import GROUP_QUERY_MULTIPLE, Cache
 from ..models.layers.norm import RMSNorm
-from ..ops import diff_attention
+from ..ops import diff_attention, float_head
 from ..ops.cache import Buffer, CacheSpec, tokens_each
 from ..ops.diff_attention import Signature
 from ..ops.kv_cache import BLOCK
@@ -218,7 +218,7 @@ class DecoderGraph(Graph):
         elif isinstance(head, QuantLinear):
             logits = head.weight.format.product(self, x, self._stored, head.weight.shape, 1.0)
         else:
-            logits = self.op("MatMul", [x, self.op("Transpose", [self._table], perm=[1, 0])])  # folded at load
+            logits = self.custom(float_head, [x, self._table])
         if self.dtype is not np.float32:
             logits = self.cast(logits, np.float32)
         self.output("logits", logits, np.float32, ["batch", "sequence", self.config.vocab_size])

@@ -13,6 +13,7 @@ std::string available_isas(const char* between);
 
 struct AttentionKernels;
 struct LowBitKernels;
+struct FloatHeadKernels;
 struct HadamardKernels;
 struct Int4Kernels;
 struct TernaryKernels;
@@ -22,6 +23,12 @@ struct DiffAttention : AttentionNode {
   void compute(Context& context) const;
   const AttentionKernels* kernels;
   const LowBitKernels* lowbit;
+};
+
+struct FloatHead : FloatHeadNode {
+  explicit FloatHead(const Node& node);
+  void compute(Context& context) const;
+  const FloatHeadKernels* kernels;
 };
 
 struct Hadamard : HadamardNode {

@@ -38,6 +38,14 @@ void DiffAttention::compute(Context& context) const {
   start(context, NAME, op, diffbit_cuda_attention_workspace, diffbit_cuda_attention);
 }
 
+void FloatHead::compute(Context& context) const {
+  const Tensors of = tensors(context);
+  DiffbitFloatHead op{};
+  op.a = of.a.data, op.w = of.w.data, op.y = of.y.data;
+  op.m = of.rows, op.n = of.w.shape[0], op.k = of.w.shape[1], op.type = of.a.type;
+  start(context, NAME, op, diffbit_cuda_float_head_workspace, diffbit_cuda_float_head);
+}
+
 void Hadamard::compute(Context& context) const {
   const Tensors of = tensors(context);
   DiffbitHadamard op{};

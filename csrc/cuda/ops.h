@@ -15,6 +15,11 @@ struct DiffAttention : AttentionNode {
   void compute(Context& context) const;
 };
 
+struct FloatHead : FloatHeadNode {
+  using FloatHeadNode::FloatHeadNode;
+  void compute(Context& context) const;
+};
+
 struct Hadamard : HadamardNode {
   using HadamardNode::HadamardNode;
   void compute(Context& context) const;

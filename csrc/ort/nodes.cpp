@@ -7,6 +7,17 @@
 
 namespace diffbit {
 
+FloatHeadNode::FloatHeadNode(const Node& node) { node.expect_version(VERSION); }
+
+FloatHeadNode::Tensors FloatHeadNode::tensors(Context& context) const {
+  const Tensor a = context.input(A), w = context.input(W);
+  w.expect({-1, -1});
+  const int64_t k = w.shape[1];
+  if (!k) throw Error("%s is %s, wanted rows of numbers", w.name, w.shape_text().c_str());
+  a.expect_last(k);
+  return {a, w, context.product(Y, a, w.shape[0]), a.size() / k};
+}
+
 HadamardNode::HadamardNode(const Node& node) : block(node.integer(BLOCK)) {
   node.expect_version(VERSION);
   if (block & (block - 1)) throw Error("Hadamard: attribute block is %lld, wanted a power of two", number(block));

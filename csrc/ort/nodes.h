@@ -6,6 +6,16 @@
 
 namespace diffbit {
 
+struct FloatHeadNode : schema::FloatHead {
+  struct Tensors {
+    Tensor a, w, y;
+    int64_t rows;  // of a
+  };
+
+  explicit FloatHeadNode(const Node& node);
+  Tensors tensors(Context& context) const;
+};
+
 struct HadamardNode : schema::Hadamard {
   struct Tensors {
     Tensor a, y;

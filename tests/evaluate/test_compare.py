@@ -125,7 +125,7 @@ def test_methods(checkpoints: list[Path], text: Windows) -> None:
         "source": "other", "sha256": other.sha256, "windows": 26, "length": 16, "tokens": int(other.mask.sum())
     }  # fmt: skip
     found = {r.method: r for r in result.results if (r.model, r.format) == ("diff_v1", "int3_g64")}
-    decoder, scheme = load(checkpoints[0]), Scheme(weights=parse_format("int3_g64"))
+    decoder, scheme = load(checkpoints[0]), Scheme(parse_format("int3_g64"), parse_format("int8"), parse_format("int8"))
     made = apply(decoder, scheme, "gptq", calibration=other.ids, calibration_mask=other.mask)
     tokens, zero = text.target[:, 1:].sum(1), np.zeros(len(text.ids))
     by_hand_, plain, reference = (
@@ -229,7 +229,7 @@ def test_outputs(checkpoints: list[Path], text: Windows, tmp_path: Path) -> None
 
 
 def test_a_quantized_checkpoint_is_measured_as_it_is(checkpoints: list[Path], text: Windows, tmp_path: Path) -> None:
-    scheme = Scheme(weights=parse_format("int4_g32"))
+    scheme = Scheme(parse_format("int4_g32"), parse_format("int8"), parse_format("int8"))
     quantize_checkpoint(checkpoints[0], tmp_path / "low", scheme)
     found = compare([checkpoints[0], tmp_path / "low"], text, ["int4_g32"], ["weights"])
     whole, made, stored = found.results

@@ -98,6 +98,24 @@ static_assert(offsetof(DiffbitAttention, scale) == 344, "scale");
 static_assert(offsetof(DiffbitAttention, norm_eps) == 348, "norm_eps");
 static_assert(sizeof(DiffbitAttention) == 352, "DiffbitAttention");
 
+struct DiffbitFloatHead {
+  const void* a;  // [m, k]
+  const void* w;  // [n, k]
+  void* y;  // [m, n]
+  int64_t m;
+  int64_t n;
+  int64_t k;
+  int64_t type;  // of a, w and y: FLOAT32, FLOAT16 or BFLOAT16
+};
+static_assert(offsetof(DiffbitFloatHead, a) == 0, "a");
+static_assert(offsetof(DiffbitFloatHead, w) == 8, "w");
+static_assert(offsetof(DiffbitFloatHead, y) == 16, "y");
+static_assert(offsetof(DiffbitFloatHead, m) == 24, "m");
+static_assert(offsetof(DiffbitFloatHead, n) == 32, "n");
+static_assert(offsetof(DiffbitFloatHead, k) == 40, "k");
+static_assert(offsetof(DiffbitFloatHead, type) == 48, "type");
+static_assert(sizeof(DiffbitFloatHead) == 56, "DiffbitFloatHead");
+
 struct DiffbitGatherQuantized {
   const void* ids;  // [m]; one outside the table makes its row NaN
   const void* codes;

@@ -155,6 +155,24 @@ struct DiffAttention {
   static constexpr Signature SIGNATURE{NAME, 15, 7, 0x7808, 0x78, 0x40};
 };
 
+struct FloatHead {
+  static constexpr const char* NAME = "FloatHead";
+  static constexpr int64_t VERSION = 1;
+  static constexpr Input A{0, "FloatHead: A"};
+  static constexpr Input W{1, "FloatHead: W"};
+  static constexpr Output Y{0, "FloatHead: Y"};
+  static constexpr int TYPES[2][3] = {
+      {1, 1, 1},
+      {10, 10, 10},
+  };
+  static constexpr int GPU_TYPES[3][3] = {
+      {1, 1, 1},
+      {10, 10, 10},
+      {16, 16, 16},
+  };
+  static constexpr Signature SIGNATURE{NAME, 2, 1, 0x0, 0x0, 0x0};
+};
+
 struct GatherQuantized {
   static constexpr const char* NAME = "GatherQuantized";
   static constexpr int64_t VERSION = 1;
