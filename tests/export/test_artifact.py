@@ -71,7 +71,9 @@ def test_the_others_have_grouped_query_attention_as_the_body(
 
 def test_plain_and_differential_layers_in_one_model_are_refused(tmp_path: Path) -> None:
     layers = config_of("softmax").layers[0], config_of("diff_v1").layers[1]
-    with pytest.raises(DiffbitError, match="both of one and of two branches, or of several noise ratios, which an artifact cannot hold"):
+    with pytest.raises(
+        DiffbitError, match="both of one and of two branches, or of several noise ratios, which an artifact cannot hold"
+    ):
         write_artifact(write_model(tmp_path / "m", replace(CONFIG, layers=layers)))
 
 
