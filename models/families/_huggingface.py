@@ -216,6 +216,8 @@ def _rope(values: Mapping[str, Any], max_position: int, default: float) -> tuple
         if entry is not None and not isinstance(entry, dict):
             raise DiffbitError(f"{name} is {entry!r}, wanted an object or null")
         rope = entry or rope
+    if each := [name for name, value in rope.items() if isinstance(value, dict)]:
+        raise DiffbitError(f"rotary embedding differs by layer ({', '.join(map(str, each))}), wanted one of all layers")
     theta = _number(rope if rope.get("rope_theta") is not None else values, "rope_theta", default=default)
     for source in (values, rope):
         if source.get("partial_rotary_factor") not in (None, 1, 1.0):
