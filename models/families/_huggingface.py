@@ -237,8 +237,8 @@ def _rope(values: Mapping[str, Any], max_position: int, default: float) -> tuple
     original = _count(above, "original_max_position_embeddings", default=max_position)
     if kind == "yarn":
         return theta, _yarn(rope, original, max_position)
-    low, high = _number(rope, "low_freq_factor"), _number(rope, "high_freq_factor")
-    return theta, Llama3(_number(rope, "factor"), low, high, original)
+    factor, low, high = (_number(rope, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    return theta, Llama3(factor, low, high, original)
 
 
 def _yarn(rope: Mapping[str, Any], original: int, max_position: int) -> Yarn:
