@@ -42,7 +42,7 @@ def export(
         int | None, typer.Option(help="Tokens that the KV cache can hold; default: the model's context.")
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="The tokenizer.json to include, if the checkpoint has none.")
+        Path | None, typer.Option(help="The tokenizer.json or tokenizer.model to include, if the checkpoint has none.")
     ] = None,
     overwrite: Overwrite = False,
     as_json: Json = False,

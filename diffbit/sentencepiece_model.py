@@ -36,7 +36,7 @@ CONTROL, USER_DEFINED = 3, 4  # SentencePiece.Type of pieces that are matched wh
 
 def from_sentencepiece(file: Path) -> bytes:
     """The tokenizer.json of a tokenizer.model, with the options in the files beside it."""
-    config = _beside(file, CONFIG)
+    config = _beside(file, "special_tokens_map.json") | _beside(file, CONFIG)
     if config.get("tokenizer_class") not in CLASSES:
         raise DiffbitError(
             f"{file.parent / CONFIG}: tokenizer_class is {config['tokenizer_class']!r}, wanted LlamaTokenizer; save "
@@ -48,6 +48,8 @@ def from_sentencepiece(file: Path) -> bytes:
         _add_tokens(backend, proto, config | {"added": _beside(file, "added_tokens.json")})
     except DiffbitError as error:
         raise DiffbitError(f"{file}: {error}") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DiffbitError(f"{file}: the tokens added in {CONFIG} cannot be read ({error!r}); restore it") from None
     return str(backend.to_str(pretty=True)).encode()
 
 
@@ -148,7 +150,7 @@ def _add_tokens(backend: Tokenizer, proto: Any, config: Mapping[str, Any]) -> No
 
     trained = proto.trainer_spec
     named = {"unk": trained.unk_piece, "bos": trained.bos_piece, "eos": trained.eos_piece}
-    named = {name: _content(config.get(f"{name}_token")) or piece for name, piece in named.items()}
+    named = {name: _content(config.get(f"{name}_token", piece)) for name, piece in named.items()}
     further = {int(id): dict(token) for id, token in (config.get("added_tokens_decoder") or {}).items()}
     further |= {id: {"content": token} for token, id in config["added"].items() if id not in further}
     for piece in proto.pieces:
@@ -163,7 +165,7 @@ def _add_tokens(backend: Tokenizer, proto: Any, config: Mapping[str, Any]) -> No
                 f"the folder has the added token {content!r} as {id}, but it is {backend.token_to_id(content)} behind "
                 f"the pieces of {SENTENCEPIECE}; the files do not belong together"
             )
-    known = [token for token in named.values() if backend.token_to_id(token) is not None]
+    known = [token for token in named.values() if token and backend.token_to_id(token) is not None]
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in known])
     add = {"bos": config.get("add_bos_token", True), "eos": config.get("add_eos_token", False)}
     put_around(backend, {name: named[name] for name, wanted in add.items() if wanted and named[name] in known})

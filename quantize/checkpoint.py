@@ -64,6 +64,7 @@ def quantize_checkpoint(
     files.check_place(output, overwrite=overwrite)
     if checkpoint.quantization is not None:
         raise DiffbitError(f"{checkpoint.path}: is quantized already; start from the float checkpoint it was made from")
+    _ = checkpoint.tokenizer_files  # a damaged one is told now, not when all is done
     config = checkpoint.config
     recipe = parse_recipe(method)
     stored = stored_config(config, scheme, recipe)

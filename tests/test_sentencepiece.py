@@ -232,8 +232,12 @@ def test_the_folder_hands_on_a_tokenizer_json(checkpoint: Path, tmp_path: Path) 
         (lambda folder: (folder / SENTENCEPIECE).write_bytes(trained("bpe")[:-900]), "is no SentencePiece model"),
         (lambda folder: (folder / SENTENCEPIECE).write_bytes(trained("word")), "of words or characters, wanted BPE"),
         (lambda folder: write(folder, trained("bpe"), tokenizer_class="T5Tokenizer"), "tokenizer_class is 'T5Tok"),
+        (
+            lambda folder: write(folder, trained("bpe"), added_tokens_decoder={"x": 3}),
+            "added in tokenizer_config",
+        ),
     ],
-    ids=["empty", "noise", "cut", "words", "class"],
+    ids=["empty", "noise", "cut", "words", "class", "tokens"],
 )
 def test_refusals(
     damage: Callable[[Path], object], words: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -216,6 +216,8 @@ def _rope(values: Mapping[str, Any], max_position: int, default: float) -> tuple
         if entry is not None and not isinstance(entry, dict):
             raise DiffbitError(f"{name} is {entry!r}, wanted an object or null")
         rope = entry or rope
+    if each := [name for name, value in rope.items() if isinstance(value, dict)]:
+        raise DiffbitError(f"rotary embedding differs by layer ({', '.join(map(str, each))}), wanted one of all layers")
     theta = _number(rope if rope.get("rope_theta") is not None else values, "rope_theta", default=default)
     for source in (values, rope):
         if source.get("partial_rotary_factor") not in (None, 1, 1.0):
@@ -235,8 +237,8 @@ def _rope(values: Mapping[str, Any], max_position: int, default: float) -> tuple
     original = _count(above, "original_max_position_embeddings", default=max_position)
     if kind == "yarn":
         return theta, _yarn(rope, original, max_position)
-    low, high = _number(rope, "low_freq_factor"), _number(rope, "high_freq_factor")
-    return theta, Llama3(_number(rope, "factor"), low, high, original)
+    factor, low, high = (_number(rope, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    return theta, Llama3(factor, low, high, original)
 
 
 def _yarn(rope: Mapping[str, Any], original: int, max_position: int) -> Yarn:

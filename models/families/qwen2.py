@@ -10,12 +10,14 @@ from ._huggingface import WINDOW, HuggingFace
 
 def window(values: Mapping[str, Any]) -> Any:
     """Where use_sliding_window asks for one, the layers from max_window_layers on have it."""
-    types = values.get("layer_types")
-    some = values.get("max_window_layers", 28) < values["num_hidden_layers"] if types is None else WINDOWED in types
-    return values.get("sliding_window", WINDOW) if values.get("use_sliding_window") and some else None
+    types, first = values.get("layer_types"), values.get("max_window_layers", 28)
+    if isinstance(types, list):
+        none = "sliding_attention" not in types
+    else:
+        none = isinstance(first, int) and first >= values["num_hidden_layers"]
+    return None if none or not values.get("use_sliding_window") else values.get("sliding_window", WINDOW)
 
 
-WINDOWED = "sliding_attention"  # among layer_types
 FAMILIES = (
     HuggingFace(
         "qwen2",

@@ -195,6 +195,11 @@ CASES: dict[str, tuple[str, Callable[[Path], Any], list[str]]] = {
     "old rope type": ("single", config(rope_scaling={"type": "su", "factor": 2.0}), ["of type 'su'"]),
     "rope without factor": ("single", config(rope_scaling={"rope_type": "llama3"}), ["the field factor is missing"]),
     "rope as text": ("single", config(rope_scaling="llama3"), ["rope_scaling is 'llama3', wanted an object"]),
+    "rope by layer": (
+        "single",
+        config(rope_parameters={"full_attention": {"rope_type": "default"}}, rope_scaling=None),
+        ["rotary embedding differs by layer (full_attention)"],
+    ),
     "partial rope": ("single", config(partial_rotary_factor=0.5), ["partial_rotary_factor is 0.5, wanted 1"]),
     "quantized by others": ("single", config(quantization_config={"quant_method": "gptq"}), ["quant_method 'gptq'"]),
     "quantization as text": ("single", config(quantization_config="int4"), ["config.json", "'int4'"]),
