@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from diffbit.errors import DiffbitError
-from diffbit.quantize import parse_format, scales
+from diffbit.quantize import parse_format
 from diffbit.quantize.formats import Format
 from diffbit.quantize.methods import hqq, rtn
 
@@ -39,7 +39,7 @@ def slow(w: list[float], format: Format, scale: float, zero: int | None) -> tupl
             codes = [min(max(round(x / scale) + z, 0), 2**format.bits - 1) for x in w]
             values = [c - z for c in codes]
         errors = [x - scale * v for x, v in zip(w, values, strict=True)]
-        loss = sum(e * e for e in errors)
+        loss = sum(e**4 for e in errors)
         if loss < best:
             best, kept = loss, (scale, zero)
         targets = []
@@ -65,7 +65,7 @@ def test_it_is_the_slow_version(name):
     w = weight(4, columns)
     w[1:3] += 0.1  # where the zero point is no middle code
     w[2:] *= 20  # errors beyond the threshold of shrink
-    start, zeros = scales.search(w, format)
+    start, zeros = format.fit(w)
     start, zeros = start.clone(), None if zeros is None else zeros.clone()
     found = hqq.quantize(w, format)
     size, same = format.group_size or columns, []
@@ -83,7 +83,7 @@ def test_it_is_the_slow_version(name):
 
 @pytest.mark.parametrize(
     ("name", "most"),
-    [("int4_g128", 0.9), ("int3_g64", 0.85), ("int2_g64", 0.8), ("int2_g64_asym", 0.65), ("int4", 0.8), ("nf4", 0.99)],
+    [("int4_g128", 0.95), ("int3_g64", 0.9), ("int2_g64", 0.87), ("int2_g64_asym", 0.8), ("int4", 0.9), ("nf4", 0.97)],
 )
 def test_it_beats_rounding_to_nearest(name, most):
     format = parse_format(name)
@@ -92,13 +92,21 @@ def test_it_beats_rounding_to_nearest(name, most):
     assert (w - ours).square().sum() < most * (w - nearest).square().sum()
 
 
-@pytest.mark.parametrize("name", ["int4_g128", "int3_g64", "int2_g64", "int2_g64_asym"])
-def test_the_iterations_gain_over_the_search_they_start_from(name):
+@pytest.mark.parametrize("name", ["int4_g128", "int3_g64", "int2_g64_asym"])
+def test_weights_that_read_outlier_channels_are_not_cut_off(name):
+    """3 % of the inputs are thirty times larger, and the weights that read them are the largest of their groups. The
+    least squared error of the weights cuts them off, and loses 0.97 to 1.13 times what rounding to nearest does."""
     format = parse_format(name)
     w = weight(64, 256)
-    scale, zero = scales.search(w, format)
-    searched = format.decode(format.encode(w, scale, zero), scale, zero)
-    assert (w - hqq.quantize(w, format).dequantize()).square().sum() < 0.9997 * (w - searched).square().sum()
+    large = torch.randperm(256, generator=torch.Generator().manual_seed(1))[:8]
+    w[:, large] = w.abs().unflatten(1, (-1, 64)).amax(-1)[:, large // 64] * w[:, large].sign()
+    carried = torch.ones(256)
+    carried[large] = 30
+
+    def lost(back: Tensor) -> float:
+        return float(((w - back) * carried).square().sum())
+
+    assert lost(hqq.quantize(w, format).dequantize()) < 0.95 * lost(rtn.quantize(w, format).dequantize())
 
 
 def test_large_errors_are_let_go():
