@@ -13,6 +13,7 @@ needs no torch.
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -32,6 +33,11 @@ LAB_PACKAGES = {
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit; bad input is one sentence on stderr and exit code 2."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:  # the first file that is written would take its place
+        print_error("stdout is closed, and the result would be lost; redirect it to a file, or to /dev/null")
+        sys.exit(2)
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper):  # bytes that are not UTF-8 are reported where they are used
             stream.reconfigure(errors=errors)

@@ -107,8 +107,10 @@ def _lines(interactive: bool) -> Iterator[str]:
     with contextlib.suppress(ModuleNotFoundError):  # line editing and a history; Windows has its own
         import readline  # noqa: F401
     while True:
+        if not sys.stdout.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
         try:
-            yield input("> ").strip()
+            yield input("> " if sys.stdout.isatty() else "").strip()
         except EOFError:
             print()
             return

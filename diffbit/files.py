@@ -23,7 +23,8 @@ UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1
 
 
 def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(3)}.tmp")
+    short = path.name.encode()[:200].decode(errors="ignore")  # a name has at most 255 bytes
+    return path.with_name(f".{short}.{os.getpid()}-{secrets.token_hex(3)}.tmp")
 
 
 @contextmanager
@@ -33,6 +34,20 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DiffbitError(f"{path}: cannot be written ({error.strerror or error})") from None
+
+
+def resolved(path: str | Path) -> Path:
+    """The absolute path without links. Raises DiffbitError for links that lead in a circle."""
+    try:
+        return Path(path).resolve()
+    except (OSError, RuntimeError) as error:
+        raise DiffbitError(f"{path}: cannot be resolved ({error}); choose another place") from None
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it; `Path.mkdir(parents=True)` fails where a thousand are missing."""
+    for missing in [place for place in (*reversed(folder.parents), folder) if not place.is_dir()]:
+        missing.mkdir(exist_ok=True)
 
 
 @contextmanager
@@ -46,7 +61,7 @@ def write_atomic(path: str | Path) -> Iterator[Path]:
         raise DiffbitError(f"{path}: is a folder, wanted a file to write to; choose another name")
     temporary = _temporary(path)
     with _writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         try:
             yield temporary
             os.replace(temporary, path)
@@ -59,7 +74,7 @@ def check_place(path: str | Path, *, overwrite: bool = False) -> None:
     path = Path(path)
     if path.is_file():
         raise DiffbitError(f"{path}: is a file, wanted a folder to write to; choose another name")
-    if Path.cwd().is_relative_to(path.resolve()):
+    if Path.cwd().is_relative_to(resolved(path)):
         raise DiffbitError(f"{path}: is or contains the working folder; choose another folder")
     with _writing(path):
         occupied = path.is_dir() and any(path.iterdir())
@@ -83,8 +98,8 @@ def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
     path = Path(path)
     check_place(path, overwrite=overwrite)
     with _writing(path):
-        folder = path.resolve() if path.is_symlink() else path
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder = resolved(path) if path.is_symlink() else path
+        make_folder(folder.parent)
         temporary = _temporary(folder)
         temporary.mkdir()
         try:
@@ -103,7 +118,7 @@ def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
 def check_apart(output: str | Path, *sources: str | Path) -> None:
     """Raise DiffbitError if the output folder is or contains a source: overwriting it would delete the source."""
     for source in map(Path, sources):
-        if source.exists() and source.resolve().is_relative_to(Path(output).resolve()):
+        if source.exists() and resolved(source).is_relative_to(resolved(output)):
             raise DiffbitError(f"{output}: is or contains {source}, which this command reads; choose another folder")
 
 

@@ -50,7 +50,7 @@ class Unfinished:
         resume: bool = False,
         overwrite: bool = False,
     ) -> None:
-        place = Path(output).resolve()
+        place = files.resolved(output)
         self.path = place.with_name(f"{place.name}.unfinished")
         self.about = about
         self.tokens = tokens

@@ -13,7 +13,6 @@ The environment is that of transformers (utils/chat_template_utils.py): publishe
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from datetime import datetime
 from typing import NoReturn
@@ -25,7 +24,6 @@ MOST_CHARACTERS = 4_000_000  # of a rendered conversation
 
 def main() -> None:
     """Serve until stdin ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
     sys.path[:] = json.loads(sys.argv[1])
     first = json.loads(sys.stdin.readline())
     _limit_resources()  # before compiling, which computes constants

@@ -123,6 +123,7 @@ class ChatTemplate:
             process = subprocess.Popen(
                 python_script(Path(__file__).with_name("render.py")),
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8",
+                start_new_session=True,  # Ctrl-C is for this process
             )  # fmt: skip
             assert process.stdin is not None
             process.stdin.write(json.dumps({"template": self._source, "variables": self.special_tokens}) + "\n")

@@ -313,6 +313,30 @@ def test_an_overwritten_link_stays_a_link(checkpoint: Path, tmp_path: Path) -> N
     assert (tmp_path / "link").is_symlink() and (tmp_path / "old" / "quantization_report.json").is_file()
 
 
+def test_odd_places_for_an_output(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    for arguments in (["quantize", checkpoint, "--weights", "int8"], ["export", checkpoint]):
+        for place in ("a", "a/x"):
+            one_sentence([*arguments, "-o", tmp_path / place, "-q"], capfd, ["a", "link"])
+    one_sentence(["export", checkpoint, "-o", tmp_path / ("n" * 300), "-q"], capfd, ["name too long"])
+    one_sentence(["export", checkpoint, "-o", tmp_path / "/".join("d" * 3000), "-q"], capfd, ["name too long"])
+    for place in ("日" * 80, "/".join("d" * 1100)):  # 240 bytes; 1100 folders
+        with pytest.raises(SystemExit) as stopped:
+            main(["export", str(checkpoint), "-o", str(tmp_path / place), "-q"])
+        assert stopped.value.code == 0, capfd.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a POSIX shell")
+def test_closed_streams(artifact: Path) -> None:
+    command = shlex.join([sys.executable, "-m", "diffbit", "verify", str(artifact)])
+    done = subprocess.run(["sh", "-c", f"{command} >&-"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: stdout is closed") and done.stderr.count("\n") == 1, done.stderr
+    done = subprocess.run(["sh", "-c", f"{command} 2>&-"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and "golden" not in done.stderr and "logits" in done.stdout
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_a_full_disk_under_stdout(artifact: Path) -> None:
     with open("/dev/full", "w") as full:

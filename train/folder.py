@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..errors import DiffbitError, MissingDependency
-from ..files import write_atomic
+from ..files import make_folder, write_atomic
 from ..models import Decoder, save
 from ..quantize import Scheme
 from ..quantize import save as save_quantized
@@ -46,7 +46,7 @@ def check_folder(out: Path, *, resume: bool, overwrite: bool) -> None:
 
 def begin_run(out: Path) -> None:
     """Make `out` an empty run folder; deletes an earlier run there (`check_folder` has made sure that it is one)."""
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     for entry in out.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
