@@ -7,7 +7,7 @@ Inputs and outputs carry the names that onnxruntime-genai and optimum look for:
 
 T = past + S: the past's length follows from the mask's, so no loader needs to pass it. A low-bit cache has more buffers
 than key and value, and other shapes (quantize/cache.py); other mixers have other states. What all layers share
-(lengths, RoPE tables, the mask as a bias) is made once, on first use, so that a graph holds what its layers need.
+(lengths, RoPE tables) is made once, on first use, so that a graph holds what its layers need.
 Mixers and MLPs add their nodes through their own `onnx` methods, which know this graph as models/graph.py describes it.
 """
 
@@ -36,10 +36,7 @@ from ..ops.kv_cache import BLOCK
 from ..quantize import AttentionScheme, QTensor, QuantLinear
 from ..quantize.cache import is_low_bit, operator
 from ..quantize.formats.base import Stored
-from .graph import MICROSOFT, Graph
-
-# Added to the logits of hidden keys: finite, so that a query that sees nothing (padding) gives numbers and not NaN
-HIDDEN: dict[type, float] = {np.float32: -1e30, np.float16: -65504.0}
+from .graph import Graph
 
 HALVES: dict[torch.dtype, type] = {torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
 
@@ -88,16 +85,13 @@ class DecoderGraph(Graph):
         self._present: list[Cache] = []
         self._signature: Signature | None = None
         self._x: ir.Value
+        self._added: ir.Value | None = None  # to x, by the next norm's node
         self._table: ir.Value  # of a tied head, float
         self._stored: Stored[ir.Value]  # the same, quantized
 
     @property
     def low_bit(self) -> bool:
         return is_low_bit(self.scheme)
-
-    @shared
-    def _batch(self) -> ir.Value:
-        return self.op("Shape", [self.input_ids], end=1)  # int64 [1]: B
 
     @shared
     def _length(self) -> ir.Value:
@@ -127,29 +121,6 @@ class DecoderGraph(Graph):
     def sin(self) -> ir.Value:
         return self.initializer("sin", self._tables[1])
 
-    @shared
-    def _rotary(self) -> list[ir.Value]:
-        """Both tables in the graph's dtype, which RotaryEmbedding wants."""
-        return [self.weight(name, table) for name, table in zip(("cos", "sin"), self._tables, strict=True)]
-
-    @shared
-    def _lengths(self) -> tuple[ir.Value, ir.Value]:
-        """GroupQueryAttention's seqlens_k int32 [B] and total_sequence_length int32 [].
-
-        Every row counts T tokens, padding included: what is hidden is left to the bias, which works on either side.
-        """
-        total = self.op("Squeeze", [self.cast(self._total, np.int32)])
-        last = self.op("Sub", [total, self.const(1, np.int32)])
-        return self.op("Expand", [last, self._batch]), total
-
-    @shared
-    def _bias(self) -> ir.Value:
-        """[B, 1, S, T]: HIDDEN where the mask hides a key, else 0. Causality is the operator's own."""
-        real = self.cast(self.attention_mask, np.bool_)
-        row = self.op("Where", [real, self.const(0, self.dtype), self.const(HIDDEN[self.dtype], self.dtype)])  # [B, T]
-        shape = self.op("Concat", [self._batch, self.const([1]), self._length, self._total], axis=0)
-        return self.op("Expand", [self.op("Unsqueeze", [row, self.const([1, 2])]), shape])
-
     def attention(
         self,
         query: ir.Value,
@@ -165,29 +136,12 @@ class DecoderGraph(Graph):
         wide_value: int = 0,
         norm_eps: float = 0.0,
     ) -> tuple[ir.Value, Cache]:
-        if lambda_ is None and not self.low_bit and not self.config.rope_width % GROUP_QUERY_MULTIPLE:
-            # RoPE has a node of its own: GroupQueryAttention's built-in one reads only the first position of a prompt
-            # and counts on from there, so rows padded on the left would enter the cache at positions other than those
-            # of later steps
-            query, key = (
-                self.op("RotaryEmbedding", [x, self.position_ids, *self._rotary], domain=MICROSOFT)
-                for x in (query, key)
-            )
-            out, present_key, present_value = self.ops(
-                "GroupQueryAttention",
-                [query, key, value, past["key"], past["value"], *self._lengths, None, None, None, self._bias],
-                3,
-                domain=MICROSOFT,
-                num_heads=num_heads,
-                kv_num_heads=num_kv_heads,
-                scale=scale,
-            )
-            return out, {"key": present_key, "value": present_value}
+        grouped = lambda_ is None and not self.low_bit and not self.config.rope_width % GROUP_QUERY_MULTIPLE
         signature = operator(self.scheme, 1 if lambda_ is None else 2, noise_ratio)
         if self._signature not in (None, signature):  # a model's nodes of one name share a body
             raise DiffbitError(
                 "its layers need DiffAttention both of one and of two branches, or of several noise ratios, which an "
-                "artifact cannot hold; leave the KV cache float, or give all layers one ratio"
+                "artifact cannot hold"
             )
         self._signature = signature
         values = {
@@ -206,7 +160,7 @@ class DecoderGraph(Graph):
             diff_attention,
             [values.get(name) for name in signature.inputs],
             len(signature.outputs),
-            lambda: diff_attention.function(signature),
+            diff_attention.grouped_function if grouped else lambda: diff_attention.function(signature),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             wide_value=wide_value,
@@ -238,23 +192,27 @@ class DecoderGraph(Graph):
         self._table = self.weight(name, table.float().numpy())  # a tied head multiplies by it, too
         self._x = self.op("Gather", [self._table, self.input_ids])
 
+    def _residual_norm(self, norm: RMSNorm, name: str) -> ir.Value:
+        """The residual stream, with what the last mixer or MLP adds to it, through a norm."""
+        if self._added is None:
+            return self.norm(self._x, norm, name)
+        self._x, normed = self.add_norm(self._x, self._added, norm, name)
+        return normed
+
     def block(self, block: Block, index: int) -> None:
         """Decoder layer `index`; its linears are float or QuantLinear."""
-        x = self._x
         with self.scope(f"layers.{index}"):
-            normed = self.norm(x, block.input_layernorm, "input_layernorm")
+            normed = self._residual_norm(block.input_layernorm, "input_layernorm")
             with self.scope("self_attn"):
-                out, present = block.self_attn.onnx(self, normed, self._past[index])
-            x = self.op("Add", [x, out])
-            normed = self.norm(x, block.post_attention_layernorm, "post_attention_layernorm")
+                self._added, present = block.self_attn.onnx(self, normed, self._past[index])
+            normed = self._residual_norm(block.post_attention_layernorm, "post_attention_layernorm")
             with self.scope("mlp"):
-                out = block.mlp.onnx(self, normed)
-            self._x = self.op("Add", [x, out])
+                self._added = block.mlp.onnx(self, normed)
         self._present.append(present)
 
     def head(self, norm: RMSNorm, head: nn.Module) -> None:
         """The final norm and the head; a tied one multiplies by the embedding's table. Declares the graph's outputs."""
-        x = self.norm(self._x, norm, "norm")
+        x = self._residual_norm(norm, "norm")
         if not self.config.tie_embeddings:
             logits = self.linear(x, head, "lm_head")
         elif isinstance(head, QuantLinear):

@@ -15,7 +15,7 @@ IR version 10 and opset 21 are what the oldest ONNX Runtime that diffbit support
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import torch
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 from torch import nn
 
@@ -30,7 +31,7 @@ from ..errors import DiffbitError
 from ..models.graph import Attribute
 from ..models.layers.norm import RMSNorm
 from ..ops.schema import DOMAIN, DOMAIN_VERSION
-from ..quantize import QuantLinear
+from ..quantize import QTensor, QuantLinear
 from ..quantize.formats.base import MICROSOFT
 
 MODEL = "model.onnx"
@@ -199,6 +200,16 @@ class Graph:
                 return product
             return self.op("Add", [product, self.weight("bias", module.bias.detach().float().numpy())])
 
+    def linears(self, x: ir.Value, modules: Mapping[str, nn.Module]) -> Sequence[ir.Value]:
+        """`linear` of several layers {name: module} that read the same x: where their weights can lie one below the
+        other one product, named after all of them (parts.py), and a Split."""
+        stacked = _stacked(list(modules.values()))
+        if stacked is None:
+            return [self.linear(x, module, name) for name, module in modules.items()]
+        sizes = [module.out_features for module in modules.values()]
+        product = self.linear(x, stacked, "+".join(modules))
+        return self.ops("Split", [product, self.const(sizes)], len(sizes), axis=-1)
+
     def norm(self, x: ir.Value, module: nn.Module, name: str, dtype: type[np.floating] | None = None) -> ir.Value:
         """x, of the graph's dtype or `dtype`, through an RMSNorm; unchanged where none stands (nn.Identity)."""
         if not isinstance(module, RMSNorm):
@@ -206,6 +217,15 @@ class Graph:
         # its kernels square and sum in float32 whatever the dtype, so large fp16 activations do not overflow
         weight = self.weight(f"{name}.weight", module.weight.detach().float().numpy(), dtype)
         return self.op("SimplifiedLayerNormalization", [x, weight], axis=-1, epsilon=module.eps, stash_type=1)
+
+    def add_norm(self, x: ir.Value, more: ir.Value, module: RMSNorm, name: str) -> tuple[ir.Value, ir.Value]:
+        """(x + more, the same through an RMSNorm), in one node."""
+        weight = self.weight(f"{name}.weight", module.weight.detach().float().numpy())
+        normed, mean, deviation, total = self.ops(
+            "SkipSimplifiedLayerNormalization", [x, more, weight], 4, domain=MICROSOFT, epsilon=module.eps
+        )
+        mean.name = deviation.name = ""  # left out
+        return total, normed
 
     def save(self) -> None:
         """Write model.onnx beside its data."""
@@ -217,6 +237,25 @@ class Graph:
             functions=list(self._functions.values()),
         )
         ir.save(model, self.folder / MODEL)
+
+
+def _stacked(modules: Sequence[nn.Module]) -> nn.Module | None:
+    """Linear layers that read the same input as one, their rows in turn; None where their weights differ in format."""
+    first, biases = modules[0], [module.bias for module in modules]
+    if any((bias is None) != (biases[0] is None) for bias in biases):
+        return None
+    bias = None if biases[0] is None else nn.Parameter(torch.cat(biases), requires_grad=False)
+    quantized = [module for module in modules if isinstance(module, QuantLinear)]
+    if not quantized:
+        weight = torch.cat([module.weight for module in modules])
+        stacked = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
+        stacked.weight, stacked.bias = nn.Parameter(weight, requires_grad=False), bias
+        return stacked
+    if len(quantized) < len(modules) or quantized[0].weight.format.per_tensor:
+        return None
+    if any((each.weight.format, each.rounding) != (first.weight.format, first.rounding) for each in quantized):
+        return None
+    return QuantLinear(QTensor.stack([each.weight for each in quantized]), first.rounding, bias)
 
 
 def _type(dtype: DTypeLike) -> ir.TensorType:

@@ -79,10 +79,11 @@ def parts(folder: Path, files: Iterable[str], config: ModelConfig, scheme: Schem
         if not isinstance(tensor, ir.ExternalTensor):
             continue
         if name.endswith(".codes"):
-            module = name.removesuffix(".codes")
-            module = module if module in shapes else f"model.{module}"
-            format, count = formats[module], math.prod(shapes[module])
-            part, nbytes = f"{TABLES.get(module, '')}{format} codes", -(-count * format.device_bits // 8)
+            scope, _, names = name.removesuffix(".codes").rpartition(".")
+            modules = [f"{scope}.{each}" if scope else each for each in names.split("+")]  # Graph.linears
+            modules = [module if module in shapes else f"model.{module}" for module in modules]
+            format, count = formats[modules[0]], sum(math.prod(shapes[module]) for module in modules)
+            part, nbytes = f"{TABLES.get(modules[0], '')}{format} codes", -(-count * format.device_bits // 8)
         else:
             part, count, nbytes = NAMED[next(filter(name.endswith, NAMED))], tensor.size, tensor.nbytes
         if part.startswith("embedding") and len(value.consumers()) > 1:

@@ -6,7 +6,7 @@ over; names of nodes and weights begin with the layer's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -66,6 +66,9 @@ class Graph(Protocol):
     def linear(self, x: ir.Value, module: nn.Module, name: str, scale: float = 1.0) -> ir.Value:
         """scale * (x W^T) + bias of a linear layer, float or quantized."""
 
+    def linears(self, x: ir.Value, modules: Mapping[str, nn.Module]) -> Sequence[ir.Value]:
+        """The same of several layers {name: module} that read the same x, in as few products as their formats allow."""
+
     def norm(self, x: ir.Value, module: nn.Module, name: str, dtype: type[np.floating] | None = None) -> ir.Value:
         """x, of the graph's dtype or of `dtype`, through an RMSNorm; unchanged where the module is an nn.Identity."""
 
@@ -92,5 +95,5 @@ class Graph(Protocol):
 
         With a lambda: diffbit.DiffAttention, and ops/diff_attention.py says what its inputs are. Without one: softmax
         attention of query [B, S, num_heads * d], key and value [B, S, num_kv_heads * d] -> [B, S, num_heads * d], a
-        GroupQueryAttention, or a DiffAttention of one branch where the scheme or the heads' width call for it.
+        DiffAttention of one branch.
         """

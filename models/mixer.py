@@ -294,10 +294,6 @@ class Attention(Mixer):
         found: Tensor = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
         return found
 
-    def onnx_queries(self, g: Graph, x: ir.Value) -> ir.Value:
-        """The same as ONNX nodes in the order of q_proj's rows, [B, S, query_rows]."""
-        return self._onnx_normed(g, g.linear(x, self.q_proj, "q_proj"), self.q_norm, "q_norm")
-
     def _onnx_normed(self, g: Graph, heads: ir.Value, norm: nn.Module, name: str) -> ir.Value:
         """heads [B, S, H * d], each through a norm [d] where one stands there."""
         if isinstance(norm, nn.Identity):
@@ -313,8 +309,9 @@ class Attention(Mixer):
 
     def onnx_projected(self, g: Graph, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
         """The same as ONNX nodes, not yet rotated."""
-        key = self._onnx_normed(g, g.linear(x, self.k_proj, "k_proj"), self.k_norm, "k_norm")
-        return self.onnx_queries(g, x), key, g.linear(x, self.v_proj, "v_proj")
+        query, key, value = g.linears(x, {"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj})
+        query = self._onnx_normed(g, query, self.q_norm, "q_norm")
+        return query, self._onnx_normed(g, key, self.k_norm, "k_norm"), value
 
     def by_branch(self, key: Tensor, value: Tensor) -> tuple[list[Tensor], Tensor]:
         """Cached heads [B, Hk, T, d] -> the keys of each branch [B, G, T, d], and the values of all [B, G, T, e]."""

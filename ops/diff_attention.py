@@ -88,7 +88,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import DiffbitError
 from . import kv_cache, schema
-from .diff_attention_body import body
+from .diff_attention_body import GROUPED_BODY, body
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -162,6 +162,13 @@ def function(of: Signature = Signature()) -> onnx_ir.Function:
     inputs and outputs as the node has; ONNX Runtime inlines it if it makes all of them, those left out as well.
     """
     return OP.function(body(of), INPUTS[: len(of.inputs)], of.declared_outputs)
+
+
+def grouped_function() -> onnx_ir.Function:
+    """Another body, for a float cache, one branch and heads of a width that is a multiple of 8: ONNX Runtime's own
+    operators, which write into a buffer that is past and present at once."""
+    signature = Signature(branches=1)
+    return OP.function(GROUPED_BODY, INPUTS[: len(signature.inputs)], signature.declared_outputs)
 
 
 class Cached(NamedTuple):

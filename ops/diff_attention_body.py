@@ -21,6 +21,39 @@ if TYPE_CHECKING:
 
 END = 9223372036854775807
 
+# Softmax attention over a float cache by ONNX Runtime's own operators. RoPE has a node of its own: the one built into
+# GroupQueryAttention reads only the first position of a prompt and counts on from there, so rows padded on the left
+# would enter the cache at positions other than those of later steps. Every row counts T tokens, padding included: a
+# bias hides it, finite, so that a query that sees nothing gives numbers and not NaN. What does not depend on a layer
+# ONNX Runtime computes once for all of them.
+GROUPED_BODY = """
+{
+  one = Constant <value_ints = [1]> ()
+  places = Constant <value_ints = [1, 2]> ()
+  batch = Shape <start = 0, end = 1> (position_ids)
+  length = Shape <start = 1> (position_ids)
+  total = Shape <start = 1> (attention_mask)
+  total_i = Cast <to = 6> (total)
+  one_i = Cast <to = 6> (one)
+  last = Sub (total_i, one_i)
+  lengths = Expand (last, batch)
+  total_0d = Squeeze (total_i)
+  real = Cast <to = 9> (attention_mask)
+  shown = Constant <value_float = 0.0> ()
+  hidden = Constant <value_float = -65504.0> ()
+  row = Where (real, shown, hidden)
+  row_T = CastLike (row, query)
+  rows = Unsqueeze (row_T, places)
+  bias_shape = Concat <axis = 0> (batch, one, length, total)
+  bias = Expand (rows, bias_shape)
+  cos_T = CastLike (cos, query)
+  sin_T = CastLike (sin, query)
+  turned_query = com.microsoft.RotaryEmbedding (query, position_ids, cos_T, sin_T)
+  turned_key = com.microsoft.RotaryEmbedding (key, position_ids, cos_T, sin_T)
+  out, present_key, present_value = com.microsoft.GroupQueryAttention <num_heads: int = @num_heads, kv_num_heads: int = @num_kv_heads, scale: float = @scale> (turned_query, turned_key, value, past_key, past_value, lengths, total_0d, , , , bias)
+}
+"""  # noqa: E501
+
 
 class _Side(NamedTuple):
     """Keys or values of a call; what a cache of the side's bits has not is None."""

@@ -231,6 +231,7 @@ DIFF_ATTENTION = Op(
         Integer("query_bits", choices=(0, 8, 4), default=0),
         Integer("window", 0, 1 << 20, default=0),
     ),
+    opsets=(("", 21), ("com.microsoft", 1)),
     call=Call(
         "Attention",
         "attention",

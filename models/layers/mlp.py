@@ -73,7 +73,7 @@ class GatedMLP(nn.Module):
 
     def onnx(self, g: Graph, x: ir.Value) -> ir.Value:
         """`forward` as ONNX nodes. The norm makes small again what is wide, so it is computed in float32 with it."""
-        gate, up = g.linear(x, self.gate_proj, "gate_proj"), g.linear(x, self.up_proj, "up_proj")
+        gate, up = g.linears(x, {"gate_proj": self.gate_proj, "up_proj": self.up_proj})
         raised = self.wide and g.dtype is not np.float32
         if raised:
             gate, up = g.cast(gate, np.float32), g.cast(up, np.float32)

@@ -354,6 +354,15 @@ class QTensor:
         zero = None if self.zero is None else self.zero[rows]
         return QTensor(self.format, (codes.shape[0], codes.shape[1]), codes, scale, zero)
 
+    @staticmethod
+    def stack(weights: Sequence[QTensor]) -> QTensor:
+        """Weights of one format, with a scale or more in each row, one below the other."""
+        first = weights[0]
+        codes = torch.cat([weight.codes for weight in weights])
+        zero = None if first.zero is None else torch.cat([weight.zero for weight in weights if weight.zero is not None])
+        scale = torch.cat([weight.scale for weight in weights])
+        return QTensor(first.format, (codes.shape[0], codes.shape[1]), codes, scale, zero)
+
     def to(self, device: torch.device | str) -> QTensor:
         zero = None if self.zero is None else self.zero.to(device)
         return QTensor(self.format, self.shape, self.codes.to(device), self.scale.to(device), zero)

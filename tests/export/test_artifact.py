@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 import torch
 
@@ -19,7 +21,7 @@ from diffbit.ops.cache import Buffer
 from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
 
 from .conftest import Maker
-from .helpers import VARIANTS, config_of, graph_of, write_artifact, write_model
+from .helpers import CONFIG, VARIANTS, config_of, graph_of, write_artifact, write_model
 
 
 def test_diff_v1_holds_the_op_and_its_body(checkpoint_of: Maker) -> None:
@@ -49,11 +51,27 @@ def test_diff_v1_holds_the_op_and_its_body(checkpoint_of: Maker) -> None:
 
 
 @pytest.mark.parametrize("attention", ["softmax", "diff_v2"])
-def test_the_others_use_grouped_query_attention(checkpoint_of: Maker, attention: str) -> None:
-    model = graph_of(write_artifact(checkpoint_of(attention)))
-    assert sum(node.op_type == "GroupQueryAttention" for node in model.graph.node) == 2
-    assert sum(node.op_type == "Where" for node in model.graph.node) == 1  # one mask for all layers
-    assert not model.functions and "diffbit" not in {o.domain for o in model.opset_import}
+def test_the_others_have_grouped_query_attention_as_the_body(
+    checkpoint_of: Maker, attention: str, tmp_path: Path
+) -> None:
+    artifact = write_artifact(checkpoint_of(attention))
+    nodes = [node for node in graph_of(artifact).graph.node if node.op_type == "DiffAttention"]
+    assert len(nodes) == 2 and all(
+        attribute.i == 1 for node in nodes for attribute in node.attribute if attribute.name == "branches"
+    )
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    ort.InferenceSession(str(artifact / "model.onnx"), options)
+    found = [node.op_type for node in onnx.load(options.optimized_model_filepath, load_external_data=False).graph.node]
+    assert found.count("GroupQueryAttention") == 2 and found.count("RotaryEmbedding") == 4
+    assert found.count("Where") == found.count("Squeeze") == 1  # one mask and one length for all layers
+
+
+def test_plain_and_differential_layers_in_one_model_are_refused(tmp_path: Path) -> None:
+    layers = config_of("softmax").layers[0], config_of("diff_v1").layers[1]
+    with pytest.raises(DiffbitError, match="both of one and of two branches, which an artifact cannot hold"):
+        write_artifact(write_model(tmp_path / "m", replace(CONFIG, layers=layers)))
 
 
 @pytest.mark.parametrize("attention", VARIANTS)
@@ -70,7 +88,7 @@ def test_weights_lie_outside_and_names_say_whose_they_are(checkpoint_of: Maker, 
             assert fields["location"] == "model.onnx.data" and int(fields["offset"]) % 64 == 0
     names = {tensor.name for tensor in model.graph.initializer}
     assert {"embed_tokens.weight", "norm.weight", "lm_head.weight", "cos", "sin"} <= names
-    assert "layers.1.self_attn.q_proj.codes" in names and "layers.0.mlp.down_proj.scale" in names
+    assert "layers.1.self_attn.q_proj+k_proj+v_proj.codes" in names and "layers.0.mlp.down_proj.scale" in names
     assert (artifact / "model.onnx").stat().st_size < 60_000
     graph_inputs = {value.name for value in model.graph.input}
     assert not graph_inputs & names
@@ -178,9 +196,10 @@ def test_head_and_lambda_projection_may_be_quantized(checkpoint_of: Maker, tmp_p
     counts: dict[str, int] = {}
     for node in graph_of(artifact).graph.node:
         counts[node.op_type] = counts.get(node.op_type, 0) + 1
-    # float: layer 0 but its lambda_proj; nf4: q, k, v, o of layer 1; integers: its MLP, two lambda_proj and the head
+    # q, k, v are one product, gate and up another. Float: layer 0 but its lambda_proj; nf4: q, k, v, o of layer 1;
+    # integers: its MLP, two lambda_proj and the head
     found = {name: counts[name] for name in ("MatMul", "MatMulBnb4", "MatMulNBits", "Int4MatMul", "Int8MatMul")}
-    assert found == {"MatMul": 7, "MatMulBnb4": 4, "MatMulNBits": 3, "Int4MatMul": 2, "Int8MatMul": 1}
+    assert found == {"MatMul": 4, "MatMulBnb4": 2, "MatMulNBits": 2, "Int4MatMul": 2, "Int8MatMul": 1}
     assert runtime.verify(artifact).passed
 
 
@@ -200,7 +219,7 @@ def test_a_failed_export_leaves_nothing(checkpoint_of: Maker, tmp_path: Path) ->
     with torch.no_grad():
         decoder.model.layers[1].mlp.up_proj.weight[3, 5] = 1e6
     save(decoder, tmp_path / "huge", tokenizer_from=checkpoint_of("softmax"))
-    with pytest.raises(DiffbitError, match=r"layers\.1\.mlp\.up_proj\.weight: holds 1e\+06.*65504.*fp32"):
+    with pytest.raises(DiffbitError, match=r"layers\.1\.mlp\.gate_proj\+up_proj\.weight: holds 1e\+06.*65504.*fp32"):
         export_artifact(tmp_path / "huge", tmp_path / "a", dtype="fp16")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["huge"]
 
