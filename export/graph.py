@@ -25,7 +25,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from numpy.typing import ArrayLike, DTypeLike, NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import DiffbitError
 from ..models.graph import Attribute
@@ -203,10 +203,11 @@ class Graph:
     def linears(self, x: ir.Value, modules: Mapping[str, nn.Module]) -> Sequence[ir.Value]:
         """`linear` of several layers {name: module} that read the same x: where their weights can lie one below the
         other one product, named after all of them (parts.py), and a Split."""
-        stacked = _stacked(list(modules.values()))
+        each = [module for module in modules.values() if isinstance(module, nn.Linear | QuantLinear)]
+        stacked = _stacked(each)
         if stacked is None:
             return [self.linear(x, module, name) for name, module in modules.items()]
-        sizes = [module.out_features for module in modules.values()]
+        sizes = [module.out_features for module in each]
         product = self.linear(x, stacked, "+".join(modules))
         return self.ops("Split", [product, self.const(sizes)], len(sizes), axis=-1)
 
@@ -239,21 +240,22 @@ class Graph:
         ir.save(model, self.folder / MODEL)
 
 
-def _stacked(modules: Sequence[nn.Module]) -> nn.Module | None:
+def _stacked(modules: Sequence[nn.Linear | QuantLinear]) -> nn.Module | None:
     """Linear layers that read the same input as one, their rows in turn; None where their weights differ in format."""
-    first, biases = modules[0], [module.bias for module in modules]
-    if any((bias is None) != (biases[0] is None) for bias in biases):
-        return None
-    bias = None if biases[0] is None else nn.Parameter(torch.cat(biases), requires_grad=False)
     quantized = [module for module in modules if isinstance(module, QuantLinear)]
-    if not quantized:
-        weight = torch.cat([module.weight for module in modules])
-        stacked = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
-        stacked.weight, stacked.bias = nn.Parameter(weight, requires_grad=False), bias
-        return stacked
-    if len(quantized) < len(modules) or quantized[0].weight.format.per_tensor:
+    linears = [module for module in modules if isinstance(module, nn.Linear)]
+    biases: list[Tensor] = [module.bias for module in modules if module.bias is not None]
+    if len(biases) not in (0, len(modules)) or len(quantized) not in (0, len(modules)):
         return None
-    if any((each.weight.format, each.rounding) != (first.weight.format, first.rounding) for each in quantized):
+    bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+    if not quantized:
+        stacked = nn.Linear(linears[0].in_features, 1, device="meta")
+        stacked.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
+        stacked.register_parameter("bias", bias)
+        return stacked
+    first = quantized[0]
+    same = all((each.weight.format, each.rounding) == (first.weight.format, first.rounding) for each in quantized)
+    if not same or first.weight.format.per_tensor:
         return None
     return QuantLinear(QTensor.stack([each.weight for each in quantized]), first.rounding, bias)
 
