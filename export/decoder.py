@@ -5,6 +5,9 @@ Inputs and outputs carry the names that onnxruntime-genai and optimum look for:
     input_ids int64 [B, S], attention_mask int64 [B, T], position_ids int64 [B, S],
     past_key_values.N.key|value [B, Hk, C, d]   ->   logits fp32 [B, S, V], present.N.key|value [B, Hk, max(C, T), d]
 
+and `logits_from` int64 [1], 0 where a loader does not give it: of the new tokens, the first whose logits are wanted. A
+prompt needs the last one's only, and with a large vocabulary the head takes a fifth of the time of a small model.
+
 T = past + S: the past's length follows from the mask's, so no loader needs to pass it. A low-bit cache has more buffers
 than key and value, and other shapes (quantize/cache.py); other mixers have other states. What all layers share
 (lengths, RoPE tables) is made once, on first use, so that a graph holds what its layers need.
@@ -32,10 +35,12 @@ from ..models.layers.norm import RMSNorm
 from ..ops import diff_attention, float_head
 from ..ops.cache import Buffer, CacheSpec, tokens_each
 from ..ops.diff_attention import Signature
+from ..ops.diff_attention_body import END
 from ..ops.kv_cache import BLOCK
 from ..quantize import AttentionScheme, QTensor, QuantLinear
 from ..quantize.cache import is_low_bit, operator
 from ..quantize.formats.base import Stored
+from ..runtime.session import LOGITS_FROM
 from .graph import Graph
 
 HALVES: dict[torch.dtype, type] = {torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
@@ -213,6 +218,8 @@ class DecoderGraph(Graph):
     def head(self, norm: RMSNorm, head: nn.Module) -> None:
         """The final norm and the head; a tied one multiplies by the embedding's table. Declares the graph's outputs."""
         x = self._residual_norm(norm, "norm")
+        start = self.optional_input(LOGITS_FROM, np.zeros(1, np.int64))
+        x = self.op("Slice", [x, start, self.const([END]), self.const([1])])
         if not self.config.tie_embeddings:
             logits = self.linear(x, head, "lm_head")
         elif isinstance(head, QuantLinear):
@@ -221,7 +228,7 @@ class DecoderGraph(Graph):
             logits = self.custom(float_head, [x, self._table])
         if self.dtype is not np.float32:
             logits = self.cast(logits, np.float32)
-        self.output("logits", logits, np.float32, ["batch", "sequence", self.config.vocab_size])
+        self.output("logits", logits, np.float32, ["batch", "logits", self.config.vocab_size])
         for index, present in enumerate(self._present):
             for buffer in self.cache.layers[index]:
                 name = f"present.{index}.{buffer.name}"

@@ -75,6 +75,12 @@ class Graph:
         self._graph.inputs.append(value)
         return value
 
+    def optional_input(self, name: str, default: NDArray[Any]) -> ir.Value:
+        """An input that loaders may leave out, for they do not know it: an initializer that can be overridden."""
+        value = self._register(ir.Value(name=name, const_value=ir.tensor(default, name=name)))
+        self._graph.inputs.append(value)
+        return value
+
     def output(self, name: str, value: ir.Value, dtype: DTypeLike, shape: Sequence[int | str]) -> None:
         value.name, value.type, value.shape = name, _type(dtype), ir.Shape(shape)
         self._graph.outputs.append(value)

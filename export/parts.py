@@ -80,7 +80,7 @@ def parts(folder: Path, files: Iterable[str], config: ModelConfig, scheme: Schem
             continue
         if name.endswith(".codes"):
             scope, _, names = name.removesuffix(".codes").rpartition(".")
-            modules = [f"{scope}.{each}" if scope else each for each in names.split("+")]  # one product of several
+            modules = [f"{scope}.{each}" if scope else each for each in names.split("+")]  # Graph.linears
             modules = [module if module in shapes else f"model.{module}" for module in modules]
             format, count = formats[modules[0]], sum(math.prod(shapes[module]) for module in modules)
             part, nbytes = f"{TABLES.get(modules[0], '')}{format} codes", -(-count * format.device_bits // 8)

@@ -35,10 +35,10 @@ Ids = NDArray[np.int64]
 Logits = NDArray[np.float32]
 Signature = tuple[str, tuple[int | None, ...]]  # type and shape of a tensor, None: open
 
-# Tokens of a prompt per call of the graph. It bounds the memory for attention weights and logits (134 MB with a
-# vocabulary of 128k), and is long enough that reading the weights again for each chunk costs little. ONNX Runtime
-# computes every output, bound or not, so the head's work on positions that nobody reads cannot be saved here.
+# Tokens of a prompt per call of the graph. It bounds the memory for attention weights and for the logits where all are
+# wanted (134 MB with a vocabulary of 128k), and is long enough that reading the weights again costs little.
 CHUNK = 256
+LOGITS_FROM = "logits_from"  # an input that may be left out: of the new tokens, the first whose logits are computed
 LINE = 64  # bytes of a cache line
 TENSORS = {"float32": "tensor(float)"}  # as ONNX Runtime calls a type, where its name is another
 
@@ -86,6 +86,8 @@ class Session:
         ways = ("always", "native") if self.native else ("always",)
         self._in_place = [buffer.in_place in ways for buffer in self._buffers.values()]
         self._check_signature()
+        # exports before this input was there compute all logits
+        self._logits_from = LOGITS_FROM in {node.name for node in self._session.get_overridable_initializers()}
         self._binding = self._session.io_binding()
         self._binding.bind_output("logits", "cpu")  # the first of the outputs
         self._lock = threading.RLock()
@@ -168,16 +170,13 @@ class Session:
         self._begin(packed)
 
         chunk = CHUNK if batch == 1 else used
+        last = batch == 1 and not all_positions
         parts = [
-            self._append(
-                packed[:, start : start + chunk],
-                mask[:, start : start + chunk],
-                fetch=all_positions or start + chunk >= used,
-            )
+            self._append(packed[:, start : start + chunk], mask[:, start : start + chunk], last)
             for start in range(0, used, chunk)
         ]
         if not all_positions:
-            return parts[-1][np.arange(batch), (lengths - 1) % chunk]
+            return parts[-1][np.arange(batch), -1 if last else lengths - 1]
         logits = np.concatenate(parts, axis=1)
         if used == width and mask.all():
             return logits
@@ -195,8 +194,8 @@ class Session:
         self._begin(ids)
         return self._append(ids, np.ones_like(ids))[:, -1]
 
-    def _append(self, ids: Ids, mask: Ids, fetch: bool = True) -> Logits:
-        """Run the graph on `ids` [B, S] and keep its cache; the logits [B, S, V], or [B, S, 0] without `fetch`."""
+    def _append(self, ids: Ids, mask: Ids, last: bool = False) -> Logits:
+        """Run the graph on `ids` [B, S] and keep its cache; the logits [B, S, V], with `last` [B, 1, V]."""
         start, stop = self._length, self._length + ids.shape[1]
         self._mask[:, start:stop] = mask
         positions = self._tokens[:, None] + np.cumsum(mask, axis=1) - 1
@@ -208,16 +207,17 @@ class Session:
         binding = self._binding
         for name, array in feeds.items():
             binding.bind_cpu_input(name, array)
+        first = ids.shape[1] - 1 if last and self._logits_from else 0
+        if self._logits_from:  # bind_cpu_input knows no optional inputs
+            binding.bind_ortvalue_input(LOGITS_FROM, onnxruntime().OrtValue.ortvalue_from_numpy(np.array([first])))
         for name, value, in_place in zip(self._buffers, self._past, self._in_place, strict=True):
             if not in_place:  # it moves from call to call; `_make_buffers` has bound those that stay
                 binding.bind_ortvalue_input(f"past_key_values.{name}", value)
                 binding.bind_output(f"present.{name}", self.device)
         try:
-            logits = _pages((*ids.shape, self.artifact.vocab_size if fetch else 0))
-            if fetch:  # into this memory; an output of ONNX Runtime's own would have to be copied
-                binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
-            else:
-                binding.bind_output("logits", self.device)
+            # into this memory: an output of ONNX Runtime's own would have to be copied
+            logits = _pages((ids.shape[0], ids.shape[1] - first, self.artifact.vocab_size))
+            binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
             self._session.run_with_iobinding(binding)
             if not all(self._in_place):
                 self._past = binding.get_outputs()[1:]  # in the order of the first binding, logits first
@@ -343,12 +343,17 @@ def _library(device: str) -> Path | None:
 def _zeros(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
     """Zeros that start at a cache line, so that no vector of a cache's row crosses two lines.
 
-    np.zeros takes pages from the system when they are first written: an unused context costs nothing.
+    Their pages come from the system when they are first written: an unused context costs nothing. On Linux they have
+    4 KiB. numpy asks for 2 MiB, which the first token of each head would take: 240 MiB in a model of 135 M.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = np.zeros(size + LINE, np.uint8)
-    begin = -memory.ctypes.data % LINE
-    return memory[begin : begin + size].view(dtype).reshape(shape)
+    if size >= 1 << 20 and hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        return np.frombuffer(memory, dtype).reshape(shape)
+    zeros = np.zeros(size + LINE, np.uint8)
+    begin = -zeros.ctypes.data % LINE
+    return zeros[begin : begin + size].view(dtype).reshape(shape)
 
 
 def _pages(shape: tuple[int, ...]) -> Logits:

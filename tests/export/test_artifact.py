@@ -82,7 +82,7 @@ def test_weights_lie_outside_and_names_say_whose_they_are(checkpoint_of: Maker, 
     artifact = write_artifact(checkpoint_of(attention, "int4_g32"))
     model = graph_of(artifact)
     for tensor in model.graph.initializer:
-        small = tensor.name.startswith("constant_")
+        small = tensor.name.startswith("constant_") or tensor.name == "logits_from"
         assert (tensor.data_location == onnx.TensorProto.EXTERNAL) != small, tensor.name
         if small:
             assert len(tensor.raw_data) <= 64
@@ -94,7 +94,7 @@ def test_weights_lie_outside_and_names_say_whose_they_are(checkpoint_of: Maker, 
     assert "layers.1.self_attn.q_proj+k_proj+v_proj.codes" in names and "layers.0.mlp.down_proj.scale" in names
     assert (artifact / "model.onnx").stat().st_size < 60_000
     graph_inputs = {value.name for value in model.graph.input}
-    assert not graph_inputs & names
+    assert graph_inputs & names == {"logits_from"}  # may be left out
 
 
 def test_the_checker_accepts_graph_and_functions(checkpoint_of: Maker, tmp_path: Path) -> None:
