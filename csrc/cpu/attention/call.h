@@ -1,9 +1,9 @@
 // A call of DiffAttention: its shapes, its tensors, and what decode.cpp and prefill.cpp both do with them.
 //
 // Rows. The queries of one kv head g are rows: those of the signal heads in the order [pair, token], then those of the noise
-// heads, each of which `ratio` neighbouring pairs share. Sub-head j of the keys serves rows_of(j) of them, the signal rows
-// or the noise rows where it has two sub-heads. After the difference the signal rows hold A1 - lambda A2. With one branch
-// there are no noise rows and nothing to subtract.
+// heads, each of which `ratio` neighbouring pairs share. All meet its one sub-head of the keys; where there are two, the
+// signal rows meet the first and the noise rows the second. After the difference the signal rows hold A1 - lambda A2. With
+// one branch there are no noise rows and nothing to subtract.
 #pragma once
 
 #include "../ops.h"
@@ -44,6 +44,7 @@ struct Call {
 
   bool blockwise() const { return keys.blockwise() || values.blockwise(); }
   int64_t all_rows() const { return rows + noises * length; }
+  QueryRows query_rows() const { return width == 2 ? QueryRows{{rows, all_rows() - rows}} : QueryRows{{all_rows(), 0}}; }
   int64_t width_floats() const { return width * padded(d); }
   /// Sub-head j of kv head g, counted through the batch.
   int64_t head(int64_t b, int64_t g, int64_t j) const { return b * kv_heads + g * width + j; }

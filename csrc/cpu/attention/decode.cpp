@@ -38,41 +38,25 @@ struct Decode {
           cache->append_rows(call, b, sub_head, begin, end);
   }
 
-  /// work(keys, rows of q, q, s) for both sub-heads of the keys at once, or one after the other where they serve different
-  /// numbers of rows.
-  template <class Keys, class Work>
-  void each_key(const Keys& keys, const float* q, float* s, const Work& work) const {
-    if (call.width == 1) return work(keys, call.all_rows(), q, s);
-    if (call.ratio == 1) return work(keys, call.rows, q, s);
-    Keys signal = keys, noise = keys;
-    signal.count = noise.count = 1;
-    noise.take_second();
-    work(signal, call.rows, q, s);
-    work(noise, call.all_rows() - call.rows, q + call.rows * padded(call.d), s + call.rows * span);
-  }
-
   void scores(int64_t b, int64_t g, int64_t begin, int64_t end, const float* q, float* s) const {
     const Cache& keys = call.keys;
-    const auto rows_scores = [&](CacheType type, const CacheRows& from, int64_t n, float* to, int top) {
-      each_key(from, q, to, [&](const CacheRows& one, int64_t rows, const float* one_q, float* one_s) {
-        if (top)
-          call.lowbit.integer_row_scores(one, n, call.d, one_q, rows, top, one_s, span);
-        else
-          call.kernels.scores[type](one, n, call.d, one_q, rows, one_s, span);
-      });
-    };
-    if (!keys.blockwise()) return rows_scores(keys.type, keys.rows(call, b, g, begin), end - begin, s, call.top);
-    const int64_t n = smaller(end, call.after) - begin;
-    if (n > 0)
-      each_key(keys.blocks(call, b, g, begin), q, s,
-               [&](const BlockRows& one, int64_t rows, const float* one_q, float* one_s) {
-                 if (call.top)
-                   call.lowbit.integer_scores[keys.codes()](one, n, call.d, one_q, rows, call.top, one_s, span);
-                 else
-                   call.lowbit.scores[keys.codes()](one, n, call.d, one_q, rows, one_s, span);
-               });
+    const int64_t d = call.d;
+    const QueryRows rows = call.query_rows();
+    if (!keys.blockwise()) {
+      const CacheRows from = keys.rows(call, b, g, begin);
+      if (call.top)
+        call.lowbit.integer_row_scores(from, end - begin, d, q, rows, call.top, s, span);
+      else
+        call.kernels.scores[keys.type](from, end - begin, d, q, rows, s, span);
+      return;
+    }
+    const int64_t count = smaller(end, call.after) - begin;
+    const BlockRows from = keys.blocks(call, b, g, begin);
+    if (count > 0 && call.top) call.lowbit.integer_scores[keys.codes()](from, count, d, q, rows, call.top, s, span);
+    if (count > 0 && !call.top) call.lowbit.scores[keys.codes()](from, count, d, q, rows, s, span);
     if (end == call.total)
-      rows_scores(CACHE_FLOAT16, keys.recent_rows(call, b, g), call.total - call.after, s + (call.after - begin), 0);
+      call.kernels.scores[CACHE_FLOAT16](keys.recent_rows(call, b, g), call.total - call.after, d, q, rows,
+                                         s + (call.after - begin), span);
   }
 
   void mix(int64_t b, int64_t g, int64_t begin, int64_t end, const float* p, float* mixed) const {

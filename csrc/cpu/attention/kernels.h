@@ -23,7 +23,13 @@ struct CacheRows {
   const void* rows[2];
   const float* scales[2];  // int8 only
   int64_t count;
-  void take_second() { rows[0] = rows[1], scales[0] = scales[1]; }
+};
+
+/// Rows of queries that meet each of the keys' sub-heads; those of the second lie behind those of the first.
+struct QueryRows {
+  int64_t count[2];
+  int64_t begin(int64_t j) const { return j ? count[0] : 0; }
+  int64_t end(int64_t j) const { return begin(j) + count[j]; }
 };
 
 struct AttentionKernels {
@@ -35,8 +41,8 @@ struct AttentionKernels {
   /// or a NaN has scale NaN and codes 0. Returns the scale.
   float (*quantize)(const float* x, int64_t d, int8_t* codes);
 
-  /// s[(j * rows + i) * stride + t] = q[j * rows + i] . key t of sub-head j, for t < n. q: rows of padded(d).
-  void (*scores[CACHE_TYPES])(const CacheRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, float* s,
+  /// s[i * stride + t] = q[i] . key t of sub-head j, for the rows i of j and t < n. q: rows of padded(d).
+  void (*scores[CACHE_TYPES])(const CacheRows& keys, int64_t n, int64_t d, const float* q, QueryRows rows, float* s,
                               int64_t stride);
   /// Whether a key is hidden: the mask is 0.
   bool (*hides)(const int64_t* mask, int64_t n);

@@ -17,7 +17,6 @@ struct BlockRows {
   const uint8_t* codes[2];
   const Half* scales[2];
   int64_t count;
-  void take_second() { codes[0] = codes[1], scales[0] = scales[1]; }
 };
 
 /// Of the codes of `bits` bits.
@@ -30,15 +29,15 @@ struct LowBitKernels {
   void (*quantize_keys[CODE_TYPES])(const Half* x, int64_t d, uint8_t* codes, Half* scales);
   void (*quantize_value[CODE_TYPES])(const Half* x, int64_t d, uint8_t* codes, Half* scales);
 
-  /// s[(j * rows + i) * stride + t] = q[j * rows + i] . key t of sub-head j, for t < n; n is a multiple of 32.
-  void (*scores[CODE_TYPES])(const BlockRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, float* s,
+  /// s[i * stride + t] = q[i] . key t of sub-head j, for the rows i of j and t < n; n is a multiple of 32.
+  void (*scores[CODE_TYPES])(const BlockRows& keys, int64_t n, int64_t d, const float* q, QueryRows rows, float* s,
                              int64_t stride);
   /// The same with products of integers: for each block the query times the scales is rounded to -top..top. Its codes'
   /// products are summed in int32; what rounding lost meets the middle of the keys' codes.
-  void (*integer_scores[CODE_TYPES])(const BlockRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, int top,
+  void (*integer_scores[CODE_TYPES])(const BlockRows& keys, int64_t n, int64_t d, const float* q, QueryRows rows, int top,
                                      float* s, int64_t stride);
   /// The same over int8 rows, any n and d: each query is rounded once.
-  void (*integer_row_scores)(const CacheRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, int top,
+  void (*integer_row_scores)(const CacheRows& keys, int64_t n, int64_t d, const float* q, QueryRows rows, int top,
                              float* s, int64_t stride);
   /// Adds sum_t p[i * stride + t] * value t of sub-head j to out[i * width + j * d ..], width = values.count * d.
   void (*mix[CODE_TYPES])(const BlockRows& values, int64_t n, int64_t d, const float* p, int64_t rows, int64_t stride,

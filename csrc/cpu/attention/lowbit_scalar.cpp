@@ -101,11 +101,11 @@ float quantize_with(const float* q, const Half* scales, int key_bits, int64_t d,
 }
 
 template <int BITS>
-void scores(const BlockRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, float* s, int64_t stride) {
-  for (int64_t row = 0; row < keys.count * rows; ++row)
+void scores(const BlockRows& keys, int64_t n, int64_t d, const float* q, QueryRows rows, float* s, int64_t stride) {
+  for (int64_t row = 0; row < rows.end(keys.count - 1); ++row)
     for (int64_t t = 0; t < n; ++t) {
-      const uint8_t* packed = keys.codes[row / rows] + t * d * BITS / 8;
-      const Half* scales = keys.scales[row / rows] + t / BLOCK * 2 * d;
+      const uint8_t* packed = keys.codes[row >= rows.count[0]] + t * d * BITS / 8;
+      const Half* scales = keys.scales[row >= rows.count[0]] + t / BLOCK * 2 * d;
       double sum = 0;
       for (int64_t i = 0; i < d; ++i)
         sum += q[row * d + i] *
@@ -115,32 +115,32 @@ void scores(const BlockRows& keys, int64_t n, int64_t d, const float* q, int64_t
 }
 
 template <int BITS>
-void integer_scores(const BlockRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, int top, float* s,
+void integer_scores(const BlockRows& keys, int64_t n, int64_t d, const float* q, QueryRows rows, int top, float* s,
                     int64_t stride) {
-  for (int64_t row = 0; row < keys.count * rows; ++row)
+  for (int64_t row = 0; row < rows.end(keys.count - 1); ++row)
     for (int64_t block = 0; block < n / BLOCK; ++block) {
       int codes[ATTENTION_MOST_D];
       float offset;
       const float scale =
-          quantize_with(q + row * d, keys.scales[row / rows] + block * 2 * d, BITS, d, top, codes, &offset);
+          quantize_with(q + row * d, keys.scales[row >= rows.count[0]] + block * 2 * d, BITS, d, top, codes, &offset);
       for (int64_t t = block * BLOCK; t < (block + 1) * BLOCK; ++t) {
         int32_t sum = 0;
-        for (int64_t i = 0; i < d; ++i) sum += codes[i] * code<BITS>(keys.codes[row / rows] + t * d * BITS / 8, i);
+        for (int64_t i = 0; i < d; ++i) sum += codes[i] * code<BITS>(keys.codes[row >= rows.count[0]] + t * d * BITS / 8, i);
         s[row * stride + t] = static_cast<float>(sum) * scale + offset;
       }
     }
 }
 
-void integer_row_scores(const CacheRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, int top, float* s,
+void integer_row_scores(const CacheRows& keys, int64_t n, int64_t d, const float* q, QueryRows rows, int top, float* s,
                         int64_t stride) {
-  for (int64_t row = 0; row < keys.count * rows; ++row) {
+  for (int64_t row = 0; row < rows.end(keys.count - 1); ++row) {
     int codes[ATTENTION_MOST_D];
     const float scale = round_row(q + row * padded(d), d, top, codes);
-    const int8_t* from = static_cast<const int8_t*>(keys.rows[row / rows]);
+    const int8_t* from = static_cast<const int8_t*>(keys.rows[row >= rows.count[0]]);
     for (int64_t t = 0; t < n; ++t) {
       int32_t sum = 0;
       for (int64_t i = 0; i < d; ++i) sum += codes[i] * from[t * d + i];
-      s[row * stride + t] = static_cast<float>(sum) * scale * keys.scales[row / rows][t];
+      s[row * stride + t] = static_cast<float>(sum) * scale * keys.scales[row >= rows.count[0]][t];
     }
   }
 }

@@ -104,9 +104,10 @@ void quantize_value(const Half* x, int64_t d, uint8_t* packed, Half* scales) {
 /// Four keys at a time: sums[row][key] = part[row] + the products, one vector each.
 template <int BITS, int ROWS>
 DIFFBIT_INLINE void score_block(const uint8_t* codes, int64_t d, const float* u, const F32 (&parts)[ROWS], float* s,
-                                int64_t stride) {
+                                int64_t stride, bool asks) {
   const int64_t bytes = d * BITS / 8;
   for (int64_t t = 0; t < BLOCK; t += 4) {
+    if (asks) ask(codes + t * bytes, 4 * bytes);
     F32 sums[ROWS][4];
     DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row)
       DIFFBIT_UNROLL for (int key = 0; key < 4; ++key) sums[row][key] = parts[row];
@@ -125,7 +126,7 @@ DIFFBIT_INLINE void score_block(const uint8_t* codes, int64_t d, const float* u,
 
 template <int BITS, int ROWS>
 DIFFBIT_INLINE void score_rows(const uint8_t* codes, const Half* scales, int64_t d, const float* q, float* s,
-                               int64_t stride) {
+                               int64_t stride, bool asks) {
   float u[ROWS * MOST_D];
   F32 parts[ROWS];  // of q . zero points
   DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row) parts[row] = splat(0.0f);
@@ -137,33 +138,29 @@ DIFFBIT_INLINE void score_rows(const uint8_t* codes, const Half* scales, int64_t
       parts[row] = fma(one, zero_point, parts[row]);
     }
   }
-  if (d == 64) return score_block<BITS, ROWS>(codes, 64, u, parts, s, stride);  // known: u stays in registers
-  score_block<BITS, ROWS>(codes, d, u, parts, s, stride);
+  if (d == 64) return score_block<BITS, ROWS>(codes, 64, u, parts, s, stride, asks);  // known: u stays in registers
+  score_block<BITS, ROWS>(codes, d, u, parts, s, stride, asks);
 }
 
 /// work(j, block) for every block of both sub-heads, in turns.
-template <int BITS, class Work>
-DIFFBIT_INLINE void each_block(const BlockRows& keys, int64_t n, int64_t d, const Work& work) {
-  const int64_t bytes = BLOCK * d * BITS / 8;
+template <class Work>
+DIFFBIT_INLINE void each_block(const BlockRows& keys, int64_t n, const Work& work) {
   for (int64_t block = 0; block < n / BLOCK; ++block)
-    for (int64_t j = 0; j < keys.count; ++j) {
-      ask(keys.codes[j] + block * bytes, bytes);
-      work(j, block);
-    }
+    for (int64_t j = 0; j < keys.count; ++j) work(j, block);
 }
 
 template <int BITS>
-void scores(const BlockRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, float* s, int64_t stride) {
+void scores(const BlockRows& keys, int64_t n, int64_t d, const float* q, QueryRows rows, float* s, int64_t stride) {
   constexpr int MOST = L == 8 ? 2 : 4;  // AVX2 has 16 registers
-  each_block<BITS>(keys, n, d, [&](int64_t j, int64_t block) {
+  each_block(keys, n, [&](int64_t j, int64_t block) {
     const uint8_t* codes = keys.codes[j] + block * BLOCK * d * BITS / 8;
     const Half* scales = keys.scales[j] + block * 2 * d;
-    const float* one = q + j * rows * d;
-    float* to = s + j * rows * stride + block * BLOCK;
-    int64_t left = rows;
-    for (; left >= MOST; left -= MOST, one += MOST * d, to += MOST * stride)
-      score_rows<BITS, MOST>(codes, scales, d, one, to, stride);
-    for (; left; --left, one += d, to += stride) score_rows<BITS, 1>(codes, scales, d, one, to, stride);
+    const int64_t first = rows.begin(j), last = rows.end(j);
+    int64_t row = first;
+    for (; row + MOST <= last; row += MOST)
+      score_rows<BITS, MOST>(codes, scales, d, q + row * d, s + row * stride + block * BLOCK, stride, row == first);
+    for (; row < last; ++row)
+      score_rows<BITS, 1>(codes, scales, d, q + row * d, s + row * stride + block * BLOCK, stride, row == first);
   });
 }
 
@@ -177,16 +174,17 @@ DIFFBIT_INLINE float lost(const float* x, const int8_t* codes, float scale, int6
 }
 
 template <int BITS>
-void integer_scores(const BlockRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, int top, float* s,
+void integer_scores(const BlockRows& keys, int64_t n, int64_t d, const float* q, QueryRows rows, int top, float* s,
                     int64_t stride) {
   const Layout layout(d * BITS / 8);
   uint8_t padded_rows[BLOCK * ROW_MOST];
   Rounded u;
   u.start = zero();
-  each_block<BITS>(keys, n, d, [&](int64_t j, int64_t block) {
+  each_block(keys, n, [&](int64_t j, int64_t block) {
+    ask(keys.codes[j] + block * BLOCK * layout.bytes, BLOCK * layout.bytes);
     const uint8_t* codes = laid_out(keys.codes[j] + block * BLOCK * layout.bytes, BLOCK, layout, padded_rows);
     const Half* scales = keys.scales[j] + block * 2 * d;
-    for (int64_t row = j * rows; row < (j + 1) * rows; ++row) {
+    for (int64_t row = rows.begin(j); row < rows.end(j); ++row) {
       float scaled[MOST_D];
       int8_t rounded_codes[MOST_D];
       F32 part = splat(0.0f);
@@ -206,12 +204,12 @@ void integer_scores(const BlockRows& keys, int64_t n, int64_t d, const float* q,
   });
 }
 
-void integer_row_scores(const CacheRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, int top, float* s,
+void integer_row_scores(const CacheRows& keys, int64_t n, int64_t d, const float* q, QueryRows rows, int top, float* s,
                         int64_t stride) {
   const Layout layout(d);
   uint8_t padded_rows[BLOCK * ROW_MOST];
-  for (int64_t row = 0; row < keys.count * rows; ++row) {
-    const int64_t j = row / rows;
+  for (int64_t row = 0; row < rows.end(keys.count - 1); ++row) {
+    const int64_t j = row >= rows.count[0];
     int8_t rounded_codes[MOST_D];
     Rounded u;
     u.scale = round_row(q + row * padded(d), d, top, rounded_codes);
@@ -238,7 +236,7 @@ void integer_row_scores(const CacheRows& keys, int64_t n, int64_t d, const float
 /// groups and, per_token / 2 behind them, the zero points.
 template <int BITS, int ROWS, int GROUPS>
 DIFFBIT_INLINE void mix_tile(const uint8_t* codes, int64_t bytes, const float* scales, int64_t per_token, int64_t n,
-                             const float* p, int64_t stride, float* out, int64_t width) {
+                             const float* p, int64_t stride, float* out, int64_t width, bool asks) {
   F32 sums[ROWS][GROUPS][VECTORS], zero_points[ROWS];
   DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row) {
     zero_points[row] = splat(0.0f);
@@ -247,6 +245,7 @@ DIFFBIT_INLINE void mix_tile(const uint8_t* codes, int64_t bytes, const float* s
         sums[row][group][v] = load(out + row * width + group * BLOCK + v * L);
   }
   for (int64_t t = 0; t < n; ++t, codes += bytes, scales += per_token) {
+    if (asks) prefetch(codes + AHEAD);
     const F32 zero_point = load(scales + per_token / 2);  // beyond these groups: lanes that nobody reads
     DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row)
       zero_points[row] = fma(splat(p[row * stride + t]), zero_point, zero_points[row]);
@@ -271,14 +270,16 @@ DIFFBIT_INLINE void mix_tile(const uint8_t* codes, int64_t bytes, const float* s
 
 template <int BITS, int ROWS>
 DIFFBIT_INLINE void mix_rows(const uint8_t* codes, const float* scales, int64_t n, int64_t d, const float* p,
-                             int64_t stride, float* out, int64_t width) {
+                             int64_t stride, float* out, int64_t width, bool asks) {
   constexpr int GROUPS = L == 16 || ROWS == 1 ? 2 : 1;  // registers: 16 with AVX2, 32 elsewhere
   const int64_t bytes = d * BITS / 8, per_token = 2 * (d / BLOCK);
   int64_t i = 0;
   for (; i + GROUPS * BLOCK <= d; i += GROUPS * BLOCK)
-    mix_tile<BITS, ROWS, GROUPS>(codes + i * BITS / 8, bytes, scales + i / BLOCK, per_token, n, p, stride, out + i, width);
+    mix_tile<BITS, ROWS, GROUPS>(codes + i * BITS / 8, bytes, scales + i / BLOCK, per_token, n, p, stride, out + i, width,
+                                 asks && i * BITS / 8 % LINE == 0);
   for (; i < d; i += BLOCK)
-    mix_tile<BITS, ROWS, 1>(codes + i * BITS / 8, bytes, scales + i / BLOCK, per_token, n, p, stride, out + i, width);
+    mix_tile<BITS, ROWS, 1>(codes + i * BITS / 8, bytes, scales + i / BLOCK, per_token, n, p, stride, out + i, width,
+                            asks && i * BITS / 8 % LINE == 0);
 }
 
 template <int BITS>
@@ -290,7 +291,6 @@ void mix(const BlockRows& values, int64_t n, int64_t d, const float* p, int64_t 
     for (int64_t j = 0; j < values.count; ++j) {
       const int64_t count = n - begin < TURN ? n - begin : TURN;
       const uint8_t* codes = values.codes[j] + begin * bytes;
-      ask(codes, count * bytes);
       float scales[TURN * 2 * (MOST_D / BLOCK) + L];
       const Half* from = values.scales[j] + begin * per_token;
       int64_t i = 0;
@@ -300,8 +300,9 @@ void mix(const BlockRows& values, int64_t n, int64_t d, const float* p, int64_t 
       float* to = out + j * d;
       int64_t left = rows;
       for (; left >= MOST; left -= MOST, one += MOST * stride, to += MOST * width)
-        mix_rows<BITS, MOST>(codes, scales, count, d, one, stride, to, width);
-      for (; left; --left, one += stride, to += width) mix_rows<BITS, 1>(codes, scales, count, d, one, stride, to, width);
+        mix_rows<BITS, MOST>(codes, scales, count, d, one, stride, to, width, left == rows);
+      for (; left; --left, one += stride, to += width)
+        mix_rows<BITS, 1>(codes, scales, count, d, one, stride, to, width, left == rows);
     }
 }
 

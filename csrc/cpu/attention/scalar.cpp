@@ -49,9 +49,9 @@ float quantize(const float* x, int64_t d, int8_t* codes) {
 }
 
 template <class Cache>
-void scores(const CacheRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, float* s, int64_t stride) {
+void scores(const CacheRows& keys, int64_t n, int64_t d, const float* q, QueryRows rows, float* s, int64_t stride) {
   for (int64_t j = 0; j < keys.count; ++j)
-    for (int64_t row = j * rows; row < (j + 1) * rows; ++row)
+    for (int64_t row = rows.begin(j); row < rows.end(j); ++row)
       for (int64_t t = 0; t < n; ++t) {
         float sum = 0;
         for (int64_t i = 0; i < d; ++i)

@@ -1,7 +1,7 @@
 // DiffAttention with vectors of floats.
 //
-// Reading a cache (scores, mix): the two sub-heads take turns, so that two streams of memory are open; lines are asked
-// for in advance. A tile of query rows meets each number of the cache in registers.
+// Reading a cache (scores, mix): the two sub-heads take turns, so that two streams of memory are open; the first tile asks
+// for lines in advance, one by one between its products. A tile of query rows meets each number of the cache in registers.
 // Many queries (packed_scores, mix): tiles of rows by vectors; a query's number or a probability is broadcast.
 #include "kernels.h"
 
@@ -18,20 +18,22 @@ static_assert(ATTENTION_PAD % L == 0 && ATTENTION_KEYS % ATTENTION_PAD == 0, "ve
 
 DIFFBIT_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+/// Asks for the line AHEAD of number i of a row, if it begins one.
+template <class C>
+DIFFBIT_INLINE void ask(const C* row, int64_t i) {
+  if (i * static_cast<int64_t>(sizeof(C)) % LINE == 0) prefetch(reinterpret_cast<const char*>(row + i) + AHEAD);
+}
+
 /// work(j, begin, end) for rows begin..end of sub-head j, until all n rows of both have had their turn; `queries` rows
-/// meet them. With few, memory bounds the work and turns are short; with many, lines are not asked for in advance.
+/// meet them. With few, memory bounds the work and turns are short.
 template <class C, class Work>
 DIFFBIT_INLINE void in_turns(const CacheRows& cache, int64_t n, int64_t d, int64_t queries, const Work& work) {
-  constexpr int64_t FEW = 4, MANY = 16;
+  constexpr int64_t FEW = 4;
   const int64_t bytes = d * static_cast<int64_t>(sizeof(C)), rows = TURN / bytes / 4 * 4;
   const int64_t turn = queries < FEW ? (rows < 4 ? 4 : least(rows, MOST_TURN)) : MOST_TURN;
   for (int64_t begin = 0; begin < n; begin += turn)
     for (int64_t j = 0; j < cache.count; ++j) {
-      const int64_t end = least(begin + turn, n);
-      const char* from = static_cast<const char*>(cache.rows[j]);
-      if (queries < MANY)
-        for (int64_t i = begin * bytes; i < end * bytes; i += LINE) __builtin_prefetch(from + i + AHEAD, 0, 3);
-      work(j, begin, end);
+      work(j, begin, least(begin + turn, n));
     }
 }
 
@@ -64,7 +66,7 @@ float quantize(const float* x, int64_t d, int8_t* codes) { return round_row(x, d
 
 /// ROWS rows of q by n keys.
 template <class C, int ROWS>
-DIFFBIT_INLINE void score_tile(const C* keys, int64_t n, int64_t d, const float* q, float* s, int64_t stride) {
+DIFFBIT_INLINE void score_tile(const C* keys, int64_t n, int64_t d, const float* q, float* s, int64_t stride, bool asks) {
   int64_t t = 0;
   for (; t + 4 <= n; t += 4) {
     F32 sums[ROWS][4];
@@ -74,7 +76,10 @@ DIFFBIT_INLINE void score_tile(const C* keys, int64_t n, int64_t d, const float*
     int64_t i = 0;
     for (; i + L <= d; i += L) {
       F32 k[4];
-      DIFFBIT_UNROLL for (int key = 0; key < 4; ++key) k[key] = load(from + key * d + i);
+      DIFFBIT_UNROLL for (int key = 0; key < 4; ++key) {
+        if (asks) ask(from + key * d, i);
+        k[key] = load(from + key * d + i);
+      }
       DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row) {
         const F32 one = load(q + row * padded(d) + i);
         DIFFBIT_UNROLL for (int key = 0; key < 4; ++key) sums[row][key] = fma(one, k[key], sums[row][key]);
@@ -100,20 +105,20 @@ DIFFBIT_INLINE void score_tile(const C* keys, int64_t n, int64_t d, const float*
 }
 
 template <class C>
-void scores(const CacheRows& keys, int64_t n, int64_t d, const float* q, int64_t rows, float* s, int64_t stride) {
+void scores(const CacheRows& keys, int64_t n, int64_t d, const float* q, QueryRows rows, float* s, int64_t stride) {
   constexpr int MOST = L == 8 ? 2 : 4;  // AVX2 has 16 registers
   in_turns<C>(keys, n, d, 1, [&](int64_t j, int64_t begin, int64_t end) {
     const C* from = static_cast<const C*>(keys.rows[j]) + begin * d;
-    int64_t row = j * rows;
-    const int64_t last = row + rows;
+    const int64_t first = rows.begin(j), last = rows.end(j);
+    int64_t row = first;
     for (; row + MOST <= last; row += MOST)
-      score_tile<C, MOST>(from, end - begin, d, q + row * padded(d), s + row * stride + begin, stride);
+      score_tile<C, MOST>(from, end - begin, d, q + row * padded(d), s + row * stride + begin, stride, row == first);
     for (; row < last; ++row)
-      score_tile<C, 1>(from, end - begin, d, q + row * padded(d), s + row * stride + begin, stride);
+      score_tile<C, 1>(from, end - begin, d, q + row * padded(d), s + row * stride + begin, stride, row == first);
   });
   if (sizeof(C) != 1) return;
   for (int64_t j = 0; j < keys.count; ++j)
-    for (int64_t row = j * rows; row < (j + 1) * rows; ++row)
+    for (int64_t row = rows.begin(j); row < rows.end(j); ++row)
       for (int64_t t = 0; t < n; ++t) s[row * stride + t] *= keys.scales[j][t];
 }
 
@@ -159,13 +164,16 @@ void combine(const float* a, float a_factor, const float* b, float b_factor, int
 /// ROWS rows of p by n values, VECTORS vectors of each from `values` on; added to out.
 template <class C, int ROWS, int VECTORS>
 DIFFBIT_INLINE void mix_tile(const C* values, int64_t n, int64_t d, const float* p, int64_t stride, float* out,
-                             int64_t width) {
+                             int64_t width, bool asks) {
   F32 sums[ROWS][VECTORS];
   DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row)
     DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v) sums[row][v] = load(out + row * width + v * L);
   for (int64_t t = 0; t < n; ++t) {
     F32 from[VECTORS];
-    DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v) from[v] = load(values + t * d + v * L);
+    DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v) {
+      if (asks) ask(values + t * d, v * L);
+      from[v] = load(values + t * d + v * L);
+    }
     DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row) {
       const F32 share = splat(p[row * stride + t]);
       DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v) sums[row][v] = fma(share, from[v], sums[row][v]);
@@ -178,13 +186,13 @@ DIFFBIT_INLINE void mix_tile(const C* values, int64_t n, int64_t d, const float*
 /// ROWS rows of p by n whole values.
 template <class C, int ROWS>
 DIFFBIT_INLINE void mix_rows(const C* values, int64_t n, int64_t d, const float* p, int64_t stride, float* out,
-                             int64_t width) {
+                             int64_t width, bool asks) {
   // Registers: 16 with AVX2, 32 elsewhere
   constexpr int VECTORS = L == 8 ? (ROWS == 1 ? 8 : ROWS <= 3 ? 4 : 2) : (L == 4 && ROWS <= 2 ? 8 : 4);
   int64_t i = 0;
   for (; i + VECTORS * L <= d; i += VECTORS * L)
-    mix_tile<C, ROWS, VECTORS>(values + i, n, d, p, stride, out + i, width);
-  for (; i + L <= d; i += L) mix_tile<C, ROWS, 1>(values + i, n, d, p, stride, out + i, width);
+    mix_tile<C, ROWS, VECTORS>(values + i, n, d, p, stride, out + i, width, asks);
+  for (; i + L <= d; i += L) mix_tile<C, ROWS, 1>(values + i, n, d, p, stride, out + i, width, asks);
   if (i == d) return;
   for (int row = 0; row < ROWS; ++row) {
     F32 sums = load(out + row * width + i);
@@ -197,16 +205,19 @@ DIFFBIT_INLINE void mix_rows(const C* values, int64_t n, int64_t d, const float*
 template <class C>
 DIFFBIT_INLINE void mix_some(const C* values, int64_t n, int64_t d, const float* p, int64_t rows, int64_t stride,
                              float* out, int64_t width) {
-  for (; rows >= 6; rows -= 6, p += 6 * stride, out += 6 * width) mix_rows<C, 6>(values, n, d, p, stride, out, width);
+  constexpr int64_t MANY = 16;  // with as many rows memory keeps up
+  bool asks = rows < MANY;
+  for (; rows >= 6; rows -= 6, p += 6 * stride, out += 6 * width, asks = false)
+    mix_rows<C, 6>(values, n, d, p, stride, out, width, asks);
   if (rows >= 4) {
-    mix_rows<C, 4>(values, n, d, p, stride, out, width);
-    rows -= 4, p += 4 * stride, out += 4 * width;
+    mix_rows<C, 4>(values, n, d, p, stride, out, width, asks);
+    rows -= 4, p += 4 * stride, out += 4 * width, asks = false;
   }
   if (rows >= 2) {
-    mix_rows<C, 2>(values, n, d, p, stride, out, width);
-    rows -= 2, p += 2 * stride, out += 2 * width;
+    mix_rows<C, 2>(values, n, d, p, stride, out, width, asks);
+    rows -= 2, p += 2 * stride, out += 2 * width, asks = false;
   }
-  if (rows) mix_rows<C, 1>(values, n, d, p, stride, out, width);
+  if (rows) mix_rows<C, 1>(values, n, d, p, stride, out, width, asks);
 }
 
 template <class C>
