@@ -79,13 +79,14 @@ def write_model(folder: Path, shape: Shape, positions: int = 2048) -> int:
         }
 
     def table(name: str) -> dict[str, torch.Tensor]:
-        norm = {"model.norm.weight": torch.ones(shape.hidden, dtype=torch.bfloat16)} if name == "lm_head" else {}
-        return norm if norm and shape.tied else {f"{name}.weight": normal(shape.vocab, shape.hidden)} | norm
+        norm = {"model.norm.weight": torch.ones(shape.hidden, dtype=torch.bfloat16)} if name != "lm_head" else {}
+        return {f"{name}.weight": normal(shape.vocab, shape.hidden)} | norm
 
+    tables = ("model.embed_tokens",) if shape.tied else ("model.embed_tokens", "lm_head")
     index: dict[str, str] = {}
-    parameters, shards = 0, shape.layers + 2
+    parameters, shards = 0, shape.layers + len(tables)
     for i in range(shards):
-        shard = layer(i) if i < shape.layers else table(("model.embed_tokens", "lm_head")[i - shape.layers])
+        shard = layer(i) if i < shape.layers else table(tables[i - shape.layers])
         name = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
         save_file(shard, folder / name, metadata={"format": "pt"})
         index |= dict.fromkeys(shard, name)
