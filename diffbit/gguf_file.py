@@ -82,7 +82,7 @@ class _Reader:
             if key in metadata:
                 raise self.damaged(f"holds the metadata {key!r} twice")
             metadata[key] = self.value(self.number("I"))
-        if int(metadata.get("split.count", 1)) > 1:
+        if metadata.get("split.count", 1) not in (0, 1):
             raise DiffbitError(
                 f"{self.file}: is one of {metadata['split.count']} parts of a model; join them with "
                 "llama-gguf-split --merge"

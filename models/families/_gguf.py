@@ -9,7 +9,7 @@ scaling is no metadata but a tensor of factors, rope_freqs [d/2], from which its
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,13 +84,15 @@ def fields(header: GGUF, rope_factors: np.ndarray | None) -> dict[str, Any]:
     """
     metadata = header.metadata
     architecture = metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise DiffbitError(f"its architecture is {architecture!r}, wanted one of {', '.join(ARCHITECTURES)}")
 
     def get(key: str, default: Any = None) -> Any:
         value = metadata.get(f"{architecture}.{key}", default)
         if isinstance(value, list | np.ndarray):
             raise DiffbitError(f"{architecture}.{key} differs from layer to layer, which diffbit does not read")
+        if value is not None and not isinstance(value, int | float):
+            raise DiffbitError(f"{architecture}.{key} is {value!r}, wanted a number")
         return value
 
     if get("expert_count"):
@@ -117,7 +119,7 @@ def fields(header: GGUF, rope_factors: np.ndarray | None) -> dict[str, Any]:
         "bos_token_id": token["bos"],
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
         "pad_token_id": token["padding"],
-        "rope_scaling": _scaling(get, values, head_dim, rope_factors),
+        "rope_scaling": _scaling(metadata.get(f"{architecture}.rope.scaling.type"), get, values, rope_factors),
     }
 
 
@@ -125,11 +127,12 @@ def _ratio(whole: Any, count: Any) -> int:
     return whole // count if isinstance(whole, int) and isinstance(count, int) and count > 0 else 0
 
 
-def _scaling(get: Any, values: Mapping[str, Any], head_dim: int, factors: np.ndarray | None) -> dict[str, Any] | None:
+def _scaling(
+    kind: Any, get: Callable[[str], Any], values: Mapping[str, Any], factors: np.ndarray | None
+) -> dict[str, Any] | None:
     if factors is not None:
-        return _llama3(factors, values["rope_theta"] or 10000.0, head_dim)
-    kind = get("rope.scaling.type", "none")
-    if kind == "none":
+        return _llama3(factors, values["rope_theta"] or 10000.0, values["head_dim"])
+    if kind in (None, "none"):
         return None
     names = {
         "factor": "factor",
@@ -145,9 +148,9 @@ def _llama3(factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
     """The parameters of llama3's scaling that gives the factors, which divide the frequencies."""
     factor = float(factors.max())
     low, high, original = LLAMA3.values()
-    turns = original * theta ** -(np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
+    turns = original * abs(theta) ** -np.linspace(0, 1, factors.size, endpoint=False) / (2 * math.pi)
     blend = ((turns - low) / (high - low)).clip(0, 1)
     wanted = 1 / ((1 - blend) / factor + blend)
-    if factors.shape != wanted.shape or not np.allclose(factors, wanted, rtol=1e-3):
+    if factors.shape != (head_dim // 2,) or not np.allclose(factors, wanted, rtol=1e-3):
         raise DiffbitError(f"{ROPE_FREQS} holds factors that are not those of llama3's rotary scaling")
     return {"rope_type": "llama3", "factor": factor, **LLAMA3}
