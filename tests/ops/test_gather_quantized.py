@@ -11,7 +11,7 @@ from diffbit.runtime import cuda
 
 from .cases import Int4Case
 from .cuda_run import TYPES, Device, on_each_device
-from .onnx_run import on_each_isa, run_node
+from .onnx_run import body_of, on_each_isa, run_node
 
 CASES = [
     Int4Case(f"{bits}_bits_{k}x{n}{'' if symmetric else '_asymmetric'}", (2, 3), k, n, group, symmetric, **more)
@@ -57,7 +57,9 @@ def test_reference_is_the_dequantized_table(case: Int4Case) -> None:
 def test_body_is_exact(case: Int4Case) -> None:
     inputs, attributes = node(case)
     kind = {"Y": 1 if case.dtype == torch.float32 else 10}
-    (got,) = run_node(gather_quantized.function(case.bits), inputs, attributes, {"Y": 3}, CONSTANTS, kinds=kind)
+    (got,) = run_node(
+        body_of(gather_quantized.function, case.bits), inputs, attributes, {"Y": 3}, CONSTANTS, kinds=kind
+    )
     assert np.array_equal(got, expected(case, inputs))
 
 
@@ -66,7 +68,9 @@ def test_body_is_exact(case: Int4Case) -> None:
 def test_kernel_is_exact(case: Int4Case, isa: str) -> None:
     inputs, attributes = node(case)
     kind = {"Y": 1 if case.dtype == torch.float32 else 10}
-    (got,) = run_node(gather_quantized.function(case.bits), inputs, attributes, {"Y": 3}, CONSTANTS, isa, kinds=kind)
+    (got,) = run_node(
+        body_of(gather_quantized.function, case.bits), inputs, attributes, {"Y": 3}, CONSTANTS, isa, kinds=kind
+    )
     assert np.array_equal(got, expected(case, inputs))
 
 
@@ -92,4 +96,6 @@ def test_ids_outside_the_table(isa: str, outside: int) -> None:
     inputs, attributes = node(case)
     inputs["ids"][1, 1] = outside
     with pytest.raises(Exception, match=f"ids holds {outside}, wanted 0 to 39"):
-        run_node(gather_quantized.function(case.bits), inputs, attributes, {"Y": 3}, CONSTANTS, isa, kinds={"Y": 1})
+        run_node(
+            body_of(gather_quantized.function, case.bits), inputs, attributes, {"Y": 3}, CONSTANTS, isa, kinds={"Y": 1}
+        )
