@@ -52,7 +52,8 @@ step "chat" diffbit chat "$out/int4-gptq-onnx" --max-tokens 64 <<<"Why is the sk
 
 # 5. What the bits cost, and what they bring.
 step "compare" diffbit compare "$model" "$out/int8" "$out/int4-rtn" "$out/int4-gptq" "$out/int4-learned" --bits 16 \
-    -o "$out" --max-windows 16 --length 128 --artifact "$out/int8-onnx" --artifact "$out/int4-gptq-onnx"
+    --data mix --max-windows 16 --length 128 --prompt "Why is the sky blue?" -o "$out" \
+    --artifact "$out/int8-onnx" --artifact "$out/int4-gptq-onnx"
 
 printf '\nSeconds per stage:\n'
 awk -F'\t' '{ seconds[$1] += $2; total += $2; if (!($1 in seen)) { seen[$1]; order[n++] = $1 } }
