@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from .kv_cache import BLOCK, quantized_tokens
+
 TOKENS = "tokens"
 WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1}  # bytes of a buffer's numbers
 IN_PLACE = ("always", "native", "never")
@@ -77,6 +79,20 @@ class CacheSpec:
         """Bytes of one sequence, with room for so many tokens."""
         capacity = self.capacity(tokens)
         return sum(buffer.nbytes(capacity) for layer in self.layers for buffer in layer)
+
+    def holds(self, kept: int, length: int) -> bool:
+        """Whether buffers written in place that hold `length` tokens are those of the first `kept` with more behind.
+
+        So it is where a row is a token. Of a low-bit cache, neither number may have another count of quantized tokens
+        (kv_cache.py): the residual window has the others. A state is only that of `length`.
+        """
+        for layer in self.layers:
+            windows = [int(buffer.shape[1]) - BLOCK for buffer in layer if buffer.name.endswith("_recent")]
+            if any(quantized_tokens(kept, window) != quantized_tokens(length, window) for window in windows):
+                return False
+            if any(not buffer.grows and not buffer.name.endswith("_recent") for buffer in layer):
+                return False
+        return True
 
     @property
     def fixed_bytes(self) -> int:

@@ -128,15 +128,15 @@ class Session:
         """Keep the cached tokens that the sequence `token_ids` begins with, and forget the others; how many are kept.
 
         The rest of `token_ids`, at least one token, is then to be prefilled. A cache that is not written in place, or
-        has a state, blocks or a residual window, cannot be cut: it is kept as a whole or not at all.
+        cannot be cut there (`CacheSpec.holds`), is kept as a whole or not at all.
         """
         if self._batch != 1:
             self.reset()
         most = min(self._length, len(token_ids) - 1)
         same = self._ids[:1, :most] == np.asarray(token_ids[:most], np.int64)
         kept = most if same.all() else int(same.argmin())
-        can_be_cut = all(self._in_place) and all(buf.grows and buf.multiple == 1 for buf in self._buffers.values())
         if kept < self._length:
+            can_be_cut = all(self._in_place) and self.artifact.cache.holds(kept, self._length)
             self._length = kept if can_be_cut else 0
             self._tokens = np.full(1, self._length, np.int64)
         return self._length

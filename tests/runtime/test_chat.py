@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from diffbit.errors import DiffbitError
@@ -82,7 +83,7 @@ def test_answers_are_those_to_the_whole_conversation(template: str, in_place: bo
 
 @pytest.mark.parametrize("kv", ["int8", "int4"])
 def test_low_bit_caches(kv: str, checkpoint: Path, tmp_path: Path) -> None:
-    """int8 is cut where answers differ; int4 has a residual window and is computed again."""
+    """int8 is cut where answers differ, int4 within its residual window; elsewhere it is computed again."""
     from diffbit.export import export_artifact
     from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
 
@@ -92,9 +93,21 @@ def test_low_bit_caches(kv: str, checkpoint: Path, tmp_path: Path) -> None:
     session = Counted(export_artifact(tmp_path / "q", tmp_path / "a"), threads=1)
     chat = Chat(session, max_tokens=6)
     cached = check_turns(chat, Session(session.artifact, threads=1), [*MESSAGES, "now a longer text, beyond 64 tokens"])
-    assert session.length > 64
-    if session.native and kv == "int8":
-        assert all(cached[1:])
+    assert session.length > 64 and (any(cached) or not session.native)
+    fresh, kept = Session(session.artifact, threads=1), set()
+    for length in (20, 63, 64, 65, 96, 110):
+        for same in (1, 19, 32, 62, 63, 64, 80, 95, 100):
+            session.reset()
+            session.prefill([[3 + i % 7 for i in range(length)]])
+            ids = [3 + i % 7 for i in range(same)] + [1, 2, 3] * 3
+            start = session.reuse(ids)
+            fresh.reset()
+            assert np.allclose(session.prefill([ids[start:]]), fresh.prefill([ids]), atol=1e-4)
+            kept.add((length, same, start))
+    if session.native:
+        cut = {(length, same) for length, same, start in kept if 0 < start < length}
+        assert all(start in (0, min(length, same)) for length, same, start in kept)
+        assert (110, 1) in cut if kv == "int8" else (110, 1) not in cut and {(110, 100), (65, 64), (63, 62)} <= cut
 
 
 def test_only_new_tokens_are_computed(tmp_path: Path, in_place: bool) -> None:

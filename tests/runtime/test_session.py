@@ -195,6 +195,9 @@ def test_a_truncated_or_broken_model(tmp_path: Path) -> None:
     with pytest.raises(DiffbitError, match=r"model\.onnx: has \d+ bytes, the manifest says"):
         Session(folder)
     model.write_bytes(b"\xff" * len(whole))
+    with pytest.raises(DiffbitError, match=r"model\.onnx: is not an ONNX model"):
+        Session(folder)
+    model.write_bytes(whole.replace(b"MatMul", b"MatMud"))
     with pytest.raises(DiffbitError, match=r"model\.onnx: ONNX Runtime .* cannot load it"):
         Session(folder)
 
