@@ -11,7 +11,7 @@ from diffbit.runtime import cuda
 
 from .cases import generator
 from .cuda_run import TYPES, Device, on_each_device
-from .onnx_run import on_each_isa, run_node
+from .onnx_run import body_of, on_each_isa, run_node
 
 cases = pytest.mark.parametrize(("rows", "k", "n"), [(1, 64, 40), (3, 201, 33), (9, 16, 7), (5, 7, 1), (4, 576, 130)])
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
@@ -44,7 +44,7 @@ def node(a: torch.Tensor, weight: torch.Tensor) -> tuple[dict[str, np.ndarray], 
 @dtypes
 def test_body(rows: int, k: int, n: int, dtype: torch.dtype) -> None:
     a, weight = inputs(rows, k, n, dtype)
-    (got,) = run_node(float_head.function(), *node(a, weight), {"Y": 3}, ("W",))
+    (got,) = run_node(body_of(float_head.function), *node(a, weight), {"Y": 3}, ("W",))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
     wanted = float_head.reference(a, weight)
     torch.testing.assert_close(torch.from_numpy(got), wanted, rtol=tolerance, atol=tolerance * k**0.5)
@@ -56,7 +56,8 @@ def test_body(rows: int, k: int, n: int, dtype: torch.dtype) -> None:
 def test_kernel_is_exact(rows: int, k: int, n: int, dtype: torch.dtype, isa: str) -> None:
     a, weight = inputs(rows, k, n, dtype)
     one, two = (
-        run_node(float_head.function(), *node(a, weight), {"Y": 3}, ("W",), isa, threads)[0] for threads in (1, 2)
+        run_node(body_of(float_head.function), *node(a, weight), {"Y": 3}, ("W",), isa, threads)[0]
+        for threads in (1, 2)
     )
     assert np.array_equal(one, two) and np.array_equal(one, by_the_book(a, weight))
 
