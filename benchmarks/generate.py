@@ -2,10 +2,13 @@
 
     python benchmarks/generate.py --work DIR --llama ENV                 # DIR needs 7 GB; about 5 minutes, then 4
     python benchmarks/generate.py --work DIR --llama ENV --json out/generate.json --markdown
+    python benchmarks/generate.py --work DIR --llama ENV --model CHECKPOINT --gguf FILE    # another model, as it is
 
 Writes a diffllama of TinyLlama's shape with random weights, quantizes and exports it as a user would (ternary weights
 with an int4_g32 head; int4_g32 throughout), and GGUF files with TQ2_0 and Q4_0 weights, both with Q4_0 embedding and
-head. DIR keeps them for the next time. ENV is a Python environment with llama-cpp-python and gguf.
+head. DIR keeps them for the next time. ENV is a Python environment with llama-cpp-python and gguf. With --model: that
+checkpoint in int4_g32, int8 and float16, each with the default embedding and head, beside Q4_0, Q8_0 and F16 that
+llama.cpp makes of FILE, the same model.
 
 Every measurement is a process of its own: a prompt of 128 random tokens and 64 greedy tokens, once to warm up and once
 for the clock; tokens per second of each half, and the process's peak resident memory (VmHWM, Python included on both
@@ -36,17 +39,20 @@ from diffbit.runtime import bench, native
 
 HERE = Path(__file__).parent
 FORMATS = {"ternary": ("--override", "lm_head=int4_g32"), "int4_g32": ("--override", "lm_head=int4_g32")}
-PEER = {"ternary": "TQ2_0", "int4_g32": "Q4_0"}
-SPEEDS, MEMORY = ("decode_tokens_per_s", "prefill_tokens_per_s"), "peak_host_memory_bytes"
+GIVEN = ("int4_g32", "int8", "fp16")  # the formats of --model
+PEER = {"ternary": "TQ2_0", "int4_g32": "Q4_0", "int8": "Q8_0", "fp16": "F16"}
+SPEEDS, MEMORY, LOAD = ("decode_tokens_per_s", "prefill_tokens_per_s"), "peak_host_memory_bytes", "load_s"
 # Least ratios to llama.cpp; its memory over ours, at least as much
 TARGETS = {
     "ternary": {"its decode": 1.4, "its prefill": 1.5, "its memory": 1.0},
     "int4_g32": {"its decode": 1.3, "its prefill": 1.5, "its memory": 1.0},
 }
+GIVEN_TARGETS = {"its decode": 1.2, "its prefill": 1.0, "its memory": 1.0, "its load": 1.0}
 ROUNDS = 3
 COLUMNS = {
     "model": "model", "threads": "threads", "decode_tokens_per_s": "decode tok/s",
-    "prefill_tokens_per_s": "prefill tok/s", "peak_memory_mib": "peak MiB", "model_mib": "on disk MiB",
+    "prefill_tokens_per_s": "prefill tok/s", "load_ms": "load ms", "peak_memory_mib": "peak MiB",
+    "model_mib": "on disk MiB",
 }  # fmt: skip
 
 
@@ -70,6 +76,23 @@ def prepare(work: Path, shape: Shape, formats: list[str], interpreter: Path | No
             beside.rename(file)
 
 
+def prepare_given(work: Path, model: Path, gguf: Path | None, formats: list[str], interpreter: Path | None) -> None:
+    """The same of a checkpoint and a GGUF file that are there."""
+    for format in formats:
+        if not (artifact := work / format).exists():
+            source = model
+            if format != "fp16":
+                source = work / f"{format}.quantized"
+                diffbit("quantize", str(model), "--weights", format, "-o", str(source), "--quiet", "--overwrite")
+            dtype = "fp16" if format == "fp16" else "fp32"
+            diffbit("export", str(source), "-o", str(artifact), "--dtype", dtype, "--quiet")
+        if interpreter and not (file := work / f"{PEER[format]}.gguf").exists():
+            beside = file.with_suffix(".part")
+            command = [interpreter, HERE / "llama_peer.py", "quantize", gguf, beside, PEER[format]]
+            subprocess.run([str(part) for part in command], check=True, stdout=subprocess.DEVNULL)
+            beside.rename(file)
+
+
 def diffbit(*command: str) -> None:
     print(f"diffbit {' '.join(command)}", file=sys.stderr)
     subprocess.run([sys.executable, "-m", "diffbit", *command], check=True, stdout=subprocess.DEVNULL)
@@ -85,7 +108,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="a folder for the models")
     parser.add_argument("--llama", type=Path, help="a Python environment with llama-cpp-python and gguf")
-    parser.add_argument("--only", choices=tuple(FORMATS))
+    parser.add_argument("--model", type=Path, help="a checkpoint to measure in the place of random weights")
+    parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp, in any of its formats")
+    parser.add_argument("--only", choices=tuple(PEER))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="(default: 1 2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too, as one JSON document")
     parser.add_argument("--markdown", type=Path, nargs="?", const=Path("docs/performance.md"), metavar="FILE",
@@ -103,8 +128,14 @@ def main() -> None:
     interpreter = arguments.llama / "bin" / "python" if arguments.llama else None
     prompt, new = (8, 4) if arguments.quick else (128, 64)
     arguments.work.mkdir(parents=True, exist_ok=True)
-    formats = [arguments.only] if arguments.only else list(FORMATS)
-    prepare(arguments.work, SMALL if arguments.quick else ONE_BILLION, formats, interpreter)
+    formats = [arguments.only] if arguments.only else list(GIVEN if arguments.model else FORMATS)
+    if arguments.model:
+        if interpreter and not arguments.gguf:
+            raise SystemExit("--model beside llama.cpp: pass the same model as --gguf, or leave out --llama")
+        prepare_given(arguments.work, arguments.model, arguments.gguf, formats, interpreter)
+        TARGETS.update(dict.fromkeys(formats, GIVEN_TARGETS))
+    else:
+        prepare(arguments.work, SMALL if arguments.quick else ONE_BILLION, formats, interpreter)
     version = versions[0].stem.split("-")[1] if versions else None
     about = {"machine": describe(), "instruction_set": native.instruction_sets()[0],
              "onnxruntime": onnxruntime.__version__, "llama_cpp_python": version or "not measured (--llama)",
@@ -144,17 +175,18 @@ def main() -> None:
 def rows(runs: dict[str, list[Row]], threads: int) -> Iterator[Row]:
     """A row of medians for each model."""
     medians = {
-        name: {key: statistics.median(run[key] for run in some) for key in (*SPEEDS, MEMORY)}
+        name: {key: statistics.median(run[key] for run in some) for key in (*SPEEDS, MEMORY, LOAD)}
         for name, some in runs.items()
     }
     for name, found in medians.items():
         row: Row = {"model": name, "threads": threads, **{key: round(found[key], 1) for key in SPEEDS}}
-        row |= {"peak_memory_mib": round(found[MEMORY] / 2**20),
+        row |= {"load_ms": round(found[LOAD] * 1000), "peak_memory_mib": round(found[MEMORY] / 2**20),
                 "model_mib": round(runs[name][0]["model_bytes"] / 2**20)}  # fmt: skip
         if peer := medians.get(f"llama.cpp {PEER.get(name.split()[0])}"):
             decode, prefill = (round(found[key] / peer[key], 2) for key in SPEEDS)
             row["ratio"] = {"its decode": decode, "its prefill": prefill,
-                            "its memory": round(peer[MEMORY] / found[MEMORY], 2)}  # fmt: skip
+                            "its memory": round(peer[MEMORY] / found[MEMORY], 2),
+                            "its load": round(peer[LOAD] / found[LOAD], 2)}  # fmt: skip
             row["targets"] = targets(row["ratio"], TARGETS.get(name, {}))
         yield row
 
