@@ -110,7 +110,8 @@ TargetBits = Annotated[
     float | None,
     typer.Option(
         help="Mixed precision: choose the format of each linear layer so that they take this many bits per weight on "
-        "average, scales included, at the lowest loss. The head and lambda layers do not count if they stay float."
+        "average, scales included, at the lowest loss. Embedding, head and lambda layers do not count, unless "
+        "--override names them.",
     ),
 ]
 TargetSize = Annotated[

@@ -23,6 +23,7 @@ from ..quantize.bitnet_hf import PER_BYTE, pack
 from ..quantize.cache import is_low_bit
 from ..quantize.checkpoint import in_shards
 from ..quantize.formats.ternary import FORMAT
+from ..quantize.scheme import EMBEDDING_MODULE
 
 SETTINGS = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"}
 
@@ -75,8 +76,8 @@ def _float_layers(source: Checkpoint) -> list[str]:
         raise refuse("its activations are int4", "wanted a model trained with --activations int8")
     if is_low_bit(scheme.attention):
         raise refuse("its attention is in low bits", "wanted a checkpoint with ternary weights and no more")
-    if head in formats:
-        raise refuse("its head is quantized", f"leave {head} float")
+    if head in formats or EMBEDDING_MODULE in formats:
+        raise refuse("its head or embedding is quantized", "quantize with --embedding none --head none")
     for module, format in formats.items():
         if format != FORMAT:
             raise refuse(f"{module} is {format}", "wanted ternary or float layers")

@@ -2,8 +2,8 @@
 
     y_n = sum_k x_k w_nk      float32, whatever x and w are; rounded to T at the end
 
-Sixteen partial sums, that of k % 16, are each added up in the order of k by fma, and then in pairs, 8, 4, 2 and 1
-apart: every instruction set and number of threads or rows gives the same bits.
+Sixteen partial sums, those of equal k % 16, are each added up in the order of k by fma, and then in pairs, 8, 4, 2 and
+1 apart: every instruction set and number of threads or rows gives the same bits. A GPU adds in another order.
 
 Inputs
     A       T [..., K]         float32 or float16

@@ -132,7 +132,12 @@ def test_an_artifact_computes_what_transformers_does(settings: dict[str, str], t
             Scheme(weights=TERNARY, attention=AttentionScheme(keys="int8")),
             "attention is in low bits",
         ),
-        ("softmax", BITNET, Scheme(weights=TERNARY, overrides=(("lm_head", TERNARY),)), "its head is quantized"),
+        (
+            "softmax",
+            BITNET,
+            Scheme(weights=TERNARY, overrides=(("lm_head", TERNARY),)),
+            "its head or embedding is quantized",
+        ),
         ("softmax", BITNET | {"intermediate_size": 126}, Scheme(weights=TERNARY), "gate_proj has 126 rows"),
         ("softmax", BITNET | {"head_dim": 32}, Scheme(weights=TERNARY), "128 wide together and its hidden states 64"),
     ],
