@@ -70,7 +70,7 @@ def locked(path: str | Path) -> Iterator[None]:
     is no protection. Within a thread it may be taken again. Raises DiffbitError where another has it.
     """
     path = Path(path)
-    place = resolved(path) if path.is_dir() else resolved(path.parent) / path.name
+    place = resolved(path)
     if place in _held or not place.name:  # nothing lies beside the root
         if _held.get(place, threading.get_ident()) != threading.get_ident():
             raise DiffbitError(f"{path}: another thread is writing there; wait until it ends, or choose another name")
