@@ -110,10 +110,16 @@ def make(work: Path, model: str, weights: str) -> None:
 
 
 def without_bias(artifact: Path) -> None:
-    """Take attention_bias, GroupQueryAttention's last input, out of an artifact, and sign its manifest again."""
+    """Take attention_bias, the last input of GroupQueryAttention in DiffAttention's body, out of an artifact, rename
+    the op, so that its body runs beside the library's other kernels, and sign the manifest again."""
     path = artifact / MODEL
     model = onnx.load(str(path), load_external_data=False)
+    (body,) = (function for function in model.functions if function.name == "DiffAttention")
     for node in model.graph.node:
+        if node.op_type == body.name:
+            node.op_type = "GroupedAttention"
+    body.name = "GroupedAttention"
+    for node in body.node:
         if node.op_type == "GroupQueryAttention":
             del node.input[7:]  # behind the lengths: tables that it does not have, positions, the bias
     onnx.save(model, str(path))
