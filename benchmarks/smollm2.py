@@ -263,7 +263,8 @@ def ours(place: Path, sample: str, name: str, model: Path, reference: Reference)
     options = list(OURS[name])
     run = [sys.executable, "-m", "diffbit"]
     folder = once(Path(f"{place}{label}"), lambda out: subprocess.run(
-        [*run, "quantize", str(model), *options, "-o", str(out), "--quiet"], check=True, stdout=subprocess.DEVNULL
+        [*run, "quantize", str(model), *options, "-o", str(out), "--quiet", "--resume"], check=True,
+        stdout=subprocess.DEVNULL,
     ))  # fmt: skip
     artifact = once(Path(f"{place}{label}-onnx"), lambda out: subprocess.run(
         [*run, "export", str(folder), "-o", str(out), "--context-length", "2048", "--quiet"], check=True,
