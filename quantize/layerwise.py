@@ -91,6 +91,7 @@ def quantize_layers(
             yield _finish(
                 Layer(stored, place - 1, scheme, own[place], _read(config, read, names[place]), tokens, moved), recipe
             )
+            moved(names[place][-1].removesuffix(".weight"), 1.0)
 
 
 def _read(config: ModelConfig, read: Read, names: list[str]) -> dict[str, Tensor]:
