@@ -1,8 +1,8 @@
 """The command line: each command parses its options, calls the library and prints the result.
 
 Results go to stdout (tables, or JSON with --json), progress and remarks to stderr. Exit codes: 0 done, 2 bad input (or
-an artifact that fails `verify`), 130 interrupted. The commands import the library when they run, so that `diffbit run`
-needs no torch.
+an artifact that fails `verify`), 130 interrupted, 143 terminated. The commands import the library when they run, so
+that `diffbit run` needs no torch.
 
     app.py      the application and its commands
     options.py  options that several commands share, and the functions that read their values

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand
 
 from ..version import __version__
 from . import bench, chat, compare, export, outliers, quantize, run, train, verify
+from .output import print_error
 
 app = typer.Typer(name="diffbit", no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
@@ -29,7 +33,31 @@ def _app(
     """From a Differential Transformer checkpoint to a low-bit model on a device, with the cost of every bit shown."""
 
 
+class _Terminated(SystemExit):
+    """SIGTERM: what was begun is tidied up on the way out."""
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
+    raise _Terminated(128 + number)
+
+
 class _Command(TyperCommand):
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. SIGINT and SIGTERM end in a sentence, which says what was kept, and 130 or 143."""
+        # torchrun's processes wait for each other in C++, where no handler runs: SIGTERM has to end them
+        handled = threading.current_thread() is threading.main_thread() and "TORCHELASTIC_RUN_ID" not in os.environ
+        before = signal.signal(signal.SIGTERM, _terminate) if handled else None
+        try:
+            return super().invoke(ctx)
+        except (KeyboardInterrupt, _Terminated) as stop:
+            what = "terminated" if isinstance(stop, _Terminated) else "interrupted"
+            print_error("; ".join([what, *getattr(stop, "__notes__", ())]))
+            raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None
+        finally:
+            if handled:
+                signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
     def get_help(self, ctx: Any) -> str:
         """Typer's own help wraps; the examples after it do not, so that they can be copied at any terminal width."""
         examples, self.epilog = self.epilog, None

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import DiffbitError
-from ..files import read_json
+from ..files import locked, read_json
 from .options import (
     CALIBRATION_WINDOWS,
     Data,
@@ -122,35 +123,36 @@ def compare(
     from ..quantize import parse_recipe
 
     _check_places(output, artifact or (), quantized or ())
-    known = _read_reports(models, quantized or ())
-    windows = read_windows(models[0], data, field, max_windows, length)
-    needles = _needles(models, retrieval, data, field, rows, seed)
-    methods = method.split(",")
-    calibration = None
-    if "weights" in what.split(",") and any(parse_recipe(name).calibrated for name in methods):
-        calibration = read_windows(models[0], calibrate, field, CALIBRATION_WINDOWS, None, split="calib")
-    comparison = compare_models(
-        models,
-        windows,
-        bits.split(","),
-        what.split(","),
-        methods,
-        calibration=calibration,
-        batch_size=batch_size,
-        device=torch_device(device),
-        needles=needles,
-    )
-    if output is not None:
-        known |= _inspect(artifact or (), prompt, seed)
-        outliers = measure_outliers(models, windows, device)
-        _write(comparison, [report.to_dict() for report in outliers], known, output)
-    if as_json:
-        print_json(comparison.to_dict())
-        return
-    print_table(comparison.rows())
-    _remarks(comparison, len(methods) > 1)
-    if output is not None:
-        remark(f"report: {output / 'report.html'}")
+    with nullcontext() if output is None else locked(output):
+        known = _read_reports(models, quantized or ())
+        windows = read_windows(models[0], data, field, max_windows, length)
+        needles = _needles(models, retrieval, data, field, rows, seed)
+        methods = method.split(",")
+        calibration = None
+        if "weights" in what.split(",") and any(parse_recipe(name).calibrated for name in methods):
+            calibration = read_windows(models[0], calibrate, field, CALIBRATION_WINDOWS, None, split="calib")
+        comparison = compare_models(
+            models,
+            windows,
+            bits.split(","),
+            what.split(","),
+            methods,
+            calibration=calibration,
+            batch_size=batch_size,
+            device=torch_device(device),
+            needles=needles,
+        )
+        if output is not None:
+            known |= _inspect(artifact or (), prompt, seed)
+            outliers = measure_outliers(models, windows, device)
+            _write(comparison, [report.to_dict() for report in outliers], known, output)
+        if as_json:
+            print_json(comparison.to_dict())
+            return
+        print_table(comparison.rows())
+        _remarks(comparison, len(methods) > 1)
+        if output is not None:
+            remark(f"report: {output / 'report.html'}")
 
 
 def _check_places(output: Path | None, artifacts: Sequence[Path], quantized: Sequence[Path]) -> None:

@@ -1,5 +1,8 @@
 """Files and folders that are complete or absent (written under a temporary name, then renamed); JSON, hashes, sizes.
 
+What is written is on the disk before it gets its name. One process at a time writes to a name (`locked`); what a killed
+one left beside it, the next one removes.
+
 It needs the standard library alone, so that the device runtime can use it.
 """
 
@@ -11,20 +14,29 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from . import durable
 from .errors import DiffbitError
 
 MARKERS = ("config.json", "diffbit.json")  # only a folder with one of these is overwritten
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
-def _temporary(path: Path) -> Path:
+_held: dict[Path, int] = {}  # what this process has locked: the thread
+
+
+def _beside(path: Path, ending: str) -> Path:
     short = path.name.encode()[:200].decode(errors="ignore")  # a name has at most 255 bytes
-    return path.with_name(f".{short}.{os.getpid()}-{secrets.token_hex(3)}.tmp")
+    return path.with_name(f".{short}.{ending}")
+
+
+def _temporary(path: Path, ending: str = "tmp") -> Path:
+    return _beside(path, f"{os.getpid()}-{secrets.token_hex(3)}.{ending}")
 
 
 @contextmanager
@@ -51,20 +63,73 @@ def make_folder(folder: Path) -> None:
 
 
 @contextmanager
+def locked(path: str | Path) -> Iterator[None]:
+    """Keep other processes and threads from writing to `path`, a file or folder; what killed ones left is removed.
+
+    The lock is on the file `.NAME.lock` beside it. Where there are no locks (Windows, some network file systems), there
+    is no protection. Within a thread it may be taken again. Raises DiffbitError where another has it.
+    """
+    path = Path(path)
+    place = resolved(path)
+    if place in _held or not place.name:  # nothing lies beside the root
+        if _held.get(place, threading.get_ident()) != threading.get_ident():
+            raise DiffbitError(f"{path}: another thread is writing there; wait until it ends, or choose another name")
+        yield
+        return
+    with _writing(path):
+        make_folder(place.parent)
+    file = _beside(place, "lock")
+    try:
+        descriptor = durable.lock(file)
+    except BlockingIOError:
+        who = file.read_text().strip() if file.is_file() else ""
+        raise DiffbitError(
+            f"{path}: {f'process {who}' if who else 'another process'} is writing there; wait until it ends, or choose "
+            "another name"
+        ) from None
+    _held[place] = threading.get_ident()
+    try:
+        if descriptor is not None:
+            sweep(place)
+        yield
+    finally:
+        del _held[place]
+        if descriptor is not None:
+            durable.unlock(file, descriptor)
+
+
+def sweep(path: Path) -> None:
+    """Remove what killed runs left beside `path`, which this process has locked; a folder that one of them had put
+    aside to replace it gets its name back."""
+    left = re.compile(re.escape(_beside(path, "").name) + r"\d+-[0-9a-f]{6}\.(tmp|old)")
+    with suppress(OSError):
+        for entry in path.parent.iterdir():
+            if not (match := left.fullmatch(entry.name)):
+                continue
+            if match[1] == "old" and not path.exists():
+                os.replace(entry, path)
+            elif entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+
+
+@contextmanager
 def write_atomic(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`, renamed to `path` on success and removed on failure.
 
-    Raises DiffbitError where `path` is a folder or cannot be written.
+    Raises DiffbitError where `path` is a folder, cannot be written, or is being written.
     """
     path = Path(path)
     if path.is_dir():
         raise DiffbitError(f"{path}: is a folder, wanted a file to write to; choose another name")
-    temporary = _temporary(path)
-    with _writing(path):
-        make_folder(path.parent)
+    with _writing(path), locked(path):
+        temporary = _temporary(path)
         try:
             yield temporary
+            durable.sync(temporary)
             os.replace(temporary, path)
+            durable.sync(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -92,25 +157,28 @@ def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `path` on success and removed on failure.
 
     Raises DiffbitError for a non-empty `path` unless `overwrite` is set. Then the new folder replaces it when complete,
-    and only if it has config.json or diffbit.json, so that a mistyped -o cannot delete a home directory. A link to a
-    folder stays a link.
+    and only if it has config.json or diffbit.json, so that a mistyped -o cannot delete a home directory: at every
+    moment the old or the new one has the name, or, where the system cannot exchange two names, gets it by the next run.
+    A link to a folder stays a link.
     """
     path = Path(path)
     check_place(path, overwrite=overwrite)
-    with _writing(path):
+    with _writing(path), locked(path):
+        check_place(path, overwrite=overwrite)  # again: another process may have written it since
         folder = resolved(path) if path.is_symlink() else path
-        make_folder(folder.parent)
         temporary = _temporary(folder)
         temporary.mkdir()
         try:
             yield temporary
-            if folder.is_dir():
-                old = _temporary(folder)
-                os.replace(folder, old)
+            durable.sync_tree(temporary)
+            if not folder.is_dir():
+                os.replace(temporary, folder)
+            elif not durable.exchange(temporary, folder):
+                old = _temporary(folder, "old")
+                os.replace(folder, old)  # a run that is killed here leaves it to `sweep`
                 os.replace(temporary, folder)
                 shutil.rmtree(old)
-            else:
-                os.replace(temporary, folder)
+            durable.sync(folder.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
@@ -150,6 +218,38 @@ def write_json(path: str | Path, value: object) -> None:
     """Write `value` as indented JSON."""
     with write_atomic(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def json_sha256(value: Mapping[str, Any]) -> str:
+    """SHA-256, in hexadecimal, of the canonical JSON of an object without its field `sha256`."""
+    content = {key: part for key, part in value.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")).hexdigest()
+
+
+def write_sealed(path: str | Path, value: Mapping[str, Any]) -> None:
+    """`write_json` of an object and its `json_sha256`."""
+    write_json(path, {**value, "sha256": json_sha256(value)})
+
+
+def read_sealed(path: str | Path, restore: str) -> dict[str, Any]:
+    """What `write_sealed` wrote. Raises DiffbitError for a file that was changed since; restore: what to do then."""
+    try:
+        value = read_json(path)
+    except DiffbitError as error:
+        raise DiffbitError(f"{error}; or {restore}") from None
+    if value.pop("sha256", None) != json_sha256(value):
+        raise DiffbitError(f"{path}: is damaged, or of an earlier diffbit; restore the file, or {restore}")
+    return value
+
+
+def check_sha256(path: Path, sha256: object, restore: str) -> None:
+    """Raise DiffbitError if a file is missing or does not have this hash; restore: what to do then."""
+    try:
+        if sha256_file(path) == sha256:
+            return
+    except OSError as error:
+        raise DiffbitError(f"{path}: cannot be read ({error.strerror}); restore the file, or {restore}") from None
+    raise DiffbitError(f"{path}: is damaged: it is not what was written; restore the file, or {restore}")
 
 
 def sha256_file(path: str | Path) -> str:

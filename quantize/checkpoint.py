@@ -85,7 +85,7 @@ def quantize_checkpoint(
         return run(checkpoint.sha256(), scheme.to_dict(), recipe.name, tokens, entry.get("calibration"))
 
     rows: list[WeightReport] = []
-    with Unfinished(output, about, tokens, resume=resume, overwrite=overwrite) as done:
+    with files.locked(output), Unfinished(output, about, tokens, resume=resume, overwrite=overwrite) as done:
         made = quantize_layers(config, checkpoint.read, scheme, recipe, tokens, skip=done.count, title="quantizing")
         layers = _stored(made)
         if recipe.name != "rtn" or tokens:  # plain rounding is over before it could be interrupted

@@ -2,11 +2,12 @@
 
     run.json                 what the run makes from what; a run that goes on must agree in all of it
     layer-00000.safetensors  a finished layer as the checkpoint will hold it: the embedding, then each layer, ...
-    layer-00000.json         its rows of the report
     states-00003.safetensors the calibration tokens' hidden states behind the last finished layer, exact and quantized
+    layer-00000.json         the layer's rows of the report, and the SHA-256 of its files
 
-Each file is written beside its place and renamed; a layer counts once its states are there. So a run that is killed at
+Each file is written beside its place and renamed; a layer counts once its JSON is there. So a run that is killed at
 any moment loses the layer it was at, and one that goes on computes the very same bits as one that was never stopped.
+A file that was changed meanwhile is refused: the JSON files hold the hashes of the others, and their own.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from ..version import __version__
 from .layer import Tokens
 from .report import WeightReport
 
-VERSION = 3
+VERSION = 4
 RUN = "run.json"
+ANEW = "start anew by --overwrite without --resume"
 Stored = tuple[dict[str, Tensor], tuple[WeightReport, ...]]  # a layer's tensors as a checkpoint holds them, its rows
 
 
@@ -52,6 +54,7 @@ class Unfinished:
     ) -> None:
         place = files.resolved(output)
         self.path = place.with_name(f"{place.name}.unfinished")
+        files.sweep(self.path)
         self.about = about
         self.tokens = tokens
         self.count = 0
@@ -62,7 +65,7 @@ class Unfinished:
                 f"{self.path}: holds no {RUN}, so it is no run of diffbit's; remove it or choose -o anew"
             )
         if resume:
-            before, now = files.read_json(self.path / RUN), about()
+            before, now = files.read_sealed(self.path / RUN, ANEW), about()
             for key in now:
                 if before.get(key) != now[key]:
                     raise DiffbitError(
@@ -86,53 +89,65 @@ class Unfinished:
     ) -> None:
         if kind is None or self.count < 2:
             shutil.rmtree(self.path, ignore_errors=True)
+        elif error is not None and not isinstance(error, Exception):  # stopped from outside
+            error.add_note(f"{self.count} layers are kept in {self.path}: the same command with --resume goes on")
 
     def _restore(self) -> None:
-        while all(file.is_file() for file in self._files(self.count)):
+        while self._about(self.count).is_file():
+            files.check_sha256(self._layer(self.count), self._record(self.count)["layer"], ANEW)
             self.count += 1
-        if self.tokens is None:
-            return
-        while self.count and not self._states(self.count - 1).is_file():
-            self.count -= 1
-        if self.count:
-            states = self._read(self._states(self.count - 1))
+        if self.tokens is not None and self.count:
+            file = self._states(self.count - 1)
+            files.check_sha256(file, self._record(self.count - 1)["states"], ANEW)
+            states = _read(file)
             self.tokens.hidden, self.tokens.exact.hidden = states["hidden"], states["exact"]
 
     def add(self, layer: Stored) -> None:
         """Keep the layer that comes next, and the tokens, which are behind it."""
         if not self.path.is_dir():
             with files.new_folder(self.path) as folder:
-                files.write_json(folder / RUN, self.about())
+                files.write_sealed(folder / RUN, self.about())
         tensors, rows = layer
-        file, report = self._files(self.count)
-        files.write_json(report, {"weights": [asdict(row) for row in rows]})
-        with files.write_atomic(file) as temporary:
-            write_tensors(temporary, {name: tensor.contiguous() for name, tensor in tensors.items()})
+        record: dict[str, Any] = {"weights": [asdict(row) for row in rows]}
+        record["layer"] = _write(self._layer(self.count), tensors)
         if self.tokens is not None:
-            with files.write_atomic(self._states(self.count)) as temporary:
-                write_tensors(temporary, {"hidden": self.tokens.hidden, "exact": self.tokens.exact.hidden})
-            if self.count:
-                self._states(self.count - 1).unlink(missing_ok=True)
+            states = {"hidden": self.tokens.hidden, "exact": self.tokens.exact.hidden}
+            record["states"] = _write(self._states(self.count), states)
+        files.write_sealed(self._about(self.count), record)
+        if self.count:
+            self._states(self.count - 1).unlink(missing_ok=True)
         self.count += 1
 
     def layers(self) -> Iterator[Stored]:
         """All of them, read back one at a time."""
         for index in range(self.count):
-            file, report = self._files(index)
-            rows = files.read_json(report)["weights"]
-            yield self._read(file), tuple(WeightReport(**{**row, "shape": tuple(row["shape"])}) for row in rows)
+            record = self._record(index)
+            files.check_sha256(self._layer(index), record["layer"], ANEW)
+            rows = (WeightReport(**{**row, "shape": tuple(row["shape"])}) for row in record["weights"])
+            yield _read(self._layer(index)), tuple(rows)
 
-    def _files(self, index: int) -> tuple[Path, Path]:
-        return self.path / f"layer-{index:05}.safetensors", self.path / f"layer-{index:05}.json"
+    def _layer(self, index: int) -> Path:
+        return self.path / f"layer-{index:05}.safetensors"
 
     def _states(self, index: int) -> Path:
         return self.path / f"states-{index:05}.safetensors"
 
-    def _read(self, file: Path) -> dict[str, Tensor]:
-        try:
-            return {name: entry.read() for name, entry in read_header(file).items()}
-        except DiffbitError as error:
-            raise DiffbitError(f"{error}; or start anew by --overwrite without --resume") from None
+    def _about(self, index: int) -> Path:
+        return self._layer(index).with_suffix(".json")
+
+    def _record(self, index: int) -> dict[str, Any]:
+        return files.read_sealed(self._about(index), ANEW)
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    return {name: entry.read() for name, entry in read_header(file).items()}
+
+
+def _write(file: Path, tensors: dict[str, Tensor]) -> str:
+    """Write a file; its SHA-256."""
+    with files.write_atomic(file) as temporary:
+        write_tensors(temporary, {name: tensor.contiguous() for name, tensor in tensors.items()})
+        return files.sha256_file(temporary)
 
 
 def run(

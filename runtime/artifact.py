@@ -11,8 +11,6 @@ link that leads out of the folder, is refused.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
 from ..errors import DiffbitError
+from ..files import json_sha256 as manifest_sha256
 from ..files import read_json, sha256_file
 from ..ops.cache import IN_PLACE, TOKENS, WIDTHS, Buffer, CacheSpec
 
@@ -208,12 +207,6 @@ class Artifact:
                 f"{where}: golden.input_ids holds {len(self.golden.input_ids)} tokens, more than the context_length "
                 f"{self.context_length}"
             )
-
-
-def manifest_sha256(manifest: Mapping[str, Any]) -> str:
-    """SHA-256, in hexadecimal, of a manifest's canonical JSON without the field `sha256`."""
-    content = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")).hexdigest()
 
 
 def _cache(fields: _Fields) -> CacheSpec:

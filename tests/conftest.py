@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: small tensors are
 import pytest
 import torch
 
+os.fsync = lambda descriptor: None  # tests of what survives a crash put it back; the others need not wait for the disk
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # tests that import onnxruntime themselves
 if not torch.cuda.is_available():  # Triton's kernels run on the CPU then; read when whoever it is first imports Triton
     os.environ["TRITON_INTERPRET"] = "1"

@@ -4,11 +4,12 @@
         config.json, model.safetensors, tokenizer files     a model folder like any other
         optimizer.safetensors    <parameter>.exp_avg, <parameter>.exp_avg_sq (fp32); <parameter>.value of parameters
                                  that exist in training only: learned scales (qat.py)
-        training.json            step, the run's options, the hash of its text, number of processes
+        training.json            step, the run's options, the hash of its text, number of processes; the hashes of the
+                                 other files, of the log up to this step, and of itself
 
 A checkpoint is written under a temporary name and renamed when complete; then the one before is deleted: a run that is
-killed at any moment leaves a whole one. The learning rate and the rows are functions of the step's number and nothing
-else is random, so there is no random state to save.
+killed at any moment leaves a whole one. One that was changed since is refused. The learning rate and the rows are
+functions of the step's number and nothing else is random, so there is no random state to save.
 """
 
 from __future__ import annotations
@@ -18,17 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from ..errors import DiffbitError
-from ..files import new_folder, read_json, write_json
+from ..files import check_sha256, new_folder, read_sealed, sha256_file, write_sealed
 from ..models import Decoder, load, save
 from ..models.checkpoint.names import shapes
-from ..models.checkpoint.safetensors_file import write_tensors
+from ..models.checkpoint.safetensors_file import read_header, write_tensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FOLDER = "checkpoints"
+ANEW = "start the run anew with overwrite"
 
 
 def save_checkpoint(
@@ -45,9 +45,10 @@ def save_checkpoint(
     with new_folder(folder, overwrite=True) as temporary:
         save(model, temporary, dtype=torch.float32, tokenizer_from=tokenizer)
         write_tensors(temporary / "optimizer.safetensors", tensors)
-        write_json(temporary / "training.json", training)
+        hashes = {file.name: sha256_file(file) for file in sorted(temporary.iterdir())}
+        write_sealed(temporary / "training.json", {**training, "files": hashes})
     for other in (out / FOLDER).iterdir():  # earlier ones, and what a killed run left half written
-        if other != folder:
+        if other != folder and other.is_dir():
             shutil.rmtree(other)
 
 
@@ -59,25 +60,23 @@ def last_checkpoint(out: Path) -> Path:
     return found[-1]
 
 
-def restore(folder: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> int:
-    """Load a checkpoint into model and optimizer, in place; its step. Raises DiffbitError for a damaged one."""
+def read_training(folder: Path) -> dict[str, Any]:
+    """training.json of a checkpoint. Raises DiffbitError if any of the checkpoint's files is not as it was written."""
+    training = read_sealed(folder / "training.json", ANEW)
+    for name, sha256 in training["files"].items():
+        check_sha256(folder / name, sha256, ANEW)
+    return training
+
+
+def restore(folder: Path, step: int, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
+    """Load a checkpoint that `read_training` has checked, of this step, into model and optimizer, in place."""
     model.load_state_dict(load(folder).state_dict(), strict=False)
     file = folder / "optimizer.safetensors"
-    try:
-        tensors = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise DiffbitError(f"{file}: cannot be read ({error}); restore the file or start the run anew") from None
-    try:
-        step = int(read_json(folder / "training.json")["step"])
-        for name, parameter in model.named_parameters():
-            moments = {moment: tensors[f"{name}.{moment}"].to(parameter.device) for moment in MOMENTS}
-            if any(moment.shape != parameter.shape for moment in moments.values()):
-                raise DiffbitError(f"{file}: the moments of {name} do not have its shape {list(parameter.shape)}")
-            if name not in shapes(model.config):
-                with torch.no_grad():
-                    parameter.copy_(tensors[f"{name}.value"])
-            counter = torch.tensor(float(step), device=parameter.device)  # as fused AdamW counts: in fp32
-            optimizer.state[parameter] = {"step": counter, **moments}
-        return step
-    except KeyError as error:
-        raise DiffbitError(f"{folder}: lacks {error}; restore the file or start the run anew") from None
+    tensors = {name: entry.read() for name, entry in read_header(file).items()}
+    for name, parameter in model.named_parameters():
+        moments = {moment: tensors[f"{name}.{moment}"].to(parameter.device) for moment in MOMENTS}
+        if name not in shapes(model.config):
+            with torch.no_grad():
+                parameter.copy_(tensors[f"{name}.value"])
+        counter = torch.tensor(float(step), device=parameter.device)  # as fused AdamW counts: in fp32
+        optimizer.state[parameter] = {"step": counter, **moments}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -13,12 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from .. import durable
 from ..errors import DiffbitError, MissingDependency
 from ..files import make_folder, write_atomic
 from ..models import Decoder, save
 from ..quantize import Scheme
 from ..quantize import save as save_quantized
-from .checkpoint import FOLDER
+from .checkpoint import ANEW, FOLDER
 from .qat import weights
 
 LOG = "log.jsonl"
@@ -73,11 +75,20 @@ def read_log(out: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def rewind_log(out: Path, step: int) -> None:
-    """Delete the lines after `step`; a resumed run writes them again."""
-    rows = [row for row in read_log(out) if row["step"] <= step]
+def log_state(out: Path) -> dict[str, Any]:
+    """Size and hash of the log as it is now, for `rewind_log`; it is on the disk then."""
+    durable.sync(out / LOG)
+    data = (out / LOG).read_bytes()
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def rewind_log(out: Path, state: Mapping[str, Any]) -> None:
+    """Delete the lines after a `log_state`; a resumed run writes them again. Raises DiffbitError if others differ."""
+    data = (out / LOG).read_bytes()[: state["bytes"]]
+    if hashlib.sha256(data).hexdigest() != state["sha256"]:
+        raise DiffbitError(f"{out / LOG}: is damaged: it is not what was written; restore the file, or {ANEW}")
     with write_atomic(out / LOG) as temporary:
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        temporary.write_bytes(data)
 
 
 def pyplot() -> ModuleType:
@@ -139,5 +150,6 @@ def place_model(model: Decoder, out: Path, tokenizer: Path, scheme: Scheme | Non
     shutil.rmtree(out / MASTER, ignore_errors=True)
     for file in sorted(folder.iterdir(), key=lambda file: file.name == "config.json"):
         os.replace(file, out / file.name)
+    durable.sync(out)
     for leftover in (folder, tokenizer, out / FOLDER):
         shutil.rmtree(leftover, ignore_errors=True)

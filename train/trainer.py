@@ -51,16 +51,16 @@ from ..calib_data import (
     windows,
 )
 from ..errors import DiffbitError
-from ..files import check_apart, read_json, write_json
+from ..files import check_apart, locked, write_json
 from ..models import Checkpoint, Decoder, load
 from ..models.checkpoint.names import shapes
 from ..models.mixer import Attention
 from ..progress import track
-from .checkpoint import last_checkpoint, restore, save_checkpoint
+from .checkpoint import FOLDER, last_checkpoint, read_training, restore, save_checkpoint
 from .config import TrainConfig
 from .data import Rows
 from .distill import Teacher, distillation_loss
-from .folder import LOG, begin_run, check_folder, place_model, plot_losses, pyplot, read_log, rewind_log
+from .folder import LOG, begin_run, check_folder, log_state, place_model, plot_losses, pyplot, read_log, rewind_log
 from .initialize import initialize, insert_sub_norms
 from .processes import Processes, processes
 from .qat import prepare, refresh
@@ -98,6 +98,16 @@ def train(config: TrainConfig, out: str | Path, *, resume: bool = False, overwri
     pyplot()  # if matplotlib is missing, fail now and not after the last step
     here = processes(config.device)
     here.wait()  # every process checks the folder before the first one writes there
+    try:
+        with locked(out) if here.first else nullcontext():
+            return _train(config, out, here, resume)
+    except BaseException as error:
+        if not isinstance(error, Exception) and any((out / FOLDER).glob("step-*")):  # stopped from outside
+            error.add_note(f"{last_checkpoint(out)} is whole: the same command with --resume goes on from there")
+        raise
+
+
+def _train(config: TrainConfig, out: Path, here: Processes, resume: bool) -> TrainResult:
     text = load_text(config.source, "train", field=config.field, limit=config.limit)
     held_out = load_text(config.source, "eval", field=config.field)
     if here.first and not resume:
@@ -172,7 +182,7 @@ class _Run:
     def resume(self) -> int:
         """Load the last checkpoint; its step."""
         folder = last_checkpoint(self.out)
-        before = read_json(folder / "training.json")
+        before = read_training(folder)
         if different := self.config.differences(before.get("config", {})):
             raise DiffbitError(
                 f"{folder}: belongs to a run with another {' and '.join(different)}; "
@@ -184,11 +194,12 @@ class _Run:
                     f"{folder}: was trained with {key} {before.get(key)}, now it is {self.about.get(key)}; resume with "
                     "the same text, tokenizer, initial weights, teacher and number of processes, or start a new run"
                 )
-        step = restore(folder, self.model, self.optimizer)
+        step: int = before["step"]
+        restore(folder, step, self.model, self.optimizer)
         if self.layers:
             refresh(self.layers)
         if self.here.first:
-            rewind_log(self.out, step)
+            rewind_log(self.out, before["log"])
         return step
 
     def steps(self, done: int) -> None:
@@ -207,7 +218,7 @@ class _Run:
                 log.write(json.dumps(row) + "\n")
                 log.flush()
                 if config.checkpoint_every and step % config.checkpoint_every == 0 and step < config.steps:
-                    state = {"step": step, **self.about}
+                    state = {"step": step, **self.about, "log": log_state(self.out)}
                     save_checkpoint(self.out, self.model, self.optimizer, self.out / "tokenizer", state)
 
     def step(self, step: int) -> dict[str, Any]:

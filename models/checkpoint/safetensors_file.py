@@ -1,7 +1,9 @@
 """Reading one safetensors file: its header checked before anything is read, its tensors read one at a time.
 
-The format (github.com/huggingface/safetensors): 8 bytes little-endian length n, n bytes of JSON
-{name: {"dtype", "shape", "data_offsets": [begin, end]}}, then the data, offsets counted from its start.
+The format (github.com/huggingface/safetensors): 8 bytes little-endian length n, n bytes of UTF-8 JSON
+{name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {text: text}}, then the data, offsets counted
+from its start. Every byte of the data belongs to one tensor. What the format's own library refuses is refused here, and
+a key that is there twice always, of which that library may take the last.
 
 Tensors are read into memory of their own rather than mapped: mapped pages count as resident, so streaming a large
 file through a map peaks at the file's size, and a file that is cut short while mapped kills the process.
@@ -13,7 +15,10 @@ import json
 import math
 import os
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -34,6 +39,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+LIMIT = 1 << 63  # of a size, and of the product of some
 HEADER_LIMIT = 100_000_000  # bytes; the limit of the safetensors library itself
 
 
@@ -63,22 +69,59 @@ def read_header(file: Path) -> dict[str, Entry]:
                     f"{file}: is no safetensors file or is cut short ({size} bytes, its header would end at byte "
                     f"{8 + length}); copy it again"
                 )
-            header = json.loads(stream.read(length))
+            text = stream.read(length).decode()
+        header = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
     except OSError as error:
         raise DiffbitError(f"{file}: cannot be read ({error.strerror})") from None
+    except _Twice as error:
+        raise DiffbitError(f"{file}: its safetensors header has {error} twice; copy the file again") from None
     except (ValueError, RecursionError):
         raise DiffbitError(f"{file}: its safetensors header is not valid JSON; copy the file again") from None
     if not isinstance(header, dict):
         raise DiffbitError(f"{file}: its safetensors header is no JSON object; copy the file again")
-    header.pop("__metadata__", None)
-    return {name: _entry(file, name, value, 8 + length, size) for name, value in header.items()}
+    metadata = header.pop("__metadata__", None)
+    if metadata is None:
+        metadata = {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise DiffbitError(f"{file}: the __metadata__ of its header is not text by name; copy the file again")
+    start = 8 + length
+    entries = {name: _entry(file, name, value, start, size) for name, value in header.items()}
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != start:
+            raise DiffbitError(
+                f"{file}: tensor {name} begins at byte {entry.begin}, where the one before it ends at byte {start}; "
+                "copy the file again"
+            )
+        start = entry.end
+    if start != size:
+        raise DiffbitError(f"{file}: its last tensor ends at byte {start}, the file at byte {size}; copy it again")
+    return entries
+
+
+class _Twice(Exception):
+    """A key that an object of the header has twice."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise _Twice(key)
+        values[key] = value
+    return values
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
 
 
 def _entry(file: Path, name: str, value: object, start: int, size: int) -> Entry:
     try:
         assert isinstance(value, dict) and isinstance(value["dtype"], str)
         kind, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-        assert all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+        assert all(type(number) is int and 0 <= number < LIMIT for number in (*shape, begin, end))
+        assert all(count < LIMIT for count in accumulate(shape, mul))
+        name.encode()  # a ValueError if it is not Unicode
     except (AssertionError, KeyError, TypeError, ValueError):
         raise DiffbitError(f"{file}: the header's entry of tensor {name} is malformed; copy the file again") from None
     if kind not in DTYPES:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import shutil
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from diffbit import models
+from diffbit.cli import main
 from diffbit.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig
 from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
@@ -111,15 +113,15 @@ def killed(model: Path, output: Path, renames: int) -> None:
     run(model, output)
 
 
-# run.json and the folder; then for the embedding, three layers and the head: rows, tensors, states
+# run.json and the folder; then for the embedding, three layers and the head: tensors, states, rows and hashes
 MOMENTS = {
     "before anything is kept": (1, 0),
-    "before a layer's rows": (5, 1),
-    "before its tensors": (6, 1),
-    "before its states": (7, 1),
-    "after its states": (8, 2),
+    "before a layer's tensors": (5, 1),
+    "before its states": (6, 1),
+    "before its rows": (7, 1),
+    "after its rows": (8, 2),
     "in the last layer": (13, 3),
-    "before the head's states": (16, 4),
+    "before the head's rows": (16, 4),
     "while the output is written": (17, 5),
 }
 
@@ -134,12 +136,12 @@ def test_a_run_that_was_killed_goes_on(
     process.join()
     assert process.exitcode == -signal.SIGKILL
     assert not (tmp_path / "q").exists()
-    assert len(list(tmp_path.glob("q.unfinished/states-*"))) == min(kept, 1)
+    assert len(list(tmp_path.glob("q.unfinished/layer-*.json"))) == kept
     report = run(model, tmp_path / "q", resume=True)
     layers = 3 - max(0, kept - 1) if kept < 5 else 0
     assert len(rounded) == layers * PER_LAYER + (kept < 5)
     assert (content(tmp_path / "q"), report) == whole
-    assert not (tmp_path / "q.unfinished").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["q"]
 
 
 @pytest.fixture
@@ -187,24 +189,81 @@ def test_another_scheme_or_model_does_not_go_on(model: Path, unfinished: Path, t
         run(tmp_path / "other", unfinished, resume=True)
 
 
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
+def test_a_damaged_folder(model: Path, unfinished: Path) -> None:
+    """One bit anywhere, a file cut short or missing: its name and what to do, and never another model."""
+    folder = unfinished.with_name("q.unfinished")
+    names = sorted(file.name for file in folder.iterdir())
+    layers = [f"layer-0000{index}.{kind}" for index in (0, 1) for kind in ("json", "safetensors")]
+    assert names == [*layers, "run.json", "states-00001.safetensors"]
 
+    def refused(name: str) -> None:
+        with pytest.raises(DiffbitError, match=rf"{re.escape(name)}: .*--overwrite") as caught:
+            run(model, unfinished, resume=True)
+        assert "\n" not in str(caught.value) and not unfinished.exists()
 
-@pytest.mark.parametrize(
-    "spoil, words",
-    [
-        (lambda folder: truncate(next(folder.glob("states-*"))), "states-00001.safetensors: is cut short.*--overwrite"),
-        (lambda folder: truncate(folder / "layer-00001.safetensors"), "layer-00001.*cut short.*--overwrite"),
-        (lambda folder: truncate(folder / "run.json"), r"run\.json: is not valid JSON"),
-        (lambda folder: (folder / "run.json").unlink(), r"q\.unfinished: holds no run\.json"),
-    ],
-)
-def test_a_damaged_folder(spoil: Callable[[Path], None], words: str, model: Path, unfinished: Path) -> None:
-    spoil(unfinished.with_name("q.unfinished"))
-    with pytest.raises(DiffbitError, match=words):
+    for name in names:
+        file = folder / name
+        data = file.read_bytes()
+        for place in (0, 9, len(data) // 3, len(data) // 2, len(data) - 3):
+            file.write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 7]) + data[place + 1 :])
+            refused(name)
+        file.write_bytes(data[: len(data) // 2])
+        refused(name)
+        if file.suffix == ".safetensors":
+            file.unlink()
+            refused(name)
+        file.write_bytes(data)
+    (folder / "run.json").unlink()
+    with pytest.raises(DiffbitError, match=r"q\.unfinished: holds no run\.json"):
         run(model, unfinished, resume=True)
-    assert not unfinished.exists()
+
+
+def test_a_layer_that_is_damaged_while_the_run_goes_on(
+    model: Path, unfinished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = unfinished.with_name("q.unfinished") / "layer-00000.safetensors"
+    exact = gptq.quantize
+
+    def damage(*arguments: Any) -> Any:
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+        return exact(*arguments)
+
+    monkeypatch.setattr(gptq, "quantize", damage)
+    with pytest.raises(DiffbitError, match=r"layer-00000\.safetensors: is damaged"):
+        run(model, unfinished, resume=True)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals(
+    number: int, code: int, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """They end in one sentence, the command that goes on, and nothing half written."""
+    calls, before = iter(range(100)), signal.getsignal(signal.SIGTERM)
+
+    def read(*arguments: Any) -> Any:
+        return SimpleNamespace(ids=IDS, mask=None, source="a book", sha256="0")
+
+    def quantize(*arguments: Any) -> Any:
+        if next(calls) == PER_LAYER + 1:
+            os.kill(os.getpid(), number)
+        return exact(*arguments)
+
+    exact = gptq.quantize
+    monkeypatch.setattr(gptq, "quantize", quantize)
+    monkeypatch.setattr("diffbit.cli.quantize.read_windows", read)
+    command = ["quantize", str(model), "-o", str(tmp_path / "q"), "--weights", "int4_g32", "--method", "gptq"]
+    with pytest.raises(SystemExit) as left:
+        main([*command, "--quiet"])
+    assert left.value.code == code
+    error = capsys.readouterr().err
+    what = "interrupted" if code == 130 else "terminated"
+    kept = tmp_path / "q.unfinished"
+    assert error == f"error: {what}; 2 layers are kept in {kept}: the same command with --resume goes on\n"
+    assert list(tmp_path.iterdir()) == [kept] and not any(file.name.startswith(".") for file in kept.iterdir())
+    assert signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(SystemExit) as left:
+        main([*command, "--quiet", "--resume"])
+    assert left.value.code == 0 and list(tmp_path.iterdir()) == [tmp_path / "q"]
 
 
 def test_nothing_is_left_where_nothing_is_lost(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import torch
 import diffbit
 from diffbit.calib_data import END_OF_TEXT, Needles, load_text, load_tokenizer, windows
 from diffbit.errors import DiffbitError
+from diffbit.files import read_sealed, write_sealed
 from diffbit.models import Checkpoint, Decoder, load
 from diffbit.train import checkpoint as checkpoint_module
 from diffbit.train import evaluation_loss, read_log, train, train_config
@@ -254,23 +256,38 @@ def test_resuming_refuses_another_run(text: str, tmp_path: Path, monkeypatch: py
         train(config, out, resume=True)
     monkeypatch.undo()
     stop_at(monkeypatch, 5)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as stopped:
         train(config, out, overwrite=True)
+    assert stopped.value.__notes__ == [
+        f"{out / 'checkpoints' / 'step-00000003'} is whole: the same command with --resume goes on from there"
+    ]
     monkeypatch.undo()
     with pytest.raises(DiffbitError, match="another learning_rate and seed"):
         train(replace(config, learning_rate=1.0, seed=9), out, resume=True)
     other = tmp_path / "text.txt"
     other.write_text(Path(text).read_text() + "more")
-    before = json.loads((out / "checkpoints" / "step-00000003" / "training.json").read_text())
-    changed = {**before, "text_sha256": "0" * 64}
-    (out / "checkpoints" / "step-00000003" / "training.json").write_text(json.dumps(changed))
+    training = out / "checkpoints" / "step-00000003" / "training.json"
+    before = read_sealed(training, "")
+    write_sealed(training, {**before, "text_sha256": "0" * 64})
     with pytest.raises(DiffbitError, match="trained with text_sha256 000"):
         train(config, out, resume=True)
-    (out / "checkpoints" / "step-00000003" / "training.json").write_text(json.dumps(before))
-    (out / "checkpoints" / "step-00000003" / "optimizer.safetensors").write_bytes(b"")
-    with pytest.raises(DiffbitError, match=r"optimizer\.safetensors: cannot be read"):
+    write_sealed(training, before)
+
+    for file in (out / "log.jsonl", *sorted(training.parent.iterdir())):
+        data = file.read_bytes()
+        for place in (0, 9, len(data) // 3, len(data) // 2, len(data) - 3) if file.suffix != ".jsonl" else (0, 99):
+            file.write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 7]) + data[place + 1 :])
+            with pytest.raises(DiffbitError, match=rf"{re.escape(file.name)}: .*overwrite") as caught:
+                if file.suffix != ".jsonl":  # without all that comes before
+                    checkpoint_module.read_training(training.parent)
+                train(config, out, resume=True)
+            assert "\n" not in str(caught.value)
+        file.write_bytes(data)
+    (training.parent / "optimizer.safetensors").unlink()
+    with pytest.raises(DiffbitError, match=r"optimizer\.safetensors: cannot be read .*overwrite"):
         train(config, out, resume=True)
     train(config, out, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]
     with pytest.raises(DiffbitError, match="the run has finished"):
         train(config, out, resume=True)
 
