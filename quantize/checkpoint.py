@@ -11,7 +11,7 @@ Row order on disk is Hugging Face's, for these parts as for the weights they sta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -87,7 +87,7 @@ def quantize_checkpoint(
     rows: list[WeightReport] = []
     with Unfinished(output, about, tokens, resume=resume, overwrite=overwrite) as done:
         made = quantize_layers(config, checkpoint.read, scheme, recipe, tokens, skip=done.count, title="quantizing")
-        layers = map(_stored, made)  # it holds on to none
+        layers: Iterator[Stored] = map(_stored, made)  # it holds on to none
         if recipe.name != "rtn" or tokens:  # plain rounding is over before it could be interrupted
             for layer in layers:
                 done.add(layer)

@@ -411,12 +411,19 @@ def round_one(layer: Layer, method: Method, name: str, stats: CalibStats | None)
     weight, format = layer.weight(name), layer.formats[name]
     if layer.is_layer or format.per_tensor or len(weight) <= table_rows(weight):
         return quantize_weight(method, f"{name}.weight", weight, format, stats)
-    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-    scales, zeros = [], []
-    for part, into in zip(weight.split(table_rows(weight)), codes.split(table_rows(weight)), strict=True):
-        rounded = quantize_weight(method, f"{name}.weight", part, format, stats)
-        into.copy_(rounded.codes)
-        scales.append(rounded.scale)
-        zeros.append(rounded.zero)
-    zero = None if format.symmetric else torch.cat(zeros)
-    return QTensor(format, (weight.shape[0], weight.shape[1]), codes, torch.cat(scales), zero)
+    shape, device = format.scale_shape((weight.shape[0], weight.shape[1])), weight.device
+    whole = QTensor(
+        format,
+        (weight.shape[0], weight.shape[1]),
+        torch.empty(weight.shape, dtype=torch.uint8, device=device),
+        torch.empty(shape, device=device),
+        None if format.symmetric else torch.empty(shape, dtype=torch.uint8, device=device),
+    )
+    for start in range(0, len(weight), table_rows(weight)):
+        rows = slice(start, start + table_rows(weight))
+        part, into = quantize_weight(method, f"{name}.weight", weight[rows], format, stats), whole.rows(rows)
+        into.codes.copy_(part.codes)
+        into.scale.copy_(part.scale)
+        if into.zero is not None and part.zero is not None:
+            into.zero.copy_(part.zero)
+    return whole
