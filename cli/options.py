@@ -135,7 +135,7 @@ def as_artifacts(paths: Sequence[Path], device: str) -> Iterator[list[Path]]:
                     "ARTIFACT"
                 ) from None
             target = Path(folder) / str(index) / path.resolve().name
-            export_artifact(path, target, dtype=dtype_for(device))
+            export_artifact(path, target, dtype=dtype_for(device), device=device)
             command = f"diffbit export {path} -o FOLDER{' --device cuda' if device == 'cuda' else ''}"
             remark(f"{path}: exported to a temporary folder; to keep the artifact: {command}")
             found.append(target)
