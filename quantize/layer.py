@@ -39,7 +39,8 @@ from .stats import CalibStats, gather, proxy_loss
 BATCH_TOKENS = 2048  # that pass a layer at a time
 LOSS_TOKENS = 1024  # that the float model predicts, to tell whether it knows such text
 UNLIKE = 0.8  # its loss over the entropy of the text's tokens: measured up to 0.61 on text like that of the training,
-# from 0.90 on other text (examples/pico, trained on code, on prose) and above 1 in models that were never trained
+# from 0.90 on other text (examples/pico, trained on code, on prose) and 1.2 to 1.3 in models of that shape that were
+# never trained
 MEASURED_TOKENS = 8192  # that output errors are measured on; they spread evenly over the calibration text
 MEASURED_ROWS = 8192  # of a table, that its output error is measured on; they spread evenly, too
 TABLE_PART = 1 << 24  # numbers of a table that are rounded, or multiplied by, at a time
