@@ -61,7 +61,7 @@ WIKI = (
 )
 WINDOW, WINDOWS = 256, 24
 STEPS, BATCH, LENGTH, RATE = 40, 2, 128, 5e-5  # of the copy's training
-# name: options of `diffbit quantize`. 12,288 tokens of calibration text, a fifth of the default, take a fifth of the time
+# name: options of `diffbit quantize`; 12,288 tokens of calibration text, a fifth of the default, to save time
 SHORT = ["--max-windows", "48", "--length", "256"]
 OURS: dict[str, list[str]] = {
     "int8": ["--weights", "int8"],
