@@ -130,8 +130,8 @@ class Layer:
         op = cuda.Attention(
             **pointers, out=self.out.data_ptr(), batch=1, steps=self.steps, past_length=self.past, heads=self.pairs,
             kv_heads=2 * self.pairs, d=self.d, past_key_capacity=keys, past_value_capacity=values, key_capacity=keys,
-            value_capacity=values, positions=self.total, branches=2, wide_value=1, lambda_per_token=0, key_bits=bits,
-            value_bits=bits, query_bits=0, window=WINDOW, type=cuda.BFLOAT16, key_type=cuda.BFLOAT16,
+            value_capacity=values, positions=self.total, branches=2, noise_ratio=1, wide_value=1, lambda_per_token=0,
+            key_bits=bits, value_bits=bits, query_bits=0, window=WINDOW, type=cuda.BFLOAT16, key_type=cuda.BFLOAT16,
             value_type=cuda.BFLOAT16, scale=1 / math.sqrt(self.d), norm_eps=EPS,
         )  # fmt: skip
         return call(kernels, op, self.out, *self.inputs.values())

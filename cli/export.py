@@ -29,7 +29,8 @@ def export(
         ),
     ] = "artifact",
     device: Annotated[
-        Literal["cpu", "cuda"], typer.Option(help="Device that the artifact is for; it sets the default of --dtype.")
+        Literal["cpu", "cuda"],
+        typer.Option(help="Device that the artifact is for; it sets the default of --dtype and fp16's operator."),
     ] = "cpu",
     dtype: Annotated[
         Literal["fp32", "fp16"] | None,
@@ -69,6 +70,7 @@ def export(
         checkpoint,
         output,
         dtype=dtype or dtype_for(device),
+        device=device,
         context_length=context_length,
         tokenizer=tokenizer,
         overwrite=overwrite,

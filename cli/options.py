@@ -92,11 +92,15 @@ def read_windows(
 def chat_template(model: Path) -> Callable[[Any], str] | None:
     """What renders a finished conversation in a model's own chat template; None: it has none."""
     from ..runtime import ChatTemplate
+    from ..tokenizer_files import tokenizer_files
 
-    try:
-        template = ChatTemplate.read(model)
-    except DiffbitError:
-        return None
+    with TemporaryDirectory() as folder:  # a GGUF file has its template in it
+        for name, data in tokenizer_files(model).items():
+            Path(folder, name).write_bytes(data)
+        try:
+            template = ChatTemplate.read(folder)
+        except DiffbitError:
+            return None
     return partial(template.render, add_generation_prompt=False)
 
 
@@ -135,7 +139,7 @@ def as_artifacts(paths: Sequence[Path], device: str) -> Iterator[list[Path]]:
                     "ARTIFACT"
                 ) from None
             target = Path(folder) / str(index) / path.resolve().name
-            export_artifact(path, target, dtype=dtype_for(device))
+            export_artifact(path, target, dtype=dtype_for(device), device=device)
             command = f"diffbit export {path} -o FOLDER{' --device cuda' if device == 'cuda' else ''}"
             remark(f"{path}: exported to a temporary folder; to keep the artifact: {command}")
             found.append(target)

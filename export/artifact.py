@@ -52,6 +52,7 @@ def export_artifact(
     out: str | Path,
     *,
     dtype: str = "fp32",
+    device: str = "cpu",
     context_length: int | None = None,
     tokenizer: str | Path | None = None,
     overwrite: bool = False,
@@ -59,6 +60,7 @@ def export_artifact(
     """Write the artifact of a float or quantized checkpoint to the folder `out`, and return it.
 
     dtype: "fp32" or "fp16", of what is not quantized, of scales and of the KV cache.
+    device: "cpu" or "cuda", the one that float16 products are chosen for; the artifact runs on both.
     context_length: tokens that the model can hold; default, and at most, the config's max_position.
     tokenizer: a tokenizer.json, or a folder or GGUF file with one, to use in place of the checkpoint's own.
 
@@ -94,7 +96,7 @@ def export_artifact(
     kind = dtype, source.quantization is not None
     out = Path(out)
     with files.new_folder(out, overwrite=overwrite) as folder:
-        graph = DecoderGraph(folder, dtype, config, length, attention, cache)
+        graph = DecoderGraph(folder, dtype, config, length, attention, cache, device)
         logits = _write_graph(graph, source, prompt, NOISE[kind])
         for name, data in beside.items():
             (folder / name).write_bytes(data)

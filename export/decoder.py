@@ -32,7 +32,7 @@ from ..errors import DiffbitError
 from ..models import Block, ModelConfig, rope_tables
 from ..models.graph import GROUP_QUERY_MULTIPLE, Cache
 from ..models.layers.norm import RMSNorm
-from ..ops import diff_attention, float_head
+from ..ops import diff_attention, float_matmul
 from ..ops.cache import Buffer, CacheSpec, tokens_each
 from ..ops.diff_attention import Signature
 from ..ops.diff_attention_body import END
@@ -62,7 +62,8 @@ def shared(make: Callable[[DecoderGraph], T]) -> cached_property[T]:
 class DecoderGraph(Graph):
     """Built from the bottom up: `embed`, `block` for each layer, `head`, `save`. Weights are written as they come.
 
-    dtype: "fp32" or "fp16". scheme: of attention, cache: the buffers that it gives each layer.
+    dtype: "fp32" or "fp16". device: "cpu" or "cuda" (graph.py). scheme: of attention, cache: the buffers that it gives
+    each layer.
     """
 
     def __init__(
@@ -73,8 +74,9 @@ class DecoderGraph(Graph):
         context_length: int,
         scheme: AttentionScheme,
         cache: CacheSpec,
+        device: str = "cpu",
     ) -> None:
-        super().__init__(folder, dtype)
+        super().__init__(folder, dtype, device)
         self.config, self.scheme, self.cache = config, scheme, cache
         self._tables = [table.numpy() for table in rope_tables(config, context_length)]
         self.input_ids = self.input("input_ids", np.int64, ["batch", "sequence"])
@@ -225,7 +227,7 @@ class DecoderGraph(Graph):
         elif isinstance(head, QuantLinear):
             logits = head.weight.format.product(self, x, self._stored, head.weight.shape, 1.0)
         else:
-            logits = self.custom(float_head, [x, self._table])
+            logits = self.custom(float_matmul, [x, self._table])
         if self.dtype is not np.float32:
             logits = self.cast(logits, np.float32)
         self.output("logits", logits, np.float32, ["batch", "logits", self.config.vocab_size])

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from ..errors import DiffbitError
 from ..models.graph import Attribute
 from ..models.layers.norm import RMSNorm
+from ..ops import float_matmul
 from ..ops.schema import DOMAIN, DOMAIN_VERSION
 from ..quantize import QTensor, QuantLinear
 from ..quantize.formats.base import MICROSOFT
@@ -45,11 +46,16 @@ PAGE, SMALL = 4096, 1 << 20
 
 
 class Graph:
-    """A graph under construction. `dtype` is the type of its floating-point weights and activations."""
+    """A graph under construction. `dtype` is the type of its floating-point weights and activations.
 
-    def __init__(self, folder: Path, dtype: str) -> None:
+    device: "cpu" or "cuda". ONNX Runtime has no float16 product for CPUs, only copies in float32, made at load; ours
+    reads the weights in place. For GPUs it has cuBLAS, which no kernel of ours is to replace.
+    """
+
+    def __init__(self, folder: Path, dtype: str, device: str = "cpu") -> None:
         self.folder = folder
         self.dtype = FLOATS[dtype]
+        self._in_place = self.dtype is np.float16 and device == "cpu"
         self._graph = ir.Graph([], [], nodes=[], opset_imports=dict(OPSETS), name="diffbit")
         self._functions: dict[str, ir.Function] = {}
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
@@ -194,14 +200,18 @@ class Graph:
         return self.op("Cast", [x], to=int(ir.DataType.from_numpy(np.dtype(dtype))))
 
     def linear(self, x: ir.Value, module: nn.Module, name: str, scale: float = 1.0) -> ir.Value:
-        """scale * (x W^T) + bias: a MatMul, or what the format of a quantized weight has for it (quantize/formats/)."""
+        """scale * (x W^T) + bias: a float product, or what the format of a quantized weight has for it
+        (quantize/formats/)."""
         with self.scope(name):
             if isinstance(module, QuantLinear):
                 product = module.onnx(self, x, scale)
             else:
                 assert isinstance(module, nn.Linear)
-                transposed = (module.weight.detach().float() * scale).T.contiguous()
-                product = self.op("MatMul", [x, self.weight("weight", transposed.numpy())])
+                weight = module.weight.detach().float() * scale
+                if self._in_place:
+                    product = self.custom(float_matmul, [x, self.weight("weight", weight.numpy())])
+                else:
+                    product = self.op("MatMul", [x, self.weight("weight", weight.T.contiguous().numpy())])
             if module.bias is None:
                 return product
             return self.op("Add", [product, self.weight("bias", module.bias.detach().float().numpy())])

@@ -359,21 +359,21 @@ GATHER = Op(
     ),
 )
 
-FLOAT_HEAD = Op(
-    "FloatHead",
+FLOAT_MATMUL = Op(
+    "FloatMatMul",
     version=1,
     inputs=(Tensor("A", T), Tensor("W", T)),
     outputs=(Tensor("Y", T),),
     attributes=(),
     call=Call(
-        "FloatHead",
-        "float_head",
+        "FloatMatMul",
+        "float_matmul",
         integers=("m", "n", "k", "type"),
         notes={"a": "[m, k]", "w": "[n, k]", "y": "[m, n]", "type": f"of a, w and y: {FLOATS}"},
     ),
 )
 
-OPS = (DIFF_ATTENTION, FLOAT_HEAD, GATHER, HADAMARD, INT4_MATMUL, INT8_MATMUL, TERNARY_MATMUL)
+OPS = (DIFF_ATTENTION, FLOAT_MATMUL, GATHER, HADAMARD, INT4_MATMUL, INT8_MATMUL, TERNARY_MATMUL)
 
 # ---- the headers ----
 

@@ -11,7 +11,7 @@ Row order on disk is Hugging Face's, for these parts as for the weights they sta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -87,10 +87,11 @@ def quantize_checkpoint(
     rows: list[WeightReport] = []
     with files.locked(output), Unfinished(output, about, tokens, resume=resume, overwrite=overwrite) as done:
         made = quantize_layers(config, checkpoint.read, scheme, recipe, tokens, skip=done.count, title="quantizing")
-        layers = _stored(made)
+        layers: Iterator[Stored] = map(_stored, made)  # it holds on to none
         if recipe.name != "rtn" or tokens:  # plain rounding is over before it could be interrupted
             for layer in layers:
                 done.add(layer)
+                del layer
             layers = done.layers()
         with CheckpointWriter(
             output,
@@ -102,8 +103,8 @@ def quantize_checkpoint(
             overwrite=overwrite,
         ) as writer:
             for tensors, its_rows in layers:
-                for name, tensor in tensors.items():
-                    writer.add(name, tensor)
+                writer.add_layer(tensors)
+                tensors.clear()  # not to be held while the next is made
                 rows += its_rows
     warnings = [format.warning() for format in formats.values()]
     if tokens is not None and recipe.calibrated:
@@ -228,15 +229,14 @@ def _read(checkpoint: Checkpoint, name: str, scheme: Scheme | None) -> Tensor | 
         raise DiffbitError(f"{checkpoint.path}: {module}: {error}") from None
 
 
-def _stored(layers: Iterable[Finished]) -> Iterator[Stored]:
-    """Layers as a checkpoint holds them."""
-    for layer in layers:
-        parts = {
-            f"{module}.{part}": tensor
-            for module, weight in layer.quantized.items()
-            for part, tensor in weight.parts().items()
-        }
-        yield layer.floats | parts, layer.rows
+def _stored(layer: Finished) -> Stored:
+    """A layer as a checkpoint holds it."""
+    parts = {
+        f"{module}.{part}": tensor
+        for module, weight in layer.quantized.items()
+        for part, tensor in weight.parts().items()
+    }
+    return layer.floats | parts, layer.rows
 
 
 def _disagrees(checkpoint: Checkpoint, name: str, format: str) -> DiffbitError:

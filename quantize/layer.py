@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..errors import DiffbitError
 from ..models import Block, LayerSpec, ModelConfig, causal_mask, rope_for
-from ..models.checkpoint.names import EMBEDDING
+from ..models.checkpoint.names import EMBEDDING, HEAD
 from ..models.layers.masks import default_positions
 from ..models.layers.norm import RMSNorm
 from ..models.layers.rope import Rope
@@ -39,9 +39,14 @@ from .stats import CalibStats, gather, proxy_loss
 BATCH_TOKENS = 2048  # that pass a layer at a time
 LOSS_TOKENS = 1024  # that the float model predicts, to tell whether it knows such text
 UNLIKE = 0.8  # its loss over the entropy of the text's tokens: measured up to 0.61 on text like that of the training,
-# from 0.90 on other text (examples/pico, trained on code, on prose) and above 1 in models that were never trained
+# from 0.90 on other text (examples/pico, trained on code, on prose) and 1.2 to 1.3 in models of that shape that were
+# never trained
 MEASURED_TOKENS = 8192  # that output errors are measured on; they spread evenly over the calibration text
+MEASURED_ROWS = 8192  # of a table, that its output error is measured on; they spread evenly, too
+TABLE_PART = 1 << 24  # numbers of a table that are rounded, or multiplied by, at a time
 FINAL_NORM = "model.norm.weight"
+
+R = TypeVar("R", Tensor, QTensor)
 
 
 @dataclass(frozen=True)
@@ -136,15 +141,18 @@ class Tokens(States):
 
     @torch.no_grad()
     def predict(self, layer: Layer) -> None:
-        """Measure `loss` at the head, on a few windows, one at a time: logits are many."""
-        head, lost, count = layer.module(), 0.0, 0
-        for row in range(0, len(self.exact.ids), max(1, self.exact.ids.numel() // LOSS_TOKENS)):
-            batch, ids = self.exact.batch(slice(row, row + 1)), self.exact.ids[row, 1:]
-            scored = batch.counted[0, 1:] & batch.counted[0, :-1]
-            logits = layer.run(head, batch.hidden[:, :-1], batch)[0][scored]
-            lost += float(F.cross_entropy(logits, ids[scored], reduction="sum"))
-            count += len(logits)
-        self.loss = lost / count if count else None
+        """Measure `loss` at the head, on a few windows, by some of its rows at a time."""
+        rows = slice(0, None, max(1, self.exact.ids.numel() // LOSS_TOKENS))
+        counted, table = self.exact.mask[rows], layer.tensors[HEAD]
+        scored = counted[:, 1:] & counted[:, :-1]
+        ids = self.exact.ids[rows, 1:][scored]
+        if not len(ids):
+            return
+        hidden = layer.probe().module().get_submodule("norm")(self.exact.hidden[rows, :-1][scored])  # [T, E]
+        total = hidden.new_full((len(ids),), -math.inf)
+        for part in table.split(table_rows(table)):
+            total = torch.logaddexp(total, F.linear(hidden, part.float()).logsumexp(-1))
+        self.loss = float((total - (hidden * table[ids].float()).sum(-1)).mean())
 
     @torch.no_grad()
     def advance(self, layer: Layer, quantized: Mapping[str, QTensor]) -> dict[str, float]:
@@ -159,8 +167,9 @@ class Tokens(States):
             self.predict(layer)
         if not layer.is_layer and not (quantized and self.measuring):
             return {}
-        rounded = _dequantized(layer.module(quantized))
-        errors = self._advance_exact(layer, rounded, quantized) if self.measuring else {}
+        probe, quantized = layer.probe(), layer.probed(quantized)
+        rounded = _dequantized(probe.module(quantized))
+        errors = self._advance_exact(probe, rounded, quantized) if self.measuring else {}
         if layer.is_layer:
             layer.remember(rounded, quantized)
             for rows, batch in zip(self.slices, self.batches(), strict=True):
@@ -247,13 +256,21 @@ class Layer:
     def module(self, quantized: Mapping[str, QTensor] | None = None) -> nn.Module:
         """The layer as a module in fp32: all float, or (even with {}) under its scheme, with these weights in place."""
         with torch.device("meta"):
-            module = Block(self.config, self.index) if self.is_layer else _Head(self.config)
+            module = Block(self.config, self.index) if self.is_layer else _Head(self.config, len(self.tensors[HEAD]))
         tensors = self.tensors if quantized is None else self.tensors | self.refitted
         state = {
             self.local(name): (quantized or {}).get(name.removesuffix(".weight"), tensor)
             for name, tensor in tensors.items()
         }
         return assemble(module, state, Scheme() if quantized is None else self.scheme, torch.float32)
+
+    def probe(self) -> Layer:
+        """The same; of a large head MEASURED_ROWS rows, which have the same input."""
+        return self if self.is_layer else replace(self, tensors=self.tensors | {HEAD: _sample(self.tensors[HEAD])})
+
+    def probed(self, quantized: Mapping[str, QTensor]) -> Mapping[str, QTensor]:
+        """Quantized weights as those of `probe` are."""
+        return quantized if self.is_layer else {name: _sample(weight) for name, weight in quantized.items()}
 
     def local(self, name: str) -> str:
         """The name of a parameter or layer within `module()`."""
@@ -298,7 +315,7 @@ class Layer:
 
         In a decoder layer: q, k and v; o; gate and up; down. It is found by watching one token pass.
         """
-        module = self.module()
+        module = self.probe().module()
         found: dict[int, tuple[Tensor, list[str]]] = {}  # the tensors are kept, so that an id stays its tensor's
 
         def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -321,7 +338,7 @@ class Layer:
         names: by default those in `formats` that are not `quantized`. A batch goes no further than they need.
         """
         assert self.tokens is not None
-        module = _dequantized(self.module(quantized))
+        module = _dequantized(self.probe().module(quantized))
         self.remember(module, quantized)
         wanted = [name for name in self.formats if name not in quantized] if names is None else names
         linears = {name: module.get_submodule(name.removeprefix(self.prefix)) for name in wanted}
@@ -337,16 +354,30 @@ class Layer:
 
 
 class _Head(nn.Module):
-    """The final norm and the head: x [n, S, E] -> logits [n, S, V]."""
+    """The final norm and the head, or some rows of it: x [n, S, E] -> logits [n, S, rows]."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, rows: int) -> None:
         super().__init__()
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(self.norm(x))
         return logits
+
+
+def _sample(weight: R) -> R:
+    """MEASURED_ROWS rows of a larger table, evenly spread; of a QTensor the same."""
+    count = weight.shape[0]
+    rows = torch.arange(MEASURED_ROWS) * count // MEASURED_ROWS
+    if count <= MEASURED_ROWS:
+        return weight
+    return weight.rows(rows) if isinstance(weight, QTensor) else weight[rows]
+
+
+def table_rows(table: Tensor) -> int:
+    """Rows of it that are handled at a time."""
+    return max(1, TABLE_PART // table.shape[1])
 
 
 def _dequantized(module: nn.Module) -> nn.Module:
@@ -370,12 +401,30 @@ def round_stages(layer: Layer, method: Callable[[str], Method]) -> dict[str, QTe
         for name in stage:
             quantized[name] = round_one(layer, method(name), name, stats)
             if layer.tokens.measuring:
-                exact = layer.tensors[f"{name}.weight"]
-                layer.proxy_losses[name] = proxy_loss(exact, quantized[name], stats.gram)
+                exact = layer.probe().tensors[f"{name}.weight"]
+                layer.proxy_losses[name] = proxy_loss(exact, layer.probed(quantized)[name], stats.gram)
             layer.step(name, len(layer.tokens.slices))
     return quantized
 
 
 def round_one(layer: Layer, method: Method, name: str, stats: CalibStats | None) -> QTensor:
-    weight = f"{name}.weight"
-    return quantize_weight(method, weight, layer.weight(name), layer.formats[name], stats)
+    """Of embedding and head some rows at a time: methods compute in float32."""
+    weight, format = layer.weight(name), layer.formats[name]
+    if layer.is_layer or format.per_tensor or len(weight) <= table_rows(weight):
+        return quantize_weight(method, f"{name}.weight", weight, format, stats)
+    shape, device = format.scale_shape((weight.shape[0], weight.shape[1])), weight.device
+    whole = QTensor(
+        format,
+        (weight.shape[0], weight.shape[1]),
+        torch.empty(weight.shape, dtype=torch.uint8, device=device),
+        torch.empty(shape, device=device),
+        None if format.symmetric else torch.empty(shape, dtype=torch.uint8, device=device),
+    )
+    for start in range(0, len(weight), table_rows(weight)):
+        rows = slice(start, start + table_rows(weight))
+        part, into = quantize_weight(method, f"{name}.weight", weight[rows], format, stats), whole.rows(rows)
+        into.codes.copy_(part.codes)
+        into.scale.copy_(part.scale)
+        if into.zero is not None and part.zero is not None:
+            into.zero.copy_(part.zero)
+    return whole

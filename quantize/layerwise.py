@@ -21,14 +21,15 @@ from ..models import Decoder, ModelConfig
 from ..models.checkpoint.names import EMBEDDING, HEAD, shapes, stays_float32
 from ..models.decoder import check_layer
 from ..progress import Progress
-from .formats import QTensor
+from .formats import Format, QTensor
 from .layer import MEASURED_TOKENS, Layer, Tokens, round_one, round_stages
 from .methods import find
 from .model import Method, assemble
 from .recipe import Recipe, parse_recipe
 from .report import WIDTHS, WeightReport, weight_error
-from .scheme import Scheme, weight_shapes
+from .scheme import EMBEDDING_MODULE, HEAD_MODULE, Scheme, weight_shapes
 
+PLAIN_BITS = 8  # of a head, from which on it is rounded to nearest
 Read = Callable[[str], Tensor]  # a parameter of the float model by its name, in canonical row order
 
 
@@ -79,6 +80,9 @@ def quantize_layers(
         for layer in names
     ]
     sizes = [sum(math.prod(shapes_of[module]) for module in layer) for layer in own]
+    late = _rounds_late(stored, own[0], recipe, tokens)
+    if late:
+        own[-1][HEAD_MODULE] = own[0][EMBEDDING_MODULE]
     before = [sum(sizes[:place]) / max(1, sum(sizes)) for place in range(len(sizes) + 1)]  # shares of all the work
     with nullcontext() if title is None else Progress(title, 1.0, before[skip]) as bar:
         for place in range(skip, len(names)):
@@ -89,16 +93,29 @@ def quantize_layers(
 
             # nothing here holds on to a layer: one is in memory at a time
             yield _finish(
-                Layer(stored, place - 1, scheme, own[place], _read(config, read, names[place]), tokens, moved), recipe
+                Layer(stored, place - 1, scheme, own[place], _read(config, read, names[place]), tokens, moved),
+                recipe,
+                late,
             )
+            moved(names[place][-1].removesuffix(".weight"), 1.0)
+
+
+def _rounds_late(config: ModelConfig, formats: dict[str, Format], recipe: Recipe, tokens: Tokens | None) -> bool:
+    """Is a tied table rounded as the head, with the head's inputs? As an embedding it has none to calibrate on."""
+    format = formats.get(EMBEDDING_MODULE)
+    tied = config.tie_embeddings and format is not None and format.bits < PLAIN_BITS
+    return tied and tokens is not None and getattr(recipe.rounding, "CALIBRATED", True)
 
 
 def _read(config: ModelConfig, read: Read, names: list[str]) -> dict[str, Tensor]:
     return {name: read(EMBEDDING if name == HEAD and config.tie_embeddings else name) for name in names}
 
 
-def _finish(layer: Layer, recipe: Recipe) -> Finished:
-    """Quantize a layer and take its tokens past it."""
+def _finish(layer: Layer, recipe: Recipe, late: bool = False) -> Finished:
+    """Quantize a layer and take its tokens past it.
+
+    late: a tied table is the last layer's; the tokens enter the model through one that is rounded to nearest.
+    """
     if layer.is_layer:
         check_layer(layer.config, layer.index, {layer.local(name): tensor for name, tensor in layer.tensors.items()})
     read = dict(layer.tensors)
@@ -125,7 +142,12 @@ def _finish(layer: Layer, recipe: Recipe) -> Finished:
                 f"{name}: method {recipe.name!r} makes it NaN or infinite in {tensor.dtype}: the weights hold extreme "
                 "values; use another method"
             )
+    if late and layer.index < 0:
+        return Finished({}, {}, ())
     rows = tuple(_row(layer, module, weight, errors.get(module)) for module, weight in quantized.items())
+    if late and HEAD_MODULE in quantized:
+        quantized = {EMBEDDING_MODULE: quantized[HEAD_MODULE]}
+        rows = (replace(rows[0], name=EMBEDDING_MODULE),)
     return Finished(floats, quantized, rows)
 
 
@@ -156,9 +178,15 @@ def quantize_one(layer: Layer, recipe: Recipe) -> dict[str, QTensor]:
 
 def _rounding(layer: Layer, recipe: Recipe) -> ModuleType:
     """What rounds a layer's weights: plain rounding in place of a calibrated method where calibration has nothing to
-    say (an embedding is handed no activations) or nothing to gain (a head of 8 bits: docs/accuracy.md)."""
-    plain = layer.index < 0 or (not layer.is_layer and all(format.bits >= 8 for format in layer.formats.values()))
-    return find("rtn") if plain and getattr(recipe.rounding, "CALIBRATED", True) else recipe.rounding
+    say (an embedding is handed no activations) or nothing to gain (a head of 8 bits: docs/accuracy.md); GPTQ for a
+    tied table that others would round together with its layer."""
+    plain = layer.index < 0 or (
+        not layer.is_layer and all(format.bits >= PLAIN_BITS for format in layer.formats.values())
+    )
+    if plain and getattr(recipe.rounding, "CALIBRATED", True):
+        return find("rtn")
+    tied = not layer.is_layer and layer.config.tie_embeddings
+    return find("gptq") if tied and hasattr(recipe.rounding, "quantize_layer") else recipe.rounding
 
 
 def tokens_for(

@@ -33,7 +33,7 @@ def _structure(op: schema.Op) -> type[Op]:
     return type(op.call.struct, (Op,), {"of": op, "_fields_": fields})
 
 
-Attention, FloatHead, GatherQuantized, Hadamard, Int4MatMul, Int8MatMul, TernaryMatMul = map(_structure, schema.OPS)
+Attention, FloatMatMul, GatherQuantized, Hadamard, Int4MatMul, Int8MatMul, TernaryMatMul = map(_structure, schema.OPS)
 
 
 class Kernels:

@@ -325,6 +325,7 @@ def test_odd_places_for_an_output(checkpoint: Path, tmp_path: Path, capfd: pytes
         with pytest.raises(SystemExit) as stopped:
             main(["export", str(checkpoint), "-o", str(tmp_path / place), "-q"])
         assert stopped.value.code == 0, capfd.readouterr().err
+    subprocess.run(["rm", "-r", str(tmp_path / "d")], check=True)  # too deep for pytest, which tidies up by recursion
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a POSIX shell")

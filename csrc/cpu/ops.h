@@ -13,7 +13,7 @@ std::string available_isas(const char* between);
 
 struct AttentionKernels;
 struct LowBitKernels;
-struct FloatHeadKernels;
+struct FloatMatMulKernels;
 struct HadamardKernels;
 struct Int4Kernels;
 struct TernaryKernels;
@@ -25,10 +25,10 @@ struct DiffAttention : AttentionNode {
   const LowBitKernels* lowbit;
 };
 
-struct FloatHead : FloatHeadNode {
-  explicit FloatHead(const Node& node);
+struct FloatMatMul : FloatMatMulNode {
+  explicit FloatMatMul(const Node& node);
   void compute(Context& context) const;
-  const FloatHeadKernels* kernels;
+  const FloatMatMulKernels* kernels;
 };
 
 struct Hadamard : HadamardNode {

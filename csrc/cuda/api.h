@@ -36,5 +36,5 @@ DIFFBIT_CUDA_API const char* diffbit_cuda_int8_matmul(const DiffbitInt8MatMul*, 
 DIFFBIT_CUDA_API size_t diffbit_cuda_gather_quantized_workspace(const DiffbitGatherQuantized*);
 DIFFBIT_CUDA_API const char* diffbit_cuda_gather_quantized(const DiffbitGatherQuantized*, void* workspace, void* stream);
 
-DIFFBIT_CUDA_API size_t diffbit_cuda_float_head_workspace(const DiffbitFloatHead*);
-DIFFBIT_CUDA_API const char* diffbit_cuda_float_head(const DiffbitFloatHead*, void* workspace, void* stream);
+DIFFBIT_CUDA_API size_t diffbit_cuda_float_matmul_workspace(const DiffbitFloatMatMul*);
+DIFFBIT_CUDA_API const char* diffbit_cuda_float_matmul(const DiffbitFloatMatMul*, void* workspace, void* stream);

@@ -38,12 +38,12 @@ void DiffAttention::compute(Context& context) const {
   start(context, NAME, op, diffbit_cuda_attention_workspace, diffbit_cuda_attention);
 }
 
-void FloatHead::compute(Context& context) const {
+void FloatMatMul::compute(Context& context) const {
   const Tensors of = tensors(context);
-  DiffbitFloatHead op{};
+  DiffbitFloatMatMul op{};
   op.a = of.a.data, op.w = of.w.data, op.y = of.y.data;
   op.m = of.rows, op.n = of.w.shape[0], op.k = of.w.shape[1], op.type = of.a.type;
-  start(context, NAME, op, diffbit_cuda_float_head_workspace, diffbit_cuda_float_head);
+  start(context, NAME, op, diffbit_cuda_float_matmul_workspace, diffbit_cuda_float_matmul);
 }
 
 void Hadamard::compute(Context& context) const {

@@ -15,8 +15,8 @@ struct DiffAttention : AttentionNode {
   void compute(Context& context) const;
 };
 
-struct FloatHead : FloatHeadNode {
-  using FloatHeadNode::FloatHeadNode;
+struct FloatMatMul : FloatMatMulNode {
+  using FloatMatMulNode::FloatMatMulNode;
   void compute(Context& context) const;
 };
 

@@ -108,7 +108,7 @@ void add(std::vector<Entry>& all, const int (&types)[ROWS][TENSORS], const char*
 std::vector<Entry> every_entry() {
   std::vector<Entry> all;
   add<DiffAttention>(all, DiffAttention::TYPES, nullptr);
-  add<FloatHead>(all, FloatHead::TYPES, nullptr);
+  add<FloatMatMul>(all, FloatMatMul::TYPES, nullptr);
   add<GatherQuantized>(all, GatherQuantized::TYPES, nullptr);
   add<Hadamard>(all, Hadamard::TYPES, nullptr);
   add<Int4MatMul>(all, Int4MatMul::TYPES, nullptr);
@@ -116,7 +116,7 @@ std::vector<Entry> every_entry() {
   add<TernaryMatMul>(all, TernaryMatMul::TYPES, nullptr);
 #if DIFFBIT_HAS_CUDA
   add<cuda::DiffAttention>(all, cuda::DiffAttention::GPU_TYPES, cuda::PROVIDER);
-  add<cuda::FloatHead>(all, cuda::FloatHead::GPU_TYPES, cuda::PROVIDER);
+  add<cuda::FloatMatMul>(all, cuda::FloatMatMul::GPU_TYPES, cuda::PROVIDER);
   add<cuda::GatherQuantized>(all, cuda::GatherQuantized::GPU_TYPES, cuda::PROVIDER);
   add<cuda::Hadamard>(all, cuda::Hadamard::GPU_TYPES, cuda::PROVIDER);
   add<cuda::Int4MatMul>(all, cuda::Int4MatMul::GPU_TYPES, cuda::PROVIDER);

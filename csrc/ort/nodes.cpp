@@ -7,9 +7,9 @@
 
 namespace diffbit {
 
-FloatHeadNode::FloatHeadNode(const Node& node) { node.expect_version(VERSION); }
+FloatMatMulNode::FloatMatMulNode(const Node& node) { node.expect_version(VERSION); }
 
-FloatHeadNode::Tensors FloatHeadNode::tensors(Context& context) const {
+FloatMatMulNode::Tensors FloatMatMulNode::tensors(Context& context) const {
   const Tensor a = context.input(A), w = context.input(W);
   w.expect({-1, -1});
   const int64_t k = w.shape[1];

@@ -6,13 +6,13 @@
 
 namespace diffbit {
 
-struct FloatHeadNode : schema::FloatHead {
+struct FloatMatMulNode : schema::FloatMatMul {
   struct Tensors {
     Tensor a, w, y;
     int64_t rows;  // of a
   };
 
-  explicit FloatHeadNode(const Node& node);
+  explicit FloatMatMulNode(const Node& node);
   Tensors tensors(Context& context) const;
 };
 

@@ -5,6 +5,7 @@ The folder appears under its name only when it is complete.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -72,6 +73,13 @@ class CheckpointWriter:
         if order is not None:
             order = torch.argsort(order)
         self._pending[name] = reorder(tensor.detach().cpu(), order).contiguous()
+
+    def add_layer(self, tensors: Mapping[str, Tensor]) -> None:
+        """Store all tensors of a layer, which need not wait for the next one's."""
+        for name, tensor in tensors.items():
+            self.add(name, tensor)
+        if self.shard_layers and self._pending:
+            self._flush()
 
     def _flush(self) -> None:
         file = self._folder / f"shard-{len(self._shards)}"

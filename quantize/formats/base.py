@@ -377,7 +377,13 @@ def row_blocks(weight: Tensor) -> Iterator[slice]:
 
 def by_group(format: Format, weight: Tensor, reduce: Any) -> Tensor:
     """reduce([n, G, group] fp32 -> [n, G]) of all rows of a weight [N, K], some at a time -> [N, G]."""
-    return torch.cat([reduce(format.grouped(weight[rows].float())) for rows in row_blocks(weight)])
+    found = torch.empty(0)
+    for rows in row_blocks(weight):
+        part = reduce(format.grouped(weight[rows].float()))
+        if not rows.start:  # one tensor: as many small ones between blocks of floats keep the heap from shrinking
+            found = part.new_empty(len(weight), *part.shape[1:])
+        found[rows] = part
+    return found
 
 
 def divisor(scale: Tensor) -> Tensor:

@@ -264,7 +264,8 @@ def test_from_the_command_line(checkpoint_of: Maker, tmp_path: Path) -> None:
     ]
     done = CliRunner().invoke(app, [*command, "-o", str(folder), "--json"])
     assert done.exit_code == 0, done.output
-    scheme = Scheme(parse_format("int4_g32"), attention=AttentionScheme(None, "int8", "int8", "int4", 9))
+    int8 = parse_format("int8")
+    scheme = Scheme(parse_format("int4_g32"), int8, int8, attention=AttentionScheme(None, "int8", "int8", "int4", 9))
     from diffbit.models import Checkpoint
 
     assert read_scheme(Checkpoint(folder)) == scheme
@@ -294,7 +295,10 @@ def test_from_the_command_line(checkpoint_of: Maker, tmp_path: Path) -> None:
         (["--kv", "int4", "--kv-window", "-1"], "the KV cache's window is -1"),
         (["--kv", "int8", "--kv-window", "9"], "--kv-window applies to an int4 or int2 cache only"),
         (["--weights", "none", "--kv", "none"], "nothing to quantize"),
-        (["--kv", "int4", "--scheme", "s.toml"], "leave out --weights, --override, --activations, --kv"),
+        (
+            ["--kv", "int4", "--scheme", "s.toml"],
+            "leave out --weights, --embedding, --head, --override, --activations, --kv",
+        ),
     ],
 )
 def test_options_that_make_no_sense(checkpoint_of: Maker, tmp_path: Path, options: list[str], message: str) -> None:

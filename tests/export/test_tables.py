@@ -100,11 +100,20 @@ print(resident() - before)
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+
+
+def grown(small: Path, large: Path) -> int:
+    """Bytes that a session of the one artifact takes more than one of the other."""
+    assert native.library() is not None
+    command = [sys.executable, "-c", MEASURE, str(small), str(large)]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+@linux
 @pytest.mark.parametrize("format", ["int8", "int4_g32", "none"])
 def test_a_tied_table_is_resident_once(tmp_path: Path, format: str) -> None:
     """Its bytes are mapped from the file, read by both, and neither unpacked nor packed anew."""
-    assert native.library() is not None
     sizes = {}
     for vocab in (64, 80000):
         folder = tmp_path / str(vocab)
@@ -113,6 +122,24 @@ def test_a_tied_table_is_resident_once(tmp_path: Path, format: str) -> None:
         checkpoint = quantized(folder, config, Scheme(INT4, *[None if format == "none" else parse_format(format)] * 2))
         sizes[vocab] = export_artifact(checkpoint, folder / "a", dtype="fp16")
     table = 2 * 80000 * 256 if format == "none" else parse_format(format).device_nbytes((80000, 256), 2)
-    command = [sys.executable, "-c", MEASURE, *map(str, sizes.values())]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert int(done.stdout) < 1.4 * table
+    assert grown(*sizes.values()) < 1.4 * table
+
+
+@linux
+def test_float16_weights_are_resident_once(tmp_path: Path) -> None:
+    """Those of the layers, too, in an artifact for CPUs; one for GPUs has ONNX Runtime's own product."""
+    made = {}
+    for width in (64, 20000):
+        folder = tmp_path / str(width)
+        folder.mkdir()
+        write_model(folder / "float", config_of("diff_v2", hidden_size=256, num_layers=1, intermediate_size=width))
+        made[width] = export_artifact(folder / "float", folder / "a", dtype="fp16")
+    assert grown(*made.values()) < 1.4 * 2 * 3 * 20000 * 256
+    on_gpu = export_artifact(tmp_path / "64" / "float", tmp_path / "gpu", dtype="fp16", device="cuda")
+    with torch.inference_mode():
+        wanted = reference_model(tmp_path / "64" / "float")(IDS)
+    for artifact, with_library in ((made[64], True), (made[64], False), (on_gpu, True)):
+        found = Session(artifact, native=with_library).prefill(IDS.numpy(), all_positions=True)
+        assert np.median(relative_error(found, wanted)) < 0.01
+    assert "MatMul" not in {node.op_type for node in graph_of(made[64]).graph.node}
+    assert "FloatMatMul" not in {node.op_type for node in graph_of(on_gpu).graph.node}

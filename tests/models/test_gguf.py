@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from diffbit import models
 from diffbit.calib_data import load_tokenizer, train_tokenizer
+from diffbit.cli.options import chat_template
 from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
 from diffbit.models import Checkpoint
@@ -188,8 +189,11 @@ def copy_with(source: Path, out: Path, name: str, tensor: np.ndarray) -> None:
 
 def test_from_a_file_to_an_artifact(tmp_path: Path) -> None:
     train_tokenizer([TEXT], VOCABULARY, tmp_path / "t")
-    file = write(tmp_path / "m" / "m.gguf", TYPES.Q8_0, tokenizer=of_byte_level(tmp_path / "t", "gpt-2"))
+    metadata = of_byte_level(tmp_path / "t", "gpt-2", chat_template="{{ bos_token }}{{ messages[0].content }}")
+    file = write(tmp_path / "m" / "m.gguf", TYPES.Q8_0, tokenizer=metadata)
     for model in (file, file.parent):  # a folder with one such file is the same
+        render = chat_template(model)
+        assert render is not None and render([{"role": "user", "content": "Hi"}]).endswith("Hi")
         report = quantize_checkpoint(model, tmp_path / "q", Scheme(weights=parse_format("int4_g32")), overwrite=True)
         assert report.weights
     assert verify(export_artifact(tmp_path / "q", tmp_path / "a")).passed

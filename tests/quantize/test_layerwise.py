@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffbit import models
 from diffbit.calib_data import eval_windows
@@ -29,6 +30,7 @@ from diffbit.quantize import (
     recipe,
     rtn,
 )
+from diffbit.quantize import layer as layer_module
 from diffbit.quantize.layer import FINAL_NORM, Layer, Tokens
 from diffbit.quantize.layerwise import quantize_layers
 
@@ -42,6 +44,7 @@ ATTENTIONS = ["softmax", "diff_v1", "diff_v2"]
 IDS = torch.randint(96, (5, 20), generator=torch.Generator().manual_seed(0))
 MASK = torch.arange(20) < torch.tensor([20, 20, 7, 20, 13])[:, None]
 INT4 = Scheme(weights=parse_format("int4_g32"))
+TABLES = replace(INT4, embedding=INT4.weights, head=INT4.weights)
 WITH_HEAD = replace(INT4, overrides=(("lm_head", parse_format("int4_g32")),))
 
 
@@ -131,6 +134,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("diff_v1", "rtn", INT4, False, torch.float32),
         ("diff_v1", "needs", WITH_HEAD, True, torch.float32),
+        ("diff_v1", "needs", TABLES, True, torch.bfloat16),
         ("diff_v1", "untie+needs", INT4, True, torch.bfloat16),
         ("diff_v1", "untie+needs", WITH_HEAD, True, torch.float32),
         ("diff_v2", "needs", INT4, True, torch.bfloat16),
@@ -161,6 +165,41 @@ def test_a_folder_and_memory_give_the_same_bits(
             assert found.dtype == applied.get_parameter(name).dtype
             assert torch.equal(found, applied.get_parameter(name))
     assert torch.equal(load(tmp_path / "q", dtype=dtype)(IDS), applied(IDS))
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers in a float32 tensor that anything computes."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32 and tensor.device.type != "meta":
+                self.numbers = max(self.numbers, tensor.untyped_storage().nbytes() // 4)
+        return out
+
+
+@pytest.mark.parametrize(("method", "tie"), [("rtn", False), ("gptq", False), ("learned", True)])
+def test_tables_are_rounded_in_parts(method: str, tie: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No float32 copy of a table is made; a tied one of 4 bits is rounded for what it does as a head."""
+    monkeypatch.setattr(layer_module, "TABLE_PART", 1 << 14)
+    monkeypatch.setattr(layer_module, "MEASURED_ROWS", 256)
+    tables = replace(TABLES, weights=None)
+    config = resized(CONFIG, vocab_size=1024, tie_embeddings=tie)
+    models.save(make(config), tmp_path / "float", dtype=torch.bfloat16)
+    with Largest() as largest:
+        report = quantize_checkpoint(tmp_path / "float", tmp_path / "q", tables, method=method, calibration=IDS)
+    assert largest.numbers < config.vocab_size * config.hidden_size
+    rows = {row.name: row for row in report.weights}
+    table = rows["model.embed_tokens" if tie else "lm_head"]
+    assert table.output_error is not None
+    assert (table.proxy_loss is None) == (method == "rtn")
+    if tie:
+        plain = quantize_checkpoint(tmp_path / "float", tmp_path / "rtn", tables, calibration=IDS)
+        assert table.weight_error > plain.weights[0].weight_error  # what it does matters, not what it is
+        assert len(report.weights) == len(plain.weights)
+        assert plain.weights[0].output_error is None
 
 
 @pytest.mark.usefixtures("made_up")

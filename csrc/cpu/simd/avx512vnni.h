@@ -43,13 +43,13 @@ DIFFBIT_INLINE F32 zero_below(F32 x, float limit, F32 a) {
 }
 DIFFBIT_INLINE float sum(F32 a) { return _mm512_reduce_add_ps(a); }
 DIFFBIT_INLINE float largest(F32 a) { return _mm512_reduce_max_ps(a); }
-/// to[i] = the sum of vector i.
+/// to[i] = the sum of vector i: of neighbours first, then of these sums, and so on, as everywhere.
 DIFFBIT_INLINE void store_sums(float* to, F32 a, F32 b, F32 c, F32 d) {
-  const F32 ab = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b);
-  const F32 cd = _mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d);
-  const F32 four = _mm512_shuffle_ps(ab, cd, 0x44) + _mm512_shuffle_ps(ab, cd, 0xee);
-  const __m256 two = _mm512_castps512_ps256(four) + _mm512_extractf32x8_ps(four, 1);
-  _mm_storeu_ps(to, _mm256_castps256_ps128(two) + _mm256_extractf128_ps(two, 1));
+  const F32 ab = _mm512_shuffle_ps(a, b, 0x88) + _mm512_shuffle_ps(a, b, 0xdd);
+  const F32 cd = _mm512_shuffle_ps(c, d, 0x88) + _mm512_shuffle_ps(c, d, 0xdd);
+  const F32 four = _mm512_shuffle_ps(ab, cd, 0x88) + _mm512_shuffle_ps(ab, cd, 0xdd);
+  const F32 two = four + _mm512_shuffle_f32x4(four, four, 0xb1);
+  _mm_storeu_ps(to, _mm512_castps512_ps128(two) + _mm512_extractf32x4_ps(two, 2));
 }
 
 DIFFBIT_INLINE F32 clipped(F32 a, float low, float high) {

@@ -4,7 +4,8 @@
 //   F32, F32_LANES     floats: + - * / round once each, fma once for both; splat, load (of float32, float16 and int8),
 //                      store (to float32 and float16), store_rounded (to int8, halves to even; in -127..127), larger and
 //                      smaller (of a NaN and a number: the number), clipped, magnitude, rounded, power_of_two,
-//                      zero_below, sum, largest, store_sums (to[i] = the sum of vector i), partners (each lane's, APART
+//                      zero_below, sum, largest, store_sums (to[i] = the sum of vector i, its
+//                      lanes added 1, 2, 4 and 8 apart), partners (each lane's, APART
 //                      lanes away), in_lanes
 //   Bytes              WIDTH bytes: load_bytes, store, splat, splat4 (four bytes in every lane of an Ints), &, shift (each byte's
 //                      bits down; above them lie bits of its neighbour or zeros: mask what is wanted), once,

@@ -50,9 +50,9 @@ DIFFBIT_INLINE float largest(F32 a) {
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 DIFFBIT_INLINE void store_sums(float* to, F32 a, F32 b, F32 c, F32 d) {
-  const F32 ab = _mm256_unpacklo_ps(a, b) + _mm256_unpackhi_ps(a, b);
-  const F32 cd = _mm256_unpacklo_ps(c, d) + _mm256_unpackhi_ps(c, d);
-  _mm_storeu_ps(to, halves_sum(_mm256_shuffle_ps(ab, cd, 0x44) + _mm256_shuffle_ps(ab, cd, 0xee)));
+  const F32 ab = _mm256_shuffle_ps(a, b, 0x88) + _mm256_shuffle_ps(a, b, 0xdd);
+  const F32 cd = _mm256_shuffle_ps(c, d, 0x88) + _mm256_shuffle_ps(c, d, 0xdd);
+  _mm_storeu_ps(to, halves_sum(_mm256_shuffle_ps(ab, cd, 0x88) + _mm256_shuffle_ps(ab, cd, 0xdd)));
 }
 
 DIFFBIT_INLINE F32 clipped(F32 a, float low, float high) {

@@ -98,7 +98,7 @@ static_assert(offsetof(DiffbitAttention, scale) == 344, "scale");
 static_assert(offsetof(DiffbitAttention, norm_eps) == 348, "norm_eps");
 static_assert(sizeof(DiffbitAttention) == 352, "DiffbitAttention");
 
-struct DiffbitFloatHead {
+struct DiffbitFloatMatMul {
   const void* a;  // [m, k]
   const void* w;  // [n, k]
   void* y;  // [m, n]
@@ -107,14 +107,14 @@ struct DiffbitFloatHead {
   int64_t k;
   int64_t type;  // of a, w and y: FLOAT32, FLOAT16 or BFLOAT16
 };
-static_assert(offsetof(DiffbitFloatHead, a) == 0, "a");
-static_assert(offsetof(DiffbitFloatHead, w) == 8, "w");
-static_assert(offsetof(DiffbitFloatHead, y) == 16, "y");
-static_assert(offsetof(DiffbitFloatHead, m) == 24, "m");
-static_assert(offsetof(DiffbitFloatHead, n) == 32, "n");
-static_assert(offsetof(DiffbitFloatHead, k) == 40, "k");
-static_assert(offsetof(DiffbitFloatHead, type) == 48, "type");
-static_assert(sizeof(DiffbitFloatHead) == 56, "DiffbitFloatHead");
+static_assert(offsetof(DiffbitFloatMatMul, a) == 0, "a");
+static_assert(offsetof(DiffbitFloatMatMul, w) == 8, "w");
+static_assert(offsetof(DiffbitFloatMatMul, y) == 16, "y");
+static_assert(offsetof(DiffbitFloatMatMul, m) == 24, "m");
+static_assert(offsetof(DiffbitFloatMatMul, n) == 32, "n");
+static_assert(offsetof(DiffbitFloatMatMul, k) == 40, "k");
+static_assert(offsetof(DiffbitFloatMatMul, type) == 48, "type");
+static_assert(sizeof(DiffbitFloatMatMul) == 56, "DiffbitFloatMatMul");
 
 struct DiffbitGatherQuantized {
   const void* ids;  // [m]; one outside the table makes its row NaN

@@ -155,12 +155,12 @@ struct DiffAttention {
   static constexpr Signature SIGNATURE{NAME, 15, 7, 0x7808, 0x78, 0x40};
 };
 
-struct FloatHead {
-  static constexpr const char* NAME = "FloatHead";
+struct FloatMatMul {
+  static constexpr const char* NAME = "FloatMatMul";
   static constexpr int64_t VERSION = 1;
-  static constexpr Input A{0, "FloatHead: A"};
-  static constexpr Input W{1, "FloatHead: W"};
-  static constexpr Output Y{0, "FloatHead: Y"};
+  static constexpr Input A{0, "FloatMatMul: A"};
+  static constexpr Input W{1, "FloatMatMul: W"};
+  static constexpr Output Y{0, "FloatMatMul: Y"};
   static constexpr int TYPES[2][3] = {
       {1, 1, 1},
       {10, 10, 10},

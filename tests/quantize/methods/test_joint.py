@@ -45,7 +45,7 @@ def layer(decoder: Decoder, ids: Tensor, mask: Tensor | None = None, format: str
     """One of its layers as a layer, with tokens that have come as far as that in the float model."""
     config, scheme = decoder.config, Scheme(weights=parse_format(format))
     tokens = Tokens(config, ids, mask)
-    tokens.embed(decoder.model.embed_tokens.weight)
+    tokens.embed(decoder.embed)
     for block in decoder.model.layers[:index]:
         tokens.hidden = torch.cat([block(batch.hidden, batch.rope, batch.mask) for batch in tokens.batches()])
     prefix = f"model.layers.{index}."

@@ -165,7 +165,7 @@ def layer_of(
     config, state = model.config, {name: tensor.detach() for name, tensor in model.state_dict().items()}
     tokens = Tokens(config, ids, mask)
     exact = tokens.exact
-    exact.embed(state["model.embed_tokens.weight"])
+    exact.embed(lambda ids: state["model.embed_tokens.weight"][ids])
     formats = {name: format for name, format in scheme.formats(config).items() if only in name}
     for at in range(index + 1):
         tokens.hidden = exact.hidden.clone()

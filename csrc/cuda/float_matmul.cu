@@ -1,5 +1,6 @@
-// FloatHead (ops/float_head.py), bound by the table's bytes where rows are few: a warp has a row of the table and ROWS rows
-// of activations. Its lanes' sums are not those of the CPU: the last bits differ.
+// FloatMatMul (ops/float_matmul.py), bound by the weight's bytes where rows are few: a warp has a row of the weight and ROWS
+// rows of activations. Its lanes' sums are not those of the CPU: the last bits differ. Artifacts for GPUs leave products
+// of many rows to cuBLAS (export/graph.py).
 #include "activations.h"
 
 namespace diffbit::cuda {
@@ -8,7 +9,7 @@ namespace {
 constexpr int ROWS = 8, WARPS = 8, THREADS = 32 * WARPS, EACH = 8;  // numbers of a lane at a time
 
 template <class T>
-__global__ void __launch_bounds__(THREADS) multiply(DiffbitFloatHead op, bool aligned) {
+__global__ void __launch_bounds__(THREADS) multiply(DiffbitFloatMatMul op, bool aligned) {
   const int lane = threadIdx.x % 32;
   const int64_t n = static_cast<int64_t>(blockIdx.x) * WARPS + threadIdx.x / 32, first = static_cast<int64_t>(blockIdx.y) * ROWS;
   if (n >= op.n) return;
@@ -41,15 +42,15 @@ __global__ void __launch_bounds__(THREADS) multiply(DiffbitFloatHead op, bool al
 }  // namespace
 }  // namespace diffbit::cuda
 
-size_t diffbit_cuda_float_head_workspace(const DiffbitFloatHead*) { return 0; }
+size_t diffbit_cuda_float_matmul_workspace(const DiffbitFloatMatMul*) { return 0; }
 
-const char* diffbit_cuda_float_head(const DiffbitFloatHead* op, void*, void* stream) {
+const char* diffbit_cuda_float_matmul(const DiffbitFloatMatMul* op, void*, void* stream) {
   using namespace diffbit::cuda;
   if (!op->m) return nullptr;
   const int64_t down = (op->m + ROWS - 1) / ROWS;
-  if (down > 65535) return sentence("FloatHead: %lld rows are too many", static_cast<long long>(op->m));
+  if (down > 65535) return sentence("FloatMatMul: %lld rows are too many", static_cast<long long>(op->m));
   const dim3 grid(static_cast<unsigned>((op->n + WARPS - 1) / WARPS), static_cast<unsigned>(down));
-  return with_type(op->type, "FloatHead", [&](auto number) {
+  return with_type(op->type, "FloatMatMul", [&](auto number) {
     using T = decltype(number);
     const bool aligned = aligned_rows<T>(op->a, op->k) && aligned_rows<T>(op->w, op->k);
     return launch(multiply<T>, grid, THREADS, 0, static_cast<cudaStream_t>(stream), *op, aligned);

@@ -1,9 +1,9 @@
-"""`diffbit.FloatHead`: a head whose weight is the embedding's table as it lies, rows of floats, read in place.
+"""`diffbit.FloatMatMul`: a product by a weight that is read in place as it lies, a row of floats for each output.
 
     y_n = sum_k x_k w_nk      float32, whatever x and w are; rounded to T at the end
 
-Sixteen partial sums, those of equal k % 16, are each added up in the order of k by fma, and then in pairs, 8, 4, 2 and
-1 apart: every instruction set and number of threads or rows gives the same bits. A GPU adds in another order.
+Sixteen partial sums, those of equal k % 16, are each added up in the order of k by fma, and then in pairs, 1, 2, 4 and
+8 apart: every instruction set and number of threads or rows gives the same bits. A GPU adds in another order.
 
 Inputs
     A       T [..., K]         float32 or float16
@@ -12,8 +12,9 @@ Output
     Y       T [..., N]
 Attributes: spec_version.
 
-ONNX Runtime has a MatMul of [K, N], for which the table would be transposed into a second copy at load, and one more of
-float32 where the table is float16. The body is that MatMul: what runs without the library.
+It is a tied float head, whose weight is the embedding's table, and every float16 product of an artifact for CPUs. ONNX
+Runtime has a MatMul of [K, N], for which a table would be transposed into a second copy at load, and on CPUs none of
+float16, for which it makes copies in float32. The body is that MatMul: what runs without the library.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from . import schema
 if TYPE_CHECKING:
     import torch
 
-OP = schema.FLOAT_HEAD
+OP = schema.FLOAT_MATMUL
 LANES = 16
 
 BODY = """

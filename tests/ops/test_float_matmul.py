@@ -1,4 +1,4 @@
-"""FloatHead: body and kernels against float64, and every kernel against the others, bit for bit."""
+"""FloatMatMul: body and kernels against float64, and every kernel against the others, bit for bit."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from diffbit.ops import float_head
+from diffbit.ops import float_matmul
 from diffbit.runtime import cuda
 
 from .cases import generator
 from .cuda_run import TYPES, Device, on_each_device
 from .onnx_run import body_of, on_each_isa, run_node
 
-cases = pytest.mark.parametrize(("rows", "k", "n"), [(1, 64, 40), (3, 201, 33), (9, 16, 7), (5, 7, 1), (4, 576, 130)])
+cases = pytest.mark.parametrize(  # a is [2, rows, k]; 241: more rows than are floats at a time
+    ("rows", "k", "n"), [(1, 64, 40), (3, 201, 33), (9, 16, 7), (5, 7, 1), (4, 576, 130), (241, 77, 30)]
+)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 
 
@@ -24,29 +26,28 @@ def inputs(rows: int, k: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor,
 
 def by_the_book(a: torch.Tensor, weight: torch.Tensor) -> np.ndarray:
     """Sixteen sums by fma (exact in float64 but for one rounding of these products), then pairs."""
-    pad = -a.shape[-1] % float_head.LANES
+    pad = -a.shape[-1] % float_matmul.LANES
     x, w = (torch.nn.functional.pad(t.double(), (0, pad)) for t in (a, weight))
-    sums = torch.zeros(*a.shape[:-1], len(w), float_head.LANES)
-    for c in range(0, x.shape[-1], float_head.LANES):
-        part = slice(c, c + float_head.LANES)
+    sums = torch.zeros(*a.shape[:-1], len(w), float_matmul.LANES)
+    for c in range(0, x.shape[-1], float_matmul.LANES):
+        part = slice(c, c + float_matmul.LANES)
         sums = (x[..., None, part] * w[:, part] + sums.double()).float()
     while sums.shape[-1] > 1:
-        half = sums.shape[-1] // 2
-        sums = sums[..., :half] + sums[..., half:]
+        sums = sums[..., ::2] + sums[..., 1::2]
     return sums[..., 0].to(a.dtype).numpy()
 
 
 def node(a: torch.Tensor, weight: torch.Tensor) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-    return {"A": a.numpy(), "W": weight.numpy()}, {"spec_version": float_head.OP.version}
+    return {"A": a.numpy(), "W": weight.numpy()}, {"spec_version": float_matmul.OP.version}
 
 
 @cases
 @dtypes
 def test_body(rows: int, k: int, n: int, dtype: torch.dtype) -> None:
     a, weight = inputs(rows, k, n, dtype)
-    (got,) = run_node(body_of(float_head.function), *node(a, weight), {"Y": 3}, ("W",))
+    (got,) = run_node(body_of(float_matmul.function), *node(a, weight), {"Y": 3}, ("W",))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
-    wanted = float_head.reference(a, weight)
+    wanted = float_matmul.reference(a, weight)
     torch.testing.assert_close(torch.from_numpy(got), wanted, rtol=tolerance, atol=tolerance * k**0.5)
 
 
@@ -56,7 +57,7 @@ def test_body(rows: int, k: int, n: int, dtype: torch.dtype) -> None:
 def test_kernel_is_exact(rows: int, k: int, n: int, dtype: torch.dtype, isa: str) -> None:
     a, weight = inputs(rows, k, n, dtype)
     one, two = (
-        run_node(body_of(float_head.function), *node(a, weight), {"Y": 3}, ("W",), isa, threads)[0]
+        run_node(body_of(float_matmul.function), *node(a, weight), {"Y": 3}, ("W",), isa, threads)[0]
         for threads in (1, 2)
     )
     assert np.array_equal(one, two) and np.array_equal(one, by_the_book(a, weight))
@@ -68,9 +69,9 @@ def test_cuda_kernel(rows: int, k: int, n: int, device: Device) -> None:
     for dtype in TYPES:
         a, weight = inputs(rows, k, n, dtype)
         y = device.poisoned((2, rows, n), dtype)
-        pointers = [x.data_ptr() for x in (device.put(a), device.put(weight), y)]
-        device.run(cuda.FloatHead(*pointers, 2 * rows, n, k, TYPES[dtype]))
-        wanted = float_head.reference(a, weight)
+        given = device.put(a), device.put(weight)
+        device.run(cuda.FloatMatMul(*(x.data_ptr() for x in (*given, y)), 2 * rows, n, k, TYPES[dtype]))
+        wanted = float_matmul.reference(a, weight)
         torch.testing.assert_close(
             y.cpu().float(), wanted.float(), rtol=0, atol=float(1e-2 * wanted.float().abs().max())
         )

@@ -1,0 +1,108 @@
+"""What the calibration text is worth: SmolLM2-135M-Instruct by GPTQ on each text, scored on four kinds of others.
+
+    python benchmarks/calibration.py --work DIR [--weights FORMAT] [--markdown]     # DIR as for smollm2.py
+
+Rows     rounding to nearest; gptq calibrated on the Python standard library; gptq calibrated on `mix`, the default.
+         WINDOWS windows of LENGTH tokens calibrate.
+Text     English news (the Lee corpus, which no side has seen), files of the standard library, dialogues in the model's
+         chat template, one declaration in twelve languages. The last three are the eval splits of what `stdlib` and
+         `mix` calibrate on: other files, other parts of the same works.
+Scores   against the float model (evaluate/metrics.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from machine import describe
+from report import command_line, interval, renew, table
+from smollm2 import fetch, news_windows, once
+
+import diffbit
+from diffbit.calib_data import eval_windows, load_tokenizer
+from diffbit.calib_data.mix import TEXT
+from diffbit.calib_data.window import windows
+from diffbit.cli.options import chat_template
+from diffbit.evaluate.metrics import Scores, log_probabilities, perplexity_ratio, score
+
+WINDOWS, LENGTH = 24, 512
+EVALUATED = 256  # tokens of a window that is scored
+HOW = {
+    "rounding": [],
+    "gptq on stdlib": ["--method", "gptq", "--calibrate", "stdlib"],
+    "gptq on mix": ["--method", "gptq", "--calibrate", "mix"],
+}
+Text = tuple[torch.Tensor, torch.Tensor]  # ids [n, EVALUATED], bool of those that are scored
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="a folder for the models")
+    parser.add_argument("--weights", default="int4_g128", help="their format (default: %(default)s)")
+    parser.add_argument("--markdown", action="store_true", help="renew the table in docs/accuracy.md")
+    arguments = parser.parse_args()
+    source, news, _ = fetch(arguments.work)
+    texts = dict(held_out(source, news))
+    reference = [predictions(source, text) for text in texts.values()]
+    exact = [scores(text, p, p) for text, p in zip(texts.values(), reference, strict=True)]
+    rows = [["float", *(f"perplexity {interval(one.perplexity().to_dict(), '{:.1f}'.format)}" for one in exact)]]
+    for name, options in HOW.items():
+        label = f"calibration-{arguments.weights}-{name.replace(' ', '-')}"
+        sizes = ["--max-windows", str(WINDOWS), "--length", str(LENGTH)] if options else []
+        command = [sys.executable, "-m", "diffbit", "quantize", str(source), "--weights", arguments.weights, "--quiet"]
+        folder = once(arguments.work / label, lambda out, more=(*options, *sizes), command=command: subprocess.run(
+            [*command, *more, "-o", str(out)], check=True, stdout=subprocess.DEVNULL
+        ))  # fmt: skip
+        row = [name]
+        for text, p, float_scores in zip(texts.values(), reference, exact, strict=True):
+            found = scores(text, p, predictions(folder, text))
+            ratio = interval(perplexity_ratio(found, float_scores).to_dict(), lambda r: f"{100 * (r - 1):+.1f} %")
+            row.append(f"{ratio}, KL {interval(found.divergence().to_dict(), '{:.3f}'.format)}")
+        rows.append(row)
+        print(row, file=sys.stderr)
+    head = [arguments.weights, *(f"{name}, {len(ids)} windows" for name, (ids, _) in texts.items())]
+    command = command_line("calibration.py", sys.argv[1:])
+    print(text := f"{describe()}. `{command}`\n\n{table(head, rows)}\n")
+    if arguments.markdown:
+        renew(Path("docs/accuracy.md"), "calibration", text)
+
+
+def held_out(model: Path, news: Path) -> Iterator[tuple[str, Text]]:
+    ids = news_windows(model, news)[::2]
+    yield "news", (ids, (torch.arange(EVALUATED) > 0).expand_as(ids))
+    tokenizer, render = load_tokenizer(model), chat_template(model)
+    assert render is not None
+    lines = {name: (TEXT / "eval" / f"{name}.jsonl").read_text("utf-8") for name in ("dialogues", "languages")}
+    rows = {name: [json.loads(line) for line in text.splitlines()] for name, text in lines.items()}
+    documents = [render(row["messages"]) for row in rows["dialogues"]], [row["text"] for row in rows["languages"]]
+    for name, found in (
+        ("code", eval_windows("stdlib", model, EVALUATED, 8)),
+        ("dialogue", windows(tokenizer.encode(documents[0]), EVALUATED, eos_id=tokenizer.eos_id, max_windows=8)),
+        ("languages", windows(tokenizer.encode(documents[1]), EVALUATED, eos_id=tokenizer.eos_id, max_windows=8)),
+    ):
+        yield name, (torch.from_numpy(found.ids), torch.from_numpy(found.target))
+
+
+def predictions(path: Path, text: Text) -> list[torch.Tensor]:
+    """Logits of each window, fp16 [EVALUATED, V]."""
+    model = diffbit.load(path).eval()
+    with torch.inference_mode():
+        return [model(ids[None])[0].half() for ids in text[0]]
+
+
+def scores(text: Text, p: list[torch.Tensor], q: list[torch.Tensor]) -> Scores:
+    found = Scores.zeros(len(p))
+    for index, (ids, target) in enumerate(zip(*text, strict=True)):
+        log_p, log_q = (log_probabilities(logits[index].float(), target) for logits in (p, q))
+        score(found, index, ids, target, log_q, log_p)
+    return found
+
+
+if __name__ == "__main__":
+    main()

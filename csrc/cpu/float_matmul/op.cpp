@@ -1,0 +1,57 @@
+#include <algorithm>
+
+#include "../ops.h"
+#include "kernels.h"
+
+namespace diffbit {
+namespace {
+
+enum Scratch { ACTIVATIONS, PANEL };
+constexpr int64_t BYTES_PER_TASK = 192 << 10;  // of the weight: they stay near a core while many activations pass by
+constexpr int64_t MOST_ROWS = 480;             // of activations that are floats at a time
+
+}  // namespace
+
+FloatMatMul::FloatMatMul(const Node& node) : FloatMatMulNode(node), kernels(DIFFBIT_PICK(float_matmul)) {}
+
+void FloatMatMul::compute(Context& context) const {
+  const Tensors of = tensors(context);
+  const int64_t k = of.w.shape[1], n = of.w.shape[0], width = divide_up(k, FLOAT_LANES) * FLOAT_LANES;
+  if (!of.rows || !n) return;
+  const bool half = of.a.type == ort::FLOAT16;
+  const int64_t item = half ? 2 : 4, most = kernels->most_rows;
+  const FloatRows activations = {of.a.data, half, k}, weight = {of.w.data, half, k};
+  float* x = scratch<float>(ACTIVATIONS, std::min(of.rows, MOST_ROWS) * width);
+
+  if (of.rows == 1) {  // bound by memory: several rows of the weight at once, far apart, then the few that are left
+    kernels->widen(activations, 0, 1, width, x);
+    const int64_t apart = n / FLOAT_STREAMS;
+    const int64_t tasks = std::clamp<int64_t>(n * k * item / BYTES_PER_TASK, 1, std::max<int64_t>(apart, 1));
+    context.parallel(tasks, [&](int64_t task) {
+      kernels->multiply(x, 1, width, weight, apart * task / tasks, apart * (task + 1) / tasks, apart, n, half, of.y.data);
+      if (task == tasks - 1)
+        kernels->multiply(x, 1, width, weight, apart * FLOAT_STREAMS, n, 0, n, half, of.y.data);
+    });
+    return;
+  }
+  const int64_t some = std::max<int64_t>(1, BYTES_PER_TASK / 16 / width) * 4;  // rows of the weight in a task
+  for (int64_t begin = 0; begin < of.rows; begin += MOST_ROWS) {
+    const int64_t rows = std::min(MOST_ROWS, of.rows - begin);
+    char* y = of.y.as<char>() + begin * n * item;
+    kernels->widen(activations, begin, begin + rows, width, x);
+    context.parallel(divide_up(n, some), [&](int64_t task) {
+      const int64_t first = task * some, count = std::min(some, n - first);
+      FloatRows panel = {of.w.as<char>() + first * k * item, half, k};
+      if (half && rows > most) {  // read several times: widened once
+        float* floats = scratch<float>(PANEL, some * width);
+        kernels->widen(weight, first, first + count, width, floats);
+        panel = {floats, false, width};
+      }
+      for (int64_t row = 0; row < rows; row += most)
+        kernels->multiply(x + row * width, std::min(most, rows - row), width, panel, 0, count, 0, n, half,
+                          y + (row * n + first) * item);
+    });
+  }
+}
+
+}  // namespace diffbit

@@ -1,0 +1,44 @@
+// The slow, obvious version: what every other is held against, and what runs on a CPU that has none of their sets.
+#include <cmath>
+
+#include "../half.h"
+#include "kernels.h"
+
+namespace diffbit::scalar {
+namespace {
+
+float number(FloatRows of, int64_t row, int64_t column) {
+  if (column >= of.k) return 0.0f;
+  const int64_t i = row * of.k + column;
+  return of.half ? to_float(static_cast<const Half*>(of.data)[i]) : static_cast<const float*>(of.data)[i];
+}
+
+void widen(FloatRows from, int64_t first, int64_t last, int64_t width, float* to) {
+  for (int64_t row = first; row < last; ++row)
+    for (int64_t c = 0; c < width; ++c) *to++ = number(from, row, c);
+}
+
+void multiply(const float* x, int64_t count, int64_t width, FloatRows weight, int64_t first, int64_t last, int64_t apart,
+              int64_t n, bool half_y, void* y) {
+  for (int64_t stream = 0; stream < (apart ? FLOAT_STREAMS : 1); ++stream)
+    for (int64_t row = stream * apart + first; row < stream * apart + last; ++row)
+      for (int64_t i = 0; i < count; ++i) {
+        float sums[FLOAT_LANES] = {};
+        for (int64_t c = 0; c < width; ++c) {
+          float& sum = sums[c % FLOAT_LANES];
+          sum = std::fma(x[i * width + c], number(weight, row, c), sum);
+        }
+        for (int64_t far = 1; far < FLOAT_LANES; far *= 2)
+          for (int64_t j = 0; j < FLOAT_LANES; j += 2 * far) sums[j] += sums[j + far];
+        if (half_y)
+          static_cast<Half*>(y)[i * n + row] = to_half(sums[0]);
+        else
+          static_cast<float*>(y)[i * n + row] = sums[0];
+      }
+}
+
+}  // namespace
+
+extern const FloatMatMulKernels float_matmul = {widen, multiply, 4};
+
+}  // namespace diffbit::scalar
