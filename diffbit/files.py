@@ -176,8 +176,13 @@ def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
             elif not durable.exchange(temporary, folder):
                 old = _temporary(folder, "old")
                 os.replace(folder, old)  # a run that is killed here leaves it to `sweep`
-                os.replace(temporary, folder)
-                shutil.rmtree(old)
+                try:
+                    os.replace(temporary, folder)
+                finally:
+                    if folder.exists():
+                        shutil.rmtree(old)
+                    else:
+                        os.replace(old, folder)
             durable.sync(folder.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -266,7 +266,11 @@ class Layer:
 
     def probe(self) -> Layer:
         """The same; of a large head MEASURED_ROWS rows, which have the same input."""
-        return self if self.is_layer else replace(self, tensors=self.tensors | {HEAD: _sample(self.tensors[HEAD])})
+        if self.is_layer:
+            return self
+        layer = replace(self, tensors=self.tensors | {HEAD: _sample(self.tensors[HEAD])})
+        layer.refitted = self.refitted
+        return layer
 
     def probed(self, quantized: Mapping[str, QTensor]) -> Mapping[str, QTensor]:
         """Quantized weights as those of `probe` are."""

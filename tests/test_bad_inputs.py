@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from diffbit.cli import main
 from diffbit.errors import DiffbitError
-from diffbit.files import new_folder
+from diffbit.files import new_folder, write_sealed
 from diffbit.models.checkpoint.safetensors_file import write_tensors
 
 ROOT = Path(__file__).parent.parent
@@ -254,7 +254,7 @@ def test_bad_option(
 def test_a_run_that_was_interrupted(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     unfinished = tmp_path / "q.unfinished"
     unfinished.mkdir()
-    (unfinished / "run.json").write_text('{"version": 0}')
+    write_sealed(unfinished / "run.json", {"version": 0})
     arguments: Arguments = ["quantize", checkpoint, "--weights", "int8", "-o", tmp_path / "q"]
     one_sentence(arguments, capfd, ["q.unfinished", "--resume", "--overwrite"])
     one_sentence([*arguments, "--resume"], capfd, ["q.unfinished", "version 0", "--overwrite"])

@@ -130,6 +130,13 @@ def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(os, "fsync", fails)
     with pytest.raises(DiffbitError, match=r"out: cannot be written .Input/output error"):
         write(tmp_path / "out", NEW)
+    monkeypatch.undo()
+
+    replace, calls = os.replace, iter(range(9))
+    monkeypatch.setattr(durable, "exchange", lambda one, other: False)
+    monkeypatch.setattr(os, "replace", lambda *names: fails(0) if next(calls) == 1 else replace(*names))
+    with pytest.raises(DiffbitError, match=r"out: cannot be written .Input/output error"):
+        write(tmp_path / "out", NEW)
     assert read(tmp_path / "out") == OLD and [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

@@ -222,8 +222,12 @@ def test_buffers_in_place_and_growing(artifact_of: Maker) -> None:
     assert [value.shape()[2] for value in growing._past[:6]] == [64, 64, 2, 64, 64, 64]
 
 
-def test_a_context_that_is_no_multiple_of_32(checkpoint_of: Maker, tmp_path: Path) -> None:
-    quantize_checkpoint(checkpoint_of("diff_v2", **CONFIG), tmp_path / "q", Scheme(attention=replace(KV4, window=0)))
+@pytest.mark.parametrize("formats", [("int4", "int4"), ("int8", "int4"), (None, "int2")])
+def test_a_context_that_is_no_multiple_of_32(
+    formats: tuple[str | None, str], checkpoint_of: Maker, tmp_path: Path
+) -> None:
+    attention = replace(KV4, window=0, keys=formats[0], values=formats[1])
+    quantize_checkpoint(checkpoint_of("diff_v2", **CONFIG), tmp_path / "q", Scheme(attention=attention))
     artifact = export_artifact(tmp_path / "q", tmp_path / "a", context_length=75)
     ids = tokens(1, 75)
     with torch.inference_mode():
