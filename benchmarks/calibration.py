@@ -1,6 +1,6 @@
 """What the calibration text is worth: SmolLM2-135M-Instruct by GPTQ on each text, scored on four kinds of others.
 
-    python benchmarks/calibration.py --work DIR [--weights FORMAT] [--markdown]     # DIR as for smollm2.py
+    python benchmarks/calibration.py --work DIR [--weights FORMAT] [--layers N] [--markdown]     # DIR as for smollm2.py
 
 Rows     rounding to nearest; gptq calibrated on the Python standard library; gptq calibrated on `mix`, the default.
          WINDOWS windows of LENGTH tokens calibrate.
@@ -30,6 +30,7 @@ from diffbit.calib_data.mix import TEXT
 from diffbit.calib_data.window import windows
 from diffbit.cli.options import chat_template
 from diffbit.evaluate.metrics import Scores, log_probabilities, perplexity_ratio, score
+from diffbit.models import Decoder
 
 WINDOWS, LENGTH = 24, 512
 EVALUATED = 256  # tokens of a window that is scored
@@ -45,11 +46,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="a folder for the models")
     parser.add_argument("--weights", default="int4_g128", help="their format (default: %(default)s)")
+    parser.add_argument("--layers", type=int, help="only the first N decoder layers, the others float (default: all)")
     parser.add_argument("--markdown", action="store_true", help="renew the table in docs/accuracy.md")
     arguments = parser.parse_args()
     source, news, _ = fetch(arguments.work)
     texts = dict(held_out(source, news))
-    reference = [predictions(source, text) for text in texts.values()]
+    exact_model = diffbit.load(source).eval()
+    reference = [predictions(exact_model, text) for text in texts.values()]
     exact = [scores(text, p, p) for text, p in zip(texts.values(), reference, strict=True)]
     rows = [["float", *(f"perplexity {interval(one.perplexity().to_dict(), '{:.1f}'.format)}" for one in exact)]]
     for name, options in HOW.items():
@@ -59,16 +62,18 @@ def main() -> None:
         folder = once(arguments.work / label, lambda out, more=(*options, *sizes), command=command: subprocess.run(
             [*command, *more, "-o", str(out)], check=True, stdout=subprocess.DEVNULL
         ))  # fmt: skip
-        row = [name]
+        row, model = [name], diffbit.load(folder).eval()
+        for index in range(model.config.num_layers)[arguments.layers :] if arguments.layers else ():
+            model.model.layers[index] = exact_model.model.layers[index]
         for text, p, float_scores in zip(texts.values(), reference, exact, strict=True):
-            found = scores(text, p, predictions(folder, text))
+            found = scores(text, p, predictions(model, text))
             ratio = interval(perplexity_ratio(found, float_scores).to_dict(), lambda r: f"{100 * (r - 1):+.1f} %")
             row.append(f"{ratio}, KL {interval(found.divergence().to_dict(), '{:.3f}'.format)}")
         rows.append(row)
         print(row, file=sys.stderr)
     head = [arguments.weights, *(f"{name}, {len(ids)} windows" for name, (ids, _) in texts.items())]
-    command = command_line("calibration.py", sys.argv[1:])
-    print(text := f"{describe()}. `{command}`\n\n{table(head, rows)}\n")
+    shown = command_line("calibration.py", sys.argv[1:])
+    print(text := f"{describe()}. `{shown}`\n\n{table(head, rows)}\n")
     if arguments.markdown:
         renew(Path("docs/accuracy.md"), "calibration", text)
 
@@ -89,9 +94,8 @@ def held_out(model: Path, news: Path) -> Iterator[tuple[str, Text]]:
         yield name, (torch.from_numpy(found.ids), torch.from_numpy(found.target))
 
 
-def predictions(path: Path, text: Text) -> list[torch.Tensor]:
+def predictions(model: Decoder, text: Text) -> list[torch.Tensor]:
     """Logits of each window, fp16 [EVALUATED, V]."""
-    model = diffbit.load(path).eval()
     with torch.inference_mode():
         return [model(ids[None])[0].half() for ids in text[0]]
 
