@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from .evaluate.compare import compare
     from .export import export_artifact
     from .quantize import Scheme, load, parse_format, quantize_checkpoint
-    from .runtime import Chat, Sampler, Session, Tokenizer, generate, verify
+    from .runtime import Chat, Sampler, Session, Tokenizer
+    from .runtime.generate import generate
+    from .runtime.verify import verify
 
 __all__ = [
     "Chat",
