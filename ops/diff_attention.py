@@ -383,7 +383,7 @@ def reference(
     rows = value.view(batch, steps, num_kv_heads, d).transpose(1, 2)
     values = append(rows, past_value, past_value_scale, past_value_recent, past_length, value_bits, window, 1)
 
-    q = query.to(torch.float32 if query_bits else dtype).view(batch, steps, -1, d)
+    q = query.to(torch.float32 if query_bits else dtype).view(batch, steps, query.shape[-1] // d, d)
     q = (rotate(q) * scale).to(dtype)
     q = (in_pairs(q, noise_ratio) if branches == 2 else q).view(batch, steps, groups, shared, branches, d)
     q = q.permute(0, 4, 2, 3, 1, 5)  # [B, n, G, r, S, d]

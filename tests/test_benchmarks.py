@@ -44,7 +44,7 @@ def test_kernels(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = json.loads(rows_file.read_text())["rows"]
     by_op = {op: [row for row in rows if row["op"] == op] for op in {row["op"] for row in rows}}
-    assert by_op.keys() == {"ternary", "int4_g32", "int4_g64", "int4_g128", "attention", "caches"}
+    assert by_op.keys() == {"ternary", "int4_g32", "int4_g64", "int4_g128", "attention", "caches", "grouped"}
     assert {(row["tokens"], row["threads"]) for row in by_op["ternary"]} == {(1, 1), (1, 2), (4, 1), (4, 2)}
     for op, peers in (("ternary", {"body", "ORT 2-bit"}), ("int4_g32", {"body", "ORT 4-bit"}),
                       ("attention", {"body", "two calls"})):  # fmt: skip

@@ -9,18 +9,21 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from diffbit.ops import diff_attention, hadamard, int4_matmul, ternary_matmul
+from diffbit.ops import diff_attention, float_matmul, gather_quantized, hadamard, int4_matmul, ternary_matmul
 
 from ..ops.cases import (
     ATTENTION_CASES,
     CUDA_ATTENTION_CASES,
     HADAMARD_CASES,
     INT4_CASES,
+    INT8_CASES,
+    TABLE_CASES,
     TERNARY_CASES,
     AttentionCase,
     HadamardCase,
     Int4Case,
     TernaryCase,
+    generator,
 )
 from ..ops.test_diff_attention import ROUNDING, exact, reference
 
@@ -104,17 +107,55 @@ def transform(case: HadamardCase) -> Node:
 
 
 def int4(case: Int4Case) -> Node:
-    a, codes, scale, zero, factor = case.inputs()
-    packed = int4_matmul.pack(codes, scale, zero, case.group)
+    """Int4MatMul, or Int8MatMul for a case of 8 bits."""
+    a, *_, factor = case.inputs()
+    packed = case.packed()
     inputs = {name: tensor.numpy() for name, tensor in packed._asdict().items()}
     return Node(
-        f"int4/{case.name}",
-        int4_matmul.OP.name,
-        {"K": case.k, "N": case.n, "group_size": case.group, "spec_version": int4_matmul.OP.version},
+        f"int{case.bits}/{case.name}",
+        case.op.OP.name,
+        case.attributes(),
         {"A": array(a), **inputs, "factor": factor.numpy()},
         (Output("Y", array(a).dtype, a.dim()),),
         equal(array(int4_matmul.reference(a, packed, factor, case.n, case.group))),
         constants=(*inputs, "factor"),
+    )
+
+
+def gather(case: Int4Case) -> Node:
+    """Rows of the table that a product reads."""
+    packed, ids = case.packed(), torch.arange(2 * case.n).flip(0).view(2, -1) % case.n
+    inputs = {name: tensor.numpy() for name, tensor in packed._asdict().items()}
+    factor = torch.tensor([case.factor], dtype=case.dtype)
+    return Node(
+        f"gather/{case.name}",
+        gather_quantized.OP.name,
+        case.attributes() | {"bits": case.bits, "spec_version": gather_quantized.OP.version},
+        {"ids": ids.numpy(), **inputs, "factor": array(factor)},
+        (Output("Y", array(factor).dtype, 3),),
+        equal(array(gather_quantized.reference(ids, packed, factor, case.n, case.k))),
+        constants=(*inputs, "factor"),
+    )
+
+
+def product(name: str, rows: int, k: int, n: int, dtype: torch.dtype) -> Node:
+    """FloatMatMul; tests/ops holds its order of sums."""
+    g = generator(rows)
+    a, weight = torch.randn(2, rows, k, generator=g).to(dtype), torch.randn(n, k, generator=g).to(dtype)
+    wanted = float_matmul.reference(a, weight).float().numpy()
+
+    def check(got: list[np.ndarray]) -> None:
+        assert got[0].shape == wanted.shape
+        np.testing.assert_allclose(got[0].astype(np.float32), wanted, rtol=0, atol=0.01 * np.abs(wanted).max(initial=1))
+
+    return Node(
+        f"float/{name}",
+        float_matmul.OP.name,
+        {"spec_version": float_matmul.OP.version},
+        {"A": array(a), "W": array(weight)},
+        (Output("Y", array(a).dtype, 3),),
+        check,
+        constants=("W",),
     )
 
 
@@ -156,7 +197,11 @@ def attention(case: AttentionCase, in_place: bool = False, roundings: int = 1) -
 def nodes() -> Iterator[Node]:
     """Every case of every op that the library holds."""
     yield from map(ternary, TERNARY_CASES)
-    yield from map(int4, INT4_CASES)
+    yield from map(int4, INT4_CASES + INT8_CASES)
+    yield from map(gather, TABLE_CASES)
+    for dtype in (torch.float32, torch.float16):
+        for rows, k, n in ((1, 64, 40), (3, 201, 33), (17, 77, 30)):
+            yield product(f"{rows}x{k}x{n}_{str(dtype)[6:]}", rows, k, n, dtype)
     yield from map(transform, HADAMARD_CASES)
     for lead in ((0,), (2, 0)):
         yield ternary(TernaryCase(f"empty_{len(lead)}", lead=lead))
@@ -172,7 +217,10 @@ def bfloat16_nodes() -> Iterator[Node]:
     """What only a GPU has entries for: every op in bfloat16, and caches of it."""
     bf16 = torch.bfloat16
     yield ternary(TernaryCase("bf16", lead=(3,), k=200, n=5, dtype=bf16))
-    yield int4(Int4Case("bf16", lead=(3,), k=200, n=21, symmetric=False, dtype=bf16))
+    for bits in (4, 8):
+        yield int4(Int4Case(f"bf16_{bits}", lead=(3,), k=200, n=21, symmetric=False, dtype=bf16, bits=bits))
+        yield gather(Int4Case(f"bf16_{bits}", k=200, n=21, symmetric=False, dtype=bf16, bits=bits))
+    yield product("bf16", 3, 200, 21, bf16)
     for block in (64, 8192):  # in one kernel, in several
         yield transform(HadamardCase(f"bf16_{block}", lead=(2,), k=3 * block, block=block, dtype=bf16))
     yield from (attention(case) for case in CUDA_ATTENTION_CASES if bf16 in (case.dtype, case.cache))
@@ -186,6 +234,9 @@ def one_of_each() -> list[Node]:
         ternary(TernaryCase("small_int4", lead=(2,), k=200, n=5, bits=4)),
         transform(HadamardCase("small", lead=(2,), k=192, block=64)),
         int4(Int4Case("small", lead=(2,), k=200, n=21, symmetric=False)),
+        int4(Int4Case("small_int8", lead=(2,), k=200, n=21, symmetric=False, bits=8)),
+        gather(Int4Case("small", k=200, n=21, symmetric=False)),
+        product("small", 2, 200, 21, torch.float16),
         attention(cache),
         attention(replace(cache, name="small_int8", key_bits=8, value_bits=8)),
         attention(replace(cache, name="small_int4", past=35, d=32, key_bits=4, value_bits=2, query_bits=8, window=0)),
@@ -199,6 +250,9 @@ def large() -> Iterator[Node]:
     yield transform(HadamardCase("large", lead=(64,), k=3072, block=1024))
     yield transform(HadamardCase("large_fp16", lead=(64,), k=3072, block=1024, dtype=torch.float16))
     yield int4(Int4Case("large", lead=(64,), k=1024, n=1000))
+    yield int4(Int4Case("large_int8", lead=(64,), k=1024, n=1000, bits=8, row_scale=True))
+    yield gather(Int4Case("large", k=1024, n=1000, bits=8))
+    yield product("large", 64, 1024, 1000, torch.float16)
     yield attention(AttentionCase("large", steps=70, past=400, beyond=9, heads=8, kv_heads=4, d=32))
     yield attention(
         AttentionCase("large_decode", steps=1, past=1500, beyond=9, heads=8, kv_heads=4, d=32), in_place=True

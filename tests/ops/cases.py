@@ -560,3 +560,15 @@ INT8_CASES = [
     *(Int4Case(f"int8_rows_{m}_asymmetric", lead=(m,), n=136, symmetric=False, bits=8, seed=90 + m) for m in (2, 5, 8)),
     Int4Case("int8_many_rows", lead=(65,), k=160, n=80, bits=8, seed=14),
 ]
+
+TABLE_CASES = [  # of GatherQuantized
+    Int4Case(f"{bits}_bits_{k}x{n}{'' if symmetric else '_asymmetric'}", (2, 3), k, n, group, symmetric, **more)
+    for bits in (4, 8)
+    for k, n, group, symmetric, more in (
+        (128, 40, 32, True, {}),
+        (201, 33, 64, False, {"factor": 1.5}),
+        (130, 17, 128, True, {"dtype": torch.float16}),
+        (200, 16, 32, bits == 4, {"row_scale": bits == 8}),
+    )
+    for more in ({**more, "bits": bits, "seed": k},)
+]

@@ -9,21 +9,11 @@ import torch
 from diffbit.ops import gather_quantized
 from diffbit.runtime import cuda
 
+from .cases import TABLE_CASES as CASES
 from .cases import Int4Case
 from .cuda_run import TYPES, Device, on_each_device
 from .onnx_run import body_of, on_each_isa, run_node
 
-CASES = [
-    Int4Case(f"{bits}_bits_{k}x{n}{'' if symmetric else '_asymmetric'}", (2, 3), k, n, group, symmetric, **more)
-    for bits in (4, 8)
-    for k, n, group, symmetric, more in (
-        (128, 40, 32, True, {}),
-        (201, 33, 64, False, {"factor": 1.5}),
-        (130, 17, 128, True, {"dtype": torch.float16}),
-        (200, 16, 32, bits == 4, {"row_scale": bits == 8}),
-    )
-    for more in ({**more, "bits": bits, "seed": k},)
-]
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 CONSTANTS = ("codes", "scales", "zeros", "factor")
 
