@@ -116,7 +116,8 @@ def test_a_terminal(tmp_path: Path) -> None:
 
     model = write_chat_model(tmp_path / "toy", follows(":abcdefg"), context=60)  # it never ends by itself
     slow = (  # 0.1 s for each token: an answer of 5 s
-        "import sys, time; import diffbit.runtime.session as s; step = s.Session.step; "
+        "import signal, sys, time; import diffbit.runtime.session as s; step = s.Session.step; "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "  # a shell's background ignores it
         "s.Session.step = lambda self, ids: (time.sleep(.1), step(self, ids))[1]; "
         "from diffbit.cli import main; main(sys.argv[1:])"
     )

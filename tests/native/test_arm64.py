@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -19,14 +20,18 @@ pytestmark = pytest.mark.slow
 ARM64 = ROOT / "build" / "native" / "arm64"
 
 
-def diffbit(*arguments: str, isa: str) -> str:
-    """What the command prints on the emulated processor."""
+def diffbit(*arguments: str, isa: str, wrapper: Path) -> str:
+    """What the command prints on the emulated processor. `wrapper`: where to write how children are started there."""
     library = build("aarch64").folder / "libdiffbit_ops.so"
     if not (ARM64 / ".complete").exists():
         skip("needs make arm64")
     (python,) = (ARM64 / "usr" / "bin").glob("python3.*[0-9]")
+    emulated = ["qemu-aarch64", "-L", str(ARM64), str(python)]
+    wrapper.write_text(f'#!/bin/sh\nexec {shlex.join(emulated)} "$@"\n')
+    wrapper.chmod(0o755)
+    code = f"import sys; sys.executable = {str(wrapper)!r}; from diffbit.cli import main; main(sys.argv[1:])"
     done = subprocess.run(
-        ["qemu-aarch64", "-L", str(ARM64), str(python), "-m", "diffbit", *arguments],
+        [*emulated, "-c", code, *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -47,5 +52,5 @@ def diffbit(*arguments: str, isa: str) -> str:
 def test_an_artifact_verifies_itself(weights: str, checkpoint: Path, tmp_path: Path) -> None:
     quantize_checkpoint(checkpoint, tmp_path / "quantized", Scheme(weights=parse_format(weights)))
     artifact = export_artifact(tmp_path / "quantized", tmp_path / "artifact")
-    result = json.loads(diffbit("verify", str(artifact), "--json", isa="neon"))
+    result = json.loads(diffbit("verify", str(artifact), "--json", isa="neon", wrapper=tmp_path / "python"))
     assert result["native"] and result["passed"], result

@@ -235,10 +235,18 @@ def test_a_layer_that_is_damaged_while_the_run_goes_on(
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals(
-    number: int, code: int, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+    number: int,
+    code: int,
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: Any,
+    request: pytest.FixtureRequest,
 ) -> None:
     """They end in one sentence, the command that goes on, and nothing half written."""
     calls, before = iter(range(100)), signal.getsignal(signal.SIGTERM)
+    at_start = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, at_start))
 
     def read(*arguments: Any) -> Any:
         return SimpleNamespace(ids=IDS, mask=None, source="a book", sha256="0")
