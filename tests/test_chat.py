@@ -137,14 +137,20 @@ def test_a_terminal(tmp_path: Path) -> None:
             shown += os.read(main_end, 1000).decode()
         return shown.index(text, after) + len(text)
 
+    def interrupt() -> None:
+        """Ctrl-C until something is shown: one between the prompt and the wait for a line is seen after that line."""
+        os.killpg(process.pid, signal.SIGINT)
+        while not select.select([main_end], [], [], 1)[0]:
+            os.killpg(process.pid, signal.SIGINT)
+
     try:
         at = until("> ")
         os.write(main_end, b"hey\n")
         at = until("bc", at)
-        os.killpg(process.pid, signal.SIGINT)
+        interrupt()
         at = until("stopped by interrupted", at)
         at = until("> ", at)
-        os.killpg(process.pid, signal.SIGINT)
+        interrupt()
         at = until("Ctrl-D or /exit ends the conversation", at)
         at = until("> ", at)
         os.write(main_end, b"/nothing\n")
