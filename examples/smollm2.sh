@@ -51,7 +51,7 @@ step "verify" diffbit verify "$out/int4-gptq-onnx" --checkpoint "$out/int4-gptq"
 step "chat" diffbit chat "$out/int4-gptq-onnx" --max-tokens 64 <<<"Why is the sky blue?"
 
 # 5. What the bits cost, and what they bring.
-step "compare" diffbit compare "$model" "$out/int8" "$out/int4-rtn" "$out/int4-gptq" "$out/int4-learned" --bits 16 \
+step "compare" diffbit compare "$model" "$out/int8" "$out/int4-rtn" "$out/int4-gptq" "$out/int4-learned" --bits 4 --what weights \
     --data mix --max-windows 16 --length 128 --prompt "Why is the sky blue?" -o "$out" \
     --artifact "$out/int8-onnx" --artifact "$out/int4-gptq-onnx"
 
