@@ -94,6 +94,7 @@ def completions(line: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "found"),
     [
@@ -213,6 +214,7 @@ def test_a_checkpoint_is_exported_on_the_way(
     assert not list(tmp_path.glob("diffbit-*"))  # nothing is left behind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["torch", "onnxruntime"])
 def test_what_to_install(missing: str, workplace: Path) -> None:
     """Without torch the device's commands work and the others name their extra; without a runtime, what to install."""
@@ -307,6 +309,7 @@ def test_a_method_that_calibrates_takes_a_text_and_says_so(
     assert Artifact.open(tmp_path / "a").method == "gptq"
 
 
+@pytest.mark.slow
 def test_a_target_chooses_formats_and_shows_the_error_of_each_layer(
     workplace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

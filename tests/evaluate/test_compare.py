@@ -115,6 +115,7 @@ def calibration_text() -> Windows:
     return windows([np.random.default_rng(1).integers(1, VOCABULARY, 400)], 16, eos_id=0, source="other")
 
 
+@pytest.mark.slow
 def test_methods(checkpoints: list[Path], text: Windows) -> None:
     other = calibration_text()
     result = compare(checkpoints, text, ["3", "8"], ["weights", "logits"], ["rtn", "gptq"], calibration=other)
@@ -178,6 +179,7 @@ def test_low_bit_logits(checkpoints: list[Path], text: Windows) -> None:
     assert eight.nbytes == float_.nbytes and eight.bits_per_weight == 16
 
 
+@pytest.mark.slow
 def test_a_small_cache_and_another_batch_give_the_same_numbers(checkpoints: list[Path], text: Windows) -> None:
     whole = compare(checkpoints, text, ["4", "2"], batch_size=16)
     parts = compare(checkpoints, text, ["4", "2"], batch_size=2, cache_bytes=16 * VOCABULARY * 4 * 5)

@@ -113,6 +113,7 @@ def test_a_setting_by_hand(checkpoints: list[Path]) -> None:
     assert (same.value, same.low, same.high) == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_compare_with_needles(checkpoints: list[Path], text: Windows, tmp_path: Path) -> None:
     needles = [asked(checkpoints[0]), asked(checkpoints[1], 2)]
     result = compare(checkpoints, text, ["16", "8", "4", "2"], ["kv", "qk"], needles=needles, batch_size=5)

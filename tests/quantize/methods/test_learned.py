@@ -242,6 +242,7 @@ def test_all_codes_of_a_small_weight(monkeypatch):
     assert (losses < ours).sum() < len(losses) / 100
 
 
+@pytest.mark.slow
 def test_it_beats_rounding_and_gptq_on_a_trained_layer(trained, monkeypatch):
     """On text it has not seen; 48 steps."""
     path = trained("diff_v1")
