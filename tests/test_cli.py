@@ -28,7 +28,7 @@ EXAMPLES = [
     line.strip()
     for command in COMMANDS.values()
     for line in (command.epilog or "").splitlines()
-    if line.strip().startswith("diffbit ")
+    if line.strip().startswith("diffbit ") and not line.strip().startswith("diffbit serve")  # it does not end
 ]
 FEW = ["--max-windows", "2"]
 SHORTER = {
