@@ -49,13 +49,13 @@ worker.addEventListener("message", ({ data }) => {
     at("state").textContent = `${name}: ${(length / 1e6).toFixed(1)} of ${(size / 1e6).toFixed(1)} MB`;
   }
   if (data.ready) {
-    const { name, bytes, scheme, sha256, threads, context_length } = data.ready;
+    const { name, bytes, scheme, sha256, on, context_length } = data.ready;
     chat = data.ready.chat;
     document.title = at("name").textContent = name;
     const weights = scheme?.weights ?? "float";
     at("about").textContent =
       `${weights} weights, ${(bytes / 1e6).toFixed(1)} MB, context ${context_length}, ` +
-      `${threads} ${threads > 1 ? "threads" : "thread"}, sha256 ${sha256.slice(0, 12)}… checked`;
+      `${on}, sha256 ${sha256.slice(0, 12)}… checked`;
     at("state").textContent = chat ? "Ask something." : "Type the beginning of a text.";
     at("form").hidden = false;
     wait(false);

@@ -1,5 +1,5 @@
-// An artifact in JavaScript: its files, its tokenizer, and text from it by ONNX Runtime's WebAssembly build, on the
-// portable bodies of its operators. It knows no page: what it needs is handed to `Model.load`.
+// An artifact in JavaScript: its files, its tokenizer, and text from it by onnxruntime-web, on the portable bodies of its
+// operators. It knows no page: what it needs is handed to `Model.load`.
 
 const ARRAYS = { float32: Float32Array, float16: Uint16Array, int8: Int8Array, uint8: Uint8Array };
 const CHUNK = 256; // tokens of a prompt per call, which bounds the memory
@@ -7,8 +7,9 @@ const CONTEXT = 8; // prompt tokens that decoding starts from: enough for any ch
 
 export class Model {
   // ort: onnxruntime-web; Tokenizer, Template: the classes of @huggingface/tokenizers and @huggingface/jinja;
+  // provider: "wasm" or "webgpu";
   // read(name, entry): the bytes of a file of the artifact, checked against its manifest's entry {bytes, sha256}
-  static async load({ ort, Tokenizer, Template, read, manifest }) {
+  static async load({ ort, Tokenizer, Template, read, manifest, provider = "wasm" }) {
     const model = new Model();
     const files = manifest.files;
     const bytes = (name) => read(name, files[name]);
@@ -30,7 +31,7 @@ export class Model {
     model.ort = ort;
     const data = files["model.onnx.data"];
     model.session = await ort.InferenceSession.create(await bytes("model.onnx"), {
-      executionProviders: ["wasm"],
+      executionProviders: provider === "wasm" ? ["wasm"] : [provider, "wasm"],
       enableMemPattern: false,
       logSeverityLevel: 3,
       externalData: data ? [{ path: "model.onnx.data", data: await bytes("model.onnx.data") }] : [],

@@ -1,10 +1,10 @@
 // The model in a thread of its own, so that the page stays quick. Messages to it: {load}, {ask}, {halt}, {forget}.
 import { Template } from "./lib/jinja.js";
-import * as ort from "./lib/ort.wasm.min.mjs";
 import { Tokenizer } from "./lib/tokenizers.min.mjs";
 import { Model } from "./model.js";
 
 const FOLDER = "model/";
+const threads = self.crossOriginIsolated ? Math.min(4, navigator.hardwareConcurrency || 1) : 1;
 let model;
 let messages = [];
 let halted = false;
@@ -43,18 +43,31 @@ async function download(name, { bytes: size }) {
   return bytes;
 }
 
+// The model on the GPU where the browser has one and it computes the golden logits, else in WebAssembly
 async function load() {
-  const threads = self.crossOriginIsolated ? Math.min(4, navigator.hardwareConcurrency || 1) : 1;
-  ort.env.wasm.numThreads = threads;
-  ort.env.wasm.wasmPaths = new URL("./lib/", import.meta.url).href;
   const manifest = await (await fetch(`${FOLDER}diffbit.json`)).json();
-  model = await Model.load({ ort, Tokenizer, Template, read, manifest });
-  const error = await model.goldenError();
   const { tolerance } = manifest.golden;
-  if (!(error <= tolerance)) throw new Error(`the self-test failed: its error is ${error}, ${tolerance} is allowed`);
+  const adapter = await navigator.gpu?.requestAdapter().catch(() => null);
+  let error, provider, failed;
+  for (provider of adapter ? ["webgpu", "wasm"] : ["wasm"]) {
+    try {
+      const ort = await import(`./lib/ort.${provider}.min.mjs`);
+      ort.env.wasm.numThreads = threads;
+      ort.env.wasm.wasmPaths = new URL("./lib/", import.meta.url).href;
+      model = await Model.load({ ort, Tokenizer, Template, read, manifest, provider });
+      error = await model.goldenError();
+      if (error <= tolerance) break;
+      failed = new Error(`the self-test failed: its error is ${error}, ${tolerance} is allowed`);
+    } catch (thrown) {
+      failed = thrown;
+    }
+    model = undefined;
+  }
+  if (!model) throw failed;
   const { name, files, scheme, sha256, context_length } = manifest;
   const bytes = Object.values(files).reduce((sum, file) => sum + file.bytes, 0);
-  postMessage({ ready: { name, bytes, scheme, sha256, context_length, threads, error, chat: model.template !== null } });
+  const on = provider === "webgpu" ? "GPU" : `${threads} ${threads > 1 ? "threads" : "thread"}`;
+  postMessage({ ready: { name, bytes, scheme, sha256, context_length, on, error, chat: model.template !== null } });
 }
 
 async function ask({ text, options }) {
