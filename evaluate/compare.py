@@ -291,7 +291,9 @@ def _contrasts(
         lost = paired(low.scores, whole.scores) - paired(other.scores, first_whole.scores)
         answers = zip(low.answers, whole.answers, other.answers, first_whole.answers, strict=True)
         found = tuple(contrast((a, b), (c, d), confidence) for a, b, c, d in answers)
-        contrasts.append(Contrast(name, first, *key, mean(lost, whole.scores.tokens, confidence), found))
+        contrasts.append(
+            Contrast(name, first, *key, mean(lost, whole.scores.tokens, confidence, whole.scores.document), found)
+        )
     return contrasts
 
 

@@ -122,12 +122,13 @@ class _Scorer:
         self.reference = reference
         self.device = next(reference.parameters()).device
         self.ids, self.target, self.mask = map(torch.from_numpy, (windows.ids, windows.target, windows.mask))
+        self.document = windows.document
         self.cached_windows = cache_bytes // (self.ids.shape[1] * reference.config.vocab_size * 4)
         self.cache: dict[int, Tensor] = {}
 
     def scores(self, model: Decoder, batch_size: int) -> Scores:
         """Of the 16-bit model, which comes first, or of a variant."""
-        scores = Scores.zeros(len(self.ids))
+        scores = Scores.zeros(len(self.ids), self.document)
         for start in range(0, len(self.ids), batch_size):
             batch = slice(start, min(start + batch_size, len(self.ids)))
             log_q = self._log_probabilities(model, batch)

@@ -2,6 +2,7 @@
 
 A query is answered when every token of its value is the most likely one, given all before it. Of W rows of R queries
 each, the row is the unit of the intervals, as a window of text is in metrics.py: queries of a row share its haystack.
+Rows have needles of their own and are taken as independent.
 The change is paired: the same rows, with low bits and without.
 """
 
@@ -71,8 +72,8 @@ def retrieval(
         length=needles.windows.ids.shape[1],
         needles=needles.needles,
         queries=queries,
-        accuracy=clip(mean(found.sum(1), asked, confidence), 0.0, 1.0),
-        change=mean(lost(found, reference), asked, confidence),
+        accuracy=clip(mean(found.sum(1), asked, confidence, independent=True), 0.0, 1.0),
+        change=mean(lost(found, reference), asked, confidence, independent=True),
         by_depth=tuple(float(own.mean()) if own.size else None for own in by_depth),
     )
 
@@ -87,7 +88,7 @@ def contrast(
 ) -> Estimate:
     """Change of one model's share of queries answered minus that of another's; each pair is (found, reference)."""
     difference = lost(*pair) - lost(*against)
-    return mean(difference, np.full(len(difference), pair[0].shape[1]), confidence)
+    return mean(difference, np.full(len(difference), pair[0].shape[1]), confidence, independent=True)
 
 
 def label(setting: Retrieval) -> str:
