@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +113,28 @@ def windows(
     document = np.minimum(np.searchsorted(ends, middle, side="right"), len(ends) - 1)
     sha256 = digest(ids, mask, target)
     return Windows(ids, mask, target, sha256, source, covered, len(tokens) - covered, len(ends), document)
+
+
+def samples(whole: Windows, size: int, count: int) -> list[Windows]:
+    """`count` samples of `size` windows each of non-overlapping windows (fewer, where there are not as many).
+
+    The first is that of `max_windows=size`, evenly spaced; the others are drawn at random, with replacement where there
+    are fewer than twice as many windows.
+    """
+    found = len(whole.ids)
+    size, generator = min(size, found), np.random.default_rng(0)
+    rows = [np.arange(size) * found // size]
+    rows += [np.sort(generator.choice(found, size, replace=found < 2 * size)) for _ in range(count - 1)]
+    return [_some(whole, chosen) for chosen in rows]
+
+
+def _some(whole: Windows, rows: np.ndarray) -> Windows:
+    ids, mask, target = whole.ids[rows], whole.mask[rows], whole.target[rows]
+    tokens = int(whole.mask[np.unique(rows)].sum())
+    return replace(
+        whole, ids=ids, mask=mask, target=target, sha256=digest(ids, mask, target), tokens=tokens,
+        unused=whole.tokens + whole.unused - tokens, document=None if whole.document is None else whole.document[rows],
+    )  # fmt: skip
 
 
 def eval_windows(

@@ -97,8 +97,8 @@ class Scores:
         """The same windows scored under K roundings, as one; of a single one [W] as it is."""
         if len(repeats) == 1:
             return repeats[0]
-        parts = (np.stack([getattr(one, name) for one in repeats]) for name in ("nll", "kl", "agree"))
-        return cls(repeats[0].tokens, *parts, repeats[0].document)
+        nll, kl, agree = (np.stack([getattr(one, name) for one in repeats]) for name in ("nll", "kl", "agree"))
+        return cls(repeats[0].tokens, nll, kl, agree, repeats[0].document)
 
     @property
     def repeats(self) -> int:
