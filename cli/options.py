@@ -74,7 +74,12 @@ def completion(names: Sequence[str], joined_by: str = " ") -> Callable[[str], li
 
 
 def read_windows(
-    model: Path, data: str, field: str, max_windows: int, length: int | None, split: Literal["eval", "calib"] = "eval"
+    model: Path,
+    data: str,
+    field: str,
+    max_windows: int | None,
+    length: int | None,
+    split: Literal["eval", "calib"] = "eval",
 ) -> Windows:
     """Windows of held-out text, encoded with the model's own tokenizer and no longer than its context."""
     from ..calib_data import eval_windows
