@@ -33,7 +33,10 @@ FEW_BITS_FROM_CHECKPOINT = 0.5
 FROM_CHECKPOINT = 0.025
 ATTENTION = "diff_v1"  # by default
 HEAD_NORMS = ("learned", "fixed", "none")
-HEAD_GAIN = 0.1  # initial weight of a learned head norm
+# Initial sizes of float models, of every variant (docs/training.md): of o_proj, relative to that of initialize.py, and
+# of the weight of a learned head norm
+O_PROJ_INIT = 0.1
+HEAD_GAIN = 0.1
 
 
 @dataclass(frozen=True)
@@ -52,23 +55,6 @@ class Preset:
     accumulate: int
     learning_rate: float
     warmup: int
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a variant is best trained in float from the first step on: found for each by as many runs of `tiny`
-    (docs/training.md). learning_rate: relative to the preset's; o_proj_init: as in TrainConfig."""
-
-    learning_rate: float = 1.0
-    o_proj_init: float = 1.0
-    head_norm: str = "fixed"
-
-
-RECIPES = {
-    "softmax": Recipe(),
-    "diff_v1": Recipe(head_norm="learned"),
-    "diff_v2": Recipe(),
-}
 
 
 PRESETS = {
@@ -145,7 +131,7 @@ def train_config(
     size, qat = _preset(preset), changes.get("qat")
     format = None if qat is None else parse_format(qat)
     ternary = format is not None and format.trained
-    rate, schedule, recipe = size.learning_rate, "cosine", Recipe()
+    rate, schedule, o_proj = size.learning_rate, "cosine", 1.0
     if head_norm not in (None, *HEAD_NORMS):
         raise DiffbitError(f"head_norm {head_norm!r} is none of {', '.join(HEAD_NORMS)}")
     if init is not None:
@@ -166,8 +152,8 @@ def train_config(
             head_norm=head_norm != "none",
         )
         if qat is None and not norms:
-            recipe = RECIPES.get(model.attention, recipe)
-        rate *= recipe.learning_rate
+            o_proj = O_PROJ_INIT
+            head_norm = head_norm or ("learned" if model.head_norm else None)
         if ternary:
             rate, schedule = TERNARY_RATE * rate, "two_stage"
     if head_norm is not None and model.head_norm != (head_norm != "none"):
@@ -188,8 +174,8 @@ def train_config(
         "learning_rate": rate,
         "schedule": schedule,
         "warmup": warmup,
-        "o_proj_init": recipe.o_proj_init,
-        "head_gain": None if (head_norm or recipe.head_norm) != "learned" else HEAD_GAIN if init is None else 1.0,
+        "o_proj_init": o_proj,
+        "head_gain": None if head_norm != "learned" else HEAD_GAIN if init is None else 1.0,
     }
     return TrainConfig(model=model, init=init, **options | changes)
 
