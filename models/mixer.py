@@ -127,6 +127,11 @@ class MixerOptions(ABC):
         return 0
 
     @property
+    def head_norm(self) -> bool:
+        """Is there an RMSNorm of each head's output?"""
+        return False
+
+    @property
     def softmaxes(self) -> int:
         """Rows of attention weights that a token has."""
         return 0
