@@ -255,6 +255,7 @@ class LearnedWeight:
             offset.sub_(to_offset.sign_(), alpha=rate * self.unit)
             torch.clamp(offset, first.clamp(max=-bound), first.clamp(min=bound), out=offset)
             for whole, part in zip(grads, to_ends, strict=False):
+                assert part is not None
                 whole[rows] = part
         ends = [end for end in (self.upper, self.lower) if end is not None]
         grads = [grad.sum_to_size(values.shape) for grad, values in zip(grads, found, strict=True)]
