@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -34,6 +35,7 @@ from .model import Method, assemble, quantize_weight
 from .report import OutputError
 from .rounding import spread
 from .scheme import EMBEDDING_MODULE, Scheme
+from .spill import Rows
 from .stats import CalibStats, gather, proxy_loss
 
 BATCH_TOKENS = 2048  # that pass a layer at a time
@@ -64,12 +66,12 @@ class States:
 
     def __init__(self, config: ModelConfig, ids: Tensor, mask: Tensor) -> None:
         self.config, self.ids, self.mask = config, ids, mask
-        self.hidden = torch.empty(0)  # fp32 [n, S, E], before the layer that comes next
+        self.folder: Path | None = None  # where hidden states lie; None: in memory
+        self.hidden: Tensor | Rows = torch.empty(0)  # fp32 [n, S, E], before the layer that comes next
         step = max(1, BATCH_TOKENS // ids.shape[1])
         self.slices = [slice(i, i + step) for i in range(0, len(ids), step)]
 
-    def batches(self) -> Iterator[Batch]:
-        """All windows, in order."""
+    def batches(self) -> Iterator[Batch]:  # all windows, in order
         return map(self.batch, self.slices)
 
     def batch(self, rows: slice | Tensor) -> Batch:
@@ -82,7 +84,16 @@ class States:
 
     def embed(self, embedding: Callable[[Tensor], Tensor]) -> None:
         """Enter the model: embedding(ids [n, S]) -> [n, S, E]."""
-        self.hidden = embedding(self.ids).float()
+        self.fill(lambda rows: embedding(self.ids[rows]))
+
+    def fill(self, made: Callable[[slice], Tensor]) -> None:
+        self.hidden = self.space()
+        for rows in self.slices:
+            self.hidden[rows] = made(rows).float()
+
+    def space(self) -> Tensor | Rows:  # for hidden states of all windows
+        shape = (self.ids.shape[0], self.ids.shape[1], self.config.hidden_size)
+        return torch.empty(shape, device=self.ids.device) if self.folder is None else Rows(self.folder, shape)
 
 
 class Tokens(States):
@@ -118,6 +129,10 @@ class Tokens(States):
         self.exact = States(config, ids[windows], counted[windows])
         self.loss: float | None = None  # of the float model, nats a token, once they have come to its head
 
+    def spill(self, folder: Path) -> None:
+        """Keep hidden states in files of this folder; less is remembered then, and computed again."""
+        self.folder = self.exact.folder = folder
+
     @property
     def measuring(self) -> bool:
         """Are output errors and proxy losses wanted?"""
@@ -148,7 +163,7 @@ class Tokens(States):
         ids = self.exact.ids[rows, 1:][scored]
         if not len(ids):
             return
-        hidden = layer.probe().module().get_submodule("norm")(self.exact.hidden[rows, :-1][scored])  # [T, E]
+        hidden = layer.probe().module().get_submodule("norm")(self.exact.hidden[rows][:, :-1][scored])  # [T, E]
         total = hidden.new_full((len(ids),), -math.inf)
         for part in table.split(table_rows(table)):
             total = torch.logaddexp(total, F.linear(hidden, part.float()).logsumexp(-1))
@@ -295,7 +310,8 @@ class Layer:
         ahead = (prefix, f"{self.prefix}input_layernorm.")
         behind = (f"{prefix}o_proj", f"{prefix}attn_sub_norm")
         own = [name for name in self.formats if name.startswith(prefix) and not name.startswith(behind)]
-        if mixer is None or self.tokens is None or not all(name in quantized for name in own):
+        spilled = self.tokens is None or self.tokens.folder is not None
+        if mixer is None or spilled or not all(name in quantized for name in own):
             return
         weights = self.tensors | self.refitted | {f"{name}.weight": weight for name, weight in quantized.items()}
         of = [weight for name, weight in weights.items() if name.startswith(ahead) and not name.startswith(behind)]

@@ -13,7 +13,6 @@ A file that was changed meanwhile is refused: the JSON files hold the hashes of 
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -24,9 +23,9 @@ from torch import Tensor
 
 from .. import files
 from ..errors import DiffbitError
-from ..models.checkpoint.safetensors_file import read_header, write_tensors
+from ..models.checkpoint.safetensors_file import Parts, read_header, write_parts, write_tensors
 from ..version import __version__
-from .layer import Tokens
+from .layer import States, Tokens
 from .report import WeightReport
 
 VERSION = 4
@@ -39,8 +38,8 @@ class Unfinished:
     """`with Unfinished(output, about, tokens) as done: done.add(layer) ...; done.layers()`.
 
     about: what goes into run.json, called only where it is needed. tokens: calibration tokens, put behind the `count`
-    layers that are there. resume: go on with what is there, if anything is.
-    The folder goes when all is done, and when a run fails before it holds a whole decoder layer.
+    layers that are there; spills: their hidden states lie on the disk. resume: go on with what is there, if
+    anything is. The folder goes when all is done, and when a run fails before it holds a whole decoder layer.
     """
 
     def __init__(
@@ -49,15 +48,19 @@ class Unfinished:
         about: Callable[[], dict[str, Any]],
         tokens: Tokens | None,
         *,
+        spills: bool = False,
         resume: bool = False,
         overwrite: bool = False,
     ) -> None:
         place = files.resolved(output)
         self.path = place.with_name(f"{place.name}.unfinished")
-        files.sweep(self.path)
+        with files.locked(self.path):  # what a run left that was killed while it began
+            pass
         self.about = about
         self.tokens = tokens
         self.count = 0
+        if tokens is not None and spills:
+            tokens.spill(place.parent)
         if not self.path.is_dir() or not any(self.path.iterdir()):
             return
         if not (self.path / RUN).is_file():
@@ -74,7 +77,7 @@ class Unfinished:
                     )
             self._restore()
         elif overwrite:
-            shutil.rmtree(self.path)
+            files.remove_folder(self.path)
         else:
             raise DiffbitError(
                 f"{self.path}: holds a run that was interrupted; pass --resume to go on with it, or --overwrite to "
@@ -88,7 +91,7 @@ class Unfinished:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None or self.count < 2:
-            shutil.rmtree(self.path, ignore_errors=True)
+            files.remove_folder(self.path)
         elif error is not None and not isinstance(error, Exception):  # stopped from outside
             error.add_note(f"{self.count} layers are kept in {self.path}: the same command with --resume goes on")
 
@@ -99,8 +102,9 @@ class Unfinished:
         if self.tokens is not None and self.count:
             file = self._states(self.count - 1)
             files.check_sha256(file, self._record(self.count - 1)["states"], ANEW)
-            states = _read(file)
-            self.tokens.hidden, self.tokens.exact.hidden = states["hidden"], states["exact"]
+            entries = read_header(file)
+            for name, states in self._travelling().items():
+                states.fill(lambda rows, entry=entries[name]: entry.rows(rows.start, rows.stop))  # type: ignore[misc]
 
     def add(self, layer: Stored) -> None:
         """Keep the layer that comes next, and the tokens, which are behind it."""
@@ -111,8 +115,10 @@ class Unfinished:
         record: dict[str, Any] = {"weights": [asdict(row) for row in rows]}
         record["layer"] = _write(self._layer(self.count), tensors)
         if self.tokens is not None:
-            states = {"hidden": self.tokens.hidden, "exact": self.tokens.exact.hidden}
-            record["states"] = _write(self._states(self.count), states)
+            with files.write_atomic(self._states(self.count)) as temporary:
+                parts = {name: _parts(states) for name, states in self._travelling().items()}
+                write_parts(temporary, parts)
+                record["states"] = files.sha256_file(temporary)
         files.write_sealed(self._about(self.count), record)
         if self.count:
             self._states(self.count - 1).unlink(missing_ok=True)
@@ -125,6 +131,10 @@ class Unfinished:
             files.check_sha256(self._layer(index), record["layer"], ANEW)
             rows = (WeightReport(**{**row, "shape": tuple(row["shape"])}) for row in record["weights"])
             yield _read(self._layer(index)), tuple(rows)
+
+    def _travelling(self) -> dict[str, States]:
+        """By their names in the file."""
+        return {} if self.tokens is None else {"exact": self.tokens.exact, "hidden": self.tokens}
 
     def _layer(self, index: int) -> Path:
         return self.path / f"layer-{index:05}.safetensors"
@@ -141,6 +151,11 @@ class Unfinished:
 
 def _read(file: Path) -> dict[str, Tensor]:
     return {name: entry.read() for name, entry in read_header(file).items()}
+
+
+def _parts(states: States) -> Parts:
+    """The hidden states, some windows at a time."""
+    return tuple(states.hidden.shape), (states.hidden[rows].cpu() for rows in states.slices)
 
 
 def _write(file: Path, tensors: dict[str, Tensor]) -> str:

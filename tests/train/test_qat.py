@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -279,21 +278,3 @@ def test_refusals(text: str) -> None:
     with pytest.raises(DiffbitError, match="the head shares the embedding's weight"):
         prepare(Decoder(model()), head)
     assert len(prepare(Decoder(untied), head)) == 2 * 7 + 1
-
-
-def test_a_run_killed_while_its_model_is_placed_ends_when_resumed(text: str, tmp_path: Path) -> None:
-    config = options(text, qat="ternary", steps=4, checkpoint_every=3)
-    out = tmp_path / "run"
-
-    def killed(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("diffbit.train.trainer.place_model", killed)
-        with pytest.raises(KeyboardInterrupt):
-            train(config, out)
-    (out / "master").mkdir()  # moved there already, when the run was killed
-    (out / "master" / "config.json").write_text("{}")
-    result = train(config, out, resume=True)
-    assert len(result.losses) == 4
-    assert Checkpoint(out / "master").config == Checkpoint(out).config
