@@ -78,7 +78,7 @@ def quantize_checkpoint(
     entry["method"] = recipe.name
     if tokens and calibration_text is not None:
         entry["calibration"] = {**calibration_text, "tokens": tokens.count}
-    text = None if tokens is None else Text(*tokens.ids.shape, len(tokens.exact.ids))
+    text = None if tokens is None else Text(len(tokens.ids), tokens.ids.shape[1], len(tokens.exact.ids))
     spills = check_fits(checkpoint, scheme, recipe, text, max_memory, output)
 
     def about() -> dict[str, Any]:

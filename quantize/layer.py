@@ -310,14 +310,14 @@ class Layer:
         ahead = (prefix, f"{self.prefix}input_layernorm.")
         behind = (f"{prefix}o_proj", f"{prefix}attn_sub_norm")
         own = [name for name in self.formats if name.startswith(prefix) and not name.startswith(behind)]
-        spilled = self.tokens is None or self.tokens.folder is not None
-        if mixer is None or spilled or not all(name in quantized for name in own):
+        tokens = self.tokens
+        if mixer is None or tokens is None or tokens.folder or not all(name in quantized for name in own):
             return
         weights = self.tensors | self.refitted | {f"{name}.weight": weight for name, weight in quantized.items()}
         of = [weight for name, weight in weights.items() if name.startswith(ahead) and not name.startswith(behind)]
         same = len(of) == len(self.heads_of) and all(a is b for a, b in zip(of, self.heads_of, strict=True))
         find = mixer.heads
-        if same and len(self.heads) == len(self.tokens.slices):
+        if same and len(self.heads) == len(tokens.slices):
             found = iter(self.heads)
             mixer.heads = lambda *_: next(found)
             return
