@@ -95,9 +95,8 @@ def export_artifact(
     kernels = _library(cache) if library else None
     prompt = golden_prompt(config, length, attention)
     kind = dtype, source.quantization is not None
-    out = Path(out)
     export_demand(source, dtype).check(out, f"exporting {source.path}")
-    with files.new_folder(out, overwrite=overwrite) as folder:
+    with files.new_folder(out := Path(out), overwrite=overwrite) as folder:
         graph = DecoderGraph(folder, dtype, config, length, attention, cache, device)
         logits = _write_graph(graph, source, prompt, NOISE[kind])
         for name, data in beside.items():
