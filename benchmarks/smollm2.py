@@ -69,6 +69,9 @@ OURS: dict[str, list[str]] = {
         *("--weights", "int4_g32", "--method", "gptq", *SHORT),
         *(part for name in ("down", "v", "k") for part in ("--override", f"*.{name}_proj=int8")),
     ],
+    "int4_g32, v int8 gptq": [
+        *("--weights", "int4_g32", "--method", "gptq", *SHORT, "--override", "*.v_proj=int8"),
+    ],
     "int4_g32 rtn": ["--weights", "int4_g32"],
     "int4_g32 gptq": ["--weights", "int4_g32", "--method", "gptq", *SHORT],
     "int4_g32 rotate+gptq": ["--weights", "int4_g32", "--method", "rotate+gptq", *SHORT],
@@ -267,7 +270,7 @@ def scored(file: Path, make: Callable[[], Scores]) -> Scores:
 
 
 def ours(place: Path, sample: str, name: str, model: Path, reference: Reference) -> dict[str, Any]:
-    label = name.replace(" ", "-")
+    label = name.replace(",", "").replace(" ", "-")
     options = list(OURS[name])
     run = [sys.executable, "-m", "diffbit"]
     folder = once(Path(f"{place}{label}"), lambda out: subprocess.run(

@@ -208,9 +208,15 @@ def test_what_is_saved_is_what_was_trained(
     assert all(torch.equal(weight, kept[0].state_dict()[name]) for name, weight in state.items())
 
 
-def test_a_trained_folder_is_exported_as_it_is(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mlp", ["swiglu", "polynorm"])
+def test_a_trained_folder_is_exported_as_it_is(text: str, tmp_path: Path, mlp: str) -> None:
     config = options(text, qat="ternary", steps=3, learning_rate=1e-2)
-    train(replace(config, model=resized(config.model, sub_norms=True)), tmp_path / "out")
+    config = replace(config, model=resized(config.model, sub_norms=True, mlp=mlp))
+    train(config, tmp_path / "out")
+    saved = load_quantized(tmp_path / "out")
+    for layer in saved.model.layers if mlp == "polynorm" else ():  # whose parameters stay float, and learn
+        assert isinstance(layer.mlp.down_proj, QuantLinear)
+        assert (layer.mlp.act_fn["weight"] != 1 / 3).all() and layer.mlp.act_fn["bias"] != 0
     artifact = export_artifact(tmp_path / "out", tmp_path / "artifact")
     assert verify(artifact).passed
 
