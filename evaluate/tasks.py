@@ -21,6 +21,8 @@ from numpy.typing import ArrayLike, NDArray
 from ..errors import DiffbitError, MissingDependency
 from ..models import Checkpoint, Decoder
 from ..models.cache import KVCache
+from ..models.mixer import Attention
+from ..quantize.attention import LowBitAttention
 from ..runtime import Artifact, Tokenizer
 from ..tokenizer_files import TOKENIZER
 from .metrics import CONFIDENCE, Estimate, mean
@@ -112,6 +114,11 @@ def of_repeats(repeats: Sequence[Sequence[Answers]]) -> tuple[Answers, ...]:
 def torch_model(checkpoint: Checkpoint, decoder: Decoder, folder: Path, batch_size: int) -> DiffbitLM:
     """A decoder as the harness wants a model. folder: a place for the checkpoint's tokenizer, kept while it is used."""
     from ..runtime.harness import DiffbitLM
+
+    schemes = [module.arithmetic.scheme for module in decoder.modules() if isinstance(module, Attention)
+               and isinstance(module.arithmetic, LowBitAttention)]  # fmt: skip
+    if any(scheme.has_window for scheme in schemes):
+        batch_size = 1  # rows of unequal length would share blocks and the residual window of the cache
 
     class TorchLM(DiffbitLM):
         def __init__(self) -> None:

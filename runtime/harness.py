@@ -67,7 +67,7 @@ class DiffbitLM(TemplateLM):
         session = Session(opened, provider, threads)
         if not isinstance(batch_size, int):
             batch_size = int(batch_size) if batch_size and batch_size.isdigit() else max_batch_size or BATCH_SIZE
-        shared = any(name.endswith("_recent") for name in opened.cache.buffers)
+        shared = any(buffer.multiple > 1 for buffer in opened.cache.buffers.values())
         self._open(
             session,
             Tokenizer(opened.file(TOKENIZER)),
