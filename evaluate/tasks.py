@@ -8,9 +8,12 @@ the ratio of the sums: the loss, in nats a word or a byte.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from functools import cache
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +65,7 @@ class Tasks:
     def check(self) -> None:
         """Refuse names that the harness does not know, before the work."""
         try:
-            manager = _manager(self.folder)
+            manager = _manager(self.names, self.folder)
         except ImportError:
             raise MissingDependency("lm_eval", "tasks", "running tasks") from None
         if unknown := [name for name in self.names if not manager.match_tasks([name])]:
@@ -74,25 +77,30 @@ class Tasks:
     def answers(self, model: DiffbitLM) -> list[Answers]:
         from lm_eval import simple_evaluate
 
-        found = simple_evaluate(
-            model,
-            tasks=list(self.names),
-            task_manager=_manager(self.folder),
-            limit=self.limit,
-            bootstrap_iters=0,
-            log_samples=True,
-            verbosity="ERROR",
-        )
+        manager = _manager(self.names, self.folder)
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        with redirect_stderr(StringIO()):  # a bar for each kind of request, beside ours
+            found = simple_evaluate(
+                model,
+                tasks=list(self.names),
+                task_manager=manager,
+                limit=self.limit,
+                bootstrap_iters=0,
+                log_samples=True,
+            )
         assert found is not None
         return [one for task, samples in found["samples"].items() for one in _metrics(task, samples)]
 
 
 @cache
-def _manager(folder: Path | None) -> Any:
-    """The harness' index of its thousands of files, and of the folder's."""
+def _manager(names: tuple[str, ...], folder: Path | None) -> Any:
+    """The index of the folder's tasks and, unless these are all, of the harness' thousands."""
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_path=None if folder is None else str(folder), verbosity="ERROR")
+    own = None if folder is None else TaskManager(include_path=str(folder), include_defaults=False)
+    if own is not None and all(own.match_tasks([name]) for name in names):
+        return own
+    return TaskManager(include_path=None if folder is None else str(folder))
 
 
 def score(answers: Answers, reference: Answers, confidence: float = CONFIDENCE) -> TaskScore:

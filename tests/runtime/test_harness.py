@@ -195,8 +195,12 @@ def test_compare_does_tasks(tasks: Path, artifact: Path, monkeypatch: pytest.Mon
         assert one.change.value == pytest.approx(one.value.value - whole[task].value.value, abs=1e-9)
     assert made["reading"].metric == "byte_perplexity, nats" and 0.2 < made["reading"].value.value < 3
     assert "choice, acc" in found.rows()[1]
+
+
+@pytest.mark.slow
+def test_unknown_tasks_are_refused_before_the_work(tasks: Path) -> None:
     with pytest.raises(DiffbitError, match="task 'sorting' is none"):
-        compare([PICO], text, ["8"], ["weights"], tasks=Tasks(("sorting",), tasks))
+        Tasks(("choice", "sorting"), tasks).check()
 
 
 @pytest.mark.slow
