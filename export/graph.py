@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from ..errors import DiffbitError
 from ..models.graph import Attribute
-from ..models.layers.norm import RMSNorm
+from ..models.layers.norm import LayerNorm, RMSNorm
 from ..ops import float_matmul
 from ..ops.schema import DOMAIN, DOMAIN_VERSION
 from ..quantize import QTensor, QuantLinear
@@ -228,21 +228,29 @@ class Graph:
         return self.ops("Split", [product, self.const(sizes)], len(sizes), axis=-1)
 
     def norm(self, x: ir.Value, module: nn.Module, name: str, dtype: type[np.floating] | None = None) -> ir.Value:
-        """x, of the graph's dtype or `dtype`, through an RMSNorm; unchanged where none stands (nn.Identity)."""
-        if not isinstance(module, RMSNorm):
+        """x, of the graph's dtype or `dtype`, through a norm; unchanged where none stands (nn.Identity)."""
+        if not isinstance(module, RMSNorm | LayerNorm):
             return x
         # its kernels square and sum in float32 whatever the dtype, so large fp16 activations do not overflow
-        weight = self.weight(f"{name}.weight", module.weight.detach().float().numpy(), dtype)
-        return self.op("SimplifiedLayerNormalization", [x, weight], axis=-1, epsilon=module.eps, stash_type=1)
+        op_type = "LayerNormalization" if isinstance(module, LayerNorm) else "SimplifiedLayerNormalization"
+        weights = self._norm_weights(module, name, dtype)
+        return self.op(op_type, [x, *weights], axis=-1, epsilon=module.eps, stash_type=1)
 
-    def add_norm(self, x: ir.Value, more: ir.Value, module: RMSNorm, name: str) -> tuple[ir.Value, ir.Value]:
-        """(x + more, the same through an RMSNorm), in one node."""
-        weight = self.weight(f"{name}.weight", module.weight.detach().float().numpy())
-        normed, mean, deviation, total = self.ops(
-            "SkipSimplifiedLayerNormalization", [x, more, weight], 4, domain=MICROSOFT, epsilon=module.eps
-        )
+    def add_norm(self, x: ir.Value, more: ir.Value, module: nn.Module, name: str) -> tuple[ir.Value, ir.Value]:
+        """(x + more, the same through a norm), in one node."""
+        assert isinstance(module, RMSNorm | LayerNorm)
+        op_type = "SkipLayerNormalization" if isinstance(module, LayerNorm) else "SkipSimplifiedLayerNormalization"
+        weights = self._norm_weights(module, name)
+        normed, mean, deviation, total = self.ops(op_type, [x, more, *weights], 4, domain=MICROSOFT, epsilon=module.eps)
         mean.name = deviation.name = ""  # left out
         return total, normed
+
+    def _norm_weights(
+        self, module: RMSNorm | LayerNorm, name: str, dtype: type[np.floating] | None = None
+    ) -> list[ir.Value]:
+        """Its weight, and of a LayerNorm its bias."""
+        parts = module.named_parameters()
+        return [self.weight(f"{name}.{part}", value.detach().float().numpy(), dtype) for part, value in parts]
 
     def save(self) -> None:
         """Write model.onnx beside its data."""

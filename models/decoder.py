@@ -1,4 +1,4 @@
-"""The decoder: embedding, layers of a mixer and an MLP with an RMSNorm before each, RMSNorm, head.
+"""The decoder: embedding, layers of a mixer and an MLP with a norm before each, a norm, head.
 
     x = x + mixer(norm(x));   x = x + mlp(norm(x));   logits = norm(x) W_head^T
 
@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from .cache import KVCache
 from .config import ModelConfig
 from .layers.masks import causal_mask, default_positions
-from .layers.norm import RMSNorm
 from .layers.rope import Rope, inverse_frequencies
-from .layers.state import State
+from .layers.state import Carried, State
 from .mixer import Place, check_derived
 
 INIT_STD = 0.02
@@ -39,19 +38,27 @@ def rope_tables(config: ModelConfig, length: int) -> Rope:
 
 
 class Block(nn.Module):
-    """One layer. forward(x [B, S, E], rope, mask, state) -> [B, S, E]."""
+    """One layer. forward(x [B, S, E], rope, mask, state, carried) -> [B, S, E]."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         layer = config.layers[index]
-        place = Place(index, config.hidden_size, config.norm_eps if layer.sub_norms else None)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        eps = config.norm_eps if layer.sub_norms else None
+        place = Place(index, config.hidden_size, eps, gives=index in config.last_readers)
+        self.input_layernorm = config.new_norm()
         self.self_attn = layer.mixer.module(place)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_attention_layernorm = config.new_norm()
         self.mlp = layer.mlp.module(place)
 
-    def forward(self, x: Tensor, rope: Rope, mask: Tensor | None = None, state: State | None = None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, mask, state)
+    def forward(
+        self,
+        x: Tensor,
+        rope: Rope,
+        mask: Tensor | None = None,
+        state: State | None = None,
+        carried: Carried | None = None,
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, mask, state, carried)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -74,7 +81,7 @@ class Body(nn.Module):
         empty = torch.empty(config.vocab_size, config.hidden_size)  # Decoder fills it
         self.embed_tokens = nn.Embedding.from_pretrained(empty, freeze=False)
         self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = config.new_norm()
 
 
 class Decoder(nn.Module):
@@ -124,9 +131,9 @@ class Decoder(nn.Module):
             position_ids = default_positions(batch, length, past, attention_mask, input_ids.device)
         rope = rope_for(self.config, position_ids)
         mask = causal_mask(length, past, attention_mask, input_ids.device)
-        x = self.embed(input_ids)
+        x, carried = self.embed(input_ids), Carried()
         for index, layer in enumerate(self.model.layers):
-            x = layer(x, rope, mask, None if cache is None else cache.layers[index])
+            x = layer(x, rope, mask, None if cache is None else cache.layers[index], carried)
         if cache is not None:
             cache.length = past + length
         return self.head(x)

@@ -25,6 +25,7 @@ Attribute = int | float | str | Sequence[int] | Sequence[float]
 
 class Graph(Protocol):
     dtype: type[np.floating]  # of weights and activations
+    carried: dict[int, Cache]  # what earlier layers hand on, by their indices: of attention, its buffers
 
     # What all layers of a call share; B sequences of S new tokens, T with those before
     @property
@@ -70,7 +71,7 @@ class Graph(Protocol):
         """The same of several layers {name: module} that read the same x, in as few products as their formats allow."""
 
     def norm(self, x: ir.Value, module: nn.Module, name: str, dtype: type[np.floating] | None = None) -> ir.Value:
-        """x, of the graph's dtype or of `dtype`, through an RMSNorm; unchanged where the module is an nn.Identity."""
+        """x, of the graph's dtype or of `dtype`, through a norm; unchanged where the module is an nn.Identity."""
 
     @property
     def low_bit(self) -> bool:
@@ -79,17 +80,18 @@ class Graph(Protocol):
     def attention(
         self,
         query: ir.Value,
-        key: ir.Value,
-        value: ir.Value,
+        key: ir.Value | None,
+        value: ir.Value | None,
         lambda_: ir.Value | None,
         past: Cache,
         *,
         num_heads: int,
         num_kv_heads: int,
-        scale: float,
+        head_dim: int,
         noise_ratio: int = 1,
         wide_value: int = 0,
         norm_eps: float = 0.0,
+        rope: bool = True,
     ) -> tuple[ir.Value, Cache]:
         """Attention of heads that are not yet rotated, and the cache with the new tokens.
 

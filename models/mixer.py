@@ -15,6 +15,9 @@ which is the normed residual stream, and nothing else reads it, so that methods 
 is neither a `weight` nor a `bias` stays float32 in a model of any dtype, such as lambda_q1.
 
 The module is called self_attn in every layer, as in checkpoints, whatever the mixer is.
+
+A mixer can read what an earlier layer found: another's keys and values, or its heads. `reads` names that layer, and
+`carried` says what there is to read; which layers hand something on follows from the readers (Place.gives).
 """
 
 from __future__ import annotations
@@ -22,20 +25,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import DiffbitError
-from ..ops.cache import Buffer
+from ..ops.cache import TOKENS, Buffer
 from .checks import check_flag, check_heads, check_positive
 from .graph import Cache, Graph
 from .layers.norm import RMSNorm
 from .layers.rope import Rope, apply_rope
 from .layers.softmax import Arithmetic, LogitsHook, attend, explicit_softmax, in_one_kernel
-from .layers.state import LayerCache, State
+from .layers.state import Carried, LayerCache, NoState, State
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -44,11 +47,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Place:
     """The layer that a mixer or an MLP stands in. sub_norm_eps: of the norms before o_proj and down_proj, None where
-    the layer has none."""
+    the layer has none. gives: does a later layer read what the mixer finds?"""
 
     index: int
     hidden_size: int
     sub_norm_eps: float | None = None
+    gives: bool = False
 
     def sub_norm(self, width: int) -> nn.Module:
         """What stands before an output projection: with a norm there a BitLinear rounds numbers of known size (arXiv
@@ -127,6 +131,17 @@ class MixerOptions(ABC):
         return 0
 
     @property
+    def reads(self) -> int | None:
+        """The earlier layer whose values it reads; None: none's."""
+        return None
+
+    @property
+    def carried(self) -> tuple[tuple[int | str, ...], ...]:
+        """Shapes of the values that it reads, or, where it reads none, that it can hand on: without the batch, "tokens"
+        for one entry a token."""
+        return ()
+
+    @property
     def softmaxes(self) -> int:
         """Rows of attention weights that a token has."""
         return 0
@@ -145,32 +160,41 @@ class Mixer(nn.Module):
         """rows: {name: out_features} of the linears that read x, with a bias or none. width: of what `heads` returns.
         o_bias: has o_proj a bias?"""
         super().__init__()
-        self.layer_index = place.index
+        self.layer_index, self.gives = place.index, place.gives
         for name, count in rows.items():
             self.add_module(name, nn.Linear(place.hidden_size, count, bias=bias))
         self.attn_sub_norm = place.sub_norm(width)
         self.o_proj = nn.Linear(width, place.hidden_size, bias=o_bias)
 
-    def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None) -> Tensor:
+    def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None, carried: Carried) -> Tensor:
         """What the mixer finds: x [B, S, E] -> [B, S, width].
 
         rope: cos, sin, fp32 [B, S, rope_width / 2]. mask: bool [B, 1, S, T], where a query may look, None where
         causality alone decides (layers/masks.py). state: as `MixerOptions.state` made it, with the tokens before x; x
-        is added.
+        is added. carried: what earlier layers handed on; with `gives`, carried[layer_index] is added.
         """
         raise NotImplementedError
 
     def onnx_heads(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
-        """`heads` as ONNX nodes; past, and what is returned beside the heads: the layer's buffers by their names."""
+        """`heads` as ONNX nodes; past, and what is returned beside the heads: the layer's buffers by their names.
+        What is carried lies in g.carried."""
         raise NotImplementedError
 
     def derived(self) -> dict[str, Tensor]:
         """Numbers that follow from weights alone; they are checked to be finite when a model is put together."""
         return {}
 
-    def forward(self, x: Tensor, rope: Rope, mask: Tensor | None = None, state: State | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rope: Rope,
+        mask: Tensor | None = None,
+        state: State | None = None,
+        carried: Carried | None = None,
+    ) -> Tensor:
         """x [B, S, E] -> [B, S, E]."""
-        out: Tensor = self.o_proj(self.attn_sub_norm(self.heads(x, rope, mask, state)))
+        heads = self.heads(x, rope, mask, state, {} if carried is None else carried)
+        out: Tensor = self.o_proj(self.attn_sub_norm(heads))
         if self.out_scale == 1:
             return out
         out, bias = out * self.out_scale, self.o_proj.bias
@@ -189,7 +213,9 @@ class AttentionOptions(MixerOptions):
     pair of query sub-heads), each head_dim = d wide. num_kv_heads: groups of heads that share keys and values.
 
     qkv_bias, o_bias: have q_proj, k_proj and v_proj, has o_proj a bias? qk_norm_eps: of an RMSNorm of each query and
-    key sub-head, with a weight [d] that all heads share, before RoPE; 0: there is none.
+    key sub-head, with a weight [d] that all heads share, before RoPE; 0: there is none. rope: are queries and keys
+    rotated? keys_of: the earlier layer whose keys and values are read, in place of k_proj, v_proj and a cache; None:
+    the layer has its own.
     """
 
     num_heads: int
@@ -198,11 +224,13 @@ class AttentionOptions(MixerOptions):
     qkv_bias: bool = field(default=False, kw_only=True)
     o_bias: bool = field(default=False, kw_only=True)
     qk_norm_eps: float = field(default=0.0, kw_only=True)
+    rope: bool = field(default=True, kw_only=True)
+    keys_of: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check_heads(self.num_heads, self.num_kv_heads, self.head_dim)
-        check_flag("qkv_bias", self.qkv_bias)
-        check_flag("o_bias", self.o_bias)
+        for name in ("qkv_bias", "o_bias", "rope"):
+            check_flag(name, getattr(self, name))
         if self.qk_norm_eps != 0:
             check_positive("qk_norm_eps", self.qk_norm_eps)
 
@@ -234,23 +262,35 @@ class AttentionOptions(MixerOptions):
 
     @property
     def rope_width(self) -> int:
-        return self.head_dim
+        return self.head_dim if self.rope else 0
+
+    @property
+    def reads(self) -> int | None:
+        return self.keys_of
+
+    @property
+    def carried(self) -> tuple[tuple[int | str, ...], ...]:
+        """Keys and values of all tokens, as a cache holds them."""
+        return ((self.cache_heads, TOKENS, self.head_dim),) * 2
 
     def buffers(self, kv: KVBuffers) -> tuple[Buffer, ...]:
-        return kv(self.cache_heads, self.head_dim, self.in_place)
+        return kv(self.cache_heads, self.head_dim, self.in_place) if self.keys_of is None else ()
 
     def operations(self, context: int, low_bit: bool) -> Operations:
         """Of softmaxes alone: a variant adds its own."""
         products = self.softmaxes * self.head_dim * context
-        rotated = (self.softmaxes + self.cache_heads) * self.head_dim
-        turns = 4 if self.qk_norm_eps else 2  # a norm takes as many as RoPE
+        rotated = (self.softmaxes + (self.cache_heads if self.keys_of is None else 0)) * self.head_dim
+        turns = 2 * (self.qk_norm_eps > 0) + 2 * self.rope  # a norm takes as many as RoPE
         return Operations(products, products, 2 * self.softmaxes * context + turns * rotated)
 
     def joint_rows(self) -> dict[str, int]:
         queries, keys = self.softmaxes // self.num_heads, self.cache_heads // self.num_kv_heads
-        return {"q_proj": queries * self.head_dim} | dict.fromkeys(("k_proj", "v_proj"), keys * self.head_dim)
+        own = ("k_proj", "v_proj") if self.keys_of is None else ()
+        return {"q_proj": queries * self.head_dim} | dict.fromkeys(own, keys * self.head_dim)
 
-    def state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> LayerCache:
+    def state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> LayerCache | NoState:
+        if self.keys_of is not None:
+            return NoState()
         return LayerCache.empty((batch, self.cache_heads, capacity, self.head_dim), dtype, device)
 
 
@@ -263,16 +303,11 @@ class Attention(Mixer):
     v_proj: nn.Module
 
     def __init__(self, options: AttentionOptions, place: Place) -> None:
-        keys = options.cache_heads * options.head_dim
-        super().__init__(
-            place,
-            options.width,
-            bias=options.qkv_bias,
-            o_bias=options.o_bias,
-            q_proj=options.query_rows,
-            k_proj=keys,
-            v_proj=keys,
-        )
+        rows = {"q_proj": options.query_rows}
+        if options.keys_of is None:
+            rows |= dict.fromkeys(("k_proj", "v_proj"), options.cache_heads * options.head_dim)
+        super().__init__(place, options.width, bias=options.qkv_bias, o_bias=options.o_bias, **rows)
+        self.rope, self.keys_of = options.rope, options.keys_of
         eps = options.qk_norm_eps
         self.q_norm, self.k_norm = (RMSNorm(options.head_dim, eps) if eps else nn.Identity() for _ in "qk")
         self.num_heads, self.num_kv_heads, self.head_dim = options.num_heads, options.num_kv_heads, options.head_dim
@@ -301,33 +336,51 @@ class Attention(Mixer):
         each = g.norm(g.op("Reshape", [heads, g.const([0, 0, -1, self.head_dim])]), norm, name)
         return g.op("Reshape", [each, g.const([0, 0, -1])])
 
-    def projected(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [B, S, branches * num_heads, d] and key [B, S, Hk, d], rotated, and value [B, S, Hk, d]."""
-        query = apply_rope(self.queries(x), rope)
-        key = apply_rope(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))), rope)
-        return query, key, self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+    def projected(self, x: Tensor, rope: Rope, state: State | None, carried: Carried) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [B, branches * num_heads, S, d], and of all tokens key and value [B, Hk, T, d], as a cache has them."""
+        query = self._rotated(self.queries(x), rope)
+        if self.keys_of is not None:
+            key, value = carried[self.keys_of]
+            return query, key, value
+        key = self._rotated(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))), rope)
+        value = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        if state is not None:
+            assert isinstance(state, LayerCache)
+            key, value = state.append(key, value)
+        if self.gives:
+            carried[self.layer_index] = key, value
+        return query, key, value
 
-    def onnx_projected(self, g: Graph, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """The same as ONNX nodes, not yet rotated."""
+    def _rotated(self, heads: Tensor, rope: Rope) -> Tensor:
+        """[B, S, heads, d] -> [B, heads, S, d]."""
+        return (apply_rope(heads, rope) if self.rope else heads).transpose(1, 2)
+
+    def onnx_projected(self, g: Graph, x: ir.Value) -> tuple[ir.Value, ir.Value | None, ir.Value | None]:
+        """Query, key and value of x as ONNX nodes, not yet rotated; without keys of its own None and None."""
+        if self.keys_of is not None:
+            return self._onnx_normed(g, g.linear(x, self.q_proj, "q_proj"), self.q_norm, "q_norm"), None, None
         query, key, value = g.linears(x, {"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj})
         query = self._onnx_normed(g, query, self.q_norm, "q_norm")
         return query, self._onnx_normed(g, key, self.k_norm, "k_norm"), value
+
+    def onnx_attention(
+        self, g: Graph, x: ir.Value, lambda_: ir.Value | None, past: Cache, **sizes: Any
+    ) -> tuple[ir.Value, Cache]:
+        """Graph.attention of x, of these sizes, with the layer's own keys and values or another's."""
+        projected = self.onnx_projected(g, x)
+        source = past if self.keys_of is None else g.carried[self.keys_of]
+        out, present = g.attention(*projected, lambda_, source, head_dim=self.head_dim, rope=self.rope, **sizes)
+        if self.gives:
+            g.carried[self.layer_index] = present
+        return out, present
 
     def by_branch(self, key: Tensor, value: Tensor) -> tuple[list[Tensor], Tensor]:
         """Cached heads [B, Hk, T, d] -> the keys of each branch [B, G, T, d], and the values of all [B, G, T, e]."""
         return [key], value
 
-    def branches(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None) -> list[Tensor]:
-        """softmax(q k^T * scale) v of each branch, [B, H, S, e]; of a pair, signal and noise."""
-        return self._branches(*self.projected(x, rope), mask, state)
-
-    def _branches(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, state: State | None
-    ) -> list[Tensor]:
-        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))  # [B, heads, S, d]
-        if state is not None:
-            assert isinstance(state, LayerCache)
-            key, value = state.append(key, value)  # [B, Hk, T, d]
+    def branches(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> list[Tensor]:
+        """softmax(q k^T * scale) v of each branch, [B, H, S, e]; of a pair, signal and noise. Arguments: of
+        `projected`."""
         keys, value = self.by_branch(key, value)
         count = len(keys)
         if self.explicit:
@@ -351,16 +404,17 @@ class Differential(Attention):
         """lambda, fp32: a scalar, or [B, H, S, 1], one for each head and token of x."""
         raise NotImplementedError
 
-    def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None) -> Tensor:
-        query, key, value = self.projected(x, rope)
+    def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None, carried: Carried) -> Tensor:
+        query, key, value = self.projected(x, rope, state, carried)
         lambda_ = self.lambda_of(x)
         if not self.explicit and in_one_kernel(query, mask, state):
             from .layers.triton_attention import diff_attention
 
             each = lambda_.expand(len(x), self.num_heads, x.shape[1], 1).squeeze(-1)
+            query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))  # [B, S, heads, d]
             wide = value.unflatten(2, (self.num_kv_heads, -1)).flatten(3)  # [B, S, KV, e]
             return diff_attention(query, key, wide, each, self.scale, self.norm_eps).flatten(2)
-        signal, noise = (branch.float() for branch in self._branches(query, key, value, mask, state))
+        signal, noise = (branch.float() for branch in self.branches(query, key, value, mask))
         out = signal - lambda_ * noise  # [B, H, S, e]
         if self.norm_eps:
             out = F.rms_norm(out, out.shape[-1:], eps=self.norm_eps)

@@ -26,7 +26,6 @@ from ..errors import DiffbitError
 from ..models import Block, LayerSpec, ModelConfig, causal_mask, rope_for
 from ..models.checkpoint.names import EMBEDDING, HEAD
 from ..models.layers.masks import default_positions
-from ..models.layers.norm import RMSNorm
 from ..models.layers.rope import Rope
 from .formats import Format, QTensor
 from .linear import QuantEmbedding, QuantLinear
@@ -362,7 +361,7 @@ class _Head(nn.Module):
 
     def __init__(self, config: ModelConfig, rows: int) -> None:
         super().__init__()
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = config.new_norm()
         self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:

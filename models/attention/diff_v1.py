@@ -145,14 +145,14 @@ class DiffV1(Differential):
         return self
 
     def onnx_heads(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
-        return g.attention(
-            *self.onnx_projected(g, x),
+        return self.onnx_attention(
+            g,
+            x,
             g.const([self.lambda_value().item()] * self.num_heads, "float32"),
             past,
             num_heads=self.num_heads,
             num_kv_heads=2 * self.num_kv_heads,
             noise_ratio=self.noise_ratio,
             wide_value=1,
-            scale=self.scale,
             norm_eps=self.norm_eps,
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..graph import GROUP_QUERY_MULTIPLE, Cache, Graph
 from ..layers.rope import Rope
-from ..layers.state import State
+from ..layers.state import Carried, State
 from ..mixer import Attention, AttentionOptions, Place, Symmetries
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class GroupQueryOptions(AttentionOptions):
     @property
     def in_place(self) -> str:
         """GroupQueryAttention writes into a buffer bound as past and as present; DiffAttention's kernel alone does."""
-        return "native" if self.head_dim % GROUP_QUERY_MULTIPLE else "always"
+        return "native" if self.head_dim % GROUP_QUERY_MULTIPLE or not self.rope else "always"
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,9 @@ class Options(GroupQueryOptions):
 
 
 class Softmax(Attention):
-    def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None) -> Tensor:
-        (found,) = self.branches(x, rope, mask, state)
+    def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None, carried: Carried) -> Tensor:
+        (found,) = self.branches(*self.projected(x, rope, state, carried), mask)
         return found.to(x.dtype).transpose(1, 2).flatten(2)
 
     def onnx_heads(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        return g.attention(
-            *self.onnx_projected(g, x), None, past, num_heads=heads, num_kv_heads=kv_heads, scale=self.scale
-        )
+        return self.onnx_attention(g, x, None, past, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
