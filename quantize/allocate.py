@@ -26,6 +26,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -346,7 +347,7 @@ def measure(
                     rest = [layer.module(fixed | {module: made}), *layers[index + 1 :]]
                     found[module][name] = divergence(exact, predictions(base, sample, rest), sample) - start
         for states in filter(None, (sample, tokens)):
-            states.hidden = torch.cat([_run([block], batch) for batch in states.batches()])
+            states.take_past(index, partial(_run, [block]))
     return start, found
 
 
@@ -377,7 +378,7 @@ def _enter(decoder: Decoder, tokens: Tokens) -> None:
 def _run(layers: Iterable[nn.Module], batch: Batch) -> Tensor:
     x = batch.hidden
     for layer in layers:
-        x = layer(x, batch.rope, batch.mask)
+        x = layer(x, batch.rope, batch.mask, None, batch.carried)
     return x
 
 

@@ -2,7 +2,8 @@
 
     run.json                 what the run makes from what; a run that goes on must agree in all of it
     layer-00000.safetensors  a finished layer as the checkpoint will hold it: the embedding, then each layer, ...
-    states-00003.safetensors the calibration tokens' hidden states behind the last finished layer, exact and quantized
+    states-00003.safetensors the calibration tokens' hidden states behind the last finished layer, exact and quantized,
+                             and what earlier layers handed on to later ones
     layer-00000.json         the layer's rows of the report, and the SHA-256 of its files
 
 Each file is written beside its place and renamed; a layer counts once its JSON is there. So a run that is killed at
@@ -26,10 +27,10 @@ from .. import files
 from ..errors import DiffbitError
 from ..models.checkpoint.safetensors_file import read_header, write_tensors
 from ..version import __version__
-from .layer import Tokens
+from .layer import States, Tokens
 from .report import WeightReport
 
-VERSION = 4
+VERSION = 5
 RUN = "run.json"
 ANEW = "start anew by --overwrite without --resume"
 Stored = tuple[dict[str, Tensor], tuple[WeightReport, ...]]  # a layer's tensors as a checkpoint holds them, its rows
@@ -99,8 +100,13 @@ class Unfinished:
         if self.tokens is not None and self.count:
             file = self._states(self.count - 1)
             files.check_sha256(file, self._record(self.count - 1)["states"], ANEW)
-            states = _read(file)
-            self.tokens.hidden, self.tokens.exact.hidden = states["hidden"], states["exact"]
+            tensors = _read(file)
+            for name, states in _versions(self.tokens).items():
+                states.hidden, states.carried = tensors.pop(name), {}
+            for name in sorted(tensors):  # "hidden.16.0"
+                version, giver, _ = name.split(".")
+                carried = _versions(self.tokens)[version].carried
+                carried[int(giver)] = (*carried.get(int(giver), ()), tensors[name])
 
     def add(self, layer: Stored) -> None:
         """Keep the layer that comes next, and the tokens, which are behind it."""
@@ -111,8 +117,12 @@ class Unfinished:
         record: dict[str, Any] = {"weights": [asdict(row) for row in rows]}
         record["layer"] = _write(self._layer(self.count), tensors)
         if self.tokens is not None:
-            states = {"hidden": self.tokens.hidden, "exact": self.tokens.exact.hidden}
-            record["states"] = _write(self._states(self.count), states)
+            kept = {}
+            for name, states in _versions(self.tokens).items():
+                kept[name] = states.hidden
+                for giver, values in states.carried.items():
+                    kept |= {f"{name}.{giver}.{i}": value for i, value in enumerate(values)}
+            record["states"] = _write(self._states(self.count), kept)
         files.write_sealed(self._about(self.count), record)
         if self.count:
             self._states(self.count - 1).unlink(missing_ok=True)
@@ -137,6 +147,10 @@ class Unfinished:
 
     def _record(self, index: int) -> dict[str, Any]:
         return files.read_sealed(self._about(index), ANEW)
+
+
+def _versions(tokens: Tokens) -> dict[str, States]:
+    return {"hidden": tokens, "exact": tokens.exact}
 
 
 def _read(file: Path) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -52,6 +52,12 @@ class Entry:
     shape: tuple[int, ...]
     begin: int  # of the data, in bytes from the start of the file
     end: int
+
+    def rows(self, first: int, count: int) -> Entry:
+        """Some of its rows, a tensor of their own."""
+        each = (self.end - self.begin) // self.shape[0]
+        begin = self.begin + first * each
+        return replace(self, shape=(count, *self.shape[1:]), begin=begin, end=begin + count * each)
 
     def read(self) -> Tensor:
         """The tensor itself, in its dtype, in the order of the file."""

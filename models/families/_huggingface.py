@@ -68,18 +68,18 @@ class HuggingFace(Family):
         act = values.get("hidden_act") or self.act
         if act not in ACTS:
             raise DiffbitError(f"hidden_act is {act!r}, wanted one of {', '.join(ACTS)}")
-        query_heads = _count(values, "num_attention_heads")
-        kv_heads = _count(values, "num_key_value_heads", default=query_heads)
-        hidden_size = _count(values, "hidden_size")
+        query_heads = count(values, "num_attention_heads")
+        kv_heads = count(values, "num_key_value_heads", default=query_heads)
+        hidden_size = count(values, "hidden_size")
         if values.get("head_dim", self.head_dim) is None and hidden_size % query_heads:
             raise DiffbitError(
                 f"hidden_size is {hidden_size} and not divisible by num_attention_heads, which is {query_heads}; where "
                 "that is meant, head_dim must be given"
             )
         self._check_heads(query_heads, kv_heads)
-        head_dim = _count(values, "head_dim", default=self.head_dim or hidden_size // query_heads)
-        max_position = _count(values, "max_position_embeddings", default=self.max_position)
-        num_layers = _count(values, "num_hidden_layers")
+        head_dim = count(values, "head_dim", default=self.head_dim or hidden_size // query_heads)
+        max_position = count(values, "max_position_embeddings", default=self.max_position)
+        num_layers = count(values, "num_hidden_layers")
         self._check_window(values, max_position)
         theta, scaling = _rope(values, max_position, self.rope_theta)
         tied = values.get("tie_word_embeddings", False)
@@ -89,20 +89,20 @@ class HuggingFace(Family):
             num_heads=query_heads // self.queries,
             num_kv_heads=kv_heads // self.keys,
             head_dim=head_dim,
-            intermediate_size=_count(values, "intermediate_size"),
+            intermediate_size=count(values, "intermediate_size"),
             attention=self.attention,
             mlp=ACTS[act],
             sub_norms=self.sub_norms,
             qk_norm=self.qk_norm,
-            norm_eps=_number(values, "rms_norm_eps", default=self.norm_eps),
-            vocab_size=_count(values, "vocab_size"),
+            norm_eps=number(values, "rms_norm_eps", default=self.norm_eps),
+            vocab_size=count(values, "vocab_size"),
             hidden_size=hidden_size,
             max_position=max_position,
             rope_theta=theta,
             rope_scaling=scaling,
             tie_embeddings=tied,
             **self._biases(values),
-            **_special_tokens(values),
+            **special_tokens(values),
         )
 
     def write(self, config: ModelConfig) -> dict[str, Any] | None:
@@ -205,7 +205,7 @@ def common_fields(config: ModelConfig) -> dict[str, Any]:
 
 def with_tokens(config: ModelConfig, generation: Mapping[str, Any]) -> ModelConfig:
     """The config with the tokens of a parsed generation_config.json: where given, they are what transformers heeds."""
-    return replace(config, **_special_tokens(generation))
+    return replace(config, **special_tokens(generation))
 
 
 def _rope(values: Mapping[str, Any], max_position: int, default: float) -> tuple[float, RopeScaling | None]:
@@ -218,7 +218,7 @@ def _rope(values: Mapping[str, Any], max_position: int, default: float) -> tuple
         rope = entry or rope
     if each := [name for name, value in rope.items() if isinstance(value, dict)]:
         raise DiffbitError(f"rotary embedding differs by layer ({', '.join(map(str, each))}), wanted one of all layers")
-    theta = _number(rope if rope.get("rope_theta") is not None else values, "rope_theta", default=default)
+    theta = number(rope if rope.get("rope_theta") is not None else values, "rope_theta", default=default)
     for source in (values, rope):
         if source.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise DiffbitError(
@@ -232,32 +232,32 @@ def _rope(values: Mapping[str, Any], max_position: int, default: float) -> tuple
             f"the rotary embedding is of type {kind!r}, wanted 'default', 'linear', 'dynamic', 'llama3' or 'yarn'"
         )
     if kind in ("linear", "dynamic"):
-        return theta, (Linear if kind == "linear" else Dynamic)(_number(rope, "factor"))
+        return theta, (Linear if kind == "linear" else Dynamic)(number(rope, "factor"))
     above = values if values.get("original_max_position_embeddings") is not None else rope
-    original = _count(above, "original_max_position_embeddings", default=max_position)
+    original = count(above, "original_max_position_embeddings", default=max_position)
     if kind == "yarn":
         return theta, _yarn(rope, original, max_position)
-    factor, low, high = (_number(rope, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    factor, low, high = (number(rope, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
     return theta, Llama3(factor, low, high, original)
 
 
 def _yarn(rope: Mapping[str, Any], original: int, max_position: int) -> Yarn:
     """Its attention_factor, where not given, is 1 + 0.1 ln factor (arXiv 2309.00071, eq. 22), or the quotient of two
     such numbers, with 0.1 times mscale and times mscale_all_dim."""
-    factor = _number(rope, "factor", default=max_position / original)
+    factor = number(rope, "factor", default=max_position / original)
 
     def grown(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
 
-    scales = [_number(rope, name) for name in ("mscale", "mscale_all_dim") if rope.get(name)]
+    scales = [number(rope, name) for name in ("mscale", "mscale_all_dim") if rope.get(name)]
     default = grown(scales[0]) / grown(scales[1]) if len(scales) == 2 else grown(1)
     truncate = rope.get("truncate", True)
     return Yarn(
         factor,
         original,
-        _number(rope, "attention_factor", default=default),
-        beta_fast=_number(rope, "beta_fast", default=32),
-        beta_slow=_number(rope, "beta_slow", default=1),
+        number(rope, "attention_factor", default=default),
+        beta_fast=number(rope, "beta_fast", default=32),
+        beta_slow=number(rope, "beta_slow", default=1),
         truncate=truncate,
     )
 
@@ -271,19 +271,19 @@ def _present(values: Mapping[str, Any], name: str, default: Any) -> Any:
     return default
 
 
-def _count(values: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def count(values: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = _present(values, name, default)
     check_count(name, value)
     return int(value)
 
 
-def _number(values: Mapping[str, Any], name: str, default: float | None = None) -> float:
+def number(values: Mapping[str, Any], name: str, default: float | None = None) -> float:
     value = _present(values, name, default)
     check_positive(name, value)
     return float(value)
 
 
-def _special_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
+def special_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a ModelConfig that a config.json or generation_config.json has."""
     eos = values.get("eos_token_id")
     items = eos if isinstance(eos, list) else [] if eos is None else [eos]
