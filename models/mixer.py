@@ -10,9 +10,11 @@ A mixer is one file, in attention/ or in mixers/, found by listing the folder. T
 
     y = out_scale * W_o attn_sub_norm(heads(x)) + b_o       attn_sub_norm in layers with sub_norms only, b_o with o_bias
 
-Rules for its parameters: the name of each linear ends in _proj, and of nothing else; all linears but o_proj read x,
-which is the normed residual stream, and nothing else reads it, so that methods can put a rotation or scales there. What
-is neither a `weight` nor a `bias` stays float32 in a model of any dtype, such as lambda_q1.
+Rules for its parameters: the name of each linear ends in _proj, and of nothing else; all linears but o_proj and those
+in `MixerOptions.inner` read x, which is the normed residual stream, and nothing else reads it, so that methods can put
+a rotation or scales there. Inner ones read what the mixer makes of x, such as a convolution's output: methods that
+change weights before rounding leave them as they are, those that round calibrate on what reaches them. What is neither
+a `weight` nor a `bias` stays float32 in a model of any dtype, such as lambda_q1.
 
 The module is called self_attn in every layer, as in checkpoints, whatever the mixer is.
 
@@ -25,7 +27,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +35,9 @@ from torch import Tensor, nn
 
 from ..errors import DiffbitError
 from ..ops.cache import TOKENS, Buffer
-from .checks import check_flag, check_heads, check_positive
+from .checks import check_count, check_flag, check_heads, check_positive
 from .graph import Cache, Graph
+from .layers.masks import within
 from .layers.norm import RMSNorm
 from .layers.rope import Rope, apply_rope
 from .layers.softmax import Arithmetic, LogitsHook, attend, explicit_softmax, in_one_kernel
@@ -126,6 +129,11 @@ class MixerOptions(ABC):
         return Symmetries()
 
     @property
+    def inner(self) -> tuple[str, ...]:
+        """Linears beside o_proj that do not read x."""
+        return ()
+
+    @property
     def rope_width(self) -> int:
         """Width of the heads that RoPE turns; 0: the layer has no use for positions."""
         return 0
@@ -180,6 +188,16 @@ class Mixer(nn.Module):
         What is carried lies in g.carried."""
         raise NotImplementedError
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Keep its own parameters, such as lambda vectors, float32 when the model is moved with .to(bfloat16), ..."""
+        before = {name: parameter.detach() for name, parameter in self.named_parameters(recurse=False)}
+        super()._apply(fn, recurse)
+        for name, kept in before.items():
+            parameter = self.get_parameter(name)
+            if parameter.dtype != torch.float32:
+                parameter.data = kept.to(parameter.device)
+        return self
+
     def derived(self) -> dict[str, Tensor]:
         """Numbers that follow from weights alone; they are checked to be finite when a model is put together."""
         return {}
@@ -224,6 +242,7 @@ class AttentionOptions(MixerOptions):
     qkv_bias: bool = field(default=False, kw_only=True)
     o_bias: bool = field(default=False, kw_only=True)
     qk_norm_eps: float = field(default=0.0, kw_only=True)
+    sliding_window: int = field(default=0, kw_only=True)
     rope: bool = field(default=True, kw_only=True)
     keys_of: int | None = field(default=None, kw_only=True)
 
@@ -233,6 +252,8 @@ class AttentionOptions(MixerOptions):
             check_flag(name, getattr(self, name))
         if self.qk_norm_eps != 0:
             check_positive("qk_norm_eps", self.qk_norm_eps)
+        if self.sliding_window != 0:
+            check_count("sliding_window", self.sliding_window)
 
     @staticmethod
     @abstractmethod
@@ -312,6 +333,7 @@ class Attention(Mixer):
         self.q_norm, self.k_norm = (RMSNorm(options.head_dim, eps) if eps else nn.Identity() for _ in "qk")
         self.num_heads, self.num_kv_heads, self.head_dim = options.num_heads, options.num_kv_heads, options.head_dim
         self.scale = self.head_dim**-0.5
+        self.sliding_window = options.sliding_window
         self.logits_hook: LogitsHook | None = None  # sees the scaled logits; what it returns takes their place
         self.arithmetic: Arithmetic | None = None  # takes the place of the two matrix products
 
@@ -381,6 +403,7 @@ class Attention(Mixer):
     def branches(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> list[Tensor]:
         """softmax(q k^T * scale) v of each branch, [B, H, S, e]; of a pair, signal and noise. Arguments: of
         `projected`."""
+        mask = within(mask, query.shape[2], key.shape[2], self.sliding_window, query.device)
         keys, value = self.by_branch(key, value)
         count = len(keys)
         if self.explicit:
@@ -407,7 +430,7 @@ class Differential(Attention):
     def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None, carried: Carried) -> Tensor:
         query, key, value = self.projected(x, rope, state, carried)
         lambda_ = self.lambda_of(x)
-        if not self.explicit and in_one_kernel(query, mask, state):
+        if not (self.explicit or self.sliding_window) and in_one_kernel(query, mask, state):
             from .layers.triton_attention import diff_attention
 
             each = lambda_.expand(len(x), self.num_heads, x.shape[1], 1).squeeze(-1)

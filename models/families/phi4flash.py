@@ -9,10 +9,10 @@ Of L layers, from 0, with the half h = L / 2:
     even, above h       gated memory unit, of layer h
     odd, above h + 1    differential attention with queries alone, over the keys and values of layer h + 1
 
-Norms are LayerNorms, MLPs SwiGLU; there is no RoPE. Sub-heads lie in adjacent pairs, which is diffbit's canonical order.
-Projections that read the same lie in one tensor: Wqkv (queries, keys, values), fc1 (gate, up), in_proj. The head norm's
-weight `subln.weight` [2d], which the heads share, stands before out_proj and is folded into it; its eps is 1e-5 whatever
-layer_norm_eps says.
+Norms are LayerNorms, MLPs SwiGLU; there is no RoPE. Sub-heads lie in adjacent pairs, which is diffbit's canonical
+order. Projections that read the same lie in one tensor: Wqkv (queries, keys, values), fc1 (gate, up), in_proj. The head
+norm's weight `subln.weight` [2d], which the heads share, stands before out_proj and is folded into it; its eps is 1e-5
+whatever layer_norm_eps says.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from ...errors import DiffbitError
 from ..attention import diff_v1
-from ..checks import check_count, check_flag
+from ..checks import check_flag
 from ..config import LayerSpec, ModelConfig
 from ..family import Family, Stored
 from ..mixer import AttentionOptions, MixerOptions
@@ -142,8 +142,7 @@ def _window(values: Mapping[str, Any], layers: int) -> int:
         if window != wanted:
             raise DiffbitError("sliding_window names other layers than the odd ones of the first half")
         window = window[1]
-    check_count("sliding_window", window)
-    return int(window)
+    return count({"sliding_window": window}, "sliding_window")
 
 
 FAMILIES = (Phi4Flash("phi4flash"),)
