@@ -107,6 +107,7 @@ def quantize_checkpoint(
                 tensors.clear()  # not to be held while the next is made
                 rows += its_rows
     warnings = [format.warning() for format in formats.values()]
+    warnings += [method.warning(config) for method in recipe.transforms if hasattr(method, "warning")]
     if tokens is not None and recipe.calibrated:
         warnings.append(tokens.unlike())
     return Report(

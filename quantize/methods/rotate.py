@@ -28,8 +28,9 @@ from ...models.checkpoint.names import EMBEDDING, HEAD
 from ..folding import attention_readers, change_rows, mlp_readers, unchanged
 from ..hadamard import Rotation
 from ..layer import FINAL_NORM, Layer
-from .rotate_heads import SEED, rotate_values, turn_planes
+from .rotate_heads import SEED, rotate_values, turn_planes, warning
 
+__all__ = ["CALIBRATED", "config", "transform", "warning"]
 CALIBRATED = False
 MOST_BIAS = 256  # a LayerNorm's bias over its weight, to its bias: the quotient is stored in the bias's dtype
 

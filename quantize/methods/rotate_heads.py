@@ -24,6 +24,8 @@ import math
 import torch
 from torch import Tensor
 
+from ...models import ModelConfig
+from ...models.mixer import Symmetries
 from ..folding import change_rows, unchanged
 from ..formats import Format
 from ..hadamard import Rotation
@@ -32,6 +34,13 @@ from ..layer import Layer
 CALIBRATED = False
 SEED = 0
 ANGLES = tuple(i * math.pi / 32 for i in range(16))  # a quarter turn swaps the rows and changes no error
+
+
+def warning(config: ModelConfig) -> str | None:
+    kept = [str(index) for index in range(config.num_layers) if config.symmetries(index) == Symmetries()]
+    if not kept:
+        return None
+    return f"heads are not rotated in layers {', '.join(kept)}: they have none, or share them with other layers"
 
 
 def transform(layer: Layer) -> None:
