@@ -136,8 +136,8 @@ def _mamba(w: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
 def _attention(
     config: dict[str, Any], w: dict[str, Tensor], layer: int, x: Tensor, window: int, shared: Any
 ) -> tuple[Tensor, Any]:
-    """What the layer adds [T, E], and its keys and values, or those `shared` that it read. window: keys, the token's own
-    included."""
+    """What the layer adds [T, E], and its keys and values, or the `shared` ones that it read. window: keys, the token's
+    own included."""
     heads, total = config["num_attention_heads"], len(x)
     d = config["hidden_size"] // heads
     made = x @ w["attn.Wqkv.weight"].T + w["attn.Wqkv.bias"]
