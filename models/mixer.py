@@ -97,9 +97,9 @@ class Operations:
     other: int = 0
 
 
-KVBuffers = Callable[[int, int, str], tuple[Buffer, ...]]
-"""(heads, their width, in_place) -> the buffers of keys and values under the scheme at hand. in_place: whether float
-ones can be bound as past and present at once (ops/cache.py)."""
+KVBuffers = Callable[[int, int, str, int], tuple[Buffer, ...]]
+"""(heads, their width, in_place, sliding_window) -> the buffers of keys and values under the scheme at hand. in_place:
+whether float ones can be bound as past and present at once (ops/cache.py). sliding_window: as of AttentionOptions."""
 
 
 @dataclass(frozen=True)
@@ -231,9 +231,9 @@ class AttentionOptions(MixerOptions):
     pair of query sub-heads), each head_dim = d wide. num_kv_heads: groups of heads that share keys and values.
 
     qkv_bias, o_bias: have q_proj, k_proj and v_proj, has o_proj a bias? qk_norm_eps: of an RMSNorm of each query and
-    key sub-head, with a weight [d] that all heads share, before RoPE; 0: there is none. rope: are queries and keys
-    rotated? keys_of: the earlier layer whose keys and values are read, in place of k_proj, v_proj and a cache; None:
-    the layer has its own.
+    key sub-head, with a weight [d] that all heads share, before RoPE; 0: there is none. sliding_window: tokens that a
+    token sees, itself and those before it; 0: all. rope: are queries and keys rotated? keys_of: the earlier layer whose
+    keys and values are read, in place of k_proj, v_proj and a cache; None: the layer has its own.
     """
 
     num_heads: int
@@ -295,10 +295,16 @@ class AttentionOptions(MixerOptions):
         return ((self.cache_heads, TOKENS, self.head_dim),) * 2
 
     def buffers(self, kv: KVBuffers) -> tuple[Buffer, ...]:
-        return kv(self.cache_heads, self.head_dim, self.in_place) if self.keys_of is None else ()
+        own = self.keys_of is None
+        return kv(self.cache_heads, self.head_dim, self.in_place, self.sliding_window) if own else ()
+
+    def seen(self, context: int) -> int:
+        """Of `context` tokens those that the last one sees."""
+        return min(context, self.sliding_window or context)
 
     def operations(self, context: int, low_bit: bool) -> Operations:
         """Of softmaxes alone: a variant adds its own."""
+        context = self.seen(context)
         products = self.softmaxes * self.head_dim * context
         rotated = (self.softmaxes + (self.cache_heads if self.keys_of is None else 0)) * self.head_dim
         turns = 2 * (self.qk_norm_eps > 0) + 2 * self.rope  # a norm takes as many as RoPE
@@ -391,7 +397,8 @@ class Attention(Mixer):
         """Graph.attention of x, of these sizes, with the layer's own keys and values or another's."""
         projected = self.onnx_projected(g, x)
         source = past if self.keys_of is None else g.carried[self.keys_of]
-        out, present = g.attention(*projected, lambda_, source, head_dim=self.head_dim, rope=self.rope, **sizes)
+        sizes |= {"head_dim": self.head_dim, "rope": self.rope, "sliding_window": self.sliding_window}
+        out, present = g.attention(*projected, lambda_, source, **sizes)
         if self.gives:
             g.carried[self.layer_index] = present
         return out, present
@@ -430,7 +437,8 @@ class Differential(Attention):
     def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None, carried: Carried) -> Tensor:
         query, key, value = self.projected(x, rope, state, carried)
         lambda_ = self.lambda_of(x)
-        if not (self.explicit or self.sliding_window) and in_one_kernel(query, mask, state):
+        windowed = 0 < self.sliding_window < x.shape[1]
+        if not (self.explicit or windowed) and in_one_kernel(query, mask, state):
             from .layers.triton_attention import diff_attention
 
             each = lambda_.expand(len(x), self.num_heads, x.shape[1], 1).squeeze(-1)

@@ -86,6 +86,7 @@ class Options(AttentionOptions):
     def operations(self, context: int, low_bit: bool) -> Operations:
         """The difference is of the weights, then one product with the values; the norm of 2d numbers a head."""
         found = super().operations(context, low_bit)
+        context = self.seen(context)
         other = found.other + self.num_heads * (context + 4 * self.head_dim)
         return replace(found, matrix=self.width * context, other=other)
 

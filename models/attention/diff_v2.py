@@ -39,7 +39,7 @@ class Options(GroupQueryOptions):
         found = super().operations(context, low_bit)
         if not low_bit:
             return replace(found, other=found.other + self.num_heads * self.head_dim)
-        return replace(found, matrix=found.matrix // 2, other=found.other + self.num_heads * context)
+        return replace(found, matrix=found.matrix // 2, other=found.other + self.num_heads * self.seen(context))
 
     @staticmethod
     def equal_heads(pairs: int) -> tuple[int, int]:
@@ -61,7 +61,7 @@ class DiffV2(Differential):
     def onnx_heads(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
         weight = g.op("Sigmoid", [g.linear(x, self.lambda_proj, "lambda_proj")])  # [B, S, H]
         heads, kv_heads, width = self.num_heads, self.num_kv_heads, self.head_dim
-        if g.low_bit or width % GROUP_QUERY_MULTIPLE or not self.rope:
+        if g.low_bit or width % GROUP_QUERY_MULTIPLE or self.sliding_window or not self.rope:
             return self.onnx_attention(g, x, g.cast(weight, "float32"), past, num_heads=heads, num_kv_heads=kv_heads)
         out, present = self.onnx_attention(g, x, None, past, num_heads=2 * heads, num_kv_heads=kv_heads)
         pairs = g.op("Reshape", [out, g.const([0, 0, heads, 2 * width])])

@@ -32,8 +32,10 @@ class GroupQueryOptions(AttentionOptions):
 
     @property
     def in_place(self) -> str:
-        """GroupQueryAttention writes into a buffer bound as past and as present; DiffAttention's kernel alone does."""
-        return "native" if self.head_dim % GROUP_QUERY_MULTIPLE or not self.rope else "always"
+        """GroupQueryAttention writes into a buffer bound as past and as present; DiffAttention's kernel alone does, and
+        takes what that cannot."""
+        simple = self.rope and not self.sliding_window and not self.head_dim % GROUP_QUERY_MULTIPLE
+        return "always" if simple else "native"
 
 
 @dataclass(frozen=True)

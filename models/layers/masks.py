@@ -32,7 +32,7 @@ def causal_mask(
 def within(
     mask: Tensor | None, length: int, total: int, window: int, device: torch.device | str | None
 ) -> Tensor | None:
-    """A mask as `causal_mask` makes it without keys more than `window` - 1 before a query; 0: with all."""
+    """A mask as `causal_mask` makes it, and of each query's keys only the last `window`, its own among them; 0: all."""
     if not 0 < window < total:
         return mask
     seen = full_causal(length, total, device) if mask is None else mask

@@ -121,7 +121,9 @@ class Mamba(Mixer):
 
         u, z = g.ops("Split", [g.linear(x, self.in_proj, "in_proj")], 2, axis=-1, num_outputs=2)
         weights = floats("conv1d.weight", self.conv1d.weight[:, 0].T), floats("conv1d.bias", self._conv_bias)
-        u, conv = g.customs(causal_conv, [u, *weights, g.attention_mask, past["conv"]], 2, causal_conv.function)
+        u, conv = g.customs(
+            causal_conv, [u, *weights, g.attention_mask, past["conv"]], 2, lambda _: causal_conv.function()
+        )
         sizes = g.const([self.options.dt_rank, self.options.state_size, self.options.state_size])
         dt, b, c = g.ops("Split", [g.linear(u, self.x_proj, "x_proj"), sizes], 3, axis=-1)
         dt = g.linear(dt, self.dt_proj, "dt_proj", bias=False)
@@ -131,7 +133,7 @@ class Mamba(Mixer):
             selective_scan,
             [u, dt, z, b, c, rates, skip, bias, g.attention_mask, past["scan"]],
             3,
-            selective_scan.function,
+            lambda _: selective_scan.function(),
         )
         if self.gives:
             g.carried[self.layer_index] = {"memory": memory}
