@@ -24,7 +24,8 @@ struct CausalConv {
       {10, 1, 1, 7, 1, 10, 1},
       {16, 1, 1, 7, 1, 16, 1},
   };
-  static constexpr Signature SIGNATURE{NAME, 5, 2, 0x0, 0x0, 0x0};
+  static constexpr const char* NAMES[1] = {"CausalConv"};
+  static constexpr Signature SIGNATURE{5, 2, 0x0, 0x0, 0x0};
 };
 
 struct DiffAttention {
@@ -318,7 +319,8 @@ struct SelectiveScan {
       {10, 10, 10, 10, 10, 1, 1, 1, 7, 1, 10, 10, 1},
       {16, 16, 16, 16, 16, 1, 1, 1, 7, 1, 16, 16, 1},
   };
-  static constexpr Signature SIGNATURE{NAME, 10, 3, 0x0, 0x2, 0x0};
+  static constexpr const char* NAMES[1] = {"SelectiveScan"};
+  static constexpr Signature SIGNATURE{10, 3, 0x0, 0x2, 0x0};
 };
 
 struct TernaryMatMul {
