@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..errors import DiffbitError
 from .cache import KVCache
 from .config import ModelConfig
 from .layers.masks import causal_mask, default_positions
 from .layers.rope import Rope, inverse_frequencies
 from .layers.state import Carried, State
-from .mixer import Place, check_derived
+from .mixer import Mixer, Place
 
 INIT_STD = 0.02
 
@@ -71,6 +72,18 @@ def check_layer(config: ModelConfig, index: int, tensors: Mapping[str, Tensor]) 
         block = Block(config, index)
     block.load_state_dict(tensors, assign=True)
     check_derived(block)
+
+
+def check_derived(module: nn.Module) -> None:
+    """A DiffbitError that names the layer where a number computed from its weights is infinite or NaN."""
+    for part in module.modules():
+        if isinstance(part, Mixer):
+            for what, value in part.derived().items():
+                if not value.isfinite().all():
+                    raise DiffbitError(
+                        f"model.layers.{part.layer_index}.self_attn: {what}, computed from its weights, is "
+                        f"{value.flatten()[0].item()}; the checkpoint is damaged"
+                    )
 
 
 class Body(nn.Module):

@@ -33,7 +33,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import DiffbitError
 from ..ops.cache import TOKENS, Buffer
 from .checks import check_count, check_flag, check_heads, check_positive
 from .graph import Cache, Graph
@@ -229,7 +228,6 @@ class Mixer(nn.Module):
 class AttentionOptions(MixerOptions):
     """Sizes as the mathematics counts them: a head of a plain Transformer has one softmax, a differential head two (a
     pair of query sub-heads), each head_dim = d wide. num_kv_heads: groups of heads that share keys and values.
-
     qkv_bias, o_bias: have q_proj, k_proj and v_proj, has o_proj a bias? qk_norm_eps: of an RMSNorm of each query and
     key sub-head, with a weight [d] that all heads share, before RoPE; 0: there is none. sliding_window: tokens that a
     token sees, itself and those before it; 0: all. rope: are queries and keys rotated? keys_of: the earlier layer whose
@@ -450,15 +448,3 @@ class Differential(Attention):
         if self.norm_eps:
             out = F.rms_norm(out, out.shape[-1:], eps=self.norm_eps)
         return out.to(x.dtype).transpose(1, 2).flatten(2)
-
-
-def check_derived(module: nn.Module) -> None:
-    """A DiffbitError that names the layer where a number computed from its weights is infinite or NaN."""
-    for part in module.modules():
-        if isinstance(part, Mixer):
-            for what, value in part.derived().items():
-                if not value.isfinite().all():
-                    raise DiffbitError(
-                        f"model.layers.{part.layer_index}.self_attn: {what}, computed from its weights, is "
-                        f"{value.flatten()[0].item()}; the checkpoint is damaged"
-                    )

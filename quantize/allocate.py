@@ -40,7 +40,7 @@ from ..errors import DiffbitError
 from ..models import Checkpoint, Decoder, ModelConfig, num_parameters
 from ..progress import track
 from .formats import Format, parse_format
-from .layer import Batch, Layer, Tokens
+from .layer import Layer, Tokens
 from .layerwise import apply, stored_config
 from .linear import QuantLinear
 from .methods import find
@@ -48,6 +48,7 @@ from .model import quantize_weight
 from .recipe import Recipe, parse_recipe
 from .report import WIDTHS, sizes
 from .scheme import KEPT, Scheme, linear_shapes
+from .states import Batch
 
 CANDIDATES = ("int2_g128", "int2_g64", "int4_g128", "int4_g32", "int8", "none")
 FLOAT = "none"  # the name of no format, as in schemes

@@ -24,10 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import DiffbitError
-from ..models import Block, LayerSpec, ModelConfig, causal_mask, rope_for
+from ..models import Block, LayerSpec, ModelConfig, rope_for
 from ..models.checkpoint.names import EMBEDDING, HEAD
-from ..models.layers.masks import default_positions
-from ..models.layers.rope import Rope
 from ..models.layers.state import Carried
 from ..models.mixer import Symmetries
 from ..ops.cache import TOKENS
@@ -37,9 +35,9 @@ from .model import Method, assemble, quantize_weight
 from .report import OutputError
 from .rounding import spread
 from .scheme import EMBEDDING_MODULE, Scheme
+from .states import Batch, States
 from .stats import CalibStats, gather, proxy_loss
 
-BATCH_TOKENS = 2048  # that pass a layer at a time
 LOSS_TOKENS = 1024  # that the float model predicts, to tell whether it knows such text
 UNLIKE = 0.8  # its loss over the entropy of the text's tokens: measured up to 0.61 on text like that of the training,
 # from 0.90 on other text (examples/pico, trained on code, on prose) and 1.2 to 1.3 in models of that shape that were
@@ -50,58 +48,6 @@ TABLE_PART = 1 << 24  # numbers of a table that are rounded, or multiplied by, a
 FINAL_NORM = "model.norm.weight"
 
 R = TypeVar("R", Tensor, QTensor)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Some windows of calibration tokens as they reach a layer."""
-
-    hidden: Tensor  # fp32 [n, S, E]
-    counted: Tensor  # bool [n, S], tokens that count
-    rope: Rope
-    mask: Tensor | None  # as attention takes it
-    carried: Carried  # what earlier layers handed on; one that gives adds to it
-
-
-class States:
-    """Windows of tokens on their way through a model: ids [n, S], mask bool [n, S] of those that count."""
-
-    def __init__(self, config: ModelConfig, ids: Tensor, mask: Tensor) -> None:
-        self.config, self.ids, self.mask = config, ids, mask
-        self.hidden = torch.empty(0)  # fp32 [n, S, E], before the layer that comes next
-        self.carried: Carried = {}  # [n, ...], what that layer or a later one reads
-        step = max(1, BATCH_TOKENS // ids.shape[1])
-        self.slices = [slice(i, i + step) for i in range(0, len(ids), step)]
-
-    def batches(self) -> Iterator[Batch]:
-        """All windows, in order."""
-        return map(self.batch, self.slices)
-
-    def batch(self, rows: slice | Tensor) -> Batch:
-        """These windows; rows: a slice, or indices int64 [n]."""
-        length, device = self.ids.shape[1], self.ids.device
-        counted = self.mask[rows]
-        padding = None if counted.all() else counted
-        rope = rope_for(self.config, default_positions(1, length, 0, padding, device))
-        carried = {giver: tuple(value[rows] for value in values) for giver, values in self.carried.items()}
-        return Batch(self.hidden[rows], counted, rope, causal_mask(length, 0, padding, device), carried)
-
-    def embed(self, embedding: Callable[[Tensor], Tensor]) -> None:
-        """Enter the model: embedding(ids [n, S]) -> [n, S, E]."""
-        self.hidden, self.carried = embedding(self.ids).float(), {}
-
-    def take_past(self, index: int, run: Callable[[Batch], Tensor]) -> None:
-        """Layer `index`: run(batch) -> the hidden states behind it."""
-        for rows, batch in zip(self.slices, self.batches(), strict=True):
-            self.hidden[rows] = run(batch)
-            if index in self.config.last_readers:
-                given = batch.carried[index]
-                if index not in self.carried:
-                    self.carried[index] = tuple(value.new_empty(len(self.ids), *value.shape[1:]) for value in given)
-                for whole, value in zip(self.carried[index], given, strict=True):
-                    whole[rows] = value
-        for giver in [giver for giver in self.carried if self.config.last_readers[giver] <= index]:
-            del self.carried[giver]
 
 
 class Tokens(States):

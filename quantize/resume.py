@@ -27,8 +27,9 @@ from .. import files
 from ..errors import DiffbitError
 from ..models.checkpoint.safetensors_file import read_header, write_tensors
 from ..version import __version__
-from .layer import States, Tokens
+from .layer import Tokens
 from .report import WeightReport
+from .states import States
 
 VERSION = 5
 RUN = "run.json"

@@ -31,11 +31,10 @@ from ...gguf_file import find_gguf
 from ...sentencepiece_model import SENTENCEPIECE
 from ...tokenizer_files import TOKENIZER_FILES, tokenizer_files
 from ..config import ModelConfig
-from ..decoder import Block, Decoder
+from ..decoder import Block, Decoder, check_derived
 from ..families import family_of
 from ..families._gguf import GGUFFamily
 from ..families._huggingface import with_tokens
-from ..mixer import check_derived
 from .folder import GENERATION, INDEX, check_folder, find_tensors, inside
 from .gguf_file import open_gguf
 from .names import EMBEDDING, HEAD, layer_of, linear_of, reorder, shapes, stays_float32
