@@ -117,7 +117,7 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
 
 
 def measured(command: list[str], log: Path) -> dict[str, Any]:
-    """Seconds, and the largest resident memory of the process, in bytes. A fresh interpreter starts small: the largest
+    """Seconds, those of all its threads together, and the process's largest resident memory, bytes. A fresh interpreter starts small: the largest
     number survives exec, and this one's is small too."""
     started = time.perf_counter()
     with log.open("w") as file:
@@ -125,7 +125,8 @@ def measured(command: list[str], log: Path) -> dict[str, Any]:
         _, status, usage = os.wait4(child.pid, 0)
     if status:
         raise SystemExit(f"{' '.join(command)} failed:\n{log.read_text()[-2000:]}")
-    return {"seconds": round(time.perf_counter() - started, 1), "peak_bytes": usage.ru_maxrss * 1024}
+    seconds = {"seconds": time.perf_counter() - started, "cpu_seconds": usage.ru_utime + usage.ru_stime}
+    return {name: round(value, 1) for name, value in seconds.items()} | {"peak_bytes": usage.ru_maxrss * 1024}
 
 
 def diffbit(*arguments: str | Path) -> list[str]:
