@@ -117,8 +117,8 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
 
 
 def measured(command: list[str], log: Path) -> dict[str, Any]:
-    """Seconds, those of all its threads together, and the process's largest resident memory, bytes. A fresh interpreter starts small: the largest
-    number survives exec, and this one's is small too."""
+    """Seconds, those of all its threads together, and the largest resident memory of the process, in bytes. A fresh
+    interpreter starts small: the largest number survives exec, and this one's is small too."""
     started = time.perf_counter()
     with log.open("w") as file:
         child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)

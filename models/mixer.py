@@ -33,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..errors import DiffbitError
 from ..ops.cache import TOKENS, Buffer
 from .checks import check_count, check_flag, check_heads, check_positive
 from .graph import Cache, Graph
@@ -228,6 +229,7 @@ class Mixer(nn.Module):
 class AttentionOptions(MixerOptions):
     """Sizes as the mathematics counts them: a head of a plain Transformer has one softmax, a differential head two (a
     pair of query sub-heads), each head_dim = d wide. num_kv_heads: groups of heads that share keys and values.
+
     qkv_bias, o_bias: have q_proj, k_proj and v_proj, has o_proj a bias? qk_norm_eps: of an RMSNorm of each query and
     key sub-head, with a weight [d] that all heads share, before RoPE; 0: there is none. sliding_window: tokens that a
     token sees, itself and those before it; 0: all. rope: are queries and keys rotated? keys_of: the earlier layer whose
@@ -252,6 +254,10 @@ class AttentionOptions(MixerOptions):
             check_positive("qk_norm_eps", self.qk_norm_eps)
         if self.sliding_window != 0:
             check_count("sliding_window", self.sliding_window)
+            if self.keys_of is not None:
+                raise DiffbitError(
+                    "sliding_window and keys_of are both given; another layer's keys are all read"
+                )
 
     @staticmethod
     @abstractmethod
@@ -289,8 +295,8 @@ class AttentionOptions(MixerOptions):
 
     @property
     def carried(self) -> tuple[tuple[int | str, ...], ...]:
-        """Keys and values of all tokens, as a cache holds them."""
-        return ((self.cache_heads, TOKENS, self.head_dim),) * 2
+        """Keys and values of all tokens, as a cache holds them; one of a window has not all."""
+        return () if self.sliding_window else ((self.cache_heads, TOKENS, self.head_dim),) * 2
 
     def buffers(self, kv: KVBuffers) -> tuple[Buffer, ...]:
         own = self.keys_of is None

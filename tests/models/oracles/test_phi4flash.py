@@ -249,6 +249,7 @@ def test_layers_that_do_not_fit_together() -> None:
     for layers_, message in (
         ((reader,) * 6, "layer 0 reads what layer 5 found, wanted an earlier layer"),
         ((giver,) * 7 + (reader,), r"layer 7 \(diff_v1\) wants to read .* of layer 5 \(mamba\), which hands on"),
+        ((*config.layers[:5], config.layers[1], reader), r"which hands on \(\)"),  # a window has not all keys
     ):
         with pytest.raises(DiffbitError, match=message):
             ModelConfig(vocab_size=9, hidden_size=64, layers=layers_)
