@@ -95,9 +95,9 @@ def _layer(layer: LayerSpec, scheme: Scheme, context: int) -> dict[str, int]:
     attention = scheme.attention
     cached = 0  # numbers of keys, and of values, in the cache
 
-    def kv(heads: int, width: int, in_place: str) -> tuple[Buffer, ...]:
+    def kv(heads: int, width: int, in_place: str, sliding_window: int) -> tuple[Buffer, ...]:
         nonlocal cached
-        cached += heads * width * context
+        cached += heads * width * min(context, sliding_window or context)
         return ()
 
     layer.mixer.buffers(kv)

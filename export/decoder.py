@@ -17,7 +17,6 @@ Mixers and MLPs add their nodes through their own `onnx` methods, which know thi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -28,13 +27,11 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
-from ..errors import DiffbitError
 from ..models import Block, ModelConfig, rope_tables
 from ..models.graph import GROUP_QUERY_MULTIPLE, Cache
 from ..models.layers.norm import RMSNorm
 from ..ops import diff_attention, float_matmul
 from ..ops.cache import Buffer, CacheSpec, tokens_each
-from ..ops.diff_attention import Signature
 from ..ops.diff_attention_body import END
 from ..ops.kv_cache import BLOCK
 from ..quantize import AttentionScheme, QTensor, QuantLinear
@@ -90,7 +87,6 @@ class DecoderGraph(Graph):
             for i, layer in enumerate(cache.layers)
         ]
         self._present: list[Cache] = []
-        self._signature: Signature | None = None
         self._x: ir.Value
         self._added: ir.Value | None = None  # to x, by the next norm's node
         self._table: ir.Value  # of a tied head, float
@@ -131,8 +127,8 @@ class DecoderGraph(Graph):
     def attention(
         self,
         query: ir.Value,
-        key: ir.Value,
-        value: ir.Value,
+        key: ir.Value | None,
+        value: ir.Value | None,
         lambda_: ir.Value | None,
         past: Cache,
         *,
@@ -142,22 +138,25 @@ class DecoderGraph(Graph):
         noise_ratio: int = 1,
         wide_value: int = 0,
         norm_eps: float = 0.0,
+        sliding_window: int = 0,
     ) -> tuple[ir.Value, Cache]:
-        grouped = lambda_ is None and not self.low_bit and not self.config.rope_width % GROUP_QUERY_MULTIPLE
-        signature = operator(self.scheme, 1 if lambda_ is None else 2, noise_ratio)
-        if self._signature not in (None, signature):  # a model's nodes of one name share a body
-            raise DiffbitError(
-                "its layers need DiffAttention both of one and of two branches, or of several noise ratios, which an "
-                "artifact cannot hold"
-            )
-        self._signature = signature
+        branches, appends = 1 if lambda_ is None else 2, key is not None
+        signature = operator(self.scheme, branches, noise_ratio, sliding_window, appends)
+        narrow = self.config.rope_width % GROUP_QUERY_MULTIPLE
+        grouped = branches == 1 and appends and not (self.low_bit or sliding_window or narrow)
+        past_length, position_ids = self.past_length, self.position_ids
+        if not appends:  # there may be fewer queries than new tokens: the last
+            queries = self.op("Shape", [query], start=1, end=2)
+            past_length = self.op("Sub", [self._total, queries])
+            first = self.op("Sub", [self._length, queries])
+            position_ids = self.op("Slice", [position_ids, first, self._length, self.const([1])])
         values = {
             "query": query,
             "key": key,
             "value": value,
             "lambda": lambda_,
-            "past_length": self.past_length,
-            "position_ids": self.position_ids,
+            "past_length": past_length,
+            "position_ids": position_ids,
             "cos": self.cos,
             "sin": self.sin,
             "attention_mask": self.attention_mask,
@@ -167,14 +166,15 @@ class DecoderGraph(Graph):
             diff_attention,
             [values.get(name) for name in signature.inputs],
             len(signature.outputs),
-            diff_attention.grouped_function if grouped else lambda: diff_attention.function(signature),
+            lambda name: diff_attention.function(signature, grouped, name),
+            of=(signature, grouped),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             wide_value=wide_value,
             scale=scale,
             norm_eps=norm_eps,
             window=self.scheme.window if self.scheme.has_window else 0,
-            **asdict(signature),
+            **signature.attributes,
         )
         found = {}
         for name, value in zip(signature.outputs, made, strict=True):
@@ -182,7 +182,7 @@ class DecoderGraph(Graph):
                 found[name] = value
             else:
                 value.name = ""  # as ONNX has it for an output that is left out
-        return found["out"], {name: found[f"present_{name}"] for name in past}
+        return found["out"], {name: found[f"present_{name}"] for name in past} if appends else {}
 
     def embed(self, table: Tensor | QTensor) -> None:
         """The embedding [V, E]. A float32 graph keeps a 16-bit table: half the bytes, the same numbers."""
@@ -240,4 +240,5 @@ class DecoderGraph(Graph):
 def _named(buffer: Buffer, when: str) -> list[int | str]:
     """Its shape with names for what varies."""
     names = {1: f"{when}_sequence", BLOCK: f"{when}_groups"}
-    return ["batch", *(dim if isinstance(dim, int) else names[tokens_each(dim)] for dim in buffer.shape)]
+    shape = zip(buffer.shape, buffer.fixed, strict=True)
+    return ["batch", *(fixed or names[tokens_each(str(dim))] for dim, fixed in shape)]

@@ -15,7 +15,7 @@ IR version 10 and opset 21 are what the oldest ONNX Runtime that diffbit support
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -57,7 +57,7 @@ class Graph:
         self.dtype = FLOATS[dtype]
         self._in_place = self.dtype is np.float16 and device == "cpu"
         self._graph = ir.Graph([], [], nodes=[], opset_imports=dict(OPSETS), name="diffbit")
-        self._functions: dict[str, ir.Function] = {}
+        self._functions: dict[tuple[str, Hashable], ir.Function] = {}
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
         self._scope = ""  # what names begin with
         self._nodes = 0
@@ -127,7 +127,7 @@ class Graph:
         **attributes: Attribute,
     ) -> ir.Value:
         """A node with one output of one of diffbit's own ops (a module of ops/), whose body travels with the model."""
-        (output,) = self.customs(op, inputs, 1, op.function, **attributes)
+        (output,) = self.customs(op, inputs, 1, lambda name: op.function(), **attributes)
         return output
 
     def customs(
@@ -135,14 +135,23 @@ class Graph:
         op: ModuleType,
         inputs: Sequence[ir.Value | None],
         outputs: int,
-        body: Callable[[], ir.Function],
+        body: Callable[[str], ir.Function],
+        of: Hashable = None,
         **attributes: Attribute,
     ) -> Sequence[ir.Value]:
-        """The same with so many outputs; `body` makes the body that all nodes of this op in the model share."""
-        name = op.OP.name
-        if name not in self._functions:
-            self._functions[name] = body()
+        """The same with so many outputs. The nodes of this op with an equal `of` share a body, which `body` makes, and
+        a name that the op goes by."""
+        key = op.OP.name, of
+        if key not in self._functions:
+            count = sum(name == op.OP.name for name, _ in self._functions)
+            if count == op.OP.names:
+                raise DiffbitError(
+                    f"its layers need {op.OP.name} with more than {op.OP.names} different signatures (branches, "
+                    "windows, noise ratios), which an artifact cannot hold"
+                )
+            self._functions[key] = body(op.OP.named(count))
             self._graph.opset_imports[DOMAIN] = DOMAIN_VERSION
+        name = self._functions[key].name
         return self.ops(name, inputs, outputs, domain=DOMAIN, **op.OP.attributes_of(attributes))
 
     def const(self, values: ArrayLike, dtype: DTypeLike = np.int64) -> ir.Value:

@@ -79,8 +79,8 @@ class Graph(Protocol):
     def attention(
         self,
         query: ir.Value,
-        key: ir.Value,
-        value: ir.Value,
+        key: ir.Value | None,
+        value: ir.Value | None,
         lambda_: ir.Value | None,
         past: Cache,
         *,
@@ -90,10 +90,13 @@ class Graph(Protocol):
         noise_ratio: int = 1,
         wide_value: int = 0,
         norm_eps: float = 0.0,
+        sliding_window: int = 0,
     ) -> tuple[ir.Value, Cache]:
         """Attention of heads that are not yet rotated, and the cache with the new tokens.
 
         With a lambda: diffbit.DiffAttention, and ops/diff_attention.py says what its inputs are. Without one: softmax
         attention of query [B, S, num_heads * d], key and value [B, S, num_kv_heads * d] -> [B, S, num_heads * d], a
-        DiffAttention of one branch.
+        DiffAttention of one branch. Without key and value, past are another layer's presents, which stay as they are:
+        query [B, Q, ...] are the last Q of all tokens, and there is no cache. sliding_window: tokens that a token sees,
+        itself among them; 0: all.
         """

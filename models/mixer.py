@@ -30,8 +30,9 @@ from torch import Tensor, nn
 
 from ..errors import DiffbitError
 from ..ops.cache import Buffer
-from .checks import check_flag, check_heads, check_positive
+from .checks import check_count, check_flag, check_heads, check_positive
 from .graph import Cache, Graph
+from .layers.masks import within
 from .layers.norm import RMSNorm
 from .layers.rope import Rope, apply_rope
 from .layers.softmax import Arithmetic, LogitsHook, attend, explicit_softmax, in_one_kernel
@@ -90,9 +91,9 @@ class Operations:
     other: int = 0
 
 
-KVBuffers = Callable[[int, int, str], tuple[Buffer, ...]]
-"""(heads, their width, in_place) -> the buffers of keys and values under the scheme at hand. in_place: whether float
-ones can be bound as past and present at once (ops/cache.py)."""
+KVBuffers = Callable[[int, int, str, int], tuple[Buffer, ...]]
+"""(heads, their width, in_place, sliding_window) -> the buffers of keys and values under the scheme at hand. in_place:
+whether float ones can be bound as past and present at once (ops/cache.py). sliding_window: as of AttentionOptions."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,8 @@ class AttentionOptions(MixerOptions):
     pair of query sub-heads), each head_dim = d wide. num_kv_heads: groups of heads that share keys and values.
 
     qkv_bias, o_bias: have q_proj, k_proj and v_proj, has o_proj a bias? qk_norm_eps: of an RMSNorm of each query and
-    key sub-head, with a weight [d] that all heads share, before RoPE; 0: there is none.
+    key sub-head, with a weight [d] that all heads share, before RoPE; 0: there is none. sliding_window: tokens that a
+    token sees, itself and those before it; 0: all.
     """
 
     num_heads: int
@@ -203,6 +205,7 @@ class AttentionOptions(MixerOptions):
     qkv_bias: bool = field(default=False, kw_only=True)
     o_bias: bool = field(default=False, kw_only=True)
     qk_norm_eps: float = field(default=0.0, kw_only=True)
+    sliding_window: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         check_heads(self.num_heads, self.num_kv_heads, self.head_dim)
@@ -210,6 +213,8 @@ class AttentionOptions(MixerOptions):
         check_flag("o_bias", self.o_bias)
         if self.qk_norm_eps != 0:
             check_positive("qk_norm_eps", self.qk_norm_eps)
+        if self.sliding_window != 0:
+            check_count("sliding_window", self.sliding_window)
 
     @staticmethod
     @abstractmethod
@@ -242,10 +247,15 @@ class AttentionOptions(MixerOptions):
         return self.head_dim
 
     def buffers(self, kv: KVBuffers) -> tuple[Buffer, ...]:
-        return kv(self.cache_heads, self.head_dim, self.in_place)
+        return kv(self.cache_heads, self.head_dim, self.in_place, self.sliding_window)
+
+    def seen(self, context: int) -> int:
+        """Of `context` tokens those that the last one sees."""
+        return min(context, self.sliding_window or context)
 
     def operations(self, context: int, low_bit: bool) -> Operations:
         """Of softmaxes alone: a variant adds its own."""
+        context = self.seen(context)
         products = self.softmaxes * self.head_dim * context
         rotated = (self.softmaxes + self.cache_heads) * self.head_dim
         turns = 4 if self.qk_norm_eps else 2  # a norm takes as many as RoPE
@@ -282,6 +292,7 @@ class Attention(Mixer):
         self.q_norm, self.k_norm = (RMSNorm(options.head_dim, eps) if eps else nn.Identity() for _ in "qk")
         self.num_heads, self.num_kv_heads, self.head_dim = options.num_heads, options.num_kv_heads, options.head_dim
         self.scale = self.head_dim**-0.5
+        self.sliding_window = options.sliding_window
         self.logits_hook: LogitsHook | None = None  # sees the scaled logits; what it returns takes their place
         self.arithmetic: Arithmetic | None = None  # takes the place of the two matrix products
 
@@ -333,6 +344,7 @@ class Attention(Mixer):
         if state is not None:
             assert isinstance(state, LayerCache)
             key, value = state.append(key, value)  # [B, Hk, T, d]
+        mask = within(mask, query.shape[2], key.shape[2], self.sliding_window, query.device)
         keys, value = self.by_branch(key, value)
         count = len(keys)
         if self.explicit:
@@ -359,7 +371,8 @@ class Differential(Attention):
     def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None) -> Tensor:
         query, key, value = self.projected(x, rope)
         lambda_ = self.lambda_of(x)
-        if not self.explicit and in_one_kernel(query, mask, state):
+        windowed = 0 < self.sliding_window < x.shape[1]
+        if not (self.explicit or windowed) and in_one_kernel(query, mask, state):
             from .layers.triton_attention import diff_attention
 
             each = lambda_.expand(len(x), self.num_heads, x.shape[1], 1).squeeze(-1)

@@ -123,12 +123,22 @@ class Op:
     attributes: tuple[Integer | Number, ...]
     call: Call
     opsets: tuple[tuple[str, int], ...] = (("", 21),)
+    names: int = 1  # that the op goes by: a function has one body, and a model may need several (`named`)
+
+    def named(self, index: int) -> str:
+        """The op's name for a model's first, second, ... body: X, X_2, ... (ONNX has overloads of functions for this,
+        but ONNX Runtime 1.23 takes the last one for all, without a word.)"""
+        return self.name if index == 0 else f"{self.name}_{index + 1}"
 
     def function(
-        self, body: str, inputs: Sequence[str] | None = None, outputs: Sequence[str] | None = None
+        self,
+        body: str,
+        inputs: Sequence[str] | None = None,
+        outputs: Sequence[str] | None = None,
+        name: str | None = None,
     ) -> onnx_ir.Function:
         """A body as an ONNX model-local function: what runs wherever no native library is registered. `inputs`,
-        `outputs`: the names that it declares, all by default."""
+        `outputs`: the names that it declares, all by default. name: one that the op goes by."""
         import onnx.parser
         from onnx_ir import serde
 
@@ -136,7 +146,8 @@ class Op:
         attributes = ", ".join([*(attribute.name for attribute in self.attributes), "spec_version"])
         takes = ", ".join(inputs or [tensor.name for tensor in self.inputs])
         gives = ", ".join(outputs or [tensor.name for tensor in self.outputs])
-        head = f'<domain: "{DOMAIN}", opset_import: [{imports}]>\n{self.name} <{attributes}> ({takes}) => ({gives})\n'
+        head = f'<domain: "{DOMAIN}", opset_import: [{imports}]>\n'
+        head += f"{name or self.name} <{attributes}> ({takes}) => ({gives})\n"
         return serde.deserialize_function(onnx.parser.parse_function(head + body))
 
     def attributes_of(self, given: Mapping[str, int | float]) -> dict[str, int | float]:
@@ -191,11 +202,12 @@ FLOATS = "FLOAT32, FLOAT16 or BFLOAT16"
 
 DIFF_ATTENTION = Op(
     "DiffAttention",
-    version=3,
+    version=4,
+    names=8,
     inputs=(
         Tensor("query", T),
-        Tensor("key", T),
-        Tensor("value", T),
+        Tensor("key", T, optional=True),
+        Tensor("value", T, optional=True),
         Tensor("lambda", Type.FLOAT32, optional=True),
         Tensor("past_key", K),
         Tensor("past_value", V),
@@ -211,8 +223,8 @@ DIFF_ATTENTION = Op(
     ),
     outputs=(
         Tensor("out", T),
-        Tensor("present_key", K),
-        Tensor("present_value", V),
+        Tensor("present_key", K, optional=True),
+        Tensor("present_value", V, optional=True),
         Tensor("present_key_scale", K_SCALE, optional=True),
         Tensor("present_value_scale", V_SCALE, optional=True),
         Tensor("present_key_recent", Type.FLOAT16, optional=True),
@@ -230,6 +242,7 @@ DIFF_ATTENTION = Op(
         Integer("value_bits", choices=(16, 8, 4, 2), default=16),
         Integer("query_bits", choices=(0, 8, 4), default=0),
         Integer("window", 0, 1 << 20, default=0),
+        Integer("sliding_window", 0, 1 << 24, default=0),
     ),
     opsets=(("", 21), ("com.microsoft", 1)),
     call=Call(
@@ -239,7 +252,8 @@ DIFF_ATTENTION = Op(
             *("batch", "steps", "past_length", "heads", "kv_heads", "d"),
             *("past_key_capacity", "past_value_capacity", "key_capacity", "value_capacity"),
             *("positions", "branches", "noise_ratio", "wide_value", "lambda_per_token"),
-            *("key_bits", "value_bits", "query_bits", "window", "type", "key_type", "value_type"),
+            *("key_bits", "value_bits", "query_bits", "window", "sliding_window"),
+            *("type", "key_type", "value_type"),
         ),
         floats=("scale", "norm_eps"),
         notes={
@@ -410,7 +424,9 @@ def _op(op: Op) -> str:
         sum(1 << i for i, tensor in enumerate(tensors) if getattr(tensor, what))
         for tensors, what in ((op.inputs, "optional"), (op.outputs, "optional"), (op.inputs, "on_host"))
     )
-    lines.append(f"Signature SIGNATURE{{NAME, {len(op.inputs)}, {len(op.outputs)}, {', '.join(map(hex, masks))}}}")
+    names = ", ".join(f'"{op.named(index)}"' for index in range(op.names))
+    lines.append(f"const char* NAMES[{op.names}] = {{{names}}}")
+    lines.append(f"Signature SIGNATURE{{{len(op.inputs)}, {len(op.outputs)}, {', '.join(map(hex, masks))}}}")
     members = "".join(f"  static constexpr {line};\n" for line in lines)
     return f"struct {op.name} {{\n{members}}};"
 

@@ -3,7 +3,7 @@
 The cache never passes through numpy. The manifest lists each layer's buffers with their types and shapes. Where the
 graph can write into its input (`in_place` in the manifest), one OrtValue of full capacity is bound as past and as
 present, and a decode step writes one row of it. Otherwise the graph returns a new present (longer than the past by the
-new tokens, or a state of the same size), which is bound as the past of the next call.
+new tokens, or a state or a ring of the same size), which is bound as the past of the next call.
 
 Batches of unequal prompts come with an `attention_mask` (1: token, 0: padding) that pads on either side. The session
 moves each row's tokens to its start: GroupQueryAttention takes a row's length as the sum of its mask and expects its
@@ -273,12 +273,12 @@ class Session:
         self._tokens = np.zeros(batch, np.int64)
 
     def _make_buffers(self, batch: int) -> None:
-        """Make buffers for `batch` rows. One that grows in place is kept: nothing behind its end is read."""
+        """Make buffers for `batch` rows. One that holds tokens in place is kept: nothing behind them is read."""
         kept = self._past if batch == self._batch else []
         capacity = self.artifact.cache.capacity(self.capacity)
         made = []
         for index, ((name, buffer), in_place) in enumerate(zip(self._buffers.items(), self._in_place, strict=True)):
-            if kept and in_place and buffer.grows:
+            if kept and in_place and buffer.holds_tokens:
                 made.append(kept[index])
                 continue
             zeros = _zeros((batch, *buffer.sizes(capacity if in_place else 0)), buffer.dtype)
@@ -298,7 +298,7 @@ class Session:
         inputs: dict[str, Signature] = {name: ("tensor(int64)", (None, None)) for name in names}
         outputs: dict[str, Signature] = {"logits": ("tensor(float)", (None, None, self.artifact.vocab_size))}
         for name, buffer in self._buffers.items():
-            shape = (None, *(dim if isinstance(dim, int) else None for dim in buffer.shape))
+            shape = (None, *buffer.fixed)
             inputs[f"past_key_values.{name}"] = outputs[f"present.{name}"] = (
                 TENSORS.get(buffer.dtype, f"tensor({buffer.dtype})"),
                 shape,

@@ -33,6 +33,7 @@ void DiffAttention::compute(Context& context) const {
   op.positions = of.cos.shape[0];
   op.branches = branches, op.noise_ratio = noise_ratio, op.wide_value = width - 1, op.lambda_per_token = of.lambda.rank == 3;
   op.key_bits = key_bits, op.value_bits = value_bits, op.query_bits = query_bits, op.window = window;
+  op.sliding_window = sliding_window;
   op.type = of.query.type, op.key_type = of.keys.past.type, op.value_type = of.values.past.type;
   op.scale = scale, op.norm_eps = norm_eps;
   start(context, NAME, op, diffbit_cuda_attention_workspace, diffbit_cuda_attention);

@@ -109,6 +109,7 @@ AttentionNode::AttentionNode(const Node& node)
       branches(node.integer(BRANCHES)),
       noise_ratio(node.integer(NOISE_RATIO)),
       window(node.integer(WINDOW)),
+      sliding_window(node.integer(SLIDING_WINDOW)),
       key_bits(static_cast<int>(node.integer(KEY_BITS))),
       value_bits(static_cast<int>(node.integer(VALUE_BITS))),
       query_bits(static_cast<int>(node.integer(QUERY_BITS))),
@@ -117,6 +118,7 @@ AttentionNode::AttentionNode(const Node& node)
   node.expect_version(VERSION);
   if (query_bits && key_bits == 16)
     throw Error("DiffAttention: query_bits is %d, wanted 0 where key_bits is 16", query_bits);
+  if (sliding_window) throw Error("DiffAttention: sliding_window is not computed yet");
   if (branches == 1 && width == 2) throw Error("DiffAttention: wide_value is 1, wanted 0 where branches is 1");
   if (kv_heads % width || heads % (kv_heads / width))
     throw Error("DiffAttention: num_heads is %lld, wanted a multiple of the %lld kv heads of num_kv_heads %lld%s",

@@ -38,7 +38,7 @@ struct AttentionNode : schema::DiffAttention {
   int64_t query_heads() const { return heads + (branches - 1) * (heads / noise_ratio); }
 
   int64_t heads, kv_heads, width;  // width: sub-heads of a value, 2 or 1
-  int64_t branches, noise_ratio, window;
+  int64_t branches, noise_ratio, window, sliding_window;
   int key_bits, value_bits, query_bits;
   float scale, norm_eps;
 };

@@ -92,7 +92,7 @@ class Options(AttentionOptions):
     def operations(self, context: int, low_bit: bool) -> Operations:
         """The difference is of the weights, then one product with the values; the norm of 2d numbers a head."""
         found = super().operations(context, low_bit)
-        norm = 4 * self.head_dim if self.head_norm else 0
+        context, norm = self.seen(context), 4 * self.head_dim if self.head_norm else 0
         other = found.other + self.num_heads * (context + norm)
         return replace(found, matrix=self.width * context, other=other)
 
@@ -161,4 +161,5 @@ class DiffV1(Differential):
             wide_value=1,
             scale=self.scale,
             norm_eps=self.norm_eps,
+            sliding_window=self.sliding_window,
         )

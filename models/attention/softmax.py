@@ -32,8 +32,9 @@ class GroupQueryOptions(AttentionOptions):
 
     @property
     def in_place(self) -> str:
-        """GroupQueryAttention writes into a buffer bound as past and as present; DiffAttention's kernel alone does."""
-        return "native" if self.head_dim % GROUP_QUERY_MULTIPLE else "always"
+        """GroupQueryAttention writes into a buffer bound as past and as present; DiffAttention's kernel alone does, and
+        takes what that cannot."""
+        return "native" if self.sliding_window or self.head_dim % GROUP_QUERY_MULTIPLE else "always"
 
 
 @dataclass(frozen=True)
@@ -58,5 +59,11 @@ class Softmax(Attention):
     def onnx_heads(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
         heads, kv_heads = self.num_heads, self.num_kv_heads
         return g.attention(
-            *self.onnx_projected(g, x), None, past, num_heads=heads, num_kv_heads=kv_heads, scale=self.scale
+            *self.onnx_projected(g, x),
+            None,
+            past,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
         )

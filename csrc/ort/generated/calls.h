@@ -45,6 +45,7 @@ struct DiffbitAttention {
   int64_t value_bits;
   int64_t query_bits;
   int64_t window;
+  int64_t sliding_window;
   int64_t type;  // of query, key, value and out: FLOAT32, FLOAT16 or BFLOAT16
   int64_t key_type;  // of a cache of 16 bits: FLOAT32, FLOAT16 or BFLOAT16
   int64_t value_type;
@@ -91,12 +92,13 @@ static_assert(offsetof(DiffbitAttention, key_bits) == 288, "key_bits");
 static_assert(offsetof(DiffbitAttention, value_bits) == 296, "value_bits");
 static_assert(offsetof(DiffbitAttention, query_bits) == 304, "query_bits");
 static_assert(offsetof(DiffbitAttention, window) == 312, "window");
-static_assert(offsetof(DiffbitAttention, type) == 320, "type");
-static_assert(offsetof(DiffbitAttention, key_type) == 328, "key_type");
-static_assert(offsetof(DiffbitAttention, value_type) == 336, "value_type");
-static_assert(offsetof(DiffbitAttention, scale) == 344, "scale");
-static_assert(offsetof(DiffbitAttention, norm_eps) == 348, "norm_eps");
-static_assert(sizeof(DiffbitAttention) == 352, "DiffbitAttention");
+static_assert(offsetof(DiffbitAttention, sliding_window) == 320, "sliding_window");
+static_assert(offsetof(DiffbitAttention, type) == 328, "type");
+static_assert(offsetof(DiffbitAttention, key_type) == 336, "key_type");
+static_assert(offsetof(DiffbitAttention, value_type) == 344, "value_type");
+static_assert(offsetof(DiffbitAttention, scale) == 352, "scale");
+static_assert(offsetof(DiffbitAttention, norm_eps) == 356, "norm_eps");
+static_assert(sizeof(DiffbitAttention) == 360, "DiffbitAttention");
 
 struct DiffbitFloatMatMul {
   const void* a;  // [m, k]

@@ -7,7 +7,7 @@ namespace diffbit::schema {
 
 struct DiffAttention {
   static constexpr const char* NAME = "DiffAttention";
-  static constexpr int64_t VERSION = 3;
+  static constexpr int64_t VERSION = 4;
   static constexpr Input QUERY{0, "DiffAttention: query"};
   static constexpr Input KEY{1, "DiffAttention: key"};
   static constexpr Input VALUE{2, "DiffAttention: value"};
@@ -41,6 +41,7 @@ struct DiffAttention {
   static constexpr Integer VALUE_BITS{"value_bits", 4, {16, 8, 4, 2}};
   static constexpr Integer QUERY_BITS{"query_bits", 3, {0, 8, 4}};
   static constexpr Integer WINDOW{"window", 0, {0, 1048576}};
+  static constexpr Integer SLIDING_WINDOW{"sliding_window", 0, {0, 16777216}};
   static constexpr int TYPES[32][22] = {
       {1, 1, 1, 1, 1, 1, 7, 7, 1, 1, 7, 1, 1, 10, 10, 1, 1, 1, 1, 1, 10, 10},
       {1, 1, 1, 1, 1, 10, 7, 7, 1, 1, 7, 1, 1, 10, 10, 1, 1, 10, 1, 1, 10, 10},
@@ -152,7 +153,8 @@ struct DiffAttention {
       {16, 16, 16, 1, 2, 3, 7, 7, 1, 1, 7, 10, 1, 10, 10, 16, 2, 3, 10, 1, 10, 10},
       {16, 16, 16, 1, 2, 2, 7, 7, 1, 1, 7, 10, 10, 10, 10, 16, 2, 2, 10, 10, 10, 10},
   };
-  static constexpr Signature SIGNATURE{NAME, 15, 7, 0x7808, 0x78, 0x40};
+  static constexpr const char* NAMES[8] = {"DiffAttention", "DiffAttention_2", "DiffAttention_3", "DiffAttention_4", "DiffAttention_5", "DiffAttention_6", "DiffAttention_7", "DiffAttention_8"};
+  static constexpr Signature SIGNATURE{15, 7, 0x780e, 0x7e, 0x40};
 };
 
 struct FloatMatMul {
@@ -170,7 +172,8 @@ struct FloatMatMul {
       {10, 10, 10},
       {16, 16, 16},
   };
-  static constexpr Signature SIGNATURE{NAME, 2, 1, 0x0, 0x0, 0x0};
+  static constexpr const char* NAMES[1] = {"FloatMatMul"};
+  static constexpr Signature SIGNATURE{2, 1, 0x0, 0x0, 0x0};
 };
 
 struct GatherQuantized {
@@ -195,7 +198,8 @@ struct GatherQuantized {
       {7, 2, 10, 2, 10, 10},
       {7, 2, 10, 2, 16, 16},
   };
-  static constexpr Signature SIGNATURE{NAME, 5, 1, 0x0, 0x0, 0x0};
+  static constexpr const char* NAMES[1] = {"GatherQuantized"};
+  static constexpr Signature SIGNATURE{5, 1, 0x0, 0x0, 0x0};
 };
 
 struct Hadamard {
@@ -213,7 +217,8 @@ struct Hadamard {
       {10, 10},
       {16, 16},
   };
-  static constexpr Signature SIGNATURE{NAME, 1, 1, 0x0, 0x0, 0x0};
+  static constexpr const char* NAMES[1] = {"Hadamard"};
+  static constexpr Signature SIGNATURE{1, 1, 0x0, 0x0, 0x0};
 };
 
 struct Int4MatMul {
@@ -237,7 +242,8 @@ struct Int4MatMul {
       {10, 2, 10, 2, 1, 10},
       {16, 2, 10, 2, 1, 16},
   };
-  static constexpr Signature SIGNATURE{NAME, 5, 1, 0x0, 0x0, 0x0};
+  static constexpr const char* NAMES[1] = {"Int4MatMul"};
+  static constexpr Signature SIGNATURE{5, 1, 0x0, 0x0, 0x0};
 };
 
 struct Int8MatMul {
@@ -261,7 +267,8 @@ struct Int8MatMul {
       {10, 2, 10, 2, 1, 10},
       {16, 2, 10, 2, 1, 16},
   };
-  static constexpr Signature SIGNATURE{NAME, 5, 1, 0x0, 0x0, 0x0};
+  static constexpr const char* NAMES[1] = {"Int8MatMul"};
+  static constexpr Signature SIGNATURE{5, 1, 0x0, 0x0, 0x0};
 };
 
 struct TernaryMatMul {
@@ -283,7 +290,8 @@ struct TernaryMatMul {
       {10, 2, 1, 10},
       {16, 2, 1, 16},
   };
-  static constexpr Signature SIGNATURE{NAME, 3, 1, 0x0, 0x0, 0x0};
+  static constexpr const char* NAMES[1] = {"TernaryMatMul"};
+  static constexpr Signature SIGNATURE{3, 1, 0x0, 0x0, 0x0};
 };
 
 }  // namespace diffbit::schema
