@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..models.layers.softmax import Arithmetic
 from ..models.mixer import Attention
-from ..ops.diff_attention import cached, mixed, scores
+from ..ops.diff_attention_reference import cached, mixed, scores
 from ..ops.kv_cache import BLOCK
 from .scheme import AttentionScheme
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import DiffbitError
-from ...ops.diff_attention import in_pairs
+from ...ops.diff_attention_reference import in_pairs
 from ..checks import check_count, check_positive
 from ..graph import Cache, Graph
 from ..mixer import AttentionOptions, Differential, Operations, Place, Symmetries

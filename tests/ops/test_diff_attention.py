@@ -23,7 +23,7 @@ import torch
 from onnx import helper
 
 from diffbit.errors import DiffbitError
-from diffbit.ops import diff_attention, schema
+from diffbit.ops import diff_attention, diff_attention_reference, schema
 from diffbit.runtime import native
 
 from .cases import ATTENTION_CASES, AttentionCase
@@ -183,7 +183,7 @@ def call_reference(case: AttentionCase, x: dict[str, torch.Tensor | None]) -> tu
     x = {"lam" if name == "lambda" else name: tensor for name, tensor in x.items()}
     attributes = case.attributes()
     del attributes["spec_version"]
-    outputs = diff_attention.reference(**{**x, "past_length": case.past}, **attributes)
+    outputs = diff_attention_reference.reference(**{**x, "past_length": case.past}, **attributes)
     wanted = dict(zip(diff_attention.OUTPUTS, outputs, strict=True))
     assert [name for name in wanted if wanted[name] is not None] == list(filter(None, case.signature().outputs))
     return tuple(output for output in outputs if output is not None)
