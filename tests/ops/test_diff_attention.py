@@ -376,10 +376,9 @@ def test_bodies_and_kernels_take_a_prompt_in_chunks(case: AttentionCase, isa: st
 
 BITS = [(16, 16, 0), (8, 8, 8), (4, 4, 0), (2, 2, 4), (8, 4, 0), (4, 16, 8)]  # of keys, values and queries
 # The sets share what this is about
+SETS = native.instruction_sets()[:1]
 by_body_and_kernel = pytest.mark.parametrize(
-    ("isa", "bits"),
-    [*((isa, bits) for isa in native.instruction_sets()[:1] for bits in BITS), (None, (4, 16, 8))],
-    ids=str,
+    ("isa", "bits"), [*((isa, bits) for isa in SETS for bits in BITS), (None, (4, 16, 8))], ids=str
 )
 
 
