@@ -5,8 +5,9 @@
     python benchmarks/accuracy.py --quick --models CHECKPOINT CHECKPOINT # does everything run?
 
 Every variant of every model is made in memory and scored on all windows of the eval split, token by token beside the
-model as it is (evaluate/compare.py); methods calibrate on 256 windows of the calib split. A model is a process of one
-thread. The JSON file is a comparison as `diffbit compare --json` prints it, and the time it took.
+model as it is (evaluate/compare.py), in the artifact's arithmetic; each is rounded 5 times, in other orders of the
+channels, by methods that calibrate on samples of 256 windows of the calib split. A model is a process of one thread.
+The JSON file is a comparison as `diffbit compare --json` prints it, and the time it took.
 
 RECIPES says what is in the tables.
 """
@@ -27,7 +28,7 @@ import torch
 from machine import describe
 from report import Row, increase, interval, nats, percent, renew, table, verdict, write_json
 
-from diffbit.calib_data import Windows, eval_windows
+from diffbit.calib_data import Windows, eval_windows, samples
 from diffbit.evaluate.compare import Comparison, conclude
 from diffbit.evaluate.measure import Measured, Refusal, measure
 from diffbit.evaluate.variants import Variant, variants
@@ -61,7 +62,9 @@ Found, Refused = list[Measured], list[Refusal]
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
-def work(path: Path, name: str, windows: Windows, calibration: Windows, quick: bool) -> tuple[Found, Refused, float]:
+def work(
+    path: Path, name: str, windows: Windows, calibration: Sequence[Windows], quick: bool
+) -> tuple[Found, Refused, float]:
     """In a process of its own: a model as it is and all its variants; and the processor's seconds."""
     torch.set_num_threads(1)
     set_quiet(True)
@@ -70,18 +73,22 @@ def work(path: Path, name: str, windows: Windows, calibration: Windows, quick: b
     for format in QUICK_FORMATS if quick else FORMATS:
         recipes = QUICK_RECIPES if quick else [recipe for recipe, formats in RECIPES.items() if format in formats]
         chosen += variants([format], ["weights"], recipes)
-    chosen += [*with_int8_inputs(), *mixed(path, calibration, quick)]
-    measured, refused = measure(load(path), chosen, windows, calibration, name=name)
+    chosen += [*with_inputs("artifact"), *mixed(path, calibration[0], quick)]
+    decoder, repeats = load(path), len(calibration)
+    measured, refused = measure(decoder, chosen, windows, calibration, name=name, repeats=repeats)
+    floats, _ = measure(
+        decoder, list(with_inputs("float")), windows, calibration, name=name, repeats=repeats, arithmetic="float"
+    )
+    measured += floats[1:]  # after the model as it is
     return measured, refused, time.process_time() - begin
 
 
-def with_int8_inputs() -> Iterator[Variant]:
-    """Linear layers whose inputs are rounded to int8 too, a scale per token."""
+def with_inputs(arithmetic: str) -> Iterator[Variant]:
+    """Linear layers whose inputs are to be taken as the artifact's operators round them, or as they are."""
     for name, rounding in ROUNDED_INPUTS:
         format = parse_format(name)
-        for inputs in (None, "int8"):
-            scheme = Scheme(weights=format, activations=inputs)
-            yield Variant("inputs", f"{name} weights, {inputs or 'float'} inputs", rounding, format.bits, scheme)
+        inputs = "int8" if arithmetic == "artifact" else "float"
+        yield Variant("inputs", f"{name} weights, {inputs} inputs", rounding, format.bits, Scheme(weights=format))
 
 
 def mixed(path: Path, calibration: Windows, quick: bool) -> Iterator[Variant]:
@@ -95,16 +102,14 @@ def mixed(path: Path, calibration: Windows, quick: bool) -> Iterator[Variant]:
         yield Variant("mixed", f"mixed, {bits:g} bits", method, bits, found.scheme)
 
 
-def run(paths: Sequence[Path], quick: bool, jobs: int) -> tuple[Comparison, float]:
+def run(paths: Sequence[Path], quick: bool, jobs: int, repeats: int) -> tuple[Comparison, float]:
     """Measure everything, a process a model; and the processor's seconds."""
     checkpoints = [Checkpoint(path) for path in paths]
     names = [NAMES[checkpoint.config.attention] for checkpoint in checkpoints]
     length = min(512, *(checkpoint.config.max_position for checkpoint in checkpoints))
-    limits = QUICK_WINDOWS if quick else (None, CALIBRATION_WINDOWS)
-    windows, calibration = (
-        eval_windows("stdlib", paths[0], length, limit, split=split)
-        for limit, split in zip(limits, ("eval", "calib"), strict=True)
-    )
+    windows = eval_windows("stdlib", paths[0], length, QUICK_WINDOWS[0] if quick else None)
+    whole = eval_windows("stdlib", paths[0], length, split="calib")
+    calibration = samples(whole, QUICK_WINDOWS[1] if quick else CALIBRATION_WINDOWS, repeats)
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         tasks = [
             pool.submit(work, path, name, windows, calibration, quick) for path, name in zip(paths, names, strict=True)
@@ -184,8 +189,8 @@ def mixed_table(comparison: Row) -> str:
 
 
 def inputs_table(comparison: Row) -> str:
-    lines = []
-    for row in of(comparison, "inputs"):
+    lines, order = [], [model["name"] for model in comparison["models"]]
+    for row in sorted(of(comparison, "inputs"), key=lambda row: (order.index(row["model"]), row["format"])):
         perplexity = f"{row['perplexity']['value']:.3f}"
         lines.append([row["model"], row["format"], row["method"], perplexity, increase(row["ratio"]), divergence(row)])
     return table(["model", "linear layers", "method", "perplexity", "increase", "KL, nats a token"], lines)
@@ -197,8 +202,9 @@ def tables(comparison: Row) -> dict[str, str]:
     about = (
         f"{comparison['machine']}; {comparison['minutes']:.0f} minutes of one core in all. "
         f"{text['windows']} windows of {text['length']} held-out tokens, {text['scored_tokens']:,} scored "
-        f"(SHA-256 {text['sha256'][:12]}); calibrated on "
-        f"{calibration['tokens']:,} other tokens (SHA-256 {calibration['sha256'][:12]}). `{comparison['command']}`"
+        f"(SHA-256 {text['sha256'][:12]}); each rounded {calibration['samples']} times, calibrated on as many "
+        f"samples of {calibration['tokens']:,} other tokens (SHA-256 of the first {calibration['sha256'][:12]}). "
+        f"`{comparison['command']}`"
     )
     refused = [f"Left out: {r['model']}, {r['format']} by {r['method']}: {r['reason']}." for r in comparison["refused"]]
     return {
@@ -215,13 +221,16 @@ def main() -> None:
     parser.add_argument("--models", type=Path, nargs="+", default=TRIO, metavar="CHECKPOINT",
                         help="of unequal attention; the first is the yardstick (default: examples/nano)")  # fmt: skip
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="roundings of each variant (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     parser.add_argument("--markdown", type=Path, nargs="?", const=ROOT / "docs" / "accuracy.md", metavar="FILE",
                         help="renew this page (default: docs/accuracy.md)")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="two formats and a few windows: does everything run?")
     arguments = parser.parse_args()
 
-    result, seconds = run(arguments.models, arguments.quick, arguments.jobs)
+    result, seconds = run(
+        arguments.models, arguments.quick, arguments.jobs, 2 if arguments.quick else arguments.repeats
+    )
     command = shlex.join(["python", "benchmarks/accuracy.py", *sys.argv[1:]])
     comparison = result.to_dict() | {"machine": describe(), "minutes": seconds / 60, "command": command}
     found = tables(comparison)

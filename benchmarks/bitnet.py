@@ -145,7 +145,9 @@ def contrasts(models: Sequence[Model], scores: dict[tuple[str, str], Scores]) ->
         if model.kind == FLOAT or model.attention == first or not all(place in scores for place in places):
             continue
         low, exact, other, other_exact = (scores[place] for place in places)
-        estimate = mean(paired(low, exact) - paired(other, other_exact), exact.tokens).to_dict()
+        estimate = mean(
+            paired(low, exact) - paired(other, other_exact), exact.tokens, document=exact.document
+        ).to_dict()
         found.append({"model": VARIANTS[model.attention], "against": VARIANTS[first], "kind": model.kind,
                       "difference": estimate})  # fmt: skip
     return found

@@ -257,7 +257,12 @@ class Reference:
 
 
 def scored(file: Path, make: Callable[[], Scores]) -> Scores:
-    once(file, lambda out: out.write_text(json.dumps({key: value.tolist() for key, value in asdict(make()).items()})))
+    once(
+        file,
+        lambda out: out.write_text(
+            json.dumps({key: value.tolist() for key, value in asdict(make()).items() if value is not None})
+        ),
+    )
     return Scores(**{key: np.array(value) for key, value in json.loads(file.read_text()).items()})
 
 

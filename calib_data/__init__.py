@@ -3,7 +3,7 @@
 from .needles import VALUE, Needles, NeedleWindows, needle_windows
 from .sources import Corpus, Split, load_text
 from .tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer, train_tokenizer
-from .window import Windows, eval_windows, stream, windows
+from .window import Windows, eval_windows, samples, stream, windows
 
 __all__ = [
     "END_OF_TEXT",
@@ -18,6 +18,7 @@ __all__ = [
     "load_text",
     "load_tokenizer",
     "needle_windows",
+    "samples",
     "stream",
     "train_tokenizer",
     "windows",

@@ -19,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ..errors import DiffbitError
 from ..files import parse_json, read_json, write_atomic, write_json
-from ..tokenizer_files import TOKENIZER, tokenizer_files
+from ..tokenizer_files import TOKENIZER, open_tokenizer, tokenizer_errors, tokenizer_files
 
 CONFIG = "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -33,6 +33,7 @@ class TextTokenizer:
     backend: tokenizers.Tokenizer
     eos_id: int
     sha256: str  # of tokenizer.json
+    path: Path  # where it came from
 
     @property
     def vocab_size(self) -> int:
@@ -43,7 +44,9 @@ class TextTokenizer:
         """The token ids of each document, int64 [T], without special tokens around them."""
         iterator = iter(documents)
         while batch := list(islice(iterator, 64)):  # the cores share a batch
-            for encoding in self.backend.encode_batch(batch, add_special_tokens=False):
+            with tokenizer_errors(self.path, "fails to encode a text"):
+                encodings = self.backend.encode_batch(batch, add_special_tokens=False)
+            for encoding in encodings:
                 yield np.asarray(encoding.ids, dtype=np.int64)
 
     def save(self, folder: str | Path) -> None:
@@ -75,7 +78,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, folder: str | Pat
         show_progress=False,
     )
     backend.train_from_iterator(documents, trainer)
-    TextTokenizer(backend, eos_id=0, sha256="").save(folder)
+    TextTokenizer(backend, eos_id=0, sha256="", path=Path(folder)).save(folder)
     return load_tokenizer(folder)
 
 
@@ -89,18 +92,13 @@ def load_tokenizer(path: str | Path) -> TextTokenizer:
     found = tokenizer_files(path)
     if TOKENIZER not in found:
         raise DiffbitError(f"{path}: holds no {TOKENIZER}; wanted that file or a model that holds one")
-    try:
-        backend = tokenizers.Tokenizer.from_buffer(found[TOKENIZER])
-    except Exception as error:  # tokenizers raises bare Exception
-        raise DiffbitError(f"{path}: its {TOKENIZER} is not a tokenizer ({error}); restore the file") from None
-    backend.no_padding()
-    backend.no_truncation()  # a file may set both, but a corpus is encoded as it is
+    backend = open_tokenizer(found[TOKENIZER], path)
     eos_id = _eos_id(path if path.is_dir() else path.parent, found, backend)
     if eos_id is None:
         raise DiffbitError(
             f"{path}: no end-of-text token is known; name an eos_token of its vocabulary in tokenizer_config.json"
         )
-    return TextTokenizer(backend, eos_id, hashlib.sha256(found[TOKENIZER]).hexdigest())
+    return TextTokenizer(backend, eos_id, hashlib.sha256(found[TOKENIZER]).hexdigest(), path)
 
 
 def _eos_id(folder: Path, beside: Mapping[str, bytes], backend: tokenizers.Tokenizer) -> int | None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +41,7 @@ class Windows:
     tokens: int  # of the stream in at least one window
     unused: int  # of the stream in no window, because of max_windows or keep_partial=False
     documents: int  # in the stream
+    document: np.ndarray | None = None  # int64 [n], the number of the document in which a window's middle lies
 
     @property
     def scored(self) -> int:
@@ -56,13 +57,13 @@ def digest(ids: np.ndarray, mask: np.ndarray, target: np.ndarray) -> str:
     return found.hexdigest()
 
 
-def stream(documents: Iterable[np.ndarray], eos_id: int) -> tuple[np.ndarray, int]:
-    """`eos d1 eos d2 eos ... dn eos` as int64 [T], and the number n of documents."""
+def stream(documents: Iterable[np.ndarray], eos_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """`eos d1 eos d2 eos ... dn eos` as int64 [T], and where each document ends in it, int64 [n]."""
     eos = np.asarray([eos_id], dtype=np.int64)
     parts = [eos]
     for document in documents:
         parts += [np.asarray(document, dtype=np.int64), eos]
-    return np.concatenate(parts), (len(parts) - 1) // 2
+    return np.concatenate(parts), np.cumsum([len(part) for part in parts])[1::2]
 
 
 def windows(
@@ -87,7 +88,7 @@ def windows(
         raise DiffbitError(f"an overlap of {overlap} does not fit windows of {length} tokens; pass 0 to {length - 1}")
     if max_windows is not None and max_windows < 1:
         raise DiffbitError(f"max_windows is {max_windows}; pass 1 or more")
-    tokens, count = stream(documents, eos_id)
+    tokens, ends = stream(documents, eos_id)
     if len(tokens) < 2:
         raise DiffbitError(f"{source or 'the documents'}: no token to cut windows from; give a source with more text")
     starts = np.arange(0, max(1, len(tokens) - overlap), length - overlap)
@@ -108,7 +109,32 @@ def windows(
     target = mask & (np.arange(length) >= np.maximum(context, 1)[:, None])
 
     covered = np.unique(positions[mask]).size
-    return Windows(ids, mask, target, digest(ids, mask, target), source, covered, len(tokens) - covered, count)
+    middle = starts + mask.sum(1) // 2
+    document = np.minimum(np.searchsorted(ends, middle, side="right"), len(ends) - 1)
+    sha256 = digest(ids, mask, target)
+    return Windows(ids, mask, target, sha256, source, covered, len(tokens) - covered, len(ends), document)
+
+
+def samples(whole: Windows, size: int, count: int) -> list[Windows]:
+    """`count` samples of `size` windows each of non-overlapping windows (fewer, where there are not as many).
+
+    The first is that of `max_windows=size`, evenly spaced; the others are drawn at random, with replacement where there
+    are fewer than twice as many windows.
+    """
+    found = len(whole.ids)
+    size, generator = min(size, found), np.random.default_rng(0)
+    rows = [np.arange(size) * found // size]
+    rows += [np.sort(generator.choice(found, size, replace=found < 2 * size)) for _ in range(count - 1)]
+    return [_some(whole, chosen) for chosen in rows]
+
+
+def _some(whole: Windows, rows: np.ndarray) -> Windows:
+    ids, mask, target = whole.ids[rows], whole.mask[rows], whole.target[rows]
+    tokens = int(whole.mask[np.unique(rows)].sum())
+    return replace(
+        whole, ids=ids, mask=mask, target=target, sha256=digest(ids, mask, target), tokens=tokens,
+        unused=whole.tokens + whole.unused - tokens, document=None if whole.document is None else whole.document[rows],
+    )  # fmt: skip
 
 
 def eval_windows(

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from ..version import __version__
-from . import bench, chat, compare, export, outliers, quantize, run, train, verify
+from . import bench, chat, compare, export, outliers, quantize, run, serve, train, verify, web
 from .output import print_error
 
 app = typer.Typer(name="diffbit", no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False)
@@ -81,5 +81,7 @@ _add(export.export, export.EXAMPLES)
 _add(verify.verify, verify.EXAMPLES)
 _add(run.run, run.EXAMPLES)
 _add(chat.chat, chat.EXAMPLES)
+_add(serve.serve, serve.EXAMPLES)
+_add(web.web, web.EXAMPLES)
 _add(bench.bench, bench.EXAMPLES)
 _add(compare.compare, compare.EXAMPLES)

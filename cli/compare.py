@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -33,13 +33,14 @@ from .output import attention_name, print_json, print_table, remark, verificatio
 from .quantize import LAYER_ERRORS
 
 if TYPE_CHECKING:
-    from ..calib_data import NeedleWindows
+    from ..calib_data import NeedleWindows, Windows
     from ..evaluate import Comparison
+    from ..runtime import Artifact
 
 EXAMPLES = (
     "diffbit compare out/demo/diff_v1 out/demo/softmax --bits 16,8,4,3,2 -o out/comparison",
     "diffbit compare out/demo/diff_v1 --what weights --bits 16,int4_g32,nf4 --max-windows 16",
-    "diffbit compare examples/pico/diff_v1 --what weights --bits 16,4,3 --method rtn,gptq --max-windows 16",
+    "diffbit compare examples/pico/diff_v1 --what weights --bits 16,4,3 --method rtn,gptq --repeats 5 --max-windows 16",
     "diffbit compare examples/pico/diff_v1 --what kv,qk --bits 16,8,4,2 --max-windows 16",
 )
 
@@ -82,11 +83,29 @@ Rows = Annotated[int, typer.Option(help="Texts for each setting of --retrieval."
 BatchSize = Annotated[int, typer.Option(help="Windows per batch.")]
 Artifacts = Annotated[
     list[Path] | None,
-    typer.Option(help="Artifact to include in the report, with its size, speed, checks and a sample; repeatable."),
+    typer.Option(
+        help="Artifact of one of the float models: measured on ONNX Runtime on the same text and, with -o, in the "
+        "report with its size, speed, checks and a sample; repeatable."
+    ),
 ]
 Quantized = Annotated[
     list[Path] | None,
     typer.Option(help="Quantized checkpoint whose layer errors the report shows; repeatable."),
+]
+Repeats = Annotated[
+    int,
+    typer.Option(
+        help="Roundings of each format of the weights, each with another sample of the calibration text and another "
+        "order of the model's channels; their spread is in every interval. With 1, intervals are of that one rounding."
+    ),
+]
+Kind = Annotated[
+    Literal["artifact", "float"],
+    typer.Option(
+        "--arithmetic",
+        help="How quantized layers take their inputs: artifact, rounded to int8 as the artifact's operators do on a "
+        "CPU; float, as they are.",
+    ),
 ]
 Prompt = Annotated[str, typer.Option(help="Prompt for the artifacts' samples.")]
 
@@ -98,6 +117,8 @@ def compare(
     what: What = "weights,logits",
     method: Methods = "rtn",
     calibrate: Calibrate = "mix",
+    repeats: Repeats = 1,
+    arithmetic: Kind = "artifact",
     data: Data = "stdlib",
     field: Field = "text",
     max_windows: MaxWindows = 64,
@@ -122,15 +143,14 @@ def compare(
     from ..evaluate import compare as compare_models
     from ..quantize import parse_recipe
 
-    _check_places(output, artifact or (), quantized or ())
+    artifacts = _check_places(output, artifact or (), quantized or ())
     with nullcontext() if output is None else locked(output):
         known = _read_reports(models, quantized or ())
         windows = read_windows(models[0], data, field, max_windows, length)
         needles = _needles(models, retrieval, data, field, rows, seed)
         methods = method.split(",")
-        calibration = None
-        if "weights" in what.split(",") and any(parse_recipe(name).calibrated for name in methods):
-            calibration = read_windows(models[0], calibrate, field, CALIBRATION_WINDOWS, None, split="calib")
+        calibrated = "weights" in what.split(",") and any(parse_recipe(name).calibrated for name in methods)
+        calibration = _calibration(models[0], calibrate, field, repeats) if calibrated else []
         comparison = compare_models(
             models,
             windows,
@@ -138,6 +158,9 @@ def compare(
             what.split(","),
             methods,
             calibration=calibration,
+            repeats=repeats,
+            arithmetic=arithmetic,
+            artifacts=artifacts,
             batch_size=batch_size,
             device=torch_device(device),
             needles=needles,
@@ -155,19 +178,28 @@ def compare(
             remark(f"report: {output / 'report.html'}")
 
 
-def _check_places(output: Path | None, artifacts: Sequence[Path], quantized: Sequence[Path]) -> None:
-    """Raise errors about output folder, artifacts and runs before the comparison rather than after it."""
+def _check_places(output: Path | None, artifacts: Sequence[Path], quantized: Sequence[Path]) -> list[Artifact]:
+    """The artifacts; raises errors about output folder and runs before the comparison rather than after it."""
     from ..runtime import Artifact
 
-    if output is None and (artifacts or quantized):
-        raise DiffbitError("--artifact and --quantized are for the report; pass an output folder for it with -o")
+    if output is None and quantized:
+        raise DiffbitError("--quantized is for the report; pass an output folder for it with -o")
     if output is not None and output.is_file():
         raise DiffbitError(f"{output}: is a file, wanted a folder to write to; choose another name")
-    for path in artifacts:
-        Artifact.open(path)
     for path in quantized:
         if not (path / LAYER_ERRORS).is_file():
             raise DiffbitError(f"{path}: has no {LAYER_ERRORS}; pass a folder that `diffbit quantize` wrote")
+    return [Artifact.open(path) for path in artifacts]
+
+
+def _calibration(model: Path, text: str, field: str, repeats: int) -> list[Windows]:
+    """A sample for each repeat; the first is that of `diffbit quantize`."""
+    from ..calib_data import samples
+
+    if repeats == 1:
+        return [read_windows(model, text, field, CALIBRATION_WINDOWS, None, split="calib")]
+    whole = read_windows(model, text, field, None, None, split="calib")
+    return samples(whole, CALIBRATION_WINDOWS, repeats)
 
 
 def _read_reports(models: Sequence[Path], quantized: Sequence[Path]) -> dict[str, Any]:
@@ -285,12 +317,22 @@ def _remarks(comparison: Comparison, several: bool) -> None:
         lost = contrast.difference
         by = f" by {contrast.method}" if several and contrast.method != "none" else ""
         verdict = "less than" if lost.high < 0 else "more than" if lost.low > 0 else "about as much as"
+        once = ""
+        if contrast.repeats is not None:
+            once = ", one rounding of each" if contrast.repeats == 1 else f", {contrast.repeats} roundings of each"
         remark(
             f"{contrast.what} at {contrast.format}{by}: {contrast.model} loses {verdict} {contrast.against} "
-            f"({lost.value:+.4f} nats per token, 95 %: {lost.low:+.4f} to {lost.high:+.4f})"
+            f"({lost.value:+.4f} nats per token, 95 %: {lost.low:+.4f} to {lost.high:+.4f}{once})"
             + "".join(
                 f"; {asked['queries']} of {asked['needles']} needles: {100 * found.value:+.1f} points "
                 f"({100 * found.low:+.1f} to {100 * found.high:+.1f})"
-                for asked, found in zip(comparison.needles, contrast.retrieval, strict=True)
+                for asked, found in zip(comparison.needles, contrast.retrieval, strict=bool(contrast.retrieval))
             )
         )
+    if any(contrast.repeats == 1 for contrast in comparison.contrasts):
+        remark(
+            "These are of one rounding each, and another may turn them: --repeats 5 puts the spread of roundings into "
+            "the intervals"
+        )
+    if comparison.arithmetic == "float" and any(result.what == "weights" for result in comparison.results):
+        remark("inputs of quantized layers are float here, which an artifact on a CPU rounds to int8")

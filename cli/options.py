@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from pkgutil import iter_modules
 from tempfile import TemporaryDirectory
@@ -74,7 +74,12 @@ def completion(names: Sequence[str], joined_by: str = " ") -> Callable[[str], li
 
 
 def read_windows(
-    model: Path, data: str, field: str, max_windows: int, length: int | None, split: Literal["eval", "calib"] = "eval"
+    model: Path,
+    data: str,
+    field: str,
+    max_windows: int | None,
+    length: int | None,
+    split: Literal["eval", "calib"] = "eval",
 ) -> Windows:
     """Windows of held-out text, encoded with the model's own tokenizer and no longer than its context."""
     from ..calib_data import eval_windows
@@ -90,18 +95,43 @@ def read_windows(
 
 
 def chat_template(model: Path) -> Callable[[Any], str] | None:
-    """What renders a finished conversation in a model's own chat template; None: it has none."""
-    from ..runtime import ChatTemplate
+    """What renders a finished conversation in a model's own chat template; None: it has none.
+
+    Where the template cannot be read or refuses a conversation, that one and those after it are plain text, and a
+    remark says so.
+    """
+    from ..calib_data.mix import plain
+    from ..runtime.template import ChatTemplate, NoTemplate
     from ..tokenizer_files import tokenizer_files
+
+    refused = False
+
+    def refuse(error: DiffbitError, folder: str) -> None:
+        nonlocal refused
+        refused = True
+        reason = str(error).replace(f"{Path(folder)}{os.sep}", "")
+        remark(f"{model}: dialogues of the text are plain, not in the model's chat template ({reason})")
 
     with TemporaryDirectory() as folder:  # a GGUF file has its template in it
         for name, data in tokenizer_files(model).items():
             Path(folder, name).write_bytes(data)
         try:
             template = ChatTemplate.read(folder)
-        except DiffbitError:
+        except NoTemplate:
             return None
-    return partial(template.render, add_generation_prompt=False)
+        except DiffbitError as error:
+            refuse(error, folder)
+            return plain
+
+    def render(messages: Any) -> str:
+        if not refused:
+            try:
+                return template.render(messages, add_generation_prompt=False)
+            except DiffbitError as error:
+                refuse(error, folder)
+        return plain(messages)
+
+    return render
 
 
 def torch_device(name: str) -> str:

@@ -14,19 +14,33 @@ from rich.table import Table
 
 from ..progress import is_quiet
 
+MOST_CHARACTERS = 2000  # of an error
+
 if TYPE_CHECKING:
     from ..runtime import Generation, Verification
 
 
 def print_error(message: str) -> None:
-    """An error on stderr, also when quiet."""
-    Console(stderr=True, soft_wrap=True).print(f"[red]error:[/] {escape(message)}", highlight=False)
+    """An error on stderr, also when quiet: one line of at most MOST_CHARACTERS."""
+    line = " ".join(filter(None, map(str.strip, message.splitlines())))
+    if len(line) > MOST_CHARACTERS:  # it quotes a file that holds a long name or number
+        line = f"{line[: MOST_CHARACTERS // 2]} ... {line[-MOST_CHARACTERS // 2 :]}"
+    _print(f"[red]error:[/] {escape(_plain(line))}")
 
 
 def remark(message: str) -> None:
     """A line on stderr, unless quiet."""
     if not is_quiet():
-        Console(stderr=True, soft_wrap=True).print(escape(message), highlight=False)
+        _print(escape(_plain(message)))
+
+
+def _plain(text: str) -> str:
+    """Text without control characters: a stranger's file, quoted in a message, could send commands to the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def _print(text: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(text, highlight=False)
 
 
 def print_json(value: Any) -> None:

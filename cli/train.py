@@ -83,6 +83,13 @@ SubNorms = Annotated[
         "for --qat ternary, else as in --init.",
     ),
 ]
+HeadNorm = Annotated[
+    Literal["learned", "fixed", "none"] | None,
+    typer.Option(
+        help="RMSNorm of each diff_v1 head: with a learned weight, which is folded into o_proj on saving (the official "
+        "code), without one (Hugging Face's diffllama), or none; default: learned, fixed with --init or --qat."
+    ),
+]
 Needles = Annotated[
     float, typer.Option(help="Fraction of the training rows that contain key-value needles and queries for them.")
 ]
@@ -129,6 +136,7 @@ def train(
     distill_weight: DistillWeight = None,
     mlp: Mlp = None,
     sub_norms: SubNorms = None,
+    head_norm: HeadNorm = None,
     needles: Needles = 0.0,
     steps: Steps = None,
     batch_size: BatchSize = None,
@@ -155,7 +163,7 @@ def train(
     from ..train import train as run_training
     from ..train import train_config
 
-    changes: dict[str, Any] = dict(context=context, init=init, mlp=mlp, sub_norms=sub_norms)
+    changes: dict[str, Any] = dict(context=context, init=init, mlp=mlp, sub_norms=sub_norms, head_norm=head_norm)
     changes |= dict(source=data, field=field, tokenizer=tokenizer, needles=needles)
     changes |= dict(qat=qat, activations=activations)
     changes |= dict(distill=distill, distill_weight=distill_weight)

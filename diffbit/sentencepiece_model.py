@@ -48,8 +48,10 @@ def from_sentencepiece(file: Path) -> bytes:
         _add_tokens(backend, proto, config | {"added": _beside(file, "added_tokens.json")})
     except DiffbitError as error:
         raise DiffbitError(f"{file}: {error}") from None
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DiffbitError(f"{file}: the tokens added in {CONFIG} cannot be read ({error!r}); restore it") from None
+    except Exception as error:  # `tokenizers` raises bare Exception
+        raise DiffbitError(
+            f"{file}: it, or the tokens added in {CONFIG}, cannot be read ({error!r}); restore it"
+        ) from None
     return str(backend.to_str(pretty=True)).encode()
 
 

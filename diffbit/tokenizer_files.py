@@ -8,7 +8,9 @@ into words (src/llama-vocab.cpp). `tokenizers` builds from them what tokenizer.j
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +38,9 @@ TOKENIZER_FILES = (
     "generation_config.json",
     "chat_template.jinja",
 )
+
+MOST_BYTES = 128 << 20  # of a tokenizer.json; that of a vocabulary of 256,000 tokens has 33 MB
+MOST_GROWTH = 10_000  # of a text's length
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (
@@ -80,6 +85,58 @@ def tokenizer_files(path: Path) -> dict[str, bytes]:
     except OSError as error:
         raise DiffbitError(f"{path}: its tokenizer cannot be read ({error.strerror})") from None
     return made | ({TOKENIZER: from_sentencepiece(pieces)} if convert else {})
+
+
+def open_tokenizer(data: bytes, path: Path) -> Tokenizer:
+    """The tokenizer in the bytes of the tokenizer.json of `path`. A prompt or a corpus is encoded as it is, whatever
+    padding and truncation the file asks for.
+
+    Raises DiffbitError where it is none, is too large, or may make a text too long.
+    """
+    try:
+        import tokenizers
+    except ModuleNotFoundError:
+        raise MissingDependency("tokenizers", "cpu", "reading a tokenizer.json") from None
+    if len(data) > MOST_BYTES:
+        raise DiffbitError(f"{path}: is larger than {MOST_BYTES >> 20} MiB, so it is no tokenizer.json")
+    with tokenizer_errors(path, "is not a tokenizer.json that tokenizers can read"):
+        backend = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
+        backend.no_padding()
+        backend.no_truncation()
+        parts = {part: getattr(backend, part) for part in ("normalizer", "pre_tokenizer", "decoder")}
+        growth = {part: _growth(json.loads(state.__getstate__())) for part, state in parts.items() if state is not None}
+    for part, times in growth.items():
+        if times > MOST_GROWTH:
+            raise DiffbitError(f"{path}: its {part} may make a text {times:.0e} times as long; restore the file")
+    return backend
+
+
+@contextmanager
+def tokenizer_errors(path: Path, what: str) -> Iterator[None]:
+    """Turn what `tokenizers` raises into a DiffbitError: bare Exceptions, and panics, which are BaseExceptions."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
+        raise DiffbitError(f"{path}: {what} ({reason}); restore the file") from None
+
+
+def _growth(part: object) -> float:
+    """A bound on how many times as long a text becomes: steps that replace can double it, and forty of them do."""
+    if isinstance(part, list):
+        return math.prod(map(_growth, part))
+    if not isinstance(part, dict):
+        return 1
+    if part.get("type") == "ByteLevel":
+        return 2  # a byte above 127 becomes a character of two
+    if part.get("type") != "Replace":
+        return math.prod(map(_growth, part.values()))
+    pattern, content = part["pattern"], len(part["content"])
+    if "String" in pattern:
+        return max(1, content / len(pattern["String"])) if pattern["String"] else 1 + content
+    return 1 + content  # a regular expression may match between characters
 
 
 def from_gguf(header: GGUF) -> dict[str, bytes]:

@@ -5,9 +5,13 @@ measurements become a comparison: each variant against its own 16-bit model, and
 over the same windows. "16" is the checkpoint itself, computed in float32 and counted as two bytes a weight, as it is
 usually stored.
 
+Which weights round up is chance, and another calibration sample or order of channels makes another model: `repeats`
+measures several, and their spread is in every interval. Without repeats an interval of rounded weights is of the one
+rounding that was measured, and so is a verdict on it.
+
 A checkpoint that is quantized already, such as one trained in low bits, is measured as it is: it has no variants, and
 it does not say what it lost against a float model. Besides text, the same variants can be asked to find needles
-(retrieval.py).
+(retrieval.py). Artifacts are measured on ONNX Runtime, beside the float checkpoint that they were made from.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from __future__ import annotations
 import csv
 import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +31,13 @@ from ..errors import DiffbitError
 from ..models import Checkpoint, ModelConfig, num_parameters
 from ..quantize import AttentionScheme, load, parse_recipe, read_scheme
 from ..quantize.cache import cache_spec
+from ..runtime import Artifact
 from ..tokenizer_files import TOKENIZER
 from .cost import Cost
 from .measure import Measured, Refusal, measure
 from .metrics import CONFIDENCE, Estimate, mean, paired, perplexity_ratio, recovered
 from .retrieval import Retrieval, contrast, label, retrieval, settings
-from .variants import ATTENTION, BITS, FLOAT, METHODS, NO_METHOD, WHAT, bits_of, variants
+from .variants import ATTENTION, BITS, FLOAT, METHODS, NO_METHOD, WHAT, bits_of, on_a_device, variants
 
 RTN = "rtn"  # rounding to nearest, whose loss the other methods recover
 Key = tuple[str, str, str] | None  # of a variant; None: the model as its checkpoint has it
@@ -43,7 +48,7 @@ class Result:
     """One model at one width. All intervals but that of `perplexity` are of paired differences to the 16-bit model."""
 
     model: str
-    what: str  # one of WHAT; "none" for the 16-bit model itself, or a quantized checkpoint
+    what: str  # one of WHAT, or "artifact"; "none" for the 16-bit model itself, or a quantized checkpoint
     format: str
     method: str  # "none" unless weights are rounded
     bits: float
@@ -57,6 +62,7 @@ class Result:
     cache_bytes: float  # of the KV cache, a token of context
     cost: Cost  # of a decoded token, at the windows' length
     retrieval: tuple[Retrieval, ...]  # one for each set of needles
+    repeats: int  # roundings measured; 1 where none is made, or nothing is said of others
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,7 @@ class Contrast:
     method: str
     difference: Estimate  # log(ratio of `model`) - log(ratio of `against`), nats a token: below 0, `model` loses less
     retrieval: tuple[Estimate, ...]  # change of `model` - change of `against`, of needles: above 0, `model` loses less
+    repeats: int | None  # roundings of each model; 1: the difference is of one only. None: no weights are rounded
 
 
 @dataclass(frozen=True)
@@ -90,9 +97,12 @@ class Comparison:
     contrasts: tuple[Contrast, ...]  # every further model against the first
     confidence: float
     text: dict[str, Any]  # source, sha256, windows, length, scored_tokens
-    calibration: dict[str, Any] | None  # source, sha256, windows, length, tokens; None where no method calibrates
+    calibration: (
+        dict[str, Any] | None
+    )  # source, sha256, windows, length, tokens, samples (the first is told of); or None
     refused: tuple[Refusal, ...]
     needles: tuple[dict[str, Any], ...]  # length, needles, queries, rows, source, sha256 of each set
+    arithmetic: str  # of quantized linear layers, one of measure.ARITHMETICS
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, which plots.py and report.py take."""
@@ -150,7 +160,10 @@ def compare(
     what: Sequence[str] = WHAT,
     methods: Sequence[str] = METHODS,
     *,
-    calibration: Windows | None = None,
+    calibration: Windows | Sequence[Windows] | None = None,
+    repeats: int = 1,
+    arithmetic: str = "artifact",
+    artifacts: Sequence[Artifact] = (),
     names: Sequence[str] | None = None,
     batch_size: int = 8,
     confidence: float = CONFIDENCE,
@@ -161,10 +174,12 @@ def compare(
     """Compare float checkpoints at several bit-widths, and quantized ones as they are, on windows cut by the tokenizer
     that they share.
 
-    methods: recipes by which weights are rounded. calibration: windows of other text, for those that calibrate.
-    names: of the models, for tables and plots; by default the folders' names. batch_size: windows at a time.
-    confidence: of the intervals. cache_bytes: for the 16-bit model's log-probabilities. needles: sets of rows in which
-    every variant looks for needles. Raises DiffbitError where models, windows or names do not fit together.
+    methods: recipes by which weights are rounded. calibration: windows of other text, for those that calibrate; a
+    sample for each repeat, or one for all. repeats: roundings of each variant whose weights are rounded. arithmetic:
+    "artifact" or "float" (measure.py). artifacts: those of the checkpoints, to be measured on ONNX Runtime. names: of
+    the models, for tables and plots; by default the folders' names. batch_size: windows at a time. confidence: of the
+    intervals. cache_bytes: for the 16-bit model's log-probabilities. needles: sets of rows in which every variant looks
+    for needles. Raises DiffbitError where models, windows or names do not fit together.
     """
     chosen = variants(bits, what, methods)
     if len(windows.ids) < 2:
@@ -173,11 +188,12 @@ def compare(
         raise DiffbitError("needles in one row give no interval; ask for two rows or more")
     checkpoints = [Checkpoint(path) for path in paths]
     names = _names(checkpoints, names)
+    samples = [calibration] if isinstance(calibration, Windows) else list(calibration or ())
     for checkpoint in checkpoints:
-        for text in (windows, calibration, *(one.windows for one in needles)):
-            if text is not None:
-                _check_windows(checkpoint, text)
+        for text in (windows, *samples, *(one.windows for one in needles)):
+            _check_windows(checkpoint, text)
     _check_tokenizers(checkpoints)
+    owned = _owned(checkpoints, artifacts, windows)
 
     measured: dict[str, list[Measured]] = {}
     refused: list[Refusal] = []
@@ -189,20 +205,23 @@ def compare(
                 decoder,
                 chosen if scheme is None else (),
                 windows,
-                calibration,
+                samples,
                 name=name,
+                repeats=repeats,
+                arithmetic=arithmetic,
                 batch_size=batch_size,
                 cache_bytes=cache_bytes,
                 needles=needles,
                 stored=scheme,
+                artifacts=owned.get(checkpoint.path, ()),
             )
         finally:
             del decoder
             gc.collect()  # before the next model is loaded; module hooks are reference cycles
         refused += refusals
     if not any(parse_recipe(method).calibrated for method in methods):
-        calibration = None
-    return conclude(checkpoints, measured, refused, windows, calibration, confidence, needles)
+        samples = []
+    return conclude(checkpoints, measured, refused, windows, samples, confidence, needles, arithmetic)
 
 
 def conclude(
@@ -210,9 +229,10 @@ def conclude(
     measured: Mapping[str, Sequence[Measured]],
     refused: Sequence[Refusal],
     windows: Windows,
-    calibration: Windows | None,
+    calibration: Sequence[Windows],
     confidence: float = CONFIDENCE,
     needles: Sequence[NeedleWindows] = (),
+    arithmetic: str = "artifact",
 ) -> Comparison:
     """The measurements of each model, by name and with the 16-bit model first, as a comparison."""
     results: list[Result] = []
@@ -229,7 +249,10 @@ def conclude(
         results += [_result(name, config, one, own, confidence, needles) for one in measured[name]]
         if name != first:
             contrasts += _contrasts(name, own, first, by_key[first], confidence)
-    calibrated = None if calibration is None else _about(calibration) | {"tokens": int(calibration.mask.sum())}
+    calibrated = None
+    if calibration:
+        tokens = int(calibration[0].mask.sum())
+        calibrated = _about(calibration[0]) | {"tokens": tokens, "samples": len(calibration)}
     return Comparison(
         models=tuple(models),
         results=tuple(results),
@@ -239,6 +262,7 @@ def conclude(
         calibration=calibrated,
         refused=tuple(refused),
         needles=tuple(settings(needles)),
+        arithmetic=arithmetic,
     )
 
 
@@ -274,8 +298,9 @@ def _result(
         cost=measured.cost,
         retrieval=tuple(
             retrieval(one, answers, whole, confidence)
-            for one, answers, whole in zip(needles, measured.answers, own[None].answers, strict=True)
+            for one, answers, whole in zip(needles, measured.answers, own[None].answers, strict=bool(measured.answers))
         ),
+        repeats=scores.repeats,
     )
 
 
@@ -291,8 +316,42 @@ def _contrasts(
         lost = paired(low.scores, whole.scores) - paired(other.scores, first_whole.scores)
         answers = zip(low.answers, whole.answers, other.answers, first_whole.answers, strict=True)
         found = tuple(contrast((a, b), (c, d), confidence) for a, b, c, d in answers)
-        contrasts.append(Contrast(name, first, *key, mean(lost, whole.scores.tokens, confidence), found))
+        assert low.variant is not None
+        repeats = low.scores.repeats if low.variant.rounds else None
+        difference = mean(lost, whole.scores.tokens, confidence, whole.scores.document)
+        contrasts.append(Contrast(name, first, *key, difference, found, repeats))
     return contrasts
+
+
+def _owned(
+    checkpoints: Sequence[Checkpoint], artifacts: Sequence[Artifact], windows: Windows
+) -> dict[Path, list[Artifact]]:
+    """The artifacts of each float checkpoint: those whose model has its shape."""
+    shapes = {c.path: replace(c.config, tie_embeddings=True) for c in checkpoints if read_scheme(c) is None}
+    owned: dict[Path, list[Artifact]] = {}
+    for artifact in artifacts:
+        shape = replace(ModelConfig.from_dict(dict(artifact.model)), tie_embeddings=True)
+        found = [path for path, one in shapes.items() if one == shape]
+        if len(found) != 1:
+            fits = "fits " + " and ".join(map(str, found)) if found else "is of none of the float models by its shape"
+            raise DiffbitError(
+                f"{artifact.path}: {fits}; compare it beside the one float checkpoint that it was made from"
+            )
+        length = windows.ids.shape[1]
+        if length > artifact.context_length:
+            raise DiffbitError(
+                f"{artifact.path}: windows of {length} tokens are longer than its context of "
+                f"{artifact.context_length}; shorten them"
+            )
+        others = owned.setdefault(found[0], [])
+        if key := next(
+            (on_a_device(one).key for one in others if on_a_device(one).key == on_a_device(artifact).key), ()
+        ):
+            raise DiffbitError(
+                f"{artifact.path}: another artifact of {found[0]} has {', '.join(key[1:])} too; leave one out"
+            )
+        others.append(artifact)
+    return owned
 
 
 def _about(windows: Windows) -> dict[str, Any]:

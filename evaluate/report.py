@@ -106,6 +106,7 @@ def render(data: ReportData) -> str:
         findings=[*_outlier_findings(data), *_contrast_findings(comparison), *_artifact_findings(data)],
         colors=colors,
         subjects=[] if comparison is None else [_subject(comparison, what) for what in plots.subjects(comparison)],
+        ran=[] if comparison is None else [r for r in comparison["results"] if r["what"] == "artifact"],
         sites=[(site, title, _outlier_figure(data, site)) for site, title in plots.SITES.items() if data.outliers],
         layers=list(_layer_errors(data)),
         published=PUBLISHED,
@@ -145,6 +146,8 @@ def _contrast_findings(comparison: Data | None) -> Iterator[Finding]:
                 f"{less['model']} loses less; the paired interval excludes zero." if sure
                 else "The paired interval includes zero: this text does not tell them apart."
             )  # fmt: skip
+            if c["repeats"] == 1 and sure:
+                verdict = f"{less['model']} loses less in this one rounding of each; another may turn it."
             yield headline, f"{where}: perplexity of {less['model']} vs {more['model']}. {verdict}"
         if len(own) == 1:
             (result,) = own.values()

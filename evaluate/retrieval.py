@@ -2,6 +2,7 @@
 
 A query is answered when every token of its value is the most likely one, given all before it. Of W rows of R queries
 each, the row is the unit of the intervals, as a window of text is in metrics.py: queries of a row share its haystack.
+Rows have needles of their own and are taken as independent.
 The change is paired: the same rows, with low bits and without.
 """
 
@@ -62,24 +63,24 @@ def answered(model: Decoder, needles: NeedleWindows, batch_size: int) -> np.ndar
 def retrieval(
     needles: NeedleWindows, found: np.ndarray, reference: np.ndarray, confidence: float = CONFIDENCE
 ) -> Retrieval:
-    """found, reference: bool [n, R], which queries this model and the 16-bit model answer."""
-    rows, queries = found.shape
+    """found, reference: bool [K, n, R], which queries this model, in K roundings, and the 16-bit model answer."""
+    rows, queries = found.shape[-2:]
     asked = np.full(rows, queries)
     part = np.minimum((needles.depths * DEPTHS).astype(int), DEPTHS - 1)
-    by_depth = [found[part == depth] for depth in range(DEPTHS)]
+    by_depth = [found[..., part == depth] for depth in range(DEPTHS)]
     return Retrieval(
         length=needles.windows.ids.shape[1],
         needles=needles.needles,
         queries=queries,
-        accuracy=clip(mean(found.sum(1), asked, confidence), 0.0, 1.0),
-        change=mean(lost(found, reference), asked, confidence),
+        accuracy=clip(mean(found.sum(-1), asked, confidence, independent=True), 0.0, 1.0),
+        change=mean(lost(found, reference), asked, confidence, independent=True),
         by_depth=tuple(float(own.mean()) if own.size else None for own in by_depth),
     )
 
 
 def lost(found: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """In each row, queries answered minus those that the 16-bit model answers: int64 [n]."""
-    return found.sum(1) - reference.sum(1)
+    """In each row, queries answered minus those that the 16-bit model answers: int64 [K, n]."""
+    return found.sum(-1) - reference.sum(-1)
 
 
 def contrast(
@@ -87,7 +88,7 @@ def contrast(
 ) -> Estimate:
     """Change of one model's share of queries answered minus that of another's; each pair is (found, reference)."""
     difference = lost(*pair) - lost(*against)
-    return mean(difference, np.full(len(difference), pair[0].shape[1]), confidence)
+    return mean(difference, np.full(*pair[0].shape[-2:]), confidence, independent=True)
 
 
 def label(setting: Retrieval) -> str:

@@ -10,7 +10,8 @@ format for and leave out the others:
     kv              8, 4, 2, or int8, int4, int2: keys and values of the KV cache
     keys, values    the same, one without the other
 
-A method is a recipe of quantize/methods, such as "gptq" or "rotate+gptq".
+A method is a recipe of quantize/methods, such as "gptq" or "rotate+gptq". An artifact, which runs on ONNX Runtime, is a
+variant, too: of the checkpoint that it was made from.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from ..errors import DiffbitError
 from ..quantize import AttentionScheme, Format, Scheme, parse_format, parse_recipe, table_formats
 from ..quantize.scheme import KV, LOGIT_BITS, QK
+from ..runtime import Artifact
 
 BITS = ("16", "8", "6", "4", "3", "2", "ternary")
 ATTENTION = {"qk": QK, "kv": KV, "keys": KV, "values": KV}  # the formats that each part takes
@@ -36,7 +38,7 @@ GROUP_SIZE = 64  # of a format that is given as a number of bits below 8
 class Variant:
     """A model to compare with the 16-bit model."""
 
-    what: str  # one of WHAT
+    what: str  # one of WHAT, or "artifact"
     format: str  # int4_g64, nf4, ...; int8, int4, int2 for qk and the KV cache; "4-bit" for logits
     method: str  # rtn, gptq, rotate+gptq, ...; NO_METHOD unless weights are rounded
     bits: float  # of one number, without scales; ternary: log2(3)
@@ -47,9 +49,14 @@ class Variant:
         return self.what, self.format, self.method
 
     @property
+    def rounds(self) -> bool:
+        """Are weights rounded, so that another rounding would be another model?"""
+        return self.method != NO_METHOD
+
+    @property
     def calibrates(self) -> bool:
         """Does its method need calibration text?"""
-        return self.method != NO_METHOD and parse_recipe(self.method).calibrated
+        return self.rounds and parse_recipe(self.method).calibrated
 
     def __str__(self) -> str:
         return f"{self.what} at {self.format}" + (f" by {self.method}" if self.what == "weights" else "")
@@ -58,7 +65,8 @@ class Variant:
 def variants(bits: Sequence[str] = BITS, what: Sequence[str] = WHAT, methods: Sequence[str] = METHODS) -> list[Variant]:
     """The variants that `bits`, `what` and `methods` ask for, weights first, without the 16-bit model.
 
-    Raises DiffbitError for a width, format, part or method that does not exist, and where nothing is left to compare.
+    None where only "16" is asked for: then the models are measured as they are. Raises DiffbitError for a width,
+    format, part or method that does not exist, and where none of them goes with any part.
     """
     for name in what:
         if name not in WHAT:
@@ -76,12 +84,22 @@ def variants(bits: Sequence[str] = BITS, what: Sequence[str] = WHAT, methods: Se
         found += [_logits(int(entry)) for entry in formats if entry.isdigit() and int(entry) in LOGIT_BITS]
     for part in (part for part in ATTENTION if part in what):
         found += _attention(part, formats)
-    if not found:
+    if not found and formats:
         raise DiffbitError(
             f"--bits {','.join(widths)} with --what {','.join(what)} leaves nothing to compare with the 16-bit model; "
-            f"give widths below 16, such as {','.join(BITS)}"
+            f"give widths such as {','.join(BITS)}, or 16 alone for the models as they are"
         )
     return found
+
+
+def on_a_device(artifact: Artifact) -> Variant:
+    """What an artifact is of its model."""
+    scheme = Scheme() if artifact.scheme is None else Scheme.from_dict(artifact.scheme)
+    weights = artifact.dtype if scheme.weights is None else scheme.weights.name
+    cache = {part: format for part, format in scheme.attention.to_dict().items() if part != "window"}
+    format = ", ".join([f"{weights}, mixed" if scheme.overrides else weights, *(f"{k} {v}" for k, v in cache.items())])
+    bits = 16.0 if scheme.weights is None else bits_of(scheme.weights)
+    return Variant("artifact", format, artifact.method or NO_METHOD, bits, scheme)
 
 
 def bits_of(format: Format) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from diffbit.models import Checkpoint, load, save
+from diffbit.models import Checkpoint, ModelConfig, load, save
 from diffbit.models.checkpoint.names import shapes
 from diffbit.quantize import read_scheme, read_weight
 from diffbit.quantize import save as save_quantized
@@ -50,18 +50,21 @@ def described(run: Path, root: Path, preset: str) -> dict[str, Any]:
     """A run's training.json with its command; paths below `root`, the folder of all runs, as train.sh has them."""
     about = json.loads((run / "training.json").read_text())
     config = about["config"]
-    usual = train_config(preset, init=config.get("init"), qat=config.get("qat"))
+    model = ModelConfig.from_dict(config["model"])
+    usual = train_config(preset, model.attention, init=config.get("init"), qat=config.get("qat"))
     before = Path(config["init"]) if config.get("init") else None
     for name in ("tokenizer", "init", "distill"):
         if config.get(name) is not None:
             config[name] = place(Path(config[name]), root)
     command = f"diffbit train --preset {preset}"
     if before is None:
-        command += f" --attention {config['model']['attention']}"
+        command += f" --attention {model.attention}"
         command += f" --tokenizer {config['tokenizer']}" if config["tokenizer"] is not None else ""
     else:
         command += f" --init {config['init']}"
         command += f" --context {config['length']} --needles {config['needles']}" if config["needles"] else ""
+    if (config.get("head_gain"), model.head_norm) != (usual.head_gain, usual.model.head_norm):
+        command += f" --head-norm {'learned' if config.get('head_gain') else 'fixed' if model.head_norm else 'none'}"
     if config.get("qat"):
         command += f" --qat {config['qat']}"
     if config.get("distill"):

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 import torch
 from torch import Tensor
 
@@ -25,7 +24,7 @@ from ..quantize import AttentionScheme, read_scheme
 from ..quantize.cache import cache_spec
 from ..runtime.artifact import MANIFEST, TOKENIZER, VERSION, manifest_sha256
 from ..runtime.sampler import GENERATION
-from ..tokenizer_files import tokenizer_files
+from ..tokenizer_files import open_tokenizer, tokenizer_files
 from ..version import __version__
 from .decoder import DecoderGraph
 from .graph import FLOATS, MODEL
@@ -185,10 +184,7 @@ def _tokenizer_files(source: Checkpoint, given: str | Path | None) -> dict[str, 
         found = tokenizer_files(path)
         if TOKENIZER not in found:
             raise DiffbitError(f"{given}: is no {TOKENIZER} and no folder or GGUF file that holds one")
-    try:
-        tokenizers.Tokenizer.from_buffer(found[TOKENIZER])
-    except Exception as error:  # tokenizers raises bare Exception
-        raise DiffbitError(f"{path}: its {TOKENIZER} is not a tokenizer ({error}); restore the file") from None
+    open_tokenizer(found[TOKENIZER], path)
     return {name: data for name, data in found.items() if name != GENERATION}
 
 

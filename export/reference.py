@@ -16,8 +16,8 @@ from ..errors import DiffbitError
 from ..models import Block, Checkpoint, Decoder, rope_for
 from ..models.checkpoint.names import EMBEDDING, HEAD
 from ..models.layers.state import Carried
-from ..quantize import QTensor, QuantEmbedding, QuantLinear, Scheme, load, load_block, read_scheme, read_weight
-from ..quantize.model import assemble
+from ..quantize import QTensor, QuantEmbedding, Scheme, load, load_block, read_scheme, read_weight
+from ..quantize.model import as_exported, assemble
 from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE
 
 COPIES = 3
@@ -28,7 +28,7 @@ def reference_model(checkpoint: str | Path | Checkpoint) -> Decoder:
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
     check_scheme(checkpoint)
     decoder = load(checkpoint).eval()
-    _as_exported(decoder)
+    as_exported(decoder)
     return decoder
 
 
@@ -58,7 +58,7 @@ class Stream:
     def blocks(self) -> Iterator[Block]:
         for index in range(self.config.num_layers):
             block = load_block(self.checkpoint, index).eval()
-            _as_exported(block)
+            as_exported(block)
             yield block
             with torch.inference_mode():
                 x = block(self._x, self._rope, carried=self._carried)
@@ -75,7 +75,7 @@ class Stream:
         names[HEAD] = EMBEDDING if config.tie_embeddings else HEAD
         weights = {name: read_weight(self.checkpoint, stored) for name, stored in names.items()}
         assemble(top, weights, scheme, torch.float32)
-        _as_exported(top)
+        as_exported(top)
         with torch.inference_mode():
             return norm, top["lm_head"], top["lm_head"](norm(self._x[:, -1:]))[:, 0]
 
@@ -93,9 +93,3 @@ def check_scheme(checkpoint: Checkpoint) -> None:
                     "activations, but ONNX Runtime multiplies those in float; choose another format, or leave "
                     "activations out"
                 )
-
-
-def _as_exported(module: nn.Module) -> None:
-    for part in module.modules():
-        if isinstance(part, QuantLinear):
-            part.rounding = part.weight.format.device_rounding(part.rounding)

@@ -126,6 +126,7 @@ class ModelConfig:
         mlp: str = "swiglu",
         sub_norms: bool = False,
         norm_eps: float = 1e-5,
+        head_norm: bool = True,
         qk_norm: bool = False,
         qkv_bias: bool = False,
         o_bias: bool = False,
@@ -134,14 +135,15 @@ class ModelConfig:
     ) -> ModelConfig:
         """A model of equal layers, each of an attention variant and an MLP by their names; others: the other fields.
 
-        norm_eps: of the norms of heads, of queries and of keys as well, where there are any.
+        norm_eps: of the norms of heads, of queries and of keys as well, where there are any. head_norm: False takes out
+        diff_v1's.
         """
         check_count("num_layers", num_layers)
         options = attention_options(attention)
         gated = layers.options("mlp", mlp, mlps)(intermediate_size, bias=mlp_bias)
         kept: dict[str, Any] = {"qkv_bias": qkv_bias, "o_bias": o_bias, "qk_norm_eps": norm_eps if qk_norm else 0.0}
         if any(field.name == "norm_eps" for field in fields(options)):
-            kept["norm_eps"] = norm_eps
+            kept["norm_eps"] = norm_eps if head_norm else 0.0
         layer = LayerSpec(options(num_heads, num_kv_heads, head_dim, **kept), gated, sub_norms)
         return cls(layers=(layer,) * num_layers, norm_eps=norm_eps, **others)
 
@@ -192,6 +194,11 @@ class ModelConfig:
     def sub_norms(self) -> bool:
         """Whether every layer has sub-norms."""
         return all(layer.sub_norms for layer in self.layers)
+
+    @property
+    def head_norm(self) -> bool:
+        """Whether the heads of every layer have norms of their own."""
+        return all(layer.mixer.head_norm for layer in self.layers)
 
     def with_sub_norms(self) -> ModelConfig:
         """The same model with sub-norms in every layer."""

@@ -139,6 +139,11 @@ class MixerOptions(ABC):
         return 0
 
     @property
+    def head_norm(self) -> bool:
+        """Is there an RMSNorm of each head's output?"""
+        return False
+
+    @property
     def reads(self) -> int | None:
         """The earlier layer whose values it reads; None: none's."""
         return None
@@ -255,9 +260,7 @@ class AttentionOptions(MixerOptions):
         if self.sliding_window != 0:
             check_count("sliding_window", self.sliding_window)
             if self.keys_of is not None:
-                raise DiffbitError(
-                    "sliding_window and keys_of are both given; another layer's keys are all read"
-                )
+                raise DiffbitError("sliding_window and keys_of are both given; another layer's keys are all read")
 
     @staticmethod
     @abstractmethod

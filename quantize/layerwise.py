@@ -7,7 +7,7 @@ memory. Both give the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -26,11 +26,11 @@ from .layer import MEASURED_TOKENS, Layer, Tokens, round_one, round_stages
 from .methods import find
 from .model import Method, assemble
 from .recipe import Recipe, parse_recipe
+from .reorder import Read, reordered
 from .report import WIDTHS, WeightReport, weight_error
 from .scheme import EMBEDDING_MODULE, HEAD_MODULE, Scheme, weight_shapes
 
 PLAIN_BITS = 8  # of a head, from which on it is rounded to nearest
-Read = Callable[[str], Tensor]  # a parameter of the float model by its name, in canonical row order
 
 
 @dataclass(frozen=True)
@@ -237,11 +237,14 @@ def apply(
     method: str | Method | Recipe = "rtn",
     calibration: Any = None,
     calibration_mask: Any = None,
+    *,
+    order: int = 0,
 ) -> Decoder:
     """A quantized copy in memory of a float model, to the bit what `quantize_checkpoint` and `load` would give.
 
-    method, calibration, calibration_mask: as there. What neither the scheme nor the method changes is shared with the
-    original: changing one changes both.
+    method, calibration, calibration_mask: as there. order: of the model's channels (reorder.py), another rounding each;
+    0: the model's own. What neither the scheme nor the method changes is shared with the original: changing one changes
+    both.
     """
     source = decoder.state_dict()
     missing = [name for name in shapes(decoder.config) if name not in source]
@@ -250,8 +253,9 @@ def apply(
     recipe = parse_recipe(method)
     device = decoder.model.embed_tokens.weight.device
     tokens = tokens_for(recipe, decoder.config, calibration, calibration_mask, device, measure=False)
+    read = reordered(decoder.config, source.__getitem__, order)
     weights: dict[str, Tensor | QTensor] = {}
-    for layer in quantize_layers(decoder.config, source.__getitem__, scheme, recipe, tokens):
+    for layer in quantize_layers(decoder.config, read, scheme, recipe, tokens):
         weights |= layer.floats | {f"{module}.weight": weight for module, weight in layer.quantized.items()}
     with torch.device("meta"):
         copy = Decoder(stored_config(decoder.config, scheme, recipe))

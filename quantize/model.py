@@ -55,3 +55,11 @@ def quantize_weight(method: Method, name: str, weight: Tensor, format: Format, s
         return method(weight.detach(), format, stats)
     except DiffbitError as error:
         raise DiffbitError(f"{name}: {error}") from None
+
+
+def as_exported(module: nn.Module) -> None:
+    """Round the inputs of a model's quantized linear layers as the operators of its artifact do on a CPU, which round
+    as they must, whatever the scheme says about activations: `Format.device_rounding`."""
+    for part in module.modules():
+        if isinstance(part, QuantLinear):
+            part.rounding = part.weight.format.device_rounding(part.rounding)

@@ -349,5 +349,5 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise DiffbitError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise DiffbitError(f"{path}: cannot be read ({error})") from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
         raise DiffbitError(f"{path}: is not valid TOML ({error})") from None

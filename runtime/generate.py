@@ -69,7 +69,7 @@ def generate(
     end_tokens = session.artifact.eos_token_ids if end_tokens is None else end_tokens
     prompt_ids = _prompt_ids(session, tokenizer, prompt)
     token_ids = list(prompt_ids)
-    stream, output = tokenizer.stream(prompt_ids), _Output(stop, on_text)
+    stream, output = tokenizer.stream(prompt_ids), TextOutput(stop, on_text)
     times: list[float] = []  # when each token was chosen
     reason: FinishReason | None = None
 
@@ -125,7 +125,7 @@ def _prompt_ids(session: Session, tokenizer: Tokenizer, prompt: str | Sequence[i
     return ids
 
 
-class _Output:
+class TextOutput:
     """Text up to the first stop string, to `on_text` as soon as it is final: an end that may begin one is held back."""
 
     def __init__(self, stop: Sequence[str], on_text: Callable[[str], None] | None) -> None:

@@ -36,6 +36,10 @@ class Message(TypedDict):
     content: str
 
 
+class NoTemplate(DiffbitError):
+    """The model is no chat model."""
+
+
 class ChatTemplate:
     """A chat template and the special tokens that it may name.
 
@@ -55,7 +59,7 @@ class ChatTemplate:
     def read(cls, model: Artifact | str | Path, file: str | Path | None = None) -> ChatTemplate:
         """The template of an artifact or a checkpoint folder, or the one in `file`; special tokens are the model's.
 
-        Raises DiffbitError for a model without a template, or one that cannot be read.
+        Raises NoTemplate for a model without one, DiffbitError for one that cannot be read.
         """
         config_file = _file(model, CONFIG)
         config = {} if config_file is None else read_json(config_file)
@@ -72,7 +76,7 @@ class ChatTemplate:
             source = named.get("default")
         if source is None:
             where = model.path if isinstance(model, Artifact) else model
-            raise DiffbitError(
+            raise NoTemplate(
                 f"{where}: has no chat template, so it is no chat model; pass a template with --template FILE, or "
                 "continue a text with `diffbit run`"
             )

@@ -8,18 +8,14 @@ leading space, a run of byte tokens).
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..errors import DiffbitError, MissingDependency
+from ..errors import DiffbitError
+from ..tokenizer_files import MOST_BYTES, open_tokenizer, tokenizer_errors
 
 REPLACEMENT = "\ufffd"
-MOST_BYTES = 128 << 20  # of a file; that of a vocabulary of 256,000 tokens has 33 MB
-MOST_GROWTH = 10_000  # of a text's length
 CONTEXT = 8  # prompt tokens that a stream starts from: enough for any character or leading space
 
 
@@ -27,27 +23,13 @@ class Tokenizer:
     """A `tokenizer.json`, read by the library `tokenizers`. Raises DiffbitError for a file that it cannot read."""
 
     def __init__(self, path: str | Path) -> None:
-        try:
-            import tokenizers
-        except ModuleNotFoundError:
-            raise MissingDependency("tokenizers", "cpu", "reading a tokenizer.json") from None
         self.path = Path(path)
         try:
             with self.path.open("rb") as file:
                 data = file.read(MOST_BYTES + 1)
-            text = data.decode("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             raise DiffbitError(f"{path}: cannot be read ({error})") from None
-        if len(data) > MOST_BYTES:
-            raise DiffbitError(f"{path}: is larger than {MOST_BYTES >> 20} MiB, so it is no tokenizer.json")
-        with self._errors("is not a tokenizer.json that tokenizers can read"):
-            self._tokenizer: Any = tokenizers.Tokenizer.from_str(text)
-            self._tokenizer.no_padding()
-            self._tokenizer.no_truncation()  # a file may ask for both, but a prompt is encoded as it is
-        for part in ("normalizer", "pre_tokenizer", "decoder"):
-            state = getattr(self._tokenizer, part)
-            if state is not None and (growth := _growth(json.loads(state.__getstate__()))) > MOST_GROWTH:
-                raise DiffbitError(f"{path}: its {part} may make a text {growth:.0e} times as long; restore the file")
+        self._tokenizer: Any = open_tokenizer(data, self.path)
 
     @property
     def vocab_size(self) -> int:
@@ -65,44 +47,17 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:  # stray bytes in stdin or in arguments become lone surrogates
             raise DiffbitError(f"the text to encode is not UTF-8 after {error.start} characters") from None
-        with self._errors("fails to encode a text"):
+        with tokenizer_errors(self.path, "fails to encode a text"):
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of `token_ids`, without special tokens; bytes that form no character read as U+FFFD."""
-        with self._errors("fails to decode tokens"):
+        with tokenizer_errors(self.path, "fails to decode tokens"):
             return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def stream(self, prompt_ids: Iterable[int] = ()) -> TextStream:
         """Decode the tokens that follow `prompt_ids`, one by one."""
         return TextStream(self, list(prompt_ids)[-CONTEXT:])
-
-    @contextmanager
-    def _errors(self, what: str) -> Iterator[None]:
-        """Turn what the library raises into a DiffbitError: bare Exceptions, and panics, which are BaseExceptions."""
-        try:
-            yield
-        except (KeyboardInterrupt, SystemExit, GeneratorExit):
-            raise
-        except BaseException as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
-            raise DiffbitError(f"{self.path}: {what} ({reason}); restore the file") from None
-
-
-def _growth(part: object) -> float:
-    """A bound on how many times as long a text becomes: steps that replace can double it, and forty of them do."""
-    if isinstance(part, list):
-        return math.prod(map(_growth, part))
-    if not isinstance(part, dict):
-        return 1
-    if part.get("type") == "ByteLevel":
-        return 2  # a byte above 127 becomes a character of two
-    if part.get("type") != "Replace":
-        return math.prod(map(_growth, part.values()))
-    pattern, content = part["pattern"], len(part["content"])
-    if "String" in pattern:
-        return max(1, content / len(pattern["String"])) if pattern["String"] else 1 + content
-    return 1 + content  # a regular expression may match between characters
 
 
 class TextStream:

@@ -94,6 +94,7 @@ def completions(line: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "found"),
     [
@@ -130,7 +131,12 @@ def test_the_closed_choices_are_those_of_the_library() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [pytest.param(x, marks=[pytest.mark.slow] * ("compare" in x or "--target" in x)) for x in EXAMPLES]
+    "line",
+    [
+        pytest.param(line, marks=[pytest.mark.slow] * ("compare" in line or "--target" in line))
+        for line in EXAMPLES
+        if not line.startswith("diffbit serve")  # it does not end
+    ],
 )
 def test_the_example_works(
     line: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -157,7 +163,8 @@ def test_the_example_works(
         ["verify", "{demo}/diff_v1-onnx"],
         ["bench", "{demo}/diff_v1-onnx", "--prompt-tokens", "8", "--new-tokens", "4", "--repeats", "1"],
         ["outliers", "{demo}/diff_v1", "--max-windows", "2"],
-        ["compare", "{demo}/diff_v1", "--bits", "16,4", "--max-windows", "2", "--method", "rtn,gptq"],
+        ["compare", "{demo}/diff_v1", "--bits", "16,4", "--max-windows", "2", "--method", "rtn,gptq", "--repeats", "2"],
+        ["compare", "{demo}/diff_v1", "--bits", "16", "--max-windows", "2", "--artifact", "{demo}/diff_v1-onnx"],
         ["compare", "{pico}/diff_v1", "--what", "kv", "--max-windows", "2", "--retrieval", "6:2:256", "--rows", "2"],
     ],
     ids=lambda arguments: arguments[0],
@@ -213,6 +220,7 @@ def test_a_checkpoint_is_exported_on_the_way(
     assert not list(tmp_path.glob("diffbit-*"))  # nothing is left behind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["torch", "onnxruntime"])
 def test_what_to_install(missing: str, workplace: Path) -> None:
     """Without torch the device's commands work and the others name their extra; without a runtime, what to install."""
@@ -307,6 +315,7 @@ def test_a_method_that_calibrates_takes_a_text_and_says_so(
     assert Artifact.open(tmp_path / "a").method == "gptq"
 
 
+@pytest.mark.slow
 def test_a_target_chooses_formats_and_shows_the_error_of_each_layer(
     workplace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

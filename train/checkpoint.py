@@ -3,7 +3,8 @@
     checkpoints/step-00000500/
         config.json, model.safetensors, tokenizer files     a model folder like any other
         optimizer.safetensors    <parameter>.exp_avg, <parameter>.exp_avg_sq (fp32); <parameter>.value of parameters
-                                 that exist in training only: learned scales (qat.py)
+                                 that the model has not, or otherwise: learned scales (qat.py), and the weight of a
+                                 head norm, which the model has in o_proj (head_norm.py)
         training.json            step, the run's options, the hash of its text, number of processes; the hashes of the
                                  other files, of the log up to this step, and of itself
 
@@ -23,8 +24,8 @@ import torch
 from ..errors import DiffbitError
 from ..files import check_sha256, new_folder, read_sealed, sha256_file, write_sealed
 from ..models import Decoder, load, save
-from ..models.checkpoint.names import shapes
 from ..models.checkpoint.safetensors_file import read_header, write_tensors
+from .head_norm import folded
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FOLDER = "checkpoints"
@@ -36,14 +37,15 @@ def save_checkpoint(
 ) -> None:
     """Write the checkpoint after `training["step"]` steps of the run in `out`, then delete earlier ones."""
     folder = out / FOLDER / f"step-{training['step']:08}"
-    tensors = {}
+    tensors, saved = {}, folded(model)
+    stored = dict(saved.named_parameters())
     for name, parameter in model.named_parameters():
         for moment in MOMENTS:
             tensors[f"{name}.{moment}"] = optimizer.state[parameter][moment].detach().cpu().contiguous()
-        if name not in shapes(model.config):
+        if stored.get(name) is not parameter:
             tensors[f"{name}.value"] = parameter.detach().cpu().contiguous()
     with new_folder(folder, overwrite=True) as temporary:
-        save(model, temporary, dtype=torch.float32, tokenizer_from=tokenizer)
+        save(saved, temporary, dtype=torch.float32, tokenizer_from=tokenizer)
         write_tensors(temporary / "optimizer.safetensors", tensors)
         hashes = {file.name: sha256_file(file) for file in sorted(temporary.iterdir())}
         write_sealed(temporary / "training.json", {**training, "files": hashes})
@@ -75,8 +77,8 @@ def restore(folder: Path, step: int, model: Decoder, optimizer: torch.optim.Opti
     tensors = {name: entry.read() for name, entry in read_header(file).items()}
     for name, parameter in model.named_parameters():
         moments = {moment: tensors[f"{name}.{moment}"].to(parameter.device) for moment in MOMENTS}
-        if name not in shapes(model.config):
+        if (value := tensors.get(f"{name}.value")) is not None:
             with torch.no_grad():
-                parameter.copy_(tensors[f"{name}.value"])
+                parameter.copy_(value)
         counter = torch.tensor(float(step), device=parameter.device)  # as fused AdamW counts: in fp32
         optimizer.state[parameter] = {"step": counter, **moments}

@@ -33,6 +33,8 @@ class TrainConfig:
     limit: int | None = None  # bytes of text to read from the train split; None: all
     tokenizer: str | None = None  # a tokenizer.json or its folder; None: train one of model.vocab_size ids
     init: str | None = None  # a checkpoint with the initial weights; None: drawn anew
+    head_gain: float | None = None  # initial value of a learned head norm's weight (head_norm.py); None: no weight
+    o_proj_init: float = 1.0  # initial size of o_proj, relative to that of initialize.py
     qat: str | None = None  # format of the linear layers, such as "ternary"; None: float
     activations: str = "int8"  # of ternary layers: int8, or int4 behind a Hadamard transform (BitNet v2)
     schedule: str = "cosine"  # of the learning rate, or "two_stage"
@@ -51,7 +53,7 @@ class TrainConfig:
         format = None if self.qat is None else parse_format(self.qat)
         for name in ("steps", "batch_size", "accumulate", "eval_windows"):
             self._want(name, getattr(self, name) >= 1, "1 or more")
-        for name in ("warmup", "weight_decay", "eval_every", "checkpoint_every"):
+        for name in ("o_proj_init", "warmup", "weight_decay", "eval_every", "checkpoint_every"):
             self._want(name, getattr(self, name) >= 0, "0 or more")
         for name in ("learning_rate", "clip"):
             self._want(name, 0 < getattr(self, name) < float("inf"), "a positive number")
@@ -65,6 +67,10 @@ class TrainConfig:
         self._want("activations", self.activations in ("int8", "int4"), "int8 or int4")
         fits = self.activations == "int8" or (format is not None and self.activations in format.activations)
         self._want("activations", fits, "int8 where qat is not ternary")
+        if self.head_gain is not None:
+            self._want("head_gain", 0 < self.head_gain < float("inf"), "a positive number")
+            fits = self.model.head_norm and self.qat is None and not any(layer.sub_norms for layer in self.model.layers)
+            self._want("head_gain", fits, "none, or diff_v1 with its head norm, in float, without sub-norms")
         if self.scheme is not None:
             self.scheme.formats(self.model)  # raises DiffbitError for formats that do not fit
         self._want("warmup", self.warmup <= self.steps, f"at most the {self.steps} steps of the run")

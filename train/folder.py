@@ -21,6 +21,7 @@ from ..models import Decoder, save
 from ..quantize import Scheme
 from ..quantize import save as save_quantized
 from .checkpoint import ANEW, FOLDER
+from .head_norm import folded
 from .qat import weights
 
 LOG = "log.jsonl"
@@ -142,7 +143,7 @@ def place_model(model: Decoder, out: Path, tokenizer: Path, scheme: Scheme | Non
     folder = out / ".model"
     shutil.rmtree(folder, ignore_errors=True)
     if scheme is None:
-        save(model, folder, dtype=torch.float32, tokenizer_from=tokenizer)
+        save(folded(model), folder, dtype=torch.float32, tokenizer_from=tokenizer)
     else:
         save_quantized(weights(model), folder, model.config, scheme, method=METHOD, tokenizer_from=tokenizer)
         save(model, folder / MASTER, dtype=torch.float32, tokenizer_from=tokenizer)

@@ -22,7 +22,7 @@ from ..models.checkpoint.names import EMBEDDING, is_linear
 from ..models.layers.norm import RMSNorm
 
 
-def initialize(model: Decoder, seed: int) -> None:
+def initialize(model: Decoder, seed: int, o_proj: float = 1.0) -> None:
     """Fill every parameter of `model` in place, with the same numbers on every device."""
     config = model.config
     std = (2 / (5 * config.hidden_size)) ** 0.5
@@ -40,6 +40,7 @@ def initialize(model: Decoder, seed: int) -> None:
                 continue  # what its mixer or MLP began it with
             else:
                 drawn *= into_residual if name.endswith(("o_proj.weight", "down_proj.weight")) else std
+                drawn *= o_proj if name.endswith("o_proj.weight") else 1.0
             parameter.copy_(drawn)
 
 

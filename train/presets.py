@@ -32,6 +32,11 @@ TERNARY_RATE = 2.0  # learning rate of ternary weights, relative to that of floa
 FEW_BITS_FROM_CHECKPOINT = 0.5
 FROM_CHECKPOINT = 0.025
 ATTENTION = "diff_v1"  # by default
+HEAD_NORMS = ("learned", "fixed", "none")
+# Initial sizes of float models, of every variant (docs/training.md): of o_proj, relative to that of initialize.py, and
+# of the weight of a learned head norm
+O_PROJ_INIT = 0.1
+HEAD_GAIN = 0.1
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,13 @@ PRESETS = {
 
 
 def model_config(
-    preset: str, attention: str, *, vocab_size: int | None = None, mlp: str = "swiglu", sub_norms: bool = False
+    preset: str,
+    attention: str,
+    *,
+    vocab_size: int | None = None,
+    mlp: str = "swiglu",
+    sub_norms: bool = False,
+    head_norm: bool = True,
 ) -> ModelConfig:
     """The model of a preset with an attention variant; `vocab_size` None: the preset's. Raises DiffbitError for an
     unknown name."""
@@ -87,6 +98,7 @@ def model_config(
         tie_embeddings=True,
         mlp=mlp,
         sub_norms=sub_norms,
+        head_norm=head_norm,
     )
 
 
@@ -99,6 +111,7 @@ def train_config(
     init: str | None = None,
     mlp: str | None = None,
     sub_norms: bool | None = None,
+    head_norm: str | None = None,
     **changes: Any,
 ) -> TrainConfig:
     """The training run of a preset; `changes` replace fields of TrainConfig.
@@ -108,6 +121,8 @@ def train_config(
     init: a checkpoint to start from; its model and tokenizer are used, and `attention` must agree with it.
     mlp, sub_norms: of the model (models/config.py); None: those of `init`, else swiglu and, with ternary `qat`,
     sub-norms. Sub-norms can be added to the model of `init`.
+    head_norm: of diff_v1: "learned", with a weight that saving folds into o_proj (head_norm.py), "fixed", without one,
+    or "none"; None: as the checkpoint of `init` has it, else "learned", but "fixed" with `qat` or sub-norms.
 
     A ternary run without `init` follows BitNet b1.58: a learning rate TERNARY_RATE times as high, in two stages. A
     quantization-aware run from `init` has a lower learning rate than the preset: half at two bits, a fortieth above.
@@ -116,7 +131,9 @@ def train_config(
     size, qat = _preset(preset), changes.get("qat")
     format = None if qat is None else parse_format(qat)
     ternary = format is not None and format.trained
-    rate, schedule = size.learning_rate, "cosine"
+    rate, schedule, o_proj = size.learning_rate, "cosine", 1.0
+    if head_norm not in (None, *HEAD_NORMS):
+        raise DiffbitError(f"head_norm {head_norm!r} is none of {', '.join(HEAD_NORMS)}")
     if init is not None:
         model = _model_of(init, attention, mlp, sub_norms)
         changes = {"tokenizer": init, **changes}
@@ -127,10 +144,23 @@ def train_config(
             vocab_size = load_tokenizer(changes["tokenizer"]).vocab_size
         norms = ternary if sub_norms is None else sub_norms
         model = model_config(
-            preset, attention or ATTENTION, vocab_size=vocab_size, mlp=mlp or "swiglu", sub_norms=norms
+            preset,
+            attention or ATTENTION,
+            vocab_size=vocab_size,
+            mlp=mlp or "swiglu",
+            sub_norms=norms,
+            head_norm=head_norm != "none",
         )
+        if qat is None and not norms:
+            o_proj = O_PROJ_INIT
+            head_norm = head_norm or ("learned" if model.head_norm else None)
         if ternary:
             rate, schedule = TERNARY_RATE * rate, "two_stage"
+    if head_norm is not None and model.head_norm != (head_norm != "none"):
+        raise DiffbitError(
+            f"head_norm is {head_norm}, but the heads of this model ({model.attention}) have "
+            f"{'a norm' if model.head_norm else 'no norm'}; leave --head-norm out"
+        )
     if context is not None:
         model = replace(model, max_position=context)
     warmup = size.warmup
@@ -144,6 +174,8 @@ def train_config(
         "learning_rate": rate,
         "schedule": schedule,
         "warmup": warmup,
+        "o_proj_init": o_proj,
+        "head_gain": None if head_norm != "learned" else HEAD_GAIN if init is None else 1.0,
     }
     return TrainConfig(model=model, init=init, **options | changes)
 

@@ -61,6 +61,7 @@ from .config import TrainConfig
 from .data import Rows
 from .distill import Teacher, distillation_loss
 from .folder import LOG, begin_run, check_folder, log_state, place_model, plot_losses, pyplot, read_log, rewind_log
+from .head_norm import add_gains
 from .initialize import initialize, insert_sub_norms
 from .processes import Processes, processes
 from .qat import prepare, refresh
@@ -159,7 +160,7 @@ class _Run:
         torch.manual_seed(config.seed)
         self.model = Decoder(self.config.model)
         if config.init is None:
-            initialize(self.model, config.seed)
+            initialize(self.model, config.seed, config.o_proj_init)
         else:
             source = load(config.init, dtype=torch.float32)
             if self.config.model.sub_norms == source.config.sub_norms:
@@ -167,6 +168,8 @@ class _Run:
             else:
                 insert_sub_norms(source, self.model, torch.from_numpy(self.rows.take(0, CALIBRATION_ROWS)[0][:, :-1]))
         self.model.to(here.device)
+        if config.head_gain is not None:
+            add_gains(self.model, config.head_gain)
         self.layers = [] if config.scheme is None else prepare(self.model, config.scheme)
         self.teacher = Teacher(self.config, tokenizer, here.device) if config.distill else None
         if self.teacher is not None:

@@ -5,8 +5,8 @@
     lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
     lambda_init = 0.8 - 0.6 exp(-0.3 l),   l = 0, 1, ... the layer
 
-The head norm has no weight and runs in float32, and so does lambda: rounding each exp() to bfloat16 costs up to 9e-3
-in lambda. Rows of q_proj and k_proj lie in adjacent pairs (signal, noise).
+The head norm has no weight (o_proj has it, where one is learned) and runs in float32, and so does lambda: rounding each
+exp() to bfloat16 costs up to 9e-3 in lambda. Rows of q_proj and k_proj lie in adjacent pairs (signal, noise).
 
 Grouped (arXiv 2510.06949): noise_ratio = R neighbouring heads share one noise head, A2 of head i is that of noise head
 i // R. Rows of q_proj lie in groups of R signal heads and then their noise head: H + H/R sub-heads.
@@ -40,8 +40,8 @@ def lambda_init(layer_index: int) -> float:
 
 @dataclass(frozen=True)
 class Options(AttentionOptions):
-    """norm_eps: of the head norm. lambda_init: the number itself; None: the one of the layer's index, as above.
-    noise_ratio: signal heads to a noise head."""
+    """norm_eps: of the head norm; 0: there is none. lambda_init: the number itself; None: the one of the layer's index,
+    as above. noise_ratio: signal heads to a noise head."""
 
     norm_eps: float = 1e-5
     lambda_init: float | None = None
@@ -49,7 +49,8 @@ class Options(AttentionOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive("norm_eps", self.norm_eps)
+        if self.norm_eps != 0:
+            check_positive("norm_eps", self.norm_eps)
         init = self.lambda_init
         if init is not None and (not isinstance(init, int | float) or not -1 < init < 1):
             raise DiffbitError(f"lambda_init is {init!r}, wanted a number between -1 and 1, or null")
@@ -65,11 +66,15 @@ class Options(AttentionOptions):
 
     def symmetries(self) -> Symmetries:
         """Rotations of the 2d-wide value pass through the difference and through the head norm, which has no weight;
-        scales do not."""
+        scales pass where there is no norm."""
         shared, group = self.num_heads // self.num_kv_heads, (0,) * self.noise_ratio + (1,)
         signals = range(0, self.num_heads, self.noise_ratio)
         key_of = tuple(2 * (signal // shared) + branch for signal in signals for branch in group)
-        return Symmetries(value_width=2 * self.head_dim, key_of=key_of)
+        return Symmetries(value_width=2 * self.head_dim, value_scales=not self.head_norm, key_of=key_of)
+
+    @property
+    def head_norm(self) -> bool:
+        return self.norm_eps > 0
 
     @property
     def cache_heads(self) -> int:
@@ -86,8 +91,8 @@ class Options(AttentionOptions):
     def operations(self, context: int, low_bit: bool) -> Operations:
         """The difference is of the weights, then one product with the values; the norm of 2d numbers a head."""
         found = super().operations(context, low_bit)
-        context = self.seen(context)
-        other = found.other + self.num_heads * (context + 4 * self.head_dim)
+        context, norm = self.seen(context), 4 * self.head_dim if self.head_norm else 0
+        other = found.other + self.num_heads * (context + norm)
         return replace(found, matrix=self.width * context, other=other)
 
     def joint_rows(self) -> dict[str, int]:

@@ -66,7 +66,7 @@ class HuggingFace(Family):
 
     def read(self, values: Mapping[str, Any]) -> ModelConfig:
         act = values.get("hidden_act") or self.act
-        if act not in ACTS:
+        if not isinstance(act, str) or act not in ACTS:
             raise DiffbitError(f"hidden_act is {act!r}, wanted one of {', '.join(ACTS)}")
         query_heads = count(values, "num_attention_heads")
         kv_heads = count(values, "num_key_value_heads", default=query_heads)

@@ -192,7 +192,9 @@ class Format(ABC):
         """[n, K] -> [n, G, group]; zeros fill a short last group, which moves no scale, and are cut off again."""
         if not self.group_size:
             return values[:, None]
-        return F.pad(values, (0, -values.shape[1] % self.group_size)).unflatten(1, (-1, self.group_size))
+        if short := -values.shape[1] % self.group_size:
+            values = F.pad(values, (0, short))
+        return values.unflatten(1, (-1, self.group_size))
 
     @abstractmethod
     def encode_each(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:

@@ -27,12 +27,13 @@ Memory beside the weights: two matrices of K^2 numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...errors import DiffbitError
 from .. import scales
@@ -51,7 +52,9 @@ def quantize(weight: Tensor, format: Format, stats: Any) -> QTensor:
     if stats is None:
         raise DiffbitError("gptq needs calibration tokens; name a text to take them from (--calibrate mix)")
     weight = weight.float()
-    feedback = Feedback.of(stats.gram)
+    if stats.gram not in _FEEDBACK:
+        _FEEDBACK[stats.gram] = Feedback.of(stats.gram)
+    feedback = _FEEDBACK[stats.gram]
     scale, zero = scales.search(weight, format, feedback.cost)
     codes = round_columns(weight, format, scale, zero, feedback)
     for _ in range(ROUNDS):
@@ -168,6 +171,10 @@ class Feedback:
         cost = torch.empty(len(gram), device=gram.device)
         cost[backwards] = diagonal.square().float()
         return cls(order, lower.flip(0, 1).float(), cost)
+
+
+# of the Gram matrices that are alive: q, k and v share one, gate and up, and all rows of a table, which come in parts
+_FEEDBACK: MutableMapping[Tensor, Feedback] = WeakTensorKeyDictionary()
 
 
 def _columns(scale: Tensor, zero: Tensor | None, rows: int) -> tuple[Tensor, Tensor | None]:

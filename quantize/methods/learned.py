@@ -13,15 +13,18 @@ lambdas of the layer, which stay float, are learned along with it (Adam).
 Start are GPTQ's codes. The iterate with the least error on a fixed part of the calibration text is kept; the start is
 one of them. Of the head the Kullback-Leibler divergence of its predictions is minimised.
 
-Memory: of one layer, 40 bytes a weight (it in float, offset now and at first, rounded weight, their gradients, codes;
-what updates need in passing), what a backward pass keeps of BATCH_TOKENS tokens, and the aim, a float for each hidden
-state. A layer of 60 million weights: 2.4 GB, 0.2 GB, and as much again as the calibration tokens' states take.
+Memory: of one layer, 26 bytes a weight (it in float, offset now and at first, rounded weight, its gradient and what
+that is summed from, codes now and of the best iterate), what a backward pass keeps of BATCH_TOKENS tokens, and the aim,
+a float for each hidden state. A layer of 60 million weights: 1.6 GB, 0.1 GB, and as much again as the calibration
+tokens' states take.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -32,7 +35,7 @@ from torch.func import functional_call
 from ...errors import DiffbitError
 from ...models.layers.softmax import Arithmetic
 from ..formats import Format, QTensor
-from ..formats.base import divisor
+from ..formats.base import divisor, row_blocks
 from ..layer import Layer, Tokens
 from ..model import quantize_weight
 from ..rounding import straight_through
@@ -42,13 +45,13 @@ CALIBRATED = True
 EXACT = True  # the aim is the float model's output, of all calibration tokens
 SEED = 0
 STEPS = 100
-BATCH_TOKENS = 512  # in a step
+BATCH_TOKENS = 256  # in a step: as good as 512
 RATE = 1 / STEPS  # of SignSGD at first, in steps of the weights; what a clip factor's end of the range moves, too
 BOUND = 0.5  # of offsets: as far as the neighbour on either side
 MARGIN = 0.49  # how far from its code's level a weight starts at most, in steps
 CLIP = (0.25, 4.0)  # bounds of clip factors
 FLOAT_RATE = 1e-3  # of Adam, at first: norms, biases and lambdas
-CHECKS = 4  # how often the iterate is looked at
+CHECKS = 2  # how often the iterate is looked at
 CHECK_WINDOWS = 16  # what it is looked at with
 
 
@@ -56,15 +59,20 @@ def quantize_layer(layer: Layer) -> dict[str, QTensor]:
     """Round the weights in layer.formats together; layer.refitted gets better norms, biases and lambdas."""
     if layer.tokens is None:
         raise DiffbitError("learned needs calibration tokens; name a text to take them from (--calibrate mix)")
-    start: dict[str, QTensor] = {}
     layer.expect(STEPS)
+    start = _start(layer)
+    with torch.enable_grad():
+        return learn(layer, layer.tokens, start)
+
+
+def _start(layer: Layer) -> dict[str, QTensor]:
+    start: dict[str, QTensor] = {}
     for stage in layer.stages():
         stats = layer.stats(start, stage[:1])[stage[0]]
         for name in stage:
             weight, format = layer.tensors[f"{name}.weight"], layer.formats[name]
             start[name] = quantize_weight(gptq.quantize, f"{name}.weight", weight, format, stats)
-    with torch.enable_grad():
-        return learn(layer, layer.tokens, start)
+    return start
 
 
 def learn(layer: Layer, tokens: Tokens, start: Mapping[str, QTensor]) -> dict[str, QTensor]:
@@ -81,24 +89,25 @@ def learn(layer: Layer, tokens: Tokens, start: Mapping[str, QTensor]) -> dict[st
     least = float("inf")
     best = dict(start)  # should no error be a number
     best_floats: dict[str, Tensor] = {}
-    for step in range(STEPS + 1):
-        if step % max(1, STEPS // CHECKS) == 0 or step == STEPS:
-            with torch.no_grad():
-                loss = problem.checked({name: weight() for name, weight in weights.items()}, floats)
-            if loss < least:
-                least = loss
-                best = {name: weight.quantized() for name, weight in weights.items()}
-                best_floats = {name: tensor.detach().clone() for name, tensor in floats.items()}
-        if step == STEPS:
-            break
-        problem.loss({name: weight() for name, weight in weights.items()}, floats, next(batches)).backward()
-        left = 1 - step / STEPS
-        for weight in weights.values():
-            weight.update(RATE * left)
-        adam.param_groups[0]["lr"] = FLOAT_RATE * left
-        adam.step()
-        adam.zero_grad()
-        layer.step(next(iter(start)))
+    rounded = {name: weight.rounded for name, weight in weights.items()}
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for step in range(STEPS + 1):
+            if step % max(1, STEPS // CHECKS) == 0 or step == STEPS:
+                with torch.no_grad():
+                    loss = problem.checked(rounded, floats)
+                if loss < least:
+                    least = loss
+                    best = {name: weight.quantized() for name, weight in weights.items()}
+                    best_floats = {name: tensor.detach().clone() for name, tensor in floats.items()}
+            if step == STEPS:
+                break
+            problem.loss(rounded, floats, next(batches)).backward()
+            left = 1 - step / STEPS
+            list(pool.map(LearnedWeight.update, weights.values(), repeat(RATE * left)))
+            adam.param_groups[0]["lr"] = FLOAT_RATE * left
+            adam.step()
+            adam.zero_grad()
+            layer.step(next(iter(start)))
     for name, tensor in best_floats.items():
         layer.refitted[name] = tensor.to(layer.tensors[name].dtype)
     return best
@@ -161,6 +170,9 @@ class LearnedWeight:
 
     offset        fp32 [N, K], in steps
     upper, lower  fp32, shaped as the scales: factors of the range's ends; only asymmetric formats have a lower one
+    rounded       fp32 [N, K], what they make of the weight: scale * level(w / scale + offset)
+
+    All passes take some rows at a time, whose numbers stay in cache.
     """
 
     def __init__(self, weight: Tensor, start: QTensor) -> None:
@@ -174,9 +186,11 @@ class LearnedWeight:
         away = (away - away.clamp(-MARGIN * self.unit, MARGIN * self.unit)).masked_fill_(nearest == codes, 0)
         away = away.flatten(1)[:, : weight.shape[1]].contiguous()
         self.first = away  # an offset stays within BOUND, or between BOUND and where it started
-        self.offset = away.clone().requires_grad_()
+        self.offset = away.clone()
         self.upper = torch.ones_like(start.scale).requires_grad_()
         self.lower = None if zero is None else torch.ones_like(start.scale).requires_grad_()
+        self.rounded = torch.empty_like(self.weight).requires_grad_()
+        self.round()
 
     def scales(self) -> tuple[Tensor, Tensor | None]:
         """Scales, and zero points as whole floats."""
@@ -189,68 +203,76 @@ class LearnedWeight:
         scale = _straight(format.stored, (below + above) / top)
         return scale, _straight(torch.round, below / divisor(scale)).clamp(0, top)
 
-    def __call__(self) -> Tensor:
-        """The rounded weight, through which gradients reach the three."""
-        offset, weight = self.format.grouped(self.offset), self.format.grouped(self.weight)
-        rounded: Tensor = _Round.apply(offset, *self.scales(), weight, self.format)
-        return rounded.flatten(1)[:, : self.weight.shape[1]]
+    @torch.no_grad()
+    def round(self) -> None:
+        """Make `rounded` of the three."""
+        scale, zero = self.scales()
+        for rows, s, z, (weight, offset) in _parts(self.format, scale, zero, self.weight, self.offset):
+            codes = self.format.encode_each(torch.addcmul(weight, offset, s), s, z)
+            self.rounded[rows] = self.format.decode_each(codes, s, z).flatten(1)[:, : self.weight.shape[1]]
 
     @torch.no_grad()
     def quantized(self) -> QTensor:
         scale, zero = self.scales()
-        codes = _encode(self.format.grouped(self.weight), self.format.grouped(self.offset), scale, zero, self.format)
-        codes = codes.flatten(1)[:, : self.weight.shape[1]].contiguous()
+        codes = torch.empty(self.weight.shape, dtype=torch.uint8, device=self.weight.device)
+        for rows, s, z, (weight, offset) in _parts(self.format, scale, zero, self.weight, self.offset):
+            found = self.format.encode_each(torch.addcmul(weight, offset, s), s, z)
+            codes[rows] = found.flatten(1)[:, : codes.shape[1]].to(torch.uint8)
         return QTensor(self.format, self.start.shape, codes, scale, None if zero is None else zero.to(torch.uint8))
+
+    def gradients(
+        self, upstream: Tensor, scale: Tensor, zero: Tensor | None
+    ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:
+        """Some rows at a time: which, and the gradients of their offsets [n, K], scales and zero points [n, G].
+
+        d/d offset = scale inside the range, else 0;   d/d scale = level - [inside] w / scale;
+        d/d zero = -scale outside, where rounding to a level counts as adding a constant. There are no booleans here:
+        torch makes and reads them seven times more slowly than floats.
+        """
+        values = (self.weight, self.offset, self.rounded, upstream)
+        for rows, s, z, (weight, offset, rounded, grad) in _parts(self.format, scale, zero, *values):
+            below = divisor(s)
+            place = weight / below
+            moved = place + offset
+            inside = moved.clamp(*self.format.bounds(z)).sub_(moved).sign_().abs_().neg_().add_(1)
+            to_scale = (rounded / below).addcmul_(place, inside, value=-1).mul_(grad).sum(-1)
+            through = grad * s
+            to_offset = through * inside
+            to_zero = None if z is None else (to_offset - through).sum(-1)
+            yield rows, to_offset.flatten(1)[:, : upstream.shape[1]], to_scale, to_zero
 
     @torch.no_grad()
     def update(self, rate: float) -> None:
         """A step of SignSGD: offsets move by `rate` steps, and so do the ends of a symmetric range."""
-        for parameter in (self.offset, self.upper, self.lower):
-            if parameter is None or parameter.grad is None:
-                continue
-            if parameter is self.offset:
-                parameter.sub_(parameter.grad.sign_(), alpha=rate * self.unit)
-                bound = BOUND * self.unit
-                torch.clamp(parameter, self.first.clamp(max=-bound), self.first.clamp(min=bound), out=parameter)
-            else:
-                parameter.sub_(parameter.grad.sign_(), alpha=rate / 2 ** (self.format.bits - 1)).clamp_(*CLIP)
-            parameter.grad = None
+        assert self.rounded.grad is not None
+        with torch.enable_grad():
+            found = [values for values in self.scales() if values is not None]
+        scale, zero = found[0].detach(), found[1].detach() if len(found) > 1 else None
+        grads = [scale.new_empty(len(self.weight), scale.shape[1]) for _ in found]
+        bound = BOUND * self.unit
+        for rows, to_offset, *to_ends in self.gradients(self.rounded.grad, scale, zero):
+            offset, first = self.offset[rows], self.first[rows]
+            offset.sub_(to_offset.sign_(), alpha=rate * self.unit)
+            torch.clamp(offset, first.clamp(max=-bound), first.clamp(min=bound), out=offset)
+            for whole, part in zip(grads, to_ends, strict=False):
+                assert part is not None
+                whole[rows] = part
+        ends = [end for end in (self.upper, self.lower) if end is not None]
+        grads = [grad.sum_to_size(values.shape) for grad, values in zip(grads, found, strict=True)]
+        for end, grad in zip(ends, torch.autograd.grad(found, ends, grads), strict=True):
+            end.sub_(grad.sign(), alpha=rate / 2 ** (self.format.bits - 1)).clamp_(*CLIP)
+        self.rounded.grad = None
+        self.round()
 
 
-class _Round(torch.autograd.Function):
-    """scale * level(w / scale + offset), where rounding to a level counts as adding a constant.
-
-    d/d offset = scale inside the range, else 0;   d/d scale = level - [inside] w / scale;   d/d zero = -scale outside
-
-    Weight and offset are [N, G, group], scale and zero as a QTensor's.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, offset: Tensor, scale: Tensor, zero: Tensor | None, weight: Tensor, format: Format) -> Tensor:
-        codes = _encode(weight, offset, scale, zero, format)
-        ctx.save_for_backward(offset, scale, zero, weight, codes)
-        ctx.format = format
-        return format.decode_each(codes, scale[..., None], None if zero is None else zero[..., None])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        offset, scale, zero, weight, codes = ctx.saved_tensors
-        scales, zeros = scale[..., None], None if zero is None else zero[..., None]
-        place = weight / divisor(scales)
-        low, high = ctx.format.bounds(zeros)
-        moved = place + offset
-        inside = (moved >= low) & (moved <= high)
-        level = ctx.format.decode_each(codes, torch.ones_like(scales), zeros)
-        grad_scale = (grad * level.sub_(place.mul_(inside))).sum(-1).sum_to_size(scale.shape)
-        through = grad * scales
-        grad_zero = None if zero is None else -through.masked_fill(inside, 0).sum(-1)
-        return through.mul_(inside), grad_scale, grad_zero, None, None
-
-
-def _encode(weight: Tensor, offset: Tensor, scale: Tensor, zero: Tensor | None, format: Format) -> Tensor:
-    """Codes uint8 of weights and offsets [N, G, group]."""
-    scale, zero = scale[..., None], None if zero is None else zero[..., None]
-    return format.encode_each(torch.addcmul(weight, offset, scale), scale, zero).to(torch.uint8)
+def _parts(
+    format: Format, scale: Tensor, zero: Tensor | None, *values: Tensor
+) -> Iterator[tuple[slice, Tensor, Tensor | None, list[Tensor]]]:
+    """Some rows at a time of tensors [N, K]: which, their scales and zero points [n, G, 1], and each [n, G, group]."""
+    scales = scale.expand(len(values[0]), -1)[..., None]
+    for rows in row_blocks(values[0]):
+        grouped = [format.grouped(value[rows]) for value in values]
+        yield rows, scales[rows], None if zero is None else zero[rows, :, None], grouped
 
 
 def _straight(function: Callable[..., Tensor], value: Tensor, *rest: Any) -> Tensor:

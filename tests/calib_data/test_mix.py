@@ -65,6 +65,24 @@ def test_dialogues_are_in_the_chat_template_of_the_model(tmp_path: Path) -> None
     assert plain != chat
 
 
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (b"\xff\xfe{{", "cannot be read"),
+        (b"{{ unclosed", "cannot render"),
+        (b"{{ raise_exception('a system message must come first') }}", "a system message must come first"),
+    ],
+)
+def test_a_template_that_is_of_no_use_is_remarked_on_once_and_dialogues_are_plain(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], template: bytes, reason: str
+) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(template)
+    found = load_text("mix", "eval", render=chat_template(tmp_path)).documents
+    assert found == load_text("mix", "eval").documents
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"{tmp_path}: dialogues") and reason in line and line.count(str(tmp_path)) == 1
+
+
 def test_nobody_trains_on_it() -> None:
     with pytest.raises(DiffbitError, match="train on another"):
         load_text("mix", "train")

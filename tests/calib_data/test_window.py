@@ -31,6 +31,7 @@ def test_the_three_pictures_of_the_docstring() -> None:
     dropped = windows(docs, 4, eos_id=EOS, keep_partial=False)
     assert len(dropped.ids) == 2 and (dropped.tokens, dropped.unused) == (8, 2)
     assert len({cut.sha256, lapped.sha256, dropped.sha256}) == 3
+    assert [one.document.tolist() for one in (cut, lapped, dropped)] == [[0, 1, 1], [0, 1, 1], [0, 1]]
 
 
 @settings(max_examples=150, derandomize=True, deadline=None)
@@ -46,7 +47,7 @@ def test_against_a_token_by_token_count(
 ) -> None:
     """Every token is where the stream has it, counted once, and scored at most once."""
     overlap = min(overlap, length - 1)
-    whole, count = stream(documents(*lengths), EOS)
+    whole, ends = stream(documents(*lengths), EOS)
     try:
         cut = windows(
             documents(*lengths), length, eos_id=EOS, overlap=overlap, max_windows=max_windows, keep_partial=keep_partial
@@ -75,7 +76,7 @@ def test_against_a_token_by_token_count(
             covered |= {p} if real else set()
             scored |= {p} if real and column > 0 else set()
     assert cut.scored == len(scored)
-    assert (cut.tokens, cut.unused, cut.documents) == (len(covered), len(whole) - len(covered), count)
+    assert (cut.tokens, cut.unused, cut.documents) == (len(covered), len(whole) - len(covered), len(ends))
     if overlap and max_windows is None and keep_partial:
         assert scored == set(range(1, len(whole)))
 

@@ -33,6 +33,8 @@ def comparison(
     told_apart: bool = True,
     methods: tuple[str, ...] = ("rtn",),
     needles: tuple[int, ...] = (),
+    repeats: int = 5,
+    arithmetic: str = "artifact",
 ) -> dict[str, Any]:
     models = [
         {
@@ -56,6 +58,7 @@ def comparison(
                     "bits_per_weight": per_weight, "recovered": estimate(1 - share, 0.05) if share < 1 else None,
                     "nbytes": int(1e5 * per_weight), "perplexity": estimate(20 * math.exp(loss), 1.0),
                     "ratio": ratio(loss) if loss else estimate(1.0, 0.0), "kl": estimate(abs(loss), 0.1 * abs(loss)),
+                    "repeats": repeats if what == "weights" else 1,
                     "agreement": estimate(math.exp(-abs(loss)), 0.001), "cache_bytes": 384.0, "cost": cost(per_weight),
                     "retrieval": [
                         {
@@ -73,6 +76,7 @@ def comparison(
                 add("weights", format, bits, per_weight, factor * LOSSES[format], method)
         for bits in (8, 4, 3):
             add("logits", f"{bits}-bit", bits, 16.0, factor * 0.5**bits)
+        add("artifact", "int4_g64", 4, 4.25, factor * LOSSES["int4_g64"], "gptq")
         for bits in (8, 4, 2) if needles else ():
             add("kv", f"int{bits}", bits, 16.0, factor * 0.4**bits)
     for name in names[1:]:
@@ -81,16 +85,23 @@ def comparison(
                 contrasts.append(
                     {
                         "model": name, "against": names[0], "what": result["what"], "format": result["format"],
-                        "method": result["method"],
+                        "method": result["method"], "repeats": repeats if result["what"] == "weights" else None,
                         "difference": estimate(0.02, 0.01 if told_apart else 0.03),
                         "retrieval": [estimate(-0.011, 0.005) for _ in needles],
                     }
                 )  # fmt: skip
     text = {"source": "stdlib", "sha256": "cd" * 32, "windows": 16, "length": 128, "scored_tokens": 2032}
-    calibration = {"source": "stdlib", "sha256": "ef" * 32, "windows": 128, "length": 128, "tokens": 16384}
+    calibration = {
+        "source": "stdlib",
+        "sha256": "ef" * 32,
+        "windows": 128,
+        "length": 128,
+        "tokens": 16384,
+        "samples": repeats,
+    }
     return {
         "models": models, "results": results, "contrasts": contrasts, "confidence": 0.95, "text": text,
-        "calibration": calibration if len(methods) > 1 else None, "refused": [],
+        "arithmetic": arithmetic, "calibration": calibration if len(methods) > 1 else None, "refused": [],
         "needles": [
             {"length": length, "needles": 6, "queries": 2, "rows": 32, "source": "stdlib", "sha256": "ab" * 32}
             for length in needles

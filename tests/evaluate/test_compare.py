@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from diffbit.calib_data import Windows, windows
+from diffbit.calib_data import Windows, eval_windows, samples, windows
 from diffbit.errors import DiffbitError
 from diffbit.evaluate import compare, measure
-from diffbit.evaluate.metrics import Scores, recovered
+from diffbit.evaluate.metrics import Scores, mean, recovered
 from diffbit.evaluate.plots import plot_comparison
+from diffbit.export import export_artifact
 from diffbit.models import Decoder, ModelConfig, load, save
 from diffbit.quantize import Scheme, apply, parse_format, quantize_checkpoint, rtn
+from diffbit.quantize.model import as_exported
+from diffbit.runtime import Artifact
 
 VOCABULARY = 97
 
@@ -64,9 +67,23 @@ def slow_losses(decoder: Decoder, text: Windows) -> tuple[list[np.ndarray], np.n
     return probabilities, np.array(losses)
 
 
-def by_hand(path: Path, format: str) -> Decoder:
+def in_blocks(x: torch.Tensor, block: int) -> torch.Tensor:
+    """x rounded to int8 with one scale for each `block` neighbours, as Int4MatMul, Int8MatMul and MatMulNBits do."""
+    parts = x.split(block, -1)  # in float32, for an int8 table gives many numbers half-way between two codes
+    largest = [part.abs().amax(-1, keepdim=True) for part in parts]
+    codes = [(part * (torch.tensor(127.0) / most)).round() for part, most in zip(parts, largest, strict=True)]
+    return torch.cat([code * (most / 127) for code, most in zip(codes, largest, strict=True)], -1)
+
+
+def by_hand(path: Path, format: str, arithmetic: str) -> Decoder:
     """The model with its tied table and its linear layers rounded, one after the other, without any scheme."""
     decoder = load(path)
+    if arithmetic == "artifact":
+        block = parse_format(format).group_size
+        for name, module in decoder.named_modules():
+            if name.endswith("_proj"):
+                module.register_forward_pre_hook(lambda _, inputs: in_blocks(inputs[0], block))
+        decoder.model.norm.register_forward_hook(lambda _, inputs, output: in_blocks(output, 32))  # before the head
     table = decoder.model.embed_tokens.weight
     table.data = rtn(table.data, parse_format("int8")).dequantize()
     for name, module in decoder.model.layers.named_modules():
@@ -76,8 +93,10 @@ def by_hand(path: Path, format: str) -> Decoder:
     return decoder
 
 
-def test_against_a_slow_comparison(checkpoints: list[Path], text: Windows) -> None:
-    result = compare(checkpoints, text, ["16", "4", "int3_g16"], ["weights"], batch_size=3)
+@pytest.mark.parametrize("arithmetic", ["artifact", "float"])
+def test_against_a_slow_comparison(checkpoints: list[Path], text: Windows, arithmetic: str) -> None:
+    result = compare(checkpoints, text, ["16", "4", "int3_g16"], ["weights"], batch_size=3, arithmetic=arithmetic)
+    assert result.arithmetic == arithmetic
     assert [(r.model, r.what, r.format) for r in result.results] == [
         (model, what, format)
         for model in ("diff_v1", "softmax")
@@ -88,7 +107,8 @@ def test_against_a_slow_comparison(checkpoints: list[Path], text: Windows) -> No
     for path in checkpoints:
         p, reference = slow_losses(load(path), text)
         for found in [r for r in result.results if r.model == path.name]:
-            q, losses = (p, reference) if found.format == "16" else slow_losses(by_hand(path, found.format), text)
+            made = load(path) if found.format == "16" else by_hand(path, found.format, arithmetic)
+            q, losses = slow_losses(made, text)
             kl = sum(float((a * np.log(a / b)).sum()) for a, b in zip(p, q, strict=True)) / tokens.sum()
             same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in zip(p, q, strict=True)) / tokens.sum()
             assert found.perplexity.value == pytest.approx(math.exp(losses.sum() / tokens.sum()), rel=1e-4)
@@ -99,10 +119,8 @@ def test_against_a_slow_comparison(checkpoints: list[Path], text: Windows) -> No
             if found.format == "16":
                 assert found.ratio.low == found.ratio.high == 1.0
             else:  # paired: the spread of the differences, not of the losses
-                rate = (losses - reference).sum() / tokens.sum()
-                spread = np.sqrt(np.sum((losses - reference - rate * tokens) ** 2) * len(tokens) / (len(tokens) - 1))
-                t = {11: 2.20099, 12: 2.17881}[len(tokens) - 1]
-                assert math.log(found.ratio.high) - rate == pytest.approx(t * spread / tokens.sum(), rel=1e-3)
+                high = mean(losses - reference, tokens).high
+                assert math.log(found.ratio.high) == pytest.approx(high, rel=1e-3)
     assert len(result.contrasts) == 2
     for contrast in result.contrasts:
         assert (contrast.model, contrast.against) == ("softmax", "diff_v1")
@@ -115,6 +133,7 @@ def calibration_text() -> Windows:
     return windows([np.random.default_rng(1).integers(1, VOCABULARY, 400)], 16, eos_id=0, source="other")
 
 
+@pytest.mark.slow
 def test_methods(checkpoints: list[Path], text: Windows) -> None:
     other = calibration_text()
     result = compare(checkpoints, text, ["3", "8"], ["weights", "logits"], ["rtn", "gptq"], calibration=other)
@@ -124,15 +143,19 @@ def test_methods(checkpoints: list[Path], text: Windows) -> None:
     ]  # fmt: skip
     assert len(result.contrasts) == 6 and {c.method for c in result.contrasts} == {"rtn", "gptq", "none"}
     assert result.calibration == {
-        "source": "other", "sha256": other.sha256, "windows": 26, "length": 16, "tokens": int(other.mask.sum())
+        "source": "other", "sha256": other.sha256, "windows": 26, "length": 16, "tokens": int(other.mask.sum()),
+        "samples": 1,
     }  # fmt: skip
     found = {r.method: r for r in result.results if (r.model, r.format) == ("diff_v1", "int3_g64")}
     decoder, scheme = load(checkpoints[0]), Scheme(parse_format("int3_g64"), parse_format("int8"), parse_format("int8"))
     made = apply(decoder, scheme, "gptq", calibration=other.ids, calibration_mask=other.mask)
+    plainly = apply(decoder, scheme)
+    for model in (made, plainly):
+        as_exported(model)
     tokens, zero = text.target[:, 1:].sum(1), np.zeros(len(text.ids))
     by_hand_, plain, reference = (
         Scores(tokens, slow_losses(model, text)[1], zero, zero)
-        for model in (made, apply(decoder, scheme), decoder)
+        for model in (made, plainly, decoder)
     )  # fmt: skip
     assert found["gptq"].perplexity.value == pytest.approx(by_hand_.perplexity().value, rel=1e-4)
     share = recovered(by_hand_, plain, reference)
@@ -147,16 +170,76 @@ def test_methods(checkpoints: list[Path], text: Windows) -> None:
     assert "method" not in compare(checkpoints[:1], text, ["3"]).rows()[1]
 
 
+def test_repeats(checkpoints: list[Path], text: Windows) -> None:
+    whole = windows([np.random.default_rng(1).integers(1, VOCABULARY, 900)], 16, eos_id=0)
+    parts = samples(whole, 20, 3)
+    result = compare(
+        checkpoints, text, ["3"], ["weights", "kv"], ["rtn", "gptq"], calibration=parts, repeats=3, batch_size=16
+    )
+    assert [(r.method, r.repeats) for r in result.results[:3]] == [("none", 1), ("rtn", 3), ("gptq", 3)]
+    assert [c.repeats for c in result.contrasts] == [3, 3]
+    assert result.calibration is not None and result.calibration["samples"] == 3
+    scheme = Scheme(parse_format("int3_g64"), parse_format("int8"), parse_format("int8"))
+    tokens, lost = text.target[:, 1:].sum(1), []
+    for path in checkpoints:
+        decoder = load(path)
+        reference, made = slow_losses(decoder, text)[1], []
+        for order, part in enumerate(parts):
+            model = apply(decoder, scheme, "gptq", part.ids, part.mask, order=order)
+            as_exported(model)
+            made.append(slow_losses(model, text)[1] - reference)
+        lost.append(np.stack(made))
+        found = next(r for r in result.results if (r.model, r.method) == (path.name, "gptq"))
+        wanted = mean(lost[-1], tokens, document=text.document)
+        assert math.log(found.ratio.value) == pytest.approx(wanted.value, rel=1e-3)
+        assert math.log(found.ratio.high) == pytest.approx(wanted.high, rel=1e-2)
+        alone = compare([path], text, ["3"], ["weights"], ["gptq"], calibration=parts[0]).results[1]
+        assert math.log(alone.ratio.value) == pytest.approx(made[0].sum() / tokens.sum(), rel=1e-3)
+    difference = mean(lost[1] - lost[0], tokens, document=text.document)  # repeat by repeat
+    contrast = next(c for c in result.contrasts if c.method == "gptq")
+    assert contrast.difference.low == pytest.approx(difference.low, rel=1e-2, abs=1e-5)
+    with pytest.raises(DiffbitError, match="2 samples of calibration text for 3 repeats"):
+        compare(checkpoints, text, ["3"], ["weights"], ["gptq"], calibration=parts[:2], repeats=3)
+
+
+def test_an_artifact_runs_on_onnx_runtime(tmp_path: Path) -> None:
+    """It gives what torch does in its arithmetic, and not what torch does with float inputs."""
+    pico = Path(__file__).parents[2] / "examples" / "pico"
+    scheme = Scheme(parse_format("int4_g32"), parse_format("int8"), parse_format("int8"))
+    quantize_checkpoint(pico / "diff_v1", tmp_path / "low", scheme)
+    artifact = Artifact.open(export_artifact(tmp_path / "low", tmp_path / "artifact"))
+    text = eval_windows("stdlib", pico / "diff_v1", 96, 5)
+    found = {
+        arithmetic: compare([pico / "diff_v1"], text, ["int4_g32"], ["weights"], arithmetic=arithmetic, artifacts=own)
+        for arithmetic, own in (("artifact", [artifact]), ("float", []))
+    }
+    _, made, ran = found["artifact"].results
+    assert (ran.what, ran.format, ran.method, ran.repeats) == ("artifact", "int4_g32", "rtn", 1)
+    assert ran.nbytes == artifact.nbytes and ran.bits_per_weight == made.bits_per_weight
+    assert math.log(ran.ratio.value) == pytest.approx(math.log(made.ratio.value), abs=1e-4)
+    assert ran.kl.value == pytest.approx(made.kl.value, rel=2e-3)
+    assert abs(found["float"].results[1].kl.value - made.kl.value) > 5 * abs(ran.kl.value - made.kl.value)
+    with pytest.raises(DiffbitError, match="of none of the float models"):
+        compare([pico / "softmax"], text, ["int4_g32"], ["weights"], artifacts=[artifact])
+    with pytest.raises(DiffbitError, match=r"another artifact of .* has int4_g32, rtn too"):
+        compare([pico / "diff_v1"], text, ["int4_g32"], ["weights"], artifacts=[artifact, artifact])
+
+
+def test_16_bits_alone_are_the_models_as_they_are(checkpoints: list[Path], text: Windows) -> None:
+    result = compare(checkpoints, text, ["16"])
+    assert [(r.model, r.format) for r in result.results] == [(path.name, "16") for path in checkpoints]
+
+
 def test_a_variant_is_made_once_and_what_a_method_refuses_is_left_out(
     checkpoints: list[Path], text: Windows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
 
-    def counted(decoder: Decoder, scheme: Scheme, method: str) -> Decoder:
+    def counted(decoder: Decoder, scheme: Scheme, method: str, *, order: int) -> Decoder:
         made.append((scheme.weights.name if scheme.weights else "", method))
         if made[-1][0] == "ternary":
             raise DiffbitError("ternary has no groups")
-        return apply(decoder, scheme, method)
+        return apply(decoder, scheme, method, order=order)
 
     monkeypatch.setattr(measure, "apply", counted)
     result = compare(checkpoints, text, ["3", "ternary"], ["weights"], batch_size=2, cache_bytes=1)
@@ -178,6 +261,7 @@ def test_low_bit_logits(checkpoints: list[Path], text: Windows) -> None:
     assert eight.nbytes == float_.nbytes and eight.bits_per_weight == 16
 
 
+@pytest.mark.slow
 def test_a_small_cache_and_another_batch_give_the_same_numbers(checkpoints: list[Path], text: Windows) -> None:
     whole = compare(checkpoints, text, ["4", "2"], batch_size=16)
     parts = compare(checkpoints, text, ["4", "2"], batch_size=2, cache_bytes=16 * VOCABULARY * 4 * 5)
@@ -252,7 +336,6 @@ def test_bad_requests(checkpoints: list[Path], text: Windows, tmp_path: Path) ->
         ("many", {"bits": ["16", "many"]}),
         ("12 bits", {"bits": ["12"]}),
         ("moods", {"what": ["weights", "moods"]}),
-        ("leaves nothing", {"bits": ["16"]}),
         ("leaves nothing", {"bits": ["ternary"], "what": ["logits"]}),
         ("one checkpoint folder or more", {"paths": []}),
         ("1 names for 2 models", {"names": ["a"]}),

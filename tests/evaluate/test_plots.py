@@ -88,6 +88,7 @@ def test_a_heat_map_has_a_cell_for_each_layer_and_module() -> None:
     assert cells[2.5, 0.5] == "0.06" and cells[0.5, 1.5] == "0.02"
 
 
+@pytest.mark.slow
 def test_files(tmp_path: Path) -> None:
     data = made_up.comparison(("a<b & $c_d$", "plain"))
     for name in ("one.svg", "two.svg", "three.png"):

@@ -156,6 +156,7 @@ def test_the_tables_hold_the_numbers(page: Page) -> None:
     four = next(row for row in rows if row[:2] == ["int4_g64", "diff"])
     assert four[2].startswith("20.6") and four[3] == "+3.05% [+2.72, +3.38%]" and four[6] == "4.25"
     assert any(row[:2] == ["int4_g64", "plain − diff"] and row[3] == "diff loses less than plain" for row in rows)
+    assert ["diff", "int4_g64", "gptq"] in [row[:3] for row in rows]  # on ONNX Runtime
     assert ["diff-onnx", "int4_g32", "2.5 MB", "10 MB", "4.00×"] in rows
     assert ["integer codes", "2,000,000", "80.0%", "4,000,000", "4.00"] in rows
     assert ["graph", "500,000", "20.0%", "–", "–"] in rows
@@ -174,6 +175,10 @@ def test_findings_say_what_the_intervals_allow(page: Page) -> None:
     assert "5×" in findings and "Largest hidden state: plain 15.0, diff 3.00" in findings
     assert "4.0× smaller" in findings and "1 of 2" in findings
     text = Page(render(ReportData(comparison=made_up.comparison(told_apart=False)))).text
+    assert "Weights were rounded 5 times" in text and "Quantized layers take their inputs as" in text
+    once = Page(render(ReportData(comparison=made_up.comparison(repeats=1, arithmetic="float")))).text
+    assert "diff loses less in this one rounding of each" in once and "than plain, in one rounding of each" in once
+    assert "Weights were rounded once" in once and "take their inputs in float" in once
     assert "does not tell them apart" in text and "loses less" not in text and "no sure difference" in text
 
 

@@ -105,14 +105,15 @@ def test_a_setting_by_hand(checkpoints: list[Path]) -> None:
     assert (told.length, told.needles, told.queries) == (LENGTH, 5, 2)
     assert told.accuracy.value == pytest.approx(21 / 24) and told.change.value == pytest.approx(-3 / 24)
     lost = np.array([0.5] * 3 + [0.0] * 9)
-    half = 2.20099 * lost.std(ddof=1) / math.sqrt(ROWS)  # t of 11 degrees of freedom
-    assert told.change.high - told.change.value == pytest.approx(half, rel=1e-4)
+    half = 2.20099 * lost.std(ddof=1) / math.sqrt(ROWS)  # t of 11 degrees of freedom, the skewness taken out
+    assert told.change.high - told.change.value < half < told.change.value - told.change.low < 2 * half
     assert told.by_depth == (1.0, None, None, None, 0.75)
-    assert told.accuracy.high == 1.0  # a share, whatever the interval's formula says
+    assert told.accuracy.high - 1 == pytest.approx(told.change.high)
     same = retrieval(needles, found, found).change
     assert (same.value, same.low, same.high) == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_compare_with_needles(checkpoints: list[Path], text: Windows, tmp_path: Path) -> None:
     needles = [asked(checkpoints[0]), asked(checkpoints[1], 2)]
     result = compare(checkpoints, text, ["16", "8", "4", "2"], ["kv", "qk"], needles=needles, batch_size=5)

@@ -17,7 +17,17 @@ from diffbit.models.layers.rope import Llama3, Yarn
 
 from ..configs import BIASES
 from .conftest import Maker
-from .helpers import VARIANTS, Runner, config_of, graph_of, modes, relative_error, write_artifact, write_model
+from .helpers import (
+    VARIANTS,
+    Runner,
+    config_of,
+    graph_of,
+    modes,
+    relative_error,
+    write_artifact,
+    write_model,
+    write_quantized,
+)
 
 FORMATS = ("int8", "int4_g32", "int4_g64_asym", "int3_g64", "int2_g64", "nf4", "ternary")
 FLOAT = 1e-4
@@ -53,6 +63,13 @@ def test_quantized(checkpoint_of: Maker, attention: str, format: str, dtype: str
     error = prefill_error(checkpoint_of(attention, format), config_of(attention), dtype)
     assert np.median(error) < bound
     assert error.max() < 0.3
+
+
+def test_diff_v1_without_its_head_norm(tmp_path: Path) -> None:
+    config = config_of("diff_v1", head_norm=False)
+    checkpoint = write_model(tmp_path / "model", config)
+    assert prefill_error(checkpoint, config, "fp32").max() < FLOAT
+    assert np.median(prefill_error(write_quantized(checkpoint, "int4_g32"), config, "fp32")) < QUANTIZED
 
 
 def test_fp16_without_int8_activations_is_as_close_as_float(checkpoint_of: Maker) -> None:

@@ -114,6 +114,7 @@ def test_logits(quantized_of: Maker, artifact_of: Maker, attention: str, name: s
     close(np.concatenate(found, 1)[real.numpy()], wanted[real])
 
 
+@pytest.mark.slow
 @variants
 @pytest.mark.parametrize("scheme", [KV8, KV4], ids=["int8", "int4"])
 def test_greedy_tokens_are_torchs(
@@ -143,6 +144,7 @@ def test_fp16(quantized_of: Maker, artifact_of: Maker, attention: str, scheme: A
         assert np.median(error) < 0.05 and error.max() < WORST
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "name"),
     [

@@ -27,6 +27,7 @@ def quantized(folder: Path, config: ModelConfig, scheme: Scheme) -> Path:
     return folder / "q"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(
     ("embedding", "head", "dtype"),
@@ -110,6 +111,7 @@ def grown(small: Path, large: Path) -> int:
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.parametrize("format", ["int8", "int4_g32", "none"])
 def test_a_tied_table_is_resident_once(tmp_path: Path, format: str) -> None:

@@ -46,7 +46,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return folder / "quantized"
 
 
-@pytest.mark.parametrize("native", [False])
+@pytest.mark.parametrize("native", [True, False])
 def test_an_artifact_computes_what_torch_computes(checkpoint: Path, native: bool) -> None:
     """A context of four windows, in odd chunks and token by token."""
     folder = checkpoint.with_name(f"{checkpoint.name}-artifact")

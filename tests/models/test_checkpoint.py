@@ -266,6 +266,7 @@ def test_our_reader_agrees_with_the_safetensors_library(tmp_path: Path) -> None:
             assert torch.equal(tensor, library.get_tensor(name)) and tensor.dtype == tensors[name].dtype
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_streaming_takes_the_memory_of_a_tensor_not_of_the_file(tmp_path: Path) -> None:
     """Peak memory of reading every tensor of a 66 MiB file one by one stays far below the file (a map would not)."""

@@ -195,6 +195,7 @@ def test_a_model_takes_the_kernel_where_it_may(
     assert len(calls) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["diff_v1", "diff_v2"])
 def test_a_training_step_under_autocast_and_compiled(
     kernels: tuple[ModuleType, str], monkeypatch: pytest.MonkeyPatch, attention: str
@@ -217,6 +218,7 @@ def test_a_training_step_under_autocast_and_compiled(
         assert one is not None and error(one, other.double()) <= 0.02 * float(other.double().square().mean().sqrt())
 
 
+@pytest.mark.slow
 def test_torch_may_compile_it(kernels: tuple[ModuleType, str]) -> None:
     """The op's schema, what it says of shapes and strides, and its gradient's registration hold."""
     module, device = kernels

@@ -48,6 +48,7 @@ def refused_or_computed(found: list[np.ndarray] | str, node: Node) -> bool:
     return not np.isnan(found[0]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", one_of_each(), ids=lambda node: node.name)
 def test_misshapen_inputs(base: Node) -> None:
     host = build("sanitized")

@@ -342,7 +342,7 @@ RING_CASES = [
     replace(_WINDOW, name="ring_chunk", steps=3, past=64, d=16, beyond=0, seed=205),
     replace(_WINDOW, name="ring_prompt", steps=70, d=16, batch=2, padding="left", beyond=0, seed=206),
     replace(_WINDOW, name="ring_prompt_behind_past", steps=37, past=61, heads=4, d=20, beyond=0, seed=207),
-    replace(_WINDOW, name="ring_prompt_right", steps=40, past=7, batch=2, padding="right", heads=1, seed=208),
+    replace(_WINDOW, name="ring_prompt_right", steps=40, past=7, batch=2, padding="right", heads=1, seed=270),
     replace(_WINDOW, name="ring_of_one", sliding_window=1, steps=4, past=3, beyond=0, seed=209),
     replace(_WINDOW, name="ring_of_one_prompt", sliding_window=1, steps=30, past=3, beyond=0, seed=210),
     replace(_WINDOW, name="ring_wide", sliding_window=300, steps=1, past=900, d=16, batch=2, beyond=0, seed=211),

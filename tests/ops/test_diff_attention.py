@@ -348,6 +348,8 @@ prompts = pytest.mark.parametrize(
         replace(PROMPT, name="int4", key_bits=4, value_bits=4, window=20),
         replace(PROMPT, name="int4_query4", d=64, key_bits=4, value_bits=2, query_bits=4, padding="left", batch=2),
         replace(PROMPT, name="int2_window0", key_bits=2, value_bits=2, query_bits=8, window=0),
+        replace(PROMPT, name="ring", sliding_window=27, padding="left", batch=2),
+        replace(PROMPT, name="ring_int4", sliding_window=27, key_bits=4, value_bits=8, query_bits=8, window=3),
     ],
     ids=lambda case: case.name,
 )
@@ -372,6 +374,54 @@ def test_bodies_and_kernels_take_a_prompt_in_chunks(case: AttentionCase, isa: st
         return [torch.from_numpy(array) for array in run(case, arrays(x), isa)]
 
     assert_same(case, in_chunks(case, CUTS, session), in_chunks(case, [110], call_reference))
+
+
+BITS = [(16, 16, 0), (8, 8, 8), (4, 4, 0), (2, 2, 4), (8, 4, 0), (4, 16, 8)]  # of keys, values and queries
+# The sets share what this is about
+SETS = native.instruction_sets()[:1]
+by_body_and_kernel = pytest.mark.parametrize(
+    ("isa", "bits"), [*((isa, bits) for isa in SETS for bits in BITS), (None, (4, 16, 8))], ids=str
+)
+
+
+@by_body_and_kernel
+@pytest.mark.parametrize("sizes", [[1, 2, 40, 1, 10], [54]], ids=["chunks", "prompt"])
+def test_a_window_that_nothing_exceeds_is_none(isa: str | None, bits: tuple[int, int, int], sizes: list[int]) -> None:
+    """Bit for bit."""
+    keys, values, query = bits
+    case = AttentionCase(
+        "wide", steps=54, beyond=0, d=32, heads=4, kv_heads=4, batch=2, padding="left", key_bits=keys, value_bits=values
+    )
+    case = replace(case, query_bits=query, window=5)
+
+    def session(case: AttentionCase, x: dict[str, torch.Tensor | None]) -> list[torch.Tensor]:
+        return [torch.from_numpy(array) for array in run(case, arrays(x), isa)]
+
+    without, *held = in_chunks(case, sizes, session)
+    out, *rings = in_chunks(replace(case, sliding_window=54), sizes, session)
+    np.testing.assert_array_equal(out, without)
+    names = [name for name in case.signature().outputs[1:] if name]
+    for name, ring, linear in zip(names, rings, held, strict=True):
+        np.testing.assert_array_equal(ring[:, :, : case.held(name)], linear[:, :, : case.held(name)], name)
+
+
+@by_body_and_kernel
+@pytest.mark.parametrize("steps", [1, 3, 30])
+def test_queries_alone_read_what_a_whole_node_reads(isa: str | None, bits: tuple[int, int, int], steps: int) -> None:
+    """The last queries against the presents of a node that has appended their keys and values."""
+    keys, values, query = bits
+    whole = AttentionCase("whole", steps=30, past=71, beyond=3, d=32, heads=4, kv_heads=4, batch=2, padding="left")
+    whole = replace(whole, key_bits=keys, value_bits=values, query_bits=query, window=40)
+    x = arrays(whole.inputs())
+    out, *presents = run(whole, x, isa)
+    names = [name.replace("present", "past") for name in whole.signature().outputs[1:] if name]
+    own = {name: x[name][:, -steps:] for name in ("query", "position_ids")}
+    past = np.array([whole.total - steps])
+    x = x | dict(zip(names, presents, strict=True)) | own | {"key": None, "value": None, "past_length": past}
+    (alone,) = run(replace(whole, steps=steps, past=int(past[0]), query_only=True), x, isa)
+    # of a low-bit cache only the last query sees the same tokens as codes
+    same = slice(None) if min(keys, values) >= 8 else slice(-1, None)
+    np.testing.assert_allclose(alone[:, same], out[:, -steps:][:, same], atol=2e-5)
 
 
 def node_session(
@@ -505,6 +555,19 @@ def test_bad_inputs_are_sentences() -> None:
     ]:
         with pytest.raises(Exception, match=sentence):
             node_session(case).run(None, {**x, **changed})
+    ring = arrays(replace(case, sliding_window=6, beyond=0).inputs())
+    with pytest.raises(Exception, match=r"past_key is \[2, 2, 5, 8\], wanted \[2, 2, 6, 8\]"):
+        session = node_session(replace(case, sliding_window=6, beyond=0))
+        session.run(None, {**ring, "past_key": ring["past_key"][:, :, 1:]})
+    read = replace(case, query_only=True)
+    for changed, sentence in [
+        ({"past_length": np.array([7])}, "past_length is 7, wanted 0 to 6, the capacity of past_key"),
+        ({"query": x["query"][:, :, :-2]}, r"query is \[2, 5, 30\], wanted 4 sub-heads of an even number"),
+    ]:
+        with pytest.raises(Exception, match=sentence):
+            node_session(read).run(None, {**fed(arrays(read.inputs())), **changed})
+    with pytest.raises(Exception, match="value is missing, wanted exactly where key is"):
+        node_session(case, without="value").run(None, {name: x[name] for name in x if name != "value"})
     quantized = arrays(int8.inputs())
     with pytest.raises(Exception, match=r"past_key_scale is \[2, 2, 10\], wanted \[2, 2, 11\]"):
         node_session(int8).run(None, {**quantized, "past_key_scale": quantized["past_key_scale"][:, :, 1:]})
@@ -542,6 +605,7 @@ def test_an_int8_cache_without_scales_is_an_error(dropped: str) -> None:
         ({"branches": 3}, "branches is 3, wanted 1 to 2"),
         ({"noise_ratio": 2, "branches": 1}, "noise_ratio is 2 and branches 1"),
         ({"query_bits": 8}, "query_bits is 8 and key_bits 16, wanted keys of 8, 4 or 2 bits"),
+        ({"sliding_window": -1}, "sliding_window is -1, wanted 0 to 16777216"),
     ],
 )
 def test_attributes_that_do_not_exist_are_refused(changed: dict[str, int], sentence: str) -> None:

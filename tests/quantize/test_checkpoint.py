@@ -142,6 +142,7 @@ SUB_NORMS: dict[str, Any] = {"sub_norms": True, "mlp": "relu2"}
 QWEN2, QWEN3 = {"qkv_bias": True}, {"qk_norm": True, "head_dim": 24}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "changes", "method"),
     [

@@ -180,6 +180,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "tie"), [("rtn", False), ("gptq", False), ("learned", True)])
 def test_tables_are_rounded_in_parts(method: str, tie: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No float32 copy of a table is made; a tied one of 4 bits is rounded for what it does as a head."""

@@ -126,6 +126,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_that_was_killed_goes_on(
     moment: str, model: Path, whole: Any, rounded: list[int], tmp_path: Path
@@ -233,6 +234,7 @@ def test_a_layer_that_is_damaged_while_the_run_goes_on(
         run(model, unfinished, resume=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals(
     number: int,

@@ -7,7 +7,7 @@ import pytest
 
 from diffbit.errors import DiffbitError
 from diffbit.runtime import Generation, Sampler, Session, Tokenizer, generate
-from diffbit.runtime.generate import _Output
+from diffbit.runtime.generate import TextOutput
 
 from .toy import BOS, EOS, VOCAB, Toy, follows, random_toy
 
@@ -103,7 +103,7 @@ def test_what_only_looked_like_a_stop_string_is_given(tmp_path: Path) -> None:
 
 def test_a_token_that_brings_two_stops_at_once() -> None:
     pieces: list[str] = []
-    output = _Output(["gh", "cd"], pieces.append)
+    output = TextOutput(["gh", "cd"], pieces.append)
     assert output.push("abcdefgh") and output.push("ab") and output.push("", last=True)
     assert (output.text, pieces) == ("ab", ["ab"])
 
@@ -114,7 +114,7 @@ def test_overlapping_stops_against_plain_search(stop: str) -> None:
     for _ in range(200):
         text = "".join(rng.choice(["a", "b"], 12))
         pieces: list[str] = []
-        output = _Output([stop, "bbbb"], pieces.append)
+        output = TextOutput([stop, "bbbb"], pieces.append)
         for character in text:
             output.push(character)
             assert not any(s in "".join(pieces) for s in (stop, "bbbb"))

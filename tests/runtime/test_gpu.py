@@ -96,6 +96,7 @@ def compare(wanted: Session, found: Session) -> None:
     assert sure > len(rows) / 4
 
 
+@pytest.mark.slow
 @every_model
 def test_the_library_and_the_bodies(name: str, artifact_of: Maker) -> None:
     compare(Session(artifact_of(name), threads=1, native=False), Session(artifact_of(name), threads=1))

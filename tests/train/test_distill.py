@@ -71,6 +71,7 @@ def test_losses_and_gradients_against_autograd(
             assert (got - wanted).norm() <= 2e-5 * wanted.norm() + 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("teacher", "qat"), [("float", "ternary"), ("ternary", None)])
 def test_a_distilled_run_resumes_bit_for_bit(
     text: str, tmp_path: Path, teachers: dict[str, Path], teacher: str, qat: str | None

@@ -20,14 +20,14 @@ from .toy import model, options
 
 def test_initial_weights_have_their_spread() -> None:
     decoder = Decoder(model(hidden_size=256, intermediate_size=512, num_layers=8))
-    initialize(decoder, seed=0)
+    initialize(decoder, seed=0, o_proj=0.1)
     std = math.sqrt(2 / (5 * 256))
     state = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
     layer = "model.layers.3."
     assert float(state["model.embed_tokens.weight"].std()) == pytest.approx(std, rel=0.05)
     assert float(state[layer + "mlp.up_proj.weight"].std()) == pytest.approx(std, rel=0.05)
     assert float(state[layer + "mlp.down_proj.weight"].std()) == pytest.approx(std / 4, rel=0.05)
-    assert float(state[layer + "self_attn.o_proj.weight"].std()) == pytest.approx(std / 4, rel=0.1)
+    assert float(state[layer + "self_attn.o_proj.weight"].std()) == pytest.approx(std / 40, rel=0.1)
     assert (state["model.norm.weight"] == 1).all()
     vectors = torch.cat([p for name, p in state.items() if "lambda_" in name])
     assert vectors.dtype == torch.float32 and float(vectors.std()) == pytest.approx(0.1, rel=0.15)

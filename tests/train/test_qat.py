@@ -174,6 +174,7 @@ def test_flips_and_zeros_by_hand() -> None:
 FORMATS = [("ternary", "int8"), ("ternary", "int4"), ("int3", "int8"), ("int2_g16", "int8")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("format", "activations"), FORMATS)
 def test_what_is_saved_is_what_was_trained(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, activations: str
@@ -215,6 +216,7 @@ def test_a_trained_folder_is_exported_as_it_is(text: str, tmp_path: Path) -> Non
     assert verify(artifact).passed
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_repeats_the_losses_bit_for_bit(text: str, tmp_path: Path) -> None:
     wide = resized(model("softmax", hidden_size=64, intermediate_size=128), num_heads=8, num_kv_heads=8)
     config = options(text, model=wide, qat="int3_g16", steps=7, learning_rate=1e-2)

@@ -117,6 +117,7 @@ def test_steps_against_adamw_written_out(text: str, tmp_path: Path, attention: s
     assert clipped > 0
 
 
+@pytest.mark.slow
 def test_from_a_checkpoint_on_needles(text: str, tmp_path: Path, trained: Any) -> None:
     """The first step's loss and gradient are those of the weights started from; answers weigh ten times as much."""
     tokenizer = str(trained("softmax"))
@@ -316,6 +317,7 @@ if child:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_two_processes_equal_one_with_the_doubled_batch(text: str, tmp_path: Path) -> None:
     """In the environment that torchrun gives; one process imports torch and forks, which takes half the time."""

@@ -102,6 +102,7 @@ def test_quantized(folder_of: Folder, tmp_path: Path, name: str) -> None:
     both_ways(export_artifact(tmp_path / "kv", tmp_path / "kv-onnx"), wanted(name), 0.1)
 
 
+@pytest.mark.slow
 @each
 def test_methods_that_change_weights_find_what_holds(folder_of: Folder, tmp_path: Path, name: str) -> None:
     """awq folds scales into norms and up_proj, rotate turns the residual stream, values and keys; neither goes through

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -190,8 +192,18 @@ def test_wide_layers_are_factorised_in_single_precision(monkeypatch):
     format = parse_format("int3_g64")
     precise = proxy_loss(weight, gptq.quantize(weight, format, stats), stats.gram)
     monkeypatch.setattr(gptq, "PRECISE", 0)
-    single = gptq.quantize(weight, format, stats)
+    single = gptq.quantize(weight, format, replace(stats, gram=stats.gram.clone()))
     assert proxy_loss(weight, single, stats.gram) < 1.01 * precise
+
+
+def test_one_factorisation_serves_every_part_of_a_table(monkeypatch):
+    weight, stats = layer(64, 96, 400)
+    calls, of = [], gptq.Feedback.of
+    monkeypatch.setattr(gptq.Feedback, "of", lambda gram: calls.append(gram) or of(gram))
+    whole = gptq.quantize(weight, parse_format("int4_g32"), replace(stats, gram=stats.gram.clone()))
+    parts = [gptq.quantize(rows, parse_format("int4_g32"), stats) for rows in weight.split(16)]
+    assert len(calls) == 2
+    torch.testing.assert_close(QTensor.stack(parts).dequantize(), whole.dequantize())
 
 
 def test_without_calibration_it_says_what_it_needs():

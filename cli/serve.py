@@ -1,0 +1,78 @@
+"""diffbit serve: answer requests over HTTP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import DiffbitError, MissingDependency
+from .options import Device, NoNative, Quiet, Threads, as_artifacts
+from .output import remark
+
+EXAMPLES = (
+    "diffbit serve out/smollm2-int4 --port 8080",
+    """curl localhost:8080/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'""",
+)
+DRAIN_SECONDS = 60
+
+
+def serve(
+    artifacts: Annotated[
+        list[Path], typer.Argument(help="Folders written by `diffbit export`, or checkpoints (needs torch).")
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all of them.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8080,
+    rows: Annotated[
+        int, typer.Option(help="Requests that are answered at a time; each takes a KV cache of the whole context.")
+    ] = 8,
+    queue: Annotated[int, typer.Option(help="Requests that may wait; the next one is refused with status 429.")] = 64,
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="Key that clients must send; better set as a variable, which `ps` does not show.",
+                     envvar="DIFFBIT_API_KEY", show_envvar=True),
+    ] = None,
+    threads: Threads = None,
+    device: Device = "cpu",
+    no_native: NoNative = False,
+    quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """Serve models with OpenAI's HTTP interface: chat and text completions, streamed or whole.
+
+    Requests that come at the same time are decoded together. A conversation's next turn computes only its new tokens,
+    and a beginning that requests share, such as a system prompt, is computed once. SIGTERM and Ctrl-C finish what has
+    begun.
+    """
+    from ..runtime import Artifact
+
+    try:
+        import uvicorn
+
+        from ..runtime.serve import Served, Server
+    except ModuleNotFoundError as error:
+        raise MissingDependency(str(error.name), "serve", "diffbit serve") from None
+    if rows < 1 or queue < 0:
+        raise DiffbitError(f"--rows is {rows} and --queue {queue}, wanted at least 1 and 0")
+    with as_artifacts(artifacts, device) as opened:
+        models = [
+            Served(Artifact.open(path), device=device, threads=threads, native=not no_native, rows=rows, queue=queue)
+            for path in opened
+        ]
+        server = Server(models, api_key)
+        for model in models:
+            at_once = model.engine.rows.count
+            why = "" if at_once == rows else " (its cache cannot be shared by requests)"
+            remark(f"{model.name}: {at_once} requests at a time{why}, context {model.artifact.context_length}")
+        config = uvicorn.Config(
+            server.application(), host, port, log_level="warning", timeout_graceful_shutdown=DRAIN_SECONDS
+        )
+        runner = uvicorn.Server(config)
+        remark(f"listening on http://{host}:{port}/v1; Ctrl-C ends")
+        try:
+            runner.run()
+        except (KeyboardInterrupt, SystemExit) as stop:  # uvicorn has finished the answers and raises the signal again
+            if not runner.should_exit:
+                raise DiffbitError(f"the server cannot listen on {host}:{port}; choose another --port") from stop
+        for model in models:
+            model.engine.close()

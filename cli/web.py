@@ -1,0 +1,42 @@
+"""diffbit web: a static page that runs an artifact in the browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import Json, Overwrite, Quiet, as_artifacts
+from .output import print_json, print_table, remark
+
+EXAMPLES = ("diffbit web out/demo/diff_v1-onnx -o out/site && python -m http.server -d out/site",)
+
+
+def web(
+    artifact: Annotated[
+        Path, typer.Argument(help="Folder written by `diffbit export`, or a checkpoint (needs torch).")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the site.")],
+    packages: Annotated[
+        Path | None,
+        typer.Option(help="A node_modules folder with the page's libraries; default: npm gets them.", metavar="FOLDER"),
+    ] = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write a static site that runs a model in the browser: files for any web server, and no network but these.
+
+    ONNX Runtime runs in WebAssembly on the operators' portable bodies, in several threads where the browser allows it.
+    The page checks the files' hashes and keeps them in the browser's cache.
+    """
+    from ..runtime.site import write_site
+
+    with as_artifacts([artifact], "cpu") as (path,):
+        sizes = write_site(path, output, packages=packages, overwrite=overwrite)
+    if as_json:
+        print_json({"output": str(output), "files": {name: {"bytes": size} for name, size in sizes.items()}})
+    else:
+        print_table({"file": name, "bytes": size} for name, size in sizes.items())
+    remark(f"serve it with: python -m http.server -d {output}")

@@ -1,0 +1,63 @@
+"""Another order of a model's channels: the same function, of which the same method makes another rounding.
+
+Channels that share a scale are neighbours, and rounding goes through them one after the other. Permuting the residual
+stream (embedding, norms, what reads them, o_proj and down_proj) and each layer's MLP neurons (gate and up against down)
+changes nothing in float, and deals new groups and, where a method has one, a new order of columns. How far the results
+lie apart is how much of a difference is chance (`diffbit compare --repeats`). One scale per row sees no order: plain
+rounding to int8 is the same in each.
+
+models/mixer.py says which of a mixer's weights read the stream: those whose names end in _proj, o_proj apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..models import ModelConfig
+from ..models.checkpoint.names import EMBEDDING, HEAD
+
+Read = Callable[[str], Tensor]  # a parameter of the float model by its name
+MLP_ROWS = ("gate_proj", "up_proj", "ffn_sub_norm")  # what makes, or scales, an MLP's neurons
+
+
+def reordered(config: ModelConfig, read: Read, order: int) -> Read:
+    """`read` of the same model in the order-th order of its channels; order 0 is its own."""
+    if not order:
+        return read
+    stream = _permutation(config.hidden_size, order, 0)
+    neurons = [_permutation(layer.mlp.intermediate_size, order, 1 + i) for i, layer in enumerate(config.layers)]
+
+    def permuted(name: str) -> Tensor:
+        tensor = read(name)
+        if name in (EMBEDDING, HEAD):
+            return _columns(tensor, stream)
+        *path, kind = name.split(".")
+        if path[:2] != ["model", "layers"]:
+            return tensor[stream.to(tensor.device)]  # the final norm
+        module = path[-1]
+        if module in ("input_layernorm", "post_attention_layernorm"):
+            return tensor[stream.to(tensor.device)]
+        own = neurons[int(path[2])]
+        rows: Tensor | None = None
+        columns: Tensor | None = None
+        if path[3] == "mlp":
+            rows = own if module in MLP_ROWS else stream if module == "down_proj" else None
+            columns = own if module == "down_proj" else stream
+        elif module.endswith("_proj"):
+            rows, columns = (stream, None) if module == "o_proj" else (None, stream)
+        if rows is not None:
+            tensor = tensor[rows.to(tensor.device)]
+        return tensor if columns is None or kind != "weight" or tensor.dim() < 2 else _columns(tensor, columns)
+
+    return permuted
+
+
+def _permutation(size: int, order: int, place: int) -> Tensor:
+    return torch.randperm(size, generator=torch.Generator().manual_seed(1000 * order + place))
+
+
+def _columns(tensor: Tensor, order: Tensor) -> Tensor:
+    return tensor[:, order.to(tensor.device)]

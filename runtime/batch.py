@@ -1,0 +1,220 @@
+"""Texts that share a session: each has a row of one batch, rows come and go, and a step reads the weights once for all.
+
+A row's tokens may lie anywhere in its cache, in order: the attention mask says where. So a new text is computed alone,
+in its own row of the buffers, and joins the others at the next step, whatever their lengths; slots that it does not
+have are padding. A row that ended keeps its tokens until another text takes it. A new text begins with the longest
+beginning of it that any row holds, copied if need be: the turns of a conversation before its last, or a system prompt
+that others have, too.
+
+This needs buffers that are written in place and in which a row is a token (float and int8 caches, on a CPU, with the
+native library). Other sessions have one row, and texts wait for each other: `Rows.of` chooses.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DiffbitError
+from ..ops.cache import TOKENS, Buffer
+from .providers import onnxruntime
+from .session import CHUNK, LOGITS_FROM, Logits, Session, _zeros
+
+HOLE = -1  # a slot of the cache without a token
+WORTH_COPYING = 16  # tokens: a beginning that another row holds is copied where it is so much longer
+
+
+class Rows(ABC):
+    """At most `count` texts at a time. A row is taken by `begin`, continued by `step`, and free after `end`."""
+
+    def __init__(self, session: Session, count: int) -> None:
+        self.session, self.count = session, count
+        self.capacity = session.capacity
+
+    @staticmethod
+    def of(session: Session, count: int) -> Rows:
+        """As many rows as asked for where the session's cache allows it, else one."""
+        parted = all(TOKENS in buffer.shape and buffer.multiple == 1 for buffer in session._buffers.values())
+        if count > 1 and parted and session.native and session.device == "cpu":
+            return _Batch(session, count)
+        return _Single(session)
+
+    @property
+    @abstractmethod
+    def free(self) -> int:
+        """Rows that no text has."""
+
+    @abstractmethod
+    def begin(self, token_ids: Sequence[int], go_on: Callable[[], bool]) -> tuple[int, int, Logits | None]:
+        """Take a row for a prompt -> (row, tokens that were cached, logits [V] after the prompt).
+
+        go_on: asked before each part of the prompt; where it says no, the logits are None and the row is free.
+        """
+
+    @abstractmethod
+    def step(self, tokens: Mapping[int, int]) -> dict[int, Logits]:
+        """{row: token} of every row that is taken, and has room -> {row: logits [V] after it}."""
+
+    @abstractmethod
+    def room(self, row: int) -> int:
+        """Tokens that the row's text may still get."""
+
+    @abstractmethod
+    def end(self, row: int) -> None:
+        """Free a row. Its tokens stay for texts that begin like it."""
+
+
+class _Single(Rows):
+    def __init__(self, session: Session) -> None:
+        super().__init__(session, 1)
+        self._taken = False
+
+    @property
+    def free(self) -> int:
+        return 0 if self._taken else 1
+
+    def begin(self, token_ids: Sequence[int], go_on: Callable[[], bool]) -> tuple[int, int, Logits | None]:
+        cached = self.session.reuse(token_ids)
+        for start in range(cached, len(token_ids), CHUNK):
+            if not go_on():
+                return 0, cached, None
+            logits = self.session.prefill([token_ids[start : start + CHUNK]])
+        self._taken = True
+        return 0, cached, logits[0]
+
+    def step(self, tokens: Mapping[int, int]) -> dict[int, Logits]:
+        return {row: self.session.step([[token]])[0] for row, token in tokens.items()}
+
+    def room(self, row: int) -> int:
+        return self.capacity - self.session.length
+
+    def end(self, row: int) -> None:
+        self._taken = False
+
+
+class _Batch(Rows):
+    def __init__(self, session: Session, count: int) -> None:
+        super().__init__(session, count)
+        if count * self.capacity > 1 << 31:
+            raise DiffbitError(f"{count} rows of {self.capacity} tokens are too many; take fewer rows")
+        capacity = session.artifact.cache.capacity(self.capacity)
+        self._caches = {
+            name: (_zeros((count, *buffer.sizes(capacity)), buffer.dtype), _token_axis(buffer))
+            for name, buffer in session._buffers.items()
+        }
+        self._ids = np.full((count, self.capacity), HOLE, np.int64)
+        self._taken = np.zeros(count, bool)
+        self._used = np.zeros(count, np.int64)  # when each row was last taken, counted in texts
+        self._texts = 0
+        self._end = 0  # slots from here on are free in every row that is taken
+        self._binding = session._session.io_binding()
+        self._bound = slice(0, 0)  # rows that the binding's buffers are
+
+    @property
+    def free(self) -> int:
+        return int((~self._taken).sum())
+
+    def room(self, row: int) -> int:
+        return self.capacity - int((self._ids[row] != HOLE).sum())
+
+    def end(self, row: int) -> None:
+        self._taken[row] = False
+
+    def begin(self, token_ids: Sequence[int], go_on: Callable[[], bool]) -> tuple[int, int, Logits | None]:
+        ids = np.asarray(token_ids, np.int64)
+        row, cached = self._prepare(ids)
+        logits: Logits | None = None
+        for start in range(cached, len(ids), CHUNK):
+            if not go_on():
+                return row, cached, None
+            part = ids[None, start : start + CHUNK]
+            end = start + part.shape[1]
+            logits = self._run(slice(row, row + 1), part, np.ones((1, end), np.int64), np.arange(start, end)[None])
+            self._ids[row, start:end] = part
+        assert logits is not None
+        self._taken[row] = True
+        self._end = int(self._ends()[self._taken].max())
+        return row, cached, logits[0]
+
+    def step(self, tokens: Mapping[int, int]) -> dict[int, Logits]:
+        if self._end == self.capacity:
+            for row in tokens:
+                self._keep(row, row, self.capacity - self.room(row))
+            self._end = int(self._ends()[self._taken].max())
+        count, slot = max(tokens) + 1, self._end
+        rows = slice(0, count)
+        new = np.full(count, HOLE, np.int64)
+        new[list(tokens)] = list(tokens.values())
+        self._ids[rows, slot:] = HOLE  # what free rows had there is overwritten
+        self._ids[rows, slot] = new
+        mask = (self._ids[rows, : slot + 1] != HOLE).astype(np.int64)
+        positions = np.maximum(mask.sum(1, keepdims=True) - 1, 0)
+        logits = self._run(rows, np.maximum(new, 0)[:, None], mask, positions)
+        self._end = slot + 1
+        return {row: logits[row] for row in tokens}
+
+    def _ends(self) -> NDArray[np.int64]:
+        """Of each row: the slot behind its last token."""
+        held = self._ids != HOLE
+        return np.where(held.any(1), self.capacity - held[:, ::-1].argmax(1), 0)
+
+    def _prepare(self, ids: NDArray[np.int64]) -> tuple[int, int]:
+        """A free row that holds the longest beginning of a prompt that any row has, and that beginning's length; at
+        least one token is left to be computed."""
+        same = np.array([self._common(row, ids[:-1]) for row in range(self.count)])
+        free = np.flatnonzero(~self._taken)
+        longest = free[same[free] == same[free].max()]
+        row = int(longest[self._used[longest].argmin()])
+        best = int(same.argmax())
+        source = best if same[best] >= same[row] + WORTH_COPYING else row
+        self._keep(row, source, int(same[source]))
+        self._texts += 1
+        self._used[row] = self._texts
+        return row, int(same[source])
+
+    def _common(self, row: int, ids: NDArray[np.int64]) -> int:
+        held = self._ids[row][self._ids[row] != HOLE][: len(ids)]
+        differ = held != ids[: len(held)]
+        return int(differ.argmax()) if differ.any() else len(held)
+
+    def _keep(self, row: int, source: int, count: int) -> None:
+        """Make the first `count` tokens of `source` the tokens of `row`, at its start."""
+        slots = np.flatnonzero(self._ids[source] != HOLE)[:count]
+        if source != row or (slots != np.arange(count)).any():
+            for cache, axis in self._caches.values():
+                rows = np.moveaxis(cache, axis, 1)
+                rows[row, :count] = rows[source, slots]
+        ids = self._ids[source, slots]
+        self._ids[row] = HOLE
+        self._ids[row, :count] = ids
+
+    def _run(
+        self, rows: slice, ids: NDArray[np.int64], mask: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> Logits:
+        """Append ids [n, S] behind mask's [n, T - S]; the logits [n, V] after the last."""
+        session, binding = self.session, self._binding
+        if rows != self._bound:
+            for name, (cache, _) in self._caches.items():
+                part = cache[rows]
+                for bind, side in ((binding.bind_input, "past_key_values"), (binding.bind_output, "present")):
+                    bind(f"{side}.{name}", "cpu", 0, part.dtype.type, part.shape, part.ctypes.data)
+            self._bound = rows
+        feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        feeds = {name: np.ascontiguousarray(array, np.int64) for name, array in feeds.items()}
+        for name, array in feeds.items():
+            binding.bind_cpu_input(name, array)
+        first = ids.shape[1] - 1 if session._logits_from else 0
+        if session._logits_from:
+            binding.bind_ortvalue_input(LOGITS_FROM, onnxruntime().OrtValue.ortvalue_from_numpy(np.array([first])))
+        logits = np.empty((len(ids), ids.shape[1] - first, session.artifact.vocab_size), np.float32)
+        binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        session._session.run_with_iobinding(binding)
+        return logits[:, -1]
+
+
+def _token_axis(buffer: Buffer) -> int:
+    """Of an array of rows."""
+    return 1 + buffer.shape.index(TOKENS)

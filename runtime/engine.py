@@ -1,0 +1,244 @@
+"""Answers many requests with one model: a thread that gives each a row of a batch (batch.py) and takes step after step.
+
+What a request computes does not depend on the others: its answer is that of `generate` alone with the same sampler, up
+to the rounding of sums that other batch sizes take in another order.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ..errors import DiffbitError
+from .batch import Rows
+from .generate import Choose, FinishReason, TextOutput
+from .session import Logits, Session
+from .tokenizer import TextStream, Tokenizer
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """ln p of a token that was chosen, before temperature and the like, and of the likeliest ones in its place."""
+
+    token: int
+    value: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a step added to an answer. text is final, and may lag behind the tokens (`generate`)."""
+
+    text: str
+    logprobs: tuple[Logprob, ...] = ()
+    finish_reason: FinishReason | None = None  # of the last piece
+    error: str | None = None  # why the last one comes too early
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt to continue. `on_piece` is called by the engine's thread; `cancel` may be called by any."""
+
+    prompt: Sequence[int]
+    on_piece: Callable[[Piece], None]
+    sampler: Choose
+    max_tokens: int
+    stop: Sequence[str] = ()
+    end_tokens: Collection[int] = ()
+    top_logprobs: int | None = None  # how many likeliest tokens to report at each place; None: no logprobs at all
+    cached_tokens: int = field(init=False, default=0)
+    completion_tokens: int = field(init=False, default=0)
+    cancelled: bool = field(init=False, default=False)
+
+    def cancel(self) -> None:
+        """End it at the next step: nobody waits for the answer."""
+        self.cancelled = True
+
+    def is_wanted(self) -> bool:
+        return not self.cancelled
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Since the start, for /metrics."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    cancelled: int = 0
+    prompt_seconds: float = 0.0
+    step_seconds: float = 0.0
+    steps: int = 0
+
+
+class _Answer:
+    """An answer that is being written in a row of the batch."""
+
+    def __init__(self, request: Request, stream: TextStream) -> None:
+        self.request, self.stream = request, stream
+        self.token_ids = list(request.prompt)
+        self._new: list[str] = []
+        self.output = TextOutput(request.stop, self._new.append)
+
+    def push(self, logits: Logits, room: int) -> tuple[Piece, int | None]:
+        """Choose a token -> (what it adds, the token to go on with or None). room: tokens that the cache still has."""
+        request = self.request
+        token = request.sampler(logits, self.token_ids)
+        self.token_ids.append(token)
+        request.completion_tokens += 1
+        reason: FinishReason | None = None
+        if token in request.end_tokens:
+            reason = "eos"
+        elif self.output.push(self.stream.push(token)):
+            reason = "stop"
+        elif request.completion_tokens == request.max_tokens:
+            reason = "length"
+        elif not room:
+            reason = "context"
+        if reason not in (None, "stop") and self.output.push(self.stream.finish(), last=True):
+            reason = "stop"
+        logprobs = () if request.top_logprobs is None else (_logprob(logits, token, request.top_logprobs),)
+        piece = Piece("".join(self._new), logprobs, reason)
+        self._new.clear()
+        return piece, token if reason is None else None
+
+
+def _logprob(logits: Logits, token: int, count: int) -> Logprob:
+    values = logits.astype(np.float64)
+    values -= values.max()
+    values -= np.log(np.exp(values).sum())
+    top = np.argsort(-values, kind="stable")[:count]
+    return Logprob(token, float(values[token]), tuple((int(i), float(values[i])) for i in top))
+
+
+class Engine:
+    """A model that answers requests as they come, `rows` at a time; at most `queue` more wait.
+
+    `submit` returns at once and the pieces of the answer come by `on_piece`. `close` finishes what has begun.
+    """
+
+    def __init__(self, session: Session, tokenizer: Tokenizer, *, rows: int = 8, queue: int = 64) -> None:
+        self.session, self.tokenizer, self._most = session, tokenizer, queue
+        self.rows = Rows.of(session, rows)
+        self.counts = Counts()
+        self._waiting: deque[Request] = deque()
+        self._answers: dict[int, _Answer] = {}
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name=f"diffbit {session.artifact.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return self.rows.count - self.rows.free
+
+    def submit(self, request: Request) -> bool:
+        """Queue a request; False where the queue is full. A DiffbitError for a prompt that does not fit."""
+        if not request.prompt:
+            raise DiffbitError("the prompt is empty, wanted at least one token")
+        if len(request.prompt) >= self.rows.capacity:
+            raise DiffbitError(
+                f"the prompt has {len(request.prompt)} tokens, and the model's context holds {self.rows.capacity}, the "
+                "answer included; shorten the prompt"
+            )
+        if max(request.prompt) >= self.session.artifact.vocab_size or min(request.prompt) < 0:
+            raise DiffbitError(f"the prompt has a token outside the vocabulary of {self.session.artifact.vocab_size}")
+        with self._changed:
+            if self._closing or len(self._waiting) >= self._most + self.rows.free:
+                return False
+            self._waiting.append(request)
+            self._changed.notify()
+        return True
+
+    def close(self) -> None:
+        """Answer what has been submitted, and end the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _work(self) -> None:
+        with self.session.exclusive():
+            while True:
+                with self._changed:
+                    while not self._waiting and not self._answers and not self._closing:
+                        self._changed.wait()
+                    if self._closing and not self._waiting and not self._answers:
+                        return
+                try:
+                    self._admit()
+                    self._step()
+                except Exception as error:  # of the model: whoever waits must hear of it
+                    for row in list(self._answers):
+                        self._finish(row, Piece("", error=str(error)))
+
+    def _admit(self) -> None:
+        """Give free rows to requests that wait, one prompt at a time."""
+        while self._waiting and self.rows.free:
+            with self._changed:
+                request = self._waiting.popleft()
+            started = time.perf_counter()
+            try:
+                row, request.cached_tokens, logits = self.rows.begin(request.prompt, request.is_wanted)
+            except Exception as error:
+                request.on_piece(Piece("", error=str(error)))
+                continue
+            self._count(
+                requests=1,
+                prompt_tokens=len(request.prompt),
+                cached_tokens=request.cached_tokens,
+                prompt_seconds=time.perf_counter() - started,
+            )
+            if logits is None:
+                self._count(cancelled=1)
+                continue
+            self._answers[row] = _Answer(request, self.tokenizer.stream(request.prompt))
+            self._push({row: logits})
+
+    def _step(self) -> None:
+        for row, answer in list(self._answers.items()):
+            if answer.request.cancelled:
+                self._count(cancelled=1)
+                self._free(row)
+        tokens = {row: answer.token_ids[-1] for row, answer in self._answers.items()}
+        if tokens:
+            started = time.perf_counter()
+            found = self.rows.step(tokens)
+            self._count(steps=1, step_seconds=time.perf_counter() - started)
+            self._push(found)
+
+    def _push(self, logits: dict[int, Logits]) -> None:
+        """Choose the next token of each row, and end those that are complete."""
+        for row, values in logits.items():
+            answer = self._answers[row]
+            try:
+                piece, token = answer.push(values, self.rows.room(row))
+            except DiffbitError as error:  # logits that are not finite
+                piece, token = Piece("", error=str(error)), None
+            self._count(completion_tokens=1)
+            if token is None:
+                self._finish(row, piece)
+            elif piece.text or piece.logprobs:
+                answer.request.on_piece(piece)
+
+    def _finish(self, row: int, piece: Piece) -> None:
+        request = self._answers[row].request
+        self._free(row)
+        request.on_piece(piece)
+
+    def _free(self, row: int) -> None:
+        del self._answers[row]
+        self.rows.end(row)
+
+    def _count(self, **more: float) -> None:
+        self.counts = replace(self.counts, **{name: getattr(self.counts, name) + value for name, value in more.items()})

@@ -1,0 +1,340 @@
+"""OpenAI's interface to a model: what a request's JSON asks for, and the answers as JSON or server-sent events.
+
+Fields that OpenAI has and a model here does not do (tools, several answers, penalties) are errors, not ignored. `top_k`
+and `repetition_penalty` are fields of ours. Sampling that a request leaves open is the model's own
+(generation_config.json). A chat model needs its chat template.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import DiffbitError
+from .artifact import TOKENIZER, Artifact
+from .engine import Engine, Logprob, Piece, Request
+from .sampler import Sampler
+from .session import Session
+from .template import ChatTemplate, Message
+from .tokenizer import Tokenizer
+
+MAX_TOKENS = 1024  # of an answer, where a request does not say; of a text completion OpenAI's 16
+TEXT_TOKENS = 16
+MOST_STOPS, MOST_LOGPROBS = 4, 20
+REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}  # ours -> OpenAI's
+UNSUPPORTED = {  # field -> the values that ask for nothing
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+}
+
+
+class Refused(Exception):
+    """A request that is not answered: HTTP status, OpenAI's type of error, and a sentence."""
+
+    def __init__(self, status: int, message: str, kind: str = "invalid_request_error", param: str | None = None):
+        super().__init__(message)
+        self.status, self.kind, self.param = status, kind, param
+
+
+class Served:
+    """A model under the name of its folder, and the thread that runs it."""
+
+    def __init__(
+        self, artifact: Artifact, *, device: str, threads: int | None, native: bool, rows: int, queue: int
+    ) -> None:
+        self.name, self.artifact, self.created = artifact.path.resolve().name, artifact, int(time.time())
+        self.template: ChatTemplate | None
+        try:
+            self.template = ChatTemplate.read(artifact)
+        except DiffbitError as error:
+            self.template, self.no_template = None, str(error)
+        self.tokenizer = Tokenizer(artifact.file(TOKENIZER))
+        self.engine = Engine(Session(artifact, device, threads, native), self.tokenizer, rows=rows, queue=queue)
+
+    def prompt_of(self, messages: list[Message]) -> list[int]:
+        if self.template is None:
+            raise Refused(400, f"model {self.name}: {self.no_template}", param="messages")
+        return self.tokenizer.encode(self.template.render(messages), add_special_tokens=False)
+
+    def end_tokens(self) -> set[int]:
+        eos = self.template.special_tokens.get("eos_token", "") if self.template else ""
+        token = self.tokenizer.token_id(eos)
+        return {*self.artifact.eos_token_ids, *(() if token is None else (token,))}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A request, read and checked: one prompt for each answer."""
+
+    model: Served
+    chat: bool
+    prompts: Sequence[Sequence[int]]
+    sampler: Mapping[str, Any]
+    max_tokens: int
+    stop: Sequence[str]
+    top_logprobs: int | None
+    stream: bool
+    include_usage: bool
+
+    def request(self, index: int, on_piece: Callable[[Piece], None]) -> Request:
+        # answers have seeds of their own
+        seed = self.sampler["seed"]
+        sampler = Sampler.of(self.model.artifact, **{**self.sampler, "seed": None if seed is None else seed + index})
+        return Request(
+            self.prompts[index], on_piece, sampler, self.max_tokens, self.stop, self.model.end_tokens(),
+            self.top_logprobs,
+        )  # fmt: skip
+
+
+class _Body:
+    """Fields of a JSON request, with their types checked."""
+
+    def __init__(self, values: object) -> None:
+        if not isinstance(values, dict):
+            raise Refused(400, "the body is no JSON object")
+        self.values = {name: value for name, value in values.items() if value is not None}
+        for name, idle in UNSUPPORTED.items():
+            if name in self.values and self.values[name] not in idle:
+                raise Refused(400, f"{name} is {short(self.values[name])}, which is not supported", param=name)
+
+    def get(self, name: str, kinds: tuple[type, ...], what: str, default: object) -> Any:
+        value = self.values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise Refused(400, f"{name} is {short(value)}, wanted {what}", param=name)
+        return value
+
+    def integer(self, name: str, low: int, high: int, default: int | None) -> int | None:
+        value = self.get(name, (int,), "an integer", default)
+        if value is not None and not low <= value <= high:
+            raise Refused(400, f"{name} is {value}, wanted {low} to {high}", param=name)
+        found: int | None = value
+        return found
+
+    def texts(self, name: str) -> list[str]:
+        value = self.get(name, (str, list), "a string or a list of strings", [])
+        values = [value] if isinstance(value, str) else value
+        if not all(isinstance(text, str) and text for text in values):
+            raise Refused(400, f"{name} is {short(value)}, wanted a string or a list of strings", param=name)
+        return list(values)
+
+
+def short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def _messages(body: _Body) -> list[Message]:
+    found: list[Message] = []
+    for index, message in enumerate(body.get("messages", (list,), "a list of messages", [])):
+        where = f"messages[{index}]"
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise Refused(400, f"{where} is {short(message)}, wanted an object with role and content", param=where)
+        content = message.get("content")
+        if isinstance(content, list):  # parts
+            parts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+            if len(parts) < len(content):
+                raise Refused(400, f"{where}.content has a part that is no text, which is not supported", param=where)
+            content = "".join(parts)
+        if not isinstance(content, str):
+            raise Refused(400, f"{where}.content is {short(content)}, wanted text", param=where)
+        role = "system" if message["role"] == "developer" else message["role"]
+        found.append(Message(role=role, content=content))
+    if not found:
+        raise Refused(400, "messages is empty, wanted at least one message", param="messages")
+    return found
+
+
+def _prompts(body: _Body, tokenizer: Tokenizer, bos: int | None) -> list[list[int]]:
+    """Texts, or token ids: one prompt or a list of them."""
+    prompt = body.get("prompt", (str, list), "text, token ids, or a list of either", "")
+    if isinstance(prompt, str) or (prompt and all(type(item) is int for item in prompt)):
+        prompt = [prompt]
+    found = []
+    for item in prompt:
+        if isinstance(item, str):
+            found.append(tokenizer.encode(item) or ([] if bos is None else [bos]))
+        elif isinstance(item, list) and item and all(type(token) is int for token in item):
+            found.append(item)
+        else:
+            raise Refused(400, f"prompt holds {short(item)}, wanted text or token ids", param="prompt")
+    if not found:
+        raise Refused(400, "prompt is an empty list, wanted at least one prompt", param="prompt")
+    return found
+
+
+def read_request(values: object, models: Mapping[str, Served], chat: bool) -> Wanted:
+    body = _Body(values)
+    name = body.get("model", (str,), "the name of a model", next(iter(models)))
+    if name not in models:
+        raise Refused(404, f"there is no model {short(name)}, but {', '.join(models)}", param="model")
+    model = models[name]
+    logprobs: int | None
+    if chat:
+        wanted = body.get("logprobs", (bool,), "true or false", False)
+        logprobs = body.integer("top_logprobs", 0, MOST_LOGPROBS, 0) if wanted else None
+        limit = "max_completion_tokens" if "max_completion_tokens" in body.values else "max_tokens"
+        prompts = [model.prompt_of(_messages(body))]
+    else:
+        logprobs = body.integer("logprobs", 0, MOST_LOGPROBS, None)
+        limit = "max_tokens"
+        prompts = _prompts(body, model.tokenizer, model.artifact.bos_token_id)
+    stop = body.texts("stop")
+    if len(stop) > MOST_STOPS:
+        raise Refused(400, f"stop has {len(stop)} strings, wanted at most {MOST_STOPS}", param="stop")
+    number = (int, float)
+    sampler = {
+        name: body.get(name, kinds, "a number", None)
+        for name, kinds in (
+            ("temperature", number), ("top_p", number), ("top_k", (int,)), ("repetition_penalty", number),
+            ("seed", (int,)),
+        )
+    }  # fmt: skip
+    Sampler.of(model.artifact, **sampler)  # numbers out of range are a DiffbitError
+    most = body.integer(limit, 1, 1 << 31, MAX_TOKENS if chat else TEXT_TOKENS)
+    options = body.get("stream_options", (dict,), "an object", {})
+    stream = body.get("stream", (bool,), "true or false", False)
+    usage = stream and bool(options.get("include_usage"))
+    return Wanted(model, chat, prompts, sampler, most or 1, stop, logprobs, stream, usage)
+
+
+class Answers:
+    """The answers to one HTTP request, as OpenAI writes them."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+        loop, self._queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece]]()
+
+        def to(index: int) -> Callable[[Piece], None]:
+            def put(piece: Piece) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                    loop.call_soon_threadsafe(self._queue.put_nowait, (index, piece))
+
+            return put
+
+        self.requests = [wanted.request(index, to(index)) for index in range(len(wanted.prompts))]
+        self._head = {
+            "id": f"{'chatcmpl' if wanted.chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": wanted.model.name,
+        }
+        for request in self.requests:
+            if not wanted.model.engine.submit(request):
+                self.cancel()
+                raise Refused(429, "the server is busy: its queue is full; try again later", "rate_limit_error")
+
+    def cancel(self) -> None:
+        for request in self.requests:
+            request.cancel()
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, Piece]]:
+        """As they come. Whoever stops listening cancels the answers."""
+        open_ = len(self.requests)
+        try:
+            while open_:
+                index, piece = await self._queue.get()
+                open_ -= piece.finish_reason is not None or piece.error is not None
+                yield index, piece
+        finally:
+            self.cancel()
+
+    def usage(self) -> dict[str, Any]:
+        prompt, completion, cached = (
+            sum(numbers)
+            for numbers in zip(
+                *((len(r.prompt), r.completion_tokens, r.cached_tokens) for r in self.requests), strict=True
+            )
+        )
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        texts, reasons = [""] * len(self.requests), [""] * len(self.requests)
+        logprobs: list[tuple[Logprob, ...]] = [()] * len(self.requests)
+        async for index, piece in self.pieces():
+            if piece.error is not None:
+                raise Refused(500, piece.error, "server_error")
+            texts[index] += piece.text
+            logprobs[index] += piece.logprobs
+            reasons[index] = REASONS.get(piece.finish_reason or "", "")
+        choices = [
+            self._choice(index, {"message": {"role": "assistant", "content": text}} if self.wanted.chat else
+                         {"text": text}, logprobs[index], reasons[index])
+            for index, text in enumerate(texts)
+        ]  # fmt: skip
+        kind = "chat.completion" if self.wanted.chat else "text_completion"
+        return {**self._head, "object": kind, "choices": choices, "usage": self.usage()}
+
+    async def events(self) -> AsyncIterator[str]:
+        """Server-sent events."""
+        kind = "chat.completion.chunk" if self.wanted.chat else "text_completion"
+        usage = {"usage": None} if self.wanted.include_usage else {}
+
+        def event(choices: list[dict[str, Any]], **more: Any) -> str:
+            return _event({**self._head, "object": kind, "choices": choices, **usage, **more})
+
+        if self.wanted.chat:
+            yield event([self._choice(0, {"delta": {"role": "assistant", "content": ""}}, [], None)])
+        async with contextlib.aclosing(self.pieces()) as pieces:
+            async for index, piece in pieces:
+                if piece.error is not None:
+                    yield _event({"error": {"message": piece.error, "type": "server_error"}})
+                    return
+                text = {"delta": {"content": piece.text} if piece.text else {}} if self.wanted.chat else {
+                    "text": piece.text
+                }  # fmt: skip
+                reason = None if piece.finish_reason is None else REASONS[piece.finish_reason]
+                yield event([self._choice(index, text, piece.logprobs, reason)])
+        if self.wanted.include_usage:
+            yield event([], usage=self.usage())
+        yield "data: [DONE]\n\n"
+
+    def _choice(
+        self, index: int, content: dict[str, Any], logprobs: Sequence[Logprob], reason: str | None
+    ) -> dict[str, Any]:
+        found = None if self.wanted.top_logprobs is None else self._logprobs(logprobs)
+        return {"index": index, **content, "logprobs": found, "finish_reason": reason}
+
+    def _logprobs(self, found: Sequence[Logprob]) -> dict[str, Any]:
+        def text(token: int) -> str:
+            return self.wanted.model.tokenizer.decode([token])
+
+        if not self.wanted.chat:
+            return {
+                "tokens": [text(entry.token) for entry in found],
+                "token_logprobs": [entry.value for entry in found],
+                "top_logprobs": [{text(token): value for token, value in entry.top} for entry in found],
+            }
+
+        def entry(token: int, value: float) -> dict[str, Any]:
+            return {"token": text(token), "logprob": value, "bytes": list(text(token).encode())}
+
+        return {
+            "content": [
+                entry(item.token, item.value) | {"top_logprobs": [entry(*pair) for pair in item.top]} for item in found
+            ]
+        }
+
+
+def _event(value: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"

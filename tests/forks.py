@@ -1,0 +1,79 @@
+"""Children of this process, by fork: what takes seconds to import is imported once, and a crash or a hang is seen."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+REFUSED, RAISED = 2, 70  # exit codes: of a user's mistake; of an action that raised, with its traceback on stderr
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a child ended: its exit code, or minus the signal that ended it; what it wrote to stderr."""
+
+    code: int
+    error: str
+
+
+def fork(action: Callable[[], object]) -> int:
+    """Run it in a child, which ends as `Done` says; the child's number."""
+    child = os.fork()
+    if child:
+        return child
+    code = RAISED
+    try:
+        action()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else RAISED
+    except BaseException:
+        traceback.print_exc(limit=-8)  # the innermost frames
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def ended(child: int) -> int:
+    """Its exit code, or minus the signal that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def run(action: Callable[[], object], *, memory: int = 0, cpu_seconds: int = 0, seconds: int = 0) -> Done:
+    """Run it in a child without stdin and stdout. memory: bytes of address space beside those that are taken now.
+
+    What goes on longer than cpu_seconds is ended by SIGXCPU, longer than `seconds` by SIGALRM.
+    """
+    output = os.memfd_create("stderr")
+
+    def limited() -> None:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(seconds)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for descriptor, place in ((nothing, 0), (nothing, 1), (output, 2)):
+            os.dup2(descriptor, place)
+        sys.stdout = open(1, "w", closefd=False, encoding="utf-8")  # noqa: SIM115 (pytest has put others there)
+        sys.stderr = open(2, "w", closefd=False, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+        if cpu_seconds:
+            used = int(resource.getrusage(resource.RUSAGE_SELF).ru_utime)
+            resource.setrlimit(resource.RLIMIT_CPU, (used + cpu_seconds, used + cpu_seconds + 5))
+        if memory:
+            with open("/proc/self/statm") as file:
+                size = int(file.read().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (size + memory, size + memory))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        action()
+
+    try:
+        code = ended(fork(limited))
+        os.lseek(output, 0, os.SEEK_SET)
+        with open(output, "rb", closefd=False) as file:
+            return Done(code, file.read().decode(errors="backslashreplace"))
+    finally:
+        os.close(output)

@@ -1,0 +1,311 @@
+"""Rows of a batch against sessions of their own, and the server through OpenAI's client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import uvicorn
+
+from diffbit.errors import DiffbitError
+from diffbit.export import export_artifact
+from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
+from diffbit.runtime import Artifact, Sampler, Session, Tokenizer, generate
+from diffbit.runtime.batch import Rows
+from diffbit.runtime.engine import Engine, Piece, Request
+from diffbit.runtime.openai_api import Served
+from diffbit.runtime.serve import Server
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+
+@pytest.fixture(scope="module")
+def artifacts(trained: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """DIFF version 1 in float with a chat template, and the Transformer in int4 with caches of 8 and of 4 bits."""
+    folder = tmp_path_factory.mktemp("serve")
+    shutil.copytree(trained("diff_v1"), folder / "chat")
+    (folder / "chat" / "chat_template.jinja").write_text(TEMPLATE)
+    export_artifact(folder / "chat", folder / "diff")
+    for kv in ("int8", "int4"):
+        scheme = Scheme(weights=parse_format("int4_g32"), attention=AttentionScheme(keys=kv, values=kv))
+        quantize_checkpoint(trained("softmax"), folder / kv, scheme)
+        export_artifact(folder / kv, folder / f"plain-{kv}")
+    return {name: folder / name for name in ("diff", "plain-int8", "plain-int4")}
+
+
+@pytest.mark.parametrize("name", ["diff", "plain-int8", "plain-int4"])
+def test_rows_are_independent(artifacts: dict[str, Path], name: str) -> None:
+    """Texts that come and go in any order get the logits that each gets alone; beginnings are taken over."""
+    random = np.random.default_rng(3)
+    session, alone = Session(artifacts[name]), Session(artifacts[name])
+    rows = Rows.of(session, 3)
+    assert rows.count == (1 if name == "plain-int4" else 3)  # blocks of 32 tokens cannot be shared
+    beginning = random.integers(3, 1000, 40).tolist()
+    prompts = [beginning[: random.integers(1, 41)] + random.integers(3, 1000, random.integers(1, 120)).tolist()
+               for _ in range(9)]  # fmt: skip
+    texts: dict[int, tuple[list[int], list[Any], int]] = {}
+    cached = steps = 0
+    # sums end in other bits where others' tokens lie between; int8 activations may round to other codes then
+    error: dict[str, Any] = {"rtol": 0, "atol": 2e-4 if name == "diff" else 5e-2}
+
+    def check(row: int) -> None:
+        prompt, got, _ = texts.pop(row)
+        alone.reset()
+        np.testing.assert_allclose(got[0][1], alone.prefill([prompt])[0], **error)
+        for token, logits in got[1:]:
+            np.testing.assert_allclose(logits, alone.step([[token]])[0], **error)
+        rows.end(row)
+
+    while prompts or texts:
+        while prompts and rows.free and (not texts or random.random() < 0.3):
+            prompt = prompts.pop()
+            row, kept, logits = rows.begin(prompt, lambda: True)
+            texts[row] = (prompt, [(0, logits)], int(random.integers(1, 150)))
+            cached += kept
+        for row in list(texts):
+            if not texts[row][2] or not rows.room(row):
+                check(row)
+            else:
+                texts[row] = (*texts[row][:2], texts[row][2] - 1)
+        if texts:
+            tokens = {row: int(random.integers(3, 1000)) for row in texts}
+            steps += 1
+            for row, logits in rows.step(tokens).items():
+                texts[row][1].append((tokens[row], logits))
+    # beginnings were taken over, and the cache was moved together on the way
+    assert rows.count == 1 or (cached > 100 and steps > session.capacity)
+
+
+def test_a_prompt_can_be_given_up(artifacts: dict[str, Path]) -> None:
+    rows = Rows.of(Session(artifacts["diff"]), 2)
+    assert rows.begin([5] * 100, lambda: False)[2] is None
+    assert rows.free == 2
+    _, cached, logits = rows.begin([5] * 100, lambda: True)
+    assert cached == 0 and logits is not None and rows.free == 1
+
+
+def test_engine_answers_as_generate_does(artifacts: dict[str, Path]) -> None:
+    """Sampled answers with stop strings and limits, ten at a time in three rows."""
+    session, tokenizer = Session(artifacts["diff"]), Tokenizer(artifacts["diff"] / "tokenizer.json")
+    engine = Engine(Session(artifacts["diff"]), tokenizer, rows=3, queue=7)
+    prompts = [tokenizer.encode(f"def f{i}(self, {'x' * i}") for i in range(10)]
+    pieces: list[list[Piece]] = [[] for _ in prompts]
+    done = threading.Semaphore(0)
+
+    def sampler(index: int) -> Sampler:
+        return Sampler(0.7, top_k=20, seed=index)
+
+    def take(index: int) -> Callable[[Piece], None]:
+        def on_piece(piece: Piece) -> None:
+            pieces[index].append(piece)
+            if piece.finish_reason or piece.error:
+                done.release()
+
+        return on_piece
+
+    for index, prompt in enumerate(prompts):
+        request = Request(prompt, take(index), sampler(index), 5 * index + 1, stop=["return"], end_tokens=())
+        assert engine.submit(request)
+    for _ in prompts:
+        assert done.acquire(timeout=60)
+    engine.close()
+    for index, prompt in enumerate(prompts):
+        wanted = generate(
+            session, tokenizer, prompt, max_tokens=5 * index + 1, sampler=sampler(index), stop=["return"], end_tokens=()
+        )
+        assert "".join(piece.text for piece in pieces[index]) == wanted.text
+        assert pieces[index][-1].finish_reason == wanted.finish_reason
+    assert not engine.submit(Request(prompts[0], take(0), sampler(0), 1))  # closed
+    with pytest.raises(DiffbitError, match="context holds 256"):
+        engine.submit(Request([5] * 256, take(0), sampler(0), 1))
+
+
+@contextlib.contextmanager
+def served(*paths: Path, **options: Any) -> Iterator[str]:
+    """A server in a thread -> its address."""
+    api_key, rows = options.pop("api_key", None), options.pop("rows", 2)
+    models = [
+        Served(Artifact.open(path), device="cpu", threads=1, native=True, rows=rows, queue=options.get("queue", 8))
+        for path in paths
+    ]
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    config = uvicorn.Config(Server(models, api_key, most_bytes=5000).application(), log_level="error")
+    runner = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(runner.serve([listening])))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        runner.should_exit = True
+        thread.join()
+        for model in models:
+            model.engine.close()
+
+
+@pytest.fixture(scope="module")
+def address(artifacts: dict[str, Path]) -> Iterator[str]:
+    with served(artifacts["diff"], artifacts["plain-int8"]) as found:
+        yield found
+
+
+def client(address: str, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0)
+
+
+def post(address: str, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address + path, body)) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def test_chat(address: str, artifacts: dict[str, Path]) -> None:
+    """Whole and streamed answers are those of the Python API; the next turn computes its new tokens only."""
+    api = client(address)
+    assert [model.id for model in api.models.list()] == ["diff", "plain-int8"]
+    assert api.models.retrieve("diff").owned_by == "diffbit"
+    messages: list[Any] = [{"role": "system", "content": "import os"}, {"role": "user", "content": "def main("}]
+    asked: dict[str, Any] = {"model": "diff", "messages": messages, "temperature": 0, "max_tokens": 30}
+    whole = api.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+    choice, usage = whole.choices[0], whole.usage
+    session, tokenizer = Session(artifacts["diff"]), Tokenizer(artifacts["diff"] / "tokenizer.json")
+    prompt = tokenizer.encode("system: import os\nuser: def main(\nassistant:", add_special_tokens=False)
+    wanted = generate(session, tokenizer, prompt, max_tokens=30)
+    assert choice.message.content == wanted.text and choice.finish_reason == "length"
+    assert usage is not None and (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), 30)
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    found = choice.logprobs.content
+    logits = Session(artifacts["diff"]).prefill([[*prompt, *wanted.token_ids]], all_positions=True)[0].astype(float)
+    values = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    for place, (token, entry) in enumerate(zip(wanted.token_ids, found, strict=True), len(prompt) - 1):
+        assert entry.logprob == pytest.approx(values[place, token], abs=1e-3)
+        assert [top.logprob for top in entry.top_logprobs] == pytest.approx(np.sort(values[place])[:-3:-1], abs=1e-3)
+    chunks = list(api.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == wanted.text
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 30
+    messages += [{"role": "assistant", "content": wanted.text}, {"role": "user", "content": [
+        {"type": "text", "text": "class "}, {"type": "text", "text": "A"}]}]  # fmt: skip
+    details = api.chat.completions.create(**asked).usage.prompt_tokens_details  # type: ignore[union-attr]
+    assert details is not None and details.cached_tokens is not None and details.cached_tokens >= len(prompt) - 1
+
+
+def test_completions(address: str, artifacts: dict[str, Path]) -> None:
+    """Several prompts, as text and as tokens; stop strings end an answer and are not in it; curl reads the stream."""
+    api = client(address)
+    session, tokenizer = Session(artifacts["plain-int8"]), Tokenizer(artifacts["diff"] / "tokenizer.json")
+    texts = ["def add(", "class Stack:\n    def"]
+    wanted = [generate(session, tokenizer, text, max_tokens=40, stop=["self"]) for text in texts]
+    assert any(one.finish_reason == "stop" for one in wanted)
+    for prompt in (texts, [tokenizer.encode(text) for text in texts]):
+        found = api.completions.create(model="plain-int8", prompt=prompt, max_tokens=40, temperature=0, stop="self")
+        assert [choice.text for choice in found.choices] == [one.text for one in wanted]
+        reasons = [{"eos": "stop"}.get(str(one.finish_reason), one.finish_reason) for one in wanted]
+        assert [choice.finish_reason for choice in found.choices] == reasons
+    sampled = [api.completions.create(model="diff", prompt="import ", seed=7, temperature=1.5).choices[0].text
+               for _ in range(2)]  # fmt: skip
+    assert sampled[0] == sampled[1]
+    body = json.dumps({"model": "diff", "prompt": "def ", "stream": True, "max_tokens": 5, "temperature": 0})
+    curl = ["curl", "-sN", f"{address}/v1/completions", "-d", body]
+    lines = subprocess.run(curl, capture_output=True, text=True, check=True).stdout.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    text = "".join(json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines[:-2])
+    assert text == generate(Session(artifacts["diff"]), tokenizer, "def ", max_tokens=5).text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        ("chat/completions", b"{", 400, "no JSON"),
+        ("chat/completions", b"[" * 4000, 400, "no JSON"),
+        ("chat/completions", b"[]", 400, "no JSON object"),
+        ("chat/completions", b"{}", 400, "messages is empty"),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": 5}]}', 400, "messages[0].content is 5"),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', 400, "no text"),
+        ("chat/completions", b'{"model": "gpt", "messages": [{"role": "user", "content": "a"}]}', 404, "no model"),
+        ("chat/completions", b'{"model": "plain-int8", "messages": [{"role": "a", "content": "a"}]}', 400, "template"),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', 400, "tools is [{}]"),
+        ("completions", b'{"prompt": "a", "temperature": -1}', 400, "temperature is -1"),
+        ("completions", b'{"prompt": "a", "temperature": NaN}', 400, "temperature is nan"),
+        ("completions", b'{"prompt": "a", "max_tokens": true}', 400, "max_tokens is true, wanted an integer"),
+        ("completions", b'{"prompt": "a", "stop": ["", "b"]}', 400, "stop is"),
+        ("completions", b'{"prompt": [1, -5]}', 400, "outside the vocabulary"),
+        ("completions", b'{"prompt": [[1], "", {}]}', 400, "prompt holds {}"),
+        ("completions", b'{"prompt": "' + b"a " * 1500 + b'"}', 400, "context holds 256"),
+        ("completions", b'{"prompt": "' + b"a" * 5000 + b'"}', 413, "longer than 5,000 bytes"),
+    ],
+)  # fmt: skip
+def test_bad_requests(address: str, path: str, body: bytes, status: int, says: str) -> None:
+    found, answer = post(address, f"/v1/{path}", body)
+    assert (found, answer["error"]["type"]) == (status, "invalid_request_error")
+    assert says in answer["error"]["message"]
+
+
+def test_key_queue_and_clients_that_leave(artifacts: dict[str, Path]) -> None:
+    """401 without the key, 429 where the queue is full, a stream that is closed frees its row; metrics count it."""
+    with served(artifacts["diff"], api_key="secret", rows=1, queue=0) as address:
+        with pytest.raises(openai.AuthenticationError):
+            client(address, "wrong").models.list()
+        api = client(address, "secret")
+        endless: dict[str, Any] = {"model": "diff", "prompt": "def ", "max_tokens": 250, "temperature": 0}
+        stream = api.completions.create(**endless, stream=True)
+        next(iter(stream))
+        with pytest.raises(openai.RateLimitError, match="queue is full"):
+            api.completions.create(**endless)
+        stream.close()
+
+        def metric(name: str) -> float:
+            request = urllib.request.Request(f"{address}/metrics", headers={"Authorization": "Bearer secret"})
+            with urllib.request.urlopen(request) as answer:
+                lines = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")
+            return float(lines[f'diffbit_{name}{{model="diff"}}'])
+
+        deadline = time.monotonic() + 20
+        while metric("running") and time.monotonic() < deadline:
+            pass
+        assert (metric("running"), metric("cancelled_total"), metric("requests_total")) == (0, 1, 1)
+        assert urllib.request.urlopen(f"{address}/health").status == 200
+        assert api.completions.create(**{**endless, "max_tokens": 3}).usage is not None
+
+
+def test_sigterm_finishes_what_has_begun(artifacts: dict[str, Path]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "diffbit", "serve", str(artifacts["diff"]), "--port", str(port), "--threads", "1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process, contextlib.ExitStack() as at_the_end:
+        at_the_end.callback(process.kill)
+        assert process.stderr is not None
+        while "listening" not in (line := process.stderr.readline()):
+            assert line, "the server ended"
+        api = client(f"http://127.0.0.1:{port}")
+        for attempt in range(100):  # the port opens after the line
+            try:
+                stream = api.completions.create(model="diff", prompt="def ", max_tokens=200, stream=True, temperature=0)
+                break
+            except openai.APIConnectionError:
+                assert attempt < 99
+                process.poll()
+        answer = iter(stream)
+        next(answer)
+        process.send_signal(signal.SIGTERM)
+        assert [chunk.choices[0].finish_reason for chunk in answer][-1] in ("length", "stop")
+        assert process.wait(timeout=60) == 0

@@ -1,0 +1,34 @@
+// Opens a site of `diffbit web` in Chromium, types texts and prints what the page wrote, as JSON.
+//
+//     node drive.mjs NODE_MODULES/x CHROMIUM ADDRESS PICTURE|- MOST TEXT...
+import { createRequire } from "node:module";
+
+const [puppeteer, executablePath, address, picture, most, ...texts] = process.argv.slice(2);
+const { launch } = createRequire(puppeteer)("puppeteer-core");
+const browser = await launch({ executablePath, args: ["--no-sandbox", "--disable-gpu"] });
+const page = await browser.newPage();
+const said = [], asked = [];
+page.on("console", (message) => said.push(message.text()));
+page.on("pageerror", (error) => said.push(String(error)));
+page.on("request", (request) => asked.push(request.url()));
+await page.setViewport({ width: 760, height: 560 });
+await page.goto(address);
+const ready = () =>
+  page.waitForFunction(
+    () => document.getElementById("state").textContent.startsWith("Error") || (!document.getElementById("form").hidden && document.getElementById("send").textContent === "Send"),
+    { timeout: 120_000 },
+  );
+await ready();
+const answers = [];
+await page.evaluate((most) => (document.getElementById("most").value = most), most);
+for (const text of texts) {
+  await page.type("#text", text);
+  await page.click("#send");
+  await page.waitForFunction(() => document.getElementById("send").textContent === "Stop" || document.getElementById("state").textContent.startsWith("Error"));
+  await ready();
+  answers.push(await page.evaluate(() => JSON.parse(document.getElementById("talk").dataset.ids ?? "null")));
+}
+if (picture !== "-") await page.screenshot({ path: picture });
+const text = (id) => page.evaluate((id) => document.getElementById(id).innerText, id);
+console.log(JSON.stringify({ about: await text("about"), state: await text("state"), talk: await text("talk"), answers, said, asked }));
+await browser.close();

@@ -1,0 +1,140 @@
+"""A site of `diffbit web` in Chromium: a text is typed, and the page's greedy tokens are those of `diffbit run`.
+
+It needs Chromium, Node.js and the npm packages of package.json (`npm install --prefix tests/web`), which CI has:
+DIFFBIT_REQUIRE_WEB=1 makes what is missing a failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.server
+import json
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diffbit.errors import DiffbitError
+from diffbit.export import export_artifact
+from diffbit.runtime import Chat, Session, Tokenizer, generate
+from diffbit.runtime.site import PACKAGES, write_site
+
+HERE = Path(__file__).parent
+MODULES = HERE / "node_modules"
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+READY = MODULES.is_dir() and CHROMIUM is not None and shutil.which("node") is not None
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+
+@pytest.fixture(scope="module")
+def artifacts(trained: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """DIFF version 1 as it is, and with a chat template."""
+    folder = tmp_path_factory.mktemp("web")
+    shutil.copytree(trained("diff_v1"), folder / "talker")
+    (folder / "talker" / "chat_template.jinja").write_text(TEMPLATE)
+    export_artifact(trained("diff_v1"), folder / "text")
+    export_artifact(folder / "talker", folder / "chat")
+    return {"text": folder / "text", "chat": folder / "chat"}
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=folder)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+def drive(site: Path, *texts: str) -> dict[str, Any]:
+    with served(site) as address:
+        command = ["node", str(HERE / "drive.mjs"), str(MODULES / "x"), str(CHROMIUM), address, "-", "24", *texts]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert not done.returncode, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert all(url.startswith((address, "data:", "blob:")) for url in found["asked"])  # no other network
+    return found
+
+
+def test_what_this_needs_is_there_in_ci() -> None:
+    assert READY or "DIFFBIT_REQUIRE_WEB" not in os.environ
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/web/node_modules")
+def test_the_page_writes_what_run_writes(artifacts: dict[str, Path], tmp_path: Path) -> None:
+    """Text, and a conversation of two turns; with the threads that a service worker brings."""
+    session, tokenizer = Session(artifacts["text"]), Tokenizer(artifacts["text"] / "tokenizer.json")
+    write_site(artifacts["text"], tmp_path / "text", packages=MODULES)
+    found = drive(tmp_path / "text", "def __init__(self", "import é😀 ")
+    wanted = [generate(session, tokenizer, text, max_tokens=24) for text in ("def __init__(self", "import é😀 ")]
+    assert found["answers"] == [list(one.token_ids) for one in wanted]
+    assert found["talk"] == "import é😀 " + wanted[1].text.rstrip("\n")
+    assert "sha256" in found["about"] and not found["said"]
+    write_site(artifacts["chat"], tmp_path / "chat", packages=MODULES)
+    found = drive(tmp_path / "chat", "class Stack:", "And now?")
+    chat = Chat(Session(artifacts["chat"]), max_tokens=24)
+    assert found["answers"] == [list(chat.send(text).token_ids) for text in ("class Stack:", "And now?")]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/web/node_modules")
+def test_a_changed_file_is_refused(artifacts: dict[str, Path], tmp_path: Path) -> None:
+    write_site(artifacts["text"], tmp_path / "site", packages=MODULES)
+    weights = tmp_path / "site" / "model" / "model.onnx.data"
+    data = bytearray(weights.read_bytes())
+    data[1000] ^= 1
+    weights.write_bytes(data)
+    assert drive(tmp_path / "site")["state"].startswith("Error: model.onnx.data: its hash is")
+
+
+def fake_modules(folder: Path) -> Path:
+    for package in PACKAGES:
+        for file in package.files:
+            (folder / package.name / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / package.name / file).write_text(package.name)
+        (folder / package.name / "package.json").write_text(json.dumps({"version": package.version}))
+    return folder
+
+
+def test_the_files_of_a_site(artifacts: dict[str, Path], tmp_path: Path) -> None:
+    modules = fake_modules(tmp_path / "node_modules")
+    sizes = write_site(artifacts["text"], tmp_path / "site", packages=modules)
+    assert {"index.html", "app.js", "worker.js", "model.js", "sw.js", "model/diffbit.json", "model/model.onnx.data",
+            "lib/ort.wasm.min.mjs", "lib/jinja.js", "site.json"} <= set(sizes)  # fmt: skip
+    assert (tmp_path / "site" / "model" / "model.onnx").read_bytes() == (artifacts["text"] / "model.onnx").read_bytes()
+    about = json.loads((tmp_path / "site" / "site.json").read_text())
+    assert about["packages"]["onnxruntime-web"]["version"] == PACKAGES[0].version
+    with pytest.raises(DiffbitError, match="already exists"):
+        write_site(artifacts["text"], tmp_path / "site", packages=modules)
+
+
+def test_packages_that_are_others(artifacts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = fake_modules(tmp_path / "node_modules")
+    (modules / "onnxruntime-web" / "package.json").write_text('{"version": "9.9.9"}')
+    with pytest.raises(DiffbitError, match=r"has version 9\.9\.9, wanted"):
+        write_site(artifacts["text"], tmp_path / "site", packages=modules)
+    with pytest.raises(DiffbitError, match="cannot be read"):
+        write_site(artifacts["text"], tmp_path / "site", packages=tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(DiffbitError, match="npm is not installed"):
+        write_site(artifacts["text"], tmp_path / "site")
+    npm = tmp_path / "npm"
+    npm.write_text('#!/bin/sh\n/bin/echo damaged > "$4/x.tgz"\n')
+    npm.chmod(0o755)
+    with pytest.raises(DiffbitError, match="its hash differs"):
+        write_site(artifacts["text"], tmp_path / "site")
+    npm.write_text("#!/bin/sh\n/bin/echo no such release >&2; exit 1\n")
+    with pytest.raises(DiffbitError, match="no such release"):
+        write_site(artifacts["text"], tmp_path / "site")
+    assert not (tmp_path / "site").exists()
