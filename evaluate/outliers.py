@@ -38,8 +38,8 @@ from torch import Tensor, nn
 from ..calib_data import Windows
 from ..errors import DiffbitError
 from ..models import Decoder
+from ..models.layers.attention import Attention
 from ..models.layers.softmax import LogitsHook
-from ..models.mixer import Attention
 from ..progress import track
 
 RANKS = (1, 2, 3, 10, 100)  # of the largest values, as in Table 5

@@ -24,10 +24,11 @@ from ..errors import DiffbitError
 from . import attention, layers, mixers
 from . import mlp as mlps
 from .checks import check_count, check_flag, check_positive
+from .layers.attention import AttentionOptions
 from .layers.mlp import MLPOptions
 from .layers.norm import NORMS, LayerNorm, RMSNorm
 from .layers.rope import RopeScaling, scaling_from
-from .mixer import AttentionOptions, MixerOptions, Symmetries
+from .mixer import MixerOptions, Symmetries
 
 SIZES = ("vocab_size", "hidden_size", "max_position")
 T = TypeVar("T")

@@ -25,7 +25,8 @@ from ...errors import DiffbitError
 from ...ops.diff_attention_reference import in_pairs
 from ..checks import check_count, check_positive
 from ..graph import Cache, Graph
-from ..mixer import AttentionOptions, Differential, Operations, Place, Symmetries
+from ..layers.attention import AttentionOptions, Differential
+from ..mixer import Operations, Place, Symmetries
 
 if TYPE_CHECKING:
     import onnx_ir as ir

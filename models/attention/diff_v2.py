@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from ..graph import GROUP_QUERY_MULTIPLE, Cache, Graph
-from ..mixer import Differential, Operations, Place
+from ..layers.attention import Differential
+from ..mixer import Operations, Place
 from .softmax import GroupQueryOptions
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..graph import GROUP_QUERY_MULTIPLE, Cache, Graph
+from ..layers.attention import Attention, AttentionOptions
 from ..layers.rope import Rope
 from ..layers.state import Carried, State
-from ..mixer import Attention, AttentionOptions, Place, Symmetries
+from ..mixer import Place, Symmetries
 
 if TYPE_CHECKING:
     import onnx_ir as ir

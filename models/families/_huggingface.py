@@ -18,8 +18,8 @@ from ...errors import DiffbitError
 from ..checks import check_count, check_flag, check_positive
 from ..config import ModelConfig
 from ..family import Family, Stored
+from ..layers.attention import AttentionOptions
 from ..layers.rope import Dynamic, Linear, Llama3, RopeScaling, Yarn
-from ..mixer import AttentionOptions
 
 WINDOW = 4096  # tokens of attention's sliding window, where a config.json does not say
 ACTS = {"silu": "swiglu", "relu2": "relu2", "poly_norm": "polynorm"}  # hidden_act: the MLP's name

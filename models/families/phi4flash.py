@@ -26,7 +26,8 @@ from ..attention import diff_v1
 from ..checks import check_flag
 from ..config import LayerSpec, ModelConfig
 from ..family import Family, Stored
-from ..mixer import AttentionOptions, MixerOptions
+from ..layers.attention import AttentionOptions
+from ..mixer import MixerOptions
 from ..mixers import gmu, mamba
 from ..mlp import swiglu
 from ._huggingface import count, number, special_tokens
