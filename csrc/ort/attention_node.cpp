@@ -131,7 +131,6 @@ AttentionNode::AttentionNode(const Node& node)
   node.expect_version(VERSION);
   if (query_bits && key_bits == 16)
     throw Error("DiffAttention: query_bits is %d, wanted 0 where key_bits is 16", query_bits);
-  if (sliding_window) throw Error("DiffAttention: sliding_window is not computed yet");
   if (branches == 1 && width == 2) throw Error("DiffAttention: wide_value is 1, wanted 0 where branches is 1");
   if (kv_heads % width || heads % (kv_heads / width))
     throw Error("DiffAttention: num_heads is %lld, wanted a multiple of the %lld kv heads of num_kv_heads %lld%s",

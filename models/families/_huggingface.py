@@ -2,13 +2,13 @@
 
 Versions differ in where rotary embedding is described: up to 4 as `rope_theta` and `rope_scaling` at the top, from 5
 on in one dictionary `rope_parameters`. Both are read; `rope_theta` + `rope_scaling` are written, which both accept.
-What diffbit cannot compute (sliding windows, other activations, other rotary types) is refused, never ignored.
+What diffbit cannot compute (other activations, other rotary types) is refused, never ignored.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,8 +30,8 @@ def _as_they_are(mixer: AttentionOptions) -> dict[str, Tensor]:
     return {}
 
 
-def _no_window(values: Mapping[str, Any]) -> Any:
-    return None
+def _no_windows(values: Mapping[str, Any]) -> Sequence[Any]:
+    return [None] * values["num_hidden_layers"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class HuggingFace(Family):
     queries, keys: sub-heads that num_attention_heads counts for a head, and num_key_value_heads for a kv head.
     architecture: the class that transformers has. act, norm_eps, rope_theta, max_position, head_dim (None: hidden_size
     over heads): where config.json does not say. biases: the fields by which it may ask for biases; qkv_bias: those that
-    the family always has. window: tokens that attention looks back at, by a parsed config.json; None: all.
+    the family always has. windows: of each layer the tokens that a token sees, by a parsed config.json; None: all.
     rows: {"q_proj": order}, canonical rows = rows on disk[order], of the projections that lie otherwise.
     """
 
@@ -58,7 +58,7 @@ class HuggingFace(Family):
     biases: tuple[str, ...] = ("attention_bias",)
     qkv_bias: bool = False
     qk_norm: bool = False
-    window: Callable[[Mapping[str, Any]], Any] = _no_window
+    windows: Callable[[Mapping[str, Any]], Sequence[Any]] = _no_windows
     rows: Callable[[AttentionOptions], dict[str, Tensor]] = _as_they_are
 
     def knows(self, values: Mapping[str, Any]) -> bool:
@@ -80,11 +80,10 @@ class HuggingFace(Family):
         head_dim = count(values, "head_dim", default=self.head_dim or hidden_size // query_heads)
         max_position = count(values, "max_position_embeddings", default=self.max_position)
         num_layers = count(values, "num_hidden_layers")
-        self._check_window(values, max_position)
         theta, scaling = _rope(values, max_position, self.rope_theta)
         tied = values.get("tie_word_embeddings", False)
         check_flag("tie_word_embeddings", tied)
-        return ModelConfig.uniform(
+        config = ModelConfig.uniform(
             num_layers=num_layers,
             num_heads=query_heads // self.queries,
             num_kv_heads=kv_heads // self.keys,
@@ -104,6 +103,7 @@ class HuggingFace(Family):
             **self._biases(values),
             **special_tokens(values),
         )
+        return self._with_windows(config, values)
 
     def write(self, config: ModelConfig) -> dict[str, Any] | None:
         mixer = config.layers[0].mixer
@@ -142,15 +142,16 @@ class HuggingFace(Family):
         o_bias = bool(values.get("attention_bias"))
         return {"qkv_bias": o_bias or self.qkv_bias, "o_bias": o_bias, "mlp_bias": bool(values.get("mlp_bias"))}
 
-    def _check_window(self, values: Mapping[str, Any], max_position: int) -> None:
-        window = self.window(values)
-        if window is not None:
-            check_count("sliding_window", window)
-            if window < max_position:
-                raise DiffbitError(
-                    f"attention has a sliding window of {window} tokens, which diffbit does not compute; for contexts "
-                    f"of at most {window}, where it hides nothing, set max_position_embeddings to {window}"
-                )
+    def _with_windows(self, config: ModelConfig, values: Mapping[str, Any]) -> ModelConfig:
+        """With the windows that hide something."""
+        layers = []
+        for layer, window in zip(config.layers, self.windows(values), strict=True):
+            if window is not None:
+                check_count("sliding_window", window)
+                if window < config.max_position:
+                    layer = replace(layer, mixer=replace(attention_of(config), sliding_window=window))
+            layers.append(layer)
+        return replace(config, layers=tuple(layers))
 
     def _check_heads(self, query_heads: int, kv_heads: int) -> None:
         counts = (("num_attention_heads", query_heads, self.queries), ("num_key_value_heads", kv_heads, self.keys))

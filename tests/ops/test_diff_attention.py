@@ -32,8 +32,6 @@ from .onnx_run import body_of, node_of, on_each_isa, run_node
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 ROUNDING = {torch.float32: 5e-7, torch.float16: 1e-3, torch.bfloat16: 2e-3}  # of an output of size 1
 cases = pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda case: case.name)
-KERNEL_CASES = [case for case in ATTENTION_CASES if not case.sliding_window and not case.query_only]
-with_kernels = pytest.mark.parametrize("case", KERNEL_CASES, ids=lambda case: case.name)
 
 
 class Tokens:
@@ -267,7 +265,7 @@ def test_body_is_the_reference(case: AttentionCase) -> None:
 
 
 @on_each_isa
-@with_kernels
+@cases
 def test_kernel_is_the_reference(case: AttentionCase, isa: str) -> None:
     got, wanted = run(case, arrays(case.inputs()), isa), [tensor.numpy() for tensor in reference(case)]
     assert_same_cache(case, got[1:], wanted[1:])
@@ -454,7 +452,7 @@ def node_session(
         return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-IN_PLACE = [case for case in KERNEL_CASES if case.beyond is not None]
+IN_PLACE = [case for case in ATTENTION_CASES if case.beyond is not None]
 
 
 @on_each_isa
@@ -485,7 +483,7 @@ def test_a_shared_buffer_gains_the_new_rows_and_nothing_else(case: AttentionCase
     ("case", "isa"),
     [
         pytest.param(case, isa, id=f"{case.name}-{isa}")
-        for case, isa in zip(KERNEL_CASES[::3], itertools.cycle(native.instruction_sets()), strict=False)
+        for case, isa in zip(ATTENTION_CASES[::3], itertools.cycle(native.instruction_sets()), strict=False)
     ],
 )
 def test_threads_and_neighbours_change_no_bit(case: AttentionCase, isa: str) -> None:
