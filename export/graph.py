@@ -199,7 +199,7 @@ class Graph:
     def cast(self, x: ir.Value, dtype: DTypeLike) -> ir.Value:
         return self.op("Cast", [x], to=int(ir.DataType.from_numpy(np.dtype(dtype))))
 
-    def linear(self, x: ir.Value, module: nn.Module, name: str, scale: float = 1.0) -> ir.Value:
+    def linear(self, x: ir.Value, module: nn.Module, name: str, scale: float = 1.0, bias: bool = True) -> ir.Value:
         """scale * (x W^T) + bias: a float product, or what the format of a quantized weight has for it
         (quantize/formats/)."""
         with self.scope(name):
@@ -212,7 +212,7 @@ class Graph:
                     product = self.custom(float_matmul, [x, self.weight("weight", weight.numpy())])
                 else:
                     product = self.op("MatMul", [x, self.weight("weight", weight.T.contiguous().numpy())])
-            if module.bias is None:
+            if module.bias is None or not bias:
                 return product
             return self.op("Add", [product, self.weight("bias", module.bias.detach().float().numpy())])
 

@@ -6,7 +6,8 @@ over; names of nodes and weights begin with the layer's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -55,6 +56,16 @@ class Graph(Protocol):
     ) -> Sequence[ir.Value]:
         """A node with several outputs."""
 
+    def customs(
+        self,
+        op: ModuleType,
+        inputs: Sequence[ir.Value | None],
+        outputs: int,
+        body: Callable[[], ir.Function],
+        **attributes: Attribute,
+    ) -> Sequence[ir.Value]:
+        """A node of one of diffbit's own ops (a module of ops/), and the body that all of its nodes share."""
+
     def const(self, values: ArrayLike, dtype: DTypeLike = np.int64) -> ir.Value:
         """A small constant, such as a shape or the axes of a node."""
 
@@ -63,8 +74,8 @@ class Graph(Protocol):
 
     def cast(self, x: ir.Value, dtype: DTypeLike) -> ir.Value: ...
 
-    def linear(self, x: ir.Value, module: nn.Module, name: str, scale: float = 1.0) -> ir.Value:
-        """scale * (x W^T) + bias of a linear layer, float or quantized."""
+    def linear(self, x: ir.Value, module: nn.Module, name: str, scale: float = 1.0, bias: bool = True) -> ir.Value:
+        """scale * (x W^T) + bias of a linear layer, float or quantized; bias=False: without it."""
 
     def linears(self, x: ir.Value, modules: Mapping[str, nn.Module]) -> Sequence[ir.Value]:
         """The same of several layers {name: module} that read the same x, in as few products as their formats allow."""

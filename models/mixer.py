@@ -10,9 +10,11 @@ A mixer is one file, in attention/ or in mixers/, found by listing the folder. T
 
     y = out_scale * W_o attn_sub_norm(heads(x)) + b_o       attn_sub_norm in layers with sub_norms only, b_o with o_bias
 
-Rules for its parameters: the name of each linear ends in _proj, and of nothing else; all linears but o_proj read x,
-which is the normed residual stream, and nothing else reads it, so that methods can put a rotation or scales there. What
-is neither a `weight` nor a `bias` stays float32 in a model of any dtype, such as lambda_q1.
+Rules for its parameters: the name of each linear ends in _proj, and of nothing else; all linears but o_proj and those
+in `MixerOptions.inner` read x, which is the normed residual stream, and nothing else reads it, so that methods can put
+a rotation or scales there. Inner ones read what the mixer makes of x, such as a convolution's output: methods that
+change weights before rounding leave them as they are, those that round calibrate on what reaches them. What is neither
+a `weight` nor a `bias` stays float32 in a model of any dtype, such as lambda_q1.
 
 The module is called self_attn in every layer, as in checkpoints, whatever the mixer is.
 """
@@ -22,7 +24,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.nn.functional as F
@@ -122,6 +124,11 @@ class MixerOptions(ABC):
         return Symmetries()
 
     @property
+    def inner(self) -> tuple[str, ...]:
+        """Linears beside o_proj that do not read x."""
+        return ()
+
+    @property
     def rope_width(self) -> int:
         """Width of the heads that RoPE turns; 0: the layer has no use for positions."""
         return 0
@@ -168,6 +175,16 @@ class Mixer(nn.Module):
     def onnx_heads(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
         """`heads` as ONNX nodes; past, and what is returned beside the heads: the layer's buffers by their names."""
         raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Keep its own parameters, such as lambda vectors, float32 when the model is moved with .to(bfloat16), ..."""
+        before = {name: parameter.detach() for name, parameter in self.named_parameters(recurse=False)}
+        super()._apply(fn, recurse)
+        for name, kept in before.items():
+            parameter = self.get_parameter(name)
+            if parameter.dtype != torch.float32:
+                parameter.data = kept.to(parameter.device)
+        return self
 
     def derived(self) -> dict[str, Tensor]:
         """Numbers that follow from weights alone; they are checked to be finite when a model is put together."""

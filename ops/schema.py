@@ -373,7 +373,67 @@ FLOAT_MATMUL = Op(
     ),
 )
 
-OPS = (DIFF_ATTENTION, FLOAT_MATMUL, GATHER, HADAMARD, INT4_MATMUL, INT8_MATMUL, TERNARY_MATMUL)
+CAUSAL_CONV = Op(
+    "CausalConv",
+    version=1,
+    inputs=(
+        Tensor("x", T),
+        Tensor("weight", Type.FLOAT32),
+        Tensor("bias", Type.FLOAT32),
+        Tensor("attention_mask", Type.INT64),
+        Tensor("past_state", Type.FLOAT32),
+    ),
+    outputs=(Tensor("y", T), Tensor("present_state", Type.FLOAT32)),
+    attributes=(),
+    call=Call(
+        "CausalConv",
+        "causal_conv",
+        integers=("batch", "steps", "total", "channels", "width", "type"),
+        notes={"total": "columns of attention_mask", "width": "rows of weight", "type": f"of x and y: {FLOATS}"},
+    ),
+)
+
+SELECTIVE_SCAN = Op(
+    "SelectiveScan",
+    version=1,
+    inputs=(
+        Tensor("x", T),
+        Tensor("dt", T),
+        Tensor("z", T),
+        Tensor("B", T),
+        Tensor("C", T),
+        Tensor("A", Type.FLOAT32),
+        Tensor("D", Type.FLOAT32),
+        Tensor("dt_bias", Type.FLOAT32),
+        CAUSAL_CONV.inputs[3],
+        CAUSAL_CONV.inputs[4],
+    ),
+    outputs=(*CAUSAL_CONV.outputs, Tensor("memory", T, optional=True)),
+    attributes=(),
+    call=Call(
+        "SelectiveScan",
+        "selective_scan",
+        integers=("batch", "steps", "total", "channels", "states", "type"),
+        notes={
+            "memory": "null: not wanted",
+            "total": "columns of attention_mask",
+            "states": "rows of a",
+            "type": f"of x, dt, z, b, c, y and memory: {FLOATS}",
+        },
+    ),
+)
+
+OPS = (
+    CAUSAL_CONV,
+    DIFF_ATTENTION,
+    FLOAT_MATMUL,
+    GATHER,
+    HADAMARD,
+    INT4_MATMUL,
+    INT8_MATMUL,
+    SELECTIVE_SCAN,
+    TERNARY_MATMUL,
+)
 
 # ---- the headers ----
 

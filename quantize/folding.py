@@ -58,12 +58,13 @@ def _probe(layer: Layer, tensors: dict[str, Tensor], hidden: Tensor, stream: Rot
 
 
 def attention_readers(layer: Layer) -> list[str]:
-    """Weights of a layer's attention that its normed input is multiplied with: all but o_proj's."""
+    """Weights of a layer's mixer that its normed input is multiplied with: all but o_proj's and inner ones."""
     start = f"{layer.prefix}self_attn."
+    others = {f"{start}{name}.weight" for name in ("o_proj", *layer.spec.mixer.inner)}
     return [
         name
         for name in layer.tensors
-        if name.startswith(start) and name.endswith("_proj.weight") and name != f"{start}o_proj.weight"
+        if name.startswith(start) and name.endswith("_proj.weight") and name not in others
     ]
 
 

@@ -33,7 +33,10 @@ def _structure(op: schema.Op) -> type[Op]:
     return type(op.call.struct, (Op,), {"of": op, "_fields_": fields})
 
 
-Attention, FloatMatMul, GatherQuantized, Hadamard, Int4MatMul, Int8MatMul, TernaryMatMul = map(_structure, schema.OPS)
+_made = [_structure(op) for op in schema.OPS]
+CausalConv, Attention, FloatMatMul, GatherQuantized, Hadamard, Int4MatMul, Int8MatMul, SelectiveScan, TernaryMatMul = (
+    _made
+)
 
 
 class Kernels:

@@ -15,9 +15,8 @@ i // R. Rows of q_proj lie in groups of R signal heads and then their noise head
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -139,16 +138,6 @@ class DiffV1(Differential):
 
     def derived(self) -> dict[str, Tensor]:
         return {"lambda": self.lambda_value()}
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Keep the lambda vectors float32 when the model is moved with .to(bfloat16), .half(), ..."""
-        before = {name: getattr(self, name).detach() for name in LAMBDAS}
-        super()._apply(fn, recurse)
-        for name, kept in before.items():
-            parameter = getattr(self, name)
-            if parameter.dtype != torch.float32:
-                parameter.data = kept.to(parameter.device)
-        return self
 
     def onnx_heads(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
         return g.attention(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from diffbit.ops import diff_attention, int4_matmul, int8_matmul
+from diffbit.ops import causal_conv, diff_attention, int4_matmul, int8_matmul, selective_scan
 
 DRAW = int(os.environ.get("DIFFBIT_TEST_DRAW", "0"))  # another one: other random numbers in all cases
 
@@ -571,4 +571,87 @@ TABLE_CASES = [  # of GatherQuantized
         (200, 16, 32, bits == 4, {"row_scale": bits == 8}),
     )
     for more in ({**more, "bits": bits, "seed": k},)
+]
+
+
+@dataclass(frozen=True)
+class MambaCase:
+    """A call of CausalConv, `width` tokens wide, or of SelectiveScan, with so many `states` for each channel."""
+
+    name: str
+    batch: int = 1
+    steps: int = 5
+    before: int = 0  # tokens before these, whose states are random
+    channels: int = 8
+    width: int = 4
+    states: int = 4
+    padding: tuple[int, ...] = ()  # places of the batch's first row, among all tokens
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def mask(self) -> torch.Tensor:
+        mask = torch.ones(self.batch, self.before + self.steps, dtype=torch.int64)
+        mask[:1, list(self.padding)] = 0
+        return mask
+
+    def real(self) -> torch.Tensor | None:
+        """As references take it."""
+        return self.mask()[:, self.before :].bool() if self.padding else None
+
+    def conv(self) -> dict[str, torch.Tensor]:
+        g = generator(self.seed)
+        return {
+            "x": torch.randn(self.batch, self.steps, self.channels, generator=g).to(self.dtype),
+            "weight": torch.randn(self.width, self.channels, generator=g),
+            "bias": torch.randn(self.channels, generator=g),
+            "attention_mask": self.mask(),
+            "past_state": torch.randn(self.batch, self.width - 1, self.channels, generator=g) * bool(self.before),
+        }
+
+    def conv_reference(self, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """In float64, or as a model has it."""
+        x, weight, bias, _, past = self.conv().values()
+        return causal_conv.reference(x.to(dtype or x.dtype), weight, bias, past, self.real())
+
+    def scan(self) -> dict[str, torch.Tensor]:
+        """Step sizes from 1e-4 to 20, decays from 1 to none."""
+        g = generator(self.seed)
+        shape, low = (self.batch, self.steps, self.channels), (self.batch, self.steps, self.states)
+        return {
+            "x": torch.randn(shape, generator=g).to(self.dtype),
+            "dt": (torch.randn(shape, generator=g) * 3).to(self.dtype),
+            "z": (torch.randn(shape, generator=g) * 4).to(self.dtype),
+            "B": torch.randn(low, generator=g).to(self.dtype),
+            "C": torch.randn(low, generator=g).to(self.dtype),
+            "A": -torch.rand(self.states, self.channels, generator=g) * 4 - 1e-3,
+            "D": torch.randn(self.channels, generator=g),
+            "dt_bias": torch.randn(self.channels, generator=g) * 2 - 2,
+            "attention_mask": self.mask(),
+            "past_state": torch.randn(self.batch, self.states, self.channels, generator=g) * bool(self.before),
+        }
+
+    def scan_reference(self, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """y, present_state and memory; as conv_reference."""
+        x, *others, dt_bias, _, past = self.scan().values()
+        return selective_scan.reference(x.to(dtype or x.dtype), *others, past, dt_bias, self.real())
+
+
+MAMBA_CASES = [
+    MambaCase("prompt"),
+    MambaCase("one_token", steps=1, before=3, channels=40, states=16, seed=1),
+    MambaCase("first_token", steps=1, channels=33, states=16, seed=2),
+    MambaCase("two_tokens", steps=2, before=1, channels=5, width=5, states=1, seed=3),
+    MambaCase("padding_in_front", batch=2, steps=9, channels=17, states=5, padding=(0, 1, 2), seed=4),
+    MambaCase("padding_behind", batch=3, steps=7, before=2, channels=16, padding=(6, 7, 8), seed=5),
+    MambaCase("padding_between", batch=2, steps=12, before=4, channels=20, width=3, padding=(1, 3, 5, 6, 9), seed=6),
+    MambaCase("padding_alone", steps=3, before=5, padding=(5, 6, 7), seed=7),
+    MambaCase("padded_token", batch=2, steps=1, before=5, padding=(5,), seed=8),
+    MambaCase("one_channel", steps=4, before=1, channels=1, width=2, states=2, seed=9),
+    MambaCase("many_channels", steps=3, before=1, channels=1300, states=16, seed=10),
+    MambaCase("long", steps=70, channels=70, states=16, seed=11),
+    MambaCase("long_padded", batch=2, steps=65, channels=24, states=7, padding=(0, 20, 21, 64), seed=12),
+    MambaCase("wide", steps=20, before=1, channels=9, width=9, states=64, seed=13),
+    MambaCase("fp16", steps=6, before=2, channels=48, states=16, dtype=torch.float16, seed=14),
+    MambaCase("fp16_token", batch=2, steps=1, before=2, channels=19, states=3, dtype=torch.float16, seed=15),
+    MambaCase("fp16_padded", batch=2, steps=40, channels=21, padding=(0, 1, 7), dtype=torch.float16, seed=16),
 ]

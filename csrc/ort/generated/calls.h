@@ -4,6 +4,36 @@
 #include <cstddef>
 #include <cstdint>
 
+struct DiffbitCausalConv {
+  const void* x;
+  const void* weight;
+  const void* bias;
+  const void* attention_mask;
+  const void* past_state;
+  void* y;
+  void* present_state;
+  int64_t batch;
+  int64_t steps;
+  int64_t total;  // columns of attention_mask
+  int64_t channels;
+  int64_t width;  // rows of weight
+  int64_t type;  // of x and y: FLOAT32, FLOAT16 or BFLOAT16
+};
+static_assert(offsetof(DiffbitCausalConv, x) == 0, "x");
+static_assert(offsetof(DiffbitCausalConv, weight) == 8, "weight");
+static_assert(offsetof(DiffbitCausalConv, bias) == 16, "bias");
+static_assert(offsetof(DiffbitCausalConv, attention_mask) == 24, "attention_mask");
+static_assert(offsetof(DiffbitCausalConv, past_state) == 32, "past_state");
+static_assert(offsetof(DiffbitCausalConv, y) == 40, "y");
+static_assert(offsetof(DiffbitCausalConv, present_state) == 48, "present_state");
+static_assert(offsetof(DiffbitCausalConv, batch) == 56, "batch");
+static_assert(offsetof(DiffbitCausalConv, steps) == 64, "steps");
+static_assert(offsetof(DiffbitCausalConv, total) == 72, "total");
+static_assert(offsetof(DiffbitCausalConv, channels) == 80, "channels");
+static_assert(offsetof(DiffbitCausalConv, width) == 88, "width");
+static_assert(offsetof(DiffbitCausalConv, type) == 96, "type");
+static_assert(sizeof(DiffbitCausalConv) == 104, "DiffbitCausalConv");
+
 struct DiffbitAttention {
   const void* query;
   const void* key;
@@ -213,6 +243,48 @@ static_assert(offsetof(DiffbitInt8MatMul, group_size) == 72, "group_size");
 static_assert(offsetof(DiffbitInt8MatMul, scale_groups) == 80, "scale_groups");
 static_assert(offsetof(DiffbitInt8MatMul, type) == 88, "type");
 static_assert(sizeof(DiffbitInt8MatMul) == 96, "DiffbitInt8MatMul");
+
+struct DiffbitSelectiveScan {
+  const void* x;
+  const void* dt;
+  const void* z;
+  const void* b;
+  const void* c;
+  const void* a;
+  const void* d;
+  const void* dt_bias;
+  const void* attention_mask;
+  const void* past_state;
+  void* y;
+  void* present_state;
+  void* memory;  // null: not wanted
+  int64_t batch;
+  int64_t steps;
+  int64_t total;  // columns of attention_mask
+  int64_t channels;
+  int64_t states;  // rows of a
+  int64_t type;  // of x, dt, z, b, c, y and memory: FLOAT32, FLOAT16 or BFLOAT16
+};
+static_assert(offsetof(DiffbitSelectiveScan, x) == 0, "x");
+static_assert(offsetof(DiffbitSelectiveScan, dt) == 8, "dt");
+static_assert(offsetof(DiffbitSelectiveScan, z) == 16, "z");
+static_assert(offsetof(DiffbitSelectiveScan, b) == 24, "b");
+static_assert(offsetof(DiffbitSelectiveScan, c) == 32, "c");
+static_assert(offsetof(DiffbitSelectiveScan, a) == 40, "a");
+static_assert(offsetof(DiffbitSelectiveScan, d) == 48, "d");
+static_assert(offsetof(DiffbitSelectiveScan, dt_bias) == 56, "dt_bias");
+static_assert(offsetof(DiffbitSelectiveScan, attention_mask) == 64, "attention_mask");
+static_assert(offsetof(DiffbitSelectiveScan, past_state) == 72, "past_state");
+static_assert(offsetof(DiffbitSelectiveScan, y) == 80, "y");
+static_assert(offsetof(DiffbitSelectiveScan, present_state) == 88, "present_state");
+static_assert(offsetof(DiffbitSelectiveScan, memory) == 96, "memory");
+static_assert(offsetof(DiffbitSelectiveScan, batch) == 104, "batch");
+static_assert(offsetof(DiffbitSelectiveScan, steps) == 112, "steps");
+static_assert(offsetof(DiffbitSelectiveScan, total) == 120, "total");
+static_assert(offsetof(DiffbitSelectiveScan, channels) == 128, "channels");
+static_assert(offsetof(DiffbitSelectiveScan, states) == 136, "states");
+static_assert(offsetof(DiffbitSelectiveScan, type) == 144, "type");
+static_assert(sizeof(DiffbitSelectiveScan) == 152, "DiffbitSelectiveScan");
 
 struct DiffbitTernaryMatMul {
   const void* a;  // [m, k]

@@ -5,6 +5,28 @@
 
 namespace diffbit::schema {
 
+struct CausalConv {
+  static constexpr const char* NAME = "CausalConv";
+  static constexpr int64_t VERSION = 1;
+  static constexpr Input X{0, "CausalConv: x"};
+  static constexpr Input WEIGHT{1, "CausalConv: weight"};
+  static constexpr Input BIAS{2, "CausalConv: bias"};
+  static constexpr Input ATTENTION_MASK{3, "CausalConv: attention_mask"};
+  static constexpr Input PAST_STATE{4, "CausalConv: past_state"};
+  static constexpr Output Y{0, "CausalConv: y"};
+  static constexpr Output PRESENT_STATE{1, "CausalConv: present_state"};
+  static constexpr int TYPES[2][7] = {
+      {1, 1, 1, 7, 1, 1, 1},
+      {10, 1, 1, 7, 1, 10, 1},
+  };
+  static constexpr int GPU_TYPES[3][7] = {
+      {1, 1, 1, 7, 1, 1, 1},
+      {10, 1, 1, 7, 1, 10, 1},
+      {16, 1, 1, 7, 1, 16, 1},
+  };
+  static constexpr Signature SIGNATURE{NAME, 5, 2, 0x0, 0x0, 0x0};
+};
+
 struct DiffAttention {
   static constexpr const char* NAME = "DiffAttention";
   static constexpr int64_t VERSION = 3;
@@ -262,6 +284,34 @@ struct Int8MatMul {
       {16, 2, 10, 2, 1, 16},
   };
   static constexpr Signature SIGNATURE{NAME, 5, 1, 0x0, 0x0, 0x0};
+};
+
+struct SelectiveScan {
+  static constexpr const char* NAME = "SelectiveScan";
+  static constexpr int64_t VERSION = 1;
+  static constexpr Input X{0, "SelectiveScan: x"};
+  static constexpr Input DT{1, "SelectiveScan: dt"};
+  static constexpr Input Z{2, "SelectiveScan: z"};
+  static constexpr Input B{3, "SelectiveScan: B"};
+  static constexpr Input C{4, "SelectiveScan: C"};
+  static constexpr Input A{5, "SelectiveScan: A"};
+  static constexpr Input D{6, "SelectiveScan: D"};
+  static constexpr Input DT_BIAS{7, "SelectiveScan: dt_bias"};
+  static constexpr Input ATTENTION_MASK{8, "SelectiveScan: attention_mask"};
+  static constexpr Input PAST_STATE{9, "SelectiveScan: past_state"};
+  static constexpr Output Y{0, "SelectiveScan: y"};
+  static constexpr Output PRESENT_STATE{1, "SelectiveScan: present_state"};
+  static constexpr Output MEMORY{2, "SelectiveScan: memory"};
+  static constexpr int TYPES[2][13] = {
+      {1, 1, 1, 1, 1, 1, 1, 1, 7, 1, 1, 1, 1},
+      {10, 10, 10, 10, 10, 1, 1, 1, 7, 1, 10, 1, 10},
+  };
+  static constexpr int GPU_TYPES[3][13] = {
+      {1, 1, 1, 1, 1, 1, 1, 1, 7, 1, 1, 1, 1},
+      {10, 10, 10, 10, 10, 1, 1, 1, 7, 1, 10, 1, 10},
+      {16, 16, 16, 16, 16, 1, 1, 1, 7, 1, 16, 1, 16},
+  };
+  static constexpr Signature SIGNATURE{NAME, 10, 3, 0x0, 0x4, 0x0};
 };
 
 struct TernaryMatMul {
