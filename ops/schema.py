@@ -408,7 +408,7 @@ SELECTIVE_SCAN = Op(
         CAUSAL_CONV.inputs[3],
         CAUSAL_CONV.inputs[4],
     ),
-    outputs=(*CAUSAL_CONV.outputs, Tensor("memory", T, optional=True)),
+    outputs=(Tensor("y", T), Tensor("memory", T, optional=True), CAUSAL_CONV.outputs[1]),
     attributes=(),
     call=Call(
         "SelectiveScan",

@@ -17,8 +17,8 @@ Inputs
     past_state      float32 [B, N, C]      zeros before the first token
 Outputs
     y               T [B, S, C]
-    present_state   float32 [B, N, C]      may lie where past_state does
     memory          T [B, S, C]            m, where it is asked for: what gated memory units read (arXiv 2507.06607)
+    present_state   float32 [B, N, C]      may lie where past_state does
 Attributes: spec_version.
 
 States are numbers by channels, so that vectors run over channels. The body is a Scan over tokens.
@@ -105,7 +105,7 @@ def reference(
     dt_bias: Tensor | None = None,
     real: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The op in torch, in float64 where x is that: (y, present_state, memory), y and memory in x's dtype.
+    """The op in torch, in float64 where x is that: (y, memory, present_state), the first two in x's dtype.
 
     real: bool [B, S], the tokens that are no padding; None: all. Gradients pass. A token costs one small operation
     beside those of its block: fast enough to calibrate on.
@@ -131,4 +131,4 @@ def reference(
     memory = torch.cat(read, 1) + d * wide_x
     if real is not None:
         memory = torch.where(real[..., None], memory, 0)
-    return (memory * F.silu(z.to(wide))).to(x.dtype), state, memory.to(x.dtype)
+    return (memory * F.silu(z.to(wide))).to(x.dtype), memory.to(x.dtype), state

@@ -109,7 +109,7 @@ class Mamba(Mixer):
         u, z = self.in_proj(x).chunk(2, -1)
         u, conv = causal_conv.reference(u, self.conv1d.weight[:, 0].T, self._conv_bias, kept.conv, real)
         dt, b, c = self.x_proj(u).split((options.dt_rank, options.state_size, options.state_size), -1)
-        y, scan, memory = selective_scan.reference(
+        y, memory, scan = selective_scan.reference(
             u, self.dt_proj(dt), z, b, c, self._decay_rates(), self.D, kept.scan, real=real
         )
         if state is not None:
@@ -132,15 +132,17 @@ class Mamba(Mixer):
         dt = g.linear(dt, self.dt_proj, "dt_proj", bias=False)
         rates, skip = floats("A.weight", self._decay_rates()), floats("D.weight", self.D)
         bias = floats("dt_proj.bias", self._dt_bias)
-        found = g.customs(
+        y, memory, scan = g.customs(
             selective_scan,
             [u, dt, z, b, c, rates, skip, bias, g.attention_mask, past["scan"]],
-            2 if carried is None else 3,
+            3,
             selective_scan.function,
         )
-        if carried is not None:
-            carried[self.layer_index] = (found[2],)
-        return found[0], {"conv": conv, "scan": found[1]}
+        if carried is None:
+            memory.name = ""  # left out
+        else:
+            carried[self.layer_index] = (memory,)
+        return y, {"conv": conv, "scan": scan}
 
     @property
     def _conv_bias(self) -> Tensor:

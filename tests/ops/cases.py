@@ -631,7 +631,7 @@ class MambaCase:
         }
 
     def scan_reference(self, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """y, present_state and memory; as conv_reference."""
+        """y, memory and present_state; as conv_reference."""
         x, *others, dt_bias, _, past = self.scan().values()
         return selective_scan.reference(x.to(dtype or x.dtype), *others, past, dt_bias, self.real())
 

@@ -256,8 +256,8 @@ struct DiffbitSelectiveScan {
   const void* attention_mask;
   const void* past_state;
   void* y;
-  void* present_state;
   void* memory;  // null: not wanted
+  void* present_state;
   int64_t batch;
   int64_t steps;
   int64_t total;  // columns of attention_mask
@@ -276,8 +276,8 @@ static_assert(offsetof(DiffbitSelectiveScan, dt_bias) == 56, "dt_bias");
 static_assert(offsetof(DiffbitSelectiveScan, attention_mask) == 64, "attention_mask");
 static_assert(offsetof(DiffbitSelectiveScan, past_state) == 72, "past_state");
 static_assert(offsetof(DiffbitSelectiveScan, y) == 80, "y");
-static_assert(offsetof(DiffbitSelectiveScan, present_state) == 88, "present_state");
-static_assert(offsetof(DiffbitSelectiveScan, memory) == 96, "memory");
+static_assert(offsetof(DiffbitSelectiveScan, memory) == 88, "memory");
+static_assert(offsetof(DiffbitSelectiveScan, present_state) == 96, "present_state");
 static_assert(offsetof(DiffbitSelectiveScan, batch) == 104, "batch");
 static_assert(offsetof(DiffbitSelectiveScan, steps) == 112, "steps");
 static_assert(offsetof(DiffbitSelectiveScan, total) == 120, "total");

@@ -300,18 +300,18 @@ struct SelectiveScan {
   static constexpr Input ATTENTION_MASK{8, "SelectiveScan: attention_mask"};
   static constexpr Input PAST_STATE{9, "SelectiveScan: past_state"};
   static constexpr Output Y{0, "SelectiveScan: y"};
-  static constexpr Output PRESENT_STATE{1, "SelectiveScan: present_state"};
-  static constexpr Output MEMORY{2, "SelectiveScan: memory"};
+  static constexpr Output MEMORY{1, "SelectiveScan: memory"};
+  static constexpr Output PRESENT_STATE{2, "SelectiveScan: present_state"};
   static constexpr int TYPES[2][13] = {
       {1, 1, 1, 1, 1, 1, 1, 1, 7, 1, 1, 1, 1},
-      {10, 10, 10, 10, 10, 1, 1, 1, 7, 1, 10, 1, 10},
+      {10, 10, 10, 10, 10, 1, 1, 1, 7, 1, 10, 10, 1},
   };
   static constexpr int GPU_TYPES[3][13] = {
       {1, 1, 1, 1, 1, 1, 1, 1, 7, 1, 1, 1, 1},
-      {10, 10, 10, 10, 10, 1, 1, 1, 7, 1, 10, 1, 10},
-      {16, 16, 16, 16, 16, 1, 1, 1, 7, 1, 16, 1, 16},
+      {10, 10, 10, 10, 10, 1, 1, 1, 7, 1, 10, 10, 1},
+      {16, 16, 16, 16, 16, 1, 1, 1, 7, 1, 16, 16, 1},
   };
-  static constexpr Signature SIGNATURE{NAME, 10, 3, 0x0, 0x4, 0x0};
+  static constexpr Signature SIGNATURE{NAME, 10, 3, 0x0, 0x2, 0x0};
 };
 
 struct TernaryMatMul {
