@@ -107,20 +107,24 @@ void add(std::vector<Entry>& all, const int (&types)[ROWS][TENSORS], const char*
 
 std::vector<Entry> every_entry() {
   std::vector<Entry> all;
+  add<CausalConv>(all, CausalConv::TYPES, nullptr);
   add<DiffAttention>(all, DiffAttention::TYPES, nullptr);
   add<FloatMatMul>(all, FloatMatMul::TYPES, nullptr);
   add<GatherQuantized>(all, GatherQuantized::TYPES, nullptr);
   add<Hadamard>(all, Hadamard::TYPES, nullptr);
   add<Int4MatMul>(all, Int4MatMul::TYPES, nullptr);
   add<Int8MatMul>(all, Int8MatMul::TYPES, nullptr);
+  add<SelectiveScan>(all, SelectiveScan::TYPES, nullptr);
   add<TernaryMatMul>(all, TernaryMatMul::TYPES, nullptr);
 #if DIFFBIT_HAS_CUDA
+  add<cuda::CausalConv>(all, cuda::CausalConv::GPU_TYPES, cuda::PROVIDER);
   add<cuda::DiffAttention>(all, cuda::DiffAttention::GPU_TYPES, cuda::PROVIDER);
   add<cuda::FloatMatMul>(all, cuda::FloatMatMul::GPU_TYPES, cuda::PROVIDER);
   add<cuda::GatherQuantized>(all, cuda::GatherQuantized::GPU_TYPES, cuda::PROVIDER);
   add<cuda::Hadamard>(all, cuda::Hadamard::GPU_TYPES, cuda::PROVIDER);
   add<cuda::Int4MatMul>(all, cuda::Int4MatMul::GPU_TYPES, cuda::PROVIDER);
   add<cuda::Int8MatMul>(all, cuda::Int8MatMul::GPU_TYPES, cuda::PROVIDER);
+  add<cuda::SelectiveScan>(all, cuda::SelectiveScan::GPU_TYPES, cuda::PROVIDER);
   add<cuda::TernaryMatMul>(all, cuda::TernaryMatMul::GPU_TYPES, cuda::PROVIDER);
 #endif
   return all;

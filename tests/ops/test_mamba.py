@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from diffbit.ops import causal_conv, selective_scan
-from diffbit.runtime import native
+from diffbit.runtime import cuda, native
 
 from .cases import MAMBA_CASES, MambaCase
-from .onnx_run import body_of, run_node
+from .cuda_run import TYPES, Device, on_each_device
+from .onnx_run import body_of, on_each_isa, run_node
 from .test_diff_attention import ROUNDING
 
 cases = pytest.mark.parametrize("case", MAMBA_CASES, ids=lambda case: case.name)
@@ -69,15 +70,23 @@ def test_references_are_the_loops(case: MambaCase) -> None:
             np.testing.assert_allclose(a.numpy(), b, rtol=1e-7, atol=1e-9)
 
 
-def check(found: list[np.ndarray], case: MambaCase, op: ModuleType) -> None:
+def check(found: dict[str, np.ndarray], case: MambaCase, op: ModuleType) -> None:
     """Each output errs no more than twice what the reference of its type does, and some last bits."""
     reference = case.conv_reference if op is causal_conv else case.scan_reference
-    for got, wanted, exact in zip(found, reference(), reference(torch.float64), strict=True):
-        assert got.shape == tuple(wanted.shape) and got.dtype == wanted.numpy().dtype
+    for tensor, wanted, exact in zip(op.OP.outputs, reference(), reference(torch.float64), strict=True):
+        if (got := found.get(tensor.name)) is None:
+            continue
+        assert got.shape == tuple(wanted.shape)
         right = exact.numpy()
-        error, allowed = (np.abs(some.astype(np.float64) - right).max(initial=0) for some in (got, wanted.numpy()))
+        error, allowed = (
+            np.abs(some.astype(np.float64) - right).max(initial=0) for some in (got, wanted.float().numpy())
+        )
         most = 2 * allowed + 4 * ROUNDING[wanted.dtype] * np.abs(right).max(initial=0)
-        assert error <= most, f"error {error:.3g}, the reference's {allowed:.3g}"
+        assert error <= most, f"{tensor.name}: error {error:.3g}, the reference's {allowed:.3g}"
+
+
+def named(op: ModuleType, outputs: list[np.ndarray]) -> dict[str, np.ndarray]:
+    return dict(zip((tensor.name for tensor in op.OP.outputs), outputs, strict=True))
 
 
 def run(case: MambaCase, op: ModuleType, isa: str | None = None, threads: int = 1) -> list[np.ndarray]:
@@ -95,7 +104,61 @@ def run_on(op: ModuleType, given: dict[str, np.ndarray], isa: str | None, thread
 @ops
 @cases
 def test_body(case: MambaCase, op: ModuleType) -> None:
-    check(run(case, op), case, op)
+    check(named(op, run(case, op)), case, op)
+
+
+@on_each_isa
+@ops
+@cases
+def test_kernel(case: MambaCase, op: ModuleType, isa: str) -> None:
+    one, two = (run(case, op, isa, threads) for threads in (1, 2))
+    check(named(op, one), case, op)
+    for a, b in zip(one, two, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@on_each_isa
+def test_kernels_functions_are_right_to_a_few_ulp(isa: str) -> None:
+    """A scan of one token and one state shows them one by one: softplus, SiLU, the exponential of a decay."""
+    x = np.concatenate([np.linspace(-100, 100, 20011), np.linspace(-0.01, 0.01, 999)]).astype(np.float32)
+    one, none = np.ones_like(x), np.zeros_like(x)
+
+    def scan(
+        dt: np.ndarray, z: np.ndarray, b: float, a: np.ndarray, d: np.ndarray, past: np.ndarray
+    ) -> list[np.ndarray]:
+        given = {"x": one[None, None], "dt": dt[None, None], "z": z[None, None]}
+        given |= {"B": np.full((1, 1, 1), b, np.float32), "C": np.ones((1, 1, 1), np.float32)}
+        given |= {"A": a[None], "D": d, "dt_bias": none, "attention_mask": np.ones((1, 1), np.int64)}
+        return [array.reshape(-1) for array in run_on(selective_scan, given | {"past_state": past[None, None]}, isa)]
+
+    def close(found: np.ndarray, exact: np.ndarray) -> None:
+        np.testing.assert_allclose(found, exact, rtol=4e-7, atol=3e-36)  # where x is below e^-87.3 it is 0
+
+    wide = x.astype(np.float64)
+    close(scan(x, none, 1, -one, none, none)[1], np.logaddexp(0, wide))
+    close(scan(x, x, 0, -one, one, none)[0], wide / (1 + np.exp(-wide)))
+    size = np.float64(np.float32(np.log1p(np.exp(np.float64(0.5)))))
+    rates = -np.abs(x)
+    exponents = (np.float32(size) * rates).astype(np.float64)  # rounded, as the op has it
+    close(scan(one * np.float32(0.5), none, 0, rates, none, one)[2], np.exp(exponents))
+
+
+@on_each_device
+@ops
+@pytest.mark.parametrize("in_place", [False, True])
+def test_cuda_kernel(op: ModuleType, in_place: bool, device: Device) -> None:
+    cases = [*MAMBA_CASES, MambaCase("bf16", 2, 11, 1, 70, padding=(2,), dtype=torch.bfloat16)]
+    for case in [*cases, MambaCase("most_states", steps=2, before=1, channels=3, states=200)]:
+        given = {name: device.put(tensor) for name, tensor in (case.conv if op is causal_conv else case.scan)().items()}
+        x, past = given["x"], given["past_state"]
+        made = {t.name: device.poisoned(x.shape, x.dtype) for t in op.OP.outputs if not (in_place and t.optional)}
+        made["present_state"] = past if in_place else device.poisoned(past.shape, past.dtype)
+        sizes = {"batch": case.batch, "steps": case.steps, "total": case.before + case.steps, "channels": case.channels}
+        sizes |= {"width": case.width, "states": case.states, "type": TYPES[case.dtype]}
+        fields = {name: value for name, value in sizes.items() if name in op.OP.call.integers}
+        fields |= {name.lower(): tensor.data_ptr() for name, tensor in (given | made).items()}
+        device.run((cuda.CausalConv if op is causal_conv else cuda.SelectiveScan)(**fields))
+        check({name: tensor.cpu().float().numpy() for name, tensor in made.items()}, case, op)
 
 
 def parts(case: MambaCase, given: dict[str, np.ndarray], past: np.ndarray, part: slice) -> dict[str, np.ndarray]:
