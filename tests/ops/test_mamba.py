@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from diffbit.ops import causal_conv, selective_scan
-from diffbit.runtime import cuda, native
+from diffbit.runtime import native
 
 from .cases import MAMBA_CASES, MambaCase
-from .cuda_run import TYPES, Device, on_each_device
 from .onnx_run import body_of, on_each_isa, run_node
 from .test_diff_attention import ROUNDING
 
@@ -141,24 +140,6 @@ def test_kernels_functions_are_right_to_a_few_ulp(isa: str) -> None:
     rates = -np.abs(x)
     exponents = (np.float32(size) * rates).astype(np.float64)  # rounded, as the op has it
     close(scan(one * np.float32(0.5), none, 0, rates, none, one)[2], np.exp(exponents))
-
-
-@on_each_device
-@ops
-@pytest.mark.parametrize("in_place", [False, True])
-def test_cuda_kernel(op: ModuleType, in_place: bool, device: Device) -> None:
-    cases = [*MAMBA_CASES, MambaCase("bf16", 2, 11, 1, 70, padding=(2,), dtype=torch.bfloat16)]
-    for case in [*cases, MambaCase("most_states", steps=2, before=1, channels=3, states=200)]:
-        given = {name: device.put(tensor) for name, tensor in (case.conv if op is causal_conv else case.scan)().items()}
-        x, past = given["x"], given["past_state"]
-        made = {t.name: device.poisoned(x.shape, x.dtype) for t in op.OP.outputs if not (in_place and t.optional)}
-        made["present_state"] = past if in_place else device.poisoned(past.shape, past.dtype)
-        sizes = {"batch": case.batch, "steps": case.steps, "total": case.before + case.steps, "channels": case.channels}
-        sizes |= {"width": case.width, "states": case.states, "type": TYPES[case.dtype]}
-        fields = {name: value for name, value in sizes.items() if name in op.OP.call.integers}
-        fields |= {name.lower(): tensor.data_ptr() for name, tensor in (given | made).items()}
-        device.run((cuda.CausalConv if op is causal_conv else cuda.SelectiveScan)(**fields))
-        check({name: tensor.cpu().float().numpy() for name, tensor in made.items()}, case, op)
 
 
 def parts(case: MambaCase, given: dict[str, np.ndarray], past: np.ndarray, part: slice) -> dict[str, np.ndarray]:
