@@ -23,7 +23,7 @@ import torch
 from onnx import helper
 
 from diffbit.errors import DiffbitError
-from diffbit.ops import diff_attention, schema
+from diffbit.ops import diff_attention, signature
 from diffbit.runtime import native
 
 from .cases import ATTENTION_CASES, AttentionCase
@@ -376,7 +376,7 @@ def node_session(
     if without:
         x[without] = None
     attributes = {k: v for k, v in {**case.attributes(), **changed}.items() if v is not None}
-    node = node_of(diff_attention.OP.name, schema.DOMAIN, x, attributes, outputs)
+    node = node_of(diff_attention.OP.name, signature.DOMAIN, x, attributes, outputs)
     element = {n: helper.np_dtype_to_tensor_dtype(array.dtype) for n, array in x.items() if array is not None}
     graph = helper.make_graph(
         [node],
