@@ -2,10 +2,11 @@
 
     python benchmarks/generate.py --work DIR --llama ENV                 # DIR needs 7 GB; about 5 minutes, then 4
     python benchmarks/generate.py --work DIR --llama ENV --json out/generate.json --markdown
+    python benchmarks/generate.py --work DIR --llama ENV --shape motif-2.6b --only int4_g32    # of another shape
     python benchmarks/generate.py --work DIR --llama ENV --model CHECKPOINT --gguf FILE    # another model, as it is
 
 Writes a diffllama of TinyLlama's shape with random weights, quantizes and exports it as a user would (ternary weights
-with an int4_g32 head; int4_g32 throughout), and GGUF files with TQ2_0 and Q4_0 weights, both with Q4_0 embedding and
+with int4_g32 tables; int4_g32 throughout), and GGUF files with TQ2_0 and Q4_0 weights, both with Q4_0 embedding and
 head. DIR keeps them for the next time. ENV is a Python environment with llama-cpp-python and gguf. With --model: that
 checkpoint in int4_g32, int8 and float16, each with the default embedding and head, beside Q4_0, Q8_0 and F16 that
 llama.cpp makes of FILE, the same model.
@@ -33,12 +34,13 @@ from typing import Any
 import onnxruntime
 from machine import describe
 from report import Row, command_line, renew, row_table, say, targets, write_json
-from synthetic import ONE_BILLION, SMALL, Shape, write_model, write_tokenizer
+from synthetic import SHAPES, SMALL, Shape, write_model, write_tokenizer
 
 from diffbit.runtime import bench, native
 
 HERE = Path(__file__).parent
-FORMATS = {"ternary": ("--override", "lm_head=int4_g32"), "int4_g32": ("--override", "lm_head=int4_g32")}
+TABLES = ("--embedding", "int4_g32", "--head", "int4_g32")
+FORMATS = ("ternary", "int4_g32")
 GIVEN = ("int4_g32", "int8", "fp16")  # the formats of --model
 PEER = {"ternary": "TQ2_0", "int4_g32": "Q4_0", "int8": "Q8_0", "fp16": "F16"}
 SPEEDS, MEMORY, LOAD = ("decode_tokens_per_s", "prefill_tokens_per_s"), "peak_host_memory_bytes", "load_s"
@@ -65,8 +67,9 @@ def prepare(work: Path, shape: Shape, formats: list[str], interpreter: Path | No
     for format in formats:
         if not (artifact := work / format).exists():
             quantized = work / f"{format}.quantized"
-            weights = ("--weights", format, *FORMATS[format])
-            diffbit("quantize", str(model), *weights, "-o", str(quantized), "--quiet", "--overwrite")
+            diffbit(
+                "quantize", str(model), "--weights", format, *TABLES, "-o", str(quantized), "--quiet", "--overwrite"
+            )
             diffbit("export", str(quantized), "-o", str(artifact), "--quiet")
     for kind in [PEER[format] for format in formats] if interpreter else ():
         if not (file := work / f"{kind}.gguf").exists():
@@ -108,6 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="a folder for the models")
     parser.add_argument("--llama", type=Path, help="a Python environment with llama-cpp-python and gguf")
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="tinyllama-1.1b", help="(default: %(default)s)")
     parser.add_argument("--model", type=Path, help="a checkpoint to measure in the place of random weights")
     parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp, in any of its formats")
     parser.add_argument("--only", choices=tuple(PEER))
@@ -135,7 +139,7 @@ def main() -> None:
         prepare_given(arguments.work, arguments.model, arguments.gguf, formats, interpreter)
         TARGETS.update(dict.fromkeys(formats, GIVEN_TARGETS))
     else:
-        prepare(arguments.work, SMALL if arguments.quick else ONE_BILLION, formats, interpreter)
+        prepare(arguments.work, SMALL if arguments.quick else SHAPES[arguments.shape], formats, interpreter)
     version = versions[0].stem.split("-")[1] if versions else None
     about = {"machine": describe(), "instruction_set": native.instruction_sets()[0],
              "onnxruntime": onnxruntime.__version__, "llama_cpp_python": version or "not measured (--llama)",

@@ -61,7 +61,8 @@ def write(kind: str, shape: dict[str, int], file: str) -> None:
         matrix(f"blk.{i}.ffn_up", shape["intermediate"], hidden, kind)
         matrix(f"blk.{i}.ffn_down", hidden, shape["intermediate"], kind)
     norm("output_norm")
-    matrix("output", shape["vocab"], hidden, "Q4_0")
+    if not shape["tied"]:
+        matrix("output", shape["vocab"], hidden, "Q4_0")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

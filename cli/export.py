@@ -45,6 +45,13 @@ def export(
     tokenizer: Annotated[
         Path | None, typer.Option(help="The tokenizer.json or tokenizer.model to include, if the checkpoint has none.")
     ] = None,
+    library: Annotated[
+        bool,
+        typer.Option(
+            "--library",
+            help="Put this machine's native library into the folder: onnxruntime-genai then runs diffbit's kernels.",
+        ),
+    ] = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -57,8 +64,10 @@ def export(
     from ..export import export_artifact, export_bitnet
 
     if format == "hf-bitnet":
-        if (device, dtype, context_length) != ("cpu", None, None):
-            raise DiffbitError("--device, --dtype and --context-length apply to --format artifact; leave them out")
+        if (device, dtype, context_length, library) != ("cpu", None, None, False):
+            raise DiffbitError(
+                "--device, --dtype, --context-length and --library apply to --format artifact; leave them out"
+            )
         export_bitnet(checkpoint, output, tokenizer=tokenizer, overwrite=overwrite)
         sizes = {file.name: {"bytes": file.stat().st_size} for file in sorted(output.iterdir())}
         if as_json:
@@ -73,6 +82,7 @@ def export(
         device=device,
         context_length=context_length,
         tokenizer=tokenizer,
+        library=library,
         overwrite=overwrite,
     )
     manifest = read_json(output / "diffbit.json")

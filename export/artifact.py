@@ -6,6 +6,7 @@ logits go into the manifest, and `diffbit verify` compares those of a device wit
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from ..progress import track
 from ..quantize import AttentionScheme, read_scheme
 from ..quantize.cache import cache_spec
 from ..runtime.artifact import MANIFEST, TOKENIZER, VERSION, manifest_sha256
+from ..runtime.native import library as native_library
 from ..runtime.sampler import GENERATION
 from ..tokenizer_files import open_tokenizer, tokenizer_files
 from ..version import __version__
@@ -54,6 +56,7 @@ def export_artifact(
     device: str = "cpu",
     context_length: int | None = None,
     tokenizer: str | Path | None = None,
+    library: bool = False,
     overwrite: bool = False,
 ) -> Path:
     """Write the artifact of a float or quantized checkpoint to the folder `out`, and return it.
@@ -62,6 +65,8 @@ def export_artifact(
     device: "cpu" or "cuda", the one that float16 products are chosen for; the artifact runs on both.
     context_length: tokens that the model can hold; default, and at most, the config's max_position.
     tokenizer: a tokenizer.json, or a folder or GGUF file with one, to use in place of the checkpoint's own.
+    library: put this machine's native library into the folder, where onnxruntime-genai finds it. diffbit itself never
+    loads one from an artifact.
 
     Raises DiffbitError for a checkpoint, scheme, tokenizer or option that an artifact cannot have.
     """
@@ -91,6 +96,7 @@ def export_artifact(
             "`diffbit compare` shows what that costs. Quantize again without logits"
         )
     cache = cache_spec(config, attention, DTYPE_NAMES[dtype])
+    kernels = _library(cache) if library else None
     prompt = golden_prompt(config, length, attention)
     kind = dtype, source.quantization is not None
     out = Path(out)
@@ -101,7 +107,9 @@ def export_artifact(
             (folder / name).write_bytes(data)
         _write_configs(folder, source, dtype, length)
         if _readable_by_others(cache):
-            files.write_json(folder / "genai_config.json", _genai(config, length, cache))
+            files.write_json(folder / "genai_config.json", _genai(config, length, cache, kernels))
+            if kernels is not None:
+                shutil.copyfile(kernels, folder / kernels.name)
         manifest: dict[str, Any] = {
             "artifact_version": VERSION,
             "diffbit_version": __version__,
@@ -206,9 +214,24 @@ def _readable_by_others(cache: CacheSpec) -> bool:
     return plain and not any(buffer.ring for buffer in cache.buffers.values())
 
 
-def _genai(config: ModelConfig, context_length: int, cache: CacheSpec) -> dict[str, Any]:
-    """genai_config.json for onnxruntime-genai. It needs token ids even where the model has none."""
-    in_place = all(buffer.in_place == "always" for buffer in cache.buffers.values())  # it runs the portable bodies
+def _library(cache: CacheSpec) -> Path:
+    """The native library, for onnxruntime-genai."""
+    found = native_library()
+    if found is None:
+        raise DiffbitError("this installation has no native library to put into the artifact; it needs a C++ compiler")
+    if not _readable_by_others(cache):
+        raise DiffbitError("onnxruntime-genai cannot run this model, so it has no use for the library; leave it out")
+    return found
+
+
+def _genai(config: ModelConfig, context_length: int, cache: CacheSpec, library: Path | None) -> dict[str, Any]:
+    """genai_config.json for onnxruntime-genai. It needs token ids even where the model has none. Without the library it
+    runs the portable bodies."""
+    ways = ("always",) if library is None else ("always", "native")
+    in_place = all(buffer.in_place in ways for buffer in cache.buffers.values())
+    options: dict[str, Any] = {"log_id": "onnxruntime-genai", "provider_options": []}
+    if library is not None:
+        options["custom_ops_library"] = library.name
     loader = loader_config(config, "", context_length)
     eos = list(config.eos_token_ids)
     pad = config.pad_token_id if config.pad_token_id is not None else eos[0] if eos else 0
@@ -221,7 +244,7 @@ def _genai(config: ModelConfig, context_length: int, cache: CacheSpec) -> dict[s
             "eos_token_id": eos if len(eos) != 1 else eos[0],
             "pad_token_id": pad,
             "decoder": {
-                "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
+                "session_options": options,
                 "filename": MODEL,
                 "hidden_size": config.hidden_size,
                 "head_size": loader["head_dim"],

@@ -31,7 +31,7 @@ from ..errors import DiffbitError
 from ..models.graph import Attribute
 from ..models.layers.norm import LayerNorm, RMSNorm
 from ..ops import float_matmul
-from ..ops.schema import DOMAIN, DOMAIN_VERSION
+from ..ops.signature import DOMAIN, DOMAIN_VERSION
 from ..quantize import QTensor, QuantLinear
 from ..quantize.formats.base import MICROSOFT
 

@@ -140,5 +140,5 @@ def reference(
         return y, rows[:, steps:]
     number = real.cumsum(1)[..., None]
     y = torch.where(real[..., None], y.take_along_dim((number - 1).clamp(min=0), 1), 0)
-    last = number[:, -1:] + torch.arange(kept, device=x.device)[:, None]
+    last = real.sum(1)[:, None, None] + torch.arange(kept, device=x.device)[:, None]
     return y, rows.take_along_dim(last, 1)

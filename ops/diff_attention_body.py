@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .body import Body, Value
 from .kv_cache import BLOCK
-from .schema import Type
+from .signature import Type
 
 if TYPE_CHECKING:
     from .diff_attention import Signature

@@ -118,7 +118,7 @@ def reference(
     size = F.softplus(dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias)
     if real is not None:
         size = torch.where(real[..., None], size, 0)
-    read = []
+    read = [wide_x[:, :0]]
     for at in range(0, x.shape[1], BLOCK):
         part = slice(at, at + BLOCK)
         decay = (size[:, part, None] * a).exp()  # [B, T, N, C]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from diffbit import runtime
-from diffbit.export import reference_model
+from diffbit.export import export_artifact, reference_model
+from diffbit.runtime import Artifact
 
 from .conftest import Maker
 from .helpers import VARIANTS, write_artifact
@@ -32,7 +35,31 @@ def torch_tokens(checkpoint: Path) -> list[int]:
 def test_genai(checkpoint_of: Maker, attention: str, format: str | None) -> None:
     og = pytest.importorskip("onnxruntime_genai")
     checkpoint = checkpoint_of(attention, format)
-    model = og.Model(str(write_artifact(checkpoint)))
+    check_genai(og, write_artifact(checkpoint), checkpoint)
+
+
+@pytest.mark.parametrize("format", [None, "ternary"])
+def test_genai_with_the_native_library(
+    checkpoint_of: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str | None
+) -> None:
+    """The library in the folder is what runs, whatever the current folder is, and the cache is written in place."""
+    og = pytest.importorskip("onnxruntime_genai")
+    checkpoint = checkpoint_of("diff_v1", format)
+    artifact = export_artifact(checkpoint, tmp_path / "artifact", library=True)
+    config = json.loads((artifact / "genai_config.json").read_text())
+    assert config["search"]["past_present_share_buffer"] is True
+    name = config["model"]["decoder"]["session_options"]["custom_ops_library"]
+    assert name in Artifact.open(artifact).files
+    monkeypatch.chdir(tmp_path)
+    check_genai(og, artifact, checkpoint)
+    (artifact / name).unlink()
+    with pytest.raises(Exception, match=name):  # it has no bodies to fall back on
+        og.Model(str(artifact))
+
+
+def check_genai(og: Any, artifact: Path, checkpoint: Path) -> None:
+    """It generates torch's greedy tokens, alone and in a batch."""
+    model = og.Model(str(artifact))
     length = len(PROMPT) + COUNT
     for batch in (1, 2):
         params = og.GeneratorParams(model)

