@@ -81,13 +81,14 @@ DIFF_ATTENTION = Op(
         integers=(
             *("batch", "steps", "past_length", "heads", "kv_heads", "d"),
             *("past_key_capacity", "past_value_capacity", "key_capacity", "value_capacity"),
-            *("positions", "branches", "noise_ratio", "wide_value", "lambda_per_token"),
+            *("mask_row", "positions", "branches", "noise_ratio", "wide_value", "lambda_per_token"),
             *("key_bits", "value_bits", "query_bits", "window", "sliding_window"),
             *("type", "key_type", "value_type"),
         ),
         floats=("scale", "norm_eps"),
         notes={
             "past_key_capacity": "tokens that past and present have room for",
+            "mask_row": "numbers of a row of attention_mask",
             "positions": "rows of cos and sin; a position beyond them makes its token NaN",
             "type": f"of query, key, value and out: {FLOATS}",
             "key_type": f"of a cache of 16 bits: {FLOATS}",

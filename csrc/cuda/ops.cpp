@@ -40,7 +40,7 @@ void DiffAttention::compute(Context& context) const {
   op.heads = heads, op.kv_heads = kv_heads;
   op.past_key_capacity = of.keys.past_capacity, op.past_value_capacity = of.values.past_capacity;
   op.key_capacity = of.keys.capacity, op.value_capacity = of.values.capacity;
-  op.positions = of.cos.shape[0];
+  op.mask_row = of.mask.shape[1], op.positions = of.cos.shape[0];
   op.branches = branches, op.noise_ratio = noise_ratio, op.wide_value = width - 1, op.lambda_per_token = of.lambda.rank == 3;
   op.key_bits = key_bits, op.value_bits = value_bits, op.query_bits = query_bits, op.window = window;
   op.sliding_window = sliding_window;

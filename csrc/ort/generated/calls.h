@@ -66,6 +66,7 @@ struct DiffbitAttention {
   int64_t past_value_capacity;
   int64_t key_capacity;
   int64_t value_capacity;
+  int64_t mask_row;  // numbers of a row of attention_mask
   int64_t positions;  // rows of cos and sin; a position beyond them makes its token NaN
   int64_t branches;
   int64_t noise_ratio;
@@ -113,22 +114,23 @@ static_assert(offsetof(DiffbitAttention, past_key_capacity) == 216, "past_key_ca
 static_assert(offsetof(DiffbitAttention, past_value_capacity) == 224, "past_value_capacity");
 static_assert(offsetof(DiffbitAttention, key_capacity) == 232, "key_capacity");
 static_assert(offsetof(DiffbitAttention, value_capacity) == 240, "value_capacity");
-static_assert(offsetof(DiffbitAttention, positions) == 248, "positions");
-static_assert(offsetof(DiffbitAttention, branches) == 256, "branches");
-static_assert(offsetof(DiffbitAttention, noise_ratio) == 264, "noise_ratio");
-static_assert(offsetof(DiffbitAttention, wide_value) == 272, "wide_value");
-static_assert(offsetof(DiffbitAttention, lambda_per_token) == 280, "lambda_per_token");
-static_assert(offsetof(DiffbitAttention, key_bits) == 288, "key_bits");
-static_assert(offsetof(DiffbitAttention, value_bits) == 296, "value_bits");
-static_assert(offsetof(DiffbitAttention, query_bits) == 304, "query_bits");
-static_assert(offsetof(DiffbitAttention, window) == 312, "window");
-static_assert(offsetof(DiffbitAttention, sliding_window) == 320, "sliding_window");
-static_assert(offsetof(DiffbitAttention, type) == 328, "type");
-static_assert(offsetof(DiffbitAttention, key_type) == 336, "key_type");
-static_assert(offsetof(DiffbitAttention, value_type) == 344, "value_type");
-static_assert(offsetof(DiffbitAttention, scale) == 352, "scale");
-static_assert(offsetof(DiffbitAttention, norm_eps) == 356, "norm_eps");
-static_assert(sizeof(DiffbitAttention) == 360, "DiffbitAttention");
+static_assert(offsetof(DiffbitAttention, mask_row) == 248, "mask_row");
+static_assert(offsetof(DiffbitAttention, positions) == 256, "positions");
+static_assert(offsetof(DiffbitAttention, branches) == 264, "branches");
+static_assert(offsetof(DiffbitAttention, noise_ratio) == 272, "noise_ratio");
+static_assert(offsetof(DiffbitAttention, wide_value) == 280, "wide_value");
+static_assert(offsetof(DiffbitAttention, lambda_per_token) == 288, "lambda_per_token");
+static_assert(offsetof(DiffbitAttention, key_bits) == 296, "key_bits");
+static_assert(offsetof(DiffbitAttention, value_bits) == 304, "value_bits");
+static_assert(offsetof(DiffbitAttention, query_bits) == 312, "query_bits");
+static_assert(offsetof(DiffbitAttention, window) == 320, "window");
+static_assert(offsetof(DiffbitAttention, sliding_window) == 328, "sliding_window");
+static_assert(offsetof(DiffbitAttention, type) == 336, "type");
+static_assert(offsetof(DiffbitAttention, key_type) == 344, "key_type");
+static_assert(offsetof(DiffbitAttention, value_type) == 352, "value_type");
+static_assert(offsetof(DiffbitAttention, scale) == 360, "scale");
+static_assert(offsetof(DiffbitAttention, norm_eps) == 364, "norm_eps");
+static_assert(sizeof(DiffbitAttention) == 368, "DiffbitAttention");
 
 struct DiffbitFloatMatMul {
   const void* a;  // [m, k]
