@@ -81,12 +81,7 @@ def export_artifact(
         raise DiffbitError(
             f"context_length is {length}, wanted 1 to {config.max_position}, the positions that {source.path} has"
         )
-    for name, ids in (("bos_token_id", (config.bos_token_id or 0,)), ("eos_token_id", config.eos_token_ids)):
-        if not all(0 <= token < config.vocab_size for token in ids):
-            raise DiffbitError(
-                f"{source.path / 'config.json'}: {name} is {list(ids)}, wanted ids of the vocabulary of "
-                f"{config.vocab_size} tokens"
-            )
+    _check_tokens(source)
     beside = _tokenizer_files(source, tokenizer)
     scheme = read_scheme(source)
     attention = AttentionScheme() if scheme is None else scheme.attention
@@ -212,6 +207,16 @@ def _readable_by_others(cache: CacheSpec) -> bool:
     grows with the tokens."""
     plain = all({buffer.name for buffer in layer} == {"key", "value"} for layer in cache.layers)
     return plain and not any(buffer.ring for buffer in cache.buffers.values())
+
+
+def _check_tokens(source: Checkpoint) -> None:
+    config = source.config
+    for name, ids in (("bos_token_id", (config.bos_token_id or 0,)), ("eos_token_id", config.eos_token_ids)):
+        if not all(0 <= token < config.vocab_size for token in ids):
+            raise DiffbitError(
+                f"{source.path / 'config.json'}: {name} is {list(ids)}, wanted ids of the vocabulary of "
+                f"{config.vocab_size} tokens"
+            )
 
 
 def _library(cache: CacheSpec) -> Path:
