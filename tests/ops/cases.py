@@ -435,6 +435,21 @@ CUDA_ATTENTION_CASES = [
     _low("int4_bf16_window0", 4, 4, steps=5, past=92, d=64, window=0, dtype=_BF16, beyond=0, seed=146),
     _low("v2_int4_bf16_d128", 4, 4, base=_V2, steps=1, past=200, d=128, heads=4, kv_heads=2, dtype=_BF16, seed=147),
     replace(_GROUPED, name="grouped_bf16_d128", steps=1, past=150, d=128, dtype=_BF16, beyond=3, seed=149),
+    # Prompts
+    replace(
+        _WINDOW, name="ring_d64", sliding_window=40, steps=150, past=70, d=64, heads=1, dtype=torch.float16, seed=290
+    ),
+    replace(
+        _WINDOW, name="ring_short", sliding_window=7, steps=70, d=64, dtype=torch.float16, padding="left", seed=291
+    ),
+    replace(_V2, name="ring_v2_d128", sliding_window=90, steps=66, past=80, d=128, heads=3, dtype=_BF16, seed=292),
+    replace(_READ, name="read_d64", steps=33, past=31, d=64, heads=4, kv_heads=4, dtype=torch.float16, seed=293),
+    # Steps
+    replace(_WINDOW, name="ring_bf16", sliding_window=70, steps=2, past=150, d=64, beyond=0, dtype=_BF16, seed=280),
+    _ring("ring_int8_fast", 8, 8, steps=1, past=190, d=64, batch=2, padding="left", beyond=0, seed=281),
+    _ring("ring_int4_fast", 4, 4, steps=2, past=190, d=64, dtype=_BF16, beyond=0, seed=282),
+    replace(_READ, name="read_bf16", steps=2, past=50, d=64, dtype=_BF16, seed=283),
+    _low("read_int4_fast", 4, 4, base=_READ, steps=1, past=130, d=64, dtype=_BF16, beyond=5, seed=284),
     _low("softmax_int4_fp16", 4, 4, base=_SOFTMAX, steps=1, past=290, d=64, dtype=torch.float16, seed=148),
 ]
 
