@@ -5,13 +5,12 @@
 DIR keeps what was made for the next time. Weights are random, for neither size nor speed depends on them.
 
 Folder     3.85 billion parameters in the published layout, bf16, a shard a layer
-Steps      `diffbit quantize --weights int4_g32 --kv int8`, `diffbit export`, `diffbit run`: seconds, and the largest
-           resident memory of the process
-Speed      a prompt of 1024 tokens, then greedy ones; and greedy ones behind LONG tokens whose keys, values and states
-           are all zero, for the numbers in a cache cost no time. Medians
-llama.cpp  Phi-4-mini-instruct's shape, 3.8 billion parameters, Q4_0: decoding behind the same prompt. Behind LONG
-           tokens: of its time the part of a layer's cache is measured on a model of PEER_LAYERS layers, and added for
-           all 32, because reading such a prompt through all of them takes an hour
+Steps      `diffbit quantize --weights int4_g32 --kv int8`, `diffbit export`, `diffbit run`: seconds, seconds of all
+           cores together, and the largest resident memory of the process
+Speed      a prompt of PROMPT tokens, then greedy ones; and greedy ones behind LONG tokens whose keys and values are all
+           zero, for the numbers in a cache cost no time. Medians, in seconds and in seconds of all cores together: on
+           a machine that others use too, one thread's are nearly those of a quiet one
+llama.cpp  Phi-4-mini-instruct's shape, 3.8 billion parameters, Q4_0, behind a prompt as long
 """
 
 from __future__ import annotations
@@ -34,12 +33,11 @@ from report import say, write_json
 from synthetic import write_tokenizer
 
 LONG = 32768
-PROMPT, NEW, REPEATS = 1024, 32, 3
+PROMPT, NEW = 1024, 32
 PEER = {
     "hidden": 3072, "layers": 32, "intermediate": 8192, "sub_heads": 24, "kv_sub_heads": 8, "head_dim": 128,
     "vocab": 200064,
 }  # fmt: skip
-PEER_LAYERS = 2
 CONFIG = {
     "architectures": ["Phi4FlashForCausalLM"], "model_type": "phi4flash", "hidden_size": 2560, "num_hidden_layers": 32,
     "num_attention_heads": 40, "num_key_value_heads": 20, "intermediate_size": 10240, "hidden_act": "silu",
@@ -133,21 +131,31 @@ def diffbit(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "diffbit", *map(str, arguments)]
 
 
-def behind(artifact: str, tokens: int, new: int, threads: int) -> None:
-    """Median tokens/s of greedy ones behind so many tokens that nobody read; prints them as JSON."""
+def speed(artifact: str, threads: int) -> None:
+    """Prints a row of JSON."""
     from diffbit.runtime import Session
 
     session = Session(artifact, threads=threads)
-    session.prefill([[1]])
+
+    def timed(ids: Any) -> tuple[float, float, int]:
+        wall, cpu = time.perf_counter(), time.process_time()
+        token = int(session.prefill(ids).argmax())
+        return time.perf_counter() - wall, time.process_time() - cpu, token
+
+    def decoded(token: int, name: str) -> dict[str, float]:
+        rows = []
+        for _ in range(NEW):
+            *row, token = timed([[token]])
+            rows.append(row)
+        wall, cpu = (statistics.median(column) for column in zip(*rows[2:], strict=True))
+        return {f"decode_s_{name}": wall, f"decode_cpu_s_{name}": cpu}
+
+    wall, cpu, token = timed(np.random.default_rng(0).integers(0, CONFIG["vocab_size"], (1, PROMPT)))
+    row = {"prefill_s": wall, "prefill_cpu_s": cpu} | decoded(token, "behind_prompt")
     session._mask[:] = 1
-    session._length, session._tokens = tokens, np.full(1, tokens)
-    times, token = [], 1
-    for _ in range(new):
-        started = time.perf_counter()
-        token = int(session.step([[token]]).argmax())
-        times.append(time.perf_counter() - started)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"decode_tokens_per_s": 1 / statistics.median(times[2:]), "peak_host_memory_bytes": peak}))
+    session._length, session._tokens = LONG, np.full(1, LONG)
+    row |= decoded(token, "behind_long")
+    print(json.dumps(row | {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
 
 
 def own(*arguments: str) -> dict[str, Any]:
@@ -157,22 +165,13 @@ def own(*arguments: str) -> dict[str, Any]:
 
 
 def peer(python: Path, work: Path, threads: int) -> dict[str, Any]:
-    """llama.cpp's decode tokens/s behind PROMPT tokens, and behind LONG ones as the docstring says."""
-    script = str(Path(__file__).with_name("llama_peer.py"))
-
-    def speed(layers: int, tokens: int) -> dict[str, Any]:
-        file = work / f"peer-{layers}.gguf"
-        if not file.exists():
-            subprocess.run([python, script, "write", "Q4_0", json.dumps(PEER | {"layers": layers}), file], check=True)
-        command = [python, script, "measure", file, str(tokens), str(NEW), "1", str(threads)]
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
-
-    whole, near, far = speed(PEER["layers"], PROMPT), speed(PEER_LAYERS, PROMPT), speed(PEER_LAYERS, LONG)
-    more = (1 / far["decode_tokens_per_s"] - 1 / near["decode_tokens_per_s"]) / PEER_LAYERS  # seconds a layer
-    later = 1 / (1 / whole["decode_tokens_per_s"] + PEER["layers"] * more)
-    return whole | {"decode_tokens_per_s_behind_long": later}
+    script, file = Path(__file__).with_name("llama_peer.py"), work / "peer.gguf"
+    if not file.exists():
+        subprocess.run([python, script, "write", "Q4_0", json.dumps(PEER), file], check=True)
+    command = [python, script, "measure", file, PROMPT, NEW, 1, threads]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def main() -> None:
@@ -200,13 +199,8 @@ def main() -> None:
     result["bytes"] = sum(file.stat().st_size for file in artifact.iterdir())
     threads = ("--threads", str(given.threads))
     step("run", "run", artifact, "Once upon a time", "--max-tokens", "16", *threads)
-    counts = ("--prompt-tokens", PROMPT, "--new-tokens", NEW, "--repeats", REPEATS)
-    command = diffbit("bench", artifact, *map(str, counts), *threads, "--json")
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    result["bench"] = json.loads(done.stdout)[0]
-    say(**result["bench"])
-    result["behind_long"] = own("behind", str(artifact), str(LONG), str(NEW), str(given.threads))
-    say(**result["behind_long"])
+    result["speed"] = own("speed", str(artifact), str(given.threads))
+    say(**result["speed"])
     if given.llama:
         result["llama.cpp"] = peer(given.llama / "bin" / "python", given.work, given.threads)
         say(**result["llama.cpp"])
@@ -218,7 +212,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["write"]:
         write_model(Path(sys.argv[2]), CONFIG | {"num_hidden_layers": int(sys.argv[3])})
         print("{}")
-    elif sys.argv[1:2] == ["behind"]:
-        behind(sys.argv[2], *map(int, sys.argv[3:]))
+    elif sys.argv[1:2] == ["speed"]:
+        speed(sys.argv[2], int(sys.argv[3]))
     else:
         main()
