@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -153,6 +154,10 @@ def test_an_artifact_computes_it(folder: Path, tmp_path: Path, wanted: Tensor) -
     artifact = export_artifact(folder, tmp_path / "onnx")
     both_ways(artifact, wanted, torch.stack([torch.cat([wanted[:5], wanted[:40]]), wanted]), 1e-4)
     assert verify(artifact).passed
+    graph = onnx.load(artifact / "model.onnx", load_external_data=False).graph
+    slices = {node.output[0] for node in graph.node if "logits_from" in node.input}
+    first = next(node for node in graph.node if node.name.startswith("layers.6."))  # behind the last cache
+    assert len(slices) == 4 and slices.issuperset(first.input[:2])  # beside them positions and the memory
     spec = Artifact.open(artifact).cache
     assert [tuple(buffer.name for buffer in layer) for layer in spec.layers] == [
         *(("conv", "scan"), ("key", "value")) * 3, (), (),
