@@ -141,7 +141,7 @@ class Attention:
             inputs["query"] = g.op("Reshape", [each, g.const([0, 0, heads * d])])
         made = g.customs(
             diff_attention, [inputs.get(name) for name in kind.inputs], len(kind.outputs),
-            lambda: diff_attention.function(kind),
+            lambda name: diff_attention.function(kind, name=name), kind,
             num_heads=self.pairs, num_kv_heads=kv_heads, branches=kind.branches,
             noise_ratio=1 if repeated else self.ratio, wide_value=1, scale=self.scale,
             norm_eps=self.norm_eps, key_bits=kind.key_bits, value_bits=kind.value_bits, query_bits=kind.query_bits,

@@ -129,6 +129,7 @@ class Layer:
         keys, values = (self.inputs[f"past_{side}"].shape[2] for side in ("key", "value"))
         op = cuda.Attention(
             **pointers, out=self.out.data_ptr(), batch=1, steps=self.steps, past_length=self.past, heads=self.pairs,
+            mask_row=self.past + self.steps,
             kv_heads=2 * self.pairs, d=self.d, past_key_capacity=keys, past_value_capacity=values, key_capacity=keys,
             value_capacity=values, positions=self.total, branches=2, noise_ratio=1, wide_value=1, lambda_per_token=0,
             key_bits=bits, value_bits=bits, query_bits=0, window=WINDOW, type=cuda.BFLOAT16, key_type=cuda.BFLOAT16,

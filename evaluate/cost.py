@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from math import log2, prod
 
 from ..models import LayerSpec, ModelConfig
-from ..models.checkpoint.names import shapes
+from ..models.checkpoint.names import EMBEDDING, is_linear, shapes, stays_float32
 from ..ops.cache import Buffer
 from ..quantize import Scheme, linear_shapes
 from ..quantize.cache import is_low_bit, step_bytes
@@ -77,12 +77,11 @@ def token_cost(config: ModelConfig, scheme: Scheme | None, context: int, dtype: 
         else:
             count["floating"] += weights
             count["other"] += rows * format.groups(columns)
-    norms, biases = (
-        sum(prod(shape) for name, shape in shapes(config).items() if name.endswith(end))
-        for end in ("norm.weight", ".bias")
-    )
-    nbytes += (norms + biases) * WIDTHS[dtype]
-    count["other"] += 2 * norms + biases
+    for name, shape in shapes(config).items():
+        if is_linear(name) or name == EMBEDDING or ".lambda_" in name:  # counted; these vectors are constants
+            continue
+        nbytes += prod(shape) * WIDTHS["float32" if stays_float32(name) else dtype]
+        count["other"] += prod(shape) * (2 if name.endswith("norm.weight") else name.endswith(".bias"))
     for layer in config.layers:
         count.update(_layer(layer, scheme, context))
     count["other"] += 2 * config.num_layers * config.hidden_size  # residual sums
@@ -95,9 +94,9 @@ def _layer(layer: LayerSpec, scheme: Scheme, context: int) -> dict[str, int]:
     attention = scheme.attention
     cached = 0  # numbers of keys, and of values, in the cache
 
-    def kv(heads: int, width: int, in_place: str) -> tuple[Buffer, ...]:
+    def kv(heads: int, width: int, in_place: str, sliding_window: int) -> tuple[Buffer, ...]:
         nonlocal cached
-        cached += heads * width * context
+        cached += heads * width * min(context, sliding_window or context)
         return ()
 
     layer.mixer.buffers(kv)

@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,8 +38,8 @@ from torch import Tensor, nn
 from ..calib_data import Windows
 from ..errors import DiffbitError
 from ..models import Decoder
+from ..models.layers.attention import Attention
 from ..models.layers.softmax import LogitsHook
-from ..models.mixer import Attention
 from ..progress import track
 
 RANKS = (1, 2, 3, 10, 100)  # of the largest values, as in Table 5
@@ -71,7 +71,7 @@ class Summary:
     mean: float
     std: float
     kurtosis: float | None  # None if all numbers are equal
-    layer: int | None  # of the largest |x|, where several layers are pooled
+    layer: int | None  # of the largest |x|
     place: Place  # of the largest |x|; the first in reading order where several are equal
 
     @property
@@ -82,7 +82,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Site(Summary):
-    """All layers together, and each."""
+    """All layers together, and each that has such numbers: without attention a layer has no logits."""
 
     layers: tuple[Summary, ...]
 
@@ -184,22 +184,23 @@ class OutlierReport:
 
     def layer_rows(self) -> list[dict[str, Any]]:
         """A row per layer: maximum, median, kurtosis and the place of the maximum, of logits and hidden states."""
-        layers = zip(self.attention_logits.layers, self.hidden_states.layers, strict=True)
+        logits_of = {logits.layer: logits for logits in self.attention_logits.layers}
+        layers = ((logits_of.get(hidden.layer), hidden) for hidden in self.hidden_states.layers)
         return [
             {
                 "model": self.model,
-                "layer": index,
-                "logits_max": logits.max,
-                "logits_median": logits.median,
-                "logits_kurtosis": logits.kurtosis,
-                "head": logits.place.unit,
+                "layer": hidden.layer,
+                "logits_max": logits and logits.max,
+                "logits_median": logits and logits.median,
+                "logits_kurtosis": logits and logits.kurtosis,
+                "head": logits and logits.place.unit,
                 "hidden_max": hidden.max,
                 "hidden_median": hidden.median,
                 "hidden_kurtosis": hidden.kurtosis,
                 "channel": hidden.place.unit,
                 "position": hidden.place.position,
             }
-            for index, (logits, hidden) in enumerate(layers)
+            for logits, hidden in layers
         ]
 
 
@@ -223,9 +224,8 @@ def measure(decoder: Decoder, windows: Windows, batch_size: int = 8, *, name: st
     low-bit attention logits keeps them; what is measured is what goes into their quantizer.
     """
     layers = list(decoder.model.layers)
-    for index, layer in enumerate(layers):
-        if not isinstance(layer.get_submodule("self_attn"), Attention):
-            raise DiffbitError(f"{name}: layer {index} has no attention, so it has no attention logits to measure")
+    if not any(isinstance(layer.get_submodule("self_attn"), Attention) for layer in layers):
+        raise DiffbitError(f"{name}: no layer has attention, so there are no attention logits to measure")
     logits, hidden = (
         [Statistics(f"{name}: {what} of layer {index}") for index in range(len(layers))]
         for what in ("attention logits", "hidden states")
@@ -277,10 +277,10 @@ def _observed(
                 on_hidden(index, output)
 
             attention = layer.get_submodule("self_attn")
-            assert isinstance(attention, Attention)  # measure() refuses others
-            before = attention.logits_hook
-            attention.logits_hook = partial(see_logits, before=before)
-            undo.callback(setattr, attention, "logits_hook", before)
+            if isinstance(attention, Attention):
+                before = attention.logits_hook
+                attention.logits_hook = partial(see_logits, before=before)
+                undo.callback(setattr, attention, "logits_hook", before)
             undo.callback(layer.register_forward_hook(see_hidden).remove)
         yield
 
@@ -304,5 +304,5 @@ def _site(layers: Sequence[Statistics]) -> Site:
         pooled.merge(layer)
     whole = pooled.summary()
     index = next(index for index, found in enumerate(layers) if found.count and found.top[0] == whole.max)
-    own = tuple(found.summary() for found in layers if found.count)
+    own = tuple(replace(found.summary(), layer=i) for i, found in enumerate(layers) if found.count)
     return Site(**vars(whole) | {"layer": index, "place": layers[index].place, "layers": own})

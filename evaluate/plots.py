@@ -262,11 +262,12 @@ def layers(axes: Axes, reports: Sequence[Data], site: str) -> None:
 
     for index, report in enumerate(reports):
         own, look = report[site]["layers"], line(index)
-        axes.plot([layer["top"]["1"] for layer in own], label=f"{report['model']}, largest", zorder=3, **look)
+        places = [layer["layer"] for layer in own]
+        axes.plot(places, [layer["top"]["1"] for layer in own], label=f"{report['model']}, largest", zorder=3, **look)
         medians = [layer["median"] for layer in own]
         if all(medians):
             thin = look | {"linewidth": 1.0, "markersize": 3, "alpha": 0.7}
-            axes.plot(medians, label=f"{report['model']}, median", **thin)
+            axes.plot(places, medians, label=f"{report['model']}, median", **thin)
     _logarithmic(axes)
     low, high = axes.get_ylim()
     axes.set_ylim(low, high * (high / low) ** (0.12 + 0.09 * len(reports)))  # room for the legend

@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..errors import DiffbitError, MissingDependency
 from ..models import Checkpoint, Decoder
 from ..models.cache import KVCache
-from ..models.mixer import Attention
+from ..models.layers.attention import Attention
 from ..quantize.attention import LowBitAttention
 from ..runtime import Artifact, Tokenizer
 from ..tokenizer_files import TOKENIZER

@@ -8,6 +8,9 @@ Inputs and outputs carry the names that onnxruntime-genai and optimum look for:
 and `logits_from` int64 [1], 0 where a loader does not give it: of the new tokens, the first whose logits are wanted. A
 prompt needs the last one's only, and with a large vocabulary the head takes a fifth of the time of a small model.
 
+Layers behind the last one that keeps a cache need no other tokens either: they read what earlier layers hand on, and
+compute the tokens from `logits_from` on.
+
 T = past + S: the past's length follows from the mask's, so no loader needs to pass it. A low-bit cache has more buffers
 than key and value, and other shapes (quantize/cache.py); other mixers have other states. What all layers share
 (lengths, RoPE tables) is made once, on first use, so that a graph holds what its layers need.
@@ -17,7 +20,6 @@ Mixers and MLPs add their nodes through their own `onnx` methods, which know thi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -28,13 +30,10 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
-from ..errors import DiffbitError
 from ..models import Block, ModelConfig, rope_tables
 from ..models.graph import GROUP_QUERY_MULTIPLE, Cache
-from ..models.layers.norm import RMSNorm
 from ..ops import diff_attention, float_matmul
 from ..ops.cache import Buffer, CacheSpec, tokens_each
-from ..ops.diff_attention import Signature
 from ..ops.diff_attention_body import END
 from ..ops.kv_cache import BLOCK
 from ..quantize import AttentionScheme, QTensor, QuantLinear
@@ -78,6 +77,7 @@ class DecoderGraph(Graph):
     ) -> None:
         super().__init__(folder, dtype, device)
         self.config, self.scheme, self.cache = config, scheme, cache
+        self.carried: dict[int, Cache] = {}
         self._tables = [table.numpy() for table in rope_tables(config, context_length)]
         self.input_ids = self.input("input_ids", np.int64, ["batch", "sequence"])
         self.attention_mask = self.input("attention_mask", np.int64, ["batch", "total_sequence"])
@@ -90,7 +90,8 @@ class DecoderGraph(Graph):
             for i, layer in enumerate(cache.layers)
         ]
         self._present: list[Cache] = []
-        self._signature: Signature | None = None
+        self._rings = any(buffer.ring for buffer in cache.buffers.values())
+        self._tail = 1 + max(i for i, layer in enumerate(cache.layers) if layer)  # the first that needs few tokens
         self._x: ir.Value
         self._added: ir.Value | None = None  # to x, by the next norm's node
         self._table: ir.Value  # of a tied head, float
@@ -120,6 +121,11 @@ class DecoderGraph(Graph):
         return self.cast(new, np.bool_)
 
     @shared
+    def logits_from(self) -> ir.Value:
+        """int64 [1]: the first of the new tokens whose logits are wanted."""
+        return self.optional_input(LOGITS_FROM, np.zeros(1, np.int64))
+
+    @shared
     def cos(self) -> ir.Value:
         """fp32 [context_length, d/2]."""
         return self.initializer("cos", self._tables[0])
@@ -128,38 +134,47 @@ class DecoderGraph(Graph):
     def sin(self) -> ir.Value:
         return self.initializer("sin", self._tables[1])
 
+    def _rope(self, width: int, rope: bool) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """(position_ids, cos, sin) of heads `width` wide; without rope, of a rotation by no angle."""
+        if rope:
+            return self.position_ids, self.cos, self.sin
+        cos, sin = (self.const(np.full((1, width // 2), value), np.float32) for value in (1, 0))
+        return self.op("Sub", [self.position_ids, self.position_ids]), cos, sin
+
     def attention(
         self,
         query: ir.Value,
-        key: ir.Value,
-        value: ir.Value,
+        key: ir.Value | None,
+        value: ir.Value | None,
         lambda_: ir.Value | None,
         past: Cache,
         *,
         num_heads: int,
         num_kv_heads: int,
-        scale: float,
+        head_dim: int,
         noise_ratio: int = 1,
         wide_value: int = 0,
         norm_eps: float = 0.0,
+        rope: bool = True,
+        sliding_window: int = 0,
     ) -> tuple[ir.Value, Cache]:
-        grouped = lambda_ is None and not self.low_bit and not self.config.rope_width % GROUP_QUERY_MULTIPLE
-        signature = operator(self.scheme, 1 if lambda_ is None else 2, noise_ratio)
-        if self._signature not in (None, signature):  # a model's nodes of one name share a body
-            raise DiffbitError(
-                "its layers need DiffAttention both of one and of two branches, or of several noise ratios, which an "
-                "artifact cannot hold"
-            )
-        self._signature = signature
+        branches, appends = 1 if lambda_ is None else 2, key is not None
+        signature = operator(self.scheme, branches, noise_ratio, sliding_window, appends)
+        simple = appends and rope and not (self.low_bit or self._rings)
+        grouped = branches == 1 and simple and not head_dim % GROUP_QUERY_MULTIPLE
+        past_length = self.past_length
+        if not appends:  # there may be fewer queries than new tokens: the last
+            past_length = self.op("Sub", [self._total, self.op("Shape", [query], start=1, end=2)])
+        position_ids, cos, sin = self._rope(head_dim, rope)
         values = {
             "query": query,
             "key": key,
             "value": value,
             "lambda": lambda_,
-            "past_length": self.past_length,
-            "position_ids": self.position_ids,
-            "cos": self.cos,
-            "sin": self.sin,
+            "past_length": past_length,
+            "position_ids": position_ids,
+            "cos": cos,
+            "sin": sin,
             "attention_mask": self.attention_mask,
         }
         values |= {f"past_{name}": buffer for name, buffer in past.items()}
@@ -167,14 +182,15 @@ class DecoderGraph(Graph):
             diff_attention,
             [values.get(name) for name in signature.inputs],
             len(signature.outputs),
-            diff_attention.grouped_function if grouped else lambda: diff_attention.function(signature),
+            lambda name: diff_attention.function(signature, grouped, name),
+            of=(signature, grouped),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             wide_value=wide_value,
-            scale=scale,
+            scale=head_dim**-0.5,
             norm_eps=norm_eps,
             window=self.scheme.window if self.scheme.has_window else 0,
-            **asdict(signature),
+            **signature.attributes,
         )
         found = {}
         for name, value in zip(signature.outputs, made, strict=True):
@@ -182,7 +198,7 @@ class DecoderGraph(Graph):
                 found[name] = value
             else:
                 value.name = ""  # as ONNX has it for an output that is left out
-        return found["out"], {name: found[f"present_{name}"] for name in past}
+        return found["out"], {name: found[f"present_{name}"] for name in past} if appends else {}
 
     def embed(self, table: Tensor | QTensor) -> None:
         """The embedding [V, E]. A float32 graph keeps a 16-bit table: half the bytes, the same numbers."""
@@ -199,7 +215,7 @@ class DecoderGraph(Graph):
         self._table = self.weight(name, table.float().numpy())  # a tied head multiplies by it, too
         self._x = self.op("Gather", [self._table, self.input_ids])
 
-    def _residual_norm(self, norm: RMSNorm, name: str) -> ir.Value:
+    def _residual_norm(self, norm: nn.Module, name: str) -> ir.Value:
         """The residual stream, with what the last mixer or MLP adds to it, through a norm."""
         if self._added is None:
             return self.norm(self._x, norm, name)
@@ -208,6 +224,8 @@ class DecoderGraph(Graph):
 
     def block(self, block: Block, index: int) -> None:
         """Decoder layer `index`; its linears are float or QuantLinear."""
+        if index == self._tail:
+            self._leave_tokens()
         with self.scope(f"layers.{index}"):
             normed = self._residual_norm(block.input_layernorm, "input_layernorm")
             with self.scope("self_attn"):
@@ -217,11 +235,26 @@ class DecoderGraph(Graph):
                 self._added = block.mlp.onnx(self, normed)
         self._present.append(present)
 
-    def head(self, norm: RMSNorm, head: nn.Module) -> None:
+    def _wanted(self, x: ir.Value) -> ir.Value:
+        """x [B, S, ...] from `logits_from` on."""
+        return self.op("Slice", [x, self.logits_from, self.const([END]), self.const([1])])
+
+    def _leave_tokens(self) -> None:
+        """Go on with the wanted tokens alone; keys and values that are read stay those of all."""
+        self._x = self._wanted(self._x)
+        self._added = None if self._added is None else self._wanted(self._added)
+        self.position_ids = self._wanted(self.position_ids)
+        for index, values in self.carried.items():
+            own = {buffer.name for buffer in self.cache.layers[index]}
+            self.carried[index] = {
+                name: value if name in own else self._wanted(value) for name, value in values.items()
+            }
+
+    def head(self, norm: nn.Module, head: nn.Module) -> None:
         """The final norm and the head; a tied one multiplies by the embedding's table. Declares the graph's outputs."""
         x = self._residual_norm(norm, "norm")
-        start = self.optional_input(LOGITS_FROM, np.zeros(1, np.int64))
-        x = self.op("Slice", [x, start, self.const([END]), self.const([1])])
+        if self._tail == self.config.num_layers:
+            x = self._wanted(x)
         if not self.config.tie_embeddings:
             logits = self.linear(x, head, "lm_head")
         elif isinstance(head, QuantLinear):
@@ -240,4 +273,5 @@ class DecoderGraph(Graph):
 def _named(buffer: Buffer, when: str) -> list[int | str]:
     """Its shape with names for what varies."""
     names = {1: f"{when}_sequence", BLOCK: f"{when}_groups"}
-    return ["batch", *(dim if isinstance(dim, int) else names[tokens_each(dim)] for dim in buffer.shape)]
+    shape = zip(buffer.shape, buffer.fixed, strict=True)
+    return ["batch", *(fixed or names[tokens_each(str(dim))] for dim, fixed in shape)]

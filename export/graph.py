@@ -15,7 +15,7 @@ IR version 10 and opset 21 are what the oldest ONNX Runtime that diffbit support
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from ..errors import DiffbitError
 from ..models.graph import Attribute
-from ..models.layers.norm import RMSNorm
+from ..models.layers.norm import LayerNorm, RMSNorm
 from ..ops import float_matmul
-from ..ops.schema import DOMAIN, DOMAIN_VERSION
+from ..ops.signature import DOMAIN, DOMAIN_VERSION
 from ..quantize import QTensor, QuantLinear
 from ..quantize.formats.base import MICROSOFT
 
@@ -57,7 +57,7 @@ class Graph:
         self.dtype = FLOATS[dtype]
         self._in_place = self.dtype is np.float16 and device == "cpu"
         self._graph = ir.Graph([], [], nodes=[], opset_imports=dict(OPSETS), name="diffbit")
-        self._functions: dict[str, ir.Function] = {}
+        self._functions: dict[tuple[str, Hashable], ir.Function] = {}
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
         self._scope = ""  # what names begin with
         self._nodes = 0
@@ -127,7 +127,7 @@ class Graph:
         **attributes: Attribute,
     ) -> ir.Value:
         """A node with one output of one of diffbit's own ops (a module of ops/), whose body travels with the model."""
-        (output,) = self.customs(op, inputs, 1, op.function, **attributes)
+        (output,) = self.customs(op, inputs, 1, lambda name: op.function(), **attributes)
         return output
 
     def customs(
@@ -135,14 +135,23 @@ class Graph:
         op: ModuleType,
         inputs: Sequence[ir.Value | None],
         outputs: int,
-        body: Callable[[], ir.Function],
+        body: Callable[[str], ir.Function],
+        of: Hashable = None,
         **attributes: Attribute,
     ) -> Sequence[ir.Value]:
-        """The same with so many outputs; `body` makes the body that all nodes of this op in the model share."""
-        name = op.OP.name
-        if name not in self._functions:
-            self._functions[name] = body()
+        """The same with so many outputs. The nodes of this op with an equal `of` share a body, which `body` makes, and
+        a name that the op goes by."""
+        key = op.OP.name, of
+        if key not in self._functions:
+            count = sum(name == op.OP.name for name, _ in self._functions)
+            if count == op.OP.names:
+                raise DiffbitError(
+                    f"its layers need {op.OP.name} with more than {op.OP.names} different signatures (branches, "
+                    "windows, noise ratios), which an artifact cannot hold"
+                )
+            self._functions[key] = body(op.OP.named(count))
             self._graph.opset_imports[DOMAIN] = DOMAIN_VERSION
+        name = self._functions[key].name
         return self.ops(name, inputs, outputs, domain=DOMAIN, **op.OP.attributes_of(attributes))
 
     def const(self, values: ArrayLike, dtype: DTypeLike = np.int64) -> ir.Value:
@@ -199,7 +208,7 @@ class Graph:
     def cast(self, x: ir.Value, dtype: DTypeLike) -> ir.Value:
         return self.op("Cast", [x], to=int(ir.DataType.from_numpy(np.dtype(dtype))))
 
-    def linear(self, x: ir.Value, module: nn.Module, name: str, scale: float = 1.0) -> ir.Value:
+    def linear(self, x: ir.Value, module: nn.Module, name: str, scale: float = 1.0, bias: bool = True) -> ir.Value:
         """scale * (x W^T) + bias: a float product, or what the format of a quantized weight has for it
         (quantize/formats/)."""
         with self.scope(name):
@@ -212,7 +221,7 @@ class Graph:
                     product = self.custom(float_matmul, [x, self.weight("weight", weight.numpy())])
                 else:
                     product = self.op("MatMul", [x, self.weight("weight", weight.T.contiguous().numpy())])
-            if module.bias is None:
+            if module.bias is None or not bias:
                 return product
             return self.op("Add", [product, self.weight("bias", module.bias.detach().float().numpy())])
 
@@ -228,21 +237,29 @@ class Graph:
         return self.ops("Split", [product, self.const(sizes)], len(sizes), axis=-1)
 
     def norm(self, x: ir.Value, module: nn.Module, name: str, dtype: type[np.floating] | None = None) -> ir.Value:
-        """x, of the graph's dtype or `dtype`, through an RMSNorm; unchanged where none stands (nn.Identity)."""
-        if not isinstance(module, RMSNorm):
+        """x, of the graph's dtype or `dtype`, through a norm; unchanged where none stands (nn.Identity)."""
+        if not isinstance(module, RMSNorm | LayerNorm):
             return x
         # its kernels square and sum in float32 whatever the dtype, so large fp16 activations do not overflow
-        weight = self.weight(f"{name}.weight", module.weight.detach().float().numpy(), dtype)
-        return self.op("SimplifiedLayerNormalization", [x, weight], axis=-1, epsilon=module.eps, stash_type=1)
+        op_type = "LayerNormalization" if isinstance(module, LayerNorm) else "SimplifiedLayerNormalization"
+        weights = self._norm_weights(module, name, dtype)
+        return self.op(op_type, [x, *weights], axis=-1, epsilon=module.eps, stash_type=1)
 
-    def add_norm(self, x: ir.Value, more: ir.Value, module: RMSNorm, name: str) -> tuple[ir.Value, ir.Value]:
-        """(x + more, the same through an RMSNorm), in one node."""
-        weight = self.weight(f"{name}.weight", module.weight.detach().float().numpy())
-        normed, mean, deviation, total = self.ops(
-            "SkipSimplifiedLayerNormalization", [x, more, weight], 4, domain=MICROSOFT, epsilon=module.eps
-        )
+    def add_norm(self, x: ir.Value, more: ir.Value, module: nn.Module, name: str) -> tuple[ir.Value, ir.Value]:
+        """(x + more, the same through a norm), in one node."""
+        assert isinstance(module, RMSNorm | LayerNorm)
+        op_type = "SkipLayerNormalization" if isinstance(module, LayerNorm) else "SkipSimplifiedLayerNormalization"
+        weights = self._norm_weights(module, name)
+        normed, mean, deviation, total = self.ops(op_type, [x, more, *weights], 4, domain=MICROSOFT, epsilon=module.eps)
         mean.name = deviation.name = ""  # left out
         return total, normed
+
+    def _norm_weights(
+        self, module: RMSNorm | LayerNorm, name: str, dtype: type[np.floating] | None = None
+    ) -> list[ir.Value]:
+        """Its weight, and of a LayerNorm its bias."""
+        parts = module.named_parameters()
+        return [self.weight(f"{name}.{part}", value.detach().float().numpy(), dtype) for part, value in parts]
 
     def save(self) -> None:
         """Write model.onnx beside its data."""

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from ..errors import DiffbitError
 from ..models import Block, Checkpoint, Decoder, rope_for
 from ..models.checkpoint.names import EMBEDDING, HEAD
-from ..models.layers.norm import RMSNorm
+from ..models.layers.state import Carried
 from ..quantize import QTensor, QuantEmbedding, Scheme, load, load_block, read_scheme, read_weight
 from ..quantize.model import as_exported, assemble
 from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE
 
-NORM = "model.norm.weight"
 COPIES = 3
 
 
@@ -48,6 +47,7 @@ class Stream:
         self._noise = noise
         self._generator = torch.Generator().manual_seed(0)
         self._x: Tensor  # [1 + COPIES, S, E], the first row without noise
+        self._carried: Carried = {}
 
     def embedding(self) -> Tensor | QTensor:
         """The embedding table [V, E], quantized or in its stored dtype."""
@@ -61,17 +61,18 @@ class Stream:
             as_exported(block)
             yield block
             with torch.inference_mode():
-                x = block(self._x, self._rope)
+                x = block(self._x, self._rope, carried=self._carried)
                 x[1:] *= 1 + self._noise * torch.randn(x[1:].shape, generator=self._generator)
                 self._x = x
 
-    def head(self) -> tuple[RMSNorm, nn.Module, Tensor]:
+    def head(self) -> tuple[nn.Module, nn.Module, Tensor]:
         """The final norm, the head (tied: with the embedding's weight), the logits [1 + COPIES, V] after the prompt."""
         config, scheme = self.config, read_scheme(self.checkpoint) or Scheme()
         with torch.device("meta"):
-            norm = RMSNorm(config.hidden_size, config.norm_eps)
+            norm = config.new_norm()
             top = nn.ModuleDict({"norm": norm, "lm_head": nn.Linear(config.hidden_size, config.vocab_size, bias=False)})
-        names = {"norm.weight": NORM, HEAD: EMBEDDING if config.tie_embeddings else HEAD}
+        names = {f"norm.{part}": f"model.norm.{part}" for part, _ in norm.named_parameters()}
+        names[HEAD] = EMBEDDING if config.tie_embeddings else HEAD
         weights = {name: read_weight(self.checkpoint, stored) for name, stored in names.items()}
         assemble(top, weights, scheme, torch.float32)
         as_exported(top)

@@ -24,9 +24,11 @@ from ..errors import DiffbitError
 from . import attention, layers, mixers
 from . import mlp as mlps
 from .checks import check_count, check_flag, check_positive
+from .layers.attention import AttentionOptions
 from .layers.mlp import MLPOptions
+from .layers.norm import NORMS, LayerNorm, RMSNorm
 from .layers.rope import RopeScaling, scaling_from
-from .mixer import AttentionOptions, MixerOptions, Symmetries
+from .mixer import MixerOptions, Symmetries
 
 SIZES = ("vocab_size", "hidden_size", "max_position")
 T = TypeVar("T")
@@ -80,7 +82,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder of such layers, each with an RMSNorm before its mixer and before its MLP."""
+    """A decoder of such layers, each with a norm before its mixer and before its MLP: norm "rms" or "layer"."""
 
     vocab_size: int
     hidden_size: int
@@ -88,7 +90,8 @@ class ModelConfig:
     max_position: int = 2048
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
-    norm_eps: float = 1e-5  # of the RMSNorms
+    norm: str = "rms"
+    norm_eps: float = 1e-5
     tie_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -100,6 +103,10 @@ class ModelConfig:
         check_count("num_layers", len(self.layers))
         for name in ("rope_theta", "norm_eps"):
             check_positive(name, getattr(self, name))
+        if self.norm not in NORMS:
+            raise DiffbitError(f"norm is {self.norm!r}, wanted one of {', '.join(NORMS)}")
+        for index, layer in enumerate(self.layers):
+            self._check_reader(index, layer.mixer)
         widths = {layer.mixer.rope_width for layer in self.layers} - {0}
         if len(widths) > 1:
             raise DiffbitError(
@@ -140,6 +147,35 @@ class ModelConfig:
             kept["norm_eps"] = norm_eps if head_norm else 0.0
         layer = LayerSpec(options(num_heads, num_kv_heads, head_dim, **kept), gated, sub_norms)
         return cls(layers=(layer,) * num_layers, norm_eps=norm_eps, **others)
+
+    def _check_reader(self, index: int, mixer: MixerOptions) -> None:
+        if mixer.reads is None:
+            return
+        if type(mixer.reads) is not int or not 0 <= mixer.reads < index:
+            raise DiffbitError(f"layer {index} reads what layer {mixer.reads!r} found, wanted an earlier layer")
+        giver = self.layers[mixer.reads].mixer
+        if giver.reads is not None or giver.carried != mixer.carried:
+            given = giver.carried if giver.reads is None else "nothing of its own"
+            raise DiffbitError(
+                f"layer {index} ({mixer.name}) wants to read {mixer.carried} of layer {mixer.reads} ({giver.name}), "
+                f"which hands on {given}"
+            )
+
+    @property
+    def last_readers(self) -> dict[int, int]:
+        """{layer that hands something on: the last layer that reads it}."""
+        pairs = ((layer.mixer.reads, index) for index, layer in enumerate(self.layers))
+        return {giver: index for giver, index in pairs if giver is not None}
+
+    def symmetries(self, index: int) -> Symmetries:
+        """The layer's; where layers share keys and values, no change of these stays within one."""
+        mixer = self.layers[index].mixer
+        shared = isinstance(mixer, AttentionOptions) and (mixer.keys_of is not None or index in self.last_readers)
+        return Symmetries() if shared else self.layers[index].symmetries()
+
+    def new_norm(self) -> RMSNorm | LayerNorm:
+        """Of a hidden state, as all of them are."""
+        return NORMS[self.norm](self.hidden_size, self.norm_eps)
 
     @property
     def num_layers(self) -> int:

@@ -1,4 +1,4 @@
-"""The decoder: embedding, layers of a mixer and an MLP with an RMSNorm before each, RMSNorm, head.
+"""The decoder: embedding, layers of a mixer and an MLP with a norm before each, a norm, head.
 
     x = x + mixer(norm(x));   x = x + mlp(norm(x));   logits = norm(x) W_head^T
 
@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..errors import DiffbitError
 from .cache import KVCache
 from .config import ModelConfig
 from .layers.masks import causal_mask, default_positions
-from .layers.norm import RMSNorm
 from .layers.rope import Rope, inverse_frequencies
-from .layers.state import State
-from .mixer import Place, check_derived
+from .layers.state import Carried, State
+from .mixer import Mixer, Place
 
 INIT_STD = 0.02
 
@@ -39,19 +39,27 @@ def rope_tables(config: ModelConfig, length: int) -> Rope:
 
 
 class Block(nn.Module):
-    """One layer. forward(x [B, S, E], rope, mask, state) -> [B, S, E]."""
+    """One layer. forward(x [B, S, E], rope, mask, state, carried) -> [B, S, E]."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         layer = config.layers[index]
-        place = Place(index, config.hidden_size, config.norm_eps if layer.sub_norms else None)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        eps = config.norm_eps if layer.sub_norms else None
+        place = Place(index, config.hidden_size, eps, gives=index in config.last_readers)
+        self.input_layernorm = config.new_norm()
         self.self_attn = layer.mixer.module(place)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_attention_layernorm = config.new_norm()
         self.mlp = layer.mlp.module(place)
 
-    def forward(self, x: Tensor, rope: Rope, mask: Tensor | None = None, state: State | None = None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, mask, state)
+    def forward(
+        self,
+        x: Tensor,
+        rope: Rope,
+        mask: Tensor | None = None,
+        state: State | None = None,
+        carried: Carried | None = None,
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, mask, state, carried)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -66,6 +74,18 @@ def check_layer(config: ModelConfig, index: int, tensors: Mapping[str, Tensor]) 
     check_derived(block)
 
 
+def check_derived(module: nn.Module) -> None:
+    """A DiffbitError that names the layer where a number computed from its weights is infinite or NaN."""
+    for part in module.modules():
+        if isinstance(part, Mixer):
+            for what, value in part.derived().items():
+                if not value.isfinite().all():
+                    raise DiffbitError(
+                        f"model.layers.{part.layer_index}.self_attn: {what}, computed from its weights, is "
+                        f"{value.flatten()[0].item()}; the checkpoint is damaged"
+                    )
+
+
 class Body(nn.Module):
     """Everything below the head; it exists for the prefix "model." of the parameters' names."""
 
@@ -74,7 +94,7 @@ class Body(nn.Module):
         empty = torch.empty(config.vocab_size, config.hidden_size)  # Decoder fills it
         self.embed_tokens = nn.Embedding.from_pretrained(empty, freeze=False)
         self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = config.new_norm()
 
 
 class Decoder(nn.Module):
@@ -124,9 +144,9 @@ class Decoder(nn.Module):
             position_ids = default_positions(batch, length, past, attention_mask, input_ids.device)
         rope = rope_for(self.config, position_ids)
         mask = causal_mask(length, past, attention_mask, input_ids.device)
-        x = self.embed(input_ids)
+        x, carried = self.embed(input_ids), Carried()
         for index, layer in enumerate(self.model.layers):
-            x = layer(x, rope, mask, None if cache is None else cache.layers[index])
+            x = layer(x, rope, mask, None if cache is None else cache.layers[index], carried)
         if cache is not None:
             cache.length = past + length
         return self.head(x)

@@ -23,12 +23,16 @@ class Stored:
 
     names   of the tensor there; several are alternatives
     rows    canonical = on disk[rows]; None: as they are
+    first, of_rows   of a fused tensor, which has `of_rows` rows on disk: the canonical one begins at row `first`;
+            of_rows 0: it is the whole of it
     folded  the name on disk of a norm's weight [folded_width] that stands before a projection: it is multiplied into
             the columns, folded_width at a time
     """
 
     names: tuple[str, ...]
     rows: Tensor | None = None
+    first: int = 0
+    of_rows: int = 0
     folded: str | None = None
     folded_width: int = 0
 

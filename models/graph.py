@@ -6,7 +6,8 @@ over; names of nodes and weights begin with the layer's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -25,6 +26,7 @@ Attribute = int | float | str | Sequence[int] | Sequence[float]
 
 class Graph(Protocol):
     dtype: type[np.floating]  # of weights and activations
+    carried: dict[int, Cache]  # what earlier layers hand on, by their indices: of attention, its buffers
 
     # What all layers of a call share; B sequences of S new tokens, T with those before
     @property
@@ -55,6 +57,16 @@ class Graph(Protocol):
     ) -> Sequence[ir.Value]:
         """A node with several outputs."""
 
+    def customs(
+        self,
+        op: ModuleType,
+        inputs: Sequence[ir.Value | None],
+        outputs: int,
+        body: Callable[[str], ir.Function],
+        **attributes: Attribute,
+    ) -> Sequence[ir.Value]:
+        """A node of one of diffbit's own ops (a module of ops/), and the body that all of its nodes share."""
+
     def const(self, values: ArrayLike, dtype: DTypeLike = np.int64) -> ir.Value:
         """A small constant, such as a shape or the axes of a node."""
 
@@ -63,14 +75,14 @@ class Graph(Protocol):
 
     def cast(self, x: ir.Value, dtype: DTypeLike) -> ir.Value: ...
 
-    def linear(self, x: ir.Value, module: nn.Module, name: str, scale: float = 1.0) -> ir.Value:
-        """scale * (x W^T) + bias of a linear layer, float or quantized."""
+    def linear(self, x: ir.Value, module: nn.Module, name: str, scale: float = 1.0, bias: bool = True) -> ir.Value:
+        """scale * (x W^T) + bias of a linear layer, float or quantized; bias=False: without it."""
 
     def linears(self, x: ir.Value, modules: Mapping[str, nn.Module]) -> Sequence[ir.Value]:
         """The same of several layers {name: module} that read the same x, in as few products as their formats allow."""
 
     def norm(self, x: ir.Value, module: nn.Module, name: str, dtype: type[np.floating] | None = None) -> ir.Value:
-        """x, of the graph's dtype or of `dtype`, through an RMSNorm; unchanged where the module is an nn.Identity."""
+        """x, of the graph's dtype or of `dtype`, through a norm; unchanged where the module is an nn.Identity."""
 
     @property
     def low_bit(self) -> bool:
@@ -79,21 +91,25 @@ class Graph(Protocol):
     def attention(
         self,
         query: ir.Value,
-        key: ir.Value,
-        value: ir.Value,
+        key: ir.Value | None,
+        value: ir.Value | None,
         lambda_: ir.Value | None,
         past: Cache,
         *,
         num_heads: int,
         num_kv_heads: int,
-        scale: float,
+        head_dim: int,
         noise_ratio: int = 1,
         wide_value: int = 0,
         norm_eps: float = 0.0,
+        rope: bool = True,
+        sliding_window: int = 0,
     ) -> tuple[ir.Value, Cache]:
         """Attention of heads that are not yet rotated, and the cache with the new tokens.
 
         With a lambda: diffbit.DiffAttention, and ops/diff_attention.py says what its inputs are. Without one: softmax
         attention of query [B, S, num_heads * d], key and value [B, S, num_kv_heads * d] -> [B, S, num_heads * d], a
-        DiffAttention of one branch.
+        DiffAttention of one branch. Without key and value, past are another layer's presents, which stay as they are:
+        query [B, Q, ...] are the last Q of all tokens, and there is no cache. sliding_window: tokens that a token sees,
+        itself among them; 0: all.
         """

@@ -4,7 +4,8 @@ A layer of grouped-query attention has the buffers `key` and `value`, whose capa
 recurrent state has buffers of fixed size; one that reads another layer's keys and values has none. The manifest of an
 artifact lists them, and session, generate, verify and bench read nothing else about the cache.
 
-A dimension is a number, "tokens" (one entry for each token of capacity) or "tokens/32" (one for each 32 tokens).
+A dimension is a number, "tokens" (one entry for each token of capacity) or "tokens/32" (one for each 32 tokens). A ring
+has a fixed size: entry i of what its axis counts lies at i mod n, "tokens%n" or "tokens/32%n".
 """
 
 from __future__ import annotations
@@ -38,15 +39,30 @@ class Buffer:
         """Capacities are multiples of this many tokens."""
         if self.name.endswith("_recent"):  # the tokens that leave the window are quantized in whole blocks
             return BLOCK
-        return math.lcm(*(tokens_each(dim) for dim in self.shape if isinstance(dim, str)))
+        return math.lcm(*(tokens_each(dim) for dim in self.shape if isinstance(dim, str) and not ring_of(dim)))
 
     @property
     def grows(self) -> bool:
-        return any(isinstance(dim, str) for dim in self.shape)
+        return None in self.fixed
+
+    @property
+    def ring(self) -> int:
+        """Entries of its ring; 0: it is none."""
+        return max(ring_of(dim) for dim in self.shape)
+
+    @property
+    def holds_tokens(self) -> bool:
+        """Is what lies behind the tokens that it holds never read? A state is always read."""
+        return self.grows or self.ring > 0 or self.name.endswith("_recent")
+
+    @property
+    def fixed(self) -> tuple[int | None, ...]:
+        """The shape without the batch, None what grows."""
+        return tuple(dim if isinstance(dim, int) else ring_of(dim) or None for dim in self.shape)
 
     def sizes(self, tokens: int) -> tuple[int, ...]:
         """The shape for a capacity of `tokens`, a multiple of `multiple`, without the batch."""
-        return tuple(dim if isinstance(dim, int) else tokens // tokens_each(dim) for dim in self.shape)
+        return tuple(dim if isinstance(dim, int) else ring_of(dim) or tokens // tokens_each(dim) for dim in self.shape)
 
     def nbytes(self, tokens: int) -> int:
         """Bytes of one sequence."""
@@ -54,8 +70,13 @@ class Buffer:
 
 
 def tokens_each(dim: str) -> int:
-    """Tokens for each entry of a growing dimension: 1 of "tokens", 32 of "tokens/32"."""
-    return int(dim.partition("/")[2] or 1)
+    """Tokens for each entry of a dimension: 1 of "tokens", 32 of "tokens/32"."""
+    return int(dim.partition("%")[0].partition("/")[2] or 1)
+
+
+def ring_of(dim: int | str) -> int:
+    """Entries of a ring: 16 of "tokens/32%16"; 0 of another dimension."""
+    return int(dim.partition("%")[2] or 0) if isinstance(dim, str) else 0
 
 
 @dataclass(frozen=True)
@@ -86,14 +107,18 @@ class CacheSpec:
         """Whether buffers written in place that hold `length` tokens are those of the first `kept` with more behind.
 
         So it is where a row is a token. Of a low-bit cache, neither number may have another count of quantized tokens
-        (kv_cache.py): the residual window has the others. A state is only that of `length`.
+        (kv_cache.py): the residual window has the others. A ring of a sliding window has dropped what the token behind
+        `kept` would see, unless it had room for all of `length` or lacks one token only. A state is only that of
+        `length`.
         """
         for layer in self.layers:
-            windows = [int(buffer.shape[1]) - BLOCK for buffer in layer if buffer.name.endswith("_recent")]
-            if any(quantized_tokens(kept, window) != quantized_tokens(length, window) for window in windows):
+            recent = {buffer.name: int(buffer.shape[1]) - BLOCK for buffer in layer if buffer.name.endswith("_recent")}
+            if any(quantized_tokens(kept, window) != quantized_tokens(length, window) for window in recent.values()):
                 return False
-            if any(not buffer.grows and not buffer.name.endswith("_recent") for buffer in layer):
-                return False
+            for buffer in layer:
+                blockwise = f"{buffer.name.partition('_')[0]}_recent" in recent  # its quantized tokens are the same
+                if not buffer.holds_tokens or (buffer.ring and not blockwise and kept + 1 < length > buffer.ring):
+                    return False
         return True
 
     @property

@@ -18,13 +18,14 @@ Not in the op: (1 - lambda_init), folded into the output projection, and the com
 
 Inputs; n = branches
     query           T  [B, S, (H + H/R)*d], with n = 1 [B, S, H*d]    in pairs: 2i signal, 2i+1 noise; not yet rotated
-    key, value      T  [B, S, Hk*d]
+    key, value      T  [B, S, Hk*d]; without them the node appends nothing ("Query-only", below)
     lambda          float [H], or [B, S, H] (after the sigmoid); none where n = 1
     past_key/value  [B, Hk, C, ..]     the cache, below
     past_length     int64 [1]
     position_ids    int64 [B, S]       rows of cos and sin
     cos, sin        float [P, d/2]     rotate-half RoPE: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)
-    attention_mask  int64 [B, T]       0 hides a key (padding); token s sees keys 0..past_length+s that are not hidden
+    attention_mask  int64 [B, T]       0 hides a key (padding); token s sees keys 0..past_length+s that are not hidden,
+                                       with a sliding window of n the last n of them
     past_key/value_scale, past_key/value_recent        the cache, below
 Outputs
     out             T  [B, S, H*(1+wide_value)*d]; zero where a token sees no key at all
@@ -60,6 +61,16 @@ s reads, its own place says,
 and that is what it reads if the tokens come one by one: neither the cache nor the output depends on how a prompt is cut
 into calls, but for the rounding of float32 sums. Padding is tokens like others: it shares blocks with its neighbours.
 
+Sliding window (sliding_window n > 0): a token sees itself and the n - 1 before it, and the cache is a ring, which never
+grows: [B, Hk, R, ..] with R = `kv_cache.ring_rows`, n tokens or with 4 and 2 bits the blocks of 32 that hold n. Token t
+lies in slot t mod R, a block's scales likewise; the recent tokens are no ring, and all rules above hold. A call sees
+what the ring held and its own tokens, and then the ring holds the last R of those that are held at all. A window that
+no context exceeds computes what none computes, bit for bit.
+
+Query-only: `past_key`, ... are the presents of another node without a sliding window, which hold the T tokens, the last
+S of which are the queries; past_length is T - S. There are no presents. A low-bit cache is read as it lies: the tokens
+before quantized(T) from their codes whatever the query's place.
+
 Query bits (query_bits 8 or 4; key_bits 8, 4 or 2): products with codes of keys are products of integers. The query,
 rotated, times scale, each operation rounded to float32, is quantized by a row (`kv_cache.row_scores`, 8-bit keys) or
 by a row and a block of 32 keys (`kv_cache.block_scores`); the int32 dot product is exact, and then come, in float32,
@@ -71,7 +82,7 @@ by a row and a block of 32 keys (`kv_cache.block_scores`); the int32 dot product
 products with float16 keys are float32's own. query_bits 0: the float32 query meets float32 keys, code * scale (+ zero).
 
 Attributes: num_heads (H), num_kv_heads (Hk), branches, noise_ratio (R), wide_value, scale, norm_eps, key_bits,
-value_bits, query_bits, window (read for 4 and 2 bits only), spec_version.
+value_bits, query_bits, window (read for 4 and 2 bits only), sliding_window, spec_version.
 
 Integers (codes, packed bytes, dot products) and the scales and zero points of the cache are the same bits on every
 implementation, but for the sign of a zero; a number that is infinite or NaN makes its row or block NaN, with codes 0,
@@ -82,9 +93,8 @@ in the context.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from ..errors import DiffbitError
 from . import kv_cache, schema
@@ -92,7 +102,6 @@ from .diff_attention_body import GROUPED_BODY, body
 
 if TYPE_CHECKING:
     import onnx_ir
-    import torch
 
 OP = schema.DIFF_ATTENTION
 INPUTS = tuple(tensor.name for tensor in OP.inputs)
@@ -108,6 +117,8 @@ class Signature:
     query_bits: int = 0
     branches: int = 2
     noise_ratio: int = 1
+    sliding_window: int = 0
+    appends: bool = True  # False: query-only
 
     def __post_init__(self) -> None:
         for attribute in OP.attributes:
@@ -120,6 +131,8 @@ class Signature:
             )
         if self.branches == 1 and self.noise_ratio > 1:
             raise DiffbitError(f"{OP.name}: noise_ratio is {self.noise_ratio} and branches 1, wanted 2 branches")
+        if self.sliding_window and not self.appends:
+            raise DiffbitError(f"{OP.name}: sliding_window is {self.sliding_window}, wanted 0 without key and value")
 
     def check_width(self, d: int) -> None:
         """A DiffbitError where heads of this width cannot be cached."""
@@ -128,6 +141,11 @@ class Signature:
                 f"{OP.name}: heads are {d} wide, wanted a multiple of {kv_cache.BLOCK} for keys or values of 4 or 2 "
                 "bits; use 8 bits"
             )
+
+    @property
+    def attributes(self) -> dict[str, int]:
+        """Those of a node that it knows."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "appends"}
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -149,253 +167,19 @@ class Signature:
         for name in names:
             bits = self.key_bits if "key" in name else self.value_bits
             unused = bits > most.get(name.rpartition("_")[2], 16) or (name == "lambda" and self.branches == 1)
-            used.append("" if unused else name)
+            new = name in ("key", "value") or name.startswith("present")
+            used.append("" if unused or (new and not self.appends) else name)
         while not used[-1]:
             used.pop()
         return tuple(used)
 
 
-def function(of: Signature = Signature()) -> onnx_ir.Function:
+def function(of: Signature = Signature(), grouped: bool = False, name: str | None = None) -> onnx_ir.Function:
     """The op's body as an ONNX model-local function: what runs wherever no native library is registered.
 
-    A model's functions have names of their own, so all its nodes have one signature. The function declares as many
-    inputs and outputs as the node has; ONNX Runtime inlines it if it makes all of them, those left out as well.
+    The nodes of one `name` in a model share it, and their signature. It declares as many inputs and outputs as they
+    have; ONNX Runtime inlines it if it makes all of them, those left out as well. grouped: another body, for a float
+    cache, one branch and heads of a width that is a multiple of 8: ONNX Runtime's own operators, which write into a
+    buffer that is past and present at once.
     """
-    return OP.function(body(of), INPUTS[: len(of.inputs)], of.declared_outputs)
-
-
-def grouped_function() -> onnx_ir.Function:
-    """Another body, for a float cache, one branch and heads of a width that is a multiple of 8: ONNX Runtime's own
-    operators, which write into a buffer that is past and present at once."""
-    signature = Signature(branches=1)
-    return OP.function(GROUPED_BODY, INPUTS[: len(signature.inputs)], signature.declared_outputs)
-
-
-class Cached(NamedTuple):
-    """Keys or values of a call as the cache holds them: the first n tokens as codes, the last m as floats. Some tokens
-    are both: `coded` says which of them a query reads. Hk is [B, Hk], or whatever the rows begin with."""
-
-    bits: int
-    block: int  # tokens that share a scale: 32 of the keys, 1 of the values
-    codes: torch.Tensor  # [..., n, d]
-    scale: torch.Tensor  # of the codes: [..., n], of 4 and 2 bits with zero points [..., n/32, 2, d], [..., n, 2, d/32]
-    floats: torch.Tensor  # [..., m, d]
-    coded: torch.Tensor  # bool [S, T]: is read as a code
-    presents: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # the buffer, its scale, the recent tokens
-
-    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Cached:
-        """The same with `change` of codes, scale and floats."""
-        return self._replace(codes=change(self.codes), scale=change(self.scale), floats=change(self.floats))
-
-    def grouped(self, groups: int, width: int) -> Cached:
-        """[B, Hk, ...] -> [B, G, w, ...]."""
-        return self.each(lambda x: x.unflatten(1, (groups, width)))
-
-    def of_branch(self, branch: int) -> Cached:
-        """Of [B, G, w, ...] one branch's [B, G, ...]; with w = 1 both branches have the same."""
-        return self.each(lambda x: x[:, :, branch % x.shape[2]])
-
-    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """The numbers that the codes stand for: [..., n, d]."""
-        if self.bits >= 8:
-            return self.codes.to(dtype) * self.scale[..., None].to(dtype)
-        return kv_cache.dequantize_blocks(self.codes, self.scale, -1 if self.block == 1 else -2).to(dtype)
-
-
-def append(
-    rows: torch.Tensor,
-    past: torch.Tensor,
-    scale: torch.Tensor | None,
-    recent: torch.Tensor | None,
-    past_length: int,
-    bits: int,
-    window: int,
-    block: int,
-) -> Cached:
-    """New rows [B, Hk, S, d] behind the past; block: 32 of keys, 1 of values."""
-    import torch
-
-    total = past_length + rows.shape[2]
-    places = range(past_length + 1, total + 1)  # each new token as the last
-
-    def extended(past: torch.Tensor, length: int, new: torch.Tensor) -> torch.Tensor:
-        return torch.cat((past[:, :, :length], new.to(past.dtype), past[:, :, length + new.shape[2] :]), 2)
-
-    def coded(ends: list[int]) -> torch.Tensor:
-        return torch.arange(total, device=rows.device) < torch.tensor(ends, device=rows.device).view(-1, 1)
-
-    nothing = rows[:, :, :0]
-    if bits == 16:
-        present = extended(past, past_length, rows)
-        floats, no_scale = present[:, :, :total], nothing[..., 0].float()
-        return Cached(bits, block, nothing, no_scale, floats, coded([0 for _ in places]), (present, None, None))
-    assert scale is not None
-    if bits == 8:
-        codes, new_scale = kv_cache.quantize_rows(rows)
-        present, scale = extended(past, past_length, codes), extended(scale, past_length, new_scale)
-        codes, in_use = present[:, :, :total], scale[:, :, :total]
-        return Cached(bits, block, codes, in_use, nothing, coded([total for _ in places]), (present, scale, None))
-    assert recent is not None
-    before, after = (kv_cache.quantized_tokens(tokens, window) for tokens in (past_length, total))
-    floats = torch.cat((recent[:, :, : past_length - before], rows.half()), 2)  # from `before` on
-    codes, new_scale = kv_cache.quantize_blocks(floats[:, :, : after - before], bits, -1 if block == 1 else -2)
-    present = extended(past, before, kv_cache.pack(codes, bits))
-    scale = extended(scale, before // block, new_scale)
-    presents = present, scale, extended(recent, 0, floats[:, :, after - before :])
-    codes, in_use = kv_cache.unpack(present[:, :, :after], bits), scale[:, :, : after // block]
-    read = coded([kv_cache.quantized_tokens(place, window) for place in places])
-    return Cached(bits, block, codes, in_use, floats, read, presents)
-
-
-def cached(rows: torch.Tensor, length: int, format: str, window: int, block: int) -> Cached:
-    """Rows [B, Hk, T, d] as a cache of `format` (kv_cache.BITS) holds them for queries of the last `length` tokens."""
-    import torch
-
-    bits, d = kv_cache.BITS[format], rows.shape[3]
-    dtype = {"float": rows.dtype, "fp16": torch.float16, "int8": torch.int8}.get(format, torch.uint8)
-
-    def empty(dtype: torch.dtype, *width: int) -> torch.Tensor:
-        return rows.new_empty(*rows.shape[:2], 0, *width, dtype=dtype)
-
-    past, recent = empty(dtype, d * min(bits, 8) // 8), empty(torch.float16, d)
-    per_block = d if block > 1 else d // kv_cache.BLOCK
-    scale = empty(torch.float32) if bits == 8 else empty(torch.float16, 2, per_block)
-    found = append(rows, past, scale, recent, 0, bits, window, block)
-    return found._replace(coded=found.coded[rows.shape[2] - length :])
-
-
-def scores(query: torch.Tensor, keys: Cached, query_bits: int) -> torch.Tensor:
-    """Queries [B, G, r, S, d], rotated and scaled, times keys [B, G, ...] -> [B, G, r, S, T], before any mask."""
-    import torch
-    from torch.nn.functional import pad
-
-    dtype, total, shape = query.dtype, keys.coded.shape[1], query.shape[:-1]
-    query = query.flatten(2, 3)  # [B, G, r*S, d]
-    high = query @ keys.floats.to(dtype).transpose(-1, -2)
-    if not keys.codes.shape[-2]:
-        return high.view(*shape, total)
-    if not query_bits:
-        low = query @ keys.dequantized(dtype).transpose(-1, -2)
-    elif keys.bits == 8:
-        low = kv_cache.row_scores(query, keys.codes, keys.scale, query_bits)
-    else:
-        low = kv_cache.block_scores(query, keys.codes, keys.scale, query_bits, keys.bits)
-    low, high = pad(low, (0, total - low.shape[-1])), pad(high, (total - high.shape[-1], 0))
-    return torch.where(keys.coded, low.view(*shape, total), high.view(*shape, total))
-
-
-def mixed(weights: torch.Tensor, values: Cached) -> torch.Tensor:
-    """Weights [B, G, r, S, T], 0 where a token is hidden, times values [B, G, w, ...] -> [B, G, r, S, w, d]."""
-    import torch
-
-    total, dtype = weights.shape[-1], weights.dtype
-    numbers, floats = values.dequantized(dtype), values.floats.to(dtype)
-    low = weights.masked_fill(~values.coded, 0)[..., : numbers.shape[-2]]
-    high = weights.masked_fill(values.coded, 0)[..., total - floats.shape[-2] :]
-    out = torch.einsum("bgrst,bgwtd->bgrswd", high, floats)
-    return out + torch.einsum("bgrst,bgwtd->bgrswd", low, numbers) if numbers.shape[-2] else out
-
-
-def _difference(
-    query: torch.Tensor, keys: Cached, visible: torch.Tensor, lam: torch.Tensor | None, query_bits: int
-) -> torch.Tensor:
-    """A1 - lambda A2: queries [B, n, G, r, S, d], keys [B, G, w, ...], visible [B, 1, 1, S, T], lam [H] or [B, S, H] ->
-    [B, G, r, S, T]."""
-    import torch
-
-    shares = []
-    for branch in range(query.shape[1]):
-        logits = scores(query[:, branch], keys.of_branch(branch), query_bits)
-        softmax = torch.softmax(logits.masked_fill(~visible, float("-inf")), -1)
-        shares.append(torch.where(visible, softmax, 0.0))  # a row that sees nothing is NaN until here
-    if lam is None:
-        return shares[0]
-    batch, _, groups, shared, steps, _ = query.shape
-    lam = lam.to(query.dtype).expand(batch, steps, groups * shared)
-    return shares[0] - lam.view(batch, steps, groups, shared).permute(0, 2, 3, 1).unsqueeze(-1) * shares[1]
-
-
-def in_pairs(query: torch.Tensor, noise_ratio: int) -> torch.Tensor:
-    """Query sub-heads [..., H + H/R, d] in groups of R signal heads and their noise head -> [..., 2H, d] in pairs."""
-    import torch
-
-    groups = query.unflatten(-2, (-1, noise_ratio + 1))
-    signal, noise = groups[..., :-1, :], groups[..., -1:, :]
-    return torch.stack((signal, noise.expand_as(signal)), -2).flatten(-4, -2)
-
-
-def reference(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lam: torch.Tensor | None,
-    past_key: torch.Tensor,
-    past_value: torch.Tensor,
-    past_length: int,
-    position_ids: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    attention_mask: torch.Tensor,
-    past_key_scale: torch.Tensor | None = None,
-    past_value_scale: torch.Tensor | None = None,
-    past_key_recent: torch.Tensor | None = None,
-    past_value_recent: torch.Tensor | None = None,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    wide_value: bool,
-    scale: float,
-    norm_eps: float,
-    branches: int = 2,
-    noise_ratio: int = 1,
-    key_bits: int = 16,
-    value_bits: int = 16,
-    query_bits: int = 0,
-    window: int = 0,
-) -> tuple[torch.Tensor | None, ...]:
-    """The op in torch: inputs as in the module's docstring, past_length as a plain int. All seven outputs, None those
-    that the node has no use for.
-
-    Computes in float32, or in float64 when `query` is float64 (then it is its own oracle's precision). What goes into
-    a cache of another type than float64, and what a query's codes are made of, is computed in float32 in either case:
-    integers and the cache's numbers are the same.
-    """
-    import torch
-
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    batch, steps, _ = query.shape
-    d = key.shape[-1] // num_kv_heads
-    Signature(key_bits, value_bits, query_bits, branches, noise_ratio).check_width(d)
-    width = 2 if wide_value else 1
-    groups = num_kv_heads // width
-    shared = num_heads // groups  # heads that read one kv head
-    total = past_length + steps
-
-    def rotate(x: torch.Tensor) -> torch.Tensor:  # [B, S, heads, d]
-        c, s = (table[position_ids].to(x.dtype).unsqueeze(2) for table in (cos, sin))
-        low, high = x.chunk(2, -1)
-        return torch.cat((low * c - high * s, high * c + low * s), -1)
-
-    rows = key.to(torch.float64 if past_key.dtype == torch.float64 else torch.float32)
-    rows = rotate(rows.view(batch, steps, num_kv_heads, d)).transpose(1, 2)  # [B, Hk, S, d]
-    block = kv_cache.BLOCK
-    keys = append(rows, past_key, past_key_scale, past_key_recent, past_length, key_bits, window, block)
-    rows = value.view(batch, steps, num_kv_heads, d).transpose(1, 2)
-    values = append(rows, past_value, past_value_scale, past_value_recent, past_length, value_bits, window, 1)
-
-    q = query.to(torch.float32 if query_bits else dtype).view(batch, steps, query.shape[-1] // d, d)
-    q = (rotate(q) * scale).to(dtype)
-    q = (in_pairs(q, noise_ratio) if branches == 2 else q).view(batch, steps, groups, shared, branches, d)
-    q = q.permute(0, 4, 2, 3, 1, 5)  # [B, n, G, r, S, d]
-    causal = torch.arange(total) <= torch.arange(past_length, total)[:, None]
-    visible = (causal & attention_mask.bool()[:, None, :])[:, None, None]  # [B, 1, 1, S, T]
-    weights = _difference(q, keys.grouped(groups, width), visible, lam, query_bits)
-
-    out = mixed(weights, values.grouped(groups, width))  # [B, G, r, S, w, d]
-    out = out.permute(0, 3, 1, 2, 4, 5).reshape(batch, steps, num_heads, width * d)
-    if norm_eps > 0:
-        out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + norm_eps)
-    out = out.reshape(batch, steps, num_heads * width * d).to(query.dtype)
-    (key_buffer, *key_rest), (value_buffer, *value_rest) = keys.presents, values.presents
-    rest = (part for pair in zip(key_rest, value_rest, strict=True) for part in pair)
-    return out, key_buffer, value_buffer, *rest
+    return OP.function(GROUPED_BODY if grouped else body(of), INPUTS[: len(of.inputs)], of.declared_outputs, name)

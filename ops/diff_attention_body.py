@@ -4,6 +4,10 @@ Shapes stand beside the lines: n = branches, w = 1 + wide_value, G = kv heads th
 share one. Of a cache of 4 or 2 bits `before` tokens are codes before the call and `after` behind it; those in between
 are at hand as codes and as floats.
 
+With a sliding window only the tokens that the call's first token sees, and those after it, are at hand: `base` tokens
+before them are left out, and past_length, T, `before` and `after` count from there. With 4 and 2 bits `base` is a
+multiple of 32.
+
 There is one mask for all heads, and for S = 1 no tensor grows faster than T. Whatever runs ONNX has what is used here,
 browsers included: no float16 arithmetic, and products of codes are float32's, exact up to 2^24.
 """
@@ -14,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .body import Body, Value
 from .kv_cache import BLOCK
-from .schema import Type
+from .signature import Type
 
 if TYPE_CHECKING:
     from .diff_attention import Signature
@@ -81,7 +85,7 @@ class _DiffAttention(Body):
         super().__init__()
         self.of = of
         self.one, self.rest = self.ints(1), self.ints(-1)
-        query, key, self.past_length = (self.input(name) for name in ("query", "key", "past_length"))
+        query, self.past_length = self.input("query"), self.input("past_length")
         self.H = self("Reshape", self.attribute("num_heads"), self.one)
         self.Hk = self("Reshape", self.attribute("num_kv_heads"), self.one)
         self.w = self("Reshape", self.attribute("wide_value"), self.one) + self.one
@@ -89,9 +93,13 @@ class _DiffAttention(Body):
         self.G = self.Hk / self.w
         self.r = self.H / self.G
         self.B, self.S = self.size(query, 0), self.size(query, 1)
+        self.block, self.blockwise = self.ints(BLOCK), min(of.key_bits, of.value_bits) < 8
+        self.base = self._base()
+        if of.sliding_window:
+            self.past_length = self.past_length - self.base
         self.T = self.past_length + self.S
         self.rS = self.r * self.S
-        self.d = self.size(key, 2) / self.Hk
+        self.d = self.size(self.input("cos"), 1) * self.ints(2)
         self.zero_f, self.one_f = self.number(0), self.number(1)
 
         queries = self._in_pairs(self._rotate("query", self.rest))
@@ -99,14 +107,17 @@ class _DiffAttention(Body):
         queries = self("Transpose", queries, perm=[0, 2, 4, 3, 1, 5])
         queries = self("Reshape", queries, self.dims(self.B, self.G, self.n, self.rS, self.rest))
         self.queries = queries * self.attribute("scale", "float")  # [B, G, n, r*S, d]
-        value = self("Reshape", self.input("value"), self.dims(self.B, self.S, self.Hk, self.rest))
-        rows = {"key": self._rotate("key", self.Hk), "value": value}
-        rows = {name: self("Transpose", x, perm=[0, 2, 1, 3]) for name, x in rows.items()}  # [B, Hk, S, d]
         self._visible()
-        if min(of.key_bits, of.value_bits) < 8:
+        if self.blockwise:
             self._lengths()
-        keys = self._append("key", rows["key"], of.key_bits)
-        values = self._append("value", rows["value"], of.value_bits)
+        if of.appends:
+            value = self("Reshape", self.input("value"), self.dims(self.B, self.S, self.Hk, self.rest))
+            rows = {"key": self._rotate("key", self.Hk), "value": value}
+            rows = {name: self("Transpose", x, perm=[0, 2, 1, 3]) for name, x in rows.items()}  # [B, Hk, S, d]
+            keys = self._append("key", rows["key"], of.key_bits)
+            values = self._append("value", rows["value"], of.value_bits)
+        else:
+            keys, values = self._as_it_lies("key", of.key_bits), self._as_it_lies("value", of.value_bits)
         for name in of.declared_outputs:
             if name not in of.outputs:  # a function has to make what it declares
                 self("Constant", value_float=0.0, name=name)
@@ -131,6 +142,16 @@ class _DiffAttention(Body):
         noise = self("Expand", noise, self.ints(1, 1, 1, ratio, 1))
         return self("Concat", *(self("Unsqueeze", part, self.ints(4)) for part in (signal, noise)), axis=4)
 
+    def _base(self) -> Value:
+        """Tokens that no query sees, nor, with 4 and 2 bits, wants to quantize."""
+        none = self.ints(0)
+        if not self.of.sliding_window:
+            return none
+        base = self("Max", self.past_length - self.ints(self.of.sliding_window - 1), none)
+        if not self.blockwise:
+            return base
+        return self("Min", base / self.block * self.block, self._quantized_tokens(self.past_length)[1])
+
     def _visible(self) -> None:
         """One mask for all heads: [B, 1, S, T], causal in the cache's order and without padding."""
         zero_0d, one_0d = self("Constant", value_int=0), self("Constant", value_int=1)
@@ -138,19 +159,22 @@ class _DiffAttention(Body):
         self.key_index = self("Range", zero_0d, total, one_0d)
         query_index = self("Range", zero_0d, length, one_0d) + self.past_length
         self.query_index = self("Unsqueeze", query_index, self.one)
-        causal = self("LessOrEqual", self.key_index, self.query_index)
-        seen = self("Unsqueeze", self.cast(self.input("attention_mask"), 9), self.ints(1, 2))
+        causal, mask = self("LessOrEqual", self.key_index, self.query_index), self.input("attention_mask")
+        if window := self.of.sliding_window:
+            causal = self("And", causal, self("Less", self.query_index, self.key_index + self.ints(window)))
+            mask = self.slice(mask, self.base, self.ints(END), 1)
+        seen = self("Unsqueeze", self.cast(mask, 9), self.ints(1, 2))
         self.visible = self("Unsqueeze", self("And", causal, seen), self.one)
 
     def _lengths(self) -> None:
         """What keys and values of 4 and 2 bits share."""
-        self.block = self.ints(BLOCK)
         self.d_blocks = self.d / self.block
-        self.before_blocks, self.before = self._quantized_tokens(self.past_length)
+        before = self.past_length if self.of.appends else self.T
+        self.before_blocks, self.before = self._quantized_tokens(before)
         self.after_blocks, self.after = self._quantized_tokens(self.T)
         _, end_of_query = self._quantized_tokens(self.query_index + self.one)
         self.newly = self.after - self.before
-        self.recent_past, self.recent_present = self.past_length - self.before, self.T - self.after
+        self.recent_past, self.recent_present = before - self.before, self.T - self.after
         self.coded = self("Less", self.slice(self.key_index, self.before, self.after, 0), end_of_query)
 
     def _quantized_tokens(self, count: Value) -> tuple[Value, Value]:
@@ -171,13 +195,46 @@ class _DiffAttention(Body):
         codes = self.cast(self._grow(name, self.cast(codes, Type.INT8)), Type.FLOAT32)
         return _Side(bits, codes=codes, scale=self._grow(f"{name}_scale", self("Squeeze", scale, self.rest)))
 
+    def _as_it_lies(self, name: str, bits: int) -> _Side:
+        """The presents of another node."""
+        held = self.T if bits >= 8 else self.after
+        buffer = self.slice(self.input(f"past_{name}"), self.ints(0), held, 2)
+        if bits == 16:
+            return _Side(bits, floats=self.cast(buffer, Type.FLOAT32))
+        scales = self.after_blocks if bits < 8 and name == "key" else held
+        scale = self.slice(self.input(f"past_{name}_scale"), self.ints(0), scales, 2)
+        if bits == 8:
+            return _Side(bits, codes=self.cast(buffer, Type.FLOAT32), scale=scale)
+        recent = self.slice(self.input(f"past_{name}_recent"), self.ints(0), self.recent_present, 2)
+        return self._blockwise(name, bits, self.cast(recent, Type.FLOAT32), buffer, scale)
+
     def _grow(self, name: str, new: Value, old_length: Value | None = None, length: Value | None = None) -> Value:
         """A buffer's first `length` tokens: what was, and `new`. The present also has what lies behind them."""
         past, end = self.input(f"past_{name}"), self.ints(END)
+        if self.of.sliding_window:
+            blocks = name == "key_scale" and self.of.key_bits < 8
+            base = self.base / self.block if blocks else self.base
+            return self._turn(name, new, base, base + (old_length or self.past_length), base + (length or self.T))
         held = self.slice(past, self.ints(0), old_length or self.past_length, 2)
         found = self("Concat", held, new, axis=2)
         self("Concat", found, self.slice(past, length or self.T, end, 2), axis=2, name=f"present_{name}")
         return found
+
+    def _turn(self, name: str, new: Value, base: Value, held: Value, total: Value) -> Value:
+        """The same of a ring: the entries base .. total in order; the ring has `held` of them, or as many as it can."""
+        past = self.input(f"past_{name}")
+        slots = self.size(past, 2)
+        both = self("Concat", past, new, axis=2)
+        zero, one = self("Constant", value_int=0), self("Constant", value_int=1)
+        first, end, ring = (self("Squeeze", x, self.ints(0)) for x in (base, total, slots))
+        entry = self("Range", first, end, one)
+        found = self("Where", self("Less", entry, held), self("Mod", entry, slots), entry - held + slots)
+        slot = self("Range", zero, ring, one)
+        last = total - self.one  # of all entries; of those in a slot:
+        entry = last - self("Mod", last - slot, slots)
+        kept = self("Where", self("Less", entry, held), slot, entry - held + slots)
+        self("Gather", both, kept, axis=2, name=f"present_{name}")
+        return self("Gather", both, found, axis=2)
 
     def _quantize_rows(self, x: Value, axis: int, bits: int) -> tuple[Value, Value]:
         """Rows x [..., d] of float32 -> scales [..., 1] and codes [..., d], integers in float32.
@@ -215,7 +272,11 @@ class _DiffAttention(Body):
         both = both if key else self("Transpose", both, perm=[0, 1, 2, 4, 3])
         lengths = (self.before_blocks, self.after_blocks) if key else (self.before, self.after)
         packed = self._grow(name, self._pack(codes, bits), self.before, self.after)
-        both = self.cast(self._grow(f"{name}_scale", both, *lengths), Type.FLOAT32)
+        return self._blockwise(name, bits, floats, packed, self._grow(f"{name}_scale", both, *lengths))
+
+    def _blockwise(self, name: str, bits: int, floats: Value, packed: Value, both: Value) -> _Side:
+        """Of bytes, and scales and zero points as the cache has them, of `after` tokens."""
+        key, both = name == "key", self.cast(both, Type.FLOAT32)
         both = both if key else self("Transpose", both, perm=[0, 1, 2, 4, 3])
         scale, zero = self.split(both, 3 if key else 4, 2)
         codes = self.cast(self._unpack(packed, bits), Type.FLOAT32)

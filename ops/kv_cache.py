@@ -20,6 +20,9 @@ keys needs 32 tokens, so the most recent tokens, the residual window, stay as th
 the first `quantized_tokens(T, window)` are low-bit, a multiple of 32, and at least `window` are not. A query sees what
 the cache held when its own token was the last: the same, however the prompt was cut.
 
+With a sliding window of n tokens, the last n are all that a query sees, and the rows are a ring: token t lies in row
+t mod `ring_rows`, blocks of 32 tokens in whole, and the buffer does not grow. The residual window stays as it is.
+
 Codes of a row are packed by groups of 32 channels, 4 * bits bytes each: byte i holds the channels i, i + 4 bits,
 i + 8 bits, ... of its group, the first in its lowest bits, so that a vector of bytes unpacks into neighbours.
 """
@@ -41,6 +44,11 @@ BITS = {"float": 16, "fp16": 16, "int8": 8, "int4": 4, "int2": 2}
 def quantized_tokens(total: int, window: int) -> int:
     """How many of `total` tokens are low-bit: the first, in whole blocks, so that at least `window` are not."""
     return max(0, total - window) // BLOCK * BLOCK
+
+
+def ring_rows(sliding_window: int, bits: int) -> int:
+    """Rows of a sliding window's cache: as many as it has tokens, of 4 and 2 bits whole blocks."""
+    return -(-sliding_window // BLOCK) * BLOCK if bits < 8 else sliding_window
 
 
 def quantize_rows(x: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:

@@ -17,168 +17,9 @@ and committed; a test holds them against this file. What an op computes is said 
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ..errors import DiffbitError
-
-if TYPE_CHECKING:
-    import onnx_ir
-
-DOMAIN = "diffbit"
-DOMAIN_VERSION = 1
-
-
-class Type(enum.IntEnum):
-    """Element types of tensors, as ONNX numbers them."""
-
-    FLOAT32 = 1
-    UINT8 = 2
-    INT8 = 3
-    INT64 = 7
-    FLOAT16 = 10
-    BFLOAT16 = 16
-
-
-@dataclass(frozen=True)
-class Variable:
-    """A type that may be one of several; the same wherever its name stands in an op."""
-
-    name: str
-    types: tuple[Type, ...]
-    on_gpu: tuple[Type, ...]  # there are more
-
-    def where(self, found: Mapping[Variable, Type]) -> Type:
-        return found[self]
-
-
-@dataclass(frozen=True)
-class ScaleOf:
-    """The type of the scales of a cache: float16 beside packed codes."""
-
-    cache: Variable
-
-    def where(self, found: Mapping[Variable, Type]) -> Type:
-        return Type.FLOAT16 if found[self.cache] == Type.UINT8 else Type.FLOAT32
-
-
-@dataclass(frozen=True)
-class Tensor:
-    name: str
-    type: Type | Variable | ScaleOf
-    optional: bool = False
-    on_host: bool = False  # read by the CPU wherever the op runs
-
-
-@dataclass(frozen=True)
-class Integer:
-    """An attribute in low..high, or one of `choices`. Without a default every node has to say it."""
-
-    name: str
-    low: int = 0
-    high: int = 0
-    choices: tuple[int, ...] = ()
-    default: int | None = None
-
-    def check(self, op: str, value: object) -> None:
-        if type(value) is not int or value not in (self.choices or range(self.low, self.high + 1)):
-            wanted = listed(self.choices) if self.choices else f"{self.low} to {self.high}"
-            raise DiffbitError(f"{op}: {self.name} is {value!r}, wanted {wanted}")
-
-
-@dataclass(frozen=True)
-class Number:
-    """A float attribute."""
-
-    name: str
-    default: float | None = None
-
-    def check(self, op: str, value: object) -> None:
-        if not isinstance(value, float | int):
-            raise DiffbitError(f"{op}: {self.name} is {value!r}, wanted a number")
-
-
-@dataclass(frozen=True)
-class Call:
-    """The struct of an op's CUDA call, csrc/cuda/api.h: pointers to its tensors but those that the CPU reads, in their
-    order and in lower case, then int64 fields, then float fields; `notes` says what a field is."""
-
-    struct: str  # without its "Diffbit"
-    function: str  # without its "diffbit_cuda_"
-    integers: tuple[str, ...]
-    floats: tuple[str, ...] = ()
-    notes: Mapping[str, str] | None = None
-
-
-@dataclass(frozen=True)
-class Op:
-    name: str
-    version: int  # of the meaning and the layout; a kernel checks it against a node's attribute spec_version
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    attributes: tuple[Integer | Number, ...]
-    call: Call
-    opsets: tuple[tuple[str, int], ...] = (("", 21),)
-
-    def function(
-        self, body: str, inputs: Sequence[str] | None = None, outputs: Sequence[str] | None = None
-    ) -> onnx_ir.Function:
-        """A body as an ONNX model-local function: what runs wherever no native library is registered. `inputs`,
-        `outputs`: the names that it declares, all by default."""
-        import onnx.parser
-        from onnx_ir import serde
-
-        imports = ", ".join(f'"{domain}" : {version}' for domain, version in self.opsets)
-        attributes = ", ".join([*(attribute.name for attribute in self.attributes), "spec_version"])
-        takes = ", ".join(inputs or [tensor.name for tensor in self.inputs])
-        gives = ", ".join(outputs or [tensor.name for tensor in self.outputs])
-        head = f'<domain: "{DOMAIN}", opset_import: [{imports}]>\n{self.name} <{attributes}> ({takes}) => ({gives})\n'
-        return serde.deserialize_function(onnx.parser.parse_function(head + body))
-
-    def attributes_of(self, given: Mapping[str, int | float]) -> dict[str, int | float]:
-        """A node's attributes: those `given`, the defaults of the others, spec_version. A DiffbitError where one is
-        unknown, missing or not what it may be."""
-        attributes = {attribute.name: attribute for attribute in self.attributes}
-        for name in given:
-            if name not in attributes:
-                raise DiffbitError(f"{self.name} has no attribute {name}, wanted {listed(tuple(attributes))}")
-        found: dict[str, int | float] = {}
-        for name, attribute in attributes.items():
-            value = given.get(name, attribute.default)
-            if value is None:
-                raise DiffbitError(f"{self.name}: attribute {name} is missing")
-            attribute.check(self.name, value)
-            found[name] = value
-        return found | {"spec_version": self.version}
-
-    def types(self, gpu: bool = False) -> list[list[Type]]:
-        """Types of inputs and outputs, for every combination of the variables on a CPU or a GPU."""
-        types = [tensor.type for tensor in self.inputs + self.outputs]
-        of_types = [type.cache if isinstance(type, ScaleOf) else type for type in types]
-        variables = list(dict.fromkeys(type for type in of_types if isinstance(type, Variable)))
-        rows = []
-        for chosen in product(*(variable.on_gpu if gpu else variable.types for variable in variables)):
-            found = dict(zip(variables, chosen, strict=True))
-            rows.append([type if isinstance(type, Type) else type.where(found) for type in types])
-        return rows
-
-    def fields(self) -> list[tuple[str, str]]:
-        """(type in C, name) of the fields of the CUDA call's struct."""
-        pointers = [("const void*", tensor.name.lower()) for tensor in self.inputs if not tensor.on_host]
-        pointers += [("void*", tensor.name.lower()) for tensor in self.outputs]
-        integers = [("int64_t", name) for name in self.call.integers]
-        return [*pointers, *integers, *(("float", name) for name in self.call.floats)]
-
-
-def listed(values: Sequence[object]) -> str:
-    """ "16, 8, 4 or 2"."""
-    *first, last = map(str, values)
-    return f"{', '.join(first)} or {last}" if first else last
-
+from .signature import Call, Integer, Number, Op, ScaleOf, Tensor, Type, Variable
 
 HALF = (Type.FLOAT32, Type.FLOAT16)
 HALVES = (*HALF, Type.BFLOAT16)
@@ -191,11 +32,12 @@ FLOATS = "FLOAT32, FLOAT16 or BFLOAT16"
 
 DIFF_ATTENTION = Op(
     "DiffAttention",
-    version=3,
+    version=4,
+    names=8,
     inputs=(
         Tensor("query", T),
-        Tensor("key", T),
-        Tensor("value", T),
+        Tensor("key", T, optional=True),
+        Tensor("value", T, optional=True),
         Tensor("lambda", Type.FLOAT32, optional=True),
         Tensor("past_key", K),
         Tensor("past_value", V),
@@ -211,8 +53,8 @@ DIFF_ATTENTION = Op(
     ),
     outputs=(
         Tensor("out", T),
-        Tensor("present_key", K),
-        Tensor("present_value", V),
+        Tensor("present_key", K, optional=True),
+        Tensor("present_value", V, optional=True),
         Tensor("present_key_scale", K_SCALE, optional=True),
         Tensor("present_value_scale", V_SCALE, optional=True),
         Tensor("present_key_recent", Type.FLOAT16, optional=True),
@@ -230,6 +72,7 @@ DIFF_ATTENTION = Op(
         Integer("value_bits", choices=(16, 8, 4, 2), default=16),
         Integer("query_bits", choices=(0, 8, 4), default=0),
         Integer("window", 0, 1 << 20, default=0),
+        Integer("sliding_window", 0, 1 << 24, default=0),
     ),
     opsets=(("", 21), ("com.microsoft", 1)),
     call=Call(
@@ -238,12 +81,14 @@ DIFF_ATTENTION = Op(
         integers=(
             *("batch", "steps", "past_length", "heads", "kv_heads", "d"),
             *("past_key_capacity", "past_value_capacity", "key_capacity", "value_capacity"),
-            *("positions", "branches", "noise_ratio", "wide_value", "lambda_per_token"),
-            *("key_bits", "value_bits", "query_bits", "window", "type", "key_type", "value_type"),
+            *("mask_row", "positions", "branches", "noise_ratio", "wide_value", "lambda_per_token"),
+            *("key_bits", "value_bits", "query_bits", "window", "sliding_window"),
+            *("type", "key_type", "value_type"),
         ),
         floats=("scale", "norm_eps"),
         notes={
             "past_key_capacity": "tokens that past and present have room for",
+            "mask_row": "numbers of a row of attention_mask",
             "positions": "rows of cos and sin; a position beyond them makes its token NaN",
             "type": f"of query, key, value and out: {FLOATS}",
             "key_type": f"of a cache of 16 bits: {FLOATS}",
@@ -373,7 +218,67 @@ FLOAT_MATMUL = Op(
     ),
 )
 
-OPS = (DIFF_ATTENTION, FLOAT_MATMUL, GATHER, HADAMARD, INT4_MATMUL, INT8_MATMUL, TERNARY_MATMUL)
+CAUSAL_CONV = Op(
+    "CausalConv",
+    version=1,
+    inputs=(
+        Tensor("x", T),
+        Tensor("weight", Type.FLOAT32),
+        Tensor("bias", Type.FLOAT32),
+        Tensor("attention_mask", Type.INT64),
+        Tensor("past_state", Type.FLOAT32),
+    ),
+    outputs=(Tensor("y", T), Tensor("present_state", Type.FLOAT32)),
+    attributes=(),
+    call=Call(
+        "CausalConv",
+        "causal_conv",
+        integers=("batch", "steps", "total", "channels", "width", "type"),
+        notes={"total": "columns of attention_mask", "width": "rows of weight", "type": f"of x and y: {FLOATS}"},
+    ),
+)
+
+SELECTIVE_SCAN = Op(
+    "SelectiveScan",
+    version=1,
+    inputs=(
+        Tensor("x", T),
+        Tensor("dt", T),
+        Tensor("z", T),
+        Tensor("B", T),
+        Tensor("C", T),
+        Tensor("A", Type.FLOAT32),
+        Tensor("D", Type.FLOAT32),
+        Tensor("dt_bias", Type.FLOAT32),
+        CAUSAL_CONV.inputs[3],
+        CAUSAL_CONV.inputs[4],
+    ),
+    outputs=(Tensor("y", T), Tensor("memory", T, optional=True), CAUSAL_CONV.outputs[1]),
+    attributes=(),
+    call=Call(
+        "SelectiveScan",
+        "selective_scan",
+        integers=("batch", "steps", "total", "channels", "states", "type"),
+        notes={
+            "memory": "null: not wanted",
+            "total": "columns of attention_mask",
+            "states": "rows of a",
+            "type": f"of x, dt, z, b, c, y and memory: {FLOATS}",
+        },
+    ),
+)
+
+OPS = (
+    CAUSAL_CONV,
+    DIFF_ATTENTION,
+    FLOAT_MATMUL,
+    GATHER,
+    HADAMARD,
+    INT4_MATMUL,
+    INT8_MATMUL,
+    SELECTIVE_SCAN,
+    TERNARY_MATMUL,
+)
 
 # ---- the headers ----
 
@@ -410,7 +315,9 @@ def _op(op: Op) -> str:
         sum(1 << i for i, tensor in enumerate(tensors) if getattr(tensor, what))
         for tensors, what in ((op.inputs, "optional"), (op.outputs, "optional"), (op.inputs, "on_host"))
     )
-    lines.append(f"Signature SIGNATURE{{NAME, {len(op.inputs)}, {len(op.outputs)}, {', '.join(map(hex, masks))}}}")
+    names = ", ".join(f'"{op.named(index)}"' for index in range(op.names))
+    lines.append(f"const char* NAMES[{op.names}] = {{{names}}}")
+    lines.append(f"Signature SIGNATURE{{{len(op.inputs)}, {len(op.outputs)}, {', '.join(map(hex, masks))}}}")
     members = "".join(f"  static constexpr {line};\n" for line in lines)
     return f"struct {op.name} {{\n{members}}};"
 

@@ -26,6 +26,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -40,7 +41,7 @@ from ..models import Checkpoint, Decoder, ModelConfig, num_parameters
 from ..progress import track
 from .demand import available_memory
 from .formats import Format, parse_format
-from .layer import Batch, Layer, Tokens
+from .layer import Layer, Tokens
 from .layerwise import apply, stored_config
 from .linear import QuantLinear
 from .methods import find
@@ -48,6 +49,7 @@ from .model import quantize_weight
 from .recipe import Recipe, parse_recipe
 from .report import WIDTHS, sizes
 from .scheme import KEPT, Scheme, linear_shapes
+from .states import Batch
 
 CANDIDATES = ("int2_g128", "int2_g64", "int4_g128", "int4_g32", "int8", "none")
 FLOAT = "none"  # the name of no format, as in schemes
@@ -347,7 +349,7 @@ def measure(
                     rest = [layer.module(fixed | {module: made}), *layers[index + 1 :]]
                     found[module][name] = divergence(exact, predictions(base, sample, rest), sample) - start
         for states in filter(None, (sample, tokens)):
-            states.hidden = torch.cat([_run([block], batch) for batch in states.batches()])
+            states.take_past(index, partial(_run, [block]))
     return start, found
 
 
@@ -378,7 +380,7 @@ def _enter(decoder: Decoder, tokens: Tokens) -> None:
 def _run(layers: Iterable[nn.Module], batch: Batch) -> Tensor:
     x = batch.hidden
     for layer in layers:
-        x = layer(x, batch.rope, batch.mask)
+        x = layer(x, batch.rope, batch.mask, None, batch.carried)
     return x
 
 

@@ -22,9 +22,9 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from ..models.layers.attention import Attention
 from ..models.layers.softmax import Arithmetic
-from ..models.mixer import Attention
-from ..ops.diff_attention import cached, mixed, scores
+from ..ops.diff_attention_reference import cached, mixed, scores
 from ..ops.kv_cache import BLOCK
 from .scheme import AttentionScheme
 

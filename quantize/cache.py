@@ -10,20 +10,21 @@ numbers, ops/diff_attention.py what an operator does with them):
     int4, int2  uint8 [Hk, tokens, d * bits / 8]   float16 [Hk, tokens/32, 2, d]   float16 [Hk, tokens, 2, d/32]
 
 and in the last case key_recent, value_recent: float16 [Hk, window + 32, d]. T is the graph's float type. Keys and
-values may have different formats.
+values may have different formats. With a sliding window all but the recent tokens are rings (`kv_cache.ring_rows`).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from ..models import ModelConfig
-from ..ops.cache import TOKENS, Buffer, CacheSpec
+from ..ops.cache import TOKENS, Buffer, CacheSpec, tokens_each
 from ..ops.diff_attention import Signature
-from ..ops.kv_cache import BITS, BLOCK, quantized_tokens
+from ..ops.kv_cache import BITS, BLOCK, quantized_tokens, ring_rows
 from .scheme import AttentionScheme
 
-GROUPS = f"{TOKENS}/{BLOCK}"
+WITH_RINGS = {"always": "native", "native": "native", "never": "never"}  # in_place of a model's other buffers
 
 
 def is_low_bit(scheme: AttentionScheme) -> bool:
@@ -31,7 +32,9 @@ def is_low_bit(scheme: AttentionScheme) -> bool:
     return scheme.key_format != "float" or scheme.value_format != "float"
 
 
-def operator(scheme: AttentionScheme, branches: int, noise_ratio: int = 1) -> Signature:
+def operator(
+    scheme: AttentionScheme, branches: int, noise_ratio: int = 1, sliding_window: int = 0, appends: bool = True
+) -> Signature:
     """The operator that computes it."""
     return Signature(
         key_bits=BITS[scheme.key_format],
@@ -39,20 +42,32 @@ def operator(scheme: AttentionScheme, branches: int, noise_ratio: int = 1) -> Si
         query_bits=scheme.query_bits,
         branches=branches,
         noise_ratio=noise_ratio,
+        sliding_window=sliding_window,
+        appends=appends,
     )
 
 
 def cache_spec(config: ModelConfig, scheme: AttentionScheme, dtype: str) -> CacheSpec:
     """The cache of a model under a scheme; dtype: of what is not low-bit."""
     kv = partial(buffers, scheme, dtype)
-    return CacheSpec(tuple(layer.mixer.buffers(kv) for layer in config.layers))
+    layers = [layer.mixer.buffers(kv) for layer in config.layers]
+    if any(buffer.ring for layer in layers for buffer in layer):  # GroupQueryAttention pads behind, a ring in front
+        layers = [tuple(replace(buffer, in_place=WITH_RINGS[buffer.in_place]) for buffer in layer) for layer in layers]
+    return CacheSpec(tuple(layers))
 
 
-def buffers(scheme: AttentionScheme, dtype: str, heads: int, head_dim: int, in_place: str) -> tuple[Buffer, ...]:
+def buffers(
+    scheme: AttentionScheme, dtype: str, heads: int, head_dim: int, in_place: str, sliding_window: int
+) -> tuple[Buffer, ...]:
     """Those of an attention layer, keys and values first, in the operator's order; dtype: of what is not low-bit.
 
     in_place: of float ones. DiffAttention's kernel writes low-bit ones in place.
     """
+
+    def tokens(format: str, each: int = 1) -> str:
+        dim = TOKENS if each == 1 else f"{TOKENS}/{each}"
+        return f"{dim}%{ring_rows(sliding_window, BITS[format]) // each}" if sliding_window else dim
+
     if is_low_bit(scheme):
         in_place = "native"
     formats = {"key": scheme.key_format, "value": scheme.value_format}
@@ -60,13 +75,13 @@ def buffers(scheme: AttentionScheme, dtype: str, heads: int, head_dim: int, in_p
     for part, format in formats.items():
         kind = {"float": dtype, "fp16": "float16", "int8": "int8"}.get(format, "uint8")
         width = head_dim * BITS[format] // 8 if kind == "uint8" else head_dim
-        found.append((part, kind, (heads, TOKENS, width)))
+        found.append((part, kind, (heads, tokens(format), width)))
     for part, format in formats.items():
         if format == "int8":
-            found.append((f"{part}_scale", "float32", (heads, TOKENS)))
+            found.append((f"{part}_scale", "float32", (heads, tokens(format))))
         elif BITS[format] < 8:
-            grid = (GROUPS, 2, head_dim) if part == "key" else (TOKENS, 2, head_dim // BLOCK)
-            found.append((f"{part}_scale", "float16", (heads, *grid)))
+            rows = (tokens(format, BLOCK), 2, head_dim) if part == "key" else (tokens(format), 2, head_dim // BLOCK)
+            found.append((f"{part}_scale", "float16", (heads, *rows)))
     for part, format in formats.items():
         if BITS[format] < 8:
             found.append((f"{part}_recent", "float16", (heads, scheme.window + BLOCK, head_dim)))
@@ -77,13 +92,19 @@ def step_bytes(config: ModelConfig, scheme: AttentionScheme, dtype: str, context
     """Of one sequence, all layers: bytes that a decoded token reads of a cache of `context` tokens, itself among them,
     and writes to it; what is written once for a group of tokens counts a share of it."""
     low = quantized_tokens(context, scheme.window)
+    givers = [layer.mixer.reads for layer in config.layers]
     total = 0.0
-    for buffer in cache_spec(config, scheme, dtype).buffers.values():
+    for name, buffer in cache_spec(config, scheme, dtype).buffers.items():
+        readers = 1 + givers.count(int(name.partition(".")[0]))
         format = scheme.key_format if buffer.name.startswith("key") else scheme.value_format
+        held = low if BITS[format] < 8 else context
         if buffer.name.endswith("recent"):
-            total += buffer.nbytes(0) / (scheme.window + BLOCK) * (context - low + 1)
-        elif not buffer.grows:  # a state, read and written whole
+            total += buffer.nbytes(0) / (scheme.window + BLOCK) * (readers * (context - low) + 1)
+        elif not buffer.holds_tokens:  # a state, read and written whole
             total += 2 * buffer.nbytes(0)
+        elif buffer.ring:
+            tokens = buffer.ring * next(tokens_each(dim) for dim in buffer.shape if isinstance(dim, str))
+            total += buffer.nbytes(0) / tokens * (readers * min(held, tokens) + 1)
         else:
-            total += buffer.nbytes(BLOCK) / BLOCK * ((low if BITS[format] < 8 else context) + 1)
+            total += buffer.nbytes(BLOCK) / BLOCK * (readers * held + 1)
     return total

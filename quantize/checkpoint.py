@@ -107,7 +107,7 @@ def quantize_checkpoint(
                 writer.add_layer(tensors)
                 tensors.clear()  # not to be held while the next is made
                 rows += its_rows
-    warnings = [format.warning() for format in formats.values()]
+    warnings = [format.warning() for format in formats.values()] + recipe.warnings(config)
     if tokens is not None and recipe.calibrated:
         warnings.append(tokens.unlike())
     return Report(

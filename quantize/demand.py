@@ -27,10 +27,11 @@ from ..errors import DiffbitError
 from ..models import Checkpoint, ModelConfig, num_parameters
 from ..models.checkpoint.names import EMBEDDING, shapes
 from .formats import Format
-from .layer import BATCH_TOKENS, LOSS_TOKENS, MEASURED_TOKENS, TABLE_PART
+from .layer import LOSS_TOKENS, MEASURED_TOKENS, TABLE_PART
 from .methods.gptq import PRECISE, ROUNDS
 from .recipe import Recipe
 from .scheme import Scheme, weight_shapes
+from .states import BATCH_TOKENS
 
 SLACK = 32 << 20  # at most, what the allocator holds of blocks that it does not map one by one
 TEXT = 40 << 20  # of reading calibration text, and of libraries that do

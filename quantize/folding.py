@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,8 +36,9 @@ def unchanged(layer: Layer, stream: Rotation | None = None) -> Iterator[None]:
         hidden = hidden.to(next(iter(before.values())).device)
         wanted = _probe(layer, before, hidden)
         found = _probe(layer, layer.tensors, hidden, stream)
-        error = float((found - wanted).norm() / (wanted - hidden).norm().clamp(min=1e-30))
-        if not error <= PROBE_ERROR and wanted.isfinite().all():  # damaged weights are for the formats to tell
+        errors = [float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in zip(found, wanted, strict=True)]
+        error = max(errors, key=lambda error: math.inf if math.isnan(error) else error)
+        if not error <= PROBE_ERROR and all(part.isfinite().all() for part in wanted):  # damaged: formats will tell
             raise DiffbitError(
                 f"{layer.prefix[:-1]}: with its weights rotated or scaled, {layer.spec.mixer.name!r} computes "
                 f"something else (by {error:.1%}); leave out rotate and awq, or correct the symmetries in its file"
@@ -47,23 +49,29 @@ def unchanged(layer: Layer, stream: Rotation | None = None) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def _probe(layer: Layer, tensors: dict[str, Tensor], hidden: Tensor, stream: Rotation | None = None) -> Tensor:
-    """hidden [1, T, E] -> [1, T, E] through the layer with these tensors, whose residual stream is x R."""
+def _probe(
+    layer: Layer, tensors: dict[str, Tensor], hidden: Tensor, stream: Rotation | None = None
+) -> tuple[Tensor, ...]:
+    """What the layer with these tensors, whose residual stream is x R, adds to hidden [1, T, E], and what it hands to
+    later layers."""
     module = Layer(layer.config, layer.index, layer.scheme, {}, tensors).module()
     rope = rope_for(layer.config, torch.arange(PROBE_TOKENS, device=hidden.device)[None])
-    mask = causal_mask(PROBE_TOKENS)
-    if stream is None:
-        return module(hidden, rope, mask).float()
-    return stream.right_inverse(module(stream.right(hidden[0])[None], rope, mask)[0])[None]
+    mask, carried = causal_mask(PROBE_TOKENS), layer.stand_in(PROBE_TOKENS)
+    x = hidden if stream is None else stream.right(hidden[0])[None]
+    added = module(x, rope, mask, None, carried) - x
+    if stream is not None:
+        added = stream.right_inverse(added[0])[None]
+    return added.float(), *carried.get(layer.index, ())
 
 
 def attention_readers(layer: Layer) -> list[str]:
-    """Weights of a layer's attention that its normed input is multiplied with: all but o_proj's."""
+    """Weights of a layer's mixer that its normed input is multiplied with: all but o_proj's and inner ones."""
     start = f"{layer.prefix}self_attn."
+    others = {f"{start}{name}.weight" for name in ("o_proj", *layer.spec.mixer.inner)}
     return [
         name
         for name in layer.tensors
-        if name.startswith(start) and name.endswith("_proj.weight") and name != f"{start}o_proj.weight"
+        if name.startswith(start) and name.endswith("_proj.weight") and name not in others
     ]
 
 
@@ -110,7 +118,7 @@ def groups(layer: Layer) -> list[Group]:
         found.append((f"{start}{maker}.weight", [f"{start}mlp.down_proj.weight"]))
         if norm:
             found.append((f"{start}self_attn.attn_sub_norm.weight", [f"{start}self_attn.o_proj.weight"]))
-        elif layer.spec.symmetries().value_scales:
+        elif layer.symmetries.value_scales:
             found.append((f"{start}self_attn.v_proj.weight", [f"{start}self_attn.o_proj.weight"]))
     elif layer.index >= 0 and not layer.config.tie_embeddings:
         found.append((FINAL_NORM, [HEAD]))
@@ -122,7 +130,7 @@ def _channels(layer: Layer, maker: str, reader: Tensor) -> Tensor:
     made, read = len(layer.tensors[maker]), reader.shape[1]
     if made == read:
         return torch.arange(read)
-    width = layer.spec.symmetries().value_width
+    width = layer.symmetries.value_width
     head, place = torch.arange(read) // width, torch.arange(read) % width
     return head // (read // made) * width + place
 
@@ -149,7 +157,8 @@ def per_channel(values: Tensor, channels: Tensor) -> Tensor:
 def fold(layer: Layer, group: Group, scale: Tensor) -> None:
     """Multiply the columns of a group's readers by scale [C] of their channels and divide it out of their maker.
 
-    A norm's weight is divided in its own dtype and the rest follows from the quotient, so that nothing is lost in fp16.
+    A norm's weight is divided in its own dtype and the rest follows from the quotient, so that nothing is lost in fp16;
+    of a LayerNorm's bias a rounding is.
     """
     made = layer.tensors[group.maker]
     scale = scale.double().to(made.device)
@@ -158,6 +167,9 @@ def fold(layer: Layer, group: Group, scale: Tensor) -> None:
         fits = (divided != 0) & divided.isfinite()
         scale = torch.where(fits, made.double() / divided.double(), 1.0)
         layer.tensors[group.maker] = torch.where(fits, divided, made)
+        bias = f"{group.maker.removesuffix('.weight')}.bias"
+        if bias in layer.tensors:
+            layer.tensors[bias] = layer.tensors[bias].double() / scale
     else:
         change_rows(layer, group.maker, lambda rows: rows.double() / scale[:, None])
     for name in group.readers:

@@ -5,7 +5,13 @@
     C_m    Hartley's, cos(2 pi ij / m) + sin(2 pi ij / m), over sqrt m: orthogonal for every m, so any width will do
     signs  random +-1 from a seed: a randomised Hadamard transform (QuaRot, arXiv 2404.00456, section 3)
 
-No entry is larger than sqrt(2 / width); for a power of two all are 1 / sqrt(width).
+S = (H_n x C_m) / sqrt(n) is symmetric, and its first column is constant. So
+
+    R = S diag(signs) S,    signs_0 = 1
+
+leaves a vector of equal numbers as it is, and every mean as it is: LayerNorm commutes with it as RMSNorm does with all.
+
+No entry of the first is larger than sqrt(2 / width); for a power of two all are 1 / sqrt(width).
 """
 
 from __future__ import annotations
@@ -22,18 +28,24 @@ BLOCK = 1 << 20  # numbers rotated at a time
 
 @dataclass(frozen=True)
 class Rotation:
-    """An orthogonal matrix R [width, width], the same for the same seed."""
+    """An orthogonal matrix R [width, width], the same for the same seed; keeps_mean: the second one."""
 
     width: int
     seed: int
+    keeps_mean: bool = False
 
     def right(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
         """x [N, width] of any float dtype, scale [width] -> x diag(scale) R, computed in float64, fp32 at least."""
-        scale = scale * self._signs(x.device)
+        signs = self._signs(x.device)
+        if self.keeps_mean:
+            return _by_rows(x, lambda rows: _spread(_spread(rows * scale) * signs))
+        scale = scale * signs
         return _by_rows(x, lambda rows: _spread(rows * scale))
 
     def right_inverse(self, x: Tensor) -> Tensor:
         """x [N, width] -> x R^T."""
+        if self.keeps_mean:  # symmetric
+            return self.right(x)
         return _by_rows(x, lambda rows: _spread(rows) * self._signs(x.device))  # _spread's matrix is symmetric
 
     def left_inverse(self, x: Tensor) -> Tensor:
@@ -42,7 +54,10 @@ class Rotation:
 
     def _signs(self, device: torch.device) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed)
-        return torch.randint(2, (self.width,), generator=generator).double().to(device) * 2 - 1
+        signs = torch.randint(2, (self.width,), generator=generator).double().to(device) * 2 - 1
+        if self.keeps_mean:
+            signs[0] = 1
+        return signs
 
 
 def _by_rows(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:

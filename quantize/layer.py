@@ -2,7 +2,8 @@
 
 Calibration tokens travel along in two versions. `exact` are their hidden states in the float model, `hidden` those in
 the model whose earlier layers are quantized already: what a layer will really be given, errors included, and therefore
-what methods calibrate on (arXiv 2210.17323, section 3.3). Only one layer and these states are in memory at a time.
+what methods calibrate on (arXiv 2210.17323, section 3.3). Only one layer and these states are in memory at a time, and
+with them, in both versions, what a layer hands to later ones (`Carried`), until the last of its readers is past.
 
 Passing tokens through a layer is what takes the time (SmolLM2-135M: three quarters of it), so none is passed twice
 without need: `exact` has only some windows unless a method aims at it, and once the projections of a mixer are
@@ -24,21 +25,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import DiffbitError
-from ..models import Block, LayerSpec, ModelConfig, causal_mask, rope_for
+from ..models import Block, LayerSpec, ModelConfig, rope_for
 from ..models.checkpoint.names import EMBEDDING, HEAD
-from ..models.layers.masks import default_positions
-from ..models.layers.norm import RMSNorm
-from ..models.layers.rope import Rope
+from ..models.layers.state import Carried
+from ..models.mixer import Symmetries
+from ..ops.cache import TOKENS
 from .formats import Format, QTensor
 from .linear import QuantEmbedding, QuantLinear
 from .model import Method, assemble, quantize_weight
 from .report import OutputError
 from .rounding import spread
 from .scheme import EMBEDDING_MODULE, Scheme
-from .spill import Rows
+from .states import Batch, States
 from .stats import CalibStats, gather, proxy_loss
 
-BATCH_TOKENS = 2048  # that pass a layer at a time
 LOSS_TOKENS = 1024  # that the float model predicts, to tell whether it knows such text
 UNLIKE = 0.8  # its loss over the entropy of the text's tokens: measured up to 0.61 on text like that of the training,
 # from 0.90 on other text (examples/pico, trained on code, on prose) and 1.2 to 1.3 in models of that shape that were
@@ -49,51 +49,6 @@ TABLE_PART = 1 << 24  # numbers of a table that are rounded, or multiplied by, a
 FINAL_NORM = "model.norm.weight"
 
 R = TypeVar("R", Tensor, QTensor)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Some windows of calibration tokens as they reach a layer."""
-
-    hidden: Tensor  # fp32 [n, S, E]
-    counted: Tensor  # bool [n, S], tokens that count
-    rope: Rope
-    mask: Tensor | None  # as attention takes it
-
-
-class States:
-    """Windows of tokens on their way through a model: ids [n, S], mask bool [n, S] of those that count."""
-
-    def __init__(self, config: ModelConfig, ids: Tensor, mask: Tensor) -> None:
-        self.config, self.ids, self.mask = config, ids, mask
-        self.folder: Path | None = None  # where hidden states lie; None: in memory
-        self.hidden: Tensor | Rows = torch.empty(0)  # fp32 [n, S, E], before the layer that comes next
-        step = max(1, BATCH_TOKENS // ids.shape[1])
-        self.slices = [slice(i, i + step) for i in range(0, len(ids), step)]
-
-    def batches(self) -> Iterator[Batch]:  # all windows, in order
-        return map(self.batch, self.slices)
-
-    def batch(self, rows: slice | Tensor) -> Batch:
-        """These windows; rows: a slice, or indices int64 [n]."""
-        length, device = self.ids.shape[1], self.ids.device
-        counted = self.mask[rows]
-        padding = None if counted.all() else counted
-        rope = rope_for(self.config, default_positions(1, length, 0, padding, device))
-        return Batch(self.hidden[rows], counted, rope, causal_mask(length, 0, padding, device))
-
-    def embed(self, embedding: Callable[[Tensor], Tensor]) -> None:
-        """Enter the model: embedding(ids [n, S]) -> [n, S, E]."""
-        self.fill(lambda rows: embedding(self.ids[rows]))
-
-    def fill(self, made: Callable[[slice], Tensor]) -> None:
-        self.hidden = self.space()
-        for rows in self.slices:
-            self.hidden[rows] = made(rows).float()
-
-    def space(self) -> Tensor | Rows:  # for hidden states of all windows
-        shape = (self.ids.shape[0], self.ids.shape[1], self.config.hidden_size)
-        return torch.empty(shape, device=self.ids.device) if self.folder is None else Rows(self.folder, shape)
 
 
 class Tokens(States):
@@ -187,9 +142,12 @@ class Tokens(States):
         errors = self._advance_exact(probe, rounded, quantized) if self.measuring else {}
         if layer.is_layer:
             layer.remember(rounded, quantized)
-            for rows, batch in zip(self.slices, self.batches(), strict=True):
-                self.hidden[rows] = layer.run(rounded, batch.hidden, batch)
+
+            def run(batch: Batch) -> Tensor:
                 layer.step(f"{layer.prefix}output")
+                return layer.run(rounded, batch.hidden, batch)
+
+            self.take_past(layer.index, run)
         return errors
 
     def _advance_exact(self, layer: Layer, rounded: nn.Module, quantized: Iterable[str]) -> dict[str, float]:
@@ -203,11 +161,17 @@ class Tokens(States):
 
         for name in errors:
             true.get_submodule(name.removeprefix(layer.prefix)).register_forward_hook(measure(name))
-        for rows, batch in zip(self.exact.slices, self.exact.batches(), strict=True):
+
+        def run(batch: Batch) -> Tensor:
+            nonlocal counted
             counted = batch.counted
-            output = layer.run(true, batch.hidden, batch)
-            if layer.is_layer:
-                self.exact.hidden[rows] = output
+            return layer.run(true, batch.hidden, batch)
+
+        if layer.is_layer:
+            self.exact.take_past(layer.index, run)
+        else:
+            for batch in self.exact.batches():
+                run(batch)
         return {name: error.value for name, error in errors.items()}
 
 
@@ -234,7 +198,8 @@ class Layer:
     moved: Callable[[str, float], None] = lambda at, share: None
     refitted: dict[str, Tensor] = field(init=False, default_factory=dict)
     proxy_losses: dict[str, float] = field(init=False, default_factory=dict)
-    heads: list[Tensor] = field(init=False, default_factory=list)  # of each batch of `tokens`: see `remember`
+    # of each batch of `tokens`: see `remember`
+    heads: list[tuple[Tensor, tuple[Tensor, ...] | None]] = field(init=False, default_factory=list)
     heads_of: list[Any] = field(init=False, default_factory=list)  # the tensors that they were computed from
     prefix: str = field(init=False)
     _steps: int = field(init=False, default=0)
@@ -252,6 +217,20 @@ class Layer:
     def spec(self) -> LayerSpec:
         """What the model's configuration says of this decoder layer."""
         return self.config.layers[self.index]
+
+    @property
+    def symmetries(self) -> Symmetries:
+        """Of this decoder layer, as it stands in the model."""
+        return self.config.symmetries(self.index)
+
+    def stand_in(self, tokens: int) -> Carried:
+        """Random numbers in place of what this decoder layer reads of another, for a sequence of so many tokens."""
+        mixer, generator = self.spec.mixer, torch.Generator().manual_seed(0)
+        if mixer.reads is None:
+            return {}
+        shapes = ([tokens if dim == TOKENS else int(dim) for dim in shape] for shape in mixer.carried)
+        device = next(iter(self.tensors.values())).device
+        return {mixer.reads: tuple(torch.randn(1, *shape, generator=generator).to(device) for shape in shapes)}
 
     def expect(self, steps: int) -> None:
         """So many more steps will come; of about equal length, they move the progress that is shown."""
@@ -297,8 +276,9 @@ class Layer:
 
     def run(self, module: Callable[..., Tensor], hidden: Tensor, batch: Batch) -> Tensor:
         """Pass hidden states [n, S, E] of a batch through `module()` of this layer."""
-        output: Tensor = module(hidden, batch.rope, batch.mask) if self.is_layer else module(hidden)
-        return output
+        if not self.is_layer:
+            return module(hidden)
+        return module(hidden, batch.rope, batch.mask, None, batch.carried)
 
     def remember(self, module: nn.Module, quantized: Mapping[str, QTensor]) -> None:
         """Make the mixer of `module(quantized)` find its heads once for all passes of all batches, which come in order.
@@ -319,13 +299,21 @@ class Layer:
         find = mixer.heads
         if same and len(self.heads) == len(tokens.slices):
             found = iter(self.heads)
-            mixer.heads = lambda *_: next(found)
+
+            def again(*inputs: Any) -> Tensor:
+                heads, given = next(found)
+                if given is not None:
+                    inputs[-1][self.index] = given
+                return heads
+
+            mixer.heads = again
             return
         self.heads, self.heads_of = [], of
 
         def heads(*inputs: Any) -> Tensor:
-            self.heads.append(find(*inputs))
-            return self.heads[-1]
+            made = find(*inputs)
+            self.heads.append((made, inputs[-1].get(self.index)))
+            return made
 
         mixer.heads = heads
 
@@ -346,7 +334,7 @@ class Layer:
         device = next(iter(self.tensors.values())).device
         rope = rope_for(self.config, torch.zeros(1, 1, dtype=torch.int64, device=device))
         one = torch.ones(1, 1, self.config.hidden_size, device=device)
-        module(one, rope, None) if self.is_layer else module(one)
+        module(one, rope, None, None, self.stand_in(1)) if self.is_layer else module(one)
         return [names for _, names in found.values()]
 
     @torch.no_grad()
@@ -378,7 +366,7 @@ class _Head(nn.Module):
 
     def __init__(self, config: ModelConfig, rows: int) -> None:
         super().__init__()
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = config.new_norm()
         self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import DiffbitError
 from ..models import Decoder
 from ..models.checkpoint.names import stays_float32
-from ..models.mixer import check_derived
+from ..models.decoder import check_derived
 from .attention import set_attention
 from .formats import Format, QTensor
 from .linear import QuantEmbedding, QuantLinear

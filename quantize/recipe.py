@@ -42,6 +42,10 @@ class Recipe:
                 config = transform.config(config)
         return config
 
+    def warnings(self, config: ModelConfig) -> list[str | None]:
+        """Of its transforms, about such a model."""
+        return [transform.warning(config) for transform in self.transforms if hasattr(transform, "warning")]
+
 
 def table() -> list[dict[str, str]]:
     """A row per method: its name, when it runs, whether it needs calibration text, the first line of its docstring."""

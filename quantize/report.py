@@ -108,8 +108,10 @@ def sizes(
             nbytes += format.device_nbytes((shape[0], shape[1]), width)
         elif name == EMBEDDING and not tied:
             nbytes += count * min(width, embedding.itemsize)
-        elif not stays_float32(name):  # lambda vectors end up as a number in the graph
+        elif not stays_float32(name):
             nbytes += count * width
+        elif ".lambda_" not in name:  # these vectors end up as a number in the graph
+            nbytes += count * WIDTHS["fp32"]
         parameters += count
     attention = AttentionScheme() if scheme is None else scheme.attention
     cache = cache_spec(config, attention, "float32" if dtype == "fp32" else "float16")

@@ -2,7 +2,8 @@
 
     run.json                 what the run makes from what; a run that goes on must agree in all of it
     layer-00000.safetensors  a finished layer as the checkpoint will hold it: the embedding, then each layer, ...
-    states-00003.safetensors the calibration tokens' hidden states behind the last finished layer, exact and quantized
+    states-00003.safetensors the calibration tokens' hidden states behind the last finished layer, exact and quantized,
+                             and what earlier layers handed on to later ones
     layer-00000.json         the layer's rows of the report, and the SHA-256 of its files
 
 Each file is written beside its place and renamed; a layer counts once its JSON is there. So a run that is killed at
@@ -25,10 +26,12 @@ from .. import files
 from ..errors import DiffbitError
 from ..models.checkpoint.safetensors_file import Parts, read_header, write_parts, write_tensors
 from ..version import __version__
-from .layer import States, Tokens
+from .layer import Tokens
 from .report import WeightReport
+from .spill import Rows
+from .states import States
 
-VERSION = 4
+VERSION = 5
 RUN = "run.json"
 ANEW = "start anew by --overwrite without --resume"
 Stored = tuple[dict[str, Tensor], tuple[WeightReport, ...]]  # a layer's tensors as a checkpoint holds them, its rows
@@ -103,8 +106,18 @@ class Unfinished:
             file = self._states(self.count - 1)
             files.check_sha256(file, self._record(self.count - 1)["states"], ANEW)
             entries = read_header(file)
-            for name, states in self._travelling().items():
-                states.fill(lambda rows, entry=entries[name]: entry.rows(rows.start, rows.stop))  # type: ignore[misc]
+
+            def read(name: str, states: States) -> Tensor | Rows:
+                entry, windows = entries[name], len(states.ids)
+                return states.filled(lambda rows: entry.rows(rows.start, min(rows.stop, windows) - rows.start).read())
+
+            for version, states in _versions(self.tokens).items():
+                states.hidden, states.carried = read(version, states), {}
+                for name in sorted(entries):  # "hidden.16.0"
+                    whose, _, rest = name.partition(".")
+                    if whose == version and rest:
+                        giver = int(rest.partition(".")[0])
+                        states.carried[giver] = (*states.carried.get(giver, ()), read(name, states))
 
     def add(self, layer: Stored) -> None:
         """Keep the layer that comes next, and the tokens, which are behind it."""
@@ -115,9 +128,13 @@ class Unfinished:
         record: dict[str, Any] = {"weights": [asdict(row) for row in rows]}
         record["layer"] = _write(self._layer(self.count), tensors)
         if self.tokens is not None:
+            kept: dict[str, Parts] = {}
+            for name, states in _versions(self.tokens).items():
+                kept[name] = _parts(states.hidden, states)
+                for giver, values in states.carried.items():
+                    kept |= {f"{name}.{giver}.{i}": _parts(value, states) for i, value in enumerate(values)}
             with files.write_atomic(self._states(self.count)) as temporary:
-                parts = {name: _parts(states) for name, states in self._travelling().items()}
-                write_parts(temporary, parts)
+                write_parts(temporary, kept)
                 record["states"] = files.sha256_file(temporary)
         files.write_sealed(self._about(self.count), record)
         if self.count:
@@ -132,10 +149,6 @@ class Unfinished:
             rows = (WeightReport(**{**row, "shape": tuple(row["shape"])}) for row in record["weights"])
             yield _read(self._layer(index)), tuple(rows)
 
-    def _travelling(self) -> dict[str, States]:
-        """By their names in the file."""
-        return {} if self.tokens is None else {"exact": self.tokens.exact, "hidden": self.tokens}
-
     def _layer(self, index: int) -> Path:
         return self.path / f"layer-{index:05}.safetensors"
 
@@ -149,13 +162,18 @@ class Unfinished:
         return files.read_sealed(self._about(index), ANEW)
 
 
+def _versions(tokens: Tokens) -> dict[str, States]:
+    """By their names in the file."""
+    return {"hidden": tokens, "exact": tokens.exact}
+
+
 def _read(file: Path) -> dict[str, Tensor]:
     return {name: entry.read() for name, entry in read_header(file).items()}
 
 
-def _parts(states: States) -> Parts:
-    """The hidden states, some windows at a time."""
-    return tuple(states.hidden.shape), (states.hidden[rows].cpu() for rows in states.slices)
+def _parts(values: Tensor | Rows, states: States) -> Parts:
+    """Values of all windows, some windows at a time."""
+    return tuple(values.shape), (values[rows].cpu() for rows in states.slices)
 
 
 def _write(file: Path, tensors: dict[str, Tensor]) -> str:

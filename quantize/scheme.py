@@ -100,7 +100,7 @@ class AttentionScheme:
     def check(self, config: ModelConfig) -> None:
         """A DiffbitError where a model's heads cannot be held in the cache's formats."""
 
-        def kv(heads: int, width: int, in_place: str) -> tuple[Buffer, ...]:
+        def kv(heads: int, width: int, in_place: str, sliding_window: int) -> tuple[Buffer, ...]:
             for name, format in (("keys", self.key_format), ("values", self.value_format)):
                 if BITS[format] < 8 and width % BLOCK:
                     raise DiffbitError(

@@ -16,10 +16,10 @@ from torch import Tensor
 
 
 class Rows:
-    """fp32 [n, S, E], of which `rows[some]` reads, and `rows[some] = tensor` writes, a few of the n; some: a slice, or
+    """fp32 [n, ...], of which `rows[some]` reads, and `rows[some] = tensor` writes, a few of the n; some: a slice, or
     indices int64."""
 
-    def __init__(self, folder: Path, shape: tuple[int, int, int]) -> None:
+    def __init__(self, folder: Path, shape: tuple[int, ...]) -> None:
         self.shape = shape
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (open as long as this is)
         self._bytes = 4 * math.prod(shape[1:])

@@ -29,6 +29,7 @@ MODEL = "model.onnx"
 TOKENIZER = "tokenizer.json"
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _BUFFER = re.compile(r"[a-z][a-z0-9_]{0,39}")
+_DIMENSION = re.compile(TOKENS + r"(/(?P<block>[0-9]{1,9}))?(%(?P<ring>[0-9]{1,9}))?")
 LOOKED_UP = ("embedding", "rotary tables")  # parts of which a token reads one row only
 MAX_LAYERS, MAX_BUFFERS, MAX_DIMENSIONS, MAX_BLOCK = 1024, 16, 5, 1024
 
@@ -241,10 +242,13 @@ def _buffer(fields: _Fields) -> Buffer:
 def _dimension(dim: object, where: str) -> int | str:
     if isinstance(dim, int) and dim is not True and 1 <= dim < 1 << 31:
         return dim
-    word, slash, block = dim.partition("/") if isinstance(dim, str) else ("", "", "")
-    if word == TOKENS and (not slash or (block.isascii() and block.isdigit() and 1 <= int(block[:9]) <= MAX_BLOCK)):
+    found = _DIMENSION.fullmatch(dim) if isinstance(dim, str) else None
+    if found and 1 <= int(found["block"] or 1) <= MAX_BLOCK and int(found["ring"] or 1) >= 1:
         return str(dim)
-    raise DiffbitError(f"{where}: shape holds {_shown(dim)}, wanted a number above 0, {TOKENS!r} or {TOKENS + '/32'!r}")
+    raise DiffbitError(
+        f"{where}: shape holds {_shown(dim)}, wanted a number above 0, {TOKENS!r}, {TOKENS + '/32'!r} or, of a ring, "
+        f"{TOKENS + '%512'!r}"
+    )
 
 
 def _files(fields: _Fields) -> Iterator[tuple[str, FileEntry]]:

@@ -16,8 +16,10 @@ from typing import Any
 
 from ..errors import DiffbitError
 from ..ops import schema
+from ..ops.signature import Op as Signature
+from ..ops.signature import Type
 
-FLOAT32, FLOAT16, BFLOAT16 = (int(type) for type in (schema.Type.FLOAT32, schema.Type.FLOAT16, schema.Type.BFLOAT16))
+FLOAT32, FLOAT16, BFLOAT16 = (int(type) for type in (Type.FLOAT32, Type.FLOAT16, Type.BFLOAT16))
 
 _KINDS = {"const void*": ctypes.c_void_p, "void*": ctypes.c_void_p, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
 
@@ -25,15 +27,18 @@ _KINDS = {"const void*": ctypes.c_void_p, "void*": ctypes.c_void_p, "int64_t": c
 class Op(ctypes.Structure):
     """One call of an op."""
 
-    of: schema.Op
+    of: Signature
 
 
-def _structure(op: schema.Op) -> type[Op]:
+def _structure(op: Signature) -> type[Op]:
     fields = [(name, _KINDS[kind]) for kind, name in op.fields()]
     return type(op.call.struct, (Op,), {"of": op, "_fields_": fields})
 
 
-Attention, FloatMatMul, GatherQuantized, Hadamard, Int4MatMul, Int8MatMul, TernaryMatMul = map(_structure, schema.OPS)
+_made = [_structure(op) for op in schema.OPS]
+CausalConv, Attention, FloatMatMul, GatherQuantized, Hadamard, Int4MatMul, Int8MatMul, SelectiveScan, TernaryMatMul = (
+    _made
+)
 
 
 class Kernels:

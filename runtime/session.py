@@ -3,11 +3,12 @@
 The cache never passes through numpy. The manifest lists each layer's buffers with their types and shapes. Where the
 graph can write into its input (`in_place` in the manifest), one OrtValue of full capacity is bound as past and as
 present, and a decode step writes one row of it. Otherwise the graph returns a new present (longer than the past by the
-new tokens, or a state of the same size), which is bound as the past of the next call.
+new tokens, or a state or a ring of the same size), which is bound as the past of the next call.
 
 Batches of unequal prompts come with an `attention_mask` (1: token, 0: padding) that pads on either side. The session
 moves each row's tokens to its start: GroupQueryAttention takes a row's length as the sum of its mask and expects its
-tokens there, and a graph that reads the mask itself gives the same logits either way. Positions count real tokens.
+tokens there, and a graph that reads the mask itself gives the same logits either way. With a ring in the cache it moves
+them to the end, so that no padding lies between tokens within a sliding window. Positions count real tokens.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class Session:
         self._buffers = self.artifact.cache.buffers
         ways = ("always", "native") if self.native else ("always",)
         self._in_place = [buffer.in_place in ways for buffer in self._buffers.values()]
+        self._to_end = any(buffer.ring for buffer in self._buffers.values())  # where a row's tokens are moved
         self._check_signature()
         # exports before this input was there compute all logits
         self._logits_from = LOGITS_FROM in {node.name for node in self._session.get_overridable_initializers()}
@@ -157,12 +159,13 @@ class Session:
         if not batch or not width:
             raise DiffbitError(f"token_ids has shape {list(ids.shape)}, wanted at least one row and one token")
         mask = _check_mask(attention_mask, ids.shape)
-        # packed[b, j] = ids[b, order[b, j]]: each row's real tokens, then its padding
-        order = np.argsort(mask == 0, axis=1, kind="stable")
+        # packed[b, j] = ids[b, order[b, j]]: each row's real tokens, then its padding, or the other way round
         lengths = mask.sum(axis=1)
         used = int(lengths.max())
-        mask = (np.arange(used) < lengths[:, None]).astype(np.int64)
-        packed = np.take_along_axis(ids, order[:, :used], axis=1) * mask
+        order = np.argsort(mask if self._to_end else mask == 0, axis=1, kind="stable")
+        order = order[:, width - used :] if self._to_end else order[:, :used]
+        mask = np.take_along_axis(mask, order, axis=1)
+        packed = np.take_along_axis(ids, order, axis=1) * mask
         if batch > 1 and self._length:
             raise DiffbitError(
                 f"a batch of {batch} cannot be prefilled onto {self._length} cached tokens; call reset() first"
@@ -176,13 +179,13 @@ class Session:
             for start in range(0, used, chunk)
         ]
         if not all_positions:
-            return parts[-1][np.arange(batch), -1 if last else lengths - 1]
+            return parts[-1][np.arange(batch), -1 if last or self._to_end else lengths - 1]
         logits = np.concatenate(parts, axis=1)
         if used == width and mask.all():
             return logits
         whole = np.zeros((batch, width, logits.shape[-1]), np.float32)
-        for row, count in enumerate(lengths):
-            whole[row, order[row, :count]] = logits[row, :count]
+        for row, real in enumerate(mask.astype(bool)):
+            whole[row, order[row, real]] = logits[row, real]
         return whole
 
     @_exclusively
@@ -284,12 +287,12 @@ class Session:
         self._tokens = np.zeros(batch, np.int64)
 
     def _make_buffers(self, batch: int) -> None:
-        """Make buffers for `batch` rows. One that grows in place is kept: nothing behind its end is read."""
+        """Make buffers for `batch` rows. One that holds tokens in place is kept: nothing behind them is read."""
         kept = self._past if batch == self._batch else []
         capacity = self.artifact.cache.capacity(self.capacity)
         made = []
         for index, ((name, buffer), in_place) in enumerate(zip(self._buffers.items(), self._in_place, strict=True)):
-            if kept and in_place and buffer.grows:
+            if kept and in_place and buffer.holds_tokens:
                 made.append(kept[index])
                 continue
             zeros = _zeros((batch, *buffer.sizes(capacity if in_place else 0)), buffer.dtype)
@@ -309,7 +312,7 @@ class Session:
         inputs: dict[str, Signature] = {name: ("tensor(int64)", (None, None)) for name in names}
         outputs: dict[str, Signature] = {"logits": ("tensor(float)", (None, None, self.artifact.vocab_size))}
         for name, buffer in self._buffers.items():
-            shape = (None, *(dim if isinstance(dim, int) else None for dim in buffer.shape))
+            shape = (None, *buffer.fixed)
             inputs[f"past_key_values.{name}"] = outputs[f"present.{name}"] = (
                 TENSORS.get(buffer.dtype, f"tensor({buffer.dtype})"),
                 shape,

@@ -22,7 +22,7 @@ from typing import Any
 from ..calib_data import load_tokenizer
 from ..errors import DiffbitError
 from ..models import Checkpoint, ModelConfig, attention_options, num_parameters, variants
-from ..models.mixer import AttentionOptions
+from ..models.layers.attention import AttentionOptions
 from ..quantize import parse_format
 from .config import TrainConfig
 from .folder import MASTER

@@ -54,7 +54,7 @@ from ..errors import DiffbitError
 from ..files import check_apart, locked, write_json
 from ..models import Checkpoint, Decoder, load
 from ..models.checkpoint.names import shapes
-from ..models.mixer import Attention
+from ..models.layers.attention import Attention
 from ..progress import track
 from .checkpoint import FOLDER, last_checkpoint, read_training, restore, save_checkpoint
 from .config import TrainConfig

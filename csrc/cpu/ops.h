@@ -16,7 +16,14 @@ struct LowBitKernels;
 struct FloatMatMulKernels;
 struct HadamardKernels;
 struct Int4Kernels;
+struct MambaKernels;
 struct TernaryKernels;
+
+struct CausalConv : CausalConvNode {
+  explicit CausalConv(const Node& node);
+  void compute(Context& context) const;
+  const MambaKernels* kernels;
+};
 
 struct DiffAttention : AttentionNode {
   explicit DiffAttention(const Node& node);
@@ -50,6 +57,12 @@ using Int8MatMul = TiledMatMul<Int8Node>;
 struct GatherQuantized : GatherNode {
   using GatherNode::GatherNode;
   void compute(Context& context) const;
+};
+
+struct SelectiveScan : SelectiveScanNode {
+  explicit SelectiveScan(const Node& node);
+  void compute(Context& context) const;
+  const MambaKernels* kernels;
 };
 
 struct TernaryMatMul : TernaryNode {

@@ -38,3 +38,10 @@ DIFFBIT_CUDA_API const char* diffbit_cuda_gather_quantized(const DiffbitGatherQu
 
 DIFFBIT_CUDA_API size_t diffbit_cuda_float_matmul_workspace(const DiffbitFloatMatMul*);
 DIFFBIT_CUDA_API const char* diffbit_cuda_float_matmul(const DiffbitFloatMatMul*, void* workspace, void* stream);
+
+/// past_state and present_state may be one memory; so may those of the scan.
+DIFFBIT_CUDA_API size_t diffbit_cuda_causal_conv_workspace(const DiffbitCausalConv*);
+DIFFBIT_CUDA_API const char* diffbit_cuda_causal_conv(const DiffbitCausalConv*, void* workspace, void* stream);
+
+DIFFBIT_CUDA_API size_t diffbit_cuda_selective_scan_workspace(const DiffbitSelectiveScan*);
+DIFFBIT_CUDA_API const char* diffbit_cuda_selective_scan(const DiffbitSelectiveScan*, void* workspace, void* stream);

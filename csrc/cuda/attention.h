@@ -1,6 +1,6 @@
 // What the files of DiffAttention share. attention.cu makes the new tokens present and cuts a call into parts,
 // attention_decode.cu attends with few queries, attention_prefill.cu with many. Both read present alone, which holds
-// the old tokens when they begin.
+// the old tokens when they begin. Without a key nothing is appended: present is past, and holds all tokens.
 #pragma once
 
 #include "../ort/abi.h"
@@ -33,6 +33,11 @@ __host__ __device__ inline int64_t quantized_tokens(int64_t total, int64_t windo
   return total > window ? (total - window) / CACHE_BLOCK * CACHE_BLOCK : 0;
 }
 __host__ __device__ inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/// How many of a cache's tokens are codes for a part that ends with `all` tokens.
+__host__ __device__ inline int64_t quantized_for(const Attention& a, int64_t all) {
+  return quantized_tokens(a.key ? all : a.past_length + a.steps, a.window);
+}
 
 // A kv head has `width` sub-heads of keys and values, and `pairs` heads read it.
 __host__ __device__ inline int64_t width(const Attention& a) { return 1 + a.wide_value; }

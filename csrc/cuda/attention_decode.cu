@@ -86,6 +86,7 @@ enum class Way { HALF, BFLOAT16, CODES, INT4, ANY };
 /// bits with __half, and with __nv_bfloat16 16 bits, enough where the output has fewer.
 Way way_of(const Attention& a) {
   if ((a.d != 64 && a.d != 128) || a.key_bits != a.value_bits || a.query_bits) return Way::ANY;
+  if (!a.key && blockwise(a) && a.steps > 1) return Way::ANY;  // some queries do not see all codes
   if (a.key_bits == 8) return Way::CODES;
   if (a.key_bits == 4) return a.type == ort::FLOAT32 ? Way::ANY : Way::INT4;
   if (a.key_bits == 2 || a.key_type != a.value_type) return Way::ANY;
@@ -141,7 +142,7 @@ Runs runs_of(const Attention& a, Part part) {
     case Way::CODES: add(fast_plan<int8_t>(a), 0, cut.past); break;
     case Way::ANY: add(any_plan(a), 0, cut.all); break;
     case Way::INT4: {
-      const int64_t after = quantized_tokens(cut.all, a.window);
+      const int64_t after = quantized_for(a, cut.all);
       if (after) add(int4_plan(a), 0, after);
       add(fast_plan<__half>(a), after, max(cut.past, after));
     }
@@ -151,7 +152,7 @@ Runs runs_of(const Attention& a, Part part) {
 
 }  // namespace
 
-bool decode_appends(const Attention& a) { return !blockwise(a) && way_of(a) != Way::ANY; }
+bool decode_appends(const Attention& a) { return a.key && !blockwise(a) && way_of(a) != Way::ANY; }
 
 size_t decode_workspace(const Attention& a, Part part) {
   const Cut cut = runs_of(a, part).cut;

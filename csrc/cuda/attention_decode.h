@@ -49,7 +49,7 @@ __device__ __forceinline__ float2 query_at(const Attention& a, const Part& part,
 }
 
 __device__ __forceinline__ bool hidden(const Attention& a, int64_t b, int64_t t) {
-  return !static_cast<const int64_t*>(a.attention_mask)[b * (a.past_length + a.steps) + t];
+  return !static_cast<const int64_t*>(a.attention_mask)[b * a.mask_row + t];
 }
 
 __device__ __forceinline__ float warp_sum(float x) {

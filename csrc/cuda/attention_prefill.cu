@@ -49,6 +49,7 @@ struct Prefill {
   void* out;
   int64_t capacity_keys, capacity_values, rotations;  // rows of cos and sin
   int steps, past, heads, noise_ratio, kv_heads, shared, words, stages;  // `shared` heads read one kv head
+  int window;  // keys that a row sees
   bool lambda_per_token;
   float scale, norm_eps;  // scale times log2(e)
 };
@@ -70,9 +71,9 @@ struct Shape {
 };
 
 /// Mask words: word w of row b says which of the keys 32 w ... 32 w + 31 are there and not hidden.
-__global__ void see(const int64_t* mask, int64_t total, int words, uint32_t* seen) {
+__global__ void see(const int64_t* mask, int64_t row, int64_t total, int words, uint32_t* seen) {
   const int64_t key = int64_t{blockIdx.x} * blockDim.x + threadIdx.x, b = blockIdx.y;
-  const uint32_t word = __ballot_sync(0xffffffffu, key < total && mask[b * total + key] != 0);
+  const uint32_t word = __ballot_sync(0xffffffffu, key < total && mask[b * row + key] != 0);
   if (threadIdx.x % 32 == 0 && key / 32 < words) seen[b * words + key / 32] = word;
 }
 
@@ -242,7 +243,9 @@ struct Warp {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int behind = first + KEYS - 1 - a.past - row(m, half);  // keys that the row does not see yet
-        const uint32_t sees = behind <= 0 ? word : behind < KEYS ? word << behind >> behind : 0;
+        uint32_t sees = behind <= 0 ? word : behind < KEYS ? word << behind >> behind : 0;
+        const int gone = a.past + row(m, half) + 1 - a.window - first;  // keys that it sees no more
+        if (gone > 0) sees = gone < KEYS ? sees >> gone << gone : 0;
         const uint32_t own = sees >> lane % 4 * 2;
 #pragma unroll
         for (int n = 0; n < KEYS / 8; ++n)
@@ -339,7 +342,7 @@ __global__ void __launch_bounds__(S::THREADS, 1) attend(const Prefill a) {
   const int last_row = min(first_row + S::ROWS, a.steps) - 1;
   const uint32_t* seen = a.seen + b * a.words;
   const int end = (a.past + last_row) / KEYS + 1;
-  int begin = 0;
+  int begin = max(0, a.past + first_row + 1 - a.window) / KEYS;
   while (begin < end && __ldg(seen + begin) == 0) ++begin;
   const int count = end - begin;
   Stream<S> of_keys(a.keys, sub_head, a.capacity_keys, begin * KEYS, total);
@@ -366,7 +369,8 @@ __global__ void __launch_bounds__(S::THREADS, 1) attend(const Prefill a) {
     const uint32_t word = __ldg(seen + begin + i);
     const int first = (begin + i) * KEYS;
     w.score(keys + slot + half_of_keys);
-    if (word != 0xffffffffu || first + KEYS - 1 > a.past + first_row) w.hide(first, word);
+    const bool partly = first + KEYS - 1 > a.past + first_row || first + a.window <= a.past + last_row;
+    if (word != 0xffffffffu || partly) w.hide(first, word);
   };
   // part `piece` of the softmax of step i
   const auto soften = [&](int i, int piece, uint32_t (&next)[TILES][KEYS / 16][4]) {
@@ -559,6 +563,7 @@ const char* prefill(const Attention& a, void* workspace, cudaStream_t stream) {
   p.capacity_keys = a.key_capacity, p.capacity_values = a.value_capacity, p.rotations = a.positions;
   p.steps = static_cast<int>(a.steps), p.past = static_cast<int>(a.past_length);
   p.noise_ratio = static_cast<int>(a.noise_ratio);
+  p.window = static_cast<int>(a.sliding_window ? a.sliding_window : all_tokens);
   p.heads = static_cast<int>(a.heads), p.kv_heads = static_cast<int>(a.kv_heads), p.shared = static_cast<int>(pairs(a));
   p.words = static_cast<int>(divide_up(all_tokens, KEYS));
   p.lambda_per_token = a.lambda_per_token != 0;
@@ -567,7 +572,8 @@ const char* prefill(const Attention& a, void* workspace, cudaStream_t stream) {
   p.seen = seen;
   const dim3 grid(static_cast<unsigned>(divide_up(all_tokens, 256)), static_cast<unsigned>(a.batch));
   const auto* const mask = static_cast<const int64_t*>(a.attention_mask);
-  if (const char* wrong = launch(see, grid, dim3(256), 0, stream, mask, all_tokens, p.words, seen)) return wrong;
+  if (const char* wrong = launch(see, grid, dim3(256), 0, stream, mask, a.mask_row, all_tokens, p.words, seen))
+    return wrong;
   return a.type == ort::FLOAT16 ? start_of<__half>(a, p, stream) : start_of<__nv_bfloat16>(a, p, stream);
 }
 

@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
   const int64_t step_head = head + lane / FAST_TOKENS;
   const float* const key_steps = static_cast<const float*>(a.present_key_scale) + step_head * key_slots;
   const float* const value_steps = static_cast<const float*>(a.present_value_scale) + step_head * value_slots;
-  const int64_t* const mask = static_cast<const int64_t*>(a.attention_mask) + b * (a.past_length + a.steps);
+  const int64_t* const mask = static_cast<const int64_t*>(a.attention_mask) + b * a.mask_row;
   const int64_t of_whole = begin < end ? (end - begin) / FAST_TOKENS : 0;  // tiles
   const int whole = static_cast<int>(of_whole > warp ? divide_up(of_whole - warp, warps) : 0);
 
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
   };
 
   start_first(true);
-  if (last && !recent) {  // the new tokens
+  if (last && !recent && a.key) {  // the new tokens
     const int each = (1 + WIDE) * static_cast<int>(cut.part.steps);
     for (int i = warp; i < 2 * each; i += warps)
       append_row(a, side_of(a, i < each), b, cut.part.first + i % each / (1 + WIDE),

@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Int4<D, WIDE>::BLOCKS)
   };
   const char* const key_rows = chunk_of(a.present_key, a.key_capacity);
   const char* const value_rows = chunk_of(a.present_value, a.value_capacity);
-  const int64_t* const mask = static_cast<const int64_t*>(a.attention_mask) + b * (a.past_length + a.steps) + lane;
+  const int64_t* const mask = static_cast<const int64_t*>(a.attention_mask) + b * a.mask_row + lane;
   const int64_t next_values = a.value_capacity * (D / 8), next_keys = a.key_capacity / CACHE_BLOCK * (4 * D);  // sub-head
   const char* const key_scales = static_cast<const char*>(a.present_key_scale) + head * next_keys;
   const char* const value_scales = static_cast<const char*>(a.present_value_scale) + head * next_values + lane * (D / 8);

@@ -15,6 +15,16 @@ void start(const Context& context, const char* name, const Op& op, size_t (*work
 
 }  // namespace
 
+void CausalConv::compute(Context& context) const {
+  const Tensors of = tensors(context);
+  DiffbitCausalConv op{};
+  op.x = of.x.data, op.weight = of.weight.data, op.bias = of.bias.data, op.attention_mask = of.mask.data;
+  op.past_state = of.past.data, op.y = of.y.data, op.present_state = of.present.data;
+  op.batch = of.batch, op.steps = of.steps, op.total = of.total, op.channels = of.channels, op.width = of.width;
+  op.type = of.x.type;
+  start(context, NAME, op, diffbit_cuda_causal_conv_workspace, diffbit_cuda_causal_conv);
+}
+
 void DiffAttention::compute(Context& context) const {
   const AttentionTensors of = tensors(context);
   DiffbitAttention op{};
@@ -30,9 +40,10 @@ void DiffAttention::compute(Context& context) const {
   op.heads = heads, op.kv_heads = kv_heads;
   op.past_key_capacity = of.keys.past_capacity, op.past_value_capacity = of.values.past_capacity;
   op.key_capacity = of.keys.capacity, op.value_capacity = of.values.capacity;
-  op.positions = of.cos.shape[0];
+  op.mask_row = of.mask.shape[1], op.positions = of.cos.shape[0];
   op.branches = branches, op.noise_ratio = noise_ratio, op.wide_value = width - 1, op.lambda_per_token = of.lambda.rank == 3;
   op.key_bits = key_bits, op.value_bits = value_bits, op.query_bits = query_bits, op.window = window;
+  op.sliding_window = sliding_window;
   op.type = of.query.type, op.key_type = of.keys.past.type, op.value_type = of.values.past.type;
   op.scale = scale, op.norm_eps = norm_eps;
   start(context, NAME, op, diffbit_cuda_attention_workspace, diffbit_cuda_attention);
@@ -79,6 +90,17 @@ void GatherQuantized::compute(Context& context) const {
   op.m = of.ids.size(), op.n = n, op.k = k, op.group_size = group_size, op.scale_groups = of.scale_groups, op.bits = bits;
   op.type = of.factor.type;
   start(context, NAME, op, diffbit_cuda_gather_quantized_workspace, diffbit_cuda_gather_quantized);
+}
+
+void SelectiveScan::compute(Context& context) const {
+  const Tensors of = tensors(context);
+  DiffbitSelectiveScan op{};
+  op.x = of.x.data, op.dt = of.dt.data, op.z = of.z.data, op.b = of.b.data, op.c = of.c.data;
+  op.a = of.a.data, op.d = of.d.data, op.dt_bias = of.dt_bias.data, op.attention_mask = of.mask.data;
+  op.past_state = of.past.data, op.y = of.y.data, op.memory = of.memory.data, op.present_state = of.present.data;
+  op.batch = of.batch, op.steps = of.steps, op.total = of.total, op.channels = of.channels, op.states = of.states;
+  op.type = of.x.type;
+  start(context, NAME, op, diffbit_cuda_selective_scan_workspace, diffbit_cuda_selective_scan);
 }
 
 void TernaryMatMul::compute(Context& context) const {

@@ -9,6 +9,11 @@ namespace diffbit::cuda {
 
 constexpr const char* PROVIDER = "CUDAExecutionProvider";
 
+struct CausalConv : CausalConvNode {
+  using CausalConvNode::CausalConvNode;
+  void compute(Context& context) const;
+};
+
 /// A position beyond the tables is no error here: it makes its token NaN.
 struct DiffAttention : AttentionNode {
   using AttentionNode::AttentionNode;
@@ -40,6 +45,11 @@ struct Int8MatMul : Int8Node {
 /// Likewise; an id outside the table is no error here: it makes its row NaN.
 struct GatherQuantized : GatherNode {
   using GatherNode::GatherNode;
+  void compute(Context& context) const;
+};
+
+struct SelectiveScan : SelectiveScanNode {
+  using SelectiveScanNode::SelectiveScanNode;
   void compute(Context& context) const;
 };
 

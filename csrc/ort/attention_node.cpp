@@ -27,7 +27,7 @@ bool shared(const Tensor& past, const Tensor& present) { return past.size() > 0 
 
 /// Refuses inputs that do not fit `bits`.
 CacheTensors past_of(const Context& context, const Names& names, bool keys, const Tensor& fresh, int bits,
-                     int64_t kv_heads, int64_t d, int64_t window) {
+                     int64_t batch, int64_t kv_heads, int64_t d, int64_t window, int64_t ring) {
   CacheTensors cache{};
   cache.fresh = fresh;
   cache.bits = bits;
@@ -44,8 +44,7 @@ CacheTensors past_of(const Context& context, const Names& names, bool keys, cons
   if (blocks && d % CACHE_BLOCK)
     throw Error("%s holds %lld numbers a token, wanted a multiple of %lld where %s is %d", past.name, number(d),
                 number(CACHE_BLOCK), names.bits.name, bits);
-  const int64_t batch = fresh.shape[0];
-  past.expect({batch, kv_heads, -1, blocks ? d * bits / 8 : d});
+  past.expect({batch, kv_heads, ring ? ring : -1, blocks ? d * bits / 8 : d});
   const int64_t capacity = past.shape[2];
   if (blocks && capacity % CACHE_BLOCK)
     throw Error("%s has room for %lld tokens, wanted a multiple of %lld", past.name, number(capacity),
@@ -59,6 +58,7 @@ CacheTensors past_of(const Context& context, const Names& names, bool keys, cons
   if (blocks && !keys) scale.expect({batch, kv_heads, capacity, 2, d / CACHE_BLOCK});
   if (blocks) recent.expect({batch, kv_heads, window + CACHE_BLOCK, d});
   cache.past_capacity = capacity;
+  cache.ring = ring;
   cache.scale_tokens = blocks && keys ? CACHE_BLOCK : 1;
   return cache;
 }
@@ -78,7 +78,7 @@ void bind(Context& context, const Names& names, CacheTensors& cache, int64_t tok
     if (context.wants(which)) throw Error("%s is given, wanted exactly where the cache is %s", which.name, where);
   };
   const Tensor &past = cache.past, &scale = cache.past_scale;
-  cache.capacity = cache.past_capacity > tokens ? cache.past_capacity : tokens;
+  cache.capacity = cache.ring || cache.past_capacity > tokens ? cache.past_capacity : tokens;
   cache.present = output(names.present, past, cache.capacity);
   cache.in_place = shared(past, cache.present);
   if (cache.in_place && cache.past_capacity != cache.capacity)
@@ -96,7 +96,20 @@ void bind(Context& context, const Names& names, CacheTensors& cache, int64_t tok
   cache.recent_in_place = shared(cache.past_recent, cache.present_recent);
 }
 
+/// The past as it lies, where nothing is appended.
+void lend(Context& context, const Names& names, CacheTensors& cache) {
+  for (const schema::Output& which : {names.present, names.present_scale, names.present_recent})
+    if (context.wants(which)) throw Error("%s is given, wanted exactly where key and value are", which.name);
+  cache.present = cache.past, cache.present_scale = cache.past_scale, cache.present_recent = cache.past_recent;
+  cache.capacity = cache.past_capacity;
+  cache.in_place = cache.recent_in_place = true;
+}
+
 }  // namespace
+
+int64_t ring_rows(int64_t sliding_window, int bits) {
+  return bits < 8 ? divide_up(sliding_window, CACHE_BLOCK) * CACHE_BLOCK : sliding_window;
+}
 
 int64_t quantized_tokens(int64_t total, int64_t window) {
   return total > window ? (total - window) / CACHE_BLOCK * CACHE_BLOCK : 0;
@@ -109,6 +122,7 @@ AttentionNode::AttentionNode(const Node& node)
       branches(node.integer(BRANCHES)),
       noise_ratio(node.integer(NOISE_RATIO)),
       window(node.integer(WINDOW)),
+      sliding_window(node.integer(SLIDING_WINDOW)),
       key_bits(static_cast<int>(node.integer(KEY_BITS))),
       value_bits(static_cast<int>(node.integer(VALUE_BITS))),
       query_bits(static_cast<int>(node.integer(QUERY_BITS))),
@@ -136,22 +150,35 @@ AttentionTensors AttentionNode::tensors(Context& context) const {
                lambda = context.input(LAMBDA), past_length = context.input(PAST_LENGTH),
                positions = context.input(POSITION_IDS), cos = context.input(COS), sin = context.input(SIN),
                mask = context.input(ATTENTION_MASK);
+  of.appends = static_cast<bool>(key);
+  if (static_cast<bool>(value) != of.appends)
+    throw Error("%s is %s, wanted exactly where key is", value.name, value ? "given" : "missing");
+  if (!of.appends && sliding_window)
+    throw Error("%s is missing, wanted where sliding_window is %lld", key.name, number(sliding_window));
   query.expect({-1, -1, -1});
-  key.expect({query.shape[0], query.shape[1], -1});
-  const int64_t batch = query.shape[0], length = query.shape[1], d = key.shape[2] / kv_heads;
-  if (d < 2 || d % 2 || d > ATTENTION_MOST_D || key.shape[2] % kv_heads)
-    throw Error("%s is %s, wanted %lld sub-heads of an even number of at most %lld numbers", key.name,
-                key.shape_text().c_str(), number(kv_heads), number(ATTENTION_MOST_D));
+  if (of.appends) key.expect({query.shape[0], query.shape[1], -1});
+  const Tensor& heads_of = of.appends ? key : query;
+  const int64_t sub_heads = of.appends ? kv_heads : query_heads();
+  const int64_t batch = query.shape[0], length = query.shape[1], d = heads_of.shape[2] / sub_heads;
+  if (d < 2 || d % 2 || d > ATTENTION_MOST_D || heads_of.shape[2] % sub_heads)
+    throw Error("%s is %s, wanted %lld sub-heads of an even number of at most %lld numbers", heads_of.name,
+                heads_of.shape_text().c_str(), number(sub_heads), number(ATTENTION_MOST_D));
   query.expect({batch, length, query_heads() * d});
-  value.expect({batch, length, kv_heads * d});
-  of.keys = past_of(context, KEYS, true, key, key_bits, kv_heads, d, window);
-  of.values = past_of(context, VALUES, false, value, value_bits, kv_heads, d, window);
-  if (of.keys.blockwise() == of.values.blockwise())
+  if (of.appends) value.expect({batch, length, kv_heads * d});
+  const auto side = [&](const Names& names, bool keys, const Tensor& fresh, int bits) {
+    return past_of(context, names, keys, fresh, bits, batch, kv_heads, d, window, ring_rows(sliding_window, bits));
+  };
+  of.keys = side(KEYS, true, key, key_bits);
+  of.values = side(VALUES, false, value, value_bits);
+  if (of.keys.blockwise() == of.values.blockwise() && of.appends)
     of.values.past.expect({batch, kv_heads, of.keys.past_capacity, of.values.past.shape[3]});
   past_length.expect({1});
   const int64_t past = *past_length.as<int64_t>();
+  constexpr int64_t ANY = int64_t{1} << 40;
   for (const CacheTensors* cache : {&of.keys, &of.values}) {
-    const int64_t most = cache->past_capacity + (cache->blockwise() ? window + CACHE_BLOCK - 1 : 0);
+    const int64_t most = cache->ring ? ANY
+                                     : cache->past_capacity + (cache->blockwise() ? window + CACHE_BLOCK - 1 : 0) -
+                                           (of.appends ? 0 : length);
     if (past < 0 || past > most)
       throw Error("%s is %lld, wanted 0 to %lld, the capacity of %s%s", past_length.name, number(past), number(most),
                   cache == &of.keys ? "past_key" : "past_value", cache->blockwise() ? " and its recent tokens" : "");
@@ -171,8 +198,13 @@ AttentionTensors AttentionNode::tensors(Context& context) const {
   of.batch = batch, of.length = length, of.past = past, of.d = d;
   of.query = query, of.lambda = lambda, of.positions = positions, of.cos = cos, of.sin = sin, of.mask = mask;
   of.out = context.output(OUT, {batch, length, heads * width * d});
-  bind(context, KEYS, of.keys, of.keys.blockwise() ? quantized_tokens(total, window) : total);
-  bind(context, VALUES, of.values, of.values.blockwise() ? quantized_tokens(total, window) : total);
+  if (of.appends) {
+    bind(context, KEYS, of.keys, of.keys.blockwise() ? quantized_tokens(total, window) : total);
+    bind(context, VALUES, of.values, of.values.blockwise() ? quantized_tokens(total, window) : total);
+  } else {
+    lend(context, KEYS, of.keys);
+    lend(context, VALUES, of.values);
+  }
   return of;
 }
 

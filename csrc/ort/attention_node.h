@@ -8,16 +8,19 @@ namespace diffbit {
 
 /// How many of `total` tokens a cache of 4 or 2 bits holds as codes.
 int64_t quantized_tokens(int64_t total, int64_t window);
+/// Rows of a sliding window's cache.
+int64_t ring_rows(int64_t sliding_window, int bits);
 
 /// Keys or values of a call: what was, what is new, and the buffers of both; those that a cache of these bits has not are
 /// null.
 struct CacheTensors {
-  Tensor fresh;  // [B, S, Hk * d]
+  Tensor fresh;  // [B, S, Hk * d]; none where nothing is appended
   Tensor past, past_scale, past_recent;
   Tensor present, present_scale, present_recent;
   int bits;
   int64_t scale_tokens;  // how many tokens share a scale
   int64_t past_capacity, capacity;
+  int64_t ring;  // rows of a sliding window's, which is its capacity; else 0
   bool in_place, recent_in_place;  // past and present are one memory
 
   /// Blocks of 32 numbers with a scale and a zero point.
@@ -25,6 +28,7 @@ struct CacheTensors {
 };
 
 struct AttentionTensors {
+  bool appends;  // else past is another node's present and holds all tokens; present is the same
   int64_t batch, length, past, d;  // length: the new tokens
   Tensor query, lambda, positions, cos, sin, mask, out;
   CacheTensors keys, values;
@@ -38,7 +42,7 @@ struct AttentionNode : schema::DiffAttention {
   int64_t query_heads() const { return heads + (branches - 1) * (heads / noise_ratio); }
 
   int64_t heads, kv_heads, width;  // width: sub-heads of a value, 2 or 1
-  int64_t branches, noise_ratio, window;
+  int64_t branches, noise_ratio, window, sliding_window;
   int key_bits, value_bits, query_bits;
   float scale, norm_eps;
 };

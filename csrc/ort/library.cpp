@@ -19,6 +19,7 @@ namespace diffbit {
 namespace {
 
 struct Entry : OrtCustomOp {
+  const char* name;
   const schema::Signature* signature;
   const int* types;      // of inputs, then of outputs
   const char* provider;  // null: the CPU
@@ -55,13 +56,14 @@ OrtStatus* guarded(const OrtApi* api, const char* op, const Body& body) {
 const Entry& entry(const OrtCustomOp* op) { return *static_cast<const Entry*>(op); }
 
 template <class Op>
-Entry make(const int* types, const char* provider) {
+Entry make(const char* name, const int* types, const char* provider) {
   Entry made{};
+  made.name = name;
   made.signature = &Op::SIGNATURE;
   made.types = types;
   made.provider = provider;
   made.version = ort::API_VERSION;
-  made.GetName = [](const OrtCustomOp* op) { return entry(op).signature->name; };
+  made.GetName = [](const OrtCustomOp* op) { return entry(op).name; };
   made.GetExecutionProviderType = [](const OrtCustomOp* op) { return entry(op).provider; };
   made.GetInputType = [](const OrtCustomOp* op, size_t i) { return entry(op).types[i]; };
   made.GetInputTypeCount = [](const OrtCustomOp* op) { return entry(op).signature->inputs; };
@@ -102,25 +104,30 @@ Entry make(const int* types, const char* provider) {
 
 template <class Op, size_t ROWS, size_t TENSORS>
 void add(std::vector<Entry>& all, const int (&types)[ROWS][TENSORS], const char* provider) {
-  for (const int(&row)[TENSORS] : types) all.push_back(make<Op>(row, provider));
+  for (const char* name : Op::NAMES)
+    for (const int(&row)[TENSORS] : types) all.push_back(make<Op>(name, row, provider));
 }
 
 std::vector<Entry> every_entry() {
   std::vector<Entry> all;
+  add<CausalConv>(all, CausalConv::TYPES, nullptr);
   add<DiffAttention>(all, DiffAttention::TYPES, nullptr);
   add<FloatMatMul>(all, FloatMatMul::TYPES, nullptr);
   add<GatherQuantized>(all, GatherQuantized::TYPES, nullptr);
   add<Hadamard>(all, Hadamard::TYPES, nullptr);
   add<Int4MatMul>(all, Int4MatMul::TYPES, nullptr);
   add<Int8MatMul>(all, Int8MatMul::TYPES, nullptr);
+  add<SelectiveScan>(all, SelectiveScan::TYPES, nullptr);
   add<TernaryMatMul>(all, TernaryMatMul::TYPES, nullptr);
 #if DIFFBIT_HAS_CUDA
+  add<cuda::CausalConv>(all, cuda::CausalConv::GPU_TYPES, cuda::PROVIDER);
   add<cuda::DiffAttention>(all, cuda::DiffAttention::GPU_TYPES, cuda::PROVIDER);
   add<cuda::FloatMatMul>(all, cuda::FloatMatMul::GPU_TYPES, cuda::PROVIDER);
   add<cuda::GatherQuantized>(all, cuda::GatherQuantized::GPU_TYPES, cuda::PROVIDER);
   add<cuda::Hadamard>(all, cuda::Hadamard::GPU_TYPES, cuda::PROVIDER);
   add<cuda::Int4MatMul>(all, cuda::Int4MatMul::GPU_TYPES, cuda::PROVIDER);
   add<cuda::Int8MatMul>(all, cuda::Int8MatMul::GPU_TYPES, cuda::PROVIDER);
+  add<cuda::SelectiveScan>(all, cuda::SelectiveScan::GPU_TYPES, cuda::PROVIDER);
   add<cuda::TernaryMatMul>(all, cuda::TernaryMatMul::GPU_TYPES, cuda::PROVIDER);
 #endif
   return all;

@@ -7,6 +7,36 @@
 
 namespace diffbit {
 
+namespace {
+
+/// x [batch, steps, channels]; throws where it, or the mask, is something else. Columns of the mask.
+int64_t expect_tokens(const Tensor& x, const Tensor& mask) {
+  x.expect({-1, -1, -1});
+  if (!x.shape[2]) throw Error("%s is %s, wanted channels", x.name, x.shape_text().c_str());
+  mask.expect({x.shape[0], -1});
+  if (mask.shape[1] < x.shape[1])
+    throw Error("%s is %s, wanted a column for each of %lld tokens", mask.name, mask.shape_text().c_str(), number(x.shape[1]));
+  return mask.shape[1];
+}
+
+}  // namespace
+
+CausalConvNode::CausalConvNode(const Node& node) { node.expect_version(VERSION); }
+
+CausalConvNode::Tensors CausalConvNode::tensors(Context& context) const {
+  const Tensor x = context.input(X), weight = context.input(WEIGHT), bias = context.input(BIAS),
+               mask = context.input(ATTENTION_MASK), past = context.input(PAST_STATE);
+  const int64_t total = expect_tokens(x, mask), batch = x.shape[0], channels = x.shape[2];
+  weight.expect({-1, channels});
+  const int64_t width = weight.shape[0];
+  if (width < 2 || width > CONV_MOST_WIDTH)
+    throw Error("%s is %s, wanted 2 to %lld rows", weight.name, weight.shape_text().c_str(), number(CONV_MOST_WIDTH));
+  bias.expect({channels});
+  past.expect({batch, width - 1, channels});
+  return {x, weight, bias, mask, past, context.output(Y, x.shape, x.rank), context.output(PRESENT_STATE, past.shape, past.rank),
+          batch, x.shape[1], total, channels, width};
+}
+
 FloatMatMulNode::FloatMatMulNode(const Node& node) { node.expect_version(VERSION); }
 
 FloatMatMulNode::Tensors FloatMatMulNode::tensors(Context& context) const {
@@ -86,6 +116,25 @@ GatherNode::Tensors GatherNode::tensors(Context& context) const {
   std::copy_n(ids.shape, ids.rank, shape);
   shape[ids.rank] = k;
   return {ids, codes, scales, zeros, factor, context.output(Y, shape, ids.rank + 1), scale_groups, symmetric};
+}
+
+SelectiveScanNode::SelectiveScanNode(const Node& node) { node.expect_version(VERSION); }
+
+SelectiveScanNode::Tensors SelectiveScanNode::tensors(Context& context) const {
+  const Tensor x = context.input(X), dt = context.input(DT), z = context.input(Z), b = context.input(B),
+               c = context.input(C), a = context.input(A), d = context.input(D), dt_bias = context.input(DT_BIAS),
+               mask = context.input(ATTENTION_MASK), past = context.input(PAST_STATE);
+  const int64_t total = expect_tokens(x, mask), batch = x.shape[0], steps = x.shape[1], channels = x.shape[2];
+  a.expect({-1, channels});
+  const int64_t states = a.shape[0];
+  if (states < 1 || states > SCAN_MOST_STATES)
+    throw Error("%s is %s, wanted 1 to %lld rows", a.name, a.shape_text().c_str(), number(SCAN_MOST_STATES));
+  for (const Tensor* tensor : {&dt, &z}) tensor->expect({batch, steps, channels});
+  for (const Tensor* tensor : {&b, &c}) tensor->expect({batch, steps, states});
+  for (const Tensor* tensor : {&d, &dt_bias}) tensor->expect({channels});
+  past.expect({batch, states, channels});
+  return {x, dt, z, b, c, a, d, dt_bias, mask, past, context.output(Y, x.shape, x.rank), context.output(MEMORY, x.shape, x.rank),
+          context.output(PRESENT_STATE, past.shape, past.rank), batch, steps, total, channels, states};
 }
 
 TernaryNode::TernaryNode(const Node& node)

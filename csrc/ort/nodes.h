@@ -1,10 +1,20 @@
-// What nodes of the matrix products and of Hadamard say, checked; the same on every device. attention_node.h has the other.
+// What nodes say, checked; the same on every device. attention_node.h has the one that is not here.
 #pragma once
 
 #include "generated/schema.h"
 #include "op.h"
 
 namespace diffbit {
+
+struct CausalConvNode : schema::CausalConv {
+  struct Tensors {
+    Tensor x, weight, bias, mask, past, y, present;
+    int64_t batch, steps, total, channels, width;  // total: columns of mask
+  };
+
+  explicit CausalConvNode(const Node& node);
+  Tensors tensors(Context& context) const;
+};
 
 struct FloatMatMulNode : schema::FloatMatMul {
   struct Tensors {
@@ -57,6 +67,16 @@ struct GatherNode : schema::GatherQuantized {
   Tensors tensors(Context& context) const;
 
   int64_t k, n, group_size, bits;
+};
+
+struct SelectiveScanNode : schema::SelectiveScan {
+  struct Tensors {
+    Tensor x, dt, z, b, c, a, d, dt_bias, mask, past, y, memory, present;  // memory.data is null where it is not wanted
+    int64_t batch, steps, total, channels, states;
+  };
+
+  explicit SelectiveScanNode(const Node& node);
+  Tensors tensors(Context& context) const;
 };
 
 struct TernaryNode : schema::TernaryMatMul {

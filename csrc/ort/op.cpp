@@ -181,7 +181,6 @@ DeviceScratch::~DeviceScratch() {
 }
 
 void* scratch(int slot, size_t bytes) {
-  constexpr int SLOTS = 8;
   constexpr size_t ALIGNMENT = 64;
 #if defined(__SANITIZE_ADDRESS__)  // a fresh block of exactly this size each time, so that a byte read beyond is seen
   constexpr size_t STEP = 1;
@@ -191,8 +190,8 @@ void* scratch(int slot, size_t bytes) {
   constexpr bool KEEP = true;
 #endif
   struct Buffers {
-    void* data[SLOTS] = {};
-    size_t size[SLOTS] = {};
+    void* data[SCRATCH_SLOTS] = {};
+    size_t size[SCRATCH_SLOTS] = {};
     ~Buffers() {
       for (void* buffer : data) std::free(buffer);
     }

@@ -138,6 +138,7 @@ class DeviceScratch {
 
 /// `bytes` bytes, 64-byte aligned, that stay valid until this thread's next call with the same `slot`; grown, never
 /// shrunk. The workers of one run may write into the memory that its calling thread took.
+constexpr int SCRATCH_SLOTS = 10;
 void* scratch(int slot, size_t bytes);
 
 template <class T>

@@ -28,7 +28,6 @@ struct Number {
 
 /// An op as ONNX Runtime asks for it; bit i of a mask is tensor i.
 struct Signature {
-  const char* name;
   size_t inputs, outputs;
   uint32_t optional_inputs, optional_outputs;
   uint32_t host_inputs;  // read by the CPU wherever the op runs

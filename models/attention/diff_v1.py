@@ -15,18 +15,18 @@ i // R. Rows of q_proj lie in groups of R signal heads and then their noise head
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import DiffbitError
-from ...ops.diff_attention import in_pairs
+from ...ops.diff_attention_reference import in_pairs
 from ..checks import check_count, check_positive
 from ..graph import Cache, Graph
-from ..mixer import AttentionOptions, Differential, Operations, Place, Symmetries
+from ..layers.attention import AttentionOptions, Differential
+from ..mixer import Operations, Place, Symmetries
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -92,7 +92,7 @@ class Options(AttentionOptions):
     def operations(self, context: int, low_bit: bool) -> Operations:
         """The difference is of the weights, then one product with the values; the norm of 2d numbers a head."""
         found = super().operations(context, low_bit)
-        norm = 4 * self.head_dim if self.head_norm else 0
+        context, norm = self.seen(context), 4 * self.head_dim if self.head_norm else 0
         other = found.other + self.num_heads * (context + norm)
         return replace(found, matrix=self.width * context, other=other)
 
@@ -140,25 +140,15 @@ class DiffV1(Differential):
     def derived(self) -> dict[str, Tensor]:
         return {"lambda": self.lambda_value()}
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Keep the lambda vectors float32 when the model is moved with .to(bfloat16), .half(), ..."""
-        before = {name: getattr(self, name).detach() for name in LAMBDAS}
-        super()._apply(fn, recurse)
-        for name, kept in before.items():
-            parameter = getattr(self, name)
-            if parameter.dtype != torch.float32:
-                parameter.data = kept.to(parameter.device)
-        return self
-
     def onnx_heads(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
-        return g.attention(
-            *self.onnx_projected(g, x),
+        return self.onnx_attention(
+            g,
+            x,
             g.const([self.lambda_value().item()] * self.num_heads, "float32"),
             past,
             num_heads=self.num_heads,
             num_kv_heads=2 * self.num_kv_heads,
             noise_ratio=self.noise_ratio,
             wide_value=1,
-            scale=self.scale,
             norm_eps=self.norm_eps,
         )

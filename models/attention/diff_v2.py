@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from ..graph import GROUP_QUERY_MULTIPLE, Cache, Graph
-from ..mixer import Differential, Operations, Place
+from ..layers.attention import Differential
+from ..mixer import Operations, Place
 from .softmax import GroupQueryOptions
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Options(GroupQueryOptions):
         found = super().operations(context, low_bit)
         if not low_bit:
             return replace(found, other=found.other + self.num_heads * self.head_dim)
-        return replace(found, matrix=found.matrix // 2, other=found.other + self.num_heads * context)
+        return replace(found, matrix=found.matrix // 2, other=found.other + self.num_heads * self.seen(context))
 
     @staticmethod
     def equal_heads(pairs: int) -> tuple[int, int]:
@@ -59,17 +60,11 @@ class DiffV2(Differential):
         return lambda_.float().sigmoid().transpose(1, 2)[..., None]
 
     def onnx_heads(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
-        query, key, value = self.onnx_projected(g, x)
         weight = g.op("Sigmoid", [g.linear(x, self.lambda_proj, "lambda_proj")])  # [B, S, H]
         heads, kv_heads, width = self.num_heads, self.num_kv_heads, self.head_dim
-        if g.low_bit or width % GROUP_QUERY_MULTIPLE:
-            lambda_ = g.cast(weight, "float32")
-            return g.attention(
-                query, key, value, lambda_, past, num_heads=heads, num_kv_heads=kv_heads, scale=self.scale
-            )
-        out, present = g.attention(
-            query, key, value, None, past, num_heads=2 * heads, num_kv_heads=kv_heads, scale=self.scale
-        )
+        if g.low_bit or width % GROUP_QUERY_MULTIPLE or self.sliding_window or not self.rope:
+            return self.onnx_attention(g, x, g.cast(weight, "float32"), past, num_heads=heads, num_kv_heads=kv_heads)
+        out, present = self.onnx_attention(g, x, None, past, num_heads=2 * heads, num_kv_heads=kv_heads)
         pairs = g.op("Reshape", [out, g.const([0, 0, heads, 2 * width])])
         signal, noise = g.ops("Split", [pairs], 2, axis=-1, num_outputs=2)  # [B, S, H, d]
         noise = g.op("Mul", [noise, g.op("Unsqueeze", [weight, g.const([-1])])])

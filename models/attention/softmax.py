@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..graph import GROUP_QUERY_MULTIPLE, Cache, Graph
+from ..layers.attention import Attention, AttentionOptions
 from ..layers.rope import Rope
-from ..layers.state import State
-from ..mixer import Attention, AttentionOptions, Place, Symmetries
+from ..layers.state import Carried, State
+from ..mixer import Place, Symmetries
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -32,8 +33,10 @@ class GroupQueryOptions(AttentionOptions):
 
     @property
     def in_place(self) -> str:
-        """GroupQueryAttention writes into a buffer bound as past and as present; DiffAttention's kernel alone does."""
-        return "native" if self.head_dim % GROUP_QUERY_MULTIPLE else "always"
+        """GroupQueryAttention writes into a buffer bound as past and as present; DiffAttention's kernel alone does, and
+        takes what that cannot."""
+        simple = self.rope and not self.sliding_window and not self.head_dim % GROUP_QUERY_MULTIPLE
+        return "always" if simple else "native"
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,9 @@ class Options(GroupQueryOptions):
 
 
 class Softmax(Attention):
-    def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None) -> Tensor:
-        (found,) = self.branches(x, rope, mask, state)
+    def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None, carried: Carried) -> Tensor:
+        (found,) = self.branches(*self.projected(x, rope, state, carried), mask)
         return found.to(x.dtype).transpose(1, 2).flatten(2)
 
     def onnx_heads(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        return g.attention(
-            *self.onnx_projected(g, x), None, past, num_heads=heads, num_kv_heads=kv_heads, scale=self.scale
-        )
+        return self.onnx_attention(g, x, None, past, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)

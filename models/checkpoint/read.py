@@ -31,11 +31,10 @@ from ...gguf_file import find_gguf
 from ...sentencepiece_model import SENTENCEPIECE
 from ...tokenizer_files import TOKENIZER_FILES, tokenizer_files
 from ..config import ModelConfig
-from ..decoder import Block, Decoder
+from ..decoder import Block, Decoder, check_derived
 from ..families import family_of
 from ..families._gguf import GGUFFamily
 from ..families._huggingface import with_tokens
-from ..mixer import check_derived
 from .folder import GENERATION, INDEX, check_folder, find_tensors, inside
 from .gguf_file import open_gguf
 from .names import EMBEDDING, HEAD, layer_of, linear_of, reorder, shapes, stays_float32
@@ -85,7 +84,9 @@ class Checkpoint:
             name: next((found for found in place.names if found in stored), place.names[0])
             for name, place in self._places.items()
         }
-        wanted = {on_disk[name]: shape for name, shape in shapes(self.config).items()}  # but for parts of weights
+        wanted = {}  # but for parts of quantized weights
+        for name, shape in shapes(self.config).items():
+            wanted[on_disk[name]] = (self._places[name].of_rows or shape[0], *shape[1:])
         wanted |= {place.folded: (place.folded_width,) for place in self._places.values() if place.folded is not None}
         self._check(stored, wanted)
         self._stored = stored
@@ -149,7 +150,7 @@ class Checkpoint:
     def _canonical(self, stored: Mapping[str, Entry], on_disk: Mapping[str, str]) -> dict[str, Entry]:
         """Entries under their canonical names, in the model's order, each weight followed by its parts."""
         if self.quantization is None:
-            return {name: stored[there] for name, there in on_disk.items()}
+            return {name: self._own_rows(name, stored[there]) for name, there in on_disk.items()}
         beside: dict[str, list[str]] = {}
         for name in sorted(stored):
             beside.setdefault(linear_of(name), []).append(name)
@@ -158,6 +159,10 @@ class Checkpoint:
             parts = {linear_of(name) + part.removeprefix(linear_of(there)): part for part in beside[linear_of(there)]}
             found |= {name: stored[part] for name, part in parts.items()}
         return found
+
+    def _own_rows(self, name: str, entry: Entry) -> Entry:
+        place = self._places[name]
+        return entry.rows(place.first, shapes(self.config)[name][0]) if place.of_rows else entry
 
     def block_names(self, index: int) -> list[str]:
         """Names of the tensors of decoder layer `index`."""

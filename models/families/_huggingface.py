@@ -2,13 +2,13 @@
 
 Versions differ in where rotary embedding is described: up to 4 as `rope_theta` and `rope_scaling` at the top, from 5
 on in one dictionary `rope_parameters`. Both are read; `rope_theta` + `rope_scaling` are written, which both accept.
-What diffbit cannot compute (sliding windows, other activations, other rotary types) is refused, never ignored.
+What diffbit cannot compute (other activations, other rotary types) is refused, never ignored.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +18,8 @@ from ...errors import DiffbitError
 from ..checks import check_count, check_flag, check_positive
 from ..config import ModelConfig
 from ..family import Family, Stored
+from ..layers.attention import AttentionOptions
 from ..layers.rope import Dynamic, Linear, Llama3, RopeScaling, Yarn
-from ..mixer import AttentionOptions
 
 WINDOW = 4096  # tokens of attention's sliding window, where a config.json does not say
 ACTS = {"silu": "swiglu", "relu2": "relu2", "poly_norm": "polynorm"}  # hidden_act: the MLP's name
@@ -30,8 +30,8 @@ def _as_they_are(mixer: AttentionOptions) -> dict[str, Tensor]:
     return {}
 
 
-def _no_window(values: Mapping[str, Any]) -> Any:
-    return None
+def _no_windows(values: Mapping[str, Any]) -> Sequence[Any]:
+    return [None] * values["num_hidden_layers"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class HuggingFace(Family):
     queries, keys: sub-heads that num_attention_heads counts for a head, and num_key_value_heads for a kv head.
     architecture: the class that transformers has. act, norm_eps, rope_theta, max_position, head_dim (None: hidden_size
     over heads): where config.json does not say. biases: the fields by which it may ask for biases; qkv_bias: those that
-    the family always has. window: tokens that attention looks back at, by a parsed config.json; None: all.
+    the family always has. windows: of each layer the tokens that a token sees, by a parsed config.json; None: all.
     rows: {"q_proj": order}, canonical rows = rows on disk[order], of the projections that lie otherwise.
     """
 
@@ -58,7 +58,7 @@ class HuggingFace(Family):
     biases: tuple[str, ...] = ("attention_bias",)
     qkv_bias: bool = False
     qk_norm: bool = False
-    window: Callable[[Mapping[str, Any]], Any] = _no_window
+    windows: Callable[[Mapping[str, Any]], Sequence[Any]] = _no_windows
     rows: Callable[[AttentionOptions], dict[str, Tensor]] = _as_they_are
 
     def knows(self, values: Mapping[str, Any]) -> bool:
@@ -68,42 +68,42 @@ class HuggingFace(Family):
         act = values.get("hidden_act") or self.act
         if not isinstance(act, str) or act not in ACTS:
             raise DiffbitError(f"hidden_act is {act!r}, wanted one of {', '.join(ACTS)}")
-        query_heads = _count(values, "num_attention_heads")
-        kv_heads = _count(values, "num_key_value_heads", default=query_heads)
-        hidden_size = _count(values, "hidden_size")
+        query_heads = count(values, "num_attention_heads")
+        kv_heads = count(values, "num_key_value_heads", default=query_heads)
+        hidden_size = count(values, "hidden_size")
         if values.get("head_dim", self.head_dim) is None and hidden_size % query_heads:
             raise DiffbitError(
                 f"hidden_size is {hidden_size} and not divisible by num_attention_heads, which is {query_heads}; where "
                 "that is meant, head_dim must be given"
             )
         self._check_heads(query_heads, kv_heads)
-        head_dim = _count(values, "head_dim", default=self.head_dim or hidden_size // query_heads)
-        max_position = _count(values, "max_position_embeddings", default=self.max_position)
-        num_layers = _count(values, "num_hidden_layers")
-        self._check_window(values, max_position)
+        head_dim = count(values, "head_dim", default=self.head_dim or hidden_size // query_heads)
+        max_position = count(values, "max_position_embeddings", default=self.max_position)
+        num_layers = count(values, "num_hidden_layers")
         theta, scaling = _rope(values, max_position, self.rope_theta)
         tied = values.get("tie_word_embeddings", False)
         check_flag("tie_word_embeddings", tied)
-        return ModelConfig.uniform(
+        config = ModelConfig.uniform(
             num_layers=num_layers,
             num_heads=query_heads // self.queries,
             num_kv_heads=kv_heads // self.keys,
             head_dim=head_dim,
-            intermediate_size=_count(values, "intermediate_size"),
+            intermediate_size=count(values, "intermediate_size"),
             attention=self.attention,
             mlp=ACTS[act],
             sub_norms=self.sub_norms,
             qk_norm=self.qk_norm,
-            norm_eps=_number(values, "rms_norm_eps", default=self.norm_eps),
-            vocab_size=_count(values, "vocab_size"),
+            norm_eps=number(values, "rms_norm_eps", default=self.norm_eps),
+            vocab_size=count(values, "vocab_size"),
             hidden_size=hidden_size,
             max_position=max_position,
             rope_theta=theta,
             rope_scaling=scaling,
             tie_embeddings=tied,
             **self._biases(values),
-            **_special_tokens(values),
+            **special_tokens(values),
         )
+        return self._with_windows(config, values)
 
     def write(self, config: ModelConfig) -> dict[str, Any] | None:
         mixer = config.layers[0].mixer
@@ -142,15 +142,16 @@ class HuggingFace(Family):
         o_bias = bool(values.get("attention_bias"))
         return {"qkv_bias": o_bias or self.qkv_bias, "o_bias": o_bias, "mlp_bias": bool(values.get("mlp_bias"))}
 
-    def _check_window(self, values: Mapping[str, Any], max_position: int) -> None:
-        window = self.window(values)
-        if window is not None:
-            check_count("sliding_window", window)
-            if window < max_position:
-                raise DiffbitError(
-                    f"attention has a sliding window of {window} tokens, which diffbit does not compute; for contexts "
-                    f"of at most {window}, where it hides nothing, set max_position_embeddings to {window}"
-                )
+    def _with_windows(self, config: ModelConfig, values: Mapping[str, Any]) -> ModelConfig:
+        """With the windows that hide something."""
+        layers = []
+        for layer, window in zip(config.layers, self.windows(values), strict=True):
+            if window is not None:
+                check_count("sliding_window", window)
+                if window < config.max_position:
+                    layer = replace(layer, mixer=replace(attention_of(config), sliding_window=window))
+            layers.append(layer)
+        return replace(config, layers=tuple(layers))
 
     def _check_heads(self, query_heads: int, kv_heads: int) -> None:
         counts = (("num_attention_heads", query_heads, self.queries), ("num_key_value_heads", kv_heads, self.keys))
@@ -205,7 +206,7 @@ def common_fields(config: ModelConfig) -> dict[str, Any]:
 
 def with_tokens(config: ModelConfig, generation: Mapping[str, Any]) -> ModelConfig:
     """The config with the tokens of a parsed generation_config.json: where given, they are what transformers heeds."""
-    return replace(config, **_special_tokens(generation))
+    return replace(config, **special_tokens(generation))
 
 
 def _rope(values: Mapping[str, Any], max_position: int, default: float) -> tuple[float, RopeScaling | None]:
@@ -218,7 +219,7 @@ def _rope(values: Mapping[str, Any], max_position: int, default: float) -> tuple
         rope = entry or rope
     if each := [name for name, value in rope.items() if isinstance(value, dict)]:
         raise DiffbitError(f"rotary embedding differs by layer ({', '.join(map(str, each))}), wanted one of all layers")
-    theta = _number(rope if rope.get("rope_theta") is not None else values, "rope_theta", default=default)
+    theta = number(rope if rope.get("rope_theta") is not None else values, "rope_theta", default=default)
     for source in (values, rope):
         if source.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise DiffbitError(
@@ -232,32 +233,32 @@ def _rope(values: Mapping[str, Any], max_position: int, default: float) -> tuple
             f"the rotary embedding is of type {kind!r}, wanted 'default', 'linear', 'dynamic', 'llama3' or 'yarn'"
         )
     if kind in ("linear", "dynamic"):
-        return theta, (Linear if kind == "linear" else Dynamic)(_number(rope, "factor"))
+        return theta, (Linear if kind == "linear" else Dynamic)(number(rope, "factor"))
     above = values if values.get("original_max_position_embeddings") is not None else rope
-    original = _count(above, "original_max_position_embeddings", default=max_position)
+    original = count(above, "original_max_position_embeddings", default=max_position)
     if kind == "yarn":
         return theta, _yarn(rope, original, max_position)
-    factor, low, high = (_number(rope, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    factor, low, high = (number(rope, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
     return theta, Llama3(factor, low, high, original)
 
 
 def _yarn(rope: Mapping[str, Any], original: int, max_position: int) -> Yarn:
     """Its attention_factor, where not given, is 1 + 0.1 ln factor (arXiv 2309.00071, eq. 22), or the quotient of two
     such numbers, with 0.1 times mscale and times mscale_all_dim."""
-    factor = _number(rope, "factor", default=max_position / original)
+    factor = number(rope, "factor", default=max_position / original)
 
     def grown(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
 
-    scales = [_number(rope, name) for name in ("mscale", "mscale_all_dim") if rope.get(name)]
+    scales = [number(rope, name) for name in ("mscale", "mscale_all_dim") if rope.get(name)]
     default = grown(scales[0]) / grown(scales[1]) if len(scales) == 2 else grown(1)
     truncate = rope.get("truncate", True)
     return Yarn(
         factor,
         original,
-        _number(rope, "attention_factor", default=default),
-        beta_fast=_number(rope, "beta_fast", default=32),
-        beta_slow=_number(rope, "beta_slow", default=1),
+        number(rope, "attention_factor", default=default),
+        beta_fast=number(rope, "beta_fast", default=32),
+        beta_slow=number(rope, "beta_slow", default=1),
         truncate=truncate,
     )
 
@@ -271,19 +272,19 @@ def _present(values: Mapping[str, Any], name: str, default: Any) -> Any:
     return default
 
 
-def _count(values: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def count(values: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = _present(values, name, default)
     check_count(name, value)
     return int(value)
 
 
-def _number(values: Mapping[str, Any], name: str, default: float | None = None) -> float:
+def number(values: Mapping[str, Any], name: str, default: float | None = None) -> float:
     value = _present(values, name, default)
     check_positive(name, value)
     return float(value)
 
 
-def _special_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
+def special_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a ModelConfig that a config.json or generation_config.json has."""
     eos = values.get("eos_token_id")
     items = eos if isinstance(eos, list) else [] if eos is None else [eos]

@@ -57,7 +57,9 @@ class Motif(Family):
         before, _, tensor = name.rpartition(".self_attn.")
         if tensor != "o_proj.weight":
             return Stored((name,))
-        return Stored((name,), None, f"{before}.self_attn.subln.weight", 2 * attention_of(config).head_dim)
+        return Stored(
+            (name,), folded=f"{before}.self_attn.subln.weight", folded_width=2 * attention_of(config).head_dim
+        )
 
 
 def _paired(values: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ._huggingface import WINDOW, HuggingFace
 
 
-def window(values: Mapping[str, Any]) -> Any:
+def windows(values: Mapping[str, Any]) -> Sequence[Any]:
     """Where use_sliding_window asks for one, the layers from max_window_layers on have it."""
-    types, first = values.get("layer_types"), values.get("max_window_layers", 28)
-    if isinstance(types, list):
-        none = "sliding_attention" not in types
-    else:
-        none = isinstance(first, int) and first >= values["num_hidden_layers"]
-    return None if none or not values.get("use_sliding_window") else values.get("sliding_window", WINDOW)
+    count, first = values["num_hidden_layers"], values.get("max_window_layers", 28)
+    window = values.get("sliding_window", WINDOW) if values.get("use_sliding_window") else None
+    types = values.get("layer_types")
+    if not isinstance(types, list) or len(types) != count:
+        slides = [isinstance(first, int) and index >= first for index in range(count)]
+        types = ["sliding_attention" if each else "full_attention" for each in slides]
+    return [window if kind == "sliding_attention" else None for kind in types]
 
 
 FAMILIES = (
@@ -27,6 +28,6 @@ FAMILIES = (
         max_position=32768,
         biases=(),
         qkv_bias=True,
-        window=window,
+        windows=windows,
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ._huggingface import HuggingFace
-from .qwen2 import window
+from .qwen2 import windows
 
 FAMILIES = (
     HuggingFace(
@@ -14,6 +14,6 @@ FAMILIES = (
         max_position=32768,
         head_dim=128,
         qk_norm=True,
-        window=window,
+        windows=windows,
     ),
 )

@@ -52,7 +52,7 @@ class Official(Family):
         if tensor == "o_proj.weight":
             names = (f"{before}.self_attn.out_proj.weight", name)
             if isinstance(mixer, diff_v1.Options):
-                return Stored(names, None, f"{before}.self_attn.subln.weight", 2 * mixer.head_dim)
+                return Stored(names, folded=f"{before}.self_attn.subln.weight", folded_width=2 * mixer.head_dim)
             return Stored(names)
         if tensor not in ("q_proj.weight", "k_proj.weight"):
             return Stored((name,))

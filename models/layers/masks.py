@@ -29,6 +29,16 @@ def causal_mask(
     return full_causal(length, total, attention_mask.device) & attention_mask.bool()[:, None, None, :]
 
 
+def within(
+    mask: Tensor | None, length: int, total: int, window: int, device: torch.device | str | None
+) -> Tensor | None:
+    """A mask as `causal_mask` makes it, and of each query's keys only the last `window`, its own among them; 0: all."""
+    if not 0 < window < total:
+        return mask
+    seen = full_causal(length, total, device) if mask is None else mask
+    return seen & torch.ones(length, total, dtype=torch.bool, device=device).triu(total - length - window + 1)
+
+
 def full_causal(length: int, total: int, device: torch.device | str | None = None) -> Tensor:
     """The plain causal mask, [1, 1, length, total], of the last `length` of `total` places."""
     return torch.ones(length, total, dtype=torch.bool, device=device).tril(total - length)[None, None]

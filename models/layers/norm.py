@@ -1,4 +1,5 @@
-"""RMSNorm: before attention and MLP, before the head; in a BitNet model also before o_proj and down_proj."""
+"""The norms before attention and MLP and before the head: RMSNorm, or LayerNorm; in a BitNet model RMSNorm also before
+o_proj and down_proj."""
 
 from __future__ import annotations
 
@@ -17,3 +18,19 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias (arXiv 1607.06450, eq. 4); likewise in float32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * F.layer_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype) + self.bias
+
+
+NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}

@@ -62,7 +62,7 @@ def ungrouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
 
 
 def in_one_kernel(query: Tensor, mask: Tensor | None, state: State | None) -> bool:
-    """Whether triton_attention.py computes both branches: query [B, S, 2H, d], all tokens at once and none hidden."""
+    """Whether triton_attention.py computes both branches: query [B, 2H, S, d], all tokens at once and none hidden."""
     if query.device.type not in KERNEL_DEVICES or mask is not None or state is not None:
         return False
     from .triton_attention import takes

@@ -15,9 +15,19 @@ from torch import Tensor
 
 from ...errors import DiffbitError
 
+Carried = dict[int, tuple[Tensor, ...]]
+"""What layers hand to later ones on the way through a model, by the giving layer's index (models/mixer.py, `reads`)."""
+
 
 class State(Protocol):
     def reset(self) -> None: ...
+
+
+class NoState:
+    """Of a mixer that keeps nothing: all that it knows of earlier tokens comes from another layer."""
+
+    def reset(self) -> None:
+        pass
 
 
 class LayerCache:

@@ -10,7 +10,7 @@ N is out_features, K in_features, G the groups in a row; the last group of a row
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
@@ -63,7 +63,8 @@ class Builder(Protocol[V]):
         op: ModuleType,
         inputs: Sequence[V | None],
         outputs: int,
-        body: Callable[[], onnx_ir.Function],
+        body: Callable[[str], onnx_ir.Function],
+        of: Hashable = None,
         **attributes: Any,
     ) -> Sequence[V]: ...
     def const(self, values: ArrayLike, dtype: DTypeLike = ...) -> V: ...

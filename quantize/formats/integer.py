@@ -159,7 +159,7 @@ class IntFormat(Format):
         (rows, columns), (bits, block) = shape, self._container
         inputs = [ids, *stored, g.const([1], g.dtype)]
         attributes = {"K": columns, "N": rows, "group_size": block, "bits": bits}
-        (y,) = g.customs(gather_quantized, inputs, 1, lambda: gather_quantized.function(bits), **attributes)
+        (y,) = g.customs(gather_quantized, inputs, 1, lambda name: gather_quantized.function(bits), **attributes)
         return y
 
     def product(self, g: Builder[V], x: V, stored: Stored[V], shape: tuple[int, int], factor: float) -> V:

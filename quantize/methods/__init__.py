@@ -7,7 +7,8 @@ A method's file has ONE of these functions:
     quantize_layer(layer) -> {module: QTensor}  rounds the weights of a layer together
 
 and CALIBRATED, whether it needs calibration tokens. A transform may also have config(config) -> ModelConfig, that of
-the model it makes; one that changes the embedding or the head must untie them there. layer.py says what a layer is.
+the model it makes; one that changes the embedding or the head must untie them there. And warning(config) -> str | None,
+which names the layers that it leaves as they are. layer.py says what a layer is.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ SMALLEST = 1e-4  # x and w of a channel, relative to their mean, are no less: no
 
 
 def transform(layer: Layer) -> None:
-    if layer.formats:
+    if layer.formats and layer.index >= 0:  # nothing comes before an embedding
         stats = layer.stats()
         scale_groups(layer, lambda first, weights, formats, channels: search(weights, formats, stats[first], channels))
 

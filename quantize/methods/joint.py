@@ -159,7 +159,8 @@ def row_metrics(layer: Layer) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(SEED)
     for batch in layer.tokens.batches():
         with torch.enable_grad():
-            out = attention(module.input_layernorm(batch.hidden), batch.rope, batch.mask, None)  # [n, S, E]
+            normed = module.input_layernorm(batch.hidden)
+            out = attention(normed, batch.rope, batch.mask, None, batch.carried)  # [n, S, E]
             signs = torch.randint(0, 2, out.shape, generator=generator).mul(2).sub(1).to(out)
             gradients = torch.autograd.grad(out, list(outputs.values()), signs * batch.counted[..., None])
         for name, gradient in zip(outputs, gradients, strict=True):

@@ -9,7 +9,8 @@ The model computes the same, and nothing is added at run time or in the file:
                     angle in a key sub-head and in the query sub-heads that meet it: each plane of the signal's and of
                     the noise's has its own, the one of ANGLES with the least error of rounding to nearest,
                     sum over the queries of  ||dq||^2 ||k||^2 + ||q||^2 ||dk||^2.
-                    A norm of queries and keys (Qwen 3) scales both rows apart: they stay as they are.
+                    A norm of queries and keys (Qwen 3) scales both rows apart: they stay as they are, and so do keys
+                    and values that another layer reads, and that layer's queries.
 
 Biases turn with the rows that they are added to.
 
@@ -23,6 +24,8 @@ import math
 import torch
 from torch import Tensor
 
+from ...models import ModelConfig
+from ...models.mixer import Symmetries
 from ..folding import change_rows, unchanged
 from ..formats import Format
 from ..hadamard import Rotation
@@ -31,6 +34,13 @@ from ..layer import Layer
 CALIBRATED = False
 SEED = 0
 ANGLES = tuple(i * math.pi / 32 for i in range(16))  # a quarter turn swaps the rows and changes no error
+
+
+def warning(config: ModelConfig) -> str | None:
+    kept = [str(index) for index in range(config.num_layers) if config.symmetries(index) == Symmetries()]
+    if not kept:
+        return None
+    return f"heads are not rotated in layers {', '.join(kept)}: they have none, or share them with other layers"
 
 
 def transform(layer: Layer) -> None:
@@ -44,7 +54,7 @@ def transform(layer: Layer) -> None:
 
 def rotate_values(layer: Layer) -> None:
     """W_v -> Q^T W_v and W_o -> W_o Q, a Q for each kv head and the heads that share it."""
-    width = layer.spec.symmetries().value_width
+    width = layer.symmetries.value_width
     if not width:
         return
     v_proj, o_proj = (f"{layer.prefix}self_attn.{name}_proj.weight" for name in "vo")
@@ -64,10 +74,11 @@ def turn_planes(layer: Layer) -> None:
     """Rows j and j + d/2 of each sub-head of q_proj and k_proj, by an angle for each plane of each key sub-head."""
     modules = [f"{layer.prefix}self_attn.{name}_proj" for name in "qk"]
     formats = [layer.formats.get(module) for module in modules]
-    meets = layer.spec.symmetries().key_of
+    meets = layer.symmetries.key_of
     if not meets or formats == [None, None]:
         return
-    width, device = layer.spec.mixer.rope_width, layer.tensors[f"{modules[0]}.weight"].device
+    weight = layer.tensors[f"{modules[0]}.weight"]
+    width, device = len(weight) // len(meets), weight.device
     query, key = (layer.tensors[f"{module}.weight"].unflatten(0, (-1, 2, width // 2)) for module in modules)
     key_of = torch.tensor(meets, device=device)
 

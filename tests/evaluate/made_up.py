@@ -123,7 +123,7 @@ def outliers(name: str, factor: float = 1.0) -> dict[str, Any]:
             "place": {"window": 1, "position": 0, "unit": 42, "key": None},
         }  # fmt: skip
 
-    layers = [summary(factor * (index + 1)) for index in range(3)]
+    layers = [summary(factor * (index + 1), index) for index in range(3)]
     site = {**summary(factor * 3, 2), "layers": layers}
     return {
         "model": name, "attention": "diff_v1", "windows": 16, "tokens": 2048, "median_relative_error": 2**-10,

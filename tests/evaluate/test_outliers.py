@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from diffbit.calib_data import Windows
 from diffbit.errors import DiffbitError
 from diffbit.evaluate.outliers import MEDIAN_ERROR, RANKS, OutlierReport, Place, Statistics, measure, rows
 from diffbit.models import Decoder, ModelConfig, rope_for
+from diffbit.models.mixers import mamba
 
 
 def place(offset: int = 0):
@@ -184,11 +186,16 @@ def close(summary, values: np.ndarray) -> None:
     assert summary.kurtosis == pytest.approx(wanted["kurtosis"], rel=1e-3)
 
 
-def test_a_layer_without_attention_is_refused() -> None:
-    decoder = model("diff_v1")
-    decoder.model.layers[1].self_attn = torch.nn.Identity()
-    with pytest.raises(DiffbitError, match="m: layer 1 has no attention, so it has no attention logits to measure"):
-        measure(decoder, text(), name="m")
+def test_layers_without_attention_have_hidden_states_alone() -> None:
+    config = model("diff_v1").config
+    memory = replace(config.layers[0], mixer=mamba.Options(inner_size=16, state_size=4, conv_width=4, dt_rank=2))
+    decoder = Decoder(replace(config, layers=(memory, *config.layers[1:])))
+    report = measure(decoder, text(), name="m")
+    assert [found.layer for found in report.attention_logits.layers] == [1, 2]
+    assert [row["logits_max"] is None for row in report.layer_rows()] == [True, False, False]
+    assert [row["layer"] for row in report.layer_rows()] == [0, 1, 2]
+    with pytest.raises(DiffbitError, match="m: no layer has attention, so there are no attention logits to measure"):
+        measure(Decoder(replace(config, layers=(memory, memory))), text(), name="m")
 
 
 @pytest.mark.parametrize("attention", ["softmax", "diff_v1", "diff_v2"])

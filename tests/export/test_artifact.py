@@ -43,6 +43,7 @@ def test_diff_v1_holds_the_op_and_its_body(checkpoint_of: Maker) -> None:
         "value_bits": 16,
         "query_bits": 0,
         "window": 0,
+        "sliding_window": 0,
         "spec_version": diff_attention.OP.version,
     }
     functions = sorted((f.domain, f.name) for f in model.functions)
@@ -69,11 +70,10 @@ def test_the_others_have_grouped_query_attention_as_the_body(
     assert found.count("Where") == found.count("Squeeze") == 1  # one mask and one length for all layers
 
 
-def test_plain_and_differential_layers_in_one_model_are_refused(tmp_path: Path) -> None:
-    layers = config_of("softmax").layers[0], config_of("diff_v1").layers[1]
-    with pytest.raises(
-        DiffbitError, match="both of one and of two branches, or of several noise ratios, which an artifact cannot hold"
-    ):
+def test_more_kinds_of_attention_than_names_are_refused(tmp_path: Path) -> None:
+    mixer = config_of("diff_v1").layers[0].mixer
+    layers = tuple(replace(CONFIG.layers[0], mixer=replace(mixer, sliding_window=n)) for n in range(9))
+    with pytest.raises(DiffbitError, match="DiffAttention with more than 8 different signatures"):
         write_artifact(write_model(tmp_path / "m", replace(CONFIG, layers=layers)))
 
 

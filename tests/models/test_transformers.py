@@ -47,6 +47,8 @@ CASES += [
     ("mistral", "long-window", {"sliding_window": 64, "head_dim": 6}),
     ("qwen2", "tied", {"tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 8}),
     ("qwen2", "no-layer-slides", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}),
+    ("mistral", "window", {"sliding_window": 5}),
+    ("qwen2", "a-layer-slides", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
     ("qwen3", "wide-heads", {"head_dim": 16, "rms_norm_eps": 1e-3}),
     ("qwen3", "biases", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 8}),
 ]

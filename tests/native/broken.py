@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ..ops.cases import AttentionCase, HadamardCase, Int4Case, TernaryCase
-from .nodes import Node, Output, attention, int4, ternary, transform
+from diffbit.ops import causal_conv, selective_scan
+
+from ..ops.cases import AttentionCase, HadamardCase, Int4Case, MambaCase, TernaryCase
+from .nodes import Node, Output, attention, int4, mamba, ternary, transform
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,55 @@ def broken_hadamard() -> Iterator[Broken]:
         ("block_128", r"A is \[2, 192\], wanted its last dimension a multiple of 128", {"block": 128}),
         ("a_a_number", r"A is \[\], wanted its last dimension a multiple of 64", {"A": np.zeros((), np.float32)}),
         ("a_transposed", r"A is \[192, 2\], wanted", {"A": np.zeros((192, 2), np.float32)}),
+    ):
+        yield Broken(changed(node, name, **changes), sentence)
+
+
+def broken_mamba() -> Iterator[Broken]:
+    case = MambaCase("base", batch=2, before=2)  # x [2, 5, 8], width 4, 4 states
+    for op in (causal_conv, selective_scan):
+        node = mamba(op, case)
+        x = {name: array for name, array in node.inputs.items() if array is not None}
+        yield from of_any_op(node)
+        bias, rows = ("bias", "weight") if op is causal_conv else ("dt_bias", "A")
+        few, many = (2, 64) if op is causal_conv else (1, 256)
+        state = 3 if op is causal_conv else 4
+        mask, past, three_hundred = x["attention_mask"], x["past_state"], np.zeros((300, 8), np.float32)
+        for name, sentence, changes in (
+            ("x_flat", r"x is \[10, 8\], wanted \[any, any, any\]", {"x": x["x"].reshape(10, 8)}),
+            ("no_channels", r"x is \[2, 5, 0\], wanted channels", {"x": x["x"][..., :0]}),
+            (
+                "mask_short",
+                r"attention_mask is \[2, 4\], wanted a column for each of 5",
+                {"attention_mask": x["attention_mask"][:, :4]},
+            ),
+            (
+                "mask_of_one",
+                r"attention_mask is \[1, 7\], wanted \[2, any\]",
+                {"attention_mask": mask[:1]},
+            ),
+            ("bias_short", rf"{bias} is \[7\], wanted \[8\]", {bias: x[bias][:7]}),
+            ("no_rows", rf"{rows} is \[0, 8\], wanted {few} to {many} rows", {rows: x[rows][:0]}),
+            (
+                "many_rows",
+                rf"{rows} is \[300, 8\], wanted {few} to {many} rows",
+                {rows: three_hundred},
+            ),
+            ("rows_narrow", rf"{rows} is \[4, 7\], wanted \[any, 8\]", {rows: x[rows][:, :7]}),
+            (
+                "past_short",
+                rf"past_state is \[2, {state - 1}, 8\], wanted \[2, {state}, 8\]",
+                {"past_state": past[:, 1:]},
+            ),
+        ):
+            yield Broken(changed(node, name, **changes), sentence)
+    for name, sentence, changes in (
+        ("dt_steps", r"dt is \[2, 4, 8\], wanted \[2, 5, 8\]", {"dt": x["dt"][:, 1:]}),
+        ("z_narrow", r"z is \[2, 5, 7\], wanted \[2, 5, 8\]", {"z": x["z"][..., 1:]}),
+        ("b_states", r"B is \[2, 5, 3\], wanted \[2, 5, 4\]", {"B": x["B"][..., 1:]}),
+        ("c_batch", r"C is \[1, 5, 4\], wanted \[2, 5, 4\]", {"C": x["C"][1:]}),
+        ("d_short", r"D is \[7\], wanted \[8\]", {"D": x["D"][1:]}),
+        ("half_z", None, {"z": x["z"].astype(np.float16)}),
     ):
         yield Broken(changed(node, name, **changes), sentence)
 
@@ -292,5 +343,6 @@ def broken() -> Iterator[Broken]:
     yield from broken_ternary()
     yield from broken_int4()
     yield from broken_hadamard()
+    yield from broken_mamba()
     yield from broken_attention()
     yield from broken_grids()

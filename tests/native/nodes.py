@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import ml_dtypes
 import numpy as np
 import torch
 
-from diffbit.ops import diff_attention, float_matmul, gather_quantized, hadamard, int4_matmul, ternary_matmul
+from diffbit.ops import (
+    causal_conv,
+    diff_attention,
+    float_matmul,
+    gather_quantized,
+    hadamard,
+    int4_matmul,
+    selective_scan,
+    ternary_matmul,
+)
 
 from ..ops.cases import (
     ATTENTION_CASES,
@@ -17,15 +27,18 @@ from ..ops.cases import (
     HADAMARD_CASES,
     INT4_CASES,
     INT8_CASES,
+    MAMBA_CASES,
     TABLE_CASES,
     TERNARY_CASES,
     AttentionCase,
     HadamardCase,
     Int4Case,
+    MambaCase,
     TernaryCase,
     generator,
 )
 from ..ops.test_diff_attention import ROUNDING, exact, reference
+from ..ops.test_mamba import check as check_mamba
 
 
 @dataclass(frozen=True)
@@ -159,6 +172,33 @@ def product(name: str, rows: int, k: int, n: int, dtype: torch.dtype) -> Node:
     )
 
 
+def mamba(op: ModuleType, case: MambaCase, in_place: bool = False, memory: bool = True) -> Node:
+    """CausalConv or SelectiveScan. in_place: present_state lies where past_state does."""
+    given = case.conv() if op is causal_conv else case.scan()
+    names = [tensor.name for tensor in op.OP.outputs if memory or tensor.name != "memory"]
+
+    def check(got: list[np.ndarray]) -> None:
+        check_mamba(dict(zip(names, got, strict=True)), case, op)
+
+    def output(name: str) -> Output | None:
+        if name not in names:
+            return None
+        if name == "present_state":
+            return Output(name, np.dtype(np.float32), 3, "past_state" if in_place else None)
+        return Output(name, array(given["x"]).dtype, 3)
+
+    parts = f"{'' if memory else '_no_memory'}{'_in_place' if in_place else ''}"
+    return Node(
+        f"{op.OP.name}/{case.name}{parts}",
+        op.OP.name,
+        {"spec_version": op.OP.version},
+        {name: array(tensor) for name, tensor in given.items()},
+        tuple(output(tensor.name) for tensor in op.OP.outputs),
+        check,
+        constants=tuple(name for name in ("weight", "bias", "A", "D", "dt_bias") if name in given),
+    )
+
+
 def attention(case: AttentionCase, in_place: bool = False, roundings: int = 1) -> Node:
     """`in_place`: present lies where past does, as in a session whose buffers have the whole context's capacity.
 
@@ -207,6 +247,13 @@ def nodes() -> Iterator[Node]:
         yield ternary(TernaryCase(f"empty_{len(lead)}", lead=lead))
         yield int4(Int4Case(f"empty_{len(lead)}", lead=lead))
         yield transform(HadamardCase(f"empty_{len(lead)}", lead=lead))
+    for case in MAMBA_CASES:
+        for in_place in (False, True):
+            yield mamba(causal_conv, case, in_place)
+            yield mamba(selective_scan, case, in_place, memory=in_place)
+    for name, batch, steps in (("no_steps", 2, 0), ("no_batch", 0, 3)):
+        for op in (causal_conv, selective_scan):
+            yield mamba(op, MambaCase(name, batch=batch, steps=steps, before=2))
     yield from map(attention, ATTENTION_CASES)
     yield from (attention(case, in_place=True) for case in ATTENTION_CASES if case.beyond is not None)
     nothing = AttentionCase("no_steps", steps=0, past=3, beyond=2)
@@ -221,6 +268,8 @@ def bfloat16_nodes() -> Iterator[Node]:
         yield int4(Int4Case(f"bf16_{bits}", lead=(3,), k=200, n=21, symmetric=False, dtype=bf16, bits=bits))
         yield gather(Int4Case(f"bf16_{bits}", k=200, n=21, symmetric=False, dtype=bf16, bits=bits))
     yield product("bf16", 3, 200, 21, bf16)
+    for op in (causal_conv, selective_scan):
+        yield mamba(op, MambaCase("bf16", batch=2, steps=11, before=1, channels=70, padding=(2,), dtype=bf16))
     for block in (64, 8192):  # in one kernel, in several
         yield transform(HadamardCase(f"bf16_{block}", lead=(2,), k=3 * block, block=block, dtype=bf16))
     yield from (attention(case) for case in CUDA_ATTENTION_CASES if bf16 in (case.dtype, case.cache))
@@ -237,6 +286,8 @@ def one_of_each() -> list[Node]:
         int4(Int4Case("small_int8", lead=(2,), k=200, n=21, symmetric=False, bits=8)),
         gather(Int4Case("small", k=200, n=21, symmetric=False)),
         product("small", 2, 200, 21, torch.float16),
+        mamba(causal_conv, MambaCase("small", batch=2, before=2, channels=20)),
+        mamba(selective_scan, MambaCase("small", batch=2, before=2, channels=20)),
         attention(cache),
         attention(replace(cache, name="small_int8", key_bits=8, value_bits=8)),
         attention(replace(cache, name="small_int4", past=35, d=32, key_bits=4, value_bits=2, query_bits=8, window=0)),
@@ -253,6 +304,9 @@ def large() -> Iterator[Node]:
     yield int4(Int4Case("large_int8", lead=(64,), k=1024, n=1000, bits=8, row_scale=True))
     yield gather(Int4Case("large", k=1024, n=1000, bits=8))
     yield product("large", 64, 1024, 1000, torch.float16)
+    for op in (causal_conv, selective_scan):
+        for steps in (1, 70):
+            yield mamba(op, MambaCase(f"large_{steps}", batch=2, steps=steps, before=3, channels=3000, states=16), True)
     yield attention(AttentionCase("large", steps=70, past=400, beyond=9, heads=8, kv_heads=4, d=32))
     yield attention(
         AttentionCase("large_decode", steps=1, past=1500, beyond=9, heads=8, kv_heads=4, d=32), in_place=True

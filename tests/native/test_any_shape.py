@@ -11,11 +11,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diffbit.ops import int4_matmul
+from diffbit.ops import causal_conv, int4_matmul, selective_scan
 
-from ..ops.cases import AttentionCase, HadamardCase, Int4Case, TernaryCase
+from ..ops.cases import AttentionCase, HadamardCase, Int4Case, MambaCase, TernaryCase
 from .host import build
-from .nodes import Node, attention, int4, ternary, transform
+from .nodes import Node, attention, int4, mamba, ternary, transform
 from .test_host import differences
 
 pytestmark = pytest.mark.slow
@@ -65,6 +65,27 @@ def hadamards(draw: st.DrawFn) -> HadamardCase:
 
 
 @st.composite
+def mambas(draw: st.DrawFn) -> MambaCase:
+    steps, before = draw(st.integers(0, 50)), draw(st.integers(0, 9))
+    return MambaCase(
+        "any",
+        batch=draw(st.integers(1, 3)),
+        steps=steps,
+        before=before,
+        channels=draw(st.integers(1, 700)),
+        width=draw(st.integers(2, 7)),
+        states=draw(st.integers(1, 20)),
+        padding=tuple(draw(st.sets(st.integers(0, steps + before - 1)))) if steps + before else (),
+        dtype=draw(st.sampled_from(FLOATS)),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+def any_mamba(case: MambaCase) -> Node:
+    return mamba(causal_conv if case.seed % 2 else selective_scan, case, in_place=case.seed % 3 == 0)
+
+
+@st.composite
 def attentions(draw: st.DrawFn) -> AttentionCase:
     branches, groups, pairs = draw(st.sampled_from((2, 2, 1))), draw(st.integers(1, 2)), draw(st.integers(1, 9))
     ratio = draw(st.sampled_from([n for n in (1, 2, 3, 4) if pairs % n == 0])) if branches == 2 else 1
@@ -106,6 +127,7 @@ OPS = {
     "ternary": (ternary, TERNARY),
     "int4": (int4, INT4),
     "hadamard": (transform, hadamards()),
+    "mamba": (any_mamba, mambas()),
     "attention": (any_attention, attentions()),
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from diffbit.ops import diff_attention, int4_matmul, int8_matmul
+from diffbit.ops import causal_conv, diff_attention, int4_matmul, int8_matmul, selective_scan
 
 DRAW = int(os.environ.get("DIFFBIT_TEST_DRAW", "0"))  # another one: other random numbers in all cases
 
@@ -49,6 +49,8 @@ class AttentionCase:
     value_bits: int = 16
     query_bits: int = 0
     window: int = 32
+    sliding_window: int = 0
+    query_only: bool = False  # reads a cache that holds its own tokens
     seed: int = 0
 
     @property
@@ -61,17 +63,27 @@ class AttentionCase:
 
     def signature(self) -> diff_attention.Signature:
         return diff_attention.Signature(
-            self.key_bits, self.value_bits, self.query_bits, self.branches, self.noise_ratio
+            self.key_bits,
+            self.value_bits,
+            self.query_bits,
+            self.branches,
+            self.noise_ratio,
+            self.sliding_window,
+            not self.query_only,
         )
+
+    def ring(self, bits: int) -> int:
+        """Slots of a sliding window's buffer; 0: it is no ring."""
+        return -(-self.sliding_window // 32) * 32 if bits < 8 else self.sliding_window
 
     def held(self, present: str) -> int:
         """Slots of an output that hold tokens (or blocks of them, for scales of keys), along its third dimension."""
-        if (self.key_bits if "key" in present else self.value_bits) >= 8:
-            return self.total
-        quantized = self.quantized(self.total)
+        bits = self.key_bits if "key" in present else self.value_bits
+        quantized = self.total if bits >= 8 else self.quantized(self.total)
         if present.endswith("recent"):
             return self.total - quantized
-        return quantized // 32 if present == "present_key_scale" else quantized
+        held = min(quantized, self.ring(bits)) if self.sliding_window else quantized
+        return held // 32 if present == "present_key_scale" and bits < 8 else held
 
     def inputs(self) -> dict[str, torch.Tensor | None]:
         """Random inputs in the op's order, None those that the node has no use for.
@@ -89,22 +101,26 @@ class AttentionCase:
             return buffer
 
         def cache(bits: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-            heads = (self.batch, self.kv_heads)
-            capacity = self.past if self.beyond is None else self.total + self.beyond
+            heads, ring = (self.batch, self.kv_heads), self.ring(bits)
+            tokens_held = self.total if self.query_only else self.past
+            capacity = ring or (tokens_held if self.beyond is None else self.total + self.beyond)
+            past = min(tokens_held, capacity)
             if bits == 16:
-                rows = normal(*heads, self.past, self.d).to(self.cache or self.dtype)
+                rows = normal(*heads, past, self.d).to(self.cache or self.dtype)
                 return poisoned(rows, capacity), None, None
             if bits == 8:
                 codes = torch.randint(-127, 128, (*heads, capacity, self.d), generator=g).to(torch.int8)
-                return codes, poisoned(torch.rand(*heads, self.past, generator=g) * 0.02, capacity), None
-            past = self.quantized(self.past)
+                return codes, poisoned(torch.rand(*heads, past, generator=g) * 0.02, capacity), None
+            past = quantized = self.quantized(tokens_held)
             capacity = past if self.beyond is None else -(-(self.quantized(self.total) + self.beyond) // 32) * 32
+            if ring:
+                past, capacity = min(past, ring), ring
             codes = torch.randint(256, (*heads, capacity, self.d * bits // 8), generator=g).to(torch.uint8)
             shape = (*heads, past // tokens, self.d * tokens // 32)
             scales = (torch.rand(shape, generator=g) + 0.5) * 4 / (2**bits - 1)
             zeros = torch.rand(shape, generator=g) - 2.5
             both = torch.stack((scales, zeros), 3).half()  # [B, Hk, C / tokens, 2, d / 32 * tokens]
-            recent = torch.randn(*heads, self.past - past, self.d, generator=g).half()
+            recent = torch.randn(*heads, tokens_held - quantized, self.d, generator=g).half()
             return codes, poisoned(both, capacity // tokens), poisoned(recent, self.window + 32)
 
         mask = torch.ones(self.batch, self.total, dtype=torch.int64)
@@ -123,6 +139,8 @@ class AttentionCase:
         if self.value_bits < 16 and self.steps:
             value[:, -1, : self.d] = 0.5  # and so has a block of equal numbers
         lam = torch.rand(lam_shape, generator=g) if self.branches == 2 else None
+        if self.query_only:
+            key = value = None
         past_key, past_key_scale, past_key_recent = cache(self.key_bits, 32)
         past_value, past_value_scale, past_value_recent = cache(self.value_bits, 1)
         inputs = {
@@ -160,6 +178,7 @@ class AttentionCase:
             "value_bits": self.value_bits,
             "query_bits": self.query_bits,
             "window": self.window,
+            "sliding_window": self.sliding_window,
         }
         return diff_attention.OP.attributes_of(given)
 
@@ -304,6 +323,86 @@ ATTENTION_CASES = [
     _low("int4_long_prefill_behind_past", 4, 4, steps=18, past=590, heads=1, beyond=9, padding="right", seed=104),
 ]
 
+_WINDOW = replace(_V1, name="window", sliding_window=16)
+
+
+def _ring(
+    name: str, keys: int, values: int, query: int = 0, *, sliding_window: int = 50, **changes: Any
+) -> AttentionCase:
+    return _low(name, keys, values, query, base=_WINDOW, sliding_window=sliding_window, **changes)
+
+
+# A sliding window: not yet full, just full, turned once and four times; few tokens and many, more than it has
+RING_CASES = [
+    replace(_WINDOW, name="ring_not_full", steps=5, past=4, beyond=0, seed=200),
+    replace(_WINDOW, name="ring_fills", steps=5, past=11, beyond=0, seed=201),
+    replace(_WINDOW, name="ring_turns", steps=5, past=13, batch=2, padding="left", beyond=0, seed=202),
+    replace(_WINDOW, name="ring_first_turn", steps=1, past=16, batch=2, padding="left", beyond=0, seed=203),
+    replace(_WINDOW, name="ring_decode", steps=1, past=70, heads=4, kv_heads=4, beyond=0, seed=204),
+    replace(_WINDOW, name="ring_chunk", steps=3, past=64, d=16, beyond=0, seed=205),
+    replace(_WINDOW, name="ring_prompt", steps=70, d=16, batch=2, padding="left", beyond=0, seed=206),
+    replace(_WINDOW, name="ring_prompt_behind_past", steps=37, past=61, heads=4, d=20, beyond=0, seed=207),
+    replace(_WINDOW, name="ring_prompt_right", steps=40, past=7, batch=2, padding="right", heads=1, seed=270),
+    replace(_WINDOW, name="ring_of_one", sliding_window=1, steps=4, past=3, beyond=0, seed=209),
+    replace(_WINDOW, name="ring_of_one_prompt", sliding_window=1, steps=30, past=3, beyond=0, seed=210),
+    replace(_WINDOW, name="ring_wide", sliding_window=300, steps=1, past=900, d=16, batch=2, beyond=0, seed=211),
+    replace(
+        _WINDOW, name="ring_wide_prompt", sliding_window=300, steps=60, past=400, heads=1, d=16, beyond=0, seed=212
+    ),
+    replace(_WINDOW, name="ring_fp16", steps=2, past=30, dtype=torch.float16, beyond=0, seed=213),
+    replace(_WINDOW, name="ring_fp16_prompt", steps=40, past=30, d=24, dtype=torch.float16, beyond=0, seed=214),
+    replace(_WINDOW, name="ring_cache_fp16", steps=21, past=30, cache=torch.float16, beyond=0, seed=215),
+    replace(_V2, name="ring_v2", sliding_window=20, steps=1, past=81, heads=4, kv_heads=2, batch=2, beyond=0, seed=216),
+    replace(_V2, name="ring_v2_prompt", sliding_window=20, steps=50, past=9, heads=4, kv_heads=2, seed=217),
+    replace(_SOFTMAX, name="ring_softmax", sliding_window=33, steps=1, past=140, beyond=0, seed=218),
+    replace(_SOFTMAX, name="ring_softmax_prompt", sliding_window=33, steps=50, past=90, beyond=0, seed=219),
+    replace(_GROUPED, name="ring_grouped", sliding_window=20, steps=2, past=81, beyond=0, seed=220),
+    _ring("ring_int8_not_full", 8, 8, steps=5, past=20, beyond=0, seed=221),
+    _ring("ring_int8_decode", 8, 8, steps=1, past=210, heads=4, batch=2, padding="left", beyond=0, seed=222),
+    _ring("ring_int8_chunk", 8, 8, 8, steps=4, past=98, d=20, beyond=0, seed=223),
+    _ring("ring_int8_prompt", 8, 8, steps=160, past=49, heads=1, d=20, beyond=0, seed=224),
+    _ring("ring_int8_query8_prompt", 8, 8, 8, steps=70, past=130, d=64, beyond=0, seed=225),
+    _ring("ring_int4_not_full", 4, 4, steps=9, past=40, beyond=0, seed=226),
+    _ring("ring_int4_between", 4, 4, steps=1, past=57, beyond=0, seed=227),  # more than the window, less than blocks
+    _ring("ring_int4_decode", 4, 4, steps=1, past=211, heads=4, batch=2, padding="left", beyond=0, seed=228),
+    _ring("ring_int4_decode_block", 4, 4, steps=1, past=255, d=64, beyond=0, seed=229),
+    _ring("ring_int4_chunk", 4, 4, 4, steps=5, past=221, d=64, beyond=0, seed=230),
+    _ring("ring_int4_prompt", 4, 4, steps=210, heads=1, beyond=0, seed=231),
+    _ring("ring_int4_prompt_behind_past", 4, 4, steps=70, past=203, heads=1, d=64, batch=2, beyond=0, seed=232),
+    _ring("ring_int4_query8_prompt", 4, 4, 8, steps=45, past=150, heads=1, beyond=0, seed=233),
+    _ring("ring_int4_window0", 4, 4, window=0, steps=1, past=95, beyond=0, seed=234),
+    _ring("ring_int4_window0_prompt", 4, 4, window=0, steps=64, past=64, heads=1, beyond=0, seed=235),
+    _ring("ring_int4_window70", 4, 4, window=70, steps=3, past=201, beyond=0, seed=236),  # none seen is quantized
+    _ring("ring_int4_window70_prompt", 4, 4, window=70, steps=90, past=120, heads=1, beyond=0, seed=237),
+    _ring("ring_int4_of_20", 4, 4, sliding_window=20, window=0, steps=1, past=83, beyond=0, seed=238),
+    _ring("ring_int4_of_20_prompt", 4, 4, sliding_window=20, window=5, steps=50, past=83, beyond=0, seed=239),
+    _ring("ring_int4_wide", 4, 4, sliding_window=310, steps=1, past=800, d=64, beyond=0, seed=240),
+    _ring("ring_int2_prompt", 2, 2, steps=40, past=190, heads=1, beyond=0, seed=241),
+    _ring("ring_int2_query4", 2, 2, 4, steps=1, past=190, beyond=0, seed=242),
+    _ring("ring_int4_keys", 4, 16, steps=1, past=131, beyond=0, seed=243),
+    _ring("ring_int4_values_prompt", 16, 4, steps=40, past=131, heads=1, beyond=0, seed=244),
+    _ring("ring_int8_keys_int2_values", 8, 2, 8, steps=3, past=190, beyond=0, seed=245),
+    _ring("ring_int4_keys_int8_values_prompt", 4, 8, steps=60, past=131, heads=1, beyond=0, seed=246),
+]
+
+_READ = replace(_V1, name="read", query_only=True)
+# Queries that read another node's cache: those of its last tokens
+QUERY_ONLY_CASES = [
+    replace(_READ, name="read_decode", steps=1, past=90, heads=4, kv_heads=4, batch=2, padding="left", seed=250),
+    replace(_READ, name="read_prompt", steps=40, past=3, d=20, seed=251),
+    replace(_READ, name="read_fp16", steps=3, past=50, d=24, beyond=4, dtype=torch.float16, seed=252),
+    replace(_V2, name="read_v2", query_only=True, steps=2, past=300, heads=4, kv_heads=2, beyond=3, seed=253),
+    replace(_SOFTMAX, name="read_softmax", query_only=True, steps=21, past=60, batch=2, padding="right", seed=254),
+    _low("read_int8", 8, 8, 8, base=_READ, steps=1, past=300, heads=4, d=64, beyond=9, seed=255),
+    _low("read_int8_prompt", 8, 8, base=_READ, steps=30, past=40, heads=1, d=20, seed=256),
+    _low("read_int4", 4, 4, base=_READ, steps=1, past=300, heads=4, d=64, batch=2, padding="left", beyond=9, seed=257),
+    _low("read_int4_chunk", 4, 4, 4, base=_READ, steps=5, past=300, d=64, seed=258),
+    _low("read_int4_prompt", 4, 4, base=_READ, steps=70, past=100, heads=1, seed=259),
+    _low("read_int4_short", 4, 4, 8, base=_READ, steps=4, past=20, beyond=0, seed=260),
+    _low("read_int8_keys_int2_values", 8, 2, base=_READ, steps=2, past=95, seed=261),
+]
+ATTENTION_CASES += RING_CASES + QUERY_ONLY_CASES
+
 _BF16 = torch.bfloat16
 # bfloat16, which CUDA alone has; what its decode kernel takes in tiles of 16 tokens and 8 rows: fractions of them,
 # several splits of the context, 64, 128 and 256 channels
@@ -336,6 +435,21 @@ CUDA_ATTENTION_CASES = [
     _low("int4_bf16_window0", 4, 4, steps=5, past=92, d=64, window=0, dtype=_BF16, beyond=0, seed=146),
     _low("v2_int4_bf16_d128", 4, 4, base=_V2, steps=1, past=200, d=128, heads=4, kv_heads=2, dtype=_BF16, seed=147),
     replace(_GROUPED, name="grouped_bf16_d128", steps=1, past=150, d=128, dtype=_BF16, beyond=3, seed=149),
+    # Prompts
+    replace(
+        _WINDOW, name="ring_d64", sliding_window=40, steps=150, past=70, d=64, heads=1, dtype=torch.float16, seed=290
+    ),
+    replace(
+        _WINDOW, name="ring_short", sliding_window=7, steps=70, d=64, dtype=torch.float16, padding="left", seed=291
+    ),
+    replace(_V2, name="ring_v2_d128", sliding_window=90, steps=66, past=80, d=128, heads=3, dtype=_BF16, seed=292),
+    replace(_READ, name="read_d64", steps=33, past=31, d=64, heads=4, kv_heads=4, dtype=torch.float16, seed=293),
+    # Steps
+    replace(_WINDOW, name="ring_bf16", sliding_window=70, steps=2, past=150, d=64, beyond=0, dtype=_BF16, seed=280),
+    _ring("ring_int8_fast", 8, 8, steps=1, past=190, d=64, batch=2, padding="left", beyond=0, seed=281),
+    _ring("ring_int4_fast", 4, 4, steps=2, past=190, d=64, dtype=_BF16, beyond=0, seed=282),
+    replace(_READ, name="read_bf16", steps=2, past=50, d=64, dtype=_BF16, seed=283),
+    _low("read_int4_fast", 4, 4, base=_READ, steps=1, past=130, d=64, dtype=_BF16, beyond=5, seed=284),
     _low("softmax_int4_fp16", 4, 4, base=_SOFTMAX, steps=1, past=290, d=64, dtype=torch.float16, seed=148),
 ]
 
@@ -571,4 +685,87 @@ TABLE_CASES = [  # of GatherQuantized
         (200, 16, 32, bits == 4, {"row_scale": bits == 8}),
     )
     for more in ({**more, "bits": bits, "seed": k},)
+]
+
+
+@dataclass(frozen=True)
+class MambaCase:
+    """A call of CausalConv, `width` tokens wide, or of SelectiveScan, with so many `states` for each channel."""
+
+    name: str
+    batch: int = 1
+    steps: int = 5
+    before: int = 0  # tokens before these, whose states are random
+    channels: int = 8
+    width: int = 4
+    states: int = 4
+    padding: tuple[int, ...] = ()  # places of the batch's first row, among all tokens
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def mask(self) -> torch.Tensor:
+        mask = torch.ones(self.batch, self.before + self.steps, dtype=torch.int64)
+        mask[:1, list(self.padding)] = 0
+        return mask
+
+    def real(self) -> torch.Tensor | None:
+        """As references take it."""
+        return self.mask()[:, self.before :].bool() if self.padding else None
+
+    def conv(self) -> dict[str, torch.Tensor]:
+        g = generator(self.seed)
+        return {
+            "x": torch.randn(self.batch, self.steps, self.channels, generator=g).to(self.dtype),
+            "weight": torch.randn(self.width, self.channels, generator=g),
+            "bias": torch.randn(self.channels, generator=g),
+            "attention_mask": self.mask(),
+            "past_state": torch.randn(self.batch, self.width - 1, self.channels, generator=g) * bool(self.before),
+        }
+
+    def conv_reference(self, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """In float64, or as a model has it."""
+        x, weight, bias, _, past = self.conv().values()
+        return causal_conv.reference(x.to(dtype or x.dtype), weight, bias, past, self.real())
+
+    def scan(self) -> dict[str, torch.Tensor]:
+        """Step sizes from 1e-4 to 20, decays from 1 to none."""
+        g = generator(self.seed)
+        shape, low = (self.batch, self.steps, self.channels), (self.batch, self.steps, self.states)
+        return {
+            "x": torch.randn(shape, generator=g).to(self.dtype),
+            "dt": (torch.randn(shape, generator=g) * 3).to(self.dtype),
+            "z": (torch.randn(shape, generator=g) * 4).to(self.dtype),
+            "B": torch.randn(low, generator=g).to(self.dtype),
+            "C": torch.randn(low, generator=g).to(self.dtype),
+            "A": -torch.rand(self.states, self.channels, generator=g) * 4 - 1e-3,
+            "D": torch.randn(self.channels, generator=g),
+            "dt_bias": torch.randn(self.channels, generator=g) * 2 - 2,
+            "attention_mask": self.mask(),
+            "past_state": torch.randn(self.batch, self.states, self.channels, generator=g) * bool(self.before),
+        }
+
+    def scan_reference(self, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """y, memory and present_state; as conv_reference."""
+        x, *others, dt_bias, _, past = self.scan().values()
+        return selective_scan.reference(x.to(dtype or x.dtype), *others, past, dt_bias, self.real())
+
+
+MAMBA_CASES = [
+    MambaCase("prompt"),
+    MambaCase("one_token", steps=1, before=3, channels=40, states=16, seed=1),
+    MambaCase("first_token", steps=1, channels=33, states=16, seed=2),
+    MambaCase("two_tokens", steps=2, before=1, channels=5, width=5, states=1, seed=3),
+    MambaCase("padding_in_front", batch=2, steps=9, channels=17, states=5, padding=(0, 1, 2), seed=4),
+    MambaCase("padding_behind", batch=3, steps=7, before=2, channels=16, padding=(6, 7, 8), seed=5),
+    MambaCase("padding_between", batch=2, steps=12, before=4, channels=20, width=3, padding=(1, 3, 5, 6, 9), seed=6),
+    MambaCase("padding_alone", steps=3, before=5, padding=(5, 6, 7), seed=7),
+    MambaCase("padded_token", batch=2, steps=1, before=5, padding=(5,), seed=8),
+    MambaCase("one_channel", steps=4, before=1, channels=1, width=2, states=2, seed=9),
+    MambaCase("many_channels", steps=3, before=1, channels=1300, states=16, seed=10),
+    MambaCase("long", steps=70, channels=70, states=16, seed=11),
+    MambaCase("long_padded", batch=2, steps=65, channels=24, states=7, padding=(0, 20, 21, 64), seed=12),
+    MambaCase("wide", steps=20, before=1, channels=9, width=9, states=64, seed=13),
+    MambaCase("fp16", steps=6, before=2, channels=48, states=16, dtype=torch.float16, seed=14),
+    MambaCase("fp16_token", batch=2, steps=1, before=2, channels=19, states=3, dtype=torch.float16, seed=15),
+    MambaCase("fp16_padded", batch=2, steps=40, channels=21, padding=(0, 1, 7), dtype=torch.float16, seed=16),
 ]

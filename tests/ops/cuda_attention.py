@@ -39,18 +39,23 @@ def run_cuda(device: Device, case: AttentionCase, x: Tensors, in_place: bool = F
         assert past is not None and past.shape == got[name].shape
         got[name] = past
 
+    reads = {name.replace("past", "present"): x for name, x in there.items() if case.query_only and name[:4] == "past"}
+
     def slots(name: str) -> int:
-        tensor = got[name] if name in got else there[name]
+        tensor = got[name] if name in got else {**there, **reads}[name]
         assert tensor is not None
         return tensor.shape[2]
 
     def type_of(name: str) -> int:
-        return TYPES.get(got[name].dtype, 0)
+        tensor = got[name] if name in got else reads[name]
+        assert tensor is not None
+        return TYPES.get(tensor.dtype, 0)
 
     tensors: dict[str, Any] = {
-        name: tensor.data_ptr() for name, tensor in {**there, **got}.items() if tensor is not None
+        name: tensor.data_ptr() for name, tensor in {**there, **reads, **got}.items() if tensor is not None
     }
-    del tensors["past_length"]
+    for name in ("past_length", "present_length"):
+        tensors.pop(name, None)
     assert there["cos"] is not None
     op = cuda.Attention(
         **tensors,
@@ -64,6 +69,7 @@ def run_cuda(device: Device, case: AttentionCase, x: Tensors, in_place: bool = F
         past_value_capacity=slots("past_value"),
         key_capacity=slots("present_key"),
         value_capacity=slots("present_value"),
+        mask_row=case.total,
         positions=there["cos"].shape[0],
         branches=case.branches,
         noise_ratio=case.noise_ratio,
@@ -73,6 +79,7 @@ def run_cuda(device: Device, case: AttentionCase, x: Tensors, in_place: bool = F
         value_bits=case.value_bits,
         query_bits=case.query_bits,
         window=case.window,
+        sliding_window=case.sliding_window,
         type=type_of("out"),
         key_type=type_of("present_key"),
         value_type=type_of("present_value"),

@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 
-from diffbit.ops.diff_attention import in_pairs
+from diffbit.ops.diff_attention_reference import in_pairs
 
 from .cases import PREFILL_CASES, AttentionCase
 from .cuda_attention import Tensors, run_cuda, same_bits

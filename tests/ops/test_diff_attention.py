@@ -23,7 +23,7 @@ import torch
 from onnx import helper
 
 from diffbit.errors import DiffbitError
-from diffbit.ops import diff_attention, schema
+from diffbit.ops import diff_attention, diff_attention_reference, schema
 from diffbit.runtime import native
 
 from .cases import ATTENTION_CASES, AttentionCase
@@ -42,24 +42,30 @@ class Tokens:
         self.floats: dict[int, np.ndarray] = {}  # token -> [d]
         self.codes: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}  # token -> codes [d], step, point
         past, d = x[f"past_{name}"][b, head], case.d
-        for s in range(case.steps):
+        held = case.total if case.query_only else case.past
+        if ring := case.ring(self.bits):  # what the ring has dropped is not read
+            past = np.resize(past, (max(held, ring), *past.shape[1:]))
+        for s in range(0 if case.query_only else case.steps):
             row = x[name][b, s, head * d : (head + 1) * d]
             row = row if self.bits == 16 else row.astype(np.float32)
             row = rotated(x, row, int(x["position_ids"][b, s])) if name == "key" else row
             self.floats[case.past + s] = row
         if self.bits == 16:
-            self.floats |= {t: past[t] for t in range(case.past)}
+            self.floats |= {t: past[t] for t in range(held)}
             return
         scale = x[f"past_{name}_scale"][b, head]
+        if ring:
+            blocks = 32 if self.bits < 8 and name == "key" else 1
+            scale = np.resize(scale, (max(held, ring) // blocks, *scale.shape[1:]))
         if self.bits == 8:
-            self.codes = {t: (past[t], scale[t], np.float32(0)) for t in range(case.past)}
+            self.codes = {t: (past[t], scale[t], np.float32(0)) for t in range(held)}
             for t, row in self.floats.items():
                 step = np.abs(row).max() / np.float32(127)
                 self.codes[t] = np.round(row / (step or np.float32(1))), step, np.float32(0)
             return
-        recent, before = x[f"past_{name}_recent"][b, head], case.quantized(case.past)
+        recent, before = x[f"past_{name}_recent"][b, head], case.quantized(held)
         self.floats = {t: row.astype(np.float16) for t, row in self.floats.items()}
-        self.floats |= {t: recent[t - before] for t in range(before, case.past)}
+        self.floats |= {t: recent[t - before] for t in range(before, held)}
         for t in range(before):
             step, point = scale[t // 32] if name == "key" else np.repeat(scale[t], 32, axis=1)
             self.codes[t] = self.unpacked(past[t]), step, point
@@ -89,7 +95,8 @@ class Tokens:
 
     def is_coded(self, t: int, s: int) -> bool:
         """Does the call's token s read the code of token t?"""
-        return self.bits == 8 or (self.bits < 8 and t < self.case.quantized(self.case.past + s + 1))
+        seen = self.case.total if self.case.query_only else self.case.past + s + 1
+        return self.bits == 8 or (self.bits < 8 and t < self.case.quantized(seen))
 
     def number(self, t: int, s: int) -> np.ndarray:
         return self.number_of(t, self.is_coded(t, s))
@@ -149,7 +156,8 @@ def by_the_book(case: AttentionCase) -> np.ndarray:
     )
     for b, s, pair in np.ndindex(case.batch, case.steps, case.heads):
         group = pair // (case.heads // groups)
-        seen = [t for t in range(case.past + s + 1) if x["attention_mask"][b, t]]
+        first = max(0, case.past + s + 1 - case.sliding_window) if case.sliding_window else 0
+        seen = [t for t in range(first, case.past + s + 1) if x["attention_mask"][b, t]]
         for branch in range(case.branches):
             of_group = case.noise_ratio if branch else pair % case.noise_ratio
             head = pair // case.noise_ratio * (case.noise_ratio + case.branches - 1) + of_group
@@ -173,7 +181,7 @@ def call_reference(case: AttentionCase, x: dict[str, torch.Tensor | None]) -> tu
     x = {"lam" if name == "lambda" else name: tensor for name, tensor in x.items()}
     attributes = case.attributes()
     del attributes["spec_version"]
-    outputs = diff_attention.reference(**{**x, "past_length": case.past}, **attributes)
+    outputs = diff_attention_reference.reference(**{**x, "past_length": case.past}, **attributes)
     wanted = dict(zip(diff_attention.OUTPUTS, outputs, strict=True))
     assert [name for name in wanted if wanted[name] is not None] == list(filter(None, case.signature().outputs))
     return tuple(output for output in outputs if output is not None)
@@ -238,12 +246,12 @@ def assert_same_cache(case: AttentionCase, got: Iterable[np.ndarray], wanted: It
 
 @cases
 def test_reference_is_the_equation(case: AttentionCase) -> None:
-    out, present_key, present_value, *_ = exact(case, cache_too=True)
+    out, *presents = exact(case, cache_too=True)
     np.testing.assert_allclose(out.numpy(), by_the_book(case), atol=1e-10)
-    for name, present in (("present_key", present_key), ("present_value", present_value)):
-        low = (case.key_bits if name == "present_key" else case.value_bits) < 8
-        room = 0 if case.beyond is None else -(-case.beyond // 32) * 32 if low else case.beyond
-        assert present.shape[2] == case.held(name) + room
+    for name, present in zip(("present_key", "present_value"), presents, strict=False):
+        bits = case.key_bits if name == "present_key" else case.value_bits
+        room = 0 if case.beyond is None else -(-case.beyond // 32) * 32 if bits < 8 else case.beyond
+        assert present.shape[2] == (case.ring(bits) or case.held(name) + room)
         assert not present[:, :, : case.held(name)].isnan().any()
     np.testing.assert_allclose(reference(case)[0].double().numpy(), exact(case)[0].numpy(), atol=TOLERANCE[case.dtype])
 
@@ -338,6 +346,8 @@ prompts = pytest.mark.parametrize(
         replace(PROMPT, name="int4", key_bits=4, value_bits=4, window=20),
         replace(PROMPT, name="int4_query4", d=64, key_bits=4, value_bits=2, query_bits=4, padding="left", batch=2),
         replace(PROMPT, name="int2_window0", key_bits=2, value_bits=2, query_bits=8, window=0),
+        replace(PROMPT, name="ring", sliding_window=27, padding="left", batch=2),
+        replace(PROMPT, name="ring_int4", sliding_window=27, key_bits=4, value_bits=8, query_bits=8, window=3),
     ],
     ids=lambda case: case.name,
 )
@@ -362,6 +372,54 @@ def test_bodies_and_kernels_take_a_prompt_in_chunks(case: AttentionCase, isa: st
         return [torch.from_numpy(array) for array in run(case, arrays(x), isa)]
 
     assert_same(case, in_chunks(case, CUTS, session), in_chunks(case, [110], call_reference))
+
+
+BITS = [(16, 16, 0), (8, 8, 8), (4, 4, 0), (2, 2, 4), (8, 4, 0), (4, 16, 8)]  # of keys, values and queries
+# The sets share what this is about
+SETS = native.instruction_sets()[:1]
+by_body_and_kernel = pytest.mark.parametrize(
+    ("isa", "bits"), [*((isa, bits) for isa in SETS for bits in BITS), (None, (4, 16, 8))], ids=str
+)
+
+
+@by_body_and_kernel
+@pytest.mark.parametrize("sizes", [[1, 2, 40, 1, 10], [54]], ids=["chunks", "prompt"])
+def test_a_window_that_nothing_exceeds_is_none(isa: str | None, bits: tuple[int, int, int], sizes: list[int]) -> None:
+    """Bit for bit."""
+    keys, values, query = bits
+    case = AttentionCase(
+        "wide", steps=54, beyond=0, d=32, heads=4, kv_heads=4, batch=2, padding="left", key_bits=keys, value_bits=values
+    )
+    case = replace(case, query_bits=query, window=5)
+
+    def session(case: AttentionCase, x: dict[str, torch.Tensor | None]) -> list[torch.Tensor]:
+        return [torch.from_numpy(array) for array in run(case, arrays(x), isa)]
+
+    without, *held = in_chunks(case, sizes, session)
+    out, *rings = in_chunks(replace(case, sliding_window=54), sizes, session)
+    np.testing.assert_array_equal(out, without)
+    names = [name for name in case.signature().outputs[1:] if name]
+    for name, ring, linear in zip(names, rings, held, strict=True):
+        np.testing.assert_array_equal(ring[:, :, : case.held(name)], linear[:, :, : case.held(name)], name)
+
+
+@by_body_and_kernel
+@pytest.mark.parametrize("steps", [1, 3, 30])
+def test_queries_alone_read_what_a_whole_node_reads(isa: str | None, bits: tuple[int, int, int], steps: int) -> None:
+    """The last queries against the presents of a node that has appended their keys and values."""
+    keys, values, query = bits
+    whole = AttentionCase("whole", steps=30, past=71, beyond=3, d=32, heads=4, kv_heads=4, batch=2, padding="left")
+    whole = replace(whole, key_bits=keys, value_bits=values, query_bits=query, window=40)
+    x = arrays(whole.inputs())
+    out, *presents = run(whole, x, isa)
+    names = [name.replace("present", "past") for name in whole.signature().outputs[1:] if name]
+    own = {name: x[name][:, -steps:] for name in ("query", "position_ids")}
+    past = np.array([whole.total - steps])
+    x = x | dict(zip(names, presents, strict=True)) | own | {"key": None, "value": None, "past_length": past}
+    (alone,) = run(replace(whole, steps=steps, past=int(past[0]), query_only=True), x, isa)
+    # of a low-bit cache only the last query sees the same tokens as codes
+    same = slice(None) if min(keys, values) >= 8 else slice(-1, None)
+    np.testing.assert_allclose(alone[:, same], out[:, -steps:][:, same], atol=2e-5)
 
 
 def node_session(
@@ -461,7 +519,7 @@ def test_bad_attributes_are_sentences() -> None:
         ({"wide_value": 2}, "attribute wide_value is 2, wanted 0 to 1"),
         ({"scale": None}, "has no float attribute scale"),
         ({"norm_eps": None}, "has no float attribute norm_eps"),
-        ({"spec_version": 2}, "spec_version is 2, this library computes 3"),
+        ({"spec_version": 2}, "spec_version is 2, this library computes 4"),
     ]:
         with pytest.raises(Exception, match=sentence):
             node_session(case, **changed)
@@ -495,6 +553,19 @@ def test_bad_inputs_are_sentences() -> None:
     ]:
         with pytest.raises(Exception, match=sentence):
             node_session(case).run(None, {**x, **changed})
+    ring = arrays(replace(case, sliding_window=6, beyond=0).inputs())
+    with pytest.raises(Exception, match=r"past_key is \[2, 2, 5, 8\], wanted \[2, 2, 6, 8\]"):
+        session = node_session(replace(case, sliding_window=6, beyond=0))
+        session.run(None, {**ring, "past_key": ring["past_key"][:, :, 1:]})
+    read = replace(case, query_only=True)
+    for changed, sentence in [
+        ({"past_length": np.array([7])}, "past_length is 7, wanted 0 to 6, the capacity of past_key"),
+        ({"query": x["query"][:, :, :-2]}, r"query is \[2, 5, 30\], wanted 4 sub-heads of an even number"),
+    ]:
+        with pytest.raises(Exception, match=sentence):
+            node_session(read).run(None, {**fed(arrays(read.inputs())), **changed})
+    with pytest.raises(Exception, match="value is missing, wanted exactly where key is"):
+        node_session(case, without="value").run(None, {name: x[name] for name in x if name != "value"})
     quantized = arrays(int8.inputs())
     with pytest.raises(Exception, match=r"past_key_scale is \[2, 2, 10\], wanted \[2, 2, 11\]"):
         node_session(int8).run(None, {**quantized, "past_key_scale": quantized["past_key_scale"][:, :, 1:]})
@@ -532,6 +603,7 @@ def test_an_int8_cache_without_scales_is_an_error(dropped: str) -> None:
         ({"branches": 3}, "branches is 3, wanted 1 to 2"),
         ({"noise_ratio": 2, "branches": 1}, "noise_ratio is 2 and branches 1"),
         ({"query_bits": 8}, "query_bits is 8 and key_bits 16, wanted keys of 8, 4 or 2 bits"),
+        ({"sliding_window": -1}, "sliding_window is -1, wanted 0 to 16777216"),
     ],
 )
 def test_attributes_that_do_not_exist_are_refused(changed: dict[str, int], sentence: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from diffbit.errors import DiffbitError
 from diffbit.ops import diff_attention, hadamard, int4_matmul, schema, ternary_matmul
-from diffbit.ops.schema import Type
+from diffbit.ops.signature import DOMAIN, Type
 from diffbit.runtime import cuda
 
 
@@ -31,7 +31,7 @@ def test_a_structure_of_ctypes_lies_as_the_headers_say() -> None:
 @pytest.mark.parametrize("op", [diff_attention, hadamard, int4_matmul, ternary_matmul], ids=lambda op: op.OP.name)
 def test_a_body_begins_as_it_says(op) -> None:
     function = op.function()
-    assert (function.domain, function.name) == (schema.DOMAIN, op.OP.name)
+    assert (function.domain, function.name) == (DOMAIN, op.OP.name)
     used = len(diff_attention.Signature().inputs) if op is diff_attention else len(op.OP.inputs)
     assert [value.name for value in function.inputs] == [tensor.name for tensor in op.OP.inputs[:used]]
     assert {*function.attributes} == {attribute.name for attribute in op.OP.attributes} | {"spec_version"}

@@ -192,9 +192,9 @@ def test_every_head_is_that_of_slow_loops(attention: str, name: str) -> None:
     padding[1, : past + 1] = 0  # its first new token sees nothing
     rope, mask = rope_for(decoder.config, torch.arange(past, total)[None]), causal_mask(length, past, padding)
     if attention == "softmax":
-        got = [layer.heads(x, rope, mask, cache).unflatten(-1, (-1, 32)).transpose(1, 2)]
+        got = [layer.heads(x, rope, mask, cache, {}).unflatten(-1, (-1, 32)).transpose(1, 2)]
     else:
-        got = layer.branches(x, rope, mask, cache)
+        got = layer.branches(*layer.projected(x, rope, cache, {}), mask)
     query = queries(layer, x, rope)
     groups = decoder.config.layers[0].mixer.num_kv_heads
     for row in range(2):

@@ -223,9 +223,9 @@ def slow_output_errors(model: Path, scheme: Scheme, mask: torch.Tensor) -> dict[
 @pytest.mark.parametrize("batch_tokens", [2048, 20])
 @pytest.mark.parametrize("attention", ["diff_v1", "diff_v2"])
 def test_report_tells_the_truth(attention: str, batch_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from diffbit.quantize import layer
+    from diffbit.quantize import states
 
-    monkeypatch.setattr(layer, "BATCH_TOKENS", batch_tokens)
+    monkeypatch.setattr(states, "BATCH_TOKENS", batch_tokens)
     source = make(tmp_path / "float", resized(CONFIG, attention=attention))
     mask = torch.ones_like(IDS, dtype=torch.bool)
     mask[1, 15:] = False

@@ -12,7 +12,7 @@ from torch import Tensor
 from diffbit.models import Decoder, ModelConfig
 from diffbit.models.checkpoint.names import EMBEDDING, HEAD
 from diffbit.quantize import Scheme
-from diffbit.quantize.layer import FINAL_NORM, Layer, Tokens
+from diffbit.quantize.layer import Layer, Tokens
 
 VOCABULARY = 61
 
@@ -53,7 +53,8 @@ def layers(decoder: Decoder, scheme: Scheme | None = None, ids: Tensor | None = 
     tokens = None if ids is None else Tokens(config, ids)
     for index in range(-1, config.num_layers + 1):
         names = [name for name in state if name.startswith(f"model.layers.{index}.")]
-        names = {-1: [EMBEDDING], config.num_layers: [FINAL_NORM, HEAD]}.get(index, names)
+        last = [name for name in state if name.startswith("model.norm.")]
+        names = {-1: [EMBEDDING], config.num_layers: [*last, HEAD]}.get(index, names)
         own = {module: format for module, format in scheme.formats(config).items() if f"{module}.weight" in names}
         layer = Layer(config, index, scheme, own, {name: state[name] for name in names}, tokens)
         yield layer

@@ -103,7 +103,7 @@ def buffer(**changes: Any) -> dict[str, Any]:
         ([buffer(shape=["tokens"] * 6)], "shape has 6 dimensions"),
         ([buffer(in_place="often")], "in_place is 'often', wanted one of always, native, never"),
         *(
-            ([buffer(shape=[2, "tokens", odd])], "shape holds .*, wanted a number above 0, 'tokens' or 'tokens/32'")
+            ([buffer(shape=[2, "tokens", odd])], "shape holds .*, wanted a number above 0, 'tokens', 'tokens/32' or")
             for odd in (
                 0,
                 -1,
@@ -149,6 +149,32 @@ def test_bytes_of_unequal_layers() -> None:
     assert list(cache.buffers) == ["0.key", "2.state"]
     assert (cache.multiple, cache.fixed_bytes, cache.nbytes(10)) == (1, 512, 512 + 10 * 256)
     assert CacheSpec(((state,),)).longest(10**9) is None and CacheSpec(((state,),)).nbytes(99) == 512
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_ring_is_cut_only_where_it_still_has_the_window(bits: int) -> None:
+    """Against a list of what lies in each slot."""
+    window, residual, rows = 40, 7, 64 if bits == 4 else 40
+    layer = [Buffer("key", "uint8", (2, f"tokens%{rows}", 32))]
+    if bits == 4:
+        layer += [
+            Buffer("key_scale", "float16", (2, f"tokens/32%{rows // 32}", 2, 64)),
+            Buffer("key_recent", "float16", (2, residual + 32, 64)),
+        ]
+    cache = CacheSpec((tuple(layer),))
+    assert cache.multiple == (32 if bits == 4 else 1) and cache.nbytes(0) == cache.nbytes(10**6) == cache.fixed_bytes
+    held: list[list[int | None]] = [[None] * rows]  # after so many tokens: which token lies in a slot
+    low = [max(0, n - residual) // 32 * 32 if bits == 4 else n for n in range(200)]
+    for n in range(1, 200):
+        slots = held[-1].copy()
+        for t in range(low[n - 1], low[n]):
+            slots[t % rows] = t
+        held.append(slots)
+    for length in range(200):
+        for kept in range(1, length + 1):
+            wanted = range(max(0, kept + 1 - window), low[kept])
+            same = low[kept] == low[length] or bits == 8
+            assert cache.holds(kept, length) == (same and all(held[length][t % rows] == t for t in wanted))
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ Cache::Cache(const CacheTensors& tensors, bool is_keys_, int64_t d, int64_t wind
       scale_tokens(tensors.scale_tokens),
       past_capacity(tensors.past_capacity),
       capacity(tensors.capacity),
+      ring(tensors.ring),
+      base(0),
       in_place(tensors.in_place),
       past_recent(tensors.past_recent.as<Half>()),
       recent(tensors.present_recent.as<Half>()),
@@ -76,6 +78,14 @@ void Cache::copy(int64_t head, int64_t begin, int64_t end) const {
                 (end - begin) / scale_tokens * scale_bytes);
 }
 
+void Cache::move(const Cache& to, int64_t head, int64_t begin, int64_t end) const {
+  for (int64_t t = begin, count; t < end; t += count) {
+    count = smaller(run(t, end), to.run(t, end));
+    std::memcpy(to.row(head, t), row(head, t), count * row_bytes);
+    if (scales) std::memcpy(to.scale(head, t), scale(head, t), count / scale_tokens * scale_bytes);
+  }
+}
+
 /// A new token's numbers, as the cache would hold them if it held floats.
 const float* Cache::new_row(const Call& call, int64_t b, int64_t sub_head, int64_t t, float* wide,
                             float* rotated) const {
@@ -98,9 +108,9 @@ void Cache::store(const Call& call, int64_t head, int64_t t, const float* from) 
 void Cache::append_rows(const Call& call, int64_t b, int64_t sub_head, int64_t begin, int64_t end) const {
   float wide[ATTENTION_MOST_D], rotated[ATTENTION_MOST_D];
   const int64_t head = b * call.kv_heads + sub_head;
-  copy(head, begin, smaller(end, call.past));
+  copy(head, begin, smaller(end, call.held));
   if (end == call.total) copy(head, call.total, past_capacity);
-  for (int64_t t = larger(begin, call.past); t < end; ++t)
+  for (int64_t t = larger(begin, call.held); t < end; ++t)
     store(call, head, t, new_row(call, b, sub_head, t, wide, rotated));
 }
 
@@ -127,9 +137,9 @@ void Cache::halves(const Call& call, int64_t b, int64_t sub_head, int64_t begin,
   float wide[ATTENTION_MOST_D], rotated[ATTENTION_MOST_D];
   const int64_t d = call.d;
   const Half* from = past_recent + (b * call.kv_heads + sub_head) * slots * d;
-  if (const int64_t old = smaller(end, call.past) - begin; old > 0)
+  if (const int64_t old = smaller(end, call.held) - begin; old > 0)
     std::memcpy(to, from + (begin - call.before) * d, halves_bytes(old * d));
-  for (int64_t t = larger(begin, call.past); t < end; ++t)
+  for (int64_t t = larger(begin, call.held); t < end; ++t)
     call.kernels.narrow(new_row(call, b, sub_head, t, wide, rotated), d, to + (t - begin) * d);
 }
 

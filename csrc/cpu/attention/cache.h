@@ -22,6 +22,7 @@ struct Cache {
   size_t scale_bytes;    // of scale_tokens tokens
   int64_t scale_tokens;  // how many share one
   int64_t past_capacity, capacity;
+  int64_t ring, base;  // of a sliding window: rows, 0 where it is none; the token that is counted as 0
   bool in_place;
   const Half* past_recent;  // [B, Hk, slots, d], with blocks only
   Half* recent;
@@ -33,13 +34,18 @@ struct Cache {
   bool blockwise() const { return bits < 8; }
   CodeType codes() const { return bits == 4 ? CODES_INT4 : CODES_INT2; }
 
+  int64_t place(int64_t t) const { return ring ? (base + t) % ring : t; }
+  /// Of the tokens t .. end those that lie behind t in turn.
+  int64_t run(int64_t t, int64_t end) const {
+    return ring && ring - place(t) < end - t ? ring - place(t) : end - t;
+  }
   // `head` counts the sub-heads through the batch
-  char* row(int64_t head, int64_t t) const { return present + (head * capacity + t) * row_bytes; }
+  char* row(int64_t head, int64_t t) const { return present + (head * capacity + place(t)) * row_bytes; }
   char* scale(int64_t head, int64_t t) const {
-    return scales ? scales + (head * capacity + t) / scale_tokens * scale_bytes : nullptr;
+    return scales ? scales + (head * capacity + place(t)) / scale_tokens * scale_bytes : nullptr;
   }
 
-  /// Rows of kv head g from token t on.
+  /// Rows of kv head g from token t on, as far as they lie in turn.
   CacheRows rows(const Call& call, int64_t b, int64_t g, int64_t t) const;
   BlockRows blocks(const Call& call, int64_t b, int64_t g, int64_t t) const;
   CacheRows recent_rows(const Call& call, int64_t b, int64_t g) const;
@@ -56,6 +62,8 @@ struct Cache {
   void halves(const Call& call, int64_t b, int64_t sub_head, int64_t begin, int64_t end, Half* to) const;
   /// The tokens t .. t + count, whole blocks, to codes.
   void quantize(const Call& call, int64_t head, int64_t t, int64_t count, const Half* from) const;
+  /// Tokens begin..end of a sub-head to where `to` has them.
+  void move(const Cache& to, int64_t head, int64_t begin, int64_t end) const;
   /// The slots behind the recent tokens, as they were.
   void copy_free_slots(const Call& call, int64_t head) const;
 

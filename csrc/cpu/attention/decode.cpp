@@ -6,6 +6,7 @@
 // One chunk: all of it in one task. What is in the cache is read once, as it lies there. With blocks the quantized tokens
 // are cut into chunks, and the last one has the recent tokens, too: it quantizes, shifts and appends, and no other task
 // sees the tokens that this moves.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -28,8 +29,15 @@ struct Decode {
 
   int64_t chunk_end(int64_t chunk) const { return chunk == chunks - 1 ? call.total : (chunk + 1) * CHUNK; }
 
+  /// work(t, count) for the tokens begin..end, `count` from t on that lie in turn.
+  template <class Work>
+  void in_runs(const Cache& cache, int64_t begin, int64_t end, const Work& work) const {
+    for (int64_t t = begin, count; t < end; t += count) work(t, count = cache.run(t, end));
+  }
+
   /// Makes the tokens begin..end of kv head g's sub-heads present, and with the last of them what lies beyond.
   void append(int64_t b, int64_t g, int64_t begin, int64_t end) const {
+    if (!call.appends) return;
     for (int64_t sub_head = g * call.width; sub_head < (g + 1) * call.width; ++sub_head)
       for (const Cache* cache : {&call.keys, &call.values})
         if (cache->blockwise())
@@ -42,18 +50,21 @@ struct Decode {
     const Cache& keys = call.keys;
     const int64_t d = call.d;
     const QueryRows rows = call.query_rows();
-    if (!keys.blockwise()) {
-      const CacheRows from = keys.rows(call, b, g, begin);
+    if (!keys.blockwise())
+      return in_runs(keys, begin, end, [&](int64_t t, int64_t count) {
+        const CacheRows from = keys.rows(call, b, g, t);
+        if (call.top)
+          call.lowbit.integer_row_scores(from, count, d, q, rows, call.top, s + (t - begin), span);
+        else
+          call.kernels.scores[keys.type](from, count, d, q, rows, s + (t - begin), span);
+      });
+    in_runs(keys, begin, smaller(end, call.after), [&](int64_t t, int64_t count) {
+      const BlockRows from = keys.blocks(call, b, g, t);
       if (call.top)
-        call.lowbit.integer_row_scores(from, end - begin, d, q, rows, call.top, s, span);
+        call.lowbit.integer_scores[keys.codes()](from, count, d, q, rows, call.top, s + (t - begin), span);
       else
-        call.kernels.scores[keys.type](from, end - begin, d, q, rows, s, span);
-      return;
-    }
-    const int64_t count = smaller(end, call.after) - begin;
-    const BlockRows from = keys.blocks(call, b, g, begin);
-    if (count > 0 && call.top) call.lowbit.integer_scores[keys.codes()](from, count, d, q, rows, call.top, s, span);
-    if (count > 0 && !call.top) call.lowbit.scores[keys.codes()](from, count, d, q, rows, s, span);
+        call.lowbit.scores[keys.codes()](from, count, d, q, rows, s + (t - begin), span);
+    });
     if (end == call.total)
       call.kernels.scores[CACHE_FLOAT16](keys.recent_rows(call, b, g), call.total - call.after, d, q, rows,
                                          s + (call.after - begin), span);
@@ -64,10 +75,12 @@ struct Decode {
     const int64_t d = call.d, rows = call.rows;
     std::memset(mixed, 0, static_cast<size_t>(rows * call.width_floats()) * sizeof *mixed);
     if (!values.blockwise())
-      return call.kernels.mix[values.type](values.rows(call, b, g, begin), end - begin, d, p, rows, span, mixed);
-    const int64_t count = smaller(end, call.after) - begin;
-    if (count > 0)
-      call.lowbit.mix[values.codes()](values.blocks(call, b, g, begin), count, d, p, rows, span, mixed);
+      return in_runs(values, begin, end, [&](int64_t t, int64_t count) {
+        call.kernels.mix[values.type](values.rows(call, b, g, t), count, d, p + (t - begin), rows, span, mixed);
+      });
+    in_runs(values, begin, smaller(end, call.after), [&](int64_t t, int64_t count) {
+      call.lowbit.mix[values.codes()](values.blocks(call, b, g, t), count, d, p + (t - begin), rows, span, mixed);
+    });
     if (end == call.total)
       call.kernels.mix[CACHE_FLOAT16](values.recent_rows(call, b, g), call.total - call.after, d,
                                       p + (call.after - begin), rows, span, mixed);
@@ -81,8 +94,9 @@ struct Decode {
     const int64_t* mask = call.mask_of(b) + begin;
     const bool hide = call.kernels.hides(mask, end - begin);
     for (int64_t row = 0; row < call.all_rows(); ++row) {
-      const int64_t seen = larger(0, smaller(end - begin, call.past + row % call.length + 1 - begin));
+      const int64_t i = row % call.length, seen = larger(0, smaller(end - begin, call.past + i + 1 - begin));
       float* e = s + row * span;
+      std::fill(e, e + larger(0, smaller(seen, call.first_seen(i) - begin)), -std::numeric_limits<float>::infinity());
       if (hide) call.kernels.hide(e, mask, seen);
       maxima[row * chunks + chunk] = call.kernels.softmax(e, seen, sums + row * chunks + chunk);
       for (int64_t t = seen; t < end - begin; ++t) e[t] = 0;

@@ -1,4 +1,6 @@
 // DiffAttention on a CPU: a call, and which way it takes.
+#include <utility>
+
 #include "call.h"
 
 namespace diffbit {
@@ -6,12 +8,30 @@ namespace {
 
 constexpr int64_t FEW_ROWS = 16;  // per branch: up to here the work is reading the cache
 
-/// Few rows whose tokens do not all see the same tokens quantized: one part after the other, in the present's buffers.
+constexpr int64_t PROMPT = 1024;  // tokens of a prompt that a sliding window takes at once
+
+/// What the past's rings hold to the present, which from then on is both.
+void own_rings(Call& call, Context& context) {
+  for (Cache* cache : {&call.keys, &call.values}) {
+    if (!cache->in_place) {
+      Cache from = *cache;
+      from.present = const_cast<char*>(cache->past), from.scales = const_cast<char*>(cache->past_scales);
+      context.parallel(call.batch * call.kv_heads, [&](int64_t head) { from.move(*cache, head, 0, cache->ring); });
+    }
+    cache->in_place = true;
+  }
+}
+
+/// Few rows whose tokens do not all see the same tokens quantized, or the same tokens at all: one part after the other,
+/// in the present's buffers.
 void decode_parts(Call call, Context& context) {
-  const int64_t length = call.length, past = call.past;
+  const int64_t length = call.length, past = call.all_total - length;
   for (int64_t begin = 0, end; begin < length || begin == 0; begin = end) {
     call.set_part(0, length, past);
-    for (end = begin + 1; end < length && call.seen_quantized(end) == call.seen_quantized(begin);) ++end;
+    const auto joins = [&](int64_t i) {
+      return call.seen_quantized(i) == call.seen_quantized(begin) && (!call.sliding || past + i < call.sliding);
+    };
+    for (end = begin + 1; end < length && joins(end);) ++end;
     end = smaller(end, length);
     call.set_part(begin, end - begin, past + begin);
     decode(call, context);
@@ -20,6 +40,39 @@ void decode_parts(Call call, Context& context) {
       cache->past = cache->present, cache->past_scales = cache->scales, cache->past_recent = cache->recent;
       cache->past_capacity = cache->capacity;
       cache->in_place = cache->recent_in_place = true;
+    }
+  }
+}
+
+/// A cache of the tokens that a part sees, in order, with room for its own.
+Cache in_order(const Call& call, const Cache& ring, Scratch where, Context& context) {
+  Cache found = ring;
+  const int64_t heads = call.batch * call.kv_heads, held = ring.blockwise() ? call.before : call.held;
+  found.ring = 0;
+  found.capacity = ring.blockwise() ? call.after : call.total;
+  const int64_t rows = divide_up(heads * found.capacity * static_cast<int64_t>(ring.row_bytes), 64) * 64;
+  const int64_t scales = heads * found.capacity / ring.scale_tokens * static_cast<int64_t>(ring.scale_bytes);
+  found.present = scratch<char>(where, rows + (ring.scales ? scales : 0));
+  if (ring.scales) found.scales = found.present + rows;
+  context.parallel(heads, [&](int64_t head) { ring.move(found, head, 0, held); });
+  return found;
+}
+
+/// Many rows, behind a ring that not all of them see: copies of it are taken, and the ring has the part's last tokens in
+/// the end.
+void prefill_parts(Call call, Context& context) {
+  const int64_t length = call.all_length, past = call.all_total - length, most = larger(PROMPT, call.sliding);
+  for (int64_t begin = 0; begin < length; begin += most) {
+    call.set_part(begin, smaller(most, length - begin), past + begin);
+    Call part = call;
+    part.keys = in_order(call, call.keys, KEY_ROWS, context);
+    part.values = in_order(call, call.values, VALUE_ROWS, context);
+    prefill(part, context);
+    for (auto [from, to] : {std::pair{&part.keys, &call.keys}, std::pair{&part.values, &call.values}}) {
+      const int64_t held = to->blockwise() ? call.before : call.held, count = to->blockwise() ? call.after : call.total;
+      context.parallel(call.batch * call.kv_heads,
+                       [&, from = from, to = to](int64_t head) { from->move(*to, head, larger(held, count - to->ring), count); });
+      to->past_recent = to->recent, to->recent_in_place = true;
     }
   }
 }
@@ -36,9 +89,12 @@ void DiffAttention::compute(Context& context) const {
     if (const int64_t position = of.positions.as<int64_t>()[i]; position < 0 || position >= rows)
       throw Error("%s holds %lld, wanted 0 to %lld: cos has %lld rows", of.positions.name, number(position),
                   number(rows - 1), number(rows));
-  const Call call(*this, of);
+  Call call(*this, of);
+  if (sliding_window) own_rings(call, context);
   if (call.rows <= FEW_ROWS)
     decode_parts(call, context);
+  else if (sliding_window && call.all_total > sliding_window)
+    prefill_parts(call, context);
   else
     prefill(call, context);
 }
@@ -58,6 +114,8 @@ Call::Call(const DiffAttention& op, const AttentionTensors& of)
       pairs(heads / groups),
       noises((branches - 1) * (pairs / ratio)),
       window(op.window),
+      sliding(op.sliding_window),
+      appends(of.appends),
       top(op.query_bits ? (1 << (op.query_bits - 1)) - 1 : 0),
       scale(op.scale),
       norm_eps(op.norm_eps),
@@ -76,10 +134,14 @@ Call::Call(const DiffAttention& op, const AttentionTensors& of)
   set_part(0, of.length, of.past);
 }
 
-void Call::set_part(int64_t first_, int64_t length_, int64_t past_) {
-  first = first_, length = length_, past = past_;
+void Call::set_part(int64_t first_, int64_t length_, int64_t all_past) {
+  int64_t base = sliding ? larger(0, all_past + 1 - sliding) : 0;
+  if (blockwise()) base = smaller(base / CACHE_BLOCK * CACHE_BLOCK, quantized_tokens(all_past, window));
+  keys.base = values.base = base;
+  first = first_, length = length_, past = all_past - base;
   total = past + length;
-  before = blockwise() ? quantized_tokens(past, window) : 0;
+  held = appends ? past : total;
+  before = blockwise() ? quantized_tokens(held, window) : 0;
   after = blockwise() ? quantized_tokens(total, window) : 0;
   rows = pairs * length;
 }

@@ -4,8 +4,10 @@
 // A block's [rows, T] scores stay with the thread that made them. With a cache of blocks a token that is quantized in the
 // call is there twice, as float16 and from its codes; a block's queries, which all see the same tokens quantized, take
 // what they see.
+#include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <limits>
 #include <new>
 #include <vector>
 
@@ -112,23 +114,35 @@ struct Prefill {
     return starts;
   }
 
-  /// Scores of `count` rows of q with the keys of sub-head j that they see, `old` of them quantized.
-  void scores(int64_t b, int64_t g, int64_t slot, int64_t j, int64_t seen, int64_t old, const float* q, int64_t count,
-              float* s, int64_t stride) const {
+  /// Tokens that a block of queries sees: begin .. end, from `old` on as floats. With a sliding window the first ones are
+  /// hidden from some queries, or all.
+  struct Seen {
+    int64_t begin, old, end;
+  };
+  Seen seen_of(int64_t begin, int64_t end) const {
+    const int64_t first = call.first_seen(begin) / ATTENTION_KEYS * ATTENTION_KEYS, last = call.past + end;
+    // another node's cache may have more tokens as codes than are seen
+    const int64_t old = smaller(call.seen_quantized(begin), divide_up(last, ATTENTION_KEYS) * ATTENTION_KEYS);
+    return {first, larger(first, old), larger(last, old)};
+  }
+
+  /// Scores of `count` rows of q with the keys of sub-head j that they see.
+  void scores(int64_t b, int64_t g, int64_t slot, int64_t j, const Seen& seen, const float* q, int64_t count, float* s,
+              int64_t stride) const {
     const bool blockwise = call.keys.blockwise();
-    const int64_t blocks_ = divide_up(blockwise ? old : seen, ATTENTION_KEYS);
+    const int64_t blocks_ = divide_up((blockwise ? seen.old : seen.end) - seen.begin, ATTENTION_KEYS);
     if (call.top)
-      rounded_scores(b, g, slot, j, blocks_, q, count, s, stride);
+      rounded_scores(b, g, slot, j, seen.begin, blocks_, q, count, s, stride);
     else
-      call.kernels.packed_scores(keys.coded_of(slot, j, 0), blocks_, call.d, q, count, s, stride);
+      call.kernels.packed_scores(keys.coded_of(slot, j, seen.begin), blocks_, call.d, q, count, s, stride);
     if (blockwise)
-      call.kernels.packed_scores(keys.recent_of(slot, j, old), divide_up(seen - old, ATTENTION_KEYS), call.d, q, count,
-                                 s + old, stride);
+      call.kernels.packed_scores(keys.recent_of(slot, j, seen.old), divide_up(seen.end - seen.old, ATTENTION_KEYS),
+                                 call.d, q, count, s + (seen.old - seen.begin), stride);
   }
 
   /// The same in integers, which floats hold: |dot| < 2^24.
-  void rounded_scores(int64_t b, int64_t g, int64_t slot, int64_t j, int64_t blocks_, const float* q, int64_t count,
-                      float* s, int64_t stride) const {
+  void rounded_scores(int64_t b, int64_t g, int64_t slot, int64_t j, int64_t begin, int64_t blocks_, const float* q,
+                      int64_t count, float* s, int64_t stride) const {
     static_assert(127 * 127 * ATTENTION_MOST_D < 1 << 24, "exact");
     const bool blockwise = call.keys.blockwise();
     const int64_t head = call.head(b, g, j), d = call.d;
@@ -136,7 +150,8 @@ struct Prefill {
     for (int64_t row = 0; row < count; row += BLOCK_ROWS) {
       const int64_t some = smaller(BLOCK_ROWS, count - row);
       for (int64_t at = 0; at < blocks_; ++at) {
-        const char* key_scales = call.keys.scale(head, at * CACHE_BLOCK);
+        const int64_t first = begin + at * CACHE_BLOCK;
+        const char* key_scales = call.keys.scale(head, first);
         const Half* of_block = blockwise ? reinterpret_cast<const Half*>(key_scales) : nullptr;
         const float* of_rows = blockwise ? nullptr : reinterpret_cast<const float*>(key_scales);
         if (blockwise || at == 0)
@@ -147,8 +162,8 @@ struct Prefill {
             for (int64_t k = d; k < padded(d); ++k) to[k] = 0;
           }
         float* to = s + row * stride + at * CACHE_BLOCK;
-        call.kernels.packed_scores(keys.coded_of(slot, j, at * CACHE_BLOCK), 1, d, codes, some, to, stride);
-        const int64_t tokens = blockwise ? CACHE_BLOCK : smaller(CACHE_BLOCK, call.total - at * CACHE_BLOCK);
+        call.kernels.packed_scores(keys.coded_of(slot, j, first), 1, d, codes, some, to, stride);
+        const int64_t tokens = blockwise ? CACHE_BLOCK : smaller(CACHE_BLOCK, call.total - first);
         for (int64_t i = 0; i < some; ++i)
           for (int64_t t = 0; t < tokens; ++t)
             to[i * stride + t] = to[i * stride + t] * scales[i] * (blockwise ? 1 : of_rows[t]) + offsets[i];
@@ -157,13 +172,15 @@ struct Prefill {
   }
 
   /// The softmaxes of a block's rows and their difference: rows of shares.
-  void shares(int64_t b, int64_t g, int64_t begin, int64_t end, float* s, int64_t stride) const {
-    const int64_t length = end - begin, rows = call.pairs * length, seen = call.past + end;
-    const bool hide = call.kernels.hides(call.mask_of(b), seen);
+  void shares(int64_t b, int64_t g, int64_t begin, int64_t end, const Seen& seen, float* s, int64_t stride) const {
+    const int64_t length = end - begin, rows = call.pairs * length, keys_ = seen.end - seen.begin;
+    const int64_t* mask = call.mask_of(b) + seen.begin;
+    const bool hide = call.kernels.hides(mask, keys_);
     for (int64_t at = 0; at < rows / call.ratio; ++at) {  // tokens of the noise heads, or of heads that have none
-      const int64_t i = begin + at % length, visible = call.past + i + 1, first = at / length * call.ratio;
+      const int64_t i = begin + at % length, visible = call.past + i + 1 - seen.begin, first = at / length * call.ratio;
       const auto softmax = [&](float* e) {
-        if (hide) call.kernels.hide(e, call.mask_of(b), visible);
+        std::fill(e, e + larger(0, call.first_seen(i) - seen.begin), -std::numeric_limits<float>::infinity());
+        if (hide) call.kernels.hide(e, mask, visible);
         float sum;
         call.kernels.softmax(e, visible, &sum);
         return sum == 0 ? 0 : 1 / sum;
@@ -174,7 +191,7 @@ struct Prefill {
         float* signal = s + (pair * length + at % length) * stride;
         const float by = softmax(signal), lambda = call.noises ? call.lambda_of(b, i, g * call.pairs + pair) : 0;
         call.kernels.combine(signal, by, call.noises ? noise : signal, share * lambda, visible, signal);
-        for (int64_t t = visible; t < seen; ++t) signal[t] = 0;
+        for (int64_t t = visible; t < keys_; ++t) signal[t] = 0;
       }
     }
   }
@@ -182,27 +199,28 @@ struct Prefill {
   /// The new tokens begin..end of kv head g.
   void block(int64_t b, int64_t g, int64_t slot, int64_t begin, int64_t end) const {
     const int64_t length = end - begin, rows = call.pairs * length, all_rows = rows + call.noises * length;
-    const int64_t seen = call.past + end, old = call.seen_quantized(begin);
-    const int64_t stride = divide_up(seen, ATTENTION_KEYS) * ATTENTION_KEYS;
+    const Seen seen = seen_of(begin, end);
+    const int64_t stride = divide_up(seen.end - seen.begin, ATTENTION_KEYS) * ATTENTION_KEYS;
     float* q = scratch<float>(QUERIES, all_rows * padded(call.d));
     float* s = scratch<float>(SCORES, all_rows * stride);
     float* mixed = scratch<float>(MIXED, rows * call.width_floats());
     call.rotate_queries(b, g, begin, end, q);
     for (int64_t j = 0, row = 0, count; j < call.width; ++j, row += count) {
       count = call.width == 1 ? all_rows : j ? all_rows - rows : rows;
-      scores(b, g, slot, j, seen, old, q + row * padded(call.d), count, s + row * stride, stride);
+      scores(b, g, slot, j, seen, q + row * padded(call.d), count, s + row * stride, stride);
     }
-    shares(b, g, begin, end, s, stride);
+    shares(b, g, begin, end, seen, s, stride);
     std::memset(mixed, 0, static_cast<size_t>(rows * call.width_floats()) * sizeof *mixed);
     const bool blockwise = call.values.blockwise();
-    CacheRows from = values.as_it_lies() ? call.values.rows(call, b, g, 0) : CacheRows{};
+    CacheRows from = values.as_it_lies() ? call.values.rows(call, b, g, seen.begin) : CacheRows{};
     from.count = call.width;
     if (!values.as_it_lies())
-      for (int64_t j = 0; j < call.width; ++j) from.rows[j] = values.coded_of(slot, j, 0);
-    call.kernels.mix[CACHE_FLOAT32](from, blockwise ? old : seen, values.row, s, rows, stride, mixed);
+      for (int64_t j = 0; j < call.width; ++j) from.rows[j] = values.coded_of(slot, j, seen.begin);
+    const int64_t coded = (blockwise ? seen.old : seen.end) - seen.begin;
+    call.kernels.mix[CACHE_FLOAT32](from, coded, values.row, s, rows, stride, mixed);
     if (blockwise) {
-      for (int64_t j = 0; j < call.width; ++j) from.rows[j] = values.recent_of(slot, j, old);
-      call.kernels.mix[CACHE_FLOAT32](from, seen - old, values.row, s + old, rows, stride, mixed);
+      for (int64_t j = 0; j < call.width; ++j) from.rows[j] = values.recent_of(slot, j, seen.old);
+      call.kernels.mix[CACHE_FLOAT32](from, seen.end - seen.old, values.row, s + coded, rows, stride, mixed);
     }
     for (int64_t i = 0; i < rows; ++i)
       call.write(b, begin + i % length, g * call.pairs + i / length, mixed + i * call.width_floats(), 1, 0);
@@ -233,7 +251,7 @@ void prefill(const Call& call, Context& context) {
         on.values.append(slot, b, g, j, t, end);
       }
     });
-    if (call.blockwise())
+    if (call.blockwise() && call.appends)
       context.parallel(count, [&](int64_t slot) {
         const int64_t b = (begin + slot) / call.groups, g = (begin + slot) % call.groups;
         if (call.keys.blockwise()) on.keys.keep_recent(slot, b, g);

@@ -4,6 +4,36 @@
 #include <cstddef>
 #include <cstdint>
 
+struct DiffbitCausalConv {
+  const void* x;
+  const void* weight;
+  const void* bias;
+  const void* attention_mask;
+  const void* past_state;
+  void* y;
+  void* present_state;
+  int64_t batch;
+  int64_t steps;
+  int64_t total;  // columns of attention_mask
+  int64_t channels;
+  int64_t width;  // rows of weight
+  int64_t type;  // of x and y: FLOAT32, FLOAT16 or BFLOAT16
+};
+static_assert(offsetof(DiffbitCausalConv, x) == 0, "x");
+static_assert(offsetof(DiffbitCausalConv, weight) == 8, "weight");
+static_assert(offsetof(DiffbitCausalConv, bias) == 16, "bias");
+static_assert(offsetof(DiffbitCausalConv, attention_mask) == 24, "attention_mask");
+static_assert(offsetof(DiffbitCausalConv, past_state) == 32, "past_state");
+static_assert(offsetof(DiffbitCausalConv, y) == 40, "y");
+static_assert(offsetof(DiffbitCausalConv, present_state) == 48, "present_state");
+static_assert(offsetof(DiffbitCausalConv, batch) == 56, "batch");
+static_assert(offsetof(DiffbitCausalConv, steps) == 64, "steps");
+static_assert(offsetof(DiffbitCausalConv, total) == 72, "total");
+static_assert(offsetof(DiffbitCausalConv, channels) == 80, "channels");
+static_assert(offsetof(DiffbitCausalConv, width) == 88, "width");
+static_assert(offsetof(DiffbitCausalConv, type) == 96, "type");
+static_assert(sizeof(DiffbitCausalConv) == 104, "DiffbitCausalConv");
+
 struct DiffbitAttention {
   const void* query;
   const void* key;
@@ -36,6 +66,7 @@ struct DiffbitAttention {
   int64_t past_value_capacity;
   int64_t key_capacity;
   int64_t value_capacity;
+  int64_t mask_row;  // numbers of a row of attention_mask
   int64_t positions;  // rows of cos and sin; a position beyond them makes its token NaN
   int64_t branches;
   int64_t noise_ratio;
@@ -45,6 +76,7 @@ struct DiffbitAttention {
   int64_t value_bits;
   int64_t query_bits;
   int64_t window;
+  int64_t sliding_window;
   int64_t type;  // of query, key, value and out: FLOAT32, FLOAT16 or BFLOAT16
   int64_t key_type;  // of a cache of 16 bits: FLOAT32, FLOAT16 or BFLOAT16
   int64_t value_type;
@@ -82,21 +114,23 @@ static_assert(offsetof(DiffbitAttention, past_key_capacity) == 216, "past_key_ca
 static_assert(offsetof(DiffbitAttention, past_value_capacity) == 224, "past_value_capacity");
 static_assert(offsetof(DiffbitAttention, key_capacity) == 232, "key_capacity");
 static_assert(offsetof(DiffbitAttention, value_capacity) == 240, "value_capacity");
-static_assert(offsetof(DiffbitAttention, positions) == 248, "positions");
-static_assert(offsetof(DiffbitAttention, branches) == 256, "branches");
-static_assert(offsetof(DiffbitAttention, noise_ratio) == 264, "noise_ratio");
-static_assert(offsetof(DiffbitAttention, wide_value) == 272, "wide_value");
-static_assert(offsetof(DiffbitAttention, lambda_per_token) == 280, "lambda_per_token");
-static_assert(offsetof(DiffbitAttention, key_bits) == 288, "key_bits");
-static_assert(offsetof(DiffbitAttention, value_bits) == 296, "value_bits");
-static_assert(offsetof(DiffbitAttention, query_bits) == 304, "query_bits");
-static_assert(offsetof(DiffbitAttention, window) == 312, "window");
-static_assert(offsetof(DiffbitAttention, type) == 320, "type");
-static_assert(offsetof(DiffbitAttention, key_type) == 328, "key_type");
-static_assert(offsetof(DiffbitAttention, value_type) == 336, "value_type");
-static_assert(offsetof(DiffbitAttention, scale) == 344, "scale");
-static_assert(offsetof(DiffbitAttention, norm_eps) == 348, "norm_eps");
-static_assert(sizeof(DiffbitAttention) == 352, "DiffbitAttention");
+static_assert(offsetof(DiffbitAttention, mask_row) == 248, "mask_row");
+static_assert(offsetof(DiffbitAttention, positions) == 256, "positions");
+static_assert(offsetof(DiffbitAttention, branches) == 264, "branches");
+static_assert(offsetof(DiffbitAttention, noise_ratio) == 272, "noise_ratio");
+static_assert(offsetof(DiffbitAttention, wide_value) == 280, "wide_value");
+static_assert(offsetof(DiffbitAttention, lambda_per_token) == 288, "lambda_per_token");
+static_assert(offsetof(DiffbitAttention, key_bits) == 296, "key_bits");
+static_assert(offsetof(DiffbitAttention, value_bits) == 304, "value_bits");
+static_assert(offsetof(DiffbitAttention, query_bits) == 312, "query_bits");
+static_assert(offsetof(DiffbitAttention, window) == 320, "window");
+static_assert(offsetof(DiffbitAttention, sliding_window) == 328, "sliding_window");
+static_assert(offsetof(DiffbitAttention, type) == 336, "type");
+static_assert(offsetof(DiffbitAttention, key_type) == 344, "key_type");
+static_assert(offsetof(DiffbitAttention, value_type) == 352, "value_type");
+static_assert(offsetof(DiffbitAttention, scale) == 360, "scale");
+static_assert(offsetof(DiffbitAttention, norm_eps) == 364, "norm_eps");
+static_assert(sizeof(DiffbitAttention) == 368, "DiffbitAttention");
 
 struct DiffbitFloatMatMul {
   const void* a;  // [m, k]
@@ -213,6 +247,48 @@ static_assert(offsetof(DiffbitInt8MatMul, group_size) == 72, "group_size");
 static_assert(offsetof(DiffbitInt8MatMul, scale_groups) == 80, "scale_groups");
 static_assert(offsetof(DiffbitInt8MatMul, type) == 88, "type");
 static_assert(sizeof(DiffbitInt8MatMul) == 96, "DiffbitInt8MatMul");
+
+struct DiffbitSelectiveScan {
+  const void* x;
+  const void* dt;
+  const void* z;
+  const void* b;
+  const void* c;
+  const void* a;
+  const void* d;
+  const void* dt_bias;
+  const void* attention_mask;
+  const void* past_state;
+  void* y;
+  void* memory;  // null: not wanted
+  void* present_state;
+  int64_t batch;
+  int64_t steps;
+  int64_t total;  // columns of attention_mask
+  int64_t channels;
+  int64_t states;  // rows of a
+  int64_t type;  // of x, dt, z, b, c, y and memory: FLOAT32, FLOAT16 or BFLOAT16
+};
+static_assert(offsetof(DiffbitSelectiveScan, x) == 0, "x");
+static_assert(offsetof(DiffbitSelectiveScan, dt) == 8, "dt");
+static_assert(offsetof(DiffbitSelectiveScan, z) == 16, "z");
+static_assert(offsetof(DiffbitSelectiveScan, b) == 24, "b");
+static_assert(offsetof(DiffbitSelectiveScan, c) == 32, "c");
+static_assert(offsetof(DiffbitSelectiveScan, a) == 40, "a");
+static_assert(offsetof(DiffbitSelectiveScan, d) == 48, "d");
+static_assert(offsetof(DiffbitSelectiveScan, dt_bias) == 56, "dt_bias");
+static_assert(offsetof(DiffbitSelectiveScan, attention_mask) == 64, "attention_mask");
+static_assert(offsetof(DiffbitSelectiveScan, past_state) == 72, "past_state");
+static_assert(offsetof(DiffbitSelectiveScan, y) == 80, "y");
+static_assert(offsetof(DiffbitSelectiveScan, memory) == 88, "memory");
+static_assert(offsetof(DiffbitSelectiveScan, present_state) == 96, "present_state");
+static_assert(offsetof(DiffbitSelectiveScan, batch) == 104, "batch");
+static_assert(offsetof(DiffbitSelectiveScan, steps) == 112, "steps");
+static_assert(offsetof(DiffbitSelectiveScan, total) == 120, "total");
+static_assert(offsetof(DiffbitSelectiveScan, channels) == 128, "channels");
+static_assert(offsetof(DiffbitSelectiveScan, states) == 136, "states");
+static_assert(offsetof(DiffbitSelectiveScan, type) == 144, "type");
+static_assert(sizeof(DiffbitSelectiveScan) == 152, "DiffbitSelectiveScan");
 
 struct DiffbitTernaryMatMul {
   const void* a;  // [m, k]

@@ -5,9 +5,32 @@
 
 namespace diffbit::schema {
 
+struct CausalConv {
+  static constexpr const char* NAME = "CausalConv";
+  static constexpr int64_t VERSION = 1;
+  static constexpr Input X{0, "CausalConv: x"};
+  static constexpr Input WEIGHT{1, "CausalConv: weight"};
+  static constexpr Input BIAS{2, "CausalConv: bias"};
+  static constexpr Input ATTENTION_MASK{3, "CausalConv: attention_mask"};
+  static constexpr Input PAST_STATE{4, "CausalConv: past_state"};
+  static constexpr Output Y{0, "CausalConv: y"};
+  static constexpr Output PRESENT_STATE{1, "CausalConv: present_state"};
+  static constexpr int TYPES[2][7] = {
+      {1, 1, 1, 7, 1, 1, 1},
+      {10, 1, 1, 7, 1, 10, 1},
+  };
+  static constexpr int GPU_TYPES[3][7] = {
+      {1, 1, 1, 7, 1, 1, 1},
+      {10, 1, 1, 7, 1, 10, 1},
+      {16, 1, 1, 7, 1, 16, 1},
+  };
+  static constexpr const char* NAMES[1] = {"CausalConv"};
+  static constexpr Signature SIGNATURE{5, 2, 0x0, 0x0, 0x0};
+};
+
 struct DiffAttention {
   static constexpr const char* NAME = "DiffAttention";
-  static constexpr int64_t VERSION = 3;
+  static constexpr int64_t VERSION = 4;
   static constexpr Input QUERY{0, "DiffAttention: query"};
   static constexpr Input KEY{1, "DiffAttention: key"};
   static constexpr Input VALUE{2, "DiffAttention: value"};
@@ -41,6 +64,7 @@ struct DiffAttention {
   static constexpr Integer VALUE_BITS{"value_bits", 4, {16, 8, 4, 2}};
   static constexpr Integer QUERY_BITS{"query_bits", 3, {0, 8, 4}};
   static constexpr Integer WINDOW{"window", 0, {0, 1048576}};
+  static constexpr Integer SLIDING_WINDOW{"sliding_window", 0, {0, 16777216}};
   static constexpr int TYPES[32][22] = {
       {1, 1, 1, 1, 1, 1, 7, 7, 1, 1, 7, 1, 1, 10, 10, 1, 1, 1, 1, 1, 10, 10},
       {1, 1, 1, 1, 1, 10, 7, 7, 1, 1, 7, 1, 1, 10, 10, 1, 1, 10, 1, 1, 10, 10},
@@ -152,7 +176,8 @@ struct DiffAttention {
       {16, 16, 16, 1, 2, 3, 7, 7, 1, 1, 7, 10, 1, 10, 10, 16, 2, 3, 10, 1, 10, 10},
       {16, 16, 16, 1, 2, 2, 7, 7, 1, 1, 7, 10, 10, 10, 10, 16, 2, 2, 10, 10, 10, 10},
   };
-  static constexpr Signature SIGNATURE{NAME, 15, 7, 0x7808, 0x78, 0x40};
+  static constexpr const char* NAMES[8] = {"DiffAttention", "DiffAttention_2", "DiffAttention_3", "DiffAttention_4", "DiffAttention_5", "DiffAttention_6", "DiffAttention_7", "DiffAttention_8"};
+  static constexpr Signature SIGNATURE{15, 7, 0x780e, 0x7e, 0x40};
 };
 
 struct FloatMatMul {
@@ -170,7 +195,8 @@ struct FloatMatMul {
       {10, 10, 10},
       {16, 16, 16},
   };
-  static constexpr Signature SIGNATURE{NAME, 2, 1, 0x0, 0x0, 0x0};
+  static constexpr const char* NAMES[1] = {"FloatMatMul"};
+  static constexpr Signature SIGNATURE{2, 1, 0x0, 0x0, 0x0};
 };
 
 struct GatherQuantized {
@@ -195,7 +221,8 @@ struct GatherQuantized {
       {7, 2, 10, 2, 10, 10},
       {7, 2, 10, 2, 16, 16},
   };
-  static constexpr Signature SIGNATURE{NAME, 5, 1, 0x0, 0x0, 0x0};
+  static constexpr const char* NAMES[1] = {"GatherQuantized"};
+  static constexpr Signature SIGNATURE{5, 1, 0x0, 0x0, 0x0};
 };
 
 struct Hadamard {
@@ -213,7 +240,8 @@ struct Hadamard {
       {10, 10},
       {16, 16},
   };
-  static constexpr Signature SIGNATURE{NAME, 1, 1, 0x0, 0x0, 0x0};
+  static constexpr const char* NAMES[1] = {"Hadamard"};
+  static constexpr Signature SIGNATURE{1, 1, 0x0, 0x0, 0x0};
 };
 
 struct Int4MatMul {
@@ -237,7 +265,8 @@ struct Int4MatMul {
       {10, 2, 10, 2, 1, 10},
       {16, 2, 10, 2, 1, 16},
   };
-  static constexpr Signature SIGNATURE{NAME, 5, 1, 0x0, 0x0, 0x0};
+  static constexpr const char* NAMES[1] = {"Int4MatMul"};
+  static constexpr Signature SIGNATURE{5, 1, 0x0, 0x0, 0x0};
 };
 
 struct Int8MatMul {
@@ -261,7 +290,37 @@ struct Int8MatMul {
       {10, 2, 10, 2, 1, 10},
       {16, 2, 10, 2, 1, 16},
   };
-  static constexpr Signature SIGNATURE{NAME, 5, 1, 0x0, 0x0, 0x0};
+  static constexpr const char* NAMES[1] = {"Int8MatMul"};
+  static constexpr Signature SIGNATURE{5, 1, 0x0, 0x0, 0x0};
+};
+
+struct SelectiveScan {
+  static constexpr const char* NAME = "SelectiveScan";
+  static constexpr int64_t VERSION = 1;
+  static constexpr Input X{0, "SelectiveScan: x"};
+  static constexpr Input DT{1, "SelectiveScan: dt"};
+  static constexpr Input Z{2, "SelectiveScan: z"};
+  static constexpr Input B{3, "SelectiveScan: B"};
+  static constexpr Input C{4, "SelectiveScan: C"};
+  static constexpr Input A{5, "SelectiveScan: A"};
+  static constexpr Input D{6, "SelectiveScan: D"};
+  static constexpr Input DT_BIAS{7, "SelectiveScan: dt_bias"};
+  static constexpr Input ATTENTION_MASK{8, "SelectiveScan: attention_mask"};
+  static constexpr Input PAST_STATE{9, "SelectiveScan: past_state"};
+  static constexpr Output Y{0, "SelectiveScan: y"};
+  static constexpr Output MEMORY{1, "SelectiveScan: memory"};
+  static constexpr Output PRESENT_STATE{2, "SelectiveScan: present_state"};
+  static constexpr int TYPES[2][13] = {
+      {1, 1, 1, 1, 1, 1, 1, 1, 7, 1, 1, 1, 1},
+      {10, 10, 10, 10, 10, 1, 1, 1, 7, 1, 10, 10, 1},
+  };
+  static constexpr int GPU_TYPES[3][13] = {
+      {1, 1, 1, 1, 1, 1, 1, 1, 7, 1, 1, 1, 1},
+      {10, 10, 10, 10, 10, 1, 1, 1, 7, 1, 10, 10, 1},
+      {16, 16, 16, 16, 16, 1, 1, 1, 7, 1, 16, 16, 1},
+  };
+  static constexpr const char* NAMES[1] = {"SelectiveScan"};
+  static constexpr Signature SIGNATURE{10, 3, 0x0, 0x2, 0x0};
 };
 
 struct TernaryMatMul {
@@ -283,7 +342,8 @@ struct TernaryMatMul {
       {10, 2, 1, 10},
       {16, 2, 1, 16},
   };
-  static constexpr Signature SIGNATURE{NAME, 3, 1, 0x0, 0x0, 0x0};
+  static constexpr const char* NAMES[1] = {"TernaryMatMul"};
+  static constexpr Signature SIGNATURE{3, 1, 0x0, 0x0, 0x0};
 };
 
 }  // namespace diffbit::schema

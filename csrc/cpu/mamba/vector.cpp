@@ -1,0 +1,204 @@
+// CausalConv and SelectiveScan with vectors over channels; compiled once per instruction set.
+//
+// The scan takes SCAN_TOKENS tokens at a time: of a vector of channels it first makes the step sizes and inputs of all of
+// them, then lets a few states pass over all, which stay in registers meanwhile. The exponentials of the decays are what
+// takes the time; they wait for nothing, so that they overlap.
+#include "kernels.h"
+
+#include <initializer_list>
+#include <type_traits>
+
+#include "../../ort/layouts.h"
+#include "../simd/vectors.h"
+
+namespace diffbit::DIFFBIT_ISA {
+namespace {
+
+constexpr int64_t L = F32_LANES;
+constexpr int STATES = 4;  // that are in registers at a time
+
+/// log(1 + u) for 0 <= u <= 1, to about an ulp: 2 artanh(s), s = u / (2 + u) <= 1/3, by its minimax polynomial in s^2.
+DIFFBIT_INLINE F32 log1p(F32 u) {
+  const F32 s = u / (u + splat(2.0f)), q = s * s;
+  F32 p = splat(0.2322432922f);
+  p = fma(p, q, splat(0.217065758f));
+  p = fma(p, q, splat(0.2859235799f));
+  p = fma(p, q, splat(0.3999970633f));
+  p = fma(p, q, splat(0.6666666732f));
+  return fma(p * q, s, s + s);
+}
+
+/// log(1 + e^x). Here and below NaN stays: it is in the exponential.
+DIFFBIT_INLINE F32 softplus(F32 x) { return larger(x, splat(0.0f)) + log1p(exp(magnitude(x) * splat(-1.0f))); }
+
+/// x / (1 + e^-x) with an exponential that cannot overflow.
+DIFFBIT_INLINE F32 silu(F32 x) {
+  const F32 e = exp(magnitude(x) * splat(-1.0f));
+  return fma(smaller(x, splat(0.0f)), e, larger(x, splat(0.0f))) / (splat(1.0f) + e);
+}
+
+// A vector, of which `count` lanes count where it is not WHOLE
+template <bool WHOLE, class T>
+DIFFBIT_INLINE F32 get(const T* from, int64_t count) {
+  return WHOLE ? load(from) : load_part(from, count);
+}
+template <bool WHOLE, class T>
+DIFFBIT_INLINE void put(T* to, int64_t count, F32 a) {
+  if (WHOLE) return store(to, a);
+  T part[L];
+  store(part, a);
+  std::memcpy(to, part, static_cast<size_t>(count) * sizeof(T));
+}
+
+/// each(std::true_type, i, L) for each whole vector of begin ... end - 1, each(std::false_type, i, the rest) at the end.
+template <class Each>
+DIFFBIT_INLINE void vectors(int64_t begin, int64_t end, const Each& each) {
+  int64_t i = begin;
+  for (; i + L <= end; i += L) each(std::true_type(), i, L);
+  if (i < end) each(std::false_type(), i, end - i);
+}
+
+// ---- CausalConv ----
+
+constexpr int64_t MOST = CONV_MOST_WIDTH;
+
+template <class T>
+void conv(const ConvTokens& of, int64_t begin, int64_t end, float* floats) {
+  const int64_t kept = of.width - 1, count = end - begin, room = (count + MAMBA_LANES - 1) / MAMBA_LANES * MAMBA_LANES;
+  const size_t bytes = static_cast<size_t>(count) * sizeof(float);
+  float* rows[MOST];  // the latest `width` tokens, the latest last
+  for (int64_t k = 0; k < of.width; ++k) rows[k] = floats + k * room;
+  for (int64_t k = 0; k < kept; ++k) std::memcpy(rows[k], of.past + k * of.channels + begin, bytes);
+  for (int64_t t = 0; t < of.steps; ++t) {
+    const T* x = static_cast<const T*>(of.x) + t * of.channels + begin;
+    T* y = static_cast<T*>(of.y) + t * of.channels + begin;
+    if (!of.mask[t]) {
+      std::memset(y, 0, static_cast<size_t>(count) * sizeof(T));
+      continue;
+    }
+    vectors(0, count, [&](auto whole, int64_t i, int64_t some) {
+      constexpr bool WHOLE = decltype(whole)::value;
+      const F32 latest = get<WHOLE>(x + i, some);
+      store(rows[kept] + i, latest);
+      F32 sum = get<WHOLE>(of.bias + begin + i, some);
+      const float* weight = of.weight + begin + i;
+      for (int64_t k = 0; k < kept; ++k, weight += of.channels)
+        sum = fma(load(rows[k] + i), get<WHOLE>(weight, some), sum);
+      put<WHOLE>(y + i, some, silu(fma(latest, get<WHOLE>(weight, some), sum)));
+    });
+    float* oldest = rows[0];
+    for (int64_t k = 0; k < kept; ++k) rows[k] = rows[k + 1];
+    rows[kept] = oldest;
+  }
+  for (int64_t k = 0; k < kept; ++k) std::memcpy(of.present + k * of.channels + begin, rows[k], bytes);
+}
+
+void conv(const ConvTokens& of, int64_t begin, int64_t end, float* floats) {
+  of.half ? conv<uint16_t>(of, begin, end, floats) : conv<float>(of, begin, end, floats);
+}
+
+// ---- SelectiveScan ----
+
+/// What a vector of channels has of some tokens: step sizes, inputs, and m as far as it is summed up.
+struct Tokens {
+  F32 size[SCAN_TOKENS], input[SCAN_TOKENS], memory[SCAN_TOKENS];
+};
+
+/// COUNT states pass over `count` tokens; b and c: of each state SCAN_TOKENS numbers.
+template <int COUNT, bool WHOLE>
+DIFFBIT_INLINE void pass(Tokens& tokens, int64_t count, const float* a, float* states, int64_t channels, int64_t some,
+                         const float* b, const float* c) {
+  F32 rate[COUNT], h[COUNT];
+  DIFFBIT_UNROLL
+  for (int n = 0; n < COUNT; ++n) {
+    rate[n] = get<WHOLE>(a + n * channels, some);
+    h[n] = get<WHOLE>(states + n * channels, some);
+  }
+  for (int64_t t = 0; t < count; ++t) {
+    F32 memory = tokens.memory[t];
+    DIFFBIT_UNROLL
+    for (int n = 0; n < COUNT; ++n) {
+      h[n] = fma(exp(tokens.size[t] * rate[n]), h[n], tokens.input[t] * splat(b[n * SCAN_TOKENS + t]));
+      memory = fma(splat(c[n * SCAN_TOKENS + t]), h[n], memory);
+    }
+    tokens.memory[t] = memory;
+  }
+  DIFFBIT_UNROLL
+  for (int n = 0; n < COUNT; ++n) put<WHOLE>(states + n * channels, some, h[n]);
+}
+
+/// The tokens at[0] ... at[count - 1] for the channels i ... i + some - 1.
+template <class T, bool WHOLE>
+void block(const ScanTokens& of, const int64_t* at, int64_t count, int64_t i, int64_t some, const float* b, const float* c) {
+  const auto row = [&](const void* rows, int64_t t) { return static_cast<const T*>(rows) + at[t] * of.channels + i; };
+  const F32 bias = get<WHOLE>(of.dt_bias + i, some), skip = get<WHOLE>(of.d + i, some);
+  Tokens tokens;
+  for (int64_t t = 0; t < count; ++t) {
+    const F32 x = get<WHOLE>(row(of.x, t), some);
+    tokens.size[t] = softplus(get<WHOLE>(row(of.dt, t), some) + bias);
+    tokens.input[t] = tokens.size[t] * x;
+    tokens.memory[t] = skip * x;
+  }
+  int64_t n = 0;
+  const auto states = [&](auto many) {
+    constexpr int COUNT = decltype(many)::value;
+    for (; n + COUNT <= of.states; n += COUNT)
+      pass<COUNT, WHOLE>(tokens, count, of.a + n * of.channels + i, of.present + n * of.channels + i, of.channels, some,
+                         b + n * SCAN_TOKENS, c + n * SCAN_TOKENS);
+  };
+  states(std::integral_constant<int, STATES>());
+  states(std::integral_constant<int, 1>());
+  for (int64_t t = 0; t < count; ++t) {
+    const int64_t to = at[t] * of.channels + i;
+    if (of.memory) put<WHOLE>(static_cast<T*>(of.memory) + to, some, tokens.memory[t]);
+    put<WHOLE>(static_cast<T*>(of.y) + to, some, tokens.memory[t] * silu(get<WHOLE>(row(of.z, t), some)));
+  }
+}
+
+/// Numbers of the tokens at[...], [count, states], to floats [states, SCAN_TOKENS].
+template <class T>
+void transpose(const T* from, const int64_t* at, int64_t count, int64_t states, float* to) {
+  for (int64_t t = 0; t < count; ++t) {
+    const T* row = from + at[t] * states;
+    vectors(0, states, [&](auto whole, int64_t n, int64_t some) {
+      float numbers[L];
+      store(numbers, get<decltype(whole)::value>(row + n, some));
+      for (int64_t j = 0; j < some; ++j) to[(n + j) * SCAN_TOKENS + t] = numbers[j];
+    });
+  }
+}
+
+template <class T>
+void scan(const ScanTokens& of, int64_t begin, int64_t end, float* floats) {
+  float *b = floats, *c = floats + of.states * SCAN_TOKENS;
+  const size_t bytes = static_cast<size_t>(end - begin);
+  if (of.past != of.present)
+    for (int64_t n = 0; n < of.states; ++n)
+      std::memcpy(of.present + n * of.channels + begin, of.past + n * of.channels + begin, bytes * sizeof(float));
+  for (int64_t t = 0; t < of.steps;) {
+    int64_t at[SCAN_TOKENS], count = 0;
+    for (; t < of.steps && count < SCAN_TOKENS; ++t) {
+      if (of.mask[t]) {
+        at[count++] = t;
+        continue;
+      }
+      for (void* rows : {of.y, of.memory})
+        if (rows) std::memset(static_cast<T*>(rows) + t * of.channels + begin, 0, bytes * sizeof(T));
+    }
+    transpose(static_cast<const T*>(of.b), at, count, of.states, b);
+    transpose(static_cast<const T*>(of.c), at, count, of.states, c);
+    vectors(begin, end, [&](auto whole, int64_t i, int64_t some) {
+      block<T, decltype(whole)::value>(of, at, count, i, some, b, c);
+    });
+  }
+}
+
+void scan(const ScanTokens& of, int64_t begin, int64_t end, float* floats) {
+  of.half ? scan<uint16_t>(of, begin, end, floats) : scan<float>(of, begin, end, floats);
+}
+
+}  // namespace
+
+extern const MambaKernels mamba = {conv, scan};
+
+}  // namespace diffbit::DIFFBIT_ISA

@@ -1,0 +1,257 @@
+"""What all attention variants share: their options, projections, cache, softmaxes, and the difference of two branches.
+
+A variant is one file in models/attention/, which says what its heads are (models/mixer.py: what a mixer is).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...errors import DiffbitError
+from ...ops.cache import TOKENS, Buffer
+from ..checks import check_count, check_flag, check_heads, check_positive
+from ..graph import Cache, Graph
+from ..mixer import KVBuffers, Mixer, MixerOptions, Operations, Place
+from .masks import within
+from .norm import RMSNorm
+from .rope import Rope, apply_rope
+from .softmax import Arithmetic, LogitsHook, attend, explicit_softmax, in_one_kernel
+from .state import Carried, LayerCache, NoState, State
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+@dataclass(frozen=True)
+class AttentionOptions(MixerOptions):
+    """Sizes as the mathematics counts them: a head of a plain Transformer has one softmax, a differential head two (a
+    pair of query sub-heads), each head_dim = d wide. num_kv_heads: groups of heads that share keys and values.
+
+    qkv_bias, o_bias: have q_proj, k_proj and v_proj, has o_proj a bias? qk_norm_eps: of an RMSNorm of each query and
+    key sub-head, with a weight [d] that all heads share, before RoPE; 0: there is none. sliding_window: tokens that a
+    token sees, itself and those before it; 0: all. rope: are queries and keys rotated? keys_of: the earlier layer whose
+    keys and values are read, in place of k_proj, v_proj and a cache; None: the layer has its own.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool = field(default=False, kw_only=True)
+    o_bias: bool = field(default=False, kw_only=True)
+    qk_norm_eps: float = field(default=0.0, kw_only=True)
+    sliding_window: int = field(default=0, kw_only=True)
+    rope: bool = field(default=True, kw_only=True)
+    keys_of: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_heads(self.num_heads, self.num_kv_heads, self.head_dim)
+        for name in ("qkv_bias", "o_bias", "rope"):
+            check_flag(name, getattr(self, name))
+        if self.qk_norm_eps != 0:
+            check_positive("qk_norm_eps", self.qk_norm_eps)
+        if self.sliding_window != 0:
+            check_count("sliding_window", self.sliding_window)
+            if self.keys_of is not None:
+                raise DiffbitError("sliding_window and keys_of are both given; another layer's keys are all read")
+
+    @staticmethod
+    @abstractmethod
+    def equal_heads(pairs: int) -> tuple[int, int]:
+        """(num_heads, num_kv_heads) of a model as large as diff_v1 with that many pairs, for fair twins."""
+
+    @property
+    def query_rows(self) -> int:
+        """Of q_proj."""
+        return self.softmaxes * self.head_dim
+
+    @property
+    def width(self) -> int:
+        """Of what all heads together return: columns of o_proj."""
+        return self.softmaxes * self.head_dim
+
+    @property
+    def cache_heads(self) -> int:
+        """Heads in the KV cache, each head_dim wide; k_proj and v_proj have rows for as many."""
+        return self.num_kv_heads
+
+    @property
+    def in_place(self) -> str:
+        """Whether a float cache can be one memory for past and present (ops/cache.py): DiffAttention's kernel writes
+        into its buffer, its body returns a longer one."""
+        return "native"
+
+    @property
+    def rope_width(self) -> int:
+        return self.head_dim if self.rope else 0
+
+    @property
+    def reads(self) -> int | None:
+        return self.keys_of
+
+    @property
+    def carried(self) -> tuple[tuple[int | str, ...], ...]:
+        """Keys and values of all tokens, as a cache holds them; one of a window has not all."""
+        return () if self.sliding_window else ((self.cache_heads, TOKENS, self.head_dim),) * 2
+
+    def buffers(self, kv: KVBuffers) -> tuple[Buffer, ...]:
+        own = self.keys_of is None
+        return kv(self.cache_heads, self.head_dim, self.in_place, self.sliding_window) if own else ()
+
+    def seen(self, context: int) -> int:
+        """Of `context` tokens those that the last one sees."""
+        return min(context, self.sliding_window or context)
+
+    def operations(self, context: int, low_bit: bool) -> Operations:
+        """Of softmaxes alone: a variant adds its own."""
+        context = self.seen(context)
+        products = self.softmaxes * self.head_dim * context
+        rotated = (self.softmaxes + (self.cache_heads if self.keys_of is None else 0)) * self.head_dim
+        turns = 2 * (self.qk_norm_eps > 0) + 2 * self.rope  # a norm takes as many as RoPE
+        return Operations(products, products, 2 * self.softmaxes * context + turns * rotated)
+
+    def joint_rows(self) -> dict[str, int]:
+        queries, keys = self.softmaxes // self.num_heads, self.cache_heads // self.num_kv_heads
+        own = ("k_proj", "v_proj") if self.keys_of is None else ()
+        return {"q_proj": queries * self.head_dim} | dict.fromkeys(own, keys * self.head_dim)
+
+    def state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> LayerCache | NoState:
+        if self.keys_of is not None:
+            return NoState()
+        return LayerCache.empty((batch, self.cache_heads, capacity, self.head_dim), dtype, device)
+
+
+class Attention(Mixer):
+    """A mixer of softmaxes, in one branch or two. It can be computed step by step, with other products than float ones
+    (low-bit attention) and with its logits seen or replaced (outliers)."""
+
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+
+    def __init__(self, options: AttentionOptions, place: Place) -> None:
+        rows = {"q_proj": options.query_rows}
+        if options.keys_of is None:
+            rows |= dict.fromkeys(("k_proj", "v_proj"), options.cache_heads * options.head_dim)
+        super().__init__(place, options.width, bias=options.qkv_bias, o_bias=options.o_bias, **rows)
+        self.rope, self.keys_of = options.rope, options.keys_of
+        eps = options.qk_norm_eps
+        self.q_norm, self.k_norm = (RMSNorm(options.head_dim, eps) if eps else nn.Identity() for _ in "qk")
+        self.num_heads, self.num_kv_heads, self.head_dim = options.num_heads, options.num_kv_heads, options.head_dim
+        self.scale = self.head_dim**-0.5
+        self.sliding_window = options.sliding_window
+        self.logits_hook: LogitsHook | None = None  # sees the scaled logits; what it returns takes their place
+        self.arithmetic: Arithmetic | None = None  # takes the place of the two matrix products
+
+    @property
+    def explicit(self) -> bool:
+        """Are the logits to be computed for themselves?"""
+        return self.logits_hook is not None or self.arithmetic is not None
+
+    def lambda_value(self) -> Tensor | None:
+        """What the noise branch is multiplied by, a fp32 scalar; None where there is none, or one for each token."""
+        return None
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Query sub-heads, [B, S, branches * num_heads, d], those of a pair side by side, not yet rotated."""
+        found: Tensor = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
+        return found
+
+    def _onnx_normed(self, g: Graph, heads: ir.Value, norm: nn.Module, name: str) -> ir.Value:
+        """heads [B, S, H * d], each through a norm [d] where one stands there."""
+        if isinstance(norm, nn.Identity):
+            return heads
+        each = g.norm(g.op("Reshape", [heads, g.const([0, 0, -1, self.head_dim])]), norm, name)
+        return g.op("Reshape", [each, g.const([0, 0, -1])])
+
+    def projected(self, x: Tensor, rope: Rope, state: State | None, carried: Carried) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [B, branches * num_heads, S, d], and of all tokens key and value [B, Hk, T, d], as a cache has them."""
+        query = self._rotated(self.queries(x), rope)
+        if self.keys_of is not None:
+            key, value = carried[self.keys_of]
+            return query, key, value
+        key = self._rotated(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))), rope)
+        value = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        if state is not None:
+            assert isinstance(state, LayerCache)
+            key, value = state.append(key, value)
+        if self.gives:
+            carried[self.layer_index] = key, value
+        return query, key, value
+
+    def _rotated(self, heads: Tensor, rope: Rope) -> Tensor:
+        """[B, S, heads, d] -> [B, heads, S, d]."""
+        return (apply_rope(heads, rope) if self.rope else heads).transpose(1, 2)
+
+    def onnx_projected(self, g: Graph, x: ir.Value) -> tuple[ir.Value, ir.Value | None, ir.Value | None]:
+        """Query, key and value of x as ONNX nodes, not yet rotated; without keys of its own None and None."""
+        if self.keys_of is not None:
+            return self._onnx_normed(g, g.linear(x, self.q_proj, "q_proj"), self.q_norm, "q_norm"), None, None
+        query, key, value = g.linears(x, {"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj})
+        query = self._onnx_normed(g, query, self.q_norm, "q_norm")
+        return query, self._onnx_normed(g, key, self.k_norm, "k_norm"), value
+
+    def onnx_attention(
+        self, g: Graph, x: ir.Value, lambda_: ir.Value | None, past: Cache, **sizes: Any
+    ) -> tuple[ir.Value, Cache]:
+        """Graph.attention of x, of these sizes, with the layer's own keys and values or another's."""
+        projected = self.onnx_projected(g, x)
+        source = past if self.keys_of is None else g.carried[self.keys_of]
+        sizes |= {"head_dim": self.head_dim, "rope": self.rope, "sliding_window": self.sliding_window}
+        out, present = g.attention(*projected, lambda_, source, **sizes)
+        if self.gives:
+            g.carried[self.layer_index] = present
+        return out, present
+
+    def by_branch(self, key: Tensor, value: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Cached heads [B, Hk, T, d] -> the keys of each branch [B, G, T, d], and the values of all [B, G, T, e]."""
+        return [key], value
+
+    def branches(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> list[Tensor]:
+        """softmax(q k^T * scale) v of each branch, [B, H, S, e]; of a pair, signal and noise. Arguments: of
+        `projected`."""
+        mask = within(mask, query.shape[2], key.shape[2], self.sliding_window, query.device)
+        keys, value = self.by_branch(key, value)
+        count = len(keys)
+        if self.explicit:
+            arithmetic = self.arithmetic or Arithmetic()
+            each = [arithmetic.logits(query[:, i::count], keys[i], self.scale, i) for i in range(count)]
+            logits = torch.stack(each, dim=2).flatten(1, 2)  # the hook sees those of all sub-heads at once
+            probabilities = explicit_softmax(logits, mask, self.logits_hook)  # [B, softmaxes, S, T]
+            return [arithmetic.mix(probabilities[:, i::count], value, self.head_dim) for i in range(count)]
+        if keys[0] is keys[-1]:  # one call for all branches
+            found = attend(query, keys[0], value, mask, self.scale)
+            return [found[:, i::count] for i in range(count)]
+        return [attend(query[:, i::count], keys[i], value, mask, self.scale) for i in range(count)]
+
+
+class Differential(Attention):
+    """The difference of both branches of a pair, signal - lambda * noise, and the head norm where norm_eps is not 0."""
+
+    norm_eps = 0.0
+
+    def lambda_of(self, x: Tensor) -> Tensor:
+        """lambda, fp32: a scalar, or [B, H, S, 1], one for each head and token of x."""
+        raise NotImplementedError
+
+    def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None, carried: Carried) -> Tensor:
+        query, key, value = self.projected(x, rope, state, carried)
+        lambda_ = self.lambda_of(x)
+        windowed = 0 < self.sliding_window < x.shape[1]
+        if not (self.explicit or windowed) and in_one_kernel(query, mask, state):
+            from .triton_attention import diff_attention
+
+            each = lambda_.expand(len(x), self.num_heads, x.shape[1], 1).squeeze(-1)
+            query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))  # [B, S, heads, d]
+            wide = value.unflatten(2, (self.num_kv_heads, -1)).flatten(3)  # [B, S, KV, e]
+            return diff_attention(query, key, wide, each, self.scale, self.norm_eps).flatten(2)
+        signal, noise = (branch.float() for branch in self.branches(query, key, value, mask))
+        out = signal - lambda_ * noise  # [B, H, S, e]
+        if self.norm_eps:
+            out = F.rms_norm(out, out.shape[-1:], eps=self.norm_eps)
+        return out.to(x.dtype).transpose(1, 2).flatten(2)

@@ -1,0 +1,278 @@
+"""DiffAttention in torch: the numbers that its body and every kernel are held against, and low-bit attention of models
+in torch (quantize/attention.py). ops/diff_attention.py has the meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from . import kv_cache
+from .diff_attention import Signature
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Cached(NamedTuple):
+    """Keys or values of a call as the cache holds them: the first n tokens as codes, the last m as floats. Some tokens
+    are both: `coded` says which of them a query reads. Hk is [B, Hk], or whatever the rows begin with."""
+
+    bits: int
+    block: int  # tokens that share a scale: 32 of the keys, 1 of the values
+    codes: torch.Tensor  # [..., n, d]
+    scale: torch.Tensor  # of the codes: [..., n], of 4 and 2 bits with zero points [..., n/32, 2, d], [..., n, 2, d/32]
+    floats: torch.Tensor  # [..., m, d]
+    coded: torch.Tensor  # bool [S, T]: is read as a code
+    # the buffer, its scale, the recent tokens
+    presents: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Cached:
+        """The same with `change` of codes, scale and floats."""
+        return self._replace(codes=change(self.codes), scale=change(self.scale), floats=change(self.floats))
+
+    def grouped(self, groups: int, width: int) -> Cached:
+        """[B, Hk, ...] -> [B, G, w, ...]."""
+        return self.each(lambda x: x.unflatten(1, (groups, width)))
+
+    def of_branch(self, branch: int) -> Cached:
+        """Of [B, G, w, ...] one branch's [B, G, ...]; with w = 1 both branches have the same."""
+        return self.each(lambda x: x[:, :, branch % x.shape[2]])
+
+    def as_it_lies(self, steps: int) -> Cached:
+        """For so many queries, which see a code wherever there is one; without presents."""
+        import torch
+
+        coded = torch.arange(self.coded.shape[1], device=self.codes.device) < self.codes.shape[-2]
+        return self._replace(coded=coded.expand(steps, -1), presents=(None, None, None))
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """The numbers that the codes stand for: [..., n, d]."""
+        if self.bits >= 8:
+            return self.codes.to(dtype) * self.scale[..., None].to(dtype)
+        return kv_cache.dequantize_blocks(self.codes, self.scale, -1 if self.block == 1 else -2).to(dtype)
+
+
+def append(
+    rows: torch.Tensor,
+    past: torch.Tensor,
+    scale: torch.Tensor | None,
+    recent: torch.Tensor | None,
+    past_length: int,
+    bits: int,
+    window: int,
+    block: int,
+    ring: bool = False,
+) -> Cached:
+    """New rows [B, Hk, S, d] behind the past; block: 32 of keys, 1 of values. ring: are the buffers rings? What they
+    have dropped is then zeros."""
+    import torch
+
+    total = past_length + rows.shape[2]
+    places = range(past_length + 1, total + 1)  # each new token as the last
+
+    def extended(past: torch.Tensor, length: int, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All that is held, in order, and the present."""
+        end, slots = length + new.shape[2], past.shape[2]
+        if not ring:
+            present = torch.cat((past[:, :, :length], new.to(past.dtype), past[:, :, end:]), 2)
+            return present[:, :, :end], present
+        found, present = past.new_zeros(*past.shape[:2], end, *past.shape[3:]), past.clone()
+        old, kept = (torch.arange(max(0, count - slots), count) for count in (length, end))
+        found[:, :, old], found[:, :, length:] = past[:, :, old % slots], new.to(past.dtype)
+        present[:, :, kept % slots] = found[:, :, kept]
+        return found, present
+
+    def coded(ends: list[int]) -> torch.Tensor:
+        return torch.arange(total, device=rows.device) < torch.tensor(ends, device=rows.device).view(-1, 1)
+
+    nothing = rows[:, :, :0]
+    if bits == 16:
+        floats, present = extended(past, past_length, rows)
+        no_scale = nothing[..., 0].float()
+        return Cached(bits, block, nothing, no_scale, floats, coded([0 for _ in places]), (present, None, None))
+    assert scale is not None
+    if bits == 8:
+        codes, new_scale = kv_cache.quantize_rows(rows)
+        (codes, present), (in_use, scale) = (
+            extended(past, past_length, codes),
+            extended(scale, past_length, new_scale),
+        )
+        return Cached(bits, block, codes, in_use, nothing, coded([total for _ in places]), (present, scale, None))
+    assert recent is not None
+    before, after = (kv_cache.quantized_tokens(tokens, window) for tokens in (past_length, total))
+    floats = torch.cat((recent[:, :, : past_length - before], rows.half()), 2)  # from `before` on
+    codes, new_scale = kv_cache.quantize_blocks(floats[:, :, : after - before], bits, -1 if block == 1 else -2)
+    packed, present = extended(past, before, kv_cache.pack(codes, bits))
+    in_use, scale = extended(scale, before // block, new_scale)
+    recent = torch.cat((floats[:, :, after - before :], recent[:, :, total - after :]), 2)
+    presents, codes = (present, scale, recent), kv_cache.unpack(packed, bits)
+    read = coded([kv_cache.quantized_tokens(place, window) for place in places])
+    return Cached(bits, block, codes, in_use, floats, read, presents)
+
+
+def cached(rows: torch.Tensor, length: int, format: str, window: int, block: int) -> Cached:
+    """Rows [B, Hk, T, d] as a cache of `format` (kv_cache.BITS) holds them for queries of the last `length` tokens."""
+    import torch
+
+    bits, d = kv_cache.BITS[format], rows.shape[3]
+    dtype = {"float": rows.dtype, "fp16": torch.float16, "int8": torch.int8}.get(format, torch.uint8)
+
+    def empty(dtype: torch.dtype, *width: int) -> torch.Tensor:
+        return rows.new_empty(*rows.shape[:2], 0, *width, dtype=dtype)
+
+    past, recent = empty(dtype, d * min(bits, 8) // 8), empty(torch.float16, d)
+    per_block = d if block > 1 else d // kv_cache.BLOCK
+    scale = empty(torch.float32) if bits == 8 else empty(torch.float16, 2, per_block)
+    found = append(rows, past, scale, recent, 0, bits, window, block)
+    return found._replace(coded=found.coded[rows.shape[2] - length :])
+
+
+def scores(query: torch.Tensor, keys: Cached, query_bits: int) -> torch.Tensor:
+    """Queries [B, G, r, S, d], rotated and scaled, times keys [B, G, ...] -> [B, G, r, S, T], before any mask."""
+    import torch
+    from torch.nn.functional import pad
+
+    dtype, total, shape = query.dtype, keys.coded.shape[1], query.shape[:-1]
+    query = query.flatten(2, 3)  # [B, G, r*S, d]
+    high = query @ keys.floats.to(dtype).transpose(-1, -2)
+    if not keys.codes.shape[-2]:
+        return high.view(*shape, total)
+    if not query_bits:
+        low = query @ keys.dequantized(dtype).transpose(-1, -2)
+    elif keys.bits == 8:
+        low = kv_cache.row_scores(query, keys.codes, keys.scale, query_bits)
+    else:
+        low = kv_cache.block_scores(query, keys.codes, keys.scale, query_bits, keys.bits)
+    low, high = pad(low, (0, total - low.shape[-1])), pad(high, (total - high.shape[-1], 0))
+    return torch.where(keys.coded, low.view(*shape, total), high.view(*shape, total))
+
+
+def mixed(weights: torch.Tensor, values: Cached) -> torch.Tensor:
+    """Weights [B, G, r, S, T], 0 where a token is hidden, times values [B, G, w, ...] -> [B, G, r, S, w, d]."""
+    import torch
+
+    total, dtype = weights.shape[-1], weights.dtype
+    numbers, floats = values.dequantized(dtype), values.floats.to(dtype)
+    low = weights.masked_fill(~values.coded, 0)[..., : numbers.shape[-2]]
+    high = weights.masked_fill(values.coded, 0)[..., total - floats.shape[-2] :]
+    out = torch.einsum("bgrst,bgwtd->bgrswd", high, floats)
+    return out + torch.einsum("bgrst,bgwtd->bgrswd", low, numbers) if numbers.shape[-2] else out
+
+
+def _difference(
+    query: torch.Tensor, keys: Cached, visible: torch.Tensor, lam: torch.Tensor | None, query_bits: int
+) -> torch.Tensor:
+    """A1 - lambda A2: queries [B, n, G, r, S, d], keys [B, G, w, ...], visible [B, 1, 1, S, T], lam [H] or [B, S, H] ->
+    [B, G, r, S, T]."""
+    import torch
+
+    shares = []
+    for branch in range(query.shape[1]):
+        logits = scores(query[:, branch], keys.of_branch(branch), query_bits)
+        softmax = torch.softmax(logits.masked_fill(~visible, float("-inf")), -1)
+        shares.append(torch.where(visible, softmax, 0.0))  # a row that sees nothing is NaN until here
+    if lam is None:
+        return shares[0]
+    batch, _, groups, shared, steps, _ = query.shape
+    lam = lam.to(query.dtype).expand(batch, steps, groups * shared)
+    return shares[0] - lam.view(batch, steps, groups, shared).permute(0, 2, 3, 1).unsqueeze(-1) * shares[1]
+
+
+def in_pairs(query: torch.Tensor, noise_ratio: int) -> torch.Tensor:
+    """Query sub-heads [..., H + H/R, d] in groups of R signal heads and their noise head -> [..., 2H, d] in pairs."""
+    import torch
+
+    groups = query.unflatten(-2, (-1, noise_ratio + 1))
+    signal, noise = groups[..., :-1, :], groups[..., -1:, :]
+    return torch.stack((signal, noise.expand_as(signal)), -2).flatten(-4, -2)
+
+
+def rotated(x: torch.Tensor, position_ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """RoPE of [B, S, heads, d]."""
+    import torch
+
+    c, s = (table[position_ids].to(x.dtype).unsqueeze(2) for table in (cos, sin))
+    low, high = x.chunk(2, -1)
+    return torch.cat((low * c - high * s, high * c + low * s), -1)
+
+
+def reference(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    lam: torch.Tensor | None,
+    past_key: torch.Tensor,
+    past_value: torch.Tensor,
+    past_length: int,
+    position_ids: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    attention_mask: torch.Tensor,
+    past_key_scale: torch.Tensor | None = None,
+    past_value_scale: torch.Tensor | None = None,
+    past_key_recent: torch.Tensor | None = None,
+    past_value_recent: torch.Tensor | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    wide_value: bool,
+    scale: float,
+    norm_eps: float,
+    branches: int = 2,
+    noise_ratio: int = 1,
+    key_bits: int = 16,
+    value_bits: int = 16,
+    query_bits: int = 0,
+    window: int = 0,
+    sliding_window: int = 0,
+) -> tuple[torch.Tensor | None, ...]:
+    """The op in torch: inputs as diff_attention.py says, past_length as a plain int. All seven outputs, None those that
+    the node has no use for.
+
+    Computes in float32, or in float64 when `query` is float64 (then it is its own oracle's precision). What goes into
+    a cache of another type than float64, and what a query's codes are made of, is computed in float32 in either case:
+    integers and the cache's numbers are the same.
+    """
+    import torch
+
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    batch, steps, _ = query.shape
+    d = query.shape[-1] // (num_heads + (branches - 1) * num_heads // noise_ratio)
+    of = Signature(key_bits, value_bits, query_bits, branches, noise_ratio, sliding_window, key is not None)
+    of.check_width(d)
+    width = 2 if wide_value else 1
+    groups = num_kv_heads // width
+    shared = num_heads // groups  # heads that read one kv head
+    total = past_length + steps
+
+    none = query.new_empty(batch, num_kv_heads, 0, d)
+    key_rows = value_rows = none  # [B, Hk, S, d]
+    if key is not None and value is not None:
+        rows = key.to(torch.float64 if past_key.dtype == torch.float64 else torch.float32)
+        key_rows = rotated(rows.view(batch, steps, num_kv_heads, d), position_ids, cos, sin).transpose(1, 2)
+        value_rows = value.view(batch, steps, num_kv_heads, d).transpose(1, 2)
+    before, ring = total - key_rows.shape[2], sliding_window > 0
+    block = kv_cache.BLOCK
+    keys = append(key_rows, past_key, past_key_scale, past_key_recent, before, key_bits, window, block, ring)
+    values = append(value_rows, past_value, past_value_scale, past_value_recent, before, value_bits, window, 1, ring)
+    if not of.appends:
+        keys, values = keys.as_it_lies(steps), values.as_it_lies(steps)
+
+    q = query.to(torch.float32 if query_bits else dtype).view(batch, steps, query.shape[-1] // d, d)
+    q = (rotated(q, position_ids, cos, sin) * scale).to(dtype)
+    q = (in_pairs(q, noise_ratio) if branches == 2 else q).view(batch, steps, groups, shared, branches, d)
+    q = q.permute(0, 4, 2, 3, 1, 5)  # [B, n, G, r, S, d]
+    places = torch.arange(past_length, total)[:, None]
+    causal = (torch.arange(total) <= places) & (torch.arange(total) > places - (sliding_window or total))
+    visible = (causal & attention_mask.bool()[:, None, :])[:, None, None]  # [B, 1, 1, S, T]
+    weights = _difference(q, keys.grouped(groups, width), visible, lam, query_bits)
+
+    out = mixed(weights, values.grouped(groups, width))  # [B, G, r, S, w, d]
+    out = out.permute(0, 3, 1, 2, 4, 5).reshape(batch, steps, num_heads, width * d)
+    if norm_eps > 0:
+        out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + norm_eps)
+    out = out.reshape(batch, steps, num_heads * width * d).to(query.dtype)
+    (key_buffer, *key_rest), (value_buffer, *value_rest) = keys.presents, values.presents
+    rest = (part for pair in zip(key_rest, value_rest, strict=True) for part in pair)
+    return out, key_buffer, value_buffer, *rest

@@ -1,0 +1,85 @@
+"""Windows of tokens on their way through a model: their hidden states, and what layers hand to later ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..models import ModelConfig, causal_mask, rope_for
+from ..models.layers.masks import default_positions
+from ..models.layers.rope import Rope
+from ..models.layers.state import Carried
+from .spill import Rows
+
+BATCH_TOKENS = 2048  # that pass a layer at a time
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some windows of calibration tokens as they reach a layer."""
+
+    hidden: Tensor  # fp32 [n, S, E]
+    counted: Tensor  # bool [n, S], tokens that count
+    rope: Rope
+    mask: Tensor | None  # as attention takes it
+    carried: Carried  # what earlier layers handed on; one that gives adds to it
+
+
+class States:
+    """Windows of tokens on their way through a model: ids [n, S], mask bool [n, S] of those that count."""
+
+    def __init__(self, config: ModelConfig, ids: Tensor, mask: Tensor) -> None:
+        self.config, self.ids, self.mask = config, ids, mask
+        self.folder: Path | None = None  # where hidden states lie; None: in memory
+        self.hidden: Tensor | Rows = torch.empty(0)  # fp32 [n, S, E], before the layer that comes next
+        self.carried: dict[int, tuple[Tensor | Rows, ...]] = {}  # fp32 [n, ...], what that layer or a later one reads
+        step = max(1, BATCH_TOKENS // ids.shape[1])
+        self.slices = [slice(i, i + step) for i in range(0, len(ids), step)]
+
+    def batches(self) -> Iterator[Batch]:
+        """All windows, in order."""
+        return map(self.batch, self.slices)
+
+    def batch(self, rows: slice | Tensor) -> Batch:
+        """These windows; rows: a slice, or indices int64 [n]."""
+        length, device = self.ids.shape[1], self.ids.device
+        counted = self.mask[rows]
+        padding = None if counted.all() else counted
+        rope = rope_for(self.config, default_positions(1, length, 0, padding, device))
+        carried = {giver: tuple(value[rows] for value in values) for giver, values in self.carried.items()}
+        return Batch(self.hidden[rows], counted, rope, causal_mask(length, 0, padding, device), carried)
+
+    def embed(self, embedding: Callable[[Tensor], Tensor]) -> None:
+        """Enter the model: embedding(ids [n, S]) -> [n, S, E]."""
+        self.hidden, self.carried = self.filled(lambda rows: embedding(self.ids[rows]).float()), {}
+
+    def filled(self, made: Callable[[slice], Tensor]) -> Tensor | Rows:
+        """Rows of all windows, made some windows at a time."""
+        whole: Tensor | Rows | None = None
+        for rows in self.slices:
+            part = made(rows)
+            whole = self.space(*part.shape[1:]) if whole is None else whole
+            whole[rows] = part
+        return self.space() if whole is None else whole
+
+    def space(self, *each: int) -> Tensor | Rows:
+        """For fp32 values of all windows, of this shape each; by default hidden states."""
+        shape = (len(self.ids), *(each or (self.ids.shape[1], self.config.hidden_size)))
+        return torch.empty(shape, device=self.ids.device) if self.folder is None else Rows(self.folder, shape)
+
+    def take_past(self, index: int, run: Callable[[Batch], Tensor]) -> None:
+        """Layer `index`: run(batch) -> the hidden states behind it."""
+        for rows, batch in zip(self.slices, self.batches(), strict=True):
+            self.hidden[rows] = run(batch)
+            if index in self.config.last_readers:
+                given = batch.carried[index]
+                if index not in self.carried:
+                    self.carried[index] = tuple(self.space(*value.shape[1:]) for value in given)
+                for whole, value in zip(self.carried[index], given, strict=True):
+                    whole[rows] = value
+        for giver in [giver for giver in self.carried if self.config.last_readers[giver] <= index]:
+            del self.carried[giver]
