@@ -207,7 +207,7 @@ def _readable_by_others(cache: CacheSpec) -> bool:
     """Whether loaders that know one key and one value a layer (onnxruntime-genai, optimum) can feed this cache, which
     grows with the tokens."""
     plain = all({buffer.name for buffer in layer} == {"key", "value"} for layer in cache.layers)
-    return plain and not any(buffer.ring for buffer in cache.buffers.values())
+    return plain and all(buffer.grows for buffer in cache.buffers.values())
 
 
 def _check_tokens(source: Checkpoint) -> None:

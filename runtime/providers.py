@@ -33,7 +33,7 @@ MAX_THREADS = 512  # ONNX Runtime starts as many as it is told to, and hangs wit
 COMPUTE = {
     *("MatMul", "Gemm", "FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"),
     *("MatMulNBits", "MatMulBnb4", "Softmax", "Attention", "MultiHeadAttention", "GroupQueryAttention"),
-    *(op.name for op in OPS),
+    *(op.named(index) for op in OPS for index in range(op.names)),
 }
 
 

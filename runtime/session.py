@@ -6,9 +6,9 @@ present, and a decode step writes one row of it. Otherwise the graph returns a n
 new tokens, or a state or a ring of the same size), which is bound as the past of the next call.
 
 Batches of unequal prompts come with an `attention_mask` (1: token, 0: padding) that pads on either side. The session
-moves each row's tokens to its start: GroupQueryAttention takes a row's length as the sum of its mask and expects its
-tokens there, and a graph that reads the mask itself gives the same logits either way. With a ring in the cache it moves
-them to the end, so that no padding lies between tokens within a sliding window. Positions count real tokens.
+moves each row's tokens to its start, where blocks of a low-bit cache are those of the row alone; in a model with rings
+or states to its end, for these count places: no padding may come between a prompt and what is generated behind it.
+Positions count real tokens.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class Session:
         self._buffers = self.artifact.cache.buffers
         ways = ("always", "native") if self.native else ("always",)
         self._in_place = [buffer.in_place in ways for buffer in self._buffers.values()]
-        self._to_end = any(buffer.ring for buffer in self._buffers.values())  # where a row's tokens are moved
+        grows = (buffer.grows or buffer.name.endswith("_recent") for buffer in self._buffers.values())
+        self._to_end = not all(grows)  # where a row's tokens are moved
         self._check_signature()
         # exports before this input was there compute all logits
         self._logits_from = LOGITS_FROM in {node.name for node in self._session.get_overridable_initializers()}
@@ -173,7 +174,7 @@ class Session:
         self._begin(packed)
 
         chunk = CHUNK if batch == 1 else used
-        last = batch == 1 and not all_positions
+        last = (batch == 1 or self._at_end) and not all_positions
         parts = [
             self._append(packed[:, start : start + chunk], mask[:, start : start + chunk], last)
             for start in range(0, used, chunk)

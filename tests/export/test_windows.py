@@ -46,18 +46,21 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return folder / "quantized"
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_an_artifact_computes_what_torch_computes(checkpoint: Path, native: bool) -> None:
-    """A context of four windows, in odd chunks and token by token."""
+@pytest.fixture
+def artifact(checkpoint: Path) -> Path:
     folder = checkpoint.with_name(f"{checkpoint.name}-artifact")
-    if not folder.exists():
-        export_artifact(checkpoint, folder)
-    names = {node.op_type for node in graph_of(folder).graph.node if node.op_type.startswith("DiffAttention")}
+    return folder if folder.exists() else export_artifact(checkpoint, folder)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_an_artifact_computes_what_torch_computes(checkpoint: Path, artifact: Path, native: bool) -> None:
+    """A context of four windows, in odd chunks and token by token."""
+    names = {node.op_type for node in graph_of(artifact).graph.node if node.op_type.startswith("DiffAttention")}
     assert len(names) in (4, 5)  # with floats a plain layer's body is a signature of its own
     ids = torch.randint(0, 61, (1, 4 * WINDOW), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         wanted = reference_model(checkpoint)(ids)[0]
-    session, got, done = runtime.Session(folder, threads=1, native=native), [], 0
+    session, got, done = runtime.Session(artifact, threads=1, native=native), [], 0
     for count in (33, 1, 1, 50, 3, 2, 41, 1, 1, 27):
         chunk = ids[:, done : done + count].numpy()
         got += list(session.step(chunk) if count == 1 else session.prefill(chunk, all_positions=True)[0])
@@ -66,3 +69,28 @@ def test_an_artifact_computes_what_torch_computes(checkpoint: Path, native: bool
     error = relative_error(np.stack(got), wanted)
     usual = 1e-5 if "quantized" not in checkpoint.name else 5e-3  # a code that moves to its neighbour moves its readers
     assert np.median(error) < usual and error.max() < 30 * usual, error
+
+
+def test_a_session_keeps_only_what_its_rings_still_hold(artifact: Path) -> None:
+    """A text that is cut and goes on otherwise, and a batch padded on the left: what fresh sessions compute."""
+    ids = np.random.default_rng(0).integers(0, 61, 100)
+    session, fresh = (runtime.Session(artifact, threads=1) for _ in range(2))
+    for length, kept in ((100, 99), (100, 60), (38, 30)):
+        session.reset()
+        session.prefill([ids[:length]])
+        other = [*ids[:kept], 7, 8, 9]
+        found = session.reuse(other)
+        assert found in (0, kept) and found == (kept if session.artifact.cache.holds(kept, length) else 0)
+        fresh.reset()
+        np.testing.assert_allclose(session.prefill([other[found:]]), fresh.prefill([other]), atol=2e-2)
+    rows = np.stack([ids[:90], np.concatenate([np.zeros(25, np.int64), ids[:65]])])
+    mask = np.stack([np.ones(90, np.int64), np.arange(90) >= 25])
+    session.reset()
+    got = [session.prefill(rows, mask), session.step([[5], [6]]), session.step([[1], [2]])]
+    for row, (tokens, steps) in enumerate(((ids[:90], (5, 1)), (ids[:65], (6, 2)))):
+        if row and "recent" in " ".join(session.artifact.cache.buffers):
+            continue  # padding shares blocks with its neighbours
+        fresh.reset()
+        wanted = [fresh.prefill([tokens]), *(fresh.step([[step]]) for step in steps)]
+        for a, b in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(a[row], b[0], atol=2e-2)
