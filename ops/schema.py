@@ -33,7 +33,7 @@ FLOATS = "FLOAT32, FLOAT16 or BFLOAT16"
 DIFF_ATTENTION = Op(
     "DiffAttention",
     version=4,
-    names=8,
+    names=6,
     inputs=(
         Tensor("query", T),
         Tensor("key", T, optional=True),

@@ -176,7 +176,7 @@ struct DiffAttention {
       {16, 16, 16, 1, 2, 3, 7, 7, 1, 1, 7, 10, 1, 10, 10, 16, 2, 3, 10, 1, 10, 10},
       {16, 16, 16, 1, 2, 2, 7, 7, 1, 1, 7, 10, 10, 10, 10, 16, 2, 2, 10, 10, 10, 10},
   };
-  static constexpr const char* NAMES[8] = {"DiffAttention", "DiffAttention_2", "DiffAttention_3", "DiffAttention_4", "DiffAttention_5", "DiffAttention_6", "DiffAttention_7", "DiffAttention_8"};
+  static constexpr const char* NAMES[6] = {"DiffAttention", "DiffAttention_2", "DiffAttention_3", "DiffAttention_4", "DiffAttention_5", "DiffAttention_6"};
   static constexpr Signature SIGNATURE{15, 7, 0x780e, 0x7e, 0x40};
 };
 
