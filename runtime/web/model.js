@@ -49,7 +49,8 @@ export class Model {
     this.ids = [];
     this.past = {};
     for (const { name, dtype, shape } of this.buffers) {
-      const dims = [1, ...shape.map((dim) => (typeof dim === "number" ? dim : 0))];
+      // "tokens" grows from none; "tokens%512" is a ring of 512
+      const dims = [1, ...shape.map((dim) => (typeof dim === "number" ? dim : Number(dim.split("%")[1] ?? 0)))];
       const size = dims.reduce((product, dim) => product * dim);
       this.past[name] = new this.ort.Tensor(dtype, new ARRAYS[dtype](size), dims);
     }
