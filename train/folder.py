@@ -50,7 +50,8 @@ def check_folder(out: Path, *, resume: bool, overwrite: bool) -> None:
 def begin_run(out: Path) -> None:
     """Make `out` an empty run folder; deletes an earlier run there (`check_folder` has made sure that it is one)."""
     make_folder(out)
-    for entry in out.iterdir():
+    # the log goes last: without it, what is left by a run that is killed here would not be taken for one
+    for entry in sorted(out.iterdir(), key=lambda entry: entry.name == LOG):
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         else:

@@ -371,7 +371,7 @@ def resume_quantization(folder: Path) -> None:
 
 
 def resume_training(folder: Path) -> None:
-    trainer_module.plot_losses = lambda *_: None  # type: ignore[assignment]  # matplotlib would take most of the time
+    trainer_module.pyplot = trainer_module.plot_losses = lambda *_: None  # type: ignore[assignment]  # matplotlib would take most of the time
     train(_options(folder), folder / "out", resume=True)
     mine, whole = _content(folder / "out"), _content(folder / "whole")
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
@@ -447,5 +447,5 @@ TARGETS = {
     "scheme": Target("scheme", SCHEMES, scheme, 15),
     "corpus": Target("texts", TEXTS, corpus, 15),
     "unfinished": Target("unfinished", UNFINISHED, resume_quantization, 15),
-    "training": Target("training", TRAINING, resume_training),
+    "training": Target("training", TRAINING, resume_training, 3),
 }

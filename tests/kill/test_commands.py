@@ -88,11 +88,11 @@ def compared(models: Path, out: Path, overwrite: bool) -> None:
 
 COMMANDS = {
     "rtn": Command(quantized("rtn")),
-    "gptq": Command(quantized("gptq"), every=2),
-    "learned": Command(quantized("learned"), every=7),
+    "gptq": Command(quantized("gptq"), every=6),
+    "learned": Command(quantized("learned"), every=12),
     "export": Command(exported, every=5),
-    "train": Command(trained, 3, ("config.json", "model.safetensors", "master/model.safetensors"), False),
-    "compare": Command(compared, whole=False),
+    "train": Command(trained, 6, ("config.json", "model.safetensors", "master/model.safetensors"), False),
+    "compare": Command(compared, same=("comparison.json", "comparison.csv"), whole=False),  # the report says when
 }  # fmt: skip
 
 
@@ -119,7 +119,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer_module, "plot_losses", lambda *_: None)
+    for name in ("pyplot", "plot_losses"):  # matplotlib would take most of the time
+        monkeypatch.setattr(trainer_module, name, lambda *_: None)
     monkeypatch.setattr(learned, "STEPS", 2)
 
 
@@ -166,7 +167,7 @@ class Trial:
         assert content(self.out, names) == wanted
         left = {path.name for path in self.place.iterdir()} - {"out"}
         ended = over or not self.command.whole  # then the same command does nothing, or nothing more
-        assert left <= ({".out.lock", "out.unfinished"} if ended else set()), "something is left"
+        assert not left or (ended and all(name.startswith((".out.", "out.unf")) for name in left)), "something is left"
         for name in left:
             path = self.place / name
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -183,7 +184,7 @@ def test_killed_at_each_step(name: str, overwrite: bool, models: Path, tmp_path:
     while killed_at(step, trial.run):
         trial.check()
         step += 1 if trial.command.every == 1 else random.randint(1, 2 * trial.command.every - 1)
-    assert step > 5
+    assert step > 4
     trial.clean()
 
 
