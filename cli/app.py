@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from ..version import __version__
-from . import bench, chat, compare, export, outliers, quantize, run, serve, train, verify, web
+from . import bench, chat, compare, export, outliers, plan, quantize, run, serve, train, verify, web
 from .output import print_error
 
 app = typer.Typer(name="diffbit", no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False)
@@ -76,6 +76,7 @@ def _add(command: Callable[..., None], examples: tuple[str, ...]) -> None:
 
 _add(train.train, train.EXAMPLES)
 _add(outliers.outliers, outliers.EXAMPLES)
+_add(plan.plan, plan.EXAMPLES)
 _add(quantize.quantize, quantize.EXAMPLES)
 _add(export.export, export.EXAMPLES)
 _add(verify.verify, verify.EXAMPLES)

@@ -154,6 +154,14 @@ CalibrationWindows = Annotated[
 Layers = Annotated[
     bool, typer.Option("--layers", help="Print a row for each weight, not for all q_proj, all down_proj, ...")
 ]
+MaxMemory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory that the process may take, such as 4GB: calibration states go to the disk where they have to, and "
+        "what cannot fit is refused. The result is the same to the bit.",
+    ),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run, if there is one.")]
 
 
@@ -180,6 +188,7 @@ def quantize(
     length: Length = None,
     layers: Layers = False,
     resume: Resume = False,
+    max_memory: MaxMemory = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -199,7 +208,7 @@ def quantize(
         )
     if candidates is not None and not mixed:
         raise DiffbitError("--candidates needs --target-bits or --target-size")
-    scheme = _scheme(scheme_file, weights, embedding, head, override, activations, kv, qk, kv_window, mixed)
+    scheme = read_scheme(scheme_file, weights, embedding, head, override, activations, kv, qk, kv_window, mixed)
     if calibrate is None and (calibrated or mixed):
         calibrate = "mix"
         remark(
@@ -226,6 +235,7 @@ def quantize(
         calibration_text=None if text is None else {"source": text.source, "sha256": text.sha256},
         overwrite=overwrite,
         resume=resume,
+        max_memory=None if max_memory is None else parse_size(max_memory),
     )
     values = _write(report, plan, output)
     for warning in report.warnings:
@@ -236,7 +246,7 @@ def quantize(
         _show(report, plan, output, layers)
 
 
-def _scheme(
+def read_scheme(
     file: Path | None,
     weights: str | None,
     embedding: str | None,

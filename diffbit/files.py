@@ -114,6 +114,15 @@ def sweep(path: Path) -> None:
                 entry.unlink()
 
 
+def remove_folder(path: Path) -> None:
+    """Remove a folder, if it is there, at one moment: a run that is killed meanwhile leaves the rest to `sweep`."""
+    if path.is_dir():
+        aside = _temporary(path)
+        os.replace(path, aside)
+        durable.sync(path.parent)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
 @contextmanager
 def write_atomic(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`, renamed to `path` on success and removed on failure.

@@ -19,8 +19,10 @@ from __future__ import annotations
 import csv
 import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -28,16 +30,17 @@ import torch
 from .. import files
 from ..calib_data import NeedleWindows, Windows
 from ..errors import DiffbitError
-from ..models import Checkpoint, ModelConfig, num_parameters
+from ..models import Checkpoint, Decoder, ModelConfig, num_parameters
 from ..quantize import AttentionScheme, load, parse_recipe, read_scheme
 from ..quantize.cache import cache_spec
 from ..runtime import Artifact
-from ..tokenizer_files import TOKENIZER
+from .checks import check_tokenizers, check_windows, model_names, owned_artifacts
 from .cost import Cost
 from .measure import Measured, Refusal, measure
 from .metrics import CONFIDENCE, Estimate, mean, paired, perplexity_ratio, recovered
 from .retrieval import Retrieval, contrast, label, retrieval, settings
-from .variants import ATTENTION, BITS, FLOAT, METHODS, NO_METHOD, WHAT, bits_of, on_a_device, variants
+from .tasks import Answers, Tasks, TaskScore, artifact_model, score, torch_model
+from .variants import ATTENTION, BITS, FLOAT, METHODS, NO_METHOD, WHAT, bits_of, variants
 
 RTN = "rtn"  # rounding to nearest, whose loss the other methods recover
 Key = tuple[str, str, str] | None  # of a variant; None: the model as its checkpoint has it
@@ -62,6 +65,7 @@ class Result:
     cache_bytes: float  # of the KV cache, a token of context
     cost: Cost  # of a decoded token, at the windows' length
     retrieval: tuple[Retrieval, ...]  # one for each set of needles
+    tasks: tuple[TaskScore, ...]  # of lm-evaluation-harness
     repeats: int  # roundings measured; 1 where none is made, or nothing is said of others
 
 
@@ -136,7 +140,8 @@ class Comparison:
                     **({"of rtn's loss recovered": _share(result.recovered)} if several else {}),
                     "KL": "-" if stored else result.kl.value,
                     "agreement": "-" if stored else f"{result.agreement.value:.2%}",
-                    **{f"found, {label(one)}": _needles_found(one) for one in result.retrieval},
+                    **{f"found, {label(one)}": _share_found(one.accuracy, one.change) for one in result.retrieval},
+                    **{f"{one.task}, {one.metric}": _share_found(one.value, one.change) for one in result.tasks},
                 }
             )
         return rows
@@ -170,6 +175,7 @@ def compare(
     cache_bytes: int = 1 << 30,
     device: torch.device | str = "cpu",
     needles: Sequence[NeedleWindows] = (),
+    tasks: Tasks | None = None,
 ) -> Comparison:
     """Compare float checkpoints at several bit-widths, and quantized ones as they are, on windows cut by the tokenizer
     that they share.
@@ -179,7 +185,8 @@ def compare(
     "artifact" or "float" (measure.py). artifacts: those of the checkpoints, to be measured on ONNX Runtime. names: of
     the models, for tables and plots; by default the folders' names. batch_size: windows at a time. confidence: of the
     intervals. cache_bytes: for the 16-bit model's log-probabilities. needles: sets of rows in which every variant looks
-    for needles. Raises DiffbitError where models, windows or names do not fit together.
+    for needles. tasks: of lm-evaluation-harness, which every variant does. Raises DiffbitError where models, windows or
+    names do not fit together.
     """
     chosen = variants(bits, what, methods)
     if len(windows.ids) < 2:
@@ -187,13 +194,15 @@ def compare(
     if any(len(one.starts) < 2 for one in needles):
         raise DiffbitError("needles in one row give no interval; ask for two rows or more")
     checkpoints = [Checkpoint(path) for path in paths]
-    names = _names(checkpoints, names)
+    names = model_names(checkpoints, names)
     samples = [calibration] if isinstance(calibration, Windows) else list(calibration or ())
     for checkpoint in checkpoints:
         for text in (windows, *samples, *(one.windows for one in needles)):
-            _check_windows(checkpoint, text)
-    _check_tokenizers(checkpoints)
-    owned = _owned(checkpoints, artifacts, windows)
+            check_windows(checkpoint, text)
+    check_tokenizers(checkpoints)
+    owned = owned_artifacts(checkpoints, artifacts, windows)
+    if tasks is not None:
+        tasks.check()
 
     measured: dict[str, list[Measured]] = {}
     refused: list[Refusal] = []
@@ -214,6 +223,7 @@ def compare(
                 needles=needles,
                 stored=scheme,
                 artifacts=owned.get(checkpoint.path, ()),
+                ask=None if tasks is None else partial(_ask, tasks, checkpoint, batch_size),
             )
         finally:
             del decoder
@@ -222,6 +232,13 @@ def compare(
     if not any(parse_recipe(method).calibrated for method in methods):
         samples = []
     return conclude(checkpoints, measured, refused, windows, samples, confidence, needles, arithmetic)
+
+
+def _ask(tasks: Tasks, checkpoint: Checkpoint, batch_size: int, model: Decoder | Artifact) -> list[Answers]:
+    with TemporaryDirectory() as folder:
+        if isinstance(model, Decoder):
+            return tasks.answers(torch_model(checkpoint, model, Path(folder), batch_size))
+        return tasks.answers(artifact_model(model, batch_size))
 
 
 def conclude(
@@ -300,6 +317,7 @@ def _result(
             retrieval(one, answers, whole, confidence)
             for one, answers, whole in zip(needles, measured.answers, own[None].answers, strict=bool(measured.answers))
         ),
+        tasks=tuple(score(*pair, confidence) for pair in zip(measured.tasks, own[None].tasks, strict=True)),
         repeats=scores.repeats,
     )
 
@@ -323,37 +341,6 @@ def _contrasts(
     return contrasts
 
 
-def _owned(
-    checkpoints: Sequence[Checkpoint], artifacts: Sequence[Artifact], windows: Windows
-) -> dict[Path, list[Artifact]]:
-    """The artifacts of each float checkpoint: those whose model has its shape."""
-    shapes = {c.path: replace(c.config, tie_embeddings=True) for c in checkpoints if read_scheme(c) is None}
-    owned: dict[Path, list[Artifact]] = {}
-    for artifact in artifacts:
-        shape = replace(ModelConfig.from_dict(dict(artifact.model)), tie_embeddings=True)
-        found = [path for path, one in shapes.items() if one == shape]
-        if len(found) != 1:
-            fits = "fits " + " and ".join(map(str, found)) if found else "is of none of the float models by its shape"
-            raise DiffbitError(
-                f"{artifact.path}: {fits}; compare it beside the one float checkpoint that it was made from"
-            )
-        length = windows.ids.shape[1]
-        if length > artifact.context_length:
-            raise DiffbitError(
-                f"{artifact.path}: windows of {length} tokens are longer than its context of "
-                f"{artifact.context_length}; shorten them"
-            )
-        others = owned.setdefault(found[0], [])
-        if key := next(
-            (on_a_device(one).key for one in others if on_a_device(one).key == on_a_device(artifact).key), ()
-        ):
-            raise DiffbitError(
-                f"{artifact.path}: another artifact of {found[0]} has {', '.join(key[1:])} too; leave one out"
-            )
-        others.append(artifact)
-    return owned
-
-
 def _about(windows: Windows) -> dict[str, Any]:
     count, length = windows.ids.shape
     return {"source": windows.source, "sha256": windows.sha256, "windows": count, "length": length}
@@ -362,11 +349,14 @@ def _about(windows: Windows) -> dict[str, Any]:
 def _flat(result: Result) -> dict[str, Any]:
     """A result as columns of a CSV file."""
     row = asdict(result)
-    cost, needles = row.pop("cost"), row.pop("retrieval")
+    cost, needles, tasks = row.pop("cost"), row.pop("retrieval"), row.pop("tasks")
     row |= {f"token_{part}": number for part, number in cost.items()}
     for one in needles:
         name = f"retrieval_{one['needles']}_{one['queries']}_{one['length']}"
         row |= {name: one["accuracy"], f"{name}_change": one["change"]}
+    for one in tasks:
+        name = f"{one['task']}_{one['metric']}"
+        row |= {name: one["value"], f"{name}_change": one["change"]}
     row["recovered"] = row["recovered"] or dict.fromkeys(("value", "low", "high"), "")
     columns: dict[str, Any] = {}
     for name, value in row.items():
@@ -375,53 +365,11 @@ def _flat(result: Result) -> dict[str, Any]:
     return columns
 
 
-def _needles_found(one: Retrieval) -> str:
-    """Share of queries answered and, in percentage points, its change with the interval."""
-    change = (f"{100 * end:+z.1f}" for end in (one.change.value, one.change.low, one.change.high))
-    return f"{one.accuracy.value:.1%} ({next(change)}; {next(change)} to {next(change)})"
+def _share_found(value: Estimate, change: Estimate) -> str:
+    """A share, such as that of queries answered and, in percentage points, its change with the interval."""
+    points = (f"{100 * end:+z.1f}" for end in (change.value, change.low, change.high))
+    return f"{value.value:.1%} ({next(points)}; {next(points)} to {next(points)})"
 
 
 def _share(estimate: Estimate | None) -> str:
     return "-" if estimate is None else f"{estimate.value:.0%} ({estimate.low:.0%} to {estimate.high:.0%})"
-
-
-def _names(checkpoints: Sequence[Checkpoint], names: Sequence[str] | None) -> list[str]:
-    """One name per model, all different: by default the folders' names, numbered where two are equal."""
-    if not checkpoints:
-        raise DiffbitError("no model to compare; give one checkpoint folder or more")
-    if names is not None and len(names) != len(checkpoints):
-        raise DiffbitError(f"{len(names)} names for {len(checkpoints)} models; give one each, or none")
-    wanted = list(names) if names is not None else [checkpoint.path.resolve().name for checkpoint in checkpoints]
-    return [
-        name if wanted.count(name) == 1 else f"{name} ({wanted[: index + 1].count(name)})"
-        for index, name in enumerate(wanted)
-    ]
-
-
-def _check_windows(checkpoint: Checkpoint, windows: Windows) -> None:
-    """The model can read the text: its tokens and its length."""
-    config, path = checkpoint.config, checkpoint.path
-    if (largest := int(windows.ids.max())) >= config.vocab_size:
-        raise DiffbitError(
-            f"{path}: the text holds token {largest}, the model has {config.vocab_size}; use the model's own tokenizer"
-        )
-    if (length := windows.ids.shape[1]) > config.max_position:
-        raise DiffbitError(
-            f"{path}: windows of {length} tokens are longer than its context of {config.max_position}; shorten them"
-        )
-
-
-def _check_tokenizers(checkpoints: Sequence[Checkpoint]) -> None:
-    """Perplexities per token mean the same only under one vocabulary. Folders without tokenizer.json go unchecked."""
-    seen: list[tuple[Path, Any]] = []
-    for checkpoint in checkpoints:
-        if TOKENIZER in checkpoint.tokenizer_files:
-            file = checkpoint.path / TOKENIZER
-            model = files.parse_json(checkpoint.tokenizer_files[TOKENIZER], file).get("model") or {}
-            seen.append((file, model.get("vocab")))
-    for path, vocabulary in seen[1:]:
-        if vocabulary != seen[0][1]:
-            raise DiffbitError(
-                f"{path}: another vocabulary than {seen[0][0]}; perplexities per token can be compared only between "
-                "models with the same tokenizer: compare them one by one"
-            )

@@ -29,6 +29,7 @@ from ..runtime.sampler import GENERATION
 from ..tokenizer_files import open_tokenizer, tokenizer_files
 from ..version import __version__
 from .decoder import DecoderGraph
+from .demand import export_demand
 from .graph import FLOATS, MODEL
 from .parts import parts
 from .reference import Stream, check_scheme
@@ -94,8 +95,8 @@ def export_artifact(
     kernels = _library(cache) if library else None
     prompt = golden_prompt(config, length, attention)
     kind = dtype, source.quantization is not None
-    out = Path(out)
-    with files.new_folder(out, overwrite=overwrite) as folder:
+    export_demand(source, dtype).check(out, f"exporting {source.path}")
+    with files.new_folder(out := Path(out), overwrite=overwrite) as folder:
         graph = DecoderGraph(folder, dtype, config, length, attention, cache, device)
         logits = _write_graph(graph, source, prompt, NOISE[kind])
         for name, data in beside.items():

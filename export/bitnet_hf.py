@@ -21,7 +21,7 @@ from ..progress import track
 from ..quantize import linear_shapes, read_scheme, read_weight
 from ..quantize.bitnet_hf import PER_BYTE, pack
 from ..quantize.cache import is_low_bit
-from ..quantize.checkpoint import in_shards
+from ..quantize.demand import in_shards
 from ..quantize.formats.ternary import FORMAT
 from ..quantize.scheme import EMBEDDING_MODULE
 

@@ -39,6 +39,7 @@ from .. import models
 from ..errors import DiffbitError
 from ..models import Checkpoint, Decoder, ModelConfig, num_parameters
 from ..progress import track
+from .demand import available_memory
 from .formats import Format, parse_format
 from .layer import Layer, Tokens
 from .layerwise import apply, stored_config
@@ -269,7 +270,7 @@ class _Space:
         ]
         self.weights = sum(math.prod(shapes[module]) for module in (*self.shapes, *counted))
         self.fixed = sum(nbytes(given.get(module), module) for module in counted)
-        whole = sizes(config, scheme, embedding=getattr(torch, checkpoint.dtype)).nbytes + _overhead(checkpoint, config)
+        whole = sizes(config, scheme, embedding=getattr(torch, checkpoint.dtype)).nbytes + overhead(checkpoint, config)
         self.rest = whole - sum(nbytes(None, module) for module in free)
 
     def room(self, bits: float | None, nbytes: int | None) -> int:
@@ -383,26 +384,12 @@ def _run(layers: Iterable[nn.Module], batch: Batch) -> Tensor:
     return x
 
 
-def _overhead(checkpoint: Checkpoint, config: ModelConfig) -> int:
-    """Bytes of an artifact beside its weights, at most: tokenizer, rotary tables, graph, configuration, padding."""
+def overhead(checkpoint: Checkpoint, config: ModelConfig, graph: tuple[int, int] = GRAPH) -> int:
+    """Bytes of an artifact beside its weights: tokenizer, rotary tables, graph and configuration, padding at most."""
     tokenizer = sum(map(len, checkpoint.tokenizer_files.values()))
     tables = 2 * config.max_position * (config.rope_width // 2) * 4
     padding = sum(4096 if 4 * math.prod(shape) >= 1 << 20 else 64 for shape in linear_shapes(config).values())
-    return tokenizer + tables + padding + GRAPH[0] + GRAPH[1] * config.num_layers
-
-
-def available_memory() -> int | None:
-    """Bytes that this process may still take, by Linux' account of the machine and of its control group; else None."""
-    found = []
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                found.append(int(line.split()[1]) << 10)
-        group = Path("/sys/fs/cgroup")
-        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):  # another system, no limit ("max")
-        pass
-    return min(found, default=None)
+    return tokenizer + tables + padding + graph[0] + graph[1] * config.num_layers
 
 
 def _check_memory(checkpoint: Checkpoint, windows: Tokens, copies: int) -> None:

@@ -12,6 +12,7 @@ Row order on disk is Hugging Face's, for these parts as for the weights they sta
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,10 +22,11 @@ from torch import Tensor
 
 from .. import files, models
 from ..errors import DiffbitError
-from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig, num_parameters
+from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig
 from ..models.checkpoint.names import EMBEDDING, is_linear, shapes, stays_float32
 from . import bitnet_hf, bitsandbytes_nf4
 from .cache import is_low_bit
+from .demand import Text, check_fits, in_shards
 from .formats import QTensor
 from .layerwise import Finished, quantize_layers, stored_config, tokens_for
 from .model import Method, assemble
@@ -35,7 +37,6 @@ from .scheme import Scheme
 
 VERSION = 1
 OTHERS: dict[str, ModuleType] = {"bitsandbytes": bitsandbytes_nf4, "bitnet": bitnet_hf}  # quant_method: who reads it
-SHARD_FROM = 256 << 20  # bytes of the float model: from here on the output is a file per layer, one in memory
 
 
 def quantize_checkpoint(
@@ -49,6 +50,7 @@ def quantize_checkpoint(
     calibration_text: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     resume: bool = False,
+    max_memory: int | None = None,
 ) -> Report:
     """Quantize a float checkpoint into a new folder, one layer in memory at a time; what it did to each weight.
 
@@ -57,14 +59,10 @@ def quantize_checkpoint(
     methods calibrate on them, and each quantized layer's output error is measured on them. calibration_mask: bool
     [n, S], the tokens that count; default all. calibration_text: what the text was (source, sha256, ...), kept in
     config.json and from there in an artifact's manifest. resume: go on with such a run that was interrupted
-    (resume.py), if there is one; the result is the same to the bit.
+    (resume.py), if there is one; the result is the same to the bit. max_memory: bytes of this process at most, for
+    which calibration states go to the disk where they have to. What cannot fit is refused (demand.py).
     """
-    checkpoint = Checkpoint(source)
-    files.check_apart(output, checkpoint.path)
-    files.check_place(output, overwrite=overwrite)
-    if checkpoint.quantization is not None:
-        raise DiffbitError(f"{checkpoint.path}: is quantized already; start from the float checkpoint it was made from")
-    _ = checkpoint.tokenizer_files  # a damaged one is told now, not when all is done
+    checkpoint = _opened(source, output, overwrite)
     config = checkpoint.config
     recipe = parse_recipe(method)
     stored = stored_config(config, scheme, recipe)
@@ -80,12 +78,15 @@ def quantize_checkpoint(
     entry["method"] = recipe.name
     if tokens and calibration_text is not None:
         entry["calibration"] = {**calibration_text, "tokens": tokens.count}
+    text = None if tokens is None else Text(len(tokens.ids), tokens.ids.shape[1], len(tokens.exact.ids))
+    spills = check_fits(checkpoint, scheme, recipe, text, max_memory, output)
 
     def about() -> dict[str, Any]:
         return run(checkpoint.sha256(), scheme.to_dict(), recipe.name, tokens, entry.get("calibration"))
 
     rows: list[WeightReport] = []
-    with files.locked(output), Unfinished(output, about, tokens, resume=resume, overwrite=overwrite) as done:
+    unfinished = partial(Unfinished, output, about, tokens, spills=spills, resume=resume, overwrite=overwrite)
+    with files.locked(output), unfinished() as done:
         made = quantize_layers(config, checkpoint.read, scheme, recipe, tokens, skip=done.count, title="quantizing")
         layers: Iterator[Stored] = map(_stored, made)  # it holds on to none
         if recipe.name != "rtn" or tokens:  # plain rounding is over before it could be interrupted
@@ -120,9 +121,15 @@ def quantize_checkpoint(
     )
 
 
-def in_shards(config: ModelConfig, dtype: torch.dtype) -> bool:
-    """Is a model that large that a checkpoint of it is written a file per layer?"""
-    return num_parameters(config) * dtype.itemsize > SHARD_FROM
+def _opened(source: str | Path, output: str | Path, overwrite: bool) -> Checkpoint:
+    """The float checkpoint, which can be quantized into `output`."""
+    checkpoint = Checkpoint(source)
+    files.check_apart(output, checkpoint.path)
+    files.check_place(output, overwrite=overwrite)
+    if checkpoint.quantization is not None:
+        raise DiffbitError(f"{checkpoint.path}: is quantized already; start from the float checkpoint it was made from")
+    _ = checkpoint.tokenizer_files  # a damaged one is told now, not when all is done
+    return checkpoint
 
 
 def save(

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -83,6 +84,10 @@ class Tokens(States):
         self.exact = States(config, ids[windows], counted[windows])
         self.loss: float | None = None  # of the float model, nats a token, once they have come to its head
 
+    def spill(self, folder: Path) -> None:
+        """Keep hidden states in files of this folder; less is remembered then, and computed again."""
+        self.folder = self.exact.folder = folder
+
     @property
     def measuring(self) -> bool:
         """Are output errors and proxy losses wanted?"""
@@ -113,7 +118,7 @@ class Tokens(States):
         ids = self.exact.ids[rows, 1:][scored]
         if not len(ids):
             return
-        hidden = layer.probe().module().get_submodule("norm")(self.exact.hidden[rows, :-1][scored])  # [T, E]
+        hidden = layer.probe().module().get_submodule("norm")(self.exact.hidden[rows][:, :-1][scored])  # [T, E]
         total = hidden.new_full((len(ids),), -math.inf)
         for part in table.split(table_rows(table)):
             total = torch.logaddexp(total, F.linear(hidden, part.float()).logsumexp(-1))
@@ -285,13 +290,14 @@ class Layer:
         ahead = (prefix, f"{self.prefix}input_layernorm.")
         behind = (f"{prefix}o_proj", f"{prefix}attn_sub_norm")
         own = [name for name in self.formats if name.startswith(prefix) and not name.startswith(behind)]
-        if mixer is None or self.tokens is None or not all(name in quantized for name in own):
+        tokens = self.tokens
+        if mixer is None or tokens is None or tokens.folder or not all(name in quantized for name in own):
             return
         weights = self.tensors | self.refitted | {f"{name}.weight": weight for name, weight in quantized.items()}
         of = [weight for name, weight in weights.items() if name.startswith(ahead) and not name.startswith(behind)]
         same = len(of) == len(self.heads_of) and all(a is b for a, b in zip(of, self.heads_of, strict=True))
         find = mixer.heads
-        if same and len(self.heads) == len(self.tokens.slices):
+        if same and len(self.heads) == len(tokens.slices):
             found = iter(self.heads)
 
             def again(*inputs: Any) -> Tensor:

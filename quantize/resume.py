@@ -14,7 +14,6 @@ A file that was changed meanwhile is refused: the JSON files hold the hashes of 
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -25,10 +24,11 @@ from torch import Tensor
 
 from .. import files
 from ..errors import DiffbitError
-from ..models.checkpoint.safetensors_file import read_header, write_tensors
+from ..models.checkpoint.safetensors_file import Parts, read_header, write_parts, write_tensors
 from ..version import __version__
 from .layer import Tokens
 from .report import WeightReport
+from .spill import Rows
 from .states import States
 
 VERSION = 5
@@ -41,8 +41,8 @@ class Unfinished:
     """`with Unfinished(output, about, tokens) as done: done.add(layer) ...; done.layers()`.
 
     about: what goes into run.json, called only where it is needed. tokens: calibration tokens, put behind the `count`
-    layers that are there. resume: go on with what is there, if anything is.
-    The folder goes when all is done, and when a run fails before it holds a whole decoder layer.
+    layers that are there; spills: their hidden states lie on the disk. resume: go on with what is there, if
+    anything is. The folder goes when all is done, and when a run fails before it holds a whole decoder layer.
     """
 
     def __init__(
@@ -51,15 +51,19 @@ class Unfinished:
         about: Callable[[], dict[str, Any]],
         tokens: Tokens | None,
         *,
+        spills: bool = False,
         resume: bool = False,
         overwrite: bool = False,
     ) -> None:
         place = files.resolved(output)
         self.path = place.with_name(f"{place.name}.unfinished")
-        files.sweep(self.path)
+        with files.locked(self.path):  # what a run left that was killed while it began
+            pass
         self.about = about
         self.tokens = tokens
         self.count = 0
+        if tokens is not None and spills:
+            tokens.spill(place.parent)
         if not self.path.is_dir() or not any(self.path.iterdir()):
             return
         if not (self.path / RUN).is_file():
@@ -76,7 +80,7 @@ class Unfinished:
                     )
             self._restore()
         elif overwrite:
-            shutil.rmtree(self.path)
+            files.remove_folder(self.path)
         else:
             raise DiffbitError(
                 f"{self.path}: holds a run that was interrupted; pass --resume to go on with it, or --overwrite to "
@@ -90,7 +94,7 @@ class Unfinished:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None or self.count < 2:
-            shutil.rmtree(self.path, ignore_errors=True)
+            files.remove_folder(self.path)
         elif error is not None and not isinstance(error, Exception):  # stopped from outside
             error.add_note(f"{self.count} layers are kept in {self.path}: the same command with --resume goes on")
 
@@ -101,13 +105,14 @@ class Unfinished:
         if self.tokens is not None and self.count:
             file = self._states(self.count - 1)
             files.check_sha256(file, self._record(self.count - 1)["states"], ANEW)
-            tensors = _read(file)
-            for name, states in _versions(self.tokens).items():
-                states.hidden, states.carried = tensors.pop(name), {}
-            for name in sorted(tensors):  # "hidden.16.0"
-                version, giver, _ = name.split(".")
-                carried = _versions(self.tokens)[version].carried
-                carried[int(giver)] = (*carried.get(int(giver), ()), tensors[name])
+            entries = read_header(file)
+            for name, states in self._travelling().items():
+                states.fill(lambda rows, entry=entries[name]: entry.rows(rows.start, rows.stop))  # type: ignore[misc]
+                for key in sorted(key for key in entries if key.startswith(f"{name}.")):  # "hidden.16.0"
+                    giver, whole = int(key.split(".")[1]), states.space(*entries[key].shape[1:])
+                    for rows in states.slices:
+                        whole[rows] = entries[key].rows(rows.start, rows.stop)
+                    states.carried[giver] = (*states.carried.get(giver, ()), whole)
 
     def add(self, layer: Stored) -> None:
         """Keep the layer that comes next, and the tokens, which are behind it."""
@@ -118,12 +123,14 @@ class Unfinished:
         record: dict[str, Any] = {"weights": [asdict(row) for row in rows]}
         record["layer"] = _write(self._layer(self.count), tensors)
         if self.tokens is not None:
-            kept = {}
-            for name, states in _versions(self.tokens).items():
-                kept[name] = states.hidden
-                for giver, values in states.carried.items():
-                    kept |= {f"{name}.{giver}.{i}": value for i, value in enumerate(values)}
-            record["states"] = _write(self._states(self.count), kept)
+            with files.write_atomic(self._states(self.count)) as temporary:
+                parts = {}
+                for name, states in self._travelling().items():
+                    parts[name] = _parts(states.hidden, states)
+                    for giver, values in states.carried.items():
+                        parts |= {f"{name}.{giver}.{i}": _parts(value, states) for i, value in enumerate(values)}
+                write_parts(temporary, parts)
+                record["states"] = files.sha256_file(temporary)
         files.write_sealed(self._about(self.count), record)
         if self.count:
             self._states(self.count - 1).unlink(missing_ok=True)
@@ -136,6 +143,10 @@ class Unfinished:
             files.check_sha256(self._layer(index), record["layer"], ANEW)
             rows = (WeightReport(**{**row, "shape": tuple(row["shape"])}) for row in record["weights"])
             yield _read(self._layer(index)), tuple(rows)
+
+    def _travelling(self) -> dict[str, States]:
+        """By their names in the file."""
+        return {} if self.tokens is None else {"exact": self.tokens.exact, "hidden": self.tokens}
 
     def _layer(self, index: int) -> Path:
         return self.path / f"layer-{index:05}.safetensors"
@@ -150,12 +161,13 @@ class Unfinished:
         return files.read_sealed(self._about(index), ANEW)
 
 
-def _versions(tokens: Tokens) -> dict[str, States]:
-    return {"hidden": tokens, "exact": tokens.exact}
-
-
 def _read(file: Path) -> dict[str, Tensor]:
     return {name: entry.read() for name, entry in read_header(file).items()}
+
+
+def _parts(whole: Tensor | Rows, states: States) -> Parts:
+    """Some windows at a time."""
+    return tuple(whole.shape), (whole[rows].cpu() for rows in states.slices)
 
 
 def _write(file: Path, tensors: dict[str, Tensor]) -> str:

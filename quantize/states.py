@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from ..models import ModelConfig, causal_mask, rope_for
 from ..models.layers.masks import default_positions
 from ..models.layers.rope import Rope
 from ..models.layers.state import Carried
+from .spill import Rows
 
 BATCH_TOKENS = 2048  # that pass a layer at a time
 
@@ -32,8 +34,9 @@ class States:
 
     def __init__(self, config: ModelConfig, ids: Tensor, mask: Tensor) -> None:
         self.config, self.ids, self.mask = config, ids, mask
-        self.hidden = torch.empty(0)  # fp32 [n, S, E], before the layer that comes next
-        self.carried: Carried = {}  # [n, ...], what that layer or a later one reads
+        self.folder: Path | None = None  # where hidden states lie; None: in memory
+        self.hidden: Tensor | Rows = torch.empty(0)  # fp32 [n, S, E], before the layer that comes next
+        self.carried: dict[int, tuple[Tensor | Rows, ...]] = {}  # fp32 [n, ...], what that layer or a later one reads
         step = max(1, BATCH_TOKENS // ids.shape[1])
         self.slices = [slice(i, i + step) for i in range(0, len(ids), step)]
 
@@ -52,7 +55,17 @@ class States:
 
     def embed(self, embedding: Callable[[Tensor], Tensor]) -> None:
         """Enter the model: embedding(ids [n, S]) -> [n, S, E]."""
-        self.hidden, self.carried = embedding(self.ids).float(), {}
+        self.fill(lambda rows: embedding(self.ids[rows]))
+
+    def fill(self, made: Callable[[slice], Tensor]) -> None:
+        self.hidden, self.carried = self.space(self.ids.shape[1], self.config.hidden_size), {}
+        for rows in self.slices:
+            self.hidden[rows] = made(rows).float()
+
+    def space(self, *shape: int) -> Tensor | Rows:
+        """For numbers of all windows, [n, *shape]."""
+        whole = (len(self.ids), *shape)
+        return torch.empty(whole, device=self.ids.device) if self.folder is None else Rows(self.folder, whole)
 
     def take_past(self, index: int, run: Callable[[Batch], Tensor]) -> None:
         """Layer `index`: run(batch) -> the hidden states behind it."""
@@ -61,7 +74,7 @@ class States:
             if index in self.config.last_readers:
                 given = batch.carried[index]
                 if index not in self.carried:
-                    self.carried[index] = tuple(value.new_empty(len(self.ids), *value.shape[1:]) for value in given)
+                    self.carried[index] = tuple(self.space(*value.shape[1:]) for value in given)
                 for whole, value in zip(self.carried[index], given, strict=True):
                     whole[rows] = value
         for giver in [giver for giver in self.carried if self.config.last_readers[giver] <= index]:

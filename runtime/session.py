@@ -190,10 +190,21 @@ class Session:
 
     @_exclusively
     def step(self, token_ids: ArrayLike) -> Logits:
-        """Append one token per row, [B, 1], and return the logits after it, [B, V]. Errors as of `prefill`."""
+        """Append one token per row, [B, 1], and return the logits after it, [B, V].
+
+        Errors as of `prefill`, and for rows of unequal length where the cache rounds tokens in blocks (int4, int2): a
+        row would depend on its neighbours.
+        """
         ids = _integers(token_ids, "token_ids")
         if ids.shape[1] != 1 or not ids.shape[0]:
             raise DiffbitError(f"token_ids has shape {list(ids.shape)}, wanted [B, 1]: one token per row")
+        in_blocks = any(buffer.multiple > 1 for buffer in self._buffers.values())
+        if in_blocks and self._length and len(np.unique(self._tokens)) > 1:
+            raise DiffbitError(
+                f"{self.artifact.path}: rows of unequal length cannot go on side by side, because the blocks and the "
+                "residual window of the cache are the batch's: a short row's recent tokens would be rounded. Run rows "
+                "of equal length, or one at a time"
+            )
         self._begin(ids)
         return self._append(ids, np.ones_like(ids))[:, -1]
 

@@ -18,6 +18,8 @@ from diffbit import durable
 from diffbit.errors import DiffbitError
 from diffbit.files import locked, new_folder, write_atomic
 
+from .forks import fork
+
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="fork, /proc and renameat2")
 OLD, NEW = ({"config.json": text, "sub": text} for text in ("old", "new"))
 
@@ -32,65 +34,6 @@ def write(out: Path, content: dict[str, str]) -> None:
 def read(out: Path) -> dict[str, str]:
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "sub"]
     return {"config.json": (out / "config.json").read_text(), "sub": (out / "sub" / "file").read_text()}
-
-
-def fork(action: Callable[[], None]) -> int:
-    """Run it in a child; the child's number."""
-    child = os.fork()
-    if not child:
-        try:
-            action()
-        finally:
-            os._exit(0)
-    return child
-
-
-def killed_at(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> bool:
-    """Run it in a child that is killed before this one of its steps that change the disk; whether it got there."""
-
-    def run() -> None:
-        left = step
-
-        def counted(call: Any) -> Any:
-            def before(*arguments: Any, **options: Any) -> Any:
-                nonlocal left
-                if left == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                left -= 1
-                return call(*arguments, **options)
-
-            return before
-
-        for place, name in ((os, "fsync"), (os, "replace"), (os, "unlink"), (os, "rmdir"), (durable, "exchange")):
-            monkeypatch.setattr(place, name, counted(getattr(place, name)))
-        action()
-
-    return os.waitstatus_to_exitcode(os.waitpid(fork(run), 0)[1]) == -signal.SIGKILL
-
-
-@pytest.mark.parametrize("exchange", [True, False])
-def test_overwrite_killed_at_any_step(exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The old or the new folder has the name; without an exchange of names the next run gives it back."""
-    out, without, step = tmp_path / "out", 0, 0
-    if exchange:
-        (tmp_path / "a").mkdir()
-        (tmp_path / "b").mkdir()
-        assert durable.exchange(tmp_path / "a", tmp_path / "b"), "this file system can"
-        (tmp_path / "a").rmdir()
-        (tmp_path / "b").rmdir()
-    else:
-        monkeypatch.setattr(durable, "exchange", lambda one, other: False)
-    write(out, OLD)
-    seen = []
-    while killed_at(monkeypatch, step, lambda: write(out, NEW)):
-        without += not out.exists()
-        with locked(out):
-            seen.append(read(out))
-        assert [path.name for path in tmp_path.iterdir()] == ["out"], "what the killed run left is gone"
-        write(out, OLD)
-        step += 1
-    assert read(out) == NEW and OLD in seen and NEW in seen and seen.index(NEW) == seen.count(OLD)
-    assert without == (not exchange)
 
 
 def test_what_is_renamed_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,10 +33,9 @@ FEW_BITS_FROM_CHECKPOINT = 0.5
 FROM_CHECKPOINT = 0.025
 ATTENTION = "diff_v1"  # by default
 HEAD_NORMS = ("learned", "fixed", "none")
-# Initial sizes of float models, of every variant (docs/training.md): of o_proj, relative to that of initialize.py, and
-# of the weight of a learned head norm
-O_PROJ_INIT = 0.1
+# Initial sizes in a model with a learned head norm (docs/training.md): of its weight, and of o_proj relative to others
 HEAD_GAIN = 0.1
+O_PROJ_INIT = 0.1
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ def train_config(
     size, qat = _preset(preset), changes.get("qat")
     format = None if qat is None else parse_format(qat)
     ternary = format is not None and format.trained
-    rate, schedule, o_proj = size.learning_rate, "cosine", 1.0
+    rate, schedule = size.learning_rate, "cosine"
     if head_norm not in (None, *HEAD_NORMS):
         raise DiffbitError(f"head_norm {head_norm!r} is none of {', '.join(HEAD_NORMS)}")
     if init is not None:
@@ -151,9 +150,8 @@ def train_config(
             sub_norms=norms,
             head_norm=head_norm != "none",
         )
-        if qat is None and not norms:
-            o_proj = O_PROJ_INIT
-            head_norm = head_norm or ("learned" if model.head_norm else None)
+        if head_norm is None and model.head_norm and qat is None and not norms:
+            head_norm = "learned"
         if ternary:
             rate, schedule = TERNARY_RATE * rate, "two_stage"
     if head_norm is not None and model.head_norm != (head_norm != "none"):
@@ -174,9 +172,9 @@ def train_config(
         "learning_rate": rate,
         "schedule": schedule,
         "warmup": warmup,
-        "o_proj_init": o_proj,
-        "head_gain": None if head_norm != "learned" else HEAD_GAIN if init is None else 1.0,
     }
+    if head_norm == "learned":
+        options |= {"head_gain": 1.0} if init is not None else {"head_gain": HEAD_GAIN, "o_proj_init": O_PROJ_INIT}
     return TrainConfig(model=model, init=init, **options | changes)
 
 

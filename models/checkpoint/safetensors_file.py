@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
@@ -53,7 +54,7 @@ class Entry:
     begin: int  # of the data, in bytes from the start of the file
     end: int
 
-    def rows(self, first: int, count: int) -> Entry:
+    def part(self, first: int, count: int) -> Entry:
         """Some of its rows, a tensor of their own."""
         each = (self.end - self.begin) // self.shape[0]
         begin = self.begin + first * each
@@ -62,6 +63,12 @@ class Entry:
     def read(self) -> Tensor:
         """The tensor itself, in its dtype, in the order of the file."""
         return read_bytes(self.file, self.begin, self.end).view(self.dtype).view(self.shape)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Some of the tensor's rows."""
+        row = (self.end - self.begin) // max(1, self.shape[0])
+        end = min(self.begin + stop * row, self.end)
+        return read_bytes(self.file, self.begin + start * row, end).view(self.dtype).view(-1, *self.shape[1:])
 
 
 def read_header(file: Path) -> dict[str, Entry]:
@@ -154,6 +161,23 @@ def write_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     umask = os.umask(0)  # safetensors makes files that their owner alone can read; give it the mode of any new file
     os.umask(umask)
     file.chmod(0o666 & ~umask)
+
+
+Parts = tuple[tuple[int, ...], Iterable[Tensor]]  # the shape of a tensor, and its rows, some at a time
+
+
+def write_parts(file: Path, tensors: Mapping[str, Parts]) -> None:
+    """Write a safetensors file of fp32 tensors that never are in memory as a whole."""
+    header, end = {}, 0
+    for name, (shape, _) in tensors.items():
+        begin, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with open(file, "wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for _, parts in tensors.values():
+            for part in parts:
+                stream.write(part.contiguous().numpy().data)
 
 
 def read_bytes(file: Path, begin: int, end: int) -> Tensor:

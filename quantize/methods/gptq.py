@@ -12,8 +12,8 @@ says the same without an inverse (arXiv 2307.13304, theorem 6): the first column
 
 Columns that matter most go first (`act_order`: by falling diagonal of H), when many are left that can make up for
 them. Scales belong to groups of columns as they lie in the weight, so they are chosen before, and by what an error
-will cost once later columns make up for it: R_kk^2, not H_kk (`scales.search`). Where a few channels are thirty times
-as large as the others that loses 7 to 30 % less; where none is, it is the same.
+will cost once later columns make up for it: R_kk^2, not H_kk (`scales.search`). On SmolLM2's first layers that loses 0
+to 17 % less (q, k and v 7 to 17 %), on inputs of low rank with independent outliers more (docs/LOG.md).
 
 That is greedy: a column knows nothing of those after it. So each of ROUNDS times the scales are solved for with the
 codes as they are (`scales.solve`), and then every column is rounded again, given all the others (`descend`: coordinate

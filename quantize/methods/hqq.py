@@ -16,8 +16,8 @@ p, beta and its growth are the authors'. Two things are not. There z is a float 
 formats have whole zero points or none, so s is what is solved for (with a codebook's values in the place of q - z). And
 s may then cut off the largest weights, which p < 1 forgives and a model does not where they read its few large
 channels: so of all iterates, the full range among them, each group keeps the one of least sum of fourth powers. By
-squares SmolLM2's first layers lost twice what rounding to nearest loses at 3 bits, by fourth powers at most 1.3 times
-and 5 % less in the mean; the authors' code, 1.4 times and 1 % less (docs/LOG.md). Calibrated methods know better.
+squares SmolLM2's first layers lost twice what rounding to nearest loses at 3 bits, by fourth powers at most 1.35 times
+and 4 % less in the mean; the authors' code, 1.4 times and 1 % less (docs/LOG.md). Calibrated methods know better.
 """
 
 from __future__ import annotations

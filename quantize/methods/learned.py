@@ -138,10 +138,11 @@ class Problem:
                 own.arithmetic = _StraightArithmetic(own.arithmetic)
         true = layer.module()
         self.true = None if layer.is_layer else true
-        self.target = torch.empty(0)  # of a layer: [n, S, E]; logits of all tokens would be too many
+        self.target = tokens.exact.space() if layer.is_layer else torch.empty(0)  # logits would be too many
         if layer.is_layer:
             with torch.no_grad():
-                self.target = torch.cat([layer.run(true, batch.hidden, batch) for batch in tokens.exact.batches()])
+                for rows, batch in zip(tokens.exact.slices, tokens.exact.batches(), strict=True):
+                    self.target[rows] = layer.run(true, batch.hidden, batch)
 
     def loss(self, weights: Mapping[str, Tensor], floats: Mapping[str, Tensor], rows: Tensor) -> Tensor:
         """On these windows of calibration text."""

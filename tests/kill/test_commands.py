@@ -88,10 +88,10 @@ def compared(models: Path, out: Path, overwrite: bool) -> None:
 
 COMMANDS = {
     "rtn": Command(quantized("rtn")),
-    "gptq": Command(quantized("gptq")),
+    "gptq": Command(quantized("gptq"), every=2),
     "learned": Command(quantized("learned"), every=7),
-    "export": Command(exported),
-    "train": Command(trained, 2, ("config.json", "model.safetensors", "master/model.safetensors"), False),
+    "export": Command(exported, every=5),
+    "train": Command(trained, 3, ("config.json", "model.safetensors", "master/model.safetensors"), False),
     "compare": Command(compared, whole=False),
 }  # fmt: skip
 

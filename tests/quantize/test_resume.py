@@ -1,8 +1,7 @@
-"""Interrupted runs: killed at any moment, they go on from the last finished layer to the very same bytes."""
+"""Interrupted runs go on from the last finished layer to the very same bytes; tests/kill has those that are killed."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import shutil
@@ -94,53 +93,6 @@ def test_a_run_that_failed_goes_on(
     rounded.clear()
     report = run(model, tmp_path / "q", resume=True)
     assert len(rounded) == PER_LAYER + 1, "the third layer and the head, no more"
-    assert (content(tmp_path / "q"), report) == whole
-    assert [path.name for path in tmp_path.iterdir()] == ["q"]
-
-
-def killed(model: Path, output: Path, renames: int) -> None:
-    """A run that is killed at the rename that follows so many: the moments between which the folder changes."""
-    rename, left = os.replace, renames
-
-    def counted(*names: Any) -> None:
-        nonlocal left
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        left -= 1
-        rename(*names)
-
-    os.replace = counted
-    run(model, output)
-
-
-# run.json and the folder; then for the embedding, three layers and the head: tensors, states, rows and hashes
-MOMENTS = {
-    "before anything is kept": (1, 0),
-    "before a layer's tensors": (5, 1),
-    "before its states": (6, 1),
-    "before its rows": (7, 1),
-    "after its rows": (8, 2),
-    "in the last layer": (13, 3),
-    "before the head's rows": (16, 4),
-    "while the output is written": (17, 5),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_run_that_was_killed_goes_on(
-    moment: str, model: Path, whole: Any, rounded: list[int], tmp_path: Path
-) -> None:
-    renames, kept = MOMENTS[moment]
-    process = multiprocessing.get_context("fork").Process(target=killed, args=(model, tmp_path / "q", renames))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert not (tmp_path / "q").exists()
-    assert len(list(tmp_path.glob("q.unfinished/layer-*.json"))) == kept
-    report = run(model, tmp_path / "q", resume=True)
-    layers = 3 - max(0, kept - 1) if kept < 5 else 0
-    assert len(rounded) == layers * PER_LAYER + (kept < 5)
     assert (content(tmp_path / "q"), report) == whole
     assert [path.name for path in tmp_path.iterdir()] == ["q"]
 

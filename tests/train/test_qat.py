@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -209,9 +208,15 @@ def test_what_is_saved_is_what_was_trained(
     assert all(torch.equal(weight, kept[0].state_dict()[name]) for name, weight in state.items())
 
 
-def test_a_trained_folder_is_exported_as_it_is(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mlp", ["swiglu", "polynorm"])
+def test_a_trained_folder_is_exported_as_it_is(text: str, tmp_path: Path, mlp: str) -> None:
     config = options(text, qat="ternary", steps=3, learning_rate=1e-2)
-    train(replace(config, model=resized(config.model, sub_norms=True)), tmp_path / "out")
+    config = replace(config, model=resized(config.model, sub_norms=True, mlp=mlp))
+    train(config, tmp_path / "out")
+    saved = load_quantized(tmp_path / "out")
+    for layer in saved.model.layers if mlp == "polynorm" else ():  # whose parameters stay float, and learn
+        assert isinstance(layer.mlp.down_proj, QuantLinear)
+        assert (layer.mlp.act_fn["weight"] != 1 / 3).all() and layer.mlp.act_fn["bias"] != 0
     artifact = export_artifact(tmp_path / "out", tmp_path / "artifact")
     assert verify(artifact).passed
 
@@ -279,21 +284,3 @@ def test_refusals(text: str) -> None:
     with pytest.raises(DiffbitError, match="the head shares the embedding's weight"):
         prepare(Decoder(model()), head)
     assert len(prepare(Decoder(untied), head)) == 2 * 7 + 1
-
-
-def test_a_run_killed_while_its_model_is_placed_ends_when_resumed(text: str, tmp_path: Path) -> None:
-    config = options(text, qat="ternary", steps=4, checkpoint_every=3)
-    out = tmp_path / "run"
-
-    def killed(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("diffbit.train.trainer.place_model", killed)
-        with pytest.raises(KeyboardInterrupt):
-            train(config, out)
-    (out / "master").mkdir()  # moved there already, when the run was killed
-    (out / "master" / "config.json").write_text("{}")
-    result = train(config, out, resume=True)
-    assert len(result.losses) == 4
-    assert Checkpoint(out / "master").config == Checkpoint(out).config

@@ -223,29 +223,6 @@ def test_a_resumed_run_repeats_the_losses_bit_for_bit(text: str, tmp_path: Path)
     assert logs[0] == logs[1]
 
 
-def test_a_run_killed_while_saving_keeps_the_checkpoint_before(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = options(text)
-    whole = train(config, tmp_path / "whole")
-    write_tensors = checkpoint_module.write_tensors
-
-    def fails_at_six(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-        if "step-00000006" in str(path):
-            path.write_bytes(b"half")
-            raise KeyboardInterrupt
-        write_tensors(path, tensors)
-
-    monkeypatch.setattr(checkpoint_module, "write_tensors", fails_at_six)
-    with pytest.raises(KeyboardInterrupt):
-        train(config, tmp_path / "out")
-    monkeypatch.undo()
-    (tmp_path / "out" / "checkpoints" / ".step-00000006.1-ab.tmp").mkdir()  # what a SIGKILL leaves
-    with open(tmp_path / "out" / "log.jsonl", "a") as log:
-        log.write('{"step": 7, "lo')
-    assert train(config, tmp_path / "out", resume=True).losses == whole.losses
-
-
 def test_resuming_refuses_another_run(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, out = options(text, batch_size=2), tmp_path / "out"
     with pytest.raises(DiffbitError, match="holds no run to resume"):

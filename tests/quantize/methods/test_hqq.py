@@ -59,7 +59,7 @@ def slow(w: list[float], format: Format, scale: float, zero: int | None) -> tupl
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_it_is_the_slow_version(name):
-    """Up to ties: a scale that fp32 rounds to the other fp16 neighbour may lead to another, equally good, optimum."""
+    """Up to ties: a scale that fp32 rounds to the other fp16 neighbour may lead to another optimum, about as good."""
     format = parse_format(name)
     columns = 192 if name == "nf4" else 168  # a short last group
     w = weight(4, columns)
@@ -68,7 +68,7 @@ def test_it_is_the_slow_version(name):
     start, zeros = format.fit(w)
     start, zeros = start.clone(), None if zeros is None else zeros.clone()
     found = hqq.quantize(w, format)
-    size, same = format.group_size or columns, []
+    size, same, losses = format.group_size or columns, [], []
     for row in range(4):
         for g in range(start.shape[1]):
             group = w[row, g * size : (g + 1) * size].tolist()
@@ -78,7 +78,13 @@ def test_it_is_the_slow_version(name):
                 float(found.scale[row, g]) == pytest.approx(scale, rel=1e-5)
                 and (zero is None or (found.zero is not None and int(found.zero[row, g]) == zero))
             )
+            one = torch.tensor([[scale]]), None if zero is None else torch.tensor([[zero]], dtype=torch.uint8)
+            codes = format.encode_each(w[row : row + 1, g * size : (g + 1) * size], *one)
+            slow_loss = (format.decode_each(codes, *one) - w[row, g * size : (g + 1) * size]).pow(4).sum()
+            own = found.dequantize()[row, g * size : (g + 1) * size] - w[row, g * size : (g + 1) * size]
+            losses.append((float(own.pow(4).sum()), float(slow_loss)))
     assert np.mean(same) >= 0.7, same
+    assert all(own < 1.25 * slow_loss for own, slow_loss in losses), losses
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,112 @@
+"""diffbit plan: what quantizing and exporting a checkpoint will take."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, Literal
+
+import typer
+
+from ..errors import DiffbitError
+from ..files import parse_size
+from .options import CALIBRATION_WINDOWS, Json, Length, Quiet, dtype_for
+from .output import print_json, print_table, remark
+from .quantize import (
+    Activations,
+    Calibrate,
+    CalibrationWindows,
+    Embedding,
+    Head,
+    KvCache,
+    KvWindow,
+    MaxMemory,
+    MethodName,
+    Model,
+    Override,
+    Qk,
+    SchemeFile,
+    Weights,
+    read_scheme,
+)
+
+EXAMPLES = (
+    "diffbit plan out/demo/diff_v1 --weights int4_g32 --method gptq",
+    "diffbit plan out/demo/diff_v1 --weights int4_g32 --method gptq --max-memory 2GB --json",
+    "diffbit plan out/demo/diff_v1-int4",
+)
+Dtype = Literal["fp32", "fp16"]
+
+
+def plan(
+    model: Model,
+    weights: Weights = None,
+    embedding: Embedding = None,
+    head: Head = None,
+    override: Override = None,
+    activations: Activations = None,
+    kv: KvCache = None,
+    qk: Qk = None,
+    kv_window: KvWindow = None,
+    scheme_file: SchemeFile = None,
+    method: MethodName = "rtn",
+    calibrate: Calibrate = None,
+    max_windows: CalibrationWindows = None,
+    length: Length = None,
+    max_memory: MaxMemory = None,
+    device: Literal["cpu", "cuda"] = typer.Option("cpu", help="Device that the artifact is for."),
+    dtype: Dtype | None = typer.Option(None, help="Precision of what is not quantized in the artifact."),
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Predict what `quantize` and `export` will take: memory, disk, time, and the artifact's size.
+
+    Nothing is run. Memory and sizes follow from the model's shapes; time from a product that is timed on this machine.
+    A quantized checkpoint is exported as it is.
+    """
+    from ..models import Checkpoint
+    from ..quantize.demand import Text, available_memory, quantize_seconds, resident, with_base, within
+    from ..quantize.recipe import parse_recipe
+
+    checkpoint = Checkpoint(model)
+    options = (weights, embedding, head, override, activations, kv, qk, kv_window, scheme_file)
+    steps: dict[str, Any] = {}
+    chosen = None
+    if checkpoint.quantization is None and any(option is not None for option in options):
+        chosen = read_scheme(scheme_file, weights, embedding, head, override, activations, kv, qk, kv_window, False)
+        recipe = parse_recipe(method)
+        text = None
+        if calibrate is not None or recipe.calibrated:
+            count = max_windows or (CALIBRATION_WINDOWS if recipe.calibrated else 16)
+            text = Text.of(recipe, count, length or min(checkpoint.config.max_position, 512))
+        base = resident()
+        demand, spilled = within(
+            checkpoint, chosen, recipe, text, None if max_memory is None else parse_size(max_memory)
+        )
+        seconds = quantize_seconds(checkpoint.config, recipe, text)
+        more = {"seconds": seconds, "hidden_states_on_disk": spilled}
+        steps["quantize"] = asdict(with_base(demand, base)) | more
+    elif checkpoint.quantization is not None and any(option is not None for option in options):
+        raise DiffbitError(f"{model}: is quantized already; leave out the options of a scheme, or pass the float model")
+    from ..export.demand import export_demand, export_seconds
+
+    demand = export_demand(checkpoint, dtype or dtype_for(device), chosen)
+    seconds = export_seconds(checkpoint.config, demand.output)
+    steps["export"] = asdict(with_base(demand, resident())) | {"seconds": seconds}
+    free = available_memory()
+    if as_json:
+        print_json({"model": str(model), "steps": steps, "available_memory": free})
+        return
+    print_table(
+        {
+            "step": name,
+            "peak memory": f"{step['memory'] / 1e6:,.0f} MB",
+            "disk": f"{step['disk'] / 1e6:,.1f} MB",
+            "output": f"{step['output'] / 1e6:,.1f} MB",
+            "time": f"about {step['seconds']:,.0f} s",
+        }
+        for name, step in steps.items()
+    )
+    if steps.get("quantize", {}).get("hidden_states_on_disk"):
+        remark("the calibration tokens' hidden states lie on the disk, which takes longer")
+    if free is not None:
+        remark(f"{free / 1e6:,.0f} MB of memory are free")

@@ -1,0 +1,57 @@
+"""What exporting a checkpoint will take, from shapes alone, before anything is read.
+
+Memory is that of the largest table or layer: a float matrix as it is stored, in fp32, and turned over for MatMul; a
+quantized one packed and as codes, of which the head multiplies some rows at a time by the golden prompt.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..models import Checkpoint, ModelConfig, num_parameters
+from ..quantize import read_scheme
+from ..quantize.allocate import overhead
+from ..quantize.demand import SLACK, Demand
+from ..quantize.formats.base import LARGE
+from ..quantize.report import sizes
+from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE, Scheme, weight_shapes
+
+GRAPH = 24 << 10, 5 << 10  # bytes of a graph and the configuration, and of each layer's part of them
+WRITTEN = 3e8  # bytes a second
+COMPUTED = 4e8  # weights a second, of the golden prompt
+
+
+def export_demand(checkpoint: Checkpoint, dtype: str = "fp32", scheme: Scheme | None = None) -> Demand:
+    """Of `export_artifact`. scheme: what the checkpoint is going to be quantized with; None: as it is."""
+    config = checkpoint.config
+    scheme = scheme or read_scheme(checkpoint) or Scheme()
+    formats = scheme.formats(config)
+    stored: torch.dtype = getattr(torch, checkpoint.dtype)
+    width, tied = stored.itemsize, scheme.keeps_tied(config)
+    output = sizes(config, scheme, dtype, stored).nbytes + overhead(checkpoint, config, GRAPH)
+
+    def held(module: str, count: int) -> int:
+        if module in formats:
+            return 2 * count + (4 * min(count, LARGE) if module == HEAD_MODULE or tied else 0)
+        if module == EMBEDDING_MODULE:
+            return count * (width + (4 if tied or width > 2 else 0))
+        return count * (width + (8 if tied else 12))
+
+    weights = weight_shapes(config)
+    tables = [held(module, math.prod(weights[module])) for module in (EMBEDDING_MODULE, HEAD_MODULE)]
+    if tied:
+        tables = tables[:1]
+    layers = []
+    for index in range(config.num_layers):
+        prefix = f"model.layers.{index}."
+        mine = [held(module, math.prod(shape)) for module, shape in weights.items() if module.startswith(prefix)]
+        layers.append(sum(mine))
+    memory = max(*tables, *layers)
+    return Demand(memory + min(SLACK, memory), output, output)
+
+
+def export_seconds(config: ModelConfig, output: int) -> float:
+    """About how long it takes; output: bytes of the artifact."""
+    return output / WRITTEN + num_parameters(config) / COMPUTED

@@ -1,0 +1,272 @@
+"""Artifacts in EleutherAI's lm-evaluation-harness, with every task it has:
+
+    lm_eval --model diffbit --model_args artifact=FOLDER --tasks TASKS
+    python -m diffbit.runtime.harness --model diffbit --model_args artifact=FOLDER --tasks TASKS
+
+The harness finds the first by the entry point `lm_eval.models` from the release after 0.4.13 on; the second takes the
+same arguments and works with earlier ones, too. More of `model_args`: threads=N, and provider=cuda for a GPU (the
+harness' own --device is cuda:0 where nothing is asked for, and says nothing). `--batch_size` is in rows; default 8,
+fewer where their logits would not fit.
+
+Texts start with what the model's tokenizer starts them with. Without a context, and in rolling loglikelihoods, the bos
+token stands before the text, or the eos token in a model without one. What is longer than the artifact's context loses
+its beginning. Rows of a batch do not influence each other; an artifact whose cache has a residual window, which rows of
+unequal length would share, runs one row at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from numpy.typing import ArrayLike, NDArray
+
+from ..errors import DiffbitError
+from ..progress import track
+from .artifact import TOKENIZER, Artifact
+from .sampler import Sampler
+from .session import Session
+from .template import ChatTemplate
+from .tokenizer import Tokenizer
+
+BATCH_SIZE = 8
+MAX_TOKENS = 256  # of a text where a task says nothing, as in the harness' other models
+MOST_LOGITS = 1 << 29  # bytes of a batch's logits
+
+Pair = tuple[tuple[str, str], list[int], list[int]]  # (context, continuation) as texts, and as tokens
+
+
+class Engine(Protocol):
+    """What runs the model: a Session, or a stand-in for one."""
+
+    @property
+    def capacity(self) -> int: ...
+    def reset(self) -> None: ...
+    def prefill(
+        self, token_ids: ArrayLike, attention_mask: ArrayLike | None = None, *, all_positions: bool = False
+    ) -> NDArray[np.float32]: ...
+    def step(self, token_ids: ArrayLike) -> NDArray[np.float32]: ...
+
+
+class DiffbitLM(TemplateLM):
+    """An artifact, as the harness wants a model."""
+
+    def __init__(
+        self,
+        artifact: str,
+        batch_size: int | str | None = None,
+        device: str | None = None,
+        threads: int | None = None,
+        provider: str = "cpu",
+        max_batch_size: int | None = None,
+    ) -> None:
+        opened = Artifact.open(artifact)
+        session = Session(opened, provider, threads)
+        if not isinstance(batch_size, int):
+            batch_size = int(batch_size) if batch_size and batch_size.isdigit() else max_batch_size or BATCH_SIZE
+        shared = any(buffer.multiple > 1 for buffer in opened.cache.buffers.values())
+        self._open(
+            session,
+            Tokenizer(opened.file(TOKENIZER)),
+            opened.bos_token_id,
+            opened.eos_token_ids,
+            opened.vocab_size,
+            1 if shared else batch_size,
+        )
+        self.artifact = opened
+
+    def _open(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        bos: int | None,
+        eos: Sequence[int],
+        vocab_size: int,
+        batch_size: int,
+    ) -> None:
+        TemplateLM.__init__(self)
+        if bos is None and not eos:
+            raise DiffbitError("the model has neither a bos nor an eos token, and the harness' texts start with one")
+        if batch_size < 1:
+            raise DiffbitError(f"batch_size is {batch_size}, wanted 1 or more")
+        self._engine, self._tokenizer, self._eos = engine, tokenizer, tuple(eos)
+        self._bos = eos[0] if bos is None else bos
+        self._vocab_size, self._batch_size = vocab_size, batch_size
+
+    # what the harness asks of a model
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._eos[0] if self._eos else self._bos
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self._bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.artifact.sha256
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        return "the artifact's" if chat_template else ""
+
+    def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> str:
+        return ChatTemplate.read(self.artifact).render(chat_history, add_generation_prompt=add_generation_prompt)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return self._tokenizer.encode(string, add_special_tokens=add_special_tokens is not False)
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        pairs: list[Pair] = []
+        owners = []
+        for number, (text,) in enumerate(request.args for request in requests):
+            tokens = self.tok_encode(text, add_special_tokens=False)
+            for window in get_rolling_token_windows(tokens, self.prefix_token_id, self._engine.capacity, 1):
+                pairs.append((("", ""), *make_disjoint_window(window)))
+                owners.append(number)
+        totals = [0.0] * len(requests)
+        for number, (found, _) in zip(owners, self._loglikelihood_tokens(pairs, disable_tqdm), strict=True):
+            totals[number] += found
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Pair], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """(sum of log q over the continuation's tokens, whether each was the likeliest) of each request."""
+        rows = [(context + continuation)[-(self._engine.capacity + 1) :] for _, context, continuation in requests]
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+        for batch in self._batches([len(row) - 1 for row in rows], disable_tqdm):
+            logits = self._run([rows[index][:-1] for index in batch], all_positions=True)
+            for place, index in enumerate(batch):
+                texts, _, continuation = requests[index]
+                count = len(continuation)
+                if count >= len(rows[index]):
+                    raise DiffbitError(
+                        f"a continuation of {count} tokens does not fit the context of {self._engine.capacity}; "
+                        "export the model with a longer context_length"
+                    )
+                end = len(rows[index]) - 1
+                found[index] = _scored(logits[place, end - count : end], continuation)
+                if texts[1]:
+                    self.cache_hook.add_partial("loglikelihood", texts, found[index])
+        return found
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        wanted = [request.args[1] for request in requests]
+        most = [min(int(kwargs.get("max_gen_toks", MAX_TOKENS)), self._engine.capacity - 1) for kwargs in wanted]
+        prompts = [
+            (self.tok_encode(request.args[0]) or [self.prefix_token_id])[-(self._engine.capacity - count) :]
+            for request, count in zip(requests, most, strict=True)
+        ]
+        texts = [""] * len(prompts)
+        # all of a batch have room for the longest of its texts: one that is wanted longer keeps less of its prompt
+        for batch in self._batches([len(prompt) for prompt in prompts], disable_tqdm, of_equal=most):
+            own = [wanted[index] for index in batch]
+            for index, text in zip(
+                batch, self._generate([prompts[i] for i in batch], own, most[batch[0]]), strict=True
+            ):
+                texts[index] = text
+                self.cache_hook.add_partial("generate_until", requests[index].args, text)
+        return texts
+
+    # running it
+
+    def _batches(
+        self, lengths: Sequence[int], quiet: bool, of_equal: Sequence[int] | None = None
+    ) -> Iterator[list[int]]:
+        """Indices of rows, the longest first, of equal `of_equal` in a batch; none of rows without tokens."""
+        groups = [0] * len(lengths) if of_equal is None else list(of_equal)
+        order = sorted((i for i in range(len(lengths)) if lengths[i] > 0), key=lambda i: (groups[i], -lengths[i]))
+        batches: list[list[int]] = []
+        for index in order:
+            last = batches[-1] if batches else []
+            rows = (
+                min(self._batch_size, MOST_LOGITS // (4 * self._vocab_size * max(1, lengths[last[0]]))) if last else 0
+            )
+            if last and len(last) < rows and groups[last[0]] == groups[index]:
+                last.append(index)
+            else:
+                batches.append([index])
+        yield from batches if quiet else track(batches, "evaluating")
+
+    def _run(self, rows: Sequence[Sequence[int]], all_positions: bool) -> NDArray[np.float32]:
+        """Rows of tokens, on an empty cache -> logits [B, S, V], or [B, V] after each row's last token."""
+        length = max(map(len, rows))
+        ids, mask = np.zeros((len(rows), length), np.int64), np.zeros((len(rows), length), np.int64)
+        for row, tokens in enumerate(rows):
+            ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
+        self._engine.reset()
+        return self._engine.prefill(ids, mask, all_positions=all_positions)
+
+    def _generate(self, prompts: list[list[int]], wanted: Sequence[dict[str, Any]], most: int) -> list[str]:
+        """Continue each prompt by at most `most` tokens."""
+        texts = [_Text(self._tokenizer, prompt, kwargs) for prompt, kwargs in zip(prompts, wanted, strict=True)]
+        logits = self._run(prompts, all_positions=False)
+        for left in range(most - 1, -1, -1):
+            for text, row in zip(texts, logits, strict=True):
+                if not text.done:
+                    text.push(row, self._eos)
+            if not left or all(text.done for text in texts):
+                break
+            logits = self._engine.step([[text.tokens[-1]] for text in texts])
+        return [text.finished() for text in texts]
+
+
+class _Text:
+    """A text that grows by a token at a time, up to a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int], kwargs: dict[str, Any]) -> None:
+        until = kwargs.get("until") or []
+        self.stops = [until] if isinstance(until, str) else [stop for stop in until if stop]
+        sampled = kwargs.get("do_sample", float(kwargs.get("temperature") or 0) > 0)
+        temperature = float(kwargs.get("temperature", 1.0)) if sampled else 0.0
+        self.choose = Sampler(
+            temperature, top_k=int(kwargs.get("top_k") or 0), top_p=float(kwargs.get("top_p") or 1.0), seed=0
+        )
+        self.stream, self.tokens = tokenizer.stream(prompt), list(prompt)
+        self.text, self.done = "", False
+
+    def push(self, logits: NDArray[np.float32], eos: Sequence[int]) -> None:
+        token = self.choose(logits, self.tokens)
+        self.tokens.append(token)
+        if token in eos:
+            self.done = True
+        else:
+            self.text += self.stream.push(token)
+            self.done = any(stop in self.text for stop in self.stops)
+
+    def finished(self) -> str:
+        """The text before the first stop string."""
+        text = self.text + self.stream.finish()
+        return text[: min((text.index(stop) for stop in self.stops if stop in text), default=len(text))]
+
+
+def _scored(logits: NDArray[np.float32], tokens: Sequence[int]) -> tuple[float, bool]:
+    """logits [n, V] of n tokens -> (sum of their log-probabilities, are they the likeliest?)."""
+    largest = logits.max(-1, keepdims=True)
+    total = largest[:, 0] + np.log(np.exp(logits - largest, dtype=np.float64).sum(-1))
+    chosen = logits[np.arange(len(tokens)), tokens]
+    return float((chosen - total).sum()), bool((chosen == largest[:, 0]).all())
+
+
+def register() -> None:
+    """Make `--model diffbit` known to a harness that looks for no plugins."""
+    import lm_eval.models  # noqa: F401  # the harness' own, which it registers only into an empty registry
+    from lm_eval.api.registry import model_registry, register_model
+
+    if "diffbit" not in model_registry:
+        register_model("diffbit")(DiffbitLM)
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    from .harness import register as register_once
+
+    register_once()
+    cli_evaluate()

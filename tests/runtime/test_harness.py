@@ -1,0 +1,222 @@
+"""Artifacts in lm-evaluation-harness, on tasks that lie in a folder: no network."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diffbit.calib_data import eval_windows
+from diffbit.errors import DiffbitError
+from diffbit.evaluate import Tasks, compare
+from diffbit.export import export_artifact
+from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
+from diffbit.runtime import Artifact, Session, Tokenizer, generate
+from diffbit.runtime.harness import DiffbitLM, register
+
+PICO = Path(__file__).parents[2] / "examples" / "pico" / "diff_v1"
+QUESTIONS = [
+    {"text": "import", "right": " os", "wrong": " zebra"},
+    {"text": "for index in", "right": " range(", "wrong": " yellow"},
+    {"text": "def __init__(self", "right": "):", "wrong": " and the sea"},
+]
+TASKS = {
+    "choice": """
+task: choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{text}}}}"
+doc_to_choice: "{{{{[right, wrong]}}}}"
+doc_to_target: 0
+target_delimiter: ""
+metric_list: [{{metric: acc}}]
+""",
+    "writing": """
+task: writing
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{text}}}}"
+doc_to_target: "{{{{right}}}}"
+generation_kwargs: {{until: ["\\n"], max_gen_toks: 6, do_sample: false}}
+metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
+""",
+    "reading": """
+task: reading
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{text}}}}{{{{right}}}}"
+metric_list: [{{metric: byte_perplexity}}]
+""",
+}
+
+
+@pytest.fixture(scope="session")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
+    for name, text in TASKS.items():
+        (folder / f"{name}.yaml").write_text(text.format(file=folder / "questions.jsonl"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("harness")
+    quantize_checkpoint(
+        PICO, folder / "low", Scheme(parse_format("int4_g32"), parse_format("int8"), parse_format("int8"))
+    )
+    return export_artifact(folder / "low", folder / "artifact", context_length=64)
+
+
+def requests(*arguments: tuple[Any, ...]) -> list[Any]:
+    return [SimpleNamespace(args=one) for one in arguments]
+
+
+def slowly(session: Session, tokens: list[int], count: int) -> tuple[float, bool]:
+    """log q of the last `count` tokens, a token at a time."""
+    session.reset()
+    logits, total, likeliest = session.prefill([tokens[:-count]])[0], 0.0, True
+    for token in tokens[-count:]:
+        row = logits.astype(np.float64)
+        total += row[token] - np.log(np.exp(row).sum())
+        likeliest &= int(row.argmax()) == token
+        logits = session.step([[token]])[0]
+    return total, likeliest
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_log_likelihoods_against_a_token_at_a_time(artifact: Path, batch_size: int) -> None:
+    model, session = DiffbitLM(str(artifact), batch_size=batch_size), Session(artifact)
+    tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))
+    texts = [("import", " os"), ("class A:\n    def f(self, x", "):\n        return x"), ("", "def"), ("x = ", "1")]
+    texts.append(("a = b\n" * 60, "a = b\n" * 3))  # longer than the context: it loses its beginning
+    texts.append(("import numpy ", "as np"))  # a space between them belongs to the continuation
+    found = model.loglikelihood(requests(*texts))
+    for (context, continuation), (total, likeliest) in zip(texts, found, strict=True):
+        stripped = context.rstrip(" ")
+        whole = tokenizer.encode(context + continuation)
+        before = tokenizer.encode(stripped) if stripped else []
+        tokens = whole if before else [model.prefix_token_id, *whole]
+        tokens, count = tokens[-65:], len(whole) - len(before)
+        wanted, same = slowly(session, tokens[:-1] + tokens[-1:], count) if len(tokens) < 65 else (None, None)
+        if wanted is not None:
+            assert total == pytest.approx(wanted, abs=2e-3) and likeliest == same
+    assert found[4][0] < 0
+
+
+def test_rolling_scores_every_token_once(artifact: Path) -> None:
+    model, session = DiffbitLM(str(artifact)), Session(artifact)
+    text = "def f(x):\n    return x\n" * 20
+    tokens = model.tok_encode(text, add_special_tokens=False)
+    assert len(tokens) > 2 * 64
+    (found,) = model.loglikelihood_rolling(requests((text,)))
+    wanted, position = 0.0, 0
+    while position < len(tokens):  # windows of 64 predictions; the last has context in the place of what is scored
+        end = min(position + 64, len(tokens))
+        row = [model.prefix_token_id, *tokens[:end]] if not position else tokens[max(0, end - 65) : end]
+        session.reset()
+        logits = session.prefill([row[:-1]], all_positions=True)[0].astype(np.float64)
+        logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+        count = end - position
+        wanted += sum(logits[len(row) - 1 - count + i, tokens[position + i]] for i in range(count))
+        position = end
+    assert found == pytest.approx(wanted, abs=1e-2)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_texts_are_those_of_generate(artifact: Path, batch_size: int) -> None:
+    model, session = DiffbitLM(str(artifact), batch_size=batch_size), Session(artifact)
+    tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))
+    prompts = ["import", "def __init__(self, x", "class", "for index in range("]
+    options: list[dict[str, Any]] = [{"max_gen_toks": 12, "until": ["\n"]}, {"max_gen_toks": 12, "until": "):"}]
+    options += [{"max_gen_toks": 12, "until": []}, {"max_gen_toks": 5}]
+    found = model.generate_until(requests(*zip(prompts, options, strict=True)))
+    for prompt, kwargs, text in zip(prompts, options, found, strict=True):
+        stop = kwargs.get("until", [])
+        assert text == generate(session, tokenizer, prompt, max_tokens=kwargs["max_gen_toks"], stop=stop).text
+    assert any(found)
+
+
+def test_a_residual_window_takes_one_row_at_a_time(tmp_path: Path) -> None:
+    from diffbit.quantize import AttentionScheme
+
+    quantize_checkpoint(
+        PICO, tmp_path / "low", Scheme(attention=AttentionScheme(keys="int4", values="int4", window=32))
+    )
+    low = str(export_artifact(tmp_path / "low", tmp_path / "artifact"))
+    long, short = ("import os\n" * 40, "import"), ("import os\n" * 12, "import")
+    together = DiffbitLM(low).loglikelihood(requests(long, short))
+    assert together[1] == DiffbitLM(low).loglikelihood(requests(short))[0]
+
+
+def test_the_harness_runs_its_tasks(
+    artifact: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    register()
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    results = simple_evaluate(
+        "diffbit", f"artifact={artifact}", list(TASKS), task_manager=manager, bootstrap_iters=0, batch_size=2
+    )
+    assert results is not None
+    found = results["results"]
+    assert found["choice"]["acc,none"] == 1.0  # a trained model knows that much
+    assert 1 < found["reading"]["byte_perplexity,none"] < 20
+    assert 0 <= found["writing"]["exact_match,none"] <= 1
+
+
+def test_compare_does_tasks(tasks: Path, artifact: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Torch's and ONNX Runtime's scores of one model are the same; a change is that of the documents' scores."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    text = eval_windows("stdlib", PICO, 64, 2)
+    asked = Tasks(("choice", "writing", "reading"), tasks)
+    found = compare([PICO], text, ["int4_g32"], ["weights"], artifacts=[Artifact.open(artifact)], tasks=asked)
+    whole, made, ran = ({one.task: one for one in result.tasks} for result in found.results)
+    assert list(whole) == ["choice", "writing", "reading"] and whole["choice"].change.value == 0
+    for task, one in made.items():
+        assert one.value.value == pytest.approx(ran[task].value.value, abs=1e-3)
+        assert one.change.value == pytest.approx(one.value.value - whole[task].value.value, abs=1e-9)
+    assert made["reading"].metric == "byte_perplexity, nats" and 0.2 < made["reading"].value.value < 3
+    assert "choice, acc" in found.rows()[1]
+
+
+@pytest.mark.slow
+def test_unknown_tasks_are_refused_before_the_work(tasks: Path) -> None:
+    with pytest.raises(DiffbitError, match="task 'sorting' is none"):
+        Tasks(("choice", "sorting"), tasks).check()
+
+
+@pytest.mark.slow
+def test_its_command_line(artifact: Path, tasks: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "diffbit.runtime.harness",
+        "--model",
+        "diffbit",
+        "--model_args",
+        f"artifact={artifact}",
+    ]
+    done = subprocess.run(
+        [*command, "--tasks", "choice", "--include_path", tasks],
+        env=os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "|choice|" in done.stdout.replace(" ", "") and "acc" in done.stdout
