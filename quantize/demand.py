@@ -17,6 +17,7 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ import torch
 from ..errors import DiffbitError
 from ..models import Checkpoint, ModelConfig, num_parameters
 from ..models.checkpoint.names import EMBEDDING, shapes
+from .formats import Format
 from .layer import LOSS_TOKENS, MEASURED_TOKENS, TABLE_PART
 from .methods.gptq import PRECISE, ROUNDS
 from .recipe import Recipe
@@ -97,7 +99,7 @@ def quantize_demand(
     output += sum(map(len, checkpoint.tokenizer_files.values())) + (1 << 14)
     table = math.prod(shapes(config)[EMBEDDING])
     most = (width + 1) * table + (2 if width == 4 else 6) * min(table, TABLE_PART)
-    layers = [_layer(config, index, width, recipe, text) for index in range(config.num_layers)]
+    layers = [_layer(config, index, width, recipe, text, formats) for index in range(config.num_layers)]
     states = 0
     if text is not None:
         rows = table_rows(config)
@@ -133,26 +135,35 @@ def table_rows(config: ModelConfig) -> int:
     return min(config.vocab_size, max(1, TABLE_PART // config.hidden_size))
 
 
-def _layer(config: ModelConfig, index: int, width: int, recipe: Recipe, text: Text | None) -> float:
+def _layer(
+    config: ModelConfig, index: int, width: int, recipe: Recipe, text: Text | None, formats: Mapping[str, Format]
+) -> float:
     """Bytes that a decoder layer takes at most."""
     prefix = f"model.layers.{index}."
     own = [shape for name, shape in shapes(config).items() if name.startswith(prefix)]
     count = sum(map(math.prod, own))
-    matrices = [shape for shape in own if len(shape) == 2]
     rounded = (width + 2) * count
     if text is None:
         return rounded
-    largest, wide = max(map(math.prod, matrices)), max(shape[1] for shape in matrices)
+    matrices = {name: shape for name, shape in weight_shapes(config).items() if name.startswith(prefix)}
+    rounding = max((_rounding(formats[name], *shape) for name, shape in matrices.items() if name in formats), default=0)
     tokens = min(BATCH_TOKENS, text.windows * text.length)
     spec = config.layers[index]
     inner = 4 * tokens * (3 * spec.mlp.intermediate_size + 6 * config.hidden_size)
     scores = 3 * 4 * tokens * text.length * spec.mixer.softmaxes
-    precise = 8 if wide <= PRECISE else 4
-    rounding = count + 14 * largest + (8 + 2 * precise) * wide**2
+    rounding = count + (rounding if recipe.calibrated else 0)
     measuring = 9 * count + inner + scores
     if recipe.exact:
         return width * count + max(rounding, LEARNED * count + 2 * (inner + scores))
     return width * count + max(rounding, measuring)
+
+
+def _rounding(format: Format, rows: int, columns: int) -> int:
+    """Bytes that GPTQ takes of a weight beside its layer: copies of it; its Gram matrix and a factor of it; and either
+    what the factor is made from, or the systems that give the scales, in fp64 (scales.solve)."""
+    systems = min(columns**2, rows * format.groups(columns) ** 2)
+    factors = (12 if columns <= PRECISE else 8) * columns**2
+    return 8 * rows * columns + 8 * columns**2 + max(factors, 28 * systems)
 
 
 def quantize_seconds(config: ModelConfig, recipe: Recipe, text: Text | None) -> float:
