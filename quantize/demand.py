@@ -106,7 +106,12 @@ def quantize_demand(
         part = 4 * min(TABLE_PART, table)
         most = max(most, width * table + part + 8 * min(LOSS_TOKENS, text.windows * text.length) * rows)
         aims = text.windows if recipe.exact else 0  # what a method that aims at the float model keeps of it
-        states = 4 * config.hidden_size * text.length * (text.windows + text.exact + aims)
+        carried = sum(  # numbers a token that layers hand to later ones
+            math.prod(dim for dim in shape if isinstance(dim, int))
+            for giver in config.last_readers
+            for shape in config.layers[giver].mixer.carried
+        )
+        states = 4 * (config.hidden_size + carried) * text.length * (text.windows + text.exact + aims)
     kept = text is not None or recipe.name != "rtn"
     memory = max(most, *layers)
     if not in_shards(config, getattr(torch, checkpoint.dtype)):

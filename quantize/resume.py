@@ -106,18 +106,13 @@ class Unfinished:
             file = self._states(self.count - 1)
             files.check_sha256(file, self._record(self.count - 1)["states"], ANEW)
             entries = read_header(file)
-
-            def read(name: str, states: States) -> Tensor | Rows:
-                entry, windows = entries[name], len(states.ids)
-                return states.filled(lambda rows: entry.rows(rows.start, min(rows.stop, windows) - rows.start).read())
-
-            for version, states in _versions(self.tokens).items():
-                states.hidden, states.carried = read(version, states), {}
-                for name in sorted(entries):  # "hidden.16.0"
-                    whose, _, rest = name.partition(".")
-                    if whose == version and rest:
-                        giver = int(rest.partition(".")[0])
-                        states.carried[giver] = (*states.carried.get(giver, ()), read(name, states))
+            for name, states in self._travelling().items():
+                states.fill(lambda rows, entry=entries[name]: entry.rows(rows.start, rows.stop))  # type: ignore[misc]
+                for key in sorted(key for key in entries if key.startswith(f"{name}.")):  # "hidden.16.0"
+                    giver, whole = int(key.split(".")[1]), states.space(*entries[key].shape[1:])
+                    for rows in states.slices:
+                        whole[rows] = entries[key].rows(rows.start, rows.stop)
+                    states.carried[giver] = (*states.carried.get(giver, ()), whole)
 
     def add(self, layer: Stored) -> None:
         """Keep the layer that comes next, and the tokens, which are behind it."""
@@ -128,13 +123,13 @@ class Unfinished:
         record: dict[str, Any] = {"weights": [asdict(row) for row in rows]}
         record["layer"] = _write(self._layer(self.count), tensors)
         if self.tokens is not None:
-            kept: dict[str, Parts] = {}
-            for name, states in _versions(self.tokens).items():
-                kept[name] = _parts(states.hidden, states)
-                for giver, values in states.carried.items():
-                    kept |= {f"{name}.{giver}.{i}": _parts(value, states) for i, value in enumerate(values)}
             with files.write_atomic(self._states(self.count)) as temporary:
-                write_parts(temporary, kept)
+                parts = {}
+                for name, states in self._travelling().items():
+                    parts[name] = _parts(states.hidden, states)
+                    for giver, values in states.carried.items():
+                        parts |= {f"{name}.{giver}.{i}": _parts(value, states) for i, value in enumerate(values)}
+                write_parts(temporary, parts)
                 record["states"] = files.sha256_file(temporary)
         files.write_sealed(self._about(self.count), record)
         if self.count:
@@ -149,6 +144,10 @@ class Unfinished:
             rows = (WeightReport(**{**row, "shape": tuple(row["shape"])}) for row in record["weights"])
             yield _read(self._layer(index)), tuple(rows)
 
+    def _travelling(self) -> dict[str, States]:
+        """By their names in the file."""
+        return {} if self.tokens is None else {"exact": self.tokens.exact, "hidden": self.tokens}
+
     def _layer(self, index: int) -> Path:
         return self.path / f"layer-{index:05}.safetensors"
 
@@ -162,18 +161,13 @@ class Unfinished:
         return files.read_sealed(self._about(index), ANEW)
 
 
-def _versions(tokens: Tokens) -> dict[str, States]:
-    """By their names in the file."""
-    return {"hidden": tokens, "exact": tokens.exact}
-
-
 def _read(file: Path) -> dict[str, Tensor]:
     return {name: entry.read() for name, entry in read_header(file).items()}
 
 
-def _parts(values: Tensor | Rows, states: States) -> Parts:
-    """Values of all windows, some windows at a time."""
-    return tuple(values.shape), (values[rows].cpu() for rows in states.slices)
+def _parts(whole: Tensor | Rows, states: States) -> Parts:
+    """Some windows at a time."""
+    return tuple(whole.shape), (whole[rows].cpu() for rows in states.slices)
 
 
 def _write(file: Path, tensors: dict[str, Tensor]) -> str:

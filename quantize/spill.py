@@ -1,4 +1,4 @@
-"""Hidden states of calibration tokens that lie on the disk, for a run that is to take little memory.
+"""Hidden states of calibration tokens, and what layers hand on, on the disk, for a run that is to take little memory.
 
 They are read and written, not mapped: mapped pages count as resident. The file has no name, so that nothing is left of
 a run that is killed.
@@ -16,8 +16,8 @@ from torch import Tensor
 
 
 class Rows:
-    """fp32 [n, ...], of which `rows[some]` reads, and `rows[some] = tensor` writes, a few of the n; some: a slice, or
-    indices int64."""
+    """fp32 [n, ...], such as [n, S, E], of which `rows[some]` reads, and `rows[some] = tensor` writes, a few of the n;
+    some: a slice, or indices int64."""
 
     def __init__(self, folder: Path, shape: tuple[int, ...]) -> None:
         self.shape = shape

@@ -55,21 +55,17 @@ class States:
 
     def embed(self, embedding: Callable[[Tensor], Tensor]) -> None:
         """Enter the model: embedding(ids [n, S]) -> [n, S, E]."""
-        self.hidden, self.carried = self.filled(lambda rows: embedding(self.ids[rows]).float()), {}
+        self.fill(lambda rows: embedding(self.ids[rows]))
 
-    def filled(self, made: Callable[[slice], Tensor]) -> Tensor | Rows:
-        """Rows of all windows, made some windows at a time."""
-        whole: Tensor | Rows | None = None
+    def fill(self, made: Callable[[slice], Tensor]) -> None:
+        self.hidden, self.carried = self.space(self.ids.shape[1], self.config.hidden_size), {}
         for rows in self.slices:
-            part = made(rows)
-            whole = self.space(*part.shape[1:]) if whole is None else whole
-            whole[rows] = part
-        return self.space() if whole is None else whole
+            self.hidden[rows] = made(rows).float()
 
-    def space(self, *each: int) -> Tensor | Rows:
-        """For fp32 values of all windows, of this shape each; by default hidden states."""
-        shape = (len(self.ids), *(each or (self.ids.shape[1], self.config.hidden_size)))
-        return torch.empty(shape, device=self.ids.device) if self.folder is None else Rows(self.folder, shape)
+    def space(self, *shape: int) -> Tensor | Rows:
+        """For numbers of all windows, [n, *shape]."""
+        whole = (len(self.ids), *shape)
+        return torch.empty(whole, device=self.ids.device) if self.folder is None else Rows(self.folder, whole)
 
     def take_past(self, index: int, run: Callable[[Batch], Tensor]) -> None:
         """Layer `index`: run(batch) -> the hidden states behind it."""

@@ -174,7 +174,7 @@ class Session:
         self._begin(packed)
 
         chunk = CHUNK if batch == 1 else used
-        last = (batch == 1 or self._at_end) and not all_positions
+        last = (batch == 1 or self._to_end) and not all_positions
         parts = [
             self._append(packed[:, start : start + chunk], mask[:, start : start + chunk], last)
             for start in range(0, used, chunk)

@@ -162,7 +162,7 @@ class Checkpoint:
 
     def _own_rows(self, name: str, entry: Entry) -> Entry:
         place = self._places[name]
-        return entry.rows(place.first, shapes(self.config)[name][0]) if place.of_rows else entry
+        return entry.part(place.first, shapes(self.config)[name][0]) if place.of_rows else entry
 
     def block_names(self, index: int) -> list[str]:
         """Names of the tensors of decoder layer `index`."""

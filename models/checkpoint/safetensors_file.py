@@ -54,7 +54,7 @@ class Entry:
     begin: int  # of the data, in bytes from the start of the file
     end: int
 
-    def rows(self, first: int, count: int) -> Entry:
+    def part(self, first: int, count: int) -> Entry:
         """Some of its rows, a tensor of their own."""
         each = (self.end - self.begin) // self.shape[0]
         begin = self.begin + first * each
@@ -63,6 +63,12 @@ class Entry:
     def read(self) -> Tensor:
         """The tensor itself, in its dtype, in the order of the file."""
         return read_bytes(self.file, self.begin, self.end).view(self.dtype).view(self.shape)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Some of the tensor's rows."""
+        row = (self.end - self.begin) // max(1, self.shape[0])
+        end = min(self.begin + stop * row, self.end)
+        return read_bytes(self.file, self.begin + start * row, end).view(self.dtype).view(-1, *self.shape[1:])
 
 
 def read_header(file: Path) -> dict[str, Entry]:

@@ -39,6 +39,7 @@ from ..formats.base import divisor, row_blocks
 from ..layer import Layer, Tokens
 from ..model import quantize_weight
 from ..rounding import straight_through
+from ..spill import Rows
 from . import gptq
 
 CALIBRATED = True
@@ -138,8 +139,9 @@ class Problem:
                 own.arithmetic = _StraightArithmetic(own.arithmetic)
         true = layer.module()
         self.true = None if layer.is_layer else true
-        self.target = tokens.exact.space() if layer.is_layer else torch.empty(0)  # logits would be too many
+        self.target: Tensor | Rows = torch.empty(0)  # of the head: logits would be too many
         if layer.is_layer:
+            self.target = tokens.exact.space(*tokens.exact.hidden.shape[1:])
             with torch.no_grad():
                 for rows, batch in zip(tokens.exact.slices, tokens.exact.batches(), strict=True):
                     self.target[rows] = layer.run(true, batch.hidden, batch)

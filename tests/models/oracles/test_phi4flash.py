@@ -129,10 +129,11 @@ PUBLISHED = phi.PHI | {
 }  # fmt: skip
 
 
-def both_ways(artifact: Path, expected: Tensor, both: Tensor, most: float) -> None:
+def both_ways(artifact: Path, expected: Tensor, both: Tensor | None, most: float) -> None:
     """With the library and without it: a prompt and tokens, a prompt in parts, a batch with padding and its tokens.
 
-    expected [LENGTH, V]; both [2, LENGTH, V], of padded(40, LENGTH).
+    expected [LENGTH, V]; both [2, LENGTH, V], of padded(40, LENGTH), or None: no batch (rows of unequal length share no
+    blocks of a low-bit cache).
     """
     for native in (False, True):
         session = Session(artifact, native=native)
@@ -142,6 +143,8 @@ def both_ways(artifact: Path, expected: Tensor, both: Tensor, most: float) -> No
         session.reset()
         for start, stop in ((0, 20), (20, LENGTH)):
             assert off(session.prefill(IDS[None, start:stop].numpy())[0], expected[stop - 1]) < most, native
+        if both is None:
+            continue
         session.reset()
         ids, mask = padded(35, 40)
         last = session.prefill(ids.numpy(), mask.numpy())
@@ -178,7 +181,7 @@ def test_quantized(tmp_path: Path, folder: Path, method: str, kv: str, most: flo
         streamed, whole = load(tmp_path / "quantized"), apply(models.load(source), scheme, method, text)
         assert torch.equal(streamed(IDS[None]), whole(IDS[None]))
         model, (ids, mask) = reference_model(tmp_path / "quantized"), padded(40, LENGTH)
-        expected, both = model(IDS[None])[0], model(ids, attention_mask=mask)
+        expected, both = model(IDS[None])[0], None if kv == "int4" else model(ids, attention_mask=mask)
     artifact = export_artifact(tmp_path / "quantized", tmp_path / "onnx")
     both_ways(artifact, expected, both, most)
     assert verify(artifact).passed
