@@ -50,10 +50,10 @@ done
 step "verify" diffbit verify "$out/int4-gptq-onnx" --checkpoint "$out/int4-gptq" --max-windows 2 --length 128
 step "chat" diffbit chat "$out/int4-gptq-onnx" --max-tokens 64 <<<"Why is the sky blue?"
 
-# 5. What the bits cost, and what they bring.
-step "compare" diffbit compare "$model" "$out/int8" "$out/int4-rtn" "$out/int4-gptq" "$out/int4-learned" --bits 4 --what weights \
-    --data mix --max-windows 16 --length 128 --prompt "Why is the sky blue?" -o "$out" \
-    --artifact "$out/int8-onnx" --artifact "$out/int4-gptq-onnx"
+# 5. What the bits cost: the artifacts on ONNX Runtime beside the float model, on the same text.
+step "compare" diffbit compare "$model" --bits 16 --what weights --data mix --max-windows 16 --length 128 \
+    --prompt "Why is the sky blue?" -o "$out" --artifact "$out/int8-onnx" --artifact "$out/int4-rtn-onnx" \
+    --artifact "$out/int4-gptq-onnx" --artifact "$out/int4-learned-onnx"
 
 printf '\nSeconds per stage:\n'
 awk -F'\t' '{ seconds[$1] += $2; total += $2; if (!($1 in seen)) { seen[$1]; order[n++] = $1 } }
