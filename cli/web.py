@@ -10,7 +10,7 @@ import typer
 from .options import Json, Overwrite, Quiet, as_artifacts
 from .output import print_json, print_table, remark
 
-EXAMPLES = ("diffbit web out/demo/diff_v1-onnx -o out/site && python -m http.server -d out/site",)
+EXAMPLES = ("diffbit web out/demo/diff_v1-onnx -o out/site", "python -m http.server -d out/site")
 
 
 def web(
