@@ -144,7 +144,8 @@ class Decoder(nn.Module):
             position_ids = default_positions(batch, length, past, attention_mask, input_ids.device)
         rope = rope_for(self.config, position_ids)
         mask = causal_mask(length, past, attention_mask, input_ids.device)
-        x, carried = self.embed(input_ids), Carried()
+        x = self.embed(input_ids)
+        carried: Carried = {}
         for index, layer in enumerate(self.model.layers):
             x = layer(x, rope, mask, None if cache is None else cache.layers[index], carried)
         if cache is not None:

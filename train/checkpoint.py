@@ -24,6 +24,7 @@ import torch
 from ..errors import DiffbitError
 from ..files import check_sha256, new_folder, read_sealed, sha256_file, write_sealed
 from ..models import Decoder, load, save
+from ..models.checkpoint.names import shapes
 from ..models.checkpoint.safetensors_file import read_header, write_tensors
 from .head_norm import folded
 
@@ -42,7 +43,7 @@ def save_checkpoint(
     for name, parameter in model.named_parameters():
         for moment in MOMENTS:
             tensors[f"{name}.{moment}"] = optimizer.state[parameter][moment].detach().cpu().contiguous()
-        if stored.get(name) is not parameter:
+        if name not in shapes(model.config) or stored.get(name) is not parameter:
             tensors[f"{name}.value"] = parameter.detach().cpu().contiguous()
     with new_folder(folder, overwrite=True) as temporary:
         save(saved, temporary, dtype=torch.float32, tokenizer_from=tokenizer)

@@ -43,7 +43,8 @@ def of_any_op(node: Node, optional: tuple[str, ...] = ()) -> Iterator[Broken]:
         if array is None:
             continue
         if name not in optional:
-            yield Broken(changed(node, f"{name}_omitted", **{name: None}), None)
+            sentence = {"key": "value is given, wanted exactly", "value": "value is missing, wanted exactly"}.get(name)
+            yield Broken(changed(node, f"{name}_omitted", **{name: None}), sentence)
         yield Broken(changed(node, f"{name}_float64", **{name: array.astype(np.float64)}), None)
         deep = array.reshape(array.shape + (1,) * (9 - array.ndim))
         yield Broken(changed(node, f"{name}_of_rank_9", **{name: deep}), "has 9 dimensions, wanted at most 8")

@@ -23,7 +23,8 @@ import torch
 from onnx import helper
 
 from diffbit.errors import DiffbitError
-from diffbit.ops import diff_attention, diff_attention_reference, schema
+from diffbit.ops import diff_attention, diff_attention_reference
+from diffbit.ops.signature import DOMAIN
 from diffbit.runtime import native
 
 from .cases import ATTENTION_CASES, AttentionCase
@@ -434,7 +435,7 @@ def node_session(
     if without:
         x[without] = None
     attributes = {k: v for k, v in {**case.attributes(), **changed}.items() if v is not None}
-    node = node_of(diff_attention.OP.name, schema.DOMAIN, x, attributes, outputs)
+    node = node_of(diff_attention.OP.name, DOMAIN, x, attributes, outputs)
     element = {n: helper.np_dtype_to_tensor_dtype(array.dtype) for n, array in x.items() if array is not None}
     graph = helper.make_graph(
         [node],
