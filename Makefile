@@ -1,6 +1,6 @@
 # make demo        trains, quantizes, exports and runs two small models, and writes out/demo/report.html
 # make demo-smollm2   the same road for a published model, SmolLM2-135M-Instruct from a PyPI wheel (examples/smollm2.sh)
-# make test        lint, types and the quick tests: about 4 minutes on 2 cores
+# make test        lint, types and the quick tests
 # make test-all    all tests, as CI runs them
 # make build       compiles the native library again after a change in csrc/; the targets above do so by themselves. With an
 #                  NVIDIA card it has kernels for that card; SKBUILD_CMAKE_DEFINE=DIFFBIT_CUDA=ON compiles them without one
