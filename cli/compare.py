@@ -318,7 +318,7 @@ def _write(comparison: Comparison, outliers: list[dict[str, Any]], known: dict[s
     )
     comparison.write_json(output / "comparison.json")
     comparison.write_csv(output / "comparison.csv")
-    if len(comparison.results) > len(comparison.models):  # quantized checkpoints have no variants to draw
+    if any(result.what not in ("none", "artifact") for result in comparison.results):  # else nothing has bits to draw
         plot_comparison(comparison.to_dict(), output / "comparison.svg")
     plot_outliers(outliers, output / "outliers.svg")
     write_report(report, output / "report.html")
