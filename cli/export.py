@@ -1,4 +1,4 @@
-"""diffbit export: write an artifact for ONNX Runtime, or a bitnet checkpoint."""
+"""diffbit export: write an artifact for ONNX Runtime, or a checkpoint for other libraries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from .output import print_json, print_table, remark
 
 EXAMPLES = (
     "diffbit export out/demo/diff_v1-int4 -o out/diff-onnx",
-    "diffbit export examples/pico/softmax_ternary -o out/bitnet-hf --format hf-bitnet",
+    "diffbit export examples/pico/softmax_ternary -o out/bitnet-hf --format bitnet",
+    "diffbit export out/llama-int4 -o out/llama-gptq --format gptq",
 )
 
 
@@ -23,9 +24,10 @@ def export(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint: a folder, float or quantized, or a GGUF file.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Output folder.")],
     format: Annotated[
-        Literal["artifact", "hf-bitnet"],
+        Literal["artifact", "gptq", "compressed-tensors", "bitsandbytes", "bitnet"],
         typer.Option(
-            help="artifact: for ONNX Runtime; hf-bitnet: a ternary Transformer in Hugging Face's bitnet format."
+            help="artifact: for ONNX Runtime; the others: the quantized checkpoint as transformers, vLLM and peft read "
+            "it (docs/checkpoints.md)."
         ),
     ] = "artifact",
     device: Annotated[
@@ -59,16 +61,16 @@ def export(
     """Export a checkpoint to an ONNX artifact that `diffbit run`, onnxruntime-genai and optimum load.
 
     onnxruntime-genai and optimum cannot run an artifact with a low-bit KV cache: they feed keys and values only.
-    With --format hf-bitnet, the output is a folder for transformers.
+    With another --format, the output is a checkpoint for transformers and vLLM, with the same codes and scales.
     """
-    from ..export import export_artifact, export_bitnet
+    from ..export import export_artifact, export_checkpoint
 
-    if format == "hf-bitnet":
+    if format != "artifact":
         if (device, dtype, context_length, library) != ("cpu", None, None, False):
             raise DiffbitError(
                 "--device, --dtype, --context-length and --library apply to --format artifact; leave them out"
             )
-        export_bitnet(checkpoint, output, tokenizer=tokenizer, overwrite=overwrite)
+        export_checkpoint(checkpoint, output, format, tokenizer=tokenizer, overwrite=overwrite)
         sizes = {file.name: {"bytes": file.stat().st_size} for file in sorted(output.iterdir())}
         if as_json:
             print_json({"output": str(output), "files": sizes})

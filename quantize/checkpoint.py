@@ -1,12 +1,6 @@
 """Quantized checkpoints: written a layer at a time from float ones, read back as models of QuantLinear layers.
 
-On disk a quantized weight `<linear>.weight` becomes `<linear>.codes` (packed), `<linear>.scale` (as its
-format writes it: fp16 for integers, to which they were rounded beforehand, fp32 for nf4 and ternary, uint8 for mxfp4)
-and, in asymmetric formats, `<linear>.zero` (packed); config.json says
-
-    "quantization_config": {"quantizer": "diffbit", "version": 1, "scheme": {...}}
-
-Row order on disk is Hugging Face's, for these parts as for the weights they stand for.
+How they lie on disk is told in layouts/, ours and others'. Row order there is Hugging Face's.
 """
 
 from __future__ import annotations
@@ -14,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,20 +16,19 @@ from torch import Tensor
 from .. import files, models
 from ..errors import DiffbitError
 from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig
-from ..models.checkpoint.names import EMBEDDING, is_linear, shapes, stays_float32
-from . import bitnet_hf, bitsandbytes_nf4
+from ..models.checkpoint.names import shapes, stays_float32
+from . import layouts
 from .cache import is_low_bit
 from .demand import Text, check_fits, in_shards
 from .formats import QTensor
 from .layerwise import Finished, quantize_layers, stored_config, tokens_for
+from .layouts import read_scheme
+from .layouts.diffbit import VERSION
 from .model import Method, assemble
 from .recipe import parse_recipe
 from .report import Report, WeightReport, sizes
 from .resume import Stored, Unfinished, run
 from .scheme import Scheme
-
-VERSION = 1
-OTHERS: dict[str, ModuleType] = {"bitsandbytes": bitsandbytes_nf4, "bitnet": bitnet_hf}  # quant_method: who reads it
 
 
 def quantize_checkpoint(
@@ -160,7 +152,7 @@ def save(
 def load(
     path: str | Path | Checkpoint, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Decoder:
-    """The model in a checkpoint, float or quantized (by diffbit, nf4 by bitsandbytes, or Hugging Face's bitnet).
+    """The model in a checkpoint, float or quantized (by diffbit or in another layout of layouts/).
 
     Quantized layers are QuantLinear modules; a scheme's activations and attention are in force.
     """
@@ -170,7 +162,7 @@ def load(
         return models.load(checkpoint, dtype=dtype, device=device)
     with torch.device("meta"):
         decoder = Decoder(checkpoint.config)
-    weights = {name: _read(checkpoint, name, scheme) for name in shapes(checkpoint.config)}
+    weights = {name: layouts.read_weight(checkpoint, name, scheme) for name in shapes(checkpoint.config)}
     return assemble(decoder, weights, scheme, dtype).to(device)
 
 
@@ -181,30 +173,8 @@ def load_block(checkpoint: Checkpoint, index: int, dtype: torch.dtype = torch.fl
     prefix = f"model.layers.{index}."
     names = [name for name in shapes(checkpoint.config) if name.startswith(prefix)]
     scheme = read_scheme(checkpoint)
-    weights = {name.removeprefix(prefix): _read(checkpoint, name, scheme) for name in names}
+    weights = {name.removeprefix(prefix): layouts.read_weight(checkpoint, name, scheme) for name in names}
     return assemble(block, weights, scheme or Scheme(), dtype)
-
-
-def read_scheme(checkpoint: Checkpoint) -> Scheme | None:
-    """The scheme a checkpoint was quantized with; None for a float one."""
-    entry = checkpoint.quantization
-    if entry is None:
-        return None
-    if entry["quant_method"] in OTHERS:
-        found: Scheme = OTHERS[entry["quant_method"]].scheme(checkpoint)
-        return found
-    where = f"{checkpoint.path / 'config.json'}: quantization_config"
-    if entry.get("version") != VERSION:
-        raise DiffbitError(
-            f"{where} has version {entry.get('version')!r}, this diffbit reads version {VERSION}; quantize the float "
-            "checkpoint again"
-        )
-    if not isinstance(entry.get("scheme"), dict):
-        raise DiffbitError(f"{where} has no scheme; restore config.json")
-    try:
-        return Scheme.from_dict(entry["scheme"])
-    except DiffbitError as error:
-        raise DiffbitError(f"{where}: {error}") from None
 
 
 def read_weight(checkpoint: Checkpoint, name: str) -> Tensor | QTensor:
@@ -212,28 +182,7 @@ def read_weight(checkpoint: Checkpoint, name: str) -> Tensor | QTensor:
 
     A Tensor in its stored dtype, or a QTensor where the checkpoint holds it quantized.
     """
-    return _read(checkpoint, name, read_scheme(checkpoint))
-
-
-def _read(checkpoint: Checkpoint, name: str, scheme: Scheme | None) -> Tensor | QTensor:
-    module = name.removesuffix(".weight")
-    shape = shapes(checkpoint.config).get(name, ())
-    format = scheme.format_for(module) if scheme and (is_linear(name) or name == EMBEDDING) else None
-    if format is None:
-        if name not in checkpoint.names:
-            raise _disagrees(checkpoint, name, "float")
-        return checkpoint.read(name)
-    if checkpoint.quantization and checkpoint.quantization["quant_method"] in OTHERS:
-        read: QTensor = OTHERS[checkpoint.quantization["quant_method"]].read(checkpoint, name)
-        return read
-    wanted = ["codes", "scale"] if format.symmetric else ["codes", "scale", "zero"]
-    if not all(f"{module}.{part}" in checkpoint.names for part in wanted):
-        raise _disagrees(checkpoint, name, format.name)
-    tensors = {part: checkpoint.read(f"{module}.{part}") for part in wanted}
-    try:
-        return QTensor.from_packed(format, (shape[0], shape[1]), **tensors)
-    except DiffbitError as error:
-        raise DiffbitError(f"{checkpoint.path}: {module}: {error}") from None
+    return layouts.read_weight(checkpoint, name, read_scheme(checkpoint))
 
 
 def _stored(layer: Finished) -> Stored:
@@ -244,10 +193,3 @@ def _stored(layer: Finished) -> Stored:
         for part, tensor in weight.parts().items()
     }
     return layer.floats | parts, layer.rows
-
-
-def _disagrees(checkpoint: Checkpoint, name: str, format: str) -> DiffbitError:
-    return DiffbitError(
-        f"{checkpoint.path}: the scheme in config.json says that {name} is {format}, but the weights hold it "
-        "otherwise; config and weights do not belong together"
-    )

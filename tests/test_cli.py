@@ -98,7 +98,7 @@ def completions(line: str) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("diffbit export x --format ", ["artifact", "hf-bitnet"]),
+        ("diffbit export x --format ", ["artifact", "gptq", "compressed-tensors", "bitsandbytes", "bitnet"]),
         ("diffbit run x --device ", ["cpu", "cuda"]),
         ("diffbit train --preset t", ["tiny"]),
         ("diffbit train --attention diff", ["diff_v1", "diff_v2"]),

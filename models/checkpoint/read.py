@@ -1,16 +1,9 @@
 """Reading a checkpoint folder: everything checked when it is opened, every tensor read only when asked for.
 
 Tensors are handed out under canonical names in canonical row order, whatever lies on disk: the folder's family
-(models/families/) knows. A quantized folder, marked by "quantization_config" in config.json, holds parts in place of
-some weights:
-
-    quantizer "diffbit"            <linear>.codes, .scale, .zero in place of <linear>.weight
-    quant_method "bitsandbytes"    <linear>.weight packed, beside <linear>.weight.absmax and others
-    quant_method "bitnet"          <linear>.weight packed (or float), beside <linear>.weight_scale
-
-The parts are listed and read here; what they mean is the business of quantize/. Ours has no quant_method, and
-transformers therefore refuses it: with one that it does not know it warns, and loads random weights. Folders of earlier
-versions, with quant_method "diffbit", are read all the same.
+(models/families/) knows. A quantized folder, marked by "quantization_config" in config.json, holds other tensors in
+place of some weights, or beside them: parts, whose names begin with that of a linear layer. They are listed and read
+here; what they mean, and which of them belong there, is the business of quantize/layouts/.
 """
 
 from __future__ import annotations
@@ -41,8 +34,6 @@ from .names import EMBEDDING, HEAD, layer_of, linear_of, reorder, shapes, stays_
 from .safetensors_file import Entry
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-PARTS = ("codes", "scale", "zero")  # of a weight that diffbit quantized; zero only in asymmetric formats
-QUANT_METHODS = ("diffbit", "bitsandbytes", "bitnet")
 HARMLESS = ".rotary_emb.inv_freq"  # a buffer that older transformers saved; it follows from the config
 
 
@@ -66,7 +57,6 @@ class Checkpoint:
             values, stored = open_gguf(gguf)
         self._source = source
         self.quantization = _quantization(source, values)
-        self._method = (self.quantization or {}).get("quant_method")
         with _about(source):
             family = family_of(values)
             self._family = family if gguf is None else GGUFFamily(family.model_type, family)
@@ -104,22 +94,23 @@ class Checkpoint:
 
     def _check(self, stored: dict[str, Entry], wanted: dict[str, tuple[int, ...]]) -> None:
         """Refuse missing, unknown and misshapen tensors."""
+        beside = {linear_of(name) for name in stored if name not in wanted and not name.endswith(".bias")}
         for name, entry in stored.items():
-            if name not in wanted and not self._is_part(name, stored, wanted):
+            if name not in wanted and not self._is_part(name, wanted):
                 raise DiffbitError(
                     f"{entry.file}: holds tensor {name}, which a {self.config.attention} model of {self.path}/"
                     "config.json does not have; config and weights do not belong together" + self._family.hint(name)
                 )
         for name, shape in wanted.items():
             if name not in stored:
-                if self._has_parts(name, stored):
+                if self._is_part(name, wanted) and linear_of(name) in beside:
                     continue
                 hint = ""
                 if name == HEAD:
                     hint = "; if the head shares the embedding, config.json must say tie_word_embeddings: true"
                 raise DiffbitError(f"{self.path}: tensor {name} of shape {shape} is missing from the weights{hint}")
             entry = stored[name]
-            if self._is_packed(entry) and len(shape) == 2 and entry.shape != shape:
+            if self._is_part(name, wanted) and entry.dtype not in FLOATS:
                 continue
             if entry.shape != shape:
                 raise DiffbitError(
@@ -131,21 +122,9 @@ class Checkpoint:
                     f"{', '.join(map(_label, FLOATS))}"
                 )
 
-    def _is_packed(self, entry: Entry) -> bool:
-        return self._method in ("bitsandbytes", "bitnet") and entry.dtype not in FLOATS
-
-    def _is_part(self, name: str, stored: dict[str, Entry], wanted: dict[str, tuple[int, ...]]) -> bool:
-        weight = f"{linear_of(name)}.weight"
-        if len(wanted.get(weight, ())) != 2:
-            return False
-        if self._method == "diffbit":
-            return name in _parts(weight) and weight not in stored
-        if self._method == "bitnet":  # the norm is refused where its quantization_config is read
-            return name in (f"{weight}_scale", f"{linear_of(name)}.rms_norm.weight")
-        return self._method == "bitsandbytes" and name.startswith(f"{weight}.")
-
-    def _has_parts(self, name: str, stored: dict[str, Entry]) -> bool:
-        return self._method == "diffbit" and all(part in stored for part in _parts(name)[:2])
+    def _is_part(self, name: str, wanted: Mapping[str, tuple[int, ...]]) -> bool:
+        """Does it belong to a linear layer of a quantized folder?"""
+        return self.quantization is not None and len(wanted.get(f"{linear_of(name)}.weight", ())) == 2
 
     def _canonical(self, stored: Mapping[str, Entry], on_disk: Mapping[str, str]) -> dict[str, Entry]:
         """Entries under their canonical names, in the model's order, each weight followed by its parts."""
@@ -172,30 +151,28 @@ class Checkpoint:
         """Shape of a tensor, from its file's header."""
         return self._entries[name].shape
 
+    def is_float(self, name: str) -> bool:
+        """Are its numbers floats of 16 or 32 bits?"""
+        return self._entries[name].dtype in FLOATS
+
     def row_order(self, name: str) -> Tensor | None:
-        """Rows of this tensor, or of the linear layer that it is a part of: canonical = on disk[order]; None where they
-        are the same."""
-        place = self._places.get(name) or self._places.get(f"{linear_of(name)}.weight")
-        return None if place is None else place.rows
+        """Rows of this parameter: canonical = on disk[order]; None where they are the same."""
+        return self._places[name].rows
 
     def read(self, name: str) -> Tensor:
-        """A tensor in canonical row order and its stored dtype (with a norm folded into it: float32).
+        """A float parameter in canonical row order and its stored dtype (with a norm folded into it: float32).
 
-        NaN or infinity in it is a DiffbitError. Row order applies to codes and scales alike; what has a single row for
-        all (and bitsandbytes' packed tensors, which `read_raw` is for) has none.
+        NaN or infinity in it is a DiffbitError.
         """
-        entry = self._entries[name]
         tensor = self.read_raw(name)
         if name == EMBEDDING and self._tied_head and not torch.equal(self._tied_head.read(), tensor):
             raise DiffbitError(
                 f"{self._tied_head.file}: {HEAD} differs from {EMBEDDING}, but config.json says "
                 "tie_word_embeddings: true; set it to false"
             )
-        if self._method == "bitsandbytes" and (self._is_packed(entry) or not name.endswith((".weight", ".bias"))):
-            return tensor
-        tensor = reorder(tensor, self.row_order(name))
-        place = self._places.get(name)
-        return tensor if place is None or place.folded is None else self._folded(name, tensor, place.folded)
+        place = self._places[name]
+        tensor = reorder(tensor, place.rows)
+        return tensor if place.folded is None else self._folded(name, tensor, place.folded)
 
     def _folded(self, name: str, weight: Tensor, norm_name: str) -> Tensor:
         """A projection [E, H * w] times the weight [w] of the norm before it; float32, so that nothing is rounded."""
@@ -275,22 +252,9 @@ def _quantization(source: Path, values: dict[str, Any]) -> dict[str, Any] | None
     entry = values.get("quantization_config")
     if entry is None:
         return None
-    method = entry.get("quant_method", entry.get("quantizer")) if isinstance(entry, dict) else entry
-    if method not in QUANT_METHODS:
-        raise DiffbitError(
-            f"{source}: quantization_config has quant_method {method!r}, wanted one of {', '.join(QUANT_METHODS)}"
-        )
-    assert isinstance(entry, dict)
-    if method == "bitsandbytes" and entry.get("load_in_8bit"):
-        raise DiffbitError(
-            f"{source}: the weights are bitsandbytes' int8, of which diffbit reads only nf4; pass the float checkpoint "
-            "(`diffbit quantize --weights int8` makes int8 weights of it)"
-        )
-    return {**entry, "quant_method": method}
-
-
-def _parts(weight: str) -> list[str]:
-    return [f"{weight.removesuffix('.weight')}.{part}" for part in PARTS]
+    if not isinstance(entry, dict):
+        raise DiffbitError(f"{source}: quantization_config is {entry!r}, wanted an object")
+    return entry
 
 
 def _check_finite(entry: Entry, name: str, tensor: Tensor) -> None:

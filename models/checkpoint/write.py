@@ -66,13 +66,19 @@ class CheckpointWriter:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Store a tensor given in canonical row order under its canonical name."""
+        weight = f"{linear_of(name)}.weight"
+        self.add_raw(name, reorder(tensor.detach(), self.row_order(weight if weight in shapes(self.config) else name)))
+
+    def row_order(self, name: str) -> Tensor | None:
+        """Rows of this parameter: on disk = canonical[order]; None where they are the same."""
+        order = self._family.stored(self.config, name).rows
+        return None if order is None else torch.argsort(order)
+
+    def add_raw(self, name: str, tensor: Tensor) -> None:
+        """Store a tensor as it is."""
         if self.shard_layers and self._pending and layer_of(name) != layer_of(next(iter(self._pending))):
             self._flush()
-        weight = f"{linear_of(name)}.weight"
-        order = self._family.stored(self.config, weight if weight in shapes(self.config) else name).rows
-        if order is not None:
-            order = torch.argsort(order)
-        self._pending[name] = reorder(tensor.detach().cpu(), order).contiguous()
+        self._pending[name] = tensor.detach().cpu().contiguous()
 
     def add_layer(self, tensors: Mapping[str, Tensor]) -> None:
         """Store all tensors of a layer, which need not wait for the next one's."""

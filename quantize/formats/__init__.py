@@ -5,6 +5,7 @@
     int4_g32_asym  0 ... 2^b - 1     scale * (code - zero)           and one zero point
     int8           0 ... 255         scale * (code - 128)            one scale per row (output channel)
     nf4            0 ... 15          absmax * NF4[code]              blocks of 64 (QLoRA, arXiv 2305.14314)
+    fp4            0 ... 15          absmax * FP4[code]              blocks of 64 (bitsandbytes)
     mxfp4          0 ... 15          2^(s - 127) * E2M1[code]        blocks of 32 (OCP MX v1.0)
     ternary        0, 1, 2           scale * (code - 1)              one scale per tensor (b1.58, arXiv 2402.17764)
 

@@ -186,7 +186,6 @@ CASES: dict[str, tuple[str, Callable[[Path], Any], list[str]]] = {
         ["rotary embedding differs by layer (full_attention)"],
     ),
     "partial rope": ("single", config(partial_rotary_factor=0.5), ["partial_rotary_factor is 0.5, wanted 1"]),
-    "quantized by others": ("single", config(quantization_config={"quant_method": "gptq"}), ["quant_method 'gptq'"]),
     "quantization as text": ("single", config(quantization_config="int4"), ["config.json", "'int4'"]),
     "invalid JSON": ("single", lambda f: (f / "config.json").write_text('{"a": '), ["config.json: is not valid JSON"]),
     "JSON list": ("single", lambda f: (f / "config.json").write_text("[]"), ["config.json", "list, wanted an object"]),
