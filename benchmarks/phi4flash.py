@@ -11,8 +11,8 @@ Steps      `diffbit quantize --weights int4_g32 --kv int8`, `diffbit export`, `d
 Speed      a prompt of PROMPT tokens, then greedy ones; and greedy ones behind LONG tokens whose keys and values are all
            zero, for the numbers in a cache cost no time. Medians, in seconds and in seconds of all cores together: on
            a machine that others use too, one thread's are nearly those of a quiet one
-llama.cpp  Phi-4-mini-instruct's shape, 3.8 billion parameters, Q4_0, in ROUNDS turns with ours: behind a prompt as long,
-           and behind LONG tokens whose keys and values repeat the prompt's
+llama.cpp  Phi-4-mini-instruct's shape, 3.8 billion parameters, Q4_0, in ROUNDS turns with ours: behind a prompt as
+           long, and behind LONG tokens whose keys and values repeat the prompt's
 """
 
 from __future__ import annotations
