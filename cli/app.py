@@ -6,14 +6,19 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand
 
+from ..errors import DiffbitError
+from ..hub import download, is_hub_name
 from ..version import __version__
-from . import bench, chat, compare, export, outliers, plan, quantize, run, serve, train, verify, web
+from . import bench, chat, compare, export, outliers, plan, push, quantize, run, serve, train, verify, web
 from .output import print_error
+
+WRITTEN = ("output", "plot")  # options that name what a command writes
 
 app = typer.Typer(name="diffbit", no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
@@ -42,6 +47,17 @@ def _terminate(number: int, frame: object) -> NoReturn:
     raise _Terminated(128 + number)
 
 
+def _downloaded(option: str, value: Any) -> Any:
+    """The value of an option; a model's name on the hub, hf:ORG/NAME, becomes the folder that it is downloaded to."""
+    if isinstance(value, list | tuple):
+        return type(value)(_downloaded(option, item) for item in value)
+    if not isinstance(value, Path) or not is_hub_name(value):
+        return value
+    if option in WRITTEN:
+        raise DiffbitError(f"--{option} is {value.as_posix()}, wanted a place on this machine; `diffbit push` uploads")
+    return download(value)
+
+
 class _Command(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         """Run the command. SIGINT and SIGTERM print what was kept, and exit with code 130 or 143."""
@@ -49,6 +65,7 @@ class _Command(TyperCommand):
         handled = threading.current_thread() is threading.main_thread() and "TORCHELASTIC_RUN_ID" not in os.environ
         before = signal.signal(signal.SIGTERM, _terminate) if handled else None
         try:
+            ctx.params = {name: _downloaded(name, value) for name, value in ctx.params.items()}
             return super().invoke(ctx)
         except (KeyboardInterrupt, _Terminated) as stop:
             what = "terminated" if isinstance(stop, _Terminated) else "interrupted"
@@ -86,3 +103,4 @@ _add(serve.serve, serve.EXAMPLES)
 _add(web.web, web.EXAMPLES)
 _add(bench.bench, bench.EXAMPLES)
 _add(compare.compare, compare.EXAMPLES)
+_add(push.push, push.EXAMPLES)
