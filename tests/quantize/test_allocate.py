@@ -264,12 +264,12 @@ def test_sizes_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("budget", "sentence"),
     [
-        ({"bits": 2.0}, r"2 bits a weight cannot be had: these candidates and overrides give from 2.\d\d to 32.00"),
-        ({"bits": 33}, r"33 bits a weight cannot be had"),
-        ({"bits": float("nan")}, "nan bits a weight cannot be had"),
-        ({"bits": float("inf")}, "inf bits a weight cannot be had"),
-        ({"nbytes": 1000}, r"0.00 MB cannot be had: .* from 0.\d\d to 0.\d\d MB for the whole artifact"),
-        ({"nbytes": 10**9}, "1,000.00 MB cannot be had"),
+        ({"bits": 2.0}, r"2 bits per weight cannot be reached: these candidates and overrides give 2.\d\d to 32.00"),
+        ({"bits": 33}, r"33 bits per weight cannot be reached"),
+        ({"bits": float("nan")}, "nan bits per weight cannot be reached"),
+        ({"bits": float("inf")}, "inf bits per weight cannot be reached"),
+        ({"nbytes": 1000}, r"0.00 MB cannot be reached: .* give 0.\d\d to 0.\d\d MB for the whole artifact"),
+        ({"nbytes": 10**9}, "1,000.00 MB cannot be reached"),
     ],
     ids=str,
 )
