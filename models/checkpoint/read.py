@@ -9,7 +9,8 @@ some weights:
     quant_method "bitnet"          <linear>.weight packed (or float), beside <linear>.weight_scale
 
 The parts are listed and read here; what they mean is the business of quantize/. Ours has no quant_method, and
-transformers therefore refuses it: with one that it does not know it warns, and loads random weights. Folders of earlier
+transformers therefore refuses it (until diffbit.integrations.transformers is imported): with one that it does not know
+it warns, and loads random weights. Folders of earlier
 versions, with quant_method "diffbit", are read all the same.
 """
 
