@@ -47,16 +47,17 @@ class DiffbitExporter(HfExporter):
     program_suffix = ""
 
     def export_program(
-        self, model: PreTrainedModel, sample_inputs: MutableMapping[str, Any], config: DiffbitExportConfig
+        self, model: PreTrainedModel, sample_inputs: MutableMapping[str, Any], config: ExportConfigMixin
     ) -> tuple[TemporaryDirectory[str], ExportMetadata]:
+        assert isinstance(config, DiffbitExportConfig)
         made = TemporaryDirectory(prefix="diffbit-")
         checkpoint, artifact = Path(made.name, "checkpoint"), Path(made.name, "model")
         if getattr(model, "hf_quantizer", None) is not None:
             raise DiffbitError("the model is quantized already; `diffbit export` takes the folder that it came from")
         model.save_pretrained(checkpoint)
-        tokenizer = Path(config.tokenizer or model.config.name_or_path)
-        if tokenizer.is_dir():
-            for name, data in tokenizer_files(tokenizer).items():
+        tokenizer = config.tokenizer or model.config.name_or_path
+        if tokenizer and Path(tokenizer).is_dir():
+            for name, data in tokenizer_files(Path(tokenizer)).items():
                 if name != "generation_config.json":
                     (checkpoint / name).write_bytes(data)
         source = checkpoint
