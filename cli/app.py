@@ -35,11 +35,11 @@ def _app(
         bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """From a Differential Transformer checkpoint to a low-bit model on a device, with the cost of every bit shown."""
+    """Turn a Differential Transformer checkpoint into a low-bit model for a device, and measure what the bits cost."""
 
 
 class _Terminated(SystemExit):
-    """SIGTERM: what was begun is tidied up on the way out."""
+    """Raised on SIGTERM, so that unfinished work is cleaned up on the way out."""
 
 
 def _terminate(number: int, frame: object) -> NoReturn:
@@ -60,8 +60,8 @@ def _downloaded(option: str, value: Any) -> Any:
 
 class _Command(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. SIGINT and SIGTERM end in a sentence, which says what was kept, and 130 or 143."""
-        # torchrun's processes wait for each other in C++, where no handler runs: SIGTERM has to end them
+        """Run the command. SIGINT and SIGTERM print what was kept, and exit with code 130 or 143."""
+        # torchrun's processes wait for each other in C++, where no Python handler runs: SIGTERM must kill them directly
         handled = threading.current_thread() is threading.main_thread() and "TORCHELASTIC_RUN_ID" not in os.environ
         before = signal.signal(signal.SIGTERM, _terminate) if handled else None
         try:
@@ -76,7 +76,7 @@ class _Command(TyperCommand):
                 signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
     def get_help(self, ctx: Any) -> str:
-        """Typer's own help wraps; the examples after it do not, so that they can be copied at any terminal width."""
+        """Typer's help, then the examples, which are not wrapped so that they can be copied at any terminal width."""
         examples, self.epilog = self.epilog, None
         try:
             return f"{super().get_help(ctx)}{examples}\n"
@@ -85,7 +85,7 @@ class _Command(TyperCommand):
 
 
 def _add(command: Callable[..., None], examples: tuple[str, ...]) -> None:
-    """Add a command; in docs/cli.md the four spaces make its examples a block of code."""
+    """Add a command. The four spaces turn its examples into a code block in docs/cli.md."""
     summary = (command.__doc__ or "").partition("\n")[0]
     lines = "\n".join(f"    {line}" for line in examples)
     app.command(cls=_Command, short_help=summary, epilog=f"Examples:\n\n{lines}")(command)

@@ -48,7 +48,7 @@ def outliers(
 
 
 def measure_outliers(models: Iterable[Path], windows: Windows, device: str) -> list[OutlierReport]:
-    """The outliers of each model on the same windows of text."""
+    """Measure the outliers of each model on the same windows of text."""
     from ..evaluate.outliers import measure
     from ..quantize import load
 
