@@ -212,7 +212,7 @@ class Artifact:
 
 
 def artifact_folder(path: str | Path) -> Path:
-    """The folder that `path` names: "nano" is the artifact in the package, unless a folder of that name holds another."""
+    """The folder that `path` names: "nano" is the artifact in the package, unless a folder of this name is one."""
     own = Path(path) == Path(NANO) and not (Path(path) / MANIFEST).exists()
     return Path(__file__).parent / NANO if own else Path(path)
 

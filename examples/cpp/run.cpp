@@ -21,7 +21,7 @@ int main(int argc, char** argv) try {
   auto &ids = tokens["input_ids"], &mask = tokens["attention_mask"], &positions = tokens["position_ids"];
   for (int i = 3; i < argc; ++i) ids.push_back(std::atoll(argv[i]));
 
-  Ort::Env env;
+  Ort::Env env(ORT_LOGGING_LEVEL_ERROR);
   Ort::SessionOptions options;
   Ort::ThrowOnError(RegisterCustomOps(options, OrtGetApiBase()));
   Ort::Session session(env, (std::string(argv[1]) + "/model.onnx").c_str(), options);

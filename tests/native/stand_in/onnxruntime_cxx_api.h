@@ -8,6 +8,7 @@
 #include <exception>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -26,6 +27,7 @@ struct OrtApiBase {
 const OrtApiBase* OrtGetApiBase();
 }
 enum OrtAllocatorType { OrtDeviceAllocator = 0 };
+enum OrtLoggingLevel { ORT_LOGGING_LEVEL_ERROR = 3 };
 enum OrtMemType { OrtMemTypeDefault = 0 };
 enum ONNXTensorElementDataType { ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED = 0, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64 = 7 };
 
@@ -67,7 +69,7 @@ struct Object {
 };
 
 struct Env : Object<92> {
-  Env() { check<int, const char*, void**>(3, 2, "", &held); }
+  explicit Env(OrtLoggingLevel level) { check<int, const char*, void**>(3, level, "", &held); }
 };
 
 struct SessionOptions : Object<100> {
