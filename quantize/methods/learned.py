@@ -78,8 +78,8 @@ def _start(layer: Layer) -> dict[str, QTensor]:
 def learn(layer: Layer, tokens: Tokens, start: Mapping[str, QTensor], steps: int) -> dict[str, QTensor]:
     """Train `steps` steps from `start`; return the best iterate's weights, and put its floats into layer.refitted.
 
-    Learning rates fall linearly to 0. SignSGD's begins at 1 / steps, in units of the scale, for offsets and for the ends
-    of ranges.
+    Learning rates fall linearly to 0. SignSGD's begins at 1 / steps, in units of the scale, for offsets and for ends of
+    ranges.
     """
     problem = Problem(layer, tokens)
     weights = {name: LearnedWeight(layer.tensors[f"{name}.weight"], quantized) for name, quantized in start.items()}
