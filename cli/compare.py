@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..errors import DiffbitError
-from ..files import locked, read_json
+from ..files import folder_name, locked, read_json
 from .options import (
     CALIBRATION_WINDOWS,
     Data,
@@ -223,8 +223,8 @@ def _calibration(model: Path, text: str, field: str, repeats: int) -> list[Windo
 def _read_reports(models: Sequence[Path], quantized: Sequence[Path]) -> dict[str, Any]:
     """What `train` and `quantize` recorded about the models, by the names of ReportData's fields."""
     return {
-        "training": {model.resolve().name: found for model in models if (found := _training(model))},
-        "quantization": {path.resolve().name: _part(path / LAYER_ERRORS, "weights", list) for path in quantized},
+        "training": {folder_name(model): found for model in models if (found := _training(model))},
+        "quantization": {folder_name(path): _part(path / LAYER_ERRORS, "weights", list) for path in quantized},
     }
 
 
@@ -290,16 +290,16 @@ def _inspect_one(path: Path, prompt: str, seed: int) -> dict[str, Any]:
     weights = opened.dtype if scheme["weights"] == "none" else scheme["weights"]
     return {
         "artifacts": {
-            "name": path.resolve().name,
+            "name": folder_name(path),
             "format": ", ".join(filter(None, (weights, attention_name(scheme["attention"])))),
             "bytes": opened.nbytes,
             "source_bytes": float_bytes,
             "parts": [dict(part) for part in opened.parts],
         },
-        "bench": {**bench_artifact(path, half, half, 3), "artifact": path.resolve().name},
+        "bench": {**bench_artifact(path, half, half, 3), "artifact": folder_name(path)},
         "verification": checked,
         "samples": {
-            "model": path.resolve().name,
+            "model": folder_name(path),
             "prompt": prompt,
             "text": sample.text,
             "settings": f"temperature 0.7, top-p 0.9, seed {seed}",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..errors import DiffbitError, how_to_install
+from ..files import folder_name
 from ..progress import set_quiet
 from .output import remark
 
@@ -168,7 +169,7 @@ def as_artifacts(paths: Sequence[Path], device: str) -> Iterator[list[Path]]:
                     f"{how_to_install('lab')}, or run `diffbit export {path} -o ARTIFACT` on another machine and pass "
                     "ARTIFACT"
                 ) from None
-            target = Path(folder) / str(index) / path.resolve().name
+            target = Path(folder) / str(index) / folder_name(path)
             export_artifact(path, target, dtype=dtype_for(device), device=device)
             command = f"diffbit export {path} -o FOLDER{' --device cuda' if device == 'cuda' else ''}"
             remark(f"{path}: exported to a temporary folder; to keep the artifact: {command}")

@@ -133,7 +133,7 @@ MethodName = Annotated[
     typer.Option(
         metavar="METHOD",
         autocompletion=completion(modules("quantize", "methods"), "+"),
-        help="Quantization method, or several joined by +: gptq, rotate+gptq, ...; see --list-methods.",
+        help="Quantization method, or several joined by +: gptq, rotate+gptq, learned:50 (steps); see --list-methods.",
     ),
 ]
 ListMethods = Annotated[

@@ -193,7 +193,11 @@ def read_scheme(checkpoint: Checkpoint) -> Scheme | None:
     if entry["quant_method"] in OTHERS:
         found: Scheme = OTHERS[entry["quant_method"]].scheme(checkpoint)
         return found
-    where = f"{checkpoint.path / 'config.json'}: quantization_config"
+    return parse_entry(entry, f"{checkpoint.path / 'config.json'}: quantization_config")
+
+
+def parse_entry(entry: Mapping[str, Any], where: str) -> Scheme:
+    """The scheme in the quantization_config that diffbit writes; where: it stands, for errors."""
     if entry.get("version") != VERSION:
         raise DiffbitError(
             f"{where} has version {entry.get('version')!r}, this diffbit reads version {VERSION}; quantize the float "

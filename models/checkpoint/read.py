@@ -8,8 +8,8 @@ disk. A quantized folder, marked by "quantization_config" in config.json, holds 
     quant_method "bitnet"          <linear>.weight packed (or float), beside <linear>.weight_scale
 
 The parts are listed and read here; quantize/ interprets them. diffbit's own folders have no quant_method, so that
-transformers refuses them: for an unknown quant_method it only warns, and loads random weights. Folders of earlier
-versions, with quant_method "diffbit", can be read too.
+transformers refuses them unless diffbit.integrations.transformers is imported: for an unknown quant_method it only
+warns, and loads random weights. Folders of earlier versions, with quant_method "diffbit", can be read too.
 """
 
 from __future__ import annotations

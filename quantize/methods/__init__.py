@@ -8,8 +8,8 @@ A method's file has ONE of these functions:
 
 and CALIBRATED, which says whether it needs calibration tokens. A transform may also have config(config) -> ModelConfig,
 which returns the config of the transformed model; a transform that changes the embedding or the head must untie them
-there. It may have warning(config) -> str | None, which names the layers that it leaves unchanged. layer.py defines
-layers.
+there. It may have warning(config) -> str | None, which names the layers that it leaves unchanged. Where quantize_layer
+has an argument `steps`, STEPS is its default. layer.py defines layers.
 """
 
 from __future__ import annotations

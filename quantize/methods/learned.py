@@ -45,9 +45,8 @@ from . import gptq
 CALIBRATED = True
 EXACT = True  # needs the float model's hidden states of all calibration tokens
 SEED = 0
-STEPS = 100
+STEPS = 100  # by default; the recipe learned:50 has 50
 BATCH_TOKENS = 256  # per training step; 512 is no better
-RATE = 1 / STEPS  # initial learning rate of SignSGD, in units of the scale, for offsets and for the ends of ranges
 BOUND = 0.5  # of offsets: they can reach the neighbouring code on either side
 MARGIN = 0.49  # largest initial distance of a weight from its code's value, in units of the scale
 CLIP = (0.25, 4.0)  # bounds of clip factors
@@ -56,14 +55,14 @@ CHECKS = 2  # number of intermediate evaluations of the iterate
 CHECK_WINDOWS = 16  # windows of an evaluation
 
 
-def quantize_layer(layer: Layer) -> dict[str, QTensor]:
+def quantize_layer(layer: Layer, steps: int = STEPS) -> dict[str, QTensor]:
     """Round the weights in layer.formats together; put improved norms, biases and lambdas into layer.refitted."""
     if layer.tokens is None:
         raise DiffbitError("learned needs calibration tokens; pass a text, such as --calibrate mix")
-    layer.expect(STEPS)
+    layer.expect(steps)
     start = _start(layer)
     with torch.enable_grad():
-        return learn(layer, layer.tokens, start)
+        return learn(layer, layer.tokens, start, steps)
 
 
 def _start(layer: Layer) -> dict[str, QTensor]:
@@ -76,8 +75,12 @@ def _start(layer: Layer) -> dict[str, QTensor]:
     return start
 
 
-def learn(layer: Layer, tokens: Tokens, start: Mapping[str, QTensor]) -> dict[str, QTensor]:
-    """Train STEPS steps from `start`; return the best iterate's weights, and put its floats into layer.refitted."""
+def learn(layer: Layer, tokens: Tokens, start: Mapping[str, QTensor], steps: int) -> dict[str, QTensor]:
+    """Train `steps` steps from `start`; return the best iterate's weights, and put its floats into layer.refitted.
+
+    Learning rates fall linearly to 0. SignSGD's begins at 1 / steps, in units of the scale, for offsets and for ends of
+    ranges.
+    """
     problem = Problem(layer, tokens)
     weights = {name: LearnedWeight(layer.tensors[f"{name}.weight"], quantized) for name, quantized in start.items()}
     floats = {
@@ -92,19 +95,19 @@ def learn(layer: Layer, tokens: Tokens, start: Mapping[str, QTensor]) -> dict[st
     best_floats: dict[str, Tensor] = {}
     rounded = {name: weight.rounded for name, weight in weights.items()}
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        for step in range(STEPS + 1):
-            if step % max(1, STEPS // CHECKS) == 0 or step == STEPS:
+        for step in range(steps + 1):
+            if step % max(1, steps // CHECKS) == 0 or step == steps:
                 with torch.no_grad():
                     loss = problem.checked(rounded, floats)
                 if loss < least:
                     least = loss
                     best = {name: weight.quantized() for name, weight in weights.items()}
                     best_floats = {name: tensor.detach().clone() for name, tensor in floats.items()}
-            if step == STEPS:
+            if step == steps:
                 break
             problem.loss(rounded, floats, next(batches)).backward()
-            left = 1 - step / STEPS
-            list(pool.map(LearnedWeight.update, weights.values(), repeat(RATE * left)))
+            left = 1 - step / steps
+            list(pool.map(LearnedWeight.update, weights.values(), repeat(left / steps)))
             adam.param_groups[0]["lr"] = FLOAT_RATE * left
             adam.step()
             adam.zero_grad()
