@@ -1,8 +1,8 @@
-"""A ternary checkpoint as a folder of Hugging Face's `bitnet`, which transformers reads: two bits a weight.
+"""Writes a ternary checkpoint as a Hugging Face `bitnet` folder, which transformers reads: two bits per weight.
 
-Laid out as microsoft/bitnet-b1.58-2B-4T is: linear_class "autobitlinear", quantization_mode "offline"
-(quantize/bitnet_hf.py says what that means). Codes and scales come back bit for bit. "bitlinear" is not written: it
-wants the reciprocal of the scale, and in float32 the reciprocal of that is not always the scale.
+The layout is that of microsoft/bitnet-b1.58-2B-4T: linear_class "autobitlinear", quantization_mode "offline"
+(quantize/bitnet_hf.py explains them). Codes and scales read back bit for bit. "bitlinear" is not written: it stores the
+reciprocal of the scale, whose reciprocal in float32 is not always the scale.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ SETTINGS = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantiza
 def export_bitnet(
     checkpoint: str | Path, out: str | Path, *, tokenizer: str | Path | None = None, overwrite: bool = False
 ) -> Path:
-    """Write the folder `out` of a ternary checkpoint, a tensor in memory at a time, and return it.
+    """Write a ternary checkpoint to the folder `out`, one tensor in memory at a time, and return the folder.
 
-    tokenizer: a tokenizer.json, or a folder with one, to use in place of the checkpoint's own.
+    tokenizer: a tokenizer.json, or a folder with one, to use instead of the checkpoint's own.
     """
     source = Checkpoint(checkpoint)
     files.check_apart(out, source.path, *([] if tokenizer is None else [tokenizer]))
@@ -59,7 +59,7 @@ def export_bitnet(
 
 
 def _float_layers(source: Checkpoint) -> list[str]:
-    """The head and the other linear layers that are float; a DiffbitError where something cannot be written."""
+    """Return the head and the other float linear layers; raises DiffbitError if something cannot be written."""
     config, head = source.config, HEAD.removesuffix(".weight")
     scheme = read_scheme(source)
     formats = {} if scheme is None else scheme.formats(config)

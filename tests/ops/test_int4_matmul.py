@@ -236,7 +236,7 @@ def test_unpack_undoes_pack(rows: int, columns: int, group: int, symmetric: bool
 
 
 def test_scales_must_be_float16_numbers() -> None:
-    with pytest.raises(ValueError, match="not rounded to float16"):
+    with pytest.raises(ValueError, match="not representable in float16"):
         int4_matmul.pack(torch.zeros(1, 32, dtype=torch.uint8), torch.tensor([[0.1]]), None, 32)
 
 

@@ -100,7 +100,7 @@ REFUSED = {
     "num_hidden_layers": (6, "num_hidden_layers is 6, wanted a multiple of 4"),
     "num_key_value_heads": (3, "num_key_value_heads is 3, wanted an even number"),
     "sliding_window": ([None, 10] * 4, "sliding_window is set for other layers than the odd ones of the first half"),
-    "head_dim": (16, "hidden_size is 64, num_attention_heads 8 and head_dim 16, wanted heads that share"),
+    "head_dim": (16, "hidden_size is 64, num_attention_heads 8 and head_dim 16, wanted head_dim"),
     "mamba_expand": (1, r"tensor model.layers.0.attn.A_log has shape \(128, 16\), wanted \(64, 16\)"),
 }
 
@@ -235,7 +235,7 @@ def test_methods_that_run_before_rounding_change_nothing(folder: Path, method: M
 
 def test_methods_say_what_they_leave(folder: Path, tmp_path: Path) -> None:
     report = quantize_checkpoint(folder, tmp_path / "made", Scheme(INT4), method="rotate_heads+rtn")
-    assert any("heads are not rotated in layers 0, 2, 4, 5, 6, 7" in warning for warning in report.warnings)
+    assert any("layers 0, 2, 4, 5, 6, 7 are not rotated" in warning for warning in report.warnings)
 
 
 def test_awq_with_a_quantized_embedding(folder: Path, tmp_path: Path) -> None:
