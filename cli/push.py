@@ -15,10 +15,7 @@ from ..runtime.card import Card, read_results
 from .options import Json, Quiet
 from .output import print_json, print_table, remark
 
-EXAMPLES = (
-    "diffbit push out/demo/diff_v1-onnx hf:me/diff-int4 --results out/comparison/comparison.json --dry-run",
-    "diffbit push out/demo/diff_v1-onnx hf:me/diff-int4 --license mit --private",
-)
+EXAMPLES = ("diffbit push out/demo/diff_v1-onnx hf:me/diff-int4 --license mit --dry-run",)
 README = "README.md"
 
 
@@ -40,8 +37,8 @@ def push(
 ) -> None:
     """Upload an artifact or a checkpoint to the Hugging Face Hub, with a model card made from its manifest.
 
-    The model is verified first. The repository is made if it is not there. `diffbit run hf:ORG/NAME` then runs it. The
-    token is that of `hf auth login`, or HF_TOKEN.
+    The model is verified first. The repository is made if it is not there. The token is that of `hf auth login`, or
+    HF_TOKEN.
     """
     name = HubName.parse(target)
     if name.file is not None or "/" not in name.repo:
