@@ -75,8 +75,6 @@ def export_artifact(
     """
     if dtype not in FLOATS:
         raise DiffbitError(f"dtype is {dtype!r}, wanted one of {', '.join(FLOATS)}")
-    if layout not in ("plain", "transformers.js"):
-        raise DiffbitError(f"layout is {layout!r}, wanted plain or transformers.js")
     source = Checkpoint(checkpoint)
     files.check_apart(out, source.path, *([] if tokenizer is None else [tokenizer]))
     config = source.config
@@ -97,12 +95,7 @@ def export_artifact(
         )
     cache = cache_spec(config, attention, DTYPE_NAMES[dtype])
     kernels = _library(cache) if library else None
-    js = layout == "transformers.js"
-    if js and not _readable_by_others(cache):
-        raise DiffbitError(
-            "transformers.js cannot run this model, whose cache is more than growing keys and values in float; "
-            "leave out the layout"
-        )
+    js = _for_transformers_js(layout, cache)
     prompt = golden_prompt(config, length, attention)
     kind = dtype, source.quantization is not None
     export_demand(source, dtype).check(out, f"exporting {source.path}")
@@ -111,9 +104,7 @@ def export_artifact(
         where.mkdir(exist_ok=True)
         graph = DecoderGraph(where, dtype, config, length, attention, cache, device, data)
         logits = _write_graph(graph, source, prompt, NOISE[kind])
-        for name, content in beside.items():
-            (folder / name).write_bytes(content)
-        _write_configs(folder, source, dtype, length, js)
+        _write_configs(folder, source, beside, dtype, length, js)
         if _readable_by_others(cache):
             files.write_json(folder / "genai_config.json", _genai(config, length, cache, kernels, ONNX * js + MODEL))
             if kernels is not None:
@@ -121,27 +112,43 @@ def export_artifact(
         manifest: dict[str, Any] = {
             "artifact_version": VERSION,
             "diffbit_version": __version__,
-            "name": source.path.resolve().name,
+            "name": files.folder_name(source.path),
             "model": config.to_dict(),
             "dtype": dtype,
             "scheme": None if scheme is None else scheme.to_dict(),
-            "source": {"name": source.path.resolve().name, "sha256": source.sha256()},
+            "source": {"name": files.folder_name(source.path), "sha256": source.sha256()},
             "method": (source.quantization or {}).get("method"),
             "calibration": (source.quantization or {}).get("calibration"),
             "cache": {"layers": [{"buffers": [asdict(buffer) for buffer in layer]} for layer in cache.layers]},
             "context_length": length,
             "eos_token_ids": list(config.eos_token_ids),
-            "files": {
-                file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": files.sha256_file(file)}
-                for file in sorted(folder.rglob("*"))
-                if file.is_file()
-            },
+            "files": _hashed(folder),
             "golden": _golden(prompt, logits, LEAST_TOLERANCE[kind]),
         }
         manifest["parts"] = [asdict(part) for part in parts(folder, manifest["files"], config, scheme)]
         manifest["sha256"] = manifest_sha256(manifest)
         files.write_json(folder / MANIFEST, manifest)
     return out
+
+
+def _for_transformers_js(layout: str, cache: CacheSpec) -> bool:
+    if layout not in ("plain", "transformers.js"):
+        raise DiffbitError(f"layout is {layout!r}, wanted plain or transformers.js")
+    if layout != "plain" and not _readable_by_others(cache):
+        raise DiffbitError(
+            "transformers.js cannot run this model, whose cache is more than growing keys and values in float; "
+            "leave out the layout"
+        )
+    return layout != "plain"
+
+
+def _hashed(folder: Path) -> dict[str, Any]:
+    """The manifest's list of the files in the folder."""
+    return {
+        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": files.sha256_file(file)}
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
 
 
 def golden_prompt(config: ModelConfig, context_length: int, attention: AttentionScheme) -> list[int]:
@@ -205,7 +212,12 @@ def _tokenizer_files(source: Checkpoint, given: str | Path | None) -> dict[str, 
     return {name: data for name, data in found.items() if name != GENERATION}
 
 
-def _write_configs(folder: Path, source: Checkpoint, dtype: str, context_length: int, js: bool) -> None:
+def _write_configs(
+    folder: Path, source: Checkpoint, beside: dict[str, bytes], dtype: str, context_length: int, js: bool
+) -> None:
+    """The tokenizer's files, and what other loaders read."""
+    for name, content in beside.items():
+        (folder / name).write_bytes(content)
     hf = loader_config(source.config, DTYPE_NAMES[dtype], context_length)
     if js:  # its "fp32" is the name of the file without a suffix, whatever is in it
         hf["transformers.js_config"] = {"dtype": "fp32", "use_external_data_format": True}

@@ -1,12 +1,12 @@
-"""Quantized checkpoints: written a layer at a time from float ones, read back as models of QuantLinear layers.
+"""Writes quantized checkpoints layer by layer from float ones, and reads them as models of QuantLinear layers.
 
-On disk a quantized weight `<linear>.weight` becomes `<linear>.codes` (packed), `<linear>.scale` (as its
-format writes it: fp16 for integers, to which they were rounded beforehand, fp32 for nf4 and ternary, uint8 for mxfp4)
-and, in asymmetric formats, `<linear>.zero` (packed); config.json says
+On disk a quantized weight `<linear>.weight` becomes `<linear>.codes` (packed), `<linear>.scale` (in the format's type:
+fp16 for integers, whose scales are rounded to it beforehand, fp32 for nf4 and ternary, uint8 for mxfp4) and, in
+asymmetric formats, `<linear>.zero` (packed). config.json contains
 
     "quantization_config": {"quantizer": "diffbit", "version": 1, "scheme": {...}}
 
-Row order on disk is Hugging Face's, for these parts as for the weights they stand for.
+The rows of these parts have Hugging Face's order on disk, as float weights do.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ def quantize_checkpoint(
     resume: bool = False,
     max_memory: int | None = None,
 ) -> Report:
-    """Quantize a float checkpoint into a new folder, one layer in memory at a time; what it did to each weight.
+    """Quantize a float checkpoint into a new folder, one layer in memory at a time; return a report of each weight.
 
     method: names of methods/ joined by +, such as "rotate+gptq", or a function (weight, format, stats) -> QTensor.
-    calibration: token ids [n, S] (a tensor or an array); they flow through the model as its layers come by (layer.py);
-    methods calibrate on them, and each quantized layer's output error is measured on them. calibration_mask: bool
-    [n, S], the tokens that count; default all. calibration_text: what the text was (source, sha256, ...), kept in
-    config.json and from there in an artifact's manifest. resume: go on with such a run that was interrupted
-    (resume.py), if there is one; the result is the same to the bit. max_memory: bytes of this process at most, for
-    which calibration states go to the disk where they have to. What cannot fit is refused (demand.py).
+    calibration: token ids [n, S] (a tensor or an array) that pass through the model layer by layer (layer.py); methods
+    calibrate on them, and each quantized layer's output error is measured on them. calibration_mask: bool [n, S], the
+    tokens that count; default all. calibration_text: a description of the text (source, sha256, ...) for config.json
+    and the artifact's manifest. resume: continue an interrupted run of this kind (resume.py), if there is one; the
+    result is bit-identical. max_memory: most bytes of this process; calibration states move to disk if necessary. A
+    run that cannot fit is refused (demand.py).
     """
     checkpoint = _opened(source, output, overwrite)
     config = checkpoint.config
@@ -88,8 +88,8 @@ def quantize_checkpoint(
     unfinished = partial(Unfinished, output, about, tokens, spills=spills, resume=resume, overwrite=overwrite)
     with files.locked(output), unfinished() as done:
         made = quantize_layers(config, checkpoint.read, scheme, recipe, tokens, skip=done.count, title="quantizing")
-        layers: Iterator[Stored] = map(_stored, made)  # it holds on to none
-        if recipe.name != "rtn" or tokens:  # plain rounding is over before it could be interrupted
+        layers: Iterator[Stored] = map(_stored, made)  # keeps no reference to a layer
+        if recipe.name != "rtn" or tokens:  # plain rounding is too short to be worth resuming
             for layer in layers:
                 done.add(layer)
                 del layer
@@ -105,7 +105,7 @@ def quantize_checkpoint(
         ) as writer:
             for tensors, its_rows in layers:
                 writer.add_layer(tensors)
-                tensors.clear()  # not to be held while the next is made
+                tensors.clear()  # frees them before the next layer is made
                 rows += its_rows
     warnings = [format.warning() for format in formats.values()] + recipe.warnings(config)
     if tokens is not None and recipe.calibrated:
@@ -122,13 +122,13 @@ def quantize_checkpoint(
 
 
 def _opened(source: str | Path, output: str | Path, overwrite: bool) -> Checkpoint:
-    """The float checkpoint, which can be quantized into `output`."""
+    """Open the float checkpoint and check that it can be quantized into `output`."""
     checkpoint = Checkpoint(source)
     files.check_apart(output, checkpoint.path)
     files.check_place(output, overwrite=overwrite)
     if checkpoint.quantization is not None:
         raise DiffbitError(f"{checkpoint.path}: is quantized already; start from the float checkpoint it was made from")
-    _ = checkpoint.tokenizer_files  # a damaged one is told now, not when all is done
+    _ = checkpoint.tokenizer_files  # raises an error about a damaged tokenizer now, not at the end
     return checkpoint
 
 
@@ -142,9 +142,9 @@ def save(
     dtype: torch.dtype = torch.float32,
     tokenizer_from: str | Path | None = None,
 ) -> None:
-    """Write a model whose weights are quantized already, by name: QTensors where the scheme says so, others as `dtype`.
+    """Write a model whose weights, by name, are already quantized: QTensors as the scheme says, others as `dtype`.
 
-    method: how they came about, for config.json.
+    method: how the weights were rounded, for config.json.
     """
     entry = {"quantizer": "diffbit", "version": VERSION, "scheme": scheme.to_dict(), "method": method}
     label = str(dtype).removeprefix("torch.")
@@ -160,9 +160,9 @@ def save(
 def load(
     path: str | Path | Checkpoint, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Decoder:
-    """The model in a checkpoint, float or quantized (by diffbit, nf4 by bitsandbytes, or Hugging Face's bitnet).
+    """Load the model of a checkpoint: float, or quantized by diffbit, bitsandbytes (nf4) or Hugging Face's bitnet.
 
-    Quantized layers are QuantLinear modules; a scheme's activations and attention are in force.
+    Quantized layers are QuantLinear modules, and the scheme's activations and attention are applied.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     scheme = read_scheme(checkpoint)
@@ -175,7 +175,7 @@ def load(
 
 
 def load_block(checkpoint: Checkpoint, index: int, dtype: torch.dtype = torch.float32) -> Block:
-    """Decoder layer `index` alone, of a float or a quantized checkpoint."""
+    """Load only decoder layer `index` of a float or quantized checkpoint."""
     with torch.device("meta"):
         block = Block(checkpoint.config, index)
     prefix = f"model.layers.{index}."
@@ -186,14 +186,18 @@ def load_block(checkpoint: Checkpoint, index: int, dtype: torch.dtype = torch.fl
 
 
 def read_scheme(checkpoint: Checkpoint) -> Scheme | None:
-    """The scheme a checkpoint was quantized with; None for a float one."""
+    """Return the scheme that a checkpoint was quantized with, or None for a float checkpoint."""
     entry = checkpoint.quantization
     if entry is None:
         return None
     if entry["quant_method"] in OTHERS:
         found: Scheme = OTHERS[entry["quant_method"]].scheme(checkpoint)
         return found
-    where = f"{checkpoint.path / 'config.json'}: quantization_config"
+    return parse_entry(entry, f"{checkpoint.path / 'config.json'}: quantization_config")
+
+
+def parse_entry(entry: Mapping[str, Any], where: str) -> Scheme:
+    """The scheme in the quantization_config that diffbit writes; where: it stands, for errors."""
     if entry.get("version") != VERSION:
         raise DiffbitError(
             f"{where} has version {entry.get('version')!r}, this diffbit reads version {VERSION}; quantize the float "
@@ -208,9 +212,9 @@ def read_scheme(checkpoint: Checkpoint) -> Scheme | None:
 
 
 def read_weight(checkpoint: Checkpoint, name: str) -> Tensor | QTensor:
-    """A parameter under its float name ("model.layers.0.mlp.up_proj.weight"), in canonical row order.
+    """Read a parameter by its float name ("model.layers.0.mlp.up_proj.weight"), in canonical row order.
 
-    A Tensor in its stored dtype, or a QTensor where the checkpoint holds it quantized.
+    Returns a Tensor in its stored dtype, or a QTensor if the checkpoint holds it quantized.
     """
     return _read(checkpoint, name, read_scheme(checkpoint))
 
@@ -237,7 +241,7 @@ def _read(checkpoint: Checkpoint, name: str, scheme: Scheme | None) -> Tensor | 
 
 
 def _stored(layer: Finished) -> Stored:
-    """A layer as a checkpoint holds it."""
+    """Return a layer's tensors as a checkpoint stores them."""
     parts = {
         f"{module}.{part}": tensor
         for module, weight in layer.quantized.items()
@@ -248,6 +252,6 @@ def _stored(layer: Finished) -> Stored:
 
 def _disagrees(checkpoint: Checkpoint, name: str, format: str) -> DiffbitError:
     return DiffbitError(
-        f"{checkpoint.path}: the scheme in config.json says that {name} is {format}, but the weights hold it "
-        "otherwise; config and weights do not belong together"
+        f"{checkpoint.path}: the scheme in config.json says that {name} is {format}, but its weights have another "
+        "format; config and weights do not belong together"
     )
