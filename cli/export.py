@@ -52,6 +52,12 @@ def export(
             help="Put this machine's native library into the folder: onnxruntime-genai then runs diffbit's kernels.",
         ),
     ] = False,
+    layout: Annotated[
+        Literal["plain", "transformers.js"],
+        typer.Option(
+            help="transformers.js: the graph lies in a folder onnx/, so that transformers.js loads the artifact."
+        ),
+    ] = "plain",
     overwrite: Overwrite = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -64,9 +70,9 @@ def export(
     from ..export import export_artifact, export_bitnet
 
     if format == "hf-bitnet":
-        if (device, dtype, context_length, library) != ("cpu", None, None, False):
+        if (device, dtype, context_length, library, layout) != ("cpu", None, None, False, "plain"):
             raise DiffbitError(
-                "--device, --dtype, --context-length and --library apply to --format artifact; leave them out"
+                "--device, --dtype, --context-length, --library and --layout apply to --format artifact; leave them out"
             )
         export_bitnet(checkpoint, output, tokenizer=tokenizer, overwrite=overwrite)
         sizes = {file.name: {"bytes": file.stat().st_size} for file in sorted(output.iterdir())}
@@ -83,6 +89,7 @@ def export(
         context_length=context_length,
         tokenizer=tokenizer,
         library=library,
+        layout=layout,
         overwrite=overwrite,
     )
     manifest = read_json(output / "diffbit.json")

@@ -40,7 +40,7 @@ from ..quantize import AttentionScheme, QTensor, QuantLinear
 from ..quantize.cache import is_low_bit, operator
 from ..quantize.formats.base import Stored
 from ..runtime.session import LOGITS_FROM
-from .graph import Graph
+from .graph import DATA, Graph
 
 HALVES: dict[torch.dtype, type] = {torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
 
@@ -74,8 +74,9 @@ class DecoderGraph(Graph):
         scheme: AttentionScheme,
         cache: CacheSpec,
         device: str = "cpu",
+        data: str = DATA,
     ) -> None:
-        super().__init__(folder, dtype, device)
+        super().__init__(folder, dtype, device, data)
         self.config, self.scheme, self.cache = config, scheme, cache
         self.carried: dict[int, Cache] = {}
         self._tables = [table.numpy() for table in rope_tables(config, context_length)]

@@ -37,6 +37,7 @@ from ..quantize.formats.base import MICROSOFT
 
 MODEL = "model.onnx"
 DATA = "model.onnx.data"
+TRANSFORMERS_JS_DATA = "model.onnx_data"  # the only name that transformers.js looks for
 IR_VERSION = 10
 OPSETS = {"": 21, MICROSOFT: 1}
 FLOATS: dict[str, type[np.floating]] = {"fp32": np.float32, "fp16": np.float16}
@@ -52,8 +53,8 @@ class Graph:
     FloatMatMul is used, which reads the weights in place. On GPUs, ONNX Runtime's MatMul (cuBLAS) is used.
     """
 
-    def __init__(self, folder: Path, dtype: str, device: str = "cpu") -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, dtype: str, device: str = "cpu", data: str = DATA) -> None:
+        self.folder, self.data = folder, data
         self.dtype = FLOATS[dtype]
         self._in_place = self.dtype is np.float16 and device == "cpu"
         self._graph = ir.Graph([], [], nodes=[], opset_imports=dict(OPSETS), name="diffbit")
@@ -61,7 +62,7 @@ class Graph:
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
         self._scope = ""  # prefix of names
         self._nodes = 0
-        self._data = open(folder / DATA, "wb")  # noqa: SIM115 (closed by `save`; the folder vanishes on failure)
+        self._data = open(folder / data, "wb")  # noqa: SIM115 (closed by `save`; the folder vanishes on failure)
 
     @contextmanager
     def scope(self, name: str | None) -> Iterator[None]:
@@ -172,7 +173,7 @@ class Graph:
         self._data.seek(offset)
         self._data.write(array.reshape(-1).view(np.uint8).data)  # as uint8: bfloat16 arrays have no buffer
         tensor = ir.ExternalTensor(
-            DATA,
+            self.data,
             offset,
             array.nbytes,
             ir.DataType.from_numpy(array.dtype),

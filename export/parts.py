@@ -31,7 +31,7 @@ import onnx_ir as ir
 from ..models import ModelConfig
 from ..quantize import Scheme, weight_shapes
 from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE
-from .graph import DATA, MODEL
+from .graph import DATA, MODEL, TRANSFORMERS_JS_DATA
 
 NAMED = {  # by the end of an initializer's name
     "embed_tokens.weight": "embedding",
@@ -68,13 +68,14 @@ def parts(folder: Path, files: Iterable[str], config: ModelConfig, scheme: Schem
 
     for name in files:
         size = (folder / name).stat().st_size
-        if name == DATA:
+        if Path(name).name in (DATA, TRANSFORMERS_JS_DATA):
             add("padding", size)  # the weights in it are subtracted below
-        elif name == MODEL:
+        elif Path(name).name == MODEL:
+            graph = folder / name
             add("graph", size)
         else:
             add(next((part for start, part in FILES.items() if name.startswith(start)), "configuration"), size)
-    for name, value in ir.load(folder / MODEL).graph.initializers.items():
+    for name, value in ir.load(graph).graph.initializers.items():
         tensor = value.const_value
         if not isinstance(tensor, ir.ExternalTensor):
             continue

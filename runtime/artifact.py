@@ -26,6 +26,9 @@ from ..ops.cache import IN_PLACE, TOKENS, WIDTHS, Buffer, CacheSpec
 VERSION = 4  # of the manifest; raised when a reader of the old one would get it wrong
 MANIFEST = "diffbit.json"
 MODEL = "model.onnx"
+ONNX = (
+    "onnx/"  # the folder that transformers.js wants the graph and its data in; elsewhere they lie with the other files
+)
 TOKENIZER = "tokenizer.json"
 NANO = "nano"  # the artifact that comes with the package (examples/nano/artifact.sh)
 _HEX64 = re.compile(r"[0-9a-f]{64}")
@@ -156,6 +159,11 @@ class Artifact:
                 weights += part["weights"] // 4 if part["name"] == "ternary codes" else part["bytes"]
         return weights + self.cache.nbytes(context)
 
+    @property
+    def graph(self) -> str:
+        """The name of the ONNX graph, which names its data relative to itself."""
+        return MODEL if MODEL in self.files else ONNX + MODEL
+
     def file(self, name: str) -> Path:
         """The path of a listed file. Raises DiffbitError unless it exists and lies inside the folder."""
         if name not in self.files:
@@ -260,11 +268,12 @@ def _dimension(dim: object, where: str) -> int | str:
 
 def _files(fields: _Fields) -> Iterator[tuple[str, FileEntry]]:
     for name in fields.values:
-        if name in ("", ".", "..", MANIFEST) or "/" in name or "\\" in name or not name.isprintable():
+        plain = name.removeprefix(ONNX)
+        if plain in ("", ".", "..", MANIFEST) or "/" in plain or "\\" in name or not name.isprintable():
             raise DiffbitError(f"{fields.where}: {name!r} is not the name of a file in the folder")
         entry = fields.object(name)
         yield name, FileEntry(entry.integer("bytes", at_least=0), entry.sha256("sha256"))
-    if MODEL not in fields.values:
+    if MODEL not in fields.values and ONNX + MODEL not in fields.values:
         raise DiffbitError(f"{fields.where}: lists no {MODEL}")
 
 

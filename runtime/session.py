@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..errors import DiffbitError
-from .artifact import MODEL, Artifact
+from .artifact import Artifact
 from .external import check_external
 from .native import cuda_architectures
 from .native import library as native_library
@@ -79,7 +79,7 @@ class Session:
         self.artifact.check_files(hashes=False)
         self.device = device
         check_external(self.artifact)
-        self._model = self.artifact.file(MODEL)
+        self._model = self.artifact.file(self.artifact.graph)
         library = _library(device) if native else None
         self._session = open_session(self._model, device, threads, library)
         self.native = library is not None
