@@ -1,4 +1,4 @@
-"""From a checkpoint to an ONNX artifact, and the torch model that the artifact is held against.
+"""Exports a checkpoint to an ONNX artifact, and provides the torch model that the artifact is compared with.
 
 export_artifact("model-int4", "model-onnx")          # a folder that `diffbit run` and other loaders read
 reference_model("model-int4")                        # what its logits are compared with

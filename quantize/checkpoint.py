@@ -1,6 +1,6 @@
-"""Quantized checkpoints: written a layer at a time from float ones, read back as models of QuantLinear layers.
+"""Writes quantized checkpoints layer by layer from float ones, and reads them as models of QuantLinear layers.
 
-How they lie on disk is told in layouts/, ours and others'. Row order there is Hugging Face's.
+layouts/ defines the tensors on disk, of diffbit's own folders and of others. Their rows have Hugging Face's order.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ def quantize_checkpoint(
     resume: bool = False,
     max_memory: int | None = None,
 ) -> Report:
-    """Quantize a float checkpoint into a new folder, one layer in memory at a time; what it did to each weight.
+    """Quantize a float checkpoint into a new folder, one layer in memory at a time; return a report of each weight.
 
     method: names of methods/ joined by +, such as "rotate+gptq", or a function (weight, format, stats) -> QTensor.
-    calibration: token ids [n, S] (a tensor or an array); they flow through the model as its layers come by (layer.py);
-    methods calibrate on them, and each quantized layer's output error is measured on them. calibration_mask: bool
-    [n, S], the tokens that count; default all. calibration_text: what the text was (source, sha256, ...), kept in
-    config.json and from there in an artifact's manifest. resume: go on with such a run that was interrupted
-    (resume.py), if there is one; the result is the same to the bit. max_memory: bytes of this process at most, for
-    which calibration states go to the disk where they have to. What cannot fit is refused (demand.py).
+    calibration: token ids [n, S] (a tensor or an array) that pass through the model layer by layer (layer.py); methods
+    calibrate on them, and each quantized layer's output error is measured on them. calibration_mask: bool [n, S], the
+    tokens that count; default all. calibration_text: a description of the text (source, sha256, ...) for config.json
+    and the artifact's manifest. resume: continue an interrupted run of this kind (resume.py), if there is one; the
+    result is bit-identical. max_memory: most bytes of this process; calibration states move to disk if necessary. A
+    run that cannot fit is refused (demand.py).
     """
     checkpoint = _opened(source, output, overwrite)
     config = checkpoint.config
@@ -80,8 +80,8 @@ def quantize_checkpoint(
     unfinished = partial(Unfinished, output, about, tokens, spills=spills, resume=resume, overwrite=overwrite)
     with files.locked(output), unfinished() as done:
         made = quantize_layers(config, checkpoint.read, scheme, recipe, tokens, skip=done.count, title="quantizing")
-        layers: Iterator[Stored] = map(_stored, made)  # it holds on to none
-        if recipe.name != "rtn" or tokens:  # plain rounding is over before it could be interrupted
+        layers: Iterator[Stored] = map(_stored, made)  # keeps no reference to a layer
+        if recipe.name != "rtn" or tokens:  # plain rounding is too short to be worth resuming
             for layer in layers:
                 done.add(layer)
                 del layer
@@ -97,7 +97,7 @@ def quantize_checkpoint(
         ) as writer:
             for tensors, its_rows in layers:
                 writer.add_layer(tensors)
-                tensors.clear()  # not to be held while the next is made
+                tensors.clear()  # frees them before the next layer is made
                 rows += its_rows
     warnings = [format.warning() for format in formats.values()] + recipe.warnings(config)
     if tokens is not None and recipe.calibrated:
@@ -114,13 +114,13 @@ def quantize_checkpoint(
 
 
 def _opened(source: str | Path, output: str | Path, overwrite: bool) -> Checkpoint:
-    """The float checkpoint, which can be quantized into `output`."""
+    """Open the float checkpoint and check that it can be quantized into `output`."""
     checkpoint = Checkpoint(source)
     files.check_apart(output, checkpoint.path)
     files.check_place(output, overwrite=overwrite)
     if checkpoint.quantization is not None:
         raise DiffbitError(f"{checkpoint.path}: is quantized already; start from the float checkpoint it was made from")
-    _ = checkpoint.tokenizer_files  # a damaged one is told now, not when all is done
+    _ = checkpoint.tokenizer_files  # raises an error about a damaged tokenizer now, not at the end
     return checkpoint
 
 
@@ -134,9 +134,9 @@ def save(
     dtype: torch.dtype = torch.float32,
     tokenizer_from: str | Path | None = None,
 ) -> None:
-    """Write a model whose weights are quantized already, by name: QTensors where the scheme says so, others as `dtype`.
+    """Write a model whose weights, by name, are already quantized: QTensors as the scheme says, others as `dtype`.
 
-    method: how they came about, for config.json.
+    method: how the weights were rounded, for config.json.
     """
     entry = {"quantizer": "diffbit", "version": VERSION, "scheme": scheme.to_dict(), "method": method}
     label = str(dtype).removeprefix("torch.")
@@ -152,9 +152,9 @@ def save(
 def load(
     path: str | Path | Checkpoint, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Decoder:
-    """The model in a checkpoint, float or quantized (by diffbit or in another layout of layouts/).
+    """Load the model of a checkpoint: float, or quantized in one of the layouts of layouts/.
 
-    Quantized layers are QuantLinear modules; a scheme's activations and attention are in force.
+    Quantized layers are QuantLinear modules, and the scheme's activations and attention are applied.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     scheme = read_scheme(checkpoint)
@@ -167,7 +167,7 @@ def load(
 
 
 def load_block(checkpoint: Checkpoint, index: int, dtype: torch.dtype = torch.float32) -> Block:
-    """Decoder layer `index` alone, of a float or a quantized checkpoint."""
+    """Load only decoder layer `index` of a float or quantized checkpoint."""
     with torch.device("meta"):
         block = Block(checkpoint.config, index)
     prefix = f"model.layers.{index}."
@@ -178,15 +178,15 @@ def load_block(checkpoint: Checkpoint, index: int, dtype: torch.dtype = torch.fl
 
 
 def read_weight(checkpoint: Checkpoint, name: str) -> Tensor | QTensor:
-    """A parameter under its float name ("model.layers.0.mlp.up_proj.weight"), in canonical row order.
+    """Read a parameter by its float name ("model.layers.0.mlp.up_proj.weight"), in canonical row order.
 
-    A Tensor in its stored dtype, or a QTensor where the checkpoint holds it quantized.
+    Returns a Tensor in its stored dtype, or a QTensor if the checkpoint holds it quantized.
     """
     return layouts.read_weight(checkpoint, name, read_scheme(checkpoint))
 
 
 def _stored(layer: Finished) -> Stored:
-    """A layer as a checkpoint holds it."""
+    """Return a layer's tensors as a checkpoint stores them."""
     parts = {
         f"{module}.{part}": tensor
         for module, weight in layer.quantized.items()

@@ -1,4 +1,4 @@
-"""Windows of tokens on their way through a model: their hidden states, and what layers hand to later ones."""
+"""Windows of tokens that pass through a model: their hidden states, and the tensors that layers pass to later ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..models.layers.rope import Rope
 from ..models.layers.state import Carried
 from .spill import Rows
 
-BATCH_TOKENS = 2048  # that pass a layer at a time
+BATCH_TOKENS = 2048  # tokens that pass through a layer at a time
 
 
 @dataclass(frozen=True)
@@ -23,29 +23,29 @@ class Batch:
     """Some windows of calibration tokens as they reach a layer."""
 
     hidden: Tensor  # fp32 [n, S, E]
-    counted: Tensor  # bool [n, S], tokens that count
+    counted: Tensor  # bool [n, S], the tokens that count
     rope: Rope
     mask: Tensor | None  # as attention takes it
-    carried: Carried  # what earlier layers handed on; one that gives adds to it
+    carried: Carried  # tensors passed on by earlier layers; a layer adds its own
 
 
 class States:
-    """Windows of tokens on their way through a model: ids [n, S], mask bool [n, S] of those that count."""
+    """Windows of tokens that pass through a model: ids [n, S]; mask bool [n, S], the tokens that count."""
 
     def __init__(self, config: ModelConfig, ids: Tensor, mask: Tensor) -> None:
         self.config, self.ids, self.mask = config, ids, mask
-        self.folder: Path | None = None  # where hidden states lie; None: in memory
-        self.hidden: Tensor | Rows = torch.empty(0)  # fp32 [n, S, E], before the layer that comes next
-        self.carried: dict[int, tuple[Tensor | Rows, ...]] = {}  # fp32 [n, ...], what that layer or a later one reads
+        self.folder: Path | None = None  # folder for hidden states on disk; None: in memory
+        self.hidden: Tensor | Rows = torch.empty(0)  # fp32 [n, S, E], input of the next layer
+        self.carried: dict[int, tuple[Tensor | Rows, ...]] = {}  # fp32 [n, ...], read by that layer or later ones
         step = max(1, BATCH_TOKENS // ids.shape[1])
         self.slices = [slice(i, i + step) for i in range(0, len(ids), step)]
 
     def batches(self) -> Iterator[Batch]:
-        """All windows, in order."""
+        """Yield all windows in order, in batches."""
         return map(self.batch, self.slices)
 
     def batch(self, rows: slice | Tensor) -> Batch:
-        """These windows; rows: a slice, or indices int64 [n]."""
+        """Return a batch of these windows; rows: a slice, or indices int64 [n]."""
         length, device = self.ids.shape[1], self.ids.device
         counted = self.mask[rows]
         padding = None if counted.all() else counted
@@ -54,7 +54,7 @@ class States:
         return Batch(self.hidden[rows], counted, rope, causal_mask(length, 0, padding, device), carried)
 
     def embed(self, embedding: Callable[[Tensor], Tensor]) -> None:
-        """Enter the model: embedding(ids [n, S]) -> [n, S, E]."""
+        """Set the hidden states to embedding(ids [n, S]) -> [n, S, E]."""
         self.fill(lambda rows: embedding(self.ids[rows]))
 
     def fill(self, made: Callable[[slice], Tensor]) -> None:
@@ -63,12 +63,12 @@ class States:
             self.hidden[rows] = made(rows).float()
 
     def space(self, *shape: int) -> Tensor | Rows:
-        """For numbers of all windows, [n, *shape]."""
+        """Allocate a tensor [n, *shape] for all windows, in memory or on disk."""
         whole = (len(self.ids), *shape)
         return torch.empty(whole, device=self.ids.device) if self.folder is None else Rows(self.folder, whole)
 
     def take_past(self, index: int, run: Callable[[Batch], Tensor]) -> None:
-        """Layer `index`: run(batch) -> the hidden states behind it."""
+        """Pass all windows through layer `index`; run(batch) returns its output."""
         for rows, batch in zip(self.slices, self.batches(), strict=True):
             self.hidden[rows] = run(batch)
             if index in self.config.last_readers:

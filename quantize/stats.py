@@ -1,4 +1,4 @@
-"""What calibration tokens tell about the input of a linear layer, and the loss that methods minimise with it."""
+"""Statistics of a linear layer's input over calibration tokens, and the loss that methods minimise with them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from .formats import QTensor
 
-ROWS = 512  # of a weight whose loss is computed at a time
-BLOCK = 256  # rows of a Gram matrix that are summed at a time, right of the diagonal: it is symmetric
+ROWS = 512  # rows of a weight whose loss is computed at a time
+BLOCK = 256  # rows of a Gram matrix that are summed at a time, only right of the diagonal, as it is symmetric
 
 
 @dataclass(frozen=True, eq=False)
 class CalibStats:
-    """The tokens X [T, K] that reach a linear layer y = x W^T; layers with the same input share one.
+    """Statistics of the inputs X [T, K] of a linear layer y = x W^T; layers with the same input share one object.
 
     gram      fp32 [K, K], X^T X / T: half the Hessian of mean ||x (W - Wq)^T||^2 in every row of W
     absmax    fp32 [K], the largest |x| of each channel
@@ -32,14 +32,14 @@ class CalibStats:
 
 
 class Gatherer:
-    """CalibStats summed up over batches."""
+    """Accumulates CalibStats over batches."""
 
     def __init__(self) -> None:
         self.tokens = 0
         self._gram = self._absmax = self._sum_abs = torch.zeros(())
 
     def add(self, x: Tensor) -> None:
-        """x [T, K], any float dtype."""
+        """Add inputs x [T, K], of any float dtype."""
         x = x.float()
         if not self.tokens:
             width = x.shape[1]
@@ -62,20 +62,19 @@ class Gatherer:
 
 
 class _Enough(Exception):
-    """Every layer that is asked about has had its input; the rest of the pass is not needed."""
+    """Ends a pass early, once every requested layer has had its input."""
 
 
 def gather(
     linears: dict[str, nn.Module], passes: Iterable[tuple[Callable[[], object], Tensor]]
 ) -> dict[str, CalibStats]:
-    """CalibStats of the input of each of these linear layers.
+    """Gather CalibStats of the inputs of these linear layers.
 
-    passes: for each batch a function that takes it through the layers, as far as they lie, and bool [n, S], the tokens
-    of it that count. Layers that are handed the same tensor (q, k and v; gate and up) share one gram: it is computed
-    and kept once.
+    passes: for each batch a function that runs it through the model, and bool [n, S], its tokens that count. Layers
+    with the same input tensor (q, k and v; gate and up) share one Gram matrix, which is computed once.
     """
     gatherers: dict[str, Gatherer] = {}
-    seen: dict[int, tuple[Tensor, Gatherer]] = {}  # of this batch; tensors are kept, so that an id stays its tensor's
+    seen: dict[int, tuple[Tensor, Gatherer]] = {}  # of this batch; keeps the tensors, so that no id is reused
     counted, reached = torch.empty(0), 0
 
     def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -109,7 +108,7 @@ def gather(
 
 
 def proxy_loss(weight: Tensor, quantized: QTensor, gram: Tensor) -> float:
-    """mean ||x (W - Wq)^T||^2 / mean ||x W^T||^2 over the calibration tokens: tr(D G D^T) / tr(W G W^T)."""
+    """Return mean ||x (W - Wq)^T||^2 / mean ||x W^T||^2 over calibration tokens: tr(D G D^T) / tr(W G W^T)."""
     lost = whole = 0.0
     for rows in (slice(start, start + ROWS) for start in range(0, len(weight), ROWS)):
         exact = weight[rows].float()

@@ -10,6 +10,9 @@ random weights. Folders of earlier versions, with quant_method "diffbit", are re
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ...errors import DiffbitError
 from ...models import Checkpoint
 from ..formats import Format, QTensor
@@ -22,8 +25,11 @@ VERSION = 1
 
 
 def scheme(checkpoint: Checkpoint) -> Scheme:
-    entry = checkpoint.quantization or {}
-    where = about(checkpoint)
+    return parse_entry(checkpoint.quantization or {}, about(checkpoint))
+
+
+def parse_entry(entry: Mapping[str, Any], where: str) -> Scheme:
+    """Return the scheme in the quantization_config that diffbit writes; where: its file and key, for errors."""
     if entry.get("version") != VERSION:
         raise DiffbitError(
             f"{where} has version {entry.get('version')!r}, this diffbit reads version {VERSION}; quantize the float "
