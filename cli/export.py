@@ -77,12 +77,7 @@ def export(
                 "--device, --dtype, --context-length, --library and --layout apply to --format artifact; leave them out"
             )
         export_checkpoint(checkpoint, output, format, tokenizer=tokenizer, overwrite=overwrite)
-        sizes = {file.name: {"bytes": file.stat().st_size} for file in sorted(output.iterdir())}
-        if as_json:
-            print_json({"output": str(output), "files": sizes})
-        else:
-            print_table({"file": name, **entry} for name, entry in sizes.items())
-        return
+        return _print_files(output, as_json)
     export_artifact(
         checkpoint,
         output,
@@ -105,6 +100,14 @@ def export(
         return
     print_table({"file": name, "bytes": entry["bytes"]} for name, entry in manifest["files"].items())
     print_table(_part_rows(manifest["parts"]), title="parts of the model")
+
+
+def _print_files(folder: Path, as_json: bool) -> None:
+    sizes = {file.name: {"bytes": file.stat().st_size} for file in sorted(folder.iterdir())}
+    if as_json:
+        print_json({"output": str(folder), "files": sizes})
+    else:
+        print_table({"file": name, **entry} for name, entry in sizes.items())
 
 
 def _part_rows(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

