@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
+from ..processes import leave, speaks
 from ..version import __version__
 from . import bench, chat, compare, export, outliers, plan, quantize, run, serve, train, verify, web
 from .output import print_error
@@ -52,7 +53,9 @@ class _Command(TyperCommand):
             return super().invoke(ctx)
         except (KeyboardInterrupt, _Terminated) as stop:
             what = "terminated" if isinstance(stop, _Terminated) else "interrupted"
-            print_error("; ".join([what, *getattr(stop, "__notes__", ())]))
+            if speaks():
+                print_error("; ".join([what, *getattr(stop, "__notes__", ())]))
+            leave()
             raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None
         finally:
             if handled:

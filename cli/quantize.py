@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -36,6 +37,7 @@ EXAMPLES = (
     "diffbit quantize out/demo/diff_v1 --weights int4_g32 -o out/diff-int4",
     "diffbit quantize out/demo/diff_v1 --weights int2_g64 --method gptq --max-windows 64 -o out/diff-gptq",
     "diffbit quantize out/demo/diff_v1 --weights int2_g64 --override 'model.layers.0.*=int8' -o out/diff-int2",
+    "torchrun --nproc-per-node 2 -m diffbit quantize out/demo/diff_v1 --weights int4_g32 --method gptq -o out/diff-two",
     "diffbit quantize out/demo/diff_v1 --target-bits 3.5 --method gptq --max-windows 64 -o out/diff-mixed",
     "diffbit quantize out/demo/diff_v1 --weights int4_g32 --kv int4 --qk int8 -o out/diff-int4-kv4",
     "diffbit quantize out/demo/diff_v1 --kv int8,int4 -o out/diff-kv84",
@@ -196,10 +198,13 @@ def quantize(
     """Quantize a checkpoint: its weights layer by layer, its KV cache, its attention products.
 
     Embedding and head are int8 beside low-bit weights, unless --embedding and --head say otherwise; norms stay float,
-    and so does lambda unless --override names it.
+    and so does lambda unless --override names it. Under torchrun, processes on one machine or on several share the
+    work; the result is the same to the bit.
     """
+    from ..processes import processes
     from ..quantize import parse_recipe, quantize_checkpoint
 
+    here = processes("cpu")
     calibrated = parse_recipe(method).calibrated
     mixed = target_bits is not None or target_size is not None
     if mixed and (weights is not None or scheme_file is not None):
@@ -218,12 +223,14 @@ def quantize(
     text = None
     if calibrate is not None:
         default = CALIBRATION_WINDOWS if calibrated or mixed else 16
-        text = read_windows(model, calibrate, field, default if max_windows is None else max_windows, length, "calib")
+        most = default if max_windows is None else max_windows
+        text = here.of_first(partial(read_windows, model, calibrate, field, most, length, "calib"))
     plan = None
     if mixed:
         assert text is not None
-        check_place(output, overwrite=overwrite)  # before the time is spent on measuring
-        plan = _plan(model, target_bits, target_size, scheme, candidates, method, text)
+        if here.first:
+            check_place(output, overwrite=overwrite)  # before the time is spent on measuring
+        plan = here.of_first(partial(_plan, model, target_bits, target_size, scheme, candidates, method, text))
         scheme = plan.scheme
     report = quantize_checkpoint(
         model,
@@ -236,7 +243,10 @@ def quantize(
         overwrite=overwrite,
         resume=resume,
         max_memory=None if max_memory is None else parse_size(max_memory),
+        here=here,
     )
+    if not here.first:
+        return
     values = _write(report, plan, output)
     for warning in report.warnings:
         remark(f"warning: {warning}")

@@ -11,6 +11,7 @@ Row order on disk is Hugging Face's, for these parts as for the weights they sta
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from .. import files, models
 from ..errors import DiffbitError
 from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig
 from ..models.checkpoint.names import EMBEDDING, is_linear, shapes, stays_float32
+from ..processes import Processes
 from . import bitnet_hf, bitsandbytes_nf4
 from .cache import is_low_bit
 from .demand import Text, check_fits, in_shards
@@ -34,6 +36,7 @@ from .recipe import parse_recipe
 from .report import Report, WeightReport, sizes
 from .resume import Stored, Unfinished, run
 from .scheme import Scheme
+from .states import ALONE
 
 VERSION = 1
 OTHERS: dict[str, ModuleType] = {"bitsandbytes": bitsandbytes_nf4, "bitnet": bitnet_hf}  # quant_method: who reads it
@@ -51,6 +54,7 @@ def quantize_checkpoint(
     overwrite: bool = False,
     resume: bool = False,
     max_memory: int | None = None,
+    here: Processes = ALONE,
 ) -> Report:
     """Quantize a float checkpoint into a new folder, one layer in memory at a time; what it did to each weight.
 
@@ -60,9 +64,10 @@ def quantize_checkpoint(
     [n, S], the tokens that count; default all. calibration_text: what the text was (source, sha256, ...), kept in
     config.json and from there in an artifact's manifest. resume: go on with such a run that was interrupted
     (resume.py), if there is one; the result is the same to the bit. max_memory: bytes of this process at most, for
-    which calibration states go to the disk where they have to. What cannot fit is refused (demand.py).
+    which calibration states go to the disk where they have to. What cannot fit is refused (demand.py). here: processes
+    that share the work, each of which calls this; the first writes, and the result is the same to the bit.
     """
-    checkpoint = _opened(source, output, overwrite)
+    checkpoint = _opened(source, output if here.first else None, overwrite)
     config = checkpoint.config
     recipe = parse_recipe(method)
     stored = stored_config(config, scheme, recipe)
@@ -73,40 +78,56 @@ def quantize_checkpoint(
             "cache, such as --kv int4"
         )
     dtype = getattr(torch, checkpoint.dtype)
-    tokens = tokens_for(recipe, config, calibration, calibration_mask)
+    tokens = tokens_for(recipe, config, calibration, calibration_mask, here=here)
     entry: dict[str, Any] = {"quantizer": "diffbit", "version": VERSION, "scheme": scheme.to_dict()}
     entry["method"] = recipe.name
     if tokens and calibration_text is not None:
         entry["calibration"] = {**calibration_text, "tokens": tokens.count}
     text = None if tokens is None else Text(len(tokens.ids), tokens.ids.shape[1], len(tokens.exact.ids))
-    spills = check_fits(checkpoint, scheme, recipe, text, max_memory, output)
+    if check_fits(checkpoint, scheme, recipe, text, max_memory, output, here.local) and tokens is not None:
+        files.make_folder(files.resolved(output).parent)
+        tokens.spill(files.resolved(output).parent)
 
     def about() -> dict[str, Any]:
         return run(checkpoint.sha256(), scheme.to_dict(), recipe.name, tokens, entry.get("calibration"))
 
-    rows: list[WeightReport] = []
-    unfinished = partial(Unfinished, output, about, tokens, spills=spills, resume=resume, overwrite=overwrite)
-    with files.locked(output), unfinished() as done:
-        made = quantize_layers(config, checkpoint.read, scheme, recipe, tokens, skip=done.count, title="quantizing")
-        layers: Iterator[Stored] = map(_stored, made)  # it holds on to none
-        if recipe.name != "rtn" or tokens:  # plain rounding is over before it could be interrupted
-            for layer in layers:
-                done.add(layer)
-                del layer
-            layers = done.layers()
-        with CheckpointWriter(
-            output,
-            stored,
-            quantization=entry,
-            dtype=checkpoint.dtype,
-            shard_layers=in_shards(config, dtype),
-            tokenizer_from=checkpoint.path,
-            overwrite=overwrite,
-        ) as writer:
-            for tensors, its_rows in layers:
-                writer.add_layer(tensors)
-                tensors.clear()  # not to be held while the next is made
-                rows += its_rows
+    def made(count: int | None) -> Iterator[Finished]:
+        """The layers behind those that are there; the first process knows how many."""
+        skip = here.given(0, count)
+        for states in (tokens.exact, tokens) if tokens is not None and skip and here.count > 1 else ():
+            states.from_first()
+        return quantize_layers(
+            config, checkpoint.read, scheme, recipe, tokens, skip=skip, title="quantizing", here=here
+        )
+
+    def written() -> list[WeightReport]:
+        rows: list[WeightReport] = []
+        unfinished = partial(Unfinished, output, about, tokens, resume=resume, overwrite=overwrite)
+        with files.locked(output), unfinished() as done:
+            layers: Iterator[Stored] = map(_stored, made(done.count))  # it holds on to none
+            if recipe.name != "rtn" or tokens:  # plain rounding is over before it could be interrupted
+                for layer in layers:
+                    done.add(layer)
+                    del layer
+                layers = done.layers()
+            with CheckpointWriter(
+                output,
+                stored,
+                quantization=entry,
+                dtype=checkpoint.dtype,
+                shard_layers=in_shards(config, dtype),
+                tokenizer_from=checkpoint.path,
+                overwrite=overwrite,
+            ) as writer:
+                for tensors, its_rows in layers:
+                    writer.add_layer(tensors)
+                    tensors.clear()  # not to be held while the next is made
+                    rows += its_rows
+        return rows
+
+    if not here.first:
+        deque(made(None), maxlen=0)
+    rows = here.of_first(written)
     warnings = [format.warning() for format in formats.values()] + recipe.warnings(config)
     if tokens is not None and recipe.calibrated:
         warnings.append(tokens.unlike())
@@ -121,11 +142,12 @@ def quantize_checkpoint(
     )
 
 
-def _opened(source: str | Path, output: str | Path, overwrite: bool) -> Checkpoint:
-    """The float checkpoint, which can be quantized into `output`."""
+def _opened(source: str | Path, output: str | Path | None, overwrite: bool) -> Checkpoint:
+    """The float checkpoint, which can be quantized into `output`, where that is this process's to write."""
     checkpoint = Checkpoint(source)
-    files.check_apart(output, checkpoint.path)
-    files.check_place(output, overwrite=overwrite)
+    if output is not None:
+        files.check_apart(output, checkpoint.path)
+        files.check_place(output, overwrite=overwrite)
     if checkpoint.quantization is not None:
         raise DiffbitError(f"{checkpoint.path}: is quantized already; start from the float checkpoint it was made from")
     _ = checkpoint.tokenizer_files  # a damaged one is told now, not when all is done

@@ -41,8 +41,8 @@ class Unfinished:
     """`with Unfinished(output, about, tokens) as done: done.add(layer) ...; done.layers()`.
 
     about: what goes into run.json, called only where it is needed. tokens: calibration tokens, put behind the `count`
-    layers that are there; spills: their hidden states lie on the disk. resume: go on with what is there, if
-    anything is. The folder goes when all is done, and when a run fails before it holds a whole decoder layer.
+    layers that are there. resume: go on with what is there, if anything is. The folder goes when all is done, and when
+    a run fails before it holds a whole decoder layer.
     """
 
     def __init__(
@@ -51,7 +51,6 @@ class Unfinished:
         about: Callable[[], dict[str, Any]],
         tokens: Tokens | None,
         *,
-        spills: bool = False,
         resume: bool = False,
         overwrite: bool = False,
     ) -> None:
@@ -62,8 +61,6 @@ class Unfinished:
         self.about = about
         self.tokens = tokens
         self.count = 0
-        if tokens is not None and spills:
-            tokens.spill(place.parent)
         if not self.path.is_dir() or not any(self.path.iterdir()):
             return
         if not (self.path / RUN).is_file():

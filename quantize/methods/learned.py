@@ -37,9 +37,9 @@ from ...models.layers.softmax import Arithmetic
 from ..formats import Format, QTensor
 from ..formats.base import divisor, row_blocks
 from ..layer import Layer, Tokens
-from ..model import quantize_weight
 from ..rounding import straight_through
 from ..spill import Rows
+from ..stages import round_all
 from . import gptq
 
 CALIBRATED = True
@@ -70,15 +70,25 @@ def _start(layer: Layer) -> dict[str, QTensor]:
     start: dict[str, QTensor] = {}
     for stage in layer.stages():
         stats = layer.stats(start, stage[:1])[stage[0]]
-        for name in stage:
-            weight, format = layer.tensors[f"{name}.weight"], layer.formats[name]
-            start[name] = quantize_weight(gptq.quantize, f"{name}.weight", weight, format, stats)
+        start |= round_all(layer, lambda name: gptq.quantize, stage, stats)
     return start
 
 
 def learn(layer: Layer, tokens: Tokens, start: Mapping[str, QTensor]) -> dict[str, QTensor]:
-    """From `start` on, STEPS steps; the best iterate's weights, its norms and lambdas go into layer.refitted."""
+    """From `start` on, STEPS steps; the best iterate's weights, its norms and lambdas go into layer.refitted.
+
+    Each step needs the one before it: one process takes them, and others wait.
+    """
     problem = Problem(layer, tokens)
+    best, floats = tokens.here.of_first(lambda: _descend(problem, start))
+    for name, tensor in floats.items():
+        layer.refitted[name] = tensor.to(layer.tensors[name].dtype)
+    return best
+
+
+def _descend(problem: Problem, start: Mapping[str, QTensor]) -> tuple[dict[str, QTensor], dict[str, Tensor]]:
+    """The best iterate: weights; norms, biases and lambdas."""
+    layer, tokens = problem.layer, problem.tokens
     weights = {name: LearnedWeight(layer.tensors[f"{name}.weight"], quantized) for name, quantized in start.items()}
     floats = {
         name: tensor.detach().float().clone().requires_grad_()
@@ -109,9 +119,7 @@ def learn(layer: Layer, tokens: Tokens, start: Mapping[str, QTensor]) -> dict[st
             adam.step()
             adam.zero_grad()
             layer.step(next(iter(start)))
-    for name, tensor in best_floats.items():
-        layer.refitted[name] = tensor.to(layer.tensors[name].dtype)
-    return best
+    return best, best_floats
 
 
 def _batches(count: int, size: int, seed: int) -> Iterator[Tensor]:
@@ -142,9 +150,14 @@ class Problem:
         self.target: Tensor | Rows = torch.empty(0)  # of the head: logits would be too many
         if layer.is_layer:
             self.target = tokens.exact.space(*tokens.exact.hidden.shape[1:])
+
+            def aim(rows: slice) -> Tensor:
+                batch = tokens.exact.batch(rows)
+                return layer.run(true, batch.hidden, batch)
+
             with torch.no_grad():
-                for rows, batch in zip(tokens.exact.slices, tokens.exact.batches(), strict=True):
-                    self.target[rows] = layer.run(true, batch.hidden, batch)
+                for rows, made in zip(tokens.exact.slices, tokens.here.share(tokens.exact.slices, aim), strict=True):
+                    self.target[rows] = made
 
     def loss(self, weights: Mapping[str, Tensor], floats: Mapping[str, Tensor], rows: Tensor) -> Tensor:
         """On these windows of calibration text."""
