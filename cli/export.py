@@ -30,12 +30,12 @@ def export(
     ] = "artifact",
     device: Annotated[
         Literal["cpu", "cuda"],
-        typer.Option(help="Device that the artifact is for; it sets the default of --dtype and fp16's operator."),
+        typer.Option(help="Device that the artifact is for; it sets the default of --dtype and the operator for fp16."),
     ] = "cpu",
     dtype: Annotated[
         Literal["fp32", "fp16"] | None,
         typer.Option(
-            help="Precision of everything not quantized, a float KV cache included; default: fp32, or fp16 for "
+            help="Precision of everything that is not quantized, a float KV cache included; default: fp32, or fp16 for "
             "--device cuda."
         ),
     ] = None,
@@ -43,7 +43,7 @@ def export(
         int | None, typer.Option(help="Tokens that the KV cache can hold; default: the model's context.")
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="The tokenizer.json or tokenizer.model to include, if the checkpoint has none.")
+        Path | None, typer.Option(help="tokenizer.json or tokenizer.model to include, if the checkpoint has none.")
     ] = None,
     library: Annotated[
         bool,
@@ -58,7 +58,7 @@ def export(
 ) -> None:
     """Export a checkpoint to an ONNX artifact that `diffbit run`, onnxruntime-genai and optimum load.
 
-    onnxruntime-genai and optimum cannot run an artifact with a low-bit KV cache: they feed keys and values only.
+    onnxruntime-genai and optimum cannot run an artifact with a low-bit KV cache, as they pass only keys and values.
     With --format hf-bitnet, the output is a folder for transformers.
     """
     from ..export import export_artifact, export_bitnet
@@ -88,8 +88,8 @@ def export(
     manifest = read_json(output / "diffbit.json")
     if not (output / "genai_config.json").exists():
         remark(
-            f"{output}: has a low-bit KV cache; diffbit runs it, onnxruntime-genai and optimum cannot (the manifest "
-            "diffbit.json lists the cache's buffers for other loaders)"
+            f"{output}: has a low-bit KV cache; diffbit can run it, onnxruntime-genai and optimum cannot (for other "
+            "loaders, the manifest diffbit.json lists the cache's buffers)"
         )
     if as_json:
         print_json({"output": str(output), **manifest})
@@ -99,7 +99,7 @@ def export(
 
 
 def _part_rows(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row per part of the model, and their sum."""
+    """Return a row per part of the model, and one for their sum."""
     total = sum(part["bytes"] for part in parts)
     return [
         {

@@ -69,7 +69,7 @@ Embedding = Annotated[
     typer.Option(
         metavar="FORMAT",
         autocompletion=completion(FORMATS),
-        help="Format of the embedding; default: int8 beside low-bit weights; none: float.",
+        help="Format of the embedding; default: int8 if the weights are low-bit; none: float.",
     ),
 ]
 Head = Annotated[
@@ -77,13 +77,13 @@ Head = Annotated[
     typer.Option(
         metavar="FORMAT",
         autocompletion=completion(FORMATS),
-        help="Format of the head; default: int8 beside low-bit weights; none: float. A tied table is stored once where "
-        "both formats are the same.",
+        help="Format of the head; default: int8 if the weights are low-bit; none: float. A tied table is stored once "
+        "if both formats are the same.",
     ),
 ]
 Override = Annotated[
     list[str] | None,
-    typer.Option(metavar="GLOB=FORMAT", help="Another format for the modules whose names match GLOB; repeatable."),
+    typer.Option(metavar="GLOB=FORMAT", help="Format for the modules whose names match GLOB; repeatable."),
 ]
 Activations = Annotated[
     Literal["int8", "int4"] | None,
@@ -94,12 +94,15 @@ KvCache = Annotated[
     typer.Option(
         metavar="FORMAT",
         autocompletion=completion(("fp16", "int8", "int4", "int2", "none"), ","),
-        help="KV cache format: fp16, int8, int4, int2 or none (float); two formats are for keys and values: int8,int4.",
+        help="KV cache format: fp16, int8, int4, int2 or none (float), or one format each for keys and values: "
+        "int8,int4.",
     ),
 ]
 Qk = Annotated[
     Literal["int8", "int4", "none"] | None,
-    typer.Option(help="Quantize queries too and multiply them with the keys as integers; keys get no more bits."),
+    typer.Option(
+        help="Quantize queries too and multiply them with the keys as integers; keys get at most as many bits."
+    ),
 ]
 KvWindow = Annotated[
     int | None,
@@ -111,9 +114,8 @@ SchemeFile = Annotated[
 TargetBits = Annotated[
     float | None,
     typer.Option(
-        help="Mixed precision: choose the format of each linear layer so that they take this many bits per weight on "
-        "average, scales included, at the lowest loss. Embedding, head and lambda layers do not count, unless "
-        "--override names them.",
+        help="Mixed precision: choose each linear layer's format for the lowest loss at this average number of bits "
+        "per weight, scales included. Embedding, head and lambda layers do not count, unless --override names them.",
     ),
 ]
 TargetSize = Annotated[
@@ -124,7 +126,7 @@ Candidates = Annotated[
     str | None,
     typer.Option(
         metavar="FORMATS",
-        help="Formats that mixed precision chooses from, such as int2_g64,int4_g128,none (none is float); default: "
+        help="Formats that mixed precision chooses from, such as int2_g64,int4_g128,none (none: float); default: "
         "2, 4 and 8 bits, and none.",
     ),
 ]
@@ -133,7 +135,7 @@ MethodName = Annotated[
     typer.Option(
         metavar="METHOD",
         autocompletion=completion(modules("quantize", "methods"), "+"),
-        help="Quantization method, or several joined by +: gptq, rotate+gptq, ...; see --list-methods.",
+        help="Quantization method, or several joined by +: gptq, rotate+gptq, learned:50 (steps); see --list-methods.",
     ),
 ]
 ListMethods = Annotated[
@@ -143,8 +145,8 @@ Calibrate = Annotated[
     str | None,
     typer.Option(
         metavar="TEXT",
-        help="Calibration text, as for --data of other commands; each layer's output error is measured on it, too. "
-        "Default: mix if the method or a target needs text, else none.",
+        help="Calibration text, with the same values as --data of other commands; each layer's output error is also "
+        "measured on it. Default: mix if the method or a target needs text, else none.",
     ),
 ]
 CalibrationWindows = Annotated[
@@ -154,14 +156,14 @@ CalibrationWindows = Annotated[
     ),
 ]
 Layers = Annotated[
-    bool, typer.Option("--layers", help="Print a row for each weight, not for all q_proj, all down_proj, ...")
+    bool, typer.Option("--layers", help="Print a row for each weight instead of one for all q_proj, all down_proj, ...")
 ]
 MaxMemory = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Memory that the process may take, such as 4GB: calibration states go to the disk where they have to, and "
-        "what cannot fit is refused. The result is the same to the bit.",
+        help="Memory that the process may use, such as 4GB. Calibration states are moved to disk if necessary, and a "
+        "run that cannot fit is refused. The result is bit-identical.",
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run, if there is one.")]
@@ -195,11 +197,11 @@ def quantize(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Quantize a checkpoint: its weights layer by layer, its KV cache, its attention products.
+    """Quantize a checkpoint: its weights, layer by layer, its KV cache and its attention products.
 
-    Embedding and head are int8 beside low-bit weights, unless --embedding and --head say otherwise; norms stay float,
-    and so does lambda unless --override names it. Under torchrun, processes on one machine or on several share the
-    work; the result is the same to the bit.
+    With low-bit weights, embedding and head are int8 unless --embedding and --head set another format. Norms stay
+    float, and so does lambda unless --override names it. Under torchrun, processes on one machine or on several share
+    the work; the result is the same to the bit.
     """
     from ..processes import processes
     from ..quantize import parse_recipe, quantize_checkpoint
@@ -217,8 +219,8 @@ def quantize(
     if calibrate is None and (calibrated or mixed):
         calibrate = "mix"
         remark(
-            f"{method if calibrated else 'the choice of formats'} is calibrated on mix: prose, twelve languages, "
-            "dialogues and code; with --calibrate, pass text like that which the model is used for"
+            f"{method if calibrated else 'the choice of formats'} is calibrated on mix (prose, twelve languages, "
+            "dialogues and code); with --calibrate, pass text similar to what the model will be used on"
         )
     text = None
     if calibrate is not None:
@@ -229,7 +231,7 @@ def quantize(
     if mixed:
         assert text is not None
         if here.first:
-            check_place(output, overwrite=overwrite)  # before the time is spent on measuring
+            check_place(output, overwrite=overwrite)  # before time is spent on measuring
         plan = here.of_first(partial(_plan, model, target_bits, target_size, scheme, candidates, method, text))
         scheme = plan.scheme
     report = quantize_checkpoint(
@@ -268,14 +270,14 @@ def read_scheme(
     kv_window: int | None,
     mixed: bool,
 ) -> Scheme:
-    """The scheme in the file, or in the options; with mixed precision the weights' formats are chosen later."""
+    """Read the scheme from the file or the options; with mixed precision the weights' formats are chosen later."""
     from ..quantize import Scheme, parse_format, parse_override, table_formats
 
     options = (weights, embedding, head, override, activations, kv, qk, kv_window)
     if file is not None:
         if any(option is not None for option in options):
             raise DiffbitError(
-                "--scheme replaces the options of a scheme; leave out --weights, --embedding, --head, --override, "
+                "--scheme reads the whole scheme from a file; leave out --weights, --embedding, --head, --override, "
                 "--activations, --kv, --qk and --kv-window"
             )
         return Scheme.from_file(file)
@@ -305,7 +307,7 @@ def _attention(kv: str | None, qk: str | None, window: int | None) -> AttentionS
     found = AttentionScheme(**chosen)
     if window is not None and not found.has_window:
         raise DiffbitError(
-            "--kv-window applies to an int4 or int2 cache only; pass --kv int4 or --kv int2, or leave --kv-window out"
+            "--kv-window applies only to an int4 or int2 cache; pass --kv int4 or --kv int2, or leave --kv-window out"
         )
     return found
 
@@ -336,7 +338,7 @@ def _plan(
 
 
 def _write(report: Report, plan: Plan | None, output: Path) -> dict[str, Any]:
-    """Write the report, and the plan of mixed precision, into the checkpoint's folder; return them as JSON."""
+    """Write the report and the mixed-precision plan into the checkpoint's folder; return them as JSON."""
     values = report.to_dict()
     if plan is not None:
         from ..evaluate import plot_plan
@@ -352,7 +354,7 @@ def _write(report: Report, plan: Plan | None, output: Path) -> dict[str, Any]:
 
 
 def _show(report: Report, plan: Plan | None, output: Path, each: bool) -> None:
-    """Print tables of the weights, the plan and the KV cache, and the size of the whole model."""
+    """Print tables of the weights, the plan and the KV cache, and the size of the model."""
     if report.weights:
         print_table(_weight_rows(report.weights, each))
     if plan is not None:
@@ -375,7 +377,7 @@ def _show(report: Report, plan: Plan | None, output: Path, each: bool) -> None:
 
 
 def _weight_rows(weights: Sequence[WeightReport], each: bool) -> list[dict[str, Any]]:
-    """A row per quantized weight, or per module name (q_proj, down_proj, ...) with the mean and the worst layer."""
+    """Return a row per quantized weight, or per module name (q_proj, ...) with the mean error and the worst layer."""
 
     def percent(value: float | None) -> str:
         return "-" if value is None else f"{value:.2%}"
@@ -411,7 +413,7 @@ def _weight_rows(weights: Sequence[WeightReport], each: bool) -> list[dict[str, 
 
 
 def _plan_rows(plan: Plan) -> list[dict[str, Any]]:
-    """A row per layer: its format and loss, and what the next smaller and the next larger format would change."""
+    """Return a row per layer: its format and loss, and what the next smaller and larger format would change."""
 
     def change(layer: LayerPlan, larger: bool) -> str:
         name = layer.beside(larger)

@@ -56,6 +56,19 @@ def resolved(path: str | Path) -> Path:
         raise DiffbitError(f"{path}: cannot be resolved ({error}); choose another place") from None
 
 
+def folder_name(path: str | Path) -> str:
+    """The name of a model's folder; of one in the Hugging Face cache (models--ORG--NAME/snapshots/COMMIT): NAME."""
+    place = resolved(path)
+    return place.parent.parent.name.rpartition("--")[2] if place.parent.name == "snapshots" else place.name
+
+
+def is_within(folder: Path, file: Path) -> bool:
+    """Does a file of a folder, its links followed, lie there, or where the Hugging Face cache has it (blobs/)?"""
+    home, real = folder.resolve(), file.resolve()
+    blobs = home.parent.parent / "blobs"
+    return real.is_relative_to(home) or (home.parent.name == "snapshots" and real.parent == blobs)
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder and those above it; `Path.mkdir(parents=True)` fails where a thousand are missing."""
     for missing in [place for place in (*reversed(folder.parents), folder) if not place.is_dir()]:

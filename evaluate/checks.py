@@ -23,7 +23,7 @@ def model_names(checkpoints: Sequence[Checkpoint], names: Sequence[str] | None) 
         raise DiffbitError("no model to compare; give one checkpoint folder or more")
     if names is not None and len(names) != len(checkpoints):
         raise DiffbitError(f"{len(names)} names for {len(checkpoints)} models; give one each, or none")
-    wanted = list(names) if names is not None else [checkpoint.path.resolve().name for checkpoint in checkpoints]
+    wanted = list(names) if names is not None else [files.folder_name(checkpoint.path) for checkpoint in checkpoints]
     return [
         name if wanted.count(name) == 1 else f"{name} ({wanted[: index + 1].count(name)})"
         for index, name in enumerate(wanted)

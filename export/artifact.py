@@ -109,11 +109,11 @@ def export_artifact(
         manifest: dict[str, Any] = {
             "artifact_version": VERSION,
             "diffbit_version": __version__,
-            "name": source.path.resolve().name,
+            "name": files.folder_name(source.path),
             "model": config.to_dict(),
             "dtype": dtype,
             "scheme": None if scheme is None else scheme.to_dict(),
-            "source": {"name": source.path.resolve().name, "sha256": source.sha256()},
+            "source": {"name": files.folder_name(source.path), "sha256": source.sha256()},
             "method": (source.quantization or {}).get("method"),
             "calibration": (source.quantization or {}).get("calibration"),
             "cache": {"layers": [{"buffers": [asdict(buffer) for buffer in layer]} for layer in cache.layers]},

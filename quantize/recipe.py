@@ -1,11 +1,13 @@
 """Recipes: some methods, in the order they run, joined by + as in "rotate+gptq".
 
-Transforms come first. A recipe has one method that rounds, or none: then it is rtn.
+Transforms come first. A recipe has one method that rounds, or none: then it is rtn. A method that takes steps may be
+given their number, as in "learned:50".
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ from .methods import find, methods
 from .model import Method
 
 ROUNDS = ("quantize", "quantize_layer")
+MOST_STEPS = 100_000
 
 
 @dataclass(frozen=True)
@@ -70,13 +73,14 @@ def parse_recipe(text: str | Method | Recipe) -> Recipe:
     if not isinstance(text, str):
         own: Any = SimpleNamespace(quantize=text)  # without CALIBRATED: it gets statistics where there are any
         return Recipe(text.__name__, (), own)
-    names = [name.strip() for name in text.split("+")]
+    parts = [part.strip() for part in text.split("+")]
+    names = [part.partition(":")[0] for part in parts]
     for name in names:
         if name not in methods():
             raise DiffbitError(f"method {name!r} is none of {', '.join(methods())} (joined by + where several follow)")
         if names.count(name) > 1:
             raise DiffbitError(f"method {text!r} names {name} twice")
-    modules = [(name, find(name)) for name in names]
+    modules = [(part, _with_steps(part)) for part in parts]
     rounding = [(name, module) for name, module in modules if any(hasattr(module, kind) for kind in ROUNDS)]
     if len(rounding) > 1:
         raise DiffbitError(
@@ -84,4 +88,19 @@ def parse_recipe(text: str | Method | Recipe) -> Recipe:
         )
     transforms = tuple(module for _, module in modules if hasattr(module, "transform"))
     rounds = rounding[0][1] if rounding else find("rtn")
-    return Recipe("+".join(names), transforms, rounds)
+    return Recipe("+".join(parts), transforms, rounds)
+
+
+def _with_steps(part: str) -> ModuleType:
+    """The method of a part of a recipe, such as "learned:50": its module, or one that takes so many steps."""
+    name, given, steps = part.partition(":")
+    module = find(name)
+    if not given:
+        return module
+    if not hasattr(module, "STEPS"):
+        raise DiffbitError(f"method {part!r}: {name} takes no number of steps; write {name}")
+    if not steps.isascii() or not steps.isdecimal() or not 1 <= int(steps) <= MOST_STEPS:
+        raise DiffbitError(f"method {part!r}: {steps!r} is no number of steps, 1 to {MOST_STEPS}; write {name}:50")
+    chosen: Any = SimpleNamespace(**vars(module))
+    chosen.quantize_layer = partial(module.quantize_layer, steps=int(steps))
+    return chosen

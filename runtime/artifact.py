@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
 from ..errors import DiffbitError
+from ..files import is_within, read_json, sha256_file
 from ..files import json_sha256 as manifest_sha256
-from ..files import read_json, sha256_file
 from ..ops.cache import IN_PLACE, TOKENS, WIDTHS, Buffer, CacheSpec
 
 VERSION = 4  # of the manifest; raised when a reader of the old one would get it wrong
@@ -284,7 +284,7 @@ def _confined(folder: Path, name: str) -> Path:
     """`folder`/`name`. Raises DiffbitError where symbolic links lead out of the folder."""
     path = folder / name
     try:
-        inside = path.resolve().is_relative_to(folder.resolve())
+        inside = is_within(folder, path)
     except (OSError, RuntimeError) as error:  # a loop of links
         raise DiffbitError(f"{path}: cannot be resolved ({error})") from None
     if not inside:

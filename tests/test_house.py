@@ -35,6 +35,7 @@ LEAVES = {
     "errors",
     "files",
     "gguf_file",
+    "hub",
     "processes",
     "progress",
     "sentencepiece_model",

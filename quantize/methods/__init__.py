@@ -8,7 +8,8 @@ A method's file has ONE of these functions:
 
 and CALIBRATED, whether it needs calibration tokens. A transform may also have config(config) -> ModelConfig, that of
 the model it makes; one that changes the embedding or the head must untie them there. And warning(config) -> str | None,
-which names the layers that it leaves as they are. layer.py says what a layer is.
+which names the layers that it leaves as they are. Where quantize_layer has an argument `steps`, STEPS is their default
+number. layer.py says what a layer is.
 """
 
 from __future__ import annotations

@@ -45,9 +45,8 @@ from . import gptq
 CALIBRATED = True
 EXACT = True  # the aim is the float model's output, of all calibration tokens
 SEED = 0
-STEPS = 100
+STEPS = 100  # unless the recipe says otherwise: learned:50
 BATCH_TOKENS = 256  # in a step: as good as 512
-RATE = 1 / STEPS  # of SignSGD at first, in steps of the weights; what a clip factor's end of the range moves, too
 BOUND = 0.5  # of offsets: as far as the neighbour on either side
 MARGIN = 0.49  # how far from its code's level a weight starts at most, in steps
 CLIP = (0.25, 4.0)  # bounds of clip factors
@@ -56,14 +55,14 @@ CHECKS = 2  # how often the iterate is looked at
 CHECK_WINDOWS = 16  # what it is looked at with
 
 
-def quantize_layer(layer: Layer) -> dict[str, QTensor]:
+def quantize_layer(layer: Layer, steps: int = STEPS) -> dict[str, QTensor]:
     """Round the weights in layer.formats together; layer.refitted gets better norms, biases and lambdas."""
     if layer.tokens is None:
         raise DiffbitError("learned needs calibration tokens; name a text to take them from (--calibrate mix)")
-    layer.expect(STEPS)
+    layer.expect(steps + len(layer.formats) * len(layer.tokens.slices))
     start = _start(layer)
     with torch.enable_grad():
-        return learn(layer, layer.tokens, start)
+        return learn(layer, layer.tokens, start, steps)
 
 
 def _start(layer: Layer) -> dict[str, QTensor]:
@@ -74,19 +73,22 @@ def _start(layer: Layer) -> dict[str, QTensor]:
     return start
 
 
-def learn(layer: Layer, tokens: Tokens, start: Mapping[str, QTensor]) -> dict[str, QTensor]:
-    """From `start` on, STEPS steps; the best iterate's weights, its norms and lambdas go into layer.refitted.
+def learn(layer: Layer, tokens: Tokens, start: Mapping[str, QTensor], steps: int) -> dict[str, QTensor]:
+    """From `start` on, so many steps; the best iterate's weights, its norms and lambdas go into layer.refitted.
 
+    Rates fall linearly to 0. SignSGD begins with 1 / steps, in scales of the weights; so do the clip factors' ends.
     Each step needs the one before it: one process takes them, and others wait.
     """
     problem = Problem(layer, tokens)
-    best, floats = tokens.here.of_first(lambda: _descend(problem, start))
+    best, floats = tokens.here.of_first(lambda: _descend(problem, start, steps))
     for name, tensor in floats.items():
         layer.refitted[name] = tensor.to(layer.tensors[name].dtype)
     return best
 
 
-def _descend(problem: Problem, start: Mapping[str, QTensor]) -> tuple[dict[str, QTensor], dict[str, Tensor]]:
+def _descend(
+    problem: Problem, start: Mapping[str, QTensor], steps: int
+) -> tuple[dict[str, QTensor], dict[str, Tensor]]:
     """The best iterate: weights; norms, biases and lambdas."""
     layer, tokens = problem.layer, problem.tokens
     weights = {name: LearnedWeight(layer.tensors[f"{name}.weight"], quantized) for name, quantized in start.items()}
@@ -102,19 +104,19 @@ def _descend(problem: Problem, start: Mapping[str, QTensor]) -> tuple[dict[str, 
     best_floats: dict[str, Tensor] = {}
     rounded = {name: weight.rounded for name, weight in weights.items()}
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        for step in range(STEPS + 1):
-            if step % max(1, STEPS // CHECKS) == 0 or step == STEPS:
+        for step in range(steps + 1):
+            if step % max(1, steps // CHECKS) == 0 or step == steps:
                 with torch.no_grad():
                     loss = problem.checked(rounded, floats)
                 if loss < least:
                     least = loss
                     best = {name: weight.quantized() for name, weight in weights.items()}
                     best_floats = {name: tensor.detach().clone() for name, tensor in floats.items()}
-            if step == STEPS:
+            if step == steps:
                 break
             problem.loss(rounded, floats, next(batches)).backward()
-            left = 1 - step / STEPS
-            list(pool.map(LearnedWeight.update, weights.values(), repeat(RATE * left)))
+            left = 1 - step / steps
+            list(pool.map(LearnedWeight.update, weights.values(), repeat(left / steps)))
             adam.param_groups[0]["lr"] = FLOAT_RATE * left
             adam.step()
             adam.zero_grad()

@@ -46,7 +46,7 @@ def quantize(model: Path, out: Path, windows: int = WINDOWS, **options: Any) -> 
 
 
 def peak(action: Callable[[], object], before: Callable[[], object]) -> int:
-    """Bytes that a child takes at most beside what it has after `before`, which makes the code that it runs resident."""
+    """Bytes that a child takes at most beside what it has after `before`, which makes its code resident."""
 
     def run() -> None:
         before()

@@ -21,7 +21,6 @@ from diffbit.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig
 from diffbit.processes import Processes
 from diffbit.quantize import Scheme, parse_format, quantize_checkpoint, stages, states, stats
-from diffbit.quantize.methods import learned
 from diffbit.quantize.resume import Unfinished
 
 from .. import forks
@@ -40,12 +39,12 @@ KINDS = {
 }
 IDS = torch.randint(96, (7, 20), generator=torch.Generator().manual_seed(0))  # four batches of two windows, one shorter
 MASK = torch.arange(20) < torch.tensor([20, 20, 7, 20, 13, 0, 20])[:, None]
-CASES = (("diff_v1", "rtn", None), ("diff_v1", "gptq", IDS), ("diff_v2", "awq", IDS), ("softmax", "learned", IDS))
+CASES = (("diff_v1", "rtn", None), ("diff_v1", "gptq", IDS), ("diff_v2", "awq", IDS), ("softmax", "learned:3", IDS))
 MORE = (
     ("diff_v1", "joint", IDS),
     ("softmax", "rotate+gptq", IDS),
     ("softmax", "hqq", None),
-    ("diff_v2", "learned", IDS),
+    ("diff_v2", "learned:3", IDS),
 )
 
 
@@ -65,7 +64,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "ROWS", 40)
     monkeypatch.setattr(stats, "BLOCK", 20)
     monkeypatch.setattr(stats, "ROWS", 20)
-    monkeypatch.setattr(learned, "STEPS", 3)
 
 
 def together(count: int, action: Callable[[Processes], object]) -> list[int]:
