@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -209,12 +209,7 @@ def quantize(
     here = processes("cpu")
     calibrated = parse_recipe(method).calibrated
     mixed = target_bits is not None or target_size is not None
-    if mixed and (weights is not None or scheme_file is not None):
-        raise DiffbitError(
-            "--target-bits and --target-size choose the formats; leave out --weights and --scheme (--override may stay)"
-        )
-    if candidates is not None and not mixed:
-        raise DiffbitError("--candidates needs --target-bits or --target-size")
+    _check_mixed(mixed, weights is not None or scheme_file is not None, candidates)
     scheme = read_scheme(scheme_file, weights, embedding, head, override, activations, kv, qk, kv_window, mixed)
     if calibrate is None and (calibrated or mixed):
         calibrate = "mix"
@@ -224,15 +219,13 @@ def quantize(
         )
     text = None
     if calibrate is not None:
-        default = CALIBRATION_WINDOWS if calibrated or mixed else 16
-        most = default if max_windows is None else max_windows
+        most = max_windows if max_windows is not None else CALIBRATION_WINDOWS if calibrated or mixed else 16
         text = here.of_first(partial(read_windows, model, calibrate, field, most, length, "calib"))
     plan = None
     if mixed:
         assert text is not None
-        if here.first:
-            check_place(output, overwrite=overwrite)  # before time is spent on measuring
-        plan = here.of_first(partial(_plan, model, target_bits, target_size, scheme, candidates, method, text))
+        place = partial(check_place, output, overwrite=overwrite)  # before time is spent on measuring
+        plan = here.of_first(partial(_plan, place, model, target_bits, target_size, scheme, candidates, method, text))
         scheme = plan.scheme
     report = quantize_checkpoint(
         model,
@@ -256,6 +249,15 @@ def quantize(
         print_json({"output": str(output), **values})
     else:
         _show(report, plan, output, layers)
+
+
+def _check_mixed(mixed: bool, given: bool, candidates: str | None) -> None:
+    if mixed and given:
+        raise DiffbitError(
+            "--target-bits and --target-size choose the formats; leave out --weights and --scheme (--override may stay)"
+        )
+    if candidates is not None and not mixed:
+        raise DiffbitError("--candidates needs --target-bits or --target-size")
 
 
 def read_scheme(
@@ -313,6 +315,7 @@ def _attention(kv: str | None, qk: str | None, window: int | None) -> AttentionS
 
 
 def _plan(
+    check: Callable[[], None],
     model: Path,
     bits: float | None,
     size: str | None,
@@ -323,6 +326,7 @@ def _plan(
 ) -> Plan:
     from ..quantize.allocate import CANDIDATES, plan
 
+    check()
     if bits is not None and size is not None:
         raise DiffbitError("--target-bits and --target-size exclude each other; pass one of them")
     return plan(

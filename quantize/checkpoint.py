@@ -12,7 +12,7 @@ Row order on disk is Hugging Face's, for these parts as for the weights they sta
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +29,7 @@ from ..processes import Processes
 from . import bitnet_hf, bitsandbytes_nf4
 from .cache import is_low_bit
 from .demand import Text, check_fits, in_shards
-from .formats import QTensor
+from .formats import Format, QTensor
 from .layerwise import Finished, quantize_layers, stored_config, tokens_for
 from .model import Method, assemble
 from .recipe import parse_recipe
@@ -71,12 +71,7 @@ def quantize_checkpoint(
     config = checkpoint.config
     recipe = parse_recipe(method)
     stored = stored_config(config, scheme, recipe)
-    formats = scheme.formats(stored)
-    if not formats and not is_low_bit(scheme.attention):
-        raise DiffbitError(
-            "the scheme quantizes nothing; name a format for the weights, such as --weights int4_g32, or for the KV "
-            "cache, such as --kv int4"
-        )
+    formats = _formats(scheme, stored)
     dtype = getattr(torch, checkpoint.dtype)
     tokens = tokens_for(recipe, config, calibration, calibration_mask, here=here)
     entry: dict[str, Any] = {"quantizer": "diffbit", "version": VERSION, "scheme": scheme.to_dict()}
@@ -100,34 +95,21 @@ def quantize_checkpoint(
             config, checkpoint.read, scheme, recipe, tokens, skip=skip, title="quantizing", here=here
         )
 
-    def written() -> list[WeightReport]:
-        rows: list[WeightReport] = []
-        unfinished = partial(Unfinished, output, about, tokens, resume=resume, overwrite=overwrite)
-        with files.locked(output), unfinished() as done:
-            layers: Iterator[Stored] = map(_stored, made(done.count))  # it holds on to none
-            if recipe.name != "rtn" or tokens:  # plain rounding is over before it could be interrupted
-                for layer in layers:
-                    done.add(layer)
-                    del layer
-                layers = done.layers()
-            with CheckpointWriter(
-                output,
-                stored,
-                quantization=entry,
-                dtype=checkpoint.dtype,
-                shard_layers=in_shards(config, dtype),
-                tokenizer_from=checkpoint.path,
-                overwrite=overwrite,
-            ) as writer:
-                for tensors, its_rows in layers:
-                    writer.add_layer(tensors)
-                    tensors.clear()  # not to be held while the next is made
-                    rows += its_rows
-        return rows
-
+    writer = partial(
+        CheckpointWriter,
+        output,
+        stored,
+        quantization=entry,
+        dtype=checkpoint.dtype,
+        shard_layers=in_shards(config, dtype),
+        tokenizer_from=checkpoint.path,
+        overwrite=overwrite,
+    )
+    unfinished = partial(Unfinished, output, about, tokens, resume=resume, overwrite=overwrite)
+    keeps = recipe.name != "rtn" or tokens is not None  # plain rounding is over before it could be interrupted
     if not here.first:
         deque(made(None), maxlen=0)
-    rows = here.of_first(written)
+    rows = here.of_first(lambda: _written(output, unfinished, keeps, made, writer))
     warnings = [format.warning() for format in formats.values()] + recipe.warnings(config)
     if tokens is not None and recipe.calibrated:
         warnings.append(tokens.unlike())
@@ -140,6 +122,41 @@ def quantize_checkpoint(
         calibration_tokens=tokens.count if tokens else 0,
         warnings=tuple(dict.fromkeys(filter(None, warnings))),
     )
+
+
+def _formats(scheme: Scheme, config: ModelConfig) -> dict[str, Format]:
+    """Of the weights that the scheme quantizes."""
+    formats = scheme.formats(config)
+    if not formats and not is_low_bit(scheme.attention):
+        raise DiffbitError(
+            "the scheme quantizes nothing; name a format for the weights, such as --weights int4_g32, or for the KV "
+            "cache, such as --kv int4"
+        )
+    return formats
+
+
+def _written(
+    output: str | Path,
+    unfinished: Callable[[], Unfinished],
+    keeps: bool,
+    made: Callable[[int], Iterator[Finished]],
+    writer: Callable[[], CheckpointWriter],
+) -> list[WeightReport]:
+    """Write the layers that are `made` behind those that are there. keeps: each as soon as it is finished."""
+    rows: list[WeightReport] = []
+    with files.locked(output), unfinished() as done:
+        layers: Iterator[Stored] = map(_stored, made(done.count))  # it holds on to none
+        if keeps:
+            for layer in layers:
+                done.add(layer)
+                del layer
+            layers = done.layers()
+        with writer() as whole:
+            for tensors, its_rows in layers:
+                whole.add_layer(tensors)
+                tensors.clear()  # not to be held while the next is made
+                rows += its_rows
+    return rows
 
 
 def _opened(source: str | Path, output: str | Path | None, overwrite: bool) -> Checkpoint:
