@@ -30,10 +30,29 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _show_library(wanted: bool) -> None:
+    if wanted:
+        from ..runtime.native import library
+
+        if (path := library()) is None:
+            raise DiffbitError("this installation has no native library; it needs a C++ compiler when it is installed")
+        print(path)
+        raise typer.Exit
+
+
 @app.callback()
 def _app(
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version and exit.")
+    ] = False,
+    library: Annotated[
+        bool,
+        typer.Option(
+            "--library-path",
+            is_eager=True,
+            callback=_show_library,
+            help="Print the path of the native library, beside which its C header lies, and exit.",
+        ),
     ] = False,
 ) -> None:
     """Turn a Differential Transformer checkpoint into a low-bit model for a device, and measure what the bits cost."""

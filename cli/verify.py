@@ -103,7 +103,7 @@ def _compare(
 
     if length is None:
         length = min(session.capacity, 512)
-    text = eval_windows(data, artifact, length, max_windows, field=field)
+    text = eval_windows(data, session.artifact.path, length, max_windows, field=field)
     tolerance = session.artifact.golden.tolerance
     found = {"checkpoint": compare_with_checkpoint(logits_of, checkpoint, text, tolerance=tolerance)}
     if tokens:

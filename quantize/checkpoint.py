@@ -1,12 +1,12 @@
-"""Quantized checkpoints: written a layer at a time from float ones, read back as models of QuantLinear layers.
+"""Writes quantized checkpoints layer by layer from float ones, and reads them as models of QuantLinear layers.
 
-On disk a quantized weight `<linear>.weight` becomes `<linear>.codes` (packed), `<linear>.scale` (as its
-format writes it: fp16 for integers, to which they were rounded beforehand, fp32 for nf4 and ternary, uint8 for mxfp4)
-and, in asymmetric formats, `<linear>.zero` (packed); config.json says
+On disk a quantized weight `<linear>.weight` becomes `<linear>.codes` (packed), `<linear>.scale` (in the format's type:
+fp16 for integers, whose scales are rounded to it beforehand, fp32 for nf4 and ternary, uint8 for mxfp4) and, in
+asymmetric formats, `<linear>.zero` (packed). config.json contains
 
     "quantization_config": {"quantizer": "diffbit", "version": 1, "scheme": {...}}
 
-Row order on disk is Hugging Face's, for these parts as for the weights they stand for.
+The rows of these parts have Hugging Face's order on disk, as float weights do.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def quantize_checkpoint(
     max_memory: int | None = None,
     here: Processes = ALONE,
 ) -> Report:
-    """Quantize a float checkpoint into a new folder, one layer in memory at a time; what it did to each weight.
+    """Quantize a float checkpoint into a new folder, one layer in memory at a time; return a report of each weight.
 
     method: names of methods/ joined by +, such as "rotate+gptq", or a function (weight, format, stats) -> QTensor.
     calibration: token ids [n, S] (a tensor or an array); they flow through the model as its layers come by (layer.py);
@@ -167,7 +167,7 @@ def _opened(source: str | Path, output: str | Path | None, overwrite: bool) -> C
         files.check_place(output, overwrite=overwrite)
     if checkpoint.quantization is not None:
         raise DiffbitError(f"{checkpoint.path}: is quantized already; start from the float checkpoint it was made from")
-    _ = checkpoint.tokenizer_files  # a damaged one is told now, not when all is done
+    _ = checkpoint.tokenizer_files  # raises an error about a damaged tokenizer now, not at the end
     return checkpoint
 
 
@@ -181,9 +181,9 @@ def save(
     dtype: torch.dtype = torch.float32,
     tokenizer_from: str | Path | None = None,
 ) -> None:
-    """Write a model whose weights are quantized already, by name: QTensors where the scheme says so, others as `dtype`.
+    """Write a model whose weights, by name, are already quantized: QTensors as the scheme says, others as `dtype`.
 
-    method: how they came about, for config.json.
+    method: how the weights were rounded, for config.json.
     """
     entry = {"quantizer": "diffbit", "version": VERSION, "scheme": scheme.to_dict(), "method": method}
     label = str(dtype).removeprefix("torch.")
@@ -199,9 +199,9 @@ def save(
 def load(
     path: str | Path | Checkpoint, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Decoder:
-    """The model in a checkpoint, float or quantized (by diffbit, nf4 by bitsandbytes, or Hugging Face's bitnet).
+    """Load the model of a checkpoint: float, or quantized by diffbit, bitsandbytes (nf4) or Hugging Face's bitnet.
 
-    Quantized layers are QuantLinear modules; a scheme's activations and attention are in force.
+    Quantized layers are QuantLinear modules, and the scheme's activations and attention are applied.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     scheme = read_scheme(checkpoint)
@@ -214,7 +214,7 @@ def load(
 
 
 def load_block(checkpoint: Checkpoint, index: int, dtype: torch.dtype = torch.float32) -> Block:
-    """Decoder layer `index` alone, of a float or a quantized checkpoint."""
+    """Load only decoder layer `index` of a float or quantized checkpoint."""
     with torch.device("meta"):
         block = Block(checkpoint.config, index)
     prefix = f"model.layers.{index}."
@@ -225,14 +225,18 @@ def load_block(checkpoint: Checkpoint, index: int, dtype: torch.dtype = torch.fl
 
 
 def read_scheme(checkpoint: Checkpoint) -> Scheme | None:
-    """The scheme a checkpoint was quantized with; None for a float one."""
+    """Return the scheme that a checkpoint was quantized with, or None for a float checkpoint."""
     entry = checkpoint.quantization
     if entry is None:
         return None
     if entry["quant_method"] in OTHERS:
         found: Scheme = OTHERS[entry["quant_method"]].scheme(checkpoint)
         return found
-    where = f"{checkpoint.path / 'config.json'}: quantization_config"
+    return parse_entry(entry, f"{checkpoint.path / 'config.json'}: quantization_config")
+
+
+def parse_entry(entry: Mapping[str, Any], where: str) -> Scheme:
+    """The scheme in the quantization_config that diffbit writes; where: it stands, for errors."""
     if entry.get("version") != VERSION:
         raise DiffbitError(
             f"{where} has version {entry.get('version')!r}, this diffbit reads version {VERSION}; quantize the float "
@@ -247,9 +251,9 @@ def read_scheme(checkpoint: Checkpoint) -> Scheme | None:
 
 
 def read_weight(checkpoint: Checkpoint, name: str) -> Tensor | QTensor:
-    """A parameter under its float name ("model.layers.0.mlp.up_proj.weight"), in canonical row order.
+    """Read a parameter by its float name ("model.layers.0.mlp.up_proj.weight"), in canonical row order.
 
-    A Tensor in its stored dtype, or a QTensor where the checkpoint holds it quantized.
+    Returns a Tensor in its stored dtype, or a QTensor if the checkpoint holds it quantized.
     """
     return _read(checkpoint, name, read_scheme(checkpoint))
 
@@ -276,7 +280,7 @@ def _read(checkpoint: Checkpoint, name: str, scheme: Scheme | None) -> Tensor | 
 
 
 def _stored(layer: Finished) -> Stored:
-    """A layer as a checkpoint holds it."""
+    """Return a layer's tensors as a checkpoint stores them."""
     parts = {
         f"{module}.{part}": tensor
         for module, weight in layer.quantized.items()
@@ -287,6 +291,6 @@ def _stored(layer: Finished) -> Stored:
 
 def _disagrees(checkpoint: Checkpoint, name: str, format: str) -> DiffbitError:
     return DiffbitError(
-        f"{checkpoint.path}: the scheme in config.json says that {name} is {format}, but the weights hold it "
-        "otherwise; config and weights do not belong together"
+        f"{checkpoint.path}: the scheme in config.json says that {name} is {format}, but its weights have another "
+        "format; config and weights do not belong together"
     )

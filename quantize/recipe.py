@@ -1,7 +1,7 @@
-"""Recipes: some methods, in the order they run, joined by + as in "rotate+gptq".
+"""Recipes: methods in the order they run, joined by + as in "rotate+gptq".
 
-Transforms come first. A recipe has one method that rounds, or none: then it is rtn. A method that takes steps may be
-given their number, as in "learned:50".
+Transforms run first. A recipe has at most one method that rounds; the default is rtn. A method that trains may be
+given the number of its steps, as in "learned:50".
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ class Recipe:
 
     @property
     def calibrated(self) -> bool:
-        """Does any of its methods need calibration tokens?"""
+        """Whether any of its methods needs calibration tokens."""
         return any(getattr(module, "CALIBRATED", False) for module in (*self.transforms, self.rounding))
 
     @property
     def exact(self) -> bool:
-        """Does any of its methods read what the float model makes of all calibration tokens?"""
+        """Whether any of its methods needs the float model's hidden states of all calibration tokens."""
         return any(getattr(module, "EXACT", False) for module in (*self.transforms, self.rounding))
 
     def config(self, config: ModelConfig) -> ModelConfig:
-        """That of the model which its transforms make of one of `config`."""
+        """Return the config of a model of `config` after its transforms."""
         for transform in self.transforms:
             if hasattr(transform, "config"):
                 config = transform.config(config)
         return config
 
     def warnings(self, config: ModelConfig) -> list[str | None]:
-        """Of its transforms, about such a model."""
+        """Return its transforms' warnings about such a model."""
         return [transform.warning(config) for transform in self.transforms if hasattr(transform, "warning")]
 
 
 def table() -> list[dict[str, str]]:
-    """A row per method: its name, when it runs, whether it needs calibration text, the first line of its docstring."""
+    """Return a row per method: name, when it runs, whether it needs calibration text, its docstring's first line."""
     when = {
         "transform": "before rounding",
         "quantize": "rounds a weight",
@@ -67,17 +67,17 @@ def table() -> list[dict[str, str]]:
 
 
 def parse_recipe(text: str | Method | Recipe) -> Recipe:
-    """The recipe of a text such as "gptq" or "rotate+gptq", or of a function (weight, format, stats) of your own."""
+    """Parse a recipe such as "gptq" or "rotate+gptq", or wrap your own function (weight, format, stats)."""
     if isinstance(text, Recipe):
         return text
     if not isinstance(text, str):
-        own: Any = SimpleNamespace(quantize=text)  # without CALIBRATED: it gets statistics where there are any
+        own: Any = SimpleNamespace(quantize=text)  # has no CALIBRATED: it gets statistics if there are any
         return Recipe(text.__name__, (), own)
     parts = [part.strip() for part in text.split("+")]
     names = [part.partition(":")[0] for part in parts]
     for name in names:
         if name not in methods():
-            raise DiffbitError(f"method {name!r} is none of {', '.join(methods())} (joined by + where several follow)")
+            raise DiffbitError(f"method {name!r} is unknown; wanted one of {', '.join(methods())}, or some joined by +")
         if names.count(name) > 1:
             raise DiffbitError(f"method {text!r} names {name} twice")
     modules = [(part, _with_steps(part)) for part in parts]

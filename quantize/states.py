@@ -1,4 +1,4 @@
-"""Windows of tokens on their way through a model: their hidden states, and what layers hand to later ones."""
+"""Windows of tokens that pass through a model: their hidden states, and the tensors that layers pass to later ones."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Batch:
     """Some windows of calibration tokens as they reach a layer."""
 
     hidden: Tensor  # fp32 [n, S, E]
-    counted: Tensor  # bool [n, S], tokens that count
+    counted: Tensor  # bool [n, S], the tokens that count
     rope: Rope
     mask: Tensor | None  # as attention takes it
-    carried: Carried  # what earlier layers handed on; one that gives adds to it
+    carried: Carried  # tensors passed on by earlier layers; a layer adds its own
 
 
 class States:
@@ -46,11 +46,11 @@ class States:
         self.slices = [slice(i, i + step) for i in range(0, len(ids), step)]
 
     def batches(self) -> Iterator[Batch]:
-        """All windows, in order."""
+        """Yield all windows in order, in batches."""
         return map(self.batch, self.slices)
 
     def batch(self, rows: slice | Tensor) -> Batch:
-        """These windows; rows: a slice, or indices int64 [n]."""
+        """Return a batch of these windows; rows: a slice, or indices int64 [n]."""
         length, device = self.ids.shape[1], self.ids.device
         counted = self.mask[rows]
         padding = None if counted.all() else counted
@@ -59,7 +59,7 @@ class States:
         return Batch(self.hidden[rows], counted, rope, causal_mask(length, 0, padding, device), carried)
 
     def embed(self, embedding: Callable[[Tensor], Tensor]) -> None:
-        """Enter the model: embedding(ids [n, S]) -> [n, S, E]."""
+        """Set the hidden states to embedding(ids [n, S]) -> [n, S, E]."""
         self.fill(lambda rows: embedding(self.ids[rows]))
 
     def fill(self, made: Callable[[slice], Tensor]) -> None:
@@ -68,7 +68,7 @@ class States:
             self.hidden[rows] = made(rows).float()
 
     def space(self, *shape: int) -> Tensor | Rows:
-        """For numbers of all windows, [n, *shape]."""
+        """Allocate a tensor [n, *shape] for all windows, in memory or on disk."""
         whole = (len(self.ids), *shape)
         return torch.empty(whole, device=self.ids.device) if self.folder is None else Rows(self.folder, whole)
 

@@ -1,4 +1,4 @@
-"""What calibration tokens tell about the input of a linear layer, and the loss that methods minimise with it."""
+"""Statistics of a linear layer's input over calibration tokens, and the loss that methods minimise with them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Pass = Callable[[], tuple[Callable[[], object], Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class CalibStats:
-    """The tokens X [T, K] that reach a linear layer y = x W^T; layers with the same input share one.
+    """Statistics of the inputs X [T, K] of a linear layer y = x W^T; layers with the same input share one object.
 
     gram      fp32 [K, K], X^T X / T: half the Hessian of mean ||x (W - Wq)^T||^2 in every row of W
     absmax    fp32 [K], the largest |x| of each channel
@@ -42,7 +42,7 @@ class Gatherer:
         self._gram = self._absmax = self._sum_abs = torch.zeros(())
 
     def add(self, x: Tensor) -> None:
-        """x [T, K], any float dtype."""
+        """Add inputs x [T, K], of any float dtype."""
         x = x.float()
         if not self.tokens:
             width = x.shape[1]
@@ -70,7 +70,7 @@ class Gatherer:
 
 
 class _Enough(Exception):
-    """Every layer that is asked about has had its input; the rest of the pass is not needed."""
+    """Ends a pass early, once every requested layer has had its input."""
 
 
 def gather(linears: dict[str, nn.Module], passes: Sequence[Pass], here: Processes = ALONE) -> dict[str, CalibStats]:

@@ -27,6 +27,7 @@ VERSION = 4  # of the manifest; raised when a reader of the old one would get it
 MANIFEST = "diffbit.json"
 MODEL = "model.onnx"
 TOKENIZER = "tokenizer.json"
+NANO = "nano"  # the artifact that comes with the package (examples/nano/artifact.sh)
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _BUFFER = re.compile(r"[a-z][a-z0-9_]{0,39}")
 _DIMENSION = re.compile(TOKENS + r"(/(?P<block>[0-9]{1,9}))?(%(?P<ring>[0-9]{1,9}))?")
@@ -88,7 +89,7 @@ class Artifact:
     @classmethod
     def open(cls, path: str | Path) -> Artifact:
         """Read and validate `path`/diffbit.json. Raises DiffbitError for anything that is wrong with it."""
-        folder = Path(path)
+        folder = artifact_folder(path)
         if not folder.is_dir():
             raise DiffbitError(f"{folder}: no such artifact folder; diffbit export makes one")
         where = folder / MANIFEST
@@ -208,6 +209,12 @@ class Artifact:
                 f"{where}: golden.input_ids holds {len(self.golden.input_ids)} tokens, more than the context_length "
                 f"{self.context_length}"
             )
+
+
+def artifact_folder(path: str | Path) -> Path:
+    """The folder that `path` names: "nano" is the artifact in the package, unless a folder of this name is one."""
+    own = Path(path) == Path(NANO) and not (Path(path) / MANIFEST).exists()
+    return Path(__file__).parent / NANO if own else Path(path)
 
 
 def _cache(fields: _Fields) -> CacheSpec:

@@ -134,7 +134,7 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a target too small": (
         ["quantize", "{checkpoint}", "--target-bits", "2", "--max-windows", "2", "-o", "{out}/q", "-q"],
-        ["2 bits a weight cannot be had", "to 32.00 bits a weight"],
+        ["2 bits per weight cannot be reached", "to 32.00 bits per weight"],
     ),
     "a target without a unit": (
         ["quantize", "{checkpoint}", "--target-size", "40", "--max-windows", "2", "-o", "{out}/q", "-q"],

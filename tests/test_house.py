@@ -29,6 +29,7 @@ LEVEL = {
     "export": 5,
     "train": 5,
     "cli": 6,
+    "integrations": 6,
 }
 LEAVES = {
     "durable",
@@ -213,7 +214,9 @@ def test_links_and_packaging_name_every_room() -> None:
     links = {path.name: os.readlink(path) for path in (ROOT / "diffbit").iterdir() if path.is_symlink()}
     assert links == {room: f"../{room}" for room in LEVEL}
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
-    assert build["wheel"]["packages"] == {"diffbit": "diffbit"} | {f"diffbit/{room}": room for room in LEVEL}
+    rooms = {f"diffbit/{room}": room for room in LEVEL}
+    command = {"optimum/commands/register": "optimum_command/register"}  # a namespace of optimum's
+    assert build["wheel"]["packages"] == {"diffbit": "diffbit"} | rooms | command
     assert set(build["sdist"]["exclude"]) == {f"diffbit/{room}" for room in LEVEL}
 
 

@@ -1,16 +1,15 @@
-"""Reading a checkpoint folder: everything checked when it is opened, every tensor read only when asked for.
+"""Reads a checkpoint folder: checks everything when it is opened, and reads each tensor only on request.
 
-Tensors are handed out under canonical names in canonical row order, whatever lies on disk: the folder's family
-(models/families/) knows. A quantized folder, marked by "quantization_config" in config.json, holds parts in place of
-some weights:
+Tensors have canonical names and canonical row order; the folder's family (models/families/) converts from the layout on
+disk. A quantized folder, marked by "quantization_config" in config.json, holds parts in place of some weights:
 
     quantizer "diffbit"            <linear>.codes, .scale, .zero in place of <linear>.weight
     quant_method "bitsandbytes"    <linear>.weight packed, beside <linear>.weight.absmax and others
     quant_method "bitnet"          <linear>.weight packed (or float), beside <linear>.weight_scale
 
-The parts are listed and read here; what they mean is the business of quantize/. Ours has no quant_method, and
-transformers therefore refuses it: with one that it does not know it warns, and loads random weights. Folders of earlier
-versions, with quant_method "diffbit", are read all the same.
+The parts are listed and read here; quantize/ interprets them. diffbit's own folders have no quant_method, so that
+transformers refuses them unless diffbit.integrations.transformers is imported: for an unknown quant_method it only
+warns, and loads random weights. Folders of earlier versions, with quant_method "diffbit", can be read too.
 """
 
 from __future__ import annotations
@@ -43,15 +42,14 @@ from .safetensors_file import Entry
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 PARTS = ("codes", "scale", "zero")  # of a weight that diffbit quantized; zero only in asymmetric formats
 QUANT_METHODS = ("diffbit", "bitsandbytes", "bitnet")
-HARMLESS = ".rotary_emb.inv_freq"  # a buffer that older transformers saved; it follows from the config
+HARMLESS = ".rotary_emb.inv_freq"  # a buffer that older transformers saved, computed from the config; ignored
 
 
 class Checkpoint:
     """A model folder, opened and checked.
 
-    path, config (ModelConfig), dtype ("float32", "bfloat16" or "float16": of the weights that are not quantized),
-    names (canonical, in the model's order, parts of quantized weights included), quantization (the dictionary in
-    config.json, or None).
+    path, config (ModelConfig), dtype ("float32", "bfloat16" or "float16", of the float weights), names (canonical, in
+    the model's order, parts of quantized weights included), quantization (the dictionary in config.json, or None).
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -80,11 +78,11 @@ class Checkpoint:
         stored = {name: entry for name, entry in stored.items() if not name.endswith(HARMLESS)}
         self._tied_head = stored.pop(HEAD, None) if self.config.tie_embeddings else None
         self._places = {name: self._family.stored(self.config, name) for name in shapes(self.config)}
-        on_disk = {  # the first of the alternative names, where none is there
+        on_disk = {  # if none of the alternative names exists, the first
             name: next((found for found in place.names if found in stored), place.names[0])
             for name, place in self._places.items()
         }
-        wanted = {}  # but for parts of quantized weights
+        wanted = {}  # without parts of quantized weights
         for name, shape in shapes(self.config).items():
             wanted[on_disk[name]] = (self._places[name].of_rows or shape[0], *shape[1:])
         wanted |= {place.folded: (place.folded_width,) for place in self._places.values() if place.folded is not None}
@@ -99,11 +97,11 @@ class Checkpoint:
 
     @cached_property
     def tokenizer_files(self) -> dict[str, bytes]:
-        """tokenizer.json and the files beside it, by their names, as far as they are there."""
+        """Return tokenizer.json and the other tokenizer files that exist, by name."""
         return tokenizer_files(self.path)
 
     def _check(self, stored: dict[str, Entry], wanted: dict[str, tuple[int, ...]]) -> None:
-        """Refuse missing, unknown and misshapen tensors."""
+        """Raise DiffbitError for missing, unknown and misshapen tensors."""
         for name, entry in stored.items():
             if name not in wanted and not self._is_part(name, stored, wanted):
                 raise DiffbitError(
@@ -148,7 +146,7 @@ class Checkpoint:
         return self._method == "diffbit" and all(part in stored for part in _parts(name)[:2])
 
     def _canonical(self, stored: Mapping[str, Entry], on_disk: Mapping[str, str]) -> dict[str, Entry]:
-        """Entries under their canonical names, in the model's order, each weight followed by its parts."""
+        """Return entries by canonical name, in the model's order, each weight followed by its parts."""
         if self.quantization is None:
             return {name: self._own_rows(name, stored[there]) for name, there in on_disk.items()}
         beside: dict[str, list[str]] = {}
@@ -165,24 +163,23 @@ class Checkpoint:
         return entry.part(place.first, shapes(self.config)[name][0]) if place.of_rows else entry
 
     def block_names(self, index: int) -> list[str]:
-        """Names of the tensors of decoder layer `index`."""
+        """Return the names of the tensors of decoder layer `index`."""
         return [name for name in self.names if layer_of(name) == index]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, from its file's header."""
+        """Return the shape of a tensor, from its file's header."""
         return self._entries[name].shape
 
     def row_order(self, name: str) -> Tensor | None:
-        """Rows of this tensor, or of the linear layer that it is a part of: canonical = on disk[order]; None where they
-        are the same."""
+        """Return the row order of this tensor, or of its linear layer: canonical = on disk[order]; None: the same."""
         place = self._places.get(name) or self._places.get(f"{linear_of(name)}.weight")
         return None if place is None else place.rows
 
     def read(self, name: str) -> Tensor:
-        """A tensor in canonical row order and its stored dtype (with a norm folded into it: float32).
+        """Read a tensor in canonical row order and its stored dtype (float32 if a norm is folded into it).
 
-        NaN or infinity in it is a DiffbitError. Row order applies to codes and scales alike; what has a single row for
-        all (and bitsandbytes' packed tensors, which `read_raw` is for) has none.
+        Raises DiffbitError for NaN or infinity. Codes and scales are reordered too, but not tensors with a single row
+        for all, nor bitsandbytes' packed tensors (see `read_raw`).
         """
         entry = self._entries[name]
         tensor = self.read_raw(name)
@@ -198,7 +195,7 @@ class Checkpoint:
         return tensor if place is None or place.folded is None else self._folded(name, tensor, place.folded)
 
     def _folded(self, name: str, weight: Tensor, norm_name: str) -> Tensor:
-        """A projection [E, H * w] times the weight [w] of the norm before it; float32, so that nothing is rounded."""
+        """Multiply a projection [E, H * w] by the weight [w] of the norm before it; in float32, to avoid rounding."""
         entry = self._stored[norm_name]
         norm = entry.read()
         _check_finite(entry, norm_name, norm)
@@ -211,14 +208,14 @@ class Checkpoint:
         return folded
 
     def read_raw(self, name: str) -> Tensor:
-        """A tensor as it lies on disk, checked for NaN and infinity only."""
+        """Read a tensor unchanged from disk; it is only checked for NaN and infinity."""
         entry = self._entries[name]
         tensor = entry.read()
         _check_finite(entry, name, tensor)
         return tensor
 
     def sha256(self) -> str:
-        """Hash of the model: of the lines "<sha256> <name>" of config.json and the weight files, sorted by name."""
+        """Hash the model: the lines "<sha256> <name>" of config.json and the weight files, sorted by name."""
         sources = {entry.file for entry in self._stored.values()} | {self._source}
         if (self.path / INDEX).exists():
             sources.add(self.path / INDEX)
@@ -229,7 +226,7 @@ class Checkpoint:
 def load(
     path: str | Path | Checkpoint, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Decoder:
-    """The model in a checkpoint of float weights; lambda vectors stay float32 whatever `dtype`."""
+    """Load the model of a float checkpoint; lambda vectors stay float32 for any `dtype`."""
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     _refuse_quantized(checkpoint)
     with torch.device("meta"):
@@ -239,7 +236,7 @@ def load(
 
 
 def load_block(checkpoint: Checkpoint, index: int, dtype: torch.dtype = torch.float32) -> Block:
-    """Decoder layer `index` alone."""
+    """Load only decoder layer `index`."""
     _refuse_quantized(checkpoint)
     with torch.device("meta"):
         block = Block(checkpoint.config, index)
@@ -264,7 +261,7 @@ def _refuse_quantized(checkpoint: Checkpoint) -> None:
 
 @contextmanager
 def _about(file: Path) -> Iterator[None]:
-    """Name the file in what is wrong with its content."""
+    """Context manager: adds the file's name to errors about its content."""
     try:
         yield
     except DiffbitError as error:

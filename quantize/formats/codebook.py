@@ -1,9 +1,9 @@
-"""Values from a table: absmax * codebook[code], the table rising from -1 to 1.
+"""Codebook formats: absmax * codebook[code], with a codebook that rises from -1 to 1.
 
     nf4     absmax * NF4[code]      4 bits, blocks of 64 (QLoRA, arXiv 2305.14314)
 
-Codes and absmax of nf4 are bitsandbytes' own, and so is its file: two codes a byte, high nibble first, fp32 scales. On
-a device it is a com.microsoft.MatMulBnb4, which reads the same bytes and does not round its input.
+Codes, absmax and storage of nf4 equal bitsandbytes': two codes per byte, high nibble first, fp32 scales. On a device
+it is com.microsoft.MatMulBnb4, which reads the same bytes and does not round its input.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .packing import pack_bits, swap_pairs, unpack_bits
 BNB_NF4 = 1  # MatMulBnb4's quant_type
 GRAMMAR = "nf4"
 
-# Quantiles of N(0, 1) with an exact zero, scaled to [-1, 1]: bitsandbytes' table, to the last bit.
+# Quantiles of N(0, 1) with an exact zero, scaled to [-1, 1]: bit for bit bitsandbytes' table.
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
     -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
@@ -51,7 +51,7 @@ class CodebookFormat(Format):
     def encode_each(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         table = torch.tensor(self.codebook, device=weight.device)
         middles = (table[:-1] + table[1:]) / 2
-        # times the reciprocal, not divided: that is bitsandbytes' arithmetic, and a tie may hang on it
+        # multiplies by the reciprocal, as bitsandbytes does: dividing could resolve a tie differently
         place = (weight * (1.0 / scale.clamp(min=1e-38))).clamp_(-1, 1)
         codes = torch.zeros_like(place, dtype=torch.uint8)
         for middle in middles:  # twice as fast as torch.bucketize

@@ -217,7 +217,7 @@ CASES: dict[str, tuple[str, Callable[[Path], Any], list[str]]] = {
     "index of numbers": ("sharded", lambda f: edit_index(f, lambda m: m.update({Q: 3})), [INDEX, "no weight_map"]),
     "truncated data": ("single", truncate(-1), ["model.safetensors: is cut short: tensor"]),
     "truncated header": ("single", truncate(100), ["model.safetensors", "cut short (100 bytes"]),
-    "empty file": ("single", truncate(0), ["model.safetensors", "no safetensors file or is cut short (0 bytes"]),
+    "empty file": ("single", truncate(0), ["model.safetensors", "not a safetensors file, or is cut short (0 bytes"]),
     "garbage": (
         "single",
         lambda f: (f / "model.safetensors").write_bytes(b"\x04" + bytes(7) + b"{{{{"),
@@ -226,7 +226,7 @@ CASES: dict[str, tuple[str, Callable[[Path], Any], list[str]]] = {
     "header is a list": (
         "single",
         lambda f: (f / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"[]"),
-        ["header is no JSON object"],
+        ["header is not a JSON object"],
     ),
     "unknown dtype": ("single", header(lambda h: h[Q].update(dtype="F8_E5M2")), [Q, "has dtype 'F8_E5M2'"]),
     "offsets too short": (
