@@ -28,7 +28,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constr
 WORKERS := -n logical --maxprocesses 4 --dist worksteal
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo demo-smollm2 test test-all fuzz kill lint build arm64 bench-kernels models accuracy wheel clean
+.PHONY: demo demo-smollm2 test test-all fuzz kill lint build arm64 bench-kernels models accuracy wheels clean
 
 demo: $(BUILT)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh out/demo

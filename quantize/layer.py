@@ -185,15 +185,15 @@ class Tokens(States):
 class Layer:
     """The layer that a method quantizes. Names are full ("model.layers.0.self_attn.q_proj"), rows in canonical order.
 
-    index    -1 the embedding, 0 ... num_layers - 1 a layer, num_layers the final norm and the head
-    tensors  {parameter: float tensor}; a transform puts others in their place
-    formats  {linear layer: Format} of those of this layer that are quantized
-    tokens   None where there is no calibration text
-    refitted {parameter: float tensor} of the quantized model where it is another than in `tensors`, which stays the
-             float model's; filled by methods that round
-    here     the processes that share the work on it
-    moved    is told the layer at hand and how far the layer is, from 0 to 1
-    proxy_losses  {linear layer: loss on the statistics that it was rounded with}, where there were any
+    index     -1: the embedding; 0 ... num_layers - 1: a decoder layer; num_layers: the final norm and the head
+    tensors   {parameter: float tensor}; a transform replaces them
+    formats   {linear layer: Format} of the linear layers to quantize
+    tokens    calibration tokens, or None
+    refitted  {parameter: float tensor} that methods change in the quantized model only; `tensors` keeps the float
+              model's
+    here      the processes that share the work on it
+    progress  called with the name of the current linear layer and the finished share of this layer, 0 to 1
+    proxy_losses  {linear layer: loss on the statistics that it was rounded with}, if there were any
     """
 
     config: ModelConfig
@@ -202,7 +202,7 @@ class Layer:
     formats: dict[str, Format]
     tensors: dict[str, Tensor]
     tokens: Tokens | None = None
-    moved: Callable[[str, float], None] = lambda at, share: None
+    progress: Callable[[str, float], None] = lambda at, share: None
     here: Processes = ALONE
     refitted: dict[str, Tensor] = field(init=False, default_factory=dict)
     proxy_losses: dict[str, float] = field(init=False, default_factory=dict)

@@ -98,7 +98,7 @@ def quantize_layers(
 
             # keep no reference to a layer here, so that only one is in memory at a time
             yield _finish(
-                Layer(stored, place - 1, scheme, own[place], _read(config, read, names[place]), tokens, moved, here),
+                Layer(stored, place - 1, scheme, own[place], _read(config, read, names[place]), tokens, progress, here),
                 recipe,
                 late,
             )

@@ -58,7 +58,7 @@ CHECK_WINDOWS = 16  # windows of an evaluation
 def quantize_layer(layer: Layer, steps: int = STEPS) -> dict[str, QTensor]:
     """Round the weights in layer.formats together; put improved norms, biases and lambdas into layer.refitted."""
     if layer.tokens is None:
-        raise DiffbitError("learned needs calibration tokens; name a text to take them from (--calibrate mix)")
+        raise DiffbitError("learned needs calibration tokens; pass a text, such as --calibrate mix")
     layer.expect(steps + len(layer.formats) * len(layer.tokens.slices))
     start = _start(layer)
     with torch.enable_grad():
