@@ -7,6 +7,7 @@
 #                  (docs/gpu.md)
 # make arm64       an ARM Python with ONNX Runtime, with which the tests run whole artifacts on qemu-aarch64
 # make fuzz        reads 50,000 damaged files (tests/fuzz); CI reads 2,000 of them
+# make kill        kills commands before every step that changes the disk (tests/kill); CI before some of them
 # make bench-kernels   time, bandwidth and ratios of the kernels beside ONNX Runtime's (benchmarks/kernels.py)
 # make models      restores the models that docs/ was measured on from this repository's history: examples/{nano,nano_1k,bitnet}
 # make accuracy    renews the tables of docs/accuracy.md, on the models of examples/nano
@@ -27,7 +28,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constr
 WORKERS := -n logical --maxprocesses 4 --dist worksteal
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo demo-smollm2 test test-all fuzz lint build arm64 bench-kernels models accuracy wheels clean
+.PHONY: demo demo-smollm2 test test-all fuzz kill lint build arm64 bench-kernels models accuracy wheels clean
 
 demo: $(BUILT)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh out/demo
@@ -43,6 +44,9 @@ test-all: lint
 
 fuzz: $(BUILT) $(DEVELOP)
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m tests.fuzz.fuzz 50000  # with huge pages a fork is fast
+
+kill: $(BUILT) $(DEVELOP)
+	$(BIN)/python -m pytest $(WORKERS) -p tests.every_point tests/kill
 
 lint: $(BUILT) $(DEVELOP)
 	$(BIN)/ruff check .

@@ -21,6 +21,7 @@ from typing import NoReturn
 import typer
 
 from ..errors import DiffbitError, MissingDependency
+from ..processes import leave, speaks
 from .app import app
 from .output import print_error
 
@@ -58,5 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         message = str(MissingDependency(package, "lab", "this command"))
     except OSError as error:
         message = f"{error.filename or 'input or output'}: failed ({error.strerror or error})"
-    print_error(message)
+    if speaks():
+        print_error(message)
+    leave()
     sys.exit(2)

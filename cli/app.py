@@ -14,6 +14,7 @@ from typer.core import TyperCommand
 
 from ..errors import DiffbitError
 from ..hub import download, is_hub_name
+from ..processes import leave, speaks
 from ..version import __version__
 from . import bench, chat, compare, export, outliers, plan, push, quantize, run, serve, train, verify, web
 from .output import print_error
@@ -88,7 +89,9 @@ class _Command(TyperCommand):
             return super().invoke(ctx)
         except (KeyboardInterrupt, _Terminated) as stop:
             what = "terminated" if isinstance(stop, _Terminated) else "interrupted"
-            print_error("; ".join([what, *getattr(stop, "__notes__", ())]))
+            if speaks():
+                print_error("; ".join([what, *getattr(stop, "__notes__", ())]))
+            leave()
             raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None
         finally:
             if handled:

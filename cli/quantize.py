@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -36,6 +37,7 @@ EXAMPLES = (
     "diffbit quantize out/demo/diff_v1 --weights int4_g32 -o out/diff-int4",
     "diffbit quantize out/demo/diff_v1 --weights int2_g64 --method gptq --max-windows 64 -o out/diff-gptq",
     "diffbit quantize out/demo/diff_v1 --weights int2_g64 --override 'model.layers.0.*=int8' -o out/diff-int2",
+    "torchrun --nproc-per-node 2 -m diffbit quantize out/demo/diff_v1 --weights int4_g32 --method gptq -o out/diff-two",
     "diffbit quantize out/demo/diff_v1 --target-bits 3.5 --method gptq --max-windows 64 -o out/diff-mixed",
     "diffbit quantize out/demo/diff_v1 --weights int4_g32 --kv int4 --qk int8 -o out/diff-int4-kv4",
     "diffbit quantize out/demo/diff_v1 --kv int8,int4 -o out/diff-kv84",
@@ -198,18 +200,16 @@ def quantize(
     """Quantize a checkpoint: its weights, layer by layer, its KV cache and its attention products.
 
     With low-bit weights, embedding and head are int8 unless --embedding and --head set another format. Norms stay
-    float, and so does lambda unless --override names it.
+    float, and so does lambda unless --override names it. Under torchrun, processes on one machine or on several share
+    the work; the result is the same to the bit.
     """
+    from ..processes import processes
     from ..quantize import parse_recipe, quantize_checkpoint
 
+    here = processes("cpu")
     calibrated = parse_recipe(method).calibrated
     mixed = target_bits is not None or target_size is not None
-    if mixed and (weights is not None or scheme_file is not None):
-        raise DiffbitError(
-            "--target-bits and --target-size choose the formats; leave out --weights and --scheme (--override may stay)"
-        )
-    if candidates is not None and not mixed:
-        raise DiffbitError("--candidates needs --target-bits or --target-size")
+    _check_mixed(mixed, weights is not None or scheme_file is not None, candidates)
     scheme = read_scheme(scheme_file, weights, embedding, head, override, activations, kv, qk, kv_window, mixed)
     if calibrate is None and (calibrated or mixed):
         calibrate = "mix"
@@ -219,13 +219,13 @@ def quantize(
         )
     text = None
     if calibrate is not None:
-        default = CALIBRATION_WINDOWS if calibrated or mixed else 16
-        text = read_windows(model, calibrate, field, default if max_windows is None else max_windows, length, "calib")
+        most = max_windows if max_windows is not None else CALIBRATION_WINDOWS if calibrated or mixed else 16
+        text = here.of_first(partial(read_windows, model, calibrate, field, most, length, "calib"))
     plan = None
     if mixed:
         assert text is not None
-        check_place(output, overwrite=overwrite)  # before time is spent on measuring
-        plan = _plan(model, target_bits, target_size, scheme, candidates, method, text)
+        place = partial(check_place, output, overwrite=overwrite)  # before time is spent on measuring
+        plan = here.of_first(partial(_plan, place, model, target_bits, target_size, scheme, candidates, method, text))
         scheme = plan.scheme
     report = quantize_checkpoint(
         model,
@@ -238,7 +238,10 @@ def quantize(
         overwrite=overwrite,
         resume=resume,
         max_memory=None if max_memory is None else parse_size(max_memory),
+        here=here,
     )
+    if not here.first:
+        return
     values = _write(report, plan, output)
     for warning in report.warnings:
         remark(f"warning: {warning}")
@@ -246,6 +249,15 @@ def quantize(
         print_json({"output": str(output), **values})
     else:
         _show(report, plan, output, layers)
+
+
+def _check_mixed(mixed: bool, given: bool, candidates: str | None) -> None:
+    if mixed and given:
+        raise DiffbitError(
+            "--target-bits and --target-size choose the formats; leave out --weights and --scheme (--override may stay)"
+        )
+    if candidates is not None and not mixed:
+        raise DiffbitError("--candidates needs --target-bits or --target-size")
 
 
 def read_scheme(
@@ -303,6 +315,7 @@ def _attention(kv: str | None, qk: str | None, window: int | None) -> AttentionS
 
 
 def _plan(
+    check: Callable[[], None],
     model: Path,
     bits: float | None,
     size: str | None,
@@ -313,6 +326,7 @@ def _plan(
 ) -> Plan:
     from ..quantize.allocate import CANDIDATES, plan
 
+    check()
     if bits is not None and size is not None:
         raise DiffbitError("--target-bits and --target-size exclude each other; pass one of them")
     return plan(

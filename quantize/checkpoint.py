@@ -5,7 +5,8 @@ layouts/ defines the tensors on disk, of diffbit's own folders and of others. Th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from .. import files, models
 from ..errors import DiffbitError
 from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig
 from ..models.checkpoint.names import shapes, stays_float32
+from ..processes import Processes
 from . import layouts
 from .cache import is_low_bit
 from .demand import Text, check_fits, in_shards
-from .formats import QTensor
+from .formats import Format, QTensor
 from .layerwise import Finished, quantize_layers, stored_config, tokens_for
 from .layouts import read_scheme
 from .layouts.diffbit import VERSION
@@ -29,6 +31,7 @@ from .recipe import parse_recipe
 from .report import Report, WeightReport, sizes
 from .resume import Stored, Unfinished, run
 from .scheme import Scheme
+from .states import ALONE
 
 
 def quantize_checkpoint(
@@ -43,62 +46,62 @@ def quantize_checkpoint(
     overwrite: bool = False,
     resume: bool = False,
     max_memory: int | None = None,
+    here: Processes = ALONE,
 ) -> Report:
     """Quantize a float checkpoint into a new folder, one layer in memory at a time; return a report of each weight.
 
     method: names of methods/ joined by +, such as "rotate+gptq", or a function (weight, format, stats) -> QTensor.
-    calibration: token ids [n, S] (a tensor or an array) that pass through the model layer by layer (layer.py); methods
-    calibrate on them, and each quantized layer's output error is measured on them. calibration_mask: bool [n, S], the
-    tokens that count; default all. calibration_text: a description of the text (source, sha256, ...) for config.json
-    and the artifact's manifest. resume: continue an interrupted run of this kind (resume.py), if there is one; the
-    result is bit-identical. max_memory: most bytes of this process; calibration states move to disk if necessary. A
-    run that cannot fit is refused (demand.py).
+    calibration: token ids [n, S] (a tensor or an array); they flow through the model as its layers come by (layer.py);
+    methods calibrate on them, and each quantized layer's output error is measured on them. calibration_mask: bool
+    [n, S], the tokens that count; default all. calibration_text: what the text was (source, sha256, ...), kept in
+    config.json and from there in an artifact's manifest. resume: go on with such a run that was interrupted
+    (resume.py), if there is one; the result is the same to the bit. max_memory: bytes of this process at most, for
+    which calibration states go to the disk where they have to. What cannot fit is refused (demand.py). here: processes
+    that share the work, each of which calls this; the first writes, and the result is the same to the bit.
     """
-    checkpoint = _opened(source, output, overwrite)
+    checkpoint = _opened(source, output if here.first else None, overwrite)
     config = checkpoint.config
     recipe = parse_recipe(method)
     stored = stored_config(config, scheme, recipe)
-    formats = scheme.formats(stored)
-    if not formats and not is_low_bit(scheme.attention):
-        raise DiffbitError(
-            "the scheme quantizes nothing; name a format for the weights, such as --weights int4_g32, or for the KV "
-            "cache, such as --kv int4"
-        )
+    formats = _formats(scheme, stored)
     dtype = getattr(torch, checkpoint.dtype)
-    tokens = tokens_for(recipe, config, calibration, calibration_mask)
+    tokens = tokens_for(recipe, config, calibration, calibration_mask, here=here)
     entry: dict[str, Any] = {"quantizer": "diffbit", "version": VERSION, "scheme": scheme.to_dict()}
     entry["method"] = recipe.name
     if tokens and calibration_text is not None:
         entry["calibration"] = {**calibration_text, "tokens": tokens.count}
     text = None if tokens is None else Text(len(tokens.ids), tokens.ids.shape[1], len(tokens.exact.ids))
-    spills = check_fits(checkpoint, scheme, recipe, text, max_memory, output)
+    if check_fits(checkpoint, scheme, recipe, text, max_memory, output, here.local) and tokens is not None:
+        files.make_folder(files.resolved(output).parent)
+        tokens.spill(files.resolved(output).parent)
 
     def about() -> dict[str, Any]:
         return run(checkpoint.sha256(), scheme.to_dict(), recipe.name, tokens, entry.get("calibration"))
 
-    rows: list[WeightReport] = []
-    unfinished = partial(Unfinished, output, about, tokens, spills=spills, resume=resume, overwrite=overwrite)
-    with files.locked(output), unfinished() as done:
-        made = quantize_layers(config, checkpoint.read, scheme, recipe, tokens, skip=done.count, title="quantizing")
-        layers: Iterator[Stored] = map(_stored, made)  # keeps no reference to a layer
-        if recipe.name != "rtn" or tokens:  # plain rounding is too short to be worth resuming
-            for layer in layers:
-                done.add(layer)
-                del layer
-            layers = done.layers()
-        with CheckpointWriter(
-            output,
-            stored,
-            quantization=entry,
-            dtype=checkpoint.dtype,
-            shard_layers=in_shards(config, dtype),
-            tokenizer_from=checkpoint.path,
-            overwrite=overwrite,
-        ) as writer:
-            for tensors, its_rows in layers:
-                writer.add_layer(tensors)
-                tensors.clear()  # frees them before the next layer is made
-                rows += its_rows
+    def made(count: int | None) -> Iterator[Finished]:
+        """The layers behind those that are there; the first process knows how many."""
+        skip = here.given(0, count)
+        for states in (tokens.exact, tokens) if tokens is not None and skip and here.count > 1 else ():
+            states.from_first()
+        return quantize_layers(
+            config, checkpoint.read, scheme, recipe, tokens, skip=skip, title="quantizing", here=here
+        )
+
+    writer = partial(
+        CheckpointWriter,
+        output,
+        stored,
+        quantization=entry,
+        dtype=checkpoint.dtype,
+        shard_layers=in_shards(config, dtype),
+        tokenizer_from=checkpoint.path,
+        overwrite=overwrite,
+    )
+    unfinished = partial(Unfinished, output, about, tokens, resume=resume, overwrite=overwrite)
+    keeps = recipe.name != "rtn" or tokens is not None  # plain rounding is over before it could be interrupted
+    if not here.first:
+        deque(made(None), maxlen=0)
+    rows = here.of_first(lambda: _written(output, unfinished, keeps, made, writer))
     warnings = [format.warning() for format in formats.values()] + recipe.warnings(config)
     if tokens is not None and recipe.calibrated:
         warnings.append(tokens.unlike())
@@ -113,11 +116,47 @@ def quantize_checkpoint(
     )
 
 
-def _opened(source: str | Path, output: str | Path, overwrite: bool) -> Checkpoint:
-    """Open the float checkpoint and check that it can be quantized into `output`."""
+def _formats(scheme: Scheme, config: ModelConfig) -> dict[str, Format]:
+    """Of the weights that the scheme quantizes."""
+    formats = scheme.formats(config)
+    if not formats and not is_low_bit(scheme.attention):
+        raise DiffbitError(
+            "the scheme quantizes nothing; name a format for the weights, such as --weights int4_g32, or for the KV "
+            "cache, such as --kv int4"
+        )
+    return formats
+
+
+def _written(
+    output: str | Path,
+    unfinished: Callable[[], Unfinished],
+    keeps: bool,
+    made: Callable[[int], Iterator[Finished]],
+    writer: Callable[[], CheckpointWriter],
+) -> list[WeightReport]:
+    """Write the layers that are `made` behind those that are there. keeps: each as soon as it is finished."""
+    rows: list[WeightReport] = []
+    with files.locked(output), unfinished() as done:
+        layers: Iterator[Stored] = map(_stored, made(done.count))  # it holds on to none
+        if keeps:
+            for layer in layers:
+                done.add(layer)
+                del layer
+            layers = done.layers()
+        with writer() as whole:
+            for tensors, its_rows in layers:
+                whole.add_layer(tensors)
+                tensors.clear()  # not to be held while the next is made
+                rows += its_rows
+    return rows
+
+
+def _opened(source: str | Path, output: str | Path | None, overwrite: bool) -> Checkpoint:
+    """The float checkpoint, which can be quantized into `output`, where that is this process's to write."""
     checkpoint = Checkpoint(source)
-    files.check_apart(output, checkpoint.path)
-    files.check_place(output, overwrite=overwrite)
+    if output is not None:
+        files.check_apart(output, checkpoint.path)
+        files.check_place(output, overwrite=overwrite)
     if checkpoint.quantization is not None:
         raise DiffbitError(f"{checkpoint.path}: is quantized already; start from the float checkpoint it was made from")
     _ = checkpoint.tokenizer_files  # raises an error about a damaged tokenizer now, not at the end

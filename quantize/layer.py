@@ -13,7 +13,7 @@ output on each batch is kept for later passes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,14 +30,15 @@ from ..models.checkpoint.names import EMBEDDING, HEAD
 from ..models.layers.state import Carried
 from ..models.mixer import Symmetries
 from ..ops.cache import TOKENS
+from ..processes import Processes
 from .formats import Format, QTensor
 from .linear import QuantEmbedding, QuantLinear
-from .model import Method, assemble, quantize_weight
+from .model import assemble
 from .report import OutputError
 from .rounding import spread
 from .scheme import EMBEDDING_MODULE, Scheme
-from .states import Batch, States
-from .stats import CalibStats, gather, proxy_loss
+from .states import ALONE, Batch, States
+from .stats import CalibStats, gather
 
 LOSS_TOKENS = 1024  # tokens on which the float model's loss shows whether it was trained on such text
 UNLIKE = 0.8  # limit of its loss / entropy of the text's tokens. Measured: up to 0.61 on text like the training text,
@@ -53,8 +54,8 @@ R = TypeVar("R", Tensor, QTensor)
 class Tokens(States):
     """Calibration tokens: ids [n, S], mask bool [n, S] (None: all count).
 
-    exact: the number of evenly spread windows that also pass through the float model (None: all). With 0, no output
-    errors are measured.
+    exact: what travels through the float model; so many windows, evenly spread (None: all). Without any, no output
+    errors are measured. here: the processes that share their batches.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Tokens(States):
         mask: Any = None,
         device: torch.device | str = "cpu",
         exact: int | None = None,
+        here: Processes = ALONE,
     ) -> None:
         ids = torch.as_tensor(ids, dtype=torch.int64, device=device)
         if ids.dim() != 2 or not ids.numel():
@@ -76,12 +78,12 @@ class Tokens(States):
         counted = (torch.ones_like(ids) if mask is None else torch.as_tensor(mask, device=device)).bool()
         if counted.shape != ids.shape:
             raise DiffbitError(f"the calibration mask has shape {tuple(counted.shape)}, wanted {tuple(ids.shape)}")
-        super().__init__(config, ids, counted)
+        super().__init__(config, ids, counted, here)
         self.count = int(counted.sum())
         some = len(ids) if exact is None else min(exact, len(ids))
         windows = torch.arange(some, device=device) * len(ids) // max(1, some)
-        self.exact = States(config, ids[windows], counted[windows])
-        self.loss: float | None = None  # of the float model, nats per token; set when the tokens reach its head
+        self.exact = States(config, ids[windows], counted[windows], here)
+        self.loss: float | None = None  # of the float model, nats a token, once they have come to its head
 
     def spill(self, folder: Path) -> None:
         """Keep hidden states in files of this folder, and recompute mixer outputs instead of keeping them."""
@@ -143,7 +145,7 @@ class Tokens(States):
             layer.remember(rounded, quantized)
 
             def run(batch: Batch) -> Tensor:
-                layer.step(f"{layer.prefix}output")
+                layer.step(f"{layer.prefix}output", self.here.count)
                 return layer.run(rounded, batch.hidden, batch)
 
             self.take_past(layer.index, run)
@@ -169,9 +171,14 @@ class Tokens(States):
         if layer.is_layer:
             self.exact.take_past(layer.index, run)
         else:
-            for batch in self.exact.batches():
-                run(batch)
-        return {name: error.value for name, error in errors.items()}
+            for rows in self.here.own(self.exact.slices):
+                run(self.exact.batch(rows))
+        every = list(self.here.share(range(self.here.count), lambda _: errors))
+        totals = {name: OutputError() for name in errors}
+        for name, total in totals.items():
+            for part in every:
+                total.join(part[name])
+        return {name: total.value for name, total in totals.items()}
 
 
 @dataclass
@@ -184,6 +191,7 @@ class Layer:
     tokens    calibration tokens, or None
     refitted  {parameter: float tensor} that methods change in the quantized model only; `tensors` keeps the float
               model's
+    here      the processes that share the work on it
     progress  called with the name of the current linear layer and the finished share of this layer, 0 to 1
     proxy_losses  {linear layer: loss on the statistics that it was rounded with}, if there were any
     """
@@ -195,9 +203,10 @@ class Layer:
     tensors: dict[str, Tensor]
     tokens: Tokens | None = None
     progress: Callable[[str, float], None] = lambda at, share: None
+    here: Processes = ALONE
     refitted: dict[str, Tensor] = field(init=False, default_factory=dict)
     proxy_losses: dict[str, float] = field(init=False, default_factory=dict)
-    # for each batch of `tokens`, filled by `remember`
+    # of each batch of `tokens` that is this process's: see `remember`
     heads: list[tuple[Tensor, tuple[Tensor, ...] | None]] = field(init=False, default_factory=list)
     heads_of: list[Any] = field(init=False, default_factory=list)  # the tensors that `heads` were computed from
     prefix: str = field(init=False)
@@ -297,7 +306,7 @@ class Layer:
         of = [weight for name, weight in weights.items() if name.startswith(ahead) and not name.startswith(behind)]
         same = len(of) == len(self.heads_of) and all(a is b for a, b in zip(of, self.heads_of, strict=True))
         find = mixer.heads
-        if same and len(self.heads) == len(tokens.slices):
+        if same and len(self.heads) == len(tokens.here.own(tokens.slices)):
             found = iter(self.heads)
 
             def again(*inputs: Any) -> Tensor:
@@ -345,20 +354,20 @@ class Layer:
 
         names: by default those in `formats` that are not `quantized`. A pass stops once their inputs are computed.
         """
-        assert self.tokens is not None
+        tokens = self.tokens
+        assert tokens is not None
         module = _dequantized(self.probe().module(quantized))
         self.remember(module, quantized)
         wanted = [name for name in self.formats if name not in quantized] if names is None else names
         linears = {name: module.get_submodule(name.removeprefix(self.prefix)) for name in wanted}
-        self.expect(len(self.tokens.slices))
+        self.expect(len(tokens.slices))
 
-        def passes() -> Iterator[tuple[Callable[[], object], Tensor]]:
-            assert self.tokens is not None
-            for batch in self.tokens.batches():
-                yield partial(self.run, module, batch.hidden, batch), batch.counted
-                self.step(next(iter(linears), self.prefix))
+        def begin(rows: slice) -> tuple[Callable[[], object], Tensor]:
+            batch = tokens.batch(rows)
+            self.step(next(iter(linears), self.prefix), tokens.here.count)
+            return partial(self.run, module, batch.hidden, batch), batch.counted
 
-        return gather(linears, passes())
+        return gather(linears, [partial(begin, rows) for rows in tokens.slices], tokens.here)
 
 
 class _Head(nn.Module):
@@ -398,41 +407,3 @@ def _dequantized(module: nn.Module) -> nn.Module:
             plain.register_parameter("bias", linear.bias)
             module.set_submodule(name, plain)
     return module
-
-
-def round_stages(layer: Layer, method: Callable[[str], Method]) -> dict[str, QTensor]:
-    """Round each linear layer by the method for its name, with statistics computed after those rounded before it."""
-    assert layer.tokens is not None
-    quantized: dict[str, QTensor] = {}
-    for stage in layer.stages():
-        stats = layer.stats(quantized, stage[:1])[stage[0]]
-        for name in stage:
-            quantized[name] = round_one(layer, method(name), name, stats)
-            if layer.tokens.measuring:
-                exact = layer.probe().tensors[f"{name}.weight"]
-                layer.proxy_losses[name] = proxy_loss(exact, layer.probed(quantized)[name], stats.gram)
-            layer.step(name, len(layer.tokens.slices))
-    return quantized
-
-
-def round_one(layer: Layer, method: Method, name: str, stats: CalibStats | None) -> QTensor:
-    """Round a linear layer; embedding and head some rows at a time, because methods compute in float32."""
-    weight, format = layer.weight(name), layer.formats[name]
-    if layer.is_layer or format.per_tensor or len(weight) <= table_rows(weight):
-        return quantize_weight(method, f"{name}.weight", weight, format, stats)
-    shape, device = format.scale_shape((weight.shape[0], weight.shape[1])), weight.device
-    whole = QTensor(
-        format,
-        (weight.shape[0], weight.shape[1]),
-        torch.empty(weight.shape, dtype=torch.uint8, device=device),
-        torch.empty(shape, device=device),
-        None if format.symmetric else torch.empty(shape, dtype=torch.uint8, device=device),
-    )
-    for start in range(0, len(weight), table_rows(weight)):
-        rows = slice(start, start + table_rows(weight))
-        part, into = quantize_weight(method, f"{name}.weight", weight[rows], format, stats), whole.rows(rows)
-        into.codes.copy_(part.codes)
-        into.scale.copy_(part.scale)
-        if into.zero is not None and part.zero is not None:
-            into.zero.copy_(part.zero)
-    return whole

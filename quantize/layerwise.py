@@ -20,15 +20,18 @@ from ..errors import DiffbitError
 from ..models import Decoder, ModelConfig
 from ..models.checkpoint.names import EMBEDDING, HEAD, shapes, stays_float32
 from ..models.decoder import check_layer
+from ..processes import Processes
 from ..progress import Progress
 from .formats import Format, QTensor
-from .layer import MEASURED_TOKENS, Layer, Tokens, round_one, round_stages
+from .layer import MEASURED_TOKENS, Layer, Tokens
 from .methods import find
 from .model import Method, assemble
 from .recipe import Recipe, parse_recipe
 from .reorder import Read, reordered
 from .report import WIDTHS, WeightReport, weight_error
 from .scheme import EMBEDDING_MODULE, HEAD_MODULE, Scheme, weight_shapes
+from .stages import round_all, round_stages
+from .states import ALONE
 
 PLAIN_BITS = 8  # a head of at least as many bits is rounded to nearest
 
@@ -66,11 +69,13 @@ def quantize_layers(
     *,
     skip: int = 0,
     title: str | None = None,
+    here: Processes = ALONE,
 ) -> Iterator[Finished]:
     """Quantize the model of `config` whose parameters `read` returns; yield the embedding, each layer, then the head.
 
-    Only one layer and the tokens' hidden states are in memory at a time. skip: the number of layers that are already
-    done; `tokens` must be past them. title: title of the progress bar, or None for no bar.
+    Layers come in that order; only one of them and the tokens' hidden states are in memory at a time. skip: as many are
+    there already, and `tokens` are behind them. title: of the progress to show, or None. here: the processes that share
+    the work, and each get all of it; `tokens` know them, too.
     """
     stored, shapes_of = stored_config(config, scheme, recipe), weight_shapes(config)
     formats = scheme.formats(stored)
@@ -93,7 +98,7 @@ def quantize_layers(
 
             # keep no reference to a layer here, so that only one is in memory at a time
             yield _finish(
-                Layer(stored, place - 1, scheme, own[place], _read(config, read, names[place]), tokens, progress),
+                Layer(stored, place - 1, scheme, own[place], _read(config, read, names[place]), tokens, progress, here),
                 recipe,
                 late,
             )
@@ -170,9 +175,7 @@ def quantize_one(layer: Layer, recipe: Recipe) -> dict[str, QTensor]:
     elif layer.tokens is not None and layer.index >= 0 and getattr(rounding, "CALIBRATED", True):
         quantized = round_stages(layer, lambda name: rounding.quantize)
     else:
-        for name in layer.formats:
-            quantized[name] = round_one(layer, rounding.quantize, name, None)
-            layer.step(name, unit)
+        quantized = round_all(layer, lambda name: rounding.quantize, layer.formats)
     return {name: quantized[name] for name in layer.formats if name in quantized}  # allocate.py rounds none
 
 
@@ -193,7 +196,13 @@ def _rounding(layer: Layer, recipe: Recipe) -> ModuleType:
 
 
 def tokens_for(
-    recipe: Recipe, config: ModelConfig, ids: Any, mask: Any, device: torch.device | str = "cpu", measure: bool = True
+    recipe: Recipe,
+    config: ModelConfig,
+    ids: Any,
+    mask: Any,
+    device: torch.device | str = "cpu",
+    measure: bool = True,
+    here: Processes = ALONE,
 ) -> Tokens | None:
     """Return calibration tokens for `quantize_layers`; raises DiffbitError if the recipe needs tokens and has none.
 
@@ -202,7 +211,7 @@ def tokens_for(
     if ids is not None:
         length = max(1, torch.as_tensor(ids).shape[-1])
         windows = max(1, MEASURED_TOKENS // length) if measure else 0
-        return Tokens(config, ids, mask, device, None if recipe.exact else windows)
+        return Tokens(config, ids, mask, device, None if recipe.exact else windows, here)
     if recipe.calibrated:
         raise DiffbitError(
             f"method {recipe.name!r} needs calibration text: pass --calibrate TEXT, or token ids as `calibration`"

@@ -129,18 +129,24 @@ def weight_error(weight: Tensor, quantized: QTensor) -> float:
 
 
 class OutputError:
-    """Accumulates ||Y - Yq|| / ||Y|| over batches."""
+    """||Y - Yq|| / ||Y||, summed up over batches; the sums are exact, so that their order is nothing."""
 
     def __init__(self) -> None:
-        self.difference = self.norm = 0.0
+        self.difference: list[float] = []
+        self.norm: list[float] = []
 
     def add(self, exact: Tensor, quantized: Tensor) -> None:
-        self.difference += _square(exact - quantized)
-        self.norm += _square(exact)
+        self.difference.append(_square(exact - quantized))
+        self.norm.append(_square(exact))
+
+    def join(self, other: OutputError) -> None:
+        """Add another's batches."""
+        self.difference += other.difference
+        self.norm += other.norm
 
     @property
     def value(self) -> float:
-        return ratio(self.difference, self.norm)
+        return ratio(math.fsum(self.difference), math.fsum(self.norm))
 
 
 def _square(values: Tensor) -> float:

@@ -40,10 +40,9 @@ Stored = tuple[dict[str, Tensor], tuple[WeightReport, ...]]  # a layer's tensors
 class Unfinished:
     """`with Unfinished(output, about, tokens) as done: done.add(layer) ...; done.layers()`.
 
-    about: returns the contents of run.json; called only if needed. tokens: calibration tokens, whose states are set to
-    those after the `count` finished layers; spills: their hidden states are kept on disk. resume: continue the run in
-    the folder, if there is one. The folder is removed when the run is complete, and when a run fails before it has
-    finished a decoder layer.
+    about: what goes into run.json, called only where it is needed. tokens: calibration tokens, put behind the `count`
+    layers that are there. resume: go on with what is there, if anything is. The folder goes when all is done, and when
+    a run fails before it holds a whole decoder layer.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class Unfinished:
         about: Callable[[], dict[str, Any]],
         tokens: Tokens | None,
         *,
-        spills: bool = False,
         resume: bool = False,
         overwrite: bool = False,
     ) -> None:
@@ -63,8 +61,6 @@ class Unfinished:
         self.about = about
         self.tokens = tokens
         self.count = 0
-        if tokens is not None and spills:
-            tokens.spill(place.parent)
         if not self.path.is_dir() or not any(self.path.iterdir()):
             return
         if not (self.path / RUN).is_file():

@@ -24,9 +24,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ...processes import Processes
 from ..folding import per_channel, scale_groups
 from ..formats import Format
 from ..layer import Layer
+from ..states import ALONE
 from ..stats import CalibStats
 
 CALIBRATED = True
@@ -38,22 +40,31 @@ SMALLEST = 1e-4  # lower bound of x and w of a channel, relative to their mean, 
 def transform(layer: Layer) -> None:
     if layer.formats and layer.index >= 0:  # nothing comes before an embedding
         stats = layer.stats()
-        scale_groups(layer, lambda first, weights, formats, channels: search(weights, formats, stats[first], channels))
+        scale_groups(layer, lambda first, w, f, channels: search(w, f, stats[first], channels, layer.here))
 
 
 def search(
-    weights: Sequence[Tensor], formats: Sequence[Format], stats: CalibStats, channels: Tensor | None = None
+    weights: Sequence[Tensor],
+    formats: Sequence[Format],
+    stats: CalibStats,
+    channels: Tensor | None = None,
+    here: Processes = ALONE,
 ) -> Tensor:
-    """Return scales fp32 [C] for weights [N, K] with the same input; channels: as in folding.Group."""
+    """Scales fp32 [C] for weights [N, K] that read the same input; channels as in folding.Group, default one each.
+
+    here: the processes that share the search.
+    """
     channels = torch.arange(weights[0].shape[1]) if channels is None else channels
     channels = channels.to(weights[0].device)
     samples = [weight[:: -(-len(weight) // ROWS)].float() for weight in weights]
     best, least = torch.ones(int(channels.max()) + 1, device=channels.device), torch.inf
-    for scale in candidates(weights, formats, stats, channels):
-        loss = sum(
-            rounding_loss(weight, format, stats.gram, scale[channels])
-            for weight, format in zip(samples, formats, strict=True)
-        )
+
+    def loss_of(scale: Tensor) -> float:
+        pairs = zip(samples, formats, strict=True)
+        return sum(rounding_loss(weight, format, stats.gram, scale[channels]) for weight, format in pairs)
+
+    scales = list(candidates(weights, formats, stats, channels))
+    for scale, loss in zip(scales, here.share(scales, loss_of), strict=True):
         if loss < least:
             best, least = scale, loss
     return best

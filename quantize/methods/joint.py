@@ -42,8 +42,9 @@ from torch import Tensor
 from ...errors import DiffbitError
 from .. import scales
 from ..formats import Format, QTensor
-from ..layer import Layer, round_stages
+from ..layer import Layer
 from ..model import Method
+from ..stages import round_stages
 from ..stats import CalibStats
 from . import gptq
 
@@ -61,7 +62,7 @@ def quantize_layer(layer: Layer) -> dict[str, QTensor]:
     def method(name: str) -> Method:
         return partial(quantize_rows, metric=metrics[name]) if name in metrics else gptq.quantize
 
-    return round_stages(layer, method)
+    return round_stages(layer, method, whole=metrics)
 
 
 def quantize_rows(weight: Tensor, format: Format, stats: CalibStats, metric: Tensor) -> QTensor:
@@ -135,8 +136,9 @@ def row_by_row(format: Format, metric: Tensor) -> gptq.Encode:
 
 
 def row_metrics(layer: Layer) -> dict[str, Tensor]:
-    """Return {module: M, fp32 [B, R, R]} of this layer's projections that are quantized and have `joint_rows`."""
-    assert layer.tokens is not None
+    """{module: M, fp32 [B, R, R]} of the projections of this layer that are to be rounded and meet in heads."""
+    tokens = layer.tokens
+    assert tokens is not None
     module: Any = layer.module().requires_grad_(False)
     attention = module.self_attn
     widths = {
@@ -155,17 +157,28 @@ def row_metrics(layer: Layer) -> dict[str, Tensor]:
     totals: dict[str, Tensor] = {}
     if not widths:
         return totals
-    layer.expect(len(layer.tokens.slices))
+    layer.expect(len(tokens.slices))
     generator = torch.Generator().manual_seed(SEED)
-    for batch in layer.tokens.batches():
+    size = *tokens.ids.shape[1:], layer.config.hidden_size
+    signed = (
+        (rows, torch.randint(0, 2, (len(tokens.ids[rows]), *size), generator=generator)) for rows in tokens.slices
+    )
+
+    def squares(of: tuple[slice, Tensor]) -> list[Tensor]:
+        """sum_t g_t g_t^T [B, R, R] of a batch, for each projection."""
+        batch = tokens.batch(of[0])
         with torch.enable_grad():
             normed = module.input_layernorm(batch.hidden)
             out = attention(normed, batch.rope, batch.mask, None, batch.carried)  # [n, S, E]
-            signs = torch.randint(0, 2, out.shape, generator=generator).mul(2).sub(1).to(out)
-            gradients = torch.autograd.grad(out, list(outputs.values()), signs * batch.counted[..., None])
-        for name, gradient in zip(outputs, gradients, strict=True):
-            blocks = gradient[batch.counted].unflatten(-1, (-1, widths[name]))  # [T, B, R]
-            squares = torch.einsum("tbi,tbj->bij", blocks, blocks)
-            totals[name] = totals[name] + squares if name in totals else squares
-        layer.step(f"{layer.prefix}self_attn")
-    return {name: total / layer.tokens.count for name, total in totals.items()}
+            signs = of[1].mul(2).sub(1).to(out)
+            leaves = [outputs[name] for name in widths]
+            found = torch.autograd.grad(out, leaves, signs * batch.counted[..., None])
+        layer.step(f"{layer.prefix}self_attn", tokens.here.count)
+        pairs = zip(widths.values(), found, strict=True)
+        blocks = [gradient[batch.counted].unflatten(-1, (-1, width)) for width, gradient in pairs]
+        return [torch.einsum("tbi,tbj->bij", block, block) for block in blocks]  # [T, B, R]
+
+    for batch in tokens.here.share(signed, squares):
+        for name, square in zip(widths, batch, strict=True):
+            totals[name] = totals[name] + square if name in totals else square
+    return {name: total / tokens.count for name, total in totals.items()}

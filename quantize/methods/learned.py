@@ -37,9 +37,9 @@ from ...models.layers.softmax import Arithmetic
 from ..formats import Format, QTensor
 from ..formats.base import divisor, row_blocks
 from ..layer import Layer, Tokens
-from ..model import quantize_weight
 from ..rounding import straight_through
 from ..spill import Rows
+from ..stages import round_all
 from . import gptq
 
 CALIBRATED = True
@@ -59,7 +59,7 @@ def quantize_layer(layer: Layer, steps: int = STEPS) -> dict[str, QTensor]:
     """Round the weights in layer.formats together; put improved norms, biases and lambdas into layer.refitted."""
     if layer.tokens is None:
         raise DiffbitError("learned needs calibration tokens; pass a text, such as --calibrate mix")
-    layer.expect(steps)
+    layer.expect(steps + len(layer.formats) * len(layer.tokens.slices))
     start = _start(layer)
     with torch.enable_grad():
         return learn(layer, layer.tokens, start, steps)
@@ -69,19 +69,28 @@ def _start(layer: Layer) -> dict[str, QTensor]:
     start: dict[str, QTensor] = {}
     for stage in layer.stages():
         stats = layer.stats(start, stage[:1])[stage[0]]
-        for name in stage:
-            weight, format = layer.tensors[f"{name}.weight"], layer.formats[name]
-            start[name] = quantize_weight(gptq.quantize, f"{name}.weight", weight, format, stats)
+        start |= round_all(layer, lambda name: gptq.quantize, stage, stats)
     return start
 
 
 def learn(layer: Layer, tokens: Tokens, start: Mapping[str, QTensor], steps: int) -> dict[str, QTensor]:
     """Train `steps` steps from `start`; return the best iterate's weights, and put its floats into layer.refitted.
 
-    Learning rates fall linearly to 0. SignSGD's begins at 1 / steps, in units of the scale, for offsets and for ends of
-    ranges.
+    Rates fall linearly to 0. SignSGD begins with 1 / steps, in scales of the weights; so do the clip factors' ends.
+    Each step needs the one before it: one process takes them, and others wait.
     """
     problem = Problem(layer, tokens)
+    best, floats = tokens.here.of_first(lambda: _descend(problem, start, steps))
+    for name, tensor in floats.items():
+        layer.refitted[name] = tensor.to(layer.tensors[name].dtype)
+    return best
+
+
+def _descend(
+    problem: Problem, start: Mapping[str, QTensor], steps: int
+) -> tuple[dict[str, QTensor], dict[str, Tensor]]:
+    """The best iterate: weights; norms, biases and lambdas."""
+    layer, tokens = problem.layer, problem.tokens
     weights = {name: LearnedWeight(layer.tensors[f"{name}.weight"], quantized) for name, quantized in start.items()}
     floats = {
         name: tensor.detach().float().clone().requires_grad_()
@@ -112,9 +121,7 @@ def learn(layer: Layer, tokens: Tokens, start: Mapping[str, QTensor], steps: int
             adam.step()
             adam.zero_grad()
             layer.step(next(iter(start)))
-    for name, tensor in best_floats.items():
-        layer.refitted[name] = tensor.to(layer.tensors[name].dtype)
-    return best
+    return best, best_floats
 
 
 def _batches(count: int, size: int, seed: int) -> Iterator[Tensor]:
@@ -145,9 +152,14 @@ class Problem:
         self.target: Tensor | Rows = torch.empty(0)  # empty for the head, whose logits would take too much memory
         if layer.is_layer:
             self.target = tokens.exact.space(*tokens.exact.hidden.shape[1:])
+
+            def aim(rows: slice) -> Tensor:
+                batch = tokens.exact.batch(rows)
+                return layer.run(true, batch.hidden, batch)
+
             with torch.no_grad():
-                for rows, batch in zip(tokens.exact.slices, tokens.exact.batches(), strict=True):
-                    self.target[rows] = layer.run(true, batch.hidden, batch)
+                for rows, made in zip(tokens.exact.slices, tokens.here.share(tokens.exact.slices, aim), strict=True):
+                    self.target[rows] = made
 
     def loss(self, weights: Mapping[str, Tensor], floats: Mapping[str, Tensor], rows: Tensor) -> Tensor:
         """Return the loss on these windows of calibration text."""

@@ -89,6 +89,27 @@ def test_states_on_the_disk(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+def test_a_limit_of_the_address_space(model: Path, tmp_path: Path) -> None:
+    """With --max-memory a run stays within a limit that the system enforces, in which it would fail without."""
+    windows = 2 * WINDOWS
+    text = demand.Text(windows, LENGTH, 128)
+    least = demand.quantize_demand(Checkpoint(model), SCHEME, parse_recipe("rtn"), text, spilled=True).memory
+
+    def run(**options: Any) -> forks.Done:
+        def limited() -> None:
+            demand.resident = lambda: 0
+            quantize(model, tmp_path / "q", windows, **options)
+
+        return forks.run(limited, memory=least)
+
+    failed = run()
+    assert failed.code == forks.RAISED and "memory" in failed.error
+    done = run(max_memory=least)
+    assert done.code == 0, done.error
+    assert [path.name for path in tmp_path.iterdir()] == ["q"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_a_run_on_the_disk_goes_on(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its states in memory, and the other way round: the file between them is the same."""
     ids = torch.randint(96, (40, LENGTH), generator=torch.Generator().manual_seed(0))
