@@ -4,9 +4,9 @@
     python benchmarks/accuracy.py --json out/accuracy.json --markdown    # keep the numbers; renew docs/accuracy.md
     python benchmarks/accuracy.py --quick --models CHECKPOINT CHECKPOINT # does everything run?
 
-Every variant of every model is made in memory and scored on all windows of the eval split, token by token beside the
-model as it is (evaluate/compare.py), in the artifact's arithmetic; each is rounded 5 times, in other orders of the
-channels, by methods that calibrate on samples of 256 windows of the calib split. A model is a process of one thread.
+Every variant of every model is made in memory and scored on windows of the eval split, token by token beside the model
+as it is (evaluate/compare.py), in the artifact's arithmetic; each is rounded 5 times, in other orders of the channels,
+by methods that calibrate on samples of the calib split. A model's variants by one recipe are a process of one thread.
 The JSON file is a comparison as `diffbit compare --json` prints it, and the time it took.
 
 RECIPES says what is in the tables.
@@ -19,8 +19,9 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from diffbit.evaluate.measure import Measured, Refusal, measure
 from diffbit.evaluate.variants import Variant, variants
 from diffbit.models import Checkpoint, load
 from diffbit.progress import set_quiet, track
-from diffbit.quantize import Scheme, parse_format
+from diffbit.quantize import Scheme, table_formats
 from diffbit.quantize.allocate import plan
 
 ROOT = Path(__file__).parents[1]
@@ -50,11 +51,12 @@ RECIPES = {
     "rotate+gptq": LOW,
     "learned": LOW[1:],  # slow, and made for the lowest bits
 }
-ROUNDED_INPUTS = (("int8", "rtn"), ("int4_g128", "gptq"))  # weights, and the recipe that rounds them
-CALIBRATION_WINDOWS = 256
+FLOAT_INPUTS = (("int8", "rtn"), ("int4_g128", "gptq"))  # what rounding the inputs of linear layers adds to these
+WINDOWS, CALIBRATION_WINDOWS = 64, 64  # evenly spaced; in nano 16,384 tokens for Gram matrices of 640 columns at most
 QUICK_FORMATS, QUICK_RECIPES, QUICK_WINDOWS = ("int4_g128", "int2_g64"), ("rtn", "gptq"), (6, 8)
-MIXED_BITS = (3.0, 3.5)  # of a float32 artifact, in which int2_g64 has 2.5 and int4_g128 4.125
+MIXED_BITS = 3.5  # of a float32 artifact, in which int2_g64 has 2.5 and int4_g128 4.125
 UNIFORM = ("int2_g64", "int4_g128")
+INPUTS, MIXED = "inputs", "mixed"  # besides recipes, the parts of the work
 
 Found, Refused = list[Measured], list[Refusal]
 
@@ -62,62 +64,93 @@ Found, Refused = list[Measured], list[Refusal]
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
+def parts(quick: bool) -> list[str]:
+    """What is measured of a model, each in a process of its own."""
+    return [*(QUICK_RECIPES if quick else RECIPES), INPUTS, MIXED]
+
+
 def work(
-    path: Path, name: str, windows: Windows, calibration: Sequence[Windows], quick: bool
+    path: Path, name: str, part: str, windows: Windows, calibration: Sequence[Windows], quick: bool
 ) -> tuple[Found, Refused, float]:
-    """In a process of its own: a model as it is and all its variants; and the processor's seconds."""
+    """A model as it is and the variants of one part; and the processor's seconds."""
     torch.set_num_threads(1)
     set_quiet(True)
     begin = time.process_time()
-    chosen: list[Variant] = []
-    for format in QUICK_FORMATS if quick else FORMATS:
-        recipes = QUICK_RECIPES if quick else [recipe for recipe, formats in RECIPES.items() if format in formats]
-        chosen += variants([format], ["weights"], recipes)
-    chosen += [*with_inputs("artifact"), *mixed(path, calibration[0], quick)]
-    decoder, repeats = load(path), len(calibration)
-    measured, refused = measure(decoder, chosen, windows, calibration, name=name, repeats=repeats)
-    floats, _ = measure(
-        decoder, list(with_inputs("float")), windows, calibration, name=name, repeats=repeats, arithmetic="float"
+    arithmetic = "artifact"
+    if part == INPUTS:
+        own = FLOAT_INPUTS[1:] if quick else FLOAT_INPUTS
+        chosen, arithmetic = [_renamed(INPUTS, format, recipe) for format, recipe in own], "float"
+    elif part == MIXED:
+        chosen = [mixed(path, calibration[0], "rtn" if quick else "gptq")]
+    else:
+        formats = QUICK_FORMATS if quick else RECIPES[part]
+        chosen = variants(formats, ["weights"], [part])
+    found = measure(
+        load(path), chosen, windows, calibration, name=name, repeats=len(calibration), arithmetic=arithmetic
     )
-    measured += floats[1:]  # after the model as it is
-    return measured, refused, time.process_time() - begin
+    return *found, time.process_time() - begin
 
 
-def with_inputs(arithmetic: str) -> Iterator[Variant]:
-    """Linear layers whose inputs are to be taken as the artifact's operators round them, or as they are."""
-    for name, rounding in ROUNDED_INPUTS:
-        format = parse_format(name)
-        inputs = "int8" if arithmetic == "artifact" else "float"
-        yield Variant("inputs", f"{name} weights, {inputs} inputs", rounding, format.bits, Scheme(weights=format))
+def _renamed(what: str, format: str, recipe: str) -> Variant:
+    (variant,) = variants([format], ["weights"], [recipe])
+    return replace(variant, what=what)
 
 
-def mixed(path: Path, calibration: Windows, quick: bool) -> Iterator[Variant]:
-    """A format for each layer within a number of bits a weight, beside uniform ones of such sizes."""
-    method, budgets = ("rtn", MIXED_BITS[:1]) if quick else ("gptq", MIXED_BITS)
-    for name in UNIFORM:
-        format = parse_format(name)
-        yield Variant("mixed", name, method, format.bits, Scheme(weights=format))
-    for bits in budgets:
-        found = plan(path, bits=bits, method=method, calibration=calibration.ids, calibration_mask=calibration.mask)
-        yield Variant("mixed", f"mixed, {bits:g} bits", method, bits, found.scheme)
+def mixed(path: Path, calibration: Windows, method: str) -> Variant:
+    """A format for each layer within a number of bits a weight; embedding and head as beside uniform ones."""
+    embedding, head = table_formats(True, None, None)
+    found = plan(
+        path, bits=MIXED_BITS, scheme=Scheme(None, embedding, head), method=method,
+        calibration=calibration.ids, calibration_mask=calibration.mask,
+    )  # fmt: skip
+    return Variant(MIXED, f"mixed, {MIXED_BITS:g} bits", method, MIXED_BITS, found.scheme)
 
 
 def run(paths: Sequence[Path], quick: bool, jobs: int, repeats: int) -> tuple[Comparison, float]:
-    """Measure everything, a process a model; and the processor's seconds."""
+    """Measure everything; and the processor's seconds."""
     checkpoints = [Checkpoint(path) for path in paths]
     names = [NAMES[checkpoint.config.attention] for checkpoint in checkpoints]
-    length = min(512, *(checkpoint.config.max_position for checkpoint in checkpoints))
-    windows = eval_windows("stdlib", paths[0], length, QUICK_WINDOWS[0] if quick else None)
-    whole = eval_windows("stdlib", paths[0], length, split="calib")
-    calibration = samples(whole, QUICK_WINDOWS[1] if quick else CALIBRATION_WINDOWS, repeats)
+    windows, calibration = texts(checkpoints, quick, repeats)
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         tasks = [
-            pool.submit(work, path, name, windows, calibration, quick) for path, name in zip(paths, names, strict=True)
+            (name, pool.submit(work, path, name, part, windows, calibration, quick))
+            for part in parts(quick)
+            for path, name in zip(paths, names, strict=True)
         ]
-        found = [task.result() for task in track(tasks, "measuring")]
-    measured = {name: own for name, (own, _, _) in zip(names, found, strict=True)}
-    refused = [refusal for _, own, _ in found for refusal in own]
-    return conclude(checkpoints, measured, refused, windows, calibration), sum(seconds for *_, seconds in found)
+        found = [(name, *task.result()) for name, task in track(tasks, "measuring")]
+    return gathered(checkpoints, names, windows, calibration, found), sum(seconds for *_, seconds in found)
+
+
+def texts(checkpoints: Sequence[Checkpoint], quick: bool, repeats: int) -> tuple[Windows, list[Windows]]:
+    """What is scored, and samples to calibrate on."""
+    length = min(512, *(checkpoint.config.max_position for checkpoint in checkpoints))
+    scored, calibrating = QUICK_WINDOWS if quick else (WINDOWS, CALIBRATION_WINDOWS)
+    windows = eval_windows("stdlib", checkpoints[0].path, length, scored)
+    whole = eval_windows("stdlib", checkpoints[0].path, length, split="calib")
+    return windows, samples(whole, calibrating, repeats)
+
+
+def gathered(
+    checkpoints: Sequence[Checkpoint],
+    names: Sequence[str],
+    windows: Windows,
+    calibration: Sequence[Windows],
+    found: Sequence[tuple[str, Found, Refused, float]],
+) -> Comparison:
+    """The parts as one comparison: each model as it is once, then its variants by format and recipe."""
+    measured: dict[str, Found] = {}
+    for name in names:
+        own = [part for owner, part, *_ in found if owner == name]
+        rest = [one for part in own for one in part[1:]]
+        measured[name] = own[0][:1] + sorted(rest, key=_place)
+    refused = [refusal for *_, own, _ in found for refusal in own]
+    return conclude(checkpoints, measured, refused, windows, calibration)
+
+
+def _place(one: Measured) -> int:
+    """Formats in their order; parts came in theirs."""
+    assert one.variant is not None
+    return FORMATS.index(one.variant.format) if one.variant.format in FORMATS else len(FORMATS)
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
@@ -182,17 +215,23 @@ def contrasts_table(comparison: Row) -> str:
 
 def mixed_table(comparison: Row) -> str:
     lines = []
-    for row in of(comparison, "mixed"):
-        size = f"{row['bits_per_weight']:.3f}", f"{row['nbytes'] / 1e6:.2f}"
-        lines.append([row["model"], row["format"], row["method"], *size, increase(row["ratio"]), divergence(row)])
+    for model in (model["name"] for model in comparison["models"]):
+        found = of(comparison, MIXED, model=model)
+        for row in [*of(comparison, "weights", model=model, method=found[0]["method"]), *found] if found else []:
+            if row["what"] == MIXED or row["format"] in UNIFORM:
+                size = f"{row['bits_per_weight']:.3f}", f"{row['nbytes'] / 1e6:.2f}"
+                lines.append([model, row["format"], row["method"], *size, increase(row["ratio"]), divergence(row)])
     return table(["model", "weights", "method", "bits", "MB", "increase", "KL, nats a token"], lines)
 
 
 def inputs_table(comparison: Row) -> str:
-    lines, order = [], [model["name"] for model in comparison["models"]]
-    for row in sorted(of(comparison, "inputs"), key=lambda row: (order.index(row["model"]), row["format"])):
-        perplexity = f"{row['perplexity']['value']:.3f}"
-        lines.append([row["model"], row["format"], row["method"], perplexity, increase(row["ratio"]), divergence(row)])
+    lines = []
+    for model in (model["name"] for model in comparison["models"]):
+        for row in of(comparison, INPUTS, model=model):
+            (rounded,) = of(comparison, "weights", model=model, format=row["format"], method=row["method"])
+            for one, inputs in ((row, "float"), (rounded, "int8")):
+                perplexity, name = f"{one['perplexity']['value']:.3f}", f"{row['format']} weights, {inputs} inputs"
+                lines.append([model, name, row["method"], perplexity, increase(one["ratio"]), divergence(one)])
     return table(["model", "linear layers", "method", "perplexity", "increase", "KL, nats a token"], lines)
 
 

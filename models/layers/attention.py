@@ -214,7 +214,13 @@ class Attention(Mixer):
 
     def branches(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> list[Tensor]:
         """Return softmax(q k^T * scale) v [B, H, S, e] of each branch: signal and noise, or one. Arguments: from
-        `projected`."""
+        `projected`.
+
+        Low-bit keys share scales with neighbouring tokens, so each row of a padded batch is computed without its padding.
+        """
+        real = None if mask is None or self.arithmetic is None else mask[:, 0].any(1)  # [B, T]
+        if mask is not None and real is not None and not real.all():
+            return self._branches_of_rows(query, key, value, mask, real)
         mask = within(mask, query.shape[2], key.shape[2], self.sliding_window, query.device)
         keys, value = self.by_branch(key, value)
         count = len(keys)
@@ -228,6 +234,19 @@ class Attention(Mixer):
             found = attend(query, keys[0], value, mask, self.scale)
             return [found[:, i::count] for i in range(count)]
         return [attend(query[:, i::count], keys[i], value, mask, self.scale) for i in range(count)]
+
+    def _branches_of_rows(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, real: Tensor) -> list[Tensor]:
+        """`branches` row by row, of the tokens that are `real`, bool [B, T]; zeros for the others."""
+        keys, wide = self.by_branch(key, value)
+        shape = len(query), query.shape[1] // len(keys), query.shape[2], wide.shape[-1]
+        found = [torch.zeros(shape, device=query.device) for _ in keys]
+        for row, seen in enumerate(real):
+            one, asked = slice(row, row + 1), seen[-query.shape[2] :]
+            if asked.any():
+                own = query[one][:, :, asked], key[one][:, :, seen], value[one][:, :, seen]
+                for into, each in zip(found, self.branches(*own, mask[one][:, :, asked][..., seen]), strict=True):
+                    into[row, :, asked] = each[0]
+        return found
 
 
 class Differential(Attention):

@@ -203,8 +203,12 @@ def test_every_head_is_that_of_slow_loops(attention: str, name: str) -> None:
             key, value = group, [group]
             if attention == "diff_v1":
                 key, value = 2 * group + head % 2, [2 * group, 2 * group + 1]
-            rows = [cache.value[row, index] for index in value]
-            expected = slow_head(query[row, head], cache.key[row, key], rows, mask[row, 0], layer.scale, scheme)
+            real = padding[row].bool()  # blocks are of these: padding is as if it were not there
+            asked, expected = real[past:], torch.zeros(length, 32 * len(value)).double()
+            rows, seen = [cache.value[row, index][real] for index in value], mask[row, 0][asked][:, real]
+            expected[asked] = slow_head(
+                query[row, head][asked], cache.key[row, key][real], rows, seen, layer.scale, scheme
+            )
             found = got[0][row, head] if attention == "softmax" else got[head % 2][row, head // 2]
             torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=2e-5)
     assert not got[0][1, :, 0].any()
@@ -236,6 +240,27 @@ def test_a_prompt_in_pieces_is_the_prompt_at_once(attention: str, name: str) -> 
             parts.append(decoder(ids[:, begin:end], cache=cache, attention_mask=mask[:, :end]))
             begin = end
         torch.testing.assert_close(torch.cat(parts, 1)[mask.bool()], once[mask.bool()], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", VARIANTS)
+@pytest.mark.parametrize("name", ["cache int2, no window", "q int4, values int4"])
+@torch.inference_mode()
+def test_a_short_row_of_a_batch_is_the_row_alone(attention: str, name: str) -> None:
+    """A prompt of unequal rows, padded in front, behind and within, then steps of which a row may have none."""
+    decoder, long, short, steps = one_layer(attention).double(), 75, 40, 3
+    set_attention(decoder, SCHEMES[name])
+    ids = torch.randint(50, (4, long + steps), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(4, long + steps, dtype=torch.long)
+    mask[1, : long - short] = 0
+    mask[2, short:long] = 0
+    mask[3, 10 : 10 + long - short], mask[3, -1] = 0, 0
+    cache = KVCache(decoder.config, 4, long + steps, dtype=torch.float64)
+    got = [decoder(ids[:, :long], attention_mask=mask[:, :long], cache=cache)]
+    for place in range(long, long + steps):
+        got.append(decoder(ids[:, place : place + 1], attention_mask=mask[:, : place + 1], cache=cache))
+    for row, (own, counts) in enumerate(zip(torch.cat(got, 1), mask.bool(), strict=True)):
+        alone = decoder(ids[row][counts][None])[0]
+        torch.testing.assert_close(own[counts], alone, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
