@@ -13,6 +13,7 @@
 # make accuracy    renews the tables of docs/accuracy.md, on the models of examples/nano
 # make wheels      dist/: wheels with the library inside for any Linux on x86-64 and on ARM, of which one is cross-compiled
 #                  (g++-aarch64-linux-gnu), and the source distribution (docs/packages.md)
+# make docs        out/site: docs/ as a website; `python -m http.server -d out/site` serves it
 #
 # Each target sets up .venv first. That takes Python 3.11 or later and make; with a C++17 compiler and CMake the native
 # library is built as well.
@@ -28,7 +29,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constr
 WORKERS := -n logical --maxprocesses 4 --dist worksteal
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo demo-smollm2 test test-all fuzz kill lint build arm64 bench-kernels models accuracy wheels clean
+.PHONY: demo demo-smollm2 test test-all fuzz kill lint build arm64 bench-kernels models accuracy wheels docs clean
 
 demo: $(BUILT)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh out/demo
@@ -64,7 +65,7 @@ $(BUILT): $(INSTALLED) $(shell find csrc -type f)
 	touch $@
 
 $(DEVELOP): $(INSTALLED)
-	$(INSTALL) --editable '.[cpu,lab,dev]'
+	$(INSTALL) --editable '.[cpu,lab,dev,docs]'
 	touch $@ $(BUILT)
 
 build: $(BUILT)
@@ -86,6 +87,9 @@ wheels: $(DEVELOP)
 	  bash deploy/wheel.sh x86_64 dist $(BIN)/python
 	bash deploy/wheel.sh aarch64 dist $(BIN)/python
 	$(BIN)/python -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")'
+
+docs: $(DEVELOP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv build out .mypy_cache .pytest_cache .ruff_cache .hypothesis

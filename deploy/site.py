@@ -1,0 +1,28 @@
+"""A hook of mkdocs (mkdocs.yml): links that lead out of docs/ become plain text, because the site has no such files.
+
+`[ops/kv_cache.py](../ops/kv_cache.py)` becomes `ops/kv_cache.py` in code type, and `[examples](../examples)` the text
+"examples" likewise. A target that does not exist stays a link, which `mkdocs build --strict` then refuses.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import Files
+from mkdocs.structure.pages import Page
+
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)]+)\)")
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """The page's text, which mkdocs passes before it is rendered."""
+
+    def plain(link: re.Match[str]) -> str:
+        text, target = link.groups()
+        path = Path(config.docs_dir, target)
+        return f"`{text.strip('`')}`" if path.exists() else link[0]
+
+    # in the command reference's NAME[:SPLIT][:FIELD], mkdocstrings would take [:SPLIT] for the name of an object
+    return LINK.sub(plain, markdown).replace("][:", "]\\[:")
