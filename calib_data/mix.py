@@ -1,13 +1,13 @@
-"""The text `mix`: what a chat model is used for, so that low bits are calibrated on it.
+"""The text `mix`: a sample of typical uses of a chat model, for calibration.
 
     prose        English: speeches, a novel                             text/SPLIT/prose.jsonl
     languages    one declaration in twelve languages                    text/SPLIT/languages.jsonl
-    dialogues    in the model's own chat template where it has one      text/SPLIT/dialogues.jsonl
+    dialogues    in the model's own chat template, if it has one        text/SPLIT/dialogues.jsonl
     code         beginnings of files of the standard library            the same split of the source `stdlib`
 
-Its splits are calib (0.2 MB) and eval (0.04 MB), from other works or other parts of them; there is no train. Where the
-texts come from, and their licences: text/README.md. The four parts are spread over each other evenly, so that any few
-windows see all of them.
+Its splits are calib (0.2 MB) and eval (0.04 MB), from different works or different parts of them; there is no train
+split. text/README.md lists the texts' sources and licences. The four parts are interleaved evenly, so that any few
+windows contain all of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The command line: each command parses its options, calls the library and prints the result.
 
-Results go to stdout (tables, or JSON with --json), progress and remarks to stderr. Exit codes: 0 done, 2 bad input (or
-an artifact that fails `verify`), 130 interrupted, 143 terminated. The commands import the library when they run, so
-that `diffbit run` needs no torch.
+Results go to stdout (tables, or JSON with --json), progress and remarks to stderr. Exit codes: 0 success, 2 bad input
+(or an artifact that fails `verify`), 130 interrupted, 143 terminated. A command imports the library only when it runs,
+so `diffbit run` needs no torch.
 
     app.py      the application and its commands
     options.py  options that several commands share, and the functions that read their values
@@ -21,6 +21,7 @@ from typing import NoReturn
 import typer
 
 from ..errors import DiffbitError, MissingDependency
+from ..processes import leave, speaks
 from .app import app
 from .output import print_error
 
@@ -32,11 +33,11 @@ LAB_PACKAGES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit; bad input is one sentence on stderr and exit code 2."""
+    """Run the command line and exit. Bad input prints one sentence to stderr and exits with code 2."""
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    if sys.stdout is None:  # the first file that is written would take its place
-        print_error("stdout is closed, and the result would be lost; redirect it to a file, or to /dev/null")
+    if sys.stdout is None:  # the first file opened for writing would get its file descriptor
+        print_error("stdout is closed, so the result would be lost; redirect it to a file or to /dev/null")
         sys.exit(2)
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper):  # bytes that are not UTF-8 are reported where they are used
@@ -58,5 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         message = str(MissingDependency(package, "lab", "this command"))
     except OSError as error:
         message = f"{error.filename or 'input or output'}: failed ({error.strerror or error})"
-    print_error(message)
+    if speaks():
+        print_error(message)
+    leave()
     sys.exit(2)

@@ -6,14 +6,20 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand
 
+from ..errors import DiffbitError
+from ..hub import download, is_hub_name
+from ..processes import leave, speaks
 from ..version import __version__
-from . import bench, chat, compare, export, outliers, plan, quantize, run, serve, train, verify, web
+from . import bench, chat, compare, export, outliers, plan, push, quantize, run, serve, train, verify, web
 from .output import print_error
+
+WRITTEN = ("output", "plot")  # options that name what a command writes
 
 app = typer.Typer(name="diffbit", no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
@@ -24,17 +30,36 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _show_library(wanted: bool) -> None:
+    if wanted:
+        from ..runtime.native import library
+
+        if (path := library()) is None:
+            raise DiffbitError("this installation has no native library; it needs a C++ compiler when it is installed")
+        print(path)
+        raise typer.Exit
+
+
 @app.callback()
 def _app(
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version and exit.")
     ] = False,
+    library: Annotated[
+        bool,
+        typer.Option(
+            "--library-path",
+            is_eager=True,
+            callback=_show_library,
+            help="Print the path of the native library, beside which its C header lies, and exit.",
+        ),
+    ] = False,
 ) -> None:
-    """From a Differential Transformer checkpoint to a low-bit model on a device, with the cost of every bit shown."""
+    """Turn a Differential Transformer checkpoint into a low-bit model for a device, and measure what the bits cost."""
 
 
 class _Terminated(SystemExit):
-    """SIGTERM: what was begun is tidied up on the way out."""
+    """Raised on SIGTERM, so that unfinished work is cleaned up on the way out."""
 
 
 def _terminate(number: int, frame: object) -> NoReturn:
@@ -42,24 +67,38 @@ def _terminate(number: int, frame: object) -> NoReturn:
     raise _Terminated(128 + number)
 
 
+def _downloaded(option: str, value: Any) -> Any:
+    """The value of an option; a model's name on the hub, hf:ORG/NAME, becomes the folder that it is downloaded to."""
+    if isinstance(value, list | tuple):
+        return type(value)(_downloaded(option, item) for item in value)
+    if not isinstance(value, Path) or not is_hub_name(value):
+        return value
+    if option in WRITTEN:
+        raise DiffbitError(f"--{option} is {value.as_posix()}, wanted a place on this machine; `diffbit push` uploads")
+    return download(value)
+
+
 class _Command(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. SIGINT and SIGTERM end in a sentence, which says what was kept, and 130 or 143."""
-        # torchrun's processes wait for each other in C++, where no handler runs: SIGTERM has to end them
+        """Run the command. SIGINT and SIGTERM print what was kept, and exit with code 130 or 143."""
+        # torchrun's processes wait for each other in C++, where no Python handler runs: SIGTERM must kill them directly
         handled = threading.current_thread() is threading.main_thread() and "TORCHELASTIC_RUN_ID" not in os.environ
         before = signal.signal(signal.SIGTERM, _terminate) if handled else None
         try:
+            ctx.params = {name: _downloaded(name, value) for name, value in ctx.params.items()}
             return super().invoke(ctx)
         except (KeyboardInterrupt, _Terminated) as stop:
             what = "terminated" if isinstance(stop, _Terminated) else "interrupted"
-            print_error("; ".join([what, *getattr(stop, "__notes__", ())]))
+            if speaks():
+                print_error("; ".join([what, *getattr(stop, "__notes__", ())]))
+            leave()
             raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None
         finally:
             if handled:
                 signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
     def get_help(self, ctx: Any) -> str:
-        """Typer's own help wraps; the examples after it do not, so that they can be copied at any terminal width."""
+        """Typer's help, then the examples, which are not wrapped so that they can be copied at any terminal width."""
         examples, self.epilog = self.epilog, None
         try:
             return f"{super().get_help(ctx)}{examples}\n"
@@ -68,7 +107,7 @@ class _Command(TyperCommand):
 
 
 def _add(command: Callable[..., None], examples: tuple[str, ...]) -> None:
-    """Add a command; in docs/cli.md the four spaces make its examples a block of code."""
+    """Add a command. The four spaces turn its examples into a code block in docs/cli.md."""
     summary = (command.__doc__ or "").partition("\n")[0]
     lines = "\n".join(f"    {line}" for line in examples)
     app.command(cls=_Command, short_help=summary, epilog=f"Examples:\n\n{lines}")(command)
@@ -86,3 +125,4 @@ _add(serve.serve, serve.EXAMPLES)
 _add(web.web, web.EXAMPLES)
 _add(bench.bench, bench.EXAMPLES)
 _add(compare.compare, compare.EXAMPLES)
+_add(push.push, push.EXAMPLES)

@@ -29,7 +29,7 @@ def bench(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Memory of a device, such as 4GB: also report the longest context whose KV cache fits into it beside "
+            help="Memory of a device, such as 4GB: also report the longest context whose KV cache fits into it with "
             "the model, whatever context the artifact was exported for.",
         ),
     ] = None,
@@ -56,7 +56,7 @@ def bench(
     if as_json:
         print_json(rows)
         return
-    # one column per artifact: there are more figures than artifacts
+    # one column per artifact, because there are more figures than artifacts
     columns = [(f"{path}/", row) for path, row in zip(artifacts, rows, strict=True)]
     figures = [name for name in rows[0] if name != "artifact"]
     print_table({"figure": name.replace("_", " ")} | {label: row[name] for label, row in columns} for name in figures)

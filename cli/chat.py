@@ -29,10 +29,10 @@ EXAMPLES = (
 )
 COMMANDS = {
     "/reset": "forget the conversation; the system prompt stays",
-    "/system TEXT": "set the system prompt; without TEXT: none but the template's own",
+    "/system TEXT": "set the system prompt; without TEXT, use the template's own, if any",
     "/save FILE": "write the conversation as JSON",
-    "/help": "this list; a message that begins with / is written with //",
-    "/exit": "end, as Ctrl-D does",
+    "/help": "show this list; to send a message that begins with /, type //",
+    "/exit": "end the conversation, like Ctrl-D",
 }
 
 
@@ -42,11 +42,11 @@ def chat(
     ],
     system: Annotated[str | None, typer.Option(help="System prompt; default: the template's own.")] = None,
     template: Annotated[
-        Path | None, typer.Option(help="Chat template (Jinja) to use in place of the model's own.", metavar="FILE")
+        Path | None, typer.Option(help="Chat template (Jinja) to use instead of the model's own.", metavar="FILE")
     ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum tokens of an answer.")] = 1024,
     temperature: Annotated[
-        float | None, typer.Option(help="Sampling temperature; 0: always the most likely token.")
+        float | None, typer.Option(help="Sampling temperature; 0: always choose the most likely token.")
     ] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens; 0: from all.")] = None,
     top_p: Annotated[
@@ -54,7 +54,7 @@ def chat(
         typer.Option(help="Sample from the most likely tokens whose probabilities add up to this."),
     ] = None,
     repetition_penalty: Annotated[
-        float | None, typer.Option(help="Above 1: tokens that have occurred become less likely.")
+        float | None, typer.Option(help="Above 1: tokens that have already occurred become less likely.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Random seed; default: another one each time.")] = None,
     threads: Threads = None,
@@ -63,11 +63,11 @@ def chat(
     as_json: Annotated[bool, typer.Option("--json", help="Print each answer as one line of JSON.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Talk with a model in its own chat template; the KV cache is kept from answer to answer.
+    """Talk with a model in its own chat template; the KV cache is kept between turns.
 
-    Messages are lines of stdin. Answers go to stdout, remarks to stderr. A line that begins with / is a command; /help
-    lists them. Ctrl-C ends an answer, Ctrl-D the conversation. The settings of sampling are those of the model's
-    generation_config.json unless options say otherwise.
+    Each line of stdin is a message. Answers go to stdout, remarks to stderr. A line that begins with / is a command;
+    /help lists them. Ctrl-C ends an answer, Ctrl-D the conversation. Sampling settings come from the model's
+    generation_config.json unless options override them.
     """
     from ..runtime import Artifact, Chat, ChatTemplate, Sampler, Session, slowdowns
 
@@ -96,11 +96,11 @@ def chat(
             except DiffbitError as error:
                 if not interactive:
                     raise
-                print_error(str(error))  # of this message, such as one too long; go on with the next
+                print_error(str(error))  # about this message, such as one that is too long; the next may work
 
 
 def _lines(interactive: bool) -> Iterator[str]:
-    """Lines of stdin, without spaces around them."""
+    """Lines of stdin, stripped."""
     if not interactive:
         yield from (line.strip() for line in sys.stdin)
         return
@@ -128,8 +128,8 @@ def _answer(conversation: Chat, text: str, as_json: bool, interactive: bool) -> 
         print(flush=True)
     if reply.dropped:
         remark(
-            f"the context of {conversation.session.capacity} tokens was full: the oldest {reply.dropped} messages have "
-            "left the conversation"
+            f"the context of {conversation.session.capacity} tokens was full: the oldest {reply.dropped} messages were "
+            "dropped"
         )
     if reply.finish_reason == "context":
         remark(f"the answer ends here: the context of {conversation.session.capacity} tokens is full")
@@ -138,7 +138,7 @@ def _answer(conversation: Chat, text: str, as_json: bool, interactive: bool) -> 
 
 @contextlib.contextmanager
 def _ctrl_c(conversation: Chat) -> Iterator[None]:
-    """Ctrl-C ends the answer, and a second one the program."""
+    """Make Ctrl-C end the answer, and a second Ctrl-C the program."""
 
     def end_answer(number: int, frame: FrameType | None) -> None:
         conversation.halt()
@@ -152,7 +152,7 @@ def _ctrl_c(conversation: Chat) -> Iterator[None]:
 
 
 def _command(line: str, conversation: Chat, saved: set[Path]) -> bool:
-    """Do what the line says; whether the conversation goes on. `saved`: the files that it was written to."""
+    """Run a / command; return whether the conversation goes on. `saved`: the files that /save has written."""
     name, _, rest = line.partition(" ")
     rest = rest.strip()
     if name == "/exit":
@@ -172,7 +172,7 @@ def _command(line: str, conversation: Chat, saved: set[Path]) -> bool:
         saved.add(path)
         remark(f"{path}: {len(conversation.messages)} messages")
     elif name == "/save":
-        raise DiffbitError("/save wants the name of a file to write")
+        raise DiffbitError("/save needs the name of a file to write")
     else:
-        raise DiffbitError(f"{name} is no command; /help lists them, and // begins a message with a slash")
+        raise DiffbitError(f"{name} is not a command; /help lists them; to send a message that begins with /, type //")
     return True

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..errors import DiffbitError
-from ..files import locked, read_json
+from ..files import folder_name, locked, read_json
 from .options import (
     CALIBRATION_WINDOWS,
     Data,
@@ -47,7 +47,10 @@ EXAMPLES = (
 
 Models = Annotated[
     list[Path],
-    typer.Argument(help="Checkpoints with the same tokenizer: float ones in every format, quantized ones as they are."),
+    typer.Argument(
+        help="Checkpoints with the same tokenizer. Float ones are quantized to every format, quantized ones are "
+        "measured as they are."
+    ),
 ]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="Output folder for report.html, plots, JSON and CSV.")
@@ -69,7 +72,7 @@ Methods = Annotated[
     ),
 ]
 Calibrate = Annotated[
-    str, typer.Option(metavar="TEXT", help="Calibration text for methods that need it, given as for --data.")
+    str, typer.Option(metavar="TEXT", help="Calibration text for methods that need it, with the same values as --data.")
 ]
 Needles = Annotated[
     str | None,
@@ -84,8 +87,8 @@ BatchSize = Annotated[int, typer.Option(help="Windows per batch.")]
 Artifacts = Annotated[
     list[Path] | None,
     typer.Option(
-        help="Artifact of one of the float models: measured on ONNX Runtime on the same text and, with -o, in the "
-        "report with its size, speed, checks and a sample; repeatable."
+        help="Artifact of one of the float models, measured on ONNX Runtime on the same text. With -o, the report also "
+        "shows its size, speed, checks and a sample. Repeatable."
     ),
 ]
 Quantized = Annotated[
@@ -95,16 +98,16 @@ Quantized = Annotated[
 Repeats = Annotated[
     int,
     typer.Option(
-        help="Roundings of each format of the weights, each with another sample of the calibration text and another "
-        "order of the model's channels; their spread is in every interval. With 1, intervals are of that one rounding."
+        help="Number of roundings of the weights to each format, each with another sample of the calibration text and "
+        "another order of the model's channels. The intervals include their spread; with 1, they cover the text only."
     ),
 ]
 Kind = Annotated[
     Literal["artifact", "float"],
     typer.Option(
         "--arithmetic",
-        help="How quantized layers take their inputs: artifact, rounded to int8 as the artifact's operators do on a "
-        "CPU; float, as they are.",
+        help="Inputs of quantized layers: artifact rounds them to int8, as the artifact's operators do on a CPU; float "
+        "leaves them unrounded.",
     ),
 ]
 TaskNames = Annotated[
@@ -112,11 +115,11 @@ TaskNames = Annotated[
     typer.Option(
         "--tasks",
         metavar="TASKS",
-        help="Also do tasks of lm-evaluation-harness, separated by commas, in every variant and every artifact.",
+        help="Also run tasks of lm-evaluation-harness, separated by commas, on every variant and every artifact.",
     ),
 ]
-TasksFolder = Annotated[Path | None, typer.Option(help="Folder with YAML files of tasks of your own, for --tasks.")]
-Limit = Annotated[int | None, typer.Option(help="Documents of each of the --tasks; default: all.")]
+TasksFolder = Annotated[Path | None, typer.Option(help="Folder with YAML files of your own tasks, for --tasks.")]
+Limit = Annotated[int | None, typer.Option(help="Maximum number of documents of each task; default: all.")]
 Prompt = Annotated[str, typer.Option(help="Prompt for the artifacts' samples.")]
 
 
@@ -194,11 +197,11 @@ def compare(
 
 
 def _check_places(output: Path | None, artifacts: Sequence[Path], quantized: Sequence[Path]) -> list[Artifact]:
-    """The artifacts; raises errors about output folder and runs before the comparison rather than after it."""
+    """Open the artifacts; check the output folder and the --quantized folders before the comparison starts."""
     from ..runtime import Artifact
 
     if output is None and quantized:
-        raise DiffbitError("--quantized is for the report; pass an output folder for it with -o")
+        raise DiffbitError("--quantized only affects the report; pass an output folder for the report with -o")
     if output is not None and output.is_file():
         raise DiffbitError(f"{output}: is a file, wanted a folder to write to; choose another name")
     for path in quantized:
@@ -208,7 +211,7 @@ def _check_places(output: Path | None, artifacts: Sequence[Path], quantized: Seq
 
 
 def _calibration(model: Path, text: str, field: str, repeats: int) -> list[Windows]:
-    """A sample for each repeat; the first is that of `diffbit quantize`."""
+    """A calibration sample for each repeat; the first is the one that `diffbit quantize` uses."""
     from ..calib_data import samples
 
     if repeats == 1:
@@ -220,8 +223,8 @@ def _calibration(model: Path, text: str, field: str, repeats: int) -> list[Windo
 def _read_reports(models: Sequence[Path], quantized: Sequence[Path]) -> dict[str, Any]:
     """What `train` and `quantize` recorded about the models, by the names of ReportData's fields."""
     return {
-        "training": {model.resolve().name: found for model in models if (found := _training(model))},
-        "quantization": {path.resolve().name: _part(path / LAYER_ERRORS, "weights", list) for path in quantized},
+        "training": {folder_name(model): found for model in models if (found := _training(model))},
+        "quantization": {folder_name(path): _part(path / LAYER_ERRORS, "weights", list) for path in quantized},
     }
 
 
@@ -243,14 +246,14 @@ def _part(path: Path, key: str, kind: type) -> dict[str, Any]:
     """The JSON object in a file that diffbit wrote, which must hold `key`."""
     values = read_json(path)
     if not isinstance(values.get(key), kind):
-        raise DiffbitError(f"{path}: has no {key}; it was changed after diffbit wrote it, so write it again")
+        raise DiffbitError(f"{path}: has no {key}; it was changed after diffbit wrote it; write it again")
     return values
 
 
 def _needles(
     models: Sequence[Path], entries: str | None, data: str, field: str, rows: int, seed: int
 ) -> list[NeedleWindows]:
-    """Texts with needles for every N:Q[:LENGTH], no longer than the shortest context among the models."""
+    """Build texts with needles for every N:Q[:LENGTH], no longer than the shortest context among the models."""
     from ..calib_data import needle_windows
     from ..evaluate.retrieval import parse_setting
     from ..models import Checkpoint
@@ -287,16 +290,16 @@ def _inspect_one(path: Path, prompt: str, seed: int) -> dict[str, Any]:
     weights = opened.dtype if scheme["weights"] == "none" else scheme["weights"]
     return {
         "artifacts": {
-            "name": path.resolve().name,
+            "name": folder_name(path),
             "format": ", ".join(filter(None, (weights, attention_name(scheme["attention"])))),
             "bytes": opened.nbytes,
             "source_bytes": float_bytes,
             "parts": [dict(part) for part in opened.parts],
         },
-        "bench": {**bench_artifact(path, half, half, 3), "artifact": path.resolve().name},
+        "bench": {**bench_artifact(path, half, half, 3), "artifact": folder_name(path)},
         "verification": checked,
         "samples": {
-            "model": path.resolve().name,
+            "model": folder_name(path),
             "prompt": prompt,
             "text": sample.text,
             "settings": f"temperature 0.7, top-p 0.9, seed {seed}",
@@ -318,14 +321,14 @@ def _write(comparison: Comparison, outliers: list[dict[str, Any]], known: dict[s
     )
     comparison.write_json(output / "comparison.json")
     comparison.write_csv(output / "comparison.csv")
-    if any(result.what not in ("none", "artifact") for result in comparison.results):  # else nothing has bits to draw
+    if any(result.what not in ("none", "artifact") for result in comparison.results):  # else there are no bits to plot
         plot_comparison(comparison.to_dict(), output / "comparison.svg")
     plot_outliers(outliers, output / "outliers.svg")
     write_report(report, output / "report.html")
 
 
 def _remarks(comparison: Comparison, several: bool) -> None:
-    """Say which formats a method refused, and which model loses less. several: name the methods."""
+    """Print which formats a method refused, and which model loses less. several: name the methods."""
     for refusal in comparison.refused:
         remark(f"left out, {refusal.model} by {refusal.method}: {refusal.reason}")
     for contrast in comparison.contrasts:
@@ -346,8 +349,8 @@ def _remarks(comparison: Comparison, several: bool) -> None:
         )
     if any(contrast.repeats == 1 for contrast in comparison.contrasts):
         remark(
-            "These are of one rounding each, and another may turn them: --repeats 5 puts the spread of roundings into "
-            "the intervals"
+            "each of these is one rounding, and another rounding may reverse them; --repeats 5 includes the spread of "
+            "roundings in the intervals"
         )
     if comparison.arithmetic == "float" and any(result.what == "weights" for result in comparison.results):
-        remark("inputs of quantized layers are float here, which an artifact on a CPU rounds to int8")
+        remark("inputs of quantized layers are float here; an artifact on a CPU rounds them to int8")

@@ -1,4 +1,4 @@
-"""diffbit export: write an artifact for ONNX Runtime, or a bitnet checkpoint."""
+"""diffbit export: write an artifact for ONNX Runtime, or a checkpoint for other libraries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from .output import print_json, print_table, remark
 
 EXAMPLES = (
     "diffbit export out/demo/diff_v1-int4 -o out/diff-onnx",
-    "diffbit export examples/pico/softmax_ternary -o out/bitnet-hf --format hf-bitnet",
+    "diffbit export examples/pico/softmax_ternary -o out/bitnet-hf --format bitnet",
+    "diffbit export out/llama-int4 -o out/llama-gptq --format gptq",
 )
 
 
@@ -23,19 +24,20 @@ def export(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint: a folder, float or quantized, or a GGUF file.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Output folder.")],
     format: Annotated[
-        Literal["artifact", "hf-bitnet"],
+        Literal["artifact", "gptq", "compressed-tensors", "bitsandbytes", "bitnet"],
         typer.Option(
-            help="artifact: for ONNX Runtime; hf-bitnet: a ternary Transformer in Hugging Face's bitnet format."
+            help="artifact: for ONNX Runtime; the others: the quantized checkpoint as transformers, vLLM and peft read "
+            "it (docs/checkpoints.md)."
         ),
     ] = "artifact",
     device: Annotated[
         Literal["cpu", "cuda"],
-        typer.Option(help="Device that the artifact is for; it sets the default of --dtype and fp16's operator."),
+        typer.Option(help="Device that the artifact is for; it sets the default of --dtype and the operator for fp16."),
     ] = "cpu",
     dtype: Annotated[
         Literal["fp32", "fp16"] | None,
         typer.Option(
-            help="Precision of everything not quantized, a float KV cache included; default: fp32, or fp16 for "
+            help="Precision of everything that is not quantized, a float KV cache included; default: fp32, or fp16 for "
             "--device cuda."
         ),
     ] = None,
@@ -43,7 +45,7 @@ def export(
         int | None, typer.Option(help="Tokens that the KV cache can hold; default: the model's context.")
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="The tokenizer.json or tokenizer.model to include, if the checkpoint has none.")
+        Path | None, typer.Option(help="tokenizer.json or tokenizer.model to include, if the checkpoint has none.")
     ] = None,
     library: Annotated[
         bool,
@@ -52,29 +54,30 @@ def export(
             help="Put this machine's native library into the folder: onnxruntime-genai then runs diffbit's kernels.",
         ),
     ] = False,
+    layout: Annotated[
+        Literal["plain", "transformers.js"],
+        typer.Option(
+            help="transformers.js: the graph lies in a folder onnx/, so that transformers.js loads the artifact."
+        ),
+    ] = "plain",
     overwrite: Overwrite = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Export a checkpoint to an ONNX artifact that `diffbit run`, onnxruntime-genai and optimum load.
 
-    onnxruntime-genai and optimum cannot run an artifact with a low-bit KV cache: they feed keys and values only.
-    With --format hf-bitnet, the output is a folder for transformers.
+    onnxruntime-genai and optimum cannot run an artifact with a low-bit KV cache, as they pass only keys and values.
+    With another --format, the output is a checkpoint for transformers and vLLM, with the same codes and scales.
     """
-    from ..export import export_artifact, export_bitnet
+    from ..export import export_artifact, export_checkpoint
 
-    if format == "hf-bitnet":
-        if (device, dtype, context_length, library) != ("cpu", None, None, False):
+    if format != "artifact":
+        if (device, dtype, context_length, library, layout) != ("cpu", None, None, False, "plain"):
             raise DiffbitError(
-                "--device, --dtype, --context-length and --library apply to --format artifact; leave them out"
+                "--device, --dtype, --context-length, --library and --layout apply to --format artifact; leave them out"
             )
-        export_bitnet(checkpoint, output, tokenizer=tokenizer, overwrite=overwrite)
-        sizes = {file.name: {"bytes": file.stat().st_size} for file in sorted(output.iterdir())}
-        if as_json:
-            print_json({"output": str(output), "files": sizes})
-        else:
-            print_table({"file": name, **entry} for name, entry in sizes.items())
-        return
+        export_checkpoint(checkpoint, output, format, tokenizer=tokenizer, overwrite=overwrite)
+        return _print_files(output, as_json)
     export_artifact(
         checkpoint,
         output,
@@ -83,13 +86,14 @@ def export(
         context_length=context_length,
         tokenizer=tokenizer,
         library=library,
+        layout=layout,
         overwrite=overwrite,
     )
     manifest = read_json(output / "diffbit.json")
     if not (output / "genai_config.json").exists():
         remark(
-            f"{output}: has a low-bit KV cache; diffbit runs it, onnxruntime-genai and optimum cannot (the manifest "
-            "diffbit.json lists the cache's buffers for other loaders)"
+            f"{output}: has a low-bit KV cache; diffbit can run it, onnxruntime-genai and optimum cannot (for other "
+            "loaders, the manifest diffbit.json lists the cache's buffers)"
         )
     if as_json:
         print_json({"output": str(output), **manifest})
@@ -98,8 +102,16 @@ def export(
     print_table(_part_rows(manifest["parts"]), title="parts of the model")
 
 
+def _print_files(folder: Path, as_json: bool) -> None:
+    sizes = {file.name: {"bytes": file.stat().st_size} for file in sorted(folder.iterdir())}
+    if as_json:
+        print_json({"output": str(folder), "files": sizes})
+    else:
+        print_table({"file": name, **entry} for name, entry in sizes.items())
+
+
 def _part_rows(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row per part of the model, and their sum."""
+    """Return a row per part of the model, and one for their sum."""
     total = sum(part["bytes"] for part in parts)
     return [
         {

@@ -1,4 +1,4 @@
-"""Options that several commands share, their completions, and the functions that read their values."""
+"""Options that several commands share, their completions, and functions that parse their values."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..errors import DiffbitError, how_to_install
+from ..files import folder_name
 from ..progress import set_quiet
 from .output import remark
 
 if TYPE_CHECKING:
     from ..calib_data import Windows
 
-CALIBRATION_WINDOWS = 128  # default for methods that calibrate
-FORMATS = ("int8", "int4_g128", "int4_g32", "int3_g64", "int2_g64", "nf4", "ternary", "none")  # the common ones
+CALIBRATION_WINDOWS = 128  # default for methods that need calibration text
+FORMATS = ("int8", "int4_g128", "int4_g32", "int3_g64", "int2_g64", "nf4", "ternary", "none")  # common ones, for help
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Quiet = Annotated[
     bool,
-    typer.Option("--quiet", "-q", callback=set_quiet, help="Print the result only: no progress bar, no remarks."),
+    typer.Option("--quiet", "-q", callback=set_quiet, help="Print only the result: no progress bar, no remarks."),
 ]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace the output folder; the old one stays until the new is complete.")
+    bool, typer.Option("--overwrite", help="Replace the output folder, which stays until the new one is complete.")
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Random seed.")]
 NoNative = Annotated[
-    bool, typer.Option("--no-native", help="Run the operators as portable ONNX functions, without the native library.")
+    bool, typer.Option("--no-native", help="Run portable ONNX functions instead of the native library's operators.")
 ]
 Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads; default: one per physical core.")]
 Device = Annotated[
@@ -59,7 +60,7 @@ Length = Annotated[
 
 
 def modules(*folder: str) -> list[str]:
-    """Names of the modules in a folder of the package; importing them would need torch."""
+    """List the modules in a folder of the package without importing them, which would need torch."""
     return [module.name for module in iter_modules([str(Path(__file__).parents[1].joinpath(*folder))])]
 
 
@@ -81,7 +82,7 @@ def read_windows(
     length: int | None,
     split: Literal["eval", "calib"] = "eval",
 ) -> Windows:
-    """Windows of held-out text, encoded with the model's own tokenizer and no longer than its context."""
+    """Read windows of held-out text, encoded with the model's tokenizer and no longer than its context."""
     from ..calib_data import eval_windows
     from ..models import Checkpoint
 
@@ -95,10 +96,10 @@ def read_windows(
 
 
 def chat_template(model: Path) -> Callable[[Any], str] | None:
-    """What renders a finished conversation in a model's own chat template; None: it has none.
+    """Return a function that renders a conversation in the model's chat template, or None if it has no template.
 
-    Where the template cannot be read or refuses a conversation, that one and those after it are plain text, and a
-    remark says so.
+    If the template cannot be read or refuses a conversation, that conversation and all later ones become plain text,
+    and a remark says so.
     """
     from ..calib_data.mix import plain
     from ..runtime.template import ChatTemplate, NoTemplate
@@ -110,9 +111,9 @@ def chat_template(model: Path) -> Callable[[Any], str] | None:
         nonlocal refused
         refused = True
         reason = str(error).replace(f"{Path(folder)}{os.sep}", "")
-        remark(f"{model}: dialogues of the text are plain, not in the model's chat template ({reason})")
+        remark(f"{model}: dialogues are calibrated as plain text, not in the model's chat template ({reason})")
 
-    with TemporaryDirectory() as folder:  # a GGUF file has its template in it
+    with TemporaryDirectory() as folder:  # a GGUF file holds its template, which is written here
         for name, data in tokenizer_files(model).items():
             Path(folder, name).write_bytes(data)
         try:
@@ -135,7 +136,7 @@ def chat_template(model: Path) -> Callable[[Any], str] | None:
 
 
 def torch_device(name: str) -> str:
-    """auto, cpu or cuda -> cpu or cuda."""
+    """Resolve auto to cpu or cuda."""
     import torch
 
     if name == "cuda" and not torch.cuda.is_available():
@@ -144,13 +145,13 @@ def torch_device(name: str) -> str:
 
 
 def dtype_for(device: str) -> str:
-    """Precision of an artifact for a device: fp16 for a GPU, whose tensor cores multiply 16-bit numbers."""
+    """Return the precision of an artifact for a device: fp16 for a GPU, whose tensor cores multiply 16-bit numbers."""
     return "fp16" if device == "cuda" else "fp32"
 
 
 @contextmanager
 def as_artifacts(paths: Sequence[Path], device: str) -> Iterator[list[Path]]:
-    """The artifacts; a checkpoint among `paths` is exported to a temporary folder for the length of the command."""
+    """Yield the artifacts; checkpoints among `paths` are exported to a temporary folder while the command runs."""
     from ..gguf_file import find_gguf
     from ..runtime.artifact import MANIFEST
 
@@ -168,7 +169,7 @@ def as_artifacts(paths: Sequence[Path], device: str) -> Iterator[list[Path]]:
                     f"{how_to_install('lab')}, or run `diffbit export {path} -o ARTIFACT` on another machine and pass "
                     "ARTIFACT"
                 ) from None
-            target = Path(folder) / str(index) / path.resolve().name
+            target = Path(folder) / str(index) / folder_name(path)
             export_artifact(path, target, dtype=dtype_for(device), device=device)
             command = f"diffbit export {path} -o FOLDER{' --device cuda' if device == 'cuda' else ''}"
             remark(f"{path}: exported to a temporary folder; to keep the artifact: {command}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..files import folder_name
 from .options import Data, Field, Json, Length, MaxWindows, Quiet, TorchDevice, read_windows, torch_device
 from .output import print_json, print_table
 
@@ -47,9 +48,9 @@ def outliers(
 
 
 def measure_outliers(models: Iterable[Path], windows: Windows, device: str) -> list[OutlierReport]:
-    """The outliers of each model on the same windows of text."""
+    """Measure the outliers of each model on the same windows of text."""
     from ..evaluate.outliers import measure
     from ..quantize import load
 
     where = torch_device(device)
-    return [measure(load(model, device=where), windows, name=model.resolve().name) for model in models]
+    return [measure(load(model, device=where), windows, name=folder_name(model)) for model in models]

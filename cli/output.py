@@ -14,28 +14,28 @@ from rich.table import Table
 
 from ..progress import is_quiet
 
-MOST_CHARACTERS = 2000  # of an error
+MOST_CHARACTERS = 2000  # in an error message
 
 if TYPE_CHECKING:
     from ..runtime import Generation, Verification
 
 
 def print_error(message: str) -> None:
-    """An error on stderr, also when quiet: one line of at most MOST_CHARACTERS."""
+    """Print an error to stderr, also with --quiet: one line of at most MOST_CHARACTERS."""
     line = " ".join(filter(None, map(str.strip, message.splitlines())))
-    if len(line) > MOST_CHARACTERS:  # it quotes a file that holds a long name or number
+    if len(line) > MOST_CHARACTERS:  # it quotes a long name or number from a file
         line = f"{line[: MOST_CHARACTERS // 2]} ... {line[-MOST_CHARACTERS // 2 :]}"
     _print(f"[red]error:[/] {escape(_plain(line))}")
 
 
 def remark(message: str) -> None:
-    """A line on stderr, unless quiet."""
+    """Print a line to stderr, unless --quiet is set."""
     if not is_quiet():
         _print(escape(_plain(message)))
 
 
 def _plain(text: str) -> str:
-    """Text without control characters: a stranger's file, quoted in a message, could send commands to the terminal."""
+    """Remove control characters: a message that quotes an untrusted file could otherwise send terminal commands."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
@@ -44,12 +44,12 @@ def _print(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """One JSON value on stdout."""
+    """Print one JSON value to stdout."""
     print(json.dumps(value, indent=2, ensure_ascii=False, default=str), flush=True)
 
 
 def print_table(rows: Iterable[Mapping[str, Any]], title: str | None = None) -> None:
-    """Rows as a table; the first row's keys are the headings, numbers are right-aligned with 4 significant digits."""
+    """Print rows as a table: headings from the first row's keys, numbers right-aligned with 4 significant digits."""
     rows = list(rows)
     table = Table(title=title, title_justify="left", header_style="bold")
     for name in rows[0] if rows else ():
@@ -71,7 +71,7 @@ def _cell(value: Any) -> str:
 
 
 def speed(result: Generation) -> str:
-    """What a generated text took, for a remark."""
+    """Describe the tokens, latency and speed of a generated text, for a remark."""
     cached = f", {result.cached_tokens} of them cached" if result.cached_tokens else ""
     first = result.time_to_first_token_s
     after = f", first token after {1000 * first:.0f} ms" if first is not None else ""
@@ -83,12 +83,12 @@ def speed(result: Generation) -> str:
 
 
 def attention_name(attention: Mapping[str, Any]) -> str:
-    """Such as "keys int4, values int4"."""
+    """Describe an attention scheme, such as "keys int4, values int4"."""
     return ", ".join(f"{name} {attention[name]}" for name in ("keys", "values", "qk", "logits") if name in attention)
 
 
 def verification_dict(artifact: Path, device: str, found: Verification) -> dict[str, Any]:
-    """The checks of an artifact on a device, as `verify --json` prints them and the report shows them."""
+    """Return the checks of an artifact on a device, as `verify --json` and the report show them."""
     checks = [
         {"check": check.name, "result": "ok" if check.passed else "FAILED", "detail": check.detail}
         for check in found.checks

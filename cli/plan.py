@@ -1,4 +1,4 @@
-"""diffbit plan: what quantizing and exporting a checkpoint will take."""
+"""diffbit plan: predict the memory, disk and time that quantizing and exporting a checkpoint take."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def plan(
     length: Length = None,
     max_memory: MaxMemory = None,
     device: Literal["cpu", "cuda"] = typer.Option("cpu", help="Device that the artifact is for."),
-    dtype: Dtype | None = typer.Option(None, help="Precision of what is not quantized in the artifact."),
+    dtype: Dtype | None = typer.Option(None, help="Precision of everything in the artifact that is not quantized."),
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Predict what `quantize` and `export` will take: memory, disk, time, and the artifact's size.
+    """Predict the memory, disk and time that `quantize` and `export` need, and the artifact's size.
 
-    Nothing is run. Memory and sizes follow from the model's shapes; time from a product that is timed on this machine.
-    A quantized checkpoint is exported as it is.
+    Neither is run. Memory and sizes are computed from the model's shapes; the time is estimated from a matrix product
+    timed on this machine. For a quantized checkpoint, only `export` is predicted.
     """
     from ..models import Checkpoint
     from ..quantize.demand import Text, available_memory, quantize_seconds, resident, with_base, within
@@ -107,6 +107,6 @@ def plan(
         for name, step in steps.items()
     )
     if steps.get("quantize", {}).get("hidden_states_on_disk"):
-        remark("the calibration tokens' hidden states lie on the disk, which takes longer")
+        remark("the calibration tokens' hidden states are kept on disk, which takes longer")
     if free is not None:
         remark(f"{free / 1e6:,.0f} MB of memory are free")

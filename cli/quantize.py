@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -36,6 +37,7 @@ EXAMPLES = (
     "diffbit quantize out/demo/diff_v1 --weights int4_g32 -o out/diff-int4",
     "diffbit quantize out/demo/diff_v1 --weights int2_g64 --method gptq --max-windows 64 -o out/diff-gptq",
     "diffbit quantize out/demo/diff_v1 --weights int2_g64 --override 'model.layers.0.*=int8' -o out/diff-int2",
+    "torchrun --nproc-per-node 2 -m diffbit quantize out/demo/diff_v1 --weights int4_g32 --method gptq -o out/diff-two",
     "diffbit quantize out/demo/diff_v1 --target-bits 3.5 --method gptq --max-windows 64 -o out/diff-mixed",
     "diffbit quantize out/demo/diff_v1 --weights int4_g32 --kv int4 --qk int8 -o out/diff-int4-kv4",
     "diffbit quantize out/demo/diff_v1 --kv int8,int4 -o out/diff-kv84",
@@ -67,7 +69,7 @@ Embedding = Annotated[
     typer.Option(
         metavar="FORMAT",
         autocompletion=completion(FORMATS),
-        help="Format of the embedding; default: int8 beside low-bit weights; none: float.",
+        help="Format of the embedding; default: int8 if the weights are low-bit; none: float.",
     ),
 ]
 Head = Annotated[
@@ -75,13 +77,13 @@ Head = Annotated[
     typer.Option(
         metavar="FORMAT",
         autocompletion=completion(FORMATS),
-        help="Format of the head; default: int8 beside low-bit weights; none: float. A tied table is stored once where "
-        "both formats are the same.",
+        help="Format of the head; default: int8 if the weights are low-bit; none: float. A tied table is stored once "
+        "if both formats are the same.",
     ),
 ]
 Override = Annotated[
     list[str] | None,
-    typer.Option(metavar="GLOB=FORMAT", help="Another format for the modules whose names match GLOB; repeatable."),
+    typer.Option(metavar="GLOB=FORMAT", help="Format for the modules whose names match GLOB; repeatable."),
 ]
 Activations = Annotated[
     Literal["int8", "int4"] | None,
@@ -92,12 +94,15 @@ KvCache = Annotated[
     typer.Option(
         metavar="FORMAT",
         autocompletion=completion(("fp16", "int8", "int4", "int2", "none"), ","),
-        help="KV cache format: fp16, int8, int4, int2 or none (float); two formats are for keys and values: int8,int4.",
+        help="KV cache format: fp16, int8, int4, int2 or none (float), or one format each for keys and values: "
+        "int8,int4.",
     ),
 ]
 Qk = Annotated[
     Literal["int8", "int4", "none"] | None,
-    typer.Option(help="Quantize queries too and multiply them with the keys as integers; keys get no more bits."),
+    typer.Option(
+        help="Quantize queries too and multiply them with the keys as integers; keys get at most as many bits."
+    ),
 ]
 KvWindow = Annotated[
     int | None,
@@ -109,9 +114,8 @@ SchemeFile = Annotated[
 TargetBits = Annotated[
     float | None,
     typer.Option(
-        help="Mixed precision: choose the format of each linear layer so that they take this many bits per weight on "
-        "average, scales included, at the lowest loss. Embedding, head and lambda layers do not count, unless "
-        "--override names them.",
+        help="Mixed precision: choose each linear layer's format for the lowest loss at this average number of bits "
+        "per weight, scales included. Embedding, head and lambda layers do not count, unless --override names them.",
     ),
 ]
 TargetSize = Annotated[
@@ -122,7 +126,7 @@ Candidates = Annotated[
     str | None,
     typer.Option(
         metavar="FORMATS",
-        help="Formats that mixed precision chooses from, such as int2_g64,int4_g128,none (none is float); default: "
+        help="Formats that mixed precision chooses from, such as int2_g64,int4_g128,none (none: float); default: "
         "2, 4 and 8 bits, and none.",
     ),
 ]
@@ -131,7 +135,7 @@ MethodName = Annotated[
     typer.Option(
         metavar="METHOD",
         autocompletion=completion(modules("quantize", "methods"), "+"),
-        help="Quantization method, or several joined by +: gptq, rotate+gptq, ...; see --list-methods.",
+        help="Quantization method, or several joined by +: gptq, rotate+gptq, learned:50 (steps); see --list-methods.",
     ),
 ]
 ListMethods = Annotated[
@@ -141,8 +145,8 @@ Calibrate = Annotated[
     str | None,
     typer.Option(
         metavar="TEXT",
-        help="Calibration text, as for --data of other commands; each layer's output error is measured on it, too. "
-        "Default: mix if the method or a target needs text, else none.",
+        help="Calibration text, with the same values as --data of other commands; each layer's output error is also "
+        "measured on it. Default: mix if the method or a target needs text, else none.",
     ),
 ]
 CalibrationWindows = Annotated[
@@ -152,14 +156,14 @@ CalibrationWindows = Annotated[
     ),
 ]
 Layers = Annotated[
-    bool, typer.Option("--layers", help="Print a row for each weight, not for all q_proj, all down_proj, ...")
+    bool, typer.Option("--layers", help="Print a row for each weight instead of one for all q_proj, all down_proj, ...")
 ]
 MaxMemory = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Memory that the process may take, such as 4GB: calibration states go to the disk where they have to, and "
-        "what cannot fit is refused. The result is the same to the bit.",
+        help="Memory that the process may use, such as 4GB. Calibration states are moved to disk if necessary, and a "
+        "run that cannot fit is refused. The result is bit-identical.",
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run, if there is one.")]
@@ -193,37 +197,35 @@ def quantize(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Quantize a checkpoint: its weights layer by layer, its KV cache, its attention products.
+    """Quantize a checkpoint: its weights, layer by layer, its KV cache and its attention products.
 
-    Embedding and head are int8 beside low-bit weights, unless --embedding and --head say otherwise; norms stay float,
-    and so does lambda unless --override names it.
+    With low-bit weights, embedding and head are int8 unless --embedding and --head set another format. Norms stay
+    float, and so does lambda unless --override names it. Under torchrun, processes on one machine or on several share
+    the work; the result is the same to the bit.
     """
+    from ..processes import processes
     from ..quantize import parse_recipe, quantize_checkpoint
 
+    here = processes("cpu")
     calibrated = parse_recipe(method).calibrated
     mixed = target_bits is not None or target_size is not None
-    if mixed and (weights is not None or scheme_file is not None):
-        raise DiffbitError(
-            "--target-bits and --target-size choose the formats; leave out --weights and --scheme (--override may stay)"
-        )
-    if candidates is not None and not mixed:
-        raise DiffbitError("--candidates needs --target-bits or --target-size")
+    _check_mixed(mixed, weights is not None or scheme_file is not None, candidates)
     scheme = read_scheme(scheme_file, weights, embedding, head, override, activations, kv, qk, kv_window, mixed)
     if calibrate is None and (calibrated or mixed):
         calibrate = "mix"
         remark(
-            f"{method if calibrated else 'the choice of formats'} is calibrated on mix: prose, twelve languages, "
-            "dialogues and code; with --calibrate, pass text like that which the model is used for"
+            f"{method if calibrated else 'the choice of formats'} is calibrated on mix (prose, twelve languages, "
+            "dialogues and code); with --calibrate, pass text similar to what the model will be used on"
         )
     text = None
     if calibrate is not None:
-        default = CALIBRATION_WINDOWS if calibrated or mixed else 16
-        text = read_windows(model, calibrate, field, default if max_windows is None else max_windows, length, "calib")
+        most = max_windows if max_windows is not None else CALIBRATION_WINDOWS if calibrated or mixed else 16
+        text = here.of_first(partial(read_windows, model, calibrate, field, most, length, "calib"))
     plan = None
     if mixed:
         assert text is not None
-        check_place(output, overwrite=overwrite)  # before the time is spent on measuring
-        plan = _plan(model, target_bits, target_size, scheme, candidates, method, text)
+        place = partial(check_place, output, overwrite=overwrite)  # before time is spent on measuring
+        plan = here.of_first(partial(_plan, place, model, target_bits, target_size, scheme, candidates, method, text))
         scheme = plan.scheme
     report = quantize_checkpoint(
         model,
@@ -236,7 +238,10 @@ def quantize(
         overwrite=overwrite,
         resume=resume,
         max_memory=None if max_memory is None else parse_size(max_memory),
+        here=here,
     )
+    if not here.first:
+        return
     values = _write(report, plan, output)
     for warning in report.warnings:
         remark(f"warning: {warning}")
@@ -244,6 +249,15 @@ def quantize(
         print_json({"output": str(output), **values})
     else:
         _show(report, plan, output, layers)
+
+
+def _check_mixed(mixed: bool, given: bool, candidates: str | None) -> None:
+    if mixed and given:
+        raise DiffbitError(
+            "--target-bits and --target-size choose the formats; leave out --weights and --scheme (--override may stay)"
+        )
+    if candidates is not None and not mixed:
+        raise DiffbitError("--candidates needs --target-bits or --target-size")
 
 
 def read_scheme(
@@ -258,14 +272,14 @@ def read_scheme(
     kv_window: int | None,
     mixed: bool,
 ) -> Scheme:
-    """The scheme in the file, or in the options; with mixed precision the weights' formats are chosen later."""
+    """Read the scheme from the file or the options; with mixed precision the weights' formats are chosen later."""
     from ..quantize import Scheme, parse_format, parse_override, table_formats
 
     options = (weights, embedding, head, override, activations, kv, qk, kv_window)
     if file is not None:
         if any(option is not None for option in options):
             raise DiffbitError(
-                "--scheme replaces the options of a scheme; leave out --weights, --embedding, --head, --override, "
+                "--scheme reads the whole scheme from a file; leave out --weights, --embedding, --head, --override, "
                 "--activations, --kv, --qk and --kv-window"
             )
         return Scheme.from_file(file)
@@ -295,12 +309,13 @@ def _attention(kv: str | None, qk: str | None, window: int | None) -> AttentionS
     found = AttentionScheme(**chosen)
     if window is not None and not found.has_window:
         raise DiffbitError(
-            "--kv-window applies to an int4 or int2 cache only; pass --kv int4 or --kv int2, or leave --kv-window out"
+            "--kv-window applies only to an int4 or int2 cache; pass --kv int4 or --kv int2, or leave --kv-window out"
         )
     return found
 
 
 def _plan(
+    check: Callable[[], None],
     model: Path,
     bits: float | None,
     size: str | None,
@@ -311,6 +326,7 @@ def _plan(
 ) -> Plan:
     from ..quantize.allocate import CANDIDATES, plan
 
+    check()
     if bits is not None and size is not None:
         raise DiffbitError("--target-bits and --target-size exclude each other; pass one of them")
     return plan(
@@ -326,7 +342,7 @@ def _plan(
 
 
 def _write(report: Report, plan: Plan | None, output: Path) -> dict[str, Any]:
-    """Write the report, and the plan of mixed precision, into the checkpoint's folder; return them as JSON."""
+    """Write the report and the mixed-precision plan into the checkpoint's folder; return them as JSON."""
     values = report.to_dict()
     if plan is not None:
         from ..evaluate import plot_plan
@@ -342,7 +358,7 @@ def _write(report: Report, plan: Plan | None, output: Path) -> dict[str, Any]:
 
 
 def _show(report: Report, plan: Plan | None, output: Path, each: bool) -> None:
-    """Print tables of the weights, the plan and the KV cache, and the size of the whole model."""
+    """Print tables of the weights, the plan and the KV cache, and the size of the model."""
     if report.weights:
         print_table(_weight_rows(report.weights, each))
     if plan is not None:
@@ -365,7 +381,7 @@ def _show(report: Report, plan: Plan | None, output: Path, each: bool) -> None:
 
 
 def _weight_rows(weights: Sequence[WeightReport], each: bool) -> list[dict[str, Any]]:
-    """A row per quantized weight, or per module name (q_proj, down_proj, ...) with the mean and the worst layer."""
+    """Return a row per quantized weight, or per module name (q_proj, ...) with the mean error and the worst layer."""
 
     def percent(value: float | None) -> str:
         return "-" if value is None else f"{value:.2%}"
@@ -401,7 +417,7 @@ def _weight_rows(weights: Sequence[WeightReport], each: bool) -> list[dict[str, 
 
 
 def _plan_rows(plan: Plan) -> list[dict[str, Any]]:
-    """A row per layer: its format and loss, and what the next smaller and the next larger format would change."""
+    """Return a row per layer: its format and loss, and what the next smaller and larger format would change."""
 
     def change(layer: LayerPlan, larger: bool) -> str:
         name = layer.beside(larger)

@@ -23,20 +23,22 @@ def run(
     artifact: Annotated[
         Path, typer.Argument(help="Folder written by `diffbit export`, or a checkpoint (needs torch).")
     ],
-    prompt: Annotated[str | None, typer.Argument(help="Text to continue; with - or without it, stdin is read.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; - or nothing: read it from stdin.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum number of tokens to generate.")] = 64,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: always the most likely token.")] = 0.0,
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature; 0: always choose the most likely token.")
+    ] = 0.0,
     top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0: from all.")] = 0,
     top_p: Annotated[
         float, typer.Option(help="Sample from the most likely tokens whose probabilities add up to this.")
     ] = 1.0,
     repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1: tokens that have occurred become less likely.")
+        float, typer.Option(help="Above 1: tokens that have already occurred become less likely.")
     ] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Random seed; default: another one each time.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop when this text has been generated; repeatable.")] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is a message to a chat model; `diffbit chat` has conversations.")
+        bool, typer.Option("--chat", help="Send the prompt as a message to a chat model; for more, see `diffbit chat`.")
     ] = False,
     interactive: Annotated[
         bool, typer.Option("--interactive", "-i", help="Ask for prompts until the end of input (Ctrl-D).")
@@ -54,7 +56,7 @@ def run(
     from ..runtime import Chat, Generation, Sampler, Session, Tokenizer, generate, slowdowns
 
     if interactive and (prompt is not None or as_json):
-        raise DiffbitError("--interactive asks for prompts and prints text; leave out the prompt and --json")
+        raise DiffbitError("--interactive asks for prompts and prints plain text; leave out the prompt and --json")
     if sys.stdin is None and (interactive or prompt in (None, "-")):
         raise DiffbitError("there is no prompt and stdin is closed; pass the prompt as an argument")
     sampler = Sampler(temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed)
@@ -91,5 +93,5 @@ def run(
                 return
             try:
                 answer(text)
-            except DiffbitError as error:  # of this prompt, such as one too long; go on with the next
+            except DiffbitError as error:  # about this prompt, such as one that is too long; the next may work
                 print_error(str(error))

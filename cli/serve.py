@@ -25,12 +25,12 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all of them.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8080,
     rows: Annotated[
-        int, typer.Option(help="Requests that are answered at a time; each takes a KV cache of the whole context.")
+        int, typer.Option(help="Requests answered at the same time; each takes a KV cache of the whole context.")
     ] = 8,
     queue: Annotated[int, typer.Option(help="Requests that may wait; the next one is refused with status 429.")] = 64,
     api_key: Annotated[
         str | None,
-        typer.Option(help="Key that clients must send; better set as a variable, which `ps` does not show.",
+        typer.Option(help="Key that clients must send; the environment variable is safer, as `ps` does not show it.",
                      envvar="DIFFBIT_API_KEY", show_envvar=True),
     ] = None,
     threads: Threads = None,
@@ -40,9 +40,9 @@ def serve(
 ) -> None:  # fmt: skip
     """Serve models with OpenAI's HTTP interface: chat and text completions, streamed or whole.
 
-    Requests that come at the same time are decoded together. A conversation's next turn computes only its new tokens,
-    and a beginning that requests share, such as a system prompt, is computed once. SIGTERM and Ctrl-C finish what has
-    begun.
+    Requests that arrive at the same time are decoded together. A conversation's next turn computes only its new tokens,
+    and a prefix that requests share, such as a system prompt, is computed once. On SIGTERM and Ctrl-C, the server
+    finishes the requests it has started.
     """
     from ..runtime import Artifact
 
@@ -53,7 +53,7 @@ def serve(
     except ModuleNotFoundError as error:
         raise MissingDependency(str(error.name), "serve", "diffbit serve") from None
     if rows < 1 or queue < 0:
-        raise DiffbitError(f"--rows is {rows} and --queue {queue}, wanted at least 1 and 0")
+        raise DiffbitError(f"--rows is {rows} and --queue is {queue}, wanted at least 1 and at least 0")
     with as_artifacts(artifacts, device) as opened:
         models = [
             Served(Artifact.open(path), device=device, threads=threads, native=not no_native, rows=rows, queue=queue)
@@ -62,7 +62,7 @@ def serve(
         server = Server(models, api_key)
         for model in models:
             at_once = model.engine.rows.count
-            why = "" if at_once == rows else " (its cache cannot be shared by requests)"
+            why = "" if at_once == rows else " (requests cannot share its cache)"
             remark(f"{model.name}: {at_once} requests at a time{why}, context {model.artifact.context_length}")
         config = uvicorn.Config(
             server.application(), host, port, log_level="warning", timeout_graceful_shutdown=DRAIN_SECONDS

@@ -72,7 +72,7 @@ Distill = Annotated[
 ]
 DistillWeight = Annotated[
     float | None,
-    typer.Option(help="Loss weight of the teacher's predictions; the loss on the text has weight 1. Default: 100."),
+    typer.Option(help="Weight of the teacher's loss; the loss on the text has weight 1. Default: 100."),
 ]
 Mlp = Annotated[str | None, typer.Option(metavar="MLP", help="swiglu or relu2; default: swiglu, or that of --init.")]
 SubNorms = Annotated[
@@ -86,17 +86,18 @@ SubNorms = Annotated[
 HeadNorm = Annotated[
     Literal["learned", "fixed", "none"] | None,
     typer.Option(
-        help="RMSNorm of each diff_v1 head: with a learned weight, which is folded into o_proj on saving (the official "
-        "code), without one (Hugging Face's diffllama), or none; default: learned, fixed with --init or --qat."
+        help="RMSNorm of each diff_v1 head. learned: with a weight, folded into o_proj on saving (the official code); "
+        "fixed: without a weight (Hugging Face's diffllama); none: no norm. Default: learned, or fixed with --init or "
+        "--qat."
     ),
 ]
 Needles = Annotated[
     float, typer.Option(help="Fraction of the training rows that contain key-value needles and queries for them.")
 ]
 Steps = Annotated[int | None, typer.Option(help="Training steps; default: the preset's.")]
-BatchSize = Annotated[int | None, typer.Option(help="Rows in a forward pass of one process; default: the preset's.")]
+BatchSize = Annotated[int | None, typer.Option(help="Rows per forward pass of one process; default: the preset's.")]
 Accumulate = Annotated[
-    int | None, typer.Option(help="Forward passes in a step (gradient accumulation); default: the preset's.")
+    int | None, typer.Option(help="Forward passes per step (gradient accumulation); default: the preset's.")
 ]
 LearningRate = Annotated[
     float | None,
@@ -175,7 +176,7 @@ def train(
     given |= {name: str(value) for name, value in given.items() if isinstance(value, Path)}
     config = train_config(preset, attention, **given)
     result = run_training(config, output, resume=resume, overwrite=overwrite)
-    if os.environ.get("RANK", "0") != "0":  # under torchrun one process reports
+    if os.environ.get("RANK", "0") != "0":  # under torchrun only one process reports
         return
     row = {
         "model": str(result.path),

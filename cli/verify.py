@@ -88,7 +88,7 @@ def _compare(
     length: int | None,
     tokens: int,
 ) -> dict[str, Any]:
-    """The comparison with torch: "checkpoint" of the logits on text, "greedy" of the tokens generated after it."""
+    """Compare with torch: "checkpoint" compares the logits on text, "greedy" the tokens generated after it."""
     from ..calib_data import eval_windows
     from ..export import compare_greedy_tokens, compare_with_checkpoint
 
@@ -103,7 +103,7 @@ def _compare(
 
     if length is None:
         length = min(session.capacity, 512)
-    text = eval_windows(data, artifact, length, max_windows, field=field)
+    text = eval_windows(data, session.artifact.path, length, max_windows, field=field)
     tolerance = session.artifact.golden.tolerance
     found = {"checkpoint": compare_with_checkpoint(logits_of, checkpoint, text, tolerance=tolerance)}
     if tokens:

@@ -26,9 +26,9 @@ def web(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write a static site that runs a model in the browser: files for any web server, and no network but these.
+    """Write a static site that runs a model in the browser. Any web server can serve it; it loads nothing else.
 
-    ONNX Runtime runs in WebAssembly on the operators' portable bodies, in several threads where the browser allows it.
+    ONNX Runtime runs the operators' portable bodies in WebAssembly, in several threads if the browser allows it.
     The page checks the files' hashes and keeps them in the browser's cache.
     """
     from ..runtime.site import write_site

@@ -1,7 +1,8 @@
-"""diffbit: from a Differential Transformer checkpoint to a low-bit model on a device, with the cost of every bit shown.
+"""diffbit turns a Differential Transformer checkpoint into a low-bit model for a device, and measures what the bits
+cost.
 
-The names below take a checkpoint to tokens; the packages (diffbit.models, diffbit.quantize, ...) have the rest. Each
-name is imported on first use, so that `import diffbit` needs no torch, and a device only what runs there.
+The names below cover the way from a checkpoint to tokens; the packages (diffbit.models, diffbit.quantize, ...) have the
+rest. Each name is imported on first use, so that `import diffbit` needs no torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the system offers for files that survive a crash: fsync, a rename that exchanges two folders, locks of files.
+"""System functions for files that survive a crash: fsync, a rename that exchanges two folders, file locks.
 
-It needs the standard library alone, so that the device runtime can use it.
+Needs only the standard library, so that the device runtime can use it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
+    """Wait until a file, or a folder's list of names, is on disk."""
     if os.name == "nt":
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -33,7 +33,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """`sync` of all that is in a folder, and of the folder."""
+    """`sync` everything in a folder, and the folder."""
     for entry in folder.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             sync_tree(entry)
@@ -43,7 +43,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two folders at one moment. False, and nothing done, where the system cannot."""
+    """Exchange the names of two folders atomically; returns False without a change if the system cannot."""
     import ctypes
 
     try:
@@ -54,17 +54,17 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def lock(file: Path) -> int | None:
-    """The descriptor of a lock file that is this process's now, with its number in it; None where there are no locks.
+    """Lock a file, write this process's id into it and return its descriptor; None if locks are not supported.
 
-    Raises BlockingIOError where another process has it. The system takes the lock from a process that ends in any way,
-    so a file that one leaves holds up nobody.
+    Raises BlockingIOError if another process holds the lock. The system releases the lock when a process ends in any
+    way, so a leftover file blocks nobody.
     """
     if fcntl is None:
         return None
     while True:
         try:
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        except OSError:  # nothing can be written there, and whatever else is tried will say so
+        except OSError:  # nothing can be written there; later steps report that
             return None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,6 +83,6 @@ def lock(file: Path) -> int | None:
 
 
 def unlock(file: Path, descriptor: int) -> None:
-    """Give a lock back, and remove its file."""
-    file.unlink(missing_ok=True)  # first: once it is given back, the file may be another's
+    """Release a lock, and remove its file."""
+    file.unlink(missing_ok=True)  # first: after the release, the file may belong to another process
     os.close(descriptor)

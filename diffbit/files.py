@@ -1,9 +1,9 @@
 """Files and folders that are complete or absent (written under a temporary name, then renamed); JSON, hashes, sizes.
 
-What is written is on the disk before it gets its name. One process at a time writes to a name (`locked`); what a killed
-one left beside it, the next one removes.
+Data is on disk before the file gets its name. Only one process at a time writes to a name (`locked`); the next one
+removes what a killed process left there.
 
-It needs the standard library alone, so that the device runtime can use it.
+Needs only the standard library, so that the device runtime can use it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MARKERS = ("config.json", "diffbit.json")  # only a folder with one of these is 
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
-_held: dict[Path, int] = {}  # what this process has locked: the thread
+_held: dict[Path, int] = {}  # {path locked by this process: its thread}
 
 
 def _beside(path: Path, ending: str) -> Path:
@@ -49,25 +49,38 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def resolved(path: str | Path) -> Path:
-    """The absolute path without links. Raises DiffbitError for links that lead in a circle."""
+    """Return the absolute path without links. Raises DiffbitError for circular links."""
     try:
         return Path(path).resolve()
     except (OSError, RuntimeError) as error:
         raise DiffbitError(f"{path}: cannot be resolved ({error}); choose another place") from None
 
 
+def folder_name(path: str | Path) -> str:
+    """The name of a model's folder; of one in the Hugging Face cache (models--ORG--NAME/snapshots/COMMIT): NAME."""
+    place = resolved(path)
+    return place.parent.parent.name.rpartition("--")[2] if place.parent.name == "snapshots" else place.name
+
+
+def is_within(folder: Path, file: Path) -> bool:
+    """Does a file of a folder, its links followed, lie there, or where the Hugging Face cache has it (blobs/)?"""
+    home, real = folder.resolve(), file.resolve()
+    blobs = home.parent.parent / "blobs"
+    return real.is_relative_to(home) or (home.parent.name == "snapshots" and real.parent == blobs)
+
+
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it; `Path.mkdir(parents=True)` fails where a thousand are missing."""
+    """Make a folder and its parents; `Path.mkdir(parents=True)` fails if a thousand are missing."""
     for missing in [place for place in (*reversed(folder.parents), folder) if not place.is_dir()]:
         missing.mkdir(exist_ok=True)
 
 
 @contextmanager
 def locked(path: str | Path) -> Iterator[None]:
-    """Keep other processes and threads from writing to `path`, a file or folder; what killed ones left is removed.
+    """Keep other processes and threads from writing to `path`, a file or folder; removes leftovers of killed ones.
 
-    The lock is on the file `.NAME.lock` beside it. Where there are no locks (Windows, some network file systems), there
-    is no protection. Within a thread it may be taken again. Raises DiffbitError where another has it.
+    The lock is on the file `.NAME.lock` beside it. Systems without locks (Windows, some network file systems) have no
+    protection. A thread may lock a path twice. Raises DiffbitError if another thread or process holds the lock.
     """
     path = Path(path)
     place = resolved(path)
@@ -99,8 +112,8 @@ def locked(path: str | Path) -> Iterator[None]:
 
 
 def sweep(path: Path) -> None:
-    """Remove what killed runs left beside `path`, which this process has locked; a folder that one of them had put
-    aside to replace it gets its name back."""
+    """Remove what killed runs left beside `path`, which this process has locked; restore a folder that was put aside
+    to be replaced."""
     left = re.compile(re.escape(_beside(path, "").name) + r"\d+-[0-9a-f]{6}\.(tmp|old)")
     with suppress(OSError):
         for entry in path.parent.iterdir():
@@ -115,7 +128,7 @@ def sweep(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder, if it is there, at one moment: a run that is killed meanwhile leaves the rest to `sweep`."""
+    """Remove a folder, if it exists, atomically: if the run is killed meanwhile, `sweep` removes the rest."""
     if path.is_dir():
         aside = _temporary(path)
         os.replace(path, aside)
@@ -165,10 +178,10 @@ def check_place(path: str | Path, *, overwrite: bool = False) -> None:
 def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `path` on success and removed on failure.
 
-    Raises DiffbitError for a non-empty `path` unless `overwrite` is set. Then the new folder replaces it when complete,
-    and only if it has config.json or diffbit.json, so that a mistyped -o cannot delete a home directory: at every
-    moment the old or the new one has the name, or, where the system cannot exchange two names, gets it by the next run.
-    A link to a folder stays a link.
+    Raises DiffbitError for a non-empty `path` unless `overwrite` is set. With it, the complete new folder replaces the
+    old one, but only if that has config.json or diffbit.json, so that a mistyped -o cannot delete a home directory. At
+    every moment either the old or the new folder has the name; if the system cannot exchange names, the next run
+    restores it after a crash. A link to a folder stays a link.
     """
     path = Path(path)
     check_place(path, overwrite=overwrite)
@@ -216,7 +229,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def parse_json(data: bytes, path: Path) -> dict[str, Any]:
-    """The object in the JSON of a file. Raises DiffbitError where it is none."""
+    """Return the object in a file's JSON. Raises DiffbitError if it is not an object."""
     try:
         value = json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -246,7 +259,7 @@ def write_sealed(path: str | Path, value: Mapping[str, Any]) -> None:
 
 
 def read_sealed(path: str | Path, restore: str) -> dict[str, Any]:
-    """What `write_sealed` wrote. Raises DiffbitError for a file that was changed since; restore: what to do then."""
+    """Read what `write_sealed` wrote. Raises DiffbitError for a file that was changed since; restore: advice for it."""
     try:
         value = read_json(path)
     except DiffbitError as error:

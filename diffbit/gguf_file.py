@@ -1,4 +1,4 @@
-"""The header of a GGUF file: metadata, and where each tensor lies. Everything is checked before anything is read.
+"""Reads the header of a GGUF file: metadata and the place of each tensor, all checked before tensors are read.
 
 The format (github.com/ggml-org/ggml, docs/gguf.md), in little-endian numbers: "GGUF", version u32, tensor count u64,
 metadata count u64; the metadata (key, value type u32, value); the tensors (name, number of dimensions u32, dimensions
@@ -28,8 +28,8 @@ MOST_DIMENSIONS = 4
 
 @dataclass(frozen=True)
 class TensorInfo:
-    type: int  # ggml's number of it
-    shape: tuple[int, ...]  # rows first, as torch has it
+    type: int  # ggml's type number
+    shape: tuple[int, ...]  # rows first, as in torch
     begin: int  # in bytes from the start of the file
 
 
@@ -54,7 +54,7 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def read_gguf(file: Path) -> GGUF:
-    """The header of a file; a DiffbitError where it is no GGUF file, is damaged or ends too early."""
+    """Read the header of a file; raises DiffbitError if it is not a GGUF file, is damaged or ends too early."""
     try:
         with open(file, "rb") as stream:
             return _Reader(file, stream).header()
@@ -142,7 +142,7 @@ class _Reader:
         return data
 
     def fitting(self, count: int, each: int) -> int:
-        """`count` things of at least `each` bytes, if the rest of the file can hold them."""
+        """Return `count` if the rest of the file can hold so many entries of at least `each` bytes."""
         if count * each > self.size - self.stream.tell():
             raise self.damaged(f"is cut short or damaged: at byte {self.stream.tell()} it announces {count} entries")
         return count

@@ -1,18 +1,18 @@
-"""SentencePiece tokenizers as tokenizer.json: BPE with bytes for what no piece covers, and Unigram (arXiv 1808.06226).
+"""Converts SentencePiece tokenizers to tokenizer.json: BPE with byte fallback, and Unigram (arXiv 1808.06226).
 
-A `tokenizer.model` alone, as LlamaTokenizer saves it, is read by the library `sentencepiece`. What it says counts: its
-algorithm, its normalisation, its bytes. tokenizer_config.json decides what transformers lets it decide:
+The library `sentencepiece` reads a `tokenizer.model`, as LlamaTokenizer saves it, which determines the algorithm, the
+normalisation and the byte fallback. tokenizer_config.json sets what transformers takes from it:
 
-    add_bos_token, add_eos_token    what stands around a text; by default bos alone
-    add_prefix_space                is a space put before a text; by default what the model says
-    legacy                          true, the default: before the text after a special token, too, and before one that
-                                    begins with a space, as SentencePiece itself does; false: as LlamaTokenizer has
-                                    done it since (transformers pull request 24565)
+    add_bos_token, add_eos_token    tokens added around a text; default: only bos
+    add_prefix_space                whether a space is added before a text; default: the model's setting
+    legacy                          true (default): also adds a space to a text after a special token, and to one that
+                                    begins with a space, as SentencePiece does; false: as LlamaTokenizer since
+                                    transformers pull request 24565
     added_tokens_decoder, *_token   further tokens and their names
 
-The ids are those of transformers up to 4.57, and of sentencepiece. transformers 5 takes a Unigram model of
-LlamaTokenizer for a BPE, legacy for false, and puts no second space before a text that begins with one. With a table of
-normalised characters, `tokenizers` takes a line's end "\\r\\n" for one of them, sentencepiece for two.
+The ids equal those of transformers up to 4.57 and of sentencepiece. transformers 5 reads a Unigram model of
+LlamaTokenizer as a BPE, assumes legacy false, and adds no second space before a text that begins with one. With a table
+of normalised characters, `tokenizers` treats the line end "\\r\\n" as one character, sentencepiece as two.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How good is a model, and what do low bits cost it? Metrics with intervals, comparison, outliers, plots, a report.
+"""Measures models and the cost of low bits: metrics with intervals, comparison, outliers, plots, a report.
 
 comparison = compare(["diff", "softmax"], windows, bits=["16", "8", "4", "nf4"])
 comparison.rows(); comparison.to_dict()                        # a table; plain JSON

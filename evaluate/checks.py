@@ -1,4 +1,4 @@
-"""What of a comparison must fit together: models, their tokenizers, windows of text, artifacts, names."""
+"""Checks that the models, tokenizers, windows of text, artifacts and names of a comparison fit together."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .variants import on_a_device
 
 
 def model_names(checkpoints: Sequence[Checkpoint], names: Sequence[str] | None) -> list[str]:
-    """One name per model, all different: by default the folders' names, numbered where two are equal."""
+    """Return one name per model, all different: by default the folders' names, numbered if some are equal."""
     if not checkpoints:
         raise DiffbitError("no model to compare; give one checkpoint folder or more")
     if names is not None and len(names) != len(checkpoints):
         raise DiffbitError(f"{len(names)} names for {len(checkpoints)} models; give one each, or none")
-    wanted = list(names) if names is not None else [checkpoint.path.resolve().name for checkpoint in checkpoints]
+    wanted = list(names) if names is not None else [files.folder_name(checkpoint.path) for checkpoint in checkpoints]
     return [
         name if wanted.count(name) == 1 else f"{name} ({wanted[: index + 1].count(name)})"
         for index, name in enumerate(wanted)
@@ -31,7 +31,7 @@ def model_names(checkpoints: Sequence[Checkpoint], names: Sequence[str] | None) 
 
 
 def check_windows(checkpoint: Checkpoint, windows: Windows) -> None:
-    """The model can read the text: its tokens and its length."""
+    """Raise an error if the model cannot read the text because of its tokens or its length."""
     config, path = checkpoint.config, checkpoint.path
     if (largest := int(windows.ids.max())) >= config.vocab_size:
         raise DiffbitError(
@@ -44,7 +44,7 @@ def check_windows(checkpoint: Checkpoint, windows: Windows) -> None:
 
 
 def check_tokenizers(checkpoints: Sequence[Checkpoint]) -> None:
-    """Perplexities per token mean the same only under one vocabulary. Folders without tokenizer.json go unchecked."""
+    """Check that all have the same vocabulary; skips folders without tokenizer.json."""
     seen: list[tuple[Path, Any]] = []
     for checkpoint in checkpoints:
         if TOKENIZER in checkpoint.tokenizer_files:
@@ -54,7 +54,7 @@ def check_tokenizers(checkpoints: Sequence[Checkpoint]) -> None:
     for path, vocabulary in seen[1:]:
         if vocabulary != seen[0][1]:
             raise DiffbitError(
-                f"{path}: another vocabulary than {seen[0][0]}; perplexities per token can be compared only between "
+                f"{path}: has another vocabulary than {seen[0][0]}; perplexities per token are comparable only between "
                 "models with the same tokenizer: compare them one by one"
             )
 
@@ -62,7 +62,7 @@ def check_tokenizers(checkpoints: Sequence[Checkpoint]) -> None:
 def owned_artifacts(
     checkpoints: Sequence[Checkpoint], artifacts: Sequence[Artifact], windows: Windows
 ) -> dict[Path, list[Artifact]]:
-    """The artifacts of each float checkpoint: those whose model has its shape."""
+    """Return the artifacts of each float checkpoint: those whose model has the same shape."""
     shapes = {c.path: replace(c.config, tie_embeddings=True) for c in checkpoints if read_scheme(c) is None}
     owned: dict[Path, list[Artifact]] = {}
     for artifact in artifacts:

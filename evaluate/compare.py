@@ -1,17 +1,17 @@
 """Accuracy against bit-width: several models, each at several widths by several methods, on the same windows of text.
 
-variants.py says what can be compared, measure.py runs it, metrics.py says what is measured and how sure it is. Here the
-measurements become a comparison: each variant against its own 16-bit model, and every model against the first, paired
-over the same windows. "16" is the checkpoint itself, computed in float32 and counted as two bytes a weight, as it is
-usually stored.
+variants.py defines what can be compared, measure.py runs it, and metrics.py computes metrics and intervals. This file
+turns the measurements into a comparison: each variant against its own 16-bit model, and every model against the first,
+paired over the same windows. "16" is the checkpoint itself, computed in float32 and counted as two bytes per weight, as
+it is usually stored.
 
-Which weights round up is chance, and another calibration sample or order of channels makes another model: `repeats`
-measures several, and their spread is in every interval. Without repeats an interval of rounded weights is of the one
-rounding that was measured, and so is a verdict on it.
+The result of rounding depends partly on chance: another calibration sample or order of channels gives another model.
+`repeats` measures several roundings, and every interval includes their spread. Without repeats, intervals and verdicts
+hold only for the one rounding that was measured.
 
-A checkpoint that is quantized already, such as one trained in low bits, is measured as it is: it has no variants, and
-it does not say what it lost against a float model. Besides text, the same variants can be asked to find needles
-(retrieval.py). Artifacts are measured on ONNX Runtime, beside the float checkpoint that they were made from.
+A checkpoint that is already quantized, such as one trained in low bits, is measured as it is: it has no variants, and
+its loss against a float model is unknown. The same variants can also be tested on finding needles (retrieval.py).
+Artifacts are measured on ONNX Runtime, together with the float checkpoint that they were made from.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from .retrieval import Retrieval, contrast, label, retrieval, settings
 from .tasks import Answers, Tasks, TaskScore, artifact_model, score, torch_model
 from .variants import ATTENTION, BITS, FLOAT, METHODS, NO_METHOD, WHAT, bits_of, variants
 
-RTN = "rtn"  # rounding to nearest, whose loss the other methods recover
-Key = tuple[str, str, str] | None  # of a variant; None: the model as its checkpoint has it
+RTN = "rtn"  # rounding to nearest, the baseline of `recovered`
+Key = tuple[str, str, str] | None  # of a variant; None: the unchanged checkpoint
 
 
 @dataclass(frozen=True)
 class Result:
-    """One model at one width. All intervals but that of `perplexity` are of paired differences to the 16-bit model."""
+    """One model at one width. All intervals except `perplexity`'s are of paired differences to the 16-bit model."""
 
     model: str
     what: str  # one of WHAT, or "artifact"; "none" for the 16-bit model itself, or a quantized checkpoint
@@ -61,26 +61,26 @@ class Result:
     ratio: Estimate  # of perplexities, to the 16-bit model's: 1.02 is 2 % worse
     kl: Estimate  # nats a token, from the 16-bit model
     agreement: Estimate  # share of tokens with the same most likely prediction
-    recovered: Estimate | None  # share of the loss of rtn at this format; None: rtn itself, not compared, or no loss
-    cache_bytes: float  # of the KV cache, a token of context
+    recovered: Estimate | None  # share of rtn's loss that is avoided; None: rtn itself, not compared, or no loss
+    cache_bytes: float  # of the KV cache, per token of context
     cost: Cost  # of a decoded token, at the windows' length
     retrieval: tuple[Retrieval, ...]  # one for each set of needles
     tasks: tuple[TaskScore, ...]  # of lm-evaluation-harness
-    repeats: int  # roundings measured; 1 where none is made, or nothing is said of others
+    repeats: int  # number of roundings measured; 1 also if nothing is rounded
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """Does one model lose more at a width than another? Paired, on the same windows."""
+    """Whether one model loses more at a width than another: paired, on the same windows."""
 
     model: str
     against: str
     what: str
     format: str
     method: str
-    difference: Estimate  # log(ratio of `model`) - log(ratio of `against`), nats a token: below 0, `model` loses less
+    difference: Estimate  # log(ratio of `model`) - log(ratio of `against`), nats per token: below 0, `model` loses less
     retrieval: tuple[Estimate, ...]  # change of `model` - change of `against`, of needles: above 0, `model` loses less
-    repeats: int | None  # roundings of each model; 1: the difference is of one only. None: no weights are rounded
+    repeats: int | None  # roundings of each model; None: no weights are rounded
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Comparison:
     text: dict[str, Any]  # source, sha256, windows, length, scored_tokens
     calibration: (
         dict[str, Any] | None
-    )  # source, sha256, windows, length, tokens, samples (the first is told of); or None
+    )  # source, sha256, windows, length, tokens (of the first sample), samples; or None
     refused: tuple[Refusal, ...]
     needles: tuple[dict[str, Any], ...]  # length, needles, queries, rows, source, sha256 of each set
     arithmetic: str  # of quantized linear layers, one of measure.ARITHMETICS
@@ -113,15 +113,15 @@ class Comparison:
         return asdict(self)
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row per result, for a table. Of a decoded token: "MB moved", and millions of operations with ternary,
-        integer and float weights ("M ops t/i/f"; cost.py)."""
+        """Return a row per result. "MB moved" and "M ops t/i/f" (millions of operations with ternary, integer and float
+        weights; cost.py) are per decoded token."""
         percent = f"{self.confidence:.0%}"
         several = any(result.method not in (NO_METHOD, RTN) for result in self.results)
         compared = {result.what for result in self.results}
         weights, cache = "weights" in compared, compared & set(ATTENTION)
         rows = []
         for result in self.results:
-            stored = result.what == "none" and result.format != FLOAT  # quantized already: nothing to compare it with
+            stored = result.what == "none" and result.format != FLOAT  # already quantized: has no float model
             ratio = result.ratio
             rows.append(
                 {
@@ -150,7 +150,7 @@ class Comparison:
         files.write_json(path, self.to_dict())
 
     def write_csv(self, path: str | Path) -> None:
-        """Every result with the ends of its intervals, in full precision."""
+        """Write every result with the ends of its intervals, in full precision."""
         table = [_flat(result) for result in self.results]
         with files.write_atomic(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(table[0]))
@@ -177,15 +177,15 @@ def compare(
     needles: Sequence[NeedleWindows] = (),
     tasks: Tasks | None = None,
 ) -> Comparison:
-    """Compare float checkpoints at several bit-widths, and quantized ones as they are, on windows cut by the tokenizer
-    that they share.
+    """Compare float checkpoints at several bit-widths, and quantized ones unchanged, on windows of their shared
+    tokenizer.
 
-    methods: recipes by which weights are rounded. calibration: windows of other text, for those that calibrate; a
-    sample for each repeat, or one for all. repeats: roundings of each variant whose weights are rounded. arithmetic:
-    "artifact" or "float" (measure.py). artifacts: those of the checkpoints, to be measured on ONNX Runtime. names: of
-    the models, for tables and plots; by default the folders' names. batch_size: windows at a time. confidence: of the
-    intervals. cache_bytes: for the 16-bit model's log-probabilities. needles: sets of rows in which every variant looks
-    for needles. tasks: of lm-evaluation-harness, which every variant does. Raises DiffbitError where models, windows or
+    methods: recipes for rounding weights. calibration: windows of other text, for methods that calibrate; a sample for
+    each repeat, or one for all. repeats: number of roundings of each variant with rounded weights. arithmetic:
+    "artifact" or "float" (measure.py). artifacts: artifacts of the checkpoints, to measure on ONNX Runtime. names: of
+    the models, for tables and plots; default: the folders' names. batch_size: windows at a time. confidence: of the
+    intervals. cache_bytes: memory for the 16-bit model's log-probabilities. needles: sets of rows with needles, to test
+    every variant on. tasks: tasks of lm-evaluation-harness for every variant. Raises DiffbitError if models, windows or
     names do not fit together.
     """
     chosen = variants(bits, what, methods)
@@ -251,7 +251,7 @@ def conclude(
     needles: Sequence[NeedleWindows] = (),
     arithmetic: str = "artifact",
 ) -> Comparison:
-    """The measurements of each model, by name and with the 16-bit model first, as a comparison."""
+    """Turn the measurements of each model, by name and with the 16-bit model first, into a comparison."""
     results: list[Result] = []
     contrasts: list[Contrast] = []
     models: list[ModelInfo] = []
@@ -291,7 +291,7 @@ def _result(
     confidence: float,
     needles: Sequence[NeedleWindows],
 ) -> Result:
-    """own: everything measured of the model, by key."""
+    """own: all measurements of the model, by key."""
     variant, scores, reference = measured.variant, measured.scores, own[None].scores
     stored = None if measured.scheme is None else measured.scheme.weights
     attention = AttentionScheme() if measured.scheme is None else measured.scheme.attention
@@ -325,7 +325,7 @@ def _result(
 def _contrasts(
     name: str, own: Mapping[Key, Measured], first: str, of_first: Mapping[Key, Measured], confidence: float
 ) -> list[Contrast]:
-    """Variants that both models have, against the first model's."""
+    """Compare the variants that both models have with the first model's."""
     whole, first_whole, contrasts = own[None], of_first[None], []
     for key, low in own.items():
         other = of_first.get(key)
@@ -347,7 +347,7 @@ def _about(windows: Windows) -> dict[str, Any]:
 
 
 def _flat(result: Result) -> dict[str, Any]:
-    """A result as columns of a CSV file."""
+    """Return a result as columns of a CSV file."""
     row = asdict(result)
     cost, needles, tasks = row.pop("cost"), row.pop("retrieval"), row.pop("tasks")
     row |= {f"token_{part}": number for part, number in cost.items()}
@@ -366,7 +366,7 @@ def _flat(result: Result) -> dict[str, Any]:
 
 
 def _share_found(value: Estimate, change: Estimate) -> str:
-    """A share, such as that of queries answered and, in percentage points, its change with the interval."""
+    """Format a share, such as that of queries answered, and its change with the interval in percentage points."""
     points = (f"{100 * end:+z.1f}" for end in (change.value, change.low, change.high))
     return f"{value.value:.1%} ({next(points)}; {next(points)} to {next(points)})"
 

@@ -1,20 +1,20 @@
-"""What one decoded token costs, counted from a model's shapes and its scheme: bytes moved and operations.
+"""The cost of one decoded token, computed from a model's shapes and its scheme: bytes moved and operations.
 
-Of one sequence with `context` tokens in the cache, the new one among them. Bytes are those that come from, or go to,
-memory once a token: all weights in their formats, a row of the embedding (beside the whole table where it is the head),
-the keys and values that are read and those that are written. Activations stay in caches and are not counted.
+For one sequence with `context` tokens in the cache, including the new one. Bytes are those read from, or written to,
+memory per token: all weights in their formats, a row of the embedding (in addition to the whole table if it is the
+head), and the keys and values that are read and written. Activations stay in CPU caches and are not counted.
 
 Operations:
 
-    ternary   additions of integer activations, one a ternary weight (a weight of 0 counts too)
+    ternary   additions of integer activations, one per ternary weight (zero weights count, too)
     integer   multiply-adds of integers of 8 bits or fewer: int8 activations by int2 to int8 weights, low-bit q k^T
     floating  multiply-adds of float matrices: float and nf4 layers, the head, attention
-    other     what is done element by element, each a float multiply-add: norms, RoPE, softmax, gates, residual sums,
-              rounding of activations, scales, Hadamard transforms (K log2 h additions), keys and values out of codes
+    other     elementwise operations, each counted as a float multiply-add: norms, RoPE, softmax, gates, residual sums,
+              rounding of activations, scales, Hadamard transforms (K log2 h additions), dequantized keys and values
 
-Attention is counted as the exported operators compute it: n query sub-heads of width d take n d T multiply-adds for
-q k^T. For the product with the values float attention takes n d T, too (diff_v1 subtracts first and has one product of
-H heads 2d wide; diff_v2 has two products d wide), low-bit attention one product after the difference.
+Attention is counted as the exported operators compute it: q k^T of n query sub-heads of width d takes n d T
+multiply-adds. The product with the values takes n d T, too, in float attention (diff_v1 subtracts first and has one
+product of H heads 2d wide; diff_v2 has two products d wide); low-bit attention has one product after the difference.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WIDTHS = {"float16": 2, "float32": 4}
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one decoded token; see the module's docstring."""
+    """The cost of one decoded token; see the module's docstring."""
 
     context: int
     weight_bytes: int  # of linear layers, head, norms and the embedding's row
@@ -50,12 +50,12 @@ class Cost:
 
     @property
     def operations(self) -> dict[str, int]:
-        """By kind; what is done element by element is float, too."""
+        """Operations by kind; elementwise ones count as float."""
         return {"ternary": self.ternary, "integer": self.integer, "float": self.floating + self.other}
 
 
 def token_cost(config: ModelConfig, scheme: Scheme | None, context: int, dtype: str = "float16") -> Cost:
-    """Of a model under a scheme (None: float); dtype, float16 or float32: of what is not quantized, cache included."""
+    """Return the cost for a model under a scheme (None: float); dtype: float16 or float32, of float parts."""
     scheme = scheme or Scheme()
     count = Counter(ternary=0, integer=0, floating=0, other=0)
     nbytes = config.hidden_size * WIDTHS[dtype]  # the embedding's row
@@ -78,7 +78,7 @@ def token_cost(config: ModelConfig, scheme: Scheme | None, context: int, dtype: 
             count["floating"] += weights
             count["other"] += rows * format.groups(columns)
     for name, shape in shapes(config).items():
-        if is_linear(name) or name == EMBEDDING or ".lambda_" in name:  # counted; these vectors are constants
+        if is_linear(name) or name == EMBEDDING or ".lambda_" in name:  # already counted; lambda vectors are constants
             continue
         nbytes += prod(shape) * WIDTHS["float32" if stays_float32(name) else dtype]
         count["other"] += prod(shape) * (2 if name.endswith("norm.weight") else name.endswith(".bias"))
@@ -90,9 +90,9 @@ def token_cost(config: ModelConfig, scheme: Scheme | None, context: int, dtype: 
 
 
 def _layer(layer: LayerSpec, scheme: Scheme, context: int) -> dict[str, int]:
-    """Operations of a layer outside its linears and weighted norms."""
+    """Count the operations of a layer outside its linears and weighted norms."""
     attention = scheme.attention
-    cached = 0  # numbers of keys, and of values, in the cache
+    cached = 0  # how many numbers of keys, and of values, are in the cache
 
     def kv(heads: int, width: int, in_place: str, sliding_window: int) -> tuple[Buffer, ...]:
         nonlocal cached

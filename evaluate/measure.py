@@ -2,18 +2,18 @@
 
 Each variant is made in memory from the float checkpoint, scored token by token against it (metrics.py), and dropped
 before the next one is made. "16 bits" is the checkpoint itself, computed in float32. Artifacts of the model run on ONNX
-Runtime, a window at a time.
+Runtime, one window at a time.
 
-What is scored is what runs: by default linear layers round their inputs as the artifact's operators do on a CPU, mostly
-to int8 in blocks (quantize/formats/ has the rule of each). "float" leaves them as the scheme has them.
+By default, linear layers round their inputs as the artifact's operators do on a CPU, mostly to int8 in blocks
+(quantize/formats/ defines the rule of each format). "float" rounds them only if the scheme says so.
 
-Where weights are rounded, `repeats` makes a variant several times: each time in another order of the channels
-(quantize/reorder.py), the first in the model's own, and calibrated on another sample.
+If weights are rounded, `repeats` makes a variant several times, each time calibrated on another sample and with another
+order of the channels (quantize/reorder.py); the first uses the model's own order.
 
-Memory: the model, one variant (which shares with it what is not quantized), and the 16-bit model's log-probabilities of
+Memory: the model, one variant (which shares unquantized tensors with it), and the 16-bit model's log-probabilities for
 as many windows as fit into `cache_bytes`. On the other windows the 16-bit model runs again for each variant, because a
-variant can be slow to make and is made only once. Low-bit attention holds its weights [heads, T, T] in memory several
-times over; it takes as many windows at a time as fit into EXPLICIT_BYTES.
+variant can be slow to make and is made only once. Low-bit attention holds several copies of its weights [heads, T, T];
+it processes as many windows at a time as fit into EXPLICIT_BYTES.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from .retrieval import answered
 from .tasks import Answers, of_repeats
 from .variants import Variant, on_a_device
 
-EXPLICIT_BYTES = 2 << 30  # of attention weights at a time, where low-bit attention computes them one by one
-COPIES = 8  # of them, in float32: logits, probabilities, masks
+EXPLICIT_BYTES = 2 << 30  # memory for explicit attention weights in low-bit attention
+COPIES = 8  # of the attention weights, in float32: logits, probabilities, masks
 
 
-ARITHMETICS = ("artifact", "float")  # of quantized linear layers: their inputs as a device rounds them, or not
+ARITHMETICS = ("artifact", "float")  # inputs of quantized linear layers: rounded as on a device, or not
 Logits = Callable[[Tensor, Tensor | None], Tensor]
 """(ids int64 [B, S], mask int64 [B, S] or None: all are tokens) -> logits [B, S, V]"""
 Ask = Callable[[Decoder | Artifact], Sequence[Answers]]
@@ -52,11 +52,11 @@ Ask = Callable[[Decoder | Artifact], Sequence[Answers]]
 
 @dataclass(frozen=True)
 class Measured:
-    """A variant of a model on the windows; variant None is the model as its checkpoint has it."""
+    """A variant of a model on the windows; variant None is the unchanged checkpoint."""
 
     variant: Variant | None
     scheme: Scheme | None  # of the variant, or of a checkpoint that is quantized already
-    scores: Scores  # of a rounding, or of several
+    scores: Scores  # of one or several roundings
     nbytes: int  # of the weights in a float16 artifact; of an artifact, of its files
     bits_per_weight: float  # of the linear layers that are quantized, scales included
     cost: Cost  # of a decoded token, at the windows' length
@@ -92,9 +92,9 @@ def measure(
 ) -> tuple[list[Measured], list[Refusal]]:
     """Measure the model and each chosen variant on all windows and needles; also returns what the methods refused.
 
-    calibration: a sample for each repeat, or one for all. stored: the scheme of a checkpoint that is quantized already;
-    it has no variants. artifacts: of this model. ask: puts tasks to each. Raises DiffbitError where a model computes
-    NaN, and where every variant was refused.
+    calibration: a sample for each repeat, or one for all. stored: the scheme of a checkpoint that is already quantized;
+    it has no variants. artifacts: of this model. ask: runs tasks on each. Raises DiffbitError if a model computes NaN,
+    or if every variant was refused.
     """
     _check(chosen, calibration, repeats, arithmetic, batch_size)
     scorer = _Scorer(decoder, windows, cache_bytes)
@@ -172,7 +172,7 @@ def in_torch(model: Decoder) -> Logits:
 
 
 def on_device(session: Session) -> Logits:
-    """Of an artifact on ONNX Runtime: a row at a time, each on an empty cache."""
+    """Return the logits function of an artifact on ONNX Runtime: one row at a time, each with an empty cache."""
 
     def logits(ids: Tensor, mask: Tensor | None) -> Tensor:
         rows = []
@@ -204,7 +204,7 @@ def _measured_on_device(artifact: Artifact, scorer: _Scorer, length: int, ask: A
 
 
 class _Scorer:
-    """Scores models on windows of text against the 16-bit model, whose log-probabilities it keeps where they fit."""
+    """Scores models on windows of text against the 16-bit model, whose log-probabilities it keeps if they fit."""
 
     def __init__(self, reference: Decoder, windows: Windows, cache_bytes: int) -> None:
         self.reference = reference
@@ -213,10 +213,10 @@ class _Scorer:
         self.document = windows.document
         self.cached_windows = cache_bytes // (self.ids.shape[1] * reference.config.vocab_size * 4)
         self.cache: dict[int, Tensor] = {}
-        self.begun = False  # has the 16-bit model been scored?
+        self.begun = False  # whether the 16-bit model has been scored
 
     def scores(self, logits: Logits, batch_size: int) -> Scores:
-        """Of the 16-bit model, which comes first, or of another one."""
+        """Score the 16-bit model, which must come first, or another one."""
         scores = Scores.zeros(len(self.ids), self.document)
         for start in range(0, len(self.ids), batch_size):
             batch = slice(start, min(start + batch_size, len(self.ids)))
@@ -254,7 +254,7 @@ def _apply(decoder: Decoder, variant: Variant, calibration: Sequence[Windows], r
 
 
 def _batch_size(variant: Variant | None, config: ModelConfig, length: int, wanted: int) -> int:
-    """Windows of `length` tokens that a variant takes at a time, at most as many as wanted."""
+    """Return how many windows of `length` tokens a variant processes at a time, at most `wanted`."""
     if variant is None or variant.scheme.attention == AttentionScheme():
         return wanted
     heads = max(layer.mixer.softmaxes for layer in config.layers) or 1  # each has weights of its own
@@ -262,7 +262,7 @@ def _batch_size(variant: Variant | None, config: ModelConfig, length: int, wante
 
 
 def _bits_per_weight(config: ModelConfig, scheme: Scheme | None) -> float:
-    """Over the decoder's linear layers that the scheme quantizes; 16 where it quantizes none."""
+    """Average over the decoder's linear layers that the scheme quantizes; 16 if it quantizes none."""
     formats = {} if scheme is None else scheme.formats(config)
     own = {m: shape for m, shape in linear_shapes(config).items() if m in formats and m != HEAD_MODULE}
     nbytes = sum(formats[module].device_nbytes(shape, 2) for module, shape in own.items())

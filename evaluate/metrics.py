@@ -6,47 +6,47 @@
 
 Per window only sums are kept: tokens, negative log likelihood, KL, agreements. Everything else follows from them.
 
-The intervals. What varies is the text, and tokens of one window are far from independent, so the window is the unit.
-Neighbouring windows resemble each other, too (of our models' losses, lag 1: 0.18 to 0.36), and so do windows of one
-document. So the error comes from the slow waves of the series of windows, in which all that is common to neighbours
-shows: of sums y_w over n_w tokens in the order of the text the estimate is r = sum y / sum n, and, with the residuals
-e_w = y_w - r n_w of W windows and B cosine waves (equal-weighted cosine estimator: Lazarus, Lewis, Stock and Watson,
-"HAR inference", J. Business & Economic Statistics 36, 2018),
+Intervals describe the variation of the text. Tokens of one window are far from independent, so the window is the unit.
+Neighbouring windows are correlated, too (lag-1 correlation of our models' losses: 0.18 to 0.36), and so are windows of
+one document. So the error is estimated from low-frequency cosine waves over the series of windows, which capture the
+correlation. For sums y_w over n_w tokens in the order of the text, the estimate is r = sum y / sum n, and, with the
+residuals e_w = y_w - r n_w of W windows and B cosine waves (equal-weighted cosine estimator: Lazarus, Lewis, Stock and
+Watson, "HAR inference", J. Business & Economic Statistics 36, 2018),
 
     u_j = sqrt(2 / B) sum_w e_w cos(pi j (w + 1/2) / W),   j = 1 ... B          error^2 = sum u_j^2 / (sum n)^2
 
-and (r - truth) / error has Student's distribution with B degrees of freedom. All waves, B = W - 1, would be the classic
-t-interval of independent windows. B is the cube root of W, and at most half the number of documents, of which a long
-one counts for more: D = 1 / sum of the squared shares of the windows (one document: no limit); never below 2.
+and (r - truth) / error has Student's distribution with B degrees of freedom. All waves, B = W - 1, would give the
+classic t-interval of independent windows. B is the cube root of W, at most half the effective number of documents D = 1
+/ sum of the squared shares of the windows (one document: no limit), and never below 2.
 
-Losses are skewed. With k = skewness(e) / sqrt(W) the interval is that of a statistic from which Hall's transformation
-(J. Royal Statistical Society B 54, 1992) takes the skewness, with t the quantile of Student's distribution:
+Losses are skewed. Hall's transformation (J. Royal Statistical Society B 54, 1992) removes the skewness: with
+k = skewness(e) / sqrt(W) and t the quantile of Student's distribution, the interval is
 
     r - error h(t)  to  r - error h(-t),        h(z) = 3/k (cbrt(1 + k (z - k/6)) - 1)
 
-Simulated coverage where 95 % is promised (tests/evaluate/test_metrics.py), windows with a lag-1 correlation of 0, 0.2
-and 0.4: normal losses 95, 95, 92 % with 8 windows and 94 to 96 with 16 to 240; lognormal ones (sigma 1) 94, 93, 91 %
-with 8 windows and 94 to 96 with more. 3 to 30 documents with effects of their own (30 % of the variance): 94 to 96 %.
-Not covered: two documents (85 to 94 %), or one that makes up most of the text (85 to 88 %); there the interval is for
-text of these documents. Windows taken as independent would be covered 79 to 91 % and, lognormal, 71 to 85 %; few
-documents, 35 to 90 %.
+Simulated coverage of 95 % intervals (tests/evaluate/test_metrics.py), for windows with a lag-1 correlation of 0, 0.2
+and 0.4: normal losses 95, 95, 92 % with 8 windows and 94 to 96 with 16 to 240; lognormal losses (sigma 1) 94, 93, 91 %
+with 8 windows and 94 to 96 with more. 3 to 30 documents with their own effects (30 % of the variance): 94 to 96 %.
+Coverage is lower for two documents (85 to 94 %), or if one makes up most of the text (85 to 88 %); the interval then
+only holds for text of these documents. Treating windows as independent would give 79 to 91 % and, lognormal, 71 to 85
+%; with few documents, 35 to 90 %.
 
-Two models are compared on the SAME windows: y_w is then the difference of their sums in window w, so that what makes a
-window hard for both cancels ("paired"). That interval is many times narrower than what two separate ones would suggest.
-Perplexities and their ratios are exponentials of such an r and of its interval's ends.
+Two models are compared on the SAME windows: y_w is then the difference of their sums in window w, so that the
+difficulty of a window for both cancels ("paired"). This interval is many times narrower than two separate ones would
+suggest. Perplexities and their ratios are exponentials of such an r and of its interval's ends.
 
-Repeats. Which weights round up is chance: another calibration sample, or another order of the channels, gives another
-model with about the same error, and another perplexity. Sums [K, W] are those of K such roundings, r is their mean, and
-the variance of it, s^2 / K of the K rates, is added to the text's; Student's degrees of freedom are then those of
-Satterthwaite (1946), rounded down. One rounding says nothing of others: its interval is over text alone.
+Repeats. The result of rounding depends partly on chance: another calibration sample, or another order of the channels,
+gives another model with about the same error but another perplexity. For K such roundings with sums [K, W], r is their
+mean, and its variance, s^2 / K of the K rates, is added to the text's; Student's degrees of freedom are Satterthwaite's
+(1946), rounded down. The interval of a single rounding covers only the text.
 
 The share of plain rounding's loss that a method recovers is 1 - q with q = sum d / sum d0, where d_w and d0_w are the
 paired differences of the method's and of plain rounding's windows to the 16-bit model. Its interval is Fieller's
-(1954): all q for which the interval above, of d_w - q d0_w, holds zero. Where plain rounding's own
-loss cannot be told from zero, there is nothing to recover: the share is None.
+(1954): all q for which the interval above, of d_w - q d0_w, contains zero. If plain rounding's own loss is not
+significantly different from zero, the share is None.
 
-What no interval here covers: another training run of the same model, and text of another kind. Where every window
-agrees exactly the interval has no width.
+The intervals cover neither another training run of the same model nor text of another kind. If all windows agree
+exactly, the interval has zero width.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Scores:
     nll: np.ndarray  # nats
     kl: np.ndarray  # nats, from the 16-bit model to this one
     agree: np.ndarray  # tokens at which the most likely one is the 16-bit model's
-    document: np.ndarray | None = None  # [W], the number of each window's document; None: all are of one
+    document: np.ndarray | None = None  # [W], the number of each window's document; None: a single document
 
     @classmethod
     def zeros(cls, windows: int, document: np.ndarray | None = None) -> Scores:
@@ -94,7 +94,7 @@ class Scores:
 
     @classmethod
     def of_repeats(cls, repeats: Sequence[Scores]) -> Scores:
-        """The same windows scored under K roundings, as one; of a single one [W] as it is."""
+        """Combine the scores of the same windows under K roundings; a single one keeps its shape [W]."""
         if len(repeats) == 1:
             return repeats[0]
         nll, kl, agree = (np.stack([getattr(one, name) for one in repeats]) for name in ("nll", "kl", "agree"))
@@ -106,7 +106,7 @@ class Scores:
         return len(self.nll) if self.nll.ndim == 2 else 1
 
     def perplexity(self, confidence: float = CONFIDENCE) -> Estimate:
-        """Of this model on this text; to compare models use `perplexity_ratio`, whose interval is paired."""
+        """Perplexity on this text; to compare models use `perplexity_ratio`, whose interval is paired."""
         return _exp(mean(self.nll, self.tokens, confidence, self.document))
 
     def divergence(self, confidence: float = CONFIDENCE) -> Estimate:
@@ -118,12 +118,12 @@ class Scores:
 
 
 def perplexity_ratio(model: Scores, reference: Scores, confidence: float = CONFIDENCE) -> Estimate:
-    """Perplexity of `model` over that of `reference` on the same windows, paired: 1.02 is 2 % worse."""
+    """Return the perplexity of `model` / that of `reference` on the same windows, paired: 1.02 is 2 % worse."""
     return _exp(mean(paired(model, reference), model.tokens, confidence, model.document))
 
 
 def paired(model: Scores, reference: Scores) -> np.ndarray:
-    """Difference of the log likelihoods lost, per window [W]; [K, W] where one of the two has K repeats, or both."""
+    """Return the difference of negative log likelihoods per window, [W], or [K, W] if one or both have K repeats."""
     if not np.array_equal(model.tokens, reference.tokens):
         raise ValueError("the two were scored on different windows; a paired difference needs the same")
     return model.nll - reference.nll
@@ -137,10 +137,10 @@ def mean(
     *,
     independent: bool = False,
 ) -> Estimate:
-    """sum(totals) / sum(tokens) with its interval (see the module's docstring).
+    """Return sum(totals) / sum(tokens) with its interval (see the module's docstring).
 
-    totals [W], or [K, W] of repeats; tokens [W]; document [W], the number of each window's document (None: all of one).
-    independent: whether windows have nothing in common, so that all waves count.
+    totals [W], or [K, W] of repeats; tokens [W]; document [W], the number of each window's document (None: a single
+    one). independent: whether windows are independent, so that all waves are used.
     """
     totals = np.atleast_2d(totals)
     windows, scored = len(tokens), float(np.sum(tokens))
@@ -157,13 +157,13 @@ def mean(
     if not error:
         return Estimate(rate, rate, rate)
     skewness = float(np.mean(residuals**3)) / float(np.mean(residuals**2)) ** 1.5 if variances[0] else 0.0
-    k = skewness / math.sqrt(windows) * (variances[0] / error**2) ** 1.5  # roundings are taken as symmetric
+    k = skewness / math.sqrt(windows) * (variances[0] / error**2) ** 1.5  # roundings: assumed symmetric
     t = _quantile(confidence, spreads)
     return Estimate(rate, rate - error * _unskewed(t, k) / scored, rate - error * _unskewed(-t, k) / scored)
 
 
 def frequencies(windows: int, document: np.ndarray | None = None) -> int:
-    """B, the waves of a series of windows that its error is taken from."""
+    """Return B, the number of cosine waves from which the error of a series of windows is estimated."""
     most = max(2, int(windows ** (1 / 3) + 1e-9))
     shares = np.ones(1) if document is None else np.unique(document, return_counts=True)[1] / windows
     if len(shares) > 1:
@@ -172,27 +172,27 @@ def frequencies(windows: int, document: np.ndarray | None = None) -> int:
 
 
 def _residuals(totals: np.ndarray, tokens: np.ndarray) -> tuple[float, np.ndarray]:
-    """[K, W] -> r, and e [W], of the mean over the repeats."""
+    """Return r, and e [W] of the mean over the repeats, for totals [K, W]."""
     summed = totals.mean(0)
     rate = float(summed.sum() / tokens.sum())
     return rate, summed - rate * tokens
 
 
 def _text_spread(residuals: np.ndarray, count: int) -> np.ndarray:
-    """u [B]: numbers of mean 0, whose squares add up to the variance of a sum over windows."""
+    """Return u [B]: numbers of mean 0 whose squares sum to the variance of a sum over windows."""
     windows = len(residuals)
     waves = np.cos(np.pi / windows * np.outer(np.arange(1, count + 1), np.arange(windows) + 0.5))
     return math.sqrt(2 / count) * (waves @ residuals)
 
 
 def _rounding_spread(sums: np.ndarray) -> np.ndarray:
-    """[K] -> [K], the same of the mean of K sums; nothing where there is one."""
+    """Return the same for the mean of K sums: [K] -> [K]; empty for K = 1."""
     repeats = len(sums)
     return (sums - sums.mean()) / math.sqrt(repeats * (repeats - 1)) if repeats > 1 else np.zeros(0)
 
 
 def _quantile(confidence: float, spreads: Sequence[np.ndarray]) -> float:
-    """Of Student's distribution for a variance that has two parts, of the text [B] and of roundings [K] or [0]."""
+    """Return Student's quantile for a variance with two parts: of the text [B], and of roundings [K] or [0]."""
     text, rounding = (float(spread @ spread) for spread in spreads)
     freedom, repeats = len(spreads[0]), len(spreads[1])
     if rounding:
@@ -201,14 +201,15 @@ def _quantile(confidence: float, spreads: Sequence[np.ndarray]) -> float:
 
 
 def _unskewed(z: float, k: float) -> float:
-    """h(z) of Hall's transformation."""
+    """Return h(z) of Hall's transformation."""
     return z if abs(k) < 1e-6 else 3 / k * (float(np.cbrt(1 + k * (z - k / 6))) - 1)
 
 
 def recovered(method: Scores, rounded: Scores, reference: Scores, confidence: float = CONFIDENCE) -> Estimate | None:
-    """Share of the loss of `rounded` (plain rounding) that `method` does not have: 1 - log(ratio) / log(ratio).
+    """Return the share of the loss of `rounded` (plain rounding) that `method` avoids: 1 - log(ratio) / log(ratio).
 
-    1: as good as the 16-bit model; below 0: worse than plain rounding. None where plain rounding's loss is not sure.
+    1: as good as the 16-bit model; below 0: worse than plain rounding. None if plain rounding's loss is not
+    significant.
     """
     ours, theirs = paired(method, reference), paired(rounded, reference)
     if mean(theirs, reference.tokens, confidence, reference.document).low <= 0:
@@ -221,7 +222,7 @@ def recovered(method: Scores, rounded: Scores, reference: Scores, confidence: fl
         return one.low <= 0 <= one.high
 
     def last(direction: float) -> float:
-        """Where the interval ends: theirs.low > 0, so that it does."""
+        """Return an end of the interval, which exists because theirs.low > 0."""
         step = direction * 1e-3
         while holds(q + step):
             step *= 2
@@ -235,9 +236,9 @@ def recovered(method: Scores, rounded: Scores, reference: Scores, confidence: fl
 
 
 def log_probabilities(logits: Tensor, target: Tensor) -> Tensor:
-    """log softmax at the places that predict a scored token: logits [S, V], target bool [S] -> fp32 [n, V].
+    """Return log softmax at the positions that predict a scored token: logits [S, V], target bool [S] -> fp32 [n, V].
 
-    Token t is predicted by the logits at t - 1; target[0] cannot be, and is ignored.
+    The logits at t - 1 predict token t; target[0] cannot be predicted and is ignored.
     """
     return F.log_softmax(logits[:-1][target[1:]].float(), dim=-1)
 
@@ -263,7 +264,7 @@ def score(scores: Scores, window: int, ids: Tensor, target: Tensor, log_q: Tenso
 
 @functools.cache
 def t_quantile(probability: float, freedom: int) -> float:
-    """Quantile of Student's t, 0.5 <= probability < 1, by bisection of the closed form of its distribution."""
+    """Return the quantile of Student's t, 0.5 <= probability < 1, by bisection of its closed-form distribution."""
     low, high = 0.0, 1.0
     while t_distribution(high, freedom) < probability:
         low, high = high, 2 * high
@@ -287,10 +288,10 @@ def t_distribution(t: float, freedom: int) -> float:
 
 
 def _exp(estimate: Estimate) -> Estimate:
-    """Exponentials, at most e^700: a model that is that wrong has no more precise number."""
+    """Exponentiate an estimate, limited to e^700 to avoid overflow."""
     return Estimate(*(math.exp(min(x, 700.0)) for x in (estimate.value, estimate.low, estimate.high)))
 
 
 def clip(estimate: Estimate, low: float, high: float) -> Estimate:
-    """The interval's ends within what can be."""
+    """Limit the interval's ends to the possible range."""
     return Estimate(estimate.value, max(estimate.low, low), min(estimate.high, high))

@@ -1,18 +1,18 @@
-"""How large do a model's activations get? Low bits depend on it: the largest value sets an absmax scale, and what is
-small against it is rounded away.
+"""Measures how large a model's activations get. Low bits depend on it: the largest value sets an absmax scale, and
+numbers small relative to it are rounded away.
 
-Measured as in Table 5 of arXiv 2410.05258, over all layers and over each, on the tokens of evaluation windows:
+Measured as in Table 5 of arXiv 2410.05258, over all layers and over each layer, on the tokens of evaluation windows:
 
-- attention logits: q k^T / sqrt d, fp32, before the mask and the softmax, and only where a real query may look at a
-  real key. A differential model has two logits per head, so its sub-heads 2i (signal) and 2i+1 (noise) both count.
-- hidden states: the residual stream as each decoder block returns it, [B, S, hidden], real tokens only. Neither the
-  embedding's output nor the final norm's is among them.
+- attention logits: q k^T / sqrt d, fp32, before the mask and the softmax, only for a real query that may see a real
+  key. A differential model has two logits per head, so its sub-heads 2i (signal) and 2i+1 (noise) both count.
+- hidden states: the residual stream as each decoder block returns it, [B, S, hidden], real tokens only, without the
+  outputs of the embedding and the final norm.
 
-Of |x|: the 1st, 2nd, 3rd, 10th and 100th largest value and the median. Of x: mean, standard deviation and kurtosis
-E[(x-mean)^4] / E[(x-mean)^2]^2 (a normal distribution has 3, a uniform one 1.8; outliers push it into the hundreds).
-And where the largest sits.
+Reported for |x|: the 1st, 2nd, 3rd, 10th and 100th largest value, the median, and the position of the largest; for x:
+mean, standard deviation and kurtosis E[(x-mean)^4] / E[(x-mean)^2]^2 (3 for a normal distribution, 1.8 for a uniform
+one; outliers push it into the hundreds).
 
-No activation is kept. `Statistics` is a summary that numbers are added to and that merges with another:
+No activation is kept. `Statistics` is a summary that numbers can be added to and that can be merged with another:
 
 - the 100 largest are exact: those of a union are among the 100 largest of its parts;
 - the moments are merged in float64 (Pébay's pairwise update, Sandia report SAND2008-6212): exact but for rounding;
@@ -43,7 +43,7 @@ from ..models.layers.softmax import LogitsHook
 from ..progress import track
 
 RANKS = (1, 2, 3, 10, 100)  # of the largest values, as in Table 5
-FRACTION_BITS = 9  # of fp32's 23, that a bin of the histogram keeps
+FRACTION_BITS = 9  # bits of fp32's 23-bit fraction that determine a number's bin
 MEDIAN_ERROR = 2.0 ** -(FRACTION_BITS + 1)  # relative
 _SHIFT = 23 - FRACTION_BITS
 _BINS = 255 << FRACTION_BITS  # every finite fp32 magnitude has one
@@ -52,12 +52,12 @@ _CHUNK = 1 << 22  # numbers that are turned into float64 at a time
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where a value sits: window, token position in it, channel (hidden states) or sub-head (logits), key position."""
+    """The position of a value: window, token in it, channel (hidden states) or sub-head (logits), key token."""
 
     window: int
     position: int
     unit: int
-    key: int | None = None  # attention logits only: the token looked at
+    key: int | None = None  # attention logits only: the key's token
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Summary:
     """Statistics of a set of numbers x, which are not kept."""
 
     count: int
-    top: dict[str, float | None]  # {rank: the rank-th largest |x|} for RANKS; None where there are fewer numbers
+    top: dict[str, float | None]  # {rank: the rank-th largest |x|} for RANKS; None if there are fewer numbers
     median: float  # of |x|, within MEDIAN_ERROR of the true one
-    ratio: float | None  # largest over median: how much of an absmax scale's range the typical value leaves unused
+    ratio: float | None  # largest / median
     mean: float
     std: float
     kurtosis: float | None  # None if all numbers are equal
@@ -82,13 +82,13 @@ class Summary:
 
 @dataclass(frozen=True)
 class Site(Summary):
-    """All layers together, and each that has such numbers: without attention a layer has no logits."""
+    """All layers together, and each layer that has such numbers: a layer without attention has no logits."""
 
     layers: tuple[Summary, ...]
 
 
 class Statistics:
-    """Statistics that numbers are added to; see the module's docstring. They take about 1 MB, however many numbers."""
+    """Accumulates statistics (see the module's docstring) in about 1 MB, however many numbers are added."""
 
     def __init__(self, what: str = "numbers") -> None:
         self.what = what  # for errors
@@ -99,7 +99,7 @@ class Statistics:
         self.place: Place | None = None
 
     def update(self, values: Tensor, place: Callable[[int], Place]) -> None:
-        """Add numbers [n] of any float dtype; `place(i)` says where number i sits, and rises with i."""
+        """Add numbers [n] of any float dtype; `place(i)` is the position of number i, and increases with i."""
         for start in range(0, len(values), _CHUNK):
             chunk = values[start : start + _CHUNK].float()
             magnitude, part = chunk.abs(), Statistics()
@@ -143,7 +143,7 @@ class Statistics:
 
     def summary(self) -> Summary:
         if not self.count or self.place is None:
-            raise DiffbitError("there is nothing to measure: the windows hold no token; give more text")
+            raise DiffbitError("there is nothing to measure: the windows contain no token; give more text")
         largest, median, variance = self.top.tolist(), self.median(), self.m2 / self.count
         return Summary(
             count=self.count,
@@ -158,7 +158,7 @@ class Statistics:
         )
 
     def median(self) -> float:
-        """Of |x|, within MEDIAN_ERROR; of an even count the mean of the middle two, as numpy has it."""
+        """Return the median of |x|, within MEDIAN_ERROR; for an even count the mean of the middle two, as in numpy."""
         middle = torch.tensor([(self.count - 1) // 2, self.count // 2])
         bins = torch.searchsorted(self.histogram.cumsum(0), middle, right=True)
         bits = (bins << _SHIFT) + (1 << (_SHIFT - 1))  # the fraction's middle is the bin's middle
@@ -221,7 +221,7 @@ def measure(decoder: Decoder, windows: Windows, batch_size: int = 8, *, name: st
     """Run the model over the windows, without gradients, and summarize its attention logits and hidden states.
 
     Attention computes its logits explicitly, so a batch needs batch_size * heads * length^2 fp32 numbers. A model with
-    low-bit attention logits keeps them; what is measured is what goes into their quantizer.
+    low-bit attention logits keeps them; the numbers before their rounding are measured.
     """
     layers = list(decoder.model.layers)
     if not any(isinstance(layer.get_submodule("self_attn"), Attention) for layer in layers):
@@ -231,10 +231,10 @@ def measure(decoder: Decoder, windows: Windows, batch_size: int = 8, *, name: st
         for what in ("attention logits", "hidden states")
     )
     device = next(decoder.parameters()).device
-    start, real = 0, torch.empty(0)  # of the batch: its first window; bool [B, S], a token and not filling
+    start, real = 0, torch.empty(0)  # of the batch: its first window; bool [B, S], tokens that are not padding
 
     def on_logits(layer: int, x: Tensor, valid: Tensor) -> None:
-        valid = (valid & real[:, None, :, None])[:, 0]  # [B, S, T]: padding neither looks nor is looked at
+        valid = (valid & real[:, None, :, None])[:, 0]  # [B, S, T]: excludes padding as query; keys are masked already
         for row, (values, seen) in enumerate(zip(x, valid, strict=True)):  # [heads, S, T], [S, T]
             place = partial(_logit_place, start + row, seen.nonzero())
             logits[layer].update(values[:, seen].flatten(), place)
@@ -265,7 +265,7 @@ def _observed(
     on_logits: Callable[[int, Tensor, Tensor], None],
     on_hidden: Callable[[int, Tensor], None],
 ) -> Iterator[None]:
-    """Hooks on every layer for as long as the context lasts; hooks that are there already keep working."""
+    """Install hooks on every layer while the context lasts; existing hooks keep working."""
     with ExitStack() as undo:
         for index, layer in enumerate(layers):
 

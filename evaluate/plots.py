@@ -1,9 +1,9 @@
-"""Plots of what compare.py, outliers.py and mixed precision found, written as .svg or .png. They take the results'
-`to_dict()`, so that a JSON file can be drawn again. plots.mplstyle has the look.
+"""Plots of the results of compare.py, outliers.py and mixed precision, written as .svg or .png. They take the results'
+`to_dict()`, so that a JSON file can be plotted again. plots.mplstyle defines the style.
 
-Colours are those of Okabe and Ito, which can be told apart with every kind of colour blindness; each model also has its
-own marker and dash, so that a black-and-white print reads the same. The i-th model of a comparison has the i-th colour
-in every plot and in the report's tables. matplotlib is imported only when something is drawn.
+Colours are those of Okabe and Ito, which people with any colour blindness can distinguish; each model also has its own
+marker and dash for black-and-white prints. The i-th model of a comparison has the i-th colour in every plot and in the
+report's tables. matplotlib is imported only to draw.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 Data = Mapping[str, Any]
 
 SUBJECTS = {  # what can be compared: a heading, and the label of the horizontal axis
-    "weights": ("Weights", "format, scale per, bits a weight"),
-    "logits": ("Attention logits", "bits of a logit"),
+    "weights": ("Weights", "format, scale per, bits per weight"),
+    "logits": ("Attention logits", "bits per logit"),
     "qk": ("Queries and keys", "integers multiplied"),
     "kv": ("KV cache", "format of the cache"),
     "keys": ("Cached keys", "format of the cache"),
@@ -49,7 +49,7 @@ STYLE = Path(__file__).with_name("plots.mplstyle")
 
 @contextmanager
 def panels(columns: int = 1, rows: int = 1) -> Iterator[tuple[Figure, list[Axes]]]:
-    """A figure with panels in this style, row by row, to draw and save within the context; changes nothing global."""
+    """Yield a figure with panels in this style, row by row, to draw and save in; changes no global state."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -68,7 +68,7 @@ def line(index: int) -> dict[str, Any]:
 
 @contextmanager
 def drawn(path: str | Path, columns: int = 1, rows: int = 1) -> Iterator[list[Axes]]:
-    """Panels to draw, written to a .svg or .png file at the end; another name is refused before the work."""
+    """Yield panels to draw in, written to a .svg or .png file at the end; other names are refused at the start."""
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
         raise DiffbitError(f"{path}: a plot is written as {' or '.join(SUFFIXES)}; choose such a name")
@@ -88,15 +88,15 @@ def svg(figure: Figure) -> str:
 
 
 def short(value: float) -> str:
-    """Three digits that matter, thousands with commas."""
+    """Format a number with three significant digits, and commas for thousands."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}".replace("e-0", "e-")
 
 
 def plot_comparison(comparison: Data, path: str | Path) -> None:
-    """A row of panels for weights and for each part of attention that was compared; `charts` says what is in them."""
+    """Plot a row of panels for weights and for each part of attention that was compared; see `charts`."""
     rows = [charts(comparison, what) for what in subjects(comparison)]
     if not rows:
-        raise DiffbitError("all models came quantized, so there is nothing to draw against bits; give a float one, too")
+        raise DiffbitError("all models are already quantized, so there is nothing to plot; add a float one")
     columns = max(map(len, rows))
     with drawn(path, columns, len(rows)) as axes:
         for number, row in enumerate(rows):
@@ -105,14 +105,14 @@ def plot_comparison(comparison: Data, path: str | Path) -> None:
 
 
 def plot_outliers(reports: Sequence[Data], path: str | Path) -> None:
-    """Largest value and median of every layer, of hidden states and of attention logits."""
+    """Plot the largest value and the median of every layer's hidden states and attention logits."""
     with drawn(path, 2) as axes:
         for panel, site in zip(axes, SITES, strict=True):
             layers(panel, reports, site)
 
 
 def plot_plan(plan: Data, path: str | Path) -> None:
-    """Mixed precision, a `Plan.to_dict()`: loss against size, and the bits of each layer."""
+    """Plot mixed precision, a `Plan.to_dict()`: loss against size, and the bits of each layer."""
     rows = [
         {"name": row["name"], "bits": 8 * row["sizes"][row["format"]] / (row["shape"][0] * row["shape"][1])}
         for row in plan["layers"]
@@ -120,16 +120,16 @@ def plot_plan(plan: Data, path: str | Path) -> None:
     with drawn(path, 2) as axes:
         frontier(axes[0], plan)
         heat_map(axes[1], rows, "bits", 8.0, ".2f")
-        axes[1].set_title("Bits a weight")
+        axes[1].set_title("Bits per weight")
 
 
 def subjects(comparison: Data) -> list[str]:
-    """What was compared, in the order of SUBJECTS."""
+    """Return what was compared, in the order of SUBJECTS."""
     return [what for what in SUBJECTS if any(result["what"] == what for result in comparison["results"])]
 
 
 def order(results: Sequence[Data]) -> dict[str, float]:
-    """{format: bits a weight, or bits} of results, most bits first."""
+    """Return {format: bits per weight, or bits} of results, most bits first."""
     size = {r["format"]: r["bits_per_weight"] if r["what"] == "weights" else r["bits"] for r in results}
     rank = {r["format"]: (r["bits"], size[r["format"]]) for r in results}
     return {name: size[name] for name in sorted(size, key=lambda name: rank[name], reverse=True)}
@@ -169,7 +169,7 @@ class Chart:
 INCREASE = Metric(
     "increase of perplexity", "over the 16-bit model", "%", lambda r, end: 100 * (float(r["ratio"][end]) - 1), 0.01
 )
-KL = Metric("KL divergence", "from the 16-bit model, nats a token", " nats", lambda r, end: float(r["kl"][end]), 1e-7)
+KL = Metric("KL divergence", "from the 16-bit model, nats per token", " nats", lambda r, end: float(r["kl"][end]), 1e-7)
 
 
 def _needles(asked: Data, index: int) -> Metric:
@@ -183,7 +183,7 @@ def _needles(asked: Data, index: int) -> Metric:
 
 
 def charts(comparison: Data, what: str) -> list[Chart]:
-    """What to draw of weights, or of a part of attention.
+    """Return the charts of weights, or of a part of attention.
 
     With one method: perplexity, KL and each set of needles, a line per model. With several: perplexity, a chart per
     model with a line per method.
@@ -308,9 +308,9 @@ def heat_map(axes: Axes, rows: Sequence[Data], value: str, largest: float, show:
 
 
 def frontier(axes: Axes, plan: Data) -> None:
-    """Predicted KL divergence against bits a weight: of the best choice within each budget, and of all layers alike.
+    """Draw predicted KL divergence against bits per weight: the best choice for each budget, and all layers alike.
 
-    The chosen model stands where it was measured, hollow where it was predicted.
+    A filled marker shows the chosen model as measured, a hollow one as predicted.
     """
     floor, size = 1e-7, plan["bits_per_weight"]
     alike = {name: point for name, point in plan["uniform"].items() if point[1] > floor}  # not the float model
@@ -326,13 +326,13 @@ def frontier(axes: Axes, plan: Data) -> None:
     _logarithmic(axes)
     axes.set_xlim(min(sizes) - 0.25, max(9.0, size + 0.25))
     axes.set_title("Loss against size")
-    axes.set_ylabel("KL from the float model, nats a token")
-    axes.set_xlabel("bits a weight, scales included")
+    axes.set_ylabel("KL from the float model, nats per token")
+    axes.set_xlabel("bits per weight, scales included")
     axes.legend(loc="upper right")
 
 
 def _tick(name: str, what: str, width: float) -> str:
-    """A format under the axis; of weights with what shares a scale, and the bits of a weight."""
+    """Return a format's tick label; for weights with the group that shares a scale and the bits per weight."""
     if what != "weights":
         return name.removesuffix("-bit")
     number, _, group = name.partition("_")

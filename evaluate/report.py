@@ -1,6 +1,6 @@
-"""One page that shows what was found: report.html, complete in one file, without scripts and without network.
+"""Renders the results as one page: report.html, a single file without scripts or network access.
 
-It takes plain dictionaries, as the commands print them with --json, and shows those it is given:
+It takes plain dictionaries, as the commands print them with --json, and shows those that are given:
 
     training       {model: {"tokens", "loss", ...}}                     any names; `diffbit train`
     outliers       OutlierReport.to_dict() of each model                `diffbit outliers`
@@ -36,7 +36,7 @@ from .plots import Data
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Finding = tuple[str, str]  # a number that one would tell a colleague, and the sentence that explains it
+Finding = tuple[str, str]  # a headline number, and the sentence that explains it
 Figure = tuple[str, str]  # a plot as an image within the page, and its words
 PUBLISHED = {  # Table 5 of arXiv 2410.05258: top-1, 2, 3, 10, 100, median
     "attention_logits": {
@@ -53,7 +53,7 @@ PACKAGES = ("diffbit", "torch", "numpy", "onnx", "onnxruntime", "tokenizers", "m
 
 @dataclass(frozen=True)
 class ReportData:
-    """What a report shows; see the module's docstring. What is empty is left out."""
+    """The contents of a report; see the module's docstring. Empty parts are omitted."""
 
     title: str = "Low-bit comparison"
     comparison: Data | None = None
@@ -144,10 +144,10 @@ def _contrast_findings(comparison: Data | None) -> Iterator[Finding]:
             sure = c["difference"]["low"] * c["difference"]["high"] > 0
             verdict = (
                 f"{less['model']} loses less; the paired interval excludes zero." if sure
-                else "The paired interval includes zero: this text does not tell them apart."
+                else "The paired interval includes zero: the difference is not significant on this text."
             )  # fmt: skip
             if c["repeats"] == 1 and sure:
-                verdict = f"{less['model']} loses less in this one rounding of each; another may turn it."
+                verdict = f"{less['model']} loses less in this one rounding of each; another may reverse it."
             yield headline, f"{where}: perplexity of {less['model']} vs {more['model']}. {verdict}"
         if len(own) == 1:
             (result,) = own.values()
@@ -162,7 +162,7 @@ def _artifact_findings(data: ReportData) -> Iterator[Finding]:
         yield f"{best['source_bytes'] / best['bytes']:.1f}× smaller", text
     if data.verification:
         passed = sum(bool(entry["passed"]) for entry in data.verification)
-        text = "artifacts compute on this machine what was recorded when they were exported."
+        text = "artifacts compute the same on this machine as when they were exported."
         yield f"{passed} of {len(data.verification)}", text
 
 

@@ -1,9 +1,9 @@
 """Needles: how many queries of calib_data/needles.py a model answers, and how low bits change that.
 
-A query is answered when every token of its value is the most likely one, given all before it. Of W rows of R queries
-each, the row is the unit of the intervals, as a window of text is in metrics.py: queries of a row share its haystack.
-Rows have needles of their own and are taken as independent.
-The change is paired: the same rows, with low bits and without.
+A query is answered if every token of its value is the most likely one, given all tokens before it. There are W rows of
+R queries each. The row is the unit of the intervals, as a window of text is in metrics.py, because the queries of a row
+share its haystack. Rows have different needles and are treated as independent. Changes are paired: the same rows, with
+and without low bits.
 """
 
 from __future__ import annotations

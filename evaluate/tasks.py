@@ -1,9 +1,9 @@
-"""Tasks of lm-evaluation-harness, for a model in torch and for its artifacts: what low bits do to answers.
+"""Tasks of lm-evaluation-harness, for a model in torch and for its artifacts.
 
-Every variant answers the same documents, and its scores are paired with the 16-bit model's, document by document, as
-windows of text are in metrics.py; documents are taken as independent. A metric that is a number for each document
-(acc, exact_match, ...) is its mean; one that is a sum and a weight, as perplexities of rolling loglikelihoods are, is
-the ratio of the sums: the loss, in nats a word or a byte.
+Every variant answers the same documents, and its scores are paired with the 16-bit model's, document by document, like
+windows of text in metrics.py; documents are treated as independent. A metric with a number per document (acc,
+exact_match, ...) is averaged. For a metric with a sum and a weight per document, such as the perplexity of rolling
+loglikelihoods, the ratio of the sums is used: the loss in nats per word or byte.
 """
 
 from __future__ import annotations

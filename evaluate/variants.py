@@ -4,9 +4,9 @@ A number of bits stands for a format: 8 for int8 (one scale per row), 7 to 2 for
 also be named: int4_g32, nf4, ternary. Parts of attention (quantize/attention.py) take the widths that they have a
 format for and leave out the others:
 
-    logits          2 to 8, dynamic absmax per query row (arXiv 2410.05258, Figure 8). Rounded in torch: a study of
-                    attention, which no artifact offers
-    qk              8, 4: products of integers; the keys then have as many bits
+    logits          2 to 8, dynamic absmax per query row (arXiv 2410.05258, Figure 8). Only in torch, for comparison;
+                    artifacts do not support it
+    qk              8, 4: integer products; the keys then have as many bits
     kv              8, 4, 2, or int8, int4, int2: keys and values of the KV cache
     keys, values    the same, one without the other
 
@@ -29,8 +29,8 @@ BITS = ("16", "8", "6", "4", "3", "2", "ternary")
 ATTENTION = {"qk": QK, "kv": KV, "keys": KV, "values": KV}  # the formats that each part takes
 WHAT = ("weights", "logits", *ATTENTION)
 METHODS = ("rtn",)
-FLOAT = "16"  # the model as its checkpoint has it
-NO_METHOD = "none"  # of a variant whose weights stay as they are
+FLOAT = "16"  # the unchanged checkpoint
+NO_METHOD = "none"  # of a variant whose weights are not rounded
 GROUP_SIZE = 64  # of a format that is given as a number of bits below 8
 
 
@@ -50,12 +50,12 @@ class Variant:
 
     @property
     def rounds(self) -> bool:
-        """Are weights rounded, so that another rounding would be another model?"""
+        """Whether weights are rounded, so that another rounding would give another model."""
         return self.method != NO_METHOD
 
     @property
     def calibrates(self) -> bool:
-        """Does its method need calibration text?"""
+        """Whether its method needs calibration text."""
         return self.rounds and parse_recipe(self.method).calibrated
 
     def __str__(self) -> str:
@@ -63,10 +63,10 @@ class Variant:
 
 
 def variants(bits: Sequence[str] = BITS, what: Sequence[str] = WHAT, methods: Sequence[str] = METHODS) -> list[Variant]:
-    """The variants that `bits`, `what` and `methods` ask for, weights first, without the 16-bit model.
+    """Return the variants for `bits`, `what` and `methods`, weights first, without the 16-bit model.
 
-    None where only "16" is asked for: then the models are measured as they are. Raises DiffbitError for a width,
-    format, part or method that does not exist, and where none of them goes with any part.
+    The list is empty for "16" alone: then only the unchanged models are measured. Raises DiffbitError for a width,
+    format, part or method that does not exist, and if no width is valid for any part.
     """
     for name in what:
         if name not in WHAT:
@@ -93,7 +93,7 @@ def variants(bits: Sequence[str] = BITS, what: Sequence[str] = WHAT, methods: Se
 
 
 def on_a_device(artifact: Artifact) -> Variant:
-    """What an artifact is of its model."""
+    """Return the variant that describes an artifact."""
     scheme = Scheme() if artifact.scheme is None else Scheme.from_dict(artifact.scheme)
     weights = artifact.dtype if scheme.weights is None else scheme.weights.name
     cache = {part: format for part, format in scheme.attention.to_dict().items() if part != "window"}

@@ -1,19 +1,19 @@
-"""From a checkpoint to an ONNX artifact, and the torch model that the artifact is held against.
+"""Exports a checkpoint to an ONNX artifact, and provides the torch model that the artifact is compared with.
 
 export_artifact("model-int4", "model-onnx")          # a folder that `diffbit run` and other loaders read
 reference_model("model-int4")                        # what its logits are compared with
-export_bitnet("model-ternary", "model-hf")           # a checkpoint that transformers reads
+export_checkpoint("model-int4", "model-gptq", "gptq")     # a checkpoint that transformers and vLLM read
 """
 
 from .artifact import export_artifact
-from .bitnet_hf import export_bitnet
 from .check import compare_greedy_tokens, compare_with_checkpoint
+from .checkpoint import export_checkpoint
 from .reference import reference_model
 
 __all__ = [
     "compare_greedy_tokens",
     "compare_with_checkpoint",
     "export_artifact",
-    "export_bitnet",
+    "export_checkpoint",
     "reference_model",
 ]

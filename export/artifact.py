@@ -23,14 +23,14 @@ from ..ops.kv_cache import BLOCK
 from ..progress import track
 from ..quantize import AttentionScheme, read_scheme
 from ..quantize.cache import cache_spec
-from ..runtime.artifact import MANIFEST, TOKENIZER, VERSION, manifest_sha256
+from ..runtime.artifact import MANIFEST, ONNX, TOKENIZER, VERSION, manifest_sha256
 from ..runtime.native import library as native_library
 from ..runtime.sampler import GENERATION
 from ..tokenizer_files import open_tokenizer, tokenizer_files
 from ..version import __version__
 from .decoder import DecoderGraph
 from .demand import export_demand
-from .graph import FLOATS, MODEL
+from .graph import DATA, FLOATS, MODEL, TRANSFORMERS_JS_DATA
 from .parts import parts
 from .reference import Stream, check_scheme
 
@@ -58,6 +58,7 @@ def export_artifact(
     context_length: int | None = None,
     tokenizer: str | Path | None = None,
     library: bool = False,
+    layout: str = "plain",
     overwrite: bool = False,
 ) -> Path:
     """Write the artifact of a float or quantized checkpoint to the folder `out`, and return it.
@@ -68,6 +69,7 @@ def export_artifact(
     tokenizer: a tokenizer.json, or a folder or GGUF file with one, to use in place of the checkpoint's own.
     library: put this machine's native library into the folder, where onnxruntime-genai finds it. diffbit itself never
     loads one from an artifact.
+    layout: "plain", or "transformers.js": the graph and its data in a folder onnx/, where transformers.js looks.
 
     Raises DiffbitError for a checkpoint, scheme, tokenizer or option that an artifact cannot have.
     """
@@ -93,42 +95,60 @@ def export_artifact(
         )
     cache = cache_spec(config, attention, DTYPE_NAMES[dtype])
     kernels = _library(cache) if library else None
+    js = _for_transformers_js(layout, cache)
     prompt = golden_prompt(config, length, attention)
     kind = dtype, source.quantization is not None
     export_demand(source, dtype).check(out, f"exporting {source.path}")
     with files.new_folder(out := Path(out), overwrite=overwrite) as folder:
-        graph = DecoderGraph(folder, dtype, config, length, attention, cache, device)
+        where, data = (folder / ONNX, TRANSFORMERS_JS_DATA) if js else (folder, DATA)
+        where.mkdir(exist_ok=True)
+        graph = DecoderGraph(where, dtype, config, length, attention, cache, device, data)
         logits = _write_graph(graph, source, prompt, NOISE[kind])
-        for name, data in beside.items():
-            (folder / name).write_bytes(data)
-        _write_configs(folder, source, dtype, length)
+        _write_configs(folder, source, beside, dtype, length, js)
         if _readable_by_others(cache):
-            files.write_json(folder / "genai_config.json", _genai(config, length, cache, kernels))
+            files.write_json(folder / "genai_config.json", _genai(config, length, cache, kernels, ONNX * js + MODEL))
             if kernels is not None:
                 shutil.copyfile(kernels, folder / kernels.name)
         manifest: dict[str, Any] = {
             "artifact_version": VERSION,
             "diffbit_version": __version__,
-            "name": source.path.resolve().name,
+            "name": files.folder_name(source.path),
             "model": config.to_dict(),
             "dtype": dtype,
             "scheme": None if scheme is None else scheme.to_dict(),
-            "source": {"name": source.path.resolve().name, "sha256": source.sha256()},
+            "source": {"name": files.folder_name(source.path), "sha256": source.sha256()},
             "method": (source.quantization or {}).get("method"),
             "calibration": (source.quantization or {}).get("calibration"),
             "cache": {"layers": [{"buffers": [asdict(buffer) for buffer in layer]} for layer in cache.layers]},
             "context_length": length,
             "eos_token_ids": list(config.eos_token_ids),
-            "files": {
-                file.name: {"bytes": file.stat().st_size, "sha256": files.sha256_file(file)}
-                for file in sorted(folder.iterdir())
-            },
+            "files": _hashed(folder),
             "golden": _golden(prompt, logits, LEAST_TOLERANCE[kind]),
         }
         manifest["parts"] = [asdict(part) for part in parts(folder, manifest["files"], config, scheme)]
         manifest["sha256"] = manifest_sha256(manifest)
         files.write_json(folder / MANIFEST, manifest)
     return out
+
+
+def _for_transformers_js(layout: str, cache: CacheSpec) -> bool:
+    if layout not in ("plain", "transformers.js"):
+        raise DiffbitError(f"layout is {layout!r}, wanted plain or transformers.js")
+    if layout != "plain" and not _readable_by_others(cache):
+        raise DiffbitError(
+            "transformers.js cannot run this model, whose cache is more than growing keys and values in float; "
+            "leave out the layout"
+        )
+    return layout != "plain"
+
+
+def _hashed(folder: Path) -> dict[str, Any]:
+    """The manifest's list of the files in the folder."""
+    return {
+        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": files.sha256_file(file)}
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
 
 
 def golden_prompt(config: ModelConfig, context_length: int, attention: AttentionScheme) -> list[int]:
@@ -192,8 +212,15 @@ def _tokenizer_files(source: Checkpoint, given: str | Path | None) -> dict[str, 
     return {name: data for name, data in found.items() if name != GENERATION}
 
 
-def _write_configs(folder: Path, source: Checkpoint, dtype: str, context_length: int) -> None:
+def _write_configs(
+    folder: Path, source: Checkpoint, beside: dict[str, bytes], dtype: str, context_length: int, js: bool
+) -> None:
+    """The tokenizer's files, and what other loaders read."""
+    for name, content in beside.items():
+        (folder / name).write_bytes(content)
     hf = loader_config(source.config, DTYPE_NAMES[dtype], context_length)
+    if js:  # its "fp32" is the name of the file without a suffix, whatever is in it
+        hf["transformers.js_config"] = {"dtype": "fp32", "use_external_data_format": True}
     files.write_json(folder / "config.json", hf)
     tokens = {name: hf[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hf[name] is not None}
     own = files.parse_json(source.tokenizer_files.get(GENERATION, b"{}"), source.path / GENERATION)
@@ -230,7 +257,9 @@ def _library(cache: CacheSpec) -> Path:
     return found
 
 
-def _genai(config: ModelConfig, context_length: int, cache: CacheSpec, library: Path | None) -> dict[str, Any]:
+def _genai(
+    config: ModelConfig, context_length: int, cache: CacheSpec, library: Path | None, graph: str
+) -> dict[str, Any]:
     """genai_config.json for onnxruntime-genai. It needs token ids even where the model has none. Without the library it
     runs the portable bodies."""
     ways = ("always",) if library is None else ("always", "native")
@@ -251,7 +280,7 @@ def _genai(config: ModelConfig, context_length: int, cache: CacheSpec, library: 
             "pad_token_id": pad,
             "decoder": {
                 "session_options": options,
-                "filename": MODEL,
+                "filename": graph,
                 "hidden_size": config.hidden_size,
                 "head_size": loader["head_dim"],
                 "num_hidden_layers": config.num_layers,

@@ -1,8 +1,8 @@
-"""Comparison of an artifact with its checkpoint: logits and greedy tokens on the same text.
+"""Compares an artifact with its checkpoint: logits and greedy tokens on the same text.
 
 The reference is `reference_model` in torch: the same weights with the same rounding of activations, so that only the
-order of sums differs. A difference in the last bit can still change the int8 code of an activation, which every later
-token of the window then reads; therefore the median token decides, and the largest error is reported as well.
+order of sums differs. A difference in the last bit can still change the int8 code of an activation, which affects every
+later token of the window. So the check uses the median over tokens; the largest error is reported, too.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def compare_greedy_tokens(
 
 
 def _reference(checkpoint: str | Path | Checkpoint, windows: Windows) -> Decoder:
-    """The checkpoint's model, whose vocabulary holds the text."""
+    """Return the checkpoint's reference model; raises DiffbitError if its vocabulary does not cover the text."""
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
     largest = int(windows.ids.max())
     if largest >= checkpoint.config.vocab_size:

@@ -5,16 +5,16 @@ Inputs and outputs carry the names that onnxruntime-genai and optimum look for:
     input_ids int64 [B, S], attention_mask int64 [B, T], position_ids int64 [B, S],
     past_key_values.N.key|value [B, Hk, C, d]   ->   logits fp32 [B, S, V], present.N.key|value [B, Hk, max(C, T), d]
 
-and `logits_from` int64 [1], 0 where a loader does not give it: of the new tokens, the first whose logits are wanted. A
-prompt needs the last one's only, and with a large vocabulary the head takes a fifth of the time of a small model.
+and `logits_from` int64 [1], default 0: the first of the new tokens whose logits are computed. A prompt only needs the
+last token's, and with a large vocabulary the head takes a fifth of the time of a small model.
 
-Layers behind the last one that keeps a cache need no other tokens either: they read what earlier layers hand on, and
-compute the tokens from `logits_from` on.
+Layers after the last one with a cache also compute only the tokens from `logits_from` on; they read values of earlier
+layers.
 
-T = past + S: the past's length follows from the mask's, so no loader needs to pass it. A low-bit cache has more buffers
-than key and value, and other shapes (quantize/cache.py); other mixers have other states. What all layers share
-(lengths, RoPE tables) is made once, on first use, so that a graph holds what its layers need.
-Mixers and MLPs add their nodes through their own `onnx` methods, which know this graph as models/graph.py describes it.
+T = past + S: the past's length follows from the mask's, so loaders do not pass it. A low-bit cache has more buffers
+than key and value, and other shapes (quantize/cache.py); other mixers have other states. Values that all layers share
+(lengths, RoPE tables) are made once, on first use, so that a graph contains only what its layers need. Mixers and MLPs
+add their nodes in their `onnx` methods, through the protocol in models/graph.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ..quantize import AttentionScheme, QTensor, QuantLinear
 from ..quantize.cache import is_low_bit, operator
 from ..quantize.formats.base import Stored
 from ..runtime.session import LOGITS_FROM
-from .graph import Graph
+from .graph import DATA, Graph
 
 HALVES: dict[torch.dtype, type] = {torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
 
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 def shared(make: Callable[[DecoderGraph], T]) -> cached_property[T]:
-    """A value that is made on first use, named as standing outside the layers."""
+    """Decorator for a value that is made on first use, with a name outside the layers' scopes."""
 
     def made(graph: DecoderGraph) -> T:
         with graph.scope(None):
@@ -59,9 +59,9 @@ def shared(make: Callable[[DecoderGraph], T]) -> cached_property[T]:
 
 
 class DecoderGraph(Graph):
-    """Built from the bottom up: `embed`, `block` for each layer, `head`, `save`. Weights are written as they come.
+    """Builds the graph in order: `embed`, `block` for each layer, `head`, `save`. Weights are written immediately.
 
-    dtype: "fp32" or "fp16". device: "cpu" or "cuda" (graph.py). scheme: of attention, cache: the buffers that it gives
+    dtype: "fp32" or "fp16". device: "cpu" or "cuda" (graph.py). scheme: of attention; cache: the resulting buffers of
     each layer.
     """
 
@@ -74,8 +74,9 @@ class DecoderGraph(Graph):
         scheme: AttentionScheme,
         cache: CacheSpec,
         device: str = "cpu",
+        data: str = DATA,
     ) -> None:
-        super().__init__(folder, dtype, device)
+        super().__init__(folder, dtype, device, data)
         self.config, self.scheme, self.cache = config, scheme, cache
         self.carried: dict[int, Cache] = {}
         self._tables = [table.numpy() for table in rope_tables(config, context_length)]
@@ -116,13 +117,13 @@ class DecoderGraph(Graph):
 
     @shared
     def real_tokens(self) -> ir.Value:
-        """bool [B, S]: the new tokens that are no padding."""
+        """bool [B, S]: the new tokens that are not padding."""
         new = self.op("Slice", [self.attention_mask, self.past_length, self._total, self.const([1])])
         return self.cast(new, np.bool_)
 
     @shared
     def logits_from(self) -> ir.Value:
-        """int64 [1]: the first of the new tokens whose logits are wanted."""
+        """int64 [1]: the first of the new tokens whose logits are computed."""
         return self.optional_input(LOGITS_FROM, np.zeros(1, np.int64))
 
     @shared
@@ -135,7 +136,7 @@ class DecoderGraph(Graph):
         return self.initializer("sin", self._tables[1])
 
     def _rope(self, width: int, rope: bool) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """(position_ids, cos, sin) of heads `width` wide; without rope, of a rotation by no angle."""
+        """Return (position_ids, cos, sin) for heads of this width; without rope, of a rotation by 0."""
         if rope:
             return self.position_ids, self.cos, self.sin
         cos, sin = (self.const(np.full((1, width // 2), value), np.float32) for value in (1, 0))
@@ -163,7 +164,7 @@ class DecoderGraph(Graph):
         simple = appends and rope and not (self.low_bit or self._rings)
         grouped = branches == 1 and simple and not head_dim % GROUP_QUERY_MULTIPLE
         past_length = self.past_length
-        if not appends:  # there may be fewer queries than new tokens: the last
+        if not appends:  # queries may be only the last of the new tokens
             past_length = self.op("Sub", [self._total, self.op("Shape", [query], start=1, end=2)])
         position_ids, cos, sin = self._rope(head_dim, rope)
         values = {
@@ -197,11 +198,11 @@ class DecoderGraph(Graph):
             if name:
                 found[name] = value
             else:
-                value.name = ""  # as ONNX has it for an output that is left out
+                value.name = ""  # marks an omitted output in ONNX
         return found["out"], {name: found[f"present_{name}"] for name in past} if appends else {}
 
     def embed(self, table: Tensor | QTensor) -> None:
-        """The embedding [V, E]. A float32 graph keeps a 16-bit table: half the bytes, the same numbers."""
+        """Add the embedding [V, E]. A float32 graph keeps a 16-bit table: half the bytes, the same numbers."""
         if isinstance(table, QTensor):
             with self.scope("embed_tokens"):
                 self._stored = table.format.store(self, table)
@@ -216,14 +217,14 @@ class DecoderGraph(Graph):
         self._x = self.op("Gather", [self._table, self.input_ids])
 
     def _residual_norm(self, norm: nn.Module, name: str) -> ir.Value:
-        """The residual stream, with what the last mixer or MLP adds to it, through a norm."""
+        """Add the last mixer's or MLP's output to the residual stream, and return the sum through a norm."""
         if self._added is None:
             return self.norm(self._x, norm, name)
         self._x, normed = self.add_norm(self._x, self._added, norm, name)
         return normed
 
     def block(self, block: Block, index: int) -> None:
-        """Decoder layer `index`; its linears are float or QuantLinear."""
+        """Add decoder layer `index`; its linears are float or QuantLinear."""
         if index == self._tail:
             self._leave_tokens()
         with self.scope(f"layers.{index}"):
@@ -240,7 +241,7 @@ class DecoderGraph(Graph):
         return self.op("Slice", [x, self.logits_from, self.const([END]), self.const([1])])
 
     def _leave_tokens(self) -> None:
-        """Go on with the wanted tokens alone; keys and values that are read stay those of all."""
+        """Continue with only the tokens from `logits_from` on; keys and values of all tokens stay available."""
         self._x = self._wanted(self._x)
         self._added = None if self._added is None else self._wanted(self._added)
         self.position_ids = self._wanted(self.position_ids)
@@ -251,7 +252,7 @@ class DecoderGraph(Graph):
             }
 
     def head(self, norm: nn.Module, head: nn.Module) -> None:
-        """The final norm and the head; a tied one multiplies by the embedding's table. Declares the graph's outputs."""
+        """Add the final norm, the head (tied: with the embedding's table) and the graph's outputs."""
         x = self._residual_norm(norm, "norm")
         if self._tail == self.config.num_layers:
             x = self._wanted(x)
@@ -271,7 +272,7 @@ class DecoderGraph(Graph):
 
 
 def _named(buffer: Buffer, when: str) -> list[int | str]:
-    """Its shape with names for what varies."""
+    """Return the buffer's shape with names for varying dimensions."""
     names = {1: f"{when}_sequence", BLOCK: f"{when}_groups"}
     shape = zip(buffer.shape, buffer.fixed, strict=True)
     return ["batch", *(fixed or names[tokens_each(str(dim))] for dim, fixed in shape)]

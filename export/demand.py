@@ -1,7 +1,7 @@
-"""What exporting a checkpoint will take, from shapes alone, before anything is read.
+"""Predicts the resources that exporting a checkpoint needs, from shapes alone, before anything is read.
 
-Memory is that of the largest table or layer: a float matrix as it is stored, in fp32, and turned over for MatMul; a
-quantized one packed and as codes, of which the head multiplies some rows at a time by the golden prompt.
+Memory is that of the largest table or layer: for a float matrix its stored form, fp32 and a transposed copy for MatMul;
+for a quantized one its packed form and codes, of which the head multiplies some rows at a time with the golden prompt.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COMPUTED = 4e8  # weights a second, of the golden prompt
 
 
 def export_demand(checkpoint: Checkpoint, dtype: str = "fp32", scheme: Scheme | None = None) -> Demand:
-    """Of `export_artifact`. scheme: what the checkpoint is going to be quantized with; None: as it is."""
+    """Predict the demand of `export_artifact`. scheme: a scheme to be quantized with first; None: as it is."""
     config = checkpoint.config
     scheme = scheme or read_scheme(checkpoint) or Scheme()
     formats = scheme.formats(config)
@@ -53,5 +53,5 @@ def export_demand(checkpoint: Checkpoint, dtype: str = "fp32", scheme: Scheme | 
 
 
 def export_seconds(config: ModelConfig, output: int) -> float:
-    """About how long it takes; output: bytes of the artifact."""
+    """Estimate the time of an export in seconds; output: bytes of the artifact."""
     return output / WRITTEN + num_parameters(config) / COMPUTED

@@ -37,6 +37,7 @@ from ..quantize.formats.base import MICROSOFT
 
 MODEL = "model.onnx"
 DATA = "model.onnx.data"
+TRANSFORMERS_JS_DATA = "model.onnx_data"  # the only name that transformers.js looks for
 IR_VERSION = 10
 OPSETS = {"": 21, MICROSOFT: 1}
 FLOATS: dict[str, type[np.floating]] = {"fp32": np.float32, "fp16": np.float16}
@@ -48,24 +49,24 @@ PAGE, SMALL = 4096, 1 << 20
 class Graph:
     """A graph under construction. `dtype` is the type of its floating-point weights and activations.
 
-    device: "cpu" or "cuda". ONNX Runtime has no float16 product for CPUs, only copies in float32, made at load; ours
-    reads the weights in place. For GPUs it has cuBLAS, which no kernel of ours is to replace.
+    device: "cpu" or "cuda". On CPUs, ONNX Runtime has no float16 product and makes float32 copies at load, so diffbit's
+    FloatMatMul is used, which reads the weights in place. On GPUs, ONNX Runtime's MatMul (cuBLAS) is used.
     """
 
-    def __init__(self, folder: Path, dtype: str, device: str = "cpu") -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, dtype: str, device: str = "cpu", data: str = DATA) -> None:
+        self.folder, self.data = folder, data
         self.dtype = FLOATS[dtype]
         self._in_place = self.dtype is np.float16 and device == "cpu"
         self._graph = ir.Graph([], [], nodes=[], opset_imports=dict(OPSETS), name="diffbit")
         self._functions: dict[tuple[str, Hashable], ir.Function] = {}
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
-        self._scope = ""  # what names begin with
+        self._scope = ""  # prefix of names
         self._nodes = 0
-        self._data = open(folder / DATA, "wb")  # noqa: SIM115 (closed by `save`; the folder vanishes on failure)
+        self._data = open(folder / data, "wb")  # noqa: SIM115 (closed by `save`; the folder vanishes on failure)
 
     @contextmanager
     def scope(self, name: str | None) -> Iterator[None]:
-        """Names of the nodes and weights made inside begin with `name` and a dot; None: with no scope."""
+        """Prefix the names of nodes and weights made inside with `name` and a dot; None: no prefix."""
         outer = self._scope
         self._scope = "" if name is None else f"{outer}{name}."
         try:
@@ -82,7 +83,7 @@ class Graph:
         return value
 
     def optional_input(self, name: str, default: NDArray[Any]) -> ir.Value:
-        """An input that loaders may leave out, for they do not know it: an initializer that can be overridden."""
+        """Add an optional input, which loaders may omit: an initializer that can be overridden."""
         value = self._register(ir.Value(name=name, const_value=ir.tensor(default, name=name)))
         self._graph.inputs.append(value)
         return value
@@ -94,7 +95,7 @@ class Graph:
     def op(
         self, op_type: str, inputs: Sequence[ir.Value | None], *, domain: str = "", **attributes: Attribute
     ) -> ir.Value:
-        """A node with one output; None is an input left out."""
+        """Add a node with one output; None omits an input."""
         (output,) = self.ops(op_type, inputs, 1, domain=domain, **attributes)
         return output
 
@@ -107,7 +108,7 @@ class Graph:
         domain: str = "",
         **attributes: Attribute,
     ) -> Sequence[ir.Value]:
-        """A node with so many outputs."""
+        """Add a node with several outputs."""
         node = ir.node(
             op_type,
             inputs,
@@ -126,7 +127,7 @@ class Graph:
         inputs: Sequence[ir.Value | None],
         **attributes: Attribute,
     ) -> ir.Value:
-        """A node with one output of one of diffbit's own ops (a module of ops/), whose body travels with the model."""
+        """Add a node with one output of one of diffbit's own ops (a module of ops/), and its body."""
         (output,) = self.customs(op, inputs, 1, lambda name: op.function(), **attributes)
         return output
 
@@ -139,8 +140,8 @@ class Graph:
         of: Hashable = None,
         **attributes: Attribute,
     ) -> Sequence[ir.Value]:
-        """The same with so many outputs. The nodes of this op with an equal `of` share a body, which `body` makes, and
-        a name that the op goes by."""
+        """Add a node of one of diffbit's own ops with several outputs. The op's nodes with equal `of` share a name and
+        a body, which `body` makes."""
         key = op.OP.name, of
         if key not in self._functions:
             count = sum(name == op.OP.name for name, _ in self._functions)
@@ -155,7 +156,7 @@ class Graph:
         return self.ops(name, inputs, outputs, domain=DOMAIN, **op.OP.attributes_of(attributes))
 
     def const(self, values: ArrayLike, dtype: DTypeLike = np.int64) -> ir.Value:
-        """A constant inside model.onnx; equal ones are shared."""
+        """Add a constant inside model.onnx; equal ones are shared."""
         array = np.asarray(values, dtype)
         key = (array.dtype.str, array.shape, array.tobytes())
         if key not in self._constants:
@@ -164,7 +165,7 @@ class Graph:
         return self._constants[key]
 
     def initializer(self, name: str, array: NDArray[Any]) -> ir.Value:
-        """A weight, written to model.onnx.data now. Floats take the dtype of `array`, not that of the graph."""
+        """Add a weight and write it to model.onnx.data now, in the dtype of `array`, not of the graph."""
         name = self._name(name)
         array = np.ascontiguousarray(array)
         alignment = PAGE if array.nbytes >= SMALL else 64
@@ -172,7 +173,7 @@ class Graph:
         self._data.seek(offset)
         self._data.write(array.reshape(-1).view(np.uint8).data)  # as uint8: bfloat16 arrays have no buffer
         tensor = ir.ExternalTensor(
-            DATA,
+            self.data,
             offset,
             array.nbytes,
             ir.DataType.from_numpy(array.dtype),
@@ -183,14 +184,14 @@ class Graph:
         return self._register(ir.Value(name=name, const_value=tensor))
 
     def weight(self, name: str, array: NDArray[np.floating], dtype: type[np.floating] | None = None) -> ir.Value:
-        """A floating-point weight in the graph's dtype or `dtype`; one that it cannot hold is a DiffbitError."""
+        """Add a float weight in the graph's dtype or `dtype`; raises DiffbitError if it does not fit."""
         with np.errstate(over="ignore"):
             cast = np.asarray(array, dtype or self.dtype)
         if not np.isfinite(cast).all():
             if not np.isfinite(array).all():
                 raise DiffbitError(
-                    f"{self._name(name)}: what is computed from the checkpoint's weights is NaN or infinite; they hold "
-                    "extreme values"
+                    f"{self._name(name)}: is NaN or infinite when computed from the checkpoint's weights, because they "
+                    "hold extreme values"
                 )
             raise DiffbitError(
                 f"{self._name(name)}: holds {np.abs(array).max():.4g}, more than fp16's largest number, 65504; "
@@ -209,7 +210,7 @@ class Graph:
         return self.op("Cast", [x], to=int(ir.DataType.from_numpy(np.dtype(dtype))))
 
     def linear(self, x: ir.Value, module: nn.Module, name: str, scale: float = 1.0, bias: bool = True) -> ir.Value:
-        """scale * (x W^T) + bias: a float product, or what the format of a quantized weight has for it
+        """Add scale * (x W^T) + bias: a float product, or the operator of a quantized weight's format
         (quantize/formats/)."""
         with self.scope(name):
             if isinstance(module, QuantLinear):
@@ -226,8 +227,8 @@ class Graph:
             return self.op("Add", [product, self.weight("bias", module.bias.detach().float().numpy())])
 
     def linears(self, x: ir.Value, modules: Mapping[str, nn.Module]) -> Sequence[ir.Value]:
-        """`linear` of several layers {name: module} that read the same x: where their weights can lie one below the
-        other one product, named after all of them (parts.py), and a Split."""
+        """Add several linear layers {name: module} with the same input x. If their weights can be concatenated, this is
+        one product, named after all of them (parts.py), and a Split."""
         each = [module for module in modules.values() if isinstance(module, nn.Linear | QuantLinear)]
         stacked = _stacked(each)
         if stacked is None:
@@ -237,27 +238,27 @@ class Graph:
         return self.ops("Split", [product, self.const(sizes)], len(sizes), axis=-1)
 
     def norm(self, x: ir.Value, module: nn.Module, name: str, dtype: type[np.floating] | None = None) -> ir.Value:
-        """x, of the graph's dtype or `dtype`, through a norm; unchanged where none stands (nn.Identity)."""
+        """Add a norm of x, which has the graph's dtype or `dtype`; returns x for an nn.Identity."""
         if not isinstance(module, RMSNorm | LayerNorm):
             return x
-        # its kernels square and sum in float32 whatever the dtype, so large fp16 activations do not overflow
+        # its kernels square and sum in float32 for any dtype, so large fp16 activations do not overflow
         op_type = "LayerNormalization" if isinstance(module, LayerNorm) else "SimplifiedLayerNormalization"
         weights = self._norm_weights(module, name, dtype)
         return self.op(op_type, [x, *weights], axis=-1, epsilon=module.eps, stash_type=1)
 
     def add_norm(self, x: ir.Value, more: ir.Value, module: nn.Module, name: str) -> tuple[ir.Value, ir.Value]:
-        """(x + more, the same through a norm), in one node."""
+        """Add a node that returns x + more, and that sum through a norm."""
         assert isinstance(module, RMSNorm | LayerNorm)
         op_type = "SkipLayerNormalization" if isinstance(module, LayerNorm) else "SkipSimplifiedLayerNormalization"
         weights = self._norm_weights(module, name)
         normed, mean, deviation, total = self.ops(op_type, [x, more, *weights], 4, domain=MICROSOFT, epsilon=module.eps)
-        mean.name = deviation.name = ""  # left out
+        mean.name = deviation.name = ""  # omits these outputs
         return total, normed
 
     def _norm_weights(
         self, module: RMSNorm | LayerNorm, name: str, dtype: type[np.floating] | None = None
     ) -> list[ir.Value]:
-        """Its weight, and of a LayerNorm its bias."""
+        """Add a norm's weight and, for a LayerNorm, its bias."""
         parts = module.named_parameters()
         return [self.weight(f"{name}.{part}", value.detach().float().numpy(), dtype) for part, value in parts]
 
@@ -274,7 +275,7 @@ class Graph:
 
 
 def _stacked(modules: Sequence[nn.Linear | QuantLinear]) -> nn.Module | None:
-    """Linear layers that read the same input as one, their rows in turn; None where their weights differ in format."""
+    """Concatenate the rows of linear layers with the same input; None if their weights differ in format."""
     quantized = [module for module in modules if isinstance(module, QuantLinear)]
     linears = [module for module in modules if isinstance(module, nn.Linear)]
     biases: list[Tensor] = [module.bias for module in modules if module.bias is not None]

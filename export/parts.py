@@ -1,8 +1,8 @@
-"""What an artifact is made of: the bytes of its files by part, read from the files as they lie.
+"""The parts of an artifact: the bytes of its files by kind of content, read from the files.
 
-    int4_g32 codes    and so on, a part for each format: in the bits that the operator reads
+    int4_g32 codes    and so on, a part for each format, in the bits that the operator reads
     scales            and zero points
-    embedding         a row of it is read for a token; "embedding, head" where the head is the same table. Quantized
+    embedding         of which a row is read per token; "embedding, head" if the head is the same table. Quantized
                       tables are "embedding int8 codes", and so on
     head              likewise
     float weights     linear layers that are not quantized
@@ -10,13 +10,13 @@
     norms
     biases
     rotary tables     cos and sin of every position
-    padding           codes that stand for no weight, and gaps in model.onnx.data that put weights on page boundaries
+    padding           codes without a weight, and gaps in model.onnx.data that align weights to pages
     graph             model.onnx
     tokenizer
     configuration     JSON that loaders read
 
-They add up to the files that the manifest lists, to the byte. `weights` counts numbers, so that a part's bits a weight
-can be checked: 8 * bytes / weights is 2 for ternary codes, whatever was padded.
+They sum to the size of the manifest's files exactly. `weights` counts numbers, so that the bits per weight can be
+checked: 8 * bytes / weights is 2 for ternary codes, without padding.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import onnx_ir as ir
 from ..models import ModelConfig
 from ..quantize import Scheme, weight_shapes
 from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE
-from .graph import DATA, MODEL
+from .graph import DATA, MODEL, TRANSFORMERS_JS_DATA
 
 NAMED = {  # by the end of an initializer's name
     "embed_tokens.weight": "embedding",
@@ -54,11 +54,11 @@ FILES = {"tokenizer": "tokenizer", "special_tokens": "tokenizer", "chat_template
 class Part:
     name: str
     bytes: int
-    weights: int | None = None  # numbers in it; None where it holds no weights
+    weights: int | None = None  # number of weights in it; None if it has none
 
 
 def parts(folder: Path, files: Iterable[str], config: ModelConfig, scheme: Scheme | None) -> list[Part]:
-    """What the named files of an artifact's folder are made of, largest first."""
+    """Return the parts of the named files of an artifact's folder, largest first."""
     shapes, formats = weight_shapes(config), {} if scheme is None else scheme.formats(config)
     found: dict[str, tuple[int, int]] = {}
 
@@ -68,13 +68,14 @@ def parts(folder: Path, files: Iterable[str], config: ModelConfig, scheme: Schem
 
     for name in files:
         size = (folder / name).stat().st_size
-        if name == DATA:
-            add("padding", size)  # less what the graph says of it, below
-        elif name == MODEL:
+        if Path(name).name in (DATA, TRANSFORMERS_JS_DATA):
+            add("padding", size)  # the weights in it are subtracted below
+        elif Path(name).name == MODEL:
+            graph = folder / name
             add("graph", size)
         else:
             add(next((part for start, part in FILES.items() if name.startswith(start)), "configuration"), size)
-    for name, value in ir.load(folder / MODEL).graph.initializers.items():
+    for name, value in ir.load(graph).graph.initializers.items():
         tensor = value.const_value
         if not isinstance(tensor, ir.ExternalTensor):
             continue

@@ -1,7 +1,7 @@
-"""The torch model that an artifact is held against: the checkpoint's, with the activations of the runtime's operators.
+"""The torch model that an artifact is compared with: the checkpoint's, with the operators' rounding of activations.
 
-An operator rounds its input as it must, whatever the scheme says about activations: `Format.device_rounding`. A scheme
-that asks for what the operators cannot do is refused here, before anything is written.
+Operators round their inputs in a fixed way, whatever the scheme says about activations: `Format.device_rounding`. A
+scheme that the operators do not support is refused here, before anything is written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COPIES = 3
 
 
 def reference_model(checkpoint: str | Path | Checkpoint) -> Decoder:
-    """The whole model of a checkpoint as its artifact computes it."""
+    """Load the whole model of a checkpoint, with the arithmetic of its artifact."""
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
     check_scheme(checkpoint)
     decoder = load(checkpoint).eval()
@@ -33,11 +33,11 @@ def reference_model(checkpoint: str | Path | Checkpoint) -> Decoder:
 
 
 class Stream:
-    """The same model one layer at a time: `embedding`, then `blocks`, then `head`, with a prompt flowing through.
+    """The same model one layer at a time: `embedding`, then `blocks`, then `head`, while a prompt passes through.
 
-    Each piece is yielded to be written, and dropped after the hidden states have passed it. Beside the prompt flow
-    COPIES of it whose hidden states get relative noise of `noise` after each layer: how far their logits come out tells
-    how far those of another machine, whose sums end in other bits, may be off without anything being wrong.
+    Each part is yielded to be written, and dropped after the hidden states have passed through it. COPIES of the prompt
+    pass through, too, with relative noise of `noise` added to their hidden states after each layer. The spread of their
+    logits shows how much the results of another machine may differ because of other roundings of sums.
     """
 
     def __init__(self, checkpoint: Checkpoint, prompt: list[int], noise: float) -> None:
@@ -81,11 +81,11 @@ class Stream:
 
 
 def check_scheme(checkpoint: Checkpoint) -> None:
-    """Refuse what ONNX Runtime has no operator for."""
+    """Raise DiffbitError for a scheme that ONNX Runtime has no operator for."""
     scheme = read_scheme(checkpoint) or Scheme()
     if scheme.activations is not None:
         for module, format in scheme.formats(checkpoint.config).items():
-            # the head's integers are multiplied by int8 activations whatever the layers' are; the embedding has none
+            # an integer head always uses int8 activations, whatever the layers use; the embedding has none
             wanted = "int8" if module == HEAD_MODULE else scheme.activations
             if module != EMBEDDING_MODULE and wanted not in format.activations:
                 raise DiffbitError(

@@ -2,7 +2,7 @@
 
 decoder = models.load("folder")                      # any family of models/families/
 logits = decoder(input_ids)                          # [B, S, V]
-models.save(decoder, "copy", dtype=torch.bfloat16)   # transformers reads it, where it knows such a model
+models.save(decoder, "copy", dtype=torch.bfloat16)   # transformers reads it if it supports the model
 
 checkpoint = models.Checkpoint("folder")             # layer by layer, for models larger than memory
 block = models.load_block(checkpoint, 0)

@@ -1,4 +1,4 @@
-"""What a torch model keeps of the tokens so far: a state for each layer, made by its mixer."""
+"""The cache of a torch model: a state for each layer, made by its mixer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .config import ModelConfig
 
 
 class KVCache:
-    """`layers[i]` is layer i's state (layers/state.py); `length` tokens are stored of at most `capacity`."""
+    """`layers[i]` is layer i's state (layers/state.py); it stores `length` tokens of at most `capacity`."""
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ import math
 
 from ..errors import DiffbitError
 
-LIMITS = {  # far above any model, low enough that a damaged config.json cannot ask for the moon
+LIMITS = {  # far above any real model, but low enough to catch a damaged config.json
     "vocab_size": 1 << 24,
     "hidden_size": 1 << 20,
     "num_layers": 1 << 10,
@@ -18,7 +18,7 @@ LIMITS = {  # far above any model, low enough that a damaged config.json cannot 
 
 
 def check_count(name: str, value: object) -> None:
-    """A whole number from 1 to what LIMITS allows."""
+    """Check for a whole number from 1 to the limit in LIMITS."""
     limit = LIMITS.get(name, 1 << 31)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
         raise DiffbitError(f"{name} is {value!r}, wanted a whole number from 1 to {limit}")
@@ -35,11 +35,11 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_heads(num_heads: object, num_kv_heads: object, head_dim: object) -> None:
-    """The sizes of grouped-query attention with rotary embedding."""
+    """Check the sizes of grouped-query attention with rotary embedding."""
     for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
         check_count(name, value)
     assert isinstance(num_heads, int) and isinstance(num_kv_heads, int) and isinstance(head_dim, int)
     if num_heads % num_kv_heads:
         raise DiffbitError(f"num_heads is {num_heads}, wanted a multiple of num_kv_heads, which is {num_kv_heads}")
     if head_dim % 2:
-        raise DiffbitError(f"head_dim is {head_dim}, wanted an even number: rotary embedding turns pairs")
+        raise DiffbitError(f"head_dim is {head_dim}, wanted an even number: rotary embedding rotates pairs")

@@ -1,12 +1,12 @@
-"""The shape of a model: everything that decides its tensors and its arithmetic, and nothing else.
+"""The configuration of a model: everything that determines its tensors and its arithmetic, and nothing else.
 
-A model is an embedding, layers, a norm and a head. Each layer has a mixer (attention, or another) and an MLP, which are
-described by the options of their files:
+A model is an embedding, layers, a norm and a head. Each layer has a mixer (attention or another) and an MLP, described
+by the options in their files:
 
     LayerSpec(mixer=diff_v1.Options(num_heads=8, num_kv_heads=2, head_dim=64), mlp=swiglu.Options(4096))
 
-Most models repeat one layer: `ModelConfig.uniform`. Counts are those of the mathematics, not of any file format
-(models/families/ translates):
+Most models repeat one layer: `ModelConfig.uniform`. Heads are counted as in the papers' formulas, not as in any file
+format (models/families/ converts):
 
     attention    q_proj rows    k_proj rows     v_proj rows     o_proj columns
     softmax      H * d          KV * d          KV * d          H * d
@@ -35,19 +35,19 @@ T = TypeVar("T")
 
 
 def variants() -> tuple[str, ...]:
-    """Names of the attention variants: the files of models/attention/."""
+    """Return the names of the attention variants: the files of models/attention/."""
     return layers.names(attention)
 
 
 def attention_options(name: str) -> type[AttentionOptions]:
-    """The options of an attention variant."""
+    """Return the options class of an attention variant."""
     found: type[AttentionOptions] = layers.options("attention", name, attention)
     return found
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """x = x + mixer(norm(x)); x = x + mlp(norm(x)). sub_norms: RMSNorms before o_proj and down_proj, as BitNet has."""
+    """x = x + mixer(norm(x)); x = x + mlp(norm(x)). sub_norms: adds RMSNorms before o_proj and down_proj (BitNet)."""
 
     mixer: MixerOptions
     mlp: MLPOptions
@@ -57,8 +57,8 @@ class LayerSpec:
         check_flag("sub_norms", self.sub_norms)
 
     def symmetries(self) -> Symmetries:
-        """The mixer's; a norm behind the heads lets no change of the values pass, one of queries and keys none of them:
-        its weight tells a pair's two rows apart."""
+        """The mixer's symmetries, without those that norms break: a norm after the heads those of the values, a norm of
+        queries and keys theirs, because its weight differs between the two rows of a pair."""
         found = self.mixer.symmetries()
         if isinstance(self.mixer, AttentionOptions) and self.mixer.qk_norm_eps:
             found = replace(found, key_of=())
@@ -134,10 +134,9 @@ class ModelConfig:
         mlp_bias: bool = False,
         **others: Any,
     ) -> ModelConfig:
-        """A model of equal layers, each of an attention variant and an MLP by their names; others: the other fields.
+        """Return a model of equal layers with an attention variant and an MLP, given by name; others: other fields.
 
-        norm_eps: of the norms of heads, of queries and of keys as well, where there are any. head_norm: False takes out
-        diff_v1's.
+        norm_eps: for all norms, also those of heads, queries and keys. head_norm: False removes diff_v1's.
         """
         check_count("num_layers", num_layers)
         options = attention_options(attention)
@@ -152,29 +151,29 @@ class ModelConfig:
         if mixer.reads is None:
             return
         if type(mixer.reads) is not int or not 0 <= mixer.reads < index:
-            raise DiffbitError(f"layer {index} reads what layer {mixer.reads!r} found, wanted an earlier layer")
+            raise DiffbitError(f"layer {index} reads from layer {mixer.reads!r}, wanted an earlier layer")
         giver = self.layers[mixer.reads].mixer
         if giver.reads is not None or giver.carried != mixer.carried:
             given = giver.carried if giver.reads is None else "nothing of its own"
             raise DiffbitError(
-                f"layer {index} ({mixer.name}) wants to read {mixer.carried} of layer {mixer.reads} ({giver.name}), "
-                f"which hands on {given}"
+                f"layer {index} ({mixer.name}) reads {mixer.carried} from layer {mixer.reads} ({giver.name}), "
+                f"which provides {given}"
             )
 
     @property
     def last_readers(self) -> dict[int, int]:
-        """{layer that hands something on: the last layer that reads it}."""
+        """Return {layer whose values others read: the last layer that reads them}."""
         pairs = ((layer.mixer.reads, index) for index, layer in enumerate(self.layers))
         return {giver: index for giver, index in pairs if giver is not None}
 
     def symmetries(self, index: int) -> Symmetries:
-        """The layer's; where layers share keys and values, no change of these stays within one."""
+        """The layer's symmetries, without those of keys and values if it shares these with other layers."""
         mixer = self.layers[index].mixer
         shared = isinstance(mixer, AttentionOptions) and (mixer.keys_of is not None or index in self.last_readers)
         return Symmetries() if shared else self.layers[index].symmetries()
 
     def new_norm(self) -> RMSNorm | LayerNorm:
-        """Of a hidden state, as all of them are."""
+        """Return a new norm of hidden states, of the model's kind."""
         return NORMS[self.norm](self.hidden_size, self.norm_eps)
 
     @property
@@ -183,12 +182,12 @@ class ModelConfig:
 
     @property
     def attention(self) -> str:
-        """The mixers' names, for people: "diff_v1", or "diff_v1, recurrence" where there are several."""
+        """The mixers' names for display: "diff_v1", or "diff_v1, recurrence" if there are several."""
         return ", ".join(dict.fromkeys(layer.mixer.name for layer in self.layers))
 
     @property
     def mlp(self) -> str:
-        """The MLPs' names, for people."""
+        """The MLPs' names for display."""
         return ", ".join(dict.fromkeys(layer.mlp.name for layer in self.layers))
 
     @property
@@ -198,20 +197,20 @@ class ModelConfig:
 
     @property
     def head_norm(self) -> bool:
-        """Whether the heads of every layer have norms of their own."""
+        """Whether the heads of every layer are normed."""
         return all(layer.mixer.head_norm for layer in self.layers)
 
     def with_sub_norms(self) -> ModelConfig:
-        """The same model with sub-norms in every layer."""
+        """Return this config with sub-norms in every layer."""
         return replace(self, layers=tuple(replace(layer, sub_norms=True) for layer in self.layers))
 
     @property
     def rope_width(self) -> int:
-        """Width of the heads that RoPE turns; 0: none are."""
+        """Width of the heads that RoPE rotates; 0: there is no RoPE."""
         return max(layer.mixer.rope_width for layer in self.layers)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; `from_dict` reads it back to an equal config."""
+        """Return plain JSON values; `from_dict` is the inverse."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         scaling = None if self.rope_scaling is None else self.rope_scaling.to_dict()
         layers = [layer.to_dict() for layer in self.layers]
@@ -219,7 +218,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
-        """The inverse of `to_dict`; an unknown or missing field is a DiffbitError."""
+        """Invert `to_dict`; raises DiffbitError for an unknown or missing field."""
         values = _known(values, cls, "model config")
         if not isinstance(values.get("layers"), Sequence):
             raise DiffbitError("model config: layers is missing, wanted a list of layers")
@@ -232,7 +231,7 @@ class ModelConfig:
 
 
 def _known(values: Mapping[str, Any], kind: type, what: str) -> dict[str, Any]:
-    """A copy of the values; a DiffbitError where they are no object or hold a field that the dataclass has not."""
+    """Return a copy of the values; raises DiffbitError if they are not an object or have an unknown field."""
     if not isinstance(values, Mapping):
         raise DiffbitError(f"{what} is {values!r}, wanted an object")
     known = {field.name for field in fields(kind)}

@@ -1,4 +1,4 @@
-"""The decoder: embedding, layers of a mixer and an MLP with a norm before each, a norm, head.
+"""The decoder: embedding, layers (a mixer and an MLP, with a norm before each), final norm and head.
 
     x = x + mixer(norm(x));   x = x + mlp(norm(x));   logits = norm(x) W_head^T
 
@@ -26,7 +26,7 @@ INIT_STD = 0.02
 
 
 def rope_for(config: ModelConfig, position_ids: Tensor) -> Rope:
-    """cos and sin at `position_ids` (any shape), as RoPE's scaling has them: fp32 [*position_ids.shape, d/2]."""
+    """Return RoPE's cos and sin at `position_ids` (any shape), scaling included: fp32 [*position_ids.shape, d/2]."""
     frequencies = inverse_frequencies(config.rope_width, config.rope_theta, config.rope_scaling, position_ids.device)
     angles = position_ids[..., None].float() * frequencies
     amplitude = 1.0 if config.rope_scaling is None else config.rope_scaling.amplitude
@@ -34,7 +34,7 @@ def rope_for(config: ModelConfig, position_ids: Tensor) -> Rope:
 
 
 def rope_tables(config: ModelConfig, length: int) -> Rope:
-    """cos and sin of positions 0..length-1: fp32 [length, d/2]."""
+    """Return RoPE's cos and sin at positions 0..length-1: fp32 [length, d/2]."""
     return rope_for(config, torch.arange(length))
 
 
@@ -64,7 +64,7 @@ class Block(nn.Module):
 
 
 def check_layer(config: ModelConfig, index: int, tensors: Mapping[str, Tensor]) -> None:
-    """A DiffbitError where a number that follows from a layer's float weights is infinite or NaN.
+    """Raise DiffbitError if a number computed from a layer's float weights, such as lambda, is infinite or NaN.
 
     tensors: by their names in the layer.
     """
@@ -75,7 +75,7 @@ def check_layer(config: ModelConfig, index: int, tensors: Mapping[str, Tensor]) 
 
 
 def check_derived(module: nn.Module) -> None:
-    """A DiffbitError that names the layer where a number computed from its weights is infinite or NaN."""
+    """Raise DiffbitError, with the layer's name, if a number computed from its weights is infinite or NaN."""
     for part in module.modules():
         if isinstance(part, Mixer):
             for what, value in part.derived().items():
@@ -87,7 +87,7 @@ def check_derived(module: nn.Module) -> None:
 
 
 class Body(nn.Module):
-    """Everything below the head; it exists for the prefix "model." of the parameters' names."""
+    """Everything except the head; a module of its own for the prefix "model." in parameter names."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Body(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A language model. Fresh weights are N(0, 0.02), lambda vectors N(0, 0.1), biases 0; torch's global generator."""
+    """A language model. Initial weights are N(0, 0.02), lambda vectors N(0, 0.1), biases 0, from torch's generator."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Decoder(nn.Module):
             None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         )
         for module in self.modules():
-            # On the meta device only shapes matter, and the first normal_() there imports torch's compiler: a second.
+            # On the meta device only shapes matter, and the first normal_() there imports torch's compiler (1 s).
             if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.is_meta:
                 nn.init.normal_(module.weight, 0.0, INIT_STD)
                 if isinstance(module, nn.Linear) and module.bias is not None:
@@ -136,7 +136,7 @@ class Decoder(nn.Module):
         """input_ids [B, S] -> logits [B, S, V].
 
         attention_mask [B, T], T = cached + S: 1 = real token, 0 = padding, in any arrangement. position_ids [B, S]:
-        by default real tokens are counted from 0. Tokens are appended to `cache` where one is given.
+        by default real tokens are counted from 0. Tokens are appended to `cache`, if given.
         """
         batch, length = input_ids.shape
         past = 0 if cache is None else cache.length
@@ -154,6 +154,6 @@ class Decoder(nn.Module):
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Parameters of a model of this shape, tied ones counted once; nothing is allocated."""
+    """Count the parameters of a model, tied ones once, without allocating them."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in Decoder(config).parameters())

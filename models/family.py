@@ -1,8 +1,8 @@
-"""How checkpoints of one kind lie on disk: their config.json, their tensors' names, the order of rows.
+"""The layout of a checkpoint family on disk: config.json, tensor names and row order.
 
-A family is one file in models/families/, found by listing the folder, with FAMILIES, one Family for each model_type. It
-translates to and from what the model has in memory: a ModelConfig, and tensors under canonical names in canonical order
-(attention/__init__.py). Nothing else asks for a model_type, and a layout is never guessed from the name of a tensor.
+A family is one file in models/families/, found by listing the folder, with FAMILIES, one Family per model_type. It
+converts between the disk and a ModelConfig with tensors of canonical names and order (attention/__init__.py). Nothing
+else uses the model_type, and a layout is never guessed from a tensor's name.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .config import ModelConfig
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """Where a tensor of the model lies on disk.
+    """Where a tensor of the model is stored on disk.
 
-    names   of the tensor there; several are alternatives
-    rows    canonical = on disk[rows]; None: as they are
-    first, of_rows   of a fused tensor, which has `of_rows` rows on disk: the canonical one begins at row `first`;
-            of_rows 0: it is the whole of it
-    folded  the name on disk of a norm's weight [folded_width] that stands before a projection: it is multiplied into
-            the columns, folded_width at a time
+    names   the tensor's name on disk; several are alternatives
+    rows    canonical = on disk[rows]; None: the same order
+    first, of_rows   for a fused tensor of `of_rows` rows on disk: the canonical tensor begins at row `first`;
+            of_rows 0: the tensor is not fused
+    folded  the name on disk of a norm's weight [folded_width] before a projection, to multiply into the projection's
+            columns, folded_width at a time
     """
 
     names: tuple[str, ...]
@@ -40,24 +40,24 @@ class Stored:
 @dataclass(frozen=True)
 class Family(ABC):
     model_type: str
-    quantized: ClassVar[bool] = True  # may a folder be a quantized one?
+    quantized: ClassVar[bool] = True  # whether folders may be quantized
 
     def knows(self, values: Mapping[str, Any]) -> bool:
-        """Is this parsed config.json the family's?"""
+        """Whether this parsed config.json belongs to the family."""
         return bool(values.get("model_type") == self.model_type)
 
     @abstractmethod
     def read(self, values: Mapping[str, Any]) -> ModelConfig:
-        """The config of a parsed config.json; a DiffbitError (that names no file) where diffbit cannot compute it."""
+        """Return the config of a parsed config.json; raises DiffbitError (without a file name) if unsupported."""
 
     def write(self, config: ModelConfig) -> dict[str, Any] | None:
-        """The fields of a config.json; None where the family cannot hold this model, or is only read."""
+        """Return the fields of a config.json; None if the family cannot represent this model or is read-only."""
         return None
 
     def stored(self, config: ModelConfig, name: str) -> Stored:
-        """Of the tensor of this canonical name."""
+        """Return where the tensor of this canonical name is stored."""
         return Stored((name,))
 
     def hint(self, name: str) -> str:
-        """What to tell the user of a tensor on disk that the model has not."""
+        """Return a hint for the error about a tensor on disk that the model does not have."""
         return ""

@@ -1,25 +1,25 @@
-"""What stands in the first half of a layer: attention in one of its variants, or another mixer of tokens.
+"""Mixers: the first half of a layer, an attention variant or another mixer of tokens.
 
 A mixer is one file, in attention/ or in mixers/, found by listing the folder. The file has
 
-    Options    a frozen dataclass, which config.json and manifests hold field by field: sizes, and what else of the
-               mathematics a layer may choose. It also answers all that can be known without weights
+    Options    a frozen dataclass, stored field by field in config.json and manifests: sizes and other choices. It also
+               answers all questions that need no weights
     a Mixer    the module that `Options.module` makes
 
-`Block` and this base class do the rest: the norm before the mixer, and behind its heads the sub-norm and o_proj.
+`Block` and this base class add the norm before the mixer, and the sub-norm and o_proj after its heads.
 
     y = out_scale * W_o attn_sub_norm(heads(x)) + b_o       attn_sub_norm in layers with sub_norms only, b_o with o_bias
 
-Rules for its parameters: the name of each linear ends in _proj, and of nothing else; all linears but o_proj and those
-in `MixerOptions.inner` read x, which is the normed residual stream, and nothing else reads it, so that methods can put
-a rotation or scales there. Inner ones read what the mixer makes of x, such as a convolution's output: methods that
-change weights before rounding leave them as they are, those that round calibrate on what reaches them. What is neither
-a `weight` nor a `bias` stays float32 in a model of any dtype, such as lambda_q1.
+Rules for its parameters: names of linears, and only these, end in _proj. All linears except o_proj and those in
+`MixerOptions.inner` read x, the normed residual stream, and nothing else reads it, so that methods can insert a
+rotation or scales there. Inner linears read something computed from x, such as a convolution's output: methods that
+change weights before rounding skip them, and methods that round calibrate on their inputs. Parameters other than
+`weight` and `bias`, such as lambda_q1, stay float32 in a model of any dtype.
 
 The module is called self_attn in every layer, as in checkpoints, whatever the mixer is.
 
-A mixer can read what an earlier layer found: another's keys and values, or its heads. `reads` names that layer, and
-`carried` says what there is to read; which layers hand something on follows from the readers (Place.gives).
+A mixer can read values of an earlier layer, such as its keys and values or its heads. `reads` names that layer, and
+`carried` describes the values; a layer passes values on if a later one reads them (Place.gives).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """The layer that a mixer or an MLP stands in. sub_norm_eps: of the norms before o_proj and down_proj, None where
-    the layer has none. gives: does a later layer read what the mixer finds?"""
+    """The layer that a mixer or an MLP belongs to. sub_norm_eps: of the norms before o_proj and down_proj; None: it has
+    none. gives: whether a later layer reads the mixer's values."""
 
     index: int
     hidden_size: int
@@ -53,24 +53,24 @@ class Place:
     gives: bool = False
 
     def sub_norm(self, width: int) -> nn.Module:
-        """What stands before an output projection: with a norm there a BitLinear rounds numbers of known size (arXiv
-        2402.17764, section 2; SubLN, 2210.06423)."""
+        """Return the norm before an output projection, or nn.Identity. With a norm, a BitLinear rounds numbers of known
+        size (arXiv 2402.17764, section 2; SubLN, 2210.06423)."""
         return nn.Identity() if self.sub_norm_eps is None else RMSNorm(width, self.sub_norm_eps)
 
 
 @dataclass(frozen=True)
 class Symmetries:
-    """What may change in a mixer's weights while it computes the same: what methods use that run before rounding
-    (quantize/methods/). The defaults hold for any mixer: nothing.
+    """Changes of a mixer's weights that keep its function, for methods that run before rounding (quantize/methods/).
+    The defaults allow no change, so they hold for any mixer.
 
     value_width   w: rows of v_proj in blocks of w, a block per kv head, and columns of o_proj in blocks of w, a block
                   per head, may be multiplied by any orthogonal [w, w] matrix, one per kv head, Q^T W_v and W_o Q; head
-                  i reads the value of kv head i // (heads / kv heads). 0: they may not. Here and below a bias of
-                  v_proj, q_proj or k_proj changes as a column of its weight does.
-    value_scales  whether those matrices may also be diagonal: the value's channels scaled one by one
-    key_of        the key sub-head that each query sub-head meets: rows j and j + d/2 of a key sub-head, which RoPE
-                  turns as a pair, and of all query sub-heads that meet it may be turned by any one angle. (): they may
-                  not.
+                  i reads the value of kv head i // (heads / kv heads). 0: not allowed. Here and below, a bias of
+                  v_proj, q_proj or k_proj changes like a column of its weight.
+    value_scales  whether those matrices may also be diagonal: scales of the value's channels
+    key_of        the key sub-head of each query sub-head: rows j and j + d/2 of a key sub-head, which RoPE rotates as
+                  a pair, may be rotated by any angle, together with those of all its query sub-heads. (): not
+                  allowed.
     """
 
     value_width: int = 0
@@ -80,11 +80,11 @@ class Symmetries:
 
 @dataclass(frozen=True)
 class Operations:
-    """What one token costs in a mixer, its linears apart: multiply-adds.
+    """Multiply-adds per token in a mixer, without its linears.
 
-    logits  of queries with keys: integer ones where a scheme rounds queries
-    matrix  of the other float products, such as those with values or of a state
-    other   done element by element: RoPE, softmax, differences, norms
+    logits  products of queries and keys; integer if a scheme rounds queries
+    matrix  other float products, such as those with values or of a state
+    other   elementwise operations: RoPE, softmax, differences, norms
     """
 
     logits: int = 0
@@ -93,15 +93,15 @@ class Operations:
 
 
 KVBuffers = Callable[[int, int, str, int], tuple[Buffer, ...]]
-"""(heads, their width, in_place, sliding_window) -> the buffers of keys and values under the scheme at hand. in_place:
-whether float ones can be bound as past and present at once (ops/cache.py). sliding_window: as of AttentionOptions."""
+"""(heads, their width, in_place, sliding_window) -> the buffers of keys and values under the current scheme. in_place:
+whether float ones can be bound as past and present at once (ops/cache.py). sliding_window: as in AttentionOptions."""
 
 
 @dataclass(frozen=True)
 class MixerOptions(ABC):
     @property
     def name(self) -> str:
-        """Of the mixer's file."""
+        """The name of the mixer's file."""
         return type(self).__module__.rpartition(".")[2]
 
     @abstractmethod
@@ -109,54 +109,54 @@ class MixerOptions(ABC):
 
     @abstractmethod
     def buffers(self, kv: KVBuffers) -> tuple[Buffer, ...]:
-        """What an artifact keeps of the tokens so far: `kv(...)`, buffers of its own, or both."""
+        """Return the buffers of an artifact's cache: `kv(...)`, the mixer's own buffers, or both."""
 
     @abstractmethod
     def state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> State:
-        """The same in torch; capacity in tokens."""
+        """Make the layer's state in torch; capacity in tokens."""
 
     @abstractmethod
     def operations(self, context: int, low_bit: bool) -> Operations:
-        """context: tokens so far, this one among them. low_bit: are the cache or the logits in low bits?"""
+        """Return the cost of a token. context: tokens so far, including this one. low_bit: cache or logits are."""
 
     def symmetries(self) -> Symmetries:
-        """A file that inherits another's says here what still holds; what does not is found when a method tries it."""
+        """Symmetries of the mixer. A subclass must override this if it has others; methods check what they use."""
         return Symmetries()
 
     @property
     def inner(self) -> tuple[str, ...]:
-        """Linears beside o_proj that do not read x."""
+        """Linears other than o_proj that do not read x."""
         return ()
 
     @property
     def rope_width(self) -> int:
-        """Width of the heads that RoPE turns; 0: the layer has no use for positions."""
+        """Width of the heads that RoPE rotates; 0: the layer does not use positions."""
         return 0
 
     @property
     def head_norm(self) -> bool:
-        """Is there an RMSNorm of each head's output?"""
+        """Whether each head's output has an RMSNorm."""
         return False
 
     @property
     def reads(self) -> int | None:
-        """The earlier layer whose values it reads; None: none's."""
+        """The earlier layer whose values it reads, or None."""
         return None
 
     @property
     def carried(self) -> tuple[tuple[int | str, ...], ...]:
-        """Shapes of the values that it reads, or, where it reads none, that it can hand on: without the batch, "tokens"
-        for one entry a token."""
+        """Shapes of the values that it reads or, if it reads none, that it can pass on: without the batch; "tokens"
+        for one entry per token."""
         return ()
 
     @property
     def softmaxes(self) -> int:
-        """Rows of attention weights that a token has."""
+        """Number of softmaxes per token."""
         return 0
 
     def joint_rows(self) -> dict[str, int]:
-        """{"q_proj": R, ...}: each R neighbouring rows meet in one head, both branches of a pair where they have rows
-        of their own (quantize/methods/joint.py)."""
+        """{"q_proj": R, ...}: each R neighbouring rows belong to one head, including both branches of a pair if these
+        have separate rows (quantize/methods/joint.py)."""
         return {}
 
 
@@ -165,8 +165,8 @@ class Mixer(nn.Module):
     o_proj: nn.Module
 
     def __init__(self, place: Place, width: int, *, bias: bool = False, o_bias: bool = False, **rows: int) -> None:
-        """rows: {name: out_features} of the linears that read x, with a bias or none. width: of what `heads` returns.
-        o_bias: has o_proj a bias?"""
+        """rows: {name: out_features} of the linears that read x; bias: whether they have one. width: of the output of
+        `heads`. o_bias: whether o_proj has a bias."""
         super().__init__()
         self.layer_index, self.gives = place.index, place.gives
         for name, count in rows.items():
@@ -175,17 +175,17 @@ class Mixer(nn.Module):
         self.o_proj = nn.Linear(width, place.hidden_size, bias=o_bias)
 
     def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None, carried: Carried) -> Tensor:
-        """What the mixer finds: x [B, S, E] -> [B, S, width].
+        """Return the mixer's output before sub-norm and o_proj: x [B, S, E] -> [B, S, width].
 
-        rope: cos, sin, fp32 [B, S, rope_width / 2]. mask: bool [B, 1, S, T], where a query may look, None where
-        causality alone decides (layers/masks.py). state: as `MixerOptions.state` made it, with the tokens before x; x
-        is added. carried: what earlier layers handed on; with `gives`, carried[layer_index] is added.
+        rope: cos, sin, fp32 [B, S, rope_width / 2]. mask: bool [B, 1, S, T], the keys that a query may see; None: plain
+        causality (layers/masks.py). state: from `MixerOptions.state`, with the tokens before x; x is appended to it.
+        carried: values of earlier layers; if `gives`, carried[layer_index] is added.
         """
         raise NotImplementedError
 
     def onnx_heads(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
-        """`heads` as ONNX nodes; past, and what is returned beside the heads: the layer's buffers by their names.
-        What is carried lies in g.carried."""
+        """Add `heads` as ONNX nodes. `past` and the second result are the layer's buffers by name; carried values are
+        in g.carried."""
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -199,7 +199,7 @@ class Mixer(nn.Module):
         return self
 
     def derived(self) -> dict[str, Tensor]:
-        """Numbers that follow from weights alone; they are checked to be finite when a model is put together."""
+        """Return numbers computed from weights alone; they are checked to be finite when a model is assembled."""
         return {}
 
     def forward(
@@ -219,7 +219,7 @@ class Mixer(nn.Module):
         return out + (1 - self.out_scale) * bias if isinstance(bias, Tensor) else out  # a bias has no factor
 
     def onnx(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
-        """`forward` as ONNX nodes."""
+        """Add `forward` as ONNX nodes."""
         heads, present = self.onnx_heads(g, x, past)
         heads = g.norm(heads, self.attn_sub_norm, "attn_sub_norm")
         return g.linear(heads, self.o_proj, "o_proj", self.out_scale), present

@@ -1,12 +1,12 @@
-"""Expressions that become the text of an op's body in ONNX's own syntax.
+"""Expressions that generate the text of an op's body in ONNX's textual syntax.
 
     b = Body()
     low, high = b.split(b.input("x"), -1, 2)
     b("Concat", high - low, low, axis=-1, name="y")
     str(b)            # the lines between the braces of a function whose input is x and whose output is y
 
-The same operator with the same inputs and attributes is written once. Every body is inlined by ONNX Runtime when the
-model is loaded.
+Equal operators with equal inputs and attributes are written once. ONNX Runtime inlines every body when it loads the
+model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Body:
         return "{\n" + "\n".join(self._lines) + "\n}\n"
 
     def __call__(self, op: str, *inputs: Value, name: str = "", **attributes: AttributeValue) -> Value:
-        """A node; `name`: its output's, for outputs of the function."""
+        """Add a node; `name`: of its output, if it is an output of the function."""
         return self._node(op, _settings(attributes), inputs, 1, name)[0]
 
     def _node(self, op: str, settings: str, inputs: tuple[Value, ...], outputs: int = 1, name: str = "") -> list[Value]:
@@ -63,17 +63,17 @@ class Body:
         return self._written[text]
 
     def split(self, x: Value, axis: int, parts: int | list[Value]) -> list[Value]:
-        """Equal parts, or parts of these lengths."""
+        """Split x into equal parts, or into parts of these lengths."""
         if isinstance(parts, int):
             return self._node("Split", _settings({"axis": axis, "num_outputs": parts}), (x,), parts)
         return self._node("Split", _settings({"axis": axis}), (x, self.dims(*parts)), len(parts))
 
     def input(self, name: str) -> Value:
-        """One of the function's."""
+        """Return an input of the function."""
         return Value(self, name)
 
     def attribute(self, name: str, type: str = "int") -> Value:
-        """An attribute of the function's as a scalar; type: "int" or "float"."""
+        """Return an attribute of the function as a scalar; type: "int" or "float"."""
         return self._node("Constant", f"value_{type}: {type} = @{name}", ())[0]
 
     def ints(self, *values: int) -> Value:
@@ -95,7 +95,7 @@ class Body:
         return self("Concat", *dims, axis=0)
 
     def view(self, x: Value, *dims: Value) -> Value:
-        """x in another shape; a dimension that is 0 is 0."""
+        """Reshape x; a dimension of 0 means 0, not "unchanged"."""
         return self("Reshape", x, self.dims(*dims), allowzero=1)
 
     def slice(self, x: Value, begin: Value, end: Value, axis: int) -> Value:

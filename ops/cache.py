@@ -1,11 +1,11 @@
-"""What holds a model's past between calls: for each layer a list of buffers, described without any library.
+"""Describes a model's cache: a list of buffers for each layer. Needs only the standard library.
 
-A layer of grouped-query attention has the buffers `key` and `value`, whose capacity grows with the context; one with a
-recurrent state has buffers of fixed size; one that reads another layer's keys and values has none. The manifest of an
-artifact lists them, and session, generate, verify and bench read nothing else about the cache.
+A layer of grouped-query attention has the buffers `key` and `value`, whose capacity grows with the context; a recurrent
+layer has buffers of fixed size; a layer that reads another layer's keys and values has none. An artifact's manifest
+lists the buffers, and session, generate, verify and bench use nothing else about the cache.
 
-A dimension is a number, "tokens" (one entry for each token of capacity) or "tokens/32" (one for each 32 tokens). A ring
-has a fixed size: entry i of what its axis counts lies at i mod n, "tokens%n" or "tokens/32%n".
+A dimension is a number, "tokens" (one entry per token of capacity) or "tokens/32" (one per 32 tokens). A ring has a
+fixed size n: entry i is stored at i mod n, written "tokens%n" or "tokens/32%n".
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ IN_PLACE = ("always", "native", "never")
 class Buffer:
     """One buffer of a layer, [B, *shape]: the graph's input past_key_values.N.<name> and its output present.N.<name>.
 
-    in_place: whether one memory of full capacity may be bound as past and as present: "always", "native" (only where
-    the native library runs the layer) or "never". Where it may not, a present that grows is longer than the past by
-    the tokens of the call.
+    in_place: whether one buffer of full capacity may be bound as past and as present: "always", "native" (only if the
+    native library runs the layer) or "never". If not, a growing present is longer than the past by the call's tokens.
     """
 
     name: str
@@ -36,8 +35,8 @@ class Buffer:
 
     @property
     def multiple(self) -> int:
-        """Capacities are multiples of this many tokens."""
-        if self.name.endswith("_recent"):  # the tokens that leave the window are quantized in whole blocks
+        """Capacities must be multiples of this number of tokens."""
+        if self.name.endswith("_recent"):  # tokens that leave the window are quantized in whole blocks
             return BLOCK
         return math.lcm(*(tokens_each(dim) for dim in self.shape if isinstance(dim, str) and not ring_of(dim)))
 
@@ -47,17 +46,17 @@ class Buffer:
 
     @property
     def ring(self) -> int:
-        """Entries of its ring; 0: it is none."""
+        """Entries of its ring; 0: it is not a ring."""
         return max(ring_of(dim) for dim in self.shape)
 
     @property
     def holds_tokens(self) -> bool:
-        """Is what lies behind the tokens that it holds never read? A state is always read."""
+        """Whether it stores tokens, so that entries behind them are never read; a state is read as a whole."""
         return self.grows or self.ring > 0 or self.name.endswith("_recent")
 
     @property
     def fixed(self) -> tuple[int | None, ...]:
-        """The shape without the batch, None what grows."""
+        """The shape without the batch; None for growing dimensions."""
         return tuple(dim if isinstance(dim, int) else ring_of(dim) or None for dim in self.shape)
 
     def sizes(self, tokens: int) -> tuple[int, ...]:
@@ -70,12 +69,12 @@ class Buffer:
 
 
 def tokens_each(dim: str) -> int:
-    """Tokens for each entry of a dimension: 1 of "tokens", 32 of "tokens/32"."""
+    """Return the tokens per entry of a dimension: 1 for "tokens", 32 for "tokens/32"."""
     return int(dim.partition("%")[0].partition("/")[2] or 1)
 
 
 def ring_of(dim: int | str) -> int:
-    """Entries of a ring: 16 of "tokens/32%16"; 0 of another dimension."""
+    """Return the entries of a ring: 16 for "tokens/32%16"; 0 for other dimensions."""
     return int(dim.partition("%")[2] or 0) if isinstance(dim, str) else 0
 
 
@@ -95,21 +94,21 @@ class CacheSpec:
         return math.lcm(*(buffer.multiple for layer in self.layers for buffer in layer))
 
     def capacity(self, tokens: int) -> int:
-        """The least capacity that holds so many tokens."""
+        """Return the smallest valid capacity for so many tokens."""
         return -(-tokens // self.multiple) * self.multiple
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of one sequence, with room for so many tokens."""
+        """Return the bytes of one sequence with a capacity of so many tokens."""
         capacity = self.capacity(tokens)
         return sum(buffer.nbytes(capacity) for layer in self.layers for buffer in layer)
 
     def holds(self, kept: int, length: int) -> bool:
-        """Whether buffers written in place that hold `length` tokens are those of the first `kept` with more behind.
+        """Whether buffers written in place with `length` tokens can be cut to the first `kept`.
 
-        So it is where a row is a token. Of a low-bit cache, neither number may have another count of quantized tokens
-        (kv_cache.py): the residual window has the others. A ring of a sliding window has dropped what the token behind
-        `kept` would see, unless it had room for all of `length` or lacks one token only. A state is only that of
-        `length`.
+        This holds if a row is a token. In a low-bit cache, `kept` and `length` must have the same number of quantized
+        tokens (kv_cache.py), because the residual window has the others. The ring of a sliding window has overwritten
+        tokens that the next one after `kept` would see, unless it had room for all of `length`, or only one token is
+        cut. A state cannot be cut.
         """
         for layer in self.layers:
             recent = {buffer.name: int(buffer.shape[1]) - BLOCK for buffer in layer if buffer.name.endswith("_recent")}
@@ -123,15 +122,15 @@ class CacheSpec:
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of one sequence, whatever its length: states, and the recent tokens that a low-bit cache keeps."""
+        """Return the bytes of one sequence that do not depend on its length: states, and residual windows."""
         return self.nbytes(0)
 
     @property
     def bytes_per_1k_tokens(self) -> int:
-        """Bytes of one sequence for each 1000 tokens, without the fixed ones."""
+        """Return the bytes of one sequence per 1000 tokens, without the fixed ones."""
         return (self.nbytes(self.multiple) - self.fixed_bytes) * 1000 // self.multiple
 
     def longest(self, nbytes: int) -> int | None:
-        """Tokens of the longest sequence whose cache takes so many bytes at most; None where it does not grow."""
+        """Return the tokens of the longest sequence whose cache fits in `nbytes`; None if the cache does not grow."""
         growth = self.nbytes(self.multiple) - self.fixed_bytes
         return max(0, nbytes - self.fixed_bytes) // growth * self.multiple if growth else None

@@ -1,24 +1,22 @@
-"""`diffbit.CausalConv`: each channel's weighted sum of a token and those right before it, and SiLU (Mamba, arXiv
-2312.00752, figure 3).
+"""`diffbit.CausalConv`: a causal depthwise convolution over tokens, then SiLU (Mamba, arXiv 2312.00752, figure 3).
 
     y_t = silu(bias + sum_k weight_k x_(t-K+1+k)),  k = 0 ... K - 1,        silu(s) = s / (1 + exp(-s))
 
-in float32, k upwards. A token of padding (mask 0) is as if it were not there, wherever it stands: the sum takes the
-tokens before it, its own y is 0, and the state passes it unchanged.
+in float32, summed in the order of k. Padding (mask 0) at any position is skipped: sums take the tokens before it, its
+own y is 0, and it does not change the state.
 
 Inputs
     x               T [B, S, C]            float32 or float16
     weight          float32 [K, C]         K >= 2
     bias            float32 [C]
-    attention_mask  int64 [B, T], T >= S   of its last S columns, 0: padding
+    attention_mask  int64 [B, T], T >= S   only its last S columns are used; 0: padding
     past_state      float32 [B, K-1, C]    the last K - 1 tokens before x, the latest last; zeros before the first
 Outputs
     y               T [B, S, C]
-    present_state   float32 [B, K-1, C]    may lie where past_state does
+    present_state   float32 [B, K-1, C]    may share memory with past_state
 Attributes: spec_version.
 
-The body finds the rows that a token sums up by their number among the tokens that count: all of the state, then those
-of x that are no padding.
+The body numbers the tokens that count, all of the state and those of x that are not padding, and gathers by number.
 """
 
 from __future__ import annotations
@@ -119,16 +117,16 @@ function = partial(OP.function, BODY)
 def reference(
     x: Tensor, weight: Tensor, bias: Tensor, past_state: Tensor, real: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The op in torch, in float64 where x is that: (y in x's dtype, present_state).
+    """Compute the op in torch, in float64 if x is float64: (y in x's dtype, present_state).
 
-    real: bool [B, S], the tokens that are no padding; None: all. Gradients pass.
+    real: bool [B, S], the tokens that are not padding; None: all. Gradients pass.
     """
     import torch
     import torch.nn.functional as F
 
     wide, steps, kept = torch.promote_types(x.dtype, torch.float32), x.shape[1], len(weight) - 1
     rows = torch.cat([past_state.to(wide), x.to(wide)], 1)  # [B, K-1+S, C]
-    if real is not None:  # those that count first, in their order
+    if real is not None:  # moves the tokens that count to the front, in their order
         counted = F.pad(real, (kept, 0), value=True)
         order = counted.logical_not().int().argsort(dim=1, stable=True)
         rows = rows.take_along_dim(order[..., None], 1)

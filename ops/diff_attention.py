@@ -6,20 +6,20 @@ For every pair (i) of query sub-heads, with d the width of one softmax and T = p
     o  = (A1 - lambda_i * A2) v                 out = o / sqrt(mean(o^2) + norm_eps)   (norm_eps 0: no norm)
 
 Version 1 (arXiv 2410.05258, eq. 1-3; wide_value=1): the cache holds Hk = 2*KV sub-heads; pair i belongs to kv head
-g = i // (H/KV), k_s and k_n are the key sub-heads 2g and 2g+1, and v is the value sub-heads 2g and 2g+1 side by
-side, 2d wide. Version 2 (hf.co/blog/microsoft/diff-attn-v2; wide_value=0): Hk = KV, both branches of a pair share
+g = i // (H/KV), k_s and k_n are the key sub-heads 2g and 2g+1, and v is the concatenation of the value sub-heads 2g and
+2g+1, 2d wide. Version 2 (hf.co/blog/microsoft/diff-attn-v2; wide_value=0): Hk = KV, both branches of a pair share
 the key and the d-wide value of kv head g = i // (H/Hk), lambda is a number per token and head, and there is no norm.
 A plain Transformer (branches=1, wide_value=0): one query sub-head per head, o = A1 v, no lambda.
 Grouped (arXiv 2510.06949; noise_ratio=R): R neighbouring signal heads share one noise head, so A2 of pair i is that of
-noise head i // R. The query has H + H/R sub-heads, in groups of R signal heads and then their noise head; R = 1 is the
-order of pairs. R divides H/G, the pairs of a kv head.
+noise head i // R. The query has H + H/R sub-heads, in groups of R signal heads followed by their noise head; R = 1
+gives pairs. R divides H/G, the pairs of a kv head.
 
-Not in the op: (1 - lambda_init), folded into the output projection, and the computation of lambda itself.
+Not in the op: (1 - lambda_init), which is folded into the output projection, and the computation of lambda.
 
 Inputs; n = branches
     query           T  [B, S, (H + H/R)*d], with n = 1 [B, S, H*d]    in pairs: 2i signal, 2i+1 noise; not yet rotated
     key, value      T  [B, S, Hk*d]; without them the node appends nothing ("Query-only", below)
-    lambda          float [H], or [B, S, H] (after the sigmoid); none where n = 1
+    lambda          float [H], or [B, S, H] (after the sigmoid); omitted if n = 1
     past_key/value  [B, Hk, C, ..]     the cache, below
     past_length     int64 [1]
     position_ids    int64 [B, S]       rows of cos and sin
@@ -30,10 +30,10 @@ Inputs; n = branches
 Outputs
     out             T  [B, S, H*(1+wide_value)*d]; zero where a token sees no key at all
     present_key/value, present_key/value_scale, present_key/value_recent
-T is float32 or float16. Inputs and outputs that a node has no use for are empty names, none at the end
+T is float32 or float16. Inputs and outputs that a node does not need have empty names, or are omitted at the end
 (`Signature.inputs`, `Signature.outputs`).
 
-The cache. key_bits says how keys are held and value_bits values, each for itself, by the rules of kv_cache.py:
+The cache. key_bits and value_bits set the formats of keys and values independently, by the rules of kv_cache.py:
 
     bits    key / value             scale                                               recent
     16      T, or float32, float16  -                                                   -
@@ -42,53 +42,54 @@ The cache. key_bits says how keys are held and value_bits values, each for itsel
     4, 2    uint8                   float16, scales and zero points of blocks: key      float16
             [B, Hk, C, d*bits/8]    [B, Hk, C/32, 2, d]; value [B, Hk, C, 2, d/32]      [B, Hk, window+32, d]
 
-Keys are cached rotated; RoPE rounds both products and their difference to float32. Rows of a sub-head that are rounded
-are rounded as float32 (8 bits) or as float16 (4 and 2). What is in a buffer beyond the tokens it holds is never read
-as a number.
+Keys are cached rotated; RoPE rounds both products and their difference to float32. Rows of a sub-head are quantized
+from float32 numbers (8 bits) or from float16 numbers (4 and 2). Contents of a buffer beyond its tokens are never read
+as numbers.
 
-16 and 8 bits: the buffer holds past_length tokens, C >= past_length, and the present [B, Hk, max(C, T), ..] holds T. It
-grows where C < T, else it has the same capacity, and past and present may be one memory. What lies behind is past's.
+16 and 8 bits: the past buffer holds past_length tokens, C >= past_length; the present [B, Hk, max(C, T), ..] holds T.
+If C < T it grows; otherwise it has the same capacity, and past and present may share memory. Entries behind the T
+tokens are the past's.
 
 4 and 2 bits: with quantized(t) = max(0, t - window) // 32 * 32, the buffer holds the first quantized(past_length)
-tokens, C >= quantized(past_length), a multiple of 32 like d; `recent`, the residual window, holds the others as
-float16, token quantized(past_length) + i in slot i. The present holds quantized(T) tokens in max(C, quantized(T)), its
-recent the others; what lies behind in present_recent is anything. So a call has the tokens before quantized(T) as
-codes, those from quantized(past_length) on, old and new, as float16, and those in between as both. Which of them token
-s reads, its own place says,
+tokens, C >= quantized(past_length), a multiple of 32 like d; `recent`, the residual window, holds the others in
+float16, token quantized(past_length) + i in slot i. The present holds quantized(T) tokens in max(C, quantized(T)), and
+its recent the others; further slots of present_recent are undefined. So in a call the tokens before quantized(T) exist
+as codes, those from quantized(past_length) on, old and new, as float16, and those in between as both. Token s reads
 
     key or value j of token s:  from its code if j < quantized(past_length + s + 1), else as float16
 
-and that is what it reads if the tokens come one by one: neither the cache nor the output depends on how a prompt is cut
-into calls, but for the rounding of float32 sums. Padding is tokens like others: it shares blocks with its neighbours.
+as it would if the tokens came one by one. So neither the cache nor the output depends on how a prompt is split into
+calls, except for the rounding of float32 sums. Padding is treated like other tokens: it shares blocks with its
+neighbours.
 
 Sliding window (sliding_window n > 0): a token sees itself and the n - 1 before it, and the cache is a ring, which never
-grows: [B, Hk, R, ..] with R = `kv_cache.ring_rows`, n tokens or with 4 and 2 bits the blocks of 32 that hold n. Token t
-lies in slot t mod R, a block's scales likewise; the recent tokens are no ring, and all rules above hold. A call sees
-what the ring held and its own tokens, and then the ring holds the last R of those that are held at all. A window that
-no context exceeds computes what none computes, bit for bit.
+grows: [B, Hk, R, ..] with R = `kv_cache.ring_rows`, n tokens or, with 4 and 2 bits, the blocks of 32 that contain n.
+Token t is in slot t mod R, and so are a block's scales; the recent tokens are not a ring, and all rules above hold. A
+call sees the tokens in the ring and its own; afterwards the ring holds the last R of the tokens that it stores. A
+window that no context exceeds gives bit for bit the same result as no window.
 
 Query-only: `past_key`, ... are the presents of another node without a sliding window, which hold the T tokens, the last
-S of which are the queries; past_length is T - S. There are no presents. A low-bit cache is read as it lies: the tokens
-before quantized(T) from their codes whatever the query's place.
+S of which are the queries; past_length is T - S. There are no presents. A low-bit cache is read as stored: the tokens
+before quantized(T) from their codes, whatever the query's position.
 
-Query bits (query_bits 8 or 4; key_bits 8, 4 or 2): products with codes of keys are products of integers. The query,
-rotated, times scale, each operation rounded to float32, is quantized by a row (`kv_cache.row_scores`, 8-bit keys) or
-by a row and a block of 32 keys (`kv_cache.block_scores`); the int32 dot product is exact, and then come, in float32,
+Query bits (query_bits 8 or 4; key_bits 8, 4 or 2): products with codes of keys are integer products. The query, rotated
+and multiplied by scale, each operation rounded to float32, is quantized per row (`kv_cache.row_scores`, 8-bit keys) or
+per row and block of 32 keys (`kv_cache.block_scores`). The int32 dot product is exact, followed, in float32, by
 
     row:   dot * query's scale * key's scale
     block: dot * u's scale + query . zero + (2^key_bits - 1) / 2 * sum(u - its codes * u's scale)
            where u = query * the block's scales
 
-products with float16 keys are float32's own. query_bits 0: the float32 query meets float32 keys, code * scale (+ zero).
+Products with float16 keys are float32. query_bits 0: the float32 query is multiplied with float32 keys,
+code * scale (+ zero).
 
 Attributes: num_heads (H), num_kv_heads (Hk), branches, noise_ratio (R), wide_value, scale, norm_eps, key_bits,
 value_bits, query_bits, window (read for 4 and 2 bits only), sliding_window, spec_version.
 
-Integers (codes, packed bytes, dot products) and the scales and zero points of the cache are the same bits on every
-implementation, but for the sign of a zero; a number that is infinite or NaN makes its row or block NaN, with codes 0,
-in the reference and in kernels, and the body promises nothing for it. All other arithmetic is in float32 whatever T is.
-The body never forms a mask per head and, for S = 1, no tensor grows faster than T: the cost of a decode step is linear
-in the context.
+Integers (codes, packed bytes, dot products) and the scales and zero points of the cache are bit-identical in every
+implementation, except for the sign of zero. An infinite or NaN number makes its row or block NaN, with codes 0, in the
+reference and in kernels; the body does not define it. All other arithmetic is in float32, whatever T is. The body never
+forms a mask per head and, for S = 1, no tensor grows faster than T: the cost of a decode step is linear in the context.
 """
 
 from __future__ import annotations
@@ -126,8 +127,8 @@ class Signature:
                 attribute.check(OP.name, getattr(self, attribute.name))
         if self.query_bits and self.key_bits == 16:
             raise DiffbitError(
-                f"{OP.name}: query_bits is {self.query_bits} and key_bits 16, wanted keys of 8, 4 or 2 bits: integers "
-                "are multiplied by integers"
+                f"{OP.name}: query_bits is {self.query_bits} and key_bits 16, wanted keys of 8, 4 or 2 bits for an "
+                "integer product"
             )
         if self.branches == 1 and self.noise_ratio > 1:
             raise DiffbitError(f"{OP.name}: noise_ratio is {self.noise_ratio} and branches 1, wanted 2 branches")
@@ -135,7 +136,7 @@ class Signature:
             raise DiffbitError(f"{OP.name}: sliding_window is {self.sliding_window}, wanted 0 without key and value")
 
     def check_width(self, d: int) -> None:
-        """A DiffbitError where heads of this width cannot be cached."""
+        """Raise DiffbitError if heads of this width cannot be cached."""
         if min(self.key_bits, self.value_bits) < 8 and d % kv_cache.BLOCK:
             raise DiffbitError(
                 f"{OP.name}: heads are {d} wide, wanted a multiple of {kv_cache.BLOCK} for keys or values of 4 or 2 "
@@ -144,12 +145,12 @@ class Signature:
 
     @property
     def attributes(self) -> dict[str, int]:
-        """Those of a node that it knows."""
+        """Return the node's attributes that the signature determines."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "appends"}
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the node's inputs, "" those that it has no use for."""
+        """Names of the node's inputs; "" for those that it does not need."""
         return self._used(INPUTS)
 
     @property
@@ -158,7 +159,7 @@ class Signature:
 
     @property
     def declared_outputs(self) -> tuple[str, ...]:
-        """What the function makes: as many as the node has, those left out as well."""
+        """Names of the function's outputs: as many as the node has, including omitted ones."""
         return OUTPUTS[: len(self.outputs)]
 
     def _used(self, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -175,11 +176,11 @@ class Signature:
 
 
 def function(of: Signature = Signature(), grouped: bool = False, name: str | None = None) -> onnx_ir.Function:
-    """The op's body as an ONNX model-local function: what runs wherever no native library is registered.
+    """Return the op's body as an ONNX model-local function, which runs if no native library is registered.
 
-    The nodes of one `name` in a model share it, and their signature. It declares as many inputs and outputs as they
-    have; ONNX Runtime inlines it if it makes all of them, those left out as well. grouped: another body, for a float
-    cache, one branch and heads of a width that is a multiple of 8: ONNX Runtime's own operators, which write into a
-    buffer that is past and present at once.
+    A model's nodes of one `name` share it and have the same signature. It declares as many inputs and outputs as they
+    have; ONNX Runtime inlines it only if it computes all of them, including omitted ones. grouped: a body of ONNX
+    Runtime's own operators, which write into a buffer shared by past and present; for a float cache, one branch and
+    heads whose width is a multiple of 8.
     """
     return OP.function(GROUPED_BODY if grouped else body(of), INPUTS[: len(of.inputs)], of.declared_outputs, name)

@@ -1,15 +1,14 @@
-"""The body of DiffAttention in ONNX's operators; ops/diff_attention.py has the meaning.
+"""The body of DiffAttention in ONNX operators; ops/diff_attention.py specifies the op.
 
-Shapes stand beside the lines: n = branches, w = 1 + wide_value, G = kv heads that hold a value, r = H/G heads that
-share one. Of a cache of 4 or 2 bits `before` tokens are codes before the call and `after` behind it; those in between
-are at hand as codes and as floats.
+Shapes are in comments: n = branches, w = 1 + wide_value, G = kv heads that hold a value, r = H/G heads that share one.
+In a cache of 4 or 2 bits, `before` tokens are codes before the call and `after` tokens after it; those in between are
+available as codes and as floats.
 
-With a sliding window only the tokens that the call's first token sees, and those after it, are at hand: `base` tokens
-before them are left out, and past_length, T, `before` and `after` count from there. With 4 and 2 bits `base` is a
-multiple of 32.
+With a sliding window, the `base` tokens before the first one that the call's first token sees are dropped, and
+past_length, T, `before` and `after` count from there. With 4 and 2 bits, `base` is a multiple of 32.
 
-There is one mask for all heads, and for S = 1 no tensor grows faster than T. Whatever runs ONNX has what is used here,
-browsers included: no float16 arithmetic, and products of codes are float32's, exact up to 2^24.
+There is one mask for all heads, and for S = 1 no tensor grows faster than T. It uses only widely supported operators,
+for browsers too: no float16 arithmetic, and products of codes are computed in float32, exact up to 2^24.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ if TYPE_CHECKING:
 
 END = 9223372036854775807
 
-# Softmax attention over a float cache by ONNX Runtime's own operators. RoPE has a node of its own: the one built into
+# Softmax attention over a float cache by ONNX Runtime's own operators. RoPE is a separate node: the one built into
 # GroupQueryAttention reads only the first position of a prompt and counts on from there, so rows padded on the left
-# would enter the cache at positions other than those of later steps. Every row counts T tokens, padding included: a
-# bias hides it, finite, so that a query that sees nothing gives numbers and not NaN. What does not depend on a layer
-# ONNX Runtime computes once for all of them.
+# would be cached at other positions than later steps expect. Every row has T tokens, padding included; a bias hides
+# padding, and is finite, so that a query that sees nothing gives no NaN. ONNX Runtime computes values that do not
+# depend on the layer once for all layers.
 GROUPED_BODY = """
 {
   one = Constant <value_ints = [1]> ()
@@ -60,23 +59,23 @@ GROUPED_BODY = """
 
 
 class _Side(NamedTuple):
-    """Keys or values of a call; what a cache of the side's bits has not is None."""
+    """Keys or values of a call; fields that the cache's format does not have are None."""
 
     bits: int
-    floats: Value | None = None  # [B, Hk, T, d], of 4 or 2 bits [B, Hk, T - before, d]
-    codes: Value | None = None  # float32 [B, Hk, T, d]; of 4 or 2 bits as blocks, see `_append_blocks`
-    scale: Value | None = None  # [B, Hk, T]; of 4 or 2 bits these two broadcast to the codes
+    floats: Value | None = None  # [B, Hk, T, d]; with 4 or 2 bits [B, Hk, T - before, d]
+    codes: Value | None = None  # float32 [B, Hk, T, d]; with 4 or 2 bits in blocks, see `_append_blocks`
+    scale: Value | None = None  # [B, Hk, T]; with 4 or 2 bits, it and `zero` broadcast to the codes
     zero: Value | None = None
 
 
 def body(of: Signature) -> str:
-    """The lines of the function whose inputs and outputs `of` has a use for."""
+    """Return the lines of the function for a signature."""
     return str(_DiffAttention(of))
 
 
 class _DiffAttention(Body):
     visible: Value  # [B, 1, 1, S, T]
-    coded: Value  # [S, after - before]: does the call's token read the token's code?
+    coded: Value  # [S, after - before]: whether the call's token reads the other token's code
     before: Value
     after: Value
     newly: Value  # after - before
@@ -119,14 +118,14 @@ class _DiffAttention(Body):
         else:
             keys, values = self._as_it_lies("key", of.key_bits), self._as_it_lies("value", of.value_bits)
         for name in of.declared_outputs:
-            if name not in of.outputs:  # a function has to make what it declares
+            if name not in of.outputs:  # a function must compute all declared outputs
                 self("Constant", value_float=0.0, name=name)
         self._finish(self._mixed(self._weights(self._scores(keys)), values))
 
-    # ---- what is new ----
+    # ---- the new tokens ----
 
     def _rotate(self, name: str, heads: Value) -> Value:
-        """RoPE of query or key: [B, S, heads, d]."""
+        """Apply RoPE to query or key [B, S, heads, d]."""
         tables = (self("Gather", self.input(table), self.input("position_ids"), axis=0) for table in ("cos", "sin"))
         cos, sin = (self("Unsqueeze", table, self.ints(2)) for table in tables)
         x = self("Reshape", self.cast(self.input(name), Type.FLOAT32), self.dims(self.B, self.S, heads, self.d))
@@ -134,7 +133,7 @@ class _DiffAttention(Body):
         return self("Concat", low * cos - high * sin, high * cos + low * sin, axis=-1)
 
     def _in_pairs(self, query: Value) -> Value:
-        """Every noise head as often as a signal head reads it: [B, S, H/R, R, n, d]."""
+        """Repeat every noise head for each of its signal heads: [B, S, H/R, R, n, d]."""
         if (ratio := self.of.noise_ratio) == 1:
             return query
         groups = self("Reshape", query, self.dims(self.B, self.S, self.rest, self.ints(ratio + 1), self.d))
@@ -143,7 +142,7 @@ class _DiffAttention(Body):
         return self("Concat", *(self("Unsqueeze", part, self.ints(4)) for part in (signal, noise)), axis=4)
 
     def _base(self) -> Value:
-        """Tokens that no query sees, nor, with 4 and 2 bits, wants to quantize."""
+        """Return the number of tokens that no query sees and, with 4 and 2 bits, that are already quantized."""
         none = self.ints(0)
         if not self.of.sliding_window:
             return none
@@ -153,7 +152,7 @@ class _DiffAttention(Body):
         return self("Min", base / self.block * self.block, self._quantized_tokens(self.past_length)[1])
 
     def _visible(self) -> None:
-        """One mask for all heads: [B, 1, S, T], causal in the cache's order and without padding."""
+        """Compute one mask for all heads: causal in the cache's order, without padding."""
         zero_0d, one_0d = self("Constant", value_int=0), self("Constant", value_int=1)
         total, length = (self("Squeeze", x, self.ints(0)) for x in (self.T, self.S))
         self.key_index = self("Range", zero_0d, total, one_0d)
@@ -167,7 +166,7 @@ class _DiffAttention(Body):
         self.visible = self("Unsqueeze", self("And", causal, seen), self.one)
 
     def _lengths(self) -> None:
-        """What keys and values of 4 and 2 bits share."""
+        """Compute the lengths that keys and values of 4 and 2 bits share."""
         self.d_blocks = self.d / self.block
         before = self.past_length if self.of.appends else self.T
         self.before_blocks, self.before = self._quantized_tokens(before)
@@ -178,7 +177,7 @@ class _DiffAttention(Body):
         self.coded = self("Less", self.slice(self.key_index, self.before, self.after, 0), end_of_query)
 
     def _quantized_tokens(self, count: Value) -> tuple[Value, Value]:
-        """Of `count` tokens: blocks of codes, and the tokens in them."""
+        """Return how many of `count` tokens are codes: in blocks, and in tokens."""
         window = self("Reshape", self.attribute("window"), self.one)
         blocks = self("Max", count - window, self.ints(0)) / self.block
         return blocks, blocks * self.block
@@ -196,7 +195,7 @@ class _DiffAttention(Body):
         return _Side(bits, codes=codes, scale=self._grow(f"{name}_scale", self("Squeeze", scale, self.rest)))
 
     def _as_it_lies(self, name: str, bits: int) -> _Side:
-        """The presents of another node."""
+        """Read the presents of another node."""
         held = self.T if bits >= 8 else self.after
         buffer = self.slice(self.input(f"past_{name}"), self.ints(0), held, 2)
         if bits == 16:
@@ -209,7 +208,7 @@ class _DiffAttention(Body):
         return self._blockwise(name, bits, self.cast(recent, Type.FLOAT32), buffer, scale)
 
     def _grow(self, name: str, new: Value, old_length: Value | None = None, length: Value | None = None) -> Value:
-        """A buffer's first `length` tokens: what was, and `new`. The present also has what lies behind them."""
+        """Return a buffer's first `length` tokens, past and `new`, and make the present, which keeps those behind."""
         past, end = self.input(f"past_{name}"), self.ints(END)
         if self.of.sliding_window:
             blocks = name == "key_scale" and self.of.key_bits < 8
@@ -221,7 +220,7 @@ class _DiffAttention(Body):
         return found
 
     def _turn(self, name: str, new: Value, base: Value, held: Value, total: Value) -> Value:
-        """The same of a ring: the entries base .. total in order; the ring has `held` of them, or as many as it can."""
+        """Do the same for a ring: return the entries base .. total in order, of which the past has up to `held`."""
         past = self.input(f"past_{name}")
         slots = self.size(past, 2)
         both = self("Concat", past, new, axis=2)
@@ -230,17 +229,17 @@ class _DiffAttention(Body):
         entry = self("Range", first, end, one)
         found = self("Where", self("Less", entry, held), self("Mod", entry, slots), entry - held + slots)
         slot = self("Range", zero, ring, one)
-        last = total - self.one  # of all entries; of those in a slot:
+        last = total - self.one  # the last of all entries; below, the last in each slot
         entry = last - self("Mod", last - slot, slots)
         kept = self("Where", self("Less", entry, held), slot, entry - held + slots)
         self("Gather", both, kept, axis=2, name=f"present_{name}")
         return self("Gather", both, found, axis=2)
 
     def _quantize_rows(self, x: Value, axis: int, bits: int) -> tuple[Value, Value]:
-        """Rows x [..., d] of float32 -> scales [..., 1] and codes [..., d], integers in float32.
+        """Quantize rows x [..., d] of float32 -> scales [..., 1] and codes [..., d], integers in float32.
 
-        `axis` is the last: where there are no rows, ONNX Runtime reduces no axis that is counted from behind (1.18,
-        1.31).
+        `axis` is the last one, as a positive number: without rows, ONNX Runtime (1.18, 1.31) does not reduce a negative
+        axis.
         """
         top = self.number(2 ** (bits - 1) - 1)
         largest = self("ReduceMax", self("Abs", x), self.ints(axis), keepdims=1)
@@ -251,7 +250,7 @@ class _DiffAttention(Body):
         return self("Where", self("Equal", scale, self.zero_f), self.one_f, scale)
 
     def _append_blocks(self, name: str, rows: Value, bits: int) -> _Side:
-        """4 or 2 bits: codes of `after` tokens in blocks, for keys [B, Hk, after/32, 32, d], for values
+        """Append rows of 4 or 2 bits: codes of `after` tokens in blocks, for keys [B, Hk, after/32, 32, d], for values
         [B, Hk, after, d/32, 32], with scales and zero points that broadcast to them."""
         past, newly, end, key = self.input(f"past_{name}_recent"), self.newly, self.ints(END), name == "key"
         recent = self.slice(past, self.ints(0), self.recent_past, 2)
@@ -267,7 +266,7 @@ class _DiffAttention(Body):
         scale_half, zero_half = (self.cast(x, Type.FLOAT16) for x in ((largest - zero) / top, zero))
         codes = (new - zero) / self._divisor(self.cast(scale_half, Type.FLOAT32))
         codes = self("Clip", self("Round", codes), self.zero_f, top)
-        # scales and zero points lie as [..., 2, d] or [..., 2, d/32]; keys' blocks have them so, values' the other way
+        # scales and zero points are stored as [..., 2, d] or [..., 2, d/32]; values' blocks need them transposed
         both = self("Concat", scale_half, zero_half, axis=3 if key else 4)
         both = both if key else self("Transpose", both, perm=[0, 1, 2, 4, 3])
         lengths = (self.before_blocks, self.after_blocks) if key else (self.before, self.after)
@@ -275,7 +274,7 @@ class _DiffAttention(Body):
         return self._blockwise(name, bits, floats, packed, self._grow(f"{name}_scale", both, *lengths))
 
     def _blockwise(self, name: str, bits: int, floats: Value, packed: Value, both: Value) -> _Side:
-        """Of bytes, and scales and zero points as the cache has them, of `after` tokens."""
+        """Return a side of `after` tokens from bytes, and scales and zero points in the cache's layout."""
         key, both = name == "key", self.cast(both, Type.FLOAT32)
         both = both if key else self("Transpose", both, perm=[0, 1, 2, 4, 3])
         scale, zero = self.split(both, 3 if key else 4, 2)
@@ -287,8 +286,8 @@ class _DiffAttention(Body):
         return (blocks, self.block, self.d) if key else (tokens, self.d_blocks, self.block)
 
     def _pack(self, codes: Value, bits: int) -> Value:
-        """Bytes [B, Hk, tokens, d*bits/8]. The channels that share a byte are those that lie one below the other in
-        [B, Hk, tokens, d/32, 8/bits, 4*bits]."""
+        """Return bytes [B, Hk, tokens, d*bits/8]. Channels that differ only in the second-last index of
+        [B, Hk, tokens, d/32, 8/bits, 4*bits] share a byte."""
         places, width = 8 // bits, self.ints(4 * bits)
         parts = self.view(codes, self.B, self.Hk, self.newly, self.d_blocks, self.ints(places), width)
         weights = self("Reshape", self.ints(*(1 << i * bits for i in range(places))), self.ints(places, 1))
@@ -297,8 +296,8 @@ class _DiffAttention(Body):
         return self.cast(packed, Type.UINT8)
 
     def _unpack(self, packed: Value, bits: int) -> Value:
-        """Codes uint8 [blocks, 32]: place by place and in two dimensions, which takes half the time of one BitShift
-        that broadcasts."""
+        """Return codes uint8 [blocks, 32]: one shift per place, in two dimensions, which takes half the time of one
+        broadcasting BitShift."""
         mask, fields = self.cast(self.ints(2**bits - 1), Type.UINT8), []
         packed = self.view(packed, self.rest, self.ints(4 * bits))
         for i in range(8 // bits):
@@ -321,7 +320,7 @@ class _DiffAttention(Body):
         if keys.bits >= 8:
             return self("Reshape", self._row_scores(keys), self.dims(*shape, self.T))
         assert keys.floats
-        # codes below `before`, floats from `after` on, and in between what the query's place says
+        # codes below `before`, floats from `after` on, and in between depending on the query's position
         if self.of.query_bits:
             low = self._block_scores(keys)
         else:
@@ -333,7 +332,7 @@ class _DiffAttention(Body):
         return self("Concat", before, self("Where", self.coded, newly_low, newly_high), after, axis=-1)
 
     def _products(self, queries: Value, keys: Value) -> Value:
-        """[B, G, n, r*S, d] x [B, G, w, d, keys]; with w = 1 the branches share the key."""
+        """Multiply [B, G, n, r*S, d] by [B, G, w, d, keys]; with w = 1 the branches share the key."""
         keys = self("Reshape", keys, self.dims(self.B, self.G, self.w, self.rest, self.d))
         return queries @ self("Transpose", keys, perm=[0, 1, 2, 4, 3])
 
@@ -348,9 +347,9 @@ class _DiffAttention(Body):
         return self._products(codes, keys.codes) * scale * key_scale
 
     def _block_scores(self, keys: _Side) -> Value:
-        """The scales of a block of 32 keys go to the query's side: [B, G, n, blocks, r*S, d] x
-        [B, G, w, blocks, d, 32]. Its zero points meet the query as it is: [B, G, w, blocks, d] x [B, G, n, d, r*S]; and
-        the middle of a key's codes meets what the query lost when it was rounded."""
+        """Fold the scales of a block of 32 keys into the query: [B, G, n, blocks, r*S, d] x [B, G, w, blocks, d, 32].
+        The zero points are multiplied with the unrounded query, [B, G, w, blocks, d] x [B, G, n, d, r*S], and the
+        middle of a key's codes with the query's rounding error."""
         assert keys.codes and keys.scale and keys.zero
         blocks = (self.B, self.G, self.w, self.after_blocks)
         codes = self("Transpose", self.view(keys.codes, *blocks, self.block, self.d), perm=[0, 1, 2, 3, 5, 4])
@@ -363,7 +362,7 @@ class _DiffAttention(Body):
         return self("Transpose", scores, perm=[0, 1, 2, 4, 3, 5])
 
     def _weights(self, scores: Value) -> Value:
-        """A1 - lambda A2, [B, G, r, S, T]; of a row that sees nothing 0."""
+        """Return A1 - lambda A2 [B, G, r, S, T]; 0 for a row that sees nothing."""
         visible = self("Unsqueeze", self.visible, self.one)
         shares = self("Softmax", self("Where", visible, scores, self.number(-1e30)), axis=-1)
         if self.of.branches == 1:
@@ -371,7 +370,7 @@ class _DiffAttention(Body):
         branches = self.split(shares, 2, 2)
         signal, noise = (self("Squeeze", branch, self.ints(2)) for branch in branches)
         by = self("Expand", self.cast(self.input("lambda"), Type.FLOAT32), self.ints(1, 1, 1))
-        by = self("Reshape", by, self.dims(self.ints(0), self.ints(0), self.G, self.r))  # 0: as it is
+        by = self("Reshape", by, self.dims(self.ints(0), self.ints(0), self.G, self.r))  # 0: unchanged
         by = self("Unsqueeze", self("Transpose", by, perm=[0, 2, 3, 1]), self.rest)
         return self("Where", self.visible, signal - noise * by, self.zero_f)
 
@@ -401,7 +400,7 @@ class _DiffAttention(Body):
         return weights @ self.view(values, self.B, self.G, self.w, tokens, self.d)
 
     def _finish(self, mixed: Value) -> None:
-        """The heads in their places, and the norm over the w*d of a head."""
+        """Put the heads in order and apply the norm over the w*d numbers of a head."""
         mixed = self("Reshape", mixed, self.dims(self.B, self.G, self.w, self.r, self.S, self.rest))
         mixed = self("Transpose", mixed, perm=[0, 4, 1, 3, 2, 5])
         heads = self("Reshape", mixed, self.dims(self.B, self.S, self.H, self.rest))

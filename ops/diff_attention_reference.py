@@ -1,5 +1,5 @@
-"""DiffAttention in torch: the numbers that its body and every kernel are held against, and low-bit attention of models
-in torch (quantize/attention.py). ops/diff_attention.py has the meaning.
+"""DiffAttention in torch: the reference for its body and every kernel, and low-bit attention of models in torch
+(quantize/attention.py). ops/diff_attention.py specifies the op.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 class Cached(NamedTuple):
     """Keys or values of a call as the cache holds them: the first n tokens as codes, the last m as floats. Some tokens
-    are both: `coded` says which of them a query reads. Hk is [B, Hk], or whatever the rows begin with."""
+    are both: `coded` says which form a query reads. Leading dimensions are [B, Hk], or any others."""
 
     bits: int
     block: int  # tokens that share a scale: 32 of the keys, 1 of the values
     codes: torch.Tensor  # [..., n, d]
-    scale: torch.Tensor  # of the codes: [..., n], of 4 and 2 bits with zero points [..., n/32, 2, d], [..., n, 2, d/32]
+    scale: torch.Tensor  # of the codes: [..., n]; 4 and 2 bits, with zero points: [..., n/32, 2, d], [..., n, 2, d/32]
     floats: torch.Tensor  # [..., m, d]
-    coded: torch.Tensor  # bool [S, T]: is read as a code
+    coded: torch.Tensor  # bool [S, T]: read as a code
     # the buffer, its scale, the recent tokens
     presents: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Cached:
-        """The same with `change` of codes, scale and floats."""
+        """Apply `change` to codes, scale and floats."""
         return self._replace(codes=change(self.codes), scale=change(self.scale), floats=change(self.floats))
 
     def grouped(self, groups: int, width: int) -> Cached:
-        """[B, Hk, ...] -> [B, G, w, ...]."""
+        """Reshape [B, Hk, ...] to [B, G, w, ...]."""
         return self.each(lambda x: x.unflatten(1, (groups, width)))
 
     def of_branch(self, branch: int) -> Cached:
@@ -40,14 +40,14 @@ class Cached(NamedTuple):
         return self.each(lambda x: x[:, :, branch % x.shape[2]])
 
     def as_it_lies(self, steps: int) -> Cached:
-        """For so many queries, which see a code wherever there is one; without presents."""
+        """For `steps` queries that read every code that exists; without presents."""
         import torch
 
         coded = torch.arange(self.coded.shape[1], device=self.codes.device) < self.codes.shape[-2]
         return self._replace(coded=coded.expand(steps, -1), presents=(None, None, None))
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """The numbers that the codes stand for: [..., n, d]."""
+        """Dequantize the codes: [..., n, d]."""
         if self.bits >= 8:
             return self.codes.to(dtype) * self.scale[..., None].to(dtype)
         return kv_cache.dequantize_blocks(self.codes, self.scale, -1 if self.block == 1 else -2).to(dtype)
@@ -64,15 +64,15 @@ def append(
     block: int,
     ring: bool = False,
 ) -> Cached:
-    """New rows [B, Hk, S, d] behind the past; block: 32 of keys, 1 of values. ring: are the buffers rings? What they
-    have dropped is then zeros."""
+    """Append new rows [B, Hk, S, d] to the past; block: 32 for keys, 1 for values. ring: whether the buffers are rings;
+    tokens that they have overwritten become zeros."""
     import torch
 
     total = past_length + rows.shape[2]
-    places = range(past_length + 1, total + 1)  # each new token as the last
+    places = range(past_length + 1, total + 1)  # the length when each new token is the last
 
     def extended(past: torch.Tensor, length: int, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """All that is held, in order, and the present."""
+        """Return all stored entries in order, and the present."""
         end, slots = length + new.shape[2], past.shape[2]
         if not ring:
             present = torch.cat((past[:, :, :length], new.to(past.dtype), past[:, :, end:]), 2)
@@ -112,7 +112,7 @@ def append(
 
 
 def cached(rows: torch.Tensor, length: int, format: str, window: int, block: int) -> Cached:
-    """Rows [B, Hk, T, d] as a cache of `format` (kv_cache.BITS) holds them for queries of the last `length` tokens."""
+    """Put rows [B, Hk, T, d] into a cache of `format` (kv_cache.BITS), for queries of the last `length` tokens."""
     import torch
 
     bits, d = kv_cache.BITS[format], rows.shape[3]
@@ -129,7 +129,7 @@ def cached(rows: torch.Tensor, length: int, format: str, window: int, block: int
 
 
 def scores(query: torch.Tensor, keys: Cached, query_bits: int) -> torch.Tensor:
-    """Queries [B, G, r, S, d], rotated and scaled, times keys [B, G, ...] -> [B, G, r, S, T], before any mask."""
+    """Multiply queries [B, G, r, S, d], rotated and scaled, by keys [B, G, ...] -> [B, G, r, S, T], without a mask."""
     import torch
     from torch.nn.functional import pad
 
@@ -149,7 +149,7 @@ def scores(query: torch.Tensor, keys: Cached, query_bits: int) -> torch.Tensor:
 
 
 def mixed(weights: torch.Tensor, values: Cached) -> torch.Tensor:
-    """Weights [B, G, r, S, T], 0 where a token is hidden, times values [B, G, w, ...] -> [B, G, r, S, w, d]."""
+    """Multiply weights [B, G, r, S, T], 0 for hidden tokens, by values [B, G, w, ...] -> [B, G, r, S, w, d]."""
     import torch
 
     total, dtype = weights.shape[-1], weights.dtype
@@ -163,8 +163,8 @@ def mixed(weights: torch.Tensor, values: Cached) -> torch.Tensor:
 def _difference(
     query: torch.Tensor, keys: Cached, visible: torch.Tensor, lam: torch.Tensor | None, query_bits: int
 ) -> torch.Tensor:
-    """A1 - lambda A2: queries [B, n, G, r, S, d], keys [B, G, w, ...], visible [B, 1, 1, S, T], lam [H] or [B, S, H] ->
-    [B, G, r, S, T]."""
+    """Return A1 - lambda A2 [B, G, r, S, T] of queries [B, n, G, r, S, d], keys [B, G, w, ...], visible [B, 1, 1, S, T]
+    and lam [H] or [B, S, H]."""
     import torch
 
     shares = []
@@ -180,7 +180,7 @@ def _difference(
 
 
 def in_pairs(query: torch.Tensor, noise_ratio: int) -> torch.Tensor:
-    """Query sub-heads [..., H + H/R, d] in groups of R signal heads and their noise head -> [..., 2H, d] in pairs."""
+    """Expand query sub-heads [..., H + H/R, d], groups of R signal heads and a noise head, to pairs [..., 2H, d]."""
     import torch
 
     groups = query.unflatten(-2, (-1, noise_ratio + 1))
@@ -189,7 +189,7 @@ def in_pairs(query: torch.Tensor, noise_ratio: int) -> torch.Tensor:
 
 
 def rotated(x: torch.Tensor, position_ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE of [B, S, heads, d]."""
+    """Apply RoPE to [B, S, heads, d]."""
     import torch
 
     c, s = (table[position_ids].to(x.dtype).unsqueeze(2) for table in (cos, sin))
@@ -227,12 +227,11 @@ def reference(
     window: int = 0,
     sliding_window: int = 0,
 ) -> tuple[torch.Tensor | None, ...]:
-    """The op in torch: inputs as diff_attention.py says, past_length as a plain int. All seven outputs, None those that
-    the node has no use for.
+    """Compute the op in torch: inputs as in diff_attention.py, past_length as an int. Returns all seven outputs; None
+    for those that the node does not need.
 
-    Computes in float32, or in float64 when `query` is float64 (then it is its own oracle's precision). What goes into
-    a cache of another type than float64, and what a query's codes are made of, is computed in float32 in either case:
-    integers and the cache's numbers are the same.
+    Computes in float32, or in float64 if `query` is float64. Numbers for a cache of another type than float64, and a
+    query's codes, are always computed in float32, so that integers and the cache's numbers are the same.
     """
     import torch
 
@@ -243,7 +242,7 @@ def reference(
     of.check_width(d)
     width = 2 if wide_value else 1
     groups = num_kv_heads // width
-    shared = num_heads // groups  # heads that read one kv head
+    shared = num_heads // groups  # heads per kv head
     total = past_length + steps
 
     none = query.new_empty(batch, num_kv_heads, 0, d)

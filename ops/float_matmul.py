@@ -1,9 +1,10 @@
-"""`diffbit.FloatMatMul`: a product by a weight that is read in place as it lies, a row of floats for each output.
+"""`diffbit.FloatMatMul`: a product with a weight that is read in place, a row of floats for each output.
 
     y_n = sum_k x_k w_nk      float32, whatever x and w are; rounded to T at the end
 
-Sixteen partial sums, those of equal k % 16, are each added up in the order of k by fma, and then in pairs, 1, 2, 4 and
-8 apart: every instruction set and number of threads or rows gives the same bits. A GPU adds in another order.
+Sixteen partial sums, one for each k % 16, are accumulated by fma in the order of k, and then added in pairs, 1, 2, 4
+and 8 apart, so the result is bit-identical for every instruction set and number of threads or rows. A GPU adds in
+another order.
 
 Inputs
     A       T [..., K]         float32 or float16
@@ -12,9 +13,9 @@ Output
     Y       T [..., N]
 Attributes: spec_version.
 
-It is a tied float head, whose weight is the embedding's table, and every float16 product of an artifact for CPUs. ONNX
-Runtime has a MatMul of [K, N], for which a table would be transposed into a second copy at load, and on CPUs none of
-float16, for which it makes copies in float32. The body is that MatMul: what runs without the library.
+It is used for a tied float head, whose weight is the embedding's table, and for every float16 product of an artifact
+for CPUs. ONNX Runtime's MatMul takes [K, N], so it would transpose the table into a second copy at load; on CPUs it has
+no float16 product and makes copies in float32. The body, which runs without the library, is that MatMul.
 """
 
 from __future__ import annotations
@@ -41,5 +42,5 @@ function = partial(OP.function, BODY)
 
 
 def reference(a: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The op in torch, but for the order of the sums, in float64: A [..., K], W [N, K] -> [..., N] in A's dtype."""
+    """Compute the op in torch, in float64 and in another order of sums: A [..., K], W [N, K] -> [..., N]."""
     return (a.double() @ weight.double().T).to(a.dtype)

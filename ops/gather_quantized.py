@@ -1,20 +1,19 @@
-"""`diffbit.GatherQuantized`: rows of a table that Int4MatMul or Int8MatMul can multiply by as well; an embedding.
+"""`diffbit.GatherQuantized`: reads rows of an embedding table, in the layout of Int4MatMul and Int8MatMul.
 
-    y = (c - z) d * factor      of row id, column by column; float32, rounded to T at the end
+    y = (c - z) d * factor      for row id, column by column; in float32, rounded to T at the end
 
 Inputs
     ids     int64 [...]                   0 to N - 1
-    codes   uint8                         c, as they lie for Int4MatMul (bits 4) or Int8MatMul (bits 8)
+    codes   uint8                         c, in the layout of Int4MatMul (bits 4) or Int8MatMul (bits 8)
     scales  float16 [N/16, G or 1, 16]    d
-    zeros   uint8, shaped as scales, or [1, 1, 1]: one 2^(bits - 1) for all of a symmetric format
-    factor  T [1]                         float32 or float16; it says what T is
+    zeros   uint8, shaped as scales, or [1, 1, 1]: a single 2^(bits - 1) for symmetric formats
+    factor  T [1]                         float32 or float16; determines T
 Output
     Y       T [..., K]
 Attributes: K, N, group_size, bits (4 or 8), spec_version.
 
-A tied table is stored once: the embedding gathers from the initializers that the head multiplies by, both where the
-file is mapped into memory. A row shares its pages with the 15 others of its tile, so an untied embedding has a page or
-few in memory for each token that occurred.
+A tied table is stored once: the embedding and the head read the same initializers from the mapped file. A row shares
+its pages with the 15 others of its tile, so an untied embedding has only a few pages in memory per token that occurred.
 
 The body gathers whole tiles and picks one row of each.
 """
@@ -107,12 +106,12 @@ NUMBERS = {  # uint8 [m, G, runs, 4] -> [m, G, steps, 4, 2]
 
 
 def function(bits: int) -> onnx_ir.Function:
-    """The body for a table of `bits`; a model has one embedding."""
+    """Return the body for a table of `bits`; a model has only one embedding."""
     return OP.function(BODY.replace("NUMBERS", NUMBERS[bits]))
 
 
 def reference(ids: torch.Tensor, packed: Packed, factor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The op in torch, bit for bit: ids int64 [...], a table [N = rows, K = columns] -> [..., K] in factor's dtype."""
+    """Compute the op in torch, bit for bit: ids int64 [...], table [N = rows, K = columns] -> [..., K]."""
     codes, *by_row = unpack(packed, rows, columns)
     groups = packed.codes.shape[1]
     group_size = packed.codes[0, 0].numel() * (2 if packed.codes.ndim == 5 else 1) // 16

@@ -1,12 +1,12 @@
-"""`diffbit.Hadamard`: every number spread over the `block` neighbours of its row (BitNet v2, arXiv 2504.18415, eq. 3).
+"""`diffbit.Hadamard`: a Hadamard transform of each block of `block` numbers of a row (arXiv 2504.18415, eq. 3).
 
     y = x (I x H_h) / sqrt(h),    h = block, a power of two that divides K;  x the Kronecker product
 
-H_h is Sylvester's matrix of +-1, so an outlier of one channel becomes a little of h channels, which four bits can hold.
-The matrix is symmetric and orthogonal: the op is its own inverse and its own transpose.
+H_h is Sylvester's matrix of +-1. It spreads an outlier of one channel over h channels, so that four bits suffice. The
+matrix is symmetric and orthogonal: the op is its own inverse and its own transpose.
 
-Meaning, bit for bit, in float32 for every block of h numbers: for s = 1, 2, 4, ... h/2 every pair (u, v) that lies s
-apart, u in an even run of s numbers, becomes (u + v, u - v); then all are multiplied by float32(1 / sqrt(h)).
+Exact definition, in float32, for every block of h numbers: for s = 1, 2, 4, ... h/2, every pair (u, v) at distance s, u
+in an even run of s numbers, becomes (u + v, u - v); then all numbers are multiplied by float32(1 / sqrt(h)).
 
 Inputs
     A       T [..., K]           float32 or float16; computed in float32
@@ -84,16 +84,16 @@ function = partial(OP.function, BODY)
 
 
 def block_size(columns: int) -> int:
-    """The largest power of two that divides K: all of K where that is a power of two, as in the paper.
+    """Return the largest power of two that divides K; K itself if it is a power of two, as in the paper.
 
-    No less, because an outlier is spread over no more than a block, and a stage more costs little: all twelve of a row
-    of 4096 numbers take the kernel 5 us, where a product of 4096 x 4096 takes 250.
+    A larger block spreads outliers over more channels, and another stage costs little: all twelve stages of a row of
+    4096 numbers take the kernel 5 us, and a product with 4096 x 4096 weights takes 250 us.
     """
     return columns & -columns
 
 
 def reference(a: torch.Tensor, block: int) -> torch.Tensor:
-    """The op in torch: A [..., K] float -> [..., K] in A's dtype. No gradient passes: quantize/rounding.py has one."""
+    """Compute the op in torch: A [..., K] float -> [..., K] in A's dtype, without gradients (quantize/rounding.py)."""
     import torch
 
     # [h, n], n the blocks of all rows: each stage adds and subtracts long runs, whatever its s

@@ -1,35 +1,35 @@
-"""`diffbit.Int4MatMul`: int8 activations times 4-bit weights in groups, what MatMulNBits computes at accuracy level 4.
+"""`diffbit.Int4MatMul`: int8 activations times 4-bit weights in groups, as MatMulNBits computes at accuracy level 4.
 
-Meaning, for every row x of A in groups of `group_size` neighbours, g = 0 ... G-1, the last filled up with zeros:
+Definition, for every row x of A in groups of `group_size` numbers, g = 0 ... G-1, the last padded with zeros:
 
     m_g = max|x|    a_g = m_g / 127    q = round-half-to-even(x * (127 / m_g))    in int8; m_g < 1e-30: all of it is 0
     s_n = 0; for g in order: s_n = fma(float32(sum_k q_k (c_nk - z_ng)), d_ng * a_g, s_n)      the sum in int32, exact
     y_n = s_n * factor
 
 all in float32, each operation rounded once and in this order, so that every instruction set, GPU, number of threads and
-number of rows gives the same bits. A group that holds an infinity or a NaN has a_g = NaN and q = 0: its row is NaN.
-One step per row and group is closer to x than one per row, and it is what ONNX Runtime does: on x86 its q are these to
-the last unit. On ARM it rounds ties away from zero, and there a q on a tie may be off by one.
+number of rows gives the same bits. A group with an infinity or a NaN has a_g = NaN and q = 0, so its row is NaN.
+One scale per row and group is more accurate than one per row, and is what ONNX Runtime does: on x86 it computes exactly
+the same q. On ARM it rounds ties away from zero, so a q on a tie may differ by one.
 
 Inputs
     A       T [..., K]                                 float32 or float16; computed in float32
-    codes   uint8 [N/16, G, group_size/8, 16, 4]       c, two a byte; all quotients here are rounded up
+    codes   uint8 [N/16, G, group_size/8, 16, 4]       c, two per byte; all quotients here are rounded up
     scales  float16 [N/16, G, 16]                      d
-    zeros   uint8 [N/16, G, 16] or [1, 1, 1]           z, 0 to 15; one 8 for all of a symmetric format
+    zeros   uint8 [N/16, G, 16] or [1, 1, 1]           z, 0 to 15; a single 8 for symmetric formats
     factor  float [1]
 Output
     Y       T [..., N]
 Attributes: K, N, group_size (32, 64 or 128), spec_version.
 
-Layout: tiles of 16 rows of the weight. A tile is a run of groups, a group a run of steps of 8 weights, a step the 4
-bytes of each of its 16 rows: byte b holds the weight 2b in its low nibble and 2b+1 in its high one. So one load of 64
-bytes (two of 32, four of 16) has the same 8 weights of 16 rows, each row in a 32-bit lane of its own; low and high
-nibbles meet four even and four odd activations that are broadcast to all lanes, and a lane's dot product is a row's:
-nothing is ever summed across lanes, and every instruction set reads the file as it lies. Rows beyond N have scale 0,
-weights beyond K are zero points.
+Layout: tiles of 16 rows of the weight. A tile is a sequence of groups, a group a sequence of steps of 8 weights, a step
+the 4 bytes of each of its 16 rows: byte b holds weight 2b in its low nibble and 2b+1 in its high one. So one load of 64
+bytes (two of 32, four of 16) has the same 8 weights of 16 rows, each row in its own 32-bit lane. Low and high nibbles
+are multiplied with four even and four odd activations, which are broadcast to all lanes, and each lane accumulates the
+dot product of its row. Nothing is summed across lanes, and every instruction set reads the file unchanged. Rows beyond
+N have scale 0, weights beyond K are zero points.
 
-The order of the nibbles is MatMulNBits' own. The body only moves bytes, and of constants only, which ONNX Runtime does
-once, at load; what stays is a MatMulNBits node.
+The order of the nibbles is MatMulNBits'. The body only rearranges constants, which ONNX Runtime does once, at load; a
+MatMulNBits node remains.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ OP = schema.INT4_MATMUL
 GROUP_SIZES = (32, 64, 128)
 TILE = 16  # rows
 STEP = 8  # weights of a row
-ROWS_AT_A_TIME = 1 << 13  # in `pack`, a multiple of TILE: a large table is not copied whole
-SMALLEST = 1e-30  # of a group's largest activation: 127 / m_g is finite, a_g not subnormal
+ROWS_AT_A_TIME = 1 << 13  # in `pack`, a multiple of TILE, to avoid copying a large table as a whole
+SMALLEST = 1e-30  # lower bound of m_g, for which 127 / m_g is finite and a_g not subnormal
 
 BODY = """
 {
@@ -113,8 +113,8 @@ function = partial(OP.function, BODY)
 
 
 def pack(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int, bits: int = 4) -> Packed:
-    """Codes uint8 [N, K] below 2^bits, scales [N, G] that float16 holds, zero points uint8 [N, G] (None: 2^(bits - 1))
-    -> `Packed`. bits: 8 for the layout of int8_matmul.py, where scales and zero points may be [N, 1]."""
+    """Pack codes uint8 [N, K] below 2^bits, scales [N, G] representable in float16, and zero points uint8 [N, G] (None:
+    2^(bits - 1)). bits: 8 for the layout of int8_matmul.py, where scales and zero points may be [N, 1]."""
     import torch
     import torch.nn.functional as F
 
@@ -122,7 +122,7 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, gr
     groups, more_rows = -(-columns // group_size), -rows % TILE
     scales = scale.half()
     if not torch.equal(scales.float(), scale.float()):
-        raise ValueError("the scales are not rounded to float16, wanted ones that it holds exactly")
+        raise ValueError("the scales are not representable in float16; round them first")
     middle = 2 ** (bits - 1)
     shape = (groups, group_size // STEP, TILE, 4) if bits == 4 else (groups, group_size // STEP, 2, TILE, 4)
     packed = torch.empty(-(-rows // TILE), *shape, dtype=torch.uint8)
@@ -145,7 +145,7 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, gr
 
 
 def unpack(packed: Packed, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The inverse of `pack`: codes uint8 [N, K], scales float16 [N, G], zero points uint8 [N, G]."""
+    """Invert `pack`: codes uint8 [N, K], scales float16 [N, G], zero points uint8 [N, G]."""
     import torch
 
     if packed.codes.ndim == 5:
@@ -159,7 +159,7 @@ def unpack(packed: Packed, rows: int, columns: int) -> tuple[torch.Tensor, torch
 
 
 def reference(a: torch.Tensor, packed: Packed, factor: torch.Tensor, rows: int, group_size: int) -> torch.Tensor:
-    """The op in torch, bit for bit: A [..., K] float, a weight of N = `rows` rows -> [..., N] in A's dtype."""
+    """Compute the op in torch, bit for bit: A [..., K] float, a weight of N = `rows` rows -> [..., N] in A's dtype."""
     import torch
     import torch.nn.functional as F
 
@@ -169,7 +169,7 @@ def reference(a: torch.Tensor, packed: Packed, factor: torch.Tensor, rows: int, 
     x = F.pad(a.float(), (0, codes.shape[1] - columns)).unflatten(-1, (-1, group_size))  # [..., G, group]
     largest = x.abs().amax(-1, keepdim=True)
     tiny, wild = largest < SMALLEST, ~largest.isfinite()
-    # not 127 / largest: for a number over a tensor torch rounds twice
+    # not 127 / largest: torch rounds twice when it divides a number by a tensor
     inverse = torch.full_like(largest, 127) / largest
     q = torch.round(x * inverse).masked_fill(tiny | wild, 0)
     step = (largest / 127).masked_fill(tiny, 0).masked_fill(wild, torch.nan)  # [..., G, 1]
@@ -183,10 +183,10 @@ def reference(a: torch.Tensor, packed: Packed, factor: torch.Tensor, rows: int, 
 
 
 def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """a * b + c rounded once to float32; b and c float32, a an integer below 2^24 as float64.
+    """Return a * b + c rounded once to float32; b and c float32, a an integer below 2^24 as float64.
 
-    The product is exact in float64. The sum there is rounded to odd (its last bit set where it is not exact), which
-    keeps the second rounding from undoing a tie (Boldo and Melquiond, 2008).
+    The product is exact in float64. The sum is rounded to odd (its last bit is set if it is inexact), which avoids
+    double rounding (Boldo and Melquiond, 2008).
     """
     import torch
 

@@ -1,5 +1,5 @@
-"""Numbers of a low-bit KV cache: how keys and values are quantized, laid out and read. Torch here; the ONNX bodies and
-the kernels compute the same codes and scales, bit for bit.
+"""The low-bit KV cache: how keys and values are quantized, stored and read. In torch; the ONNX bodies and the kernels
+compute the same codes and scales, bit for bit.
 
     format  keys                                     values                                     bits a number (d = 64)
     int8    a row (token) has a scale                a row has a scale                          8.5
@@ -15,16 +15,17 @@ have none. A block of 32 float16 numbers x has a scale and a zero point, both fl
     zero = min x      scale = float16((max x - min x) / (2^bits - 1))      code = clip(round((x - zero) / scale))
     x = code * scale + zero                                                 codes are 0 where the scale is 0
 
-computed in float32; where one of the numbers is infinite or NaN, scale and zero are NaN and the codes 0. A block of
-keys needs 32 tokens, so the most recent tokens, the residual window, stay as they came, rounded to float16: of T tokens
-the first `quantized_tokens(T, window)` are low-bit, a multiple of 32, and at least `window` are not. A query sees what
-the cache held when its own token was the last: the same, however the prompt was cut.
+computed in float32; if one of the numbers is infinite or NaN, scale and zero are NaN and the codes 0. A block of keys
+needs 32 tokens, so the most recent tokens, the residual window, stay in float16: of T tokens the first
+`quantized_tokens(T, window)`, a multiple of 32, are low-bit, and at least `window` are not. A query sees the cache as
+it was when its own token was the last, so the result does not depend on how the prompt was split into calls.
 
-With a sliding window of n tokens, the last n are all that a query sees, and the rows are a ring: token t lies in row
-t mod `ring_rows`, blocks of 32 tokens in whole, and the buffer does not grow. The residual window stays as it is.
+With a sliding window of n tokens, a query sees only the last n, and the rows are a ring of fixed size: token t is in
+row t mod `ring_rows`, whole blocks of 32 tokens together. The residual window is unchanged.
 
-Codes of a row are packed by groups of 32 channels, 4 * bits bytes each: byte i holds the channels i, i + 4 bits,
-i + 8 bits, ... of its group, the first in its lowest bits, so that a vector of bytes unpacks into neighbours.
+Codes of a row are packed in groups of 32 channels, 4 * bits bytes each: byte i holds the channels i, i + 4 bits,
+i + 8 bits, ... of its group, the first in its lowest bits, so that a vector of bytes unpacks into neighbouring
+channels.
 """
 
 from __future__ import annotations
@@ -36,25 +37,25 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-BLOCK = 32  # tokens that share a key's scale, channels that share a value's
-# Of a cache's codes; float: as wide as the model's floats
+BLOCK = 32  # tokens that share a key's scale; channels that share a value's scale
+# Bits of a cache's numbers; float: those of the model's floats
 BITS = {"float": 16, "fp16": 16, "int8": 8, "int4": 4, "int2": 2}
 
 
 def quantized_tokens(total: int, window: int) -> int:
-    """How many of `total` tokens are low-bit: the first, in whole blocks, so that at least `window` are not."""
+    """Return how many of `total` tokens, the first, are low-bit: whole blocks, so that at least `window` are not."""
     return max(0, total - window) // BLOCK * BLOCK
 
 
 def ring_rows(sliding_window: int, bits: int) -> int:
-    """Rows of a sliding window's cache: as many as it has tokens, of 4 and 2 bits whole blocks."""
+    """Return the rows of a sliding window's cache: one per token; with 4 and 2 bits, whole blocks."""
     return -(-sliding_window // BLOCK) * BLOCK if bits < 8 else sliding_window
 
 
 def quantize_rows(x: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
-    """float [..., d] -> codes int8 [..., d] and scales float32 [...]; symmetric, absmax.
+    """Quantize rows [..., d] to codes int8 [..., d] and scales float32 [...]; symmetric, absmax.
 
-    A row of zeros has scale 0 and codes 0, one with an infinity or a NaN the scale NaN and codes 0.
+    A row of zeros has scale 0 and codes 0; a row with an infinity or a NaN has scale NaN and codes 0.
     """
     import torch
 
@@ -67,8 +68,8 @@ def quantize_rows(x: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
 
 
 def quantize_blocks(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Numbers [..., T, d] in blocks of 32 along `dim` -> codes uint8, shaped as they are, and float16 scales and zero
-    points: of keys (`dim` -2) [..., T / 32, 2, d], of values (-1) [..., T, 2, d / 32]."""
+    """Quantize [..., T, d] in blocks of 32 along `dim` to codes uint8 [..., T, d], and float16 scales and zero points:
+    for keys (`dim` -2) [..., T / 32, 2, d], for values (-1) [..., T, 2, d / 32]."""
     import torch
 
     x = x.half().float().unflatten(dim, (-1, BLOCK))
@@ -82,7 +83,7 @@ def quantize_blocks(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_blocks(codes: Tensor, scale: Tensor, dim: int) -> Tensor:
-    """float32 [..., T, d]: the inverse of `quantize_blocks`."""
+    """Invert `quantize_blocks`; returns float32 [..., T, d]."""
     factor, zero = scale.float().unsqueeze(dim).unbind(-3)  # keys' [..., n, 1, d], values' [..., T, d / 32, 1]
     return (codes.float().unflatten(dim, (-1, BLOCK)) * factor + zero).flatten(dim - 1, dim)
 
@@ -92,7 +93,7 @@ dequantize_keys, dequantize_values = partial(dequantize_blocks, dim=-2), partial
 
 
 def pack(codes: Tensor, bits: int, width: int = 0) -> Tensor:
-    """Codes uint8 [..., d] -> bytes [..., d * bits / 8], a group `width` of them (0: 4 * bits); d whole groups."""
+    """Pack codes uint8 [..., d] into bytes [..., d * bits / 8]; width: bytes per group (0: 4 * bits)."""
     import torch
 
     parts = codes.unflatten(-1, (-1, 8 // bits, width or 4 * bits))  # [..., group, place in a byte, byte]
@@ -103,7 +104,7 @@ def pack(codes: Tensor, bits: int, width: int = 0) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, width: int = 0) -> Tensor:
-    """The inverse of `pack`."""
+    """Invert `pack`."""
     import torch
 
     groups = packed.unflatten(-1, (-1, 1, width or 4 * bits))
@@ -112,11 +113,12 @@ def unpack(packed: Tensor, bits: int, width: int = 0) -> Tensor:
 
 
 def row_scores(query: Tensor, codes: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """Integer dot products with int8 keys: query [..., S, d], scaled, and [..., T, d], [..., T] -> [..., S, T].
+    """Return dot products [..., S, T] with int8 keys: query [..., S, d], scaled, codes [..., T, d], scale [..., T].
 
     (codes of the query . codes of the key) * query's scale * key's scale
 
-    In float32, or in the query's float64; its codes are those of float32 in either case. So in `block_scores`.
+    In float32, or in float64 if the query is; its codes are always computed in float32. The same holds for
+    `block_scores`.
     """
     dtype = _precision(query)
     rounded, query_scale = quantize_rows(query, bits)
@@ -125,14 +127,15 @@ def row_scores(query: Tensor, codes: Tensor, scale: Tensor, bits: int) -> Tensor
 
 
 def block_scores(query: Tensor, codes: Tensor, scale: Tensor, bits: int, key_bits: int) -> Tensor:
-    """Integer dot products with keys in blocks: query [..., S, d], codes [..., 32 n, d] -> [..., S, 32 n].
+    """Return dot products [..., S, 32 n] with keys in blocks: query [..., S, d], codes [..., 32 n, d].
 
-    A key is code * scale + zero, channel by channel, so the scales of a block go to the query's side:
+    A key is code * scale + zero, channel by channel, so the scales of a block are folded into the query:
 
         u = query * scale      (codes of u . codes of the key) * u's scale + query . zero + mid * lost
 
-    A key's codes lie around the middle of their range, mid = (2^key bits - 1) / 2, so what u lost when it was rounded
-    is mostly lost times mid. That comes back, as one number a query and block: lost = sum(u - codes of u * u's scale).
+    A key's codes are centred on the middle of their range, mid = (2^key bits - 1) / 2, so the effect of rounding u is
+    mainly mid times the sum of its errors. It is corrected by one number per query and block: lost = sum(u - codes of
+    u * u's scale).
     """
     dtype = _precision(query)
     factors, zeros = scale.float().unbind(-2)  # [..., n, d]

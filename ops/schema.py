@@ -1,6 +1,6 @@
-"""The signature of every op, once: names, order, types, attributes, versions, and the struct of its CUDA call.
+"""The signatures of all ops: names, order, types, attributes, versions, and the struct of the CUDA call.
 
-What else needs a signature is made from here:
+All other uses of signatures derive from this file:
 
     csrc/ort/generated/schema.h    inputs, outputs, attributes and types for the kernels and their registration
     csrc/ort/generated/calls.h     the structs of the CUDA kernels' C interface
@@ -8,11 +8,10 @@ What else needs a signature is made from here:
     ops/X.py, export/graph.py      the op's portable body as a function (`Op.function`), a node's attributes
     runtime/providers.py           which nodes must not fall back to the CPU (`OPS`)
 
-The two headers are written by
-
     python -m diffbit.ops.schema
 
-and committed; a test holds them against this file. What an op computes is said in its own file.
+writes the two headers, which are committed; a test compares them with this file. Each op's own file defines what it
+computes.
 """
 
 from __future__ import annotations
@@ -286,7 +285,7 @@ WRITTEN = "// Written by python -m diffbit.ops.schema, from ops/schema.py: chang
 
 
 def headers() -> dict[Path, str]:
-    """What the files of csrc/ort/generated/ hold."""
+    """Return the contents of the files in csrc/ort/generated/."""
     ops = "\n\n".join(map(_op, OPS))
     structs = "\n\n".join(map(_struct, OPS))
     space = "namespace diffbit::schema"

@@ -5,23 +5,23 @@
     m_t = C_t h_t + D x_t
     y_t = m_t silu(z_t)                             silu(z) = z / (1 + exp(-z))
 
-in float32, the sum over the N numbers upwards. For a token of padding (mask 0), wherever it stands, m and y are 0 and
-the state passes it unchanged.
+in float32, summing over the N numbers in order. For padding (mask 0), at any position, m and y are 0 and the state is
+unchanged.
 
 Inputs
     x, dt, z        T [B, S, C]            float32 or float16
     B, C            T [B, S, N]
     A               float32 [N, C]         negative
     D, dt_bias      float32 [C]
-    attention_mask  int64 [B, T], T >= S   of its last S columns, 0: padding
+    attention_mask  int64 [B, T], T >= S   only its last S columns are used; 0: padding
     past_state      float32 [B, N, C]      zeros before the first token
 Outputs
     y               T [B, S, C]
-    memory          T [B, S, C]            m, where it is asked for: what gated memory units read (arXiv 2507.06607)
-    present_state   float32 [B, N, C]      may lie where past_state does
+    memory          T [B, S, C]            m, optional: read by gated memory units (arXiv 2507.06607)
+    present_state   float32 [B, N, C]      may share memory with past_state
 Attributes: spec_version.
 
-States are numbers by channels, so that vectors run over channels. The body is a Scan over tokens.
+States are [N, C], so that vectors run over channels. The body is a Scan over tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 OP = schema.SELECTIVE_SCAN
 
-BLOCK = 16  # tokens whose decays the reference has in memory at a time
+BLOCK = 16  # tokens whose decays the reference keeps in memory at a time
 
 BODY = """
 {
@@ -105,10 +105,10 @@ def reference(
     dt_bias: Tensor | None = None,
     real: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The op in torch, in float64 where x is that: (y, memory, present_state), the first two in x's dtype.
+    """Compute the op in torch, in float64 if x is float64: (y, memory, present_state), the first two in x's dtype.
 
-    real: bool [B, S], the tokens that are no padding; None: all. Gradients pass. A token costs one small operation
-    beside those of its block: fast enough to calibrate on.
+    real: bool [B, S], the tokens that are not padding; None: all. Gradients pass. Most work is done per block, with one
+    small operation per token, which is fast enough for calibration.
     """
     import torch
     import torch.nn.functional as F

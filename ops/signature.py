@@ -1,4 +1,4 @@
-"""What the signature of an op is made of: tensors and their types, attributes, the struct of its CUDA call."""
+"""The parts of an op's signature: tensors and their types, attributes, the struct of its CUDA call."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Type(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Variable:
-    """A type that may be one of several; the same wherever its name stands in an op."""
+    """A type variable, which may be one of several types; it is the same wherever its name occurs in an op."""
 
     name: str
     types: tuple[Type, ...]
-    on_gpu: tuple[Type, ...]  # there are more
+    on_gpu: tuple[Type, ...]  # the types on a GPU, which supports more
 
     def where(self, found: Mapping[Variable, Type]) -> Type:
         return found[self]
@@ -42,7 +42,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class ScaleOf:
-    """The type of the scales of a cache: float16 beside packed codes."""
+    """The type of a cache's scales: float16 for packed codes."""
 
     cache: Variable
 
@@ -55,12 +55,12 @@ class Tensor:
     name: str
     type: Type | Variable | ScaleOf
     optional: bool = False
-    on_host: bool = False  # read by the CPU wherever the op runs
+    on_host: bool = False  # read by the CPU even if the op runs on a GPU
 
 
 @dataclass(frozen=True)
 class Integer:
-    """An attribute in low..high, or one of `choices`. Without a default every node has to say it."""
+    """An attribute in low..high, or one of `choices`. Without a default, every node must set it."""
 
     name: str
     low: int = 0
@@ -88,8 +88,8 @@ class Number:
 
 @dataclass(frozen=True)
 class Call:
-    """The struct of an op's CUDA call, csrc/cuda/api.h: pointers to its tensors but those that the CPU reads, in their
-    order and in lower case, then int64 fields, then float fields; `notes` says what a field is."""
+    """The struct of an op's CUDA call, csrc/cuda/api.h: pointers to its tensors, except those that the CPU reads, in
+    order and in lower case, then int64 fields, then float fields; `notes` describes fields."""
 
     struct: str  # without its "Diffbit"
     function: str  # without its "diffbit_cuda_"
@@ -101,17 +101,17 @@ class Call:
 @dataclass(frozen=True)
 class Op:
     name: str
-    version: int  # of the meaning and the layout; a kernel checks it against a node's attribute spec_version
+    version: int  # of definition and layout; a kernel compares it with a node's attribute spec_version
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     attributes: tuple[Integer | Number, ...]
     call: Call
     opsets: tuple[tuple[str, int], ...] = (("", 21),)
-    names: int = 1  # that the op goes by: a function has one body, and a model may need several (`named`)
+    names: int = 1  # how many names the op has: a function has one body, and a model may need several (`named`)
 
     def named(self, index: int) -> str:
-        """The op's name for a model's first, second, ... body: X, X_2, ... (ONNX has overloads of functions for this,
-        but ONNX Runtime 1.23 takes the last one for all, without a word.)"""
+        """Return the op's name for a model's first, second, ... body: X, X_2, ... (ONNX has function overloads for
+        this, but ONNX Runtime 1.23 silently uses the last one for all.)"""
         return self.name if index == 0 else f"{self.name}_{index + 1}"
 
     def function(
@@ -121,8 +121,8 @@ class Op:
         outputs: Sequence[str] | None = None,
         name: str | None = None,
     ) -> onnx_ir.Function:
-        """A body as an ONNX model-local function: what runs wherever no native library is registered. `inputs`,
-        `outputs`: the names that it declares, all by default. name: one that the op goes by."""
+        """Return a body as an ONNX model-local function, which runs if no native library is registered. `inputs`,
+        `outputs`: the declared names, by default all. name: one of the op's names."""
         import onnx.parser
         from onnx_ir import serde
 
@@ -135,8 +135,8 @@ class Op:
         return serde.deserialize_function(onnx.parser.parse_function(head + body))
 
     def attributes_of(self, given: Mapping[str, int | float]) -> dict[str, int | float]:
-        """A node's attributes: those `given`, the defaults of the others, spec_version. A DiffbitError where one is
-        unknown, missing or not what it may be."""
+        """Return a node's attributes: those `given`, defaults for the others, and spec_version. Raises DiffbitError for
+        one that is unknown, missing or invalid."""
         attributes = {attribute.name: attribute for attribute in self.attributes}
         for name in given:
             if name not in attributes:
@@ -151,7 +151,7 @@ class Op:
         return found | {"spec_version": self.version}
 
     def types(self, gpu: bool = False) -> list[list[Type]]:
-        """Types of inputs and outputs, for every combination of the variables on a CPU or a GPU."""
+        """Return the types of inputs and outputs for every combination of the variables on a CPU or a GPU."""
         types = [tensor.type for tensor in self.inputs + self.outputs]
         of_types = [type.cache if isinstance(type, ScaleOf) else type for type in types]
         variables = list(dict.fromkeys(type for type in of_types if isinstance(type, Variable)))
@@ -162,7 +162,7 @@ class Op:
         return rows
 
     def fields(self) -> list[tuple[str, str]]:
-        """(type in C, name) of the fields of the CUDA call's struct."""
+        """Return (C type, name) of the fields of the CUDA call's struct."""
         pointers = [("const void*", tensor.name.lower()) for tensor in self.inputs if not tensor.on_host]
         pointers += [("void*", tensor.name.lower()) for tensor in self.outputs]
         integers = [("int64_t", name) for name in self.call.integers]
@@ -170,6 +170,6 @@ class Op:
 
 
 def listed(values: Sequence[object]) -> str:
-    """ "16, 8, 4 or 2"."""
+    """Format a list, such as "16, 8, 4 or 2"."""
     *first, last = map(str, values)
     return f"{', '.join(first)} or {last}" if first else last

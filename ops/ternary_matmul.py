@@ -1,16 +1,16 @@
-"""`diffbit.TernaryMatMul`: rounded activations times {-1, 0, 1} weights at two bits each (BitNet).
+"""`diffbit.TernaryMatMul`: rounded activations times {-1, 0, 1} weights of two bits each (BitNet).
 
-Meaning, bit for bit, for every row x of A (length K), in float32 but for m:
+Exact definition for every row x of A (length K), in float32 except for m:
 
     8 bits    a = max(max|x|, 1e-5) / 127      q = round-half-to-even(x / a)               b1.58, arXiv 2402.17764
     4 bits    a = max(m, 1e-5) / sqrt 7        q = clip(round-half-to-even(x / a), -8, 7)    v2, arXiv 2504.18415
     y_n = float32(sum_k q_k w_nk) * a * scale                         the sum in int32, exact; left to right
 
-m is the mean of |x|, made so that no order of summation changes it: in float64, with C = 2 K max|x|,
+m is the mean of |x|, defined so that it does not depend on the order of summation: in float64, with C = 2 K max|x|,
 
     m = float32(sum_k ((|x_k| + C) - C) / K)
 
-where + C and - C leave of |x_k| a multiple of C's last place, 2^-52 of it, and sums of K such numbers are exact.
+where + C and - C round |x_k| to a multiple of C's last place, about 2^-52 C, and sums of K such numbers are exact.
 
 Inputs
     A       T [..., K]           float32 or float16; computed in float32
@@ -20,12 +20,12 @@ Output
     Y       T [..., N]
 Attributes: K, N, activation_bits (8 or 4), spec_version.
 
-Layout of `packed`: each row is a run of blocks of 128 weights in 32 bytes; byte j of a block holds the weights j,
-j+32, j+64 and j+96 as codes w+1 in bits 0-1, 2-3, 4-5 and 6-7. One 32-byte load and three shifts give four vectors
-of 32 codes that meet 32 consecutive activations each, so every instruction set reads the file as it lies. Weights
-beyond K are padded with code 1 (zero).
+Layout of `packed`: each row is a sequence of blocks of 128 weights in 32 bytes; byte j of a block holds the weights j,
+j+32, j+64 and j+96 as codes w+1 in bits 0-1, 2-3, 4-5 and 6-7. One 32-byte load and three shifts give four vectors of
+32 codes for 32 consecutive activations each, so every instruction set reads the file unchanged. Padding beyond K has
+code 1 (zero).
 
-The body unpacks with shifts and masks of constants only, so that ONNX Runtime folds it to int8 once, at load.
+The body unpacks only constants, with shifts and masks, so ONNX Runtime folds it to int8 once, at load.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ function = partial(OP.function, BODY)
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """Integers {-1, 0, 1} [N, K] -> uint8 [N, 32*ceil(K/128)] in the op's layout."""
+    """Pack integers {-1, 0, 1} [N, K] into uint8 [N, 32*ceil(K/128)] in the op's layout."""
     from torch.nn.functional import pad
 
     codes = pad((weight + 1).byte(), (0, -weight.shape[1] % BLOCK), value=1)
@@ -140,12 +140,12 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, columns: int) -> torch.Tensor:
-    """uint8 [N, 32*ceil(K/128)] -> int8 {-1, 0, 1} [N, K]; the inverse of `pack`."""
+    """Invert `pack`: uint8 [N, 32*ceil(K/128)] -> int8 {-1, 0, 1} [N, K]."""
     return kv_cache.unpack(packed, 2, BLOCK_BYTES)[:, :columns].char() - 1
 
 
 def rounded(a: torch.Tensor, bits: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [..., K] -> whole numbers q fp32 [..., K] and steps a fp32 [..., 1], as in the module's docstring."""
+    """Round A [..., K] to integers q fp32 [..., K] with scales a fp32 [..., 1], as in the module's docstring."""
     import torch
 
     def divided(x: torch.Tensor, number: float) -> torch.Tensor:
@@ -164,9 +164,9 @@ def rounded(a: torch.Tensor, bits: int = 8) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def reference(a: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, bits: int = 8) -> torch.Tensor:
-    """The op in torch: A [..., K] float, packed and scale as in the module's docstring -> [..., N] in A's dtype."""
+    """Compute the op in torch: A [..., K] float, packed and scale as in the module's docstring -> [..., N]."""
     q, step = rounded(a, bits)
     weight = unpack(packed, a.shape[-1])
-    # float64 sums of integers below 2^53 are the int32 sums, exactly; integers have no -0
+    # float64 sums of integers below 2^53 equal the int32 sums exactly; integers have no -0
     sums = (q.double() @ weight.double().T).float() + 0.0
     return (sums * step * scale.float()).to(a.dtype)

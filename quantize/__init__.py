@@ -1,7 +1,7 @@
-"""Low-bit weights: number formats, methods that round to them, schemes that say what goes where, checkpoints.
+"""Low-bit weights: number formats, methods that round to them, schemes that choose a format per module, checkpoints.
 
 report = quantize_checkpoint("model", "model-int4", Scheme(weights=parse_format("int4_g128")))
-decoder = load("model-int4")                         # float and quantized folders, bitsandbytes' and bitnet's too
+decoder = load("model-int4")                         # reads float, quantized, bitsandbytes and bitnet folders
 decoder = apply(float_decoder, scheme)               # the same in memory
 """
 

@@ -1,20 +1,21 @@
-"""Mixed precision: which format each linear layer gets, so that the model loses least within a budget.
+"""Mixed precision: chooses a format for each linear layer, so that the model loses least within a budget.
 
-    1. losses    what each format costs in each layer: the KL divergence, nats a token, from the float model of the
-                 model in which this one weight is rounded, by the recipe's own rounding
-    2. choice    every layer starts with its smallest format. Again and again the layer and format are taken that
-                 lower the sum of losses most for a byte, while there is room
-    3. check     the model so chosen is made, and its divergence measured: losses need not add up
+    1. losses    measure what each format costs in each layer: the KL divergence (nats per token) between the float
+                 model and the model in which only this weight is rounded, by the recipe's own rounding
+    2. choice    start every layer with its smallest format, then repeatedly take the change of one layer's format
+                 that lowers the sum of losses most per byte, until the budget is spent
+    3. check     build the chosen model and measure its divergence, because losses need not add up
 
-Bytes are those of the float32 artifact that `diffbit export` makes. A budget of `bits` is the average over the linear
-layers that are quantized or could be, scales and zero points included; one of `nbytes` is the whole artifact: weights,
-tokenizer, and GRAPH bytes for its graph and configuration. What overrides fix is not chosen, but counts. A format whose
-codes a device stores in more bits than they have (int3, int6, ...) is no candidate: it loses more in the same bytes.
+Bytes are those of the float32 artifact that `diffbit export` makes. A budget in `bits` is the average over the linear
+layers that are quantized or could be, scales and zero points included; a budget in `nbytes` is for the whole artifact:
+weights, tokenizer, and GRAPH bytes for its graph and configuration. Formats fixed by overrides are not chosen, but
+count. A format whose codes a device stores in more bits than they have (int3, int6, ...) is not a candidate: it loses
+more in the same bytes.
 
-A recipe's transforms (rotate, awq, ...) run once, before 1. For methods that round a layer's weights together STAND_IN
-rounds in 1. Only what can differ is computed again for a loss: the hidden states before the decoder layer at hand are
-kept. That is half the layers on average and the head: F formats in all seven linear layers of L decoder layers cost
-about 7 F L / 2 passes of the SAMPLE tokens, and as many heads again.
+A recipe's transforms (rotate, awq, ...) run once, before 1. For methods that round a layer's weights together, STAND_IN
+rounds in 1. The hidden states before the current decoder layer are kept, so a loss needs only the layers after it, half
+of them on average, and the head: F formats in all seven linear layers of L decoder layers cost about 7 F L / 2 passes
+of the SAMPLE tokens, and as many passes through the head.
 
 Memory: the float model in fp32, twice where the recipe transforms it; hidden states of the calibration tokens; the
 float model's log-probabilities of the SAMPLE tokens.
@@ -52,15 +53,15 @@ from .scheme import KEPT, Scheme, linear_shapes
 from .states import Batch
 
 CANDIDATES = ("int2_g128", "int2_g64", "int4_g128", "int4_g32", "int8", "none")
-FLOAT = "none"  # the name of no format, as in schemes
-SAMPLE = 2048  # calibration tokens, about, on which divergences are measured
+FLOAT = "none"  # means float, as in schemes
+SAMPLE = 2048  # calibration tokens on which divergences are measured, approximately
 STAND_IN = "gptq"
-GRAPH = 48 << 10, 12 << 10  # bytes of an artifact's graph and configuration at most, and of each layer's part of it
-CHUNK = 1 << 23  # logits at a time
+GRAPH = 48 << 10, 12 << 10  # most bytes of an artifact's graph and configuration: fixed, and per layer
+CHUNK = 1 << 23  # logits computed at a time
 
 N = TypeVar("N", int, float)
 Choice = dict[str, str]  # {linear layer: candidate}
-Losses = dict[str, dict[str, float]]  # {linear layer: {candidate: nats a token more than with this layer in float}}
+Losses = dict[str, dict[str, float]]  # {linear layer: {candidate: increase in nats per token over this layer in float}}
 Bytes = dict[str, dict[str, int]]  # {linear layer: {candidate: bytes}}
 
 
@@ -68,7 +69,7 @@ Bytes = dict[str, dict[str, int]]  # {linear layer: {candidate: bytes}}
 class LayerPlan:
     """A linear layer whose format was chosen.
 
-    losses  {candidate: nats a token that the model loses by it in this layer}
+    losses  {candidate: increase of the model's loss with it in this layer, nats per token}
     sizes   {candidate: bytes}
     """
 
@@ -87,22 +88,22 @@ class LayerPlan:
         return self.losses[self.format]
 
     def beside(self, larger: bool) -> str | None:
-        """The candidate next in bytes, larger or smaller; None: there is none."""
+        """Return the candidate with the next larger or smaller size, or None."""
         away = {name: (size - self.nbytes) * (1 if larger else -1) for name, size in self.sizes.items()}
         return min((name for name in away if away[name] > 0), key=away.__getitem__, default=None)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What `plan` returns.
+    """The result of `plan`.
 
-    nbytes, bits_per_weight  of the linear layers that a budget's bits are averaged over
-    model_nbytes             of the whole artifact, at most
-    predicted, measured      nats a token: the sum of losses, and the divergence of the model that was chosen
-    curve                    (bits a weight, nats a token) that the losses promise for every budget
-    uniform                  {candidate: (bits a weight, nats a token)} that they promise for all layers alike
-    tokens                   on which divergences were measured
-    stand_in                 what rounded in the place of the recipe's method while losses were measured, or None
+    nbytes, bits_per_weight  of the linear layers that a budget in bits averages over
+    model_nbytes             upper bound for the whole artifact
+    predicted, measured      nats per token: the sum of losses, and the divergence of the chosen model
+    curve                    predicted (bits per weight, nats per token) for every budget
+    uniform                  {candidate: predicted (bits per weight, nats per token)} with this format in all layers
+    tokens                   number of tokens on which divergences were measured
+    stand_in                 the method that replaced the recipe's while losses were measured, or None
     """
 
     scheme: Scheme
@@ -134,12 +135,13 @@ def plan(
     calibration: Any,
     calibration_mask: Any = None,
 ) -> Plan:
-    """Choose a format for each linear layer of a float checkpoint, within `bits` a weight or `nbytes` of the artifact.
+    """Choose a format for each linear layer of a float checkpoint, within `bits` per weight or `nbytes` of the
+    artifact.
 
-    scheme       its overrides are fixed, its activations and attention hold whatever is chosen; no `weights`
+    scheme       its overrides, activations and attention are kept; it must not set `weights`
     candidates   names of formats, and "none" for float
-    method       the recipe that is to round the model by the scheme that comes out
-    calibration  token ids [n, S], for the method and for the divergences; calibration_mask: bool [n, S], which count
+    method       the recipe that will round the model with the chosen scheme
+    calibration  token ids [n, S], for the method and the divergences; calibration_mask: bool [n, S], tokens that count
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
     if checkpoint.quantization is not None:
@@ -158,7 +160,7 @@ def plan(
 
     decoder = models.load(checkpoint)
     transformed = decoder
-    if recipe.transforms:  # as if every layer had the candidate whose bytes are nearest to the budget's
+    if recipe.transforms:  # they run as if every layer had the candidate nearest to the budget
         nothing: Any = SimpleNamespace(quantize_layer=lambda layer: {}, CALIBRATED=False)  # rounds no weight
         transform = Recipe(recipe.name, recipe.transforms, nothing)
         transformed = apply(decoder, space.to_scheme(space.nearest(room)), transform, windows.ids, windows.mask)
@@ -199,7 +201,7 @@ def plan(
 
 
 def choose(sizes: Bytes, losses: Losses, room: float) -> tuple[Choice, list[tuple[int, float]]]:
-    """Greedy by marginal loss a byte: the choice, and (bytes, sum of losses) from the smallest choice on."""
+    """Choose greedily by marginal loss per byte; return the choice, and (bytes, sum of losses) after each change."""
     choice = {module: min(row, key=lambda name: (row[name], losses[module][name])) for module, row in sizes.items()}
     taken = _total(sizes, choice)
     path = [(taken, _total(losses, choice))]
@@ -218,17 +220,17 @@ def choose(sizes: Bytes, losses: Losses, room: float) -> tuple[Choice, list[tupl
 
 
 def _total(table: Mapping[str, Mapping[str, N]], choice: Choice) -> N:
-    """The sum of sizes or losses over a choice."""
+    """Sum sizes or losses over a choice."""
     return sum(table[module][name] for module, name in choice.items())
 
 
 class _Space:
-    """What may be chosen, and how much room there is.
+    """The layers to choose formats for, and their byte budget.
 
     sizes    {layer: {candidate: bytes}} of the linear layers that no override fixes
-    weights  numbers in the layers that a budget's bits are averaged over: those, and the ones that overrides name
-    fixed    bytes of the latter
-    rest     bytes of the whole artifact, but for the layers to choose for
+    weights  number of weights that a budget in bits averages over: those layers, and the ones that overrides name
+    fixed    bytes of the layers that overrides name
+    rest     bytes of the whole artifact without the layers to choose for
     """
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme, candidates: Sequence[str]) -> None:
@@ -237,16 +239,16 @@ class _Space:
         for format in self.formats.values():
             if format and format.device_bits != format.bits:
                 raise DiffbitError(
-                    f"candidate {format} is stored in {format.device_bits} bits on a device, where int"
+                    f"candidate {format} is stored in {format.device_bits} bits on a device, and int"
                     f"{format.device_bits} loses less in the same bytes; leave it out"
                 )
         if not any(self.formats.values()):
-            raise DiffbitError(f"the candidates are {', '.join(names) or 'none'}: no format; name two or more")
+            raise DiffbitError(f"the candidates {', '.join(names) or 'none'} contain no format; name two or more")
         self.scheme = scheme
         shapes, given = linear_shapes(config), scheme.formats(config)
         free = [name for name in shapes if not scheme.overridden(name) and name.rpartition(".")[2] not in KEPT]
         if not free:
-            raise DiffbitError("the overrides fix every linear layer; leave some for the budget to choose")
+            raise DiffbitError("the overrides fix every linear layer, so there is nothing to choose; remove some")
         self.shapes = {module: shapes[module] for module in free}
 
         def nbytes(format: Format | None, module: str) -> int:
@@ -274,26 +276,26 @@ class _Space:
         self.rest = whole - sum(nbytes(None, module) for module in free)
 
     def room(self, bits: float | None, nbytes: int | None) -> int:
-        """Bytes for the layers to choose for; one of the two budgets is None."""
+        """Return the bytes available to the layers to choose for; one of the two budgets is None."""
         low, high = (sum(pick(row.values()) for row in self.sizes.values()) for pick in (min, max))
         if bits is not None:
             room = math.floor(bits * self.weights / 8) - self.fixed if math.isfinite(bits) else -1
-            wanted = f"{bits:g} bits a weight"
-            limits = f"{self.bits(low):.2f} to {self.bits(high):.2f} bits a weight"
+            wanted = f"{bits:g} bits per weight"
+            limits = f"{self.bits(low):.2f} to {self.bits(high):.2f} bits per weight"
         else:
             assert nbytes is not None
             room, wanted = nbytes - self.rest, f"{nbytes / 1e6:,.2f} MB"
             limits = f"{(self.rest + low) / 1e6:,.2f} to {(self.rest + high) / 1e6:,.2f} MB for the whole artifact"
         if not low <= room <= high:
-            raise DiffbitError(f"{wanted} cannot be had: these candidates and overrides give from {limits}")
+            raise DiffbitError(f"{wanted} cannot be reached: these candidates and overrides give {limits}")
         return room
 
     def bits(self, nbytes: int) -> float:
-        """Bits a weight where the layers to choose for take so many bytes."""
+        """Return the average bits per weight if the layers to choose for take `nbytes`."""
         return 8 * (self.fixed + nbytes) / self.weights
 
     def nearest(self, room: int) -> Choice:
-        """The format of each layer whose bytes a weight are nearest to the budget's."""
+        """Return for each layer the format whose bytes per weight are nearest to the budget's."""
         share = room / sum(math.prod(shape) for shape in self.shapes.values())
         found = {}
         for module, row in self.sizes.items():
@@ -302,7 +304,7 @@ class _Space:
         return found
 
     def to_scheme(self, choice: Mapping[str, str]) -> Scheme:
-        """{layer: candidate} as a scheme: the candidate that most weights have, and an override for each exception."""
+        """Turn {layer: candidate} into a scheme: the format of most weights, and an override for each exception."""
         share = {name: 0 for name in self.formats}
         for module, name in choice.items():
             share[name] += math.prod(self.shapes[module])
@@ -322,10 +324,11 @@ def measure(
     rounding: Any,
     tokens: Tokens | None,
 ) -> tuple[float, Losses]:
-    """The divergence of `base`, and how much each of the formats `wanted` in each layer adds to it.
+    """Measure the divergence of `base`, and how much each of the formats `wanted` in each layer adds to it.
 
-    source: the float weights. base: of the same shape, what the scheme's overrides fix quantized. exact: the float
-    model's `predictions` of the sample. tokens: what `rounding`, a method's module, calibrates on, or None.
+    source: the float weights. base: the same model, with the weights that the scheme's overrides fix quantized. exact:
+    the float model's `predictions` of the sample. tokens: calibration tokens for `rounding`, a method's module, or
+    None.
     """
     start = divergence(exact, predictions(base, sample), sample)
     found: Losses = {module: {} for module in wanted}
@@ -354,15 +357,17 @@ def measure(
 
 
 def divergence(exact: Iterable[Tensor], other: Iterable[Tensor], text: Tokens) -> float:
-    """KL(exact || other), nats a token, of two models' `predictions` of a text."""
+    """Return KL(exact || other), nats per token, of two models' `predictions` of a text."""
     pairs = zip(exact, other, strict=True)
     return sum((p.exp() * (p - q)).sum(dtype=torch.float64).item() for p, q in pairs) / text.count
 
 
 @torch.no_grad()
 def predictions(decoder: Decoder, text: Tokens, layers: Iterable[nn.Module] | None = None) -> Iterator[Tensor]:
-    """Log-probabilities fp32 [t, V] of the tokens that count, some at a time: of the text's hidden states behind these
-    layers and the head of `decoder`; without layers: of `decoder` as a whole, from the embedding on."""
+    """Yield log-probabilities fp32 [t, V] of the tokens that count, some tokens at a time.
+
+    layers: run the text's hidden states through these and the head of `decoder`; None: run the whole `decoder`.
+    """
     if layers is None:
         _enter(decoder, text)
         layers = list(decoder.model.layers)
@@ -373,7 +378,7 @@ def predictions(decoder: Decoder, text: Tokens, layers: Iterable[nn.Module] | No
 
 
 def _enter(decoder: Decoder, tokens: Tokens) -> None:
-    """Set the hidden states of tokens to what a model's first layer is given."""
+    """Set the hidden states of tokens to the input of a model's first layer."""
     tokens.embed(decoder.embed)
 
 
@@ -385,7 +390,7 @@ def _run(layers: Iterable[nn.Module], batch: Batch) -> Tensor:
 
 
 def overhead(checkpoint: Checkpoint, config: ModelConfig, graph: tuple[int, int] = GRAPH) -> int:
-    """Bytes of an artifact beside its weights: tokenizer, rotary tables, graph and configuration, padding at most."""
+    """Return an upper bound of an artifact's bytes without its weights: tokenizer, RoPE tables, graph, padding."""
     tokenizer = sum(map(len, checkpoint.tokenizer_files.values()))
     tables = 2 * config.max_position * (config.rope_width // 2) * 4
     padding = sum(4096 if 4 * math.prod(shape) >= 1 << 20 else 64 for shape in linear_shapes(config).values())
@@ -393,14 +398,14 @@ def overhead(checkpoint: Checkpoint, config: ModelConfig, graph: tuple[int, int]
 
 
 def _check_memory(checkpoint: Checkpoint, windows: Tokens, copies: int) -> None:
-    """Refuse a model that this machine cannot hold in float, rather than be killed half way."""
+    """Raise an error if the float model does not fit in memory, before the process is killed halfway."""
     config, free = checkpoint.config, available_memory()
     sample = min(SAMPLE, windows.ids.numel())
     numbers = num_parameters(config) * copies + 2 * config.hidden_size * (windows.ids.numel() + sample)
     needed = 4 * (numbers + sample * config.vocab_size) + num_parameters(config)
     if free is not None and needed > free:
         raise DiffbitError(
-            f"{checkpoint.path}: mixed precision compares with the float model in memory, about {needed / 1e9:.1f} GB, "
-            f"and {free / 1e9:.1f} GB are free; choose the formats yourself (--weights, --override), which streams the "
-            "model layer by layer, or take a machine with more memory"
+            f"{checkpoint.path}: mixed precision needs the float model in memory, about {needed / 1e9:.1f} GB, and "
+            f"{free / 1e9:.1f} GB are free; choose the formats yourself (--weights, --override), which streams the "
+            "model layer by layer, or use a machine with more memory"
         )

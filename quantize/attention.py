@@ -1,18 +1,18 @@
-"""Low-bit attention in torch: the logits, the products q k^T, and the KV cache, as a scheme's `attention` has them.
+"""Low-bit attention in torch: logits, products q k^T and the KV cache, as the scheme's `attention` specifies.
 
-Logits at b bits, as in the Differential Transformer paper's Figure 8 (arXiv 2410.05258, section 3.7). Dynamic absmax:
-each query row of each head has its own scale, found when it is computed, from the keys that the query may see.
-Symmetric integers:
+Logits at b bits follow Figure 8 of the Differential Transformer paper (arXiv 2410.05258, section 3.7), with dynamic
+absmax scales: each query row of each head has its own scale, computed from the logits of the keys that the query may
+see. Symmetric integers:
 
     s = max_valid |x| / (2^(b-1) - 1)        x_q = round(x / s) * s
 
-A softmax forgives a common shift but not a coarse scale: a row whose largest logit is 300 has a scale of 43 at 4 bits,
-one whose largest is 30 a scale of 4.3. That is what low outliers buy.
+A softmax is invariant to a common shift but not to a coarse scale: at 4 bits, a row whose largest logit is 300 has a
+scale of 43, one whose largest is 30 a scale of 4.3. This is why smaller outliers help.
 
-Rounded logits are for comparisons in torch: no artifact has them.
+Rounded logits exist only for comparisons in torch; artifacts do not support them.
 
-Keys, values and integer products are those of ops/diff_attention.py. Here the cache holds what it is given, and what a
-device would have quantized when it came is quantized anew at each call: the same numbers.
+Keys, values and integer products are those of ops/diff_attention.py. Here the cache holds float values, and each call
+quantizes again what a device quantizes once, when a token is appended; the numbers are the same.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from .scheme import AttentionScheme
 
 
 def quantize_logits(logits: Tensor, valid: Tensor, bits: int) -> Tensor:
-    """Logits [B, heads, S, T] rounded to `bits` bits per row; valid: bool, broadcastable to it, the places that count.
+    """Round logits [B, heads, S, T] to `bits` bits per row; valid: bool, broadcastable, the positions that count.
 
-    Places that are not valid come back clipped to the row's range; they are masked afterwards.
+    Positions that are not valid are clipped to the row's range; they are masked afterwards.
     """
     top = 2 ** (bits - 1) - 1
     largest = logits.abs().masked_fill(~valid, 0).amax(-1, keepdim=True)  # [B, heads, S, 1]
-    scale = (largest / top).masked_fill(largest == 0, 1)  # a row of zeros, or that sees nothing, stays as it is
+    scale = (largest / top).masked_fill(largest == 0, 1)  # leaves rows unchanged that are zero or fully masked
     return (logits / scale).round().clamp(-top, top) * scale
 
 
 def logits_hook(bits: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """`quantize_logits` at `bits` bits as the `logits_hook` of an attention module."""
+    """Return `quantize_logits` at `bits` bits, as the `logits_hook` of an attention module."""
     return partial(quantize_logits, bits=bits)
 
 
 class LowBitAttention(Arithmetic):
-    """Keys, values and products as `scheme` has them: the reference of the operator that computes them on a device."""
+    """Low-bit keys, values and products of a scheme: the reference for the device's operator."""
 
     def __init__(self, scheme: AttentionScheme) -> None:
         self.scheme = scheme
@@ -66,7 +66,7 @@ class LowBitAttention(Arithmetic):
 
 
 def set_attention(model: nn.Module, scheme: AttentionScheme) -> None:
-    """Put a scheme's attention in force in every attention layer of a decoder or block."""
+    """Apply a scheme's attention to every attention layer of a decoder or block."""
     for module in model.modules():
         if isinstance(module, Attention):
             if scheme.logits is not None:

@@ -1,7 +1,7 @@
-"""What a scheme's attention is on a device: attributes of the operator, and the buffers that hold keys and values.
+"""A scheme's attention on a device: attributes of the operator, and the buffers that hold keys and values.
 
-Of one layer and one sequence, with `tokens` the capacity and Hk heads of width d in the cache (ops/kv_cache.py has the
-numbers, ops/diff_attention.py what an operator does with them):
+Buffers of one layer and one sequence; `tokens` is the capacity, Hk the number of heads in the cache, d their width
+(ops/kv_cache.py describes the numbers, ops/diff_attention.py how the operator uses them):
 
     format      key, value                         key_scale                       value_scale
     float       T [Hk, tokens, d]
@@ -9,8 +9,9 @@ numbers, ops/diff_attention.py what an operator does with them):
     int8        int8 [Hk, tokens, d]               float32 [Hk, tokens]            float32 [Hk, tokens]
     int4, int2  uint8 [Hk, tokens, d * bits / 8]   float16 [Hk, tokens/32, 2, d]   float16 [Hk, tokens, 2, d/32]
 
-and in the last case key_recent, value_recent: float16 [Hk, window + 32, d]. T is the graph's float type. Keys and
-values may have different formats. With a sliding window all but the recent tokens are rings (`kv_cache.ring_rows`).
+int4 and int2 also have key_recent, value_recent: float16 [Hk, window + 32, d]. T is the graph's float type. Keys and
+values may have different formats. With a sliding window, all buffers but the recent ones are rings
+(`kv_cache.ring_rows`).
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ WITH_RINGS = {"always": "native", "native": "native", "never": "never"}  # in_pl
 
 
 def is_low_bit(scheme: AttentionScheme) -> bool:
-    """Does it take diffbit's own operator, whatever the attention variant?"""
+    """Whether the scheme needs diffbit's own operator for every attention variant."""
     return scheme.key_format != "float" or scheme.value_format != "float"
 
 
 def operator(
     scheme: AttentionScheme, branches: int, noise_ratio: int = 1, sliding_window: int = 0, appends: bool = True
 ) -> Signature:
-    """The operator that computes it."""
+    """Return the signature of the operator that computes this attention."""
     return Signature(
         key_bits=BITS[scheme.key_format],
         value_bits=BITS[scheme.value_format],
@@ -48,10 +49,10 @@ def operator(
 
 
 def cache_spec(config: ModelConfig, scheme: AttentionScheme, dtype: str) -> CacheSpec:
-    """The cache of a model under a scheme; dtype: of what is not low-bit."""
+    """Return the cache of a model under a scheme; dtype: of buffers that are not low-bit."""
     kv = partial(buffers, scheme, dtype)
     layers = [layer.mixer.buffers(kv) for layer in config.layers]
-    if any(buffer.ring for layer in layers for buffer in layer):  # GroupQueryAttention pads behind, a ring in front
+    if any(buffer.ring for layer in layers for buffer in layer):  # GroupQueryAttention pads at the end, a ring in front
         layers = [tuple(replace(buffer, in_place=WITH_RINGS[buffer.in_place]) for buffer in layer) for layer in layers]
     return CacheSpec(tuple(layers))
 
@@ -59,9 +60,9 @@ def cache_spec(config: ModelConfig, scheme: AttentionScheme, dtype: str) -> Cach
 def buffers(
     scheme: AttentionScheme, dtype: str, heads: int, head_dim: int, in_place: str, sliding_window: int
 ) -> tuple[Buffer, ...]:
-    """Those of an attention layer, keys and values first, in the operator's order; dtype: of what is not low-bit.
+    """Return an attention layer's buffers in the operator's order, keys and values first.
 
-    in_place: of float ones. DiffAttention's kernel writes low-bit ones in place.
+    dtype, in_place: of float buffers. DiffAttention's kernel always writes low-bit buffers in place.
     """
 
     def tokens(format: str, each: int = 1) -> str:
@@ -89,8 +90,10 @@ def buffers(
 
 
 def step_bytes(config: ModelConfig, scheme: AttentionScheme, dtype: str, context: int) -> float:
-    """Of one sequence, all layers: bytes that a decoded token reads of a cache of `context` tokens, itself among them,
-    and writes to it; what is written once for a group of tokens counts a share of it."""
+    """Return the bytes of one sequence's cache, over all layers, that decoding one token reads and writes.
+
+    context: tokens in the cache, including the new one. What is written once per group of tokens counts as a share.
+    """
     low = quantized_tokens(context, scheme.window)
     givers = [layer.mixer.reads for layer in config.layers]
     total = 0.0
@@ -100,7 +103,7 @@ def step_bytes(config: ModelConfig, scheme: AttentionScheme, dtype: str, context
         held = low if BITS[format] < 8 else context
         if buffer.name.endswith("recent"):
             total += buffer.nbytes(0) / (scheme.window + BLOCK) * (readers * (context - low) + 1)
-        elif not buffer.holds_tokens:  # a state, read and written whole
+        elif not buffer.holds_tokens:  # a state, which is read and written as a whole
             total += 2 * buffer.nbytes(0)
         elif buffer.ring:
             tokens = buffer.ring * next(tokens_each(dim) for dim in buffer.shape if isinstance(dim, str))

@@ -1,20 +1,14 @@
-"""Quantized checkpoints: written a layer at a time from float ones, read back as models of QuantLinear layers.
+"""Writes quantized checkpoints layer by layer from float ones, and reads them as models of QuantLinear layers.
 
-On disk a quantized weight `<linear>.weight` becomes `<linear>.codes` (packed), `<linear>.scale` (as its
-format writes it: fp16 for integers, to which they were rounded beforehand, fp32 for nf4 and ternary, uint8 for mxfp4)
-and, in asymmetric formats, `<linear>.zero` (packed); config.json says
-
-    "quantization_config": {"quantizer": "diffbit", "version": 1, "scheme": {...}}
-
-Row order on disk is Hugging Face's, for these parts as for the weights they stand for.
+layouts/ defines the tensors on disk, of diffbit's own folders and of others. Their rows have Hugging Face's order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,20 +17,21 @@ from torch import Tensor
 from .. import files, models
 from ..errors import DiffbitError
 from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig
-from ..models.checkpoint.names import EMBEDDING, is_linear, shapes, stays_float32
-from . import bitnet_hf, bitsandbytes_nf4
+from ..models.checkpoint.names import shapes, stays_float32
+from ..processes import Processes
+from . import layouts
 from .cache import is_low_bit
 from .demand import Text, check_fits, in_shards
-from .formats import QTensor
+from .formats import Format, QTensor
 from .layerwise import Finished, quantize_layers, stored_config, tokens_for
+from .layouts import read_scheme
+from .layouts.diffbit import VERSION
 from .model import Method, assemble
 from .recipe import parse_recipe
 from .report import Report, WeightReport, sizes
 from .resume import Stored, Unfinished, run
 from .scheme import Scheme
-
-VERSION = 1
-OTHERS: dict[str, ModuleType] = {"bitsandbytes": bitsandbytes_nf4, "bitnet": bitnet_hf}  # quant_method: who reads it
+from .states import ALONE
 
 
 def quantize_checkpoint(
@@ -51,8 +46,9 @@ def quantize_checkpoint(
     overwrite: bool = False,
     resume: bool = False,
     max_memory: int | None = None,
+    here: Processes = ALONE,
 ) -> Report:
-    """Quantize a float checkpoint into a new folder, one layer in memory at a time; what it did to each weight.
+    """Quantize a float checkpoint into a new folder, one layer in memory at a time; return a report of each weight.
 
     method: names of methods/ joined by +, such as "rotate+gptq", or a function (weight, format, stats) -> QTensor.
     calibration: token ids [n, S] (a tensor or an array); they flow through the model as its layers come by (layer.py);
@@ -60,53 +56,52 @@ def quantize_checkpoint(
     [n, S], the tokens that count; default all. calibration_text: what the text was (source, sha256, ...), kept in
     config.json and from there in an artifact's manifest. resume: go on with such a run that was interrupted
     (resume.py), if there is one; the result is the same to the bit. max_memory: bytes of this process at most, for
-    which calibration states go to the disk where they have to. What cannot fit is refused (demand.py).
+    which calibration states go to the disk where they have to. What cannot fit is refused (demand.py). here: processes
+    that share the work, each of which calls this; the first writes, and the result is the same to the bit.
     """
-    checkpoint = _opened(source, output, overwrite)
+    checkpoint = _opened(source, output if here.first else None, overwrite)
     config = checkpoint.config
     recipe = parse_recipe(method)
     stored = stored_config(config, scheme, recipe)
-    formats = scheme.formats(stored)
-    if not formats and not is_low_bit(scheme.attention):
-        raise DiffbitError(
-            "the scheme quantizes nothing; name a format for the weights, such as --weights int4_g32, or for the KV "
-            "cache, such as --kv int4"
-        )
+    formats = _formats(scheme, stored)
     dtype = getattr(torch, checkpoint.dtype)
-    tokens = tokens_for(recipe, config, calibration, calibration_mask)
+    tokens = tokens_for(recipe, config, calibration, calibration_mask, here=here)
     entry: dict[str, Any] = {"quantizer": "diffbit", "version": VERSION, "scheme": scheme.to_dict()}
     entry["method"] = recipe.name
     if tokens and calibration_text is not None:
         entry["calibration"] = {**calibration_text, "tokens": tokens.count}
     text = None if tokens is None else Text(len(tokens.ids), tokens.ids.shape[1], len(tokens.exact.ids))
-    spills = check_fits(checkpoint, scheme, recipe, text, max_memory, output)
+    if check_fits(checkpoint, scheme, recipe, text, max_memory, output, here.local) and tokens is not None:
+        files.make_folder(files.resolved(output).parent)
+        tokens.spill(files.resolved(output).parent)
 
     def about() -> dict[str, Any]:
         return run(checkpoint.sha256(), scheme.to_dict(), recipe.name, tokens, entry.get("calibration"))
 
-    rows: list[WeightReport] = []
-    unfinished = partial(Unfinished, output, about, tokens, spills=spills, resume=resume, overwrite=overwrite)
-    with files.locked(output), unfinished() as done:
-        made = quantize_layers(config, checkpoint.read, scheme, recipe, tokens, skip=done.count, title="quantizing")
-        layers: Iterator[Stored] = map(_stored, made)  # it holds on to none
-        if recipe.name != "rtn" or tokens:  # plain rounding is over before it could be interrupted
-            for layer in layers:
-                done.add(layer)
-                del layer
-            layers = done.layers()
-        with CheckpointWriter(
-            output,
-            stored,
-            quantization=entry,
-            dtype=checkpoint.dtype,
-            shard_layers=in_shards(config, dtype),
-            tokenizer_from=checkpoint.path,
-            overwrite=overwrite,
-        ) as writer:
-            for tensors, its_rows in layers:
-                writer.add_layer(tensors)
-                tensors.clear()  # not to be held while the next is made
-                rows += its_rows
+    def made(count: int | None) -> Iterator[Finished]:
+        """The layers behind those that are there; the first process knows how many."""
+        skip = here.given(0, count)
+        for states in (tokens.exact, tokens) if tokens is not None and skip and here.count > 1 else ():
+            states.from_first()
+        return quantize_layers(
+            config, checkpoint.read, scheme, recipe, tokens, skip=skip, title="quantizing", here=here
+        )
+
+    writer = partial(
+        CheckpointWriter,
+        output,
+        stored,
+        quantization=entry,
+        dtype=checkpoint.dtype,
+        shard_layers=in_shards(config, dtype),
+        tokenizer_from=checkpoint.path,
+        overwrite=overwrite,
+    )
+    unfinished = partial(Unfinished, output, about, tokens, resume=resume, overwrite=overwrite)
+    keeps = recipe.name != "rtn" or tokens is not None  # plain rounding is over before it could be interrupted
+    if not here.first:
+        deque(made(None), maxlen=0)
+    rows = here.of_first(lambda: _written(output, unfinished, keeps, made, writer))
     warnings = [format.warning() for format in formats.values()] + recipe.warnings(config)
     if tokens is not None and recipe.calibrated:
         warnings.append(tokens.unlike())
@@ -121,14 +116,50 @@ def quantize_checkpoint(
     )
 
 
-def _opened(source: str | Path, output: str | Path, overwrite: bool) -> Checkpoint:
-    """The float checkpoint, which can be quantized into `output`."""
+def _formats(scheme: Scheme, config: ModelConfig) -> dict[str, Format]:
+    """Of the weights that the scheme quantizes."""
+    formats = scheme.formats(config)
+    if not formats and not is_low_bit(scheme.attention):
+        raise DiffbitError(
+            "the scheme quantizes nothing; name a format for the weights, such as --weights int4_g32, or for the KV "
+            "cache, such as --kv int4"
+        )
+    return formats
+
+
+def _written(
+    output: str | Path,
+    unfinished: Callable[[], Unfinished],
+    keeps: bool,
+    made: Callable[[int], Iterator[Finished]],
+    writer: Callable[[], CheckpointWriter],
+) -> list[WeightReport]:
+    """Write the layers that are `made` behind those that are there. keeps: each as soon as it is finished."""
+    rows: list[WeightReport] = []
+    with files.locked(output), unfinished() as done:
+        layers: Iterator[Stored] = map(_stored, made(done.count))  # it holds on to none
+        if keeps:
+            for layer in layers:
+                done.add(layer)
+                del layer
+            layers = done.layers()
+        with writer() as whole:
+            for tensors, its_rows in layers:
+                whole.add_layer(tensors)
+                tensors.clear()  # not to be held while the next is made
+                rows += its_rows
+    return rows
+
+
+def _opened(source: str | Path, output: str | Path | None, overwrite: bool) -> Checkpoint:
+    """The float checkpoint, which can be quantized into `output`, where that is this process's to write."""
     checkpoint = Checkpoint(source)
-    files.check_apart(output, checkpoint.path)
-    files.check_place(output, overwrite=overwrite)
+    if output is not None:
+        files.check_apart(output, checkpoint.path)
+        files.check_place(output, overwrite=overwrite)
     if checkpoint.quantization is not None:
         raise DiffbitError(f"{checkpoint.path}: is quantized already; start from the float checkpoint it was made from")
-    _ = checkpoint.tokenizer_files  # a damaged one is told now, not when all is done
+    _ = checkpoint.tokenizer_files  # raises an error about a damaged tokenizer now, not at the end
     return checkpoint
 
 
@@ -142,9 +173,9 @@ def save(
     dtype: torch.dtype = torch.float32,
     tokenizer_from: str | Path | None = None,
 ) -> None:
-    """Write a model whose weights are quantized already, by name: QTensors where the scheme says so, others as `dtype`.
+    """Write a model whose weights, by name, are already quantized: QTensors as the scheme says, others as `dtype`.
 
-    method: how they came about, for config.json.
+    method: how the weights were rounded, for config.json.
     """
     entry = {"quantizer": "diffbit", "version": VERSION, "scheme": scheme.to_dict(), "method": method}
     label = str(dtype).removeprefix("torch.")
@@ -160,9 +191,9 @@ def save(
 def load(
     path: str | Path | Checkpoint, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Decoder:
-    """The model in a checkpoint, float or quantized (by diffbit, nf4 by bitsandbytes, or Hugging Face's bitnet).
+    """Load the model of a checkpoint: float, or quantized in one of the layouts of layouts/.
 
-    Quantized layers are QuantLinear modules; a scheme's activations and attention are in force.
+    Quantized layers are QuantLinear modules, and the scheme's activations and attention are applied.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     scheme = read_scheme(checkpoint)
@@ -170,84 +201,34 @@ def load(
         return models.load(checkpoint, dtype=dtype, device=device)
     with torch.device("meta"):
         decoder = Decoder(checkpoint.config)
-    weights = {name: _read(checkpoint, name, scheme) for name in shapes(checkpoint.config)}
+    weights = {name: layouts.read_weight(checkpoint, name, scheme) for name in shapes(checkpoint.config)}
     return assemble(decoder, weights, scheme, dtype).to(device)
 
 
 def load_block(checkpoint: Checkpoint, index: int, dtype: torch.dtype = torch.float32) -> Block:
-    """Decoder layer `index` alone, of a float or a quantized checkpoint."""
+    """Load only decoder layer `index` of a float or quantized checkpoint."""
     with torch.device("meta"):
         block = Block(checkpoint.config, index)
     prefix = f"model.layers.{index}."
     names = [name for name in shapes(checkpoint.config) if name.startswith(prefix)]
     scheme = read_scheme(checkpoint)
-    weights = {name.removeprefix(prefix): _read(checkpoint, name, scheme) for name in names}
+    weights = {name.removeprefix(prefix): layouts.read_weight(checkpoint, name, scheme) for name in names}
     return assemble(block, weights, scheme or Scheme(), dtype)
 
 
-def read_scheme(checkpoint: Checkpoint) -> Scheme | None:
-    """The scheme a checkpoint was quantized with; None for a float one."""
-    entry = checkpoint.quantization
-    if entry is None:
-        return None
-    if entry["quant_method"] in OTHERS:
-        found: Scheme = OTHERS[entry["quant_method"]].scheme(checkpoint)
-        return found
-    where = f"{checkpoint.path / 'config.json'}: quantization_config"
-    if entry.get("version") != VERSION:
-        raise DiffbitError(
-            f"{where} has version {entry.get('version')!r}, this diffbit reads version {VERSION}; quantize the float "
-            "checkpoint again"
-        )
-    if not isinstance(entry.get("scheme"), dict):
-        raise DiffbitError(f"{where} has no scheme; restore config.json")
-    try:
-        return Scheme.from_dict(entry["scheme"])
-    except DiffbitError as error:
-        raise DiffbitError(f"{where}: {error}") from None
-
-
 def read_weight(checkpoint: Checkpoint, name: str) -> Tensor | QTensor:
-    """A parameter under its float name ("model.layers.0.mlp.up_proj.weight"), in canonical row order.
+    """Read a parameter by its float name ("model.layers.0.mlp.up_proj.weight"), in canonical row order.
 
-    A Tensor in its stored dtype, or a QTensor where the checkpoint holds it quantized.
+    Returns a Tensor in its stored dtype, or a QTensor if the checkpoint holds it quantized.
     """
-    return _read(checkpoint, name, read_scheme(checkpoint))
-
-
-def _read(checkpoint: Checkpoint, name: str, scheme: Scheme | None) -> Tensor | QTensor:
-    module = name.removesuffix(".weight")
-    shape = shapes(checkpoint.config).get(name, ())
-    format = scheme.format_for(module) if scheme and (is_linear(name) or name == EMBEDDING) else None
-    if format is None:
-        if name not in checkpoint.names:
-            raise _disagrees(checkpoint, name, "float")
-        return checkpoint.read(name)
-    if checkpoint.quantization and checkpoint.quantization["quant_method"] in OTHERS:
-        read: QTensor = OTHERS[checkpoint.quantization["quant_method"]].read(checkpoint, name)
-        return read
-    wanted = ["codes", "scale"] if format.symmetric else ["codes", "scale", "zero"]
-    if not all(f"{module}.{part}" in checkpoint.names for part in wanted):
-        raise _disagrees(checkpoint, name, format.name)
-    tensors = {part: checkpoint.read(f"{module}.{part}") for part in wanted}
-    try:
-        return QTensor.from_packed(format, (shape[0], shape[1]), **tensors)
-    except DiffbitError as error:
-        raise DiffbitError(f"{checkpoint.path}: {module}: {error}") from None
+    return layouts.read_weight(checkpoint, name, read_scheme(checkpoint))
 
 
 def _stored(layer: Finished) -> Stored:
-    """A layer as a checkpoint holds it."""
+    """Return a layer's tensors as a checkpoint stores them."""
     parts = {
         f"{module}.{part}": tensor
         for module, weight in layer.quantized.items()
         for part, tensor in weight.parts().items()
     }
     return layer.floats | parts, layer.rows
-
-
-def _disagrees(checkpoint: Checkpoint, name: str, format: str) -> DiffbitError:
-    return DiffbitError(
-        f"{checkpoint.path}: the scheme in config.json says that {name} is {format}, but the weights hold it "
-        "otherwise; config and weights do not belong together"
-    )

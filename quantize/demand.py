@@ -50,13 +50,14 @@ class Demand:
     disk: int
     output: int
 
-    def check(self, place: str | Path, what: str) -> None:
-        """Refuse what cannot fit. place: of the output."""
+    def check(self, place: str | Path, what: str, local: int = 1) -> None:
+        """Refuse what cannot fit. place: of the output; local: processes on this machine that take as much."""
         free = available_memory()
-        if free is not None and SAFE * self.memory > free:
+        if free is not None and SAFE * self.memory * local > free:
+            what += f", {local} times on this machine," if local > 1 else ""
             raise DiffbitError(
-                f"{what} takes about {self.memory / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free; take a "
-                "machine with more memory, or a method that takes less (--method rtn; see `diffbit plan`)"
+                f"{what} takes about {local * self.memory / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free; "
+                "take a machine with more memory, or a method that takes less (--method rtn; see `diffbit plan`)"
             )
         folder = Path(place).absolute()
         while not os.path.isdir(folder):  # unlike Path.is_dir() it takes names of any length
@@ -230,11 +231,20 @@ def within(
 
 
 def check_fits(
-    checkpoint: Checkpoint, scheme: Scheme, recipe: Recipe, text: Text | None, limit: int | None, output: str | Path
+    checkpoint: Checkpoint,
+    scheme: Scheme,
+    recipe: Recipe,
+    text: Text | None,
+    limit: int | None,
+    output: str | Path,
+    local: int = 1,
 ) -> bool:
-    """Refuse a run that cannot fit, under the limit, into memory or onto the disk; do hidden states go to the disk?"""
+    """Refuse a run that cannot fit, under the limit, into memory or onto the disk; do hidden states go to the disk?
+
+    local: processes of this run on this machine.
+    """
     demand, spills = within(checkpoint, scheme, recipe, text, limit)
-    demand.check(output, f"quantizing {checkpoint.path} with method {recipe.name!r}")
+    demand.check(output, f"quantizing {checkpoint.path} with method {recipe.name!r}", local)
     return spills
 
 

@@ -1,4 +1,4 @@
-"""Changes of a layer's weights that cancel out: what the methods that run before rounding share."""
+"""Changes of a layer's weights that cancel out: shared code of the methods that run before rounding."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ PROBE_ERROR = 1e-2  # fp32 arithmetic stays a thousand times below, large attent
 
 @contextmanager
 def unchanged(layer: Layer, stream: Rotation | None = None) -> Iterator[None]:
-    """What is done to `layer.tensors` inside, in any float dtype, must leave the layer computing the same.
+    """Context manager: checks that changes to `layer.tensors` made inside it leave the layer's function unchanged.
 
-    Inside, put new tensors in, change none in place: they belong to others. Those in float64 are fp32 afterwards, where
-    the old ones were not float64. A layer is tried out on random hidden states, which `stream` rotates: an attention
-    variant that these changes do not fit is refused, whatever its file says.
+    Inside, replace tensors and never modify them in place: others use them too. Tensors in float64 become fp32 at the
+    end unless the old ones were float64. The check runs the layer on random hidden states, which `stream` rotates; it
+    raises an error if the changes do not fit the attention variant, whatever the variant's file says.
     """
     before = dict(layer.tensors)
     yield
@@ -38,10 +38,11 @@ def unchanged(layer: Layer, stream: Rotation | None = None) -> Iterator[None]:
         found = _probe(layer, layer.tensors, hidden, stream)
         errors = [float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in zip(found, wanted, strict=True)]
         error = max(errors, key=lambda error: math.inf if math.isnan(error) else error)
-        if not error <= PROBE_ERROR and all(part.isfinite().all() for part in wanted):  # damaged: formats will tell
+        if not error <= PROBE_ERROR and all(part.isfinite().all() for part in wanted):  # formats report infinite ones
             raise DiffbitError(
-                f"{layer.prefix[:-1]}: with its weights rotated or scaled, {layer.spec.mixer.name!r} computes "
-                f"something else (by {error:.1%}); leave out rotate and awq, or correct the symmetries in its file"
+                f"{layer.prefix[:-1]}: rotating or scaling its weights changes the output of "
+                f"{layer.spec.mixer.name!r} by {error:.1%}; leave out rotate and awq, or correct the symmetries in its "
+                "file"
             )
     for name, tensor in layer.tensors.items():
         if tensor.dtype == torch.float64 and before[name].dtype != torch.float64:
@@ -52,8 +53,8 @@ def unchanged(layer: Layer, stream: Rotation | None = None) -> Iterator[None]:
 def _probe(
     layer: Layer, tensors: dict[str, Tensor], hidden: Tensor, stream: Rotation | None = None
 ) -> tuple[Tensor, ...]:
-    """What the layer with these tensors, whose residual stream is x R, adds to hidden [1, T, E], and what it hands to
-    later layers."""
+    """Return what the layer with these tensors, whose residual stream is x R, adds to hidden [1, T, E], and the
+    tensors that it passes to later layers."""
     module = Layer(layer.config, layer.index, layer.scheme, {}, tensors).module()
     rope = rope_for(layer.config, torch.arange(PROBE_TOKENS, device=hidden.device)[None])
     mask, carried = causal_mask(PROBE_TOKENS), layer.stand_in(PROBE_TOKENS)
@@ -65,7 +66,7 @@ def _probe(
 
 
 def attention_readers(layer: Layer) -> list[str]:
-    """Weights of a layer's mixer that its normed input is multiplied with: all but o_proj's and inner ones."""
+    """Return the mixer's weights that multiply its normed input: all except o_proj and inner ones."""
     start = f"{layer.prefix}self_attn."
     others = {f"{start}{name}.weight" for name in ("o_proj", *layer.spec.mixer.inner)}
     return [
@@ -76,7 +77,7 @@ def attention_readers(layer: Layer) -> list[str]:
 
 
 def change_rows(layer: Layer, weight: str, change: Callable[[Tensor], Tensor]) -> None:
-    """`change` the rows of a weight [N, K], and those of its bias, where it has one, as a column [N, 1]."""
+    """Apply `change` to the rows of a weight [N, K] and, as a column [N, 1], to its bias, if any."""
     layer.tensors[weight] = change(layer.tensors[weight])
     bias = f"{weight.removesuffix('.weight')}.bias"
     if bias in layer.tensors:
@@ -84,17 +85,18 @@ def change_rows(layer: Layer, weight: str, change: Callable[[Tensor], Tensor]) -
 
 
 def mlp_readers(layer: Layer) -> list[str]:
-    """The same of the MLP."""
+    """Return the MLP's weights that multiply its normed input."""
     return [f"{layer.prefix}mlp.{name}_proj.weight" for name in ("gate", "up")]
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Weights that read the same channels, and what makes these: multiply the ones, divide the other, nothing changes.
+    """Weights that read the same channels, and the weight that makes these. Multiplying the columns of the former by a
+    scale and dividing the rows of the latter by it changes nothing.
 
-    maker     the name of a norm's weight [C] or of a linear layer's [C, ...]: row c, with its bias, makes channel c
+    maker     the name of a norm's weight [C] or a linear layer's [C, ...]: row c and its bias make channel c
     readers   names of weights [N, K]
-    channels  int64 [K], the channel that each of their columns reads (some read by several: grouped queries)
+    channels  int64 [K], the channel that each column of the readers reads (several may read one: grouped queries)
     """
 
     maker: str
@@ -103,10 +105,10 @@ class Group:
 
 
 def groups(layer: Layer) -> list[Group]:
-    """What of a layer can be scaled, channel by channel, without changing what it computes.
+    """Return the groups of a layer that can be scaled channel by channel without changing its function.
 
-    The norms' weights against the layers behind them, up_proj against down_proj (act(gate) * up is linear in up) and
-    v_proj against o_proj where the attention variant lets scales pass and no norm stands between.
+    They are the norms' weights with the layers after them, up_proj with down_proj (act(gate) * up is linear in up), and
+    v_proj with o_proj if the attention variant lets scales pass and there is no norm between them.
     """
     start, tensors = layer.prefix, layer.tensors
     found: list[tuple[str, list[str]]] = []
@@ -126,7 +128,7 @@ def groups(layer: Layer) -> list[Group]:
 
 
 def _channels(layer: Layer, maker: str, reader: Tensor) -> Tensor:
-    """Each column's channel: its own, or that of the value head that its head reads."""
+    """Return the channel of each column: its own, or that of the value head that its head reads."""
     made, read = len(layer.tensors[maker]), reader.shape[1]
     if made == read:
         return torch.arange(read)
@@ -136,29 +138,29 @@ def _channels(layer: Layer, maker: str, reader: Tensor) -> Tensor:
 
 
 def scale_groups(layer: Layer, search: Callable[[str, list[Tensor], list[Format], Tensor], Tensor]) -> None:
-    """Scale each group that has layers to be rounded by search(the first's name, weights, formats, channels) [C]."""
+    """Scale each group with weights to quantize by search(the first's name, weights, formats, channels) -> [C]."""
     with unchanged(layer):
         for group in groups(layer):
             modules = [name.removesuffix(".weight") for name in group.readers]
             modules = [module for module in modules if module in layer.formats]
             weights = [layer.tensors[f"{module}.weight"] for module in modules]
-            if weights and all(weight.isfinite().all() for weight in weights):  # else for the format to refuse
+            if weights and all(weight.isfinite().all() for weight in weights):  # else the format raises an error
                 formats = [layer.formats[module] for module in modules]
                 fold(layer, group, search(modules[0], weights, formats, group.channels))
 
 
 def per_channel(values: Tensor, channels: Tensor) -> Tensor:
-    """Numbers of columns [K] -> of the channels they read [C]: the mean over those that share one."""
+    """Map numbers of columns [K] to numbers of the channels they read [C]: the mean over the columns of a channel."""
     channels = channels.to(values.device)
     empty = values.new_zeros(int(channels.max()) + 1)
     return empty.scatter_reduce(0, channels, values, "mean", include_self=False)
 
 
 def fold(layer: Layer, group: Group, scale: Tensor) -> None:
-    """Multiply the columns of a group's readers by scale [C] of their channels and divide it out of their maker.
+    """Multiply the columns of a group's readers by scale [C] of their channels, and divide their maker by it.
 
-    A norm's weight is divided in its own dtype and the rest follows from the quotient, so that nothing is lost in fp16;
-    of a LayerNorm's bias a rounding is.
+    A norm's weight is divided in its own dtype, and the readers are scaled by the resulting quotient, so that nothing
+    is lost in fp16, except the rounding of a LayerNorm's bias.
     """
     made = layer.tensors[group.maker]
     scale = scale.double().to(made.device)

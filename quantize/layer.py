@@ -1,19 +1,19 @@
 """A layer that is being quantized: the embedding, a decoder layer, or the final norm with the head.
 
-Calibration tokens travel along in two versions. `exact` are their hidden states in the float model, `hidden` those in
-the model whose earlier layers are quantized already: what a layer will really be given, errors included, and therefore
-what methods calibrate on (arXiv 2210.17323, section 3.3). Only one layer and these states are in memory at a time, and
-with them, in both versions, what a layer hands to later ones (`Carried`), until the last of its readers is past.
+Calibration tokens have two versions of hidden states. `exact` has those of the float model, `hidden` those of the model
+whose earlier layers are already quantized. The latter are the layer's real input, errors included, so methods calibrate
+on them (arXiv 2210.17323, section 3.3). Only one layer and these states are in memory at a time, along with the tensors
+that a layer passes to later ones (`Carried`), in both versions, until their last reader is done.
 
-Passing tokens through a layer is what takes the time (SmolLM2-135M: three quarters of it), so none is passed twice
-without need: `exact` has only some windows unless a method aims at it, and once the projections of a mixer are
-quantized, what it finds on each batch is kept for the passes still to come.
+Passing tokens through a layer takes most of the time (SmolLM2-135M: three quarters), so repeated passes are avoided:
+`exact` has only some windows unless a method needs all of them, and once the projections of a mixer are quantized, its
+output on each batch is kept for later passes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,22 +30,22 @@ from ..models.checkpoint.names import EMBEDDING, HEAD
 from ..models.layers.state import Carried
 from ..models.mixer import Symmetries
 from ..ops.cache import TOKENS
+from ..processes import Processes
 from .formats import Format, QTensor
 from .linear import QuantEmbedding, QuantLinear
-from .model import Method, assemble, quantize_weight
+from .model import assemble
 from .report import OutputError
 from .rounding import spread
 from .scheme import EMBEDDING_MODULE, Scheme
-from .states import Batch, States
-from .stats import CalibStats, gather, proxy_loss
+from .states import ALONE, Batch, States
+from .stats import CalibStats, gather
 
-LOSS_TOKENS = 1024  # that the float model predicts, to tell whether it knows such text
-UNLIKE = 0.8  # its loss over the entropy of the text's tokens: measured up to 0.61 on text like that of the training,
-# from 0.90 on other text (examples/pico, trained on code, on prose) and 1.2 to 1.3 in models of that shape that were
-# never trained
-MEASURED_TOKENS = 8192  # that output errors are measured on; they spread evenly over the calibration text
-MEASURED_ROWS = 8192  # of a table, that its output error is measured on; they spread evenly, too
-TABLE_PART = 1 << 24  # numbers of a table that are rounded, or multiplied by, at a time
+LOSS_TOKENS = 1024  # tokens on which the float model's loss shows whether it was trained on such text
+UNLIKE = 0.8  # limit of its loss / entropy of the text's tokens. Measured: up to 0.61 on text like the training text,
+# from 0.90 on other text (examples/pico, trained on code, on prose), 1.2 to 1.3 for untrained models of that shape
+MEASURED_TOKENS = 8192  # tokens on which output errors are measured, spread evenly over the calibration text
+MEASURED_ROWS = 8192  # rows of a table on which its output error is measured, spread evenly
+TABLE_PART = 1 << 24  # numbers of a table that are rounded, or multiplied, at a time
 FINAL_NORM = "model.norm.weight"
 
 R = TypeVar("R", Tensor, QTensor)
@@ -55,7 +55,7 @@ class Tokens(States):
     """Calibration tokens: ids [n, S], mask bool [n, S] (None: all count).
 
     exact: what travels through the float model; so many windows, evenly spread (None: all). Without any, no output
-    errors are measured.
+    errors are measured. here: the processes that share their batches.
     """
 
     def __init__(
@@ -65,53 +65,54 @@ class Tokens(States):
         mask: Any = None,
         device: torch.device | str = "cpu",
         exact: int | None = None,
+        here: Processes = ALONE,
     ) -> None:
         ids = torch.as_tensor(ids, dtype=torch.int64, device=device)
         if ids.dim() != 2 or not ids.numel():
             raise DiffbitError(f"calibration tokens have shape {tuple(ids.shape)}, wanted [windows, length]")
         if ids.min() < 0 or ids.max() >= config.vocab_size:
             raise DiffbitError(
-                f"calibration tokens run from {ids.min()} to {ids.max()}, but the model has {config.vocab_size}; take "
-                "the tokenizer that belongs to the model"
+                f"calibration tokens run from {ids.min()} to {ids.max()}, but the model has {config.vocab_size}; use "
+                "the model's own tokenizer"
             )
         counted = (torch.ones_like(ids) if mask is None else torch.as_tensor(mask, device=device)).bool()
         if counted.shape != ids.shape:
             raise DiffbitError(f"the calibration mask has shape {tuple(counted.shape)}, wanted {tuple(ids.shape)}")
-        super().__init__(config, ids, counted)
+        super().__init__(config, ids, counted, here)
         self.count = int(counted.sum())
         some = len(ids) if exact is None else min(exact, len(ids))
         windows = torch.arange(some, device=device) * len(ids) // max(1, some)
-        self.exact = States(config, ids[windows], counted[windows])
+        self.exact = States(config, ids[windows], counted[windows], here)
         self.loss: float | None = None  # of the float model, nats a token, once they have come to its head
 
     def spill(self, folder: Path) -> None:
-        """Keep hidden states in files of this folder; less is remembered then, and computed again."""
+        """Keep hidden states in files of this folder, and recompute mixer outputs instead of keeping them."""
         self.folder = self.exact.folder = folder
 
     @property
     def measuring(self) -> bool:
-        """Are output errors and proxy losses wanted?"""
+        """Whether output errors and proxy losses are measured."""
         return len(self.exact.ids) > 0
 
     def entropy(self) -> float:
-        """Of the frequencies of the tokens, nats: the loss of a model that knows nothing else (Miller and Madow)."""
+        """Entropy of the token frequencies in nats, corrected by Miller and Madow: the loss of a unigram model."""
         counts = self.ids[self.mask].unique(return_counts=True)[1].double()
         shares = counts / counts.sum()
         return float(-(shares * shares.log()).sum() + (len(counts) - 1) / (2 * counts.sum()))
 
     def unlike(self) -> str | None:
-        """A sentence where the text is far from what the model was trained on."""
+        """Return a warning if the text is far from what the model was trained on."""
         if self.loss is None or self.count < LOSS_TOKENS or self.loss < UNLIKE * self.entropy():
             return None
         return (
-            f"the calibration text is far from what the model was trained on: it predicts a token with "
-            f"{self.loss:.2f} nats (perplexity {math.exp(self.loss):,.0f}), and frequencies alone would do with "
-            f"{self.entropy():.2f}; pass text like that of its training with --calibrate"
+            f"the calibration text is far from what the model was trained on: its loss is {self.loss:.2f} nats per "
+            f"token (perplexity {math.exp(self.loss):,.0f}), and token frequencies alone would give "
+            f"{self.entropy():.2f}; with --calibrate, pass text similar to the training text"
         )
 
     @torch.no_grad()
     def predict(self, layer: Layer) -> None:
-        """Measure `loss` at the head, on a few windows, by some of its rows at a time."""
+        """Measure `loss` at the head on a few windows, some rows of the head at a time."""
         rows = slice(0, None, max(1, self.exact.ids.numel() // LOSS_TOKENS))
         counted, table = self.exact.mask[rows], layer.tensors[HEAD]
         scored = counted[:, 1:] & counted[:, :-1]
@@ -126,7 +127,7 @@ class Tokens(States):
 
     @torch.no_grad()
     def advance(self, layer: Layer, quantized: Mapping[str, QTensor]) -> dict[str, float]:
-        """Take both versions past a layer; the output error that each of its quantized layers adds by itself."""
+        """Pass both versions through a layer; return the output error of each of its quantized linear layers alone."""
         if layer.index < 0:
             embed = partial(F.embedding, weight=layer.tensors[EMBEDDING])
             table = quantized.get(EMBEDDING_MODULE)
@@ -144,14 +145,14 @@ class Tokens(States):
             layer.remember(rounded, quantized)
 
             def run(batch: Batch) -> Tensor:
-                layer.step(f"{layer.prefix}output")
+                layer.step(f"{layer.prefix}output", self.here.count)
                 return layer.run(rounded, batch.hidden, batch)
 
             self.take_past(layer.index, run)
         return errors
 
     def _advance_exact(self, layer: Layer, rounded: nn.Module, quantized: Iterable[str]) -> dict[str, float]:
-        """Errors are measured on a layer's input in the float model: ||X W^T - act(X) Wq^T|| / ||X W^T||."""
+        """Pass `exact` through a layer, and measure errors on its inputs X: ||X W^T - act(X) Wq^T|| / ||X W^T||."""
         true, errors = layer.module(), {name: OutputError() for name in quantized}
         counted = torch.empty(0)
 
@@ -170,23 +171,29 @@ class Tokens(States):
         if layer.is_layer:
             self.exact.take_past(layer.index, run)
         else:
-            for batch in self.exact.batches():
-                run(batch)
-        return {name: error.value for name, error in errors.items()}
+            for rows in self.here.own(self.exact.slices):
+                run(self.exact.batch(rows))
+        every = list(self.here.share(range(self.here.count), lambda _: errors))
+        totals = {name: OutputError() for name in errors}
+        for name, total in totals.items():
+            for part in every:
+                total.join(part[name])
+        return {name: total.value for name, total in totals.items()}
 
 
 @dataclass
 class Layer:
-    """What methods work on. Names are full ("model.layers.0.self_attn.q_proj"), rows in canonical order.
+    """The layer that a method quantizes. Names are full ("model.layers.0.self_attn.q_proj"), rows in canonical order.
 
-    index    -1 the embedding, 0 ... num_layers - 1 a layer, num_layers the final norm and the head
-    tensors  {parameter: float tensor}; a transform puts others in their place
-    formats  {linear layer: Format} of those of this layer that are quantized
-    tokens   None where there is no calibration text
-    refitted {parameter: float tensor} of the quantized model where it is another than in `tensors`, which stays the
-             float model's; filled by methods that round
-    moved    is told the layer at hand and how far the layer is, from 0 to 1
-    proxy_losses  {linear layer: loss on the statistics that it was rounded with}, where there were any
+    index     -1: the embedding; 0 ... num_layers - 1: a decoder layer; num_layers: the final norm and the head
+    tensors   {parameter: float tensor}; a transform replaces them
+    formats   {linear layer: Format} of the linear layers to quantize
+    tokens    calibration tokens, or None
+    refitted  {parameter: float tensor} that methods change in the quantized model only; `tensors` keeps the float
+              model's
+    here      the processes that share the work on it
+    progress  called with the name of the current linear layer and the finished share of this layer, 0 to 1
+    proxy_losses  {linear layer: loss on the statistics that it was rounded with}, if there were any
     """
 
     config: ModelConfig
@@ -195,12 +202,13 @@ class Layer:
     formats: dict[str, Format]
     tensors: dict[str, Tensor]
     tokens: Tokens | None = None
-    moved: Callable[[str, float], None] = lambda at, share: None
+    progress: Callable[[str, float], None] = lambda at, share: None
+    here: Processes = ALONE
     refitted: dict[str, Tensor] = field(init=False, default_factory=dict)
     proxy_losses: dict[str, float] = field(init=False, default_factory=dict)
-    # of each batch of `tokens`: see `remember`
+    # of each batch of `tokens` that is this process's: see `remember`
     heads: list[tuple[Tensor, tuple[Tensor, ...] | None]] = field(init=False, default_factory=list)
-    heads_of: list[Any] = field(init=False, default_factory=list)  # the tensors that they were computed from
+    heads_of: list[Any] = field(init=False, default_factory=list)  # the tensors that `heads` were computed from
     prefix: str = field(init=False)
     _steps: int = field(init=False, default=0)
     _taken: int = field(init=False, default=0)
@@ -215,16 +223,16 @@ class Layer:
 
     @property
     def spec(self) -> LayerSpec:
-        """What the model's configuration says of this decoder layer."""
+        """This decoder layer's part of the model's configuration."""
         return self.config.layers[self.index]
 
     @property
     def symmetries(self) -> Symmetries:
-        """Of this decoder layer, as it stands in the model."""
+        """Symmetries of this decoder layer at its place in the model."""
         return self.config.symmetries(self.index)
 
     def stand_in(self, tokens: int) -> Carried:
-        """Random numbers in place of what this decoder layer reads of another, for a sequence of so many tokens."""
+        """Return random tensors in place of those that this layer reads from another, for a sequence of `tokens`."""
         mixer, generator = self.spec.mixer, torch.Generator().manual_seed(0)
         if mixer.reads is None:
             return {}
@@ -233,22 +241,22 @@ class Layer:
         return {mixer.reads: tuple(torch.randn(1, *shape, generator=generator).to(device) for shape in shapes)}
 
     def expect(self, steps: int) -> None:
-        """So many more steps will come; of about equal length, they move the progress that is shown."""
+        """Announce `steps` more steps of about equal length, for the progress bar."""
         self._steps += steps
 
     def step(self, at: str, count: int = 1) -> None:
-        """So many of the steps are done, with this layer."""
+        """Report `count` finished steps; `at`: the name of the current linear layer."""
         self._taken += count
         self._share = max(self._share, self._taken / max(self._taken, self._steps))
-        self.moved(at, self._share)
+        self.progress(at, self._share)
 
     def weight(self, name: str) -> Tensor:
-        """What is rounded for a linear layer: its float weight W, or W H where its input will be x H (rounding.py)."""
+        """Return the weight to round for a linear layer: W, or W H if its input will be x H (rounding.py)."""
         weight = self.tensors[f"{name}.weight"]
         return spread(weight, self.formats[name].rounding(name, weight.shape[1], self.scheme.activations))
 
     def module(self, quantized: Mapping[str, QTensor] | None = None) -> nn.Module:
-        """The layer as a module in fp32: all float, or (even with {}) under its scheme, with these weights in place."""
+        """Return the layer as an fp32 module: float if None, else (also if {}) under its scheme with these weights."""
         with torch.device("meta"):
             module = Block(self.config, self.index) if self.is_layer else _Head(self.config, len(self.tensors[HEAD]))
         tensors = self.tensors if quantized is None else self.tensors | self.refitted
@@ -259,7 +267,7 @@ class Layer:
         return assemble(module, state, Scheme() if quantized is None else self.scheme, torch.float32)
 
     def probe(self) -> Layer:
-        """The same; of a large head MEASURED_ROWS rows, which have the same input."""
+        """Return this layer, with only MEASURED_ROWS rows of a large head; its input is the same."""
         if self.is_layer:
             return self
         layer = replace(self, tensors=self.tensors | {HEAD: _sample(self.tensors[HEAD])})
@@ -267,11 +275,11 @@ class Layer:
         return layer
 
     def probed(self, quantized: Mapping[str, QTensor]) -> Mapping[str, QTensor]:
-        """Quantized weights as those of `probe` are."""
+        """Return the rows of quantized weights that `probe` has."""
         return quantized if self.is_layer else {name: _sample(weight) for name, weight in quantized.items()}
 
     def local(self, name: str) -> str:
-        """The name of a parameter or layer within `module()`."""
+        """Return the name of a parameter or linear layer within `module()`."""
         return name.removeprefix(self.prefix).removeprefix("" if self.is_layer else "model.")
 
     def run(self, module: Callable[..., Tensor], hidden: Tensor, batch: Batch) -> Tensor:
@@ -281,9 +289,10 @@ class Layer:
         return module(hidden, batch.rope, batch.mask, None, batch.carried)
 
     def remember(self, module: nn.Module, quantized: Mapping[str, QTensor]) -> None:
-        """Make the mixer of `module(quantized)` find its heads once for all passes of all batches, which come in order.
+        """Make the mixer of `module(quantized)` compute its heads only once per batch; passes must keep the batches'
+        order.
 
-        It does nothing before all its projections but the last are quantized.
+        Does nothing until all projections before o_proj are quantized.
         """
         mixer: Any = getattr(module, "self_attn", None)
         prefix = f"{self.prefix}self_attn."
@@ -297,7 +306,7 @@ class Layer:
         of = [weight for name, weight in weights.items() if name.startswith(ahead) and not name.startswith(behind)]
         same = len(of) == len(self.heads_of) and all(a is b for a, b in zip(of, self.heads_of, strict=True))
         find = mixer.heads
-        if same and len(self.heads) == len(tokens.slices):
+        if same and len(self.heads) == len(tokens.here.own(tokens.slices)):
             found = iter(self.heads)
 
             def again(*inputs: Any) -> Tensor:
@@ -319,12 +328,12 @@ class Layer:
 
     @torch.no_grad()
     def stages(self) -> list[list[str]]:
-        """The linear layers in `formats` by the tensor that they are handed, in the order of the computation.
+        """Group the linear layers in `formats` by their input tensor, in the order of computation.
 
-        In a decoder layer: q, k and v; o; gate and up; down. It is found by watching one token pass.
+        In a decoder layer: q, k and v; o; gate and up; down. The groups are found by passing one token.
         """
         module = self.probe().module()
-        found: dict[int, tuple[Tensor, list[str]]] = {}  # the tensors are kept, so that an id stays its tensor's
+        found: dict[int, tuple[Tensor, list[str]]] = {}  # keeps the tensors, so that no id is reused
 
         def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
             return lambda _, inputs: found.setdefault(id(inputs[0]), (inputs[0], []))[1].append(name)
@@ -341,28 +350,28 @@ class Layer:
     def stats(
         self, quantized: Mapping[str, QTensor] = MappingProxyType({}), names: Iterable[str] | None = None
     ) -> dict[str, CalibStats]:
-        """Of the input of the linear layers `names`, on batch.hidden, while those of `quantized` are low-bit already.
+        """Gather statistics of the inputs of the linear layers `names`, with the layers in `quantized` already low-bit.
 
-        names: by default those in `formats` that are not `quantized`. A batch goes no further than they need.
+        names: by default those in `formats` that are not `quantized`. A pass stops once their inputs are computed.
         """
-        assert self.tokens is not None
+        tokens = self.tokens
+        assert tokens is not None
         module = _dequantized(self.probe().module(quantized))
         self.remember(module, quantized)
         wanted = [name for name in self.formats if name not in quantized] if names is None else names
         linears = {name: module.get_submodule(name.removeprefix(self.prefix)) for name in wanted}
-        self.expect(len(self.tokens.slices))
+        self.expect(len(tokens.slices))
 
-        def passes() -> Iterator[tuple[Callable[[], object], Tensor]]:
-            assert self.tokens is not None
-            for batch in self.tokens.batches():
-                yield partial(self.run, module, batch.hidden, batch), batch.counted
-                self.step(next(iter(linears), self.prefix))
+        def begin(rows: slice) -> tuple[Callable[[], object], Tensor]:
+            batch = tokens.batch(rows)
+            self.step(next(iter(linears), self.prefix), tokens.here.count)
+            return partial(self.run, module, batch.hidden, batch), batch.counted
 
-        return gather(linears, passes())
+        return gather(linears, [partial(begin, rows) for rows in tokens.slices], tokens.here)
 
 
 class _Head(nn.Module):
-    """The final norm and the head, or some rows of it: x [n, S, E] -> logits [n, S, rows]."""
+    """The final norm and the head, or some of its rows: x [n, S, E] -> logits [n, S, rows]."""
 
     def __init__(self, config: ModelConfig, rows: int) -> None:
         super().__init__()
@@ -375,7 +384,7 @@ class _Head(nn.Module):
 
 
 def _sample(weight: R) -> R:
-    """MEASURED_ROWS rows of a larger table, evenly spread; of a QTensor the same."""
+    """Return MEASURED_ROWS evenly spread rows of a larger table, a tensor or a QTensor."""
     count = weight.shape[0]
     rows = torch.arange(MEASURED_ROWS) * count // MEASURED_ROWS
     if count <= MEASURED_ROWS:
@@ -384,12 +393,12 @@ def _sample(weight: R) -> R:
 
 
 def table_rows(table: Tensor) -> int:
-    """Rows of it that are handled at a time."""
+    """Return how many rows of a table are processed at a time."""
     return max(1, TABLE_PART // table.shape[1])
 
 
 def _dequantized(module: nn.Module) -> nn.Module:
-    """The same to the bit with float layers for quantized ones where that can be: not once more for each batch."""
+    """Replace quantized layers by float ones where results stay bit-identical, to dequantize once, not per batch."""
     for name, linear in list(module.named_modules()):
         if isinstance(linear, QuantLinear) and linear.rounding is None:
             with torch.device("meta"):
@@ -398,41 +407,3 @@ def _dequantized(module: nn.Module) -> nn.Module:
             plain.register_parameter("bias", linear.bias)
             module.set_submodule(name, plain)
     return module
-
-
-def round_stages(layer: Layer, method: Callable[[str], Method]) -> dict[str, QTensor]:
-    """Round each layer of a layer by the method for its name, with statistics behind those rounded before."""
-    assert layer.tokens is not None
-    quantized: dict[str, QTensor] = {}
-    for stage in layer.stages():
-        stats = layer.stats(quantized, stage[:1])[stage[0]]
-        for name in stage:
-            quantized[name] = round_one(layer, method(name), name, stats)
-            if layer.tokens.measuring:
-                exact = layer.probe().tensors[f"{name}.weight"]
-                layer.proxy_losses[name] = proxy_loss(exact, layer.probed(quantized)[name], stats.gram)
-            layer.step(name, len(layer.tokens.slices))
-    return quantized
-
-
-def round_one(layer: Layer, method: Method, name: str, stats: CalibStats | None) -> QTensor:
-    """Of embedding and head some rows at a time: methods compute in float32."""
-    weight, format = layer.weight(name), layer.formats[name]
-    if layer.is_layer or format.per_tensor or len(weight) <= table_rows(weight):
-        return quantize_weight(method, f"{name}.weight", weight, format, stats)
-    shape, device = format.scale_shape((weight.shape[0], weight.shape[1])), weight.device
-    whole = QTensor(
-        format,
-        (weight.shape[0], weight.shape[1]),
-        torch.empty(weight.shape, dtype=torch.uint8, device=device),
-        torch.empty(shape, device=device),
-        None if format.symmetric else torch.empty(shape, dtype=torch.uint8, device=device),
-    )
-    for start in range(0, len(weight), table_rows(weight)):
-        rows = slice(start, start + table_rows(weight))
-        part, into = quantize_weight(method, f"{name}.weight", weight[rows], format, stats), whole.rows(rows)
-        into.codes.copy_(part.codes)
-        into.scale.copy_(part.scale)
-        if into.zero is not None and part.zero is not None:
-            into.zero.copy_(part.zero)
-    return whole

@@ -1,7 +1,7 @@
-"""Quantizes a model layer by layer, whatever it is read from and written to.
+"""Quantizes a model layer by layer, independent of where it is read from and written to.
 
-`checkpoint.quantize_checkpoint` reads tensors from a folder and writes the layers to another; `apply` does it all in
-memory. Both give the same bits.
+`checkpoint.quantize_checkpoint` reads tensors from a folder and writes the layers to another; `apply` works in memory.
+Both give bit-identical results.
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ from ..errors import DiffbitError
 from ..models import Decoder, ModelConfig
 from ..models.checkpoint.names import EMBEDDING, HEAD, shapes, stays_float32
 from ..models.decoder import check_layer
+from ..processes import Processes
 from ..progress import Progress
 from .formats import Format, QTensor
-from .layer import MEASURED_TOKENS, Layer, Tokens, round_one, round_stages
+from .layer import MEASURED_TOKENS, Layer, Tokens
 from .methods import find
 from .model import Method, assemble
 from .recipe import Recipe, parse_recipe
 from .reorder import Read, reordered
 from .report import WIDTHS, WeightReport, weight_error
 from .scheme import EMBEDDING_MODULE, HEAD_MODULE, Scheme, weight_shapes
+from .stages import round_all, round_stages
+from .states import ALONE
 
-PLAIN_BITS = 8  # of a head, from which on it is rounded to nearest
+PLAIN_BITS = 8  # a head of at least as many bits is rounded to nearest
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A layer as it is stored: the parameters that stay float, the quantized weights by module, a row for each."""
+    """A layer to be stored: float parameters, quantized weights by module, and a report row for each of these."""
 
     floats: dict[str, Tensor]
     quantized: dict[str, QTensor]
@@ -43,15 +46,15 @@ class Finished:
 
 
 def stored_config(config: ModelConfig, scheme: Scheme, recipe: Recipe) -> ModelConfig:
-    """That of the quantized model: a transform may change it, and a tied head whose format is not the embedding's is
-    stored apart.
+    """Return the config of the quantized model: a transform may change it, and a tied head is untied if its format
+    differs from the embedding's.
 
-    A DiffbitError where the scheme's int4 activations are asked of a method that does not know of them.
+    Raises DiffbitError if the scheme has int4 activations and the method does not support them.
     """
     if scheme.activations == "int4" and recipe.name != "rtn":
         raise DiffbitError(
-            f"method {recipe.name!r} does not know int4 activations, whose Hadamard turns weights too; take method "
-            "'rtn', or train with them"
+            f"method {recipe.name!r} does not support int4 activations, whose Hadamard transform changes the weights; "
+            "use method 'rtn', or train with them"
         )
     config = recipe.config(config)
     return replace(config, tie_embeddings=scheme.keeps_tied(config))
@@ -66,11 +69,13 @@ def quantize_layers(
     *,
     skip: int = 0,
     title: str | None = None,
+    here: Processes = ALONE,
 ) -> Iterator[Finished]:
-    """Quantize the model of `config` whose parameters `read` returns: the embedding, each layer, what follows them.
+    """Quantize the model of `config` whose parameters `read` returns; yield the embedding, each layer, then the head.
 
     Layers come in that order; only one of them and the tokens' hidden states are in memory at a time. skip: as many are
-    there already, and `tokens` are behind them. title: of the progress to show, or None.
+    there already, and `tokens` are behind them. title: of the progress to show, or None. here: the processes that share
+    the work, and each get all of it; `tokens` know them, too.
     """
     stored, shapes_of = stored_config(config, scheme, recipe), weight_shapes(config)
     formats = scheme.formats(stored)
@@ -83,25 +88,25 @@ def quantize_layers(
     late = _rounds_late(stored, own[0], recipe, tokens)
     if late:
         own[-1][HEAD_MODULE] = own[0][EMBEDDING_MODULE]
-    before = [sum(sizes[:place]) / max(1, sum(sizes)) for place in range(len(sizes) + 1)]  # shares of all the work
+    before = [sum(sizes[:place]) / max(1, sum(sizes)) for place in range(len(sizes) + 1)]  # shares of all work
     with nullcontext() if title is None else Progress(title, 1.0, before[skip]) as bar:
         for place in range(skip, len(names)):
 
-            def moved(at: str, share: float, begin: float = before[place], end: float = before[place + 1]) -> None:
+            def progress(at: str, share: float, begin: float = before[place], end: float = before[place + 1]) -> None:
                 if bar is not None:
                     bar.to(begin + share * (end - begin), at.removeprefix("model."))
 
-            # nothing here holds on to a layer: one is in memory at a time
+            # keep no reference to a layer here, so that only one is in memory at a time
             yield _finish(
-                Layer(stored, place - 1, scheme, own[place], _read(config, read, names[place]), tokens, moved),
+                Layer(stored, place - 1, scheme, own[place], _read(config, read, names[place]), tokens, progress, here),
                 recipe,
                 late,
             )
-            moved(names[place][-1].removesuffix(".weight"), 1.0)
+            progress(names[place][-1].removesuffix(".weight"), 1.0)
 
 
 def _rounds_late(config: ModelConfig, formats: dict[str, Format], recipe: Recipe, tokens: Tokens | None) -> bool:
-    """Is a tied table rounded as the head, with the head's inputs? As an embedding it has none to calibrate on."""
+    """Whether a tied table is rounded last, as the head: an embedding has no inputs to calibrate on."""
     format = formats.get(EMBEDDING_MODULE)
     tied = config.tie_embeddings and format is not None and format.bits < PLAIN_BITS
     return tied and tokens is not None and getattr(recipe.rounding, "CALIBRATED", True)
@@ -112,9 +117,9 @@ def _read(config: ModelConfig, read: Read, names: list[str]) -> dict[str, Tensor
 
 
 def _finish(layer: Layer, recipe: Recipe, late: bool = False) -> Finished:
-    """Quantize a layer and take its tokens past it.
+    """Quantize a layer and pass its tokens through it.
 
-    late: a tied table is the last layer's; the tokens enter the model through one that is rounded to nearest.
+    late: a tied table is rounded with the last layer; until then the tokens use the table rounded to nearest.
     """
     if layer.is_layer:
         check_layer(layer.config, layer.index, {layer.local(name): tensor for name, tensor in layer.tensors.items()})
@@ -122,11 +127,11 @@ def _finish(layer: Layer, recipe: Recipe, late: bool = False) -> Finished:
     dtypes = {name: tensor.dtype for name, tensor in read.items()}
     tied = {name: layer.tensors[name] for name in (EMBEDDING, HEAD) if name in layer.tensors}
     if layer.tokens is not None:
-        layer.expect(len(layer.tokens.slices))  # that pass it in the end
+        layer.expect(len(layer.tokens.slices))  # the final pass of the tokens
     quantized = quantize_one(layer, recipe)
     if layer.config.tie_embeddings and any(layer.tensors[name] is not tensor for name, tensor in tied.items()):
-        raise DiffbitError(f"method {recipe.name!r} changes the embedding that the head shares; it has to untie them")
-    for kept in (layer.tensors, layer.refitted):  # methods compute in fp32; what stays float is stored as it came
+        raise DiffbitError(f"method {recipe.name!r} changes the embedding that the head shares; it must untie them")
+    for kept in (layer.tensors, layer.refitted):  # methods compute in fp32; float parameters keep their stored dtype
         for name, tensor in kept.items():
             if name.removesuffix(".weight") not in quantized and not stays_float32(name):
                 kept[name] = tensor.to(dtypes[name])
@@ -134,13 +139,13 @@ def _finish(layer: Layer, recipe: Recipe, late: bool = False) -> Finished:
     floats = {
         name: tensor
         for name, tensor in (layer.tensors | layer.refitted).items()
-        if name.removesuffix(".weight") not in quantized and name in shapes(layer.config)  # no head where it is tied
+        if name.removesuffix(".weight") not in quantized and name in shapes(layer.config)  # which lacks a tied head
     }
     for name, tensor in floats.items():
         if tensor is not read.get(name) and not tensor.isfinite().all():
             raise DiffbitError(
-                f"{name}: method {recipe.name!r} makes it NaN or infinite in {tensor.dtype}: the weights hold extreme "
-                "values; use another method"
+                f"{name}: method {recipe.name!r} makes it NaN or infinite in {tensor.dtype}, because the weights hold "
+                "extreme values; use another method"
             )
     if late and layer.index < 0:
         return Finished({}, {}, ())
@@ -152,10 +157,10 @@ def _finish(layer: Layer, recipe: Recipe, late: bool = False) -> Finished:
 
 
 def quantize_one(layer: Layer, recipe: Recipe) -> dict[str, QTensor]:
-    """Run a recipe over a layer: its transforms, its rounding. {linear layer: QTensor}.
+    """Run a recipe's transforms and its rounding on a layer; returns {linear layer: QTensor}.
 
-    Layers are rounded a stage at a time, with statistics behind those rounded before (as in the code of arXiv
-    2210.17323, where it is called true-sequential).
+    Linear layers are rounded stage by stage, each with statistics computed after the earlier ones were rounded (called
+    true-sequential in the code of arXiv 2210.17323).
     """
     rounding = _rounding(layer, recipe)
     by_layer = hasattr(rounding, "quantize_layer")
@@ -170,16 +175,17 @@ def quantize_one(layer: Layer, recipe: Recipe) -> dict[str, QTensor]:
     elif layer.tokens is not None and layer.index >= 0 and getattr(rounding, "CALIBRATED", True):
         quantized = round_stages(layer, lambda name: rounding.quantize)
     else:
-        for name in layer.formats:
-            quantized[name] = round_one(layer, rounding.quantize, name, None)
-            layer.step(name, unit)
+        quantized = round_all(layer, lambda name: rounding.quantize, layer.formats)
     return {name: quantized[name] for name in layer.formats if name in quantized}  # allocate.py rounds none
 
 
 def _rounding(layer: Layer, recipe: Recipe) -> ModuleType:
-    """What rounds a layer's weights: plain rounding in place of a calibrated method where calibration has nothing to
-    say (an embedding is handed no activations) or nothing to gain (a head of 8 bits: docs/accuracy.md); GPTQ for a
-    tied table that others would round together with its layer."""
+    """Return the method that rounds a layer's weights.
+
+    Plain rounding replaces a calibrated method for the embedding, which has no input activations, and for a head of 8
+    bits, which gains nothing (docs/accuracy.md). GPTQ replaces a method that rounds a layer's weights together for a
+    tied table.
+    """
     plain = layer.index < 0 or (
         not layer.is_layer and all(format.bits >= PLAIN_BITS for format in layer.formats.values())
     )
@@ -190,16 +196,22 @@ def _rounding(layer: Layer, recipe: Recipe) -> ModuleType:
 
 
 def tokens_for(
-    recipe: Recipe, config: ModelConfig, ids: Any, mask: Any, device: torch.device | str = "cpu", measure: bool = True
+    recipe: Recipe,
+    config: ModelConfig,
+    ids: Any,
+    mask: Any,
+    device: torch.device | str = "cpu",
+    measure: bool = True,
+    here: Processes = ALONE,
 ) -> Tokens | None:
-    """Calibration tokens as `quantize_layers` takes them; a DiffbitError where a recipe needs what is not there.
+    """Return calibration tokens for `quantize_layers`; raises DiffbitError if the recipe needs tokens and has none.
 
-    measure: output errors, on MEASURED_TOKENS of them (all, where a method needs them all in the float model anyway).
+    measure: also measure output errors, on MEASURED_TOKENS of them (on all, if a method needs all in the float model).
     """
     if ids is not None:
         length = max(1, torch.as_tensor(ids).shape[-1])
         windows = max(1, MEASURED_TOKENS // length) if measure else 0
-        return Tokens(config, ids, mask, device, None if recipe.exact else windows)
+        return Tokens(config, ids, mask, device, None if recipe.exact else windows, here)
     if recipe.calibrated:
         raise DiffbitError(
             f"method {recipe.name!r} needs calibration text: pass --calibrate TEXT, or token ids as `calibration`"
@@ -208,7 +220,7 @@ def tokens_for(
 
 
 def _names(config: ModelConfig, index: int) -> list[str]:
-    """The parameters of a layer; the head is one of the last layer, tied or not."""
+    """Return a layer's parameters; the last layer includes the head, tied or not."""
     if index < 0:
         return [EMBEDDING]
     if index < config.num_layers:
@@ -240,16 +252,16 @@ def apply(
     *,
     order: int = 0,
 ) -> Decoder:
-    """A quantized copy in memory of a float model, to the bit what `quantize_checkpoint` and `load` would give.
+    """Return a quantized copy of a float model, bit-identical to what `quantize_checkpoint` and `load` give.
 
-    method, calibration, calibration_mask: as there. order: of the model's channels (reorder.py), another rounding each;
-    0: the model's own. What neither the scheme nor the method changes is shared with the original: changing one changes
-    both.
+    method, calibration, calibration_mask: as there. order: an order of the model's channels (reorder.py), which gives
+    another rounding; 0: the model's own. Tensors that neither the scheme nor the method changes are shared with the
+    original.
     """
     source = decoder.state_dict()
     missing = [name for name in shapes(decoder.config) if name not in source]
     if missing:
-        raise DiffbitError(f"the model has no float weight {missing[0]}; it is quantized already")
+        raise DiffbitError(f"the model has no float weight {missing[0]}; it is quantized already, pass a float model")
     recipe = parse_recipe(method)
     device = decoder.model.embed_tokens.weight.device
     tokens = tokens_for(recipe, decoder.config, calibration, calibration_mask, device, measure=False)

@@ -1,6 +1,6 @@
 """A linear layer and an embedding with a quantized weight, in plain torch.
 
-This is the meaning of a quantized model that its exports are held against; it saves memory on disk, not time.
+They are the reference that exports are compared with; they dequantize at each call and save disk space, not time.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from .rounding import Rounding
 class QuantLinear(nn.Module):
     """y = round(x) W^T + bias, x [..., K] -> [..., N], W a QTensor [N, K] dequantized in x's dtype.
 
-    rounding: of x; None: what the weight's format does by itself (ternary weights are met by int8 numbers, others by x
-    as it is).
+    rounding: applied to x; None: the weight format's default (int8 for ternary weights, no rounding for others).
     """
 
     bias: nn.Parameter | None
@@ -44,11 +43,11 @@ class QuantLinear(nn.Module):
         return product if self.bias is None else product + self.bias
 
     def onnx(self, g: Builder[V], x: V, factor: float) -> V:
-        """The product as nodes, times a factor: quantize/formats/ says by which operator."""
+        """Add nodes for the product times a factor; the format (quantize/formats/) chooses the operator."""
         return self.weight.format.onnx(g, x, self.weight, factor, self.rounding)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Follow .to(device); .to(dtype) changes nothing here: codes are integers and scales stay fp32."""
+        """Follow .to(device), and ignore .to(dtype): codes are integers and scales stay fp32."""
         super()._apply(fn, recurse)
         self.weight = self.weight.to(fn(torch.empty(0, device=self.weight.codes.device)).device)
         return self
@@ -59,7 +58,7 @@ class QuantLinear(nn.Module):
 
 
 class QuantEmbedding(nn.Module):
-    """ids int64 [...] -> rows [..., E] of a QTensor [V, E], fp32 or `dtype`."""
+    """Maps ids int64 [...] to rows [..., E] of a QTensor [V, E], in `dtype`."""
 
     def __init__(self, weight: QTensor, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models of quantized layers, put together from their weights."""
+"""Assembles models of quantized layers from their weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Method = Callable[[Tensor, Format, Any], QTensor]  # (weight, format, stats of i
 
 
 def assemble(module: M, weights: Mapping[str, Tensor | QTensor], scheme: Scheme, dtype: torch.dtype | None) -> M:
-    """Give a decoder or block made on the meta device its weights by name, floats as `dtype` (None: as they are)."""
+    """Put weights, by name, into a decoder or block made on the meta device; floats as `dtype` (None: unchanged)."""
     state = {}
     for name, weight in weights.items():
         if isinstance(weight, QTensor):
@@ -45,12 +45,12 @@ def assemble(module: M, weights: Mapping[str, Tensor | QTensor], scheme: Scheme,
 
 
 def quant_linear(module: str, weight: QTensor, scheme: Scheme, bias: nn.Parameter | None = None) -> QuantLinear:
-    """The layer of a weight, its input rounded as the scheme wants; a bias comes as it is."""
+    """Return the linear layer of a quantized weight, with its input rounded as the scheme says, and a float bias."""
     return QuantLinear(weight, weight.format.rounding(module, weight.shape[1], scheme.activations), bias)
 
 
 def quantize_weight(method: Method, name: str, weight: Tensor, format: Format, stats: Any = None) -> QTensor:
-    """method(weight, format, stats), its errors told with the weight's name."""
+    """Return method(weight, format, stats); errors name the weight."""
     try:
         return method(weight.detach(), format, stats)
     except DiffbitError as error:
@@ -58,8 +58,10 @@ def quantize_weight(method: Method, name: str, weight: Tensor, format: Format, s
 
 
 def as_exported(module: nn.Module) -> None:
-    """Round the inputs of a model's quantized linear layers as the operators of its artifact do on a CPU, which round
-    as they must, whatever the scheme says about activations: `Format.device_rounding`."""
+    """Make a model's quantized linear layers round their inputs as the artifact's operators do on a CPU.
+
+    These operators round whatever the scheme says about activations: `Format.device_rounding`.
+    """
     for part in module.modules():
         if isinstance(part, QuantLinear):
             part.rounding = part.weight.format.device_rounding(part.rounding)

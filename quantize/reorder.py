@@ -1,12 +1,12 @@
-"""Another order of a model's channels: the same function, of which the same method makes another rounding.
+"""Reorders a model's channels, which keeps its function but makes the same method round it differently.
 
-Channels that share a scale are neighbours, and rounding goes through them one after the other. Permuting the residual
-stream (embedding, norms, what reads them, o_proj and down_proj) and each layer's MLP neurons (gate and up against down)
-changes nothing in float, and deals new groups and, where a method has one, a new order of columns. How far the results
-lie apart is how much of a difference is chance (`diffbit compare --repeats`). One scale per row sees no order: plain
-rounding to int8 is the same in each.
+Neighbouring channels share a scale, and methods round columns one after the other. Permuting the residual stream
+(embedding, norms, their readers, o_proj and down_proj) and each layer's MLP neurons (rows of gate and up, columns of
+down) changes nothing in float, but gives new groups and, for some methods, a new order of columns. The spread of the
+results shows how much of a difference is chance (`diffbit compare --repeats`). With one scale per row the order does
+not matter: plain rounding to int8 is the same in each.
 
-models/mixer.py says which of a mixer's weights read the stream: those whose names end in _proj, o_proj apart.
+models/mixer.py says which of a mixer's weights read the stream: those whose names end in _proj, except o_proj.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ..models import ModelConfig
 from ..models.checkpoint.names import EMBEDDING, HEAD
 
 Read = Callable[[str], Tensor]  # a parameter of the float model by its name
-MLP_ROWS = ("gate_proj", "up_proj", "ffn_sub_norm")  # what makes, or scales, an MLP's neurons
+MLP_ROWS = ("gate_proj", "up_proj", "ffn_sub_norm")  # the modules that compute, or scale, an MLP's neurons
 
 
 def reordered(config: ModelConfig, read: Read, order: int) -> Read:
-    """`read` of the same model in the order-th order of its channels; order 0 is its own."""
+    """Return a `read` of the same model with its channels in order number `order`; 0 is the model's own order."""
     if not order:
         return read
     stream = _permutation(config.hidden_size, order, 0)

@@ -1,4 +1,4 @@
-"""What quantizing did to each weight, and what a scheme weighs."""
+"""Reports on a quantized model: the error of each weight, and the model's size under a scheme."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .cache import cache_spec
 from .formats import QTensor, row_blocks
 from .scheme import AttentionScheme, Scheme
 
-WIDTHS = {"fp32": 4, "fp16": 2}  # of an artifact's floats, bytes
+WIDTHS = {"fp32": 4, "fp16": 2}  # bytes of an artifact's floats
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class WeightReport:
     """One quantized weight.
 
     weight_error    ||W - Wq|| / ||W||
-    output_error    ||X W^T - act(X) Wq^T|| / ||X W^T|| over the calibration tokens X that reach it in the float model;
+    output_error    ||X W^T - act(X) Wq^T|| / ||X W^T|| for its inputs X in the float model, over calibration tokens;
                     None without calibration
-    proxy_loss      the square of that over the tokens that the method was given, those behind the layers quantized
-                    before; None where it was given none. Both of a large head: of MEASURED_ROWS rows (layer.py)
-    nbytes          in a float32 artifact: codes, scales and zero points
-    bits_per_weight the same over the number of weights
+    proxy_loss      the square of that for its inputs after the earlier quantized layers, which the method saw; None
+                    without calibration. For a large head, both are of MEASURED_ROWS rows (layer.py)
+    nbytes          bytes in a float32 artifact: codes, scales and zero points
+    bits_per_weight 8 nbytes / number of weights
     """
 
     name: str
@@ -43,10 +43,10 @@ class WeightReport:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of a model's weights in an artifact, and the average over all of them, the float ones included.
+    """Bytes of a model's weights in an artifact, and their average number of bits, float ones included.
 
-    kv_bytes_per_1k_tokens: of the KV cache of one sequence; kv_fixed_bytes: what it takes whatever it holds. What is
-    float in it has the width of what is float in the artifact.
+    kv_bytes_per_1k_tokens: bytes that 1000 tokens take in the KV cache of one sequence; kv_fixed_bytes: bytes that the
+    cache takes whatever its length. Float buffers have the width of the artifact's floats.
     """
 
     nbytes: int
@@ -61,7 +61,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Report:
-    """What `quantize_checkpoint` returns: a row per quantized weight, sizes before and after, warnings as sentences."""
+    """The result of `quantize_checkpoint`: a row per quantized weight, sizes before and after, and warnings."""
 
     scheme: Scheme
     method: str
@@ -90,10 +90,10 @@ class Report:
 def sizes(
     config: ModelConfig, scheme: Scheme | None = None, dtype: str = "fp32", embedding: torch.dtype = torch.float32
 ) -> Sizes:
-    """What the artifact of a model under a scheme holds, from its shapes alone.
+    """Compute the sizes of a model's artifact under a scheme, from shapes alone.
 
-    dtype: "fp32" or "fp16", the artifact's, of what is not quantized. embedding: the checkpoint's dtype of the table,
-    which a float32 artifact keeps where it is 16 bits wide and not shared with the head.
+    dtype: "fp32" or "fp16", the artifact's type of everything that is not quantized. embedding: the checkpoint's dtype
+    of the table, which a float32 artifact keeps if it has 16 bits and is not shared with the head.
     """
     formats = {} if scheme is None else scheme.formats(config)
     width, tensors = WIDTHS[dtype], dict(shapes(config))
@@ -110,7 +110,7 @@ def sizes(
             nbytes += count * min(width, embedding.itemsize)
         elif not stays_float32(name):
             nbytes += count * width
-        elif ".lambda_" not in name:  # these vectors end up as a number in the graph
+        elif ".lambda_" not in name:  # lambda vectors become a single number in the graph
             nbytes += count * WIDTHS["fp32"]
         parameters += count
     attention = AttentionScheme() if scheme is None else scheme.attention
@@ -119,7 +119,7 @@ def sizes(
 
 
 def weight_error(weight: Tensor, quantized: QTensor) -> float:
-    """||W - Wq|| / ||W||, a block of rows at a time; 0 for a weight of zeros."""
+    """Return ||W - Wq|| / ||W||, computed a block of rows at a time; 0 for a weight of zeros."""
     difference = norm = 0.0
     for rows in row_blocks(weight):
         exact = weight[rows].float()
@@ -129,25 +129,31 @@ def weight_error(weight: Tensor, quantized: QTensor) -> float:
 
 
 class OutputError:
-    """||Y - Yq|| / ||Y||, summed up over batches."""
+    """||Y - Yq|| / ||Y||, summed up over batches; the sums are exact, so that their order is nothing."""
 
     def __init__(self) -> None:
-        self.difference = self.norm = 0.0
+        self.difference: list[float] = []
+        self.norm: list[float] = []
 
     def add(self, exact: Tensor, quantized: Tensor) -> None:
-        self.difference += _square(exact - quantized)
-        self.norm += _square(exact)
+        self.difference.append(_square(exact - quantized))
+        self.norm.append(_square(exact))
+
+    def join(self, other: OutputError) -> None:
+        """Add another's batches."""
+        self.difference += other.difference
+        self.norm += other.norm
 
     @property
     def value(self) -> float:
-        return ratio(self.difference, self.norm)
+        return ratio(math.fsum(self.difference), math.fsum(self.norm))
 
 
 def _square(values: Tensor) -> float:
-    """The sum of squares, summed in float64 without a float64 copy."""
+    """Return the sum of squares, accumulated in float64 without a float64 copy."""
     return values.square().sum(dtype=torch.float64).item()
 
 
 def ratio(difference: float, norm: float) -> float:
-    """sqrt(difference / norm), both sums of squares; 0 / 0 is 0."""
+    """Return sqrt(difference / norm) of two sums of squares; 0 / 0 is 0."""
     return math.sqrt(difference / norm) if norm else (math.inf if difference else 0.0)

@@ -1,14 +1,14 @@
 """The finished part of an interrupted run: a folder `NAME.unfinished` beside the output `NAME`.
 
-    run.json                 what the run makes from what; a run that goes on must agree in all of it
-    layer-00000.safetensors  a finished layer as the checkpoint will hold it: the embedding, then each layer, ...
-    states-00003.safetensors the calibration tokens' hidden states behind the last finished layer, exact and quantized,
-                             and what earlier layers handed on to later ones
+    run.json                 the run's source, options and text; a resumed run must have the same
+    layer-00000.safetensors  a finished layer as the checkpoint will store it: the embedding, then each layer, ...
+    states-00003.safetensors the calibration tokens' hidden states after the last finished layer, exact and quantized,
+                             and the tensors that earlier layers pass to later ones
     layer-00000.json         the layer's rows of the report, and the SHA-256 of its files
 
-Each file is written beside its place and renamed; a layer counts once its JSON is there. So a run that is killed at
-any moment loses the layer it was at, and one that goes on computes the very same bits as one that was never stopped.
-A file that was changed meanwhile is refused: the JSON files hold the hashes of the others, and their own.
+Each file is written under a temporary name and renamed; a layer counts once its JSON exists. So a killed run loses only
+the layer it was working on, and a resumed run computes the same bits as an uninterrupted one. A file that was changed
+in between is refused: the JSON files hold hashes of the others and of themselves.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from .states import States
 
 VERSION = 5
 RUN = "run.json"
-ANEW = "start anew by --overwrite without --resume"
-Stored = tuple[dict[str, Tensor], tuple[WeightReport, ...]]  # a layer's tensors as a checkpoint holds them, its rows
+ANEW = "start again with --overwrite and without --resume"
+Stored = tuple[dict[str, Tensor], tuple[WeightReport, ...]]  # a layer's tensors as stored, and its report rows
 
 
 class Unfinished:
     """`with Unfinished(output, about, tokens) as done: done.add(layer) ...; done.layers()`.
 
     about: what goes into run.json, called only where it is needed. tokens: calibration tokens, put behind the `count`
-    layers that are there; spills: their hidden states lie on the disk. resume: go on with what is there, if
-    anything is. The folder goes when all is done, and when a run fails before it holds a whole decoder layer.
+    layers that are there. resume: go on with what is there, if anything is. The folder goes when all is done, and when
+    a run fails before it holds a whole decoder layer.
     """
 
     def __init__(
@@ -51,40 +51,34 @@ class Unfinished:
         about: Callable[[], dict[str, Any]],
         tokens: Tokens | None,
         *,
-        spills: bool = False,
         resume: bool = False,
         overwrite: bool = False,
     ) -> None:
         place = files.resolved(output)
         self.path = place.with_name(f"{place.name}.unfinished")
-        with files.locked(self.path):  # what a run left that was killed while it began
+        with files.locked(self.path):  # removes leftovers of a run that was killed while starting
             pass
         self.about = about
         self.tokens = tokens
         self.count = 0
-        if tokens is not None and spills:
-            tokens.spill(place.parent)
         if not self.path.is_dir() or not any(self.path.iterdir()):
             return
         if not (self.path / RUN).is_file():
-            raise DiffbitError(
-                f"{self.path}: holds no {RUN}, so it is no run of diffbit's; remove it or choose -o anew"
-            )
+            raise DiffbitError(f"{self.path}: has no {RUN}, so it is not a diffbit run; remove it or choose another -o")
         if resume:
             before, now = files.read_sealed(self.path / RUN, ANEW), about()
             for key in now:
                 if before.get(key) != now[key]:
                     raise DiffbitError(
-                        f"{self.path}: is of a run with {key} {_short(before.get(key))}, now it is {_short(now[key])}; "
-                        "resume with the same model, text and options, or start anew by --overwrite without --resume"
+                        f"{self.path}: was started with {key} {_short(before.get(key))}, now it is {_short(now[key])}; "
+                        f"resume with the same model, text and options, or {ANEW}"
                     )
             self._restore()
         elif overwrite:
             files.remove_folder(self.path)
         else:
             raise DiffbitError(
-                f"{self.path}: holds a run that was interrupted; pass --resume to go on with it, or --overwrite to "
-                "start anew"
+                f"{self.path}: holds an interrupted run; pass --resume to continue it, or --overwrite to start anew"
             )
 
     def __enter__(self) -> Self:
@@ -95,8 +89,8 @@ class Unfinished:
     ) -> None:
         if kind is None or self.count < 2:
             files.remove_folder(self.path)
-        elif error is not None and not isinstance(error, Exception):  # stopped from outside
-            error.add_note(f"{self.count} layers are kept in {self.path}: the same command with --resume goes on")
+        elif error is not None and not isinstance(error, Exception):  # interrupted or terminated
+            error.add_note(f"{self.count} layers are kept in {self.path}: the same command with --resume continues")
 
     def _restore(self) -> None:
         while self._about(self.count).is_file():
@@ -115,7 +109,7 @@ class Unfinished:
                     states.carried[giver] = (*states.carried.get(giver, ()), whole)
 
     def add(self, layer: Stored) -> None:
-        """Keep the layer that comes next, and the tokens, which are behind it."""
+        """Store the next layer, and the tokens' states after it."""
         if not self.path.is_dir():
             with files.new_folder(self.path) as folder:
                 files.write_sealed(folder / RUN, self.about())
@@ -137,7 +131,7 @@ class Unfinished:
         self.count += 1
 
     def layers(self) -> Iterator[Stored]:
-        """All of them, read back one at a time."""
+        """Read all layers back, one at a time."""
         for index in range(self.count):
             record = self._record(index)
             files.check_sha256(self._layer(index), record["layer"], ANEW)
@@ -145,7 +139,7 @@ class Unfinished:
             yield _read(self._layer(index)), tuple(rows)
 
     def _travelling(self) -> dict[str, States]:
-        """By their names in the file."""
+        """Return the states to store, by their names in the file."""
         return {} if self.tokens is None else {"exact": self.tokens.exact, "hidden": self.tokens}
 
     def _layer(self, index: int) -> Path:
@@ -166,12 +160,12 @@ def _read(file: Path) -> dict[str, Tensor]:
 
 
 def _parts(whole: Tensor | Rows, states: States) -> Parts:
-    """Some windows at a time."""
+    """Return the shape and the rows of a tensor, some windows at a time."""
     return tuple(whole.shape), (whole[rows].cpu() for rows in states.slices)
 
 
 def _write(file: Path, tensors: dict[str, Tensor]) -> str:
-    """Write a file; its SHA-256."""
+    """Write a file and return its SHA-256."""
     with files.write_atomic(file) as temporary:
         write_tensors(temporary, {name: tensor.contiguous() for name, tensor in tensors.items()})
         return files.sha256_file(temporary)
@@ -180,7 +174,7 @@ def _write(file: Path, tensors: dict[str, Tensor]) -> str:
 def run(
     source: str, scheme: dict[str, Any], method: str, tokens: Tokens | None, calibration: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """What a run makes from what. source: the checkpoint's sha256."""
+    """Return the description of a run for run.json. source: the checkpoint's sha256."""
     ids = None
     if tokens is not None:
         digest = hashlib.sha256(repr((tokens.ids.shape, tokens.slices)).encode())

@@ -1,15 +1,15 @@
-"""How the input of a linear layer becomes whole numbers: the one place, for a quantized model and for its training.
+"""Rounding of a linear layer's input to integers, for quantized models and for their training.
 
     8 bits    a = max(max|x|, 1e-5) / 127    q = round-half-to-even(x / a)                  b1.58, arXiv 2402.17764
     4 bits    a = max(mean|x|, 1e-5) / sqrt 7    q = clip(round-half-to-even(x / a), -8, 7)    v2, arXiv 2504.18415
     8 bits, in blocks of a token's numbers    a = max|x| / 127 of each block, q likewise
 
-with one scale a for a token, or for each block of it. A Hadamard matrix H may spread the input's outliers before it is
-rounded (v2's H-BitLinear); the weight is spread too, before it is rounded itself, because
+with one scale a per token, or per block of it. A Hadamard matrix H can spread the input's outliers before rounding
+(v2's H-BitLinear). The weight is then multiplied by H before it is rounded, too, because
 
     x W^T = (x H) (W H)^T
 
-A float model stays what it is, and is the limit of its quantized one.
+so the float model is unchanged.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from ..ops import hadamard, ternary_matmul
 
 @dataclass(frozen=True)
 class Rounding:
-    """bits: 8 or 4. hadamard: neighbours that each number is spread over first (ops/hadamard.py); 1: none. block:
-    neighbours that share a scale; 0: all numbers of a token do."""
+    """bits: 8 or 4. hadamard: block size of a Hadamard transform before rounding (ops/hadamard.py); 1: none. block:
+    size of the blocks that share a scale; 0: one scale per token."""
 
     bits: int = 8
     hadamard: int = 1
     block: int = 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., K] spread, rounded, and as floats of its dtype again."""
+        """Transform and round x [..., K]; returns floats in its dtype."""
         if self.block:
             return quantize_per_block_int8(x, self.block)
         q, a = rounded_input(x, self)
@@ -45,34 +45,34 @@ INT8 = Rounding()
 
 
 def quantize_per_token_int8(x: Tensor) -> Tensor:
-    """x [..., K] rounded to int8 with one scale per token (BitNet b1.58, arXiv 2402.17764), as floats again."""
+    """Round x [..., K] to int8 with one scale per token (BitNet b1.58, arXiv 2402.17764); returns floats."""
     return INT8(x)
 
 
 def quantize_per_block_int8(x: Tensor, block: int) -> Tensor:
-    """x [..., K] rounded to int8 with one scale per `block` neighbours (the last may be short), as floats again.
+    """Round x [..., K] to int8 with one scale per block of `block` numbers (the last may be short); returns floats.
 
-    a = max|x| / 127 in each block, q = round-half-even(x * (127 / max|x|)): what ONNX Runtime's MatMulNBits does to its
-    input on x86 at accuracy level 4, `block` being the weight's block size (tests/quantize/test_rounding.py), and what
+    a = max|x| / 127 in each block, q = round-half-even(x * (127 / max|x|)), as ONNX Runtime's MatMulNBits rounds its
+    input on x86 at accuracy level 4, where `block` is the weight's block size (tests/quantize/test_rounding.py), and as
     the op Int4MatMul does everywhere. On ARM, MatMulNBits rounds ties away from zero.
     """
     blocks = F.pad(x.float(), (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))  # [..., G, block]
     largest = blocks.abs().amax(-1, keepdim=True)
-    # not 127 / largest: for a number over a tensor torch rounds twice
+    # not 127 / largest: torch rounds twice when it divides a number by a tensor
     inverse = (torch.full_like(largest, 127) / largest).masked_fill(largest == 0, 0)
     return (torch.round(blocks * inverse) * (largest / 127)).flatten(-2)[..., : x.shape[-1]].to(x.dtype)
 
 
 def rounded_input(x: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
-    """x [..., K] of any float dtype -> whole numbers q as fp32 [..., K], and scales a fp32 [..., 1]: q * a ~ spread(x).
+    """Round x [..., K] to integers q, as fp32 [..., K], with one scale a fp32 [..., 1] per token: q * a ~ spread(x).
 
-    One scale a token. No gradient passes through q; `spread` by itself has one.
+    No gradient passes through q; `spread` alone has a gradient.
     """
     return ternary_matmul.rounded(spread(x, rounding), rounding.bits)
 
 
 def spread(x: Tensor, rounding: Rounding | None) -> Tensor:
-    """An input or a weight x [..., K] -> x H in x's dtype, to the bit what the op Hadamard gives; a gradient passes."""
+    """Return x H in x's dtype for an input or a weight x [..., K], bit-identical to the op Hadamard; has a gradient."""
     if rounding is None or rounding.hadamard == 1:
         return x
     spread: Tensor = _Spread.apply(x, rounding.hadamard)
@@ -91,7 +91,7 @@ class _Spread(torch.autograd.Function):
 
 
 def straight_through(exact: Tensor, rounded: Tensor) -> Tensor:
-    """`rounded`, in the dtype of `exact`, through which gradients pass to `exact` unchanged."""
+    """Return `rounded` in the dtype of `exact`; gradients pass to `exact` unchanged."""
     through: Tensor = _StraightThrough.apply(exact, rounded)
     return through
 

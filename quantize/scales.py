@@ -1,7 +1,7 @@
-"""Scales that err least: before codes are chosen, and after.
+"""Finds the scales of least error, before codes are chosen and after.
 
-`search`: a group's largest weights are rare; giving up their exactness rounds all others more finely, and the fewer the
-bits the more that is worth. Of a format's candidates for scales and zero points it keeps, per group,
+`search`: a group's largest weights are rare; clipping them rounds all others more finely, which helps more the fewer
+the bits. From a format's candidates for scales and zero points it keeps, per group,
 
     argmin over (s, z)  sum_k h_k (w_k - decode(encode(w_k; s, z); s, z))^2
 
@@ -12,7 +12,7 @@ expected squared error of the output if errors of different channels were indepe
 
     (w - C s)^T H (w - C s)        C [K, G]: the value of each code at scale 1, in the column of its group
 
-with the Gram matrix H is least where C^T H C s = C^T H w: a small linear system per row, all its groups at once.
+with the Gram matrix H is smallest if C^T H C s = C^T H w: a small linear system per row, for all its groups at once.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch import Tensor
 
 from .formats import Format
 
-ALIVE = 1e-3  # of the mean importance, that every channel has: a group of unused ones must be scaled somehow
+ALIVE = 1e-3  # smallest importance, relative to the mean, so that a group of unused channels has a scale too
 
 
 def search(weight: Tensor, format: Format, importance: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """weight [N, K], importance [K] >= 0 -> scale and zero as `format.fit` shapes them."""
+    """Return scales and zero points, shaped as `format.fit`'s, for weight [N, K] and importance [K] >= 0."""
     if importance is None:
         importance = torch.ones(weight.shape[1], device=weight.device)
     importance = importance.float() / importance.float().mean().clamp(min=torch.finfo(torch.float32).tiny) + ALIVE
@@ -37,7 +37,7 @@ def search(weight: Tensor, format: Format, importance: Tensor | None = None) -> 
 
 
 def least(weight: Tensor, format: Format, error: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Of `format.fit` and the candidates, group by group, those of least error(lost [n, G, group]) [n, G]."""
+    """Choose from `format.fit` and the candidates, group by group, the least error(lost [n, G, group]) -> [n, G]."""
 
     def loss(scale: Tensor, zero: Tensor | None) -> Tensor:  # shaped as the scales
         total = torch.empty(len(weight), format.groups(weight.shape[1]), device=weight.device)
@@ -59,9 +59,9 @@ def least(weight: Tensor, format: Format, error: Callable[[Tensor], Tensor]) -> 
 def solve(
     weight: Tensor, format: Format, codes: Tensor, scale: Tensor, zero: Tensor | None, gram: Tensor, ridge: float
 ) -> Tensor:
-    """The scales of least error for given codes; gram [K, K], to whose diagonal `ridge` is added.
+    """Return the scales of least error for given codes; `ridge` is added to the diagonal of gram [K, K].
 
-    A row whose error would grow, by rounding to what a file can hold, keeps its scales, as do groups of all zeros.
+    A row keeps its scales if rounding the new ones to the file's type would increase its error; so do all-zero groups.
     """
     columns = weight.shape[1]
     groups, width = format.groups(columns), format.group_size or columns
@@ -88,11 +88,11 @@ def solve(
 
 
 def _solution(format: Format, normal: Tensor, wanted: Tensor, old: Tensor) -> Tensor:
-    """normal [n, G, G] s = wanted [n, G], in fp64; `old` where that is no better."""
+    """Solve normal [n, G, G] s = wanted [n, G] in fp64; returns `old` where the solution is no better."""
     slack = 1e-7 * normal.diagonal(dim1=1, dim2=2).mean(-1, keepdim=True) + torch.finfo(torch.float32).tiny  # [n, 1]
     regular = normal + torch.diag_embed(slack.expand_as(old))
     new = torch.linalg.solve(regular, wanted + slack * old)
-    new = torch.where(new * old > 0, new, old)  # a codebook knows no negative scales; nor does an empty group
+    new = torch.where(new * old > 0, new, old)  # keeps signs: codebooks have no negative scales; 0 of an empty group
     new = format.stored(new.float()).double()
 
     def loss(s: Tensor) -> Tensor:
@@ -102,12 +102,12 @@ def _solution(format: Format, normal: Tensor, wanted: Tensor, old: Tensor) -> Te
 
 
 def _group_sums(format: Format, values: Tensor) -> Tensor:
-    """[n, K] -> sums of each group, fp64 [n, G]."""
-    return format.grouped(values).sum(-1).double()  # a sum in fp64 takes three times as long
+    """Sum [n, K] over each group; returns fp64 [n, G]."""
+    return format.grouped(values).sum(-1).double()  # summing in fp64 takes three times as long
 
 
 def _row_chunks(rows: int, groups: int, columns: int) -> Iterator[slice]:
-    """Rows whose systems together are no larger than the Gram matrix."""
+    """Yield slices of rows whose linear systems together are no larger than the Gram matrix."""
     count = max(1, min(columns * columns // (groups * groups), rows))
     for start in range(0, rows, count):
         yield slice(start, min(start + count, rows))

@@ -1,24 +1,24 @@
-"""What of a model is quantized, and to what: a value that is the same text in a file, a checkpoint, an artifact.
+"""Schemes: which parts of a model are quantized, and to which formats. Files, checkpoints and artifacts all hold one.
 
     weights = "int4_g32"              # every linear layer of the decoder
-    embedding = "int8"                # the table of the tokens
-    head = "int8"                     # the layer that makes logits
-    activations = "int8"              # their inputs, one scale a token; "int4": of ternary layers; absent: float
+    embedding = "int8"                # the token embedding
+    head = "int8"                     # the output layer
+    activations = "int8"              # inputs of these layers, one scale per token; "int4": ternary only; absent: float
     attention = { logits = 8, qk = "int8", keys = "int4", values = "int4", window = 32 }    # absent: float
 
     [overrides]                       # by module name; * also matches dots; the last match wins
     "lm_head" = "int8"
     "model.layers.0.*" = "none"
 
-A tied table, which is embedding and head at once, is stored once where both have one format (or both are float), and
-twice where they differ. In a file, embedding and head are TABLE_FORMAT where weights have a format and nothing is said
-of them; "none" leaves them float. Norms are never quantized. The lambda projection of diff_v2 is float unless an
-override spells out its name ("*.lambda_proj"): few parameters, felt by every logit; an override reaches embedding and
-head only by their names, too ("model.embed_tokens", "lm_head").
+A tied table, shared by embedding and head, is stored once if both have the same format (or both are float), else twice.
+In a file, embedding and head default to TABLE_FORMAT if weights have a format; "none" leaves them float. Norms are
+never quantized. The lambda projection of diff_v2 is float unless an override spells out its name ("*.lambda_proj"),
+because it has few parameters and affects every logit. Overrides reach embedding and head only by their names, too
+("model.embed_tokens", "lm_head").
 
-Of attention, logits are bits, with one scale a query row (attention.py); keys and values are what the KV cache holds:
-fp16, int8, int4 or int2 (ops/kv_cache.py), of which the last two leave `window` recent tokens float16; qk, int8 or
-int4, is what a query is rounded to, so that q k^T is a product of integers: keys have no more bits than it.
+In `attention`, logits is a number of bits, with one scale per query row (attention.py). keys and values are the formats
+of the KV cache: fp16, int8, int4 or int2 (ops/kv_cache.py); the last two keep `window` recent tokens in float16. qk,
+int8 or int4, is the format of queries, so that q k^T is a product of integers; keys have at most as many bits.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from ..ops.cache import Buffer
 from ..ops.kv_cache import BITS, BLOCK
 from .formats import Format, parse_format
 
-KEPT = ("embed_tokens", "lm_head", "lambda_proj")  # reached by an override that names them
-TABLE_FORMAT = "int8"  # of embedding and head beside low-bit weights: docs/accuracy.md measures what others cost
+KEPT = ("embed_tokens", "lm_head", "lambda_proj")  # an override must name these explicitly
+TABLE_FORMAT = "int8"  # default of embedding and head with low-bit weights; docs/accuracy.md compares others
 LOGIT_BITS = range(2, 17)
 QK = ("int8", "int4")
 KV = ("int8", "int4", "int2")
-HELD = ("fp16", *KV)  # by a KV cache
+HELD = ("fp16", *KV)  # formats of a KV cache
 WINDOW = 32  # tokens
 MOST_WINDOW = 1 << 20
 EMBEDDING_MODULE = "model.embed_tokens"
@@ -53,9 +53,9 @@ HEAD_MODULE = "lm_head"
 
 @dataclass(frozen=True)
 class AttentionScheme:
-    """logits: bits of the attention logits, 2 to 16. qk: "int8" or "int4", what a query is rounded to. keys, values:
-    "fp16", "int8", "int4" or "int2", what the KV cache holds. Each None: float. window: tokens, at least, that stay
-    float16 at the end of a cache of less than 8 bits."""
+    """logits: bits of the attention logits, 2 to 16. qk: format of queries, "int8" or "int4". keys, values: formats of
+    the KV cache, "fp16", "int8", "int4" or "int2". None: float. window: the least number of recent tokens that a cache
+    of less than 8 bits keeps in float16."""
 
     logits: int | None = None
     qk: str | None = None
@@ -66,7 +66,7 @@ class AttentionScheme:
     def __post_init__(self) -> None:
         if self.logits is not None and (type(self.logits) is not int or self.logits not in LOGIT_BITS):
             raise DiffbitError(
-                f"attention logits are to have {self.logits!r} bits, wanted a whole number from {LOGIT_BITS[0]} to "
+                f"attention's logits has {self.logits!r} bits, wanted a whole number from {LOGIT_BITS[0]} to "
                 f"{LOGIT_BITS[-1]}"
             )
         for name, format, wanted in (("qk", self.qk, QK), ("keys", self.keys, HELD), ("values", self.values, HELD)):
@@ -74,18 +74,18 @@ class AttentionScheme:
                 raise DiffbitError(f"attention's {name} is {format!r}, wanted one of {', '.join(wanted)} or none")
         if type(self.window) is not int or not 0 <= self.window <= MOST_WINDOW:
             raise DiffbitError(
-                f"the KV cache's window is {self.window!r}, wanted a whole number from 0 to {MOST_WINDOW}: the most "
-                "recent tokens, which stay float16"
+                f"the KV cache's window is {self.window!r}, wanted a whole number from 0 to {MOST_WINDOW}: the number "
+                "of recent tokens that stay in float16"
             )
 
     @property
     def query_bits(self) -> int:
-        """Bits that a query is rounded to; 0: it is not."""
+        """Bits of a query; 0: it is not rounded."""
         return 0 if self.qk is None else BITS[self.qk]
 
     @property
     def key_format(self) -> str:
-        """ "float" or one of HELD: the smaller of what the cache and the product are to have."""
+        """ "float" or one of HELD: the smaller of the cache's format and the product's."""
         return min((self.keys or "float", self.qk or "float"), key=BITS.__getitem__)
 
     @property
@@ -94,11 +94,11 @@ class AttentionScheme:
 
     @property
     def has_window(self) -> bool:
-        """Does the cache leave recent tokens as they came?"""
+        """Whether the cache keeps recent tokens in float16."""
         return any(BITS[format] < 8 for format in (self.key_format, self.value_format))
 
     def check(self, config: ModelConfig) -> None:
-        """A DiffbitError where a model's heads cannot be held in the cache's formats."""
+        """Raise DiffbitError if a model's heads do not fit the cache's formats."""
 
         def kv(heads: int, width: int, in_place: str, sliding_window: int) -> tuple[Buffer, ...]:
             for name, format in (("keys", self.key_format), ("values", self.value_format)):
@@ -112,7 +112,7 @@ class AttentionScheme:
             mixer.buffers(kv)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON: what is not float."""
+        """Return the fields that are not float, as plain JSON."""
         found = {name: getattr(self, name) for name in ("logits", "qk", "keys", "values")}
         found = {name: value for name, value in found.items() if value is not None}
         if self.has_window:
@@ -128,10 +128,10 @@ class AttentionScheme:
 
 @dataclass(frozen=True)
 class Scheme:
-    """The formats of linear layers, embedding and head (None: float), activations ("int8", "int4" or None), attention,
-    ((glob, format), ...).
+    """Formats of linear layers, embedding and head (None: float), activations ("int8", "int4" or None), attention, and
+    overrides ((glob, format), ...).
 
-    A ternary layer rounds its input in any case: to 4 bits where activations are "int4" (rounding.py), else to 8.
+    A ternary layer always rounds its input: to 4 bits if activations are "int4" (rounding.py), else to 8.
     """
 
     weights: Format | None = None
@@ -147,22 +147,22 @@ class Scheme:
         if self.activations == "int4":
             self._check_int4()
         globs = [glob for glob, _ in self.overrides]
-        if twice := [glob for glob in globs if globs.count(glob) > 1]:  # in a file it is a key
+        if twice := [glob for glob in globs if globs.count(glob) > 1]:  # globs are keys in a file
             raise DiffbitError(f"override {twice[0]!r} is given twice; leave one of them out")
 
     def _check_int4(self) -> None:
-        """int4 activations are TernaryMatMul's alone: a DiffbitError where another format is to meet them."""
+        """Raise DiffbitError if int4 activations, which only TernaryMatMul supports, are used with another format."""
         named = [("the scheme", self.weights), *((f"override {glob!r}", format) for glob, format in self.overrides)]
         nothing = all(format is None for _, format in named)
         for what, format in named:
             if nothing if format is None else "int4" not in format.activations:
                 raise DiffbitError(
-                    f"activations 'int4' go with ternary weights alone, and {what} asks for {_name(format)}; make all "
-                    "that is quantized ternary, or ask for activations 'int8'"
+                    f"activations 'int4' need ternary weights, but {what} has {_name(format)}; use ternary for all "
+                    "quantized weights, or activations 'int8'"
                 )
 
     def format_for(self, module: str) -> Format | None:
-        """The format of a linear layer by its name, such as "model.layers.0.self_attn.q_proj"; None is float."""
+        """Return the format of a linear layer, such as "model.layers.0.self_attn.q_proj"; None: float."""
         for glob, format in reversed(self.overrides):
             if _reaches(glob, module):
                 return format
@@ -171,26 +171,26 @@ class Scheme:
         return None if module.rpartition(".")[2] in KEPT else self.weights
 
     def overridden(self, module: str) -> bool:
-        """Does an override reach this linear layer?"""
+        """Whether an override matches this linear layer."""
         return any(_reaches(glob, module) for glob, _ in self.overrides)
 
     def keeps_tied(self, config: ModelConfig) -> bool:
-        """Are embedding and head of such a model one table, and stay one?"""
+        """Whether the model ties embedding and head, and the scheme keeps them tied."""
         return config.tie_embeddings and self.format_for(EMBEDDING_MODULE) == self.format_for(HEAD_MODULE)
 
     def formats(self, config: ModelConfig) -> dict[str, Format]:
-        """{module: format} of all weights that are quantized in such a model, in the model's order: the embedding,
-        linear layers, the head where it has a weight of its own.
+        """Return {module: format} of all quantized weights of a model, in the model's order: the embedding, the linear
+        layers, and the head unless it is tied.
 
-        A DiffbitError where an override reaches no layer, or a format cannot hold a layer's shape.
+        Raises DiffbitError if an override matches no layer, or a format cannot hold a layer's shape.
         """
         self.attention.check(config)
         layers = weight_shapes(config)
         for glob, _ in self.overrides:
             if not any(_reaches(glob, module) for module in layers):
                 raise DiffbitError(
-                    f"override {glob!r} matches no linear layer of this model; they are named like "
-                    f"{list(layers)[1]} and lm_head, the embedding model.embed_tokens (norms cannot be quantized)"
+                    f"override {glob!r} matches no linear layer of this model; wanted a name such as "
+                    f"{list(layers)[1]}, lm_head, or model.embed_tokens for the embedding (norms cannot be quantized)"
                 )
         chosen = {module: format for module in layers if (format := self.format_for(module)) is not None}
         if self.keeps_tied(config):
@@ -203,7 +203,7 @@ class Scheme:
         return chosen
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON; `from_dict` is its inverse."""
+        """Return the scheme as plain JSON; `from_dict` is the inverse."""
         return {
             "weights": _name(self.weights),
             "embedding": _name(self.embedding),
@@ -215,7 +215,7 @@ class Scheme:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Scheme:
-        """The inverse of `to_dict`; what is missing is float. A DiffbitError names what is wrong."""
+        """Invert `to_dict`; missing fields mean float. A DiffbitError names an invalid field."""
         _known(values, ("weights", "embedding", "head", "activations", "attention", "overrides"), "a scheme")
         overrides = _table(values, "overrides").items()
         activations = values.get("activations")
@@ -228,7 +228,7 @@ class Scheme:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Scheme:
-        """A scheme from a .json or .toml file, embedding and head as `table_formats` says."""
+        """Read a scheme from a .json or .toml file; `table_formats` gives the defaults of embedding and head."""
         path = Path(path)
         if path.suffix == ".json":
             values = files.read_json(path)
@@ -256,7 +256,7 @@ class Scheme:
             raise DiffbitError(f"{path}: wanted a .json or a .toml file to write a scheme to")
 
     def _toml(self) -> str:
-        # a JSON string is a TOML basic string, but for DEL, which no module name holds
+        # a JSON string is a valid TOML basic string, except for DEL, which no module name contains
         names = {"weights": self.weights, "embedding": self.embedding, "head": self.head}
         lines = [f"{name} = {json.dumps(_name(format))}" for name, format in names.items()]
         if self.activations is not None:
@@ -271,8 +271,8 @@ class Scheme:
 
 
 def table_formats(low_bit: bool, embedding: str | None, head: str | None) -> tuple[Format | None, Format | None]:
-    """Of embedding and head, from what a user said of them; None, nothing: TABLE_FORMAT beside `low_bit` weights, float
-    beside float ones."""
+    """Return the formats of embedding and head from the user's names. None means the default: TABLE_FORMAT if the
+    weights are low-bit, else float."""
     default = TABLE_FORMAT if low_bit else None
     return (
         _format(default if embedding is None else embedding, "embedding"),
@@ -281,7 +281,7 @@ def table_formats(low_bit: bool, embedding: str | None, head: str | None) -> tup
 
 
 def parse_override(text: str) -> tuple[str, Format | None]:
-    """ "GLOB=FORMAT" or "GLOB=none", as the command line takes it -> (glob, format)."""
+    """Parse "GLOB=FORMAT" or "GLOB=none" from the command line into (glob, format)."""
     glob, equals, value = text.rpartition("=")
     if not (glob and equals and value):
         raise DiffbitError(f"override {text!r}: wanted GLOB=FORMAT or GLOB=none, such as 'lm_head=int8'")
@@ -289,7 +289,7 @@ def parse_override(text: str) -> tuple[str, Format | None]:
 
 
 def parse_kv(text: str) -> dict[str, str | None]:
-    """What a KV cache is to hold, as the command line takes it: "int4", or "int8,int4" for keys, values; or "none"."""
+    """Parse the KV cache's formats from the command line: "int4", "int8,int4" for keys and values, or "none"."""
     names = [None if name.strip() in ("none", "float") else name.strip() for name in text.split(",")]
     if len(names) > 2:
         raise DiffbitError(f"a KV cache of {text!r}: wanted one format, or two for keys and values, such as int8,int4")
@@ -297,7 +297,7 @@ def parse_kv(text: str) -> dict[str, str | None]:
 
 
 def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """{name: (out_features, in_features)} of every linear layer, the head included where it shares the embedding."""
+    """Return {name: (out_features, in_features)} of every linear layer, including a tied head."""
     found = {
         name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in shapes(config).items() if is_linear(name)
     }
@@ -305,7 +305,7 @@ def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The same and the embedding, [vocab_size, hidden_size], in the model's order."""
+    """Return `linear_shapes` and the embedding's shape, (vocab_size, hidden_size), in the model's order."""
     return {EMBEDDING_MODULE: (config.vocab_size, config.hidden_size)} | linear_shapes(config)
 
 

@@ -1,7 +1,7 @@
-"""Hidden states of calibration tokens, and what layers hand on, on the disk, for a run that is to take little memory.
+"""Keeps hidden states of calibration tokens, and tensors that layers pass on, on disk for runs with little memory.
 
-They are read and written, not mapped: mapped pages count as resident. The file has no name, so that nothing is left of
-a run that is killed.
+They are read and written, not mapped, because mapped pages count as resident memory. The file is unnamed, so a killed
+run leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 
 class Rows:
-    """fp32 [n, ...], such as [n, S, E], of which `rows[some]` reads, and `rows[some] = tensor` writes, a few of the n;
-    some: a slice, or indices int64."""
+    """A tensor fp32 [n, ...], such as [n, S, E], on disk. `rows[some]` reads and `rows[some] = tensor` writes some of
+    the n entries; some: a slice, or indices int64."""
 
     def __init__(self, folder: Path, shape: tuple[int, ...]) -> None:
         self.shape = shape

@@ -19,14 +19,18 @@ from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
 from ..errors import DiffbitError
+from ..files import is_within, read_json, sha256_file
 from ..files import json_sha256 as manifest_sha256
-from ..files import read_json, sha256_file
 from ..ops.cache import IN_PLACE, TOKENS, WIDTHS, Buffer, CacheSpec
 
 VERSION = 4  # of the manifest; raised when a reader of the old one would get it wrong
 MANIFEST = "diffbit.json"
 MODEL = "model.onnx"
+ONNX = (
+    "onnx/"  # the folder that transformers.js wants the graph and its data in; elsewhere they lie with the other files
+)
 TOKENIZER = "tokenizer.json"
+NANO = "nano"  # the artifact that comes with the package (examples/nano/artifact.sh)
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _BUFFER = re.compile(r"[a-z][a-z0-9_]{0,39}")
 _DIMENSION = re.compile(TOKENS + r"(/(?P<block>[0-9]{1,9}))?(%(?P<ring>[0-9]{1,9}))?")
@@ -88,7 +92,7 @@ class Artifact:
     @classmethod
     def open(cls, path: str | Path) -> Artifact:
         """Read and validate `path`/diffbit.json. Raises DiffbitError for anything that is wrong with it."""
-        folder = Path(path)
+        folder = artifact_folder(path)
         if not folder.is_dir():
             raise DiffbitError(f"{folder}: no such artifact folder; diffbit export makes one")
         where = folder / MANIFEST
@@ -155,6 +159,11 @@ class Artifact:
                 weights += part["weights"] // 4 if part["name"] == "ternary codes" else part["bytes"]
         return weights + self.cache.nbytes(context)
 
+    @property
+    def graph(self) -> str:
+        """The name of the ONNX graph, which names its data relative to itself."""
+        return MODEL if MODEL in self.files else ONNX + MODEL
+
     def file(self, name: str) -> Path:
         """The path of a listed file. Raises DiffbitError unless it exists and lies inside the folder."""
         if name not in self.files:
@@ -210,6 +219,12 @@ class Artifact:
             )
 
 
+def artifact_folder(path: str | Path) -> Path:
+    """The folder that `path` names: "nano" is the artifact in the package, unless a folder of this name is one."""
+    own = Path(path) == Path(NANO) and not (Path(path) / MANIFEST).exists()
+    return Path(__file__).parent / NANO if own else Path(path)
+
+
 def _cache(fields: _Fields) -> CacheSpec:
     layers = fields.objects("layers")
     if not 1 <= len(layers) <= MAX_LAYERS:
@@ -253,11 +268,12 @@ def _dimension(dim: object, where: str) -> int | str:
 
 def _files(fields: _Fields) -> Iterator[tuple[str, FileEntry]]:
     for name in fields.values:
-        if name in ("", ".", "..", MANIFEST) or "/" in name or "\\" in name or not name.isprintable():
+        plain = name.removeprefix(ONNX)
+        if plain in ("", ".", "..", MANIFEST) or "/" in plain or "\\" in name or not name.isprintable():
             raise DiffbitError(f"{fields.where}: {name!r} is not the name of a file in the folder")
         entry = fields.object(name)
         yield name, FileEntry(entry.integer("bytes", at_least=0), entry.sha256("sha256"))
-    if MODEL not in fields.values:
+    if MODEL not in fields.values and ONNX + MODEL not in fields.values:
         raise DiffbitError(f"{fields.where}: lists no {MODEL}")
 
 
@@ -284,7 +300,7 @@ def _confined(folder: Path, name: str) -> Path:
     """`folder`/`name`. Raises DiffbitError where symbolic links lead out of the folder."""
     path = folder / name
     try:
-        inside = path.resolve().is_relative_to(folder.resolve())
+        inside = is_within(folder, path)
     except (OSError, RuntimeError) as error:  # a loop of links
         raise DiffbitError(f"{path}: cannot be resolved ({error})") from None
     if not inside:

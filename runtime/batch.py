@@ -1,13 +1,12 @@
-"""Texts that share a session: each has a row of one batch, rows come and go, and a step reads the weights once for all.
+"""Continuous batching: several texts share a session, each in a row of one batch, so a step reads the weights once.
 
-A row's tokens may lie anywhere in its cache, in order: the attention mask says where. So a new text is computed alone,
-in its own row of the buffers, and joins the others at the next step, whatever their lengths; slots that it does not
-have are padding. A row that ended keeps its tokens until another text takes it. A new text begins with the longest
-beginning of it that any row holds, copied if need be: the turns of a conversation before its last, or a system prompt
-that others have, too.
+A row's tokens may be at any positions of its cache, in order; the attention mask marks them. So a new text is computed
+alone, in its own row of the buffers, and joins the others at the next step, whatever their lengths; its unused slots
+are padding. A finished row keeps its tokens until another text takes it. A new text reuses its longest prefix that any
+row holds, copied if necessary: earlier turns of a conversation, or a shared system prompt.
 
 This needs buffers that are written in place and in which a row is a token (float and int8 caches, on a CPU, with the
-native library). Other sessions have one row, and texts wait for each other: `Rows.of` chooses.
+native library). Other sessions have one row, and texts are computed one after the other; `Rows.of` chooses.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .providers import onnxruntime
 from .session import CHUNK, LOGITS_FROM, Logits, Session, _zeros
 
 HOLE = -1  # a slot of the cache without a token
-WORTH_COPYING = 16  # tokens: a beginning that another row holds is copied where it is so much longer
+WORTH_COPYING = 16  # tokens: a prefix in another row is copied if it is longer by at least as many
 
 
 class Rows(ABC):
@@ -36,7 +35,7 @@ class Rows(ABC):
 
     @staticmethod
     def of(session: Session, count: int) -> Rows:
-        """As many rows as asked for where the session's cache allows it, else one."""
+        """Return `count` rows if the session's cache allows it, else one."""
         parted = all(TOKENS in buffer.shape and buffer.multiple == 1 for buffer in session._buffers.values())
         if count > 1 and parted and session.native and session.device == "cpu":
             return _Batch(session, count)
@@ -49,18 +48,18 @@ class Rows(ABC):
 
     @abstractmethod
     def begin(self, token_ids: Sequence[int], go_on: Callable[[], bool]) -> tuple[int, int, Logits | None]:
-        """Take a row for a prompt -> (row, tokens that were cached, logits [V] after the prompt).
+        """Take a row for a prompt -> (row, number of cached tokens, logits [V] after the prompt).
 
-        go_on: asked before each part of the prompt; where it says no, the logits are None and the row is free.
+        go_on: called before each part of the prompt; if it returns False, the logits are None and the row is free.
         """
 
     @abstractmethod
     def step(self, tokens: Mapping[int, int]) -> dict[int, Logits]:
-        """{row: token} of every row that is taken, and has room -> {row: logits [V] after it}."""
+        """Append {row: token} for every row that is taken and has room -> {row: logits [V] after it}."""
 
     @abstractmethod
     def room(self, row: int) -> int:
-        """Tokens that the row's text may still get."""
+        """Return how many more tokens the row's text can have."""
 
     @abstractmethod
     def end(self, row: int) -> None:
@@ -162,8 +161,8 @@ class _Batch(Rows):
         return np.where(held.any(1), self.capacity - held[:, ::-1].argmax(1), 0)
 
     def _prepare(self, ids: NDArray[np.int64]) -> tuple[int, int]:
-        """A free row that holds the longest beginning of a prompt that any row has, and that beginning's length; at
-        least one token is left to be computed."""
+        """Put the longest prefix of a prompt that any row has into a free row; return the row and the prefix's length,
+        which leaves at least one token to compute."""
         same = np.array([self._common(row, ids[:-1]) for row in range(self.count)])
         free = np.flatnonzero(~self._taken)
         longest = free[same[free] == same[free].max()]

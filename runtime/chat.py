@@ -1,11 +1,11 @@
-"""A conversation with a model: its chat template, and a KV cache that is kept from answer to answer.
+"""A conversation with a model: its chat template, and a KV cache that is kept between turns.
 
-Each message renders the whole conversation anew and compares its tokens with those that the session has cached: only
-what follows the common start is computed, and the answer is that to the whole conversation, also where a template
-changes earlier turns, or the model wrote its answer in other tokens than the tokenizer would.
+For each message, the whole conversation is rendered again and its tokens are compared with those in the session's
+cache; only tokens after the common prefix are computed. So the answer is always that to the whole conversation, even if
+a template changes earlier turns, or the model wrote its answer in other tokens than the tokenizer would.
 
-A conversation that no longer fits loses its oldest turns, at once so many that half of the context is free, because
-whatever stays has to be computed again; the system prompt stays.
+If a conversation no longer fits, its oldest turns are dropped until half of the context is free, because the rest must
+be computed again; the system prompt stays.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .template import ChatTemplate, Message
 from .tokenizer import Tokenizer
 
 MAX_TOKENS = 1024  # of an answer
-ROOM = 4  # an answer may count on this part of the context, 1 / ROOM, or on max_tokens where that is less
+ROOM = 4  # an answer has room for 1 / ROOM of the context, or for max_tokens if that is less
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Answers many requests with one model: a thread that gives each a row of a batch (batch.py) and takes step after step.
+"""Answers many requests with one model: a thread gives each a row of a batch (batch.py) and runs the decode steps.
 
-What a request computes does not depend on the others: its answer is that of `generate` alone with the same sampler, up
-to the rounding of sums that other batch sizes take in another order.
+Requests do not influence each other: an answer equals that of `generate` with the same sampler, up to the rounding of
+sums, whose order depends on the batch size.
 """
 
 from __future__ import annotations

@@ -37,13 +37,14 @@ FIELDS: dict[str, dict[int, str]] = {
 
 def check_external(artifact: Artifact) -> None:
     """Raise a DiffbitError unless all tensors of the model lie in its listed files."""
-    model = artifact.file(MODEL)
+    model = artifact.file(artifact.graph)
+    folder = artifact.graph.removesuffix(MODEL)
     for location in sorted(external_locations(model)):
-        if location not in artifact.files:
+        if folder + location not in artifact.files:
             raise DiffbitError(
                 f"{model}: takes tensors from {location!r}, which {MANIFEST} does not list; export the model again"
             )
-        artifact.file(location)
+        artifact.file(folder + location)
 
 
 def external_locations(path: Path) -> set[str]:

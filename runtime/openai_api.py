@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import DiffbitError
+from ..files import folder_name
 from .artifact import TOKENIZER, Artifact
 from .engine import Engine, Logprob, Piece, Request
 from .sampler import Sampler
@@ -57,7 +58,7 @@ class Served:
     def __init__(
         self, artifact: Artifact, *, device: str, threads: int | None, native: bool, rows: int, queue: int
     ) -> None:
-        self.name, self.artifact, self.created = artifact.path.resolve().name, artifact, int(time.time())
+        self.name, self.artifact, self.created = folder_name(artifact.path), artifact, int(time.time())
         self.template: ChatTemplate | None
         try:
             self.template = ChatTemplate.read(artifact)

@@ -5,10 +5,10 @@ graph can write into its input (`in_place` in the manifest), one OrtValue of ful
 present, and a decode step writes one row of it. Otherwise the graph returns a new present (longer than the past by the
 new tokens, or a state or a ring of the same size), which is bound as the past of the next call.
 
-Batches of unequal prompts come with an `attention_mask` (1: token, 0: padding) that pads on either side. The session
-moves each row's tokens to its start, where blocks of a low-bit cache are those of the row alone; in a model with rings
-or states to its end, for these count places: no padding may come between a prompt and what is generated behind it.
-Positions count real tokens.
+Batches of unequal prompts need an `attention_mask` (1: token, 0: padding), with padding on either side. The session
+moves each row's tokens to its start, so that blocks of a low-bit cache are the same as for the row alone. In a model
+with rings or states, which count positions, it moves them to the end, so that no padding separates a prompt from the
+generated tokens. Positions count real tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..errors import DiffbitError
-from .artifact import MODEL, Artifact
+from .artifact import Artifact
 from .external import check_external
 from .native import cuda_architectures
 from .native import library as native_library
@@ -79,7 +79,7 @@ class Session:
         self.artifact.check_files(hashes=False)
         self.device = device
         check_external(self.artifact)
-        self._model = self.artifact.file(MODEL)
+        self._model = self.artifact.file(self.artifact.graph)
         library = _library(device) if native else None
         self._session = open_session(self._model, device, threads, library)
         self.native = library is not None

@@ -86,6 +86,7 @@ def write_site(
             shutil.copyfile(file, folder / file.name)
         (folder / MODEL_FOLDER).mkdir()
         for name in (MANIFEST, *opened.files):
+            (folder / MODEL_FOLDER / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(opened.path / name, folder / MODEL_FOLDER / name)
         (folder / LIBRARIES).mkdir()
         for package in PACKAGES:

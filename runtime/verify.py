@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import DiffbitError
-from .artifact import TOKENIZER, Artifact
+from .artifact import TOKENIZER, Artifact, artifact_folder
 from .external import check_external
 from .processes import python
 from .session import Session
@@ -67,7 +67,7 @@ def verify(path: str | Path, device: str = "cpu", threads: int | None = None, na
     Failed checks are in the result. Raises DiffbitError only where the checks cannot run: no such folder, no such
     device, no ONNX Runtime.
     """
-    path = Path(path)
+    path = artifact_folder(path)
     if not path.is_dir():
         raise DiffbitError(f"{path}: no such artifact folder")
     try:

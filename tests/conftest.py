@@ -30,6 +30,18 @@ class Stack:
 """
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where there is no NVIDIA card, what needs one is left out, and counted as deselected."""
+    from diffbit.errors import DiffbitError
+    from diffbit.runtime.driver import Driver
+
+    try:
+        Driver()
+    except (OSError, DiffbitError):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
 @pytest.fixture(scope="session")
 def trained() -> Callable[[str], Path]:
     """trained("diff_v1"), also of "softmax", "diff_v2" and "softmax_ternary": the models of examples/pico.

@@ -109,7 +109,7 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
     "unknown option": (["run", "{artifact}", "x", "--temprature", "1"], ["--temprature", "--temperature"]),
     "unknown command": (["exprt", "{checkpoint}"], ["exprt", "export"]),
     "no output folder": (["export", "{checkpoint}"], ["--output"]),
-    "unknown folder format": (["export", "{checkpoint}", "--format", "gguf", "-o", "{out}/a"], ["gguf", "hf-bitnet"]),
+    "unknown folder format": (["export", "{checkpoint}", "--format", "gguf", "-o", "{out}/a"], ["gguf", "bitnet"]),
     "unknown qk format": (["quantize", "{checkpoint}", "--qk", "int2", "-o", "{out}/q"], ["--qk", "int2", "int4"]),
     "no number": (["run", "{artifact}", "x", "--top-k", "many"], ["--top-k"]),
     "bench past the context": (["bench", "{artifact}", "--prompt-tokens", "100"], ["100", "128"]),
@@ -134,7 +134,7 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a target too small": (
         ["quantize", "{checkpoint}", "--target-bits", "2", "--max-windows", "2", "-o", "{out}/q", "-q"],
-        ["2 bits a weight cannot be had", "to 32.00 bits a weight"],
+        ["2 bits per weight cannot be reached", "to 32.00 bits per weight"],
     ),
     "a target without a unit": (
         ["quantize", "{checkpoint}", "--target-size", "40", "--max-windows", "2", "-o", "{out}/q", "-q"],
@@ -180,7 +180,7 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
     "seed": (["train", "--seed", "9" * 30, "-o", "{out}/t"], ["seed", "2**63"]),
     "output is taken": (["quantize", "{checkpoint}", "--weights", "int8", "-o", "{artifact}"], ["--overwrite"]),
     "differential attention as bitnet": (
-        ["export", "{checkpoint}", "--format", "hf-bitnet", "-o", "{out}/a"],
+        ["export", "{checkpoint}", "--format", "bitnet", "-o", "{out}/a"],
         ["diff_v1", "bitnet", "softmax"],
     ),
     "dtype": (["export", "{checkpoint}", "--dtype", "int7", "-o", "{out}/a"], ["int7", "fp16"]),

@@ -279,6 +279,7 @@ def test_gpu_attention_peers_compute_the_same(parts: Any, monkeypatch: pytest.Mo
         assert float((found - exact).norm() / exact.norm()) < 1e-5
 
 
+@pytest.mark.slow
 def test_gpu_finds_what_is_wrong(gpu: Any, parts: Any, emulated_bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that writes nothing, or NaN, is not timed, and the other contenders are."""
     monkeypatch.setattr(emulated_bench.kernels, "run", lambda op, workspace, stream: None)

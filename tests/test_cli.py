@@ -98,7 +98,7 @@ def completions(line: str) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("diffbit export x --format ", ["artifact", "hf-bitnet"]),
+        ("diffbit export x --format ", ["artifact", "gptq", "compressed-tensors", "bitsandbytes", "bitnet"]),
         ("diffbit run x --device ", ["cpu", "cuda"]),
         ("diffbit train --preset t", ["tiny"]),
         ("diffbit train --attention diff", ["diff_v1", "diff_v2"]),
@@ -164,7 +164,10 @@ def test_the_example_works(
         ["bench", "{demo}/diff_v1-onnx", "--prompt-tokens", "8", "--new-tokens", "4", "--repeats", "1"],
         ["outliers", "{demo}/diff_v1", "--max-windows", "2"],
         ["compare", "{demo}/diff_v1", "--bits", "16,4", "--max-windows", "2", "--method", "rtn,gptq", "--repeats", "2"],
-        ["compare", "{demo}/diff_v1", "--bits", "16", "--max-windows", "2", "--artifact", "{demo}/diff_v1-onnx"],
+        [
+            *("compare", "{demo}/diff_v1", "--what", "weights", "--bits", "16", "--max-windows", "2"),
+            *("--artifact", "{demo}/diff_v1-onnx", "-o", "{out}/c"),
+        ],
         ["compare", "{pico}/diff_v1", "--what", "kv", "--max-windows", "2", "--retrieval", "6:2:256", "--rows", "2"],
     ],
     ids=lambda arguments: arguments[0],

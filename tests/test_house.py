@@ -29,8 +29,20 @@ LEVEL = {
     "export": 5,
     "train": 5,
     "cli": 6,
+    "integrations": 6,
 }
-LEAVES = {"durable", "errors", "files", "gguf_file", "progress", "sentencepiece_model", "tokenizer_files", "version"}
+LEAVES = {
+    "durable",
+    "errors",
+    "files",
+    "gguf_file",
+    "hub",
+    "processes",
+    "progress",
+    "sentencepiece_model",
+    "tokenizer_files",
+    "version",
+}
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 450, 80
 
 # Python files with more lines than MOST_LINES
@@ -202,14 +214,17 @@ def test_links_and_packaging_name_every_room() -> None:
     links = {path.name: os.readlink(path) for path in (ROOT / "diffbit").iterdir() if path.is_symlink()}
     assert links == {room: f"../{room}" for room in LEVEL}
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
-    assert build["wheel"]["packages"] == {"diffbit": "diffbit"} | {f"diffbit/{room}": room for room in LEVEL}
+    rooms = {f"diffbit/{room}": room for room in LEVEL}
+    command = {"optimum/commands/register": "optimum_command/register"}  # a namespace of optimum's
+    assert build["wheel"]["packages"] == {"diffbit": "diffbit"} | rooms | command
     assert set(build["sdist"]["exclude"]) == {f"diffbit/{room}" for room in LEVEL}
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only a clone knows which files are the repository's")
 def test_the_tree_stays_small() -> None:
-    """6.4 MiB: what travels to a GPU machine may be 64, of which packed onnxruntime-gpu takes 57.5 (docs/gpu.md)."""
+    """6.4 MiB: a GPU machine takes 64, packed onnxruntime-gpu 57.5 of them; docs/gpu.md leaves some models out."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    files = [ROOT / name for name in listed.split("\0")[:-1]]
+    left_out = ("runtime/nano/", "examples/pico/diff_v2/", "examples/pico/softmax_ternary/")
+    files = [ROOT / name for name in listed.split("\0")[:-1] if not name.startswith(left_out)]
     total = sum(file.lstat().st_size for file in files if file.is_symlink() or file.exists())
     assert total < 6.4 * (1 << 20), f"{total} bytes: let a command make the largest files"

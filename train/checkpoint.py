@@ -1,16 +1,16 @@
-"""Training checkpoints: all that the next step depends on, in safetensors and JSON.
+"""Training checkpoints: everything that the next step depends on, in safetensors and JSON.
 
     checkpoints/step-00000500/
         config.json, model.safetensors, tokenizer files     a model folder like any other
         optimizer.safetensors    <parameter>.exp_avg, <parameter>.exp_avg_sq (fp32); <parameter>.value of parameters
-                                 that the model has not, or otherwise: learned scales (qat.py), and the weight of a
-                                 head norm, which the model has in o_proj (head_norm.py)
+                                 that the saved model lacks: learned scales (qat.py), and the weight of a head norm,
+                                 which is folded into o_proj (head_norm.py)
         training.json            step, the run's options, the hash of its text, number of processes; the hashes of the
                                  other files, of the log up to this step, and of itself
 
-A checkpoint is written under a temporary name and renamed when complete; then the one before is deleted: a run that is
-killed at any moment leaves a whole one. One that was changed since is refused. The learning rate and the rows are
-functions of the step's number and nothing else is random, so there is no random state to save.
+A checkpoint is written under a temporary name and renamed when complete; then the previous one is deleted, so that a
+run killed at any moment leaves a complete one. A checkpoint that was changed is refused. The learning rate and the rows
+depend only on the step's number and nothing else is random, so there is no random state to save.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def save_checkpoint(
         write_tensors(temporary / "optimizer.safetensors", tensors)
         hashes = {file.name: sha256_file(file) for file in sorted(temporary.iterdir())}
         write_sealed(temporary / "training.json", {**training, "files": hashes})
-    for other in (out / FOLDER).iterdir():  # earlier ones, and what a killed run left half written
+    for other in (out / FOLDER).iterdir():  # earlier ones, and unfinished ones of killed runs
         if other != folder and other.is_dir():
             shutil.rmtree(other)
 
 
 def last_checkpoint(out: Path) -> Path:
-    """The newest whole checkpoint of the run in `out`. Raises DiffbitError if there is none."""
+    """Return the newest complete checkpoint of the run in `out`. Raises DiffbitError if there is none."""
     found = sorted((out / FOLDER).glob("step-*")) if (out / FOLDER).is_dir() else []
     if not found:
         raise DiffbitError(f"{out}: holds no checkpoint to resume from; start the run without resume")

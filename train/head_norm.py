@@ -2,10 +2,10 @@
 
     o_i = (1 - lambda_init) * gain * RMSNorm((A1 - lambda A2) v)          gain [2d], shared by the heads of a layer
 
-Averages of a new model's values are small numbers, and the norm lifts them to unit size: attention that has learned
-nothing yet drowns the embeddings in the residual stream. A gain that begins at a tenth of one lets attention grow as it
-becomes useful. It exists in training only: Hugging Face's diffllama has no such tensor, and a weight between a norm and
-a projection folds into the projection, W_o[:, h, c] gain[c], which is what a checkpoint stores.
+In a new model, averages of values are small, and the norm scales them to unit size, so untrained attention dominates
+the embeddings in the residual stream. A gain that starts at 0.1 lets attention grow as it becomes useful. It exists
+only in training: Hugging Face's diffllama has no such tensor, and a weight between a norm and a projection can be
+folded into the projection, W_o[:, h, c] gain[c], which checkpoints store.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def add_gains(model: Decoder, gain: float) -> None:
 
 
 def folded(model: Decoder) -> Decoder:
-    """The same model with its gains in o_proj, sharing every other parameter; one without gains is returned itself."""
+    """Return the model with its gains folded into o_proj, sharing all other parameters; itself if it has no gains."""
     if not any(isinstance(part, GainedLinear) for part in model.modules()):
         return model
     found = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})

@@ -1,11 +1,11 @@
-"""Initial weights: drawn anew, or those of a trained model that gets sub-norms.
+"""Initial weights: random ones, or those of a trained model with sub-norms added.
 
 Linear layers and embeddings are N(0, 2 / (5 hidden)) (SmallInit, arXiv 1910.05895): a standard deviation of 0.02 at a
 hidden size of 1000, larger in the small models here. Layers that write to the residual stream (o_proj, down_proj) are
 divided by sqrt(2 layers), so that the stream's variance does not grow with depth (GPT-2). Norm weights are 1. The
 lambda vectors of differential attention version 1 are N(0, 0.1^2) (arXiv 2410.05258).
 
-Each tensor has a generator of its own, seeded by (seed, name): two models with tensors of the same names and shapes,
+Each tensor has its own generator, seeded by (seed, name): two models with tensors of the same names and shapes,
 such as the matched pair softmax and diff_v1, start from the same weights.
 """
 
@@ -37,7 +37,7 @@ def initialize(model: Decoder, seed: int, o_proj: float = 1.0) -> None:
             elif name.endswith("norm.weight"):
                 drawn.fill_(1.0)
             elif parameter.ndim == 1 or not (is_linear(name) or name == EMBEDDING):
-                continue  # what its mixer or MLP began it with
+                continue  # keeps the initial value of its mixer or MLP
             else:
                 drawn *= into_residual if name.endswith(("o_proj.weight", "down_proj.weight")) else std
                 drawn *= o_proj if name.endswith("o_proj.weight") else 1.0

@@ -55,6 +55,7 @@ from ..files import check_apart, locked, write_json
 from ..models import Checkpoint, Decoder, load
 from ..models.checkpoint.names import shapes
 from ..models.layers.attention import Attention
+from ..processes import Processes, processes
 from ..progress import track
 from .checkpoint import FOLDER, last_checkpoint, read_training, restore, save_checkpoint
 from .config import TrainConfig
@@ -63,7 +64,6 @@ from .distill import Teacher, distillation_loss
 from .folder import LOG, begin_run, check_folder, log_state, place_model, plot_losses, pyplot, read_log, rewind_log
 from .head_norm import add_gains
 from .initialize import initialize, insert_sub_norms
-from .processes import Processes, processes
 from .qat import prepare, refresh
 
 BETAS = (0.9, 0.95)

@@ -8,12 +8,13 @@
 
 #include "../cpu/isa.h"
 #include "../cpu/ops.h"
+#include "diffbit_ops.h"
 #include "op.h"
 #if DIFFBIT_HAS_CUDA
 #include "../cuda/ops.h"
 #endif
 
-#define DIFFBIT_EXPORT extern "C" __attribute__((visibility("default")))
+#define DIFFBIT_EXPORT __attribute__((visibility("default")))
 
 namespace diffbit {
 namespace {
@@ -154,14 +155,11 @@ DIFFBIT_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const Or
   return ort::call<OrtStatus*>(api, ort::AddCustomOpDomain, options, domain);
 }
 
-/// The instruction sets that this CPU and this build have, best first, separated by spaces.
 DIFFBIT_EXPORT const char* diffbit_isas() {
   static const std::string text = diffbit::available_isas(" ");
   return text.c_str();
 }
 
-/// The GPUs that this build has CUDA kernels for, as in "80 90a" of sm_80 and sm_90a, separated by spaces; where the first
-/// has no letter, newer ones run them, too. Empty where it has none.
 DIFFBIT_EXPORT const char* diffbit_cuda_architectures() {
 #ifdef DIFFBIT_CUDA_ARCHITECTURES
   return DIFFBIT_CUDA_ARCHITECTURES;

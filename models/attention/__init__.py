@@ -1,6 +1,6 @@
-"""Attention variants: a file each, found by listing this folder. models/mixer.py says what a file has,
-models/layers/attention.py has what they share (mixers/ has those that are no attention).
+"""Attention variants: one file each, found by listing this folder. models/mixer.py defines the contents of a file,
+models/layers/attention.py has their shared code, and mixers/ has mixers other than attention.
 
-Canonical order of rows: sub-heads in adjacent pairs (2i signal, 2i+1 noise); a 2d-wide value of diff_v1 as two
-neighbouring sub-heads. Files on disk may have another order: families/.
+Canonical row order: sub-heads in adjacent pairs (2i signal, 2i+1 noise); a 2d-wide value of diff_v1 is two neighbouring
+sub-heads. Files on disk may have another order, which families/ converts.
 """

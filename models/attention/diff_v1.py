@@ -5,11 +5,11 @@
     lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
     lambda_init = 0.8 - 0.6 exp(-0.3 l),   l = 0, 1, ... the layer
 
-The head norm has no weight (o_proj has it, where one is learned) and runs in float32, and so does lambda: rounding each
-exp() to bfloat16 costs up to 9e-3 in lambda. Rows of q_proj and k_proj lie in adjacent pairs (signal, noise).
+The head norm has no weight (a learned weight is folded into o_proj) and is computed in float32, as is lambda: rounding
+each exp() to bfloat16 changes lambda by up to 9e-3. Rows of q_proj and k_proj are in adjacent pairs (signal, noise).
 
-Grouped (arXiv 2510.06949): noise_ratio = R neighbouring heads share one noise head, A2 of head i is that of noise head
-i // R. Rows of q_proj lie in groups of R signal heads and then their noise head: H + H/R sub-heads.
+Grouped (arXiv 2510.06949): noise_ratio = R neighbouring heads share one noise head; A2 of head i is that of noise head
+i // R. Rows of q_proj are in groups of R signal heads followed by their noise head: H + H/R sub-heads.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def lambda_init(layer_index: int) -> float:
 
 @dataclass(frozen=True)
 class Options(AttentionOptions):
-    """norm_eps: of the head norm; 0: there is none. lambda_init: the number itself; None: the one of the layer's index,
-    as above. noise_ratio: signal heads to a noise head."""
+    """norm_eps: of the head norm; 0: no head norm. lambda_init: a fixed value; None: computed from the layer's index,
+    as above. noise_ratio: signal heads per noise head."""
 
     norm_eps: float = 1e-5
     lambda_init: float | None = None
@@ -59,7 +59,7 @@ class Options(AttentionOptions):
         shared = self.num_heads // self.num_kv_heads
         if shared % self.noise_ratio:
             raise DiffbitError(
-                f"noise_ratio is {self.noise_ratio}, wanted a divisor of {shared}, the heads that share keys and values"
+                f"noise_ratio is {self.noise_ratio}, wanted a divisor of {shared}, the number of heads per kv head"
             )
 
     def module(self, place: Place) -> DiffV1:
@@ -67,7 +67,7 @@ class Options(AttentionOptions):
 
     def symmetries(self) -> Symmetries:
         """Rotations of the 2d-wide value pass through the difference and through the head norm, which has no weight;
-        scales pass where there is no norm."""
+        scales pass only without a head norm."""
         shared, group = self.num_heads // self.num_kv_heads, (0,) * self.noise_ratio + (1,)
         signals = range(0, self.num_heads, self.noise_ratio)
         key_of = tuple(2 * (signal // shared) + branch for signal in signals for branch in group)
@@ -90,7 +90,7 @@ class Options(AttentionOptions):
         return 2 * self.num_heads * self.head_dim
 
     def operations(self, context: int, low_bit: bool) -> Operations:
-        """The difference is of the weights, then one product with the values; the norm of 2d numbers a head."""
+        """The difference of the attention weights, one product with the values, and the norm of 2d numbers per head."""
         found = super().operations(context, low_bit)
         context, norm = self.seen(context), 4 * self.head_dim if self.head_norm else 0
         other = found.other + self.num_heads * (context + norm)
@@ -114,7 +114,7 @@ class DiffV1(Differential):
         super().__init__(options, place)
         for name in LAMBDAS:
             vector = torch.empty(options.head_dim, dtype=torch.float32)
-            if not vector.is_meta:  # as in Decoder: nothing random on the meta device
+            if not vector.is_meta:  # as in Decoder, no random numbers on the meta device
                 vector.normal_(0, 0.1)
             self.register_parameter(name, nn.Parameter(vector))
         self.norm_eps, self.noise_ratio = options.norm_eps, options.noise_ratio
@@ -132,7 +132,7 @@ class DiffV1(Differential):
         return self.lambda_value()
 
     def lambda_value(self) -> Tensor:
-        """lambda of this layer: an fp32 scalar that gradients flow through."""
+        """Return this layer's lambda, an fp32 scalar with gradients."""
         first = (self.lambda_q1.float() * self.lambda_k1.float()).sum().exp()
         second = (self.lambda_q2.float() * self.lambda_k2.float()).sum().exp()
         return first - second + self.lambda_init

@@ -1,9 +1,9 @@
 """Differential attention, version 2 (hf.co/blog/microsoft/diff-attn-v2; unilm, Diff-Transformer-V2).
 
-    a_j = softmax(q_j k_g^T / sqrt d) v_g    for 2H query sub-heads, both of a pair on kv head g = i // (H/KV)
+    a_j = softmax(q_j k_g^T / sqrt d) v_g    for 2H query sub-heads; both of a pair use kv head g = i // (H/KV)
     o_i = a_2i - sigmoid(lambda_i(x)) * a_2i+1,     lambda(x) = W x: one number per token and head
 
-No head norm and no lambda_init. It is grouped-query attention with twice the query heads and a subtraction after it.
+It has no head norm and no lambda_init: it is grouped-query attention with twice the query heads, then a subtraction.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Options(GroupQueryOptions):
         return self.num_heads * self.head_dim
 
     def operations(self, context: int, low_bit: bool) -> Operations:
-        """The difference is of the results; in low bits of the weights, then there is one product with the values."""
+        """The difference is of the outputs; in low bits, of the weights, with one product with the values after it."""
         found = super().operations(context, low_bit)
         if not low_bit:
             return replace(found, other=found.other + self.num_heads * self.head_dim)

@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GroupQueryOptions(AttentionOptions):
-    """Of attention that ONNX Runtime's GroupQueryAttention computes: every softmax has a value d wide, and neighbouring
-    ones share a key and its value."""
+    """Options of attention that ONNX Runtime's GroupQueryAttention can compute: each softmax has a d-wide value, and
+    neighbouring ones share a key and a value."""
 
     def symmetries(self) -> Symmetries:
-        """A head is a sum of its values, and no norm follows: what mixes their channels passes through."""
+        """A head is a weighted sum of values and has no norm, so any mixing of the values' channels passes through."""
         shared = self.softmaxes // self.cache_heads
         key_of = tuple(head // shared for head in range(self.softmaxes))
         return Symmetries(value_width=self.head_dim, value_scales=True, key_of=key_of)
 
     @property
     def in_place(self) -> str:
-        """GroupQueryAttention writes into a buffer bound as past and as present; DiffAttention's kernel alone does, and
-        takes what that cannot."""
+        """GroupQueryAttention writes into a buffer bound as past and present; for layers that it cannot compute, only
+        DiffAttention's kernel does."""
         simple = self.rope and not self.sliding_window and not self.head_dim % GROUP_QUERY_MULTIPLE
         return "always" if simple else "native"
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint folder: which hold the weights, and that none of them lies elsewhere.
+"""Finds the weight files of a checkpoint folder, and checks that all of them are inside it.
 
 A folder is untrusted: an index can name "../../etc/passwd", and a link inside it can lead anywhere. Only safetensors is
 read; a pickle can run code when it is opened.
@@ -19,7 +19,7 @@ GENERATION = "generation_config.json"
 
 
 def check_folder(path: Path) -> None:
-    """Refuse what is no checkpoint folder, with a word on what it is."""
+    """Raise an error that says what `path` is, unless it is a checkpoint folder."""
     if not path.exists():
         raise DiffbitError(f"{path}: no such folder")
     if not path.is_dir():
@@ -31,25 +31,21 @@ def check_folder(path: Path) -> None:
 
 
 def inside(folder: Path, name: str, named_by: Path) -> Path:
-    """The file `name` of the folder; a DiffbitError where it is missing or not in the folder."""
+    """Return the path of file `name`; raises DiffbitError if it is missing or outside the folder."""
     file = folder / name
     if name in ("", ".", "..") or Path(name).name != name or "\\" in name or "\0" in name:
         raise DiffbitError(f"{named_by}: names the file {name!r}, wanted the plain name of a file in the folder")
     if not file.exists():
         raise DiffbitError(f"{named_by}: names the file {name}, which does not exist; copy the missing file")
-    home, real = folder.resolve(), file.resolve()
-    homes = [home]
-    if home.parent.name == "snapshots":  # the Hugging Face cache: snapshots/<commit>/* link to blobs/*
-        homes.append(home.parent.parent / "blobs")
-    if real.parent not in homes:
+    if not files.is_within(folder, file):
         raise DiffbitError(f"{file}: is a link that leads out of the folder; copy the file itself there")
-    if not real.is_file():
+    if not file.is_file():
         raise DiffbitError(f"{file}: is no regular file")
     return file
 
 
 def find_tensors(folder: Path) -> dict[str, Entry]:
-    """Every tensor of the folder, from model.safetensors or from the files that the index names."""
+    """Return every tensor of the folder, from model.safetensors or from the files in the index."""
     index = folder / INDEX
     if (folder / SINGLE).exists():
         return read_header(inside(folder, SINGLE, folder))

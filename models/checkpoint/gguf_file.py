@@ -1,6 +1,6 @@
-"""Tensors of a GGUF file, dequantized when they are read, as floats (github.com/ggml-org/llama.cpp, gguf-py).
+"""Reads the tensors of a GGUF file as floats, dequantized if necessary (github.com/ggml-org/llama.cpp, gguf-py).
 
-F16 and BF16 stay what they are; every quantized type that the package `gguf` knows becomes float32. Rows are read and
+F16 and BF16 are kept; every quantized type that the package `gguf` supports becomes float32. Rows are read and
 dequantized a few MB at a time, so reading a tensor takes little more memory than the tensor itself.
 """
 
@@ -21,13 +21,13 @@ from ...gguf_file import GGUF, read_gguf
 from ..families._gguf import ROPE_FREQS, fields
 from .safetensors_file import Entry, read_bytes
 
-FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml's numbers of the types that are no blocks
+FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml's type numbers
 CHUNK = 8 << 20  # bytes of float32
 
 
 @dataclass(frozen=True)
 class GGUFEntry(Entry):
-    type: int  # ggml's number
+    type: int  # ggml's type number
 
     def read(self) -> Tensor:
         if self.type in FLOATS:
@@ -46,10 +46,9 @@ class GGUFEntry(Entry):
 
 
 def open_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
-    """The fields of a config.json, and the tensors by their names in the file.
+    """Return the fields of a config.json, and the tensors by their names in the file.
 
-    Raises DiffbitError for a model that diffbit does not know, a type that cannot be dequantized, and data beyond the
-    file's end.
+    Raises DiffbitError for an unsupported model, a type that cannot be dequantized, and data beyond the file's end.
     """
     header = read_gguf(file)
     found: dict[str, Entry] = {name: _entry(header, name) for name in header.tensors}
@@ -70,8 +69,8 @@ def _entry(header: GGUF, name: str) -> GGUFEntry:
         block, nbytes = _block(info.type, f"{file}: tensor {name}")
     if info.shape[-1] % block:
         raise DiffbitError(
-            f"{file}: tensor {name} of shape {info.shape} has rows that are no multiple of its blocks of {block}; copy "
-            "the file again"
+            f"{file}: tensor {name} of shape {info.shape} has rows that are not a multiple of its blocks of {block}; "
+            "copy the file again"
         )
     end = info.begin + math.prod(info.shape) // block * nbytes
     if end > header.size:
@@ -83,7 +82,7 @@ def _entry(header: GGUF, name: str) -> GGUFEntry:
 
 @cache
 def _block(type: int, where: str) -> tuple[int, int]:
-    """(weights, bytes) of a block."""
+    """Return (weights, bytes) of a block."""
     try:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
         from gguf.quants import dequantize

@@ -1,16 +1,9 @@
-"""Reading a checkpoint folder: everything checked when it is opened, every tensor read only when asked for.
+"""Reads a checkpoint folder: checks everything when it is opened, and reads each tensor only on request.
 
-Tensors are handed out under canonical names in canonical row order, whatever lies on disk: the folder's family
-(models/families/) knows. A quantized folder, marked by "quantization_config" in config.json, holds parts in place of
-some weights:
-
-    quantizer "diffbit"            <linear>.codes, .scale, .zero in place of <linear>.weight
-    quant_method "bitsandbytes"    <linear>.weight packed, beside <linear>.weight.absmax and others
-    quant_method "bitnet"          <linear>.weight packed (or float), beside <linear>.weight_scale
-
-The parts are listed and read here; what they mean is the business of quantize/. Ours has no quant_method, and
-transformers therefore refuses it: with one that it does not know it warns, and loads random weights. Folders of earlier
-versions, with quant_method "diffbit", are read all the same.
+Tensors have canonical names and canonical row order; the folder's family (models/families/) converts from the layout on
+disk. A quantized folder, marked by "quantization_config" in config.json, holds other tensors in place of some weights,
+or beside them: parts, whose names begin with that of a linear layer. They are listed and read here; quantize/layouts/
+interprets them and checks which of them belong there.
 """
 
 from __future__ import annotations
@@ -41,17 +34,14 @@ from .names import EMBEDDING, HEAD, layer_of, linear_of, reorder, shapes, stays_
 from .safetensors_file import Entry
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-PARTS = ("codes", "scale", "zero")  # of a weight that diffbit quantized; zero only in asymmetric formats
-QUANT_METHODS = ("diffbit", "bitsandbytes", "bitnet")
-HARMLESS = ".rotary_emb.inv_freq"  # a buffer that older transformers saved; it follows from the config
+HARMLESS = ".rotary_emb.inv_freq"  # a buffer that older transformers saved, computed from the config; ignored
 
 
 class Checkpoint:
     """A model folder, opened and checked.
 
-    path, config (ModelConfig), dtype ("float32", "bfloat16" or "float16": of the weights that are not quantized),
-    names (canonical, in the model's order, parts of quantized weights included), quantization (the dictionary in
-    config.json, or None).
+    path, config (ModelConfig), dtype ("float32", "bfloat16" or "float16", of the float weights), names (canonical, in
+    the model's order, parts of quantized weights included), quantization (the dictionary in config.json, or None).
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -66,7 +56,6 @@ class Checkpoint:
             values, stored = open_gguf(gguf)
         self._source = source
         self.quantization = _quantization(source, values)
-        self._method = (self.quantization or {}).get("quant_method")
         with _about(source):
             family = family_of(values)
             self._family = family if gguf is None else GGUFFamily(family.model_type, family)
@@ -80,11 +69,11 @@ class Checkpoint:
         stored = {name: entry for name, entry in stored.items() if not name.endswith(HARMLESS)}
         self._tied_head = stored.pop(HEAD, None) if self.config.tie_embeddings else None
         self._places = {name: self._family.stored(self.config, name) for name in shapes(self.config)}
-        on_disk = {  # the first of the alternative names, where none is there
+        on_disk = {  # if none of the alternative names exists, the first
             name: next((found for found in place.names if found in stored), place.names[0])
             for name, place in self._places.items()
         }
-        wanted = {}  # but for parts of quantized weights
+        wanted = {}  # without parts of quantized weights
         for name, shape in shapes(self.config).items():
             wanted[on_disk[name]] = (self._places[name].of_rows or shape[0], *shape[1:])
         wanted |= {place.folded: (place.folded_width,) for place in self._places.values() if place.folded is not None}
@@ -99,27 +88,28 @@ class Checkpoint:
 
     @cached_property
     def tokenizer_files(self) -> dict[str, bytes]:
-        """tokenizer.json and the files beside it, by their names, as far as they are there."""
+        """Return tokenizer.json and the other tokenizer files that exist, by name."""
         return tokenizer_files(self.path)
 
     def _check(self, stored: dict[str, Entry], wanted: dict[str, tuple[int, ...]]) -> None:
-        """Refuse missing, unknown and misshapen tensors."""
+        """Raise DiffbitError for missing, unknown and misshapen tensors."""
+        beside = {linear_of(name) for name in stored if name not in wanted and not name.endswith(".bias")}
         for name, entry in stored.items():
-            if name not in wanted and not self._is_part(name, stored, wanted):
+            if name not in wanted and not self._is_part(name, wanted):
                 raise DiffbitError(
                     f"{entry.file}: holds tensor {name}, which a {self.config.attention} model of {self.path}/"
                     "config.json does not have; config and weights do not belong together" + self._family.hint(name)
                 )
         for name, shape in wanted.items():
             if name not in stored:
-                if self._has_parts(name, stored):
+                if self._is_part(name, wanted) and linear_of(name) in beside:
                     continue
                 hint = ""
                 if name == HEAD:
                     hint = "; if the head shares the embedding, config.json must say tie_word_embeddings: true"
                 raise DiffbitError(f"{self.path}: tensor {name} of shape {shape} is missing from the weights{hint}")
             entry = stored[name]
-            if self._is_packed(entry) and len(shape) == 2 and entry.shape != shape:
+            if self._is_part(name, wanted) and entry.dtype not in FLOATS:
                 continue
             if entry.shape != shape:
                 raise DiffbitError(
@@ -131,24 +121,12 @@ class Checkpoint:
                     f"{', '.join(map(_label, FLOATS))}"
                 )
 
-    def _is_packed(self, entry: Entry) -> bool:
-        return self._method in ("bitsandbytes", "bitnet") and entry.dtype not in FLOATS
-
-    def _is_part(self, name: str, stored: dict[str, Entry], wanted: dict[str, tuple[int, ...]]) -> bool:
-        weight = f"{linear_of(name)}.weight"
-        if len(wanted.get(weight, ())) != 2:
-            return False
-        if self._method == "diffbit":
-            return name in _parts(weight) and weight not in stored
-        if self._method == "bitnet":  # the norm is refused where its quantization_config is read
-            return name in (f"{weight}_scale", f"{linear_of(name)}.rms_norm.weight")
-        return self._method == "bitsandbytes" and name.startswith(f"{weight}.")
-
-    def _has_parts(self, name: str, stored: dict[str, Entry]) -> bool:
-        return self._method == "diffbit" and all(part in stored for part in _parts(name)[:2])
+    def _is_part(self, name: str, wanted: Mapping[str, tuple[int, ...]]) -> bool:
+        """Does it belong to a linear layer of a quantized folder?"""
+        return self.quantization is not None and len(wanted.get(f"{linear_of(name)}.weight", ())) == 2
 
     def _canonical(self, stored: Mapping[str, Entry], on_disk: Mapping[str, str]) -> dict[str, Entry]:
-        """Entries under their canonical names, in the model's order, each weight followed by its parts."""
+        """Return entries by canonical name, in the model's order, each weight followed by its parts."""
         if self.quantization is None:
             return {name: self._own_rows(name, stored[there]) for name, there in on_disk.items()}
         beside: dict[str, list[str]] = {}
@@ -165,40 +143,38 @@ class Checkpoint:
         return entry.part(place.first, shapes(self.config)[name][0]) if place.of_rows else entry
 
     def block_names(self, index: int) -> list[str]:
-        """Names of the tensors of decoder layer `index`."""
+        """Return the names of the tensors of decoder layer `index`."""
         return [name for name in self.names if layer_of(name) == index]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, from its file's header."""
+        """Return the shape of a tensor, from its file's header."""
         return self._entries[name].shape
 
+    def is_float(self, name: str) -> bool:
+        """Are its numbers floats of 16 or 32 bits?"""
+        return self._entries[name].dtype in FLOATS
+
     def row_order(self, name: str) -> Tensor | None:
-        """Rows of this tensor, or of the linear layer that it is a part of: canonical = on disk[order]; None where they
-        are the same."""
-        place = self._places.get(name) or self._places.get(f"{linear_of(name)}.weight")
-        return None if place is None else place.rows
+        """Return the row order of this parameter: canonical = on disk[order]; None: the same."""
+        return self._places[name].rows
 
     def read(self, name: str) -> Tensor:
-        """A tensor in canonical row order and its stored dtype (with a norm folded into it: float32).
+        """Read a float parameter in canonical row order and its stored dtype (float32 if a norm is folded into it).
 
-        NaN or infinity in it is a DiffbitError. Row order applies to codes and scales alike; what has a single row for
-        all (and bitsandbytes' packed tensors, which `read_raw` is for) has none.
+        Raises DiffbitError for NaN or infinity.
         """
-        entry = self._entries[name]
         tensor = self.read_raw(name)
         if name == EMBEDDING and self._tied_head and not torch.equal(self._tied_head.read(), tensor):
             raise DiffbitError(
                 f"{self._tied_head.file}: {HEAD} differs from {EMBEDDING}, but config.json says "
                 "tie_word_embeddings: true; set it to false"
             )
-        if self._method == "bitsandbytes" and (self._is_packed(entry) or not name.endswith((".weight", ".bias"))):
-            return tensor
-        tensor = reorder(tensor, self.row_order(name))
-        place = self._places.get(name)
-        return tensor if place is None or place.folded is None else self._folded(name, tensor, place.folded)
+        place = self._places[name]
+        tensor = reorder(tensor, place.rows)
+        return tensor if place.folded is None else self._folded(name, tensor, place.folded)
 
     def _folded(self, name: str, weight: Tensor, norm_name: str) -> Tensor:
-        """A projection [E, H * w] times the weight [w] of the norm before it; float32, so that nothing is rounded."""
+        """Multiply a projection [E, H * w] by the weight [w] of the norm before it; in float32, to avoid rounding."""
         entry = self._stored[norm_name]
         norm = entry.read()
         _check_finite(entry, norm_name, norm)
@@ -211,14 +187,14 @@ class Checkpoint:
         return folded
 
     def read_raw(self, name: str) -> Tensor:
-        """A tensor as it lies on disk, checked for NaN and infinity only."""
+        """Read a tensor unchanged from disk; it is only checked for NaN and infinity."""
         entry = self._entries[name]
         tensor = entry.read()
         _check_finite(entry, name, tensor)
         return tensor
 
     def sha256(self) -> str:
-        """Hash of the model: of the lines "<sha256> <name>" of config.json and the weight files, sorted by name."""
+        """Hash the model: the lines "<sha256> <name>" of config.json and the weight files, sorted by name."""
         sources = {entry.file for entry in self._stored.values()} | {self._source}
         if (self.path / INDEX).exists():
             sources.add(self.path / INDEX)
@@ -229,7 +205,7 @@ class Checkpoint:
 def load(
     path: str | Path | Checkpoint, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Decoder:
-    """The model in a checkpoint of float weights; lambda vectors stay float32 whatever `dtype`."""
+    """Load the model of a float checkpoint; lambda vectors stay float32 for any `dtype`."""
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     _refuse_quantized(checkpoint)
     with torch.device("meta"):
@@ -239,7 +215,7 @@ def load(
 
 
 def load_block(checkpoint: Checkpoint, index: int, dtype: torch.dtype = torch.float32) -> Block:
-    """Decoder layer `index` alone."""
+    """Load only decoder layer `index`."""
     _refuse_quantized(checkpoint)
     with torch.device("meta"):
         block = Block(checkpoint.config, index)
@@ -264,7 +240,7 @@ def _refuse_quantized(checkpoint: Checkpoint) -> None:
 
 @contextmanager
 def _about(file: Path) -> Iterator[None]:
-    """Name the file in what is wrong with its content."""
+    """Context manager: adds the file's name to errors about its content."""
     try:
         yield
     except DiffbitError as error:
@@ -275,22 +251,9 @@ def _quantization(source: Path, values: dict[str, Any]) -> dict[str, Any] | None
     entry = values.get("quantization_config")
     if entry is None:
         return None
-    method = entry.get("quant_method", entry.get("quantizer")) if isinstance(entry, dict) else entry
-    if method not in QUANT_METHODS:
-        raise DiffbitError(
-            f"{source}: quantization_config has quant_method {method!r}, wanted one of {', '.join(QUANT_METHODS)}"
-        )
-    assert isinstance(entry, dict)
-    if method == "bitsandbytes" and entry.get("load_in_8bit"):
-        raise DiffbitError(
-            f"{source}: the weights are bitsandbytes' int8, of which diffbit reads only nf4; pass the float checkpoint "
-            "(`diffbit quantize --weights int8` makes int8 weights of it)"
-        )
-    return {**entry, "quant_method": method}
-
-
-def _parts(weight: str) -> list[str]:
-    return [f"{weight.removesuffix('.weight')}.{part}" for part in PARTS]
+    if not isinstance(entry, dict):
+        raise DiffbitError(f"{source}: quantization_config is {entry!r}, wanted an object")
+    return entry
 
 
 def _check_finite(entry: Entry, name: str, tensor: Tensor) -> None:

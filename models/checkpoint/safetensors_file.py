@@ -1,12 +1,12 @@
-"""Reading one safetensors file: its header checked before anything is read, its tensors read one at a time.
+"""Reads one safetensors file: checks its header before reading anything else, and reads tensors one at a time.
 
 The format (github.com/huggingface/safetensors): 8 bytes little-endian length n, n bytes of UTF-8 JSON
 {name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {text: text}}, then the data, offsets counted
-from its start. Every byte of the data belongs to one tensor. What the format's own library refuses is refused here, and
-a key that is there twice always, of which that library may take the last.
+from its start. Every byte of the data belongs to one tensor. Files that the format's own library refuses are refused
+here, and so are duplicate keys, of which that library may take the last.
 
-Tensors are read into memory of their own rather than mapped: mapped pages count as resident, so streaming a large
-file through a map peaks at the file's size, and a file that is cut short while mapped kills the process.
+Tensors are read into their own memory rather than mapped: mapped pages count as resident, so streaming a large file
+through a map peaks at the file's size, and truncating a mapped file kills the process.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-LIMIT = 1 << 63  # of a size, and of the product of some
+LIMIT = 1 << 63  # of sizes and their products
 HEADER_LIMIT = 100_000_000  # bytes; the limit of the safetensors library itself
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor lies and what it is, as the header says."""
+    """A tensor's dtype, shape and place in the file, from the header."""
 
     file: Path
     dtype: torch.dtype
@@ -55,32 +55,32 @@ class Entry:
     end: int
 
     def part(self, first: int, count: int) -> Entry:
-        """Some of its rows, a tensor of their own."""
+        """Return an entry for `count` rows from row `first` on."""
         each = (self.end - self.begin) // self.shape[0]
         begin = self.begin + first * each
         return replace(self, shape=(count, *self.shape[1:]), begin=begin, end=begin + count * each)
 
     def read(self) -> Tensor:
-        """The tensor itself, in its dtype, in the order of the file."""
+        """Read the tensor, in its dtype and in the file's row order."""
         return read_bytes(self.file, self.begin, self.end).view(self.dtype).view(self.shape)
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Some of the tensor's rows."""
+        """Read some of the tensor's rows."""
         row = (self.end - self.begin) // max(1, self.shape[0])
         end = min(self.begin + stop * row, self.end)
         return read_bytes(self.file, self.begin + start * row, end).view(self.dtype).view(-1, *self.shape[1:])
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """The tensors of a safetensors file; a DiffbitError where header and file do not fit together."""
+    """Return the tensors of a safetensors file; raises DiffbitError if the header does not fit the file."""
     try:
         size = file.stat().st_size
         with open(file, "rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or length > min(size - 8, HEADER_LIMIT):
                 raise DiffbitError(
-                    f"{file}: is no safetensors file or is cut short ({size} bytes, its header would end at byte "
-                    f"{8 + length}); copy it again"
+                    f"{file}: is not a safetensors file, or is cut short ({size} bytes, but its header would end at "
+                    f"byte {8 + length}); copy it again"
                 )
             text = stream.read(length).decode()
         header = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
@@ -91,7 +91,7 @@ def read_header(file: Path) -> dict[str, Entry]:
     except (ValueError, RecursionError):
         raise DiffbitError(f"{file}: its safetensors header is not valid JSON; copy the file again") from None
     if not isinstance(header, dict):
-        raise DiffbitError(f"{file}: its safetensors header is no JSON object; copy the file again")
+        raise DiffbitError(f"{file}: its safetensors header is not a JSON object; copy the file again")
     metadata = header.pop("__metadata__", None)
     if metadata is None:
         metadata = {}
@@ -102,7 +102,7 @@ def read_header(file: Path) -> dict[str, Entry]:
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != start:
             raise DiffbitError(
-                f"{file}: tensor {name} begins at byte {entry.begin}, where the one before it ends at byte {start}; "
+                f"{file}: tensor {name} begins at byte {entry.begin}, but the one before it ends at byte {start}; "
                 "copy the file again"
             )
         start = entry.end
@@ -112,7 +112,7 @@ def read_header(file: Path) -> dict[str, Entry]:
 
 
 class _Twice(Exception):
-    """A key that an object of the header has twice."""
+    """An object of the header has a key twice."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def _entry(file: Path, name: str, value: object, start: int, size: int) -> Entry
         kind, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
         assert all(type(number) is int and 0 <= number < LIMIT for number in (*shape, begin, end))
         assert all(count < LIMIT for count in accumulate(shape, mul))
-        name.encode()  # a ValueError if it is not Unicode
+        name.encode()  # raises ValueError if it is not Unicode
     except (AssertionError, KeyError, TypeError, ValueError):
         raise DiffbitError(f"{file}: the header's entry of tensor {name} is malformed; copy the file again") from None
     if kind not in DTYPES:
@@ -153,12 +153,12 @@ def _entry(file: Path, name: str, value: object, start: int, size: int) -> Entry
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file; what keeps it from being written is an OSError, as for any other file."""
+    """Write a safetensors file; raises OSError if that fails, as for any other file."""
     try:
         save_file(tensors, file, metadata)
     except SafetensorError as error:
         raise OSError(str(error)) from None
-    umask = os.umask(0)  # safetensors makes files that their owner alone can read; give it the mode of any new file
+    umask = os.umask(0)  # safetensors makes files that only their owner can read; give it a new file's usual mode
     os.umask(umask)
     file.chmod(0o666 & ~umask)
 
@@ -167,7 +167,7 @@ Parts = tuple[tuple[int, ...], Iterable[Tensor]]  # the shape of a tensor, and i
 
 
 def write_parts(file: Path, tensors: Mapping[str, Parts]) -> None:
-    """Write a safetensors file of fp32 tensors that never are in memory as a whole."""
+    """Write a safetensors file of fp32 tensors, given in parts, without holding a whole tensor in memory."""
     header, end = {}, 0
     for name, (shape, _) in tensors.items():
         begin, end = end, end + 4 * math.prod(shape)
@@ -181,7 +181,7 @@ def write_parts(file: Path, tensors: Mapping[str, Parts]) -> None:
 
 
 def read_bytes(file: Path, begin: int, end: int) -> Tensor:
-    """Bytes of a file, uint8 [end - begin]."""
+    """Read bytes of a file as uint8 [end - begin]."""
     data = torch.empty(end - begin, dtype=torch.uint8)
     buffer, done = data.numpy().data, 0
     try:

@@ -1,4 +1,4 @@
-"""Writing a checkpoint folder that transformers reads: config.json, safetensors (one file or one per layer), tokenizer.
+"""Writes a checkpoint folder: config.json, safetensors (one file, or one per layer) and tokenizer.
 
 The folder appears under its name only when it is complete.
 """
@@ -31,8 +31,8 @@ SINGLE_FILE_LIMIT = 2 << 30  # bytes; `save` writes larger models one file per l
 class CheckpointWriter:
     """`with CheckpointWriter(folder, config) as writer: writer.add(name, tensor)` for every tensor, in any order.
 
-    dtype names the float tensors' type in config.json ("float32", "bfloat16", "float16"); tensors are stored in the
-    dtype they come in. shard_layers: write a file as soon as its layer is over, so that only one layer is in memory.
+    dtype: the float tensors' type in config.json ("float32", "bfloat16", "float16"); tensors are stored in the dtype
+    they have. shard_layers: write one file per layer as soon as it is complete, so that only one layer is in memory.
     quantization: the "quantization_config" of config.json. tokenizer_from: a folder, a tokenizer.json or a GGUF file.
     """
 
@@ -65,17 +65,23 @@ class CheckpointWriter:
         return self
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Store a tensor given in canonical row order under its canonical name."""
+        """Store a tensor, given in canonical row order, under its canonical name."""
+        weight = f"{linear_of(name)}.weight"
+        self.add_raw(name, reorder(tensor.detach(), self.row_order(weight if weight in shapes(self.config) else name)))
+
+    def row_order(self, name: str) -> Tensor | None:
+        """Return the row order of this parameter: on disk = canonical[order]; None: the same."""
+        order = self._family.stored(self.config, name).rows
+        return None if order is None else torch.argsort(order)
+
+    def add_raw(self, name: str, tensor: Tensor) -> None:
+        """Store a tensor as it is."""
         if self.shard_layers and self._pending and layer_of(name) != layer_of(next(iter(self._pending))):
             self._flush()
-        weight = f"{linear_of(name)}.weight"
-        order = self._family.stored(self.config, weight if weight in shapes(self.config) else name).rows
-        if order is not None:
-            order = torch.argsort(order)
-        self._pending[name] = reorder(tensor.detach().cpu(), order).contiguous()
+        self._pending[name] = tensor.detach().cpu().contiguous()
 
     def add_layer(self, tensors: Mapping[str, Tensor]) -> None:
-        """Store all tensors of a layer, which need not wait for the next one's."""
+        """Store all tensors of a layer, and write them if layers are sharded."""
         for name, tensor in tensors.items():
             self.add(name, tensor)
         if self.shard_layers and self._pending:
@@ -113,7 +119,7 @@ class CheckpointWriter:
             files.write_json(self._folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         files.write_json(self._folder / "config.json", write_config(self.config, self.dtype, self.quantization))
         self._copy_tokenizer()
-        Checkpoint(self._folder)  # every tensor there, in the right shape: refuse now rather than when it is read
+        Checkpoint(self._folder)  # checks now that every tensor exists in the right shape
 
     def _copy_tokenizer(self) -> None:
         source = self.tokenizer_from
@@ -133,7 +139,7 @@ def save(
     tokenizer_from: str | Path | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write a float model, its weights as `dtype`, diff_v1's lambda vectors always as float32."""
+    """Write a float model with weights as `dtype`; diff_v1's lambda vectors are always float32."""
     total = num_parameters(decoder.config) * dtype.itemsize
     with CheckpointWriter(
         path,
@@ -143,6 +149,6 @@ def save(
         tokenizer_from=tokenizer_from,
         overwrite=overwrite,
     ) as writer:
-        for name in shapes(decoder.config):  # while it is trained, a model may hold others
+        for name in shapes(decoder.config):  # during training a model may have other parameters, too
             parameter = decoder.get_parameter(name)
             writer.add(name, parameter.to(torch.float32 if stays_float32(name) else dtype))

@@ -1,9 +1,9 @@
-"""GGUF files (github.com/ggml-org/llama.cpp): their metadata as a config, their names of tensors, their order of rows.
+"""GGUF files (github.com/ggml-org/llama.cpp): converts their metadata to a config, their tensor names and row order.
 
-The metadata become the fields of a config.json, which the family of that model_type reads; what it refuses is refused
-here. In llama's files (mistral's are llama's, too) rotary embedding is interleaved, as in the official differential
-modules: rows of a head's q_proj and k_proj lie as (0, d/2, 1, d/2 + 1, ...) of rotate-half's order. llama3's rotary
-scaling is no metadata but a tensor of factors, rope_freqs [d/2], from which its parameters are found again.
+The metadata become the fields of a config.json, which the family of that model_type reads or refuses. In llama's files
+(and mistral's, which have the same architecture) rotary embedding is interleaved, as in the official differential
+modules: a head's rows of q_proj and k_proj are rows (0, d/2, 1, d/2 + 1, ...) of rotate-half's order. llama3's RoPE
+scaling is stored as a tensor of factors, rope_freqs [d/2], from which its parameters are recovered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ._huggingface import attention_of
 from .unilm import interleaved
 
 ROPE_FREQS = "rope_freqs.weight"
-ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}  # is its rotary embedding interleaved?
+ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}  # whether its rotary embedding is interleaved
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # of every llama3
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -41,7 +41,7 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-FIELDS = {  # of config.json: key of the metadata behind the architecture's name
+FIELDS = {  # {field of config.json: metadata key after the architecture's name}
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -56,7 +56,7 @@ FIELDS = {  # of config.json: key of the metadata behind the architecture's name
 
 @dataclass(frozen=True)
 class GGUFFamily(Family):
-    """What `fields` makes of a header, read by `base`, the family of that model_type."""
+    """Reads the result of `fields` by `base`, the family of its model_type."""
 
     base: Family
     quantized = False
@@ -78,9 +78,9 @@ class GGUFFamily(Family):
 
 
 def fields(header: GGUF, rope_factors: np.ndarray | None) -> dict[str, Any]:
-    """The metadata as the fields of a config.json; rope_factors [d/2]: of the tensor ROPE_FREQS, if there is one.
+    """Convert the metadata to the fields of a config.json; rope_factors [d/2]: the tensor ROPE_FREQS, if any.
 
-    Raises DiffbitError (which names no file) for an unknown architecture and for what a config.json cannot say.
+    Raises DiffbitError (without a file name) for an unknown architecture or an unsupported property.
     """
     metadata = header.metadata
     architecture = metadata.get("general.architecture")
@@ -96,15 +96,17 @@ def fields(header: GGUF, rope_factors: np.ndarray | None) -> dict[str, Any]:
         return value
 
     if get("expert_count"):
-        raise DiffbitError(f"has {get('expert_count')} experts a layer, wanted a model without")
+        raise DiffbitError(f"has {get('expert_count')} experts per layer, wanted a model without experts")
     values = {field: get(key) for field, key in FIELDS.items()}
     head_dim = values["head_dim"] = values["head_dim"] or _ratio(values["hidden_size"], values["num_attention_heads"])
     if (get("attention.sliding_window") or math.inf) < (values["max_position_embeddings"] or 0):
         raise DiffbitError(f"has a sliding window of {get('attention.sliding_window')} tokens, wanted none")
     if get("attention.value_length", head_dim) != head_dim:
-        raise DiffbitError("has values of another width than keys")
+        raise DiffbitError("has values of another width than keys, wanted the same")
     if get("rope.dimension_count", head_dim) != head_dim:
-        raise DiffbitError(f"turns {get('rope.dimension_count')} channels of heads {head_dim} wide, wanted all")
+        raise DiffbitError(
+            f"rotates {get('rope.dimension_count')} of the {head_dim} channels of a head by RoPE, wanted all"
+        )
     if "token_embd.weight" not in header.tensors:
         raise DiffbitError("holds no tensor token_embd.weight")
     token = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom", "padding")}
@@ -145,7 +147,7 @@ def _scaling(
 
 
 def _llama3(factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
-    """The parameters of llama3's scaling that gives the factors, which divide the frequencies."""
+    """Return the parameters of llama3's scaling from its factors, which divide the frequencies."""
     factor = float(factors.max())
     low, high, original = LLAMA3.values()
     turns = original * abs(theta) ** -np.linspace(0, 1, factors.size, endpoint=False) / (2 * math.pi)

@@ -1,8 +1,8 @@
-"""What Hugging Face's config.json files have in common, as transformers writes and reads them (4.49 and later, and 5).
+"""Common parts of Hugging Face's config.json files, as transformers reads and writes them (4.49 and later, and 5).
 
-Versions differ in where rotary embedding is described: up to 4 as `rope_theta` and `rope_scaling` at the top, from 5
-on in one dictionary `rope_parameters`. Both are read; `rope_theta` + `rope_scaling` are written, which both accept.
-What diffbit cannot compute (other activations, other rotary types) is refused, never ignored.
+transformers 4 describes rotary embedding by `rope_theta` and `rope_scaling` at the top level, transformers 5 by a
+dictionary `rope_parameters`. Both are read; `rope_theta` and `rope_scaling` are written, which both versions accept.
+Unsupported settings (other activations, other rotary types) are refused, never ignored.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ..family import Family, Stored
 from ..layers.attention import AttentionOptions
 from ..layers.rope import Dynamic, Linear, Llama3, RopeScaling, Yarn
 
-WINDOW = 4096  # tokens of attention's sliding window, where a config.json does not say
-ACTS = {"silu": "swiglu", "relu2": "relu2", "poly_norm": "polynorm"}  # hidden_act: the MLP's name
-ORIGINAL = {"original_max_position": "original_max_position_embeddings"}  # a field of RopeScalings there
+WINDOW = 4096  # default sliding window in tokens
+ACTS = {"silu": "swiglu", "relu2": "relu2", "poly_norm": "polynorm"}  # {hidden_act: name of the MLP}
+ORIGINAL = {"original_max_position": "original_max_position_embeddings"}  # {field of RopeScalings: its name there}
 
 
 def _as_they_are(mixer: AttentionOptions) -> dict[str, Tensor]:
@@ -38,11 +38,11 @@ def _no_windows(values: Mapping[str, Any]) -> Sequence[Any]:
 class HuggingFace(Family):
     """A family of equal layers with Hugging Face's names of fields and tensors.
 
-    queries, keys: sub-heads that num_attention_heads counts for a head, and num_key_value_heads for a kv head.
-    architecture: the class that transformers has. act, norm_eps, rope_theta, max_position, head_dim (None: hidden_size
-    over heads): where config.json does not say. biases: the fields by which it may ask for biases; qkv_bias: those that
-    the family always has. windows: of each layer the tokens that a token sees, by a parsed config.json; None: all.
-    rows: {"q_proj": order}, canonical rows = rows on disk[order], of the projections that lie otherwise.
+    queries, keys: how many sub-heads num_attention_heads counts per head, and num_key_value_heads per kv head.
+    architecture: the class in transformers. act, norm_eps, rope_theta, max_position, head_dim (None: hidden_size /
+    heads): defaults if config.json does not set them. biases: the fields that enable biases; qkv_bias: whether the
+    family always has these. windows: returns each layer's sliding window from a parsed config.json; None: no window.
+    rows: {"q_proj": order} of projections with another row order: canonical rows = rows on disk[order].
     """
 
     attention: str
@@ -73,8 +73,8 @@ class HuggingFace(Family):
         hidden_size = count(values, "hidden_size")
         if values.get("head_dim", self.head_dim) is None and hidden_size % query_heads:
             raise DiffbitError(
-                f"hidden_size is {hidden_size} and not divisible by num_attention_heads, which is {query_heads}; where "
-                "that is meant, head_dim must be given"
+                f"hidden_size is {hidden_size} and not divisible by num_attention_heads, which is {query_heads}; if "
+                "that is intended, set head_dim"
             )
         self._check_heads(query_heads, kv_heads)
         head_dim = count(values, "head_dim", default=self.head_dim or hidden_size // query_heads)
@@ -143,7 +143,7 @@ class HuggingFace(Family):
         return {"qkv_bias": o_bias or self.qkv_bias, "o_bias": o_bias, "mlp_bias": bool(values.get("mlp_bias"))}
 
     def _with_windows(self, config: ModelConfig, values: Mapping[str, Any]) -> ModelConfig:
-        """With the windows that hide something."""
+        """Add the sliding windows that are shorter than the context."""
         layers = []
         for layer, window in zip(config.layers, self.windows(values), strict=True):
             if window is not None:
@@ -158,7 +158,7 @@ class HuggingFace(Family):
         for name, count, each in counts:
             if count % each:
                 raise DiffbitError(
-                    f"{name} is {count}, wanted an even number: differential attention pairs a signal with a noise head"
+                    f"{name} is {count}, wanted an even number: differential attention has pairs of heads"
                 )
         if (query_heads // self.queries) % (kv_heads // self.keys):
             twice = "twice " if self.queries > self.keys else ""
@@ -169,14 +169,14 @@ class HuggingFace(Family):
 
 
 def attention_of(config: ModelConfig) -> AttentionOptions:
-    """The attention of a model whose layers are equal."""
+    """Return the attention options of a model with equal layers."""
     mixer = config.layers[0].mixer
     assert isinstance(mixer, AttentionOptions)
     return mixer
 
 
 def common_fields(config: ModelConfig) -> dict[str, Any]:
-    """What a config.json of Hugging Face's says of any model here; heads and model_type are llama's."""
+    """Return the fields that Hugging Face's config.json has for any model; heads and model_type are llama's."""
     mixers = [layer.mixer for layer in config.layers if isinstance(layer.mixer, AttentionOptions)]
     mlp = config.layers[0].mlp
     eos = config.eos_token_ids
@@ -205,25 +205,25 @@ def common_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def with_tokens(config: ModelConfig, generation: Mapping[str, Any]) -> ModelConfig:
-    """The config with the tokens of a parsed generation_config.json: where given, they are what transformers heeds."""
+    """Return the config with the tokens of a parsed generation_config.json, which take precedence in transformers."""
     return replace(config, **special_tokens(generation))
 
 
 def _rope(values: Mapping[str, Any], max_position: int, default: float) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling) from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
+    """Return (theta, scaling) from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
     rope: Mapping[str, Any] = {}
-    for name in ("rope_parameters", "rope_scaling"):  # where both stand, rope_scaling wins, as in transformers
+    for name in ("rope_parameters", "rope_scaling"):  # rope_scaling takes precedence, as in transformers
         entry = values.get(name)
         if entry is not None and not isinstance(entry, dict):
             raise DiffbitError(f"{name} is {entry!r}, wanted an object or null")
         rope = entry or rope
     if each := [name for name, value in rope.items() if isinstance(value, dict)]:
-        raise DiffbitError(f"rotary embedding differs by layer ({', '.join(map(str, each))}), wanted one of all layers")
+        raise DiffbitError(f"rotary embedding differs by layer ({', '.join(map(str, each))}), wanted the same in all")
     theta = number(rope if rope.get("rope_theta") is not None else values, "rope_theta", default=default)
     for source in (values, rope):
         if source.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise DiffbitError(
-                f"partial_rotary_factor is {source['partial_rotary_factor']!r}, wanted 1: diffbit turns whole heads"
+                f"partial_rotary_factor is {source['partial_rotary_factor']!r}, wanted 1: diffbit rotates whole heads"
             )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
@@ -243,8 +243,8 @@ def _rope(values: Mapping[str, Any], max_position: int, default: float) -> tuple
 
 
 def _yarn(rope: Mapping[str, Any], original: int, max_position: int) -> Yarn:
-    """Its attention_factor, where not given, is 1 + 0.1 ln factor (arXiv 2309.00071, eq. 22), or the quotient of two
-    such numbers, with 0.1 times mscale and times mscale_all_dim."""
+    """Read yarn's parameters. The default attention_factor is 1 + 0.1 ln factor (arXiv 2309.00071, eq. 22), or the
+    quotient of two such numbers, with 0.1 mscale and 0.1 mscale_all_dim."""
     factor = number(rope, "factor", default=max_position / original)
 
     def grown(scale: float) -> float:
@@ -285,7 +285,7 @@ def number(values: Mapping[str, Any], name: str, default: float | None = None) -
 
 
 def special_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a ModelConfig that a config.json or generation_config.json has."""
+    """Return the ModelConfig's special tokens from a config.json or generation_config.json."""
     eos = values.get("eos_token_id")
     items = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if any(type(item) is not int for item in items):

@@ -1,4 +1,4 @@
-"""Hugging Face's bitnet: the plain Transformer with sub-norms, as microsoft/bitnet-b1.58-2B-4T is."""
+"""Hugging Face's bitnet: the plain Transformer with sub-norms, such as microsoft/bitnet-b1.58-2B-4T."""
 
 from __future__ import annotations
 

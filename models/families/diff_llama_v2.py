@@ -1,6 +1,6 @@
 """diffbit's own diff_llama_v2, differential attention version 2, and diff_llama_v2_bitnet, the same with sub-norms.
 
-num_attention_heads counts query sub-heads, two a pair; rows lie on disk as in memory.
+num_attention_heads counts query sub-heads, two per pair; rows have canonical order on disk.
 """
 
 from __future__ import annotations

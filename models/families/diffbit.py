@@ -1,6 +1,6 @@
-"""diffbit's own family, which holds every model: config.json is the ModelConfig as it is, layer by layer, and tensors
-lie under canonical names in canonical order. What no other family can hold is written so; a new variant, MLP or mixer
-needs no family of its own.
+"""diffbit's own family, which can represent every model: config.json is the ModelConfig, layer by layer, and tensors
+have canonical names and order. Models that no other family can represent are written in it, so a new variant, MLP or
+mixer needs no family of its own.
 """
 
 from __future__ import annotations

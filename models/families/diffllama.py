@@ -1,7 +1,7 @@
 """Hugging Face's diffllama, differential attention version 1; diffllama_bitnet is diffbit's own, with sub-norms.
 
-On disk all signal heads lie before all noise heads, and all first halves of the values before all second halves.
-num_attention_heads and num_key_value_heads count sub-heads, two a pair. The head norm's eps is rms_norm_eps.
+On disk all signal heads come before all noise heads, and all first halves of the values before all second halves.
+num_attention_heads and num_key_value_heads count sub-heads, two per pair. The head norm's eps is rms_norm_eps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _rows(mixer: AttentionOptions) -> dict[str, Tensor]:
 
 
 def _pairs_from_halves(pairs: int, width: int) -> Tensor:
-    """Row indices that turn [all first heads, all second heads] into [first, second, first, second, ...]."""
+    """Return row indices that turn [all first heads, all second heads] into [first, second, first, second, ...]."""
     return torch.arange(2 * pairs * width).view(2, pairs, width).transpose(0, 1).flatten()
 
 

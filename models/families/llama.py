@@ -1,4 +1,4 @@
-"""Hugging Face's llama: the plain Transformer, with biases where `attention_bias` and `mlp_bias` ask for them."""
+"""Hugging Face's llama: the plain Transformer, with biases if `attention_bias` and `mlp_bias` are set."""
 
 from __future__ import annotations
 

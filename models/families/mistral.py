@@ -1,6 +1,6 @@
 """Hugging Face's mistral: a llama whose attention has a sliding window, unless that is null or as long as the context.
 
-Without a window it is written as a llama, with one as diffbit's own.
+Without a window it is written as a llama, with one in diffbit's own family.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 Motif-2.6B (arXiv 2508.09148) and Motif-2-12.7B (arXiv 2511.07464) have one model_type. In the latter `num_noise_heads`
 noise heads are each shared by a group of signal heads (grouped differential attention, arXiv 2510.06949):
-num_attention_heads counts both, and rows of q_proj come in groups, signal heads first. Without that field there is a
-noise head for each signal head, in adjacent pairs. Both are diffbit's canonical order, and so are keys and values. RoPE
-is rotate-half. What differs from diffllama:
+num_attention_heads counts both, and rows of q_proj are in groups, signal heads first. Without that field each signal
+head has a noise head, in adjacent pairs. Queries, keys and values have diffbit's canonical order. RoPE is rotate-half.
+Differences from diffllama:
 
 - lambda_init counts layers from -1: 0.8 - 0.6 exp(-0.3 (l - 1)) of layer l = 0, 1, ...
-- the head norm has an eps of its own, `attn_rms_norm_eps`, and a weight `subln.weight` [2d] that the heads share. It
-  stands before o_proj, which it is folded into.
+- the head norm has its own eps, `attn_rms_norm_eps`, and a weight `subln.weight` [2d] that the heads share; it is
+  folded into o_proj.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..family import Family, Stored
 from ._huggingface import HuggingFace, attention_of
 
 BASE = HuggingFace("Motif", "diff_v1", queries=2, keys=2, act="poly_norm", norm_eps=1e-6)
-HEAD_NORM_EPS = 1e-5  # where config.json does not say
+HEAD_NORM_EPS = 1e-5  # default
 REFUSED = ("use_bias", "use_sliding_window", "kv_lora_rank", "num_experts")  # the last two: Motif-3
 
 
@@ -63,17 +63,17 @@ class Motif(Family):
 
 
 def _paired(values: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
-    """Signal heads to a noise head, and the fields as if each signal head had one of its own."""
+    """Return the number of signal heads per noise head, and the fields as if each signal head had its own."""
     heads, noises = values.get("num_attention_heads"), values["num_noise_heads"]
     check_count("num_attention_heads", heads)
     check_count("num_noise_heads", noises)
     signals = heads - noises
     if signals < noises or signals % noises:
         raise DiffbitError(
-            f"num_noise_heads is {noises} and num_attention_heads {heads}, wanted a multiple of noise heads beside"
+            f"num_noise_heads is {noises} and num_attention_heads is {heads}, wanted a multiple of num_noise_heads"
         )
     if values.get("head_dim") is None:
-        raise DiffbitError("the field head_dim is missing, wanted where num_noise_heads is given")
+        raise DiffbitError("the field head_dim is missing, which num_noise_heads requires")
     return signals // noises, {**values, "num_attention_heads": 2 * signals}
 
 

@@ -3,16 +3,15 @@ memory units.
 
 Of L layers, from 0, with the half h = L / 2:
 
-    even, up to h       Mamba-1; what layer h finds is the memory
+    even, up to h       Mamba-1; layer h's scan output is the memory
     odd, below h        differential attention version 1 with a sliding window, the token itself included
     h + 1               the same over all tokens
-    even, above h       gated memory unit, of layer h
-    odd, above h + 1    differential attention with queries alone, over the keys and values of layer h + 1
+    even, above h       gated memory unit that reads the memory of layer h
+    odd, above h + 1    query-only differential attention over the keys and values of layer h + 1
 
-Norms are LayerNorms, MLPs SwiGLU; there is no RoPE. Sub-heads lie in adjacent pairs, which is diffbit's canonical
-order. Projections that read the same lie in one tensor: Wqkv (queries, keys, values), fc1 (gate, up), in_proj. The head
-norm's weight `subln.weight` [2d], which the heads share, stands before out_proj and is folded into it; its eps is 1e-5
-whatever layer_norm_eps says.
+Norms are LayerNorms, MLPs SwiGLU; there is no RoPE. Sub-heads are in adjacent pairs, diffbit's canonical order.
+Projections with the same input are fused: Wqkv (queries, keys, values), fc1 (gate, up), in_proj. The head norm's weight
+`subln.weight` [2d], shared by the heads, is folded into out_proj; its eps is 1e-5, whatever layer_norm_eps is.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from ..mixers import gmu, mamba
 from ..mlp import swiglu
 from ._huggingface import count, number, special_tokens
 
-FIXED = {  # fields of config.json with the one value that the layers above have; missing ones have it
+FIXED = {  # fields of config.json whose only supported value is also their default
     "hidden_act": "silu",
     "mb_per_layer": 2,
     "mamba_conv_bias": True,
@@ -119,29 +118,27 @@ class Phi4Flash(Family):
 
 
 def _heads(values: Mapping[str, Any], hidden: int) -> dict[str, Any]:
-    """What all attention layers have; config.json counts sub-heads, two a pair."""
+    """Return the options that all attention layers share; config.json counts sub-heads, two per pair."""
     queries, keys = count(values, "num_attention_heads"), count(values, "num_key_value_heads")
     for name, heads in (("num_attention_heads", queries), ("num_key_value_heads", keys)):
         if heads % 2:
-            raise DiffbitError(
-                f"{name} is {heads}, wanted an even number: differential attention pairs a signal with a noise head"
-            )
+            raise DiffbitError(f"{name} is {heads}, wanted an even number: differential attention has pairs of heads")
     if hidden % queries or values.get("head_dim", hidden // queries) != hidden // queries:
         raise DiffbitError(
             f"hidden_size is {hidden}, num_attention_heads {queries} and head_dim {values.get('head_dim')!r}, wanted "
-            "heads that share the hidden size out"
+            "head_dim = hidden_size / num_attention_heads"
         )
     sizes = {"num_heads": queries // 2, "num_kv_heads": keys // 2, "head_dim": hidden // queries}
     return {**sizes, "qkv_bias": True, "o_bias": True, "rope": False}
 
 
 def _window(values: Mapping[str, Any], layers: int) -> int:
-    """One number, or, as transformers writes it, one a layer: null where there is no window."""
+    """Return the sliding window, given as one number or, as transformers writes it, a list with null for no window."""
     window = values.get("sliding_window")
     if isinstance(window, list) and len(window) > 1:
         wanted = [window[1] if index % 2 and index < layers // 2 else None for index in range(layers)]
         if window != wanted:
-            raise DiffbitError("sliding_window names other layers than the odd ones of the first half")
+            raise DiffbitError("sliding_window is set for other layers than the odd ones of the first half")
         window = window[1]
     return count({"sliding_window": window}, "sliding_window")
 

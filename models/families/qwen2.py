@@ -9,7 +9,7 @@ from ._huggingface import WINDOW, HuggingFace
 
 
 def windows(values: Mapping[str, Any]) -> Sequence[Any]:
-    """Where use_sliding_window asks for one, the layers from max_window_layers on have it."""
+    """If use_sliding_window is set, the layers from max_window_layers on have a window."""
     count, first = values["num_hidden_layers"], values.get("max_window_layers", 28)
     window = values.get("sliding_window", WINDOW) if values.get("use_sliding_window") else None
     types = values.get("layer_types")

@@ -1,4 +1,4 @@
-"""Hugging Face's qwen3: a llama with an RMSNorm of each query and key head; heads are 128 wide where not said."""
+"""Hugging Face's qwen3: a llama with an RMSNorm of each query and key head; the default head_dim is 128."""
 
 from __future__ import annotations
 

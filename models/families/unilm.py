@@ -1,14 +1,14 @@
 """Checkpoints whose attention modules are those of microsoft/unilm, Diff-Transformer (the official code).
 
-They say so in config.json: the model_type of diffllama or diff_llama_v2, and "rope_interleaved": true. The tensors
-around attention keep Hugging Face's names; inside `self_attn` the official modules differ thus:
+Their config.json has the model_type of diffllama or diff_llama_v2, and "rope_interleaved": true. The tensors outside
+attention have Hugging Face's names; inside `self_attn` the official modules differ:
 
-- rotary embedding is interleaved: it turns the pairs (x_2j, x_2j+1) of a head. Taking the even rows of each head's
-  q_proj and k_proj first, then the odd ones, turns that into rotate-half;
-- version 1: sub-heads lie in adjacent pairs already and a value is 2d wide in one piece, which is diffbit's canonical
-  order; the output projection is `out_proj`; the head norm has a weight `subln.weight` [2d], shared by the heads. The
-  weight stands between norm and projection, so it is folded into the projection: o_proj[:, h, c] = out_proj * subln[c];
-- version 2: `lambda_proj`, and `o_proj` (`out_proj` is read too).
+- rotary embedding is interleaved: it rotates the pairs (x_2j, x_2j+1) of a head. Taking the even rows of each head's
+  q_proj and k_proj first, then the odd ones, gives rotate-half;
+- version 1: sub-heads are in adjacent pairs and a value is 2d contiguous rows, which is diffbit's canonical order; the
+  output projection is `out_proj`; the head norm has a weight `subln.weight` [2d], shared by the heads, which is folded
+  into the projection: o_proj[:, h, c] = out_proj * subln[c];
+- version 2 has `lambda_proj` and `o_proj` (`out_proj` is read too).
 
 The official head norm has eps = 1e-5, whatever rms_norm_eps says.
 """
@@ -32,7 +32,7 @@ HEAD_NORM_EPS = 1e-5
 
 @dataclass(frozen=True)
 class Official(Family):
-    base: HuggingFace  # whose config.json is read
+    base: HuggingFace  # the family that reads config.json
     quantized = False
 
     def knows(self, values: Mapping[str, Any]) -> bool:
@@ -61,7 +61,7 @@ class Official(Family):
 
 
 def interleaved(heads: int, head_dim: int) -> torch.Tensor:
-    """Rows of such a projection: those of rotate-half = on disk[rows]."""
+    """Return the row order of an interleaved projection: rotate-half's rows = on disk[rows]."""
     return torch.arange(heads * head_dim).view(heads, head_dim // 2, 2).transpose(1, 2).flatten()
 
 

@@ -1,4 +1,4 @@
-"""What layers are made of; and the options of a mixer or an MLP, found by listing the folders that hold them."""
+"""Building blocks of layers, and the lookup of a mixer's or an MLP's options by listing their folders."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ...errors import DiffbitError
 
 @cache
 def names(folder: ModuleType) -> tuple[str, ...]:
-    """The files of attention/, mixers/ or mlp/: each has `Options`."""
+    """Return the names of the files of attention/, mixers/ or mlp/, which each have `Options`."""
     return tuple(sorted(module.name for module in iter_modules(folder.__path__)))
 
 
 def options(what: str, name: str, *folders: ModuleType) -> Any:
-    """The options in the file of this name."""
+    """Return the options class in the file of this name."""
     for folder in folders:
         if name in names(folder):
             return import_module(f"{folder.__name__}.{name}").Options

@@ -1,6 +1,6 @@
-"""What all attention variants share: their options, projections, cache, softmaxes, and the difference of two branches.
+"""Shared code of all attention variants: options, projections, cache, softmaxes, and the difference of two branches.
 
-A variant is one file in models/attention/, which says what its heads are (models/mixer.py: what a mixer is).
+A variant is one file in models/attention/, which defines its heads (models/mixer.py defines mixers).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionOptions(MixerOptions):
-    """Sizes as the mathematics counts them: a head of a plain Transformer has one softmax, a differential head two (a
-    pair of query sub-heads), each head_dim = d wide. num_kv_heads: groups of heads that share keys and values.
+    """Options of attention. A head of a plain Transformer has one softmax, a differential head two (a pair of query
+    sub-heads), each head_dim = d wide. num_kv_heads: groups of heads that share keys and values.
 
-    qkv_bias, o_bias: have q_proj, k_proj and v_proj, has o_proj a bias? qk_norm_eps: of an RMSNorm of each query and
-    key sub-head, with a weight [d] that all heads share, before RoPE; 0: there is none. sliding_window: tokens that a
-    token sees, itself and those before it; 0: all. rope: are queries and keys rotated? keys_of: the earlier layer whose
-    keys and values are read, in place of k_proj, v_proj and a cache; None: the layer has its own.
+    qkv_bias: whether q_proj, k_proj and v_proj have a bias; o_bias: whether o_proj has one. qk_norm_eps: of an RMSNorm
+    of each query and key sub-head before RoPE, with a weight [d] that all heads share; 0: no such norm. sliding_window:
+    tokens that a token sees, including itself; 0: all. rope: whether queries and keys are rotated. keys_of: an earlier
+    layer whose keys and values are read, in place of k_proj, v_proj and a cache; None: the layer has its own.
     """
 
     num_heads: int
@@ -58,21 +58,21 @@ class AttentionOptions(MixerOptions):
         if self.sliding_window != 0:
             check_count("sliding_window", self.sliding_window)
             if self.keys_of is not None:
-                raise DiffbitError("sliding_window and keys_of are both given; another layer's keys are all read")
+                raise DiffbitError("sliding_window and keys_of are both set; another layer's keys are always all read")
 
     @staticmethod
     @abstractmethod
     def equal_heads(pairs: int) -> tuple[int, int]:
-        """(num_heads, num_kv_heads) of a model as large as diff_v1 with that many pairs, for fair twins."""
+        """Return (num_heads, num_kv_heads) of a model of the same size as diff_v1 with `pairs` pairs of heads."""
 
     @property
     def query_rows(self) -> int:
-        """Of q_proj."""
+        """Rows of q_proj."""
         return self.softmaxes * self.head_dim
 
     @property
     def width(self) -> int:
-        """Of what all heads together return: columns of o_proj."""
+        """Width of the output of all heads: columns of o_proj."""
         return self.softmaxes * self.head_dim
 
     @property
@@ -82,8 +82,8 @@ class AttentionOptions(MixerOptions):
 
     @property
     def in_place(self) -> str:
-        """Whether a float cache can be one memory for past and present (ops/cache.py): DiffAttention's kernel writes
-        into its buffer, its body returns a longer one."""
+        """Whether a float cache can use one buffer for past and present (ops/cache.py): DiffAttention's kernel writes
+        into the buffer, its body returns a longer one."""
         return "native"
 
     @property
@@ -96,7 +96,7 @@ class AttentionOptions(MixerOptions):
 
     @property
     def carried(self) -> tuple[tuple[int | str, ...], ...]:
-        """Keys and values of all tokens, as a cache holds them; one of a window has not all."""
+        """Keys and values of all tokens, as in the cache; a sliding window's cache lacks the oldest and offers none."""
         return () if self.sliding_window else ((self.cache_heads, TOKENS, self.head_dim),) * 2
 
     def buffers(self, kv: KVBuffers) -> tuple[Buffer, ...]:
@@ -104,15 +104,15 @@ class AttentionOptions(MixerOptions):
         return kv(self.cache_heads, self.head_dim, self.in_place, self.sliding_window) if own else ()
 
     def seen(self, context: int) -> int:
-        """Of `context` tokens those that the last one sees."""
+        """Return how many of `context` tokens the last one sees."""
         return min(context, self.sliding_window or context)
 
     def operations(self, context: int, low_bit: bool) -> Operations:
-        """Of softmaxes alone: a variant adds its own."""
+        """Return the operations of the softmaxes; a variant adds its own."""
         context = self.seen(context)
         products = self.softmaxes * self.head_dim * context
         rotated = (self.softmaxes + (self.cache_heads if self.keys_of is None else 0)) * self.head_dim
-        turns = 2 * (self.qk_norm_eps > 0) + 2 * self.rope  # a norm takes as many as RoPE
+        turns = 2 * (self.qk_norm_eps > 0) + 2 * self.rope  # a norm takes as many operations as RoPE
         return Operations(products, products, 2 * self.softmaxes * context + turns * rotated)
 
     def joint_rows(self) -> dict[str, int]:
@@ -127,8 +127,8 @@ class AttentionOptions(MixerOptions):
 
 
 class Attention(Mixer):
-    """A mixer of softmaxes, in one branch or two. It can be computed step by step, with other products than float ones
-    (low-bit attention) and with its logits seen or replaced (outliers)."""
+    """A mixer of softmaxes, in one branch or two. It can also be computed explicitly, with low-bit products
+    (`arithmetic`) or with a hook that sees or replaces the logits."""
 
     q_proj: nn.Module
     k_proj: nn.Module
@@ -145,32 +145,32 @@ class Attention(Mixer):
         self.num_heads, self.num_kv_heads, self.head_dim = options.num_heads, options.num_kv_heads, options.head_dim
         self.scale = self.head_dim**-0.5
         self.sliding_window = options.sliding_window
-        self.logits_hook: LogitsHook | None = None  # sees the scaled logits; what it returns takes their place
-        self.arithmetic: Arithmetic | None = None  # takes the place of the two matrix products
+        self.logits_hook: LogitsHook | None = None  # gets the scaled logits and returns the logits to use
+        self.arithmetic: Arithmetic | None = None  # replaces the two matrix products
 
     @property
     def explicit(self) -> bool:
-        """Are the logits to be computed for themselves?"""
+        """Whether the logits must be computed explicitly."""
         return self.logits_hook is not None or self.arithmetic is not None
 
     def lambda_value(self) -> Tensor | None:
-        """What the noise branch is multiplied by, a fp32 scalar; None where there is none, or one for each token."""
+        """Return lambda as an fp32 scalar; None if there is none, or if it depends on the token."""
         return None
 
     def queries(self, x: Tensor) -> Tensor:
-        """Query sub-heads, [B, S, branches * num_heads, d], those of a pair side by side, not yet rotated."""
+        """Return query sub-heads [B, S, branches * num_heads, d], not yet rotated, those of a pair adjacent."""
         found: Tensor = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
         return found
 
     def _onnx_normed(self, g: Graph, heads: ir.Value, norm: nn.Module, name: str) -> ir.Value:
-        """heads [B, S, H * d], each through a norm [d] where one stands there."""
+        """Add the norm [d] of each of the heads [B, S, H * d], if there is one."""
         if isinstance(norm, nn.Identity):
             return heads
         each = g.norm(g.op("Reshape", [heads, g.const([0, 0, -1, self.head_dim])]), norm, name)
         return g.op("Reshape", [each, g.const([0, 0, -1])])
 
     def projected(self, x: Tensor, rope: Rope, state: State | None, carried: Carried) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [B, branches * num_heads, S, d], and of all tokens key and value [B, Hk, T, d], as a cache has them."""
+        """Return query [B, branches * num_heads, S, d], and all tokens' cached key and value [B, Hk, T, d]."""
         query = self._rotated(self.queries(x), rope)
         if self.keys_of is not None:
             key, value = carried[self.keys_of]
@@ -185,11 +185,11 @@ class Attention(Mixer):
         return query, key, value
 
     def _rotated(self, heads: Tensor, rope: Rope) -> Tensor:
-        """[B, S, heads, d] -> [B, heads, S, d]."""
+        """Apply RoPE and transpose: [B, S, heads, d] -> [B, heads, S, d]."""
         return (apply_rope(heads, rope) if self.rope else heads).transpose(1, 2)
 
     def onnx_projected(self, g: Graph, x: ir.Value) -> tuple[ir.Value, ir.Value | None, ir.Value | None]:
-        """Query, key and value of x as ONNX nodes, not yet rotated; without keys of its own None and None."""
+        """Add nodes for query, key and value of x, not yet rotated; another layer's key and value are None."""
         if self.keys_of is not None:
             return self._onnx_normed(g, g.linear(x, self.q_proj, "q_proj"), self.q_norm, "q_norm"), None, None
         query, key, value = g.linears(x, {"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj})
@@ -199,7 +199,7 @@ class Attention(Mixer):
     def onnx_attention(
         self, g: Graph, x: ir.Value, lambda_: ir.Value | None, past: Cache, **sizes: Any
     ) -> tuple[ir.Value, Cache]:
-        """Graph.attention of x, of these sizes, with the layer's own keys and values or another's."""
+        """Add Graph.attention of x with these sizes, and with the layer's own or another layer's keys and values."""
         projected = self.onnx_projected(g, x)
         source = past if self.keys_of is None else g.carried[self.keys_of]
         sizes |= {"head_dim": self.head_dim, "rope": self.rope, "sliding_window": self.sliding_window}
@@ -209,15 +209,14 @@ class Attention(Mixer):
         return out, present
 
     def by_branch(self, key: Tensor, value: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Cached heads [B, Hk, T, d] -> the keys of each branch [B, G, T, d], and the values of all [B, G, T, e]."""
+        """Split cached heads [B, Hk, T, d] into each branch's keys [B, G, T, d] and the values [B, G, T, e]."""
         return [key], value
 
     def branches(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> list[Tensor]:
-        """softmax(q k^T * scale) v of each branch, [B, H, S, e]; of a pair, signal and noise. Arguments: of
+        """Return softmax(q k^T * scale) v [B, H, S, e] of each branch: signal and noise, or one. Arguments: from
         `projected`.
 
-        What low-bit keys share are neighbouring tokens: of a batch with padding each row is computed without it, as if
-        it were alone.
+        Low-bit keys share scales with neighbouring tokens, so each row of a batch with padding is computed without it.
         """
         real = None if mask is None or self.arithmetic is None else mask[:, 0].any(1)  # [B, T]
         if mask is not None and real is not None and not real.all():
@@ -237,7 +236,7 @@ class Attention(Mixer):
         return [attend(query[:, i::count], keys[i], value, mask, self.scale) for i in range(count)]
 
     def _branches_of_rows(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, real: Tensor) -> list[Tensor]:
-        """`branches` row by row, of the tokens that are `real`, bool [B, T]; zeros for the others."""
+        """Return `branches` row by row, of the tokens that are `real`, bool [B, T], and zeros for the others."""
         keys, wide = self.by_branch(key, value)
         shape = len(query), query.shape[1] // len(keys), query.shape[2], wide.shape[-1]
         found = [torch.zeros(shape, device=query.device) for _ in keys]
@@ -251,12 +250,12 @@ class Attention(Mixer):
 
 
 class Differential(Attention):
-    """The difference of both branches of a pair, signal - lambda * noise, and the head norm where norm_eps is not 0."""
+    """The difference of a pair's branches, signal - lambda * noise, and the head norm if norm_eps is not 0."""
 
     norm_eps = 0.0
 
     def lambda_of(self, x: Tensor) -> Tensor:
-        """lambda, fp32: a scalar, or [B, H, S, 1], one for each head and token of x."""
+        """Return lambda, fp32: a scalar, or [B, H, S, 1] for each head and token of x."""
         raise NotImplementedError
 
     def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None, carried: Carried) -> Tensor:

@@ -1,6 +1,6 @@
-"""Which keys a query may see: a boolean mask [B, 1, S, T], or None where causality alone decides.
+"""Attention masks: a boolean mask [B, 1, S, T] of the keys that a query may see, or None for plain causality.
 
-T = past + S; query s stands at place past + s and sees keys 0..past+s that the attention mask does not hide. A query
+T = past + S; query s is at position past + s and sees keys 0..past+s that the attention mask does not hide. A query
 that sees nothing (padding on the left) gets zeros from every attention function here, never NaN.
 """
 
@@ -16,7 +16,7 @@ def causal_mask(
     attention_mask: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor | None:
-    """Mask of `length` = S new queries after `past` cached keys; True where a query may look.
+    """Return the mask of `length` = S new queries after `past` cached keys; True: the query sees the key.
 
     attention_mask: [B, T], 1 = real token, 0 = padding, in any arrangement. Without one the result is None when the
     fused kernels need no mask (no past, or a single query) and [1, 1, S, T] otherwise.
@@ -32,7 +32,7 @@ def causal_mask(
 def within(
     mask: Tensor | None, length: int, total: int, window: int, device: torch.device | str | None
 ) -> Tensor | None:
-    """A mask as `causal_mask` makes it, and of each query's keys only the last `window`, its own among them; 0: all."""
+    """Limit a mask of `causal_mask` to the last `window` keys of each query, its own included; 0: no limit."""
     if not 0 < window < total:
         return mask
     seen = full_causal(length, total, device) if mask is None else mask
@@ -40,23 +40,23 @@ def within(
 
 
 def full_causal(length: int, total: int, device: torch.device | str | None = None) -> Tensor:
-    """The plain causal mask, [1, 1, length, total], of the last `length` of `total` places."""
+    """Return the plain causal mask [1, 1, length, total] of the last `length` of `total` positions."""
     return torch.ones(length, total, dtype=torch.bool, device=device).tril(total - length)[None, None]
 
 
 def default_positions(
     batch: int, length: int, past: int, attention_mask: Tensor | None, device: torch.device
 ) -> Tensor:
-    """Positions [B, S]: counted over real tokens only when there is an attention mask [B, T], else past, past+1, ..."""
+    """Return positions [B, S]: with an attention mask [B, T], counted over real tokens only; else past, past+1, ..."""
     if attention_mask is None:
         return torch.arange(past, past + length, device=device).expand(batch, length)
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
 
 
 def real_tokens(mask: Tensor | None, length: int) -> Tensor | None:
-    """bool [B, S]: which of the last `length` = S tokens a mask [B, 1, S, T] does not hide; None: it hides none.
+    """Return bool [B, S], the last `length` = S tokens that a mask [B, 1, S, T] does not hide; None: it hides none.
 
-    For mixers without attention weights: what they keep must not change where a token is padding.
+    For mixers without attention weights, whose state padding must not change.
     """
     if mask is None:
         return None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MLPOptions(ABC):
-    """intermediate_size: rows of gate_proj and up_proj. bias: have the three linears one?"""
+    """intermediate_size: rows of gate_proj and up_proj. bias: whether the three linears have one."""
 
     intermediate_size: int
     bias: bool = field(default=False, kw_only=True)
@@ -35,20 +35,20 @@ class MLPOptions(ABC):
 
     @property
     def name(self) -> str:
-        """Of the MLP's file."""
+        """The name of the MLP's file."""
         return type(self).__module__.rpartition(".")[2]
 
     @property
     @abstractmethod
     def elementwise(self) -> int:
-        """Operations for each of the intermediate_size channels of a token, its linears apart."""
+        """Operations per token for each of the intermediate_size channels, without the linears."""
 
     @abstractmethod
     def module(self, place: Place) -> GatedMLP: ...
 
 
 class GatedMLP(nn.Module):
-    wide = False  # may act(gate) * up pass float16's largest number? Then a float16 graph computes it in float32
+    wide = False  # act(gate) * up may overflow float16, so a float16 graph computes it in float32
 
     def __init__(self, options: MLPOptions, place: Place) -> None:
         super().__init__()
@@ -59,11 +59,11 @@ class GatedMLP(nn.Module):
         self.down_proj: nn.Module = nn.Linear(inner, hidden, bias=bias)
 
     def act(self, gate: Tensor) -> Tensor:
-        """gate_proj's output [B, S, F] -> what up_proj's is multiplied by."""
+        """Map gate_proj's output [B, S, F] to the factor of up_proj's output."""
         raise NotImplementedError
 
     def onnx_act(self, g: Graph, gate: ir.Value) -> ir.Value:
-        """`act` as ONNX nodes; float32 where the MLP is `wide`."""
+        """Add `act` as ONNX nodes; in float32 if the MLP is `wide`."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class GatedMLP(nn.Module):
         return out
 
     def onnx(self, g: Graph, x: ir.Value) -> ir.Value:
-        """`forward` as ONNX nodes. The norm makes small again what is wide, so it is computed in float32 with it."""
+        """Add `forward` as ONNX nodes. If the MLP is `wide`, so is the norm, which makes numbers small again."""
         gate, up = g.linears(x, {"gate_proj": self.gate_proj, "up_proj": self.up_proj})
         raised = self.wide and g.dtype is not np.float32
         if raised:

@@ -1,5 +1,4 @@
-"""The norms before attention and MLP and before the head: RMSNorm, or LayerNorm; in a BitNet model RMSNorm also before
-o_proj and down_proj."""
+"""RMSNorm and LayerNorm, for the norms before mixer, MLP and head, and in BitNet models before o_proj and down_proj."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467, eq. 4); the division in float32, as in Hugging Face's."""
+    """x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467, eq. 4); divides in float32, as Hugging Face does."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -21,7 +20,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias (arXiv 1607.06450, eq. 4); likewise in float32."""
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias (arXiv 1607.06450, eq. 4); divides in float32."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()

@@ -1,14 +1,14 @@
 """Rotary position embedding (RoFormer, arXiv 2104.09864, eq. 34), plain or with frequencies for longer contexts.
 
-Pair j of a head's d numbers is turned by the angle position * theta^(-2j/d). The pair is (x_j, x_{j+d/2}), the
+Pair j of a head's d numbers is rotated by the angle position * theta^(-2j/d). The pair is (x_j, x_{j+d/2}), the
 "rotate half" order of Hugging Face; the interleaved order (x_2j, x_2j+1) of Meta's and unilm's code is the same
 rotation after a permutation of the rows of q_proj and k_proj (families/unilm.py). Angles, cos and sin are float32.
 
-What stretches a context is a RopeScaling, by Hugging Face's rope_type:
+A RopeScaling extends the context; its names are Hugging Face's rope_type:
 
-    linear    all angles over `factor`: positions are interpolated
-    dynamic   theta grows with a sequence beyond max_position. No sequence here does, and up to there it is plain RoPE
-    llama3    long wavelengths over `factor`, short ones untouched, a linear blend between the two
+    linear    divides all angles by `factor`: positions are interpolated
+    dynamic   increases theta for sequences beyond max_position; here sequences are never longer, so it is plain RoPE
+    llama3    divides the frequencies of long wavelengths by `factor`, keeps short ones, and blends linearly between
     yarn      the same with other bounds (arXiv 2309.00071, section 3.2), and cos and sin times `attention_factor`
     none      no positions at all: cos is 1 and sin 0
 """
@@ -37,15 +37,15 @@ class RopeScaling:
 
     @property
     def amplitude(self) -> float:
-        """What cos and sin are multiplied by."""
+        """The factor of cos and sin."""
         return 1.0
 
     def scaled(self, frequencies: Tensor, theta: float) -> Tensor:
-        """Of plain frequencies, radians per position of each pair, fp32 [d/2], those that a model has."""
+        """Scale plain frequencies, radians per position of each pair, fp32 [d/2]."""
         return frequencies
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON; `scaling_from` is its inverse."""
+        """Return plain JSON; `scaling_from` is the inverse."""
         return {"rope_type": self.rope_type} | asdict(self)
 
 
@@ -101,8 +101,8 @@ class Llama3(RopeScaling):
 
 @dataclass(frozen=True)
 class Yarn(RopeScaling):
-    """Pairs that turn more than beta_fast times within the original context are kept, those that turn less than
-    beta_slow times slowed down. truncate: are the bounds between them whole pairs?"""
+    """Keeps the frequency of pairs that make more than beta_fast turns within the original context, and divides that of
+    pairs that make less than beta_slow by `factor`. truncate: whether the bounds between are whole pair indices."""
 
     rope_type = "yarn"
     factor: float
@@ -126,20 +126,20 @@ class Yarn(RopeScaling):
         pairs = len(frequencies)
 
         def pair(turns: float) -> float:
-            """The pair, a real number, that turns so often within the original context."""
+            """Return the pair index, a real number, that makes so many turns within the original context."""
             return pairs * math.log(self.original_max_position / (turns * 2 * math.pi)) / math.log(theta)
 
         low, high = pair(self.beta_fast), pair(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, 2 * pairs - 1)
-        high += 0.001 if low == high else 0  # as the code of the paper's authors
+        high += 0.001 if low == high else 0  # as in the paper authors' code
         slowed = (torch.arange(pairs, dtype=torch.float32, device=frequencies.device) - low) / (high - low)
         return _blend(frequencies, self.factor, 1 - slowed.clamp(0, 1))
 
 
 def _blend(frequencies: Tensor, factor: float, kept: Tensor) -> Tensor:
-    """kept 1: as they are; 0 and less: over `factor`."""
+    """Blend linearly by `kept`: 1 keeps a frequency; 0 and less divides it by `factor`."""
     kept = kept.clamp(0.0, 1.0)
     return (1 - kept) * frequencies / factor + kept * frequencies
 
@@ -150,7 +150,7 @@ SCALINGS: dict[str, type[RopeScaling]] = {
 
 
 def scaling_from(values: Mapping[str, Any]) -> RopeScaling:
-    """The inverse of `to_dict`; without rope_type, as earlier versions wrote it, it is llama3's."""
+    """Invert `to_dict`; without a rope_type, as in earlier versions, it is llama3."""
     if not isinstance(values, Mapping):
         raise DiffbitError(f"rope_scaling is {values!r}, wanted an object")
     given = dict(values)
@@ -166,7 +166,7 @@ def scaling_from(values: Mapping[str, Any]) -> RopeScaling:
 def inverse_frequencies(
     width: int, theta: float, scaling: RopeScaling | None = None, device: torch.device | str | None = None
 ) -> Tensor:
-    """Radians per position of each pair of a head `width` = d wide: fp32 [d/2]."""
+    """Return radians per position of each pair of a head `width` = d wide: fp32 [d/2]."""
     exponent = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
     frequencies = 1.0 / theta**exponent
     return frequencies if scaling is None else scaling.scaled(frequencies, theta)

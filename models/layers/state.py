@@ -1,9 +1,9 @@
-"""What a layer keeps of the tokens so far, in torch. A mixer makes its own (models/mixer.py, `state`).
+"""A layer's state between calls, in torch. Each mixer makes its own (models/mixer.py, `state`).
 
 A state is an object with `reset()`, which forgets every token. Attention's is a LayerCache, a pair of buffers
 [B, Hk, C, d], allocated once and appended in place: Hk heads of width d (diff_v1 stores a 2d-wide value as two
-neighbouring heads, so that keys and values have one shape), C the capacity in tokens. Keys are stored rotated. A
-recurrence keeps tensors of a fixed size.
+neighbouring heads, so that keys and values have the same shape), and C tokens of capacity. Keys are stored rotated. A
+recurrence has tensors of a fixed size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from ...errors import DiffbitError
 
 Carried = dict[int, tuple[Tensor, ...]]
-"""What layers hand to later ones on the way through a model, by the giving layer's index (models/mixer.py, `reads`)."""
+"""Tensors that layers pass to later ones, by the index of the source layer (models/mixer.py, `reads`)."""
 
 
 class State(Protocol):
@@ -24,14 +24,14 @@ class State(Protocol):
 
 
 class NoState:
-    """Of a mixer that keeps nothing: all that it knows of earlier tokens comes from another layer."""
+    """The state of a mixer without one, which gets everything about earlier tokens from another layer."""
 
     def reset(self) -> None:
         pass
 
 
 class LayerCache:
-    """Keys and values [B, Hk, C, d] of one layer, the first `length` tokens of which are filled."""
+    """Keys and values [B, Hk, C, d] of one layer, of which the first `length` tokens are filled."""
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
         self.key = key
@@ -40,20 +40,20 @@ class LayerCache:
 
     @classmethod
     def empty(cls, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device | str) -> LayerCache:
-        """shape: [B, Hk, C, d]."""
+        """Allocate buffers of `shape` [B, Hk, C, d]."""
         return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store key and value [B, Hk, S, d]; return all that is stored, [B, Hk, length + S, d], in their dtype.
+        """Store key and value [B, Hk, S, d]; return all stored ones, [B, Hk, length + S, d], in their dtype.
 
-        The cache is for inference: no gradient flows through what it holds.
+        The cache is for inference: no gradient flows through it.
         """
         end = self.length + key.shape[2]
         capacity = self.key.shape[2]
         if end > capacity:
             raise DiffbitError(
-                f"the KV cache holds {capacity} tokens and {end} are needed: shorten the input or make a KVCache of a "
-                "larger capacity"
+                f"the KV cache holds {capacity} tokens and {end} are needed; shorten the input or make a KVCache with "
+                "a larger capacity"
             )
         self.key[:, :, self.length : end] = key.detach()
         self.value[:, :, self.length : end] = value.detach()
@@ -61,5 +61,5 @@ class LayerCache:
         return self.key[:, :, :end].to(key.dtype), self.value[:, :, :end].to(value.dtype)
 
     def reset(self) -> None:
-        """The buffers stay."""
+        """Forget every token; the buffers are kept."""
         self.length = 0

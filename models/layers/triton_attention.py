@@ -10,13 +10,13 @@ backward computes P_b again from the log-sum-exps (2307.08691), and shares what 
     dP = do v^T,   D_b = do . O_b per token
     dS_1 = P_1 (dP - D_1),   dS_2 = -lambda P_2 (dP - D_2),   dv = (P_1 - lambda P_2)^T do,   dlambda = -D_2
 
-One kernel adds up dk and dv for a block of keys, another dq for a block of queries, so nothing is added into memory
-that another block writes too, and results are the same from run to run. The price is that S_b and dP are computed in
-both. In products of length d for a pair and two tokens, forward and backward: 6 + 14 in version 1, where torch's flash
-attention takes 8 + 20 (two calls with q and k padded to 2d, or four with halves of v), and 4 + 11 in version 2, where
-it takes 4 + 10, as for a plain Transformer's two heads.
+One kernel accumulates dk and dv for a block of keys, another dq for a block of queries, so no two blocks add to the
+same memory, and results are the same from run to run. In return, both kernels compute S_b and dP. The cost, in products
+of length d for a pair of heads and two tokens, forward + backward, is 6 + 14 in version 1, where torch's flash
+attention needs 8 + 20 (two calls with q and k padded to 2d, or four with halves of v), and 4 + 11 in version 2, where
+it needs 4 + 10, as for a plain Transformer's two heads.
 
-To be imported where tensors lie on a GPU only: it is torch's CUDA builds that bring Triton along.
+Import it only for tensors on a GPU: only torch's CUDA builds include Triton.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WIDTHS = (16, 32, 64, 128)  # of a head: what Triton's tiles are made of
+WIDTHS = (16, 32, 64, 128)  # supported head widths
 ROWS = 32  # of a block of _through_norm
 LOG2E = 1.4426950408889634  # the kernels' exponentials are powers of two
 
@@ -38,7 +38,7 @@ LOG2E = 1.4426950408889634  # the kernels' exponentials are powers of two
 
 @triton.jit
 def _mixed(total, top, mix, q, k, v, rows, cols, factor, MASKED: tl.constexpr):
-    """A branch's softmax, joined by a block of keys: its sum [M], highest logit (base 2) [M] and mixture [M, E]."""
+    """Add a block of keys to a branch's running softmax: its sum [M], highest logit (base 2) [M] and mixture [M, E]."""
     logits = tl.dot(q, tl.trans(k), input_precision="ieee") * factor  # [M, N]
     if MASKED:
         logits = tl.where(rows[:, None] >= cols[None, :], logits, float("-inf"))
@@ -54,14 +54,14 @@ def _forward(q, k, v, lam, out, noise, lse, root, S, H, G, factor, eps,
              D: tl.constexpr, E: tl.constexpr, SHARED: tl.constexpr, NORM: tl.constexpr,
              M: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """Program (block of M queries, pair, batch); M is a multiple of N."""
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # those that see most keys go first
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # queries that see most keys come first
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     keys: tl.constexpr = 1 if SHARED else 2
     group = head // (H // G)
     lanes, inner, wide = tl.arange(0, M), tl.arange(0, D), tl.arange(0, E)
     rows = block * M + lanes
     inside = rows < S
-    token = batch * S + block * M  # int64, as everything that is multiplied with S; offsets within a block are int32
+    token = batch * S + block * M  # int64, like all products with S; offsets within a block are int32
     q += (token * (2 * H) + 2 * head) * D + lanes[:, None] * (2 * H * D) + inner[None, :]
     q1 = tl.load(q, mask=inside[:, None], other=0.0)  # [M, D]
     q2 = tl.load(q + D, mask=inside[:, None], other=0.0)
@@ -72,7 +72,7 @@ def _forward(q, k, v, lam, out, noise, lse, root, S, H, G, factor, eps,
     others = tl.arange(0, N)[:, None]
     k += (batch * S * G + group) * (keys * D) + others * (G * keys * D) + inner[None, :]
     v += (batch * S * G + group) * E + others * (G * E) + wide[None, :]
-    for _ in range(0, block * M, N):  # all of these keys lie before all of these queries
+    for _ in range(0, block * M, N):  # all these keys come before all queries of the block
         k1, value = tl.load(k), tl.load(v)  # [N, D], [N, E]
         total1, top1, mix1 = _mixed(total1, top1, mix1, q1, k1, value, rows, rows, factor, False)
         k2 = k1 if SHARED else tl.load(k + D)
@@ -110,7 +110,7 @@ def _forward(q, k, v, lam, out, noise, lse, root, S, H, G, factor, eps,
 
 @triton.jit
 def _through_norm(dy, y, noise, lam, root, do, delta, S, H, E: tl.constexpr, NORM: tl.constexpr, M: tl.constexpr):
-    """do and D_b from dy; program (block of M queries, pair, batch). y is o times 1 / rms, which lies in root."""
+    """Compute do and D_b from dy; program (block of M queries, pair, batch). y is o times 1 / rms, stored in root."""
     block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     lanes, wide = tl.arange(0, M), tl.arange(0, E)
     rows = block * M + lanes
@@ -136,7 +136,7 @@ def _through_norm(dy, y, noise, lam, root, do, delta, S, H, E: tl.constexpr, NOR
 def _keys_and_values(q, k, v, lam, do, lse, delta, dk, dv, S, H, G, scale, factor,
                      D: tl.constexpr, E: tl.constexpr, SHARED: tl.constexpr,
                      M: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """dk and dv of program (block of N keys, kv head, batch), over the queries of all pairs that read them."""
+    """Compute dk and dv in program (block of N keys, kv head, batch), over the queries of all pairs that read them."""
     block, group, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     keys: tl.constexpr = 1 if SHARED else 2
     lanes, inner, wide = tl.arange(0, N)[:, None], tl.arange(0, D)[None, :], tl.arange(0, E)[None, :]
@@ -152,7 +152,7 @@ def _keys_and_values(q, k, v, lam, do, lse, delta, dk, dv, S, H, G, scale, facto
     shared = H // G
     begin = (block * N) // M * M
     for index in range(0, shared * tl.cdiv(S - begin, M)):
-        head = group * shared + index % shared  # the pairs of a group one after the other, on the same rows
+        head = group * shared + index % shared  # the group's pairs one after the other, on the same rows
         start = begin + index // shared * M
         rows = start + others
         inside = rows < S
@@ -189,7 +189,7 @@ def _keys_and_values(q, k, v, lam, do, lse, delta, dk, dv, S, H, G, scale, facto
 @triton.jit
 def _descended(dq1, dq2, q1, q2, grad, k1, k2, value, lse1, lse2, delta1, delta2, weight, rows, cols, factor,
                MASKED: tl.constexpr):  # fmt: skip
-    """dq of both branches with a block of keys added; all numbers of a query are columns [M, 1]."""
+    """Add a block of keys to dq of both branches; numbers per query are columns [M, 1]."""
     p1 = tl.exp2(tl.dot(q1, tl.trans(k1), input_precision="ieee") * factor - lse1)  # [M, N]
     p2 = tl.exp2(tl.dot(q2, tl.trans(k2), input_precision="ieee") * factor - lse2) * weight
     if MASKED:
@@ -204,7 +204,7 @@ def _descended(dq1, dq2, q1, q2, grad, k1, k2, value, lse1, lse2, delta1, delta2
 @triton.jit
 def _queries(q, k, v, lam, do, lse, delta, dq, S, H, G, scale, factor,
              D: tl.constexpr, E: tl.constexpr, SHARED: tl.constexpr, M: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """dq of program (block of M queries, pair, batch); M is a multiple of N."""
+    """Compute dq in program (block of M queries, pair, batch); M is a multiple of N."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     keys: tl.constexpr = 1 if SHARED else 2
@@ -253,7 +253,7 @@ def _queries(q, k, v, lam, do, lse, delta, dq, S, H, G, scale, factor,
 
 
 class Tile(NamedTuple):
-    """How a kernel is cut: queries and keys in a block, warps, and stages of its loads."""
+    """Tile sizes of a kernel: queries and keys per block, warps, and pipeline stages."""
 
     queries: int
     keys: int
@@ -262,7 +262,7 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Those of the three kernels; in `forward` and `of_queries`, queries are a multiple of keys."""
+    """Tiles of the three kernels; in `forward` and `of_queries`, queries are a multiple of keys."""
 
     forward: Tile
     of_keys: Tile
@@ -270,8 +270,8 @@ class Tiles(NamedTuple):
 
 
 def tiles(d: int, bits: int, shared_memory: int) -> Tiles:
-    """For heads of d numbers of so many bits, and so many bytes of shared memory that a block may have: 227 KiB on an
-    H100 or H200, 163 on an A100, 99 on most others."""
+    """Choose tiles for heads of d numbers of `bits` bits; shared_memory: bytes available to a block (227 KiB on an H100
+    or H200, 163 KiB on an A100, 99 KiB on most others)."""
     if bits == 32:
         return Tiles(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))
     most, much = shared_memory >= 227 << 10, shared_memory >= 163 << 10
@@ -285,15 +285,15 @@ def tiles(d: int, bits: int, shared_memory: int) -> Tiles:
 
 
 def _tiles_of(query: Tensor) -> Tiles:
-    """`tiles` where query lies; in Triton's interpreter on a CPU, an H100's."""
+    """Return `tiles` for query's device; for Triton's interpreter on a CPU, an H100's."""
     card: Any = torch.cuda.get_device_properties(query.device) if query.is_cuda else None
     room = card.shared_memory_per_block_optin if card else 227 << 10
     return tiles(query.shape[-1], 8 * query.element_size(), room)
 
 
 def takes(query: Tensor) -> bool:
-    """Whether a query's width and type are what the kernels are made for. They compute float32 as well, for tests: no
-    tensor core multiplies it, and its tiles don't fit registers."""
+    """Whether the kernels support a query's width and type. They also compute float32, but only for tests: it uses no
+    tensor cores, and its tiles do not fit in registers."""
     return query.shape[-1] in WIDTHS and query.dtype in (torch.float16, torch.bfloat16)
 
 
@@ -301,7 +301,7 @@ def takes(query: Tensor) -> bool:
 def _forward_op(
     query: Tensor, key: Tensor, value: Tensor, lambda_: Tensor, scale: float, norm_eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> y and O_2 [B, S, H, e], log-sum-exps (base 2) [B, 2H, S], 1 / rms of o [B, H, S] (empty without a norm)."""
+    """Return y and O_2 [B, S, H, e], log-sum-exps (base 2) [B, 2H, S], 1 / rms of o [B, H, S] (empty: no norm)."""
     query, key, value, lambda_ = (tensor.contiguous() for tensor in (query, key, value, lambda_))
     batch, length, heads, groups, d, e = _sizes(query, value)
     out, noise, lse, root = _outputs(query, value, norm_eps)
@@ -319,7 +319,7 @@ def _backward_op(
     dy: Tensor, query: Tensor, key: Tensor, value: Tensor, lambda_: Tensor, out: Tensor, noise: Tensor, lse: Tensor,
     root: Tensor, scale: float, norm_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """-> the gradients of query, key, value and lambda_."""
+    """Return the gradients of query, key, value and lambda_."""
     dy, query, key, value, lambda_ = (tensor.contiguous() for tensor in (dy, query, key, value, lambda_))
     batch, length, heads, groups, d, e = _sizes(query, value)
     shared, cut = key.shape[2] == groups, _tiles_of(query)
@@ -349,7 +349,7 @@ def _sizes(query: Tensor, value: Tensor) -> tuple[int, int, int, int, int, int]:
 
 
 def _outputs(query: Tensor, value: Tensor, norm_eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Empty tensors for what _forward_op returns."""
+    """Allocate the outputs of _forward_op."""
     batch, length, heads, _, _, e = _sizes(query, value)
     out, noise = (query.new_empty(batch, length, heads, e) for _ in range(2))
     lse = query.new_empty(batch, 2 * heads, length, dtype=torch.float32)

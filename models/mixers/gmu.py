@@ -2,7 +2,7 @@
 
     y = m * silu(W_in x)
 
-and then o_proj; m [B, S, C] is of layer `memory_of`, a Mamba layer (mamba.py).
+followed by o_proj; m [B, S, C] is the memory of layer `memory_of`, a Mamba layer (mamba.py).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class GatedMemory(Mixer):
         self.memory_of = options.memory_of
 
     def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None, carried: Carried) -> Tensor:
-        """carried: has m [B, S, C]."""
+        """carried: contains m [B, S, C]."""
         (memory,) = carried[self.memory_of]
         return memory * F.silu(self.in_proj(x))
 

@@ -1,13 +1,13 @@
-"""Mamba-1 (arXiv 2312.00752, section 3.4): a state of fixed size for each channel, which the token itself steers.
+"""Mamba-1 (arXiv 2312.00752, section 3.4): a state of fixed size per channel, with input-dependent updates.
 
     (u, z) = W_in x                                 C channels each
-    u      = silu(conv(u))                          causal, K tokens, each channel by itself: ops/causal_conv.py
-    (d, B, C) = W_x u;   dt = W_dt d + b            rank R and N numbers twice; C of a token is no channel count here
+    u      = silu(conv(u))                          causal, K tokens, depthwise: ops/causal_conv.py
+    (d, B, C) = W_x u;   dt = W_dt d + b            d has rank R, B and C have N numbers (this C is not the channels)
     m, h   = scan(u, dt, B, C)                      A = -exp(A_log), D: ops/selective_scan.py
     y      = m * silu(z),   then o_proj
 
-m is what later gated memory units read (gmu.py). x_proj and dt_proj do not read the residual stream, so that methods
-leave their inputs as they are (`inner`). Weights lie as in the authors' checkpoints, and states numbers by channels.
+Later gated memory units read m (gmu.py). x_proj and dt_proj do not read the residual stream, so methods do not change
+their inputs (`inner`). Weights have the layout of the authors' checkpoints; a state is [N, C].
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Options(MixerOptions):
         for field in fields(self):
             check_count(field.name, getattr(self, field.name))
         if self.conv_width < 2:
-            raise DiffbitError("conv_width is 1, wanted 2 or more: a convolution over a token alone keeps no state")
+            raise DiffbitError("conv_width is 1, wanted 2 or more: a convolution over a single token has no state")
 
     def module(self, place: Place) -> Mamba:
         return Mamba(self, place)
@@ -80,7 +80,7 @@ class Options(MixerOptions):
         return MambaState(conv, scan)
 
     def operations(self, context: int, low_bit: bool) -> Operations:
-        """Of h three: decayed, added to, read; the exponentials of decays, softplus and both SiLUs count as other."""
+        """Count three operations per number of h (decay, update, read); exponentials and SiLUs are `other`."""
         matrix = (3 * self.state_size + self.conv_width) * self.inner_size
         return Operations(matrix=matrix, other=(self.state_size + 8) * self.inner_size)
 
@@ -92,14 +92,14 @@ class Mamba(Mixer):
         width, states = options.inner_size, options.state_size
         super().__init__(place, width, in_proj=2 * width)
         self.options = options
-        self.conv1d = nn.Conv1d(width, width, options.conv_width, groups=width)  # its weight [C, 1, K] is used alone
+        self.conv1d = nn.Conv1d(width, width, options.conv_width, groups=width)  # only its parameters are used
         self.x_proj = nn.Linear(width, options.dt_rank + 2 * states, bias=False)
         self.dt_proj = nn.Linear(options.dt_rank, width)
         self.A_log = nn.Parameter(torch.arange(1.0, states + 1).log().repeat(width, 1))  # [C, N], as S4D begins
         self.D = nn.Parameter(torch.ones(width))
 
     def heads(self, x: Tensor, rope: Rope, mask: Tensor | None, state: State | None, carried: Carried) -> Tensor:
-        """carried: takes m, for later layers."""
+        """carried: m is added to it for later layers."""
         options, real = self.options, real_tokens(mask, x.shape[1])
         kept = options.state(len(x), 0, x.dtype, x.device) if state is None else state
         assert isinstance(kept, MambaState)
@@ -138,7 +138,7 @@ class Mamba(Mixer):
         if self.gives:
             g.carried[self.layer_index] = {"memory": memory}
         else:
-            memory.name = ""  # left out
+            memory.name = ""  # omits the output
         return y, {"conv": conv, "scan": scan}
 
     @property

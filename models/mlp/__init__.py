@@ -1,7 +1,7 @@
-"""MLPs: a file each, found by listing this folder, with
+"""MLPs: one file each, found by listing this folder, with
 
-    Options    a frozen dataclass, which config.json and manifests hold field by field; it has `module`
+    Options    a frozen dataclass, stored field by field in config.json and manifests; it has `module`
     an MLP     the module that `Options.module` makes
 
-models/layers/mlp.py has the gated MLP that all of them are so far, with the norm before down_proj.
+All of them are gated MLPs so far: models/layers/mlp.py has the base class, with the norm before down_proj.
 """

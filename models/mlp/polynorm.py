@@ -2,8 +2,8 @@
 
     act(z) = w0 N(z^3) + w1 N(z^2) + w2 N(z) + b,    N(y) = y / sqrt(mean(y^2) + 1e-6)
 
-with the mean over all channels and four parameters a layer. No channel can be scaled by itself through it: gate_proj
-takes part in no fold, while up_proj and down_proj do. Powers are float32: in float16 |z| > 40 overflows z^3.
+with the mean over all channels and four parameters per layer. Channel scales do not pass through it, so gate_proj
+cannot be folded; up_proj and down_proj can. Powers are float32, because z^3 overflows float16 for |z| > 40.
 """
 
 from __future__ import annotations

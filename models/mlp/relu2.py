@@ -1,7 +1,6 @@
 """Squared ReLU (arXiv 2109.08668) as the gate of BitNet b1.58 2B4T (2504.12285, section 2): act(z) = relu(z)^2.
 
-relu(gate)^2 * up grows with the third power: where both are 41, a few times what a small model's are, it passes
-float16's largest number.
+relu(gate)^2 * up is cubic: it overflows float16 if both are 41, a few times as large as in a small model.
 """
 
 from __future__ import annotations

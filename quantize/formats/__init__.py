@@ -1,15 +1,16 @@
-"""Number formats as values: what a weight may be rounded to, and how that lies in bytes.
+"""Number formats as values: the numbers that a weight is rounded to, and how they are stored.
 
     name           codes             weight
     int4_g32       0 ... 2^b - 1     scale * (code - 2^(b-1))        one scale per 32 weights of a row
     int4_g32_asym  0 ... 2^b - 1     scale * (code - zero)           and one zero point
     int8           0 ... 255         scale * (code - 128)            one scale per row (output channel)
     nf4            0 ... 15          absmax * NF4[code]              blocks of 64 (QLoRA, arXiv 2305.14314)
+    fp4            0 ... 15          absmax * FP4[code]              blocks of 64 (bitsandbytes)
     mxfp4          0 ... 15          2^(s - 127) * E2M1[code]        blocks of 32 (OCP MX v1.0)
     ternary        0, 1, 2           scale * (code - 1)              one scale per tensor (b1.58, arXiv 2402.17764)
 
-A file a kind, found by listing this folder, each with a `Format` (base.py), parse(name) -> Format or None, names(), and
-GRAMMAR, which says them in words.
+Each family of formats is one file, found by listing this folder. It has a `Format` (base.py), parse(name) -> Format or
+None, names(), and GRAMMAR, a description of its names.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ __all__ = [
 
 
 def parse_format(name: str) -> Format:
-    """The format of a name such as "int4_g32", "int3_g64_asym", "int8", "nf4", "mxfp4" or "ternary"."""
+    """Return the format with a name such as "int4_g32", "int3_g64_asym", "int8", "nf4", "mxfp4" or "ternary"."""
     for kind in KINDS:
         format: Format | None = kind.parse(name)
         if format is not None:
@@ -55,5 +56,5 @@ def parse_format(name: str) -> Format:
 
 
 def names() -> list[str]:
-    """All that `parse_format` knows."""
+    """Return all names that `parse_format` accepts."""
     return [name for kind in KINDS for name in kind.names()]

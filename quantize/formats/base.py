@@ -1,10 +1,10 @@
-"""What every number format has, and `QTensor`, a weight in one.
+"""`Format`, the base class of number formats, and `QTensor`, a weight in a format.
 
-A format is a frozen value that owns all there is to know about itself: scales (`fit`, `candidates`, `stored`), codes
-(`encode`, `decode`), the file (`pack`, `write_scale` and their inverses), the product (`rounding`, `multiply`) and the
-device (`device_bits`, `device_nbytes`, `device_rounding`, `onnx`). Nobody else asks which format it is.
+A format is a frozen value that defines everything about itself: scales (`fit`, `candidates`, `stored`), codes
+(`encode`, `decode`), the file (`pack`, `write_scale` and their inverses), the matrix product (`rounding`, `multiply`)
+and the device (`device_bits`, `device_nbytes`, `device_rounding`, `onnx`). Code outside never asks which format it is.
 
-N is out_features, K in_features, G the groups in a row; the last group of a row may be short.
+N is out_features, K in_features, G the number of groups in a row; the last group of a row may be short.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from .packing import pack_bits, row_bytes, unpack_bits
 if TYPE_CHECKING:
     import onnx_ir
 
-# Weights handled at a time. Float copies stay in cache, and torch runs operations on fewer than 2^15 numbers on the
-# calling thread: where others are at work too, its threads' barriers made quantizing ten times slower (1.1 billion
-# weights on 2 cores: 80 s in blocks of 2^19, 9 s so); on idle cores they would gain a third.
+# Weights processed at a time. Float copies stay in cache, and torch runs operations on fewer than 2^15 numbers on the
+# calling thread. On busy cores, the barriers of torch's threads made quantizing ten times slower (1.1 billion weights
+# on 2 cores: 80 s in blocks of 2^19, 9 s in these); on idle cores threads would be a third faster.
 BLOCK = (1 << 15) - 1
-FACTORS = tuple(x / 100 for x in range(100, 30, -4))  # of the range, that `candidates` tries
+FACTORS = tuple(x / 100 for x in range(100, 30, -4))  # fractions of the range that `candidates` tries
 MICROSOFT = "com.microsoft"
-ACCURACY_LEVEL = 4  # of MatMulNBits: int8 inputs; the levels below are fifty times slower at 2 and 8 bits
+ACCURACY_LEVEL = 4  # of MatMulNBits: int8 inputs; lower levels are fifty times slower at 2 and 8 bits
 
-LARGE = 1 << 26  # weights from which on a product decodes some rows at a time
+LARGE = 1 << 26  # a product decodes larger weights some rows at a time
 
 V = TypeVar("V")
 
 
 class Stored(NamedTuple, Generic[V]):
-    """A weight in a graph, as the format's own operators read it."""
+    """A weight in a graph, in the layout of the format's operators."""
 
     codes: V
     scale: V
@@ -50,9 +50,9 @@ class Stored(NamedTuple, Generic[V]):
 
 
 class Builder(Protocol[V]):
-    """What `Format.onnx` needs of a graph under construction (export/graph.py); V: a value in it."""
+    """The part of the graph builder (export/graph.py) that `Format.onnx` uses; V: a value in the graph."""
 
-    dtype: type[np.floating[Any]]  # of its floats
+    dtype: type[np.floating[Any]]  # of the graph's floats
 
     def op(
         self, op_type: str, inputs: Sequence[V | None], *, domain: str = "", outputs: int = 1, **attributes: Any
@@ -83,12 +83,12 @@ class Format(ABC):
     symmetric: bool
 
     scale_dtype: ClassVar[torch.dtype]  # of the scales in a checkpoint
-    activations: ClassVar[tuple[str, ...]] = ()  # of a scheme, that a device's product by such weights can have
+    activations: ClassVar[tuple[str, ...]] = ()  # activation formats that a device supports with such weights
     per_tensor: ClassVar[bool] = False
     learned: ClassVar[bool] = False  # training learns its scales (LSQ); else they follow from the weights at each step
-    whole_groups: ClassVar[bool] = False  # the last group of a row is as long as the others
-    trained: ClassVar[bool] = False  # a model must be trained in it: rounding alone destroys one
-    integer_product: ClassVar[bool] = False  # codes - 1, times whole-number inputs, summed as integers
+    whole_groups: ClassVar[bool] = False  # in_features must be a multiple of group_size
+    trained: ClassVar[bool] = False  # needs training in this format; rounding alone destroys a model
+    integer_product: ClassVar[bool] = False  # sums (code - 1) * integer input as integers
 
     def __str__(self) -> str:
         return self.name
@@ -104,16 +104,16 @@ class Format(ABC):
             )
 
     def warning(self) -> str | None:
-        """What somebody who chooses this format should know."""
+        """Return a warning for users who choose this format, or None."""
         if self.device_bits == self.bits:
             return None
         return (
-            f"{self} is stored in {self.device_bits} bits on a device, which has no {self.bits}-bit product: it has "
-            f"fewer levels than int{self.device_bits} and takes the same bytes"
+            f"{self} is stored in {self.device_bits} bits on a device, which has no {self.bits}-bit matrix product, so "
+            f"it has fewer levels than int{self.device_bits} in the same number of bytes"
         )
 
     def groups(self, columns: int) -> int:
-        """G, the scales in a row of `columns` weights."""
+        """Return G, the number of scales in a row of `columns` weights."""
         return -(-columns // self.group_size) if self.group_size else 1
 
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
@@ -123,44 +123,44 @@ class Format(ABC):
 
     @abstractmethod
     def fit(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Scales fp32 [N, G] (per_tensor [1, 1]) and zero points uint8 [N, G] (or None) for a weight [N, K]."""
+        """Return scales fp32 [N, G] (per_tensor [1, 1]) and zero points uint8 [N, G] (or None) for a weight [N, K]."""
 
     def candidates(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Other scales and zero points, shaped as those of `fit`, that a search may prefer: of shorter ranges."""
+        """Yield other scales and zero points for a search to try, of shorter ranges and in the shape of `fit`'s."""
         scale, _ = self.fit(weight)
         for factor in FACTORS:
             yield self.stored(scale * factor), None
 
     def stored(self, scale: Tensor) -> Tensor:
-        """Scales fp32 as a checkpoint gives them back."""
+        """Round scales, fp32, to the values that a checkpoint can store."""
         return finite(scale)
 
     def write_scale(self, scale: Tensor) -> Tensor:
-        """Scales fp32, such as `stored` gives, as a checkpoint holds them."""
+        """Convert scales fp32, already rounded by `stored`, to the checkpoint's type."""
         return scale.to(self.scale_dtype)
 
     def read_scale(self, stored: Tensor) -> Tensor:
-        """The inverse of `write_scale`; it takes scales of other float types as well."""
+        """Invert `write_scale`; scales of other float types are accepted too."""
         return stored.float()
 
     # codes
 
     @property
     def codes(self) -> int:
-        """How many codes there are: 0 ... codes - 1."""
+        """Number of codes: they are 0 ... codes - 1."""
         return int(2**self.bits)
 
     @property
     def spacing(self) -> float:
-        """The mean distance of neighbouring values at scale 1."""
+        """Mean distance between neighbouring values at scale 1."""
         return 1.0
 
     @abstractmethod
     def bounds(self, zero: Tensor | None) -> tuple[Any, Any]:
-        """The weights, at scale 1, between which nothing is clipped; numbers, or tensors shaped as the zero points."""
+        """Return the range (low, high) of weights, at scale 1, that is not clipped; floats, or tensors like `zero`."""
 
     def encode(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """The nearest codes, uint8 [N, K], of a weight [N, K] under given scales and zero points."""
+        """Return the nearest codes, uint8 [N, K], of a weight [N, K] for given scales and zero points."""
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
         for rows in row_blocks(weight):
             scales = scale.expand(len(weight), -1)[rows, :, None]  # [n, G, 1]
@@ -169,11 +169,11 @@ class Format(ABC):
         return codes
 
     def nearest(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> QTensor:
-        """A weight [N, K] of any float dtype, rounded to the nearest codes."""
+        """Round a weight [N, K] of any float dtype to the nearest codes."""
         return QTensor(self, (weight.shape[0], weight.shape[1]), self.encode(weight, scale, zero), scale, zero)
 
     def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight [N, K] that codes stand for, computed in fp32."""
+        """Return the weight [N, K] of the codes, computed in fp32."""
         weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
         for rows in row_blocks(codes):
             scales = scale.expand(len(codes), -1)[rows, :, None]
@@ -182,14 +182,14 @@ class Format(ABC):
         return weight
 
     def lost(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-        """Some rows of a weight at a time, and what rounding to nearest adds to them, [n, G, group]."""
+        """Yield (rows, error of rounding them to nearest [n, G, group]), some rows of a weight at a time."""
         for rows in row_blocks(weight):
             grouped = self.grouped(weight[rows].float())
             scales, zeros = scale.expand(len(weight), -1)[rows, :, None], _rows(zero, rows)
             yield rows, self.decode_each(self.encode_each(grouped, scales, zeros), scales, zeros).sub_(grouped)
 
     def grouped(self, values: Tensor) -> Tensor:
-        """[n, K] -> [n, G, group]; zeros fill a short last group, which moves no scale, and are cut off again."""
+        """Reshape [n, K] to [n, G, group]; zeros, which change no scale, pad a short last group."""
         if not self.group_size:
             return values[:, None]
         if short := -values.shape[1] % self.group_size:
@@ -198,28 +198,28 @@ class Format(ABC):
 
     @abstractmethod
     def encode_each(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """Nearest codes, of any dtype, element by element: weight, scale and zero broadcast against each other."""
+        """Return the nearest codes, of any dtype, elementwise; weight, scale and zero broadcast."""
 
     @abstractmethod
     def decode_each(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """The inverse of `encode_each`, fp32."""
+        """Invert `encode_each`; returns fp32."""
 
     # a checkpoint
 
     def packed_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Shape of the packed codes of a weight [N, K]."""
+        """Return the shape of the packed codes of a weight [N, K]."""
         return shape[0], row_bytes(shape[1], self.bits)
 
     def pack(self, codes: Tensor) -> Tensor:
-        """uint8 [N, K] -> uint8 of `packed_shape`: a little-endian bit stream per row, packing.py."""
+        """Pack codes uint8 [N, K] to uint8 of `packed_shape`: a little-endian bit stream per row (packing.py)."""
         return pack_bits(codes, self.bits)
 
     def unpack(self, packed: Tensor, columns: int) -> Tensor:
-        """The inverse of `pack`; a DiffbitError where a code has no meaning."""
+        """Invert `pack`; raises DiffbitError for a code without meaning."""
         return unpack_bits(packed, self.bits, columns)
 
     def nbytes(self, shape: tuple[int, int]) -> int:
-        """Bytes of a weight [N, K] in a checkpoint: codes, scales and zero points."""
+        """Return the bytes of a weight [N, K] in a checkpoint: codes, scales and zero points."""
         (rows, size), (scale_rows, groups) = self.packed_shape(shape), self.scale_shape(shape)
         zero = 0 if self.symmetric else rows * row_bytes(groups, self.bits)
         return rows * size + scale_rows * groups * self.scale_dtype.itemsize + zero
@@ -227,11 +227,11 @@ class Format(ABC):
     # the product
 
     def rounding(self, module: str, columns: int, activations: str | None) -> Rounding | None:
-        """What the linear layer of this name and in_features does to its input under a scheme's activations."""
+        """Return how the linear layer `module`, with in_features `columns`, rounds its input under the scheme."""
         return INT8 if activations == "int8" else None
 
     def multiply(self, x: Tensor, weight: QTensor, rounding: Rounding | None) -> Tensor:
-        """x [..., K] -> round(x) W^T [..., N] in x's dtype."""
+        """Map x [..., K] to round(x) W^T [..., N] in x's dtype."""
         rows, columns = weight.shape
         x = x if rounding is None else rounding(x)
         some = rows if rows * columns <= LARGE else LARGE // columns
@@ -243,46 +243,46 @@ class Format(ABC):
 
     @property
     def device_bits(self) -> int:
-        """Bits of a code in an artifact."""
+        """Return the bits of a code in an artifact."""
         return self.bits
 
     def device_nbytes(self, shape: tuple[int, int], width: int) -> int:
-        """Bytes of a weight [N, K] in an artifact whose floats have `width` bytes."""
+        """Return the bytes of a weight [N, K] in an artifact whose floats have `width` bytes."""
         return self.nbytes(shape)
 
     def device_rounding(self, rounding: Rounding | None) -> Rounding | None:
-        """What the operator of an artifact does to its input, in the place of `rounding`."""
+        """Return how the artifact's operator rounds its input, which may differ from `rounding`."""
         return None
 
     def check_table(self, shape: tuple[int, int]) -> None:
-        """Refuse an embedding [V, E] of whose rows a device's operator cannot read single ones."""
+        """Refuse an embedding [V, E] if the device has no operator that reads single rows of this format."""
         raise DiffbitError(
             f"an embedding cannot be {self}: wanted int8 or another format of 5 to 8 bits, or int3 or int4 in groups "
             "(int4_g32, ...), or none"
         )
 
     def store(self, g: Builder[V], weight: QTensor) -> Stored[V]:
-        """The weight as initializers that `gather` and `product` read, of a format that can be an embedding's."""
+        """Add the weight as initializers for `gather` and `product`; only for formats that an embedding can have."""
         raise NotImplementedError
 
     def gather(self, g: Builder[V], ids: V, stored: Stored[V], shape: tuple[int, int]) -> V:
-        """Nodes for the rows `ids` of a stored table [V, E]."""
+        """Add nodes that read the rows `ids` of a stored table [V, E]."""
         raise NotImplementedError
 
     def product(self, g: Builder[V], x: V, stored: Stored[V], shape: tuple[int, int], factor: float) -> V:
-        """Nodes for factor * round(x) W^T with a stored weight."""
+        """Add nodes for factor * round(x) W^T with a stored weight."""
         raise NotImplementedError
 
     @abstractmethod
     def onnx(self, g: Builder[V], x: V, weight: QTensor, factor: float, rounding: Rounding | None) -> V:
-        """Nodes for factor * round(x) W^T. A factor ((1 - lambda_init) of diff_v1) is best put into the scales."""
+        """Add nodes for factor * round(x) W^T; the factor ((1 - lambda_init) in diff_v1) should go into the scales."""
 
 
 @dataclass(frozen=True, eq=False)
 class QTensor:
     """A weight [N, K] in a format.
 
-    codes   uint8 [N, K], one code an element
+    codes   uint8 [N, K], one code per element
     scale   fp32 [N, G] (per_tensor formats: [1, 1])
     zero    uint8 [N, G], asymmetric integers only
     """
@@ -308,19 +308,19 @@ class QTensor:
             raise DiffbitError(f"a {self.format} weight has zero points, but the format is symmetric and has none")
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight [N, K] as numbers, computed in fp32."""
+        """Return the weight [N, K] as floats, computed in fp32."""
         return self.format.decode(self.codes, self.scale, self.zero, dtype)
 
     def packed(self) -> Tensor:
-        """Codes as they lie in a checkpoint: uint8 of `format.packed_shape`."""
+        """Return the codes as a checkpoint stores them: uint8 of `format.packed_shape`."""
         return self.format.pack(self.codes)
 
     def packed_zero(self) -> Tensor | None:
-        """Zero points as they lie in a checkpoint: a little-endian bit stream per row, [N, ceil(G*bits/8)]."""
+        """Return the zero points as a checkpoint stores them: a bit stream per row, [N, ceil(G*bits/8)]."""
         return None if self.zero is None else pack_bits(self.zero, self.format.bits)
 
     def parts(self) -> dict[str, Tensor]:
-        """{"codes", "scale" and, of asymmetric formats, "zero"}: the weight as a checkpoint holds it."""
+        """Return the weight as a checkpoint stores it: "codes", "scale" and, in asymmetric formats, "zero"."""
         found = {"codes": self.packed(), "scale": self.format.write_scale(self.scale)}
         zero = self.packed_zero()
         return found if zero is None else found | {"zero": zero}
@@ -329,7 +329,7 @@ class QTensor:
     def from_packed(
         cls, format: Format, shape: tuple[int, int], codes: Tensor, scale: Tensor, zero: Tensor | None = None
     ) -> QTensor:
-        """The inverse of `parts`."""
+        """Invert `parts`."""
         rows, columns = shape
         format.check(shape)
         _expect(format, shape, "codes", codes, format.packed_shape(shape))
@@ -347,11 +347,11 @@ class QTensor:
 
     @property
     def bits_per_weight(self) -> float:
-        """nbytes * 8 over the number of weights: 4.5 for int4_g32, not 4."""
+        """nbytes * 8 / number of weights, scales included: 4.5 for int4_g32, not 4."""
         return self.nbytes * 8 / (self.shape[0] * self.shape[1])
 
     def rows(self, rows: slice | Tensor) -> QTensor:
-        """Some rows of the weight; of a slice they share memory: what streams through a large one."""
+        """Return some rows of the weight; a slice shares memory with it, so a large weight can be streamed."""
         codes = self.codes[rows]
         scale = self.scale if self.format.per_tensor else self.scale[rows]
         zero = None if self.zero is None else self.zero[rows]
@@ -359,7 +359,7 @@ class QTensor:
 
     @staticmethod
     def stack(weights: Sequence[QTensor]) -> QTensor:
-        """Weights of one format, with a scale or more in each row, one below the other."""
+        """Concatenate weights of one format along the rows; every row must have its own scales."""
         first = weights[0]
         codes = torch.cat([weight.codes for weight in weights])
         zero = None if first.zero is None else torch.cat([weight.zero for weight in weights if weight.zero is not None])
@@ -372,36 +372,36 @@ class QTensor:
 
 
 def row_blocks(weight: Tensor) -> Iterator[slice]:
-    """Slices of rows of about BLOCK elements each."""
+    """Yield slices of rows of about BLOCK elements each."""
     count = max(1, BLOCK // weight.shape[1])
     for start in range(0, len(weight), count):
         yield slice(start, min(start + count, len(weight)))
 
 
 def by_group(format: Format, weight: Tensor, reduce: Any) -> Tensor:
-    """reduce([n, G, group] fp32 -> [n, G]) of all rows of a weight [N, K], some at a time -> [N, G]."""
+    """Apply reduce, fp32 [n, G, group] -> [n, G], to all rows of a weight [N, K], some at a time; returns [N, G]."""
     found = torch.empty(0)
     for rows in row_blocks(weight):
         part = reduce(format.grouped(weight[rows].float()))
-        if not rows.start:  # one tensor: as many small ones between blocks of floats keep the heap from shrinking
+        if not rows.start:  # one large tensor, because many small ones between float blocks fragment the heap
             found = part.new_empty(len(weight), *part.shape[1:])
         found[rows] = part
     return found
 
 
 def divisor(scale: Tensor) -> Tensor:
-    """Scales to divide by: a group of zeros, scale 0, becomes zeros again."""
+    """Return scales to divide by: 0, the scale of a group of zeros, becomes infinity, so that quotients are 0."""
     return scale.masked_fill(scale == 0, torch.inf)
 
 
 def finite(scale: Tensor) -> Tensor:
     if not scale.isfinite().all():
-        raise DiffbitError("the weight holds NaN or infinity, which no format can; the checkpoint is damaged")
+        raise DiffbitError("the weight holds NaN or infinity, which no format can represent; the checkpoint is damaged")
     return scale
 
 
 def nbits(g: Builder[V], x: V, codes: V, scales: V, zeros: V | None, **attributes: int) -> V:
-    """A MatMulNBits that rounds its input to int8, one scale per block of the weight.
+    """Add a MatMulNBits node that rounds its input to int8, with one scale per block of the weight.
 
     codes uint8 [N, blocks, block_size*bits/8], scales [N, blocks] of x's dtype, zeros uint8 [N, ceil(blocks*bits/8)]
     (None: 2^(bits-1)); attributes: K, N, bits, block_size.

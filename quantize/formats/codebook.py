@@ -1,9 +1,10 @@
-"""Values from a table: absmax * codebook[code], the table rising from -1 to 1.
+"""Codebook formats: absmax * codebook[code], with a codebook whose values lie between -1 and 1.
 
     nf4     absmax * NF4[code]      4 bits, blocks of 64 (QLoRA, arXiv 2305.14314)
+    fp4     absmax * FP4[code]      sign and 0, 1/192, 1/6, 1/4, 1/3, 1/2, 2/3 or 1; two codes are zero
 
-Codes and absmax of nf4 are bitsandbytes' own, and so is its file: two codes a byte, high nibble first, fp32 scales. On
-a device it is a com.microsoft.MatMulBnb4, which reads the same bytes and does not round its input.
+Codes, absmax and storage equal bitsandbytes': two codes per byte, high nibble first, fp32 scales. On a device they are
+com.microsoft.MatMulBnb4, which reads the same bytes and does not round its input.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ from ..rounding import Rounding
 from .base import MICROSOFT, Builder, Format, QTensor, V, by_group, finite
 from .packing import pack_bits, swap_pairs, unpack_bits
 
-BNB_NF4 = 1  # MatMulBnb4's quant_type
-GRAMMAR = "nf4"
+GRAMMAR = "nf4, fp4"
 
-# Quantiles of N(0, 1) with an exact zero, scaled to [-1, 1]: bitsandbytes' table, to the last bit.
+# Quantiles of N(0, 1) with an exact zero, scaled to [-1, 1]: bit for bit bitsandbytes' table.
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
     -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
@@ -28,14 +28,20 @@ NF4 = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 
+FP4 = tuple(sign * x / 192 for sign in (1.0, -1.0) for x in (0, 1, 128, 192, 64, 96, 32, 48))  # bitsandbytes' table
+TABLES = {"fp4": FP4, "nf4": NF4}  # in the order of MatMulBnb4's quant_type
+
 
 @dataclass(frozen=True)
 class CodebookFormat(Format):
     """absmax * codebook[code], with 16 values."""
 
-    codebook = NF4
     scale_dtype = torch.float32
     whole_groups = True
+
+    @property
+    def codebook(self) -> tuple[float, ...]:
+        return TABLES[self.name]
 
     def fit(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         self.check(tuple(weight.shape))
@@ -49,14 +55,17 @@ class CodebookFormat(Format):
         return -1, 1
 
     def encode_each(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        table = torch.tensor(self.codebook, device=weight.device)
+        first = {value: code for code, value in reversed(list(enumerate(self.codebook)))}  # 0 and -0 are one value
+        table = torch.tensor(sorted(first), device=weight.device)
         middles = (table[:-1] + table[1:]) / 2
-        # times the reciprocal, not divided: that is bitsandbytes' arithmetic, and a tie may hang on it
+        # multiplies by the reciprocal, as bitsandbytes does: dividing could resolve a tie differently
         place = (weight * (1.0 / scale.clamp(min=1e-38))).clamp_(-1, 1)
         codes = torch.zeros_like(place, dtype=torch.uint8)
         for middle in middles:  # twice as fast as torch.bucketize
             codes += place > middle
-        return codes
+        return torch.tensor([first[value] for value in sorted(first)], dtype=torch.uint8, device=weight.device)[
+            codes.int()
+        ]
 
     def decode_each(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         return torch.tensor(self.codebook, device=codes.device)[codes.int()] * scale
@@ -79,16 +88,13 @@ class CodebookFormat(Format):
             K=weight.shape[1],
             N=weight.shape[0],
             block_size=self.group_size,
-            quant_type=BNB_NF4,
+            quant_type=list(TABLES).index(self.name),
         )
 
 
-FORMAT = CodebookFormat("nf4", 4, 64, True)
-
-
 def parse(name: str) -> CodebookFormat | None:
-    return FORMAT if name == FORMAT.name else None
+    return CodebookFormat(name, 4, 64, True) if name in TABLES else None
 
 
 def names() -> list[str]:
-    return [FORMAT.name]
+    return list(TABLES)

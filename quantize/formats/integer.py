@@ -4,15 +4,15 @@
     int4_g32_asym  scale * (code - zero)           and one zero point
     int8           scale * (code - 128)            one scale per row (output channel)
 
-in groups of 16 to 256 weights, or one per row. Symmetric ones use the whole range, as ggml's Q4_0 does: the weight of
-largest magnitude is code 0 exactly, scale = w / -2^(b-1) carrying its sign; a weight of nearly that size and the other
-sign is clipped by up to one scale.
+A scale belongs to a group of 16 to 256 weights, or to a row. Symmetric formats use the whole range, as ggml's Q4_0
+does: the weight of largest magnitude gets code 0 exactly, and scale = w / -2^(b-1) carries its sign; a weight of nearly
+that size with the other sign is clipped by up to one scale.
 
-Scales are rounded to fp16 BEFORE the codes are chosen, so that a file that keeps fp16 scales dequantizes to the very
-same numbers. A group of zeros has scale 0; a scale below fp16's smallest number becomes that number.
+Scales are rounded to fp16 BEFORE the codes are chosen, so that a file with fp16 scales dequantizes to exactly the same
+numbers. A group of zeros has scale 0; a scale below fp16's smallest positive number becomes that number.
 
-On a device codes lie in 2, 4 or 8 bits, for ONNX Runtime has no other integer products: code - zero is the same number
-in the wider container.
+On a device codes are stored in 2, 4 or 8 bits, because ONNX Runtime has no other integer products; code - zero is the
+same number in the wider container.
 
     int2           com.microsoft.MatMulNBits   2-bit codes; groups of 16: 4-bit codes (there is no 2-bit int8 kernel)
     int3, int4     diffbit.Int4MatMul          groups of 32, 64 and 128: 4-bit codes (ops/int4_matmul.py)
@@ -20,10 +20,11 @@ in the wider container.
     int5 to int8   diffbit.Int8MatMul          groups of 32, 64 and 128, one scale per row: 8-bit codes
                    com.microsoft.MatMulNBits   groups of 16 and 256: 8-bit codes
 
-All round their input to int8, one scale per block of the weight. One scale per row goes with blocks of 32 of the input
-in Int8MatMul; in MatMulNBits it becomes blocks of 128 that repeat it, and so do 2-bit groups of 256. The scales of our
-own operators are fp16 whatever the graph's floats are, and a factor stands beside them; MatMulNBits' scales are the
-graph's floats, with the factor in them. Weights of our own operators can be an embedding: GatherQuantized reads rows.
+All of them round their input to int8, with one scale per block of the weight. With one scale per row, Int8MatMul uses
+blocks of 32 for the input, and MatMulNBits gets blocks of 128 that repeat the scale, as for 2-bit groups of 256.
+diffbit's own operators have fp16 scales, whatever the graph's floats are, and a separate factor; MatMulNBits has scales
+in the graph's float type that include the factor. Weights of diffbit's operators can also be an embedding, whose rows
+GatherQuantized reads.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ from .base import FACTORS, Builder, Format, QTensor, Stored, V, by_group, diviso
 from .packing import pack_bits, row_bytes
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
-ROW_BLOCK = 128  # of the blocks that stand for "one scale per row" in MatMulNBits
-INPUT_BLOCK = 32  # of the input of Int8MatMul where the weight has one scale per row
+ROW_BLOCK = 128  # block size in MatMulNBits for weights with one scale per row
+INPUT_BLOCK = 32  # block size of Int8MatMul's input for weights with one scale per row
 HALF_TINY = 2.0**-24  # the smallest positive fp16
 GRAMMAR = "int2 ... int8, each with _g16, _g32, _g64, _g128 or _g256 and with _asym if wanted"
 
@@ -67,14 +68,14 @@ class IntFormat(Format):
         self.check(tuple(weight.shape))
         low, high = by_group(self, weight, lambda group: torch.stack(torch.aminmax(group, dim=-1), -1)).unbind(-1)
         if self.symmetric:
-            largest = torch.where(-low >= high, low, high)  # with its sign; the negative one of two equals
+            largest = torch.where(-low >= high, low, high)  # with its sign; on a tie, the negative one
             return self.stored(largest / -(2 ** (self.bits - 1))), None
-        low, high = low.clamp(max=0), high.clamp(min=0)  # zero stays exact
-        scale = self.stored(high / (self.codes - 1) - low / (self.codes - 1))  # halves: no overflow of high - low
+        low, high = low.clamp(max=0), high.clamp(min=0)  # keeps zero exact
+        scale = self.stored(high / (self.codes - 1) - low / (self.codes - 1))  # divided first: high - low may overflow
         return scale, (-low / divisor(scale)).round().clamp(0, self.codes - 1).to(torch.uint8)
 
     def candidates(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Either sign of a scale, or with a zero point either end of the range by itself."""
+        """Yield scales of either sign, or, with a zero point, ranges with either end shortened separately."""
         scale, zero = self.fit(weight)
         if zero is None:
             for factor in FACTORS:
@@ -92,8 +93,8 @@ class IntFormat(Format):
         half = finite(scale).half().float()
         if half.isinf().any():
             raise DiffbitError(
-                f"a scale of {scale.abs().max().item():.3g} does not fit in fp16, whose largest number is 65504: the "
-                "weight holds extreme values; keep this layer in float (NAME=none)"
+                f"a scale of {scale.abs().max().item():.3g} does not fit in fp16, whose largest number is 65504, "
+                "because the weight holds extreme values; keep this layer in float (--override NAME=none)"
             )
         return torch.where((half == 0) & (scale != 0), torch.copysign(torch.full_like(scale, HALF_TINY), scale), half)
 
@@ -107,7 +108,7 @@ class IntFormat(Format):
 
     def decode_each(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         offset = 2 ** (self.bits - 1) if zero is None else zero.float()
-        return codes.float().sub(offset).mul_(scale)  # codes may be float, and are the caller's
+        return codes.float().sub(offset).mul_(scale)  # `sub` copies: codes may be float, and belong to the caller
 
     @property
     def device_bits(self) -> int:
@@ -115,7 +116,7 @@ class IntFormat(Format):
 
     @property
     def _container(self) -> tuple[int, int]:
-        """(bits, block size) of the codes in an artifact; each has an integer kernel (ONNX Runtime 1.31, CPU)."""
+        """Return (bits, block size) of the codes in an artifact; all have integer kernels (ONNX Runtime 1.31, CPU)."""
         bits = 2 if self.bits == 2 else 4 if self.bits <= 4 else 8
         block = self.group_size or (INPUT_BLOCK if bits == 8 else ROW_BLOCK)
         if bits == 2 and block == 16:
@@ -124,7 +125,7 @@ class IntFormat(Format):
 
     @property
     def _is_tiled(self) -> bool:
-        """Is it a weight of Int4MatMul or Int8MatMul?"""
+        """Whether Int4MatMul or Int8MatMul computes with this format."""
         bits, block = self._container
         return block in int4_matmul.GROUP_SIZES and (bits == 8 or (bits == 4 and self.group_size > 0))
 
@@ -168,7 +169,7 @@ class IntFormat(Format):
         return g.custom(int4_matmul if bits == 4 else int8_matmul, inputs, K=columns, N=rows, group_size=block)
 
     def _contained(self, weight: QTensor) -> Tensor:
-        """Its codes in the bits of the container, whose implicit zero point is another."""
+        """Return the codes shifted to the implicit zero point of the wider container."""
         bits = self._container[0]
         if not self.symmetric or bits == self.bits:
             return weight.codes

@@ -2,18 +2,19 @@
 
     weight = 2^(s - 127) * E2M1[code]       E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6; bit 3 of a code is the sign
 
-s is E8M0, a byte: 4.25 bits a weight. Numbers between two values go to the nearer one, halfway to the one whose last
-bit is 0; beyond 6 to 6. The standard's scale is 2^(floor(log2 max|w|) - 2), under which weights of more than 6 scales
-are clipped; `fit` takes twice that in blocks that err less by it (squared). What is MXFP4 already comes back exactly.
+s is E8M0, one byte, which makes 4.25 bits per weight. A number is rounded to the nearest value, ties to the value whose
+last bit is 0; magnitudes above 6 become 6. The standard's scale is 2^(floor(log2 max|w|) - 2), which clips weights
+above 6 scales; `fit` doubles it in blocks where that lowers the squared error. Weights that are already MXFP4 are
+reproduced exactly.
 
-In a checkpoint: codes two a byte, low nibble first, as transformers' gpt-oss folders have them; scales uint8.
+In a checkpoint, codes are stored two per byte, low nibble first, as in transformers' gpt-oss folders; scales are uint8.
 
-On a device: ONNX Runtime has no product by such weights on the CPU (MatMulBnb4's fp4 is bitsandbytes', whose smallest
-value is 1/192 of the largest in place of 1/12; DequantizeLinear of float4e2m1 wants opset 23). But 2 E2M1 is an integer
-from -12 to 12. So codes and scales lie in the file as above, and two Gathers, which ONNX Runtime folds once, at load,
-make of them the 8-bit codes and the scales 2^(s - 128) of a com.microsoft.MatMulNBits in blocks of 32. It rounds its
-input to int8, one scale per block. Expect the speed and the memory of int8_g32 weights, from a file half the size: a
-token by 4096 x 4096 weights on one thread takes 1.14 ms, int8_g32 1.09, nf4 23.
+On a device, ONNX Runtime has no CPU product for such weights (MatMulBnb4's fp4 is bitsandbytes', whose smallest value
+is 1/192 of the largest, not 1/12; DequantizeLinear of float4e2m1 needs opset 23). But 2 E2M1 is an integer from -12 to
+12. So the file holds codes and scales as above, and two Gathers, which ONNX Runtime folds once, at load, convert them
+to the 8-bit codes and the scales 2^(s - 128) of a com.microsoft.MatMulNBits in blocks of 32. It rounds its input to
+int8, with one scale per block. Speed and memory are those of int8_g32 weights, with a file half the size: multiplying
+one token by 4096 x 4096 weights on one thread takes 1.14 ms (int8_g32 1.09, nf4 23).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ GRAMMAR = "mxfp4"
 
 @dataclass(frozen=True)
 class MXFormat(Format):
-    """Blocks of `group_size` E2M1 numbers with an E8M0 scale."""
+    """Blocks of `group_size` E2M1 numbers that share an E8M0 scale."""
 
     scale_dtype = torch.uint8
     activations = ("int8",)
@@ -49,7 +50,7 @@ class MXFormat(Format):
         return by_group(self, weight, self._fit_groups), None
 
     def _fit_groups(self, groups: Tensor) -> Tensor:
-        """[n, G, 32] -> scales [n, G]."""
+        """Return scales [n, G] for groups [n, G, 32]."""
         largest = finite(groups.abs().amax(-1))
         _, exponent = torch.frexp(largest)  # largest in [2^(exponent-1), 2^exponent)
         scale = _power(exponent - 3).masked_fill(largest == 0, 1.0)
@@ -67,7 +68,7 @@ class MXFormat(Format):
             yield self.stored(scale * factor), None
 
     def stored(self, scale: Tensor) -> Tensor:
-        """The nearest powers of two, from 2^-127 to 2^127."""
+        """Round scales to the nearest powers of two, from 2^-127 to 2^127."""
         mantissa, exponent = torch.frexp(finite(scale))  # mantissa in [0.5, 1)
         return _power(exponent - 1 + (mantissa > 0.75).int())
 
@@ -83,7 +84,7 @@ class MXFormat(Format):
 
     @property
     def spacing(self) -> float:
-        return 2 * VALUES[-1] / 14  # 15 values, -0 being 0
+        return 2 * VALUES[-1] / 14  # 15 different values, because -0 is 0
 
     def bounds(self, zero: Tensor | None) -> tuple[float, float]:
         return -VALUES[-1], VALUES[-1]
@@ -94,7 +95,7 @@ class MXFormat(Format):
         codes = torch.zeros_like(place, dtype=torch.uint8)
         for index, (low, high) in enumerate(pairwise(VALUES)):
             middle = (low + high) / 2
-            codes += magnitude >= middle if index % 2 else magnitude > middle  # halfway: to the even code
+            codes += magnitude >= middle if index % 2 else magnitude > middle  # ties go to the even code
         return torch.where((place < 0) & (codes > 0), codes + 8, codes)
 
     def decode_each(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
@@ -115,8 +116,8 @@ class MXFormat(Format):
                 f"{self} scales from {weight.scale.min():.3g} to {weight.scale.max():.3g} do not fit in "
                 f"{np.dtype(g.dtype)}; export with --dtype fp32"
             )
-        pairs = (128 + 2 * _table()).to(torch.uint8)  # by code: the 8-bit code
-        pairs = torch.cartesian_prod(pairs, pairs).flip(1)  # by byte: its low and its high nibble's
+        pairs = (128 + 2 * _table()).to(torch.uint8)  # the 8-bit code of each 4-bit code
+        pairs = torch.cartesian_prod(pairs, pairs).flip(1)  # those of the low and the high nibble of each byte
         codes = g.initializer("codes", weight.packed().view(rows, -1, size // 2).numpy())
         wide = g.op("Gather", [g.const(pairs.numpy(), np.uint8), g.cast(codes, np.int32)])  # [N, G, 16, 2]
         wide = g.op("Reshape", [wide, g.const([rows, -1, size])])
@@ -131,12 +132,12 @@ class MXFormat(Format):
 
 
 def _power(exponent: Tensor) -> Tensor:
-    """2^exponent as fp32, exponent within E8M0's range."""
+    """Return 2^exponent as fp32, for exponents in E8M0's range."""
     return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent.clamp(-BIAS, NAN - 1 - BIAS))
 
 
 def _table(device: torch.device | None = None) -> Tensor:
-    """The 16 values by code."""
+    """Return the 16 values, indexed by code."""
     values = torch.tensor(VALUES, device=device)
     return torch.cat((values, -values))
 

@@ -1,6 +1,6 @@
-"""Small integers in bytes, row by row.
+"""Packs small integers into bytes, row by row.
 
-A row never shares a byte with another, so rows can be permuted, sliced and streamed while packed.
+Rows never share a byte, so packed rows can be permuted, sliced and streamed.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from torch import Tensor
 
 
 def row_bytes(columns: int, bits: int) -> int:
-    """Bytes of a row of `columns` codes at `bits` bits each."""
+    """Return the bytes of a row of `columns` codes of `bits` bits each."""
     return -(-columns * bits // 8)
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """uint8 [N, K], values < 2^bits -> uint8 [N, ceil(K*bits/8)]: one little-endian bit stream per row.
+    """Pack uint8 [N, K], values < 2^bits, into uint8 [N, ceil(K*bits/8)]: one little-endian bit stream per row.
 
-    Code k occupies the bits k*bits ... k*bits + bits-1 of its row, bit 0 being the lowest of the first byte: at 4 bits
+    Code k occupies bits k*bits ... k*bits + bits-1 of its row, where bit 0 is the lowest of the first byte: at 4 bits
     the low nibble comes first, at 2 bits the lowest pair, as in ONNX Runtime's MatMulNBits. Bits past the end are 0.
     """
     if bits == 8:
@@ -31,14 +31,14 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
     packed = codes.new_zeros(rows, codes.shape[1], size)
     for place in range(group):
         byte, shift = divmod(place * bits, 8)
-        packed[..., byte] |= codes[..., place] << shift  # what leaves the byte at its top is dropped
+        packed[..., byte] |= codes[..., place] << shift  # uint8 drops the bits shifted out at the top
         if shift + bits > 8:
             packed[..., byte + 1] |= codes[..., place] >> (8 - shift)
     return packed.view(rows, -1)[:, : row_bytes(columns, bits)].contiguous()
 
 
 def unpack_bits(packed: Tensor, bits: int, columns: int) -> Tensor:
-    """The inverse of `pack_bits`: uint8 [N, ceil(columns*bits/8)] -> uint8 [N, columns]."""
+    """Invert `pack_bits`: uint8 [N, ceil(columns*bits/8)] -> uint8 [N, columns]."""
     if bits == 8:
         return packed[:, :columns].clone()
     rows = packed.shape[0]
@@ -56,5 +56,5 @@ def unpack_bits(packed: Tensor, bits: int, columns: int) -> Tensor:
 
 
 def swap_pairs(codes: Tensor) -> Tensor:
-    """[N, K], K even: neighbours 2i and 2i+1 change places. Packed at 4 bits the HIGH nibble then comes first."""
+    """Swap columns 2i and 2i+1 of [N, K], K even. Packed at 4 bits, the HIGH nibble then comes first."""
     return codes.unflatten(1, (-1, 2)).flip(-1).flatten(1)

@@ -2,11 +2,11 @@
 
     scale = max(mean|W|, 1e-5)          absmean, eq. 1-3
 
-Packed, in a checkpoint and in an artifact alike, in the layout of the op diffbit.TernaryMatMul (ops/ternary_matmul.py):
-128 weights in 32 bytes. That op rounds its input to int8, one scale a token, and sums integers; where a scheme's
-activations are int4 it rounds to 4 bits, behind a Hadamard matrix in the layers whose inputs have outliers, o_proj and
-down_proj (v2, arXiv 2504.18415). A factor stands behind the op in a node of its own: there the graph's numbers are
-those of training, to the last bit.
+Checkpoints and artifacts pack them in the layout of the op diffbit.TernaryMatMul (ops/ternary_matmul.py): 128 weights
+in 32 bytes. That op rounds its input to int8, with one scale per token, and sums integers. If the scheme's activations
+are int4, it rounds to 4 bits, after a Hadamard transform in the layers whose inputs have outliers, o_proj and down_proj
+(v2, arXiv 2504.18415). A factor is applied after the op by a separate node, so that the op's results equal training's
+bit for bit.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class TernaryFormat(Format):
 
     def warning(self) -> str:
         return (
-            "ternary weights by rounding alone: a model that was not trained with ternary weights is destroyed by this "
-            "(BitNet reports a perplexity of 14 becoming 3.8 million); train it first, or use int4_g128"
+            "rounding to ternary destroys a model that was not trained with ternary weights (BitNet reports that a "
+            "perplexity of 14 became 3.8 million); train it first, or use int4_g128"
         )
 
     def fit(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -79,12 +79,12 @@ class TernaryFormat(Format):
         return Rounding(4, hadamard.block_size(columns) if module.rpartition(".")[2] in SPREAD else 1)
 
     def multiply(self, x: Tensor, weight: QTensor, rounding: Rounding | None) -> Tensor:
-        """To the bit what the op does: whole numbers as inputs, an exact integer sum, times a * scale.
+        """Compute bit for bit what the op computes: integer inputs, an exact integer sum, times a * scale.
 
-        float32 holds every partial sum exactly: they are integers below 127 * K < 2^24 for K up to 132,000.
+        float32 represents every partial sum exactly: they are integers below 127 * K < 2^24 for K up to 132,000.
         """
         q, a = rounded_input(x, rounding or INT8)
-        with torch.autocast(x.device.type, enabled=False):  # which would round the sums
+        with torch.autocast(x.device.type, enabled=False):  # autocast would round the sums
             sums = F.linear(q, weight.codes.float() - 1)
         return (sums * a * weight.scale.view(1)).to(x.dtype)
 

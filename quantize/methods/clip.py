@@ -1,12 +1,12 @@
-"""Rounding to nearest with ranges that err least on calibration tokens, instead of those that reach the largest weight.
+"""Rounds to nearest with clipped ranges that minimise the error on calibration tokens.
 
-Each group of columns w, with G the block of the input's Gram matrix that belongs to them, takes of the scales and zero
-points of scales.py those with the least error of what the group adds to the output,
+For each group of columns w, with G the input's Gram matrix of these columns, it chooses among the scales and zero
+points of scales.py those with the least error of the group's contribution to the output,
 
     d G d^T,    d = decode(encode(w)) - w
 
-which is how AWQ clips (arXiv 2306.00978, the authors' code), without its tokens. Groups are taken to err
-independently of each other; "gptq" knows that they do not.
+This is how AWQ clips (arXiv 2306.00978, the authors' code), with a Gram matrix in place of tokens. It treats the errors
+of different groups as independent; "gptq" does not.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ CALIBRATED = True
 
 
 def quantize(weight: Tensor, format: Format, stats: Any) -> QTensor:
-    """weight [N, K] of any float dtype, stats: CalibStats of the layer's input."""
+    """Round weight [N, K] of any float dtype; stats: CalibStats of the layer's input."""
     if stats is None:
-        raise DiffbitError("clip needs calibration tokens; name a text to take them from (--calibrate mix)")
+        raise DiffbitError("clip needs calibration tokens; pass a text, such as --calibrate mix")
     weight = weight.float()
     blocks = gram_blocks(stats.gram.to(weight.device), format)
 
@@ -38,12 +38,12 @@ def quantize(weight: Tensor, format: Format, stats: Any) -> QTensor:
 
 
 def gram_blocks(gram: Tensor, format: Format) -> Tensor:
-    """[K, K] -> [G, group, group]: the blocks on the diagonal, zeros where a last group is short."""
+    """Return the diagonal blocks [G, group, group] of [K, K], padded with zeros if the last group is short."""
     size = format.group_size or len(gram)
     blocks = gram.new_zeros(-(-len(gram) // size), size, size)
     for g in range(len(blocks)):
         block = gram[g * size : (g + 1) * size, g * size : (g + 1) * size]
         blocks[g, : len(block), : len(block)] = block
-    # a channel that calibration never saw still has a say, or a group of such would have none at all
+    # unused channels get a small weight, because a group of only unused channels would otherwise have no error at all
     blocks.diagonal(dim1=1, dim2=2).add_(1e-3 * gram.diagonal().mean().clamp(min=1e-30))
     return blocks

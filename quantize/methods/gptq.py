@@ -1,28 +1,29 @@
-"""GPTQ: every column is rounded knowing the errors of those before it (arXiv 2210.17323); then all are looked at again.
+"""GPTQ: each column compensates the rounding errors of those before it (arXiv 2210.17323); then all are refined.
 
 A layer's error over its calibration tokens is, for each row w of the weight and its rounded q, with the Gram matrix H,
 
     (w - q) H (w - q)^T
 
-Columns are rounded one after the other; what a column loses is made up for by the columns still to come, in the one
-best way. The paper writes that with the Cholesky factor of H^-1. Here it is H = R R^T with R upper triangular, which
-says the same without an inverse (arXiv 2307.13304, theorem 6): the first columns of w, once rounded, move column k to
+Columns are rounded one after the other, and later columns compensate the error of each optimally. The paper uses the
+Cholesky factor of H^-1. Here H = R R^T with R upper triangular, which is equivalent without an inverse (arXiv
+2307.13304, theorem 6): once the first columns of w are rounded, column k is moved to
 
     w_k + sum_{j<k} (w_j - q_j) R_jk / R_kk         and its rounding then adds  (R_kk error_k)^2  to the loss.
 
-Columns that matter most go first (`act_order`: by falling diagonal of H), when many are left that can make up for
-them. Scales belong to groups of columns as they lie in the weight, so they are chosen before, and by what an error
-will cost once later columns make up for it: R_kk^2, not H_kk (`scales.search`). On SmolLM2's first layers that loses 0
-to 17 % less (q, k and v 7 to 17 %), on inputs of low rank with independent outliers more (docs/LOG.md).
+The most important columns come first (`act_order`: by decreasing diagonal of H), while many columns are left to
+compensate them. Scales belong to groups of columns in the weight's order, so they are chosen before rounding,
+weighted by the cost of an error after compensation: R_kk^2, not H_kk (`scales.search`). On SmolLM2's first layers that
+lowers the loss by 0 to 17 % (q, k and v 7 to 17 %), and by more for inputs of low rank with independent outliers
+(docs/LOG.md).
 
-That is greedy: a column knows nothing of those after it. So each of ROUNDS times the scales are solved for with the
-codes as they are (`scales.solve`), and then every column is rounded again, given all the others (`descend`: coordinate
-descent, arXiv 2309.01885). Neither can make the loss larger.
+This is greedy, because a column ignores those after it. So ROUNDS times, the scales are solved for with fixed codes
+(`scales.solve`), and then every column is rounded again with all others fixed (`descend`: coordinate descent, arXiv
+2309.01885). Neither step can increase the loss.
 
-`DAMPING` times the mean of H's diagonal is added to the diagonal. That gives channels that calibration never saw plain
-rounding, and factorises a Gram matrix of fewer tokens than channels; it grows tenfold where it does not suffice.
+`DAMPING` times the mean of H's diagonal is added to the diagonal. With it, unused channels get plain rounding, and a
+Gram matrix of fewer tokens than channels can be factorised; if it is not enough, it is increased tenfold.
 
-Memory beside the weights: two matrices of K^2 numbers.
+Memory in addition to the weights: two matrices of K^2 numbers.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ CALIBRATED = True
 DAMPING = 0.01
 ROUNDS = 3
 Encode = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # a column, scales and zero points, each [N] -> codes [N]
-BLOCK = 128  # columns whose errors reach the others in one product
-PRECISE = 2048  # columns up to which the factorisation is done in fp64
+BLOCK = 128  # columns whose errors are propagated to the later ones in one product
+PRECISE = 2048  # Gram matrices of up to so many columns are factorised in fp64
 
 
 def quantize(weight: Tensor, format: Format, stats: Any) -> QTensor:
-    """weight [N, K] of any float dtype, stats: CalibStats of the layer's input."""
+    """Round weight [N, K] of any float dtype; stats: CalibStats of the layer's input."""
     if stats is None:
-        raise DiffbitError("gptq needs calibration tokens; name a text to take them from (--calibrate mix)")
+        raise DiffbitError("gptq needs calibration tokens; pass a text, such as --calibrate mix")
     weight = weight.float()
     if stats.gram not in _FEEDBACK:
         _FEEDBACK[stats.gram] = Feedback.of(stats.gram)
@@ -71,7 +72,7 @@ def round_columns(
     feedback: Feedback,
     encode: Encode | None = None,
 ) -> Tensor:
-    """Codes uint8 [N, K] of a weight [N, K] under scales and zero points as `format.fit` shapes them.
+    """Return codes uint8 [N, K] of a weight [N, K] for scales and zero points shaped as `format.fit`'s.
 
     encode: rounds a column, by default to the nearest codes.
     """
@@ -80,7 +81,7 @@ def round_columns(
     order, factor = feedback.order, feedback.factor
     group = (order // (format.group_size or columns)).tolist()
     scale_of, zero_of = _columns(scale, zero, rows)
-    source = weight.float().T[order]  # [K, N]: columns of the weight lie in rows, one after the other
+    source = weight.float().T[order]  # [K, N]: a column of the weight is a contiguous row
     codes = torch.empty(columns, rows, dtype=torch.uint8, device=weight.device)
     lost = torch.empty_like(source)  # w - q
     for start in range(0, columns, BLOCK):
@@ -105,7 +106,7 @@ def descend(
     gram: Tensor,
     encode: Encode | None = None,
 ) -> Tensor:
-    """Codes after each column, in turn, was rounded once more to what suits all the others best: q_k moves towards
+    """Round each column once more, in turn, given all others, and return the codes. The target of q_k is
 
     q_k + sum_j (w_j - q_j) H_jk / H_kk
     """
@@ -134,17 +135,17 @@ def descend(
 
 
 def damping(gram: Tensor) -> float:
-    """What is added to the diagonal; 1 where there is no signal at all, which makes rounding plain."""
+    """Return the number to add to the diagonal; 1 for an all-zero matrix, which gives plain rounding."""
     return DAMPING * float(gram.diagonal().mean()) or 1.0
 
 
 @dataclass(frozen=True, eq=False)
 class Feedback:
-    """The damped Gram matrix with its columns in the order of their rounding, as H = R R^T.
+    """The damped Gram matrix H = R R^T with its columns in rounding order.
 
-    order   int64 [K], the column that comes first, second, ...
+    order   int64 [K], the columns in the order in which they are rounded
     factor  fp32 [K, K], above the diagonal R_jk / R_kk, rows and columns in that order
-    cost    fp32 [K], R_kk^2 of each column of the weight: what a squared error of it costs at last
+    cost    fp32 [K], R_kk^2 of each column of the weight: the loss per squared error after compensation
     """
 
     order: Tensor
@@ -155,7 +156,7 @@ class Feedback:
     def of(cls, gram: Tensor, *, act_order: bool = True) -> Feedback:
         columns = torch.arange(len(gram), device=gram.device)
         order = gram.diagonal().argsort(descending=True, stable=True) if act_order else columns
-        backwards = order.flip(0)  # the lower factor of the reversed matrix, reversed, is the upper one
+        backwards = order.flip(0)  # reversing the lower factor of the reversed matrix gives the upper factor
         matrix = gram[backwards[:, None], backwards].to(torch.float64 if len(gram) <= PRECISE else torch.float32)
         added = damping(gram)
         matrix.diagonal().add_(added)
@@ -173,10 +174,10 @@ class Feedback:
         return cls(order, lower.flip(0, 1).float(), cost)
 
 
-# of the Gram matrices that are alive: q, k and v share one, gate and up, and all rows of a table, which come in parts
+# one per Gram matrix in use: q, k and v share one, gate and up share one, and so do all parts of a table
 _FEEDBACK: MutableMapping[Tensor, Feedback] = WeakTensorKeyDictionary()
 
 
 def _columns(scale: Tensor, zero: Tensor | None, rows: int) -> tuple[Tensor, Tensor | None]:
-    """Scales and zero points [N, G] as [G, N], those of a group of columns side by side."""
+    """Transpose scales and zero points [N, G] to [G, N], so that those of a group of columns are contiguous."""
     return scale.expand(rows, -1).T.contiguous(), None if zero is None else zero.T.contiguous()

@@ -1,10 +1,10 @@
 """Half-quadratic quantization (Badri and Shaji, mobiusml.github.io/hqq_blog): no data, robust to large weights.
 
-A group's scale s and zero point z are to minimise, over its weights w, a norm that forgives the few large errors:
+A group's scale s and zero point z minimise, over its weights w, a norm that tolerates a few large errors:
 
     argmin over (s, z)  sum_k |w_k - s (q_k - z)|^p        q = encode(w; s, z), p = 0.7
 
-The errors get a variable of their own, e, held to w - s (q - z) by a quadratic with weight beta, and the parts are
+A separate variable e for the errors is tied to w - s (q - z) by a quadratic penalty of weight beta, and the parts are
 solved in turn while beta grows (its eq. 3 to 5):
 
     q <- encode(w; s, z)
@@ -12,12 +12,13 @@ solved in turn while beta grows (its eq. 3 to 5):
     z <- round(mean(q - (w - e) / s))                       with a zero point
     s <- sum (w - e) (q - z) / sum (q - z)^2
 
-p, beta and its growth are the authors'. Two things are not. There z is a float and s stays that of the full range; our
-formats have whole zero points or none, so s is what is solved for (with a codebook's values in the place of q - z). And
-s may then cut off the largest weights, which p < 1 forgives and a model does not where they read its few large
-channels: so of all iterates, the full range among them, each group keeps the one of least sum of fourth powers. By
-squares SmolLM2's first layers lost twice what rounding to nearest loses at 3 bits, by fourth powers at most 1.35 times
-and 4 % less in the mean; the authors' code, 1.4 times and 1 % less (docs/LOG.md). Calibrated methods know better.
+p, beta and its growth are the authors'. Two things differ. The authors solve for a float z and keep the full range's s;
+diffbit's formats have integer zero points or none, so s is solved for too (with a codebook's values in place of q - z).
+But then s may clip the largest weights: p < 1 tolerates that, but a model does not if these weights read its few large
+channels. So each group keeps the iterate, or the full range, with the least sum of fourth powers of errors. On
+SmolLM2's first layers at 3 bits, choosing by squares doubled the loss of rounding to nearest in some layers; choosing
+by fourth powers loses at most 1.35 times as much and 4 % less on average; the authors' code at most 1.4 times and 1 %
+less (docs/LOG.md). Calibrated methods are better.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ ITERATIONS = 20
 
 
 def quantize(weight: Tensor, format: Format, stats: Any = None) -> QTensor:
-    """weight [N, K] of any float dtype -> QTensor; `stats` is not needed."""
+    """Round weight [N, K] of any float dtype; `stats` is not needed."""
     if format.per_tensor:
-        raise DiffbitError(f"hqq fits scales to groups of weights, but {format} has one for a whole weight; use gptq")
+        raise DiffbitError(f"hqq fits a scale to each group, but {format} has one scale per weight matrix; use gptq")
     weight = weight.float()
     scale, zero = format.fit(weight)
-    real = format.grouped(torch.ones(1, weight.shape[1], device=weight.device))[0]  # [G, group]; 0: filling
+    real = format.grouped(torch.ones(1, weight.shape[1], device=weight.device))[0]  # [G, group]; 0: padding
     for rows in row_blocks(weight):
         zeros = None if zero is None else zero[rows, :, None]
         found, zeros = _solve(format.grouped(weight[rows]), real, format, scale[rows, :, None], zeros)
@@ -55,7 +56,7 @@ def quantize(weight: Tensor, format: Format, stats: Any = None) -> QTensor:
 def _solve(
     weight: Tensor, real: Tensor, format: Format, scale: Tensor, zero: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """weight [n, G, group], scale and zero [n, G, 1] -> better ones."""
+    """Improve scale and zero [n, G, 1] for weight [n, G, group]."""
     best_scale, best_zero, best = scale, zero, torch.full_like(scale, torch.inf)
     beta = BETA
     for _ in range(ITERATIONS):
@@ -82,6 +83,6 @@ def _solve(
 
 
 def shrink(x: Tensor, beta: float) -> Tensor:
-    """argmin over e of |e|^p + beta/2 (e - x)^2, nearly: generalised soft thresholding."""
+    """Return approximately the argmin over e of |e|^p + beta/2 (e - x)^2: generalised soft thresholding."""
     magnitude = x.abs()
     return x.sign() * (magnitude - magnitude.clamp(min=1e-6).pow(P - 1) / beta).clamp_(min=0)

@@ -2,21 +2,21 @@
 
     scale = half(start * clip),   code = clamp(round(w / scale + offset) + zero),   weight = scale * (code - zero)
 
-The offset of each weight, in units of its scale, and the clip factor of each group (of an asymmetric one: a factor of
-its lower and one of its upper end, from which scale and zero point follow) are found by SignSGD with a step that
-falls linearly to 0; round passes gradients straight through. What is minimised is the squared error of the layer's
-output: attention with its subtraction and head norm, MLP and residual, so that q, k, v and o make good together what
-each of them loses, and the two branches of a pair are rounded for the sake of their difference. The aim is the float
-layer's output on exact inputs, reached from the inputs that quantized layers before it really give. The norms and
-lambdas of the layer, which stay float, are learned along with it (Adam).
+SignSGD, with a learning rate that falls linearly to 0, learns an offset for each weight, in units of its scale, and a
+clip factor for each group (two in asymmetric formats, for the lower and the upper end of the range, which determine
+scale and zero point). Gradients pass straight through the rounding. The loss is the squared error of the layer's
+output, after attention with its subtraction and head norm, MLP and residual. So q, k, v and o can compensate each
+other's errors, and the two branches of a pair are rounded for their difference. The target is the float layer's output
+on exact inputs; the layer's own inputs are those that the earlier quantized layers produce. The layer's norms and
+lambdas, which stay float, are learned too (Adam). For the head, the loss is the KL divergence of its predictions.
 
-Start are GPTQ's codes. The iterate with the least error on a fixed part of the calibration text is kept; the start is
-one of them. Of the head the Kullback-Leibler divergence of its predictions is minimised.
+Learning starts from GPTQ's codes. It keeps the iterate, which may be the start, with the least error on a fixed part of
+the calibration text.
 
-Memory: of one layer, 26 bytes a weight (it in float, offset now and at first, rounded weight, its gradient and what
-that is summed from, codes now and of the best iterate), what a backward pass keeps of BATCH_TOKENS tokens, and the aim,
-a float for each hidden state. A layer of 60 million weights: 1.6 GB, 0.1 GB, and as much again as the calibration
-tokens' states take.
+Memory for one layer: 26 bytes per weight (float weight, current and initial offset, rounded weight, its gradient and
+the gradient's terms, current and best codes), the activations of BATCH_TOKENS tokens for the backward pass, and the
+target, one float per hidden state. For 60 million weights: 1.6 GB, 0.1 GB, and as much again as the calibration tokens'
+hidden states.
 """
 
 from __future__ import annotations
@@ -37,48 +37,60 @@ from ...models.layers.softmax import Arithmetic
 from ..formats import Format, QTensor
 from ..formats.base import divisor, row_blocks
 from ..layer import Layer, Tokens
-from ..model import quantize_weight
 from ..rounding import straight_through
 from ..spill import Rows
+from ..stages import round_all
 from . import gptq
 
 CALIBRATED = True
-EXACT = True  # the aim is the float model's output, of all calibration tokens
+EXACT = True  # needs the float model's hidden states of all calibration tokens
 SEED = 0
-STEPS = 100
-BATCH_TOKENS = 256  # in a step: as good as 512
-RATE = 1 / STEPS  # of SignSGD at first, in steps of the weights; what a clip factor's end of the range moves, too
-BOUND = 0.5  # of offsets: as far as the neighbour on either side
-MARGIN = 0.49  # how far from its code's level a weight starts at most, in steps
+STEPS = 100  # by default; the recipe learned:50 has 50
+BATCH_TOKENS = 256  # per training step; 512 is no better
+BOUND = 0.5  # of offsets: they can reach the neighbouring code on either side
+MARGIN = 0.49  # largest initial distance of a weight from its code's value, in units of the scale
 CLIP = (0.25, 4.0)  # bounds of clip factors
-FLOAT_RATE = 1e-3  # of Adam, at first: norms, biases and lambdas
-CHECKS = 2  # how often the iterate is looked at
-CHECK_WINDOWS = 16  # what it is looked at with
+FLOAT_RATE = 1e-3  # initial learning rate of Adam, for norms, biases and lambdas
+CHECKS = 2  # number of intermediate evaluations of the iterate
+CHECK_WINDOWS = 16  # windows of an evaluation
 
 
-def quantize_layer(layer: Layer) -> dict[str, QTensor]:
-    """Round the weights in layer.formats together; layer.refitted gets better norms, biases and lambdas."""
+def quantize_layer(layer: Layer, steps: int = STEPS) -> dict[str, QTensor]:
+    """Round the weights in layer.formats together; put improved norms, biases and lambdas into layer.refitted."""
     if layer.tokens is None:
-        raise DiffbitError("learned needs calibration tokens; name a text to take them from (--calibrate mix)")
-    layer.expect(STEPS)
+        raise DiffbitError("learned needs calibration tokens; pass a text, such as --calibrate mix")
+    layer.expect(steps + len(layer.formats) * len(layer.tokens.slices))
     start = _start(layer)
     with torch.enable_grad():
-        return learn(layer, layer.tokens, start)
+        return learn(layer, layer.tokens, start, steps)
 
 
 def _start(layer: Layer) -> dict[str, QTensor]:
     start: dict[str, QTensor] = {}
     for stage in layer.stages():
         stats = layer.stats(start, stage[:1])[stage[0]]
-        for name in stage:
-            weight, format = layer.tensors[f"{name}.weight"], layer.formats[name]
-            start[name] = quantize_weight(gptq.quantize, f"{name}.weight", weight, format, stats)
+        start |= round_all(layer, lambda name: gptq.quantize, stage, stats)
     return start
 
 
-def learn(layer: Layer, tokens: Tokens, start: Mapping[str, QTensor]) -> dict[str, QTensor]:
-    """From `start` on, STEPS steps; the best iterate's weights, its norms and lambdas go into layer.refitted."""
+def learn(layer: Layer, tokens: Tokens, start: Mapping[str, QTensor], steps: int) -> dict[str, QTensor]:
+    """Train `steps` steps from `start`; return the best iterate's weights, and put its floats into layer.refitted.
+
+    Rates fall linearly to 0. SignSGD begins with 1 / steps, in scales of the weights; so do the clip factors' ends.
+    Each step needs the one before it: one process takes them, and others wait.
+    """
     problem = Problem(layer, tokens)
+    best, floats = tokens.here.of_first(lambda: _descend(problem, start, steps))
+    for name, tensor in floats.items():
+        layer.refitted[name] = tensor.to(layer.tensors[name].dtype)
+    return best
+
+
+def _descend(
+    problem: Problem, start: Mapping[str, QTensor], steps: int
+) -> tuple[dict[str, QTensor], dict[str, Tensor]]:
+    """The best iterate: weights; norms, biases and lambdas."""
+    layer, tokens = problem.layer, problem.tokens
     weights = {name: LearnedWeight(layer.tensors[f"{name}.weight"], quantized) for name, quantized in start.items()}
     floats = {
         name: tensor.detach().float().clone().requires_grad_()
@@ -88,41 +100,39 @@ def learn(layer: Layer, tokens: Tokens, start: Mapping[str, QTensor]) -> dict[st
     adam = torch.optim.Adam(floats.values(), lr=FLOAT_RATE)
     batches = _batches(len(tokens.ids), max(1, BATCH_TOKENS // tokens.ids.shape[1]), SEED + layer.index)
     least = float("inf")
-    best = dict(start)  # should no error be a number
+    best = dict(start)  # kept if every loss is NaN
     best_floats: dict[str, Tensor] = {}
     rounded = {name: weight.rounded for name, weight in weights.items()}
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        for step in range(STEPS + 1):
-            if step % max(1, STEPS // CHECKS) == 0 or step == STEPS:
+        for step in range(steps + 1):
+            if step % max(1, steps // CHECKS) == 0 or step == steps:
                 with torch.no_grad():
                     loss = problem.checked(rounded, floats)
                 if loss < least:
                     least = loss
                     best = {name: weight.quantized() for name, weight in weights.items()}
                     best_floats = {name: tensor.detach().clone() for name, tensor in floats.items()}
-            if step == STEPS:
+            if step == steps:
                 break
             problem.loss(rounded, floats, next(batches)).backward()
-            left = 1 - step / STEPS
-            list(pool.map(LearnedWeight.update, weights.values(), repeat(RATE * left)))
+            left = 1 - step / steps
+            list(pool.map(LearnedWeight.update, weights.values(), repeat(left / steps)))
             adam.param_groups[0]["lr"] = FLOAT_RATE * left
             adam.step()
             adam.zero_grad()
             layer.step(next(iter(start)))
-    for name, tensor in best_floats.items():
-        layer.refitted[name] = tensor.to(layer.tensors[name].dtype)
-    return best
+    return best, best_floats
 
 
 def _batches(count: int, size: int, seed: int) -> Iterator[Tensor]:
-    """Indices of `size` windows out of `count`, for ever; every window comes once before any comes again."""
+    """Yield indices of `size` windows out of `count` forever; each window comes once before any is repeated."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield from torch.randperm(count, generator=generator).split(size)
 
 
 class Problem:
-    """The error of a layer's output as a function of its weights {linear layer: [N, K]} and norms and lambdas."""
+    """The error of a layer's output as a function of its weights {linear layer: [N, K]}, norms, biases and lambdas."""
 
     def __init__(self, layer: Layer, tokens: Tokens) -> None:
         self.layer, self.tokens, self.module = layer, tokens, layer.module({}).requires_grad_(False)
@@ -139,15 +149,20 @@ class Problem:
                 own.arithmetic = _StraightArithmetic(own.arithmetic)
         true = layer.module()
         self.true = None if layer.is_layer else true
-        self.target: Tensor | Rows = torch.empty(0)  # of the head: logits would be too many
+        self.target: Tensor | Rows = torch.empty(0)  # empty for the head, whose logits would take too much memory
         if layer.is_layer:
             self.target = tokens.exact.space(*tokens.exact.hidden.shape[1:])
+
+            def aim(rows: slice) -> Tensor:
+                batch = tokens.exact.batch(rows)
+                return layer.run(true, batch.hidden, batch)
+
             with torch.no_grad():
-                for rows, batch in zip(tokens.exact.slices, tokens.exact.batches(), strict=True):
-                    self.target[rows] = layer.run(true, batch.hidden, batch)
+                for rows, made in zip(tokens.exact.slices, tokens.here.share(tokens.exact.slices, aim), strict=True):
+                    self.target[rows] = made
 
     def loss(self, weights: Mapping[str, Tensor], floats: Mapping[str, Tensor], rows: Tensor) -> Tensor:
-        """On these windows of calibration text."""
+        """Return the loss on these windows of calibration text."""
         batch = self.tokens.batch(rows)
         named = {f"{name}.weight": weight for name, weight in weights.items()} | dict(floats)
         state = {self.layer.local(name): value for name, value in named.items()}
@@ -160,7 +175,7 @@ class Problem:
         return F.kl_div(output[batch.counted].log_softmax(-1), wanted, reduction="batchmean", log_target=True)
 
     def checked(self, weights: Mapping[str, Tensor], floats: Mapping[str, Tensor]) -> float:
-        """On CHECK_WINDOWS windows, spread evenly."""
+        """Return the loss on CHECK_WINDOWS evenly spread windows."""
         count = len(self.tokens.ids)
         windows = torch.linspace(0, count - 1, min(count, CHECK_WINDOWS)).round().long()
         size = max(1, BATCH_TOKENS // self.tokens.ids.shape[1])
@@ -171,11 +186,11 @@ class Problem:
 class LearnedWeight:
     """A weight [N, K] whose rounding is being learned.
 
-    offset        fp32 [N, K], in steps
-    upper, lower  fp32, shaped as the scales: factors of the range's ends; only asymmetric formats have a lower one
-    rounded       fp32 [N, K], what they make of the weight: scale * level(w / scale + offset)
+    offset        fp32 [N, K], in units of the scale
+    upper, lower  fp32, shaped as the scales: factors of the range's ends; only asymmetric formats have `lower`
+    rounded       fp32 [N, K], the resulting weight: scale * level(w / scale + offset)
 
-    All passes take some rows at a time, whose numbers stay in cache.
+    All passes process some rows at a time, which stay in cache.
     """
 
     def __init__(self, weight: Tensor, start: QTensor) -> None:
@@ -185,10 +200,10 @@ class LearnedWeight:
         zeros, grouped = None if zero is None else zero[..., None], format.grouped(self.weight)
         away = format.decode_each(codes, torch.ones_like(scale), zeros) - grouped / divisor(scale)
         nearest = format.encode_each(grouped, scale, zeros).to(torch.uint8)
-        # the smallest offset that leads to the start's code
+        # the smallest offset that gives the initial code
         away = (away - away.clamp(-MARGIN * self.unit, MARGIN * self.unit)).masked_fill_(nearest == codes, 0)
         away = away.flatten(1)[:, : weight.shape[1]].contiguous()
-        self.first = away  # an offset stays within BOUND, or between BOUND and where it started
+        self.first = away  # an offset stays within +-BOUND, extended to its initial value
         self.offset = away.clone()
         self.upper = torch.ones_like(start.scale).requires_grad_()
         self.lower = None if zero is None else torch.ones_like(start.scale).requires_grad_()
@@ -196,7 +211,7 @@ class LearnedWeight:
         self.round()
 
     def scales(self) -> tuple[Tensor, Tensor | None]:
-        """Scales, and zero points as whole floats."""
+        """Return the current scales, and zero points as integer-valued floats."""
         scale, zero, format = self.start.scale, self.start.zero, self.format
         if self.lower is None or zero is None:
             scale = scale * self.upper
@@ -208,7 +223,7 @@ class LearnedWeight:
 
     @torch.no_grad()
     def round(self) -> None:
-        """Make `rounded` of the three."""
+        """Compute `rounded` from offset, upper and lower."""
         scale, zero = self.scales()
         for rows, s, z, (weight, offset) in _parts(self.format, scale, zero, self.weight, self.offset):
             codes = self.format.encode_each(torch.addcmul(weight, offset, s), s, z)
@@ -226,11 +241,11 @@ class LearnedWeight:
     def gradients(
         self, upstream: Tensor, scale: Tensor, zero: Tensor | None
     ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:
-        """Some rows at a time: which, and the gradients of their offsets [n, K], scales and zero points [n, G].
+        """Yield (rows, gradients of their offsets [n, K], scales and zero points [n, G]), some rows at a time.
 
         d/d offset = scale inside the range, else 0;   d/d scale = level - [inside] w / scale;
-        d/d zero = -scale outside, where rounding to a level counts as adding a constant. There are no booleans here:
-        torch makes and reads them seven times more slowly than floats.
+        d/d zero = -scale outside; rounding to a level counts as adding a constant. `inside` is float, because torch
+        writes and reads booleans seven times more slowly.
         """
         values = (self.weight, self.offset, self.rounded, upstream)
         for rows, s, z, (weight, offset, rounded, grad) in _parts(self.format, scale, zero, *values):
@@ -246,7 +261,7 @@ class LearnedWeight:
 
     @torch.no_grad()
     def update(self, rate: float) -> None:
-        """A step of SignSGD: offsets move by `rate` steps, and so do the ends of a symmetric range."""
+        """Take a step of SignSGD: move offsets, and the ends of a symmetric range, by `rate` units of the scale."""
         assert self.rounded.grad is not None
         with torch.enable_grad():
             found = [values for values in self.scales() if values is not None]
@@ -271,7 +286,7 @@ class LearnedWeight:
 def _parts(
     format: Format, scale: Tensor, zero: Tensor | None, *values: Tensor
 ) -> Iterator[tuple[slice, Tensor, Tensor | None, list[Tensor]]]:
-    """Some rows at a time of tensors [N, K]: which, their scales and zero points [n, G, 1], and each [n, G, group]."""
+    """Yield (rows, scales and zero points [n, G, 1], each value's rows as [n, G, group]), some rows at a time."""
     scales = scale.expand(len(values[0]), -1)[..., None]
     for rows in row_blocks(values[0]):
         grouped = [format.grouped(value[rows]) for value in values]
@@ -279,12 +294,12 @@ def _parts(
 
 
 def _straight(function: Callable[..., Tensor], value: Tensor, *rest: Any) -> Tensor:
-    """function(value, *rest), through which gradients pass as if it were value."""
+    """Return function(value, *rest); gradients pass to value unchanged."""
     return straight_through(value, function(value.detach(), *rest))
 
 
 class _StraightArithmetic(Arithmetic):
-    """Low-bit products, through which gradients pass as if they were exact."""
+    """Low-bit products with the gradients of the exact products."""
 
     def __init__(self, low: Arithmetic) -> None:
         self.low = low

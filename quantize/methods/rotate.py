@@ -1,19 +1,20 @@
-"""Rotation: the model with other coordinates, in which no channel stands out (QuaRot, arXiv 2404.00456; 2405.16406).
+"""Rotates the model's activations so that no channel stands out (QuaRot, arXiv 2404.00456; 2405.16406).
 
-Only rotations that fold into the weights, so that they are free at run time and the model computes the same:
+It uses only rotations that fold into the weights, so they are free at run time and do not change the model's function:
 
   residual stream   h -> h R, R [E, E] a randomised Hadamard transform (hadamard.py). RMSNorm commutes with R once its
                     weight g is folded into the layers that follow: embedding E R, readers W diag(g) R, o_proj and
                     down_proj R^T W and R^T b of their biases, the final norm and the head likewise.
   heads             values, and queries with keys: rotate_heads.py
 
-LayerNorm commutes with an R that keeps the mean (hadamard.py). Its weight folds likewise, and its bias b becomes
-(b / g) R, which a g near 0 does not allow: such a model is refused.
+LayerNorm commutes with an R that keeps the mean (hadamard.py). Its weight folds in the same way, and its bias b becomes
+(b / g) R; a model with a g near 0 is refused.
 
-A tied head is untied, which costs its bytes: the final norm's weight goes into the head and not into the embedding. A
-tie survives only an R that mixes no two channels of different g, in a trained model none. rotate_heads alone keeps it.
+A tied head is untied, which costs its bytes, because the final norm's weight is folded into the head but not into the
+embedding. The two could stay tied only if R mixed no channels of different g, which no rotation of a trained model
+does. rotate_heads keeps them tied.
 
-awq may follow and must not precede: folding the norms would undo their scales.
+awq may follow but not precede it, because folding the norms would undo awq's scales.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from .rotate_heads import SEED, rotate_values, turn_planes, warning
 
 __all__ = ["CALIBRATED", "config", "transform", "warning"]
 CALIBRATED = False
-MOST_BIAS = 256  # a LayerNorm's bias over its weight, to its bias: the quotient is stored in the bias's dtype
+MOST_BIAS = 256  # largest ratio of max|b / g| to max|b| of a LayerNorm; b / g is stored in the bias's dtype
 
 
 def config(config: ModelConfig) -> ModelConfig:
-    """The rotated model's: a head of its own."""
+    """Return the rotated model's config, whose head is untied."""
     return replace(config, tie_embeddings=False)
 
 
@@ -48,7 +49,7 @@ def transform(layer: Layer) -> None:
             tensors[EMBEDDING] = stream.right(tensors[EMBEDDING])
         elif layer.is_layer:
             for name, tensor in tensors.items():
-                tensors[name] = tensor.double()  # rounded once, after all that follows
+                tensors[name] = tensor.double()  # converted back once, at the end
             rotate_values(layer)
             _read_rotated(layer, f"{layer.prefix}input_layernorm.weight", attention_readers(layer), stream)
             _read_rotated(layer, f"{layer.prefix}post_attention_layernorm.weight", mlp_readers(layer), stream)
@@ -60,7 +61,7 @@ def transform(layer: Layer) -> None:
 
 
 def _read_rotated(layer: Layer, norm: str, readers: list[str], stream: Rotation) -> None:
-    """W -> W diag(g) R of every weight that reads a norm, whose own weight g becomes 1."""
+    """Replace every weight W that reads a norm by W diag(g) R, and the norm's weight g by 1."""
     weight, bias = layer.tensors[norm].double(), f"{norm.removesuffix('.weight')}.bias"
     for name in readers:
         layer.tensors[name] = stream.right(layer.tensors[name], weight)

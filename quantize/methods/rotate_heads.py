@@ -1,20 +1,21 @@
-"""Rotation within the heads of attention: the part of rotate that needs no other embedding or head (arXiv 2404.00456).
+"""Rotates within the heads of attention: the part of rotate that leaves embedding and head alone (arXiv 2404.00456).
 
-The model computes the same, and nothing is added at run time or in the file:
+It does not change the model's function, and adds nothing at run time or to the file:
 
   values            v -> v Q, Q [w, w] a randomised Hadamard transform (hadamard.py), one per kv head: Q^T W_v, W_o Q.
-                    In diff_v1 w is 2d: the difference (A1 - lambda A2) v and the head norm, which has no weight, let
-                    it pass exactly.
-  queries, keys     RoPE turns rows j and j + d/2 of a sub-head as a pair, so that such a pair may be turned by any one
-                    angle in a key sub-head and in the query sub-heads that meet it: each plane of the signal's and of
-                    the noise's has its own, the one of ANGLES with the least error of rounding to nearest,
+                    In diff_v1 w is 2d: Q passes exactly through the difference (A1 - lambda A2) v and through the head
+                    norm, which has no weight.
+  queries, keys     RoPE rotates rows j and j + d/2 of a sub-head as a pair. So the pair may be rotated by any angle, if
+                    a key sub-head and the query sub-heads that use it share the angle. Each plane of the signal's and
+                    the noise's key sub-heads gets the one of ANGLES with the least error of rounding to nearest,
                     sum over the queries of  ||dq||^2 ||k||^2 + ||q||^2 ||dk||^2.
-                    A norm of queries and keys (Qwen 3) scales both rows apart: they stay as they are, and so do keys
-                    and values that another layer reads, and that layer's queries.
+                    Not rotated: queries and keys with a norm (Qwen 3), which scales the two rows differently; keys
+                    and values that another layer reads; that layer's queries.
 
-Biases turn with the rows that they are added to.
+Biases are rotated with their rows.
 
-No scales between queries and keys: a format has scales for each row, so that a row times s rounds to s times the same.
+Scales between queries and keys would be useless: formats have scales per row, so s times a row rounds to s times the
+same result.
 """
 
 from __future__ import annotations
@@ -33,27 +34,27 @@ from ..layer import Layer
 
 CALIBRATED = False
 SEED = 0
-ANGLES = tuple(i * math.pi / 32 for i in range(16))  # a quarter turn swaps the rows and changes no error
+ANGLES = tuple(i * math.pi / 32 for i in range(16))  # below a quarter turn, which swaps the rows and keeps the error
 
 
 def warning(config: ModelConfig) -> str | None:
     kept = [str(index) for index in range(config.num_layers) if config.symmetries(index) == Symmetries()]
     if not kept:
         return None
-    return f"heads are not rotated in layers {', '.join(kept)}: they have none, or share them with other layers"
+    return f"layers {', '.join(kept)} are not rotated: they have no heads, or share them with other layers"
 
 
 def transform(layer: Layer) -> None:
     if layer.is_layer:
         with unchanged(layer):
             for name, tensor in layer.tensors.items():
-                layer.tensors[name] = tensor.double()  # rounded once, after both
+                layer.tensors[name] = tensor.double()  # converted back once, after both
             rotate_values(layer)
             turn_planes(layer)
 
 
 def rotate_values(layer: Layer) -> None:
-    """W_v -> Q^T W_v and W_o -> W_o Q, a Q for each kv head and the heads that share it."""
+    """Replace W_v by Q^T W_v and W_o by W_o Q, with one Q for each kv head and the heads that share it."""
     width = layer.symmetries.value_width
     if not width:
         return
@@ -61,7 +62,7 @@ def rotate_values(layer: Layer) -> None:
     outputs, count = layer.tensors[o_proj].split(width, dim=1), len(layer.tensors[v_proj]) // width
     shared = len(outputs) // count
     seed = SEED + 1 + layer.index * count
-    rotations = [Rotation(width, seed + group) for group in range(count)]  # each its own signs
+    rotations = [Rotation(width, seed + group) for group in range(count)]  # with different signs
 
     def rotated(rows: Tensor) -> Tensor:
         return torch.cat([r.left_inverse(v) for r, v in zip(rotations, rows.split(width), strict=True)])
@@ -71,7 +72,7 @@ def rotate_values(layer: Layer) -> None:
 
 
 def turn_planes(layer: Layer) -> None:
-    """Rows j and j + d/2 of each sub-head of q_proj and k_proj, by an angle for each plane of each key sub-head."""
+    """Rotate rows j and j + d/2 of q_proj's and k_proj's sub-heads, by an angle per plane of each key sub-head."""
     modules = [f"{layer.prefix}self_attn.{name}_proj" for name in "qk"]
     formats = [layer.formats.get(module) for module in modules]
     meets = layer.symmetries.key_of
@@ -104,14 +105,14 @@ def turn_planes(layer: Layer) -> None:
 
 
 def _turn(weight: Tensor, angle: Tensor) -> Tensor:
-    """weight [heads, 2, d/2, K], angle [heads, d/2]."""
+    """Rotate the planes of weight [heads, 2, d/2, K] by angle [heads, d/2]."""
     cos, sin = angle.double().cos()[..., None], angle.double().sin()[..., None]
     low, high = weight.unbind(1)
     return torch.stack((cos * low - sin * high, sin * low + cos * high), dim=1)
 
 
 def _plane_error(weight: Tensor, format: Format | None) -> Tensor:
-    """[heads, 2, d/2, K] -> [heads, d/2], the squared error of rounding to nearest; none where it stays float."""
+    """Return the squared error [heads, d/2] of rounding [heads, 2, d/2, K] to nearest; 0 if it stays float."""
     if format is None:
         return weight.new_zeros(weight.shape[0], weight.shape[2])
     rows = weight.flatten(0, 2).float()

@@ -1,4 +1,4 @@
-"""Round to nearest: every weight to the nearest code of its group. No data, no search; the yardstick of all methods."""
+"""Round to nearest: rounds every weight to the nearest code of its group. No data, no search; the baseline."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ CALIBRATED = False
 
 
 def quantize(weight: Tensor, format: Format, stats: Any = None) -> QTensor:
-    """weight [N, K] of any float dtype -> QTensor; `stats` (what calibration gathered for this layer) is not needed."""
+    """Round weight [N, K] of any float dtype; `stats` is not needed."""
     return format.nearest(weight, *format.fit(weight))

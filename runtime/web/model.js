@@ -29,12 +29,13 @@ export class Model {
       if (special[name]) model.special[name] = special[name].content ?? special[name];
     model.manifest = manifest;
     model.ort = ort;
-    const data = files["model.onnx.data"];
-    model.session = await ort.InferenceSession.create(await bytes("model.onnx"), {
+    const graph = files["model.onnx"] ? "model.onnx" : "onnx/model.onnx";
+    const data = ["model.onnx.data", "onnx/model.onnx_data"].find((name) => files[name]);
+    model.session = await ort.InferenceSession.create(await bytes(graph), {
       executionProviders: provider === "wasm" ? ["wasm"] : [provider, "wasm"],
       enableMemPattern: false,
       logSeverityLevel: 3,
-      externalData: data ? [{ path: "model.onnx.data", data: await bytes("model.onnx.data") }] : [],
+      externalData: data ? [{ path: data.replace("onnx/", ""), data: await bytes(data) }] : [],
     });
     model.buffers = manifest.cache.layers.flatMap((layer, index) =>
       layer.buffers.map((buffer) => ({ ...buffer, name: `${index}.${buffer.name}` })),

@@ -327,7 +327,7 @@ def test_a_quantized_checkpoint_is_measured_as_it_is(checkpoints: list[Path], te
     assert found.rows()[2]["increase"] == "-"
     plot_comparison(found.to_dict(), tmp_path / "plot.svg")
     alone = compare([tmp_path / "low"], text, ["8"], ["weights"])
-    with pytest.raises(DiffbitError, match="came quantized"):
+    with pytest.raises(DiffbitError, match="are already quantized"):
         plot_comparison(alone.to_dict(), tmp_path / "none.svg")
 
 

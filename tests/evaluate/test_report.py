@@ -179,7 +179,7 @@ def test_findings_say_what_the_intervals_allow(page: Page) -> None:
     once = Page(render(ReportData(comparison=made_up.comparison(repeats=1, arithmetic="float")))).text
     assert "diff loses less in this one rounding of each" in once and "than plain, in one rounding of each" in once
     assert "Weights were rounded once" in once and "take their inputs in float" in once
-    assert "does not tell them apart" in text and "loses less" not in text and "no sure difference" in text
+    assert "the difference is not significant" in text and "loses less" not in text and "no sure difference" in text
 
 
 def test_several_methods() -> None:

@@ -304,7 +304,7 @@ def test_sentencepiece_tokens(tmp_path: Path) -> None:
     [
         ({"architecture": "mamba"}, "architecture is 'mamba'"),
         ({"expert_count": 8}, "8 experts"),
-        ({"rope.dimension_count": 16}, "turns 16 channels"),
+        ({"rope.dimension_count": 16}, "rotates 16 of the"),
         ({"attention.sliding_window": 32}, "sliding window of 32"),
         ({"attention.value_length": 16}, "values of another width"),
         ({"without": "token_embd"}, "no tensor token_embd"),
@@ -355,7 +355,7 @@ def test_damaged_files(tmp_path: Path) -> None:
     refused(data[: name - 8] + struct.pack("<Q", 1 << 40) + data[name:], "cut short or damaged")
     refused(data[:after] + struct.pack("<I", 77) + data[after + 4 :], "77 dimensions")
     refused(data[: after + 4] + struct.pack("<Q", 1 << 60) + data[after + 12 :], "has the shape")
-    refused(data[: after + 4] + struct.pack("<Q", 48) + data[after + 12 :], "no multiple of its blocks")
+    refused(data[: after + 4] + struct.pack("<Q", 48) + data[after + 12 :], "not a multiple of its blocks")
     refused(data[: after + 20] + struct.pack("<I", 9) + data[after + 24 :], "Q8_1, which the package gguf does not")
     refused(data[: after + 20] + struct.pack("<I", 999) + data[after + 24 :], "unknown type 999")
     refused(data[: after + 24] + struct.pack("<Q", 1 << 40) + data[after + 32 :], "is cut short: tensor token_embd")

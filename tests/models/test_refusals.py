@@ -186,7 +186,6 @@ CASES: dict[str, tuple[str, Callable[[Path], Any], list[str]]] = {
         ["rotary embedding differs by layer (full_attention)"],
     ),
     "partial rope": ("single", config(partial_rotary_factor=0.5), ["partial_rotary_factor is 0.5, wanted 1"]),
-    "quantized by others": ("single", config(quantization_config={"quant_method": "gptq"}), ["quant_method 'gptq'"]),
     "quantization as text": ("single", config(quantization_config="int4"), ["config.json", "'int4'"]),
     "invalid JSON": ("single", lambda f: (f / "config.json").write_text('{"a": '), ["config.json: is not valid JSON"]),
     "JSON list": ("single", lambda f: (f / "config.json").write_text("[]"), ["config.json", "list, wanted an object"]),
@@ -217,7 +216,7 @@ CASES: dict[str, tuple[str, Callable[[Path], Any], list[str]]] = {
     "index of numbers": ("sharded", lambda f: edit_index(f, lambda m: m.update({Q: 3})), [INDEX, "no weight_map"]),
     "truncated data": ("single", truncate(-1), ["model.safetensors: is cut short: tensor"]),
     "truncated header": ("single", truncate(100), ["model.safetensors", "cut short (100 bytes"]),
-    "empty file": ("single", truncate(0), ["model.safetensors", "no safetensors file or is cut short (0 bytes"]),
+    "empty file": ("single", truncate(0), ["model.safetensors", "not a safetensors file, or is cut short (0 bytes"]),
     "garbage": (
         "single",
         lambda f: (f / "model.safetensors").write_bytes(b"\x04" + bytes(7) + b"{{{{"),
@@ -226,7 +225,7 @@ CASES: dict[str, tuple[str, Callable[[Path], Any], list[str]]] = {
     "header is a list": (
         "single",
         lambda f: (f / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"[]"),
-        ["header is no JSON object"],
+        ["header is not a JSON object"],
     ),
     "unknown dtype": ("single", header(lambda h: h[Q].update(dtype="F8_E5M2")), [Q, "has dtype 'F8_E5M2'"]),
     "offsets too short": (

@@ -31,6 +31,7 @@ def test_onnx_runtime_reports_the_sentence() -> None:
             assert case.node.op in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_sanitizers_find_nothing(threads: int) -> None:
     host = build("sanitized")

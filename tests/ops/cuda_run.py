@@ -1,6 +1,6 @@
 """Run a CUDA kernel: compiled for the CPU, with its threads in several orders (emulate.h), or on a card.
 
-@on_each_device
+@on_each_device                     # or on_devices_in_turn(cases)
 def test_kernel(device: Device, ...) -> None:
     a, y = device.put(a), device.poisoned(a.shape, a.dtype)
     device.run(cuda.Hadamard(a=a.data_ptr(), y=y.data_ptr(), ...))
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -65,7 +67,7 @@ class Device:
 
 needs_gpu = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
 on_each_device = pytest.mark.parametrize(
     "device",
@@ -75,3 +77,13 @@ on_each_device = pytest.mark.parametrize(
         pytest.param(Device("cuda"), id="gpu", marks=needs_gpu),
     ],
 )
+
+
+def on_devices_in_turn(cases: Sequence[Any]) -> pytest.MarkDecorator:
+    """Each case emulated in one of two orders of threads, which its neighbours' kernels share, and on a card."""
+    emulated = [
+        pytest.param(case, Device("cpu", i % 2), id=f"{case.name}-emulated", marks=pytest.mark.slow)
+        for i, case in enumerate(cases)
+    ]
+    cards = [pytest.param(case, Device("cuda"), id=f"{case.name}-gpu", marks=needs_gpu) for case in cases]
+    return pytest.mark.parametrize(("case", "device"), emulated + cards)

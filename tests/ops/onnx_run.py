@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -23,6 +24,14 @@ from diffbit.runtime import native
 
 # An installation without a compiler has no library; then there is nothing to run, and the tests of packaging say so
 on_each_isa = pytest.mark.parametrize("isa", native.instruction_sets())
+
+
+def on_isas_in_turn(cases: Sequence[Any], sets: int = 2) -> pytest.MarkDecorator:
+    """Each case on so many of the instruction sets, in turn; tests/native/test_host.py has each on all of them."""
+    isas = native.instruction_sets()
+    pairs = [(case, isas[(i + j) % len(isas)]) for i, case in enumerate(cases) for j in range(min(sets, len(isas)))]
+    params = [pytest.param(case, isa, id=f"{case.name}-{isa}") for case, isa in pairs]
+    return pytest.mark.parametrize(("case", "isa"), params)
 
 
 def node_of(

@@ -15,7 +15,7 @@ from diffbit.ops.diff_attention_reference import in_pairs
 
 from .cases import PREFILL_CASES, AttentionCase
 from .cuda_attention import Tensors, run_cuda, same_bits
-from .cuda_run import Device, on_each_device
+from .cuda_run import Device, on_devices_in_turn, on_each_device
 from .test_diff_attention import call_reference
 
 
@@ -74,8 +74,7 @@ def check(case: AttentionCase, x: Tensors, got: dict[str, torch.Tensor]) -> None
         assert error <= 2 * allowed, f"{error:.3g}, the composition's {allowed:.3g}"
 
 
-@on_each_device
-@pytest.mark.parametrize("case", PREFILL_CASES, ids=lambda case: case.name)
+@on_devices_in_turn(PREFILL_CASES)
 def test_prefill(case: AttentionCase, device: Device) -> None:
     x = case.inputs()
     check(case, x, run_cuda(device, case, x, in_place=case.beyond is not None and device.seed == 1))

@@ -28,7 +28,7 @@ from diffbit.ops.signature import DOMAIN
 from diffbit.runtime import native
 
 from .cases import ATTENTION_CASES, AttentionCase
-from .onnx_run import body_of, node_of, on_each_isa, run_node
+from .onnx_run import body_of, node_of, on_each_isa, on_isas_in_turn, run_node
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 ROUNDING = {torch.float32: 5e-7, torch.float16: 1e-3, torch.bfloat16: 2e-3}  # of an output of size 1
@@ -265,8 +265,7 @@ def test_body_is_the_reference(case: AttentionCase) -> None:
     assert_same_cache(case, got[1:], wanted[1:])
 
 
-@on_each_isa
-@cases
+@on_isas_in_turn(ATTENTION_CASES)
 def test_kernel_is_the_reference(case: AttentionCase, isa: str) -> None:
     got, wanted = run(case, arrays(case.inputs()), isa), [tensor.numpy() for tensor in reference(case)]
     assert_same_cache(case, got[1:], wanted[1:])
@@ -456,8 +455,7 @@ def node_session(
 IN_PLACE = [case for case in ATTENTION_CASES if case.beyond is not None]
 
 
-@on_each_isa
-@pytest.mark.parametrize("case", IN_PLACE, ids=lambda case: case.name)
+@on_isas_in_turn(IN_PLACE, sets=1)
 def test_a_shared_buffer_gains_the_new_rows_and_nothing_else(case: AttentionCase, isa: str) -> None:
     wanted = run(case, arrays(case.inputs()), isa)
     session, x = node_session(case, isa=isa), fed(arrays(case.inputs()))

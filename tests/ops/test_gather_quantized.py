@@ -11,8 +11,8 @@ from diffbit.runtime import cuda
 
 from .cases import TABLE_CASES as CASES
 from .cases import Int4Case
-from .cuda_run import TYPES, Device, on_each_device
-from .onnx_run import body_of, on_each_isa, run_node
+from .cuda_run import TYPES, Device, on_devices_in_turn
+from .onnx_run import body_of, on_each_isa, on_isas_in_turn, run_node
 
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 CONSTANTS = ("codes", "scales", "zeros", "factor")
@@ -53,8 +53,7 @@ def test_body_is_exact(case: Int4Case) -> None:
     assert np.array_equal(got, expected(case, inputs))
 
 
-@on_each_isa
-@cases
+@on_isas_in_turn(CASES)
 def test_kernel_is_exact(case: Int4Case, isa: str) -> None:
     inputs, attributes = node(case)
     kind = {"Y": 1 if case.dtype == torch.float32 else 10}
@@ -64,8 +63,7 @@ def test_kernel_is_exact(case: Int4Case, isa: str) -> None:
     assert np.array_equal(got, expected(case, inputs))
 
 
-@on_each_device
-@cases
+@on_devices_in_turn(CASES)
 def test_cuda_kernel_is_exact(case: Int4Case, device: Device) -> None:
     inputs, _ = node(case)
     ids, *given = (device.put(torch.from_numpy(x)) for x in inputs.values())

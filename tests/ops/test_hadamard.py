@@ -12,8 +12,8 @@ from diffbit.ops import hadamard
 from diffbit.runtime import cuda
 
 from .cases import HADAMARD_CASES, HadamardCase
-from .cuda_run import TYPES, Device, on_each_device
-from .onnx_run import body_of, on_each_isa, run_node
+from .cuda_run import TYPES, Device, on_devices_in_turn
+from .onnx_run import body_of, on_each_isa, on_isas_in_turn, run_node
 
 cases = pytest.mark.parametrize("case", HADAMARD_CASES, ids=lambda case: case.name)
 
@@ -59,8 +59,7 @@ def test_body_is_exact(case: HadamardCase) -> None:
     assert np.array_equal(run(case), hadamard.reference(case.inputs(), case.block).numpy())
 
 
-@on_each_isa
-@cases
+@on_isas_in_turn(HADAMARD_CASES)
 def test_kernel_is_exact(case: HadamardCase, isa: str) -> None:
     wanted = hadamard.reference(case.inputs(), case.block).numpy()
     for threads in (1, 2):
@@ -77,8 +76,7 @@ CUDA_CASES = [
 ]
 
 
-@on_each_device
-@pytest.mark.parametrize("case", CUDA_CASES, ids=lambda case: case.name)
+@on_devices_in_turn(CUDA_CASES)
 def test_cuda_kernel_is_exact(case: HadamardCase, device: Device) -> None:
     a = case.inputs()
     x, y = device.put(a), device.poisoned(a.shape, a.dtype)

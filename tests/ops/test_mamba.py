@@ -13,7 +13,7 @@ from diffbit.ops import causal_conv, selective_scan
 from diffbit.runtime import native
 
 from .cases import MAMBA_CASES, MambaCase
-from .onnx_run import body_of, on_each_isa, run_node
+from .onnx_run import body_of, on_each_isa, on_isas_in_turn, run_node
 from .test_diff_attention import ROUNDING
 
 cases = pytest.mark.parametrize("case", MAMBA_CASES, ids=lambda case: case.name)
@@ -106,9 +106,8 @@ def test_body(case: MambaCase, op: ModuleType) -> None:
     check(named(op, run(case, op)), case, op)
 
 
-@on_each_isa
 @ops
-@cases
+@on_isas_in_turn(MAMBA_CASES)
 def test_kernel(case: MambaCase, op: ModuleType, isa: str) -> None:
     one, two = (run(case, op, isa, threads) for threads in (1, 2))
     check(named(op, one), case, op)

@@ -17,8 +17,8 @@ from diffbit.ops import ternary_matmul
 from diffbit.runtime import cuda
 
 from .cases import TERNARY_CASES, TernaryCase
-from .cuda_run import TYPES, Device, on_each_device
-from .onnx_run import body_of, on_each_isa, run_node
+from .cuda_run import TYPES, Device, on_devices_in_turn, on_each_device
+from .onnx_run import body_of, on_each_isa, on_isas_in_turn, run_node
 
 cases = pytest.mark.parametrize("case", TERNARY_CASES, ids=lambda case: case.name)
 
@@ -72,8 +72,7 @@ def run_kernel(
     return y
 
 
-@on_each_isa
-@cases
+@on_isas_in_turn(TERNARY_CASES)
 def test_kernel_is_exact(case: TernaryCase, isa: str) -> None:
     a, weight, scale = case.inputs()
     wanted = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale, case.bits)
@@ -105,7 +104,6 @@ CUDA_CASES = [
     TernaryCase("large_tiles_even", lead=(257,), k=256, n=514, dtype=torch.bfloat16, seed=53),
     TernaryCase("large_tiles_fp32", lead=(257,), k=130, n=512, bits=4, seed=54),
 ]
-on_cuda_cases = pytest.mark.parametrize("case", CUDA_CASES, ids=lambda case: case.name)
 
 
 def run_cuda_kernel(
@@ -119,14 +117,14 @@ def run_cuda_kernel(
     return y.cpu()
 
 
-@on_each_device
-@on_cuda_cases
+@on_devices_in_turn(CUDA_CASES)
 def test_cuda_kernel_is_exact(case: TernaryCase, device: Device) -> None:
     a, weight, scale = case.inputs()
     wanted = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale, case.bits)
     assert torch.equal(run_cuda_kernel(device, a, weight, scale, case.bits), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 5, 8, 16])
 def test_cuda_kernel_with_more_shared_memory_is_exact(rows: int) -> None:
     a, weight, scale = TernaryCase("large", lead=(rows,), k=3000, n=1100, seed=55).inputs()

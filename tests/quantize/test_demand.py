@@ -46,7 +46,7 @@ def quantize(model: Path, out: Path, windows: int = WINDOWS, **options: Any) -> 
 
 
 def peak(action: Callable[[], object], before: Callable[[], object]) -> int:
-    """Bytes that a child takes at most beside what it has after `before`, which makes the code that it runs resident."""
+    """Bytes that a child takes at most beside what it has after `before`, which makes its code resident."""
 
     def run() -> None:
         before()
@@ -86,6 +86,27 @@ def test_states_on_the_disk(model: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["small", "whole"]
     for file in (tmp_path / "whole").iterdir():
         assert (tmp_path / "small" / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+def test_a_limit_of_the_address_space(model: Path, tmp_path: Path) -> None:
+    """With --max-memory a run stays within a limit that the system enforces, in which it would fail without."""
+    windows = 2 * WINDOWS
+    text = demand.Text(windows, LENGTH, 128)
+    least = demand.quantize_demand(Checkpoint(model), SCHEME, parse_recipe("rtn"), text, spilled=True).memory
+
+    def run(**options: Any) -> forks.Done:
+        def limited() -> None:
+            demand.resident = lambda: 0
+            quantize(model, tmp_path / "q", windows, **options)
+
+        return forks.run(limited, memory=least)
+
+    failed = run()
+    assert failed.code == forks.RAISED and "memory" in failed.error
+    done = run(max_memory=least)
+    assert done.code == 0, done.error
+    assert [path.name for path in tmp_path.iterdir()] == ["q"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")

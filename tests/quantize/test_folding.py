@@ -96,7 +96,7 @@ def test_nothing_is_lost_in_a_norm_of_few_bits(dtype):
 )
 def test_what_does_not_cancel_is_refused(attention, wrong, monkeypatch):
     monkeypatch.setattr(attention_options(attention), "symmetries", lambda self: wrong)
-    with pytest.raises(DiffbitError, match=rf"^model.layers.0: .*'{attention}' computes something else \(by \d"):
+    with pytest.raises(DiffbitError, match=rf"^model.layers.0: .* changes the output of '{attention}' by \d"):
         transformed(random_decoder(config_of(attention)), SimpleNamespace(transform=scaled))
 
 

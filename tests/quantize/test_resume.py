@@ -124,21 +124,21 @@ def test_without_resume_it_is_refused_or_overwritten(model: Path, whole: Any, un
     ],
 )
 def test_another_run_does_not_go_on(options: dict[str, Any], words: str, model: Path, unfinished: Path) -> None:
-    with pytest.raises(DiffbitError, match=rf"q\.unfinished: is of a run with {words}.*--overwrite"):
+    with pytest.raises(DiffbitError, match=rf"q\.unfinished: was started with {words}.*--overwrite"):
         run(model, unfinished, resume=True, **options)
     assert unfinished.with_name("q.unfinished").is_dir(), "it may still go on as it was begun"
 
 
 def test_another_scheme_or_model_does_not_go_on(model: Path, unfinished: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"method": "rotate+gptq", "calibration": IDS, "resume": True}
-    with pytest.raises(DiffbitError, match="is of a run with scheme"):
+    with pytest.raises(DiffbitError, match="was started with scheme"):
         quantize_checkpoint(model, unfinished, replace(SCHEME, activations="int8"), **options)
     shutil.copytree(model, tmp_path / "other")
     weights = tmp_path / "other" / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    with pytest.raises(DiffbitError, match="is of a run with model"):
+    with pytest.raises(DiffbitError, match="was started with model"):
         run(tmp_path / "other", unfinished, resume=True)
 
 
@@ -167,7 +167,7 @@ def test_a_damaged_folder(model: Path, unfinished: Path) -> None:
             refused(name)
         file.write_bytes(data)
     (folder / "run.json").unlink()
-    with pytest.raises(DiffbitError, match=r"q\.unfinished: holds no run\.json"):
+    with pytest.raises(DiffbitError, match=r"q\.unfinished: has no run\.json"):
         run(model, unfinished, resume=True)
 
 
@@ -220,7 +220,7 @@ def test_signals(
     error = capsys.readouterr().err
     what = "interrupted" if code == 130 else "terminated"
     kept = tmp_path / "q.unfinished"
-    assert error == f"error: {what}; 2 layers are kept in {kept}: the same command with --resume goes on\n"
+    assert error == f"error: {what}; 2 layers are kept in {kept}: the same command with --resume continues\n"
     assert list(tmp_path.iterdir()) == [kept] and not any(file.name.startswith(".") for file in kept.iterdir())
     assert signal.getsignal(signal.SIGTERM) is before
     with pytest.raises(SystemExit) as left:

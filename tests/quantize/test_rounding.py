@@ -94,5 +94,5 @@ def test_other_methods_refuse_int4_activations() -> None:
         vocab_size=50, hidden_size=64, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=32, intermediate_size=96,
         max_position=64, attention="softmax",
     )  # fmt: skip
-    with pytest.raises(DiffbitError, match="'gptq' does not know int4 activations"):
+    with pytest.raises(DiffbitError, match="'gptq' does not support int4 activations"):
         apply(Decoder(config), INT4, "gptq", calibration=torch.zeros(1, 8, dtype=torch.int64))

@@ -91,7 +91,7 @@ def test_the_example_in_the_docstring_reads(tmp_path):
 
     from diffbit.quantize import scheme
 
-    text = (scheme.__doc__ or "").split("a file, a checkpoint, an artifact.")[1].split("A tied table")[0]
+    text = (scheme.__doc__ or "").split("artifacts all hold one.")[1].split("A tied table")[0]
     read = Scheme.from_dict(tomllib.loads(text))
     attention = AttentionScheme(8, "int8", "int4", "int4", 32)
     overrides = (("lm_head", INT8), ("model.layers.0.*", None))

@@ -70,7 +70,7 @@ def test_shared_inputs_share_statistics_and_a_pass_goes_no_further_than_it_must(
     model, x = Layers(), normal(2, 5, 6)
     counted = torch.tensor([[True] * 5, [True, False, True, False, False]])
 
-    passes = [(partial(model, x[i : i + 1]), counted[i : i + 1]) for i in range(2)]
+    passes = [lambda i=i: (partial(model, x[i : i + 1]), counted[i : i + 1]) for i in range(2)]
     with torch.no_grad():
         found = gather({name: model.get_submodule(name) for name in "cab"}, passes)
     assert set(found) == set("abc")

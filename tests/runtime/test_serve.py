@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import shutil
 import signal
@@ -37,7 +38,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}as
 
 @pytest.fixture(scope="module")
 def artifacts(trained: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """DIFF version 1 in float with a chat template, and the Transformer in int4 with caches of 8 and of 4 bits."""
+    """DIFF version 1 in float with a chat template and in int4; the Transformer in int4 with caches of 8 and 4 bits."""
     folder = tmp_path_factory.mktemp("serve")
     shutil.copytree(trained("diff_v1"), folder / "chat")
     (folder / "chat" / "chat_template.jinja").write_text(TEMPLATE)
@@ -46,7 +47,32 @@ def artifacts(trained: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
         scheme = Scheme(weights=parse_format("int4_g32"), attention=AttentionScheme(keys=kv, values=kv))
         quantize_checkpoint(trained("softmax"), folder / kv, scheme)
         export_artifact(folder / kv, folder / f"plain-{kv}")
-    return {name: folder / name for name in ("diff", "plain-int8", "plain-int4")}
+    quantize_checkpoint(trained("diff_v1"), folder / "int4-diff", Scheme(weights=parse_format("int4_g32")))
+    export_artifact(folder / "int4-diff", folder / "diff-int4")
+    return {name: folder / name for name in ("diff", "diff-int4", "plain-int8", "plain-int4")}
+
+
+@pytest.mark.parametrize("name", ["diff-int4", "plain-int8"])
+def test_an_answer_does_not_depend_on_others(artifacts: dict[str, Path], name: str) -> None:
+    """Each text begins while others are written, with holes where they go on; its logits are those of it alone."""
+    random = np.random.default_rng(5)
+    rows, alone = Rows.of(Session(artifacts[name]), 4), Session(artifacts[name])
+    for first in range(3, 15, 4):  # all rows are taken, and free again
+        texts: dict[int, tuple[list[int], list[Any]]] = {}
+        for token in range(first, first + 4):
+            prompt = [token, *random.integers(3, 1000, random.integers(1, 60)).tolist()]
+            row, cached, logits = rows.begin(prompt, lambda: True)
+            assert cached == 0
+            texts[row] = prompt, [logits]
+            for _ in range(random.integers(1, 20)):
+                for row, logits in rows.step({row: int(got[-1].argmax()) for row, (_, got) in texts.items()}).items():
+                    texts[row][1].append(logits)
+        for row, (prompt, got) in texts.items():
+            alone.reset()
+            np.testing.assert_array_equal(got[0], alone.prefill([prompt])[0])
+            for before, after in itertools.pairwise(got):
+                np.testing.assert_array_equal(alone.step([[int(before.argmax())]])[0], after)
+            rows.end(row)
 
 
 @pytest.mark.parametrize("name", ["diff", "plain-int8", "plain-int4"])

@@ -1,6 +1,6 @@
 """A site of `diffbit web` in Chromium: a text is typed, and the page's greedy tokens are those of `diffbit run`.
 
-It needs Chromium, Node.js and the npm packages of package.json (`npm install --prefix tests/web`), which CI has:
+It needs Chromium, Node.js and the npm packages of package.json (`npm ci --prefix tests/web`), which CI has:
 DIFFBIT_REQUIRE_WEB=1 makes what is missing a failure.
 """
 

@@ -5,37 +5,92 @@
 //     4. per (batch, kv head):        the sum over the chunks, head norm
 // One chunk: all of it in one task. What is in the cache is read once, as it lies there. With blocks the quantized tokens
 // are cut into chunks, and the last one has the recent tokens, too: it quantizes, shifts and appends, and no other task
-// sees the tokens that this moves.
+// sees the tokens that this moves. Elsewhere, except in rings, only tokens that the mask shows are counted: where a row
+// of a batch has holes changes neither its chunks nor any sum, so that it computes the same bits as that row alone.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <vector>
 
 #include "call.h"
 
 namespace diffbit {
 namespace {
 
+/// The tokens of a batch row that the mask shows, counted from 0, and the slots of the cache that they lie in.
+struct Shown {
+  int64_t slots, count;                   // of the cache; tokens
+  std::vector<int64_t> begins, lies_at;   // of each run of tokens: the first one, its slot; none: token t lies in slot t
+
+  Shown(const Call& call, int64_t b) : slots(call.total), count(call.total) {
+    const int64_t* mask = call.mask_of(b);
+    if (call.blockwise() || call.keys.ring || !call.kernels.hides(mask, slots)) return;
+    count = 0;
+    for (int64_t slot = 0; slot < slots; ++slot) {
+      if (!mask[slot]) continue;
+      if (slot == 0 || !mask[slot - 1]) begins.push_back(count), lies_at.push_back(slot);
+      ++count;
+    }
+    if (begins.empty()) begins.push_back(0), lies_at.push_back(slots);  // none is shown
+  }
+
+  bool all() const { return begins.empty(); }
+  int64_t chunks() const { return larger(1, divide_up(count, CHUNK)); }
+  size_t run_of(int64_t t) const {
+    return static_cast<size_t>(std::upper_bound(begins.begin(), begins.end(), t) - begins.begin()) - 1;
+  }
+  /// Of the tokens t .. end those that lie in turn with t.
+  int64_t run(int64_t t, int64_t end) const {
+    const size_t at = run_of(t) + 1;
+    return (at < begins.size() ? smaller(begins[at], end) : end) - t;
+  }
+  int64_t slot(int64_t t) const { return all() ? t : lies_at[run_of(t)] + t - begins[run_of(t)]; }
+  /// The first slot of a chunk, up to which the chunk before it reaches.
+  int64_t chunk_slot(int64_t chunk) const {
+    return chunk == 0 ? 0 : chunk < chunks() ? slot(chunk * CHUNK) : slots;
+  }
+  /// How many of the tokens lie in the first `end` slots.
+  int64_t before(int64_t end) const {
+    if (all()) return end;
+    const auto at = std::lower_bound(lies_at.begin(), lies_at.end(), end) - lies_at.begin();
+    if (at == 0) return 0;
+    const size_t run = static_cast<size_t>(at) - 1;
+    const int64_t stop = run + 1 < begins.size() ? begins[run + 1] : count;
+    return smaller(stop, begins[run] + end - lies_at[run]);
+  }
+};
+
 /// The arrays of a task: q [all_rows, padded(d)], s [all_rows, span], mixed [rows, width_floats]. Those of a kv head:
 /// maxima and sums [all_rows, chunks]; the maxima become factors.
 struct Decode {
   const Call& call;
   int64_t chunks, span;  // span: keys of the longest chunk, as far as they reach
+  std::vector<Shown> shown;  // of each batch row
 
   explicit Decode(const Call& call_)
       : call(call_),
         chunks(larger(1, divide_up(call.blockwise() ? call.after : call.total, CHUNK))),
-        span(larger(CHUNK, divide_up(call.total - (chunks - 1) * CHUNK, CACHE_BLOCK) * CACHE_BLOCK)) {}
-
-  int64_t chunk_end(int64_t chunk) const { return chunk == chunks - 1 ? call.total : (chunk + 1) * CHUNK; }
-
-  /// work(t, count) for the tokens begin..end, `count` from t on that lie in turn.
-  template <class Work>
-  void in_runs(const Cache& cache, int64_t begin, int64_t end, const Work& work) const {
-    for (int64_t t = begin, count; t < end; t += count) work(t, count = cache.run(t, end));
+        span(larger(CHUNK, divide_up(call.total - (chunks - 1) * CHUNK, CACHE_BLOCK) * CACHE_BLOCK)) {
+    for (int64_t b = 0; b < call.batch; ++b) shown.emplace_back(call, b);
   }
 
-  /// Makes the tokens begin..end of kv head g's sub-heads present, and with the last of them what lies beyond.
+  int64_t chunk_end(int64_t b, int64_t chunk) const {
+    const int64_t count = shown[static_cast<size_t>(b)].count;
+    return chunk == chunks - 1 ? count : smaller(count, (chunk + 1) * CHUNK);
+  }
+
+  /// work(t, slot, count) for the tokens begin..end, `count` from t on that lie in turn, the first of them in `slot`.
+  template <class Work>
+  void in_runs(const Cache& cache, int64_t b, int64_t begin, int64_t end, const Work& work) const {
+    const Shown& tokens = shown[static_cast<size_t>(b)];
+    for (int64_t t = begin, count; t < end; t += count) {
+      count = tokens.all() ? cache.run(t, end) : tokens.run(t, end);
+      work(t, tokens.slot(t), count);
+    }
+  }
+
+  /// Makes the slots begin..end of kv head g's sub-heads present, and with the last of them what lies beyond.
   void append(int64_t b, int64_t g, int64_t begin, int64_t end) const {
     if (!call.appends) return;
     for (int64_t sub_head = g * call.width; sub_head < (g + 1) * call.width; ++sub_head)
@@ -51,15 +106,15 @@ struct Decode {
     const int64_t d = call.d;
     const QueryRows rows = call.query_rows();
     if (!keys.blockwise())
-      return in_runs(keys, begin, end, [&](int64_t t, int64_t count) {
-        const CacheRows from = keys.rows(call, b, g, t);
+      return in_runs(keys, b, begin, end, [&](int64_t t, int64_t slot, int64_t count) {
+        const CacheRows from = keys.rows(call, b, g, slot);
         if (call.top)
           call.lowbit.integer_row_scores(from, count, d, q, rows, call.top, s + (t - begin), span);
         else
           call.kernels.scores[keys.type](from, count, d, q, rows, s + (t - begin), span);
       });
-    in_runs(keys, begin, smaller(end, call.after), [&](int64_t t, int64_t count) {
-      const BlockRows from = keys.blocks(call, b, g, t);
+    in_runs(keys, b, begin, smaller(end, call.after), [&](int64_t t, int64_t slot, int64_t count) {
+      const BlockRows from = keys.blocks(call, b, g, slot);
       if (call.top)
         call.lowbit.integer_scores[keys.codes()](from, count, d, q, rows, call.top, s + (t - begin), span);
       else
@@ -75,11 +130,11 @@ struct Decode {
     const int64_t d = call.d, rows = call.rows;
     std::memset(mixed, 0, static_cast<size_t>(rows * call.width_floats()) * sizeof *mixed);
     if (!values.blockwise())
-      return in_runs(values, begin, end, [&](int64_t t, int64_t count) {
-        call.kernels.mix[values.type](values.rows(call, b, g, t), count, d, p + (t - begin), rows, span, mixed);
+      return in_runs(values, b, begin, end, [&](int64_t t, int64_t slot, int64_t count) {
+        call.kernels.mix[values.type](values.rows(call, b, g, slot), count, d, p + (t - begin), rows, span, mixed);
       });
-    in_runs(values, begin, smaller(end, call.after), [&](int64_t t, int64_t count) {
-      call.lowbit.mix[values.codes()](values.blocks(call, b, g, t), count, d, p + (t - begin), rows, span, mixed);
+    in_runs(values, b, begin, smaller(end, call.after), [&](int64_t t, int64_t slot, int64_t count) {
+      call.lowbit.mix[values.codes()](values.blocks(call, b, g, slot), count, d, p + (t - begin), rows, span, mixed);
     });
     if (end == call.total)
       call.kernels.mix[CACHE_FLOAT16](values.recent_rows(call, b, g), call.total - call.after, d,
@@ -87,19 +142,26 @@ struct Decode {
   }
 
   void chunk_scores(int64_t b, int64_t g, int64_t chunk, float* q, float* s, float* maxima, float* sums) const {
-    const int64_t begin = chunk * CHUNK, end = chunk_end(chunk);
-    append(b, g, begin, end);
-    call.rotate_queries(b, g, 0, call.length, q);
-    scores(b, g, begin, end, q, s);
+    const Shown& tokens = shown[static_cast<size_t>(b)];
+    const int64_t begin = chunk * CHUNK, end = chunk_end(b, chunk), seen_tokens = larger(0, end - begin);
+    if (tokens.all())
+      append(b, g, begin, end);
+    else
+      append(b, g, tokens.chunk_slot(chunk), tokens.chunk_slot(chunk + 1));
+    if (seen_tokens) {
+      call.rotate_queries(b, g, 0, call.length, q);
+      scores(b, g, begin, end, q, s);
+    }
     const int64_t* mask = call.mask_of(b) + begin;
-    const bool hide = call.kernels.hides(mask, end - begin);
+    const bool hide = tokens.all() && call.kernels.hides(mask, end - begin);
     for (int64_t row = 0; row < call.all_rows(); ++row) {
-      const int64_t i = row % call.length, seen = larger(0, smaller(end - begin, call.past + i + 1 - begin));
+      const int64_t i = row % call.length;
+      const int64_t seen = larger(0, smaller(end - begin, tokens.before(call.past + i + 1) - begin));
       float* e = s + row * span;
       std::fill(e, e + larger(0, smaller(seen, call.first_seen(i) - begin)), -std::numeric_limits<float>::infinity());
       if (hide) call.kernels.hide(e, mask, seen);
       maxima[row * chunks + chunk] = call.kernels.softmax(e, seen, sums + row * chunks + chunk);
-      for (int64_t t = seen; t < end - begin; ++t) e[t] = 0;
+      for (int64_t t = seen; t < seen_tokens; ++t) e[t] = 0;
     }
   }
 
@@ -119,7 +181,7 @@ struct Decode {
   }
 
   void chunk_mix(int64_t b, int64_t g, int64_t chunk, float* s, const float* factors, float* mixed) const {
-    const int64_t begin = chunk * CHUNK, end = chunk_end(chunk), rows = call.rows;
+    const int64_t begin = chunk * CHUNK, end = larger(begin, chunk_end(b, chunk)), rows = call.rows;
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t pair = row / call.length, i = row % call.length;
       const int64_t noise = call.noises ? rows + pair / call.ratio * call.length + i : row;

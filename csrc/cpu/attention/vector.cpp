@@ -100,7 +100,9 @@ DIFFBIT_INLINE void score_tile(const C* keys, int64_t n, int64_t d, const float*
       int64_t i = 0;
       for (; i + L <= d; i += L) one = fma(load(q + row * padded(d) + i), load(keys + t * d + i), one);
       if (i < d) one = fma(load(q + row * padded(d) + i), load_part(keys + t * d + i, d - i), one);
-      s[row * stride + t] = sum(one);
+      float found[4];  // added in the order of four keys, so that a score does not depend on the keys beside it
+      store_sums(found, one, one, one, one);
+      s[row * stride + t] = found[0];
     }
 }
 

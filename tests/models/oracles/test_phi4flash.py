@@ -99,8 +99,8 @@ REFUSED = {
     "mamba_proj_bias": (True, "mamba_proj_bias is True, wanted False"),
     "num_hidden_layers": (6, "num_hidden_layers is 6, wanted a multiple of 4"),
     "num_key_value_heads": (3, "num_key_value_heads is 3, wanted an even number"),
-    "sliding_window": ([None, 10] * 4, "sliding_window names other layers than the odd ones of the first half"),
-    "head_dim": (16, "hidden_size is 64, num_attention_heads 8 and head_dim 16, wanted heads that share"),
+    "sliding_window": ([None, 10] * 4, "sliding_window is set for other layers than the odd ones of the first half"),
+    "head_dim": (16, "hidden_size is 64, num_attention_heads 8 and head_dim 16, wanted head_dim"),
     "mamba_expand": (1, r"tensor model.layers.0.attn.A_log has shape \(128, 16\), wanted \(64, 16\)"),
 }
 
@@ -235,7 +235,7 @@ def test_methods_that_run_before_rounding_change_nothing(folder: Path, method: M
 
 def test_methods_say_what_they_leave(folder: Path, tmp_path: Path) -> None:
     report = quantize_checkpoint(folder, tmp_path / "made", Scheme(INT4), method="rotate_heads+rtn")
-    assert any("heads are not rotated in layers 0, 2, 4, 5, 6, 7" in warning for warning in report.warnings)
+    assert any("layers 0, 2, 4, 5, 6, 7 are not rotated" in warning for warning in report.warnings)
 
 
 def test_awq_with_a_quantized_embedding(folder: Path, tmp_path: Path) -> None:
@@ -255,9 +255,9 @@ def test_layers_that_do_not_fit_together() -> None:
     config = read_config(phi.PHI)
     reader, giver = config.layers[7], config.layers[0]
     for layers_, message in (
-        ((reader,) * 6, "layer 0 reads what layer 5 found, wanted an earlier layer"),
-        ((giver,) * 7 + (reader,), r"layer 7 \(diff_v1\) wants to read .* of layer 5 \(mamba\), which hands on"),
-        ((*config.layers[:5], config.layers[1], reader), r"which hands on \(\)"),  # a window has not all keys
+        ((reader,) * 6, "layer 0 reads from layer 5, wanted an earlier layer"),
+        ((giver,) * 7 + (reader,), r"layer 7 \(diff_v1\) reads .* from layer 5 \(mamba\), which provides"),
+        ((*config.layers[:5], config.layers[1], reader), r"which provides \(\)"),  # a window has not all keys
     ):
         with pytest.raises(DiffbitError, match=message):
             ModelConfig(vocab_size=9, hidden_size=64, layers=layers_)

@@ -140,5 +140,5 @@ def test_groups_of_zeros_stay_zeros(name):
 
 
 def test_ternary_is_refused():
-    with pytest.raises(DiffbitError, match="ternary has one for a whole weight"):
+    with pytest.raises(DiffbitError, match="ternary has one scale per weight matrix"):
         hqq.quantize(weight(), parse_format("ternary"))

@@ -223,8 +223,6 @@ def some_ids(windows: int, length: int, seed: int = 0, vocabulary: int = 64) -> 
 def test_all_codes_of_a_small_weight(monkeypatch):
     """The queries of a pair, 8 weights of 2 bits: 65,536 layers, of which it finds one of the best."""
     monkeypatch.setattr(learned, "FLOAT_RATE", 0.0)
-    monkeypatch.setattr(learned, "STEPS", 100)
-    monkeypatch.setattr(learned, "RATE", 1 / 100)
     model = random_model(
         seed=4, hidden_size=2, num_layers=1, num_heads=1, head_dim=2, intermediate_size=4, max_position=8, vocab_size=16
     )
@@ -259,17 +257,15 @@ def test_it_beats_rounding_and_gptq_on_a_trained_layer(trained, monkeypatch):
     calib, held_out = (
         torch.as_tensor(eval_windows("stdlib", path, 256, 12, split=split).ids) for split in ("calib", "eval")
     )
-    monkeypatch.setattr(learned, "STEPS", 48)
-    monkeypatch.setattr(learned, "RATE", 1 / 48)
     monkeypatch.setattr(learned, "BATCH_TOKENS", 512)
     scheme = Scheme(weights=parse_format("int2_g64"))
     errors = {}
     other = layer_of(model, held_out, scheme).tokens
-    for recipe in ("rtn", "gptq", "learned"):
+    for recipe in ("rtn", "gptq", "learned:48"):
         layer = layer_of(model, calib, scheme)
         errors[recipe] = output_error(layer, quantize_one(layer, parse_recipe(recipe)), other)
-    assert errors["learned"] < 0.35 * errors["rtn"], errors  # 0.29
-    assert errors["learned"] < 0.94 * errors["gptq"], errors  # 0.89
+    assert errors["learned:48"] < 0.35 * errors["rtn"], errors  # 0.29
+    assert errors["learned:48"] < 0.94 * errors["gptq"], errors  # 0.89
 
 
 @pytest.mark.parametrize(
@@ -282,33 +278,27 @@ def test_it_beats_rounding_and_gptq_on_a_trained_layer(trained, monkeypatch):
 )
 def test_every_variant_and_format_gets_better(attention, format, monkeypatch):
     """From plain rounding on: GPTQ, the usual start, leaves little to gain in a layer as small as this."""
-    monkeypatch.setattr(learned, "STEPS", 30)
-    monkeypatch.setattr(learned, "RATE", 1 / 30)
     monkeypatch.setattr(learned.gptq, "quantize", rtn.quantize)
     errors = {}
-    for recipe in ("rtn", "learned"):
+    for recipe in ("rtn", "learned:30"):
         layer = layer_of(random_model(attention), some_ids(8, 32), Scheme(weights=parse_format(format)), 1)
         errors[recipe] = output_error(layer, quantize_one(layer, parse_recipe(recipe)))
-    assert errors["learned"] < 0.9 * errors["rtn"], errors
+    assert errors["learned:30"] < 0.9 * errors["rtn"], errors
 
 
 def test_codebooks_and_what_the_scheme_does_to_activations_and_logits(monkeypatch):
-    monkeypatch.setattr(learned, "STEPS", 30)
-    monkeypatch.setattr(learned, "RATE", 1 / 30)
     monkeypatch.setattr(learned.gptq, "quantize", rtn.quantize)
     model = random_model(hidden_size=64, head_dim=16, intermediate_size=64)
     scheme = Scheme(parse_format("nf4"), activations="int8", attention=AttentionScheme(logits=6))
     errors = {}
-    for recipe in ("rtn", "learned"):
+    for recipe in ("rtn", "learned:30"):
         layer = layer_of(model, some_ids(8, 32), scheme)
         errors[recipe] = output_error(layer, quantize_one(layer, parse_recipe(recipe)))
-    assert errors["learned"] < 0.9 * errors["rtn"], errors
+    assert errors["learned:30"] < 0.9 * errors["rtn"], errors
 
 
-def test_it_mends_what_the_layers_before_lost(monkeypatch):
+def test_it_mends_what_the_layers_before_lost():
     """Inputs that an earlier quantized layer gives, aims that the float model has."""
-    monkeypatch.setattr(learned, "STEPS", 30)
-    monkeypatch.setattr(learned, "RATE", 1 / 30)
     scheme = Scheme(weights=parse_format("int2_g16"))
     errors = []
     for behind in (False, True):
@@ -317,18 +307,17 @@ def test_it_mends_what_the_layers_before_lost(monkeypatch):
         damaged = layer.tokens.exact.hidden * 0.7 + noise
         if behind:
             layer.tokens.hidden = damaged
-        quantized = quantize_one(layer, parse_recipe("learned"))
+        quantized = quantize_one(layer, parse_recipe("learned:30"))
         layer.tokens.hidden = damaged
         errors.append(output_error(layer, quantized))
     assert errors[1] < 0.9 * errors[0], errors
 
 
-def test_norms_and_lambdas_stay_float_and_the_float_model_stays(monkeypatch):
-    monkeypatch.setattr(learned, "STEPS", 10)
+def test_norms_and_lambdas_stay_float_and_the_float_model_stays():
     model = random_model().to(torch.bfloat16)
     layer = layer_of(model, some_ids(8, 32), Scheme(weights=parse_format("int2_g16")))
     before = dict(layer.tensors)
-    quantized = quantize_one(layer, parse_recipe("learned"))
+    quantized = quantize_one(layer, parse_recipe("learned:10"))
     assert set(layer.refitted) == set(before) - {f"{name}.weight" for name in quantized}
     for name, tensor in layer.refitted.items():
         assert tensor.dtype == before[name].dtype and not torch.equal(tensor, before[name])
@@ -336,58 +325,70 @@ def test_norms_and_lambdas_stay_float_and_the_float_model_stays(monkeypatch):
 
 
 def test_the_head_keeps_its_predictions(monkeypatch):
-    monkeypatch.setattr(learned, "STEPS", 40)
-    monkeypatch.setattr(learned, "RATE", 1 / 40)
     monkeypatch.setattr(learned, "gptq", rtn)  # to start from: GPTQ leaves little to learn in a single matrix
     scheme = Scheme(overrides=(("lm_head", parse_format("int2_g16")),))
     model, ids = random_model(), some_ids(16, 32)
     divergence = {}
-    for recipe in ("rtn", "learned"):
+    for recipe in ("rtn", "learned:40"):
         quantized = apply(model, scheme, recipe, ids)
         with torch.no_grad():
             p, q = model(ids).log_softmax(-1), quantized(ids).log_softmax(-1)
         divergence[recipe] = float((p.exp() * (p - q)).sum(-1).mean())
-    assert divergence["learned"] < 0.8 * divergence["rtn"], divergence
+    assert divergence["learned:40"] < 0.8 * divergence["rtn"], divergence
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5)])
-def test_few_tokens(shape, monkeypatch):
-    monkeypatch.setattr(learned, "STEPS", 4)
-    quantized = apply(random_model(), Scheme(weights=parse_format("int2_g16_asym")), "learned", some_ids(*shape))
+def test_few_tokens(shape):
+    quantized = apply(random_model(), Scheme(weights=parse_format("int2_g16_asym")), "learned:4", some_ids(*shape))
     assert quantized(some_ids(2, 4)).isfinite().all()
 
 
-def test_what_the_mask_hides_does_not_count(monkeypatch):
-    monkeypatch.setattr(learned, "STEPS", 6)
+def test_what_the_mask_hides_does_not_count():
     mask = torch.ones(4, 16, dtype=torch.bool)
     mask[1, 9:] = mask[2, :3] = mask[3] = False
     ids, scheme = some_ids(4, 16), Scheme(weights=parse_format("int3_g16"))
     changed = torch.where(mask, ids, 63 - ids)
-    found = [apply(random_model(), scheme, "learned", tokens, mask)(ids) for tokens in (ids, changed)]
+    found = [apply(random_model(), scheme, "learned:6", tokens, mask)(ids) for tokens in (ids, changed)]
     assert torch.equal(*found)
 
 
-def test_dead_channels_and_groups_of_zeros(monkeypatch):
-    monkeypatch.setattr(learned, "STEPS", 6)
+def test_dead_channels_and_groups_of_zeros():
     model = random_model()
     with torch.no_grad():
         model.model.layers[0].input_layernorm.weight[16:] = 0
         model.model.layers[0].mlp.up_proj.weight[:, :16] = 0
-    quantized = apply(model, Scheme(weights=parse_format("int2_g16")), "learned", some_ids(4, 16))
+    quantized = apply(model, Scheme(weights=parse_format("int2_g16")), "learned:6", some_ids(4, 16))
     assert quantized(some_ids(4, 16)).isfinite().all()
     assert not quantized.model.layers[0].mlp.up_proj.weight.dequantize()[:, :16].any()
 
 
-def test_the_same_again_gives_the_same_bits(monkeypatch):
-    monkeypatch.setattr(learned, "STEPS", 6)
+def test_the_same_again_gives_the_same_bits():
     scheme, ids = Scheme(weights=parse_format("int2_g16")), some_ids(4, 16)
-    first = apply(random_model(), scheme, "learned", ids)
+    first = apply(random_model(), scheme, "learned:6", ids)
     torch.manual_seed(99)  # of no account
     with torch.no_grad():
-        again = apply(random_model(), scheme, "learned", ids)
+        again = apply(random_model(), scheme, "learned:6", ids)
         assert torch.equal(first(ids), again(ids))
 
 
 def test_without_calibration_it_says_what_it_needs():
     with pytest.raises(DiffbitError, match="calibration"):
         apply(random_model(), Scheme(weights=parse_format("int2_g16")), "learned")
+
+
+def test_the_number_of_steps_is_in_the_recipe() -> None:
+    layer = layer_of(random_model(), some_ids(8, 32), Scheme(weights=parse_format("int2_g16")))
+    names = ("learned", f"learned:{learned.STEPS}", "learned:3")
+    codes = {}
+    for recipe in names:
+        layer.refitted.clear()
+        codes[recipe] = torch.cat([w.codes.flatten() for w in quantize_one(layer, parse_recipe(recipe)).values()])
+    assert torch.equal(codes["learned"], codes[names[1]])
+    assert not torch.equal(codes["learned"], codes["learned:3"])
+    assert parse_recipe("rotate+learned:3").name == "rotate+learned:3"
+
+
+@pytest.mark.parametrize("wrong", ["gptq:3", "learned:", "learned:0", "learned:x", "learned:-1", "learned:3:4"])
+def test_wrong_steps(wrong: str) -> None:
+    with pytest.raises(DiffbitError, match=r"steps.*; write"):
+        parse_recipe(wrong)

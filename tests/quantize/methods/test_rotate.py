@@ -155,7 +155,7 @@ def test_outlier_channels_are_spread() -> None:
 def test_an_attention_that_does_not_fit_is_refused(monkeypatch: MonkeyPatch) -> None:
     """A variant whose file claims what its arithmetic does not hold: diff_v1's head norm let pass no other width."""
     monkeypatch.setattr(diff_v1.Options, "symmetries", lambda self: Symmetries(value_width=32))
-    with pytest.raises(DiffbitError, match=r"model.layers.0: .*'diff_v1' computes something else \(by \d"):
+    with pytest.raises(DiffbitError, match=r"model.layers.0: .* changes the output of 'diff_v1' by \d"):
         transformed(random_decoder(config_of("diff_v1")), rotate)
 
 
@@ -167,7 +167,7 @@ def test_wrong_partners_are_refused(wrong: tuple[int, ...], monkeypatch: MonkeyP
     assert decoder.config.layers[0].symmetries().key_of == right
     options = models.attention_options(attention)
     monkeypatch.setattr(options, "symmetries", lambda self: Symmetries(key_of=wrong))
-    with pytest.raises(DiffbitError, match="computes something else"):
+    with pytest.raises(DiffbitError, match="changes the output"):
         transformed(decoder, rotate, SCHEME)
 
 

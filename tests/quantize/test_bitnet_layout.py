@@ -14,7 +14,8 @@ from transformers.integrations.bitnet import WeightQuant, pack_weights
 
 from diffbit.errors import DiffbitError
 from diffbit.models import Checkpoint
-from diffbit.quantize import QTensor, QuantLinear, bitnet_hf, load, load_block, read_scheme, read_weight
+from diffbit.quantize import QTensor, QuantLinear, load, load_block, read_scheme, read_weight
+from diffbit.quantize.layouts import bitnet
 
 from .bitnet_folders import DIVIDING, MASTER, OLD, PACKED, VOCABULARY, edit_settings, theirs, write_folder
 
@@ -71,16 +72,14 @@ def test_weights_are_transformers_bit_for_bit(tmp_path: Path) -> None:
     stored, floats = load_file(packed / "model.safetensors"), load_file(master / "model.safetensors")
     weight = read_weight(Checkpoint(packed), UP)
     assert isinstance(weight, QTensor) and weight.format.name == "ternary" and weight.scale.dtype == torch.float32
-    assert torch.equal(bitnet_hf.pack(weight.codes), stored[UP]) and torch.equal(
-        bitnet_hf.unpack(stored[UP]), weight.codes
-    )
+    assert torch.equal(bitnet.pack(weight.codes), stored[UP]) and torch.equal(bitnet.unpack(stored[UP]), weight.codes)
     assert torch.equal(pack_weights(weight.codes.float() - 1), stored[UP])
     assert torch.equal(weight.scale.view(1), stored[f"{UP}_scale"])
     online = read_weight(Checkpoint(master), UP)
     assert isinstance(online, QTensor) and set(online.codes.flatten().tolist()) == {0, 1, 2}
     assert torch.equal(online.dequantize(), WeightQuant.apply(floats[UP]))
     quiet = torch.full((8, 8), 1e-9)
-    assert bitnet_hf.online(quiet)[1].item() == pytest.approx(1e-5) and (bitnet_hf.online(quiet)[0] == 1).all()
+    assert bitnet.online(quiet)[1].item() == pytest.approx(1e-5) and (bitnet.online(quiet)[0] == 1).all()
 
 
 def test_layers_scheme_and_blocks(tmp_path: Path) -> None:
@@ -110,7 +109,7 @@ def test_numbers_that_transformers_unpacked(tmp_path: Path) -> None:
     """An autobitlinear model that transformers loaded and saved again has -1, 0, 1 as floats."""
     folder = write_folder(tmp_path / "m", PACKED)
     wanted = load(folder)(tokens(2, 5))
-    edit_tensors(folder, lambda stored: stored.update({UP: bitnet_hf.unpack(stored[UP]).bfloat16() - 1}))
+    edit_tensors(folder, lambda stored: stored.update({UP: bitnet.unpack(stored[UP]).bfloat16() - 1}))
     assert torch.equal(load(folder)(tokens(2, 5)), wanted)
 
 
@@ -133,7 +132,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "a code of 3": (tensor(UP, lambda t: t | 3), [UP, "a code of 3, wanted 0, 1 or 2"]),
     "too few rows": (tensor(UP, lambda t: t[:-1]), [UP, "is uint8 (23, 64), wanted uint8 (24, 64)"]),
     "transposed": (tensor(UP, lambda t: t.T), [UP, "(64, 24)", "(24, 64)"]),
-    "not packed after all": (tensor(UP, lambda t: t.repeat(4, 1)), [UP, "dtype uint8, wanted one of float32"]),
+    "not packed after all": (tensor(UP, lambda t: t.repeat(4, 1)), [UP, "is uint8 (96, 64), wanted uint8 (24, 64)"]),
     "another integer": (tensor(UP, lambda t: t.to(torch.int16)), [UP, "is int16 (24, 64), wanted uint8"]),
     "floats": (
         tensor(UP, lambda t: torch.rand(96, 64)),

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from diffbit import DiffbitError
 from diffbit.cli import app
-from diffbit.export import export_artifact, export_bitnet
+from diffbit.export import export_artifact, export_checkpoint
 from diffbit.models import Checkpoint
 from diffbit.models.checkpoint.names import shapes
 from diffbit.quantize import AttentionScheme, QTensor, Scheme, load, parse_format, quantize_checkpoint, read_weight
@@ -69,10 +69,10 @@ def test_a_ternary_checkpoint(
     monkeypatch.setattr(
         "diffbit.quantize.demand.SHARD_FROM", 1 << 30 if scheme is PART else 0
     )  # theirs() reads a single file
-    out = export_bitnet(tmp_path / "q", tmp_path / "sharded")
+    out = export_checkpoint(tmp_path / "q", tmp_path / "sharded", "bitnet")
     assert len(list(out.glob("*.safetensors"))) == (1 if scheme is PART else 4)
     monkeypatch.undo()
-    out = export_bitnet(tmp_path / "q", tmp_path / "hf")
+    out = export_checkpoint(tmp_path / "q", tmp_path / "hf", "bitnet")
     assert_same_weights(tmp_path / "sharded", tmp_path / "q")
     assert_same_weights(out, tmp_path / "q")
     settings = BitNetQuantConfig(**json.loads((out / "config.json").read_text())["quantization_config"])
@@ -84,13 +84,13 @@ def test_a_ternary_checkpoint(
     ids = torch.randint(61, (4, 9), generator=torch.Generator().manual_seed(2))
     wanted = theirs(out)(ids).logits
     error = (load(tmp_path / "q")(ids) - wanted).abs().amax(-1) / wanted.std(-1)
-    assert error.median() < 1e-5 and error.max() < 0.1  # tests/quantize/test_bitnet_hf.py says why not less
+    assert error.median() < 1e-5 and error.max() < 0.1  # tests/quantize/test_bitnet_layout.py says why not less
 
 
 @pytest.mark.parametrize("settings", [PACKED, DIVIDING, MASTER], ids=["packed", "dividing", "master"])
 def test_a_bitnet_folder(settings: dict[str, str], tmp_path: Path) -> None:
     source = write_folder(tmp_path / "m", settings, dtype=torch.bfloat16)
-    out = export_bitnet(source, tmp_path / "hf")
+    out = export_checkpoint(source, tmp_path / "hf", "bitnet")
     assert_same_weights(out, source)
     if settings == PACKED:
         stored, wanted = load_file(out / "model.safetensors"), load_file(source / "model.safetensors")
@@ -150,7 +150,7 @@ def test_refused_with_a_sentence(
         quantize_checkpoint(source, tmp_path / "q", scheme)
         source = tmp_path / "q"
     with pytest.raises(DiffbitError) as caught:
-        export_bitnet(source, tmp_path / "hf")
+        export_checkpoint(source, tmp_path / "hf", "bitnet")
     message = str(caught.value)
     assert words in message and str(source) in message and "\n" not in message
     assert not (tmp_path / "hf").exists()
@@ -159,14 +159,14 @@ def test_refused_with_a_sentence(
 def test_from_the_command_line(checkpoint_of: Maker, tmp_path: Path) -> None:
     source = checkpoint_of("softmax", "ternary", **BITNET)
     arguments = ["export", str(source), "-o", str(tmp_path / "hf"), "--format"]
-    done = CliRunner().invoke(app, [*arguments, "hf-bitnet", "--json"])
+    done = CliRunner().invoke(app, [*arguments, "bitnet", "--json"])
     assert done.exit_code == 0, done.output
     sizes = json.loads(done.stdout)["files"]
     assert sizes["model.safetensors"]["bytes"] == (tmp_path / "hf" / "model.safetensors").stat().st_size
     for format, more, words in (
-        ("hf-bitnet", ["--dtype", "fp16"], "apply to --format artifact"),
-        ("hf-bitnet", ["--context-length", "8"], "apply to --format artifact"),
-        ("hf-bitnet", [], "already exists"),
+        ("bitnet", ["--dtype", "fp16"], "apply to --format artifact"),
+        ("bitnet", ["--context-length", "8"], "apply to --format artifact"),
+        ("bitnet", [], "already exists"),
     ):
         failed = CliRunner().invoke(app, [*arguments, format, *more])
         assert isinstance(failed.exception, DiffbitError) and words in str(failed.exception)

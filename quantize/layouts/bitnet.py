@@ -17,19 +17,24 @@ any ternary layer. Which linear layers are such layers follows from modules_to_n
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import DiffbitError
-from ..models import Checkpoint
-from ..models.checkpoint.names import HEAD, reorder
-from .formats import QTensor
-from .formats.packing import pack_bits, unpack_bits
-from .formats.ternary import FORMAT
-from .scheme import KEPT, Scheme, linear_shapes
+from ...errors import DiffbitError
+from ...models import Checkpoint, ModelConfig
+from ...models.attention import softmax
+from ...models.checkpoint.names import HEAD
+from ..formats import Format, QTensor
+from ..formats.packing import pack_bits, unpack_bits
+from ..formats.ternary import FORMAT
+from ..scheme import Scheme, linear_shapes
+from ._common import scheme_of, weights_only
 
+METHOD = "bitnet"
+PARTS = ("weight_scale", "rms_norm.weight")  # the norm is refused with its setting
 PER_BYTE = 4
 CHOICES = {"linear_class": ("bitlinear", "autobitlinear"), "quantization_mode": ("offline", "online")}
 PATTERN = re.compile(r"[\w.]+(\*[\w.]+){0,2}\*?")  # a module's name, perhaps with .* in it, which cannot run for ever
@@ -39,7 +44,7 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
     """What is ternary in the checkpoint and what is not, as a scheme."""
     _settings(checkpoint)
     names = set(checkpoint.names)
-    overrides = []
+    formats: dict[str, Format | None] = {}
     for module, shape in linear_shapes(checkpoint.config).items():
         name = f"{module}.weight"
         converted = name in names and _converts(checkpoint, module)
@@ -48,15 +53,13 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
                 f"{checkpoint.path}: tensor {name} is packed, but float by modules_to_not_convert in config.json; "
                 "config and weights do not belong together"
             )
-        if converted == (module.rpartition(".")[2] in KEPT):  # otherwise than by default
-            overrides.append((module, FORMAT if converted else None))
-    return Scheme(weights=FORMAT, overrides=tuple(overrides))
+        formats[module] = FORMAT if converted else None
+    return scheme_of(formats)
 
 
-def read(checkpoint: Checkpoint, name: str) -> QTensor:
-    """The weight `name` in canonical row order."""
+def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
     linear_class, mode = _settings(checkpoint)
-    shape = linear_shapes(checkpoint.config)[name.removesuffix(".weight")]
+    shape, name = linear_shapes(checkpoint.config)[module], f"{module}.weight"
     where = f"{checkpoint.path}: tensor {name}"
     weight = checkpoint.read_raw(name)
     if (linear_class, mode) == ("autobitlinear", "online"):
@@ -68,7 +71,37 @@ def read(checkpoint: Checkpoint, name: str) -> QTensor:
         scale = _scale(checkpoint, f"{name}_scale")
         if linear_class == "bitlinear":
             scale = 1 / scale
-    return QTensor(FORMAT, shape, reorder(codes, checkpoint.row_order(name)), scale.view(1, 1))
+    return QTensor(FORMAT, shape, codes, scale.view(1, 1))
+
+
+def settings(config: ModelConfig, scheme: Scheme) -> dict[str, Any]:
+    """As microsoft/bitnet-b1.58-2B-4T has them. "bitlinear" is not written: it wants the reciprocal of the scale, and
+    in float32 the reciprocal of that is not always the scale."""
+    mixers = [layer.mixer for layer in config.layers]
+    if not all(isinstance(mixer, softmax.Options) for mixer in mixers):
+        raise _refused(f"its attention is {config.attention}", "transformers' BitNet model has softmax attention")
+    if scheme.activations == "int4":
+        raise _refused("its activations are int4", "wanted a model trained with --activations int8")
+    formats = weights_only(config, scheme, METHOD)
+    for module, format in formats.items():
+        if format != FORMAT:
+            raise _refused(f"{module} is {format}", "wanted ternary or float layers")
+        if linear_shapes(config)[module][0] % PER_BYTE:
+            raise _refused(f"{module} has {linear_shapes(config)[module][0]} rows", f"wanted a multiple of {PER_BYTE}")
+    width = next(mixer.num_heads * mixer.head_dim for mixer in mixers if isinstance(mixer, softmax.Options))
+    if config.sub_norms and width != config.hidden_size:
+        raise _refused(
+            f"its heads are {width} wide together and its hidden states {config.hidden_size}",
+            "transformers' BitNet model has both of one width",
+        )
+    entry = {"quant_method": METHOD, "linear_class": "autobitlinear", "quantization_mode": "offline"}
+    head = HEAD.removesuffix(".weight")
+    kept = [head, *(module for module in linear_shapes(config) if module not in formats and module != head)]
+    return entry | ({"modules_to_not_convert": kept} if len(kept) > 1 else {})
+
+
+def parts(weight: QTensor, entry: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {"weight": pack(weight.codes), "weight_scale": weight.scale.view(1)}
 
 
 def online(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,6 +160,10 @@ def _scale(checkpoint: Checkpoint, name: str) -> Tensor:
             "one positive number"
         )
     return scale.float()
+
+
+def _refused(found: str, wanted: str) -> DiffbitError:
+    return DiffbitError(f"{found}, which a bitnet folder cannot hold; {wanted}")
 
 
 def _settings(checkpoint: Checkpoint) -> tuple[str, str]:

@@ -1,0 +1,114 @@
+"""diffbit push: upload a model to the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import DiffbitError
+from ..hub import HubName, is_read, upload
+from ..runtime.artifact import MANIFEST, Artifact
+from ..runtime.card import Card, read_results
+from .options import Json, Quiet
+from .output import print_json, print_table, remark
+
+EXAMPLES = ("diffbit push out/demo/diff_v1-onnx hf:me/diff-int4 --license mit --dry-run",)
+README = "README.md"
+
+
+def push(
+    folder: Annotated[Path, typer.Argument(help="Artifact, or checkpoint (needs torch).")],
+    target: Annotated[str, typer.Argument(help="Repository: hf:ORG/NAME, or hf:ORG/NAME@BRANCH.", metavar="HF:NAME")],
+    private: Annotated[
+        bool | None, typer.Option("--private/--public", help="Of a new repository; default: the account's setting.")
+    ] = None,
+    license: Annotated[str | None, typer.Option(help="License of the model, such as apache-2.0.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="The model that it was made from, as ORG/NAME.")] = None,
+    results: Annotated[
+        Path | None, typer.Option(help="The comparison.json of `diffbit compare -o`, whose table goes into the card.")
+    ] = None,
+    message: Annotated[str, typer.Option(help="Message of the commit.")] = "Upload by diffbit",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the files and the card; upload nothing.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Upload an artifact or a checkpoint to the Hugging Face Hub, with a model card made from its manifest.
+
+    The model is verified first. The repository is made if it is not there. The token is that of `hf auth login`, or
+    HF_TOKEN.
+    """
+    name = HubName.parse(target)
+    if name.file is not None or "/" not in name.repo:
+        raise DiffbitError(f"{target}: wanted a repository to upload to, hf:ORG/NAME")
+    found = None if results is None else read_results(results)
+    card = artifact_card(folder, name.repo) if (folder / MANIFEST).is_file() else checkpoint_card(folder, name.repo)
+    text = replace(card, license=license, base_model=base_model, results=found).text()
+    address = None
+    if not dry_run:
+        files: dict[str, Path | bytes] = {file: folder / file for file in card.files}
+        address = upload(name, files | {README: text.encode()}, private, message)
+    if as_json:
+        print_json({"target": target, "files": dict(card.files), "card": text, "commit": address})
+        return
+    print_table({"file": file, "bytes": size} for file, size in (*card.files.items(), (README, len(text.encode()))))
+    if dry_run:
+        print(text)
+    else:
+        remark(f"{folder}: uploaded, {address}; run it with: diffbit run {target}")
+
+
+def artifact_card(folder: Path, repo: str) -> Card:
+    """Of an artifact, which is verified."""
+    from ..runtime import verify
+
+    artifact = Artifact.open(folder)
+    if others := [name for name in artifact.files if not is_read(name)]:
+        raise DiffbitError(f"{folder}: has {others[0]}, which is not uploaded: it is code; export without --library")
+    if failed := verify(artifact.path).failures:
+        raise DiffbitError("; ".join(f"{check.name}: {check.detail}" for check in failed))
+    return Card(
+        repo,
+        artifact=True,
+        model=artifact.model,
+        scheme=artifact.scheme,
+        method=artifact.method,
+        calibration=artifact.calibration,
+        files={name: (folder / name).stat().st_size for name in (MANIFEST, *artifact.files)},
+        chat=has_chat_template(folder),
+    )
+
+
+def checkpoint_card(folder: Path, repo: str) -> Card:
+    """Of a checkpoint, of which every weight is read."""
+    from ..models import Checkpoint
+    from ..models.checkpoint.names import shapes
+    from ..quantize import read_scheme, read_weight
+
+    checkpoint = Checkpoint(folder)
+    for name in shapes(checkpoint.config):
+        read_weight(checkpoint, name)
+    scheme, entry = read_scheme(checkpoint), checkpoint.quantization or {}
+    files = sorted(file for file in folder.iterdir() if file.is_file() and is_read(file.name))
+    return Card(
+        repo,
+        artifact=False,
+        model=checkpoint.config.to_dict(),
+        scheme=None if scheme is None else scheme.to_dict(),
+        method=entry.get("method"),
+        calibration=entry.get("calibration"),
+        files={file.name: file.stat().st_size for file in files},
+        chat=has_chat_template(folder),
+    )
+
+
+def has_chat_template(folder: Path) -> bool:
+    from ..runtime.template import ChatTemplate, NoTemplate
+
+    try:
+        ChatTemplate.read(folder)
+    except NoTemplate:
+        return False
+    return True

@@ -1,0 +1,153 @@
+"""Models on the Hugging Face Hub: hf:ORG/NAME[@REVISION] is a repository, hf:ORG/NAME/FILE.gguf a file of one.
+
+Cache, token and server are huggingface_hub's: HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE. Only what diffbit reads
+is downloaded and uploaded, of a repository's first level: never code, never a pickle.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import ModuleType
+
+from .errors import DiffbitError, MissingDependency
+from .progress import is_quiet
+
+PREFIX = "hf:"
+READ = (
+    "*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.onnx", "*.onnx.data", "*.onnx_data",
+)  # fmt: skip
+UNREAD = ("*/*", "consolidated*")  # deeper folders, and what Mistral's repositories have a second time
+_NAME = re.compile(r"hf:(?P<repo>[^/@]+(?:/[^/@]+)?)(?:/(?P<file>[^@]+\.gguf))?(?:@(?P<revision>.+))?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A repository, and what of it: `file` a GGUF file; revision a branch, a tag or a commit; None: the main branch."""
+
+    repo: str
+    file: str | None = None
+    revision: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> HubName:
+        found = _NAME.fullmatch(text)
+        if found is None:
+            raise DiffbitError(f"{text}: wanted hf:ORG/NAME, hf:ORG/NAME@REVISION or hf:ORG/NAME/FILE.gguf")
+        return cls(found["repo"], found["file"], found["revision"])
+
+    def __str__(self) -> str:
+        return (
+            f"{PREFIX}{self.repo}{f'/{self.file}' if self.file else ''}{f'@{self.revision}' if self.revision else ''}"
+        )
+
+
+def is_read(name: str) -> bool:
+    """Does diffbit read a file of this name?"""
+    return any(fnmatchcase(name, pattern) for pattern in READ)
+
+
+def is_hub_name(path: str | Path) -> bool:
+    return Path(path).as_posix().startswith(PREFIX)
+
+
+def download(path: str | Path) -> Path:
+    """The local folder (or GGUF file) of a model's name on the hub; any other path as it is.
+
+    Raises DiffbitError where there is no such repository, revision or file, where it may not be read, where there is
+    neither network nor a copy in the cache, or where huggingface_hub is not installed.
+    """
+    if not is_hub_name(path):
+        return Path(path)
+    name = HubName.parse(Path(path).as_posix())
+    with _hub(name) as hub:
+        if name.file is not None:
+            return _gguf(hub, name, name.file)
+        found = hub.snapshot_download(
+            name.repo, revision=name.revision, allow_patterns=list(READ), ignore_patterns=list(UNREAD)
+        )
+        folder = Path(found)
+        if any(folder.glob("*.safetensors")) or (folder / "diffbit.json").is_file():
+            return folder
+        return _gguf(hub, name, _only_gguf(hub, name, folder))
+
+
+def upload(target: HubName, files: Mapping[str, Path | bytes], private: bool | None, message: str) -> str:
+    """Put files into a repository, which is made if it is not there, in one commit; the commit's address.
+
+    private: of a new repository; None: the account's default.
+    """
+    with _hub(target) as hub:
+        api = hub.HfApi()
+        api.create_repo(target.repo, private=private, exist_ok=True)
+        added = [hub.CommitOperationAdd(name, file) for name, file in files.items()]
+        done = api.create_commit(target.repo, added, commit_message=message, revision=target.revision)
+        return str(done.commit_url)
+
+
+def _gguf(hub: ModuleType, name: HubName, file: str) -> Path:
+    found = Path(hub.snapshot_download(name.repo, revision=name.revision, allow_patterns=[file]), file)
+    if not found.is_file():
+        raise DiffbitError(f"{name}: has no file {file}; check its name")
+    return found
+
+
+def _only_gguf(hub: ModuleType, name: HubName, folder: Path) -> str:
+    """The GGUF file of a repository with neither safetensors nor an artifact."""
+    if hub.constants.HF_HUB_OFFLINE:
+        found = sorted(file.name for file in folder.glob("*.gguf"))
+    else:
+        listed = hub.HfApi().list_repo_files(name.repo, revision=name.revision)
+        found = sorted(file for file in listed if file.lower().endswith(".gguf"))
+    if len(found) > 1:
+        raise DiffbitError(f"{name}: has {len(found)} GGUF files; name one of them, such as hf:{name.repo}/{found[0]}")
+    if not found:
+        raise DiffbitError(
+            f"{name}: has no model that diffbit reads, wanted safetensors, a GGUF file or an artifact (diffbit.json)"
+        )
+    return found[0]
+
+
+@contextmanager
+def _hub(name: HubName) -> Iterator[ModuleType]:
+    """huggingface_hub, its errors in a sentence, its progress bars where there is a terminal to show them."""
+    try:
+        import huggingface_hub as hub
+        from huggingface_hub import errors
+        from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    except ModuleNotFoundError:
+        raise MissingDependency("huggingface_hub", "hub", str(name)) from None
+    silent = (is_quiet() or not sys.stderr.isatty()) and not are_progress_bars_disabled()
+    if silent:
+        disable_progress_bars()
+    try:
+        yield hub
+    except DiffbitError:
+        raise
+    except errors.GatedRepoError:
+        problem = "is gated; ask for access on its page, then set HF_TOKEN or run `hf auth login`"
+    except errors.RepositoryNotFoundError:
+        problem = "no such repository, or it is private; check the name, or set HF_TOKEN or run `hf auth login`"
+    except errors.RevisionNotFoundError:
+        problem = "no such revision; name a branch, a tag or a commit of the repository"
+    except errors.LocalEntryNotFoundError:
+        problem = f"is not in the cache, and cannot be reached ({_offline(hub)})"
+    except errors.OfflineModeIsEnabled:
+        problem = f"cannot be reached ({_offline(hub)})"
+    except Exception as error:  # of httpx or requests, by huggingface_hub's version, and what a server answers
+        problem = f"failed ({type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]})"
+    else:
+        return
+    finally:
+        if silent:
+            enable_progress_bars()
+    raise DiffbitError(f"{name}: {problem}")
+
+
+def _offline(hub: ModuleType) -> str:
+    return "HF_HUB_OFFLINE is set" if hub.constants.HF_HUB_OFFLINE else f"no connection to {hub.constants.ENDPOINT}"

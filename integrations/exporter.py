@@ -1,0 +1,81 @@
+"""transformers' exporters (transformers.exporters, 5.23) write diffbit's artifacts:
+
+    import diffbit.integrations.transformers
+    from transformers.exporters import AutoHfExporter
+    config = DiffbitExportConfig(weights="int4_g32")              # or {"export_format": "diffbit", ...}
+    AutoHfExporter.from_config(config).export(model, {}, config).save_pretrained("out")     # out/model is the artifact
+
+Nothing is traced: the model is saved, read as any checkpoint, quantized and exported. `diffbit run out/model` runs it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.exporters import register_backend
+from transformers.exporters.base import HfExporter
+from transformers.exporters.configs import ExportConfigMixin
+from transformers.exporters.metadata import ExportMetadata
+
+from ..errors import DiffbitError
+from ..export import export_artifact
+from ..quantize import Scheme, parse_format, quantize_checkpoint, table_formats
+from ..tokenizer_files import tokenizer_files
+
+
+@dataclass
+class DiffbitExportConfig(ExportConfigMixin):
+    """weights: a number format; None: float. tokenizer: a folder; None: that which the model came from."""
+
+    export_format: str = "diffbit"
+    weights: str | None = None
+    tokenizer: str | None = None
+    quantizer: None = None  # of transformers' own
+
+
+class DiffbitExporter(HfExporter):
+    """The program is an artifact: a folder, which ends with the TemporaryDirectory that holds it."""
+
+    export_format = "diffbit"
+    config_class = DiffbitExportConfig
+    program_suffix = ""
+
+    def export_program(
+        self, model: PreTrainedModel, sample_inputs: MutableMapping[str, Any], config: ExportConfigMixin
+    ) -> tuple[TemporaryDirectory[str], ExportMetadata]:
+        assert isinstance(config, DiffbitExportConfig)
+        made = TemporaryDirectory(prefix="diffbit-")
+        checkpoint, artifact = Path(made.name, "checkpoint"), Path(made.name, "model")
+        if getattr(model, "hf_quantizer", None) is not None:
+            raise DiffbitError("the model is quantized already; `diffbit export` takes the folder that it came from")
+        model.save_pretrained(checkpoint)
+        tokenizer = config.tokenizer or model.config.name_or_path
+        if tokenizer and Path(tokenizer).is_dir():
+            for name, data in tokenizer_files(Path(tokenizer)).items():
+                if name != "generation_config.json":
+                    (checkpoint / name).write_bytes(data)
+        source = checkpoint
+        if config.weights is not None:
+            embedding, head = table_formats(True, None, None)
+            scheme = Scheme(weights=parse_format(config.weights), embedding=embedding, head=head)
+            source = Path(made.name, "low")
+            quantize_checkpoint(checkpoint, source, scheme)
+        export_artifact(source, artifact)
+        return made, ExportMetadata(architecture=type(model).__name__, export_dtype="float32", export_device="cpu")
+
+    @classmethod
+    def save_program(cls, program: TemporaryDirectory[str], path: str | Path) -> None:
+        shutil.copytree(Path(program.name, "model"), path)
+
+    @classmethod
+    def load_program(cls, path: str | Path) -> Path:
+        return Path(path)
+
+
+register_backend(DiffbitExporter)

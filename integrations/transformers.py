@@ -1,0 +1,172 @@
+"""transformers reads diffbit's quantized checkpoints once this module is imported:
+
+    import diffbit.integrations.transformers
+    model = AutoModelForCausalLM.from_pretrained("out/diff-int4")
+
+Quantized linear layers and embeddings become QuantLinear and QuantEmbedding (quantize/linear.py), which multiply by
+dequantized weights and round activations as the scheme says; the rest is transformers' own model. Rows of codes and
+scales lie on disk as those of the weights would, in Hugging Face's order, so they are taken as they are.
+
+config.json says "quantizer": "diffbit" and nothing of a "quant_method": without this module transformers refuses such
+a folder. With a quant_method that it does not know, it would load random weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ..errors import DiffbitError
+from ..models.checkpoint.names import is_linear
+from ..models.checkpoint.safetensors_file import read_header
+from ..models.families import families
+from ..quantize import Format, QTensor, QuantEmbedding, Scheme
+from ..quantize.layouts.diffbit import parse_entry
+from ..quantize.model import quant_linear
+from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE
+
+NAME = "diffbit"
+
+
+@register_quantization_config(NAME)
+class DiffbitConfig(QuantizationConfigMixin):
+    """The quantization_config of a config.json, as it is."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values, quant_method=NAME)
+
+
+class Packed(nn.Module):
+    """The place of a quantized weight while transformers reads its parts (QTensor.parts), made on the meta device."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, format: Format, shape: tuple[int, int], bias: nn.Parameter | None, device: torch.device) -> None:
+        super().__init__()
+        self.format, self.shape = format, shape
+        scales = format.scale_shape(shape)
+        parts = {
+            "codes": torch.empty(format.packed_shape(shape), dtype=torch.uint8, device=device),
+            "scale": torch.empty(scales, dtype=format.write_scale(torch.ones(1, 1)).dtype, device=device),
+        }
+        if not format.symmetric:
+            zeros = (shape[0], (scales[1] * format.bits + 7) // 8)
+            parts["zero"] = torch.empty(zeros, dtype=torch.uint8, device=device)
+        self.names = tuple(parts)
+        for name, tensor in parts.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self.register_parameter("bias", bias)
+
+    def weight(self) -> QTensor:
+        parts = {name: self.get_parameter(name).detach() for name in self.names}
+        return QTensor.from_packed(self.format, self.shape, **parts)
+
+
+@register_quantizer(NAME)
+class DiffbitQuantizer(HfQuantizer):
+    """Loads a checkpoint that diffbit quantized. It quantizes none: `diffbit quantize` does."""
+
+    requires_calibration = True  # a float model is refused
+    is_trainable = False
+
+    def __init__(self, quantization_config: QuantizationConfigMixin, **options: Any) -> None:
+        super().__init__(quantization_config, **options)
+        self.scheme: Scheme = parse_entry(quantization_config.to_dict(), "config.json: quantization_config")
+        if attention := self.scheme.attention.to_dict():
+            told = ", ".join(f"{name} {value}" for name, value in attention.items())
+            raise DiffbitError(
+                f"the checkpoint's attention is quantized ({told}), which transformers cannot compute; use "
+                "diffbit.load, or `diffbit export` and `diffbit run`"
+            )
+
+    def is_serializable(self) -> bool:
+        return False
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        self.dtype = dtype  # of what is not quantized
+        return dtype
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **options: Any) -> None:
+        below = "" if model.base_model is not model else f"{model.base_model_prefix}."  # AutoModel has no such prefix
+        wanted = []
+        for name, module in list(model.named_modules()):
+            known = below + name
+            if not isinstance(module, nn.Linear | nn.Embedding) or not (
+                is_linear(f"{known}.weight") or known == EMBEDDING_MODULE
+            ):
+                continue
+            format = self.scheme.format_for(known)
+            if format is None or (known == HEAD_MODULE and model.config.tie_word_embeddings):
+                continue
+            shape = (module.weight.shape[0], module.weight.shape[1])
+            packed = Packed(format, shape, getattr(module, "bias", None), module.weight.device)
+            model.set_submodule(name, packed)
+            wanted += [f"{known}.{part}" for part in packed.names]
+            if known == EMBEDDING_MODULE and model.config.tie_word_embeddings:  # the head gets the same QTensor later
+                model._tied_weights_keys, model.all_tied_weights_keys = {}, {}
+                if model.get_output_embeddings() is not None:
+                    model.set_output_embeddings(nn.Identity())
+        _check_files(options.get("checkpoint_files") or (), wanted)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **options: Any) -> None:
+        for name, module in list(model.named_modules()):
+            if not isinstance(module, Packed):
+                continue
+            weight = module.weight()
+            if name.rpartition(".")[2] != EMBEDDING_MODULE.rpartition(".")[2]:
+                model.set_submodule(name, quant_linear(name, weight, self.scheme, module.bias))
+                continue
+            model.set_submodule(name, QuantEmbedding(weight, self.dtype))
+            if isinstance(model.get_output_embeddings(), nn.Identity):
+                model.set_output_embeddings(quant_linear(HEAD_MODULE, weight, self.scheme))
+
+
+def _check_files(files: Sequence[str], wanted: Sequence[str]) -> None:
+    """transformers would fill what is missing with random numbers."""
+    stored = {name for file in files for name in read_header(Path(file))}
+    if missing := [name for name in wanted if name not in stored]:
+        raise DiffbitError(
+            f"{Path(files[0]).parent if files else 'the checkpoint'}: the scheme in config.json wants {missing[0]}, "
+            "which the weights do not hold; config and weights do not belong together"
+        )
+
+
+_supports = AutoHfQuantizer.supports_quant_method
+
+
+def _supports_quant_method(entry: dict[str, Any]) -> bool:
+    """transformers asks this of a config.json before anything else about its quantization."""
+    if entry.get("quantizer") == NAME:
+        entry["quant_method"] = NAME
+    return bool(_supports(entry))
+
+
+setattr(AutoHfQuantizer, "supports_quant_method", staticmethod(_supports_quant_method))  # noqa: B010
+
+
+class _Unknown(PretrainedConfig):
+    """Of a family that transformers has no model for."""
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], **options: Any) -> NoReturn:
+        raise DiffbitError(
+            f"transformers has no model of model_type {cls.model_type!r}; use diffbit.load, or `diffbit export` and "
+            "`diffbit run`"
+        )
+
+
+for _type in sorted({family.model_type for family in families()} - set(CONFIG_MAPPING)):
+    AutoConfig.register(_type, type("_Unknown", (_Unknown,), {"model_type": _type}))
+
+with suppress(ModuleNotFoundError):  # transformers before 5.23 has no exporters
+    from . import exporter as exporter

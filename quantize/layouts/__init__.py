@@ -1,0 +1,114 @@
+"""How quantized weights lie in a checkpoint folder: one file for each `quant_method` of config.json.
+
+    diffbit              <linear>.codes, .scale, .zero             ours
+    gptq                 <linear>.qweight, .qzeros, .scales        GPTQModel, AutoGPTQ: 2, 3, 4 and 8 bits
+    awq                  the same, packed along out_features       AutoAWQ: 4 bits, "gemm" and "gemv"
+    compressed-tensors   <linear>.weight_packed, .weight_scale     llm-compressor, vLLM: integers of 2 to 8 bits
+    bitsandbytes         <linear>.weight, .weight.absmax, ...      nf4 and fp4
+    bitnet               <linear>.weight, .weight_scale            ternary
+
+Codes, zero points and scales become those of a format of ours (formats/) as they are: nothing is rounded again. Files
+are found by listing this folder. Each has METHOD and PARTS (what the tensors beside a linear layer are called after its
+name; all that begins so where it ends with a dot), and
+
+    scheme(checkpoint) -> Scheme                   which weight has which format
+    read(checkpoint, module, format) -> QTensor    in the row order on disk
+
+and where diffbit writes the layout, too (export/checkpoint.py),
+
+    settings(config, scheme) -> dict               the quantization_config; a DiffbitError for what it cannot hold
+    parts(weight, settings) -> {name after the linear layer's: tensor}      in the row order on disk
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType
+
+from torch import Tensor
+
+from ...errors import DiffbitError
+from ...models import Checkpoint
+from ...models.checkpoint.names import EMBEDDING, is_linear, linear_of, shapes
+from ..formats import Format, QTensor
+from ..scheme import Scheme
+
+_FILES = [import_module(f".{entry.name}", __name__) for entry in iter_modules(__path__)]
+LAYOUTS: dict[str, ModuleType] = {module.METHOD: module for module in _FILES if hasattr(module, "METHOD")}
+WRITTEN = tuple(name for name, module in LAYOUTS.items() if hasattr(module, "settings"))
+
+
+def layout_of(checkpoint: Checkpoint) -> ModuleType | None:
+    """The layout of a quantized folder; None of a float one."""
+    entry = checkpoint.quantization
+    if entry is None:
+        return None
+    method = entry.get("quant_method", entry.get("quantizer"))
+    if method not in LAYOUTS:
+        raise DiffbitError(
+            f"{checkpoint.path / 'config.json'}: quantization_config has quant_method {method!r}, wanted one of "
+            f"{', '.join(LAYOUTS)}"
+        )
+    return LAYOUTS[method]
+
+
+def read_scheme(checkpoint: Checkpoint) -> Scheme | None:
+    """The scheme a checkpoint was quantized with; None for a float one."""
+    layout = layout_of(checkpoint)
+    if layout is None:
+        return None
+    known = shapes(checkpoint.config)
+    scheme: Scheme = layout.scheme(checkpoint)
+    for name in checkpoint.names:
+        if name not in known and not _is_part(name, layout):
+            raise DiffbitError(
+                f"{checkpoint.path}: holds tensor {name}, which a folder of quant_method {layout.METHOD} does not "
+                "have; config and weights do not belong together"
+            )
+    return scheme
+
+
+def read_weight(checkpoint: Checkpoint, name: str, scheme: Scheme | None) -> Tensor | QTensor:
+    """A parameter under its float name in canonical row order: a Tensor in its stored dtype, or a QTensor."""
+    module = name.removesuffix(".weight")
+    format = scheme.format_for(module) if scheme and (is_linear(name) or name == EMBEDDING) else None
+    if format is None:
+        wanted = shapes(checkpoint.config).get(name)
+        if name not in checkpoint.names or not checkpoint.is_float(name) or checkpoint.shape(name) != wanted:
+            raise DiffbitError(
+                f"{checkpoint.path}: config.json says that {name} is float, but the weights hold it otherwise; config "
+                "and weights do not belong together"
+            )
+        return checkpoint.read(name)
+    layout = layout_of(checkpoint)
+    assert layout is not None
+    _check_no_bias(checkpoint, f"{module}.bias")
+    weight: QTensor = _read(checkpoint, layout, module, format)
+    order = checkpoint.row_order(name)
+    return weight if order is None else weight.rows(order)
+
+
+def _read(checkpoint: Checkpoint, layout: ModuleType, module: str, format: Format) -> QTensor:
+    try:
+        weight: QTensor = layout.read(checkpoint, module, format)
+    except DiffbitError as error:
+        if str(error).startswith(str(checkpoint.path)):
+            raise
+        raise DiffbitError(f"{checkpoint.path}: {module}: {error}") from None
+    return weight
+
+
+def _is_part(name: str, layout: ModuleType) -> bool:
+    part = name.removeprefix(f"{linear_of(name)}.")
+    whole, begun = [[known for known in layout.PARTS if (known[-1] == ".") == prefix] for prefix in (False, True)]
+    return part in ("bias", *whole) or part.startswith(tuple(begun))
+
+
+def _check_no_bias(checkpoint: Checkpoint, name: str) -> None:
+    """AutoGPTQ wrote biases of zeros beside layers that have none."""
+    if name in checkpoint.names and name not in shapes(checkpoint.config) and checkpoint.read_raw(name).any():
+        raise DiffbitError(
+            f"{checkpoint.path}: tensor {name} is a bias, which a {checkpoint.config.attention} model of its "
+            "config.json does not have; config and weights do not belong together"
+        )

@@ -1,0 +1,15 @@
+"""pytest -p tests.every_point tests/kill: commands are killed before every step that changes the disk, not some."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def every_point() -> None:
+    from .kill.test_commands import COMMANDS
+
+    for name, command in COMMANDS.items():
+        COMMANDS[name] = replace(command, every=1)

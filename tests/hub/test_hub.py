@@ -1,0 +1,202 @@
+"""hf: names and `diffbit push`, against a stand-in of the hub (server.py) that huggingface_hub itself talks to."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diffbit import cli, hub
+from diffbit.errors import DiffbitError
+from diffbit.hub import HubName
+
+from .server import Hub, running
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub, and an empty cache; the token is known."""
+    from huggingface_hub import constants
+
+    with running() as found:
+        monkeypatch.setattr(constants, "ENDPOINT", found.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{found.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # git LFS in its place, which the stand-in speaks
+        monkeypatch.setenv("HF_TOKEN", Hub.TOKEN)
+        yield found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+
+
+def run(*arguments: str | Path) -> int:
+    with pytest.raises(SystemExit) as done:
+        cli.main([str(argument) for argument in arguments])
+    return int(done.value.code or 0)
+
+
+def test_an_artifact_goes_up_and_comes_back(
+    artifact: Path, stand_in: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("push", artifact, "hf:me/diff-int4", "--private", "--license", "mit", "--base-model", "you/diff") == 0
+    assert stand_in.private == {"me/diff-int4"}
+    back = hub.download("hf:me/diff-int4")
+    assert contents(back) == contents(artifact)
+    assert "README.md" not in stand_in.downloads
+    card = stand_in.find("me/diff-int4", "main")[1]["README.md"].decode()
+    assert 'license: "mit"' in card and 'base_model: "you/diff"' in card and "| weights | int4_g32 |" in card
+    capsys.readouterr()
+    assert run("run", "hf:me/diff-int4", "def ", "--max-tokens", "4", "-q") == 0
+    there = capsys.readouterr().out
+    assert run("run", artifact, "def ", "--max-tokens", "4", "-q") == 0
+    assert capsys.readouterr().out == there
+    assert run("bench", "hf:me/diff-int4", "--new-tokens", "2", "--repeats", "1", "--json") == 0
+
+
+def test_environment_and_cache_are_huggingface_hubs(artifact: Path, tmp_path: Path) -> None:
+    """A process of its own: HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE, which answers from the cache."""
+    with running() as found:
+        found.add("me/private", contents(artifact))
+        found.private.add("me/private")
+        environment = os.environ | {"HF_ENDPOINT": found.url, "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+        environment.pop("HF_TOKEN", None)
+        command = [sys.executable, "-m", "diffbit", "verify", "hf:me/private", "--json", "-q"]
+
+        def verify(**more: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(command, env=environment | more, capture_output=True, text=True)
+
+        refused = verify()
+        assert refused.returncode == 2 and "no such repository, or it is private" in refused.stderr
+        done = verify(HF_TOKEN=Hub.TOKEN)
+        assert done.returncode == 0, done.stderr
+        folder = Path(json.loads(done.stdout)["artifact"])
+        assert folder.is_relative_to(tmp_path) and contents(folder) == contents(artifact)
+    assert verify(HF_HUB_OFFLINE="1").returncode == 0
+
+
+def test_a_quantized_checkpoint_keeps_its_name(
+    quantized: Path, stand_in: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("push", quantized, "hf:me/diff-int4", "-q") == 0
+    assert run("export", "hf:me/diff-int4", "-o", tmp_path / "out", "-q") == 0
+    assert contents(hub.download("hf:me/diff-int4")) == contents(quantized)
+    assert json.loads((tmp_path / "out" / "diffbit.json").read_text())["name"] == "diff-int4"
+    assert run("quantize", "hf:me/diff-int4", "-o", "hf:me/other", "--weights", "int8") == 2
+    assert "wanted a place on this machine" in capsys.readouterr().err
+
+
+def test_only_what_is_read_is_downloaded(stand_in: Hub) -> None:
+    never = [
+        "pytorch_model.bin",
+        "modeling.py",
+        "a.pt",
+        "x.pickle",
+        "consolidated.safetensors",
+        "onnx/model.onnx",
+        "README.md",
+    ]
+    wanted = [
+        "config.json",
+        "model-00001-of-00001.safetensors",
+        "tokenizer.model",
+        "chat_template.jinja",
+        "model.onnx_data",
+    ]
+    first = stand_in.add("me/all", {name: name.encode() for name in (*never, *wanted)})
+    folder = hub.download("hf:me/all")
+    assert set(contents(folder)) == set(wanted) == set(stand_in.downloads)
+    stand_in.add("me/all", {"model.safetensors": b"new"})
+    assert set(contents(hub.download("hf:me/all"))) == {"model.safetensors"}
+    assert hub.download(f"hf:me/all@{first}") == folder
+
+
+def test_gguf_files(stand_in: Hub) -> None:
+    stand_in.add("me/one", {"README.md": b"", "m-Q4.gguf": b"GGUF"})
+    stand_in.add("me/two", {"a.gguf": b"GGUF", "deep/b.gguf": b"GGUF2"})
+    stand_in.add("me/none", {"model.bin": b""})
+    assert hub.download("hf:me/one").read_bytes() == b"GGUF"
+    assert hub.download("hf:me/two/deep/b.gguf").read_bytes() == b"GGUF2"
+    assert stand_in.downloads == ["m-Q4.gguf", "deep/b.gguf"]
+    for name, problem in [("two", "name one of them"), ("two/c.gguf", "has no file c.gguf"), ("none", "has no model")]:
+        with pytest.raises(DiffbitError, match=problem):
+            hub.download(f"hf:me/{name}")
+
+
+def test_errors_are_sentences(
+    artifact: Path, stand_in: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub import constants
+
+    def error(*arguments: str | Path) -> str:
+        assert run(*arguments) == 2
+        text = capsys.readouterr().err
+        assert text.count("\n") == 1 and "Traceback" not in text
+        return text
+
+    stand_in.add("me/here", {"config.json": b"{}"})
+    stand_in.gated.add("me/here")
+    assert "no such repository" in error("run", "hf:me/nothing", "x")
+    assert "no such revision" in error("run", "hf:me/here@v7", "x")
+    assert "wanted hf:ORG/NAME" in error("run", "hf:a/b/c", "x")
+    assert "wanted a repository" in error("push", artifact, "hf:me", "-q")
+    monkeypatch.setenv("HF_TOKEN", "hf_other")
+    assert "is gated" in error("run", "hf:me/here", "x")
+    assert "hf:me/new" in error("push", artifact, "hf:me/new", "-q")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set" in error("run", "hf:me/nothing", "x")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert "no connection to http://127.0.0.1:9" in error("run", "hf:me/nothing", "x")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert "pip install '.[hub]'" in error("run", "hf:me/here", "x")
+
+
+def test_what_is_damaged_is_not_uploaded(
+    artifact: Path, stand_in: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for name, data in contents(artifact).items():
+        (broken / name).write_bytes(data[:-1] + b"\0" if name == "model.onnx.data" else data)
+    assert run("push", broken, "hf:me/broken") == 2
+    assert "was changed after export" in capsys.readouterr().err and not stand_in.commits
+
+
+def test_dry_run(artifact: Path, stand_in: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table of accuracy has the ends of the intervals; a file that is no comparison is refused."""
+    estimate = {"value": 1.25, "low": 1.125, "high": 1.5}
+    row = {"model": "m", "what": "weights", "format": "int4", "method": "rtn", "perplexity": estimate}
+    row |= {"ratio": estimate, "kl": estimate, "agreement": {"value": 0.5, "low": 0.25, "high": 0.75}}
+    comparison = {"confidence": 0.95, "results": [row]}
+    comparison |= {"text": {"source": "stdlib", "scored_tokens": 1000, "length": 64}}
+    file = tmp_path / "comparison.json"
+    file.write_text(json.dumps(comparison))
+    assert run("push", artifact, "hf:me/x", "--results", file, "--dry-run", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    wanted = "| m | int4 | rtn | 1.25 (1.125 to 1.5) | +25.00% (+12.50% to +50.00%)"
+    assert wanted in shown["card"] and shown["files"]["diffbit.json"] and not stand_in.commits
+    file.write_text('{"results": [1]}')
+    assert run("push", artifact, "hf:me/x", "--results", file, "--dry-run") == 2
+
+
+def test_names() -> None:
+    assert HubName.parse("hf:a/b@refs/pr/1") == HubName("a/b", None, "refs/pr/1")
+    assert HubName.parse("hf:gpt2") == HubName("gpt2")
+    for name in ("hf:a/b/x/y.gguf@v1", "hf:a/b", "hf:a/b@v1"):
+        assert str(HubName.parse(name)) == name
+    for name in ("hf:", "hf:/b", "hf:a/", "hf:a/b@", "hf:a/b/c.bin"):
+        with pytest.raises(DiffbitError):
+            HubName.parse(name)
+    assert hub.download("some/folder") == Path("some/folder")

@@ -1,0 +1,92 @@
+"""examples/cpp/run.cpp, compiled and run beside the Python wheel's ONNX Runtime."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import onnxruntime
+import pytest
+
+from diffbit.runtime import Artifact, Session
+from diffbit.runtime.native import library
+
+from .host import ROOT, skip
+
+PROMPT = [315, 221, 7]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = library()
+    if not shutil.which("c++") or found is None:
+        skip("needs a C++ compiler and the native library")
+    folder = tmp_path_factory.mktemp("cpp")
+    (runtime,) = (Path(onnxruntime.__path__[0]) / "capi").glob("libonnxruntime.so.1.*")
+    (folder / "libonnxruntime.so.1").symlink_to(runtime)  # the name that it gives itself
+    (folder / "libdiffbit_ops.so").symlink_to(found)
+    include = [f"-I{ROOT / 'tests' / 'native' / 'stand_in'}", f"-I{ROOT / 'csrc' / 'ort'}"]
+    link = [f"-L{folder}", "-ldiffbit_ops", "-l:libonnxruntime.so.1", f"-Wl,-rpath,{folder}"]
+    source = ROOT / "examples" / "cpp" / "run.cpp"
+    command = [
+        "c++",
+        "-std=c++17",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        *include,
+        str(source),
+        "-o",
+        str(folder / "run"),
+        *link,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+def run(program: Path, artifact: Path, *ids: int) -> subprocess.CompletedProcess[str]:
+    command = [str(program), str(artifact), "16", *map(str, ids)]
+    environment = os.environ | {"ORT_DISABLE_TELEMETRY": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def test_it_writes_the_tokens_of_run(program: Path) -> None:
+    artifact = Artifact.open("nano")
+    session = Session(artifact)
+    wanted = [int(session.prefill([PROMPT])[0].argmax())]
+    while len(wanted) < 16:
+        wanted.append(int(session.prefill([wanted[-1:]])[0].argmax()))
+    done = run(program, artifact.path, *PROMPT)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [int(line) for line in done.stdout.split()] == wanted
+
+
+def test_what_onnx_runtime_refuses_is_said(program: Path, tmp_path: Path) -> None:
+    done = run(program, tmp_path, *PROMPT)
+    assert done.returncode == 1 and "model.onnx" in done.stderr
+
+
+def test_the_header_is_c(tmp_path: Path) -> None:
+    if not shutil.which("cc"):
+        skip("needs a C compiler")
+    source = tmp_path / "x.c"
+    source.write_text(
+        '#include "diffbit_ops.h"\n'
+        "OrtStatus* (*entry)(OrtSessionOptions*, const OrtApiBase*) = RegisterCustomOps;\n"
+        "int main(void) { return *diffbit_isas(); }\n"
+    )
+    command = [
+        "cc",
+        "-std=c11",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-pedantic",
+        "-fsyntax-only",
+        f"-I{ROOT / 'csrc' / 'ort'}",
+    ]
+    done = subprocess.run([*command, str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,64 @@
+"""An artifact of `export --layout transformers.js` in transformers.js, as it is, in Chromium (test_site.py says what it
+needs)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from diffbit.errors import DiffbitError
+from diffbit.export import export_artifact
+from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
+from diffbit.runtime import Session, Tokenizer, generate, verify
+
+from .test_site import CHROMIUM, HERE, MODULES, READY, served
+
+PAGE = """<!doctype html><meta charset="utf-8"><script type="importmap">{"imports": {
+  "@huggingface/transformers": "/lib/@huggingface/transformers/dist/transformers.web.js",
+  "onnxruntime-web/webgpu": "/lib/onnxruntime-web/dist/ort.webgpu.bundle.min.mjs",
+  "onnxruntime-common": "/lib/onnxruntime-common/dist/esm/index.js"
+}}</script>"""
+
+
+@pytest.fixture(scope="module")
+def artifact(trained: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In float: int4 weights are multiplied by int8 activations here and by float ones in a browser."""
+    return export_artifact(trained("diff_v1"), tmp_path_factory.mktemp("js") / "model", layout="transformers.js")
+
+
+def test_the_folder_is_an_artifact(artifact: Path) -> None:
+    names = {path.relative_to(artifact).as_posix() for path in artifact.rglob("*") if path.is_file()}
+    assert {"onnx/model.onnx", "onnx/model.onnx_data", "config.json", "tokenizer.json", "diffbit.json"} <= names
+    assert verify(artifact).passed
+    data = artifact / "onnx" / "model.onnx_data"
+    kept = data.read_bytes()
+    data.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    assert [check.name for check in verify(artifact).failures] == ["file:onnx/model.onnx_data"]
+    data.write_bytes(kept)
+
+
+def test_a_low_bit_cache_is_refused(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    scheme = Scheme(attention=AttentionScheme(keys="int8", values="int8"))
+    quantize_checkpoint(trained("diff_v1"), tmp_path / "kv", scheme)
+    with pytest.raises(DiffbitError, match=r"transformers\.js cannot run"):
+        export_artifact(tmp_path / "kv", tmp_path / "model", layout="transformers.js")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/web/node_modules")
+def test_transformers_js_writes_what_run_writes(artifact: Path) -> None:
+    site = artifact.parent
+    (site / "index.html").write_text(PAGE)
+    (site / "lib").symlink_to(MODULES)
+    texts = ("def __init__(self", "import é😀 ")
+    with served(site) as address:
+        command = ["node", str(HERE / "transformers.mjs"), str(MODULES / "x"), str(CHROMIUM), address, "24", *texts]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert not done.returncode, done.stderr
+    session, tokenizer = Session(artifact), Tokenizer(artifact / "tokenizer.json")
+    wanted = [list(generate(session, tokenizer, text, max_tokens=24).token_ids) for text in texts]
+    assert json.loads(done.stdout) == wanted
