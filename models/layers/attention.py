@@ -216,7 +216,7 @@ class Attention(Mixer):
         """Return softmax(q k^T * scale) v [B, H, S, e] of each branch: signal and noise, or one. Arguments: from
         `projected`.
 
-        Low-bit keys share scales with neighbouring tokens, so each row of a batch with padding is computed without it.
+        Low-bit keys share scales with neighbouring tokens, so rows of a padded batch are computed without padding.
         """
         real = None if mask is None or self.arithmetic is None else mask[:, 0].any(1)  # [B, T]
         if mask is not None and real is not None and not real.all():
@@ -236,7 +236,7 @@ class Attention(Mixer):
         return [attend(query[:, i::count], keys[i], value, mask, self.scale) for i in range(count)]
 
     def _branches_of_rows(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, real: Tensor) -> list[Tensor]:
-        """Return `branches` row by row, of the tokens that are `real`, bool [B, T], and zeros for the others."""
+        """`branches` row by row, of the tokens that are `real`, bool [B, T]; zeros for the others."""
         keys, wide = self.by_branch(key, value)
         shape = len(query), query.shape[1] // len(keys), query.shape[2], wide.shape[-1]
         found = [torch.zeros(shape, device=query.device) for _ in keys]
