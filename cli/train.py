@@ -107,6 +107,10 @@ Schedule = Annotated[
     Literal["cosine", "two_stage"] | None,
     typer.Option(help="Learning rate schedule; default: cosine, two_stage (BitNet) for --qat ternary without --init."),
 ]
+Optimizer = Annotated[
+    Literal["adamw", "adamw8bit"],
+    typer.Option(help="adamw8bit keeps AdamW's moments in 8 bits (bitsandbytes): 2 bytes per parameter instead of 8."),
+]
 EvalEvery = Annotated[int, typer.Option(help="Steps between evaluations; 0: evaluate at the end only.")]
 CheckpointEvery = Annotated[int, typer.Option(help="Steps between checkpoints for --resume; 0: no checkpoints.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in the output folder.")]
@@ -144,6 +148,7 @@ def train(
     accumulate: Accumulate = None,
     learning_rate: LearningRate = None,
     schedule: Schedule = None,
+    optimizer: Optimizer = "adamw",
     eval_every: EvalEvery = 0,
     checkpoint_every: CheckpointEvery = 500,
     resume: Resume = False,
@@ -169,7 +174,7 @@ def train(
     changes |= dict(qat=qat, activations=activations)
     changes |= dict(distill=distill, distill_weight=distill_weight)
     changes |= dict(steps=steps, batch_size=batch_size, accumulate=accumulate)
-    changes |= dict(learning_rate=learning_rate, schedule=schedule, seed=seed)
+    changes |= dict(learning_rate=learning_rate, schedule=schedule, optimizer=optimizer, seed=seed)
     changes |= dict(eval_every=eval_every, checkpoint_every=checkpoint_every)
     changes |= dict(device=device, compile=compiled, precision=precision)
     given = {name: value for name, value in changes.items() if value is not None}

@@ -2,9 +2,10 @@
 
     checkpoints/step-00000500/
         config.json, model.safetensors, tokenizer files     a model folder like any other
-        optimizer.safetensors    <parameter>.exp_avg, <parameter>.exp_avg_sq (fp32); <parameter>.value of parameters
-                                 that the saved model lacks: learned scales (qat.py), and the weight of a head norm,
-                                 which is folded into o_proj (head_norm.py)
+        optimizer.safetensors    <parameter>.<key>: the tensors of the optimizer's state (adamw: exp_avg, exp_avg_sq;
+                                 adamw8bit: state1, state2, and of 8-bit ones absmax1, absmax2, qmap1, qmap2);
+                                 <parameter>.value of parameters that the saved model lacks: learned scales (qat.py),
+                                 and the weight of a head norm, which is folded into o_proj (head_norm.py)
         training.json            step, the run's options, the hash of its text, number of processes; the hashes of the
                                  other files, of the log up to this step, and of itself
 
@@ -28,7 +29,6 @@ from ..models.checkpoint.names import shapes
 from ..models.checkpoint.safetensors_file import read_header, write_tensors
 from .head_norm import folded
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 FOLDER = "checkpoints"
 ANEW = "start the run anew with overwrite"
 
@@ -41,8 +41,10 @@ def save_checkpoint(
     tensors, saved = {}, folded(model)
     stored = dict(saved.named_parameters())
     for name, parameter in model.named_parameters():
-        for moment in MOMENTS:
-            tensors[f"{name}.{moment}"] = optimizer.state[parameter][moment].detach().cpu().contiguous()
+        for key, value in optimizer.state[parameter].items():
+            if key != "step":  # parameters share bitsandbytes' tables qmap1 and qmap2, which safetensors refuses
+                value = value.clone() if key.startswith("qmap") else value.detach()
+                tensors[f"{name}.{key}"] = value.cpu().contiguous()
         if name not in shapes(model.config) or stored.get(name) is not parameter:
             tensors[f"{name}.value"] = parameter.detach().cpu().contiguous()
     with new_folder(folder, overwrite=True) as temporary:
@@ -75,11 +77,15 @@ def restore(folder: Path, step: int, model: Decoder, optimizer: torch.optim.Opti
     """Load a checkpoint that `read_training` has checked, of this step, into model and optimizer, in place."""
     model.load_state_dict(load(folder).state_dict(), strict=False)
     file = folder / "optimizer.safetensors"
-    tensors = {name: entry.read() for name, entry in read_header(file).items()}
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    for name, entry in read_header(file).items():
+        owner, _, key = name.rpartition(".")
+        tensors.setdefault(owner, {})[key] = entry.read()
+    fused = isinstance(optimizer, torch.optim.AdamW)  # it counts in an fp32 tensor, bitsandbytes in an int
     for name, parameter in model.named_parameters():
-        moments = {moment: tensors[f"{name}.{moment}"].to(parameter.device) for moment in MOMENTS}
-        if (value := tensors.get(f"{name}.value")) is not None:
+        state = {key: value.to(parameter.device) for key, value in tensors[name].items()}
+        if (value := state.pop("value", None)) is not None:
             with torch.no_grad():
                 parameter.copy_(value)
-        counter = torch.tensor(float(step), device=parameter.device)  # as fused AdamW counts: in fp32
-        optimizer.state[parameter] = {"step": counter, **moments}
+        counter = torch.tensor(float(step), device=parameter.device) if fused else step
+        optimizer.state[parameter] = {"step": counter, **state}

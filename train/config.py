@@ -10,6 +10,7 @@ from ..models import ModelConfig
 from ..quantize import Scheme, parse_format
 
 SCHEDULES = ("cosine", "two_stage")
+OPTIMIZERS = ("adamw", "adamw8bit")
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class TrainConfig:
     learning_rate: float = 3e-3  # the highest, after `warmup` steps; then the schedule's
     warmup: int = 50
     weight_decay: float = 0.1  # of matrices; none of norms and lambda vectors
+    optimizer: str = "adamw"  # or "adamw8bit": its moments in 8 bits, by bitsandbytes
     clip: float = 1.0  # largest norm of the gradient
     source: str = "stdlib"  # as calib_data.load_text reads it
     field: str = "text"
@@ -63,6 +65,7 @@ class TrainConfig:
         self._want("seed", 0 <= self.seed < 2**63, "0 or more, below 2**63")
         self._want("device", self.device in ("auto", "cpu", "cuda"), "auto, cpu or cuda")
         self._want("precision", self.precision in ("auto", "fp32", "bf16"), "auto, fp32 or bf16")
+        self._want("optimizer", self.optimizer in OPTIMIZERS, f"one of {', '.join(OPTIMIZERS)}")
         self._want("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
         self._want("activations", self.activations in ("int8", "int4"), "int8 or int4")
         fits = self.activations == "int8" or (format is not None and self.activations in format.activations)

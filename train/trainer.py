@@ -19,8 +19,9 @@ The folder of a run, `out`:
     checkpoints/     during the run: see checkpoint.py
 
 Under torchrun every process takes its share of each batch, and gradients are averaged (DistributedDataParallel).
-Weights, gradients and moments are fp32; the forward pass runs under bf16 autocast on a GPU, and on a CPU where
-`precision` says so: with AVX512-BF16 or AMX that takes 0.55 to 0.65 of the time (nano, 2 cores of a Zen 5 EPYC).
+Weights, gradients and moments are fp32 (adamw8bit: moments of 8 bits); the forward pass runs under bf16 autocast on a
+GPU, and on a CPU where `precision` says so: with AVX512-BF16 or AMX that takes 0.55 to 0.65 of the time (nano, 2 cores
+of a Zen 5 EPYC).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,7 @@ from ..calib_data import (
     train_tokenizer,
     windows,
 )
-from ..errors import DiffbitError
+from ..errors import DiffbitError, MissingDependency
 from ..files import check_apart, locked, write_json
 from ..models import Checkpoint, Decoder, load
 from ..models.checkpoint.names import shapes
@@ -96,7 +98,8 @@ def train(config: TrainConfig, out: str | Path, *, resume: bool = False, overwri
     if overwrite and not resume:
         given = config.source, config.tokenizer, config.init, config.distill
         check_apart(out, *(path for path in given if path is not None))
-    pyplot()  # if matplotlib is missing, fail now and not after the last step
+    pyplot()  # if matplotlib or bitsandbytes is missing, fail now: an earlier run in `out` is still there
+    optimizer_class(config)
     here = processes(config.device)
     here.wait()  # every process checks the folder before the first one writes there
     try:
@@ -304,13 +307,25 @@ def weight_decay(config: TrainConfig, step: int) -> float:
     return config.weight_decay if config.schedule == "cosine" or step <= config.steps // 2 else 0.0
 
 
-def adamw(model: Decoder, config: TrainConfig) -> torch.optim.AdamW:
+def optimizer_class(config: TrainConfig) -> Callable[..., torch.optim.Optimizer]:
+    """torch's AdamW, or bitsandbytes', whose moments have 8 bits and an fp32 absmax for each block of 256 (arXiv
+    2110.02861), fp32 where a tensor has fewer than 4096 elements. Raises MissingDependency without bitsandbytes."""
+    if config.optimizer == "adamw":
+        return partial(torch.optim.AdamW, fused=True)
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError:
+        raise MissingDependency("bitsandbytes", "lab", "the optimizer adamw8bit") from None
+    return partial(AdamW8bit)
+
+
+def adamw(model: Decoder, config: TrainConfig) -> torch.optim.Optimizer:
     """AdamW with weight decay for matrices and none for norms, lambda vectors and learned scales."""
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (config.weight_decay, 0.0)]
     for name, parameter in model.named_parameters():
         decays = parameter.ndim >= 2 and name in shapes(model.config)
         groups[0 if decays else 1]["params"].append(parameter)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS, fused=True)
+    return optimizer_class(config)(groups, lr=config.learning_rate, betas=BETAS)
 
 
 @torch.no_grad()

@@ -222,9 +222,10 @@ def test_a_trained_folder_is_exported_as_it_is(text: str, tmp_path: Path, mlp: s
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_repeats_the_losses_bit_for_bit(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_an_interrupted_run_repeats_the_losses_bit_for_bit(text: str, tmp_path: Path, optimizer: str) -> None:
     wide = resized(model("softmax", hidden_size=64, intermediate_size=128), num_heads=8, num_kv_heads=8)
-    config = options(text, model=wide, qat="int3_g16", steps=7, learning_rate=1e-2)
+    config = options(text, model=wide, qat="int3_g16", steps=7, learning_rate=1e-2, optimizer=optimizer)
     whole = train(config, tmp_path / "whole")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         stop_at(patch, 6)

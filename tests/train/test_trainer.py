@@ -203,8 +203,10 @@ def test_a_matched_pair_starts_alike_and_sees_the_same_batches(
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
 
 
-def test_a_resumed_run_repeats_the_losses_bit_for_bit(text: str, tmp_path: Path) -> None:
-    config = options(text, steps=9, accumulate=2, eval_every=4)
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_a_resumed_run_repeats_the_losses_bit_for_bit(text: str, tmp_path: Path, optimizer: str) -> None:
+    config = options(text, steps=9, accumulate=2, eval_every=4, optimizer=optimizer)
+    config = replace(config, model=model(intermediate_size=128))  # several tensors have 4096 elements, most have fewer
     whole = train(config, tmp_path / "whole")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         stop_at(patch, 6)
@@ -240,8 +242,8 @@ def test_resuming_refuses_another_run(text: str, tmp_path: Path, monkeypatch: py
         f"{out / 'checkpoints' / 'step-00000003'} is whole: the same command with --resume goes on from there"
     ]
     monkeypatch.undo()
-    with pytest.raises(DiffbitError, match="another learning_rate and seed"):
-        train(replace(config, learning_rate=1.0, seed=9), out, resume=True)
+    with pytest.raises(DiffbitError, match="another learning_rate and optimizer and seed"):
+        train(replace(config, learning_rate=1.0, optimizer="adamw8bit", seed=9), out, resume=True)
     other = tmp_path / "text.txt"
     other.write_text(Path(text).read_text() + "more")
     training = out / "checkpoints" / "step-00000003" / "training.json"
@@ -352,6 +354,24 @@ def test_vectors_are_not_decayed() -> None:
     assert all("norm" in names[p] or "lambda_" in names[p] for p in vectors["params"])
 
 
+def test_moments_of_eight_bits(text: str, tmp_path: Path) -> None:
+    """The losses stay close to AdamW's; 2 bytes a parameter and 8 a block, and 8 a parameter of small tensors."""
+    configs = [options(text, optimizer=name, steps=20, learning_rate=1e-2) for name in ("adamw", "adamw8bit")]
+    plain, eight = (train(config, tmp_path / config.optimizer) for config in configs)
+    assert eight.losses[1:] != plain.losses[1:] and eight.losses[-1] < 0.8 * eight.losses[0]
+    assert eight.losses == pytest.approx(plain.losses, rel=0.03)
+    assert json.loads((eight.path / "training.json").read_text())["config"]["optimizer"] == "adamw8bit"
+
+    decoder = Decoder(model())
+    optimizer = trainer_module.adamw(decoder, configs[1])
+    decoder(torch.randint(288, (2, 16))).logsumexp(-1).sum().backward()
+    optimizer.step()
+    for parameter in decoder.parameters():
+        state, count = optimizer.state[parameter], parameter.numel()
+        held = sum(value.nbytes for key, value in state.items() if key.startswith(("state", "absmax")))
+        assert held == (2 * count + 8 * -(-count // 256) if count >= 4096 else 8 * count)
+
+
 @pytest.mark.gpu
 def test_on_a_gpu(text: str, tmp_path: Path) -> None:
     if not torch.cuda.is_available():
@@ -369,6 +389,7 @@ def test_refusals(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ({"learning_rate": float("nan")}, "learning_rate is nan; wanted a positive number"),
         ({"weight_decay": -1.0}, "weight_decay is -1.0; wanted 0 or more"),
         ({"needles": 1.5}, r"needles is 1\.5; wanted a share"),
+        ({"optimizer": "sgd"}, "optimizer is 'sgd'; wanted one of adamw, adamw8bit"),
         ({"device": "tpu"}, "device is 'tpu'; wanted auto, cpu or cuda"),
     ):
         with pytest.raises(DiffbitError, match=sentence):
@@ -386,6 +407,11 @@ def test_refusals(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         train(options(text, model=model(vocab_size=280), tokenizer=str(trained.path)), tmp_path / "small")
     with pytest.raises(DiffbitError, match="already exists and is not empty"):
         train(options(text), tmp_path / "out")
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "bitsandbytes.optim", None)
+        with pytest.raises(DiffbitError, match=r"optimizer adamw8bit needs bitsandbytes"):
+            train(options(text, optimizer="adamw8bit"), tmp_path / "out", overwrite=True)
+    assert load(tmp_path / "out").config.vocab_size == 288  # the earlier run is whole
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     with pytest.raises(DiffbitError, match=r"holds no log\.jsonl"):
