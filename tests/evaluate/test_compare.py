@@ -342,7 +342,7 @@ def test_bad_requests(checkpoints: list[Path], text: Windows, tmp_path: Path) ->
         ("context of 32", {"windows": windows([np.arange(1, 90)], 33, eos_id=0)}),
         ("fills one window", {"windows": windows([np.arange(1, 9)], 16, eos_id=0)}),
         ("calibrates on text", {"methods": ["rtn", "gptq"]}),
-        ("method 'magic' is none of", {"methods": ["magic"]}),
+        ("method 'magic' is unknown", {"methods": ["magic"]}),
         ("context of 32", {"calibration": windows([np.arange(1, 90)], 33, eos_id=0)}),
         ("token 500", {"windows": windows([np.arange(450, 501)], 16, eos_id=0)}),
     ]
