@@ -1,8 +1,10 @@
 """llama.cpp's side of generate.py, run by the interpreter that has llama-cpp-python and gguf installed.
 
     llama_peer.py write KIND SHAPE FILE                          a llama of random weights as GGUF; SHAPE is JSON
-    llama_peer.py measure FILE PROMPT NEW REPEATS THREADS [LONG] one JSON row, as diffbit.runtime.bench's; LONG: decode
-                                                                 behind so many tokens as well (see `lengthen`)
+    llama_peer.py measure FILE PROMPT NEW REPEATS THREADS [LONG [FLASH]]
+                                                                 one JSON row, as diffbit.runtime.bench's; LONG: decode
+                                                                 behind so many tokens as well (see `lengthen`); FLASH:
+                                                                 0 without flash attention, default as llama.cpp chooses
     llama_peer.py quantize FILE OUT TYPE                         TYPE is one of llama.cpp's, such as Q4_K_M
     llama_peer.py logits FILE IDS                                IDS: a .npy, int32 [W, S]; fp32 [W, S, V] go to stdout
 
@@ -119,7 +121,8 @@ def lengthen(llama: Any, context: Any, length: int) -> None:
 
     What llama.cpp saves of a sequence: four 32-bit numbers, the last of them the cells; position, 1 and sequence of
     each; whether values are transposed, and the number of layers; then keys of all layers and values of all layers,
-    each with its type, the bytes of a cell (64 bits), and the cells.
+    each with its type, the bytes of a cell (64 bits), and the cells. Transposed values have their type, the bytes of a
+    number and the channels (32 bits each), and the cells of each channel.
     """
     size = llama.llama_state_seq_get_size(context, 0)
     saved = np.empty(size, np.uint8)
@@ -129,16 +132,16 @@ def lengthen(llama: Any, context: Any, length: int) -> None:
     cells = int(head[3])
     at = 16 + 12 * cells
     transposed, layers = saved[at : at + 8].view(np.uint32).tolist()
-    if transposed:
-        raise SystemExit("llama.cpp stores values transposed: flash attention is off")
     at += 8
     meta = np.array([[place, 1, 0] for place in range(length)], np.uint32)
-    parts = [head[:3], np.uint32([length]), meta, np.uint32([0, layers])]
-    for _ in range(2 * layers):
-        row = int(saved[at + 4 : at + 12].copy().view(np.uint64)[0])
-        values = saved[at + 12 : at + 12 + cells * row]
-        parts += [saved[at : at + 12], np.resize(values, length * row)]
-        at += 12 + cells * row
+    parts = [head[:3], np.uint32([length]), meta, np.uint32([transposed, layers])]
+    for layer in range(2 * layers):
+        numbers = saved[at : at + 12].copy().view(np.uint32)
+        rows, width = (int(numbers[2]), int(numbers[1])) if transposed and layer >= layers else (1, int(numbers[1]))
+        values = saved[at + 12 : at + 12 + rows * cells * width].reshape(rows, cells * width)
+        times = -(-length // cells)
+        parts += [saved[at : at + 12], np.ascontiguousarray(np.tile(values, (1, times))[:, : length * width])]
+        at += 12 + rows * cells * width
     if at != size:
         raise SystemExit(f"llama.cpp's saved state has {size} bytes, {at} are understood")
     grown = np.concatenate([part.reshape(-1).view(np.uint8) for part in parts])
@@ -147,7 +150,9 @@ def lengthen(llama: Any, context: Any, length: int) -> None:
         raise SystemExit("llama.cpp refuses the state")
 
 
-def measure(file: str, prompt: int, new: int, repeats: int, threads: int, long: int = 0) -> dict[str, Any]:
+def measure(
+    file: str, prompt: int, new: int, repeats: int, threads: int, long: int = 0, flash: int = -1
+) -> dict[str, Any]:
     llama = silent_llama()
     started = time.perf_counter()
     model = llama.llama_model_load_from_file(file.encode(), llama.llama_model_default_params())
@@ -156,6 +161,7 @@ def measure(file: str, prompt: int, new: int, repeats: int, threads: int, long: 
     parameters.n_ctx = -(-(max(prompt, long) + new) // 256) * 256
     parameters.n_batch = parameters.n_ubatch = max(prompt, 32)
     parameters.n_threads = parameters.n_threads_batch = threads
+    parameters.flash_attn_type = flash
     context = llama.llama_init_from_model(model, parameters)
     load = time.perf_counter() - started
     vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
