@@ -63,14 +63,14 @@ def test_lines_of_a_pipe(
     assert rows[1]["text"] == "é!" and rows[1]["cached_tokens"] > 0 and rows[1]["finish_reason"] == "eos"
     long = "x" * 25 + "\n"
     code, out, err = chat([model], long * 3, monkeypatch, capfd)
-    assert code == 0 and err.count("the oldest 2 messages have left") == 2
+    assert code == 0 and err.count("oldest 2 messages were dropped") == 2
 
 
 @pytest.mark.parametrize(
     ("lines", "arguments", "words"),
     [
-        ("/bye", [], ["/bye is no command", "/help", "//"]),
-        ("/save", [], ["/save wants the name of a file"]),
+        ("/bye", [], ["/bye is not a command", "/help", "//"]),
+        ("/save", [], ["/save needs the name of a file"]),
         ("/save {tmp}/taken", [], ["taken: already exists"]),
         ("/save {tmp}/none/a/x\n/save {tmp}/taken/x", [], ["taken/x: cannot be written"]),
         ("x" * 99, [], ["the context holds 60"]),
@@ -154,7 +154,7 @@ def test_a_terminal(tmp_path: Path) -> None:
         at = until("Ctrl-D or /exit ends the conversation", at)
         at = until("> ", at)
         os.write(main_end, b"/nothing\n")
-        at = until("error: /nothing is no command", at)
+        at = until("error: /nothing is not a command", at)
         os.write(main_end, b"/exit\n")
         assert process.wait(60) == 0
     finally:

@@ -20,6 +20,7 @@ import pytest
 from typer.main import get_command
 
 from diffbit.cli import app, main
+from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
 from diffbit.runtime import Session
 
 ROOT = Path(__file__).parents[1]
@@ -57,6 +58,7 @@ def workplace(
         shutil.copytree(quantized, demo / f"{name}-int4")
         shutil.copytree(artifact, demo / f"{name}-onnx")
     shutil.copytree(trained("diff_v1").parent, folder / "examples" / "pico")
+    quantize_checkpoint(checkpoint, folder / "out" / "llama-int4", Scheme(weights=parse_format("int4_g32")))
     shutil.copytree(checkpoint, folder / "out" / "smollm2-int8")  # a checkpoint will do, where torch is installed
     (folder / "out" / "smollm2-int8" / "chat_template.jinja").write_text("{{ messages[-1].content }}")
     return folder
