@@ -252,7 +252,7 @@ def test_names_come_back(name):
         ("int4_32", "no number format"),
         ("INT4", "no number format"),
         ("int4_asym_g32", "no number format"),
-        ("fp4", "no number format"),
+        ("fp6", "no number format"),
         ("", "no number format"),
     ],
 )
