@@ -73,7 +73,8 @@ class Workplace:
         made = forks.run(lambda: make(self.examples))  # in a child: a small parent is forked fast
         assert made.code == 0, made.error
         for module in pkgutil.walk_packages(diffbit.__path__, "diffbit."):
-            if not module.name.endswith(("__main__", "libdiffbit_ops")):
+            others = "__main__", "libdiffbit_ops", "integrations.transformers", "integrations.exporter"
+            if not module.name.endswith(others):
                 importlib.import_module(module.name)
         gc.collect()
         gc.freeze()

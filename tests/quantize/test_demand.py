@@ -95,18 +95,18 @@ def test_a_limit_of_the_address_space(model: Path, tmp_path: Path) -> None:
     text = demand.Text(windows, LENGTH, 128)
     least = demand.quantize_demand(Checkpoint(model), SCHEME, parse_recipe("rtn"), text, spilled=True).memory
 
-    def run(**options: Any) -> forks.Done:
+    def run(name: str, **options: Any) -> forks.Done:
         def limited() -> None:
             demand.resident = lambda: 0
-            quantize(model, tmp_path / "q", windows, **options)
+            quantize(model, tmp_path / name / "q", windows, **options)
 
         return forks.run(limited, memory=least)
 
-    failed = run()
+    failed = run("without")
     assert failed.code == forks.RAISED and "memory" in failed.error
-    done = run(max_memory=least)
+    done = run("within", max_memory=least)
     assert done.code == 0, done.error
-    assert [path.name for path in tmp_path.iterdir()] == ["q"]
+    assert [path.name for path in (tmp_path / "within").iterdir()] == ["q"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
