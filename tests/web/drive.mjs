@@ -22,9 +22,17 @@ await ready();
 const answers = [];
 await page.evaluate((most) => (document.getElementById("most").value = most), most);
 for (const text of texts) {
+  const before = await page.evaluate(() => document.getElementById("talk").dataset.ids);
   await page.type("#text", text);
   await page.click("#send");
-  await page.waitForFunction(() => document.getElementById("send").textContent === "Stop" || document.getElementById("state").textContent.startsWith("Error"));
+  await page.waitForFunction(  // a short answer may be over before anyone looks
+    (before) =>
+      document.getElementById("send").textContent === "Stop" ||
+      document.getElementById("talk").dataset.ids !== before ||
+      document.getElementById("state").textContent.startsWith("Error"),
+    { timeout: 120_000 },
+    before,
+  );
   await ready();
   answers.push(await page.evaluate(() => JSON.parse(document.getElementById("talk").dataset.ids ?? "null")));
 }
