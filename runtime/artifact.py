@@ -26,9 +26,7 @@ from ..ops.cache import IN_PLACE, TOKENS, WIDTHS, Buffer, CacheSpec
 VERSION = 4  # of the manifest; raised when a reader of the old one would get it wrong
 MANIFEST = "diffbit.json"
 MODEL = "model.onnx"
-ONNX = (
-    "onnx/"  # the folder that transformers.js wants the graph and its data in; elsewhere they lie with the other files
-)
+ONNX = "onnx/"  # the folder of the graph and its data in the layout of transformers.js
 TOKENIZER = "tokenizer.json"
 NANO = "nano"  # the artifact that comes with the package (examples/nano/artifact.sh)
 _HEX64 = re.compile(r"[0-9a-f]{64}")

@@ -66,7 +66,7 @@ class Card:
         formats |= {f"`{glob}`": format for glob, format in (self.scheme.get("overrides") or {}).items()}
         told = f"Quantized by `{self.method}`" if self.method else "Quantized"
         if self.calibration is not None:
-            told += f", calibrated on {self.calibration.get('source')} ({self.calibration.get('tokens'):,} tokens)"
+            told += f", calibrated on {self.calibration.get('source')} ({self.calibration.get('tokens')} tokens)"
         return f"{begin}\n\n{told}:\n\n{table(('part', 'format'), formats.items())}"
 
     def _sizes(self) -> str:

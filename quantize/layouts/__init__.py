@@ -45,7 +45,7 @@ def layout_of(checkpoint: Checkpoint) -> ModuleType | None:
     if entry is None:
         return None
     method = entry.get("quant_method", entry.get("quantizer"))
-    if method not in LAYOUTS:
+    if not isinstance(method, str) or method not in LAYOUTS:
         raise DiffbitError(
             f"{checkpoint.path / 'config.json'}: quantization_config has quant_method {method!r}, wanted one of "
             f"{', '.join(LAYOUTS)}"

@@ -35,7 +35,7 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
             "and fp4; pass the float checkpoint (`diffbit quantize --weights int8` makes int8 weights of it)"
         )
     kind = entry.get("bnb_4bit_quant_type", "nf4")
-    if kind not in TABLES:
+    if not isinstance(kind, str) or kind not in TABLES:
         raise DiffbitError(f"{about(checkpoint)} has bnb_4bit_quant_type {kind!r}, wanted {' or '.join(TABLES)}")
     format, names = parse_format(kind), set(checkpoint.names)
 

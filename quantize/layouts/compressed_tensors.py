@@ -186,6 +186,8 @@ def _activations(checkpoint: Checkpoint, entry: Mapping[str, Any]) -> str | None
         args = group.get("input_activations")
         if group.get("output_activations") is not None:
             raise DiffbitError(f"{about(checkpoint)} has output_activations, which diffbit does not round")
+        if args and not isinstance(args, Mapping):
+            raise DiffbitError(f"{about(checkpoint)} has input_activations {args!r}, wanted their settings")
         if args and {name: args.get(name, True) for name in PER_TOKEN} != PER_TOKEN:
             raise DiffbitError(
                 f"{about(checkpoint)} has input_activations other than int8 with a scale per token found at run time "

@@ -37,7 +37,10 @@ VERSIONS = ("gptq", "gptq_v2")
 def scheme(checkpoint: Checkpoint) -> Scheme:
     entry = checkpoint.quantization or {}
     _version(checkpoint)
-    if changed := [name for name in entry.get("dynamic") or {} if not str(name).startswith("-:")]:
+    dynamic = entry.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping):
+        raise DiffbitError(f"{about(checkpoint)} has dynamic {dynamic!r}, wanted layers and their settings")
+    if changed := [name for name in dynamic if not name.startswith("-:")]:
         raise DiffbitError(
             f"{about(checkpoint)} has other bits or groups for some layers (dynamic: {changed[0]}), which diffbit does "
             "not read"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +211,35 @@ def test_compressed_tensors_that_are_not_read(entry: dict[str, Any], words: str,
     foreign.edit_config(tmp_path, settings("compressed-tensors", **entry))
     with pytest.raises(DiffbitError, match=words):
         read_scheme(Checkpoint(tmp_path))
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path to each value of a JSON object."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield (*at, key)
+        if isinstance(inner, dict | list):
+            yield from places(inner, (*at, key))
+
+
+@pytest.mark.parametrize(
+    "layout, weights", [("gptq", "int4_g32"), ("compressed-tensors", "int4_g32"), ("bitsandbytes", "nf4")]
+)
+def test_odd_values_of_a_config_are_a_sentence(layout: str, weights: str, tmp_path: Path):
+    foreign.model().save_pretrained(tmp_path / "float")
+    quantize_checkpoint(tmp_path / "float", tmp_path / "q", Scheme(weights=parse_format(weights)))
+    folder = export_checkpoint(tmp_path / "q", tmp_path / "out", layout)
+    good = (folder / "config.json").read_text()
+    refused = 0
+    for *path, last in (*places(json.loads(good)["quantization_config"]), ("dynamic",), ("sparsity_config",)):
+        for odd in (5, "x", [], {"a": 5}, [[]]):
+            config = json.loads(good)
+            inner = config["quantization_config"]
+            for key in path:
+                inner = inner[key]
+            inner[last] = odd
+            (folder / "config.json").write_text(json.dumps(config))
+            try:
+                read_scheme(Checkpoint(folder))
+            except DiffbitError:
+                refused += 1
+    assert refused >= 9  # what is not read at all may say anything

@@ -146,7 +146,7 @@ struct Decode {
     const int64_t begin = chunk * CHUNK, end = chunk_end(b, chunk), seen_tokens = larger(0, end - begin);
     if (tokens.all())
       append(b, g, begin, end);
-    else
+    else if (chunk < tokens.chunks())  // of the slots up to the last one each has one task
       append(b, g, tokens.chunk_slot(chunk), tokens.chunk_slot(chunk + 1));
     if (seen_tokens) {
       call.rotate_queries(b, g, 0, call.length, q);
