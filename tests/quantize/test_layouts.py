@@ -226,7 +226,8 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 )
 def test_odd_values_of_a_config_are_a_sentence(layout: str, weights: str, tmp_path: Path):
     foreign.model().save_pretrained(tmp_path / "float")
-    quantize_checkpoint(tmp_path / "float", tmp_path / "q", Scheme(weights=parse_format(weights)))
+    narrow = (("*.down_proj", None),) if weights == "nf4" else ()  # 96 columns are no multiple of its 64
+    quantize_checkpoint(tmp_path / "float", tmp_path / "q", Scheme(weights=parse_format(weights), overrides=narrow))
     folder = export_checkpoint(tmp_path / "q", tmp_path / "out", layout)
     good = (folder / "config.json").read_text()
     refused = 0
