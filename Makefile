@@ -20,6 +20,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+VENV := .venv/pyvenv.cfg
 INSTALLED := .venv/.installed
 BUILT := .venv/.built
 DEVELOP := .venv/.develop
@@ -29,6 +30,8 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constr
 WORKERS := -n logical --maxprocesses 4 --dist worksteal
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
+# Targets that install share one environment
+.NOTPARALLEL:
 .PHONY: demo demo-smollm2 test test-all fuzz kill lint build arm64 bench-kernels models accuracy wheels docs clean
 
 demo: $(BUILT)
@@ -43,30 +46,32 @@ test: lint
 test-all: lint
 	$(BIN)/python -m pytest $(WORKERS)
 
-fuzz: $(BUILT) $(DEVELOP)
+fuzz: $(DEVELOP) $(BUILT)
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m tests.fuzz.fuzz 50000  # with huge pages a fork is fast
 
-kill: $(BUILT) $(DEVELOP)
+kill: $(DEVELOP) $(BUILT)
 	$(BIN)/python -m pytest $(WORKERS) -p tests.every_point tests/kill
 
-lint: $(BUILT) $(DEVELOP)
+lint: $(DEVELOP) $(BUILT)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(VENV):
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(INSTALLED): pyproject.toml constraints.txt | $(VENV)
 	$(INSTALL) --editable '.[cpu,lab]'
 	touch $@ $(BUILT)
+
+$(DEVELOP): pyproject.toml constraints.txt | $(VENV)  # before $(BUILT), of which it does all
+	$(INSTALL) --editable '.[cpu,lab,dev,docs]'
+	touch $@ $(INSTALLED) $(BUILT)
 
 $(BUILT): $(INSTALLED) $(shell find csrc -type f)
 	$(INSTALL) --no-deps --editable .
 	touch $@
-
-$(DEVELOP): $(INSTALLED)
-	$(INSTALL) --editable '.[cpu,lab,dev,docs]'
-	touch $@ $(BUILT)
 
 build: $(BUILT)
 

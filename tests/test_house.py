@@ -199,6 +199,7 @@ def load_without(packages: str, modules: list[str]) -> subprocess.CompletedProce
     return subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_a_device_needs_no_torch() -> None:
     """What runs on a device, and every file of the command line, load without the packages that make artifacts."""
     lab = "torch onnx onnx_ir safetensors transformers matplotlib onnxruntime"

@@ -37,6 +37,7 @@ def wheel_of(sdist: Path, folder: Path, **environment: str) -> tuple[Path, str]:
     return wheel, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_wheel_is_pure(sdist: Path, tmp_path: Path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()

@@ -170,6 +170,7 @@ def test_methods(checkpoints: list[Path], text: Windows) -> None:
     assert "method" not in compare(checkpoints[:1], text, ["3"]).rows()[1]
 
 
+@pytest.mark.slow
 def test_repeats(checkpoints: list[Path], text: Windows) -> None:
     whole = windows([np.random.default_rng(1).integers(1, VOCABULARY, 900)], 16, eos_id=0)
     parts = samples(whole, 20, 3)
@@ -315,6 +316,7 @@ def test_outputs(checkpoints: list[Path], text: Windows, tmp_path: Path) -> None
     assert table[1]["model"] == "DIFF" and result.rows()[1]["format"] == "int4_g64"
 
 
+@pytest.mark.slow
 def test_a_quantized_checkpoint_is_measured_as_it_is(checkpoints: list[Path], text: Windows, tmp_path: Path) -> None:
     scheme = Scheme(parse_format("int4_g32"), parse_format("int8"), parse_format("int8"))
     quantize_checkpoint(checkpoints[0], tmp_path / "low", scheme)

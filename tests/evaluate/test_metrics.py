@@ -243,6 +243,7 @@ def rounded(rng: np.random.Generator, windows: int, loss: float, share: float) -
     return method, plain, reference
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("windows", "loss"), [(8, 0.05), (40, 0.05), (40, 0.008)])
 def test_the_share_recovered_lies_in_its_interval_as_often_as_it_says(windows: int, loss: float) -> None:
     rng = np.random.default_rng(6)

@@ -58,7 +58,9 @@ def test_float(checkpoint_of: Maker, attention: str, dtype: str, bound: float) -
 
 @variants
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize(("dtype", "bound"), [("fp32", QUANTIZED), ("fp16", FP16_QUANTIZED)])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [("fp32", QUANTIZED), pytest.param("fp16", FP16_QUANTIZED, marks=pytest.mark.slow)]
+)
 def test_quantized(checkpoint_of: Maker, attention: str, format: str, dtype: str, bound: float) -> None:
     error = prefill_error(checkpoint_of(attention, format), config_of(attention), dtype)
     assert np.median(error) < bound
@@ -97,7 +99,9 @@ def test_shapes(checkpoint_of: Maker, attention: str, changes: dict[str, object]
 
 
 @variants
-@pytest.mark.parametrize(("dtype", "bound"), [("fp32", QUANTIZED), ("fp16", FP16_QUANTIZED)])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [("fp32", QUANTIZED), pytest.param("fp16", FP16_QUANTIZED, marks=pytest.mark.slow)]
+)
 def test_ternary_behind_sub_norms(checkpoint_of: Maker, attention: str, dtype: str, bound: float) -> None:
     changes = {"sub_norms": True, "mlp": "relu2"}
     error = prefill_error(checkpoint_of(attention, "ternary", **changes), config_of(attention, **changes), dtype)

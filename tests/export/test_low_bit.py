@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 
 import numpy as np
@@ -79,11 +79,17 @@ def close(found: np.ndarray, wanted: torch.Tensor) -> None:
     assert np.median(error) < USUAL and error.max() < WORST, error
 
 
+PAIRS = list(zip(cycle(VARIANTS), SCHEMES, strict=False))
+
+
 @pytest.mark.parametrize(
     ("attention", "name", "native"),
     [
-        *((attention, name, True) for attention in VARIANTS for name in SCHEMES),
-        *((attention, name, False) for attention, name in zip(cycle(VARIANTS), SCHEMES, strict=False)),
+        *(
+            pytest.param(*pair, True, marks=[] if pair in PAIRS else pytest.mark.slow)
+            for pair in product(VARIANTS, SCHEMES)
+        ),
+        *((*pair, False) for pair in PAIRS),
         *(("diff_v1", name, False) for name in ("int4", "everything")),
     ],
 )

@@ -65,6 +65,7 @@ def test_an_artifact_goes_up_and_comes_back(
     assert run("bench", "hf:me/diff-int4", "--new-tokens", "2", "--repeats", "1", "--json") == 0
 
 
+@pytest.mark.slow
 def test_environment_and_cache_are_huggingface_hubs(artifact: Path, tmp_path: Path) -> None:
     """A process of its own: HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE, which answers from the cache."""
     with running() as found:

@@ -9,6 +9,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 from diffbit.runtime import Session
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +27,7 @@ def optimum_cli(tmp_path: Path, *arguments: str | Path) -> subprocess.CompletedP
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_export(checkpoint: Path, quantized: Path, artifact: Path, tmp_path: Path) -> None:
     """The artifact is that of `diffbit quantize` and `diffbit export`."""
     export = ["export", "diffbit", "-m", checkpoint, "--weights", "int4_g32", "--kv=int8", tmp_path / "out"]
@@ -36,6 +39,7 @@ def test_export(checkpoint: Path, quantized: Path, artifact: Path, tmp_path: Pat
     assert Session(tmp_path / "out").prefill([[1, 2, 3]]).shape[0] == 1
 
 
+@pytest.mark.slow
 def test_errors(checkpoint: Path, tmp_path: Path) -> None:
     done = optimum_cli(tmp_path, "export", "diffbit", "-m", checkpoint, "--weights", "int9000", tmp_path / "out")
     assert done.returncode == 2 and "9000 bits, wanted 2 to 8" in done.stderr

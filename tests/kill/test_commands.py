@@ -88,11 +88,11 @@ def compared(models: Path, out: Path, overwrite: bool) -> None:
 
 COMMANDS = {
     "rtn": Command(quantized("rtn")),
-    "gptq": Command(quantized("gptq"), every=6),
-    "learned": Command(quantized("learned"), every=12),
+    "gptq": Command(quantized("gptq"), every=9),
+    "learned": Command(quantized("learned"), every=20),
     "export": Command(exported, every=5),
-    "train": Command(trained, 6, ("config.json", "model.safetensors", "master/model.safetensors"), False),
-    "compare": Command(compared, same=("comparison.json", "comparison.csv"), whole=False),  # the report says when
+    "train": Command(trained, 9, ("config.json", "model.safetensors", "master/model.safetensors"), False),
+    "compare": Command(compared, 3, same=("comparison.json", "comparison.csv"), whole=False),  # the report says when
 }  # fmt: skip
 
 

@@ -33,8 +33,8 @@ REQUIRE = "DIFFBIT_REQUIRE_CROSS"  # set where a missing tool must fail the test
 # what CMake is told, what runs the result, and the packages of Debian that bring the tools
 KINDS = {
     "sanitized": (["-DDIFFBIT_SANITIZE=address,undefined"], [], {"c++": "g++"}),
-    "threads": (["-DDIFFBIT_SANITIZE=thread"], [], {"c++": "g++"}),
-    "emulated": (["-DDIFFBIT_CUDA=OFF"], [], {"c++": "g++"}),
+    "threads": (["-DDIFFBIT_SANITIZE=thread", "-DDIFFBIT_INSTRUCTION_SETS=avx2;neon"], [], {"c++": "g++"}),
+    "emulated": (["-DDIFFBIT_CUDA=OFF", "-DDIFFBIT_INSTRUCTION_SETS=none"], [], {"c++": "g++"}),
     "aarch64": (
         ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", "-DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++"],
         ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu"],

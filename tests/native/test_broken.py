@@ -21,6 +21,7 @@ def table() -> tuple[Broken, ...]:
     return tuple(broken())
 
 
+@pytest.mark.slow
 def test_onnx_runtime_reports_the_sentence() -> None:
     isa, *_ = native.instruction_sets()
     for case in table():

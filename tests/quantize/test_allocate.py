@@ -213,6 +213,7 @@ def test_candidates_that_cannot_hold_a_layer_are_left_out_there(folder: Path) ->
         plan(folder, bits=4, candidates=("nf4",), calibration=IDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("attention", "method"), [("softmax", "rtn"), ("diff_v2", "rotate+gptq")])
 def test_other_variants_and_recipes(attention: str, method: str, tmp_path: Path) -> None:
     """A transform runs first; lambda_proj stays float. What was measured is what the recipe makes of the scheme."""

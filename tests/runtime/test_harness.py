@@ -163,6 +163,7 @@ def test_a_residual_window_takes_one_row_at_a_time(tmp_path: Path) -> None:
     assert together[1] == DiffbitLM(low).loglikelihood(requests(short))[0]
 
 
+@pytest.mark.slow
 def test_the_harness_runs_its_tasks(
     artifact: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -199,6 +199,7 @@ def test_what_is_carried_is_let_go_behind_its_last_reader(folder: Path) -> None:
         torch.testing.assert_close(decoder.head(tokens.hidden), decoder(TEXT))
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed between the layers that give and those that read."""
     scheme, exact = Scheme(INT4, attention=KV8), gptq.quantize
