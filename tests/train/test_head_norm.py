@@ -145,7 +145,7 @@ def test_options(trained: Callable[[str], Path], tmp_path: Path) -> None:
         ({"attention": "softmax", "head_norm": "learned"}, r"of this model \(softmax\) have no norm"),
         ({"init": plain, "head_norm": "fixed"}, r"of this model \(softmax\) have no norm"),
         ({"init": path, "head_norm": "none"}, r"of this model \(diff_v1\) have a norm"),
-        ({"attention": "diff_v1", "head_norm": "small"}, "none of learned, fixed, none"),
+        ({"attention": "diff_v1", "head_norm": "small"}, "choose one of learned, fixed, none"),
         ({"attention": "diff_v1", "qat": "ternary", "head_norm": "learned"}, "head_gain is .*wanted none"),
         ({"attention": "diff_v1", "sub_norms": True, "head_norm": "learned"}, "head_gain is .*wanted none"),
         ({"attention": "diff_v1", "head_gain": -1.0}, "head_gain is -1.0; wanted a positive number"),

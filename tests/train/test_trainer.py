@@ -239,7 +239,7 @@ def test_resuming_refuses_another_run(text: str, tmp_path: Path, monkeypatch: py
     with pytest.raises(KeyboardInterrupt) as stopped:
         train(config, out, overwrite=True)
     assert stopped.value.__notes__ == [
-        f"{out / 'checkpoints' / 'step-00000003'} is whole: the same command with --resume goes on from there"
+        f"{out / 'checkpoints' / 'step-00000003'} is complete: the same command with --resume continues from it"
     ]
     monkeypatch.undo()
     with pytest.raises(DiffbitError, match="another learning_rate and optimizer and seed"):
