@@ -199,7 +199,9 @@ def test_what_is_saved_is_what_was_trained(
     assert all(0 < row["zeros"] < 1 for row in log) and any(row["flips"] > 0 for row in log)
     assert Checkpoint(tmp_path / "out").quantization is not None
 
-    with pytest.raises(DiffbitError, match=r"is quantized, but training starts from float weights; give .*master"):
+    with pytest.raises(
+        DiffbitError, match=r"is quantized, but training starts from float weights; start from .*master"
+    ):
         train_config("tiny", init=str(tmp_path / "out"))
     again = replace(config, init=str(tmp_path / "out" / "master"), tokenizer=str(tmp_path / "out"), steps=1, warmup=1)
     first = read_log(train(again, tmp_path / "again").path)[0]["loss"]
