@@ -51,7 +51,7 @@ class Demand:
     output: int
 
     def check(self, place: str | Path, what: str, local: int = 1) -> None:
-        """Raise DiffbitError if this does not fit. place: the output; local: processes with this demand on this machine."""
+        """Raise DiffbitError if this does not fit. place: of the output; local: processes like this on this machine."""
         free = available_memory()
         if free is not None and SAFE * self.memory * local > free:
             what += f", {local} times on this machine," if local > 1 else ""
