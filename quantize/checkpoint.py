@@ -54,11 +54,10 @@ def quantize_checkpoint(
     calibration: token ids [n, S] (a tensor or an array) that pass through the model layer by layer (layer.py); methods
     calibrate on them, and each quantized layer's output error is measured on them. calibration_mask: bool [n, S], the
     tokens that count; default all. calibration_text: a description of the text (source, sha256, ...) for config.json
-    and the artifact's manifest. resume: continue an interrupted run with the same options (resume.py), if there is one.
-    max_memory: the most bytes that this process may use; calibration states move to disk if necessary. here: the
-    processes that share the work; each calls this function, and the first writes. Neither resume nor here changes a bit
-    of the result. Raises DiffbitError for a checkpoint or scheme that does not fit, and if memory or disk space do not
-    suffice (demand.py).
+    and the artifact's manifest. resume: continue an interrupted run (resume.py), if there is one. max_memory: the most
+    bytes that this process may use; calibration states move to disk if necessary. here: the processes that share the
+    work; each calls this, and the first writes. Neither resume nor here changes a bit of the result. Raises
+    DiffbitError for a checkpoint or scheme that does not fit, and if memory or disk do not suffice (demand.py).
     """
     checkpoint = _opened(source, output if here.first else None, overwrite)
     config = checkpoint.config

@@ -125,7 +125,7 @@ def _from_npm(package: Package, _: Path) -> dict[str, bytes]:
             done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
         except FileNotFoundError:
             raise DiffbitError(
-                "npm, which gets the page's libraries, is not installed; install Node.js, or pass --packages with a "
+                "npm is not installed, but it gets the page's libraries; install Node.js, or pass --packages with a "
                 f"node_modules folder that has {', '.join(f'{p.name}@{p.version}' for p in PACKAGES)}"
             ) from None
         archives = list(Path(folder).glob("*.tgz"))

@@ -130,7 +130,7 @@ def test_an_artifact_computes_what_transformers_does(settings: dict[str, str], t
             "softmax",
             BITNET,
             Scheme(weights=TERNARY, attention=AttentionScheme(keys="int8")),
-            "attention is in low bits",
+            "attention is quantized",
         ),
         (
             "softmax",

@@ -153,7 +153,7 @@ def test_from_a_checkpoint_on_needles(text: str, tmp_path: Path, trained: Any) -
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         stop_at(patch, 4)
         train(config, tmp_path / "d")
-    with pytest.raises(DiffbitError, match="another needles"):
+    with pytest.raises(DiffbitError, match="a different needles"):
         train(replace(config, needles=0.5), tmp_path / "d", resume=True)
     train(replace(plain, steps=3, seed=2), first.path, overwrite=True)
     with pytest.raises(DiffbitError, match="trained with init_sha256"):

@@ -249,11 +249,11 @@ def test_names_come_back(name):
         ("int4_g33", "groups of 33"),
         ("int4_g0", "groups of 0"),
         ("int4_g512", "groups of 512"),
-        ("int4_32", "no number format"),
-        ("INT4", "no number format"),
-        ("int4_asym_g32", "no number format"),
-        ("fp6", "no number format"),
-        ("", "no number format"),
+        ("int4_32", "not a number format"),
+        ("INT4", "not a number format"),
+        ("int4_asym_g32", "not a number format"),
+        ("fp6", "not a number format"),
+        ("", "not a number format"),
     ],
 )
 def test_unknown_formats_are_refused(name, words):
