@@ -181,7 +181,7 @@ GPTQ = settings("gptq", bits=4, group_size=32, sym=True)
         (lambda stored: stored[f"{UP}.g_idx"].copy_(stored[f"{UP}.g_idx"].flip(0)), "do not lie side by side"),
         (lambda stored: stored[f"{UP}.bias"].add_(1), "is a bias, which"),
         (lambda stored: stored.update({f"{UP}.codes": torch.ones(1)}), "up_proj.codes, which a folder of quant_method"),
-        (lambda stored: stored.update({f"{UP}.scales": torch.full((2, 96), 1 / 3)}), "float16 cannot hold"),
+        (lambda stored: stored.update({f"{UP}.scales": torch.full((2, 96), 1 / 3)}), "float16 cannot represent"),
     ],
 )
 def test_damaged_folders_are_refused(change: Any, words: str, tmp_path: Path):
