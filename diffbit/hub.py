@@ -57,7 +57,7 @@ def is_hub_name(path: str | Path) -> bool:
 
 
 def download(path: str | Path) -> Path:
-    """Download a model that is named by its place on the hub -> its local folder or GGUF file; other paths as they are.
+    """Download a model named hf:... and return its local folder or GGUF file. Other paths are returned as they are.
 
     Raises DiffbitError if the repository, revision or file does not exist or may not be read, if there is neither a
     network nor a copy in the cache, or if huggingface_hub is not installed.

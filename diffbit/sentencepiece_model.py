@@ -50,7 +50,7 @@ def from_sentencepiece(file: Path) -> bytes:
         raise DiffbitError(f"{file}: {error}") from None
     except Exception as error:  # `tokenizers` raises bare Exception
         raise DiffbitError(
-            f"{file}: cannot be converted, or the tokens added in {CONFIG} cannot ({error!r}); restore it"
+            f"{file}: it, or the tokens added in {CONFIG}, cannot be converted ({error!r}); restore it"
         ) from None
     return str(backend.to_str(pretty=True)).encode()
 

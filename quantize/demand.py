@@ -7,8 +7,8 @@ memory at a time, so the largest determines it: a table (embedding, head), or a 
     gptq ...  the same in fp32, twice, while output errors are measured; matrices of K^2 numbers; a batch of tokens
     learned   40 bytes per weight (methods/learned.py)
 
-and, with calibration text, the tokens' hidden states, unless they are `spilled` to disk. docs/cli.md compares these
-formulas with measurements. Time is extrapolated from a timed matrix product; other work on the machine makes it longer.
+and, with calibration text, the tokens' hidden states, unless they are `spilled` to disk. docs/models.md has
+measurements. Time is extrapolated from a timed matrix product; other work on the machine makes it longer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .recipe import Recipe
 from .scheme import Scheme, weight_shapes
 from .states import BATCH_TOKENS
 
-SLACK = 32 << 20  # upper bound of freed memory that the allocator keeps
+SLACK = 32 << 20  # upper bound of what the allocator keeps of blocks that it does not map separately
 TEXT = 40 << 20  # for reading calibration text, with the libraries for it
 SHARD_FROM = 256 << 20  # bytes of the float model from which on the output has one file per layer
 LEARNED = 40  # bytes per weight

@@ -84,7 +84,7 @@ class Chat:
     def send(self, text: str, on_text: OnText | None = None) -> Reply:
         """Answer a message. `on_text` receives the answer as it comes, whole characters only.
 
-        If `halt` ends the answer, its text so far stays in the conversation. If it had no text yet, or an exception
+        If `halt` ends the answer, its text so far stays in the conversation. If it had no token yet, or an exception
         ended it, the conversation does not change. Raises DiffbitError for a message that is longer than the context,
         or one that the template refuses.
         """

@@ -52,9 +52,9 @@ def generate(
 
     The session is reset first; with `reuse` it keeps the cached tokens that the prompt begins with. `sampler` (logits
     [V], token ids so far -> token id) is greedy by default. `on_text` receives text that is final: never half a
-    character, and never the start of a `stop` string. An exception from it, such as KeyboardInterrupt, ends the
-    generation. `end_tokens` end the text; they default to the model's. `interrupted` is called before each run of the
-    model; if it returns True, the text ends there.
+    character, and never the beginning of a `stop` string that then follows. An exception from it, such as
+    KeyboardInterrupt, ends the generation. `end_tokens` end the text; they default to the model's. `interrupted` is
+    called before each run of the model; if it returns True, the text ends there.
 
     Raises DiffbitError for a prompt that is empty when the model has no bos token, holds an unknown token, or does
     not fit the context. A context that fills up later ends the text with finish_reason "context".

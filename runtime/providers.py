@@ -133,7 +133,7 @@ def open_session(model: Path, device: str, threads: int | None, library: Path | 
             raise DiffbitError(_no_cuda(ort, why)) from None
         raise DiffbitError(f"{model}: ONNX Runtime {ort.__version__} cannot load it ({_first_line(error)})") from None
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
-        trim(0)  # returns the memory used for loading to the system; glibc would keep it, several bytes per weight
+        trim(0)  # returns memory used for loading to the system; glibc would keep several bytes per ternary weight
     if device == "cuda":
         active = session.get_providers()
         if "CUDAExecutionProvider" not in active:

@@ -23,7 +23,7 @@ from ..models.layers.norm import RMSNorm
 
 
 def initialize(model: Decoder, seed: int, o_proj: float = 1.0) -> None:
-    """Fill every parameter of `model` in place, with the same values on every device. `o_proj` scales that layer's."""
+    """Fill every parameter of `model` in place, with the same values on every device. o_proj: factor of its weights."""
     config = model.config
     std = (2 / (5 * config.hidden_size)) ** 0.5
     into_residual = std / (2 * config.num_layers) ** 0.5

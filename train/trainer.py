@@ -192,7 +192,7 @@ class _Run:
         before = read_training(folder)
         if different := self.config.differences(before.get("config", {})):
             raise DiffbitError(
-                f"{folder}: belongs to a run with a different {' and '.join(different)}; "
+                f"{folder}: belongs to a run with other values of {' and '.join(different)}; "
                 "resume with the options in its training.json, or start a new run"
             )
         for key in ("processes", "text_sha256", "tokenizer_sha256", "init_sha256", "distill_sha256"):

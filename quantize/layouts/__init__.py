@@ -77,7 +77,7 @@ def read_weight(checkpoint: Checkpoint, name: str, scheme: Scheme | None) -> Ten
         wanted = shapes(checkpoint.config).get(name)
         if name not in checkpoint.names or not checkpoint.is_float(name) or checkpoint.shape(name) != wanted:
             raise DiffbitError(
-                f"{checkpoint.path}: config.json says that {name} is float, but it is not in the weights; config "
+                f"{checkpoint.path}: config.json says that {name} is float, but the weights do not have it so; config "
                 "and weights do not belong together"
             )
         return checkpoint.read(name)

@@ -115,7 +115,7 @@ def test_a_run_with_it_resumes_to_the_bit_and_leaves_a_diffllama(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         stop_at(patch, 8)
         train(config, tmp_path / "other")
-    with pytest.raises(DiffbitError, match="a different head_gain"):
+    with pytest.raises(DiffbitError, match="other values of head_gain"):
         train(replace(config, head_gain=0.5), tmp_path / "other", resume=True)
 
 
