@@ -1,13 +1,13 @@
-"""The text `mix`: a sample of typical uses of a chat model, for calibration.
+"""The text source `mix`: a sample of typical uses of a chat model, for calibration.
 
     prose        English: speeches, a novel                             text/SPLIT/prose.jsonl
     languages    one declaration in twelve languages                    text/SPLIT/languages.jsonl
     dialogues    in the model's own chat template, if it has one        text/SPLIT/dialogues.jsonl
-    code         beginnings of files of the standard library            the same split of the source `stdlib`
+    code         beginnings of files of the standard library            the same split of `stdlib`
 
 Its splits are calib (0.2 MB) and eval (0.04 MB), from different works or different parts of them; there is no train
-split. text/README.md lists the texts' sources and licences. The four parts are interleaved evenly, so that any few
-windows contain all of them.
+split. text/README.md lists the texts' sources and licences. The four parts are interleaved evenly, so a few windows
+contain all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Render = Callable[[Any], str]  # a conversation (Messages) -> its text
 
 
 def mix(split: str, code: Iterable[str], render: Render | None = None) -> Iterator[str]:
-    """The documents of a split; code: those of the same split of the standard library; render: a chat template."""
+    """The documents of a split. code: the documents of the same split of `stdlib`; render: a chat template."""
     parts = [[_text(row, render or plain) for row in _rows(file)] for file in sorted((TEXT / split).glob("*.jsonl"))]
     parts.append([text[:CODE_CHARACTERS] for text in islice(code, CODE_DOCUMENTS[split])])
     places = [((at + 0.5) / len(part), text) for part in parts for at, text in enumerate(part)]

@@ -1,8 +1,8 @@
-"""Key-value needles in held-out text: a task that a model solves only if its attention finds the right position.
+"""Key-value needles in held-out text: a task that a model solves only if its attention finds the right positions.
 
-The multi-needle setup of the Differential Transformer (arXiv 2410.05258, section 3.4), made from a model's own
-vocabulary, so that it needs no other data. A row of `length` tokens is text (the haystack) with N needles inserted, and
-R queries at its end:
+This is the multi-needle setup of the Differential Transformer (arXiv 2410.05258, section 3.4) with needles made from
+the model's own vocabulary, so it needs no other data. A row of `length` tokens is text (the haystack) with N needles
+inserted and R queries at its end:
 
     ... text ...                          ... text ...
     @ node = path string                  @ error = used class               <- needles, N in all
@@ -10,12 +10,12 @@ R queries at its end:
     @ node = path string                                                     <- a query; its answer is scored
     @ error = used class                                                     <- queries, R in all, in random order
 
-A key is one word and a value VALUE words, drawn anew for every needle: nothing in the weights helps, and a guess among
-W words is right with probability W^-VALUE (1 in 10,000 or less). A word is a token that decodes to a space and
-lower-case letters. The keys of a row differ. Needle n of N lies at a random position in the n-th of N equal parts of
-the haystack, so that every depth occurs; each needle has a line of its own, wherever the text is cut for it.
+A key is one word and a value is VALUE words. All are drawn at random for every needle, so nothing in the weights helps,
+and a guess among W words is right with probability W^-VALUE. A word is a token that decodes to a space and lower-case
+letters. The keys of a row differ. Needle n of N lies at a random position in the n-th of N equal parts of the haystack,
+so every depth occurs. Each needle begins and ends with a line break, wherever it cuts the text.
 
-A query is right when every token of its answer is the most likely one given all tokens before it (teacher forcing).
+A query is correct if every token of its answer is the most likely one given all tokens before it (teacher forcing).
 """
 
 from __future__ import annotations
@@ -48,40 +48,39 @@ class Needles:
 
     @classmethod
     def of(cls, tokenizer: TextTokenizer) -> Needles:
-        """The tokens under a tokenizer. Raises DiffbitError where its vocabulary has too few words."""
+        """The tokens of a tokenizer. Raises DiffbitError if its vocabulary has too few words."""
         texts = (tokenizer.backend.decode([id], skip_special_tokens=False) for id in range(tokenizer.vocab_size))
         words = [id for id, text in enumerate(texts) if re.fullmatch(" [a-z]{3,}", text)]
         if len(words) < MIN_WORDS:
             raise DiffbitError(
-                f"the tokenizer has {len(words)} tokens that are a space and a word of lower-case letters, needles "
-                f"need {MIN_WORDS}; take a larger vocabulary"
+                f"the tokenizer has {len(words)} tokens that are a space and a lower-case word, but needles "
+                f"need {MIN_WORDS}; use a larger vocabulary"
             )
         before, between, after = tokenizer.encode((BEFORE, BETWEEN, "\n"))
         return cls(before, between, after, np.array(words[:MAX_WORDS]))
 
     @property
     def size(self) -> int:
-        """Tokens of a needle."""
+        """Number of tokens in a needle."""
         return len(self.before) + 1 + len(self.between) + VALUE + len(self.after)
 
     def check(self, length: int, count: int, queries: int) -> None:
-        """Raise DiffbitError where rows of `length` tokens cannot hold `count` needles and `queries` queries."""
+        """Raise DiffbitError if rows of `length` tokens cannot hold `count` needles and `queries` queries."""
         if not 1 <= queries <= count:
-            raise DiffbitError(f"{queries} queries of {count} needles: wanted 1 or more, at most as many as needles")
+            raise DiffbitError(f"{queries} queries for {count} needles; wanted 1 to {count}")
         if count > len(self.words):
-            raise DiffbitError(f"{count} needles need as many different keys, the vocabulary has {len(self.words)}")
+            raise DiffbitError(f"{count} needles need {count} keys, but the vocabulary has {len(self.words)} words")
         if (needed := (count + queries) * self.size) > length // 2:
             raise DiffbitError(
                 f"{count} needles and {queries} queries take {needed} tokens, more than half of {length}; "
-                "ask for fewer, or take longer rows"
+                "use fewer, or longer rows"
             )
 
     def insert(
         self, text: np.ndarray, count: int, queries: int, generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """A row made of text int64 [T]: its ids [T], where the answers to its queries begin [R], and the depths of
-        their needles [R], from 0 (the beginning) to 1 (just before the queries). The end of the text makes way for
-        needles and queries.
+        """Insert needles into text int64 [T] -> (ids [T], where the answers to the queries begin [R], the depths of
+        their needles [R], from 0 (the beginning) to 1 (just before the queries)). The text is truncated to make room.
         """
         keys = generator.choice(self.words, count, replace=False)
         values = generator.choice(self.words, (count, VALUE))
@@ -107,8 +106,8 @@ class NeedleWindows:
     """Rows with needles: windows whose targets are the tokens of the answers."""
 
     windows: Windows
-    starts: np.ndarray  # int64 [n, R], where in its window an answer of VALUE tokens begins
-    depths: np.ndarray  # float64 [n, R], of the needle that answers it, 0 to 1
+    starts: np.ndarray  # int64 [n, R], the position in the window at which each answer (VALUE tokens) begins
+    depths: np.ndarray  # float64 [n, R], depth of the needle that answers each query, 0 to 1
     needles: int  # N, in each row
 
 
@@ -124,13 +123,13 @@ def needle_windows(
     field: str = "text",
     seed: int = 0,
 ) -> NeedleWindows:
-    """`count` rows of one split of a source (`load_text`), the same for the same arguments.
+    """`count` rows of one split of a source (`load_text`). The same arguments give the same rows.
 
-    Where the text fills fewer rows it is used again, with other needles. Raises DiffbitError where a row cannot hold
-    the needles, the vocabulary has too few words, or the text fills no row.
+    If the text fills fewer rows, it is used repeatedly, with different needles. Raises DiffbitError if a row cannot
+    hold the needles, the vocabulary has too few words, or the text fills no row.
     """
     if count < 1:
-        raise DiffbitError(f"{count} rows of needles were asked for, wanted 1 or more")
+        raise DiffbitError(f"the number of rows with needles is {count}, wanted 1 or more")
     words = Needles.of(load_tokenizer(tokenizer_path))
     words.check(length, needles, queries)
     cut = eval_windows(source, tokenizer_path, length, count, split=split, field=field, keep_partial=False)

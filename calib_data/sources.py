@@ -1,10 +1,10 @@
-"""Sources of text for calibration, training and evaluation, their splits and their hashes.
+"""Text sources for calibration, training and evaluation, their splits and hashes.
 
-A source is one string:
+A source is a string:
 
     mix                                       prose, languages, dialogues and code (mix.py), for calibration
     stdlib                                    the standard library of the running Python
-    path/to/file-or-folder                    .txt .md .py (a document a file), .jsonl .parquet (a document a row)
+    path/to/file-or-folder                    .txt .md .py (one document per file), .jsonl .parquet (one per row)
     hf:NAME[:config][:split][:field]          a Hugging Face dataset: a hub name, or a local folder (also one
                                               written by `save_to_disk`); parts may be empty, as in hf:NAME:::body
 
@@ -12,12 +12,12 @@ A source is one string:
 depends on the document alone, so it is the same on every machine and in every order:
 
 - 200 documents or more: the SHA-256 of the document's key, modulo 20, decides (0: eval, 1: calib, else train). The key
-  is the text, so that two copies of a text are in the same split; for `stdlib` it is the relative path, so that a new
-  Python release moves no file to another split.
+  is the text, so two copies of a text are in the same split. For `stdlib` it is the relative path, so a new Python
+  release moves no file to another split.
 - Fewer than 200 documents: every document is cut into its first 90 % of characters (train), the next 5 % (calib) and
   the last 5 % (eval), each cut moved to the end of its line.
-- A Hugging Face dataset with a "test" or "validation" split, where the source names no split: all of that split is
-  eval, and the same two rules divide its "train" split into train (18 of 19) and calib.
+- A Hugging Face dataset with a "test" or "validation" split, if the source names no split: all of that split is eval,
+  and the same two rules divide its "train" split into train (18 of 19) and calib.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ Split = Literal["train", "calib", "eval"]
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 BY_HASH_FROM = 200  # documents; with fewer, a share of 5 % by hash may be empty
 ROLES: tuple[str, ...] = ("eval", "calib") + ("train",) * 18  # the split of each twentieth of a source
-ORDER = ("train", "calib", "eval")  # within a document that is cut by position
+ORDER = ("train", "calib", "eval")  # of the splits within a document that is cut by position
 
-# Parts of the standard library that are not read: tests and their data, what distributions package apart or releases
-# remove (the splits would differ between machines), and generated tables, which teach a model nothing.
+# Parts of the standard library that are not read: tests and their data, parts that distributions package separately or
+# releases remove (the splits would differ between machines), and generated tables, which teach a model nothing.
 # fmt: off
 STDLIB_SKIPPED = frozenset((
     "test", "tests", "idlelib", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__",
@@ -60,10 +60,10 @@ class Corpus:
     """The documents of one split of a source, in a fixed order."""
 
     documents: tuple[str, ...]
-    sha256: str  # of each document's UTF-8 bytes, after their number as 8 little-endian bytes
+    sha256: str  # over the documents: length in bytes (8 bytes, little-endian), then the UTF-8 bytes
     source: str
     split: str
-    counts: dict[str, int]  # documents, characters, bytes; empty: documents left out because they have no text
+    counts: dict[str, int]  # documents, characters, bytes; empty: documents omitted because they have no text
 
 
 def load_text(
@@ -71,13 +71,13 @@ def load_text(
 ) -> Corpus:
     """Read one split of a source (see the module's docstring for sources and splits).
 
-    `field` is the key of a .jsonl row or the column of a .parquet file or dataset; a field inside an `hf:` source
-    precedes it. `limit` stops after that many UTF-8 bytes of the split and cuts the last document there. `render`
-    makes text of the dialogues of `mix`, as the model's chat template does; default: mix.plain. Raises DiffbitError
-    where the source cannot be read or decoded, has no such field, or leaves the split empty.
+    `field` is the key of a .jsonl row or the column of a .parquet file or dataset; a field in an `hf:` source takes
+    precedence. `limit` stops after that many UTF-8 bytes of the split and truncates the last document there. `render`
+    converts the dialogues of `mix` to text, such as with the model's chat template; default: mix.plain. Raises
+    DiffbitError if the source cannot be read or decoded, has no such field, or leaves the split empty.
     """
     if split not in get_args(Split):
-        raise DiffbitError(f"split {split!r} is none of {', '.join(get_args(Split))}")
+        raise DiffbitError(f"split {split!r} is unknown; choose one of {', '.join(get_args(Split))}")
     if limit is not None and limit < 1:
         raise DiffbitError(f"a limit of {limit} bytes leaves no text of {source}; pass 1 or more")
 
@@ -96,7 +96,7 @@ def load_text(
     texts = _of_split(keyed, split, roles)
     if source == "mix":
         if split == "train":
-            raise DiffbitError("mix is a text to calibrate and to evaluate on; train on another, such as stdlib")
+            raise DiffbitError("mix is a text for calibration and evaluation; train on another source, such as stdlib")
         texts = mix(split, texts, render)
     for text in texts:
         if not text.strip():
@@ -104,9 +104,9 @@ def load_text(
             continue
         try:
             data = text.encode("utf-8")
-        except UnicodeEncodeError:  # a lone surrogate, which JSON's \\ud800 can write
+        except UnicodeEncodeError:  # a lone surrogate, such as \\ud800 in JSON
             raise DiffbitError(
-                f"{source}: a document holds a lone surrogate, which is not text; repair the file"
+                f"{source}: a document contains a lone surrogate, which is not valid text; repair the file"
             ) from None
         full = limit is not None and size + len(data) >= limit
         if limit is not None and full:  # keep the characters that fit as a whole
@@ -120,7 +120,7 @@ def load_text(
             break
     if not documents:
         raise DiffbitError(
-            f"{source}: the {split} split holds no text ({empty} empty documents); give a source with more text"
+            f"{source}: the {split} split holds no text ({empty} empty documents); use a source with more text"
         )
     characters = sum(map(len, documents))
     counts = {"documents": len(documents), "characters": characters, "bytes": size, "empty": empty}
@@ -128,7 +128,7 @@ def load_text(
 
 
 def _of_split(keyed: Iterable[Keyed], split: str, roles: tuple[str, ...]) -> Iterator[str]:
-    """The documents of one split, or their parts; `roles` names the split of each equal part of the source."""
+    """The documents of one split, or their parts. `roles` names the split of each equal part of the source."""
     iterator = iter(keyed)
     first = list(islice(iterator, BY_HASH_FROM))
     if len(first) == BY_HASH_FROM:
@@ -144,7 +144,7 @@ def _of_split(keyed: Iterable[Keyed], split: str, roles: tuple[str, ...]) -> Ite
 
 
 def _line_end(text: str, numerator: int, denominator: int) -> int:
-    """Position after the first line end at or after numerator/denominator of the text; there if no line end follows."""
+    """Position after the first line break at or after numerator/denominator of the text; there if none follows."""
     position = len(text) * numerator // denominator
     if position in (0, len(text)):
         return position
@@ -179,7 +179,7 @@ def _path(path: Path, field: str) -> Iterator[str]:
 
 
 def _walk(root: Path, suffixes: tuple[str, ...], skipped: Callable[[str], bool]) -> Iterator[Path]:
-    """Files below `root` with one of the suffixes, by relative POSIX path; links to folders are not followed."""
+    """Files below `root` with one of the suffixes, sorted by relative POSIX path. Does not follow links to folders."""
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not skipped(name)]
@@ -251,7 +251,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _hugging_face(source: str, split: str, field: str, *, streaming: bool) -> tuple[Iterator[Keyed], tuple[str, ...]]:
-    """The rows of the dataset's split that contains ours, and the splits of its equal parts."""
+    """The rows of the dataset's split that contains `split`, and the split of each of its equal parts."""
     try:
         import datasets
     except ImportError:
@@ -260,7 +260,7 @@ def _hugging_face(source: str, split: str, field: str, *, streaming: bool) -> tu
     if not fields[0] or len(fields) > 4:
         raise DiffbitError(f"{source}: wanted hf:NAME[:config][:split][:field]")
     name, config, own_split, own_field = fields + [""] * (4 - len(fields))
-    log = logging.getLogger("huggingface_hub")  # it logs each of five retries; one sentence at the end is enough
+    log = logging.getLogger("huggingface_hub")  # it logs each of five retries; one error at the end is enough
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
@@ -268,10 +268,10 @@ def _hugging_face(source: str, split: str, field: str, *, streaming: bool) -> tu
             data: Any = datasets.load_from_disk(name)
         else:
             data = datasets.load_dataset(name, config or None, streaming=streaming)
-    except Exception as error:  # from a dozen packages: requests, httpx, fsspec, huggingface_hub, datasets
+    except Exception as error:  # from any of requests, httpx, fsspec, huggingface_hub, datasets, ...
         raise DiffbitError(
-            f"{source}: the dataset cannot be loaded ({_first_line(error)}); check its name and config, or, "
-            "without network, give a file, a folder or 'stdlib'"
+            f"{source}: the dataset cannot be loaded ({_first_line(error)}); check its name and config, or without a "
+            "network use a file, a folder or 'stdlib'"
         ) from None
     finally:
         log.setLevel(level)
@@ -283,8 +283,8 @@ def _hugging_face(source: str, split: str, field: str, *, streaming: bool) -> tu
     if held_out and not own_split:
         chosen, roles = (held_out[0], ("eval",)) if split == "eval" else ("train", ROLES[1:])
     if chosen not in splits:
-        raise DiffbitError(f"{source}: has no split {chosen!r}; name one of its splits: {', '.join(splits)}")
-    columns = splits[chosen].column_names  # None for a stream whose columns are unknown before it is read
+        raise DiffbitError(f"{source}: has no split {chosen!r}; choose one of {', '.join(splits)}")
+    columns = splits[chosen].column_names  # None if a stream's columns are unknown before it is read
     field = own_field or field
     if columns is not None and field not in columns:
         raise _no_field(source, field, columns)
@@ -298,5 +298,5 @@ def _rows(dataset: Any, field: str, source: str) -> Iterator[Keyed]:
             yield text, text
     except DiffbitError:
         raise
-    except Exception as error:  # a stream that ends early, from the same dozen packages
+    except Exception as error:  # a stream that ends early, from any of the same packages
         raise DiffbitError(f"{source}: reading the dataset failed ({_first_line(error)})") from None

@@ -1,7 +1,7 @@
-"""Tokenizers: a byte-level BPE trained on a corpus or read from a tokenizer.json, which encodes documents.
+"""Tokenizers that encode documents: a byte-level BPE trained on a corpus, or one read from a tokenizer.json.
 
-A trained tokenizer is of GPT-2's type: an alphabet of bytes, GPT-2's expression for words, no unknown token; decoding
-restores every byte. `<|endoftext|>` (id 0) is both bos and eos. It is saved as tokenizer.json and
+A trained tokenizer is like GPT-2's: an alphabet of bytes, GPT-2's regular expression for words, and no unknown token,
+so decoding restores every byte. `<|endoftext|>` (id 0) is both bos and eos. It is saved as tokenizer.json and
 tokenizer_config.json, which transformers' AutoTokenizer and onnxruntime-genai read.
 """
 
@@ -23,7 +23,7 @@ from ..tokenizer_files import TOKENIZER, open_tokenizer, tokenizer_errors, token
 
 CONFIG = "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"
-MIN_SIZE = 257  # every byte, and END_OF_TEXT
+MIN_SIZE = 257  # 256 bytes and END_OF_TEXT
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,20 @@ class TextTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, added tokens included: rows that an embedding needs."""
+        """Number of ids, including added tokens: the number of rows that an embedding needs."""
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, documents: Iterable[str]) -> Iterator[np.ndarray]:
         """The token ids of each document, int64 [T], without special tokens around them."""
         iterator = iter(documents)
-        while batch := list(islice(iterator, 64)):  # the cores share a batch
+        while batch := list(islice(iterator, 64)):  # tokenizers spreads a batch over the cores
             with tokenizer_errors(self.path, "fails to encode a text"):
                 encodings = self.backend.encode_batch(batch, add_special_tokens=False)
             for encoding in encodings:
                 yield np.asarray(encoding.ids, dtype=np.int64)
 
     def save(self, folder: str | Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json, with the separator as bos and eos."""
+        """Write tokenizer.json and tokenizer_config.json, with the eos token also as bos."""
         folder = Path(folder)
         with write_atomic(folder / "tokenizer.json") as temporary:
             temporary.write_text(self.backend.to_str(pretty=True), encoding="utf-8")
@@ -61,9 +61,9 @@ class TextTokenizer:
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int, folder: str | Path) -> TextTokenizer:
-    """Train a byte-level BPE of `vocab_size` ids, save it in `folder` and return it.
+    """Train a byte-level BPE with `vocab_size` ids, save it in `folder` and return it.
 
-    The same documents give the same file. A corpus too small for so many merges gives fewer ids (`.vocab_size`). Raises
+    The same documents give the same file. A corpus that is too small gives fewer ids (`.vocab_size`). Raises
     DiffbitError for a vocabulary below MIN_SIZE.
     """
     if vocab_size < MIN_SIZE:
@@ -83,21 +83,19 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, folder: str | Pat
 
 
 def load_tokenizer(path: str | Path) -> TextTokenizer:
-    """Read a tokenizer.json; `path` is that file, or a model's folder or GGUF file that holds one.
+    """Read a tokenizer.json. `path` is that file, or a model's folder or GGUF file that contains one.
 
     The eos token is the `eos_token` of tokenizer_config.json, else the `eos_token_id` of config.json, else END_OF_TEXT
-    where the vocabulary has it. Raises DiffbitError for a file that is no tokenizer, or one without an eos token.
+    if the vocabulary has it. Raises DiffbitError for a file that is not a tokenizer, or has no eos token.
     """
     path = Path(path)
     found = tokenizer_files(path)
     if TOKENIZER not in found:
-        raise DiffbitError(f"{path}: holds no {TOKENIZER}; wanted that file or a model that holds one")
+        raise DiffbitError(f"{path}: holds no {TOKENIZER}; wanted that file or a model that contains one")
     backend = open_tokenizer(found[TOKENIZER], path)
     eos_id = _eos_id(path if path.is_dir() else path.parent, found, backend)
     if eos_id is None:
-        raise DiffbitError(
-            f"{path}: no end-of-text token is known; name an eos_token of its vocabulary in tokenizer_config.json"
-        )
+        raise DiffbitError(f"{path}: the end-of-text token is unknown; set eos_token in tokenizer_config.json")
     return TextTokenizer(backend, eos_id, hashlib.sha256(found[TOKENIZER]).hexdigest(), path)
 
 

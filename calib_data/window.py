@@ -1,17 +1,17 @@
-"""Token windows of equal length for calibration and evaluation, and the number of tokens that they leave out.
+"""Token windows of equal length for calibration and evaluation, and the number of tokens outside of them.
 
 The documents become one stream, `eos d1 eos d2 eos ... dn eos`: each document follows an eos token, as in training. The
-stream is cut into windows of `length` tokens that begin every `length - overlap` tokens; the last window is padded with
-eos, which its mask marks.
+stream is cut into windows of `length` tokens that begin every `length - overlap` tokens. The last window is padded with
+eos.
 
     stream                 0 1 2 3 4 5 6 7 8 9
     length 4, overlap 0    [0 1 2 3] [4 5 6 7] [8 9 . .]
     length 4, overlap 1    [0 1 2 3] [3 4 5 6] [6 7 8 9]
 
-`mask` marks tokens, as against padding. `target` marks the tokens to score: each is predicted from those before it in
-its window, so the first token of a window is never scored, nor is one that an earlier window has scored. With overlap 0
-the first token of every window is not scored; with overlap 1 every token but the stream's first is scored once; a
-larger overlap gives each more context.
+`mask` is True for tokens and False for padding. `target` marks the tokens to score. Each is predicted from the tokens
+before it in its window, so the first token of a window is never scored, and neither is a token that an earlier window
+has scored. With overlap 0 the first token of every window is not scored; with overlap 1 every token except the stream's
+first is scored once; a larger overlap gives each token more context.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from .tokenizer import load_tokenizer
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of one source. `tokens + unused` is the number of tokens of the stream."""
+    """Windows of one source. The stream has `tokens + unused` tokens."""
 
     ids: np.ndarray  # int64 [n, length]
     mask: np.ndarray  # bool [n, length]: a token of the stream, not padding
     target: np.ndarray  # bool [n, length]: a token to score; within mask, and never the first of a window
     sha256: str  # of length, ids, mask and target
     source: str
-    tokens: int  # of the stream in at least one window
-    unused: int  # of the stream in no window, because of max_windows or keep_partial=False
-    documents: int  # in the stream
-    document: np.ndarray | None = None  # int64 [n], the number of the document in which a window's middle lies
+    tokens: int  # tokens of the stream that are in at least one window
+    unused: int  # tokens of the stream in no window, because of max_windows or keep_partial=False
+    documents: int  # number of documents in the stream
+    document: np.ndarray | None = None  # int64 [n], the index of the document at the middle of each window
 
     @property
     def scored(self) -> int:
@@ -50,7 +50,7 @@ class Windows:
 
 
 def digest(ids: np.ndarray, mask: np.ndarray, target: np.ndarray) -> str:
-    """SHA-256, in hexadecimal, of windows [n, length]."""
+    """SHA-256, in hexadecimal, of the length, ids, mask and target of windows [n, length]."""
     found = hashlib.sha256(ids.shape[1].to_bytes(8, "little"))
     for part in (ids.astype("<i8"), mask, target):
         found.update(np.ascontiguousarray(part).tobytes())
@@ -58,7 +58,7 @@ def digest(ids: np.ndarray, mask: np.ndarray, target: np.ndarray) -> str:
 
 
 def stream(documents: Iterable[np.ndarray], eos_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """`eos d1 eos d2 eos ... dn eos` as int64 [T], and where each document ends in it, int64 [n]."""
+    """`eos d1 eos d2 eos ... dn eos` as int64 [T], and the position at which each document ends, int64 [n]."""
     eos = np.asarray([eos_id], dtype=np.int64)
     parts = [eos]
     for document in documents:
@@ -78,9 +78,9 @@ def windows(
 ) -> Windows:
     """Cut the token ids of documents into windows (see the module's docstring).
 
-    `max_windows` keeps so many windows, evenly spaced over the stream, so that a few still see many documents.
-    `keep_partial=False` drops a last window that would need padding. `unused` counts the tokens that either leaves out.
-    Raises DiffbitError for lengths that do not fit each other, or documents without a window.
+    `max_windows` keeps at most that many windows, evenly spaced over the stream, so even a few cover many documents.
+    `keep_partial=False` drops a last window that would need padding. `unused` counts the tokens that either omits.
+    Raises DiffbitError for a length or overlap out of range, or if the documents give no window.
     """
     if length < 2:
         raise DiffbitError(f"a window of {length} tokens predicts nothing; pass a length of 2 or more")
@@ -90,14 +90,14 @@ def windows(
         raise DiffbitError(f"max_windows is {max_windows}; pass 1 or more")
     tokens, ends = stream(documents, eos_id)
     if len(tokens) < 2:
-        raise DiffbitError(f"{source or 'the documents'}: no token to cut windows from; give a source with more text")
+        raise DiffbitError(f"{source or 'the documents'}: no token to cut windows from; use a source with more text")
     starts = np.arange(0, max(1, len(tokens) - overlap), length - overlap)
     if not keep_partial and starts[-1] + length > len(tokens):
         starts = starts[:-1]
         if not len(starts):
             raise DiffbitError(
                 f"{source or 'the documents'}: {len(tokens)} tokens fill no window of {length}; "
-                "keep the partial window, shorten the windows, or give more text"
+                "keep the partial window, shorten the windows, or use more text"
             )
     if max_windows is not None and max_windows < len(starts):
         starts = starts[np.arange(max_windows) * len(starts) // max_windows]
@@ -105,7 +105,7 @@ def windows(
     positions = starts[:, None] + np.arange(length)  # [n, length]
     mask = positions < len(tokens)
     ids = np.where(mask, tokens[np.minimum(positions, len(tokens) - 1)], eos_id)
-    context = np.maximum(0, length - np.diff(starts, prepend=-length))  # tokens that the window before has as well
+    context = np.maximum(0, length - np.diff(starts, prepend=-length))  # tokens that the previous window also contains
     target = mask & (np.arange(length) >= np.maximum(context, 1)[:, None])
 
     covered = np.unique(positions[mask]).size
@@ -116,10 +116,10 @@ def windows(
 
 
 def samples(whole: Windows, size: int, count: int) -> list[Windows]:
-    """`count` samples of `size` windows each of non-overlapping windows (fewer, where there are not as many).
+    """`count` samples of `size` windows each (fewer if there are not so many), from windows that do not overlap.
 
-    The first is that of `max_windows=size`, evenly spaced; the others are drawn at random, with replacement where there
-    are fewer than twice as many windows.
+    The first sample is that of `max_windows=size`, evenly spaced. The others are drawn at random, with replacement if
+    there are fewer than 2 * size windows.
     """
     found = len(whole.ids)
     size, generator = min(size, found), np.random.default_rng(0)
@@ -150,7 +150,7 @@ def eval_windows(
     limit: int | None = None,
     render: Render | None = None,
 ) -> Windows:
-    """Windows of one split of a source (`load_text`): for evaluation, or with split "calib" for calibration."""
+    """Windows of one split of a source (`load_text`), for evaluation, or for calibration with split "calib"."""
     tokenizer = load_tokenizer(tokenizer_path)
     corpus = load_text(source, split, field=field, limit=limit, render=render)
     return windows(

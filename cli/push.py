@@ -61,7 +61,7 @@ def push(
 
 
 def artifact_card(folder: Path, repo: str) -> Card:
-    """Of an artifact, which is verified."""
+    """Verify an artifact and return its card."""
     from ..runtime import verify
 
     artifact = Artifact.open(folder)
@@ -82,7 +82,7 @@ def artifact_card(folder: Path, repo: str) -> Card:
 
 
 def checkpoint_card(folder: Path, repo: str) -> Card:
-    """Of a checkpoint, of which every weight is read."""
+    """Read every weight of a checkpoint and return its card."""
     from ..models import Checkpoint
     from ..models.checkpoint.names import shapes
     from ..quantize import read_scheme, read_weight

@@ -1,8 +1,8 @@
 """diffbit turns a Differential Transformer checkpoint into a low-bit model for a device, and measures what the bits
 cost.
 
-The names below cover the way from a checkpoint to tokens; the packages (diffbit.models, diffbit.quantize, ...) have the
-rest. Each name is imported on first use, so that `import diffbit` needs no torch.
+The names below cover the path from a checkpoint to tokens; the packages (diffbit.models, diffbit.quantize, ...) contain
+the rest. Each name is imported on first use, so `import diffbit` does not need torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """System functions for files that survive a crash: fsync, a rename that exchanges two folders, file locks.
 
-Needs only the standard library, so that the device runtime can use it.
+Needs only the standard library, because the device runtime uses it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a device, or a file system that has none for folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a device, or a file system without fsync for folders
             raise
     finally:
         os.close(descriptor)
 
 
 def sync_tree(folder: Path) -> None:
-    """`sync` everything in a folder, and the folder."""
+    """`sync` everything in a folder, then the folder itself."""
     for entry in folder.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             sync_tree(entry)
@@ -43,12 +43,12 @@ def sync_tree(folder: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two folders atomically; returns False without a change if the system cannot."""
+    """Exchange the names of two folders atomically. Returns False, and changes nothing, if the system cannot."""
     import ctypes
 
     try:
         rename = ctypes.CDLL(None).renameat2
-    except (AttributeError, OSError, TypeError):  # no Linux, or an old C library
+    except (AttributeError, OSError, TypeError):  # not Linux, or an old C library
         return False
     return bool(rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0)
 
@@ -73,7 +73,7 @@ def lock(file: Path) -> int | None:
                     os.ftruncate(descriptor, 0)
                     os.write(descriptor, f"{os.getpid()}\n".encode())
                     return descriptor
-            os.close(descriptor)  # its last holder has removed it meanwhile
+            os.close(descriptor)  # the last holder has removed the file meanwhile
         except BlockingIOError:
             os.close(descriptor)
             raise
@@ -83,6 +83,6 @@ def lock(file: Path) -> int | None:
 
 
 def unlock(file: Path, descriptor: int) -> None:
-    """Release a lock, and remove its file."""
-    file.unlink(missing_ok=True)  # first: after the release, the file may belong to another process
+    """Release a lock and remove its file."""
+    file.unlink(missing_ok=True)  # before the release, after which the file may belong to another process
     os.close(descriptor)

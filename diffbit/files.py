@@ -1,9 +1,9 @@
 """Files and folders that are complete or absent (written under a temporary name, then renamed); JSON, hashes, sizes.
 
-Data is on disk before the file gets its name. Only one process at a time writes to a name (`locked`); the next one
-removes what a killed process left there.
+Data is on disk before the file gets its name. Only one process at a time writes to a name (`locked`). The next one
+removes anything that a killed process left there.
 
-Needs only the standard library, so that the device runtime can use it.
+Needs only the standard library, because the device runtime uses it.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def resolved(path: str | Path) -> Path:
 
 
 def folder_name(path: str | Path) -> str:
-    """The name of a model's folder; of one in the Hugging Face cache (models--ORG--NAME/snapshots/COMMIT): NAME."""
+    """The name of a model's folder; in the Hugging Face cache (models--ORG--NAME/snapshots/COMMIT) it is NAME."""
     place = resolved(path)
     return place.parent.parent.name.rpartition("--")[2] if place.parent.name == "snapshots" else place.name
 
 
 def is_within(folder: Path, file: Path) -> bool:
-    """Does a file of a folder, its links followed, lie there, or where the Hugging Face cache has it (blobs/)?"""
+    """Whether a file, after following links, is in the folder or in the blobs/ of the same Hugging Face cache."""
     home, real = folder.resolve(), file.resolve()
     blobs = home.parent.parent / "blobs"
     return real.is_relative_to(home) or (home.parent.name == "snapshots" and real.parent == blobs)
@@ -77,14 +77,14 @@ def make_folder(folder: Path) -> None:
 
 @contextmanager
 def locked(path: str | Path) -> Iterator[None]:
-    """Keep other processes and threads from writing to `path`, a file or folder; removes leftovers of killed ones.
+    """Keep other processes and threads from writing to `path`, a file or folder, and remove leftovers of killed runs.
 
-    The lock is on the file `.NAME.lock` beside it. Systems without locks (Windows, some network file systems) have no
-    protection. A thread may lock a path twice. Raises DiffbitError if another thread or process holds the lock.
+    The lock is the file `.NAME.lock` beside it. Systems without locks (Windows, some network file systems) are not
+    protected. A thread may lock a path twice. Raises DiffbitError if another thread or process holds the lock.
     """
     path = Path(path)
     place = resolved(path)
-    if place in _held or not place.name:  # nothing lies beside the root
+    if place in _held or not place.name:  # the root has no folder for a lock
         if _held.get(place, threading.get_ident()) != threading.get_ident():
             raise DiffbitError(f"{path}: another thread is writing there; wait until it ends, or choose another name")
         yield
@@ -112,8 +112,8 @@ def locked(path: str | Path) -> Iterator[None]:
 
 
 def sweep(path: Path) -> None:
-    """Remove what killed runs left beside `path`, which this process has locked; restore a folder that was put aside
-    to be replaced."""
+    """Remove what killed runs left beside `path`, which this process has locked. Restores a folder that a killed run
+    had moved aside to replace it."""
     left = re.compile(re.escape(_beside(path, "").name) + r"\d+-[0-9a-f]{6}\.(tmp|old)")
     with suppress(OSError):
         for entry in path.parent.iterdir():
@@ -128,7 +128,7 @@ def sweep(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder, if it exists, atomically: if the run is killed meanwhile, `sweep` removes the rest."""
+    """Remove a folder atomically if it exists; if the run is killed meanwhile, `sweep` removes the rest."""
     if path.is_dir():
         aside = _temporary(path)
         os.replace(path, aside)
@@ -140,7 +140,7 @@ def remove_folder(path: Path) -> None:
 def write_atomic(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`, renamed to `path` on success and removed on failure.
 
-    Raises DiffbitError where `path` is a folder, cannot be written, or is being written.
+    Raises DiffbitError if `path` is a folder, cannot be written, or another process is writing it.
     """
     path = Path(path)
     if path.is_dir():
@@ -157,7 +157,7 @@ def write_atomic(path: str | Path) -> Iterator[Path]:
 
 
 def check_place(path: str | Path, *, overwrite: bool = False) -> None:
-    """Raise the errors of `new_folder` before any work is done."""
+    """Raise the errors that `new_folder` would raise, before any work is done."""
     path = Path(path)
     if path.is_file():
         raise DiffbitError(f"{path}: is a file, wanted a folder to write to; choose another name")
@@ -169,8 +169,8 @@ def check_place(path: str | Path, *, overwrite: bool = False) -> None:
         raise DiffbitError(f"{path}: already exists and is not empty; choose another folder or pass --overwrite")
     if occupied and not any((path / marker).is_file() for marker in MARKERS):
         raise DiffbitError(
-            f"{path}: has neither {' nor '.join(MARKERS)}, so it is not a folder that diffbit wrote and is not "
-            "overwritten; choose another folder"
+            f"{path}: has neither {' nor '.join(MARKERS)}, so diffbit did not write it and does not "
+            "overwrite it; choose another folder"
         )
 
 
@@ -179,9 +179,9 @@ def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `path` on success and removed on failure.
 
     Raises DiffbitError for a non-empty `path` unless `overwrite` is set. With it, the complete new folder replaces the
-    old one, but only if that has config.json or diffbit.json, so that a mistyped -o cannot delete a home directory. At
-    every moment either the old or the new folder has the name; if the system cannot exchange names, the next run
-    restores it after a crash. A link to a folder stays a link.
+    old one, but only if the old one has config.json or diffbit.json, so a mistyped -o cannot delete a home directory.
+    At every moment either the old or the new folder has the name; if the system cannot exchange names, the next run
+    restores the old folder after a crash. A link to a folder stays a link.
     """
     path = Path(path)
     check_place(path, overwrite=overwrite)
@@ -197,7 +197,7 @@ def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
                 os.replace(temporary, folder)
             elif not durable.exchange(temporary, folder):
                 old = _temporary(folder, "old")
-                os.replace(folder, old)  # a run that is killed here leaves it to `sweep`
+                os.replace(folder, old)  # if the run is killed here, `sweep` restores it
                 try:
                     os.replace(temporary, folder)
                 finally:
@@ -218,7 +218,7 @@ def check_apart(output: str | Path, *sources: str | Path) -> None:
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises DiffbitError for a file that is missing, unreadable or not an object."""
+    """Read the object in a JSON file. Raises DiffbitError if the file is missing, unreadable or not an object."""
     path = Path(path)
     try:
         return parse_json(path.read_bytes(), path)
@@ -234,7 +234,7 @@ def parse_json(data: bytes, path: Path) -> dict[str, Any]:
         value = json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise DiffbitError(f"{path}: cannot be read ({error})") from None
-    except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
+    except (ValueError, RecursionError) as error:  # ValueError also for an integer with thousands of digits
         raise DiffbitError(f"{path}: is not valid JSON ({error}); restore the file") from None
     if not isinstance(value, dict):
         raise DiffbitError(f"{path}: contains a JSON {type(value).__name__}, wanted an object")
@@ -254,33 +254,33 @@ def json_sha256(value: Mapping[str, Any]) -> str:
 
 
 def write_sealed(path: str | Path, value: Mapping[str, Any]) -> None:
-    """`write_json` of an object and its `json_sha256`."""
+    """Write an object as JSON, together with its `json_sha256`."""
     write_json(path, {**value, "sha256": json_sha256(value)})
 
 
 def read_sealed(path: str | Path, restore: str) -> dict[str, Any]:
-    """Read what `write_sealed` wrote. Raises DiffbitError for a file that was changed since; restore: advice for it."""
+    """Read what `write_sealed` wrote. Raises DiffbitError if the file was changed. restore: advice for the message."""
     try:
         value = read_json(path)
     except DiffbitError as error:
         raise DiffbitError(f"{error}; or {restore}") from None
     if value.pop("sha256", None) != json_sha256(value):
-        raise DiffbitError(f"{path}: is damaged, or of an earlier diffbit; restore the file, or {restore}")
+        raise DiffbitError(f"{path}: is damaged, or from an earlier diffbit; restore the file, or {restore}")
     return value
 
 
 def check_sha256(path: Path, sha256: object, restore: str) -> None:
-    """Raise DiffbitError if a file is missing or does not have this hash; restore: what to do then."""
+    """Raise DiffbitError if a file is missing or does not have this hash. restore: advice for the message."""
     try:
         if sha256_file(path) == sha256:
             return
     except OSError as error:
         raise DiffbitError(f"{path}: cannot be read ({error.strerror}); restore the file, or {restore}") from None
-    raise DiffbitError(f"{path}: is damaged: it is not what was written; restore the file, or {restore}")
+    raise DiffbitError(f"{path}: is damaged: it has changed since it was written; restore the file, or {restore}")
 
 
 def sha256_file(path: str | Path) -> str:
-    """SHA-256 of a file, in hexadecimal, without reading it into memory as a whole."""
+    """SHA-256 of a file, in hexadecimal, read in parts."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -290,5 +290,5 @@ def parse_size(text: str) -> int:
     other text."""
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", text.lower())
     if match is None or match[2] not in UNITS:
-        raise DiffbitError(f"{text!r} is not a size; wanted a number with its unit, such as 40MB, 40MiB or 1.2GB")
+        raise DiffbitError(f"{text!r} is not a size; wanted a number with a unit, such as 40MB, 40MiB or 1.2GB")
     return int(float(match[1]) * UNITS[match[2]])

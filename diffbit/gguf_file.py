@@ -1,9 +1,9 @@
-"""Reads the header of a GGUF file: metadata and the place of each tensor, all checked before tensors are read.
+"""Reads and checks the header of a GGUF file: its metadata and the position of each tensor.
 
-The format (github.com/ggml-org/ggml, docs/gguf.md), in little-endian numbers: "GGUF", version u32, tensor count u64,
+The format (github.com/ggml-org/ggml, docs/gguf.md), with little-endian numbers: "GGUF", version u32, tensor count u64,
 metadata count u64; the metadata (key, value type u32, value); the tensors (name, number of dimensions u32, dimensions
-u64 with the fastest first, type u32, offset u64); padding to `general.alignment`; the data, offsets counted from its
-start. A string is its length u64 and UTF-8; an array its type u32, its length u64 and the values.
+u64 with the fastest first, type u32, offset u64); padding to `general.alignment`; the data, at which offsets begin. A
+string is its length u64 and UTF-8; an array is its type u32, its length u64 and its values.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GGUF:
 
 
 def find_gguf(path: Path) -> Path | None:
-    """`path` itself if it is named *.gguf, or the only such file in a folder without safetensors; None for others."""
+    """`path` itself if it is named *.gguf, or the only such file in a folder without safetensors; otherwise None."""
     if path.suffix.lower() == SUFFIX and not path.is_dir():
         return path
     if not path.is_dir() or any(path.glob("*.safetensors")) or (path / "diffbit.json").exists():
@@ -54,7 +54,7 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def read_gguf(file: Path) -> GGUF:
-    """Read the header of a file; raises DiffbitError if it is not a GGUF file, is damaged or ends too early."""
+    """Read the header of a file. Raises DiffbitError if it is not a GGUF file, is damaged or cut short."""
     try:
         with open(file, "rb") as stream:
             return _Reader(file, stream).header()
@@ -71,10 +71,10 @@ class _Reader:
 
     def header(self) -> GGUF:
         if (magic := self.stream.read(4)) != b"GGUF":
-            raise DiffbitError(f"{self.file}: is no GGUF file: it begins with {magic!r}, wanted b'GGUF'")
+            raise DiffbitError(f"{self.file}: is not a GGUF file: it begins with {magic!r}, wanted b'GGUF'")
         version = self.number("I")
         if version not in VERSIONS:
-            raise DiffbitError(f"{self.file}: is of GGUF version {version}, wanted 2 or 3 (little-endian)")
+            raise DiffbitError(f"{self.file}: has GGUF version {version}, wanted 2 or 3 (little-endian)")
         tensors, pairs = self.number("Q"), self.number("Q")
         metadata: dict[str, Any] = {}
         for _ in range(self.fitting(pairs, 13)):
@@ -122,7 +122,7 @@ class _Reader:
         return float(str(number)) if kind == FLOAT32 else number.item()  # 1e-5, not 9.999999747378752e-06
 
     def dtype(self, kind: int) -> np.dtype[Any]:
-        if kind not in NUMBERS:  # an array of arrays, too: no model has one
+        if kind not in NUMBERS:  # or an array of arrays, which no model has
             raise self.damaged(f"holds metadata of the unknown type {kind}")
         return np.dtype(NUMBERS[kind]).newbyteorder("<")
 
@@ -142,7 +142,7 @@ class _Reader:
         return data
 
     def fitting(self, count: int, each: int) -> int:
-        """Return `count` if the rest of the file can hold so many entries of at least `each` bytes."""
+        """Return `count` if the rest of the file can hold that many entries of at least `each` bytes, else raise."""
         if count * each > self.size - self.stream.tell():
             raise self.damaged(f"is cut short or damaged: at byte {self.stream.tell()} it announces {count} entries")
         return count

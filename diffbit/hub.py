@@ -1,7 +1,7 @@
-"""Models on the Hugging Face Hub: hf:ORG/NAME[@REVISION] is a repository, hf:ORG/NAME/FILE.gguf a file of one.
+"""Models on the Hugging Face Hub: hf:ORG/NAME[@REVISION] names a repository, hf:ORG/NAME/FILE.gguf a file in one.
 
-Cache, token and server are huggingface_hub's: HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE. Only what diffbit reads
-is downloaded and uploaded, of a repository's first level: never code, never a pickle.
+Cache, token and server are those of huggingface_hub: HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE. Only files that
+diffbit reads, at the top level of a repository, are downloaded and uploaded: never code, never a pickle.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ PREFIX = "hf:"
 READ = (
     "*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.onnx", "*.onnx.data", "*.onnx_data",
 )  # fmt: skip
-UNREAD = ("*/*", "consolidated*")  # deeper folders, and what Mistral's repositories have a second time
+UNREAD = ("*/*", "consolidated*")  # subfolders, and the second copy of the weights in Mistral's repositories
 _NAME = re.compile(r"hf:(?P<repo>[^/@]+(?:/[^/@]+)?)(?:/(?P<file>[^@]+\.gguf))?(?:@(?P<revision>.+))?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class HubName:
-    """A repository, and what of it: `file` a GGUF file; revision a branch, a tag or a commit; None: the main branch."""
+    """A repository, or the GGUF file `file` in it. revision: a branch, a tag or a commit; None: the main branch."""
 
     repo: str
     file: str | None = None
@@ -48,7 +48,7 @@ class HubName:
 
 
 def is_read(name: str) -> bool:
-    """Does diffbit read a file of this name?"""
+    """Whether diffbit reads a file with this name."""
     return any(fnmatchcase(name, pattern) for pattern in READ)
 
 
@@ -57,10 +57,10 @@ def is_hub_name(path: str | Path) -> bool:
 
 
 def download(path: str | Path) -> Path:
-    """The local folder (or GGUF file) of a model's name on the hub; any other path as it is.
+    """Download a model named hf:... and return its local folder or GGUF file. Other paths are returned as they are.
 
-    Raises DiffbitError where there is no such repository, revision or file, where it may not be read, where there is
-    neither network nor a copy in the cache, or where huggingface_hub is not installed.
+    Raises DiffbitError if the repository, revision or file does not exist or may not be read, if there is neither a
+    network nor a copy in the cache, or if huggingface_hub is not installed.
     """
     if not is_hub_name(path):
         return Path(path)
@@ -78,9 +78,9 @@ def download(path: str | Path) -> Path:
 
 
 def upload(target: HubName, files: Mapping[str, Path | bytes], private: bool | None, message: str) -> str:
-    """Put files into a repository, which is made if it is not there, in one commit; the commit's address.
+    """Commit files to a repository, which is created if necessary. Returns the commit's URL.
 
-    private: of a new repository; None: the account's default.
+    private: whether a new repository is private; None: the account's default.
     """
     with _hub(target) as hub:
         api = hub.HfApi()
@@ -108,14 +108,14 @@ def _only_gguf(hub: ModuleType, name: HubName, folder: Path) -> str:
         raise DiffbitError(f"{name}: has {len(found)} GGUF files; name one of them, such as hf:{name.repo}/{found[0]}")
     if not found:
         raise DiffbitError(
-            f"{name}: has no model that diffbit reads, wanted safetensors, a GGUF file or an artifact (diffbit.json)"
+            f"{name}: has no model that diffbit can read, wanted safetensors, a GGUF file or an artifact (diffbit.json)"
         )
     return found[0]
 
 
 @contextmanager
 def _hub(name: HubName) -> Iterator[ModuleType]:
-    """huggingface_hub, its errors in a sentence, its progress bars where there is a terminal to show them."""
+    """huggingface_hub, with its errors as DiffbitErrors, and with progress bars only on a terminal."""
     try:
         import huggingface_hub as hub
         from huggingface_hub import errors
@@ -134,12 +134,12 @@ def _hub(name: HubName) -> Iterator[ModuleType]:
     except errors.RepositoryNotFoundError:
         problem = "no such repository, or it is private; check the name, or set HF_TOKEN or run `hf auth login`"
     except errors.RevisionNotFoundError:
-        problem = "no such revision; name a branch, a tag or a commit of the repository"
+        problem = "no such revision; wanted a branch, a tag or a commit of the repository"
     except errors.LocalEntryNotFoundError:
         problem = f"is not in the cache, and cannot be reached ({_offline(hub)})"
     except errors.OfflineModeIsEnabled:
         problem = f"cannot be reached ({_offline(hub)})"
-    except Exception as error:  # of httpx or requests, by huggingface_hub's version, and what a server answers
+    except Exception as error:  # of httpx or requests (by huggingface_hub's version), and server errors
         problem = f"failed ({type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]})"
     else:
         return

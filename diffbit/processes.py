@@ -1,13 +1,13 @@
-"""Several processes at one work, as torchrun starts them: which one this is, what it shares with the others, how a run
-ends when one of them fails.
+"""Runs of several processes, started by torchrun: the rank of this process, sharing of work and results, and the end of
+a run in which a process fails.
 
-torchrun starts the same command many times, on one machine or on several. Each process goes through the same work in
-the same order; `share` divides a list of items among them and gives every process all the results, in the order of the
-items, so that what is summed over them is what one process would find, to the bit. The first process (rank 0) writes
-files, shows progress and speaks.
+torchrun starts the same command many times, on one machine or on several. All processes go through the same work in the
+same order. `share` divides a list of items among them and gives every process all the results, in the order of the
+items, so a sum over the results equals that of a single process, bit for bit. The first process (rank 0) writes files,
+shows progress and prints messages.
 
-A process that fails says its sentence, and closes its connections: what the others exchange with it fails, and they end
-silently. torchrun kills all when one has ended, so the others wait until the first has tidied up.
+A process that fails prints its error and closes its connections. Then the other processes' exchanges with it fail, and
+they end silently. torchrun kills all processes when one has ended, so the others wait until the first has cleaned up.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from .errors import DiffbitError
 from .progress import is_quiet, set_quiet
 
-if TYPE_CHECKING:  # the command line asks who speaks, also where there is no torch
+if TYPE_CHECKING:  # the command line calls `speaks` even if torch is not installed
     import torch
 
 T = TypeVar("T")
 R = TypeVar("R")
-PATIENCE = timedelta(days=7)  # of a process that waits for others: they may be at a layer of a large model
+PATIENCE = timedelta(days=7)  # timeout for other processes, which may be working on a layer of a large model
 TIDYING = timedelta(seconds=30)
-_store: Any = None  # that the processes of this run share
+_store: Any = None  # shared by the processes of this run
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process, the number of all, and its device; `local`: as many are on this machine."""
+    """Rank and device of this process, and the number of processes: in all (count), on this machine (local)."""
 
     rank: int
     count: int
@@ -59,11 +59,11 @@ class Processes:
                 dist.barrier()
 
     def own(self, items: Sequence[T]) -> Sequence[T]:
-        """Those that `share` gives to this process."""
+        """The items that `share` gives to this process."""
         return items[self.rank :: self.count]
 
     def share(self, items: Iterable[T], work: Callable[[T], R]) -> Iterator[R]:
-        """work(item) of all, in their order; each is done by one process, and every process gets the result."""
+        """work(item) for each item, in order. One process computes each result, and every process gets it."""
         left = iter(items)
         while some := list(islice(left, self.count)):
             made = work(some[self.rank]) if self.rank < len(some) else None
@@ -71,11 +71,11 @@ class Processes:
                 yield self.given(owner, made)
 
     def of_first(self, work: Callable[[], R]) -> R:
-        """What the first process makes; the others wait for it."""
+        """The result of work() in the first process; the others wait for it."""
         return self.given(0, work() if self.first else None)
 
     def given(self, owner: int, value: R | None) -> R:
-        """The value that this process has, where it is `owner`, goes to all others."""
+        """Send the value of the process `owner` to all others; return it."""
         if self.count == 1:
             return value  # type: ignore[return-value]
         import torch
@@ -87,7 +87,7 @@ class Processes:
             places: dict[int, int] = {}
 
             class Packer(pickle.Pickler):
-                """A tensor twice in the value is sent once."""
+                """Sends a tensor once even if the value contains it twice."""
 
                 def persistent_id(self, part: Any) -> int | None:
                     if not isinstance(part, torch.Tensor):
@@ -109,7 +109,7 @@ class Processes:
                     for shape, dtype, cuda in kinds
                 ]
             for tensor in tensors:
-                if tensor.numel():  # bytes: every backend knows them
+                if tensor.numel():  # as bytes, which every backend supports
                     dist.broadcast(tensor.detach().contiguous().view(-1).view(torch.uint8), src=owner)
         if self.rank == owner:
             return value  # type: ignore[return-value]
@@ -125,16 +125,16 @@ class Processes:
 def processes(device: str) -> Processes:
     """Join the process group that torchrun's environment describes, if any.
 
-    `device` is auto, cpu or cuda; each process takes the GPU of its local rank. Raises DiffbitError where there is no
-    such GPU. A process leaves the group when it ends: a second group, formed for a second run in the same processes,
-    would wait for ever.
+    `device` is auto, cpu or cuda; each process takes the GPU of its local rank. Raises DiffbitError if there is no such
+    GPU. A process leaves the group only when it ends, because forming a second group for a second run in the same
+    processes would hang.
     """
     global _store
     import torch
     import torch.distributed as dist
 
     if device == "cuda" and not torch.cuda.is_available():
-        raise DiffbitError("device cuda was asked for, but torch sees no CUDA GPU; pass cpu, or install a CUDA torch")
+        raise DiffbitError("device cuda was requested, but torch sees no CUDA GPU; pass cpu, or install torch for CUDA")
     on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     count = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
     rank, local = (int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", 0))) if count > 1 else (0, 0)
@@ -156,16 +156,16 @@ def processes(device: str) -> Processes:
 
 
 def speaks() -> bool:
-    """Whether this process, which fails, says why: it is the first of the run that does, or alone."""
-    if _store is None:  # what is wrong before they have joined, all of them see
+    """Whether this process, which has failed, prints its error: it is alone, or the first of the run to fail."""
+    if _store is None:  # before the processes have joined, all of them see the same error
         return int(os.environ.get("WORLD_SIZE", 1)) == 1 or os.environ.get("RANK", "0") == "0"
-    with suppress(RuntimeError):  # the process that keeps the store has ended: it has spoken
+    with suppress(RuntimeError):  # the process that owns the store has ended and has printed its error
         return bool(_store.add("failed", 1) == 1)
     return False
 
 
 def leave() -> None:
-    """Leave a run that has failed."""
+    """Leave a run that has failed, after the first process has cleaned up."""
     if _store is None:
         return
     _close()
@@ -185,12 +185,12 @@ def _close() -> None:
 
 @contextmanager
 def _connected() -> Iterator[None]:
-    """Turn an exchange that fails into a DiffbitError."""
+    """Turn a failed exchange into a DiffbitError."""
     try:
         yield
     except RuntimeError as error:
         reason = str(error).partition("\n")[0][:200]
         raise DiffbitError(
-            f"another process of this run has ended without a word: out of memory, or its machine is gone ({reason}); "
-            "the same command with --resume goes on"
+            f"another process of this run has ended, perhaps out of memory, or its machine is gone ({reason}); "
+            "the same command with --resume continues"
         ) from None

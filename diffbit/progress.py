@@ -1,6 +1,6 @@
-"""Progress of long work, on stderr.
+"""Shows the progress of long work on stderr.
 
-A terminal shows a bar with the time left. A log file gets a line every LINE_EVERY seconds, such as "quantizing:
+A terminal shows a bar with the remaining time. A log file gets a line every LINE_EVERY seconds, such as "quantizing:
 layers.3.mlp.up_proj, 75%, about 6 s left"; shorter work logs nothing. `set_quiet` silences both.
 """
 
@@ -17,7 +17,7 @@ _quiet = False
 
 
 def set_quiet(quiet: bool) -> bool:
-    """Silence progress bars and remarks of this process, or restore them; returns `quiet`."""
+    """Turn off this process's progress bars and remarks, or turn them on again. Returns `quiet`."""
     global _quiet
     _quiet = quiet
     return quiet
@@ -30,8 +30,8 @@ def is_quiet() -> bool:
 class Progress:
     """`with Progress("quantizing", 1.0) as bar: bar.to(0.3, "layers.3.mlp.up_proj")`.
 
-    total: an int is a number of items, shown as "3 of 12"; a float is shown as a percentage; None: unknown.
-    begin: the part that an earlier, interrupted run finished.
+    total: an int counts items, shown as "3 of 12"; a float is shown as a percentage; None: unknown.
+    begin: the part that an earlier, interrupted run has finished.
     """
 
     def __init__(self, description: str, total: float | None = None, begin: float = 0) -> None:
@@ -50,7 +50,7 @@ class Progress:
             console=Console(stderr=True),
             transient=True,
             disable=_quiet or not terminal,
-            speed_estimate_period=float("inf"),  # an item may take longer than rich's half minute
+            speed_estimate_period=float("inf"),  # an item may take longer than rich's default of 30 s
         )
         self._task = self._bar.add_task(description, total=total)
         self._bar.update(self._task, completed=begin)
@@ -81,7 +81,7 @@ class Progress:
 
 
 def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
-    """Iterate over `items` and show progress; total: their number, where `items` has no length."""
+    """Iterate over `items` and show progress. total: their number, if `items` has no length."""
     if total is None and isinstance(items, Sized):
         total = len(items)
     with Progress(description, total) as bar:

@@ -1,18 +1,18 @@
 """Converts SentencePiece tokenizers to tokenizer.json: BPE with byte fallback, and Unigram (arXiv 1808.06226).
 
-The library `sentencepiece` reads a `tokenizer.model`, as LlamaTokenizer saves it, which determines the algorithm, the
-normalisation and the byte fallback. tokenizer_config.json sets what transformers takes from it:
+The library `sentencepiece` reads a `tokenizer.model` as LlamaTokenizer saves it. That file determines the algorithm,
+the normalisation and the byte fallback. tokenizer_config.json sets what transformers reads from there:
 
     add_bos_token, add_eos_token    tokens added around a text; default: only bos
-    add_prefix_space                whether a space is added before a text; default: the model's setting
+    add_prefix_space                whether to add a space before a text; default: the model's setting
     legacy                          true (default): also adds a space to a text after a special token, and to one that
                                     begins with a space, as SentencePiece does; false: as LlamaTokenizer since
                                     transformers pull request 24565
     added_tokens_decoder, *_token   further tokens and their names
 
 The ids equal those of transformers up to 4.57 and of sentencepiece. transformers 5 reads a Unigram model of
-LlamaTokenizer as a BPE, assumes legacy false, and adds no second space before a text that begins with one. With a table
-of normalised characters, `tokenizers` treats the line end "\\r\\n" as one character, sentencepiece as two.
+LlamaTokenizer as a BPE, assumes legacy false, and adds no second space before a text that begins with one. If the model
+has a table of normalised characters, `tokenizers` treats "\\r\\n" as one character, sentencepiece as two.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ SENTENCEPIECE = "tokenizer.model"
 CONFIG = "tokenizer_config.json"
 CLASSES = (None, "LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend")
 UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType
-CONTROL, USER_DEFINED = 3, 4  # SentencePiece.Type of pieces that are matched whole
+CONTROL, USER_DEFINED = 3, 4  # SentencePiece.Type of pieces that are matched as a whole
 
 
 def from_sentencepiece(file: Path) -> bytes:
-    """The tokenizer.json of a tokenizer.model, with the options in the files beside it."""
+    """Convert a tokenizer.model, with the options in the files beside it, to the bytes of a tokenizer.json."""
     config = _beside(file, "special_tokens_map.json") | _beside(file, CONFIG)
     if config.get("tokenizer_class") not in CLASSES:
         raise DiffbitError(
@@ -50,7 +50,7 @@ def from_sentencepiece(file: Path) -> bytes:
         raise DiffbitError(f"{file}: {error}") from None
     except Exception as error:  # `tokenizers` raises bare Exception
         raise DiffbitError(
-            f"{file}: it, or the tokens added in {CONFIG}, cannot be read ({error!r}); restore it"
+            f"{file}: it, or the tokens added in {CONFIG}, cannot be converted ({error!r}); restore it"
         ) from None
     return str(backend.to_str(pretty=True)).encode()
 
@@ -60,7 +60,7 @@ def _beside(file: Path, name: str) -> dict[str, Any]:
 
 
 def _read(file: Path) -> Any:
-    """The ModelProto in a tokenizer.model, which sentencepiece itself can load."""
+    """The ModelProto in a tokenizer.model. Raises DiffbitError if sentencepiece cannot load the file."""
     try:
         from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
     except ModuleNotFoundError:
@@ -71,7 +71,7 @@ def _read(file: Path) -> Any:
         proto = sentencepiece_model_pb2.ModelProto.FromString(data)  # type: ignore[attr-defined]  # made at import
     except Exception as error:  # RuntimeError, protobuf's DecodeError, OSError
         reason = " ".join(str(error).split())
-        raise DiffbitError(f"{file}: is no SentencePiece model ({reason}); copy the file again") from None
+        raise DiffbitError(f"{file}: is not a SentencePiece model ({reason}); copy the file again") from None
     if proto.trainer_spec.model_type not in (UNIGRAM, BPE):
         raise DiffbitError(f"{file}: is a SentencePiece model of words or characters, wanted BPE or Unigram")
     return proto
@@ -101,7 +101,7 @@ def _tokenizer(proto: Any, config: Mapping[str, Any]) -> Tokenizer:
 
 
 def merges(pieces: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """All pairs of pieces that make a piece; that of the highest score is merged first."""
+    """All pairs of pieces that form a piece, ordered by its score, the highest first."""
     ids = {piece: index for index, piece in enumerate(pieces)}
     pairs = []
     for piece, score in zip(pieces, scores, strict=True):
@@ -113,7 +113,7 @@ def merges(pieces: Sequence[str], scores: Sequence[float]) -> list[tuple[str, st
 
 
 def bpe(tokens: Sequence[str], pairs: Sequence[tuple[str, str]], **options: Any) -> Any:
-    """The model of `tokenizers`; a DiffbitError (that names no file) for tokens that are there twice."""
+    """A BPE model of `tokenizers`. Raises DiffbitError (without a file name) if a token occurs twice."""
     from tokenizers import models
 
     ids = {token: index for index, token in enumerate(tokens)}
@@ -127,9 +127,9 @@ def bpe(tokens: Sequence[str], pairs: Sequence[tuple[str, str]], **options: Any)
 
 
 def spaces(backend: Tokenizer, *, prefix: bool, legacy: bool, before: Sequence[Any] = ()) -> None:
-    """Write a space as \u2581 and, with a prefix, put one before a text; on the way back the other way round.
+    """Make the tokenizer encode a space as \u2581 and, with `prefix`, add one before a text. Decoding reverses this.
 
-    before: normalizers that come first.
+    before: normalizers that run first.
     """
     from tokenizers import decoders, normalizers, pre_tokenizers
 
@@ -147,7 +147,7 @@ def spaces(backend: Tokenizer, *, prefix: bool, legacy: bool, before: Sequence[A
 
 
 def _add_tokens(backend: Tokenizer, proto: Any, config: Mapping[str, Any]) -> None:
-    """Tokens that are matched whole, and what is put around a text."""
+    """Add the tokens that are matched as a whole, and those that are put around a text."""
     from tokenizers import AddedToken
 
     trained = proto.trainer_spec
@@ -164,7 +164,7 @@ def _add_tokens(backend: Tokenizer, proto: Any, config: Mapping[str, Any]) -> No
         backend.add_tokens([AddedToken(content, special=bool(token.get("special", False)), **flags)])
         if backend.token_to_id(content) != id:
             raise DiffbitError(
-                f"the folder has the added token {content!r} as {id}, but it is {backend.token_to_id(content)} behind "
+                f"the added token {content!r} has id {id} in the folder, but {backend.token_to_id(content)} after "
                 f"the pieces of {SENTENCEPIECE}; the files do not belong together"
             )
     known = [token for token in named.values() if token and backend.token_to_id(token) is not None]
@@ -178,7 +178,7 @@ def _content(token: Any) -> Any:
 
 
 def put_around(backend: Tokenizer, around: Mapping[str, str]) -> None:
-    """Put the token "bos" before each text and "eos" behind it, where they are given."""
+    """Put the token around["bos"] before each text and around["eos"] after it, if they are given."""
     from tokenizers import processors
 
     if around:

@@ -1,8 +1,8 @@
-"""The files of a model's tokenizer: those in a folder (a SentencePiece model among them is converted:
-sentencepiece_model.py), or what the metadata of a GGUF file become.
+"""Reads the files of a model's tokenizer from a folder (converting a SentencePiece model: sentencepiece_model.py), or
+makes them from the metadata of a GGUF file.
 
-llama.cpp keeps a tokenizer as tokens, their types and merges or scores, and the name of the expression that cuts text
-into words (src/llama-vocab.cpp). `tokenizers` builds from them what tokenizer.json holds.
+llama.cpp stores a tokenizer as tokens, their types, merges or scores, and the name of the regular expression that cuts
+text into words (src/llama-vocab.cpp). `tokenizers` builds a tokenizer.json from them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 
-MOST_BYTES = 128 << 20  # of a tokenizer.json; that of a vocabulary of 256,000 tokens has 33 MB
-MOST_GROWTH = 10_000  # of a text's length
+MOST_BYTES = 128 << 20  # of a tokenizer.json; with a vocabulary of 256,000 tokens it has 33 MB
+MOST_GROWTH = 10_000  # maximum factor by which a tokenizer may lengthen a text
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (
@@ -52,7 +52,7 @@ TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# tokenizer.ggml.pre: (expressions, one after the other; is a word that is a token left whole; is bos added by default)
+# tokenizer.ggml.pre: (regular expressions, in order; whether a word that is a token skips merges; whether bos is added)
 WORDS: dict[str, tuple[tuple[str, ...], bool, bool]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais"), ((GPT2,), False, False)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "minerva-7b"), ((r"\p{N}", GPT2), False, False)),
@@ -63,11 +63,10 @@ WORDS: dict[str, tuple[tuple[str, ...], bool, bool]] = {
 
 
 def tokenizer_files(path: Path) -> dict[str, bytes]:
-    """tokenizer.json and the files beside it, by their names. path: a folder, a tokenizer.json or a tokenizer.model in
-    one, or a GGUF file.
+    """The content of tokenizer.json and the files beside it, by file name; empty if there are none.
 
-    Empty where there are none. Raises DiffbitError for a file that cannot be read, or a tokenizer of a GGUF file that
-    diffbit does not know.
+    path: a folder, a tokenizer.json or tokenizer.model in one, or a GGUF file. Raises DiffbitError for a file that
+    cannot be read, or a GGUF file with a tokenizer that diffbit does not support.
     """
     gguf = None if (path / TOKENIZER).is_file() else find_gguf(path)
     if gguf is not None:
@@ -88,17 +87,16 @@ def tokenizer_files(path: Path) -> dict[str, bytes]:
 
 
 def open_tokenizer(data: bytes, path: Path) -> Tokenizer:
-    """The tokenizer in the bytes of the tokenizer.json of `path`. A prompt or a corpus is encoded as it is, whatever
-    padding and truncation the file asks for.
+    """The tokenizer in `data`, the bytes of a tokenizer.json, without the padding and truncation that it may set.
 
-    Raises DiffbitError where it is none, is too large, or may make a text too long.
+    path: for messages. Raises DiffbitError if it is not a tokenizer, is too large, or may make a text too long.
     """
     try:
         import tokenizers
     except ModuleNotFoundError:
         raise MissingDependency("tokenizers", "cpu", "reading a tokenizer.json") from None
     if len(data) > MOST_BYTES:
-        raise DiffbitError(f"{path}: is larger than {MOST_BYTES >> 20} MiB, so it is no tokenizer.json")
+        raise DiffbitError(f"{path}: is larger than {MOST_BYTES >> 20} MiB, too large for a tokenizer.json")
     with tokenizer_errors(path, "is not a tokenizer.json that tokenizers can read"):
         backend = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
         backend.no_padding()
@@ -113,7 +111,7 @@ def open_tokenizer(data: bytes, path: Path) -> Tokenizer:
 
 @contextmanager
 def tokenizer_errors(path: Path, what: str) -> Iterator[None]:
-    """Turn what `tokenizers` raises into a DiffbitError: bare Exceptions, and panics, which are BaseExceptions."""
+    """Turn errors of `tokenizers` (bare Exceptions, and panics, which are BaseExceptions) into a DiffbitError."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -124,13 +122,13 @@ def tokenizer_errors(path: Path, what: str) -> Iterator[None]:
 
 
 def _growth(part: object) -> float:
-    """A bound on how many times as long a text becomes: steps that replace can double it, and forty of them do."""
+    """An upper bound on the factor by which a text grows. A replacement can double it; forty of them reach 2^40."""
     if isinstance(part, list):
         return math.prod(map(_growth, part))
     if not isinstance(part, dict):
         return 1
     if part.get("type") == "ByteLevel":
-        return 2  # a byte above 127 becomes a character of two
+        return 2  # a byte above 127 becomes a two-byte character
     if part.get("type") != "Replace":
         return math.prod(map(_growth, part.values()))
     pattern, content = part["pattern"], len(part["content"])
@@ -140,7 +138,7 @@ def _growth(part: object) -> float:
 
 
 def from_gguf(header: GGUF) -> dict[str, bytes]:
-    """tokenizer.json, tokenizer_config.json and chat_template.jinja of a GGUF file; empty where it has no tokenizer."""
+    """tokenizer.json, tokenizer_config.json and chat_template.jinja from a GGUF file; empty without a tokenizer."""
     model = header.metadata.get("tokenizer.ggml.model")
     if model in (None, "none", "no_vocab"):
         return {}
@@ -166,7 +164,7 @@ def from_gguf(header: GGUF) -> dict[str, bytes]:
 
 
 def _byte_level(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
-    """A BPE on bytes, each written as a letter (GPT-2's), and whether bos is added by default."""
+    """A byte-level BPE (bytes are written as letters, as in GPT-2), and whether bos is added by default."""
     from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 
     pre = metadata.get("ggml.pre")
@@ -184,7 +182,7 @@ def _byte_level(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
 
 
 def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
-    """SentencePiece's BPE, whose scores order the merges."""
+    """SentencePiece's BPE, in which the scores order the merges."""
     from tokenizers import Tokenizer
 
     pieces, unknown = metadata["ggml.tokens"], metadata.get("ggml.unknown_token_id")
@@ -196,7 +194,7 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _special_tokens(metadata: Mapping[str, Any], backend: Tokenizer, add_bos: bool) -> dict[str, Any]:
-    """Give the tokenizer its added tokens and what it puts around a text; the fields of tokenizer_config.json."""
+    """Add the special tokens to the tokenizer. Returns the fields of tokenizer_config.json."""
     from tokenizers import AddedToken
 
     tokens = metadata["ggml.tokens"]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole road on one page: train a matched pair, look at outliers, quantize, export, generate, compare.
+# The whole workflow on one page: train a matched pair, measure outliers, quantize, export, generate, compare.
 #
 #     bash examples/demo.sh [OUT]          # default out/demo; about 3 minutes on 2 CPU cores
 #
@@ -34,11 +34,11 @@ step "outliers" diffbit outliers "$out/diff_v1" "$out/softmax" --plot "$out/outl
 step "quantize" diffbit quantize "$out/diff_v1" --weights int4_g32 --calibrate stdlib -o "$out/diff_v1-int4"
 step "quantize" diffbit quantize "$out/softmax" --weights int4_g32 --calibrate stdlib -o "$out/softmax-int4"
 
-# 4. ONNX artifacts; the differential one holds diffbit.DiffAttention nodes.
+# 4. ONNX artifacts; the differential one has diffbit.DiffAttention nodes.
 step "export" diffbit export "$out/diff_v1-int4" -o "$out/diff_v1-onnx"
 step "export" diffbit export "$out/softmax-int4" -o "$out/softmax-onnx"
 
-# 5. Do they compute here what they computed there? Then let them write.
+# 5. Verify that they compute the same results here, and generate text.
 step "verify" diffbit verify "$out/diff_v1-onnx" --checkpoint "$out/diff_v1-int4"
 step "verify" diffbit verify "$out/softmax-onnx" --checkpoint "$out/softmax-int4"
 step "run" diffbit run "$out/diff_v1-onnx" "def __init__(self" --max-tokens 48 --temperature 0.7 --top-p 0.9 --seed 1

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Takes the models that docs/ was measured on out of this repository's history: 35 MB into examples/{nano,nano_1k,bitnet}.
+# Restores the models that docs/ was measured on from this repository's history: 35 MB into examples/{nano,nano_1k,bitnet}.
 #
 #     make models          # or bash examples/restore.sh
 #
-# They are too large to travel with the source, so git ignores them there; pico beside them is what the tests run on.
+# They are too large for the source, so git ignores them there; the tests use pico.
 set -euo pipefail
 
 stop() {

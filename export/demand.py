@@ -1,7 +1,7 @@
 """Predicts the resources that exporting a checkpoint needs, from shapes alone, before anything is read.
 
 Memory is that of the largest table or layer: for a float matrix its stored form, fp32 and a transposed copy for MatMul;
-for a quantized one its packed form and codes, of which the head multiplies some rows at a time with the golden prompt.
+for a quantized one its packed form and codes. For the golden prompt, the head is multiplied some rows at a time.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..quantize.report import sizes
 from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE, Scheme, weight_shapes
 
 GRAPH = 24 << 10, 5 << 10  # bytes of a graph and the configuration, and of each layer's part of them
-WRITTEN = 3e8  # bytes a second
-COMPUTED = 4e8  # weights a second, of the golden prompt
+WRITTEN = 3e8  # bytes per second
+COMPUTED = 4e8  # weights per second, for the golden prompt
 
 
 def export_demand(checkpoint: Checkpoint, dtype: str = "fp32", scheme: Scheme | None = None) -> Demand:

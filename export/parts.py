@@ -1,8 +1,8 @@
 """The parts of an artifact: the bytes of its files by kind of content, read from the files.
 
-    int4_g32 codes    and so on, a part for each format, in the bits that the operator reads
+    int4_g32 codes    and so on, one part per format, in the bits that the operator reads
     scales            and zero points
-    embedding         of which a row is read per token; "embedding, head" if the head is the same table. Quantized
+    embedding         one row is read per token; "embedding, head" if the head is the same table. Quantized
                       tables are "embedding int8 codes", and so on
     head              likewise
     float weights     linear layers that are not quantized

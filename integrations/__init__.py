@@ -1,7 +1,7 @@
-"""Other libraries that read or make diffbit's models: a file each, which needs that library.
+"""Other libraries that read or write diffbit's models. Each file needs its library:
 
     transformers.py     AutoModelForCausalLM reads quantized checkpoints
     exporter.py         transformers' AutoHfExporter writes artifacts
 
-`optimum-cli export diffbit` is optimum_command/register/diffbit.py, a file that is installed among optimum's own.
+`optimum-cli export diffbit` is optimum_command/register/diffbit.py, which is installed into optimum's package.
 """

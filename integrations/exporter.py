@@ -1,11 +1,11 @@
-"""transformers' exporters (transformers.exporters, 5.23) write diffbit's artifacts:
+"""Lets transformers' exporters (transformers.exporters, from 5.23 on) write diffbit's artifacts:
 
     import diffbit.integrations.transformers
     from transformers.exporters import AutoHfExporter
     config = DiffbitExportConfig(weights="int4_g32")              # or {"export_format": "diffbit", ...}
     AutoHfExporter.from_config(config).export(model, {}, config).save_pretrained("out")     # out/model is the artifact
 
-Nothing is traced: the model is saved, read as any checkpoint, quantized and exported. `diffbit run out/model` runs it.
+Nothing is traced: the model is saved, then read like any other checkpoint, quantized and exported.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from ..tokenizer_files import tokenizer_files
 
 @dataclass
 class DiffbitExportConfig(ExportConfigMixin):
-    """weights: a number format; None: float. tokenizer: a folder; None: that which the model came from."""
+    """weights: a number format, or None for float. tokenizer: its folder; default: the folder of the model."""
 
     export_format: str = "diffbit"
     weights: str | None = None
     tokenizer: str | None = None
-    quantizer: None = None  # of transformers' own
+    quantizer: None = None  # a field of transformers' own configs
 
 
 class DiffbitExporter(HfExporter):
-    """The program is an artifact: a folder, which ends with the TemporaryDirectory that holds it."""
+    """The exported program is the TemporaryDirectory that contains the artifact; it is deleted with that object."""
 
     export_format = "diffbit"
     config_class = DiffbitExportConfig
@@ -53,7 +53,9 @@ class DiffbitExporter(HfExporter):
         made = TemporaryDirectory(prefix="diffbit-")
         checkpoint, artifact = Path(made.name, "checkpoint"), Path(made.name, "model")
         if getattr(model, "hf_quantizer", None) is not None:
-            raise DiffbitError("the model is quantized already; `diffbit export` takes the folder that it came from")
+            raise DiffbitError(
+                "the model is already quantized; run `diffbit export` on the folder that it was loaded from"
+            )
         model.save_pretrained(checkpoint)
         tokenizer = config.tokenizer or model.config.name_or_path
         if tokenizer and Path(tokenizer).is_dir():

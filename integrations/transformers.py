@@ -1,14 +1,14 @@
-"""transformers reads diffbit's quantized checkpoints once this module is imported:
+"""Lets transformers read diffbit's quantized checkpoints:
 
     import diffbit.integrations.transformers
     model = AutoModelForCausalLM.from_pretrained("out/diff-int4")
 
 Quantized linear layers and embeddings become QuantLinear and QuantEmbedding (quantize/linear.py), which multiply by
-dequantized weights and round activations as the scheme says; the rest is transformers' own model. Rows of codes and
-scales lie on disk as those of the weights would, in Hugging Face's order, so they are taken as they are.
+dequantized weights and round activations according to the scheme; the rest is transformers' own model. On disk the rows
+of codes and scales are in Hugging Face's order, like the rows of the weights, so they are used as they are.
 
-config.json says "quantizer": "diffbit" and nothing of a "quant_method": without this module transformers refuses such
-a folder. With a quant_method that it does not know, it would load random weights.
+config.json has "quantizer": "diffbit" and no "quant_method", so without this module transformers raises an error for
+such a folder. With a quant_method that it does not know, it would load random weights.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ NAME = "diffbit"
 
 @register_quantization_config(NAME)
 class DiffbitConfig(QuantizationConfigMixin):
-    """The quantization_config of a config.json, as it is."""
+    """The quantization_config of a config.json, unchanged."""
 
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values, quant_method=NAME)
 
 
 class Packed(nn.Module):
-    """The place of a quantized weight while transformers reads its parts (QTensor.parts), made on the meta device."""
+    """Placeholder into which transformers reads the parts of a quantized weight (QTensor.parts)."""
 
     bias: nn.Parameter | None
 
@@ -74,9 +74,9 @@ class Packed(nn.Module):
 
 @register_quantizer(NAME)
 class DiffbitQuantizer(HfQuantizer):
-    """Loads a checkpoint that diffbit quantized. It quantizes none: `diffbit quantize` does."""
+    """Loads a checkpoint that diffbit quantized. It does not quantize; use `diffbit quantize` for that."""
 
-    requires_calibration = True  # a float model is refused
+    requires_calibration = True  # so transformers raises an error for a float model
     is_trainable = False
 
     def __init__(self, quantization_config: QuantizationConfigMixin, **options: Any) -> None:
@@ -93,11 +93,11 @@ class DiffbitQuantizer(HfQuantizer):
         return False
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        self.dtype = dtype  # of what is not quantized
+        self.dtype = dtype  # of the weights that are not quantized
         return dtype
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **options: Any) -> None:
-        below = "" if model.base_model is not model else f"{model.base_model_prefix}."  # AutoModel has no such prefix
+        below = "" if model.base_model is not model else f"{model.base_model_prefix}."  # AutoModel's names lack it
         wanted = []
         for name, module in list(model.named_modules()):
             known = below + name
@@ -132,12 +132,12 @@ class DiffbitQuantizer(HfQuantizer):
 
 
 def _check_files(files: Sequence[str], wanted: Sequence[str]) -> None:
-    """transformers would fill what is missing with random numbers."""
+    """Raise DiffbitError for a missing tensor, which transformers would fill with random numbers."""
     stored = {name for file in files for name in read_header(Path(file))}
     if missing := [name for name in wanted if name not in stored]:
         raise DiffbitError(
-            f"{Path(files[0]).parent if files else 'the checkpoint'}: the scheme in config.json wants {missing[0]}, "
-            "which the weights do not hold; config and weights do not belong together"
+            f"{Path(files[0]).parent if files else 'the checkpoint'}: the scheme in config.json needs {missing[0]}, "
+            "which is not among the weights; config.json and the weights do not belong together"
         )
 
 
@@ -145,7 +145,7 @@ _supports = AutoHfQuantizer.supports_quant_method
 
 
 def _supports_quant_method(entry: dict[str, Any]) -> bool:
-    """transformers asks this of a config.json before anything else about its quantization."""
+    """Set the quant_method of diffbit's entries; transformers calls this before it reads the rest of an entry."""
     if entry.get("quantizer") == NAME:
         entry["quant_method"] = NAME
     return bool(_supports(entry))
@@ -155,7 +155,7 @@ setattr(AutoHfQuantizer, "supports_quant_method", staticmethod(_supports_quant_m
 
 
 class _Unknown(PretrainedConfig):
-    """Of a family that transformers has no model for."""
+    """The config of a family that transformers does not support."""
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], **options: Any) -> NoReturn:

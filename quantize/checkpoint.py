@@ -1,6 +1,6 @@
-"""Writes quantized checkpoints layer by layer from float ones, and reads them as models of QuantLinear layers.
+"""Writes quantized checkpoints layer by layer from float ones, and loads them as models with QuantLinear layers.
 
-layouts/ defines the tensors on disk, of diffbit's own folders and of others. Their rows have Hugging Face's order.
+layouts/ defines the tensors on disk, for diffbit's own format and others. Their rows are in Hugging Face's order.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ def quantize_checkpoint(
     max_memory: int | None = None,
     here: Processes = ALONE,
 ) -> Report:
-    """Quantize a float checkpoint into a new folder, one layer in memory at a time; return a report of each weight.
+    """Quantize a float checkpoint into a new folder, one layer in memory at a time. Returns a report of each weight.
 
-    method: names of methods/ joined by +, such as "rotate+gptq", or a function (weight, format, stats) -> QTensor.
-    calibration: token ids [n, S] (a tensor or an array); they flow through the model as its layers come by (layer.py);
-    methods calibrate on them, and each quantized layer's output error is measured on them. calibration_mask: bool
-    [n, S], the tokens that count; default all. calibration_text: what the text was (source, sha256, ...), kept in
-    config.json and from there in an artifact's manifest. resume: go on with such a run that was interrupted
-    (resume.py), if there is one; the result is the same to the bit. max_memory: bytes of this process at most, for
-    which calibration states go to the disk where they have to. What cannot fit is refused (demand.py). here: processes
-    that share the work, each of which calls this; the first writes, and the result is the same to the bit.
+    method: names from methods/ joined by +, such as "rotate+gptq", or a function (weight, format, stats) -> QTensor.
+    calibration: token ids [n, S] (a tensor or an array) that pass through the model layer by layer (layer.py); methods
+    calibrate on them, and each quantized layer's output error is measured on them. calibration_mask: bool [n, S], the
+    tokens that count; default all. calibration_text: a description of the text (source, sha256, ...) for config.json
+    and the artifact's manifest. resume: continue an interrupted run (resume.py), if there is one. max_memory: the most
+    bytes that this process may use; calibration states move to disk if necessary. here: the processes that share the
+    work; each calls this, and the first writes. Neither resume nor here changes a bit of the result. Raises
+    DiffbitError for a checkpoint or scheme that does not fit, and if memory or disk do not suffice (demand.py).
     """
     checkpoint = _opened(source, output if here.first else None, overwrite)
     config = checkpoint.config
@@ -79,7 +79,7 @@ def quantize_checkpoint(
         return run(checkpoint.sha256(), scheme.to_dict(), recipe.name, tokens, entry.get("calibration"))
 
     def made(count: int | None) -> Iterator[Finished]:
-        """The layers behind those that are there; the first process knows how many."""
+        """The layers after the first `count`, which an earlier run finished; only the first process knows the count."""
         skip = here.given(0, count)
         for states in (tokens.exact, tokens) if tokens is not None and skip and here.count > 1 else ():
             states.from_first()
@@ -98,7 +98,7 @@ def quantize_checkpoint(
         overwrite=overwrite,
     )
     unfinished = partial(Unfinished, output, about, tokens, resume=resume, overwrite=overwrite)
-    keeps = recipe.name != "rtn" or tokens is not None  # plain rounding is over before it could be interrupted
+    keeps = recipe.name != "rtn" or tokens is not None  # plain rounding is too fast to be worth resuming
     if not here.first:
         deque(made(None), maxlen=0)
     rows = here.of_first(lambda: _written(output, unfinished, keeps, made, writer))
@@ -117,7 +117,7 @@ def quantize_checkpoint(
 
 
 def _formats(scheme: Scheme, config: ModelConfig) -> dict[str, Format]:
-    """Of the weights that the scheme quantizes."""
+    """{module: format} of the weights that the scheme quantizes. Raises DiffbitError if it quantizes nothing."""
     formats = scheme.formats(config)
     if not formats and not is_low_bit(scheme.attention):
         raise DiffbitError(
@@ -134,10 +134,10 @@ def _written(
     made: Callable[[int], Iterator[Finished]],
     writer: Callable[[], CheckpointWriter],
 ) -> list[WeightReport]:
-    """Write the layers that are `made` behind those that are there. keeps: each as soon as it is finished."""
+    """Write the finished layers of an earlier run, then those from `made`. keeps: save each layer for --resume."""
     rows: list[WeightReport] = []
     with files.locked(output), unfinished() as done:
-        layers: Iterator[Stored] = map(_stored, made(done.count))  # it holds on to none
+        layers: Iterator[Stored] = map(_stored, made(done.count))  # keeps no reference to a layer
         if keeps:
             for layer in layers:
                 done.add(layer)
@@ -146,13 +146,13 @@ def _written(
         with writer() as whole:
             for tensors, its_rows in layers:
                 whole.add_layer(tensors)
-                tensors.clear()  # not to be held while the next is made
+                tensors.clear()  # frees them before the next layer is made
                 rows += its_rows
     return rows
 
 
 def _opened(source: str | Path, output: str | Path | None, overwrite: bool) -> Checkpoint:
-    """The float checkpoint, which can be quantized into `output`, where that is this process's to write."""
+    """Open the float checkpoint; check that it can be quantized into `output` (None: another process writes)."""
     checkpoint = Checkpoint(source)
     if output is not None:
         files.check_apart(output, checkpoint.path)
@@ -173,7 +173,7 @@ def save(
     dtype: torch.dtype = torch.float32,
     tokenizer_from: str | Path | None = None,
 ) -> None:
-    """Write a model whose weights, by name, are already quantized: QTensors as the scheme says, others as `dtype`.
+    """Write a model with weights that are already quantized, by name: QTensors as they are, Tensors in `dtype`.
 
     method: how the weights were rounded, for config.json.
     """
@@ -193,7 +193,7 @@ def load(
 ) -> Decoder:
     """Load the model of a checkpoint: float, or quantized in one of the layouts of layouts/.
 
-    Quantized layers are QuantLinear modules, and the scheme's activations and attention are applied.
+    Quantized layers are QuantLinear modules; the scheme's formats of activations and attention are applied.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     scheme = read_scheme(checkpoint)
@@ -219,7 +219,7 @@ def load_block(checkpoint: Checkpoint, index: int, dtype: torch.dtype = torch.fl
 def read_weight(checkpoint: Checkpoint, name: str) -> Tensor | QTensor:
     """Read a parameter by its float name ("model.layers.0.mlp.up_proj.weight"), in canonical row order.
 
-    Returns a Tensor in its stored dtype, or a QTensor if the checkpoint holds it quantized.
+    Returns a Tensor in its stored dtype, or a QTensor if it is quantized.
     """
     return layouts.read_weight(checkpoint, name, read_scheme(checkpoint))
 

@@ -1,14 +1,14 @@
-"""What quantizing a checkpoint will take: memory, disk and time, from shapes alone, before anything is read.
+"""Predicts the memory, disk space and time that quantizing a checkpoint needs, from shapes alone.
 
-Memory is the largest resident size, beside what Python and its libraries take before they begin. Of all layers only
-one is there at a time, so it is that of the largest: a table (embedding, head), or a decoder layer,
+Memory is the peak resident size, in addition to what Python and its libraries take at the start. Only one layer is in
+memory at a time, so the largest determines it: a table (embedding, head), or a decoder layer,
 
-    rtn       its stored tensors, their codes (a byte a weight) and what is computed on TABLE_PART weights at a time
+    rtn       its stored tensors, their codes (a byte per weight) and temporaries for TABLE_PART weights at a time
     gptq ...  the same in fp32, twice, while output errors are measured; matrices of K^2 numbers; a batch of tokens
-    learned   40 bytes a weight (methods/learned.py)
+    learned   40 bytes per weight (methods/learned.py)
 
-and, with calibration text, the tokens' hidden states, or with `spilled` nothing of them. Measured beside the formulas:
-docs/cli.md. Time is the machine's own, from a product that is timed; others at work on it make it longer.
+and, with calibration text, the tokens' hidden states, unless they are `spilled` to disk. docs/models.md has
+measurements. Time is extrapolated from a timed matrix product; other work on the machine makes it longer.
 """
 
 from __future__ import annotations
@@ -33,46 +33,46 @@ from .recipe import Recipe
 from .scheme import Scheme, weight_shapes
 from .states import BATCH_TOKENS
 
-SLACK = 32 << 20  # at most, what the allocator holds of blocks that it does not map one by one
-TEXT = 40 << 20  # of reading calibration text, and of libraries that do
-SHARD_FROM = 256 << 20  # bytes of the float model: from here on the output is a file per layer, one in memory
-LEARNED = 40  # bytes a weight
-ROUNDED = 8e7  # weights a second, one thread
-SAFE = 0.85  # of a demand: a run is refused where that much is not there
+SLACK = 32 << 20  # upper bound of what the allocator keeps of blocks that it does not map separately
+TEXT = 40 << 20  # for reading calibration text, with the libraries for it
+SHARD_FROM = 256 << 20  # bytes of the float model from which on the output has one file per layer
+LEARNED = 40  # bytes per weight
+ROUNDED = 8e7  # weights per second on one thread
+SAFE = 0.85  # share of a demand that must be available for a run to start
 
 
 @dataclass(frozen=True)
 class Demand:
-    """memory: bytes of the process at most, beside what it takes already; disk: bytes beside the checkpoint, at most;
-    output: bytes of what is written."""
+    """memory: peak bytes of the process, in addition to what it takes already; disk: peak bytes of disk space; output:
+    bytes of the output."""
 
     memory: int
     disk: int
     output: int
 
     def check(self, place: str | Path, what: str, local: int = 1) -> None:
-        """Refuse what cannot fit. place: of the output; local: processes on this machine that take as much."""
+        """Raise DiffbitError if this does not fit. place: of the output; local: processes like this on this machine."""
         free = available_memory()
         if free is not None and SAFE * self.memory * local > free:
             what += f", {local} times on this machine," if local > 1 else ""
             raise DiffbitError(
-                f"{what} takes about {local * self.memory / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free; "
-                "take a machine with more memory, or a method that takes less (--method rtn; see `diffbit plan`)"
+                f"{what} takes about {local * self.memory / 1e9:.1f} GB of memory, but {free / 1e9:.1f} GB are free; "
+                "use a machine with more memory, or a method that needs less (--method rtn; see `diffbit plan`)"
             )
         folder = Path(place).absolute()
-        while not os.path.isdir(folder):  # unlike Path.is_dir() it takes names of any length
+        while not os.path.isdir(folder):  # unlike Path.is_dir(), it accepts names of any length
             folder = folder.parent
         space = shutil.disk_usage(folder).free
         if SAFE * self.disk > space:
             raise DiffbitError(
-                f"{what} writes about {self.disk / 1e9:.1f} GB to {folder}, and {space / 1e9:.1f} GB are free there; "
+                f"{what} writes about {self.disk / 1e9:.1f} GB to {folder}, but {space / 1e9:.1f} GB are free there; "
                 "choose another disk for the output"
             )
 
 
 @dataclass(frozen=True)
 class Text:
-    """Calibration text: its windows, their length, and how many of them travel through the float model."""
+    """Calibration text: the number of windows, their length, and how many of them also pass through the float model."""
 
     windows: int
     length: int
@@ -86,7 +86,7 @@ class Text:
 def quantize_demand(
     checkpoint: Checkpoint, scheme: Scheme, recipe: Recipe, text: Text | None, *, spilled: bool = False
 ) -> Demand:
-    """Of `quantize_checkpoint`. spilled: hidden states of calibration tokens lie on the disk."""
+    """The demand of `quantize_checkpoint`. spilled: whether calibration tokens' hidden states are on disk."""
     config = checkpoint.config
     width = getattr(torch, checkpoint.dtype).itemsize
     formats = scheme.formats(config)
@@ -106,8 +106,8 @@ def quantize_demand(
         rows = table_rows(config)
         part = 4 * min(TABLE_PART, table)
         most = max(most, width * table + part + 8 * min(LOSS_TOKENS, text.windows * text.length) * rows)
-        aims = text.windows if recipe.exact else 0  # what a method that aims at the float model keeps of it
-        carried = sum(  # numbers a token that layers hand to later ones
+        aims = text.windows if recipe.exact else 0  # float outputs, for methods that fit them
+        carried = sum(  # numbers per token that layers pass to later layers
             math.prod(dim for dim in shape if isinstance(dim, int))
             for giver in config.last_readers
             for shape in config.layers[giver].mixer.carried
@@ -127,19 +127,19 @@ def quantize_demand(
 
 
 def in_shards(config: ModelConfig, dtype: torch.dtype) -> bool:
-    """Is a model that large that a checkpoint of it is written a file per layer?"""
+    """Whether a checkpoint of the model is so large that it gets one file per layer."""
     return num_parameters(config) * dtype.itemsize > SHARD_FROM
 
 
 def table_rows(config: ModelConfig) -> int:
-    """Of the head, that are multiplied by at a time."""
+    """Rows of the head that are multiplied at a time."""
     return min(config.vocab_size, max(1, TABLE_PART // config.hidden_size))
 
 
 def _layer(
     config: ModelConfig, index: int, width: int, recipe: Recipe, text: Text | None, formats: Mapping[str, Format]
 ) -> float:
-    """Bytes that a decoder layer takes at most."""
+    """Peak bytes of a decoder layer."""
     prefix = f"model.layers.{index}."
     own = [shape for name, shape in shapes(config).items() if name.startswith(prefix)]
     count = sum(map(math.prod, own))
@@ -160,15 +160,15 @@ def _layer(
 
 
 def _rounding(format: Format, rows: int, columns: int) -> int:
-    """Bytes that GPTQ takes of a weight beside its layer: copies of it; its Gram matrix and a factor of it; and either
-    what the factor is made from, or the systems that give the scales, in fp64 (scales.solve)."""
+    """Bytes that GPTQ needs for a weight in addition to its layer: copies of the weight; its Gram matrix and a factor
+    of it; and the larger of the factorization's workspace and the fp64 systems for the scales (scales.solve)."""
     systems = min(columns**2, rows * format.groups(columns) ** 2)
     factors = (12 if columns <= PRECISE else 8) * columns**2
     return 8 * rows * columns + 8 * columns**2 + max(factors, 28 * systems)
 
 
 def quantize_seconds(config: ModelConfig, recipe: Recipe, text: Text | None) -> float:
-    """About how long it takes on this machine, when nobody else works on it."""
+    """Estimated time on this machine without other work on it."""
     threads = torch.get_num_threads()
     seconds = num_parameters(config) / ROUNDED / threads
     if text is None:
@@ -178,7 +178,7 @@ def quantize_seconds(config: ModelConfig, recipe: Recipe, text: Text | None) -> 
         if not name.startswith("model.layers."):
             continue
         flops += 2 * rows * columns * text.length * (3 * text.windows + 2 * text.exact)
-        flops += columns**2 * text.length * text.windows / 2  # Gram matrices, of a few layers one
+        flops += columns**2 * text.length * text.windows / 2  # Gram matrices, each shared by a few layers
         if recipe.calibrated:
             flops += 2 * rows * columns**2 * (1 + 3 * ROUNDS)
     if recipe.exact:
@@ -187,7 +187,7 @@ def quantize_seconds(config: ModelConfig, recipe: Recipe, text: Text | None) -> 
 
 
 def speed() -> float:
-    """Floating-point operations a second of a product, as it is now."""
+    """Measure the floating-point operations per second of a matrix product."""
     a = torch.ones(768, 768)
     torch.mm(a, a)
     begin = time.perf_counter()
@@ -197,7 +197,7 @@ def speed() -> float:
 
 
 def available_memory() -> int | None:
-    """Bytes that this process may still take, by Linux' account of the machine and of its control group; else None."""
+    """Bytes that this process can still allocate, from Linux's counts for machine and control group; else None."""
     found = []
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -205,7 +205,7 @@ def available_memory() -> int | None:
                 found.append(int(line.split()[1]) << 10)
         group = Path("/sys/fs/cgroup")
         found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):  # another system, no limit ("max")
+    except (OSError, ValueError):  # another system, or no limit ("max")
         pass
     return min(found, default=None)
 
@@ -213,9 +213,9 @@ def available_memory() -> int | None:
 def within(
     checkpoint: Checkpoint, scheme: Scheme, recipe: Recipe, text: Text | None, limit: int | None
 ) -> tuple[Demand, bool]:
-    """The demand under a limit of the process's memory in bytes, and whether hidden states go to the disk for it.
+    """The demand with at most `limit` bytes of memory for the process, and whether hidden states must go to disk.
 
-    Raises DiffbitError where that does not suffice.
+    Raises DiffbitError if that does not suffice.
     """
     taken = resident()
     demand = quantize_demand(checkpoint, scheme, recipe, text)
@@ -225,7 +225,7 @@ def within(
     if least.memory + taken > limit:
         raise DiffbitError(
             f"--max-memory is {limit / 1e9:.2f} GB, but {checkpoint.path} with method {recipe.name!r} takes about "
-            f"{(least.memory + taken) / 1e9:.2f} GB for its largest layer; allow that much, or take another method"
+            f"{(least.memory + taken) / 1e9:.2f} GB for its largest layer; allow that much, or use another method"
         )
     return least, True
 
@@ -239,9 +239,9 @@ def check_fits(
     output: str | Path,
     local: int = 1,
 ) -> bool:
-    """Refuse a run that cannot fit, under the limit, into memory or onto the disk; do hidden states go to the disk?
+    """Raise DiffbitError if a run does not fit into memory or on disk. Returns whether hidden states must go to disk.
 
-    local: processes of this run on this machine.
+    limit: bytes of the process's memory. local: processes of this run on this machine.
     """
     demand, spills = within(checkpoint, scheme, recipe, text, limit)
     demand.check(output, f"quantizing {checkpoint.path} with method {recipe.name!r}", local)
@@ -249,7 +249,7 @@ def check_fits(
 
 
 def resident() -> int:
-    """Bytes of this process in memory; 0 where the system does not say."""
+    """Resident bytes of this process; 0 if the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
@@ -257,5 +257,5 @@ def resident() -> int:
 
 
 def with_base(demand: Demand, base: int) -> Demand:
-    """All of a process's memory, `base` of which it takes before it begins."""
+    """The demand including `base`, the memory that the process takes before it begins."""
     return replace(demand, memory=demand.memory + base)

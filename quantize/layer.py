@@ -54,8 +54,8 @@ R = TypeVar("R", Tensor, QTensor)
 class Tokens(States):
     """Calibration tokens: ids [n, S], mask bool [n, S] (None: all count).
 
-    exact: what travels through the float model; so many windows, evenly spread (None: all). Without any, no output
-    errors are measured. here: the processes that share their batches.
+    exact: the number of evenly spread windows that also pass through the float model (None: all). With 0, no output
+    errors are measured. here: the processes that share the batches.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Tokens(States):
         some = len(ids) if exact is None else min(exact, len(ids))
         windows = torch.arange(some, device=device) * len(ids) // max(1, some)
         self.exact = States(config, ids[windows], counted[windows], here)
-        self.loss: float | None = None  # of the float model, nats a token, once they have come to its head
+        self.loss: float | None = None  # of the float model, nats per token; set at its head
 
     def spill(self, folder: Path) -> None:
         """Keep hidden states in files of this folder, and recompute mixer outputs instead of keeping them."""
@@ -191,7 +191,7 @@ class Layer:
     tokens    calibration tokens, or None
     refitted  {parameter: float tensor} that methods change in the quantized model only; `tensors` keeps the float
               model's
-    here      the processes that share the work on it
+    here      the processes that share the work
     progress  called with the name of the current linear layer and the finished share of this layer, 0 to 1
     proxy_losses  {linear layer: loss on the statistics that it was rounded with}, if there were any
     """
@@ -206,7 +206,7 @@ class Layer:
     here: Processes = ALONE
     refitted: dict[str, Tensor] = field(init=False, default_factory=dict)
     proxy_losses: dict[str, float] = field(init=False, default_factory=dict)
-    # of each batch of `tokens` that is this process's: see `remember`
+    # for each batch of `tokens` that this process computes: see `remember`
     heads: list[tuple[Tensor, tuple[Tensor, ...] | None]] = field(init=False, default_factory=list)
     heads_of: list[Any] = field(init=False, default_factory=list)  # the tensors that `heads` were computed from
     prefix: str = field(init=False)

@@ -73,9 +73,9 @@ def quantize_layers(
 ) -> Iterator[Finished]:
     """Quantize the model of `config` whose parameters `read` returns; yield the embedding, each layer, then the head.
 
-    Layers come in that order; only one of them and the tokens' hidden states are in memory at a time. skip: as many are
-    there already, and `tokens` are behind them. title: of the progress to show, or None. here: the processes that share
-    the work, and each get all of it; `tokens` know them, too.
+    Only one layer and the tokens' hidden states are in memory at a time. skip: the number of layers that are already
+    done; `tokens` must be past them. title: title of the progress bar, or None for no bar. here: the processes that
+    share the work, the same as those of `tokens`; each yields all layers.
     """
     stored, shapes_of = stored_config(config, scheme, recipe), weight_shapes(config)
     formats = scheme.formats(stored)

@@ -100,7 +100,7 @@ def _with_steps(part: str) -> ModuleType:
     if not hasattr(module, "STEPS"):
         raise DiffbitError(f"method {part!r}: {name} takes no number of steps; write {name}")
     if not steps.isascii() or not steps.isdecimal() or not 1 <= int(steps) <= MOST_STEPS:
-        raise DiffbitError(f"method {part!r}: {steps!r} is no number of steps, 1 to {MOST_STEPS}; write {name}:50")
+        raise DiffbitError(f"method {part!r}: {steps!r} is not a number of steps, 1 to {MOST_STEPS}; write {name}:50")
     chosen: Any = SimpleNamespace(**vars(module))
     chosen.quantize_layer = partial(module.quantize_layer, steps=int(steps))
     return chosen

@@ -129,7 +129,7 @@ def weight_error(weight: Tensor, quantized: QTensor) -> float:
 
 
 class OutputError:
-    """||Y - Yq|| / ||Y||, summed up over batches; the sums are exact, so that their order is nothing."""
+    """||Y - Yq|| / ||Y||, accumulated over batches; the sums are exact, so their order does not matter."""
 
     def __init__(self) -> None:
         self.difference: list[float] = []

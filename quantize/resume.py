@@ -8,7 +8,7 @@
 
 Each file is written under a temporary name and renamed; a layer counts once its JSON exists. So a killed run loses only
 the layer it was working on, and a resumed run computes the same bits as an uninterrupted one. A file that was changed
-in between is refused: the JSON files hold hashes of the others and of themselves.
+in between raises an error: the JSON files hold hashes of the others and of themselves.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ Stored = tuple[dict[str, Tensor], tuple[WeightReport, ...]]  # a layer's tensors
 class Unfinished:
     """`with Unfinished(output, about, tokens) as done: done.add(layer) ...; done.layers()`.
 
-    about: what goes into run.json, called only where it is needed. tokens: calibration tokens, put behind the `count`
-    layers that are there. resume: go on with what is there, if anything is. The folder goes when all is done, and when
-    a run fails before it holds a whole decoder layer.
+    about: returns the content of run.json; called only if needed. tokens: calibration tokens, set to their state after
+    the `count` finished layers. resume: continue with the finished layers, if there are any. The folder is deleted when
+    the run is complete, or fails before a decoder layer is finished. Raises DiffbitError if the folder belongs to
+    another run, or exists without resume and overwrite.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Unfinished:
             files.remove_folder(self.path)
         else:
             raise DiffbitError(
-                f"{self.path}: holds an interrupted run; pass --resume to continue it, or --overwrite to start anew"
+                f"{self.path}: holds an interrupted run; pass --resume to continue it, or --overwrite to start again"
             )
 
     def __enter__(self) -> Self:

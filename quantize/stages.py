@@ -1,4 +1,4 @@
-"""A layer's weights rounded one after the other, some rows at a time, which processes share."""
+"""Rounds the weights of a layer one after the other. Processes share the rows of each weight."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .layer import Layer, table_rows
 from .model import Method, quantize_weight
 from .stats import CalibStats, proxy_loss
 
-ROWS = 1024  # of a weight, about, that are rounded at a time
+ROWS = 1024  # approximate number of rows of a weight to round at a time
 
 
 def round_stages(layer: Layer, method: Callable[[str], Method], whole: Collection[str] = ()) -> dict[str, QTensor]:
-    """Round each linear layer by the method for its name, with statistics behind those rounded before.
+    """Round each linear layer with method(name), on statistics of inputs computed with the already rounded layers.
 
-    whole: weights that a method does not round row by row.
+    whole: layers whose method needs all rows of the weight at once.
     """
     assert layer.tokens is not None
     quantized: dict[str, QTensor] = {}
@@ -39,14 +39,14 @@ def round_all(
     stats: CalibStats | None = None,
     whole: Collection[str] = (),
 ) -> dict[str, QTensor]:
-    """Round these weights by the method for their name, some rows at a time, which processes share."""
+    """Round each layer in `names` with method(name), some rows at a time. whole: as in `round_stages`."""
     weights = {name: layer.weight(name) for name in names}
     parts = [
         (name, rows)
         for name, weight in weights.items()
         for rows in ([slice(0, len(weight))] if name in whole else _parts(layer, weight, layer.formats[name]))
     ]
-    unit = 1 if layer.tokens is None else len(layer.tokens.slices)  # a weight takes as long as a pass of the tokens
+    unit = 1 if layer.tokens is None else len(layer.tokens.slices)  # of progress: a weight is like a pass
 
     def rounded(part: tuple[str, slice]) -> QTensor:
         name, rows = part
@@ -69,7 +69,7 @@ def round_all(
 
 
 def _parts(layer: Layer, weight: Tensor, format: Format) -> list[slice]:
-    """Rows of a weight that are rounded at a time: methods compute in float32, and of a table a part at a time."""
+    """Slices of rows to round at a time, which limits the memory of methods, because they compute in float32."""
     rows = len(weight)
     if format.per_tensor or not (layer.is_layer or rows > table_rows(weight)):
         return [slice(0, rows)]
@@ -79,7 +79,7 @@ def _parts(layer: Layer, weight: Tensor, format: Format) -> list[slice]:
 
 
 def _empty(like: QTensor, rows: int, columns: int) -> QTensor:
-    """Space for a weight [rows, columns] of which `like` are some rows."""
+    """Allocate a QTensor [rows, columns] with the format and device of `like`."""
     format, device = like.format, like.codes.device
     shape = format.scale_shape((rows, columns))
     return QTensor(

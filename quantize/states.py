@@ -1,4 +1,4 @@
-"""Windows of tokens that pass through a model: their hidden states, and the tensors that layers pass to later ones."""
+"""The state of token windows between layers: hidden states, and tensors that a layer passes to later layers."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from ..models.layers.state import Carried
 from ..processes import Processes
 from .spill import Rows
 
-BATCH_TOKENS = 2048  # that pass a layer at a time
+BATCH_TOKENS = 2048  # tokens that pass through a layer at a time
 ALONE = Processes(0, 1, torch.device("cpu"))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Some windows of calibration tokens as they reach a layer."""
+    """The inputs of a layer for some windows of tokens."""
 
     hidden: Tensor  # fp32 [n, S, E]
     counted: Tensor  # bool [n, S], the tokens that count
     rope: Rope
-    mask: Tensor | None  # as attention takes it
-    carried: Carried  # tensors passed on by earlier layers; a layer adds its own
+    mask: Tensor | None  # of attention (models/layers/masks.py)
+    carried: Carried  # tensors that earlier layers passed on; a layer adds its own
 
 
 class States:
-    """Windows of tokens on their way through a model: ids [n, S], mask bool [n, S] of those that count.
+    """Token windows that pass through a model layer by layer: ids [n, S], mask bool [n, S] of the tokens that count.
 
-    here: the processes that share their batches; each has the hidden states of all.
+    here: the processes that share the batches. Each process keeps the hidden states of all windows.
     """
 
     def __init__(self, config: ModelConfig, ids: Tensor, mask: Tensor, here: Processes = ALONE) -> None:
         self.config, self.ids, self.mask, self.here = config, ids, mask, here
-        self.folder: Path | None = None  # where hidden states lie; None: in memory
-        self.hidden: Tensor | Rows = torch.empty(0)  # fp32 [n, S, E], before the layer that comes next
-        self.carried: dict[int, tuple[Tensor | Rows, ...]] = {}  # fp32 [n, ...], what that layer or a later one reads
+        self.folder: Path | None = None  # folder of the hidden states; None: in memory
+        self.hidden: Tensor | Rows = torch.empty(0)  # fp32 [n, S, E], input of the next layer
+        self.carried: dict[int, tuple[Tensor | Rows, ...]] = {}  # {layer: fp32 [n, ...]}, read later
         step = max(1, BATCH_TOKENS // ids.shape[1])
         self.slices = [slice(i, i + step) for i in range(0, len(ids), step)]
 
@@ -50,7 +50,7 @@ class States:
         return map(self.batch, self.slices)
 
     def batch(self, rows: slice | Tensor) -> Batch:
-        """Return a batch of these windows; rows: a slice, or indices int64 [n]."""
+        """Return the batch of some windows; rows: a slice, or indices int64 [n]."""
         length, device = self.ids.shape[1], self.ids.device
         counted = self.mask[rows]
         padding = None if counted.all() else counted
@@ -73,7 +73,7 @@ class States:
         return torch.empty(whole, device=self.ids.device) if self.folder is None else Rows(self.folder, whole)
 
     def take_past(self, index: int, run: Callable[[Batch], Tensor]) -> None:
-        """Layer `index`: run(batch) -> the hidden states behind it."""
+        """Replace the hidden states with run(batch), the output of layer `index`, and keep the tensors it passes on."""
 
         def past(rows: slice) -> tuple[Tensor, Carried]:
             batch = self.batch(rows)
@@ -94,7 +94,7 @@ class States:
                 whole[rows] = value
 
     def from_first(self) -> None:
-        """Take the first process's hidden states, and what layers handed on."""
+        """Copy the first process's hidden states and carried tensors to all processes."""
         if not self.here.first:
             self.hidden, self.carried = self.space(self.ids.shape[1], self.config.hidden_size), {}
         for rows in self.slices:

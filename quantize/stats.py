@@ -1,4 +1,4 @@
-"""Statistics of a linear layer's input over calibration tokens, and the loss that methods minimise with them."""
+"""Statistics of linear layers' inputs over calibration tokens, and the loss that methods minimise with them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ..processes import Processes
 from .formats import QTensor
 from .states import ALONE
 
-ROWS = 512  # of a weight whose loss is computed at a time
-BLOCK = 256  # rows of a Gram matrix that are summed at a time, right of the diagonal: it is symmetric
+ROWS = 512  # rows of a weight per step of `proxy_loss`
+BLOCK = 256  # rows of a Gram matrix summed at a time, only from the diagonal on, because it is symmetric
 Pass = Callable[[], tuple[Callable[[], object], Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
 class CalibStats:
-    """Statistics of the inputs X [T, K] of a linear layer y = x W^T; layers with the same input share one object.
+    """Statistics of the inputs X [T, K] of a linear layer y = x W^T. Layers with the same input share one object.
 
-    gram      fp32 [K, K], X^T X / T: half the Hessian of mean ||x (W - Wq)^T||^2 in every row of W
+    gram      fp32 [K, K], X^T X / T: half the Hessian of mean ||x (W - Wq)^T||^2 with respect to each row of W
     absmax    fp32 [K], the largest |x| of each channel
     mean_abs  fp32 [K], the mean |x| of each channel
     tokens    T
@@ -35,14 +35,14 @@ class CalibStats:
 
 
 class Gatherer:
-    """CalibStats summed up over batches, which every process is given; each sums up its share of the Gram matrix."""
+    """Accumulates CalibStats over batches. Every process adds all batches, but only its share of the Gram matrix."""
 
     def __init__(self, here: Processes = ALONE) -> None:
         self.here, self.tokens = here, 0
         self._gram = self._absmax = self._sum_abs = torch.zeros(())
 
     def add(self, x: Tensor) -> None:
-        """Add inputs x [T, K], of any float dtype."""
+        """Add inputs x [T, K] of any float dtype."""
         x = x.float()
         if not self.tokens:
             width = x.shape[1]
@@ -70,17 +70,17 @@ class Gatherer:
 
 
 class _Enough(Exception):
-    """Ends a pass early, once every requested layer has had its input."""
+    """Ends a pass once every requested layer has received its input."""
 
 
 def gather(linears: dict[str, nn.Module], passes: Sequence[Pass], here: Processes = ALONE) -> dict[str, CalibStats]:
-    """CalibStats of the input of each of these linear layers.
+    """{name: CalibStats of the input} of each of these linear layers.
 
-    passes: each begins a batch: a function that takes it through the layers, as far as they lie, and bool [n, S], the
-    tokens of it that count. Layers that are handed the same tensor (q, k and v; gate and up) share one gram: it is
-    computed and kept once. here: the processes that share the passes.
+    passes: one function per batch; it returns a function that runs the layers on the batch, and the mask bool [n, S]
+    of the tokens that count. Layers that receive the same tensor (q, k and v; gate and up) share one object. here: the
+    processes that share the passes.
     """
-    seen: dict[int, tuple[Tensor, Tensor]] = {}  # of this batch; tensors are kept, so that an id stays its tensor's
+    seen: dict[int, tuple[Tensor, Tensor]] = {}  # of this batch; holds the tensors, so their ids stay unique
     found: dict[str, Tensor] = {}
     counted = torch.empty(0)
 
@@ -96,7 +96,7 @@ def gather(linears: dict[str, nn.Module], passes: Sequence[Pass], here: Processe
         return keep
 
     def inputs(begin: Pass) -> dict[str, Tensor]:
-        """{name: [T, K]} of a batch."""
+        """{name: input [T, K]} of a batch."""
         nonlocal counted, found
         found = {}
         run, counted = begin()

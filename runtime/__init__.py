@@ -1,10 +1,10 @@
-"""Running an artifact on a device: numpy, onnxruntime and tokenizers, and no torch.
+"""Runs an artifact on a device, with numpy, onnxruntime and tokenizers but without torch.
 
     session = Session("out/model")
     tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))
     generate(session, tokenizer, "def main(", max_tokens=64, sampler=Sampler(0.8, top_p=0.9, seed=1), on_text=print)
 
-Importing this needs numpy alone: ONNX Runtime is loaded when a session is opened, tokenizers with a tokenizer.
+Importing this package needs only numpy: ONNX Runtime is loaded with the first session, tokenizers with a tokenizer.
 """
 
 from __future__ import annotations

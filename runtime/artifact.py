@@ -2,10 +2,10 @@
 
 The manifest names every file of the model with size and SHA-256, describes the KV cache and carries a golden prompt
 with the logits that the exporting machine computed. Its last field is its own SHA-256, over the canonical JSON
-(keys sorted, separators "," and ":", ASCII) of all other fields, so that an edited number is noticed. docs/artifact.md
+(keys sorted, separators "," and ":", ASCII) of all other fields, which reveals an edited number. docs/artifact.md
 describes every field.
 
-Only files that the manifest lists are opened, and only inside the folder: a name with a directory part, or a symbolic
+Only files that the manifest lists are opened, and only inside the folder. A name with a directory part, or a symbolic
 link that leads out of the folder, is refused.
 """
 
@@ -23,7 +23,7 @@ from ..files import is_within, read_json, sha256_file
 from ..files import json_sha256 as manifest_sha256
 from ..ops.cache import IN_PLACE, TOKENS, WIDTHS, Buffer, CacheSpec
 
-VERSION = 4  # of the manifest; raised when a reader of the old one would get it wrong
+VERSION = 4  # of the manifest; raised when an older reader would misread it
 MANIFEST = "diffbit.json"
 MODEL = "model.onnx"
 ONNX = "onnx/"  # the folder of the graph and its data in the layout of transformers.js
@@ -32,7 +32,7 @@ NANO = "nano"  # the artifact that comes with the package (examples/nano/artifac
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _BUFFER = re.compile(r"[a-z][a-z0-9_]{0,39}")
 _DIMENSION = re.compile(TOKENS + r"(/(?P<block>[0-9]{1,9}))?(%(?P<ring>[0-9]{1,9}))?")
-LOOKED_UP = ("embedding", "rotary tables")  # parts of which a token reads one row only
+LOOKED_UP = ("embedding", "rotary tables")  # parts from which each token reads a single row
 MAX_LAYERS, MAX_BUFFERS, MAX_DIMENSIONS, MAX_BLOCK = 1024, 16, 5, 1024
 
 T = TypeVar("T")
@@ -48,11 +48,11 @@ class FileEntry:
 
 
 class Part(TypedDict):
-    """What some bytes of the files are, such as "embedding" (export/parts.py)."""
+    """What some of the bytes in the files hold, such as "embedding" (export/parts.py)."""
 
     name: str
     bytes: int
-    weights: int | None  # numbers of the model stored there; None where the bytes are no weights
+    weights: int | None  # number of weights stored there; None where the bytes are not weights
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Golden:
     token_ids: tuple[int, ...]
     logits: tuple[float, ...]
     spread: float  # standard deviation of the whole row of logits
-    tolerance: float  # of the largest difference, relative to the spread
+    tolerance: float  # largest difference allowed, relative to the spread
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Artifact:
     scheme: Mapping[str, Any] | None  # how it was quantized; None for a float model
     source: Mapping[str, Any]  # name and sha256 of the checkpoint
     method: str | None  # how its weights were quantized, such as "rotate+gptq"; None also in older artifacts
-    calibration: Mapping[str, Any] | None  # the text that the method saw
+    calibration: Mapping[str, Any] | None  # the calibration text of the method
     cache: CacheSpec
     context_length: int
     eos_token_ids: tuple[int, ...]
@@ -89,13 +89,13 @@ class Artifact:
 
     @classmethod
     def open(cls, path: str | Path) -> Artifact:
-        """Read and validate `path`/diffbit.json. Raises DiffbitError for anything that is wrong with it."""
+        """Read and validate `path`/diffbit.json. Raises DiffbitError if anything in it is wrong."""
         folder = artifact_folder(path)
         if not folder.is_dir():
             raise DiffbitError(f"{folder}: no such artifact folder; diffbit export makes one")
         where = folder / MANIFEST
         if not where.is_file():
-            raise DiffbitError(f"{folder}: holds no {MANIFEST}, so it is no artifact; diffbit export makes one")
+            raise DiffbitError(f"{folder}: holds no {MANIFEST}, so it is not an artifact; diffbit export makes one")
         _confined(folder, MANIFEST)
         manifest = read_json(where)
         fields = _Fields(manifest, str(where))

@@ -1,12 +1,13 @@
-"""Continuous batching: several texts share a session, each in a row of one batch, so a step reads the weights once.
+"""Continuous batching: several texts share a session, each in a row of one batch. A step reads the weights only once.
 
-A row's tokens may be at any positions of its cache, in order; the attention mask marks them. So a new text is computed
-alone, in its own row of the buffers, and joins the others at the next step, whatever their lengths; its unused slots
-are padding. A finished row keeps its tokens until another text takes it. A new text reuses its longest prefix that any
-row holds, copied if necessary: earlier turns of a conversation, or a shared system prompt.
+The tokens of a row may lie in any slots of its cache as long as they are in order; the attention mask marks them. A new
+text is therefore prefilled alone, in its own row of the buffers, and joins the others at the next step, whatever their
+lengths; its unused slots are padding. A finished row keeps its tokens until another text takes the row. A new text
+reuses the longest prefix that any row holds, copied if necessary: earlier turns of a conversation, or a shared system
+prompt.
 
-This needs buffers that are written in place and in which a row is a token (float and int8 caches, on a CPU, with the
-native library). Other sessions have one row, and texts are computed one after the other; `Rows.of` chooses.
+This needs buffers that are written in place and store each token separately (float and int8 caches, on a CPU, with the
+native library). Other sessions have one row and compute one text after the other; `Rows.of` chooses.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ WORTH_COPYING = 16  # tokens: a prefix in another row is copied if it is longer 
 
 
 class Rows(ABC):
-    """At most `count` texts at a time. A row is taken by `begin`, continued by `step`, and free after `end`."""
+    """At most `count` texts at a time. `begin` takes a row, `step` continues it, and `end` frees it."""
 
     def __init__(self, session: Session, count: int) -> None:
         self.session, self.count = session, count
@@ -36,34 +37,34 @@ class Rows(ABC):
     @staticmethod
     def of(session: Session, count: int) -> Rows:
         """Return `count` rows if the session's cache allows it, else one."""
-        parted = all(TOKENS in buffer.shape and buffer.multiple == 1 for buffer in session._buffers.values())
-        if count > 1 and parted and session.native and session.device == "cpu":
+        per_token = all(TOKENS in buffer.shape and buffer.multiple == 1 for buffer in session._buffers.values())
+        if count > 1 and per_token and session.native and session.device == "cpu":
             return _Batch(session, count)
         return _Single(session)
 
     @property
     @abstractmethod
     def free(self) -> int:
-        """Rows that no text has."""
+        """Number of rows that no text uses."""
 
     @abstractmethod
     def begin(self, token_ids: Sequence[int], go_on: Callable[[], bool]) -> tuple[int, int, Logits | None]:
         """Take a row for a prompt -> (row, number of cached tokens, logits [V] after the prompt).
 
-        go_on: called before each part of the prompt; if it returns False, the logits are None and the row is free.
+        go_on is called before each part of the prompt; if it returns False, the logits are None and the row stays free.
         """
 
     @abstractmethod
     def step(self, tokens: Mapping[int, int]) -> dict[int, Logits]:
-        """Append {row: token} for every row that is taken and has room -> {row: logits [V] after it}."""
+        """Append {row: token}, for every taken row with room -> {row: logits [V] after the token}."""
 
     @abstractmethod
     def room(self, row: int) -> int:
-        """Return how many more tokens the row's text can have."""
+        """Return how many more tokens fit into the row."""
 
     @abstractmethod
     def end(self, row: int) -> None:
-        """Free a row. Its tokens stay for texts that begin like it."""
+        """Free a row. Its tokens stay, for texts with the same beginning."""
 
 
 class _Single(Rows):
@@ -98,7 +99,7 @@ class _Batch(Rows):
     def __init__(self, session: Session, count: int) -> None:
         super().__init__(session, count)
         if count * self.capacity > 1 << 31:
-            raise DiffbitError(f"{count} rows of {self.capacity} tokens are too many; take fewer rows")
+            raise DiffbitError(f"{count} rows of {self.capacity} tokens exceed 2^31 tokens in all; use fewer rows")
         capacity = session.artifact.cache.capacity(self.capacity)
         self._caches = {
             name: (_zeros((count, *buffer.sizes(capacity)), buffer.dtype), _token_axis(buffer))
@@ -106,11 +107,11 @@ class _Batch(Rows):
         }
         self._ids = np.full((count, self.capacity), HOLE, np.int64)
         self._taken = np.zeros(count, bool)
-        self._used = np.zeros(count, np.int64)  # when each row was last taken, counted in texts
+        self._used = np.zeros(count, np.int64)  # number of the text that last took each row
         self._texts = 0
-        self._end = 0  # slots from here on are free in every row that is taken
+        self._end = 0  # from this slot on, every taken row is free
         self._binding = session._session.io_binding()
-        self._bound = slice(0, 0)  # rows that the binding's buffers are
+        self._bound = slice(0, 0)  # the rows that the binding reads and writes
 
     @property
     def free(self) -> int:
@@ -147,7 +148,7 @@ class _Batch(Rows):
         rows = slice(0, count)
         new = np.full(count, HOLE, np.int64)
         new[list(tokens)] = list(tokens.values())
-        self._ids[rows, slot:] = HOLE  # what free rows had there is overwritten
+        self._ids[rows, slot:] = HOLE  # tokens of free rows are overwritten
         self._ids[rows, slot] = new
         mask = (self._ids[rows, : slot + 1] != HOLE).astype(np.int64)
         positions = np.maximum(mask.sum(1, keepdims=True) - 1, 0)
@@ -156,13 +157,13 @@ class _Batch(Rows):
         return {row: logits[row] for row in tokens}
 
     def _ends(self) -> NDArray[np.int64]:
-        """Of each row: the slot behind its last token."""
+        """[count]: the slot after each row's last token."""
         held = self._ids != HOLE
         return np.where(held.any(1), self.capacity - held[:, ::-1].argmax(1), 0)
 
     def _prepare(self, ids: NDArray[np.int64]) -> tuple[int, int]:
-        """Put the longest prefix of a prompt that any row has into a free row; return the row and the prefix's length,
-        which leaves at least one token to compute."""
+        """Put the longest prefix of a prompt that any row holds into a free row. Returns the row and the length of the
+        prefix, which leaves at least one token to compute."""
         same = np.array([self._common(row, ids[:-1]) for row in range(self.count)])
         free = np.flatnonzero(~self._taken)
         longest = free[same[free] == same[free].max()]
@@ -180,7 +181,7 @@ class _Batch(Rows):
         return int(differ.argmax()) if differ.any() else len(held)
 
     def _keep(self, row: int, source: int, count: int) -> None:
-        """Make the first `count` tokens of `source` the tokens of `row`, at its start."""
+        """Copy the first `count` tokens of `source` to the start of `row`, as its only tokens."""
         slots = np.flatnonzero(self._ids[source] != HOLE)[:count]
         if source != row or (slots != np.arange(count)).any():
             for cache, axis in self._caches.values():
@@ -193,7 +194,7 @@ class _Batch(Rows):
     def _run(
         self, rows: slice, ids: NDArray[np.int64], mask: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> Logits:
-        """Append ids [n, S] behind mask's [n, T - S]; the logits [n, V] after the last."""
+        """Append ids [n, S] as the last S of the T slots of mask [n, T]; return the logits [n, V] after the last."""
         session, binding = self.session, self._binding
         if rows != self._bound:
             for name, (cache, _) in self._caches.items():
@@ -215,5 +216,5 @@ class _Batch(Rows):
 
 
 def _token_axis(buffer: Buffer) -> int:
-    """Of an array of rows."""
+    """The token axis of an array [rows, *buffer.shape]."""
     return 1 + buffer.shape.index(TOKENS)

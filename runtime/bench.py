@@ -1,7 +1,7 @@
 """Speed and memory of an artifact on this device.
 
-A process of its own does the measuring, so that its peak memory is the model's and not the caller's. The prompt is
-random tokens (speed does not depend on them); decoding is greedy, so that sampling costs one argmax.
+A separate process measures, so its peak memory is that of the model and not of the caller. The prompt is random tokens
+(speed does not depend on them); decoding is greedy, so sampling costs one argmax.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ def bench(
     native: bool = True,
     memory: int | None = None,
 ) -> dict[str, Any]:
-    """Run the artifact at `path` in a fresh process and return one flat row: the arguments, and
+    """Run the artifact at `path` in a new process. Returns a flat dict with the arguments and
 
-        model_bytes               of all files on disk
+        model_bytes               size of all files on disk
         load_s                    seconds to read the files and optimize the graph
         prefill_tokens_per_s
         time_to_first_token_s     prefill of the prompt and one argmax
         decode_tokens_per_s       None for one new token
-        bytes_per_token           weights and cache that the last new token reads; None for an artifact without parts
-        kv_bytes_per_1k_tokens    of one sequence
-        kv_fixed_bytes            of one sequence, whatever its length: states, and a low-bit cache's residual window
+        bytes_per_token           weights and cache read for the last new token; None for an artifact without parts
+        kv_bytes_per_1k_tokens    cache of one sequence
+        kv_fixed_bytes            cache of one sequence that does not grow: states, a low-bit cache's residual window
         peak_host_memory_bytes    resident memory of the process, Python included; None on Windows
-        peak_device_memory_bytes  on cuda: growth of the card's memory in use since before the model was loaded, with
-                                  what ONNX Runtime reserves and what other processes take, without the CUDA context
-        longest_context_tokens    with `memory`, in bytes: the longest sequence whose cache fits there beside the
-                                  model's files, whatever the artifact's context; None where the cache does not grow
+        peak_device_memory_bytes  only on cuda: growth of the GPU memory in use since before the model was loaded,
+                                  without the CUDA context; it includes what other processes allocate meanwhile
+        longest_context_tokens    only if `memory` (bytes) is given: the longest sequence whose cache fits into it
+                                  beside the model's files, even beyond the artifact's context; None where the cache
+                                  does not grow
 
-    Times are medians over `repeats`, after one repeat that warms up. Raises DiffbitError for numbers below 1, more
+    Times are medians over `repeats`, after one warm-up repeat. Raises DiffbitError for numbers below 1, more
     tokens than the context holds, or a measuring process that fails.
     """
     for name, value in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens), ("repeats", repeats)):
@@ -91,7 +92,7 @@ def _measure(
     artifact = Artifact.open(path)
     driver = None
     if device == "cuda":
-        with contextlib.suppress(OSError, DiffbitError):  # without a driver or a card opening the session says why
+        with contextlib.suppress(OSError, DiffbitError):  # without a driver or a GPU, opening the session says why
             driver = Driver()
     before = driver.used_memory() if driver else 0
     peak_device = 0
@@ -109,7 +110,7 @@ def _measure(
             token = int(session.step([[token]]).argmax())
         prefills.append(first - started)
         decodes.append(time.perf_counter() - first)
-        if driver:  # ONNX Runtime frees nothing in between, so the end of a repeat shows its peak
+        if driver:  # ONNX Runtime frees nothing in between, so this is the repeat's peak
             peak_device = max(peak_device, driver.used_memory() - before)
     prefill, decode = statistics.median(prefills[1:]), statistics.median(decodes[1:])
     return {

@@ -1,4 +1,4 @@
-"""The model card, README.md of a repository on the Hugging Face Hub, written from what the model's files say."""
+"""The model card, the README.md of a repository on the Hugging Face Hub, written from the model's own files."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ PARTS = ("weights", "embedding", "head", "activations")  # of a scheme, beside a
 
 @dataclass(frozen=True)
 class Card:
-    """What a card says. model: ModelConfig.to_dict(); scheme: None for a float model; files: bytes by name; results:
-    the comparison.json of `diffbit compare -o`; chat: has it a chat template?"""
+    """The content of a card. model: ModelConfig.to_dict(); scheme: None for a float model; files: bytes by name; chat:
+    whether the model has a chat template; results: the comparison.json of `diffbit compare -o`."""
 
     repo: str
     artifact: bool
@@ -80,7 +80,7 @@ class Card:
         lines = ["## How to run", "```sh", *commands, "```"]
         if not self.artifact:
             lines += [
-                "or in transformers, where it knows such a model:",
+                "or in transformers, if it supports the model:",
                 "```python",
                 "import diffbit.integrations.transformers",
                 "from transformers import AutoModelForCausalLM",
@@ -91,7 +91,7 @@ class Card:
 
 
 def accuracy(results: Mapping[str, Any]) -> str:
-    """The section on accuracy, of a comparison.json."""
+    """The accuracy section, from a comparison.json."""
     percent = f"{results['confidence']:.0%}"
     rows = []
     for row in results["results"]:
@@ -118,12 +118,12 @@ def accuracy(results: Mapping[str, Any]) -> str:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """A comparison.json, of which a card's table can be made."""
+    """Read a comparison.json. Raises DiffbitError for a file from which no card's table can be made."""
     values = read_json(path)
     try:
         accuracy(values)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DiffbitError(f"{path}: is no comparison.json of `diffbit compare -o` ({error!r})") from None
+        raise DiffbitError(f"{path}: is not a comparison.json written by `diffbit compare -o` ({error!r})") from None
     return values
 
 

@@ -1,11 +1,11 @@
-"""A conversation with a model: its chat template, and a KV cache that is kept between turns.
+"""A conversation with a model: applies its chat template and keeps the KV cache between turns.
 
 For each message, the whole conversation is rendered again and its tokens are compared with those in the session's
-cache; only tokens after the common prefix are computed. So the answer is always that to the whole conversation, even if
-a template changes earlier turns, or the model wrote its answer in other tokens than the tokenizer would.
+cache; only tokens after the common prefix are computed. So the model always answers the whole conversation, even if a
+template changes earlier turns, or the model wrote its answer in other tokens than the tokenizer would.
 
-If a conversation no longer fits, its oldest turns are dropped until half of the context is free, because the rest must
-be computed again; the system prompt stays.
+If a conversation no longer fits, its oldest turns are dropped until half of the context is free. Half, because the
+remaining turns must be computed again each time. The system prompt stays.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .template import ChatTemplate, Message
 from .tokenizer import Tokenizer
 
 MAX_TOKENS = 1024  # of an answer
-ROOM = 4  # an answer has room for 1 / ROOM of the context, or for max_tokens if that is less
+ROOM = 4  # 1 / ROOM of the context, or max_tokens if that is less, stays free for an answer
 
 
 @dataclass(frozen=True)
 class Reply(Generation):
-    """An answer, and what it took."""
+    """An answer, with its token counts and times."""
 
-    dropped: int  # messages that left the conversation because the context was full
+    dropped: int  # messages dropped from the conversation because the context was full
 
 
 class Chat:
@@ -40,8 +40,8 @@ class Chat:
         reply = chat.send("What is a KV cache?", on_text=partial(print, end="", flush=True))
         reply.text, reply.finish_reason, reply.prompt_tokens, reply.cached_tokens
 
-    Tokenizer, template and sampler are the model's own by default: `Sampler.of` reads generation_config.json.
-    `max_tokens`: of an answer, which ends at the model's end tokens, the tokenizer's eos_token or a `stop` string.
+    Tokenizer, template and sampler default to the model's own: `Sampler.of` reads generation_config.json.
+    An answer ends after `max_tokens`, at one of the model's end tokens, the tokenizer's eos_token or a `stop` string.
     Raises DiffbitError for a model without a chat template.
     """
 
@@ -84,9 +84,9 @@ class Chat:
     def send(self, text: str, on_text: OnText | None = None) -> Reply:
         """Answer a message. `on_text` receives the answer as it comes, whole characters only.
 
-        An answer ended by `halt` stays in the conversation as far as it came; where it had not begun, or an exception
-        ended it, the conversation is as before. Raises DiffbitError for a message that is longer than the context, or
-        one that the template refuses.
+        If `halt` ends the answer, its text so far stays in the conversation. If it had no token yet, or an exception
+        ended it, the conversation does not change. Raises DiffbitError for a message that is longer than the context,
+        or one that the template refuses.
         """
         with self.session.exclusive():
             self._halted = False
@@ -102,7 +102,7 @@ class Chat:
         return Reply(**vars(made), dropped=len(before) - len(turns))
 
     def _fitting(self, turns: list[Message]) -> tuple[list[Message], list[int]]:
-        """The turns, without the oldest where they leave no room for an answer, and their tokens."""
+        """The turns and their tokens, without the oldest turns if they leave no room for an answer."""
         capacity = self.session.capacity
         token_ids = self._encoded(turns)
         if len(token_ids) + min(self._max_tokens, capacity // ROOM) > capacity:

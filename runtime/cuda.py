@@ -1,11 +1,11 @@
-"""The CUDA kernels called through pointers (csrc/cuda/api.h), with neither ONNX Runtime nor torch in between.
+"""Calls the CUDA kernels (csrc/cuda/api.h) on raw pointers, without ONNX Runtime or torch in between.
 
     kernels = Kernels(native.library())
     op = Hadamard(a=a.data_ptr(), y=y.data_ptr(), size=a.numel(), block=128, type=FLOAT16)
     kernels.run(op, workspace=memory.data_ptr(), stream=torch.cuda.current_stream().cuda_stream)
 
-The structures are those of ops/schema.py, as in api.h; what the fields mean is said there and in ops/. Pointers are
-addresses in the device's memory. A call starts its kernels and does not wait for them.
+The structures come from ops/schema.py, as in api.h; api.h and ops/ describe the fields. Pointers are addresses in
+device memory. A call launches its kernels and does not wait for them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..ops.signature import Type
 
 FLOAT32, FLOAT16, BFLOAT16 = (int(type) for type in (Type.FLOAT32, Type.FLOAT16, Type.BFLOAT16))
 
-_KINDS = {"const void*": ctypes.c_void_p, "void*": ctypes.c_void_p, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
+_CTYPES = {"const void*": ctypes.c_void_p, "void*": ctypes.c_void_p, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
 
 
 class Op(ctypes.Structure):
@@ -31,7 +31,7 @@ class Op(ctypes.Structure):
 
 
 def _structure(op: Signature) -> type[Op]:
-    fields = [(name, _KINDS[kind]) for kind, name in op.fields()]
+    fields = [(name, _CTYPES[type_]) for type_, name in op.fields()]
     return type(op.call.struct, (Op,), {"of": op, "_fields_": fields})
 
 
@@ -42,7 +42,7 @@ CausalConv, Attention, FloatMatMul, GatherQuantized, Hadamard, Int4MatMul, Int8M
 
 
 class Kernels:
-    """The C functions of a library. Raises DiffbitError where it was built without CUDA."""
+    """The C functions of a library. Both methods raise DiffbitError if it was built without CUDA."""
 
     def __init__(self, library: Path) -> None:
         self._path = library
@@ -57,12 +57,12 @@ class Kernels:
         return function
 
     def workspace(self, op: Op) -> int:
-        """Bytes of the device's memory that `run` needs beside the tensors."""
+        """Bytes of device memory that `run` needs in addition to the tensors."""
         function = self._function(f"{op.of.call.function}_workspace", ctypes.c_size_t, [ctypes.c_void_p])
         return int(function(ctypes.addressof(op)))
 
     def run(self, op: Op, workspace: int = 0, stream: int = 0) -> None:
-        """Starts the op on a stream (0: the default one); `workspace` is the address of that much memory."""
+        """Launch the op on a stream (0: the default stream). workspace: address of `self.workspace(op)` bytes."""
         function = self._function(op.of.call.function, ctypes.c_char_p, [ctypes.c_void_p] * 3)
         wrong = function(ctypes.addressof(op), workspace, stream)
         if wrong is not None:

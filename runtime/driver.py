@@ -1,4 +1,4 @@
-"""The NVIDIA driver through ctypes: its CUDA version, and the architecture and memory of the first card.
+"""The NVIDIA driver through ctypes: its CUDA version, and the architecture and memory of the first GPU.
 
 driver = Driver()                                   # OSError where libcuda.so.1 cannot be loaded
 driver.cuda_version, driver.architecture            # (13, 0), 90 for sm_90
@@ -20,7 +20,7 @@ class Driver:
         self._library = ctypes.CDLL("libcuda.so.1")
         version = ctypes.c_int()
         self._library.cuDriverGetVersion(ctypes.byref(version))
-        self.cuda_version = version.value // 1000, version.value % 1000 // 10  # the newest it runs
+        self.cuda_version = version.value // 1000, version.value % 1000 // 10  # the newest that it runs
         self._call("cuInit", 0)
         self._device = ctypes.c_int()
         self._call("cuDeviceGet", ctypes.byref(self._device), 0)
@@ -36,14 +36,14 @@ class Driver:
 
     @property
     def architecture(self) -> int:
-        """Compute capability of the card: 90 for sm_90."""
+        """Compute capability of the GPU: 90 for sm_90."""
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._call("cuDeviceGetAttribute", ctypes.byref(major), _MAJOR, self._device)
         self._call("cuDeviceGetAttribute", ctypes.byref(minor), _MINOR, self._device)
         return 10 * major.value + minor.value
 
     def used_memory(self) -> int:
-        """Bytes of the card's memory in use by all processes. Makes this process's CUDA context first."""
+        """Bytes of GPU memory in use by all processes. Creates this process's CUDA context first."""
         context, free, total = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._device)  # ONNX Runtime uses the same
         self._call("cuCtxSetCurrent", context)
@@ -56,10 +56,11 @@ def version_text(version: tuple[int, int]) -> str:
 
 
 def runs(architecture: int, compiled: list[str]) -> bool:
-    """Whether a card of sm_`architecture` runs code compiled for these architectures ("80", "90a").
+    """Whether a GPU of sm_`architecture` runs code compiled for these architectures ("80", "90a").
 
-    Code with a letter runs on that architecture only; code without one also on later minor versions of the same major
-    version. The first of the list is there as PTX, too, which every newer card runs if it has no letter.
+    Code for an architecture with a letter runs on that one only; without a letter it also runs on later minor versions
+    of the same major version. The first architecture is also included as PTX, which every newer GPU runs if the
+    architecture has no letter.
     """
     exact = {int(name.rstrip("abcdef")) for name in compiled}
     plain = [int(name) for name in compiled if name.isdigit()]

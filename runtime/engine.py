@@ -1,6 +1,6 @@
-"""Answers many requests with one model: a thread gives each a row of a batch (batch.py) and runs the decode steps.
+"""Answers many requests with one model. A thread gives each a row of a batch (batch.py) and runs the decode steps.
 
-Requests do not influence each other: an answer equals that of `generate` with the same sampler, up to the rounding of
+Requests do not influence each other: an answer equals what `generate` returns with the same sampler, up to rounding in
 sums, whose order depends on the batch size.
 """
 
@@ -23,7 +23,7 @@ from .tokenizer import TextStream, Tokenizer
 
 @dataclass(frozen=True)
 class Logprob:
-    """ln p of a token that was chosen, before temperature and the like, and of the likeliest ones in its place."""
+    """ln p, before temperature and filters, of the chosen token and of the most likely tokens at its position."""
 
     token: int
     value: float
@@ -32,12 +32,12 @@ class Logprob:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a step added to an answer. text is final, and may lag behind the tokens (`generate`)."""
+    """What one step added to an answer. `text` is final; it may lag behind the tokens (`generate`)."""
 
     text: str
     logprobs: tuple[Logprob, ...] = ()
-    finish_reason: FinishReason | None = None  # of the last piece
-    error: str | None = None  # why the last one comes too early
+    finish_reason: FinishReason | None = None  # set in the last piece
+    error: str | None = None  # in the last piece: why the answer failed
 
 
 @dataclass(eq=False)
@@ -50,13 +50,13 @@ class Request:
     max_tokens: int
     stop: Sequence[str] = ()
     end_tokens: Collection[int] = ()
-    top_logprobs: int | None = None  # how many likeliest tokens to report at each place; None: no logprobs at all
+    top_logprobs: int | None = None  # how many of the most likely tokens to report per token; None: no logprobs
     cached_tokens: int = field(init=False, default=0)
     completion_tokens: int = field(init=False, default=0)
     cancelled: bool = field(init=False, default=False)
 
     def cancel(self) -> None:
-        """End it at the next step: nobody waits for the answer."""
+        """End the request at the next step."""
         self.cancelled = True
 
     def is_wanted(self) -> bool:
@@ -65,7 +65,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Counts:
-    """Since the start, for /metrics."""
+    """Totals since the engine started, for /metrics."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -87,7 +87,7 @@ class _Answer:
         self.output = TextOutput(request.stop, self._new.append)
 
     def push(self, logits: Logits, room: int) -> tuple[Piece, int | None]:
-        """Choose a token -> (what it adds, the token to go on with or None). room: tokens that the cache still has."""
+        """Choose a token -> (what it adds, the token to continue with or None). room: free slots in the cache."""
         request = self.request
         token = request.sampler(logits, self.token_ids)
         self.token_ids.append(token)
@@ -118,9 +118,9 @@ def _logprob(logits: Logits, token: int, count: int) -> Logprob:
 
 
 class Engine:
-    """A model that answers requests as they come, `rows` at a time; at most `queue` more wait.
+    """A model that answers `rows` requests at a time; at most `queue` more wait.
 
-    `submit` returns at once and the pieces of the answer come by `on_piece`. `close` finishes what has begun.
+    `submit` returns at once; the answer arrives in pieces through `on_piece`. `close` waits for every answer.
     """
 
     def __init__(self, session: Session, tokenizer: Tokenizer, *, rows: int = 8, queue: int = 64) -> None:
@@ -143,7 +143,7 @@ class Engine:
         return self.rows.count - self.rows.free
 
     def submit(self, request: Request) -> bool:
-        """Queue a request; False where the queue is full. A DiffbitError for a prompt that does not fit."""
+        """Queue a request; return False if the queue is full. Raises DiffbitError for a prompt that does not fit."""
         if not request.prompt:
             raise DiffbitError("the prompt is empty, wanted at least one token")
         if len(request.prompt) >= self.rows.capacity:
@@ -161,7 +161,7 @@ class Engine:
         return True
 
     def close(self) -> None:
-        """Answer what has been submitted, and end the thread."""
+        """Wait until all submitted requests are answered, and end the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -178,12 +178,12 @@ class Engine:
                 try:
                     self._admit()
                     self._step()
-                except Exception as error:  # of the model: whoever waits must hear of it
+                except Exception as error:  # report it to every waiting request
                     for row in list(self._answers):
                         self._finish(row, Piece("", error=str(error)))
 
     def _admit(self) -> None:
-        """Give free rows to requests that wait, one prompt at a time."""
+        """Give free rows to waiting requests, one prompt at a time."""
         while self._waiting and self.rows.free:
             with self._changed:
                 request = self._waiting.popleft()
@@ -218,7 +218,7 @@ class Engine:
             self._push(found)
 
     def _push(self, logits: dict[int, Logits]) -> None:
-        """Choose the next token of each row, and end those that are complete."""
+        """Choose the next token of each row, and end the rows that are complete."""
         for row, values in logits.items():
             answer = self._answers[row]
             try:

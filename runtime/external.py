@@ -1,11 +1,11 @@
-"""The files that a model.onnx takes tensors from, read without the onnx package.
+"""Finds the files that hold a model.onnx's external tensors, without the onnx package.
 
-ONNX stores large tensors in files beside the model, by name (`external_data`, key "location"). ONNX Runtime opens what
-it finds there; 1.23 also "../x", absolute paths and links out of the folder. So the names are read here first, and each
-must be a listed file of the artifact.
+ONNX stores large tensors in files beside the model, by name (`external_data`, key "location"). ONNX Runtime opens any
+path it finds there; version 1.23 even opens "../x", absolute paths and links that lead out of the folder. So the names
+are read here first, and each must be a file that the artifact lists.
 
-Protocol Buffers' wire format: a message is a row of fields, each a varint (field number << 3 | type) and a value: a
-varint (type 0), 8 bytes (1), a varint length and as many bytes (2: text, bytes, a message), or 4 bytes (5).
+Wire format of Protocol Buffers: a message is a sequence of fields. Each is a varint (field number << 3 | type) and a
+value: a varint (type 0), 8 bytes (1), a varint length and as many bytes (2: text, bytes, a message), or 4 bytes (5).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ..errors import DiffbitError
 from .artifact import MANIFEST, MODEL, Artifact
 
 VARINT, EIGHT, BYTES, FOUR = 0, 1, 2, 5
-MOST_DEPTH = 64  # of graphs in nodes in graphs
+MOST_DEPTH = 64  # of nested messages: a graph in a node in a graph
 
-# onnx.proto: of each message that leads to a tensor, field number -> message
+# onnx.proto: for each message that leads to a tensor, {field number: message}
 KEY = b"location"
 TENSOR = "tensor"
 FIELDS: dict[str, dict[int, str]] = {
@@ -48,11 +48,11 @@ def check_external(artifact: Artifact) -> None:
 
 
 def external_locations(path: Path) -> set[str]:
-    """The locations that the tensors of an ONNX file name. Raises DiffbitError for a file that is no ONNX model."""
+    """The locations of an ONNX file's external tensors. Raises DiffbitError if it is not an ONNX model."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return set(_locations(data, 0, len(data), "model", 0))
-    except (OSError, ValueError) as error:  # ValueError: of mmap, for an empty file
+    except (OSError, ValueError) as error:  # mmap raises ValueError for an empty file
         raise DiffbitError(f"{path}: is not an ONNX model that can be read ({error}); export the model again") from None
 
 
@@ -64,12 +64,12 @@ def _locations(data: mmap.mmap, at: int, end: int, message: str, depth: int) -> 
         name = inner.get(number)
         if name == "entry":
             yield from _entry(data, begin, stop)
-        elif name is not None and data.find(KEY, begin, stop) >= 0:  # most nodes and tensors do not hold it
+        elif name is not None and data.find(KEY, begin, stop) >= 0:  # most nodes and tensors do not contain it
             yield from _locations(data, begin, stop, name, depth + 1)
 
 
 def _entry(data: mmap.mmap, at: int, end: int) -> Iterator[str]:
-    """The value of a StringStringEntryProto whose key is "location". Fields given twice: all values count."""
+    """The value of a StringStringEntryProto with the key "location"; every value, if the field is repeated."""
     keys: list[bytes] = []
     values: list[bytes] = []
     for number, begin, stop in _fields(data, at, end):
@@ -81,7 +81,7 @@ def _entry(data: mmap.mmap, at: int, end: int) -> Iterator[str]:
 
 
 def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """(number, begin, end) of the fields of bytes; fields of numbers are passed over."""
+    """(number, begin, end) of each length-delimited field; numeric fields are skipped."""
     while at < end:
         tag, at = _varint(data, at, end)
         kind = tag & 7
@@ -101,7 +101,7 @@ def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, int, int]
 
 
 def _varint(data: mmap.mmap, at: int, end: int) -> tuple[int, int]:
-    if at < end and data[at] < 128:  # nearly all
+    if at < end and data[at] < 128:  # nearly always
         return data[at], at + 1
     value = shift = 0
     while at < end and shift < 70:

@@ -1,4 +1,4 @@
-"""Text generation: prefill of the prompt, then one token at a time; text is streamed once it is final."""
+"""Text generation: prefills the prompt, then decodes token by token. Text is streamed once it is final."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .sampler import Sampler
 from .session import CHUNK, Session
 from .tokenizer import Tokenizer
 
-# stop string, eos token, max_tokens, context full, ended by whoever asked for it
+# a stop string, an end token, max_tokens reached, context full, ended by `interrupted`
 FinishReason = Literal["stop", "eos", "length", "context", "interrupted"]
 Choose = Callable[[NDArray[np.floating], Sequence[int]], int]  # (logits [V], token ids so far) -> token id
 OnText = Callable[[str], None]
@@ -23,13 +23,13 @@ OnText = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Generation:
-    """What one prompt gave."""
+    """The continuation of a prompt."""
 
-    text: str  # without the prompt, special tokens, and a stop string and what followed it
+    text: str  # without prompt and special tokens; it ends before a stop string
     token_ids: tuple[int, ...]  # every sampled token; an eos that ended the text is the last
     finish_reason: FinishReason
     prompt_tokens: int
-    cached_tokens: int  # of the prompt, which the session held already
+    cached_tokens: int  # tokens of the prompt that were already in the session's cache
     time_to_first_token_s: float | None  # from the call, encoding included; None if no token was chosen
     tokens_per_s: float | None  # of the tokens after the first; None if there are none
     total_s: float
@@ -50,13 +50,13 @@ def generate(
 ) -> Generation:
     """Continue `prompt` (text, or token ids as they are) by at most `max_tokens` tokens.
 
-    The session is reset first, so that it serves prompt after prompt with the same buffers; with `reuse` it keeps the
-    tokens that the prompt begins with. `sampler` (logits [V], token ids so far -> token id) is greedy by default.
-    `on_text` receives text that is final: never half a character, never the start of a `stop` string that then
-    follows. An exception from it, such as KeyboardInterrupt, ends the generation. `end_tokens` end the text; default:
-    the model's. `interrupted` is asked before each run of the model whether to stop with what there is.
+    The session is reset first; with `reuse` it keeps the cached tokens that the prompt begins with. `sampler` (logits
+    [V], token ids so far -> token id) is greedy by default. `on_text` receives text that is final: never half a
+    character, and never the beginning of a `stop` string that then follows. An exception from it, such as
+    KeyboardInterrupt, ends the generation. `end_tokens` end the text; they default to the model's. `interrupted` is
+    called before each run of the model; if it returns True, the text ends there.
 
-    Raises DiffbitError for a prompt that is empty and cannot start from a bos token, holds an unknown token, or does
+    Raises DiffbitError for a prompt that is empty when the model has no bos token, holds an unknown token, or does
     not fit the context. A context that fills up later ends the text with finish_reason "context".
     """
     started = time.perf_counter()
@@ -112,7 +112,7 @@ def generate(
 
 
 def _prompt_ids(session: Session, tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
-    """The prompt's token ids, bos for an empty one. Raises DiffbitError where the context is too short."""
+    """The prompt's token ids; bos for an empty prompt. Raises DiffbitError if the prompt does not fit the context."""
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
     if not ids:
         if session.artifact.bos_token_id is None:
@@ -126,16 +126,16 @@ def _prompt_ids(session: Session, tokenizer: Tokenizer, prompt: str | Sequence[i
 
 
 class TextOutput:
-    """Text up to the first stop string, to `on_text` as soon as it is final: an end that may begin one is held back."""
+    """Passes text up to the first stop string to `on_text`. It holds back an end that may begin a stop string."""
 
     def __init__(self, stop: Sequence[str], on_text: Callable[[str], None] | None) -> None:
         self._stop, self._on_text = stop, on_text
         self.text = ""
-        self.stopped = False  # a stop string has come
-        self._given = 0  # characters that are final
+        self.stopped = False  # whether a stop string was found
+        self._given = 0  # number of characters that are final
 
     def push(self, text: str, last: bool = False) -> bool:
-        """Add text; whether a stop string has come."""
+        """Add text; return whether a stop string was found."""
         if self.stopped:
             return True
         self.text += text
@@ -153,5 +153,5 @@ class TextOutput:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop` and is shorter than it."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

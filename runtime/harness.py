@@ -1,17 +1,17 @@
-"""Artifacts in EleutherAI's lm-evaluation-harness, with every task it has:
+"""Runs artifacts in EleutherAI's lm-evaluation-harness, on any of its tasks:
 
     lm_eval --model diffbit --model_args artifact=FOLDER --tasks TASKS
     python -m diffbit.runtime.harness --model diffbit --model_args artifact=FOLDER --tasks TASKS
 
-The harness finds the first by the entry point `lm_eval.models` from the release after 0.4.13 on; the second takes the
-same arguments and works with earlier ones, too. More of `model_args`: threads=N, and provider=cuda for a GPU (the
-harness' own --device is cuda:0 where nothing is asked for, and says nothing). `--batch_size` is in rows; default 8,
-fewer where their logits would not fit.
+The first command needs a release of the harness after 0.4.13, which finds diffbit by the entry point `lm_eval.models`;
+the second takes the same arguments and also works with older releases. `model_args` may also set threads=N, and
+provider=cuda for a GPU; the harness's own --device is ignored, because it is cuda:0 even if the user asked for nothing.
+`--batch_size` is the number of rows (default 8; fewer if their logits would take more than 512 MiB).
 
-Texts start with what the model's tokenizer starts them with. Without a context, and in rolling loglikelihoods, the bos
-token stands before the text, or the eos token in a model without one. What is longer than the artifact's context loses
-its beginning. Rows of a batch do not influence each other; an artifact whose cache has a residual window, which rows of
-unequal length would share, runs one row at a time.
+Texts begin with the special tokens that the model's tokenizer adds. If there is no context, and in rolling
+loglikelihoods, the text follows the bos token, or the eos token if the model has no bos. Text that exceeds the
+artifact's context is truncated at its beginning. Rows of a batch do not influence each other; an artifact whose cache
+has a residual window, which rows of unequal length would share, runs one row at a time.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from .template import ChatTemplate
 from .tokenizer import Tokenizer
 
 BATCH_SIZE = 8
-MAX_TOKENS = 256  # of a text where a task says nothing, as in the harness' other models
+MAX_TOKENS = 256  # generated tokens if a task sets no limit, as in the harness's other models
 MOST_LOGITS = 1 << 29  # bytes of a batch's logits
 
 Pair = tuple[tuple[str, str], list[int], list[int]]  # (context, continuation) as texts, and as tokens
 
 
 class Engine(Protocol):
-    """What runs the model: a Session, or a stand-in for one."""
+    """What runs the model: a Session, or a substitute in tests."""
 
     @property
     def capacity(self) -> int: ...
@@ -52,7 +52,7 @@ class Engine(Protocol):
 
 
 class DiffbitLM(TemplateLM):
-    """An artifact, as the harness wants a model."""
+    """An artifact with the interface of the harness's models."""
 
     def __init__(
         self,
@@ -89,14 +89,14 @@ class DiffbitLM(TemplateLM):
     ) -> None:
         TemplateLM.__init__(self)
         if bos is None and not eos:
-            raise DiffbitError("the model has neither a bos nor an eos token, and the harness' texts start with one")
+            raise DiffbitError("the model has neither a bos nor an eos token; the harness needs one of them")
         if batch_size < 1:
             raise DiffbitError(f"batch_size is {batch_size}, wanted 1 or more")
         self._engine, self._tokenizer, self._eos = engine, tokenizer, tuple(eos)
         self._bos = eos[0] if bos is None else bos
         self._vocab_size, self._batch_size = vocab_size, batch_size
 
-    # what the harness asks of a model
+    # the methods that the harness calls
 
     @property
     def eot_token_id(self) -> int:
@@ -137,7 +137,7 @@ class DiffbitLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Pair], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """(sum of log q over the continuation's tokens, whether each was the likeliest) of each request."""
+        """For each request: (sum of ln q over the continuation's tokens, whether each token was the most likely)."""
         rows = [(context + continuation)[-(self._engine.capacity + 1) :] for _, context, continuation in requests]
         found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
         for batch in self._batches([len(row) - 1 for row in rows], disable_tqdm):
@@ -164,7 +164,7 @@ class DiffbitLM(TemplateLM):
             for request, count in zip(requests, most, strict=True)
         ]
         texts = [""] * len(prompts)
-        # all of a batch have room for the longest of its texts: one that is wanted longer keeps less of its prompt
+        # a batch holds prompts with the same limit of new tokens: a higher limit leaves less of the prompt
         for batch in self._batches([len(prompt) for prompt in prompts], disable_tqdm, of_equal=most):
             own = [wanted[index] for index in batch]
             for index, text in zip(
@@ -174,12 +174,12 @@ class DiffbitLM(TemplateLM):
                 self.cache_hook.add_partial("generate_until", requests[index].args, text)
         return texts
 
-    # running it
+    # running the model
 
     def _batches(
         self, lengths: Sequence[int], quiet: bool, of_equal: Sequence[int] | None = None
     ) -> Iterator[list[int]]:
-        """Indices of rows, the longest first, of equal `of_equal` in a batch; none of rows without tokens."""
+        """Batches of row indices, longest rows first, with equal `of_equal` in a batch. Skips rows without tokens."""
         groups = [0] * len(lengths) if of_equal is None else list(of_equal)
         order = sorted((i for i in range(len(lengths)) if lengths[i] > 0), key=lambda i: (groups[i], -lengths[i]))
         batches: list[list[int]] = []
@@ -195,7 +195,7 @@ class DiffbitLM(TemplateLM):
         yield from batches if quiet else track(batches, "evaluating")
 
     def _run(self, rows: Sequence[Sequence[int]], all_positions: bool) -> NDArray[np.float32]:
-        """Rows of tokens, on an empty cache -> logits [B, S, V], or [B, V] after each row's last token."""
+        """Run rows of tokens on an empty cache -> logits [B, S, V], or [B, V] after each row's last token."""
         length = max(map(len, rows))
         ids, mask = np.zeros((len(rows), length), np.int64), np.zeros((len(rows), length), np.int64)
         for row, tokens in enumerate(rows):
@@ -218,7 +218,7 @@ class DiffbitLM(TemplateLM):
 
 
 class _Text:
-    """A text that grows by a token at a time, up to a stop string."""
+    """A text that grows token by token, up to a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int], kwargs: dict[str, Any]) -> None:
         until = kwargs.get("until") or []
@@ -247,7 +247,7 @@ class _Text:
 
 
 def _scored(logits: NDArray[np.float32], tokens: Sequence[int]) -> tuple[float, bool]:
-    """logits [n, V] of n tokens -> (sum of their log-probabilities, are they the likeliest?)."""
+    """Logits [n, V] of n tokens -> (sum of their ln q, whether all are the most likely)."""
     largest = logits.max(-1, keepdims=True)
     total = largest[:, 0] + np.log(np.exp(logits - largest, dtype=np.float64).sum(-1))
     chosen = logits[np.arange(len(tokens)), tokens]
@@ -255,8 +255,8 @@ def _scored(logits: NDArray[np.float32], tokens: Sequence[int]) -> tuple[float, 
 
 
 def register() -> None:
-    """Make `--model diffbit` known to a harness that looks for no plugins."""
-    import lm_eval.models  # noqa: F401  # the harness' own, which it registers only into an empty registry
+    """Register `--model diffbit` with a harness that does not load plugins."""
+    import lm_eval.models  # noqa: F401  # the harness registers its own models only into an empty registry
     from lm_eval.api.registry import model_registry, register_model
 
     if "diffbit" not in model_registry:

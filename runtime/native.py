@@ -1,8 +1,8 @@
 """The native library: diffbit's operators as kernels for ONNX Runtime (csrc/), for the CPU and for NVIDIA GPUs.
 
-The package builds it where there is a C++ compiler, with kernels for GPUs where there is an NVIDIA card or the build
-asks for them (docs/gpu.md). Without it an artifact runs on the portable bodies of its operators: the same integers, the
-same floats up to their last bits, but slower.
+The package builds it if there is a C++ compiler, with kernels for GPUs if there is an NVIDIA GPU or the build asks for
+them (docs/gpu.md). Without it an artifact runs on the portable ONNX bodies of its operators. These compute the same
+integers, and the same floats up to rounding, but more slowly.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def instruction_sets() -> list[str]:
 
 
 def cuda_architectures(path: Path | None = None) -> list[str]:
-    """GPU architectures that the library (at `path`) has kernels for, oldest first, such as "90a" for sm_90a; [] where
-    it has none. Newer GPUs run them, too, where the first has no letter."""
+    """GPU architectures that the library (at `path`) has kernels for, oldest first, such as "90a" for sm_90a; [] if it
+    has none. Newer GPUs also run its kernels if the first has no letter."""
     return _words(path or library(), "diffbit_cuda_architectures")
 
 

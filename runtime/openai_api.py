@@ -1,8 +1,8 @@
-"""OpenAI's interface to a model: what a request's JSON asks for, and the answers as JSON or server-sent events.
+"""OpenAI's API: reads a request's JSON, and writes the answers as JSON or server-sent events.
 
-Fields that OpenAI has and a model here does not do (tools, several answers, penalties) are errors, not ignored. `top_k`
-and `repetition_penalty` are fields of ours. Sampling that a request leaves open is the model's own
-(generation_config.json). A chat model needs its chat template.
+OpenAI's fields that are not supported here (tools, several answers, penalties) raise an error; they are never ignored.
+`top_k` and `repetition_penalty` are additional fields. Sampling options that a request does not set come from the
+model's generation_config.json. Chat requests need a model with a chat template.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .session import Session
 from .template import ChatTemplate, Message
 from .tokenizer import Tokenizer
 
-MAX_TOKENS = 1024  # of an answer, where a request does not say; of a text completion OpenAI's 16
+MAX_TOKENS = 1024  # of an answer, if the request sets no limit; for text completions OpenAI's default of 16
 TEXT_TOKENS = 16
 MOST_STOPS, MOST_LOGPROBS = 4, 20
-REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}  # ours -> OpenAI's
-UNSUPPORTED = {  # field -> the values that ask for nothing
+REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}  # diffbit's -> OpenAI's
+UNSUPPORTED = {  # field -> the values that request nothing
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),
@@ -45,7 +45,7 @@ UNSUPPORTED = {  # field -> the values that ask for nothing
 
 
 class Refused(Exception):
-    """A request that is not answered: HTTP status, OpenAI's type of error, and a sentence."""
+    """An error response: HTTP status, OpenAI's error type, and a message."""
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error", param: str | None = None):
         super().__init__(message)
@@ -53,7 +53,7 @@ class Refused(Exception):
 
 
 class Served:
-    """A model under the name of its folder, and the thread that runs it."""
+    """A model, named after its folder, and the engine that runs it."""
 
     def __init__(
         self, artifact: Artifact, *, device: str, threads: int | None, native: bool, rows: int, queue: int
@@ -80,7 +80,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A request, read and checked: one prompt for each answer."""
+    """A validated request. It has one prompt per answer."""
 
     model: Served
     chat: bool
@@ -93,7 +93,7 @@ class Wanted:
     include_usage: bool
 
     def request(self, index: int, on_piece: Callable[[Piece], None]) -> Request:
-        # answers have seeds of their own
+        # each answer has its own seed
         seed = self.sampler["seed"]
         sampler = Sampler.of(self.model.artifact, **{**self.sampler, "seed": None if seed is None else seed + index})
         return Request(
@@ -107,7 +107,7 @@ class _Body:
 
     def __init__(self, values: object) -> None:
         if not isinstance(values, dict):
-            raise Refused(400, "the body is no JSON object")
+            raise Refused(400, "the body is not a JSON object")
         self.values = {name: value for name, value in values.items() if value is not None}
         for name, idle in UNSUPPORTED.items():
             if name in self.values and self.values[name] not in idle:
@@ -151,7 +151,7 @@ def _messages(body: _Body) -> list[Message]:
         if isinstance(content, list):  # parts
             parts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
             if len(parts) < len(content):
-                raise Refused(400, f"{where}.content has a part that is no text, which is not supported", param=where)
+                raise Refused(400, f"{where}.content has a part that is not text, which is not supported", param=where)
             content = "".join(parts)
         if not isinstance(content, str):
             raise Refused(400, f"{where}.content is {short(content)}, wanted text", param=where)
@@ -163,7 +163,7 @@ def _messages(body: _Body) -> list[Message]:
 
 
 def _prompts(body: _Body, tokenizer: Tokenizer, bos: int | None) -> list[list[int]]:
-    """Texts, or token ids: one prompt or a list of them."""
+    """The prompts as token ids; "prompt" is a text, a list of token ids, or a list of either."""
     prompt = body.get("prompt", (str, list), "text, token ids, or a list of either", "")
     if isinstance(prompt, str) or (prompt and all(type(item) is int for item in prompt)):
         prompt = [prompt]
@@ -184,7 +184,7 @@ def read_request(values: object, models: Mapping[str, Served], chat: bool) -> Wa
     body = _Body(values)
     name = body.get("model", (str,), "the name of a model", next(iter(models)))
     if name not in models:
-        raise Refused(404, f"there is no model {short(name)}, but {', '.join(models)}", param="model")
+        raise Refused(404, f"there is no model {short(name)}; choose from {', '.join(models)}", param="model")
     model = models[name]
     logprobs: int | None
     if chat:
@@ -207,7 +207,7 @@ def read_request(values: object, models: Mapping[str, Served], chat: bool) -> Wa
             ("seed", (int,)),
         )
     }  # fmt: skip
-    Sampler.of(model.artifact, **sampler)  # numbers out of range are a DiffbitError
+    Sampler.of(model.artifact, **sampler)  # raises DiffbitError for numbers out of range
     most = body.integer(limit, 1, 1 << 31, MAX_TOKENS if chat else TEXT_TOKENS)
     options = body.get("stream_options", (dict,), "an object", {})
     stream = body.get("stream", (bool,), "true or false", False)
@@ -216,7 +216,7 @@ def read_request(values: object, models: Mapping[str, Served], chat: bool) -> Wa
 
 
 class Answers:
-    """The answers to one HTTP request, as OpenAI writes them."""
+    """The answers to one HTTP request, in OpenAI's JSON."""
 
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
@@ -224,7 +224,7 @@ class Answers:
 
         def to(index: int) -> Callable[[Piece], None]:
             def put(piece: Piece) -> None:
-                with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits for the answer
                     loop.call_soon_threadsafe(self._queue.put_nowait, (index, piece))
 
             return put
@@ -245,7 +245,7 @@ class Answers:
             request.cancel()
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece]]:
-        """As they come. Whoever stops listening cancels the answers."""
+        """(index, piece) as they arrive. Closing the generator cancels the answers."""
         open_ = len(self.requests)
         try:
             while open_:
@@ -287,7 +287,7 @@ class Answers:
         return {**self._head, "object": kind, "choices": choices, "usage": self.usage()}
 
     async def events(self) -> AsyncIterator[str]:
-        """Server-sent events."""
+        """The answers as server-sent events."""
         kind = "chat.completion.chunk" if self.wanted.chat else "text_completion"
         usage = {"usage": None} if self.wanted.include_usage else {}
 

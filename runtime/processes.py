@@ -1,6 +1,7 @@
-"""Child processes, which find their modules where this process does, but never in the current folder by accident.
+"""Commands for child processes that import from the same paths as this process, but not from the current folder.
 
-`python -c` and `python -m` look there first: beside a model, a file `statistics.py` of a stranger would be run.
+`python -c` and `python -m` search the current folder first. In the folder of a downloaded model, that would run a
+`statistics.py` which came with the model.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 
 
 def search_path() -> list[str]:
-    """sys.path without the current folder, unless diffbit itself is imported from there (a clone): then it is last."""
+    """sys.path without the current folder. If diffbit itself is imported from there (a clone), it comes last."""
     here, home = Path.cwd(), Path(__file__).absolute().parents[2]
     found = [os.path.abspath(entry) for entry in sys.path if entry]
     elsewhere = [entry for entry in found if Path(entry) != here]
@@ -20,11 +21,11 @@ def search_path() -> list[str]:
 
 
 def python(module: str, function: str) -> list[str]:
-    """The command that calls a module's function in a new Python."""
+    """The command that calls a module's function, without arguments, in a new Python process."""
     code = f"import sys; sys.path[:] = {search_path()!r}; from {module} import {function}; {function}()"
     return [sys.executable, "-I", "-c", code]
 
 
 def python_script(path: Path) -> list[str]:
-    """The command that runs a file, whose first argument is `search_path()` as JSON."""
+    """The command that runs a file with `search_path()` as JSON as its first argument."""
     return [sys.executable, "-I", str(path), json.dumps(search_path())]

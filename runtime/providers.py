@@ -1,4 +1,4 @@
-"""ONNX Runtime, imported only when a session is opened, and sessions that run on the device they were asked to run on.
+"""Imports ONNX Runtime when the first session is opened, and opens sessions that run on the requested device.
 
 The CPU and the GPU wheel of ONNX Runtime overwrite each other's files, so neither is a base dependency. ONNX Runtime
 falls back to the CPU with a warning when CUDA is not available; `open_session` fails instead.
@@ -25,11 +25,11 @@ from .native import cuda_architectures
 
 DEVICES = ("cpu", "cuda")
 DRIVERS = {12: 525, 13: 580}  # CUDA version -> the oldest driver that runs it
-FIRST_FOR_CUDA_13 = "1.27"  # of onnxruntime-gpu's wheels on PyPI; those before are for CUDA 12
-MAX_THREADS = 512  # ONNX Runtime starts as many as it is told to, and hangs with too many
+FIRST_FOR_CUDA_13 = "1.27"  # of onnxruntime-gpu's wheels on PyPI; older ones are for CUDA 12
+MAX_THREADS = 512  # ONNX Runtime does not limit the number, and hangs with too many
 
-# The operators that take a model's time. `session.disable_cpu_ep_fallback` would be stricter, but ONNX Runtime itself
-# places arithmetic on shapes (Shape, Gather, Concat, ...) on the CPU, and that option then refuses every graph.
+# The operators that dominate a model's run time. `session.disable_cpu_ep_fallback` would be stricter, but ONNX Runtime
+# places arithmetic on shapes (Shape, Gather, Concat, ...) on the CPU, so with that option it refuses every graph.
 COMPUTE = {
     *("MatMul", "Gemm", "FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"),
     *("MatMulNBits", "MatMulBnb4", "Softmax", "Attention", "MultiHeadAttention", "GroupQueryAttention"),
@@ -74,8 +74,8 @@ class OrtSession(Protocol):
 
 
 def onnxruntime() -> ModuleType:
-    """The onnxruntime module, with its telemetry off. Raises a DiffbitError that says how to install it."""
-    # It would write files under the user's cache and call Microsoft's servers; what the user has set stays
+    """The onnxruntime module, with telemetry off. Raises DiffbitError with install instructions if it is missing."""
+    # Telemetry writes files to the user's cache and calls Microsoft's servers. A value that the user has set is kept
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     install = "pip install onnxruntime, or 'onnxruntime-gpu[cuda,cudnn]' for an NVIDIA GPU"
     try:
@@ -92,11 +92,11 @@ def onnxruntime() -> ModuleType:
 
 
 def open_session(model: Path, device: str, threads: int | None, library: Path | None = None) -> OrtSession:
-    """An `onnxruntime.InferenceSession` of the file `model` that runs on `device` ("cpu" or "cuda").
+    """An `onnxruntime.InferenceSession` for the file `model` that runs on `device` ("cpu" or "cuda").
 
     `threads` is the size of the intra-op pool; None: one per physical core. `library` holds kernels for diffbit's
-    operators (native.py); without it their bodies run. Raises DiffbitError where the device, its driver or its memory
-    does not suffice, or where ONNX Runtime would compute on the CPU in place of the GPU.
+    operators (native.py); without it their bodies run. Raises DiffbitError if the device, its driver or its memory
+    does not suffice, or if ONNX Runtime would compute on the CPU instead of the GPU.
     """
     if device not in DEVICES:
         raise DiffbitError(f"device {device!r} is unknown; choose one of {', '.join(DEVICES)}")
@@ -104,9 +104,9 @@ def open_session(model: Path, device: str, threads: int | None, library: Path | 
         raise DiffbitError(f"threads is {threads}, wanted 1 to {MAX_THREADS}")
     ort = onnxruntime()
     options = ort.SessionOptions()
-    options.log_severity_level = 4  # errors come as exceptions; the rest is for ONNX Runtime's developers
+    options.log_severity_level = 4  # errors arrive as exceptions; warnings are for ONNX Runtime's developers
     options.inter_op_num_threads = 1
-    options.enable_mem_pattern = False  # it keeps a plan for each prompt length: 12 MB more, no faster
+    options.enable_mem_pattern = False  # it keeps a plan for each prompt length: 12 MB more, and no faster
     if threads is not None:
         options.intra_op_num_threads = threads
     if library is not None:
@@ -119,7 +119,7 @@ def open_session(model: Path, device: str, threads: int | None, library: Path | 
             ) from None
     providers = ["CPUExecutionProvider"]
     if device == "cuda":
-        ort.set_default_logger_severity(4)  # of the provider's messages outside a session
+        ort.set_default_logger_severity(4)  # for the provider's messages outside a session
         _require_cuda(ort)
         _check_card(ort, library)
         providers.insert(0, "CUDAExecutionProvider")
@@ -133,21 +133,21 @@ def open_session(model: Path, device: str, threads: int | None, library: Path | 
             raise DiffbitError(_no_cuda(ort, why)) from None
         raise DiffbitError(f"{model}: ONNX Runtime {ort.__version__} cannot load it ({_first_line(error)})") from None
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
-        trim(0)  # returns what loading took to the system; glibc would keep it, several bytes for each ternary weight
+        trim(0)  # returns memory used for loading to the system; glibc would keep several bytes per ternary weight
     if device == "cuda":
         active = session.get_providers()
         if "CUDAExecutionProvider" not in active:
             raise DiffbitError(_no_cuda(ort, why_no_cuda(ort) or f"it offers {', '.join(active)}"))
         if stray := compute_on_cpu(session):
             raise DiffbitError(
-                f"{model}: device cuda was asked for, but ONNX Runtime {ort.__version__} would run these operators of "
-                f"it on the CPU: {', '.join(sorted(stray))}; run with device cpu, or export with other formats"
+                f"{model}: device cuda was requested, but ONNX Runtime {ort.__version__} would run these of its "
+                f"operators on the CPU: {', '.join(sorted(stray))}; run with device cpu, or export with other formats"
             )
     return session
 
 
 def compute_on_cpu(session: OrtSession) -> set[str]:
-    """Operator types of COMPUTE that a session placed on the CPU; empty where ONNX Runtime (< 1.24) cannot say.
+    """Operator types of COMPUTE that a session placed on the CPU; empty if ONNX Runtime (< 1.24) does not report it.
 
     The session must have been made with `session.record_ep_graph_assignment_info` = 1.
     """
@@ -163,32 +163,32 @@ def _require_cuda(ort: ModuleType) -> None:
             "device cuda needs ONNX Runtime's CUDAExecutionProvider; the installed wheel has "
             f"{', '.join(available)}: pip uninstall onnxruntime, then pip install 'onnxruntime-gpu[cuda,cudnn]'"
         )
-    # preload_dlls finds the CUDA libraries that came as wheels. It prints what it misses; a library must not print
+    # preload_dlls finds CUDA libraries installed as wheels. It prints the missing ones; a library must not print
     if hasattr(ort, "preload_dlls"):
         with contextlib.redirect_stdout(io.StringIO()):
             ort.preload_dlls()
 
 
 def _check_card(ort: ModuleType, library: Path | None) -> None:
-    """Raise DiffbitError for a driver older than ONNX Runtime's CUDA, or a card that the library has no kernels for."""
+    """Raise DiffbitError if the driver is too old for ONNX Runtime, or the library has no kernels for the GPU."""
     try:
         driver = Driver()
         card = driver.architecture
     except (OSError, DiffbitError):
-        return  # ONNX Runtime cannot start either; why_no_cuda says why
+        return  # ONNX Runtime cannot start either; why_no_cuda explains it
     wanted = str(getattr(ort, "cuda_version", None) or "")  # of the wheel, such as "13.0"
     major = int(wanted.partition(".")[0]) if wanted[:1].isdigit() else 0
     if driver.cuda_version[0] < major:
         newer = f"install driver {DRIVERS[major]} or newer" if major in DRIVERS else "install a newer driver"
         older = f", or pip install 'onnxruntime-gpu[cuda,cudnn]<{FIRST_FOR_CUDA_13}'" if major == 13 else ""
         raise DiffbitError(
-            f"device cuda was asked for, but the NVIDIA driver is for CUDA {version_text(driver.cuda_version)}, and "
+            f"device cuda was requested, but the NVIDIA driver is for CUDA {version_text(driver.cuda_version)}, and "
             f"ONNX Runtime {ort.__version__} is for CUDA {wanted}: {newer}{older}, or run with device cpu"
         )
     compiled = cuda_architectures(library) if library is not None else []
     if compiled and not runs(card, compiled):
         raise DiffbitError(
-            f"device cuda was asked for, but the card is an sm_{card}, and {library} has kernels for "
+            f"device cuda was requested, but the GPU is sm_{card}, and {library} has kernels for "
             f"{', '.join(f'sm_{name}' for name in compiled)}: build it with -DDIFFBIT_CUDA_ARCHITECTURES={card} "
             "(docs/gpu.md), run without it (--no-native), or with device cpu"
         )
@@ -196,21 +196,21 @@ def _check_card(ort: ModuleType, library: Path | None) -> None:
 
 def _no_cuda(ort: ModuleType, why: str) -> str:
     return (
-        f"device cuda was asked for, but ONNX Runtime {ort.__version__} cannot start its CUDAExecutionProvider: {why}; "
+        f"device cuda was requested, but ONNX Runtime {ort.__version__} cannot start its CUDAExecutionProvider: {why}; "
         "or run with device cpu"
     )
 
 
 def why_no_cuda(ort: ModuleType) -> str | None:
-    """Why the CUDAExecutionProvider cannot start: a missing library, or the driver's message. None where neither
-    is the reason, and on other systems than Linux.
+    """Why the CUDAExecutionProvider cannot start: a missing library, or the driver's message. None if the reason is
+    another one, and on systems other than Linux.
 
-    ONNX Runtime itself writes the reason to its log only.
+    ONNX Runtime itself writes the reason only to its log.
     """
     if sys.platform != "linux":
         return None
     folder = Path(ort.__file__ or "").parent / "capi"
-    try:  # in the order that it uses: the second takes functions from the first
+    try:  # in ONNX Runtime's order: the second library uses functions of the first
         ctypes.CDLL(str(folder / "libonnxruntime_providers_shared.so"), ctypes.RTLD_GLOBAL)
         ctypes.CDLL(str(folder / "libonnxruntime_providers_cuda.so"))
         Driver()
@@ -227,7 +227,7 @@ def why_no_cuda(ort: ModuleType) -> str | None:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether an exception of ONNX Runtime means that the device or the host has no memory left."""
+    """Whether an exception from ONNX Runtime means that the device or the host is out of memory."""
     message = str(error).lower()
     texts = ("out of memory", "failed to allocate memory", "available memory of", "bad_alloc", "bad allocation")
     return isinstance(error, MemoryError) or any(text in message for text in texts)

@@ -1,13 +1,13 @@
-"""Renders chat templates: the program of the process that `ChatTemplate` (template.py) starts.
+"""Renders chat templates. `ChatTemplate` (template.py) runs this file in a separate process.
 
-A template comes with a model, so it is code of a stranger. Jinja's sandbox keeps it from Python's internals and from
-files, but not from using time and memory ("x" * 10**10, loops in loops): the memory of this process is limited here,
-and whoever started it ends it after a while. It imports nothing of diffbit, so that it starts fast and stays small.
+A template comes with a model, so it is untrusted code. Jinja's sandbox keeps it away from Python's internals and from
+files, but does not limit time and memory ("x" * 10**10, nested loops). So this process limits its own memory, and its
+parent kills it after a while. It imports nothing from diffbit, so it starts fast and stays small.
 
-Lines of JSON on stdin, first {"template": source, "variables": {...}}, then {"messages": [...], ...} for each
-rendering; for each of these a line {"text": ...} or {"error": ...} on stdout.
+Stdin has lines of JSON: first {"template": source, "variables": {...}}, then {"messages": [...], ...} for each
+rendering. Each rendering writes a line {"text": ...} or {"error": ...} to stdout.
 
-The environment is that of transformers (utils/chat_template_utils.py): published templates are written for it.
+The Jinja environment is that of transformers (utils/chat_template_utils.py), for which published templates are written.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from datetime import datetime
 from typing import NoReturn
 
 MEMORY = 512 << 20  # bytes of address space
-CPU_SECONDS = 60  # of all renderings together; it ends this process where the one that started it was killed
+CPU_SECONDS = 60  # of all renderings together; it ends this process even if the parent was killed
 MOST_CHARACTERS = 4_000_000  # of a rendered conversation
 
 
 def main() -> None:
-    """Serve until stdin ends."""
+    """Render until stdin ends."""
     sys.path[:] = json.loads(sys.argv[1])
     first = json.loads(sys.stdin.readline())
     _limit_resources()  # before compiling, which computes constants
@@ -35,10 +35,10 @@ def main() -> None:
             text = template.render(first["variables"] | json.loads(line))  # type: ignore[attr-defined]
             answer = {"text": text}
             if len(text) > MOST_CHARACTERS:
-                answer = {"error": f"it makes a text of {len(text)} characters, wanted at most {MOST_CHARACTERS}"}
+                answer = {"error": f"it renders {len(text)} characters, wanted at most {MOST_CHARACTERS}"}
         except MemoryError:
             answer = {"error": f"it needs more than {MEMORY >> 20} MiB of memory"}
-        except Exception as error:  # whatever a stranger's code may raise
+        except Exception as error:  # untrusted code may raise anything
             line_number = getattr(error, "lineno", None)
             where = f"line {line_number}: " if line_number else ""
             answer = {"error": where + (" ".join(str(error).split())[:300] or type(error).__name__)}
@@ -53,7 +53,7 @@ def compiled(source: str) -> object:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} ... {% endgeneration %} marks an answer for training; here it is what it encloses."""
+        """{% generation %} ... {% endgeneration %} marks an answer for training; here it only renders its content."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -71,7 +71,7 @@ def compiled(source: str) -> object:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        """Jinja's own escapes HTML's characters."""
+        """Unlike Jinja's own filter, this one does not escape HTML characters."""
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = ImmutableSandboxedEnvironment(

@@ -1,11 +1,11 @@
-"""Sampling the next token from its logits, in numpy and float64.
+"""Samples the next token from its logits, in numpy and float64.
 
-The order is that of Hugging Face transformers: repetition penalty, temperature, top-k, top-p, draw.
+The order is that of Hugging Face transformers: repetition penalty, temperature, top-k, top-p, then the draw.
 
-- Repetition penalty r (arXiv 1909.05858, section 4.1): the logit of each token seen before is divided by r when
-  positive and multiplied by r when negative.
-- Temperature t: p = softmax(logits / t); 0 takes the largest logit and ignores the rest but the penalty.
-- Top-k: keep the k largest logits; among equal ones the lower ids.
+- Repetition penalty r (arXiv 1909.05858, section 4.1): the logit of each token seen before is divided by r if it is
+  positive and multiplied by r if it is negative.
+- Temperature t: p = softmax(logits / t); 0 takes the largest logit after the penalty and ignores the other options.
+- Top-k: keep the k largest logits; among equal ones keep the lower ids.
 - Top-p (arXiv 1904.09751): keep the smallest set of most probable tokens whose probabilities add up to at least p.
 """
 
@@ -67,8 +67,8 @@ class Sampler:
         repetition_penalty: float | None = None,
         seed: int | None = None,
     ) -> Sampler:
-        """The model's own settings, from its generation_config.json as transformers reads it; numbers given here
-        replace them. Raises DiffbitError for settings out of range."""
+        """The sampler of the model's generation_config.json, read as transformers does; arguments override its
+        settings. Raises DiffbitError for settings out of range."""
         if GENERATION not in artifact.files:
             own: dict[str, object] = {}
         else:
@@ -110,13 +110,13 @@ class Sampler:
         return int(tokens[min(index, len(tokens) - 1)])
 
     def distribution(self, logits: NDArray[np.floating]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Token ids that may be drawn and their probabilities (sum 1), without the penalty; temperature above 0."""
+        """Candidate token ids and their probabilities (sum 1), without the penalty; needs a temperature above 0."""
         tokens = np.arange(len(logits), dtype=np.int64)
         if 0 < self.top_k < len(logits):
             tokens = _largest(logits, self.top_k)
         shifted = logits[tokens].astype(np.float64)
         shifted -= shifted.max()
-        # A tiny temperature may overflow to -inf, which is a probability of 0.
+        # With a tiny temperature the quotient may overflow to -inf, which is a probability of 0.
         with np.errstate(over="ignore"):
             probabilities = np.exp(shifted / self.temperature)
         probabilities /= probabilities.sum()
@@ -141,6 +141,6 @@ def _nucleus(probabilities: NDArray[np.float64], top_p: float) -> NDArray[np.int
     candidates = np.flatnonzero(probabilities >= (1 - top_p) / len(probabilities))
     order = candidates[np.argsort(-probabilities[candidates], kind="stable")]
     mass = np.cumsum(probabilities[order])
-    # A token belongs to the set while those before it do not reach p. Rounding may keep the last sum below p: then all
-    # tokens belong.
+    # A token belongs to the set while those before it add up to less than p. If rounding keeps the last sum below p,
+    # all tokens belong to it.
     return order[: int(np.searchsorted(mass, top_p)) + 1]

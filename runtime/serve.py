@@ -1,4 +1,4 @@
-"""An HTTP server with OpenAI's interface: /v1/models, /v1/chat/completions, /v1/completions, /health and /metrics."""
+"""An HTTP server with OpenAI's API: /v1/models, /v1/chat/completions, /v1/completions, /health and /metrics."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ MOST_BYTES = 4 << 20  # of a request
 
 
 class Server:
-    """Models of different names. api_key: wanted as a bearer token, but by /health."""
+    """Serves models by name. With `api_key`, every request except /health must send it as a bearer token."""
 
     def __init__(self, models: Sequence[Served], api_key: str | None = None, most_bytes: int = MOST_BYTES) -> None:
         self.models = {model.name: model for model in models}
         if len(self.models) < len(models):
-            raise DiffbitError(f"two artifacts have one name ({', '.join(m.name for m in models)}); rename a folder")
+            names = ", ".join(model.name for model in models)
+            raise DiffbitError(f"two artifacts have the same name ({names}); rename a folder")
         self._api_key, self._most_bytes = api_key, most_bytes
 
     def application(self) -> Starlette:
-        """For any ASGI server."""
+        """An ASGI application. Raises MissingDependency without starlette."""
         try:
             from starlette.applications import Starlette
             from starlette.routing import Route
@@ -60,7 +61,7 @@ class Server:
 
         self._check_key(http)
         values = await self._body(http)
-        try:  # a template has a process, and a long text takes the tokenizer its time
+        try:  # in a thread: rendering a template waits for a process, and tokenizing a long text takes time
             wanted = await asyncio.to_thread(read_request, values, self.models, chat)
             answers = Answers(wanted)
         except DiffbitError as error:
@@ -84,7 +85,7 @@ class Server:
         try:
             return json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise Refused(400, f"the body is no JSON ({error})") from None
+            raise Refused(400, f"the body is not JSON ({error})") from None
 
     async def _list(self, http: Request) -> Response:
         from starlette.responses import JSONResponse
@@ -98,7 +99,7 @@ class Server:
         self._check_key(http)
         name = http.path_params["name"]
         if name not in self.models:
-            raise Refused(404, f"there is no model {short(name)}, but {', '.join(self.models)}", param="model")
+            raise Refused(404, f"there is no model {short(name)}; choose from {', '.join(self.models)}", param="model")
         return JSONResponse(_about(self.models[name]))
 
     async def _metrics(self, http: Request) -> Response:
@@ -124,7 +125,7 @@ async def _refuse(http: Request, error: Exception) -> Response:
 
 
 async def _unless_gone(http: Request, answers: Answers) -> dict[str, Any]:
-    """The whole answer; a client that goes away cancels it."""
+    """The whole answer; it is cancelled if the client disconnects."""
     whole = asyncio.ensure_future(answers.whole())
 
     async def gone() -> None:
@@ -135,7 +136,7 @@ async def _unless_gone(http: Request, answers: Answers) -> dict[str, Any]:
     try:
         await asyncio.wait({whole, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not whole.done():
-            raise Refused(499, "the client went away")
+            raise Refused(499, "the client disconnected")
         return whole.result()
     finally:
         for task in (whole, watch):
@@ -151,7 +152,7 @@ def _about(model: Served) -> dict[str, Any]:
 
 
 def _metrics(models: Sequence[Served]) -> str:
-    """Prometheus' text format."""
+    """The metrics in Prometheus's text format."""
     lines = []
     for name in (field.name for field in fields(Counts)):
         lines.append(f"# TYPE diffbit_{name}_total counter")

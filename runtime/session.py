@@ -1,14 +1,14 @@
-"""A model on a device: token ids in, logits out; the session keeps the KV cache between calls.
+"""Runs a model on a device: token ids in, logits out. The session keeps the KV cache between calls.
 
-The cache never passes through numpy. The manifest lists each layer's buffers with their types and shapes. Where the
-graph can write into its input (`in_place` in the manifest), one OrtValue of full capacity is bound as past and as
-present, and a decode step writes one row of it. Otherwise the graph returns a new present (longer than the past by the
-new tokens, or a state or a ring of the same size), which is bound as the past of the next call.
+The cache never passes through numpy. The manifest lists each layer's buffers with their types and shapes. If the graph
+can write into its input (`in_place` in the manifest), one OrtValue of full capacity is bound both as past and as
+present, and a decode step writes one row into it. Otherwise the graph returns a new present (longer than the past by
+the new tokens, or a state or a ring of the same size), which is bound as the past of the next call.
 
 Batches of unequal prompts need an `attention_mask` (1: token, 0: padding), with padding on either side. The session
-moves each row's tokens to its start, so that blocks of a low-bit cache are the same as for the row alone. In a model
-with rings or states, which count positions, it moves them to the end, so that no padding separates a prompt from the
-generated tokens. Positions count real tokens.
+moves each row's tokens to its start, so the blocks of a low-bit cache are the same as for the row alone. In a model
+with rings or states, which count positions, it moves them to the end, so no padding separates a prompt from the
+generated tokens. Positions count real tokens only.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from .providers import OrtValue, onnxruntime, open_session, out_of_memory
 
 Ids = NDArray[np.int64]
 Logits = NDArray[np.float32]
-Signature = tuple[str, tuple[int | None, ...]]  # type and shape of a tensor, None: open
+Signature = tuple[str, tuple[int | None, ...]]  # type and shape of a tensor; None: any size
 
-# Tokens of a prompt per call of the graph. It bounds the memory for attention weights and for the logits where all are
-# wanted (134 MB with a vocabulary of 128k), and is long enough that reading the weights again costs little.
+# Prompt tokens per call of the graph. This limits the memory for attention weights, and for the logits of all positions
+# (134 MB with a vocabulary of 128k); it is large enough that reading the weights once per call costs little.
 CHUNK = 256
-LOGITS_FROM = "logits_from"  # an input that may be left out: of the new tokens, the first whose logits are computed
+LOGITS_FROM = "logits_from"  # an optional input: index of the first new token whose logits are computed
 LINE = 64  # bytes of a cache line
-TENSORS = {"float32": "tensor(float)"}  # as ONNX Runtime calls a type, where its name is another
+TENSORS = {"float32": "tensor(float)"}  # dtypes for which ONNX Runtime has another name
 
 
 P = ParamSpec("P")
@@ -65,11 +65,11 @@ class Session:
         logits = session.step([[int(logits[0].argmax())]])
         session.reset()                                 # the next prompt starts from an empty cache
 
-    diffbit's operators run as kernels of the native library (native.py) where it has them for the device. native=False,
-    or an installation without the library, runs their portable bodies: the same results, slower. `threads` is the size
-    of ONNX Runtime's pool; None: one per physical core. Opening checks the sizes of the listed files (`diffbit verify`
-    checks their hashes) and compares the graph's inputs and outputs with the manifest. Raises DiffbitError where
-    something does not match, or where the model cannot run on the device.
+    diffbit's operators run as kernels of the native library (native.py) if it has them for the device. native=False,
+    or an installation without the library, runs their portable bodies: the same results, but slower. `threads` is the
+    size of ONNX Runtime's pool; None: one per physical core. Opening checks the sizes of the files (`diffbit verify`
+    checks their hashes) and compares the graph's inputs and outputs with the manifest. Raises DiffbitError if something
+    does not match, or if the model cannot run on the device.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class Session:
         ways = ("always", "native") if self.native else ("always",)
         self._in_place = [buffer.in_place in ways for buffer in self._buffers.values()]
         grows = (buffer.grows or buffer.name.endswith("_recent") for buffer in self._buffers.values())
-        self._to_end = not all(grows)  # where a row's tokens are moved
+        self._to_end = not all(grows)  # whether a row's tokens are moved to its end
         self._check_signature()
-        # exports before this input was there compute all logits
+        # older exports, without this input, compute all logits
         self._logits_from = LOGITS_FROM in {node.name for node in self._session.get_overridable_initializers()}
         self._binding = self._session.io_binding()
         self._binding.bind_output("logits", "cpu")  # the first of the outputs
@@ -103,17 +103,17 @@ class Session:
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit: the artifact's context length."""
+        """Maximum number of tokens: the artifact's context length."""
         return self.artifact.context_length
 
     @property
     def length(self) -> int:
-        """Cache positions in use; for a padded batch, those of its longest prompt and the decode steps since."""
+        """Cache positions in use; for a padded batch, its longest prompt plus the decode steps since."""
         return self._length
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """For as long as the `with` lasts, calls from other threads raise a DiffbitError: a session is one text."""
+        """Inside the `with` block, calls from other threads raise DiffbitError."""
         if not self._lock.acquire(blocking=False):
             raise DiffbitError("another thread is using this session; open a session for each thread")
         try:
@@ -123,15 +123,15 @@ class Session:
 
     @_exclusively
     def reset(self) -> None:
-        """Forget all tokens. In-place buffers are kept and overwritten."""
+        """Forget all tokens. In-place buffers stay allocated and are overwritten."""
         self._length = 0
 
     @_exclusively
     def reuse(self, token_ids: Sequence[int]) -> int:
-        """Keep the cached tokens that the sequence `token_ids` begins with, and forget the others; how many are kept.
+        """Keep the cached tokens that match the beginning of `token_ids`, forget the others, and return how many match.
 
-        The rest of `token_ids`, at least one token, is then to be prefilled. A cache that is not written in place, or
-        cannot be cut there (`CacheSpec.holds`), is kept as a whole or not at all.
+        The caller then prefills the rest of `token_ids`, at least one token. A cache that is not written in place, or
+        cannot be truncated there (`CacheSpec.holds`), is kept entirely or not at all.
         """
         if self._batch != 1:
             self.reset()
@@ -193,8 +193,8 @@ class Session:
     def step(self, token_ids: ArrayLike) -> Logits:
         """Append one token per row, [B, 1], and return the logits after it, [B, V].
 
-        Errors as of `prefill`, and for rows of unequal length where the cache rounds tokens in blocks (int4, int2): a
-        row would depend on its neighbours.
+        Raises DiffbitError like `prefill`, and for rows of unequal length if the cache rounds tokens in blocks (int4,
+        int2), because a row would depend on the other rows.
         """
         ids = _integers(token_ids, "token_ids")
         if ids.shape[1] != 1 or not ids.shape[0]:
@@ -202,19 +202,19 @@ class Session:
         in_blocks = any(buffer.multiple > 1 for buffer in self._buffers.values())
         if in_blocks and self._length and len(np.unique(self._tokens)) > 1:
             raise DiffbitError(
-                f"{self.artifact.path}: rows of unequal length cannot go on side by side, because the blocks and the "
-                "residual window of the cache are the batch's: a short row's recent tokens would be rounded. Run rows "
-                "of equal length, or one at a time"
+                f"{self.artifact.path}: rows of unequal length cannot continue together, because they share the "
+                "cache's blocks and residual window: a short row's recent tokens would be rounded. Run rows of equal "
+                "length, or one row at a time"
             )
         self._begin(ids)
         return self._append(ids, np.ones_like(ids))[:, -1]
 
     def _append(self, ids: Ids, mask: Ids, last: bool = False) -> Logits:
-        """Run the graph on `ids` [B, S] and keep its cache; the logits [B, S, V], with `last` [B, 1, V]."""
+        """Run the graph on `ids` [B, S] and keep its cache; return the logits [B, S, V], or [B, 1, V] with `last`."""
         start, stop = self._length, self._length + ids.shape[1]
         self._mask[:, start:stop] = mask
         positions = self._tokens[:, None] + np.cumsum(mask, axis=1) - 1
-        feeds = {  # the binding does not own this memory: it must live until the run is over
+        feeds = {  # the binding does not own this memory, so it must live until the run ends
             "input_ids": np.ascontiguousarray(ids),
             "attention_mask": np.ascontiguousarray(self._mask[:, :stop]),
             "position_ids": np.maximum(positions, 0),
@@ -223,14 +223,14 @@ class Session:
         for name, array in feeds.items():
             binding.bind_cpu_input(name, array)
         first = ids.shape[1] - 1 if last and self._logits_from else 0
-        if self._logits_from:  # bind_cpu_input knows no optional inputs
+        if self._logits_from:  # bind_cpu_input does not support optional inputs
             binding.bind_ortvalue_input(LOGITS_FROM, onnxruntime().OrtValue.ortvalue_from_numpy(np.array([first])))
         for name, value, in_place in zip(self._buffers, self._past, self._in_place, strict=True):
-            if not in_place:  # it moves from call to call; `_make_buffers` has bound those that stay
+            if not in_place:  # a new buffer in each call; `_make_buffers` has bound the buffers that stay
                 binding.bind_ortvalue_input(f"past_key_values.{name}", value)
                 binding.bind_output(f"present.{name}", self.device)
         try:
-            # into this memory: an output of ONNX Runtime's own would have to be copied
+            # into our own memory: an output that ONNX Runtime allocates would have to be copied
             logits = _pages((ids.shape[0], ids.shape[1] - first, self.artifact.vocab_size))
             binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
             self._session.run_with_iobinding(binding)
@@ -239,10 +239,10 @@ class Session:
             self._ids[:, start:stop] = ids
             self._tokens = self._tokens + mask.sum(axis=1)
             self._length = stop
-        except BaseException as error:  # also Ctrl-C, which may leave a state ahead of the tokens
+        except BaseException as error:  # also Ctrl-C, after which a state may be ahead of the tokens
             self._batch, self._past = 0, []
             self.reset()
-            if not isinstance(error, Exception):  # ONNX Runtime's have no base of their own
+            if not isinstance(error, Exception):  # ONNX Runtime's exceptions have no base of their own
                 raise
             if out_of_memory(error):
                 raise DiffbitError(
@@ -253,7 +253,7 @@ class Session:
         return logits
 
     def _begin(self, ids: Ids) -> None:
-        """Check new tokens [B, S], and prepare an empty cache for B rows; one that holds tokens must have as many."""
+        """Check new tokens [B, S]. If the cache is empty, prepare it for B rows; else it must have B rows."""
         batch, count = ids.shape
         outside = (ids < 0) | (ids >= self.artifact.vocab_size)
         if outside.any():
@@ -277,7 +277,7 @@ class Session:
             self._ids = np.zeros((batch, self.capacity), np.int64)
             self._make_buffers(batch)
         except Exception as error:  # ONNX Runtime's exceptions have no base of their own
-            # ValueError and OverflowError: more bytes than addresses
+            # ValueError and OverflowError: more bytes than the address space has
             if not isinstance(error, (ValueError, OverflowError)) and not out_of_memory(error):
                 raise
             raise DiffbitError(
@@ -288,7 +288,7 @@ class Session:
         self._tokens = np.zeros(batch, np.int64)
 
     def _make_buffers(self, batch: int) -> None:
-        """Make buffers for `batch` rows. One that holds tokens in place is kept: nothing behind them is read."""
+        """Make buffers for `batch` rows. In-place buffers of tokens are kept: slots after the tokens are not read."""
         kept = self._past if batch == self._batch else []
         capacity = self.artifact.cache.capacity(self.capacity)
         made = []
@@ -308,7 +308,7 @@ class Session:
         self._past = made
 
     def _check_signature(self) -> None:
-        """Compare the graph's inputs and outputs with the manifest; a dimension that the graph leaves open fits all."""
+        """Compare the graph's inputs and outputs with the manifest. A dynamic dimension in the graph fits any size."""
         names = ("input_ids", "attention_mask", "position_ids")
         inputs: dict[str, Signature] = {name: ("tensor(int64)", (None, None)) for name in names}
         outputs: dict[str, Signature] = {"logits": ("tensor(float)", (None, None, self.artifact.vocab_size))}
@@ -337,29 +337,30 @@ class Session:
 
 
 def slowdowns(artifact: Artifact, device: str) -> list[str]:
-    """Reasons why the artifact runs slower on this device than it could, a sentence each."""
+    """Reasons why the artifact runs slower on this device than it could, one sentence each."""
     if _library(device) is None:
         if device == "cpu":
             return ["no native library in this installation (it was made without a C++ compiler): slower"]
         return ["no kernels for GPUs in this installation (docs/gpu.md says how to build them): slower"]
     if device == "cuda" and artifact.dtype == "fp32":
         return [
-            f"{artifact.path}: an fp32 artifact, for which a GPU uses attention's general kernel: slower; "
+            f"{artifact.path}: a GPU runs an fp32 artifact with attention's general kernel: slower; "
             "`diffbit export --device cuda` makes an fp16 one"
         ]
     return []
 
 
 def _library(device: str) -> Path | None:
-    """The native library; None where it has no kernels for the device."""
+    """The native library; None if it has no kernels for the device."""
     return native_library() if device == "cpu" or cuda_architectures() else None
 
 
 def _zeros(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-    """Zeros that start at a cache line, so that no vector of a cache's row crosses two lines.
+    """Zeros aligned to a cache line, so no vector load from a row of the KV cache crosses two lines.
 
-    Their pages come from the system when they are first written: an unused context costs nothing. On Linux they have
-    4 KiB. numpy asks for 2 MiB, which the first token of each head would take: 240 MiB in a model of 135 M.
+    The system provides pages when they are first written, so unused context costs no memory. On Linux the pages have
+    4 KiB. numpy would ask for pages of 2 MiB, one of which the first token of each head would take: 240 MiB in a model
+    with 135 M weights.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     if size >= 1 << 20 and hasattr(mmap, "MADV_NOHUGEPAGE"):
@@ -372,8 +373,8 @@ def _zeros(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
 
 
 def _pages(shape: tuple[int, ...]) -> Logits:
-    """Uninitialized numbers. From 1 MiB on they have pages of their own, which return to the system when freed: glibc
-    would keep them, such as a prompt's logits (16 MB for 128 tokens and a vocabulary of 32,000).
+    """Uninitialized memory. From 1 MiB on it is mapped separately and returns to the system when it is freed; glibc
+    would keep it. A prompt's logits take 16 MB for 128 tokens and a vocabulary of 32,000.
     """
     size = 4 * math.prod(shape)
     if size < 1 << 20:
@@ -382,7 +383,7 @@ def _pages(shape: tuple[int, ...]) -> Logits:
 
 
 def _integers(values: ArrayLike, what: str) -> Ids:
-    """`values` as int64 [B, S]. Raises DiffbitError for a ragged list, or numbers that are no integers."""
+    """`values` as int64 [B, S]. Raises DiffbitError for a ragged list, or numbers that are not integers."""
     try:
         array = np.asarray(values)
     except ValueError:

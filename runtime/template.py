@@ -1,10 +1,10 @@
-"""Chat templates: a conversation as the text that a chat model was trained on, such as "<|im_start|>user\nHello...".
+"""Chat templates render a conversation as the text that a chat model was trained on ("<|im_start|>user\nHello...").
 
 A template is a Jinja program in the model's folder: chat_template.jinja, or `chat_template` of tokenizer_config.json
-(a string, or a list of named ones). The text of a conversation equals that of transformers' `apply_chat_template`.
+(a string, or a list of named ones). The rendered text equals that of transformers' `apply_chat_template`.
 
-A template is a stranger's code. It runs in Jinja's sandbox, in a process of its own with little memory (render.py),
-which is ended after SECONDS.
+A template is untrusted code. It runs in Jinja's sandbox, in a separate process with limited memory (render.py), which
+is killed after SECONDS.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class Message(TypedDict):
 
 
 class NoTemplate(DiffbitError):
-    """The model is no chat model."""
+    """The model has no chat template."""
 
 
 class ChatTemplate:
-    """A chat template and the special tokens that it may name.
+    """A chat template and the special tokens that it may use.
 
     template = ChatTemplate.read("out/model")
     template.render([{"role": "user", "content": "Hello"}])
     """
 
     def __init__(self, source: str, name: str, special_tokens: dict[str, str] | None = None) -> None:
-        """`name`: what errors call it. `special_tokens`: such as {"bos_token": "<s>"}."""
+        """`name`: the template's name in error messages. `special_tokens`: such as {"bos_token": "<s>"}."""
         self.name = name
         self.special_tokens = special_tokens or {}
         self._source = source
@@ -57,9 +57,9 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, model: Artifact | str | Path, file: str | Path | None = None) -> ChatTemplate:
-        """The template of an artifact or a checkpoint folder, or the one in `file`; special tokens are the model's.
+        """The template of an artifact or a checkpoint folder, or the one in `file`, with the model's special tokens.
 
-        Raises NoTemplate for a model without one, DiffbitError for one that cannot be read.
+        Raises NoTemplate if the model has none, DiffbitError if it cannot be read.
         """
         config_file = _file(model, CONFIG)
         config = {} if config_file is None else read_json(config_file)
@@ -77,17 +77,16 @@ class ChatTemplate:
         if source is None:
             where = model.path if isinstance(model, Artifact) else model
             raise NoTemplate(
-                f"{where}: has no chat template, so it is no chat model; pass a template with --template FILE, or "
-                "continue a text with `diffbit run`"
+                f"{where}: has no chat template; pass one with --template FILE, or continue a text with `diffbit run`"
             )
         if not isinstance(source, str) or len(source) > MOST_BYTES:
-            raise DiffbitError(f"{config_file}: chat_template is no text of at most {MOST_BYTES} characters")
+            raise DiffbitError(f"{config_file}: chat_template is not a text of at most {MOST_BYTES} characters")
         return cls(source, f"{config_file}: chat_template", tokens)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """The text of a conversation; `add_generation_prompt`: up to where the model's answer begins.
+        """The text of a conversation. `add_generation_prompt` appends the beginning of the model's answer.
 
-        Raises DiffbitError where the template refuses the conversation, fails, or takes too much time or memory.
+        Raises DiffbitError if the template refuses the conversation, fails, or takes too much time or memory.
         """
         request = {
             "messages": list(messages), "tools": None, "documents": None,
@@ -96,7 +95,7 @@ class ChatTemplate:
         with self._lock:
             try:
                 answer = self._ask(json.dumps(request))
-            except BaseException:  # Ctrl-C as well: its answer would be taken for that of the next rendering
+            except BaseException:  # also Ctrl-C: its answer would be taken for that of the next rendering
                 self._end()
                 raise
         if "error" in answer:
@@ -148,7 +147,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 
 def _file(model: Artifact | str | Path, name: str) -> Path | None:
-    """The path of a file of an artifact, which lists it, or of a folder; None where there is none."""
+    """The path of a file that the artifact lists, or that is in the folder; None if there is none."""
     if isinstance(model, Artifact):
         return model.file(name) if name in model.files else None
     path = Path(model) / name
@@ -160,14 +159,14 @@ def _text(path: Path) -> str:
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:
-            raise DiffbitError(f"{path}: is larger than {MOST_BYTES >> 20} MiB, so it is no chat template")
+            raise DiffbitError(f"{path}: is larger than {MOST_BYTES >> 20} MiB, too large for a chat template")
         return data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DiffbitError(f"{path}: cannot be read ({error})") from None
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Those that a tokenizer_config.json names, as texts or as {"content": text}."""
+    """The special tokens in a tokenizer_config.json, given as texts or as {"content": text}."""
     found = {}
     for name in SPECIAL_TOKENS:
         value = config.get(name)

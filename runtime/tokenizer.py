@@ -1,4 +1,4 @@
-"""Text to token ids and back, also while the ids are still being generated.
+"""Converts text to token ids and back, also while the ids are still being generated.
 
 A token of a byte-level BPE may end in the middle of a UTF-8 character. Decoders show the unfinished bytes as U+FFFD, so
 a stream returns text up to its trailing U+FFFDs, and the rest when it ends. It decodes a window that starts at the last
@@ -16,7 +16,7 @@ from ..errors import DiffbitError
 from ..tokenizer_files import MOST_BYTES, open_tokenizer, tokenizer_errors
 
 REPLACEMENT = "\ufffd"
-CONTEXT = 8  # prompt tokens that a stream starts from: enough for any character or leading space
+CONTEXT = 8  # prompt tokens at the start of a stream: enough for any character or leading space
 
 
 class Tokenizer:
@@ -33,16 +33,16 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included; a model's embedding may have more rows."""
+        """Number of tokens, including added ones; a model's embedding may have more rows."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token such as "<|im_end|>"; None where the vocabulary lacks it."""
+        """The id of a token such as "<|im_end|>"; None if the vocabulary does not have it."""
         found = self._tokenizer.token_to_id(token)
         return None if found is None else int(found)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the special tokens that the tokenizer adds (often a leading bos) or without."""
+        """Token ids of `text`, with or without the special tokens that the tokenizer adds (often a leading bos)."""
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:  # stray bytes in stdin or in arguments become lone surrogates
@@ -51,7 +51,7 @@ class Tokenizer:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of `token_ids`, without special tokens; bytes that form no character read as U+FFFD."""
+        """The text of `token_ids`, without special tokens; bytes that form no character become U+FFFD."""
         with tokenizer_errors(self.path, "fails to decode tokens"):
             return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
@@ -61,13 +61,13 @@ class Tokenizer:
 
 
 class TextStream:
-    """Text of tokens that arrive one by one. Joined, it is what the tokens decode to after the prompt."""
+    """The text of tokens that arrive one by one. All texts joined are what the tokens after the prompt decode to."""
 
     def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
         self._tokenizer = tokenizer
-        self._window = context  # the tokens that end a character (the first `_complete`), then those since
+        self._window = context  # the first `_complete` tokens end with a whole character; then the tokens since
         self._complete = len(context)
-        # Characters of the window's text that have been returned; one begun in the prompt is returned whole
+        # Number of the window's characters already returned; a character that began in the prompt is returned whole
         self._returned = len(tokenizer.decode(context).rstrip(REPLACEMENT))
 
     def push(self, token_id: int) -> str:
@@ -84,7 +84,7 @@ class TextStream:
         return new
 
     def finish(self) -> str:
-        """The rest when no token follows: U+FFFD for an unfinished character."""
+        """The remaining text after the last token: U+FFFD for an unfinished character."""
         text = self._tokenizer.decode(self._window)
         new = text[self._returned :]
         self._returned = len(text)

@@ -1,9 +1,9 @@
 """Checks that an artifact computes on this device what it computed on the exporting machine.
 
-    manifest     diffbit.json is readable and has its own hash
+    manifest     diffbit.json is readable and matches the hash in it
     file:NAME    a listed file has its size and SHA-256
     external     all tensors of the model lie in the listed files
-    tokenizer    encodes some texts, and decodes them and every token
+    tokenizer    it encodes some texts, and decodes them and every token
     logits       of the golden prompt, recomputed here: max |here - golden| / spread <= the manifest's tolerance, where
                  spread is the standard deviation of the golden row of logits
     greedy       the most likely next token is that of the golden row
@@ -34,7 +34,7 @@ SECONDS = 60  # for the tokenizer
 
 @dataclass(frozen=True)
 class Check:
-    """One check; `detail` says what was found."""
+    """The result of one check; `detail` says what was found."""
 
     name: str
     passed: bool
@@ -50,7 +50,7 @@ class Verification:
     checks: tuple[Check, ...]
     logits_error: float | None = None  # relative to the spread; None if the model was not run
     tolerance: float | None = None
-    native: bool = False  # run with the native library
+    native: bool = False  # whether it ran with the native library
 
     @property
     def passed(self) -> bool:
@@ -62,9 +62,9 @@ class Verification:
 
 
 def verify(path: str | Path, device: str = "cpu", threads: int | None = None, native: bool = True) -> Verification:
-    """Check the artifact at `path` on `device`, with the native library or without.
+    """Check the artifact at `path` on `device`, with or without the native library.
 
-    Failed checks are in the result. Raises DiffbitError only where the checks cannot run: no such folder, no such
+    Failed checks are part of the result. Raises DiffbitError only if the checks cannot run: no such folder, no such
     device, no ONNX Runtime.
     """
     path = artifact_folder(path)
@@ -93,7 +93,7 @@ def verify(path: str | Path, device: str = "cpu", threads: int | None = None, na
 
     golden = artifact.golden
     session = Session(artifact, device, threads, native)
-    *prompt, last = golden.input_ids  # the last token on its own: its call reads the cache that the others wrote
+    *prompt, last = golden.input_ids  # the last token is run alone: its call reads the cache that the others wrote
     if prompt:
         session.prefill([prompt])
     logits = session.prefill([[last]])[0]
@@ -102,7 +102,7 @@ def verify(path: str | Path, device: str = "cpu", threads: int | None = None, na
     detail = f"max difference {difference:.3g} of the logits' spread, tolerance {golden.tolerance:.3g}"
     checks.append(Check("logits", difference <= golden.tolerance, detail))  # False for NaN too
     wanted, found = golden.token_ids[int(np.argmax(golden.logits))], int(logits.argmax())
-    # The tolerance lets each of two logits move: tokens closer than twice the tolerance may change places
+    # Each of two logits may move by the tolerance, so tokens closer than twice the tolerance may change places
     behind = float(logits.max() - logits[wanted]) / golden.spread
     agrees = behind <= 2 * golden.tolerance
     detail = f"token {found}" if agrees else f"token {found} is most likely here, {wanted} where it was exported"
@@ -111,7 +111,7 @@ def verify(path: str | Path, device: str = "cpu", threads: int | None = None, na
 
 
 def _tokenizer_problem(artifact: Artifact) -> str | None:
-    """What is wrong with the tokenizer, tried in a process of its own, which a hostile one may end."""
+    """What is wrong with the tokenizer, or None. It runs in a separate process, which a malicious file may crash."""
     file = artifact.file(TOKENIZER)
     request = json.dumps([str(file), artifact.vocab_size])
     try:
@@ -120,9 +120,9 @@ def _tokenizer_problem(artifact: Artifact) -> str | None:
         )
         return str(json.loads(done.stdout)["problem"] or "") or None
     except subprocess.TimeoutExpired:
-        return f"{file}: took more than {SECONDS} seconds for a few texts"
+        return f"{file}: took more than {SECONDS} seconds to encode a few texts"
     except ValueError:
-        return f"{file}: ended the process that tried it (exit status {done.returncode}); restore the file"
+        return f"{file}: crashed the process that tried it (exit status {done.returncode}); restore the file"
 
 
 def _try_tokenizer() -> None:

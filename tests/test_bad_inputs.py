@@ -196,7 +196,7 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
     "retrieval": (["compare", "{checkpoint}", "--retrieval", "1:1,6", "-o", "{out}/c"], ["'6'", "6:2"]),
     "needles in small words": (
         ["compare", "{checkpoint}", "--retrieval", "1:1", "-o", "{out}/c"],
-        ["a word of", "larger vocabulary"],
+        ["a lower-case word", "larger vocabulary"],
     ),
     "training on needles": (["train", "--needles", "2", "-o", "{out}/t"], ["needles", "2", "share"]),
     "training from nothing": (["train", "--init", "{out}/none", "-o", "{out}/t"], ["none"]),

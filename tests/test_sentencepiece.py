@@ -193,7 +193,9 @@ def test_further_tokens(tmp_path: Path) -> None:
     (folder / "added_tokens.json").write_text(json.dumps({"<|im_end|>": size + 1}))
     assert converted(folder).token_to_id("<|im_end|>") == size + 1
     (folder / "added_tokens.json").write_text(json.dumps({"<|im_end|>": size + 7}))
-    with pytest.raises(DiffbitError, match=rf"has the added token '<\|im_end\|>' as {size + 7}, but it is {size + 1}"):
+    with pytest.raises(
+        DiffbitError, match=rf"the added token '<\|im_end\|>' has id {size + 7} in the folder, but {size + 1}"
+    ):
         converted(folder)
 
 
@@ -227,9 +229,12 @@ def test_the_folder_hands_on_a_tokenizer_json(checkpoint: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda folder: (folder / SENTENCEPIECE).write_bytes(b""), "is no SentencePiece model"),
-        (lambda folder: (folder / SENTENCEPIECE).write_bytes(random.Random(0).randbytes(5000)), "is no SentencePiece"),
-        (lambda folder: (folder / SENTENCEPIECE).write_bytes(trained("bpe")[:-900]), "is no SentencePiece model"),
+        (lambda folder: (folder / SENTENCEPIECE).write_bytes(b""), "is not a SentencePiece model"),
+        (
+            lambda folder: (folder / SENTENCEPIECE).write_bytes(random.Random(0).randbytes(5000)),
+            "is not a SentencePiece",
+        ),
+        (lambda folder: (folder / SENTENCEPIECE).write_bytes(trained("bpe")[:-900]), "is not a SentencePiece model"),
         (lambda folder: (folder / SENTENCEPIECE).write_bytes(trained("word")), "of words or characters, wanted BPE"),
         (lambda folder: write(folder, trained("bpe"), tokenizer_class="T5Tokenizer"), "tokenizer_class is 'T5Tok"),
         (

@@ -1,4 +1,4 @@
-"""Training: presets, options of a run, the loop, quantization-aware training, distillation, checkpoints."""
+"""Training: presets, options, the training loop, quantization-aware training, distillation, checkpoints."""
 
 from .config import TrainConfig
 from .folder import plot_losses, read_log

@@ -1,16 +1,16 @@
-"""The rows of text that training sees, and their order: a function of (text, length, seed) alone.
+"""The rows of training text and their order, which depend only on text, length and seed.
 
-The documents form one stream of tokens, `eos d1 eos d2 ... eos`. An epoch cuts it into rows of length + 1 tokens, each
-of which begins with the last token of the one before, so that every token is predicted once. Each epoch draws a new
-start for the first row, so that the tokens that no row reaches (fewer than 2 * length at the two ends) change. The rows
-of all epochs form one endless sequence; each step takes the next batch_size * accumulate * world_size of them.
+The documents form one stream of tokens, `eos d1 eos d2 ... eos`. An epoch cuts it into rows of length + 1 tokens. Each
+row begins with the last token of the previous row, so every token is predicted once. Each epoch draws a new start for
+the first row, which changes the tokens that no row contains (fewer than 2 * length at the two ends). The rows of all
+epochs form one endless sequence; each step takes the next batch_size * accumulate * world_size of them.
 
-A share of the rows may have needles (calib_data/needles.py); which ones, and which needles, depends on the seed and the
-row's number alone. Such a row has 1 to `max_needles` needles, with a query for each, which fill at most half of it.
+A share of the rows may have needles (calib_data/needles.py). The seed and the row's number determine which rows and
+which needles. Such a row has 1 to `max_needles` needles with one query each; together they fill at most half of it.
 
 The model, the number of processes and a restart have no influence: a matched pair of models sees the same batches in
-the same order, N processes see together what one sees with N times the batch, and a resumed run continues where it
-stopped.
+the same order, N processes together see what one process sees with N times the batch, and a resumed run continues
+where it stopped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..errors import DiffbitError
 class Rows:
     """The endless sequence of training rows over a stream of token ids int64 [T].
 
-    `share`: of rows with needles. Raises DiffbitError for a stream of fewer than 2 * length tokens.
+    `share`: fraction of rows with needles. Raises DiffbitError for a stream of fewer than 2 * length tokens.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class Rows:
         self._starts = np.empty(0, dtype=np.int64)
 
     def take(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rows first ... first + count - 1 of the sequence, int64 [count, length + 1], and which of their tokens answer
-        a query, bool of the same shape."""
+        """Rows first ... first + count - 1 of the sequence, int64 [count, length + 1], and a mask of the tokens that
+        answer a query, bool of the same shape."""
         rows, answers = zip(*(self._row(number) for number in range(first, first + count)), strict=True)
         return np.stack(rows), np.stack(answers)
 
@@ -55,7 +55,7 @@ class Rows:
         row, answers = self.tokens[start : start + self.length + 1], np.zeros(self.length + 1, dtype=bool)
         if self.needles is None:
             return row, answers
-        generator = np.random.default_rng([self.seed, number, 1])  # a third number: not an epoch's
+        generator = np.random.default_rng([self.seed, number, 1])  # three numbers, so it differs from an epoch's
         if generator.random() >= self.share:
             return row, answers
         count = int(generator.integers(1, self.max_needles + 1))

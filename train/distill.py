@@ -1,13 +1,13 @@
-"""Distillation from a frozen teacher's predictions for every token (BitDistill, arXiv 2510.13998).
+"""Distillation from a frozen teacher's predictions for each token (BitDistill, arXiv 2510.13998).
 
-    loss = CE + alpha L_logits                                                               (eq. 13, without relations)
+    loss = CE + alpha L_logits                                             (eq. 13, without its term for relations)
 
-    L_logits       mean over tokens of KL(teacher || student) of softmax(logits / 5); no factor 25        (eq. 8-9)
+    L_logits       mean over tokens of KL(teacher || student) of softmax(logits / 5), without a factor of 25 (eq. 8-9)
 
-alpha is 100 by default; the paper uses 10 for tasks with few labels. At temperature 5 a gradient is a twenty-fifth of
-that at 1, so 100 weights the teacher four times as much as the text. After 60 steps of 8 rows of 128 tokens, from a
-trained Transformer to ternary (learning rate 8e-4), the loss is 2.646 nats with 10 and 2.523 with 100. Student and
-teacher must share the vocabulary; their attention variants and sizes may differ.
+alpha is 100 by default; the paper uses 10 for tasks with few labels. At temperature 5 the gradient is a twenty-fifth of
+that at 1, so 100 weights the teacher four times as much as the text. Measured on the way from a trained Transformer to
+ternary (60 steps of 8 rows of 128 tokens, learning rate 8e-4): the loss is 2.646 nats with 10 and 2.523 with 100.
+Student and teacher must share the vocabulary; their attention variants and sizes may differ.
 
 The divergence and its closed-form gradient are computed together in blocks: in addition to the student's logits, only
 the teacher's logits and the gradient exist as [B, S, V].
@@ -31,26 +31,26 @@ BLOCK = 1 << 20  # logits of a block: a few MB, which stay in cache
 
 
 class Teacher:
-    """The model that a student learns from: float or quantized, of any attention variant and size.
+    """The model that a student learns from: float or quantized, with any attention variant and size.
 
-    Raises DiffbitError for one with another vocabulary, or a context shorter than the rows.
+    Raises DiffbitError if its vocabulary differs from the student's, or its context is shorter than the rows.
     """
 
     def __init__(self, config: TrainConfig, tokenizer: TextTokenizer, device: torch.device) -> None:
         assert config.distill is not None
         checkpoint = Checkpoint(config.distill)
         path, found, wanted = checkpoint.path, checkpoint.config, config.model
-        same = "but both must be the same; start the student with --tokenizer or --init from this folder"
+        same = "but they must be equal; start the student with --tokenizer or --init from this folder"
         if found.vocab_size != wanted.vocab_size:
             raise DiffbitError(
-                f"{path}: its vocabulary has {found.vocab_size} ids and the student's {wanted.vocab_size}, {same}"
+                f"{path}: its vocabulary has {found.vocab_size} ids, the student's has {wanted.vocab_size}, {same}"
             )
         if load_tokenizer(path).backend.get_vocab() != tokenizer.backend.get_vocab():
-            raise DiffbitError(f"{path}: its tokenizer gives other ids than the student's, {same}")
+            raise DiffbitError(f"{path}: its tokenizer and the student's give different ids, {same}")
         if found.max_position < config.length:
             raise DiffbitError(
                 f"{path}: its context is {found.max_position} tokens and the rows have {config.length}; "
-                "make them shorter (--context), or take a teacher of a longer context"
+                "shorten the rows (--context), or use a teacher with a longer context"
             )
         self.sha256 = checkpoint.sha256()
         self.model = load(checkpoint).to(device).eval().requires_grad_(False)
@@ -63,7 +63,7 @@ class Teacher:
 
 
 def distillation_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """Sum over tokens of KL(teacher || student) at TEMPERATURE, of logits [B, S, V]; in nats."""
+    """Sum over tokens of KL(teacher || student) at TEMPERATURE, in nats, from logits [B, S, V]."""
     loss: Tensor = _Divergence.apply(student, teacher)
     return loss
 
@@ -93,7 +93,7 @@ class _Divergence(torch.autograd.Function):
 
 
 def divergence(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits fp32 [..., V] -> sum of KL(softmax(teacher) || softmax(student)), and its gradient to `student`."""
+    """Logits fp32 [..., V] -> the sum of KL(softmax(teacher) || softmax(student)) and its gradient for `student`."""
     ours, theirs = student.log_softmax(-1), teacher.log_softmax(-1)
     wanted = theirs.exp()
     total = (wanted * theirs.sub_(ours)).sum()

@@ -1,4 +1,4 @@
-"""The folder of a training run: checks, log, loss curves, and the trained model."""
+"""The folder of a training run: its checks, log, loss curves, and trained model."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ METHOD = "qat"  # in the quantization_config of the trained model
 
 
 def check_folder(out: Path, *, resume: bool, overwrite: bool) -> None:
-    """Raise DiffbitError unless a run can start (or resume) in `out`; changes nothing."""
+    """Raise DiffbitError unless a run can start (or resume) in `out`. Changes nothing."""
     if out.is_file():
         raise DiffbitError(f"{out}: is a file, wanted a folder for the run; choose another name")
     if not out.is_dir() or not any(out.iterdir()):
         if resume:
-            raise DiffbitError(f"{out}: holds no run to resume; start it without resume")
+            raise DiffbitError(f"{out}: holds no run to resume; start it without --resume")
         return
     finished, ours = (out / "config.json").is_file(), (out / LOG).is_file()
     if resume and finished:
-        raise DiffbitError(f"{out}: the run has finished, there is nothing to resume; choose another folder")
+        raise DiffbitError(f"{out}: the run has finished, so there is nothing to resume; choose another folder")
     if not resume and not overwrite:
         hint = ", resume its run" if ours and not finished else ""
         raise DiffbitError(f"{out}: already exists and is not empty; choose another folder{hint}, or pass --overwrite")
@@ -48,9 +48,9 @@ def check_folder(out: Path, *, resume: bool, overwrite: bool) -> None:
 
 
 def begin_run(out: Path) -> None:
-    """Make `out` an empty run folder; deletes an earlier run there (`check_folder` has made sure that it is one)."""
+    """Make `out` an empty run folder. Deletes an earlier run there (`check_folder` has checked that it is one)."""
     make_folder(out)
-    # the log goes last: without it, what is left by a run that is killed here would not be taken for one
+    # delete the log last: if we are killed here, the log still marks the rest as a run's folder
     for entry in sorted(out.iterdir(), key=lambda entry: entry.name == LOG):
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
@@ -60,7 +60,7 @@ def begin_run(out: Path) -> None:
 
 
 def read_log(out: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run's log, without a last line that a killed run left half written. Raises DiffbitError for a log
+    """The lines of a run's log, without a last line that a killed run did not finish. Raises DiffbitError for a log
     that cannot be read."""
     path = Path(out) / LOG
     try:
@@ -78,7 +78,7 @@ def read_log(out: str | Path) -> list[dict[str, Any]]:
 
 
 def log_state(out: Path) -> dict[str, Any]:
-    """Size and hash of the log as it is now, for `rewind_log`; it is on the disk then."""
+    """Sync the log to disk and return its size and hash, for `rewind_log`."""
     durable.sync(out / LOG)
     data = (out / LOG).read_bytes()
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
@@ -88,13 +88,13 @@ def rewind_log(out: Path, state: Mapping[str, Any]) -> None:
     """Delete the lines after a `log_state`; a resumed run writes them again. Raises DiffbitError if others differ."""
     data = (out / LOG).read_bytes()[: state["bytes"]]
     if hashlib.sha256(data).hexdigest() != state["sha256"]:
-        raise DiffbitError(f"{out / LOG}: is damaged: it is not what was written; restore the file, or {ANEW}")
+        raise DiffbitError(f"{out / LOG}: was changed since it was written; restore the file, or {ANEW}")
     with write_atomic(out / LOG) as temporary:
         temporary.write_bytes(data)
 
 
 def pyplot() -> ModuleType:
-    """matplotlib's pyplot, which draws to files. Raises MissingDependency without matplotlib."""
+    """matplotlib's pyplot, set to draw to files. Raises MissingDependency without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -106,8 +106,8 @@ def pyplot() -> ModuleType:
 
 
 def plot_losses(logs: Mapping[str, list[dict[str, Any]]], path: str | Path) -> None:
-    """Draw loss curves of the named logs (`read_log`) as a PNG: the training loss, as it is and as the mean of 20
-    steps, the evaluation loss, and the loss of needles' answers, as the mean of 20 steps."""
+    """Draw loss curves of the named logs (`read_log`) as a PNG: the training loss, raw and averaged over 20 steps, the
+    evaluation loss, and the loss on the needles' answers averaged over 20 steps."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for index, (name, log) in enumerate(logs.items()):
@@ -133,14 +133,14 @@ def plot_losses(logs: Mapping[str, list[dict[str, Any]]], path: str | Path) -> N
 
 
 def _smooth(steps: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean of 20 steps, or of all if there are fewer."""
+    """Moving average over 20 steps, or over all if there are fewer."""
     width = min(20, len(losses))
     return steps[width - 1 :], np.convolve(losses, np.ones(width) / width, mode="valid")
 
 
 def place_model(model: Decoder, out: Path, tokenizer: Path, scheme: Scheme | None) -> None:
-    """Save the trained model in `out` and delete what only the run needed. config.json comes last: with it, the folder
-    is a whole model. A model trained for a scheme is saved quantized, with its float weights in the folder MASTER."""
+    """Save the trained model in `out` and delete the run's temporary files. config.json is written last: it marks the
+    model as complete. A model trained for a scheme is saved quantized, with its float weights in the folder MASTER."""
     folder = out / ".model"
     shutil.rmtree(folder, ignore_errors=True)
     if scheme is None:
@@ -148,7 +148,7 @@ def place_model(model: Decoder, out: Path, tokenizer: Path, scheme: Scheme | Non
     else:
         save_quantized(weights(model), folder, model.config, scheme, method=METHOD, tokenizer_from=tokenizer)
         save(model, folder / MASTER, dtype=torch.float32, tokenizer_from=tokenizer)
-    # A run killed here may have left it, and a folder cannot replace one that is not empty
+    # A run that was killed here may have left it, and os.replace cannot replace a folder that is not empty
     shutil.rmtree(out / MASTER, ignore_errors=True)
     for file in sorted(folder.iterdir(), key=lambda file: file.name == "config.json"):
         os.replace(file, out / file.name)

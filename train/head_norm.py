@@ -1,11 +1,11 @@
-"""The learned weight of DIFF version 1's head norm, which the official code has as `subln.weight` (microsoft/unilm).
+"""The learned weight of DIFF version 1's head norm, `subln.weight` in the official code (microsoft/unilm).
 
     o_i = (1 - lambda_init) * gain * RMSNorm((A1 - lambda A2) v)          gain [2d], shared by the heads of a layer
 
 In a new model, averages of values are small, and the norm scales them to unit size, so untrained attention dominates
-the embeddings in the residual stream. A gain that starts at 0.1 lets attention grow as it becomes useful. It exists
-only in training: Hugging Face's diffllama has no such tensor, and a weight between a norm and a projection can be
-folded into the projection, W_o[:, h, c] gain[c], which checkpoints store.
+the embeddings in the residual stream. A gain that starts at 0.1 lets attention grow as it becomes useful. The gain
+exists only in training: Hugging Face's diffllama has no such tensor, so checkpoints store the projection with the gain
+folded into it, W_o[:, h, c] gain[c].
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..models.layers.attention import Differential
 
 
 class GainedLinear(nn.Linear):
-    """y = W (gain * x) + b, x [..., H * 2d] -> [..., N]: o_proj with the weight of the norm before it."""
+    """y = W (gain * x) + b, x [..., H * 2d] -> [..., N]: o_proj including the weight of the norm before it."""
 
     def __init__(self, linear: nn.Linear, width: int, gain: float) -> None:
         with torch.device("meta"):
@@ -30,7 +30,7 @@ class GainedLinear(nn.Linear):
         self.gain = nn.Parameter(torch.full((width,), gain, device=linear.weight.device))
 
     def product(self) -> Tensor:
-        """The weight with the gain in it, [N, H * 2d]."""
+        """The weight multiplied by the gain, [N, H * 2d]."""
         return self.weight * self.gain.repeat(self.in_features // len(self.gain))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def add_gains(model: Decoder, gain: float) -> None:
 
 
 def folded(model: Decoder) -> Decoder:
-    """Return the model with its gains folded into o_proj, sharing all other parameters; itself if it has no gains."""
+    """Return a model with the gains folded into o_proj that shares all other parameters; `model` if it has no gains."""
     if not any(isinstance(part, GainedLinear) for part in model.modules()):
         return model
     found = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})

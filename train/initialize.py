@@ -1,8 +1,8 @@
-"""Initial weights: random ones, or those of a trained model with sub-norms added.
+"""Initial weights: random, or from a trained model with sub-norms added.
 
 Linear layers and embeddings are N(0, 2 / (5 hidden)) (SmallInit, arXiv 1910.05895): a standard deviation of 0.02 at a
 hidden size of 1000, larger in the small models here. Layers that write to the residual stream (o_proj, down_proj) are
-divided by sqrt(2 layers), so that the stream's variance does not grow with depth (GPT-2). Norm weights are 1. The
+divided by sqrt(2 layers), so the stream's variance does not grow with depth (GPT-2). Norm weights are 1. The
 lambda vectors of differential attention version 1 are N(0, 0.1^2) (arXiv 2410.05258).
 
 Each tensor has its own generator, seeded by (seed, name): two models with tensors of the same names and shapes,
@@ -23,7 +23,7 @@ from ..models.layers.norm import RMSNorm
 
 
 def initialize(model: Decoder, seed: int, o_proj: float = 1.0) -> None:
-    """Fill every parameter of `model` in place, with the same numbers on every device."""
+    """Fill every parameter of `model` in place, with the same values on every device. o_proj: factor of its weights."""
     config = model.config
     std = (2 / (5 * config.hidden_size)) ** 0.5
     into_residual = std / (2 * config.num_layers) ** 0.5
@@ -46,15 +46,15 @@ def initialize(model: Decoder, seed: int, o_proj: float = 1.0) -> None:
 
 @torch.no_grad()
 def insert_sub_norms(source: Decoder, model: Decoder, ids: Tensor) -> None:
-    """Fill `model`, which has sub-norms (before o_proj and down_proj), from `source`, which has none; `ids` [B, S] is
-    text to fit them to.
+    """Fill `model`, which has sub-norms (before o_proj and down_proj), from `source`, which has none. The norms'
+    weights are fitted on the tokens `ids` [B, S].
 
-    A norm divides the numbers x_t of a token by r_t = sqrt(mean(x_t^2) + eps), which the trained model does not do. The
-    weight of channel c that undoes most of it, in the least squares over the tokens, is
+    A norm divides the activations x_t of a token by r_t = sqrt(mean(x_t^2) + eps), which the trained model does not do.
+    The least-squares weight of channel c that undoes this over all tokens is
 
         w_c = sum_t x_tc^2 / r_t  /  sum_t x_tc^2 / r_t^2        argmin sum_t (w_c x_tc / r_t - x_tc)^2
 
-    This is r where all tokens have the same r; behind diff_v1's own head norm it is 1, and nothing changes.
+    If all tokens have the same r, w_c = r. After diff_v1's own head norm, w_c = 1 and nothing changes.
     """
     model.load_state_dict(source.state_dict(), strict=False)
     sums: dict[str, tuple[Tensor, Tensor]] = {}
@@ -73,5 +73,5 @@ def insert_sub_norms(source: Decoder, model: Decoder, ids: Tensor) -> None:
     for row in ids:
         source(row[None])
     for name, (above, below) in sums.items():
-        weight = torch.where(below > 0, above / below, above.sum() / below.sum())  # else: a channel that is always 0
+        weight = torch.where(below > 0, above / below, above.sum() / below.sum())  # the latter: a channel of zeros
         model.get_parameter(f"{name}.weight").copy_(weight)

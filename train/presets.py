@@ -1,6 +1,6 @@
-"""Presets: sizes of models, each for three attention variants of equal size, and how to train them.
+"""Presets: model sizes, each for three attention variants of equal size, and their training options.
 
-The variants of a preset have the same number of parameters within 1 % and differ in their heads only (d = head_dim).
+The variants of a preset have the same number of parameters within 1 % and differ only in their heads (d = head_dim).
 With H pairs in diff_v1:
 
     variant   query heads      key heads    value heads    weights of q + k + v + o, in units of hidden * d
@@ -8,9 +8,9 @@ With H pairs in diff_v1:
     diff_v1   H pairs of d     H pairs      H of 2d        2H + 2H + 2H + 2H = 8H     (+ 4d for lambda)
     diff_v2   2H pairs of d    H of d       H of d         4H +  H +  H + 2H = 8H     (+ 2H hidden for lambda)
 
-softmax and diff_v1 are the paper's pair: the same d, half as many (double) heads (arXiv 2410.05258, section 2.1), so
-that all weights have the same names and shapes. diff_v2 has twice the query heads of softmax, as its authors do, and
-fewer key-value heads (grouped queries, 4 query heads each).
+softmax and diff_v1 are the paper's pair: they have the same d, and diff_v1 has half as many (double) heads (arXiv
+2410.05258, section 2.1), so all weights have the same names and shapes. diff_v2 has twice the query heads of softmax,
+as in its authors' models, and fewer key-value heads (grouped queries, 4 query heads each).
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from .config import TrainConfig
 from .folder import MASTER
 
 TERNARY_RATE = 2.0  # learning rate of ternary weights, relative to that of float weights
-# The same from a trained checkpoint: weights of two bits must move far, those of more bits hardly
+# Likewise when training starts from a checkpoint: two-bit weights must move far, weights of more bits hardly at all
 FEW_BITS_FROM_CHECKPOINT = 0.5
 FROM_CHECKPOINT = 0.025
-ATTENTION = "diff_v1"  # by default
+ATTENTION = "diff_v1"  # the default
 HEAD_NORMS = ("learned", "fixed", "none")
-# Initial sizes in a model with a learned head norm (docs/training.md): of its weight, and of o_proj relative to others
+# Initial values in a model with a learned head norm (docs/training.md): its weight, and the relative size of o_proj
 HEAD_GAIN = 0.1
 O_PROJ_INIT = 0.1
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Sizes of a model and the length of its training. Hidden and intermediate sizes are multiples of 128, the largest
-    group of weight formats."""
+    """The sizes of a model and its training options. Hidden and intermediate sizes are multiples of 128, the largest
+    group size of the weight formats."""
 
     vocab_size: int
     hidden_size: int
     num_layers: int
-    num_pairs: int  # H above
+    num_pairs: int  # H in the table above
     intermediate_size: int
     context: int
     steps: int
@@ -59,7 +59,7 @@ class Preset:
 PRESETS = {
     # Small enough for git: examples/pico.
     "pico": Preset(1024, 128, 2, 2, 128, 256, 800, 8, 1, 5e-3, 60),
-    # For a matched pair in a few minutes on two CPU cores.
+    # Trains a matched pair in a few minutes on two CPU cores.
     "tiny": Preset(1024, 128, 4, 2, 256, 128, 1200, 8, 1, 5e-3, 60),
     # The size of the published Diff_NanoGPT: 2.5 M parameters, context 256.
     "nano": Preset(1024, 256, 3, 4, 640, 256, 3000, 32, 1, 2e-3, 100),
@@ -82,7 +82,7 @@ def model_config(
     unknown name."""
     size = _preset(preset)
     if attention not in variants():
-        raise DiffbitError(f"attention {attention!r} is none of {', '.join(variants())}")
+        raise DiffbitError(f"attention {attention!r} is unknown; choose one of {', '.join(variants())}")
     heads, kv_heads = attention_options(attention).equal_heads(size.num_pairs)
     return ModelConfig.uniform(
         vocab_size=vocab_size or size.vocab_size,
@@ -115,15 +115,15 @@ def train_config(
 ) -> TrainConfig:
     """The training run of a preset; `changes` replace fields of TrainConfig.
 
-    vocab_size: None: that of the tokenizer among the changes, else the preset's.
-    context: of the model and of the rows; None: that of `init`, else the preset's.
-    init: a checkpoint to start from; its model and tokenizer are used, and `attention` must agree with it.
-    mlp, sub_norms: of the model (models/config.py); None: those of `init`, else swiglu and, with ternary `qat`,
-    sub-norms. Sub-norms can be added to the model of `init`.
-    head_norm: of diff_v1: "learned", with a weight that saving folds into o_proj (head_norm.py), "fixed", without one,
-    or "none"; None: as the checkpoint of `init` has it, else "learned", but "fixed" with `qat` or sub-norms.
+    vocab_size: default: that of `changes["tokenizer"]` if given, else the preset's.
+    context: of the model and of the rows; default: that of `init`, else the preset's.
+    init: a checkpoint to start from. The run uses its model and tokenizer; `attention` must agree with it.
+    mlp, sub_norms: of the model (models/config.py); default: those of `init`, else swiglu, and sub-norms only with
+    ternary `qat`. Sub-norms can be added to the model of `init`.
+    head_norm: of diff_v1: "learned" (with a weight that is folded into o_proj when the model is saved, head_norm.py),
+    "fixed" (without a weight) or "none"; default: as in `init`, else "learned", but "fixed" with `qat` or sub-norms.
 
-    A ternary run without `init` follows BitNet b1.58: a learning rate TERNARY_RATE times as high, in two stages. A
+    A ternary run without `init` follows BitNet b1.58: its learning rate is TERNARY_RATE times as high, in two stages. A
     quantization-aware run from `init` has a lower learning rate than the preset: half at two bits, a fortieth above.
     Raises DiffbitError for unknown names, and for a checkpoint that does not fit.
     """
@@ -132,7 +132,7 @@ def train_config(
     ternary = format is not None and format.trained
     rate, schedule = size.learning_rate, "cosine"
     if head_norm not in (None, *HEAD_NORMS):
-        raise DiffbitError(f"head_norm {head_norm!r} is none of {', '.join(HEAD_NORMS)}")
+        raise DiffbitError(f"head_norm {head_norm!r} is unknown; choose one of {', '.join(HEAD_NORMS)}")
     if init is not None:
         model = _model_of(init, attention, mlp, sub_norms)
         changes = {"tokenizer": init, **changes}
@@ -157,7 +157,7 @@ def train_config(
     if head_norm is not None and model.head_norm != (head_norm != "none"):
         raise DiffbitError(
             f"head_norm is {head_norm}, but the heads of this model ({model.attention}) have "
-            f"{'a norm' if model.head_norm else 'no norm'}; leave --head-norm out"
+            f"{'a norm' if model.head_norm else 'no norm'}; omit --head-norm"
         )
     if context is not None:
         model = replace(model, max_position=context)
@@ -180,33 +180,33 @@ def train_config(
 
 def _preset(name: str) -> Preset:
     if name not in PRESETS:
-        raise DiffbitError(f"preset {name!r} is none of {', '.join(PRESETS)}")
+        raise DiffbitError(f"preset {name!r} is unknown; choose one of {', '.join(PRESETS)}")
     return PRESETS[name]
 
 
 def _model_of(checkpoint: str, attention: str | None, mlp: str | None, sub_norms: bool | None) -> ModelConfig:
-    """The model of a checkpoint that training can start from; otherwise raises DiffbitError."""
+    """The model of a checkpoint. Raises DiffbitError if training cannot start from it."""
     found = Checkpoint(checkpoint)
     if found.quantization is not None:
         master = Path(checkpoint) / MASTER
-        source = f"give {master}" if master.is_dir() else "give its source"
+        source = f"start from {master}" if master.is_dir() else "start from the checkpoint it was made from"
         raise DiffbitError(f"{checkpoint}: is quantized, but training starts from float weights; {source}")
     if attention not in (None, found.config.attention):
         raise DiffbitError(
-            f"{checkpoint}: its attention is {found.config.attention}, not {attention}; leave --attention out, or "
+            f"{checkpoint}: its attention is {found.config.attention}, not {attention}; omit --attention, or "
             "start from another checkpoint"
         )
     if mlp not in (None, found.config.mlp):
         raise DiffbitError(
-            f"{checkpoint}: its MLP is {found.config.mlp}, not {mlp}; leave --mlp out, or start from another checkpoint"
+            f"{checkpoint}: its MLP is {found.config.mlp}, not {mlp}; omit --mlp, or start from another checkpoint"
         )
     if sub_norms is False and found.config.sub_norms:
-        raise DiffbitError(f"{checkpoint}: has sub-norms, which training cannot take out; leave --no-sub-norms out")
+        raise DiffbitError(f"{checkpoint}: has sub-norms, which training cannot remove; omit --no-sub-norms")
     return found.config.with_sub_norms() if sub_norms else found.config
 
 
 def parameters() -> list[dict[str, Any]]:
-    """A row for each preset and variant: its sizes and number of parameters; a tied embedding counts once."""
+    """A row for each preset and variant, with its sizes and number of parameters (a tied embedding counts once)."""
     rows = []
     for preset in PRESETS:
         for attention in variants():

@@ -1,16 +1,16 @@
-"""Quantization-aware training: linear layers that compute in a low-bit format and keep float master weights.
+"""Quantization-aware training: linear layers compute in a low-bit format and keep float master weights.
 
 A master weight W is trained in float32. Each forward pass multiplies by its quantized value, and the backward pass
 treats rounding as the identity (the straight-through estimator). The formats differ in their scales:
 
-    ternary        absmean codes, int8 activations with a scale a token (BitNet b1.58, arXiv 2402.17764, eq. 1-3); the
-                   forward pass is the exported operator's: int8 codes, an exact integer sum, times a * s
+    ternary        absmean codes, int8 activations with one scale per token (BitNet b1.58, arXiv 2402.17764, eq. 1-3);
+                   the forward pass equals the exported operator: int8 codes, an exact integer sum, times a * s
                    (ops/ternary_matmul.py)
-    int2 ... int8  symmetric, scales learned with the weights (LSQ, arXiv 1902.08153, eq. 3 and section 2.2) as factors
-                   of their initial values: AdamW changes a number by about the learning rate whatever its gradient, so
-                   a scale of 0.01 would vanish after a few training steps; activations are rounded as the exported
-                   operator rounds them
-    codebooks      scales fitted to the weights after each training step
+    int2 ... int8  symmetric; scales are learned together with the weights (LSQ, arXiv 1902.08153, eq. 3 and section
+                   2.2), as factors of their initial values: AdamW changes a parameter by about the learning rate
+                   whatever its gradient, so a scale of 0.01 would vanish after a few training steps; activations are
+                   rounded as in the exported operator
+    codebooks      scales are fitted to the weights after each training step
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ MIN_SCALE = 2.0**-24  # the smallest number above 0 in fp16
 
 
 class QATLinear(nn.Linear):
-    """y = act(x) Q(W)^T + bias, x [..., K] -> [..., N]. `weight` [N, K] is the master; `factor` fp32 [N, G] is learned
-    where scales are: scale = factor * initial scale.
+    """y = act(x) Q(W)^T + bias, x [..., K] -> [..., N]. `weight` [N, K] is the master weight. With learned scales,
+    `factor` fp32 [N, G] is a parameter: scale = factor * initial scale.
 
-    Call `refresh` after every change of the weight: it computes codes and scales, which forward passes use.
+    Call `refresh` after every change of the weight: it computes the codes and scales for the forward pass.
     """
 
     def __init__(self, linear: nn.Linear, format: Format, rounding: Rounding | None) -> None:
@@ -58,7 +58,7 @@ class QATLinear(nn.Linear):
 
     @torch.no_grad()
     def refresh(self) -> int:
-        """Compute codes and scales of the current weight; the number of codes that changed."""
+        """Compute codes and scales of the current weight. Returns the number of codes that changed."""
         before = getattr(self, "codes", None)
         weight = spread(self.weight.detach(), self.rounding)
         self.scale = self.format.fit(weight)[0] if self.factor is None else self._stored(self.factor * self.start)
@@ -71,7 +71,7 @@ class QATLinear(nn.Linear):
         return QTensor(self.format, (self.out_features, self.in_features), self.codes, self.scale)
 
     def value(self) -> Tensor:
-        """`quantized` as numbers, fp32 [N, K], decoded once after each `refresh`."""
+        """The decoded quantized weight, fp32 [N, K], computed once after each `refresh`."""
         if self._value is None:
             self._value = self.format.decode(self.codes, self.scale, None)
         return self._value
@@ -93,13 +93,13 @@ class QATLinear(nn.Linear):
         return F.linear(x, weight)
 
     def _stored(self, scale: Tensor) -> Tensor:
-        """Scales as a file stores them, none of them 0: a weight with a scale of 0 gets no gradient."""
+        """Scales as they are stored in a file, but never 0: a weight with a scale of 0 gets no gradient."""
         tiny = torch.where(self.start < 0, -MIN_SCALE, MIN_SCALE)
         return self.format.stored(torch.where(scale.abs() < MIN_SCALE, tiny, scale))
 
 
 class _Ternary(torch.autograd.Function):
-    """int8 activations times {-1, 0, 1}: exact forward, straight-through backward."""
+    """int8 activations times weights in {-1, 0, 1}: exact forward pass, straight-through backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, codes: Tensor, scale: Tensor, bits: int) -> Tensor:
@@ -116,13 +116,13 @@ class _Ternary(torch.autograd.Function):
         q, a, signs, scale = ctx.saved_tensors
         grad = grads[0]
         to_x = (grad @ signs.to(grad.dtype)).to(ctx.dtype).mul_(scale.view(1)) if ctx.needs_input_grad[0] else None
-        x = (q * a).to(grad.dtype)  # as the weight saw it
+        x = (q * a).to(grad.dtype)  # the rounded input that the weight was multiplied by
         return to_x, (grad.flatten(0, -2).T @ x.flatten(0, -2)).float(), None, None, None
 
 
 def integer_product(q: Tensor, weight: Tensor) -> Tensor:
-    """int8 [M, K] times int8 [N, K] -> exact sums as fp32 [M, N]: by int8 instructions where the machine has them, else
-    in float32, which holds these sums exactly up to K = 132,000 (|q| <= 127, |w| <= 1)."""
+    """int8 [M, K] times int8 [N, K] -> exact sums as fp32 [M, N]. Uses int8 instructions if the machine has them, else
+    float32, which holds these sums exactly up to K = 132,000 (|q| <= 127, |w| <= 1)."""
     if q.device.type == "cpu" and torch.cpu._is_vnni_supported():
         return torch._int_mm(q, weight.T.contiguous()).float()
     if q.device.type == "cuda" and len(q) > 16 and not q.shape[1] % 8 and not len(weight) % 8:
@@ -132,13 +132,14 @@ def integer_product(q: Tensor, weight: Tensor) -> Tensor:
 
 
 class _LearnedScale(torch.autograd.Function):
-    """LSQ: scale * clip(round(W / scale), -Q - 1, Q), Q = 2^(bits - 1) - 1, which `value` already is.
+    """LSQ: scale * clip(round(W / scale), -Q - 1, Q), Q = 2^(bits - 1) - 1; the caller passes the result as `value`.
 
-    Gradients (arXiv 1902.08153, eq. 3 and 5; a weight on a bound counts as outside):
+    Gradients (arXiv 1902.08153, eq. 3 and 5; a weight at a bound counts as outside the range):
 
-        to W        that of the output inside the range, 0 outside
-        to scale    times round(W / scale) - W / scale inside, times the bound outside, summed over the n weights that
-                    share it, times 1 / sqrt(n Q) (section 2.2); for `factor`, which is scale / start, times start
+        for W       the gradient g of the output inside the range, 0 outside
+        for scale   g (round(W / scale) - W / scale) inside the range, g times the bound outside, summed over the n
+                    weights that share the scale, times 1 / sqrt(n Q) (section 2.2)
+        for factor  start times that, because scale = factor * start
     """
 
     @staticmethod
@@ -165,14 +166,14 @@ class _LearnedScale(torch.autograd.Function):
 
 
 def prepare(model: Decoder, scheme: Scheme) -> list[QATLinear]:
-    """Replace the layers that a scheme quantizes by QATLinears with the same weights. Raises DiffbitError for a scheme
-    that training does not support."""
+    """Replace the layers that the scheme quantizes with QATLinears with the same weights, and return them. Raises
+    DiffbitError for a scheme that training does not support."""
     made = []
     for name, format in scheme.formats(model.config).items():
         if not format.symmetric:
             raise DiffbitError(f"training cannot learn {format}: it has zero points; use a symmetric format")
         if name == "lm_head" and model.lm_head is None:
-            raise DiffbitError("the head shares the embedding's weight, which is not trained in a format; leave it out")
+            raise DiffbitError("the head shares the embedding's weight, which cannot be trained in a format; omit it")
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         rounding = format.device_rounding(format.rounding(name, linear.in_features, scheme.activations))
@@ -185,8 +186,8 @@ def prepare(model: Decoder, scheme: Scheme) -> list[QATLinear]:
 
 
 def refresh(layers: list[QATLinear]) -> dict[str, float]:
-    """Update the codes of all layers after a training step: shares of codes that changed ("flips") and that are 0
-    ("zeros")."""
+    """Update the codes of all layers after a training step. Returns the fraction of codes that changed ("flips") and
+    that are 0 ("zeros")."""
     weights = sum(layer.codes.numel() for layer in layers)
     flips = sum(layer.refresh() for layer in layers)
     zeros = sum(int((layer.codes == layer.zero).sum()) for layer in layers)
@@ -194,7 +195,7 @@ def refresh(layers: list[QATLinear]) -> dict[str, float]:
 
 
 def weights(model: Decoder) -> dict[str, Tensor | QTensor]:
-    """The model's weights by name, those of QATLinears quantized."""
+    """The model's weights by name; those of QATLinears are quantized."""
     found: dict[str, Tensor | QTensor] = {}
     for name in shapes(model.config):
         layer = model.get_submodule(name.rpartition(".")[0])

@@ -1,27 +1,27 @@
-"""The training loop: AdamW (betas 0.9, 0.95), linear warm-up, then a cosine to a tenth, clipped gradients.
+"""The training loop: AdamW (betas 0.9, 0.95), linear warm-up, cosine decay to a tenth, clipped gradients.
 
-The folder of a run, `out`:
+Files in `out`, the folder of a run:
 
     config.json, model.safetensors, tokenizer files    the trained model, after the last step
-    log.jsonl        a line for each step:
+    log.jsonl        one line per step:
                          step, lr, tokens_per_second
-                         loss              mean nats per token of the step's batch, before its update
-                         grad_norm         before clipping
-                         eval_loss         of the held-out text after the step, where it was scored
-                         lambda            with diff_v1: one number for each layer
-                         answer_loss       of the tokens of needles' answers, where the batch has any
-                         distill_loss      with a teacher (distill.py); it adds to the gradient, not to loss
-                         flips, zeros      with qat: shares of the quantized weights whose code the update changed,
+                         loss              mean nats per token of the step's batch, before the update
+                         grad_norm         norm of the gradient before clipping
+                         eval_loss         loss on the held-out text after the step, if it was evaluated
+                         lambda            with diff_v1: one number per layer
+                         answer_loss       loss on the tokens of needles' answers, if the batch has any
+                         distill_loss      with a teacher (distill.py): its loss, which `loss` does not include
+                         flips, zeros      with qat: fraction of the quantized weights whose code the update changed,
                                            and whose code is 0
-    loss.png         these losses
+    loss.png         plot of these losses
     training.json    the options, the hashes of text and tokenizer, and the result
-    master/          with qat: the float weights behind the quantized ones, a model folder to train on from
+    master/          with qat: the float master weights, a model folder from which training can continue
     checkpoints/     during the run: see checkpoint.py
 
 Under torchrun every process takes its share of each batch, and gradients are averaged (DistributedDataParallel).
-Weights, gradients and moments are fp32 (adamw8bit: moments of 8 bits); the forward pass runs under bf16 autocast on a
-GPU, and on a CPU where `precision` says so: with AVX512-BF16 or AMX that takes 0.55 to 0.65 of the time (nano, 2 cores
-of a Zen 5 EPYC).
+Weights, gradients and moments are fp32 (adamw8bit: 8-bit moments). The forward pass runs under bf16 autocast on a GPU,
+and on a CPU if `precision` is bf16: with AVX512-BF16 or AMX this takes 0.55 to 0.65 of the time (nano, 2 cores of a Zen
+5 EPYC).
 """
 
 from __future__ import annotations
@@ -69,29 +69,30 @@ from .initialize import initialize, insert_sub_norms
 from .qat import prepare, refresh
 
 BETAS = (0.9, 0.95)
-FINAL_RATE = 0.1  # of the highest learning rate, at the last step
-SECOND_PEAK = 2 / 3  # of the learning rate in the second of two stages, relative to the first
-CALIBRATION_ROWS = 16  # rows of the training text that sub-norms are fitted to
-ANSWER_WEIGHT = 10.0  # weight of an answer's token in the loss; there are few of them
+FINAL_RATE = 0.1  # learning rate at the last step, relative to the highest
+SECOND_PEAK = 2 / 3  # learning rate in the second of two stages, relative to the first
+CALIBRATION_ROWS = 16  # rows of the training text to fit sub-norms on
+ANSWER_WEIGHT = 10.0  # weight in the loss of a token that answers a query; there are few of them
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Result of a run."""
+    """The result of a run."""
 
     losses: list[float]  # of each step, nats per token
     eval_loss: float  # nats per token of the held-out text, after the last step
     path: Path
-    tokens: int  # trained on, with repetitions
-    seconds: float  # of the steps, with evaluation and checkpoints; for a resumed run, since it was resumed
+    tokens: int  # number of tokens trained on, with repetitions
+    seconds: float  # for steps, evaluation and checkpoints; since the resumption for a resumed run
 
 
 def train(config: TrainConfig, out: str | Path, *, resume: bool = False, overwrite: bool = False) -> TrainResult:
     """Train a model into the folder `out` (see the module's docstring).
 
-    `resume` continues from the last checkpoint of the same run in `out`; on the CPU the losses are, bit for bit, those
-    of an uninterrupted run. `overwrite` deletes an earlier run in `out`. Under torchrun, call it in every process.
-    Raises DiffbitError for a folder, text, tokenizer or checkpoint that does not fit, and for a run that diverges.
+    `resume` continues from the last checkpoint of the same run in `out`; on the CPU the losses equal those of an
+    uninterrupted run bit for bit. `overwrite` deletes an earlier run in `out`. Under torchrun, call this in every
+    process. Raises DiffbitError for a folder, text, tokenizer or checkpoint that does not fit, and for a run that
+    diverges.
     """
     out = Path(out)
     check_folder(out, resume=resume, overwrite=overwrite)
@@ -101,13 +102,13 @@ def train(config: TrainConfig, out: str | Path, *, resume: bool = False, overwri
     pyplot()  # if matplotlib or bitsandbytes is missing, fail now: an earlier run in `out` is still there
     optimizer_class(config)
     here = processes(config.device)
-    here.wait()  # every process checks the folder before the first one writes there
+    here.wait()  # every process checks the folder before the first process writes there
     try:
         with locked(out) if here.first else nullcontext():
             return _train(config, out, here, resume)
     except BaseException as error:
-        if not isinstance(error, Exception) and any((out / FOLDER).glob("step-*")):  # stopped from outside
-            error.add_note(f"{last_checkpoint(out)} is whole: the same command with --resume goes on from there")
+        if not isinstance(error, Exception) and any((out / FOLDER).glob("step-*")):  # interrupted, such as by Ctrl-C
+            error.add_note(f"{last_checkpoint(out)} is complete: the same command with --resume continues from it")
         raise
 
 
@@ -143,7 +144,7 @@ class _Run:
         eos = tokenizer.eos_id
         self.out, self.here = out, here
         self.config = replace(config, model=replace(config.model, bos_token_id=eos, eos_token_ids=(eos,)))
-        self.batch = config.batch_size * config.accumulate * here.count  # rows a step
+        self.batch = config.batch_size * config.accumulate * here.count  # rows per step
         tokens, _ = stream(tokenizer.encode(text.documents), eos)
         needles = Needles.of(tokenizer) if config.needles else None
         self.rows = Rows(tokens, config.length, config.seed, needles, config.needles)
@@ -186,12 +187,12 @@ class _Run:
             self.forward = torch.compile(self.forward)
 
     def resume(self) -> int:
-        """Load the last checkpoint; its step."""
+        """Load the last checkpoint and return its step."""
         folder = last_checkpoint(self.out)
         before = read_training(folder)
         if different := self.config.differences(before.get("config", {})):
             raise DiffbitError(
-                f"{folder}: belongs to a run with another {' and '.join(different)}; "
+                f"{folder}: belongs to a run with other values of {' and '.join(different)}; "
                 "resume with the options in its training.json, or start a new run"
             )
         for key in ("processes", "text_sha256", "tokenizer_sha256", "init_sha256", "distill_sha256"):
@@ -228,7 +229,7 @@ class _Run:
                     save_checkpoint(self.out, self.model, self.optimizer, self.out / "tokenizer", state)
 
     def step(self, step: int) -> dict[str, Any]:
-        """Forward and backward over the batch of a step (1 ... steps), then the update; the step's line of the log."""
+        """Train on the batch of a step (1 ... steps): forward, backward, update. Returns the step's line of the log."""
         config, here = self.config, self.here
         begin = time.perf_counter()
         rate = learning_rate(config, step)
@@ -236,7 +237,7 @@ class _Run:
             group["lr"] = rate
         self.optimizer.param_groups[0]["weight_decay"] = weight_decay(config, step)
         rows, answers = map(torch.from_numpy, self.rows.take((step - 1) * self.batch, self.batch))
-        sums = torch.zeros(3, device=here.device)  # of losses: of all tokens, of answers, of the teacher
+        sums = torch.zeros(3, device=here.device)  # of the losses of all tokens, of answers, and of the teacher
         for index in range(config.accumulate):
             first = (index * here.count + here.rank) * config.batch_size
             ids = rows[first : first + config.batch_size].to(here.device)  # [B, S + 1]
@@ -287,11 +288,11 @@ class _Run:
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Learning rate of a step (1 ... steps): peak * step / warmup, then the schedule's.
+    """Learning rate of a step (1 ... steps): peak * step / warmup during the warm-up, then the schedule.
 
     cosine      peak * (0.1 + 0.9 (1 + cos(pi t)) / 2), t in (0, 1] over the steps after the warm-up
-    two_stage   peak * (1 - t), t = (step - 1) / steps; 2/3 of it in the second half of the run. High rates help where
-                small updates change no code (The Era of 1-bit LLMs: Training Tips, Code and FAQ, 2024)
+    two_stage   peak * (1 - t), t = (step - 1) / steps; 2/3 of that in the second half of the run. High rates help when
+                small updates do not change any code (The Era of 1-bit LLMs: Training Tips, Code and FAQ, 2024)
     """
     if step <= config.warmup:
         return config.learning_rate * step / config.warmup
@@ -303,13 +304,13 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def weight_decay(config: TrainConfig, step: int) -> float:
-    """Weight decay of matrices at a step; 0 in the second stage, where ternary weights should come to rest."""
+    """Weight decay of matrices at a step; 0 in the second stage, in which ternary weights should stop changing."""
     return config.weight_decay if config.schedule == "cosine" or step <= config.steps // 2 else 0.0
 
 
 def optimizer_class(config: TrainConfig) -> Callable[..., torch.optim.Optimizer]:
-    """torch's AdamW, or bitsandbytes', whose moments have 8 bits and an fp32 absmax for each block of 256 (arXiv
-    2110.02861), fp32 where a tensor has fewer than 4096 elements. Raises MissingDependency without bitsandbytes."""
+    """torch's AdamW, or that of bitsandbytes, whose moments have 8 bits and an fp32 absmax per block of 256 (arXiv
+    2110.02861); tensors of fewer than 4096 elements keep fp32. Raises MissingDependency without bitsandbytes."""
     if config.optimizer == "adamw":
         return partial(torch.optim.AdamW, fused=True)
     try:
@@ -320,7 +321,7 @@ def optimizer_class(config: TrainConfig) -> Callable[..., torch.optim.Optimizer]
 
 
 def adamw(model: Decoder, config: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW with weight decay for matrices and none for norms, lambda vectors and learned scales."""
+    """AdamW with weight decay for matrices, but not for norms, lambda vectors and learned scales."""
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (config.weight_decay, 0.0)]
     for name, parameter in model.named_parameters():
         decays = parameter.ndim >= 2 and name in shapes(model.config)
@@ -330,41 +331,41 @@ def adamw(model: Decoder, config: TrainConfig) -> torch.optim.Optimizer:
 
 @torch.no_grad()
 def evaluation_loss(model: Decoder, held_out: Windows, batch_size: int, precision: str = "auto") -> float:
-    """Mean loss of the windows in nats per scored token."""
+    """Mean loss over the windows, in nats per scored token."""
     device = next(model.parameters()).device
     total = 0.0
     for begin in range(0, len(held_out.ids), batch_size):
         ids = torch.from_numpy(held_out.ids[begin : begin + batch_size]).to(device)
         target = torch.from_numpy(held_out.target[begin : begin + batch_size]).to(device)[:, 1:]
         with _autocast(device, precision):
-            logits = model(ids)  # [B, S, V]; padding follows every token, and causality hides it
+            logits = model(ids)  # [B, S, V]; padding is at the end, where causal attention hides it
         losses = F.cross_entropy(logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none")  # [B, S - 1]
         total += float(losses[target].double().sum())
     return total / held_out.scored
 
 
 def lambdas(model: Decoder) -> list[float]:
-    """lambda of each layer that has one scalar (diff_v1); empty for the other variants."""
+    """lambda of each layer if it is a scalar (diff_v1); empty for the other variants."""
     values = [part.lambda_value() for part in model.modules() if isinstance(part, Attention)]
     return [float(value.detach()) for value in values if value is not None]
 
 
 def _prepare_tokenizer(config: TrainConfig, text: Corpus, folder: Path) -> None:
-    """Save the run's tokenizer, given or trained on the text, in `folder`."""
+    """Save the run's tokenizer in `folder`. It is the given one, or trained on the text."""
     wanted = config.model.vocab_size
     if config.tokenizer is None:
         size = train_tokenizer(text.documents, wanted, folder).vocab_size
         if size < wanted:
             raise DiffbitError(
-                f"{config.source}: too little text for a vocabulary of {wanted} ids, it gives {size}; "
-                "give more text or take a smaller vocabulary"
+                f"{config.source}: too little text for a vocabulary of {wanted} ids, it is enough for {size}; "
+                "use more text or a smaller vocabulary"
             )
         return
     tokenizer = load_tokenizer(config.tokenizer)
     if tokenizer.vocab_size > wanted:
         raise DiffbitError(
             f"{config.tokenizer}: the tokenizer has {tokenizer.vocab_size} ids, more than the model's vocabulary of "
-            f"{wanted}; take a vocabulary of that size"
+            f"{wanted}; set the model's vocabulary to that size"
         )
     tokenizer.save(folder)
 

@@ -1,4 +1,4 @@
-// float16 as 16 bits, converted without the help of any instruction set.
+// Conversions of float16 (as 16 bits) that need no special instruction set.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ inline float to_float(Half half) {
   return value;
 }
 
-/// Rounds halves to even; too large becomes infinity.
+/// Rounds halves to even; numbers that are too large become infinity.
 inline Half to_half(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, 4);

@@ -17,7 +17,7 @@
 namespace diffbit {
 namespace {
 
-/// What this CPU has and its operating system saves; a member for each set in the table.
+/// Which sets this CPU has and its operating system supports; one member per set in the table.
 struct Processor {
   bool avx2 = false, avxvnni = false, avx512vnni = false;
   bool neon = false;
@@ -40,7 +40,7 @@ struct Processor {
 #elif defined(__aarch64__) && defined(__linux__)
   Processor() : neon(getauxval(AT_HWCAP) & HWCAP_ASIMDDP) {}
 #elif defined(__aarch64__)
-  Processor() : neon(true) {}  // Apple's all have it
+  Processor() : neon(true) {}  // all of Apple's have it
 #endif
 };
 

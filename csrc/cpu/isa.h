@@ -1,11 +1,11 @@
-// Instruction sets: each kernel is compiled once per set, and the best that the CPU has is chosen when a node is made.
+// Instruction sets: each kernel is compiled once per set, and the CPU's best set is chosen when a node is created.
 //
 // The table of sets is in csrc/CMakeLists.txt (instruction_set), which writes isas.h: DIFFBIT_ISAS(X, more) is
-// X(name, more) for each set that the compiler knows, best first. The kernels of a set lie in the namespace
-// diffbit::NAME; those of diffbit::scalar are the slow, obvious ones that run on any CPU.
+// X(name, more) for each set that the compiler knows, best first. The kernels of a set are in the namespace
+// diffbit::NAME; those of diffbit::scalar are slow and simple and run on any CPU.
 //
-// The environment variable DIFFBIT_ISA names another one (scalar, avx2, avxvnni, avx512vnni, neon): for tests and
-// measurements. A set that this CPU or this build lacks is an error, never a silent choice of another.
+// For tests and measurements, the environment variable DIFFBIT_ISA selects another set (scalar, avx2, avxvnni, avx512vnni,
+// neon). A set that this CPU or this build does not have is an error; no other set is chosen silently.
 #pragma once
 
 #include "isas.h"
@@ -16,7 +16,7 @@ namespace diffbit {
 enum class Isa { DIFFBIT_ISAS(DIFFBIT_NAME, ) scalar };
 #undef DIFFBIT_NAME
 
-/// The set that DIFFBIT_ISA names, else the best available one. Throws Error where the variable names none of those.
+/// The set that DIFFBIT_ISA names, else the best available one. Throws Error if the named set is not available.
 Isa choose_isa();
 
 }  // namespace diffbit

@@ -1,6 +1,6 @@
-// The ops on a CPU: the nodes are checked as on every device (ort/), the kernels of the best instruction set are chosen
-// when a node is made, and `compute` cuts the work into tasks for the session's threads. The cuts depend on shapes alone,
-// never on the number of threads: the same bits on any number of threads.
+// The ops on a CPU. The nodes are checked as on every device (ort/), the kernels of the best instruction set are chosen
+// when a node is created, and `compute` splits the work into tasks for the session's threads. The split depends only on
+// shapes, so the number of threads does not change any bit of the result.
 #pragma once
 
 #include "../ort/attention_node.h"

@@ -1,4 +1,4 @@
-// Rows of activations on their way to integers: what the kernels of matrices of few bits share.
+// Helpers for rounding rows of activations to integers, shared by the kernels of low-bit matrices.
 #pragma once
 
 #include "api.h"
@@ -14,7 +14,7 @@ bool aligned_rows(const void* a, int64_t k) {
   return reinterpret_cast<uintptr_t>(a) % 16 == 0 && k * static_cast<int64_t>(sizeof(T)) % 16 == 0;
 }
 
-/// Numbers begin ... begin + 7 of a row of k, zeros behind its end. `aligned`: the row starts at a multiple of 16
+/// Numbers begin ... begin + 7 of a row of k, with zeros after its end. `aligned`: the row starts at a multiple of 16
 /// bytes.
 template <class T>
 __device__ __forceinline__ void load8(float (&x)[8], const T* row, int begin, int k, bool aligned) {
@@ -39,24 +39,24 @@ __device__ __forceinline__ void load8(float (&x)[8], const T* row, int begin, in
   for (int i = 0; i < 8; ++i) x[i] = begin + i < k ? to_float(row[begin + i]) : 0.0f;
 }
 
-/// The largest of `bits` and the bits of |x|: floats >= 0 are ordered as their bits are, NaN above infinity.
+/// The largest of `bits` and the bits of |x|: floats >= 0 have the same order as their bits, with NaN above infinity.
 __device__ __forceinline__ int larger(int bits, const float (&x)[8]) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) bits = max(bits, __float_as_int(x[i]) & 0x7fffffff);
   return bits;
 }
 
-constexpr int INFINITE = 0x7f800000;  // bits of infinity; what is above is NaN
+constexpr int INFINITE = 0x7f800000;  // bits of infinity; larger values are NaN
 
-/// Four integers of eight bits as bytes, the first in the lowest.
+/// Packs four 8-bit integers, the first in the lowest byte.
 __device__ __forceinline__ uint32_t bytes(int a, int b, int c, int d) {
   const uint32_t low = __byte_perm(static_cast<uint32_t>(a), static_cast<uint32_t>(b), 0x0040);
   const uint32_t high = __byte_perm(static_cast<uint32_t>(c), static_cast<uint32_t>(d), 0x0040);
   return __byte_perm(low, high, 0x5410);
 }
 
-/// Two neighbours of a row of y, the first at an even place, so that they are stored at once if `pairs` (rows of even
-/// length from an aligned address); of the second only if it is there.
+/// Stores two neighbours of a row of y, the first at an even position; both at once if `pairs` (rows of even length from
+/// an aligned address), and the second only if it exists.
 template <class T>
 __device__ __forceinline__ void store2(T* to, float first, float second, bool pairs, bool both) {
   if (pairs && both) {
@@ -70,7 +70,7 @@ __device__ __forceinline__ void store2(T* to, float first, float second, bool pa
   if (both) to[1] = from_float<T>(second);
 }
 
-/// run(a number of the type that ONNX numbers `type`), or a sentence where it is none of float32, float16, bfloat16.
+/// Calls run(a number of ONNX's type `type`); returns an error message unless it is float32, float16 or bfloat16.
 template <class Run>
 const char* with_type(int64_t type, const char* op, const Run& run) {
   switch (type) {

@@ -1,23 +1,23 @@
-// The kernels for NVIDIA GPUs behind a plain C interface, so that they can be run with nothing but pointers to a device's
-// memory. For each op X of ops/X.py, which says what it computes:
+// A plain C interface to the kernels for NVIDIA GPUs, which needs only pointers to device memory. For each op X, defined in
+// ops/X.py:
 //
-//     size_t diffbit_cuda_X_workspace(const DiffbitX*);        bytes of memory that a call needs beside its tensors
+//     size_t diffbit_cuda_X_workspace(const DiffbitX*);        bytes of memory that a call needs besides its tensors
 //     const char* diffbit_cuda_X(const DiffbitX*, void* workspace, void* stream);
 //
-// Pointers are to the device's memory unless said otherwise, tensors are dense, `stream` is a cudaStream_t (null: the
-// default one). A call starts its kernels on the stream and does not wait for them; the workspace belongs to it until they
-// are done, and may hold anything before. It returns null, or a sentence that says what is wrong, valid until this
-// thread's next call. Callers check shapes; a call checks what its kernels cannot do.
+// Pointers are to device memory unless stated otherwise, tensors are dense, `stream` is a cudaStream_t (null: the default
+// stream). A call launches its kernels on the stream and does not wait for them. It uses the workspace until they are done;
+// the workspace need not be initialized. The call returns null, or an error message that is valid until this thread's next
+// call. Callers check shapes; a call checks for arguments that its kernels do not support.
 //
-// The structs are made from ops/schema.py, as are those of runtime/cuda.py: pointers first, then int64_t, then float. Types
-// are ONNX's numbers.
+// The structs are generated from ops/schema.py, like those of runtime/cuda.py: pointers first, then int64_t, then float.
+// Types are ONNX's numbers.
 #pragma once
 
 #include "../ort/generated/calls.h"
 
 #define DIFFBIT_CUDA_API extern "C" __attribute__((visibility("default")))
 
-/// past and present may be one memory, each pair for itself, where their capacities are equal; else they do not overlap.
+/// Each past may be the same memory as its present if their capacities are equal; otherwise they must not overlap.
 DIFFBIT_CUDA_API size_t diffbit_cuda_attention_workspace(const DiffbitAttention*);
 DIFFBIT_CUDA_API const char* diffbit_cuda_attention(const DiffbitAttention*, void* workspace, void* stream);
 
@@ -39,7 +39,7 @@ DIFFBIT_CUDA_API const char* diffbit_cuda_gather_quantized(const DiffbitGatherQu
 DIFFBIT_CUDA_API size_t diffbit_cuda_float_matmul_workspace(const DiffbitFloatMatMul*);
 DIFFBIT_CUDA_API const char* diffbit_cuda_float_matmul(const DiffbitFloatMatMul*, void* workspace, void* stream);
 
-/// past_state and present_state may be one memory; so may those of the scan.
+/// past_state and present_state may be the same memory, also those of the scan.
 DIFFBIT_CUDA_API size_t diffbit_cuda_causal_conv_workspace(const DiffbitCausalConv*);
 DIFFBIT_CUDA_API const char* diffbit_cuda_causal_conv(const DiffbitCausalConv*, void* workspace, void* stream);
 

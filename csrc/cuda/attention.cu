@@ -1,9 +1,9 @@
-// DiffAttention: the past made present, new tokens appended, and the call cut into parts (csrc/diff_attention.cpp does
-// the same on a CPU).
+// DiffAttention: makes the past present, appends new tokens, and cuts the call into parts (cpu/attention/op.cpp does the
+// same on a CPU).
 //
-// What past holds is copied into present where they are not one memory; from then on everything is in place. A part has
-// at most FEW_STEPS steps, which with a cache of blocks all see the same tokens quantized; attention_decode.cu takes it. A call with
-// more steps that attention_prefill.cu takes is not cut.
+// The past is copied into present unless they are the same memory; from then on everything is in place. A part has at most
+// FEW_STEPS steps, which with a cache of blocks all see the same quantized tokens; attention_decode.cu computes it. A call
+// with more steps that attention_prefill.cu supports is not cut.
 #include "attention.h"
 
 namespace diffbit::cuda {
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int WARPS = 4;
 
-/// `heads` runs of `bytes` bytes, a word a thread.
+/// Copies `heads` runs of `bytes` bytes, one word per thread.
 template <class Word>
 __global__ void copy_runs(const char* from, char* to, int64_t bytes, int64_t to_stride) {
   const int64_t head = blockIdx.y;
@@ -35,7 +35,7 @@ const char* copy(const void* from, void* to, int64_t heads, int64_t bytes, int64
               : launch(copy_runs<char>, grid, 256, 0, stream, source, target, bytes, to_stride);
 }
 
-/// Everything that past holds, also what lies behind its tokens.
+/// Copies all of past, including the slots after its tokens.
 const char* copy_past(const Attention& a, bool keys, cudaStream_t stream) {
   const Side side = side_of(a, keys);
   const int64_t heads = a.batch * a.kv_heads, past = keys ? a.past_key_capacity : a.past_value_capacity;
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(32 * WARPS) append_rows(const Attention a, con
   append_row(a, side, b, part.first + s, row % a.kv_heads, static_cast<int>(threadIdx.x % 32));
 }
 
-/// The scale and the zero point of `count` numbers, `stride` apart; NaN where one of them is not finite.
+/// The scale and the zero point of `count` numbers, `stride` apart; NaN if a number is not finite.
 __device__ float2 scale_and_zero(const __half* x, int64_t count, int64_t stride, float top) {
   float least = to_float(x[0]), most = least;
   bool finite = true;
@@ -78,11 +78,11 @@ __device__ float2 scale_and_zero(const __half* x, int64_t count, int64_t stride,
 
 __device__ unsigned code_of(__half x, float2 by, float top) {
   const float code = rintf(__fdiv_rn(__fsub_rn(to_float(x), by.y), by.x == 0 ? 1.0f : by.x));
-  return code > 0 ? static_cast<unsigned>(fminf(top, code)) : 0;  // 0 for a NaN, too
+  return code > 0 ? static_cast<unsigned>(fminf(top, code)) : 0;  // also 0 for a NaN
 }
 
-/// A sub-head of keys or values in blocks: what is quantized with the part's tokens, the recent tokens moved up, the new ones
-/// behind them. At most one block is. Shared memory: that block as it came, [32, d].
+/// A sub-head of keys or values in blocks: quantizes the block that the part's tokens complete (at most one), moves the recent
+/// tokens up, and appends the new ones. Shared memory: that block before quantization, [32, d].
 __global__ void __launch_bounds__(32 * WARPS) append_blocks(const Attention a, const Part part) {
   const Side side = side_of(a, blockIdx.y == 0);
   if (side.bits >= 8) return;
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(32 * WARPS) append_blocks(const Attention a, c
         }
       }
     }
-    for (int64_t begin = 0; begin < (past - after) * d; begin += threads) {  // downwards: a chunk is read, then written
+    for (int64_t begin = 0; begin < (past - after) * d; begin += threads) {  // to lower addresses: a chunk is read, then written
       const int64_t i = begin + thread;
       const bool moves = i < (past - after) * d;
       const __half x = moves ? recent[(after - before) * d + i] : __half{};
@@ -172,12 +172,12 @@ const char* append(const Attention& a, Part part, cudaStream_t stream) {
   return launch(append_blocks, grid, 32 * WARPS, shared, stream, a, part);
 }
 
-/// Entries begin .. end, of `bytes` each, of the heads' rings, where entry i is i % slots, or of the heads' runs, which
-/// have room for `room` and begin with entry `base`: from one to the other.
+/// Copies entries begin .. end, of `bytes` each, between the heads' rings, where entry i is in slot i % slots, and the heads'
+/// runs, which have room for `room` entries and begin with entry `base`.
 struct Turn {
   char *ring, *run;
   int64_t slots, room, base, begin, end, bytes;
-  bool back;  // to the ring
+  bool back;  // direction: to the ring
 };
 
 template <class Word>
@@ -203,20 +203,20 @@ const char* start(const Turn& t, int64_t heads, cudaStream_t stream) {
   return wide ? launch(turn<uint4>, grid, 256, 0, stream, t) : launch(turn<char>, grid, 256, 0, stream, t);
 }
 
-/// What step s's token may see of attention_mask, from token `base` on, [B, count].
+/// The part of attention_mask that step s's token may see, from token `base` on, [B, count].
 __global__ void look(const Attention a, int64_t base, int64_t first, int64_t count, int64_t* seen) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x, b = blockIdx.y, t = base + i;
   const int64_t* mask = static_cast<const int64_t*>(a.attention_mask) + b * a.mask_row;
   if (i < count) seen[b * count + i] = t >= first ? mask[t] : 0;
 }
 
-/// A call with more tokens than its sliding window: the tokens that one of its steps sees, in order and with room for the
-/// new ones, in the workspace behind what the other kernels want.
+/// A call with more tokens than its sliding window: the tokens that any of its steps sees, in order and with room for the
+/// new ones, in the workspace after the memory of the other kernels.
 struct Window {
   const Attention& a;
   int64_t past, all, base, room, heads, at = 0;  // base: the first of the tokens
   struct Place {
-    int64_t rows, scales, row, scale, together;  // offsets in the workspace; bytes of a token's row, of `together` scales
+    int64_t rows, scales, row, scale, together;  // offsets in the workspace; bytes of a token's row, and of `together` scales
   } keys, values;
   int64_t mask, bytes;
 
@@ -242,7 +242,7 @@ struct Window {
     return found;
   }
 
-  /// The first token that step s wants.
+  /// The first token that step s sees.
   int64_t base_of(int64_t s) const {
     const int64_t seen = past + s + 1 - a.sliding_window, first = seen > 0 ? seen : 0;
     if (!blockwise(a)) return first;
@@ -250,7 +250,7 @@ struct Window {
     return block < quantized ? block : quantized;
   }
 
-  /// The call on the workspace's tokens, from `first` on.
+  /// Runs the call on the workspace's tokens, from `first` on.
   Attention from(char* workspace, int64_t first) const {
     Attention local = a;
     local.past_length = past - first;
@@ -266,7 +266,7 @@ struct Window {
     return local;
   }
 
-  /// Moves what the rings hold of the old tokens, or back what they keep of the new ones.
+  /// Copies the old tokens from the rings, or back to them the new tokens that they keep.
   const char* turns(char* workspace, bool back, cudaStream_t stream) const {
     for (const bool of_keys : {true, false}) {
       const Place& place = of_keys ? keys : values;
@@ -302,7 +302,7 @@ bool prefills(const Attention& a) { return a.steps > FEW_STEPS && prefill_takes(
 
 bool exceeds_window(const Attention& a) { return a.sliding_window && a.past_length + a.steps > a.sliding_window; }
 
-/// Scratch memory of a call that does.
+/// Scratch memory of such a call.
 size_t window_workspace(const Attention& a) {
   const Window window(a, 0);
   size_t most = 0;
@@ -314,7 +314,7 @@ size_t window_workspace(const Attention& a) {
   return most;
 }
 
-/// Such a call, whose past is present: a prompt at once, or step by step.
+/// Runs such a call, whose past is present: a prompt at once, or step by step.
 const char* attend_in_window(const Attention& a, char* workspace, cudaStream_t stream) {
   const Window window(a, static_cast<int64_t>(window_workspace(a)));
   if (const char* wrong = window.turns(workspace, false, stream)) return wrong;

@@ -1,6 +1,6 @@
-// What the files of DiffAttention share. attention.cu makes the new tokens present and cuts a call into parts,
-// attention_decode.cu attends with few queries, attention_prefill.cu with many. Both read present alone, which holds
-// the old tokens when they begin. Without a key nothing is appended: present is past, and holds all tokens.
+// Shared by the files of DiffAttention. attention.cu makes the new tokens present and cuts a call into parts,
+// attention_decode.cu computes attention for few queries, attention_prefill.cu for many. Both read only present, which
+// contains the old tokens when they start. Without a key nothing is appended: present is past, and has all tokens.
 #pragma once
 
 #include "../ort/abi.h"
@@ -10,7 +10,7 @@
 
 namespace diffbit::cuda {
 
-constexpr int64_t FEW_STEPS = 8;  // of a part that attention_decode.cu takes
+constexpr int64_t FEW_STEPS = 8;  // most steps of a part for attention_decode.cu
 
 using Attention = DiffbitAttention;
 
@@ -19,12 +19,12 @@ struct Part {
   int64_t first, steps;
 };
 
-/// attention_prefill.cu: whether it takes a call, its scratch memory, and all steps of a call whose tokens are present.
+/// attention_prefill.cu: whether it supports a call, its scratch memory, and all steps of a call whose tokens are present.
 bool prefill_takes(const Attention& a);
 size_t prefill_workspace(const Attention& a);
 const char* prefill(const Attention& a, void* workspace, cudaStream_t stream);
 
-/// attention_decode.cu: the steps of a part; its tokens are present but where it appends them itself.
+/// attention_decode.cu: the steps of a part; its tokens are present, unless it appends them itself.
 bool decode_appends(const Attention& a);
 size_t decode_workspace(const Attention& a, Part part);
 const char* decode(const Attention& a, Part part, void* workspace, cudaStream_t stream);
@@ -34,7 +34,7 @@ __host__ __device__ inline int64_t quantized_tokens(int64_t total, int64_t windo
 }
 __host__ __device__ inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/// How many of a cache's tokens are codes for a part that ends with `all` tokens.
+/// How many of a cache's tokens are quantized for a part that ends with `all` tokens.
 __host__ __device__ inline int64_t quantized_for(const Attention& a, int64_t all) {
   return quantized_tokens(a.key ? all : a.past_length + a.steps, a.window);
 }
@@ -43,15 +43,15 @@ __host__ __device__ inline int64_t quantized_for(const Attention& a, int64_t all
 __host__ __device__ inline int64_t width(const Attention& a) { return 1 + a.wide_value; }
 __host__ __device__ inline int64_t groups(const Attention& a) { return a.kv_heads / width(a); }
 __host__ __device__ inline int64_t pairs(const Attention& a) { return a.heads / groups(a); }
-// Their queries come in groups of noise_ratio signal heads and the noise head that these share; with one branch there is no
-// noise.
+// Their queries are in groups of noise_ratio signal heads and the noise head that these share; with one branch there is no
+// noise head.
 __host__ __device__ inline int64_t noises(const Attention& a) { return (a.branches - 1) * pairs(a) / a.noise_ratio; }
 __host__ __device__ inline int64_t query_head(int64_t branches, int64_t ratio, int64_t head, int64_t branch) {
   return head / ratio * (ratio + branches - 1) + (branch ? ratio : head % ratio);
 }
 __host__ __device__ inline bool blockwise(const Attention& a) { return a.key_bits < 8 || a.value_bits < 8; }
 
-/// Keys or values: what is new, and the present.
+/// Keys or values: the new tokens, and the present.
 struct Side {
   bool keys;
   int bits;
@@ -83,7 +83,7 @@ __host__ __device__ inline int64_t row_bytes(const Attention& a, bool keys) {
 
 __device__ __forceinline__ float nan_number() { return __int_as_float(0x7fffffff); }
 
-/// Number i of a tensor of one of the types of floats.
+/// Number i of a tensor of any float type.
 __device__ __forceinline__ float number(const void* x, int64_t type, int64_t i) {
   if (type == ort::FLOAT16) return to_float(static_cast<const __half*>(x)[i]);
   if (type == ort::BFLOAT16) return to_float(static_cast<const __nv_bfloat16*>(x)[i]);
@@ -98,8 +98,8 @@ __device__ __forceinline__ void put_number(void* x, int64_t type, int64_t i, flo
     static_cast<float*>(x)[i] = y;
 }
 
-/// Channels i and i + d / 2 of row `row` of x (query or key), turned by the angle of step s of batch row b; products
-/// and their difference are rounded each.
+/// Channels i and i + d / 2 of row `row` of x (query or key), rotated by the angle of step s of batch row b; products
+/// and their difference are rounded separately.
 __device__ __forceinline__ float2 rotated(const Attention& a, int64_t b, int64_t s, const void* x, int64_t row,
                                           int64_t i) {
   const int64_t position = static_cast<const int64_t*>(a.position_ids)[b * a.steps + s], half = a.d / 2;
@@ -111,7 +111,7 @@ __device__ __forceinline__ float2 rotated(const Attention& a, int64_t b, int64_t
                      __fadd_rn(__fmul_rn(high, c), __fmul_rn(low, n)));
 }
 
-/// Channels i and i + d / 2 of step s, as the cache would hold them if it held floats.
+/// Channels i and i + d / 2 of step s as floats, as a float cache would store them.
 __device__ __forceinline__ float2 fresh(const Attention& a, const Side& side, int64_t b, int64_t s, int64_t sub_head,
                                         int64_t i) {
   const int64_t row = (b * a.steps + s) * a.kv_heads + sub_head;
@@ -119,7 +119,7 @@ __device__ __forceinline__ float2 fresh(const Attention& a, const Side& side, in
   return make_float2(number(side.fresh, a.type, row * a.d + i), number(side.fresh, a.type, row * a.d + i + a.d / 2));
 }
 
-/// A warp puts a sub-head's row of step s into a cache of 16 or 8 bits.
+/// A warp writes a sub-head's row of step s to a cache of 16 or 8 bits.
 __device__ __forceinline__ void append_row(const Attention& a, const Side& side, int64_t b, int64_t s, int64_t sub_head,
                                            int lane) {
   const int64_t half = a.d / 2, slot = (b * a.kv_heads + sub_head) * side.capacity + a.past_length + s;
@@ -143,7 +143,7 @@ __device__ __forceinline__ void append_row(const Attention& a, const Side& side,
   const float scale = finite ? __fdiv_rn(largest, 127.0f) : nan_number();
   const auto code = [&](float x) {
     const float rounded = !finite || scale == 0 ? 0.0f : rintf(__fdiv_rn(x, scale));
-    return static_cast<int8_t>(fminf(127.0f, fmaxf(-127.0f, rounded)));  // beyond only where scale is denormal
+    return static_cast<int8_t>(fminf(127.0f, fmaxf(-127.0f, rounded)));  // beyond 127 only if scale is denormal
   };
   int8_t* codes = reinterpret_cast<int8_t*>(side.rows) + slot * a.d;
   for (int64_t i = lane; i < half; i += 32) {

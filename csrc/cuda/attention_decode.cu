@@ -1,32 +1,33 @@
-// DiffAttention with few queries: the context is cut into splits, a block a split, and a second kernel merges them.
+// DiffAttention with few queries: the context is cut into splits, one block per split, and a second kernel merges them.
 //
 // A split reads its keys and values once, for both softmaxes and for 8 rows (branch, pair, step) of a kv head. More
-// rows are more blocks, neighbours in the grid, so that the second finds the split in the second-level cache. A row
-// keeps the maximum of its logits, the sum of its shares and their product with the values; the merge weighs these
-// (log-sum-exp), subtracts, and norms.
+// rows need more blocks, which are neighbours in the grid, so the second finds the split in the second-level cache. A row
+// keeps the maximum of its logits, the sum of its shares (exp(logit - maximum)) and their product with the values; the
+// merge weights these (log-sum-exp), subtracts, and applies the norm.
 //
-// What bounds it is bytes: 4 * channels with 16 bits, a token and kv head (channels = width d; 8 d in version 1). An
-// H200 reads 4.3 TB/s, 18.6 bytes a clock of each of its 132 multiprocessors at 1.75 GHz. 16 tokens of 128 channels are
-// 8 KB, or 440 clocks, in which a multiprocessor issues 1760 instructions. A warp's instructions for these 16 tokens:
+// Memory bandwidth is the limit: 4 * channels bytes per token and kv head with 16 bits (channels = width d; 8 d in version
+// 1). An H200 reads 4.3 TB/s, or 18.6 bytes per clock for each of its 132 multiprocessors at 1.75 GHz. 16 tokens of 128
+// channels are 8 KB, or 440 clocks, in which a multiprocessor issues 1760 instructions. A warp's instructions for these 16
+// tokens:
 //     CUDA cores     one pair 16 (6 d fmas + 4 d conversions) / 32 = 320, four pairs 900, and the sums across lanes
 //     tensor cores   32 mma and 24 ldmatrix, the same for any number of rows up to 8
-// int8 halves the bytes, to 234 clocks or 936 instructions, and adds 5 instructions for 4 codes made floats, 160 here.
-// So all is done on tensor cores (mma m16n8k16), and with copies, addresses and softmax a tile takes about 350
-// instructions with 16 bits, 510 with int8, and 560 with int4, whose bytes have room for 550 (counted in code for
-// sm_90a). Their other 8 rows are not wasted: queries and shares want float32's precision (the difference of two
-// softmaxes cancels, and the norm enlarges what is left), so each is the sum of two 16-bit numbers, and 8 rows with
-// what rounding left of them are the 16 rows of a fragment. Logits leave the first product where the second wants its
-// shares: nothing moves between lanes but a row's maximum.
+// int8 halves the bytes, to 234 clocks or 936 instructions, and adds 5 instructions to convert 4 codes to floats, 160 here.
+// So everything runs on tensor cores (mma m16n8k16). With copies, addresses and softmax a tile takes about 350
+// instructions with 16 bits, 510 with int8, and 560 with int4, whose bytes allow 550 (counted in code for sm_90a). The
+// other 8 rows of a fragment are not wasted: queries and shares need float32's precision (the difference of two softmaxes
+// cancels, and the norm enlarges the rest), so each is the sum of two 16-bit numbers, and 8 rows with their rounding errors
+// are the 16 rows of a fragment. The first product leaves logits in the lanes in which the second needs its shares, so only
+// a row's maximum moves between lanes.
 //
-// A warp has a ring in shared memory of its own, filled by cp.async, and no barrier but its own: keys and values of a
-// tile of 16 tokens in turn, up to 3 slots ahead. With 8 to 16 warps 60 to 140 KB are on their way to a multiprocessor,
-// more than a microsecond of its share of the bandwidth, 33 KB. The new tokens are appended by the blocks of the last
-// split while their first tiles come, and are a tile of their own.
+// Each warp has its own ring in shared memory, filled by cp.async, and needs no barrier except its own: keys and values of
+// tiles of 16 tokens alternate, up to 3 slots ahead. With 8 to 16 warps, 60 to 140 KB are in flight to a multiprocessor,
+// more than a microsecond of its share of the bandwidth, 33 KB. The blocks of the last split append the new tokens while
+// their first tiles arrive; the new tokens are a separate tile.
 //
 //     kernel         caches                                       what it multiplies
 //     decode_fast    float16, bfloat16, int8; d 64 and 128        the numbers; codes as float16, which is exact
 //     decode_int4    int4, d 64 and 128; queries of 16 bits       codes as float16 and bfloat16
-//     decode_any     everything else                              floats on CUDA cores; right, not fast
+//     decode_any     everything else                              floats on CUDA cores; correct but slow
 #include "decode_any.h"
 #include "decode_fast.h"
 #include "decode_int4.h"
@@ -42,9 +43,9 @@ struct Plan {
   int64_t tokens;  // a split has a multiple of them
 };
 
-/// A kernel with a ring a warp, as many warps as the card has room for.
+/// A kernel with one ring per warp, and as many warps as the GPU has room for.
 Plan ring_plan(void (*kernel)(Attention, Cut), size_t queries, size_t ring, int64_t tokens) {
-  constexpr size_t BESIDE = 1024;  // what the kernel has for itself, and some
+  constexpr size_t BESIDE = 1024;  // the kernel's own shared memory, and a reserve
   const size_t fit = (most_shared() - queries - BESIDE) / ring;
   const int warps = fit < FAST_WARPS ? static_cast<int>(fit) : FAST_WARPS;
   return {kernel, warps, queries + warps * ring, tokens * warps};
@@ -82,11 +83,11 @@ Plan any_plan(const Attention& a) {
 
 enum class Way { HALF, BFLOAT16, CODES, INT4, ANY };
 
-/// What the tensor cores take are keys and values that are held alike. Queries and shares are sums of two numbers: 22
-/// bits with __half, and with __nv_bfloat16 16 bits, enough where the output has fewer.
+/// The tensor cores need keys and values of the same type. Queries and shares are sums of two numbers: 22 bits with __half,
+/// and with __nv_bfloat16 16 bits, which is enough for an output with fewer.
 Way way_of(const Attention& a) {
   if ((a.d != 64 && a.d != 128) || a.key_bits != a.value_bits || a.query_bits) return Way::ANY;
-  if (!a.key && blockwise(a) && a.steps > 1) return Way::ANY;  // some queries do not see all codes
+  if (!a.key && blockwise(a) && a.steps > 1) return Way::ANY;  // some queries do not see all quantized tokens
   if (a.key_bits == 8) return Way::CODES;
   if (a.key_bits == 4) return a.type == ort::FLOAT32 ? Way::ANY : Way::INT4;
   if (a.key_bits == 2 || a.key_type != a.value_type) return Way::ANY;
@@ -94,8 +95,8 @@ Way way_of(const Attention& a) {
   return a.key_type == ort::BFLOAT16 && a.type == ort::BFLOAT16 ? Way::BFLOAT16 : Way::ANY;
 }
 
-/// A kernel for the tokens begin .. end, in splits with which the blocks fill the card as evenly as they can: the time
-/// is that of the waves of blocks, each as long as a split and what a block does besides (as much as SETUP tokens).
+/// A kernel for the tokens begin .. end, with splits that fill the GPU as evenly as possible: the time is that of the waves
+/// of blocks, each as long as a split plus a block's other work (as much as SETUP tokens).
 struct Run {
   Plan plan;
   int64_t begin, end, splits, span;
@@ -117,7 +118,7 @@ Run run_of(const Attention& a, const Cut& cut, const Plan& plan, int64_t begin, 
   return run;
 }
 
-/// A part as one or two kernels.
+/// Runs a part with one or two kernels.
 struct Runs {
   Cut cut;
   int count;

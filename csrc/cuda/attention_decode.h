@@ -1,4 +1,4 @@
-// What the kernels of attention_decode.cu share: how a call is cut, queries, and what a split leaves.
+// Shared by the kernels of attention_decode.cu: how a call is cut, queries, and the results of a split.
 #pragma once
 
 #include "attention.h"
@@ -6,13 +6,13 @@
 namespace diffbit::cuda {
 namespace {
 
-constexpr int ROWS = 8;         // that a block takes: columns of a tensor core's product
+constexpr int ROWS = 8;         // rows per block: columns of a tensor core's product
 constexpr int FAST_WARPS = 4;   // at most, of a block of the kernels on tensor cores
 constexpr float LOG2_E = 1.4426950408889634f;
 
-/// A part of a call, and how it is cut. Rows are the queries of a kv head in the order [pair, step], then those of
-/// the noise heads, [noise head, step]. A split leaves of each row the shares' product with its values, sums [B, G, splits, rows, width d], and the maximum of its
-/// logits (as powers of 2) and the sum of its shares, marks [B, G, splits, rows, 2].
+/// A part of a call, and how it is cut. Rows are the queries of a kv head in the order [pair, step], then those of the
+/// noise heads, [noise head, step]. For each row a split writes the product of its shares with the values, sums [B, G,
+/// splits, rows, width d], and marks [B, G, splits, rows, 2]: the maximum of its logits (as powers of 2), the sum of shares.
 struct Cut {
   Part part;
   int64_t past, all;       // tokens before the part, and with it
@@ -27,7 +27,7 @@ struct Cut {
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
-/// The reference level of shares: no infinity where a row has seen nothing.
+/// The reference level of shares: finite even if a row has seen nothing.
 __device__ __forceinline__ float level(float most) { return most == -infinity() ? 0.0f : most; }
 
 struct Row {
@@ -38,7 +38,7 @@ __device__ __forceinline__ Row row_of(const Attention& a, const Part& part, int6
   return {noise >= 0, noise >= 0 ? noise * a.noise_ratio : head, row % part.steps};
 }
 
-/// Channels i and i + d / 2 of a row's query, rotated and scaled, every step rounded.
+/// Channels i and i + d / 2 of a row's query, rotated and scaled, with every operation rounded.
 __device__ __forceinline__ float2 query_at(const Attention& a, const Part& part, int64_t b, int64_t g, int64_t row,
                                            int64_t i) {
   const Row r = row_of(a, part, row);
@@ -61,8 +61,8 @@ __device__ __forceinline__ float warp_most(float x) {
   return x;
 }
 
-/// A lane's channels of a row's query, lane + 32 k and d / 2 further, times a power of 2 that brings the row to 1 .. 2;
-/// returns that power's inverse. Zeros for a row that is none.
+/// A lane's channels of a row's query, lane + 32 k and d / 2 further, times a power of 2 that scales the row to 1 .. 2;
+/// returns the inverse of that power. Zeros for rows beyond the last.
 template <int EACH>
 __device__ __forceinline__ float query_of(const Attention& a, const Cut& cut, int64_t b, int64_t group, int64_t row,
                                           int lane, float2 (&x)[EACH]) {
@@ -83,7 +83,7 @@ __device__ __forceinline__ float query_of(const Attention& a, const Cut& cut, in
   return normal ? __uint_as_float(exponent << 23) : 1.0f;
 }
 
-/// A block's rows to the workspace: `sum` has a warp's sums of them, under the warp's maximum.
+/// Writes a block's rows to the workspace: `sum` has a warp's sums of them, relative to the warp's maximum.
 template <int CHANNELS, class Sum>
 __device__ __forceinline__ void leave(const Attention& a, const Cut& cut, int64_t first_row, int rows, int warps,
                                       const float (*mosts)[ROWS], const float (*shares)[ROWS], const Sum& sum) {

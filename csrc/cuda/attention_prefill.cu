@@ -2,50 +2,50 @@
 // 2205.14135 and 2307.08691 for the streaming of keys; eq. 1-3 of 2410.05258 for the difference).
 //
 // A block owns ROWS queries of one head and streams the keys and values that they see through shared memory, 32 tokens
-// a step. Its warps work in pairs. The warps of a pair own the same rows; warp b of a pair computes
-//     S = Q_b K_b^T, the running maximum, P_b = exp(S - maximum)           of branch b, all 32 keys
-//     O_0 += P_0 V_b,  O_1 += P_1 V_b                                      of both branches, half of the columns of V
-// and the two give each other their P through shared memory. So a value is read from there once for both branches, the
-// difference is formed in registers at the end, and d = 128 needs no more registers than d = 64. (The difference cannot
-// be summed up as it goes: either branch's maximum may still grow.) With one branch there are no pairs: a warp does it
-// all by itself.
+// per step. Its warps work in pairs. The warps of a pair own the same rows; warp b of a pair computes
+//     S = Q_b K_b^T, the running maximum, P_b = exp(S - maximum)           for branch b, all 32 keys
+//     O_0 += P_0 V_b,  O_1 += P_1 V_b                                      for both branches, half of the columns of V
+// and the two exchange their P through shared memory. So a value is read from there once for both branches, the
+// difference is computed in registers at the end, and d = 128 needs no more registers than d = 64. (The difference cannot
+// be accumulated directly, because either branch's maximum may still grow.) With one branch there are no pairs, and each
+// warp does all of this.
 //
-// The widest kinds (version 1, value 2d wide), a warp and a step; MMA is of 16 x 8 x 16:
+// The widest variants (version 1, value 2d wide), per warp and step; an MMA is 16 x 8 x 16:
 //     d     rows a warp   registers: O   Q   S   P    MMA   read from shared memory       ROWS   from L2 a block
 //     64    32                      128  32  32   -    96   4 KB of K, 4 of V, 4 of P     128    16 KB
 //     128   16                      128  32  16   8    96   8 KB of K, 8 of V, 1 of P      64    32 KB
-// Shared memory gives 128 bytes a cycle; a multiprocessor takes 2 cycles for an MMA on sm_80, about 1.6 on sm_90. So
-// on sm_90 the 8 warps need 1230 cycles for their products and 770 (d = 64) or 1090 (128) for what they read. With a
-// warp for each branch and all columns of V it would be 770 and 1540, with both branches in one warp 1020 and 1540. 64
-// rows a block at d = 128 are what the registers hold: 96 operations for a byte from L2, where d = 64 has 192.
+// Shared memory delivers 128 bytes per cycle; a multiprocessor takes 2 cycles for an MMA on sm_80, about 1.6 on sm_90. So
+// on sm_90 the 8 warps need 1230 cycles for their products and 770 (d = 64) or 1090 (128) for their reads. With one warp
+// per branch and all columns of V, reads would take 770 and 1540 cycles; with both branches in one warp, 1020 and 1540.
+// At d = 128 the registers hold 64 rows per block: 96 operations per byte from L2; d = 64 has 192.
 //
 // A step's scores are computed one step ahead: S(i + 1) = Q K(i + 1) first, then O += P(i) V(i) with the softmax of
-// S(i + 1) in between, so that each warp has work for the tensor cores and for the other units at the same time. This
-// also makes one barrier a step enough: it says that K(i + 1) and V(i) have come, that P(i) is written, and that the
-// slots of K(i) and V(i - 1) may be filled.
+// S(i + 1) in between, so each warp has work for the tensor cores and for the other units at the same time. This also
+// makes one barrier per step enough: after it, K(i + 1) and V(i) have arrived, P(i) is written, and the slots of K(i) and
+// V(i - 1) may be filled.
 //
-// What P is relative to follows the maximum only where scores grow by more than 2^8 (P in float16 or bfloat16 is as
-// precise at 256 as at 1, and sums are float32): after the first steps O is hardly ever rescaled.
+// The reference level of P follows the maximum only if scores grow by more than 2^8 (P in float16 or bfloat16 is as
+// precise at 256 as at 1, and sums are float32), so after the first steps O is hardly ever rescaled.
 //
-// Which keys padding hides is found out once, by a kernel of its own, as a bit for each key: a step whose 32 bits are
-// ones and that lies below the diagonal is not masked; those before the first one and behind the last row's are not
-// read. Blocks with the most keys start first.
+// A separate kernel determines once which keys padding hides, as one bit per key. A step with 32 ones that is below the
+// diagonal is not masked; steps before the first key and after the last row's keys are not read. Blocks with the most keys
+// start first.
 #include "attention.h"
 #include "device.h"
 
 namespace diffbit::cuda {
 namespace {
 
-constexpr int KEYS = 32;         // of a step, and of a word of the mask
-constexpr int MOST_STAGES = 4;   // steps on their way, one of them being worked on
-constexpr float LATE = 8;        // log2 of how far scores may exceed what P is relative to
-constexpr float LEAST = -1e30f;  // what P is relative to where no key was seen: far below all scores, and no infinity
+constexpr int KEYS = 32;         // per step, and per word of the mask
+constexpr int MOST_STAGES = 4;   // steps in flight, including the current one
+constexpr float LATE = 8;        // log2 of how far scores may exceed the reference level of P
+constexpr float LEAST = -1e30f;  // reference level if no key was seen: far below all scores, but finite
 
 struct Prefill {
   const void *query, *keys, *values;  // [B, S, n*H*d]; present caches [B, Hk, capacity, d]
   const float *lambda, *cos, *sin;
   const int64_t* positions;
-  const uint32_t* seen;  // [B, words]: bit k % 32 of word k / 32 is 1 where the mask shows key k
+  const uint32_t* seen;  // [B, words]: bit k % 32 of word k / 32 is 1 if the mask shows key k
   void* out;
   int64_t capacity_keys, capacity_values, rotations;  // rows of cos and sin
   int steps, past, heads, noise_ratio, kv_heads, shared, words, stages;  // `shared` heads read one kv head
@@ -65,35 +65,35 @@ struct Shape {
   static constexpr int SIDE = WIDTH * KEYS * D * 2;                     // bytes of a step's keys, or its values
   static constexpr int FRAGMENTS = TILES * KEYS / 16;                   // of P, a warp
   static constexpr int SHARES = BRANCHES == 2 ? WARPS * FRAGMENTS * 32 * 16 : 0;  // bytes of all P of a step
-  static constexpr bool HELD = BRANCHES == 1 || TILES == 1;  // a warp's own P stays in registers, too
+  static constexpr bool HELD = BRANCHES == 1 || TILES == 1;  // a warp's own P also stays in registers
   static constexpr int NOTES = BRANCHES == 2 ? WARPS * TILES * 16 * 4 : 0;        // bytes of a number per row
   static constexpr size_t bytes(int stages) { return size_t(stages) * 2 * SIDE + 2 * (SHARES + NOTES); }
 };
 
-/// Mask words: word w of row b says which of the keys 32 w ... 32 w + 31 are there and not hidden.
+/// Mask words: word w of row b marks which of the keys 32 w ... 32 w + 31 exist and are not hidden.
 __global__ void see(const int64_t* mask, int64_t row, int64_t total, int words, uint32_t* seen) {
   const int64_t key = int64_t{blockIdx.x} * blockDim.x + threadIdx.x, b = blockIdx.y;
   const uint32_t word = __ballot_sync(0xffffffffu, key < total && mask[b * row + key] != 0);
   if (threadIdx.x % 32 == 0 && key / 32 < words) seen[b * words + key / 32] = word;
 }
 
-/// A block's keys or values on their way into shared memory, step by step. There, a row's 16-byte piece c lies at
-/// c ^ row % 8, so that 8 rows' pieces c lie in different banks.
+/// Copies a block's keys or values into shared memory, step by step. There, a row's 16-byte piece c is at c ^ row % 8, so
+/// the pieces c of 8 rows are in different banks.
 template <class S>
 struct Stream {
   static constexpr int PIECES = S::D / 8, ROWS = S::THREADS / PIECES;  // of a sub-head, a pass of the threads
   static_assert(KEYS % ROWS == 0 && ROWS % 8 == 0);
 
   const unsigned char* from;
-  int64_t sub_head;  // bytes from one to the next
-  int left;          // tokens that are still to come
+  int64_t sub_head;  // bytes from one sub-head to the next
+  int left;          // tokens that remain to be copied
 
   __device__ __forceinline__ Stream(const void* rows, int64_t first_sub_head, int64_t capacity, int begin, int total)
       : from(static_cast<const unsigned char*>(rows) + (first_sub_head * capacity + begin) * (S::D * 2)),
         sub_head(capacity * (S::D * 2)),
         left(total - begin) {}
 
-  /// Starts the copies of the next 32 tokens, zeros where there are fewer.
+  /// Starts the copies of the next 32 tokens, with zeros if there are fewer.
   __device__ __forceinline__ void next(unsigned char* step) {
     const unsigned thread = threadIdx.x, row = thread / PIECES, to = thread % PIECES ^ row % 8;
 #pragma unroll
@@ -108,7 +108,7 @@ struct Stream {
   }
 };
 
-/// x, which is the same in all lanes, so that the compiler knows.
+/// x, which is equal in all lanes; tells the compiler so.
 __device__ __forceinline__ int of_warp(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 __device__ __forceinline__ void wait_for_all_but(int groups) {
@@ -136,7 +136,7 @@ __device__ __forceinline__ void copy(const uint32_t (&from)[4], uint32_t (&to)[4
   for (int e = 0; e < 4; ++e) to[e] = from[e];
 }
 
-/// What a warp holds. Rows: lane 4 g + t has of tile m the rows g (half 0) and g + 8 (half 1).
+/// A warp's registers. Lane 4 g + t has the rows g (half 0) and g + 8 (half 1) of tile m.
 template <class S>
 struct Warp {
   using T = typename S::T;
@@ -150,7 +150,7 @@ struct Warp {
   float s[TILES][KEYS / 8][4];
   uint32_t p[TILES][KEYS / 16][4];  // of this warp's branch
   float o[BRANCHES][TILES][S::COLUMNS / 8][4];  // of this warp's branch, then of the other one
-  // Of each row: log2 of what P is relative to, the sum of P, and what the last step multiplied that by
+  // For each row: log2 of the reference level of P, the sum of P, and the factor that the last step applied
   float reference[TILES][2], total[TILES][2], change[TILES][2];
 
   __device__ __forceinline__ explicit Warp(const Prefill& a_) : a(a_) {
@@ -180,7 +180,7 @@ struct Warp {
     return first_row + m * 16 + half * 8 + static_cast<int>(lane / 4);
   }
 
-  /// The queries, rotated in float32. Rows behind the last token are zeros.
+  /// Loads the queries, rotated in float32. Rows after the last token are zeros.
   __device__ __forceinline__ void load_queries(int64_t b, int head) {
 #pragma unroll
     for (int m = 0; m < TILES; ++m)
@@ -213,7 +213,7 @@ struct Warp {
       }
   }
 
-  /// S = Q K^T; `keys` are this branch's.
+  /// S = Q K^T; `keys` are those of this branch.
   __device__ __forceinline__ void score(const unsigned char* keys) {
 #pragma unroll
     for (int m = 0; m < TILES; ++m)
@@ -235,16 +235,16 @@ struct Warp {
       }
   }
 
-  /// Hides of the keys from `first` on those that `word` or their place hides.
+  /// Hides those of the 32 keys from `first` on that `word` or their position hides.
   __device__ __forceinline__ void hide(int first, uint32_t word) {
     lane = anew(threadIdx.x) % 32;
 #pragma unroll
     for (int m = 0; m < TILES; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int behind = first + KEYS - 1 - a.past - row(m, half);  // keys that the row does not see yet
+        const int behind = first + KEYS - 1 - a.past - row(m, half);  // keys after the row's token
         uint32_t sees = behind <= 0 ? word : behind < KEYS ? word << behind >> behind : 0;
-        const int gone = a.past + row(m, half) + 1 - a.window - first;  // keys that it sees no more
+        const int gone = a.past + row(m, half) + 1 - a.window - first;  // keys before its window
         if (gone > 0) sees = gone < KEYS ? sees >> gone << gone : 0;
         const uint32_t own = sees >> lane % 4 * 2;
 #pragma unroll
@@ -255,7 +255,7 @@ struct Warp {
       }
   }
 
-  /// The first part of the softmax: what P is relative to.
+  /// The first part of the softmax: the reference level of P.
   __device__ __forceinline__ void follow_maximum() {
 #pragma unroll
     for (int m = 0; m < TILES; ++m)
@@ -272,7 +272,7 @@ struct Warp {
       }
   }
 
-  /// Its other parts: P of tile m and 16 keys, and its share of the sums.
+  /// The other parts of the softmax: P of tile m and 16 keys, and its contribution to the sums.
   __device__ __forceinline__ void weigh(int m, int k, uint32_t (&next)[4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -286,7 +286,7 @@ struct Warp {
     }
   }
 
-  /// O *= by[branch], where that is not 1 everywhere.
+  /// O *= by[branch], unless that is 1 everywhere.
   __device__ __forceinline__ void rescale(const float (&by)[BRANCHES][TILES][2]) {
     bool same = true;
 #pragma unroll
@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(S::THREADS, 1) attend(const Prefill a) {
   constexpr int D = S::D, TILES = S::TILES, BRANCHES = S::BRANCHES, WIDTH = S::WIDTH;
   constexpr int PARTS = KEYS / 16 * (S::COLUMNS / 16);  // of O += P V
   constexpr int PIECES = 1 + TILES * KEYS / 16;         // of a softmax
-  constexpr int EARLY = TILES == 1 ? 0 : 2;             // of them come before, where registers are short
+  constexpr int EARLY = TILES == 1 ? 0 : 2;             // pieces that come first, where registers are scarce
   auto* const keys = shared_memory<unsigned char>();
   auto* const values = keys + a.stages * S::SIDE;
   auto* const shares = reinterpret_cast<uint4*>(values + a.stages * S::SIDE);               // [2][WARPS][FRAGMENTS][32]
@@ -348,7 +348,7 @@ __global__ void __launch_bounds__(S::THREADS, 1) attend(const Prefill a) {
   Stream<S> of_keys(a.keys, sub_head, a.capacity_keys, begin * KEYS, total);
   Stream<S> of_values(a.values, sub_head, a.capacity_values, begin * KEYS, total);
 
-  // Numbers per row that the warps of a pair tell each other; lane t of a row tells that of tile t / 2, half t % 2
+  // Numbers per row that the warps of a pair exchange; lane t of a row sends that of tile t / 2, half t % 2
   const auto tell = [&](int i, const float (&x)[TILES][2]) {
     const float low = lane % 2 ? x[0][1] : x[0][0], high = lane % 2 ? x[TILES - 1][1] : x[TILES - 1][0];
     if (lane % 4 < 2 * TILES)
@@ -385,7 +385,7 @@ __global__ void __launch_bounds__(S::THREADS, 1) attend(const Prefill a) {
     if (BRANCHES == 2) share(i, w.warp, m, k) = make_uint4(x[0], x[1], x[2], x[3]);
   };
 
-  // The slots of the values of the step before, of the step that is worked on, and of the keys of the next one
+  // The slots of the previous step's values, of the current step, and of the next step's keys
   int before = (a.stages - 1) * S::SIDE, now = 0, after = S::SIDE;
   if (count > 0) of_keys.next(keys);
   copy_async_commit();
@@ -463,7 +463,7 @@ __global__ void __launch_bounds__(S::THREADS, 1) attend(const Prefill a) {
   w.lane = anew(threadIdx.x) % 32;
   const int head_again = static_cast<int>(anew(blockIdx.x));
 
-  // Each branch's share of the output, the second one's -lambda; then the sum of squares of a row
+  // Each branch's factor of the output, -lambda for the second; then the sum of squares of a row
   float by[BRANCHES][TILES][2], squares[BRANCHES][TILES][2];
 #pragma unroll
   for (int m = 0; m < TILES; ++m)
@@ -540,7 +540,7 @@ bool aligned(const void* pointer, uintptr_t to) { return reinterpret_cast<uintpt
 
 bool prefill_takes(const Attention& a) {
   const int64_t all_tokens = a.past_length + a.steps;
-  constexpr int64_t MOST = int64_t{1} << 30;  // of what is an int in the kernel
+  constexpr int64_t MOST = int64_t{1} << 30;  // limit of numbers that are int in the kernel
   return (a.type == ort::FLOAT16 || a.type == ort::BFLOAT16) && a.key_bits == 16 && a.value_bits == 16 &&
          a.key_type == a.type && a.value_type == a.type && (a.d == 64 || a.d == 128) && a.scale > 0 &&
          all_tokens < MOST && a.heads < MOST && divide_up(a.steps, 64) < 65536 && a.batch < 65536 &&

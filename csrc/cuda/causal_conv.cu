@@ -1,5 +1,5 @@
-// CausalConv (ops/causal_conv.py): a thread has a channel of some tokens. A second kernel writes the state, for the first
-// one's blocks may still read where it lies. The sum begins with the latest token: the last bits are not the CPU's.
+// CausalConv (ops/causal_conv.py): a thread computes a channel of some tokens. A second kernel writes the state, because
+// blocks of the first may still read it. The sum begins with the latest token, so the last bits differ from the CPU's.
 #include "../ort/layouts.h"
 #include "activations.h"
 
@@ -8,7 +8,7 @@ namespace {
 
 constexpr int THREADS = 128, TOKENS = 8;
 
-/// The rows of one channel, from the latest back: those of x that are no padding, then those of the state.
+/// The rows of one channel, backwards from the latest: those of x that are not padding, then those of the state.
 template <class T>
 struct Back {
   __device__ Back(const DiffbitCausalConv& op, int64_t batch, int64_t channel, int64_t from)

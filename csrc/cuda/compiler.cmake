@@ -1,8 +1,8 @@
-# Which GPUs to compile for, and whether nvcc can. What it cannot is left out with a message, never the kernels for CPUs.
+# Chooses the GPUs to compile for, and checks that nvcc supports them. Others are skipped with a message; CPU kernels never.
 include(CheckLanguage)
 
-# cards_here(OUT): this machine's NVIDIA GPUs, oldest first, as nvcc names them: 80, 90a (with a letter from 9.0 on: all
-# instructions of that card, and no other runs it)
+# cards_here(OUT): this machine's NVIDIA GPUs, oldest first, as nvcc names them: 80, 90a (with a letter from 9.0 on: code
+# with all instructions of that GPU, which no other runs)
 function(cards_here out)
   set(cards "")
   find_program(DIFFBIT_NVIDIA_SMI nvidia-smi PATHS /usr/local/nvidia/bin)
@@ -21,7 +21,7 @@ function(cards_here out)
   set(${out} "${cards}" PARENT_SCOPE)
 endfunction()
 
-# nvcc_compiles(OUT ARCHITECTURE...): whether it compiles probe.cu for all of them; what it says is in OUT_SAID
+# nvcc_compiles(OUT ARCHITECTURE...): whether nvcc compiles probe.cu for all of them; its messages are in OUT_SAID
 function(nvcc_compiles out)
   separate_arguments(options UNIX_COMMAND "${CMAKE_CUDA_FLAGS}")
   if(CMAKE_CUDA_HOST_COMPILER)
@@ -42,7 +42,7 @@ function(nvcc_compiles out)
   set(${out}_SAID "${said}" PARENT_SCOPE)
 endfunction()
 
-# known_architectures(OUT WANTED...): those of them that nvcc compiles for; of the others a message tells
+# known_architectures(OUT WANTED...): those that nvcc compiles for; a message names the others
 function(known_architectures out)
   set(known ${ARGN})
   nvcc_compiles(all ${known})
@@ -58,7 +58,7 @@ function(known_architectures out)
   set(${out} "${known}" PARENT_SCOPE)
 endfunction()
 
-# find_nvcc(OUT): enables CUDA, as a macro because a function may not; OUT is OFF where nvcc does not work
+# find_nvcc(OUT): enables CUDA (a macro, because a function may not); OUT is OFF if nvcc does not work
 macro(find_nvcc out)
   set(${out} OFF)
   if(NOT CMAKE_CUDA_COMPILER)

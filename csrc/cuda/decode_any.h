@@ -12,11 +12,11 @@ static_assert(ANY_WARPS == ROWS, "a warp a row");
 constexpr int ANY_TOKENS = 32;
 constexpr int ANY_EACH = 2 * ATTENTION_MOST_D / ANY_THREADS;  // channels of a thread
 
-/// A token's row of a sub-head, whatever holds it.
+/// A token's row of a sub-head, in any type of cache.
 struct Token {
   const char* x;
-  const __half* scales;  // then zero points; null where the row has none
-  int64_t zeros;         // how far these lie behind the scales
+  const __half* scales;  // then zero points; null if the row has none
+  int64_t zeros;         // their offset from the scales
   int shift;             // channels that share a scale, as a power of 2
   int bits;
   int64_t type;
@@ -30,7 +30,7 @@ struct Token {
     const unsigned byte = reinterpret_cast<const uint8_t*>(x)[i / CACHE_BLOCK * bytes + k % bytes];
     return static_cast<float>(byte >> k / bytes * bits & ((1u << bits) - 1));
   }
-  /// But for the row's scale.
+  /// Number i without the row's scale.
   __device__ float at(int64_t i) const {
     return scales ? code(i) * to_float(scales[i >> shift]) + to_float(scales[zeros + (i >> shift)]) : code(i);
   }
@@ -73,7 +73,7 @@ __device__ float round_row(int64_t d, float top, int lane, const X& x, float* co
   return scale;
 }
 
-/// Right for all bits, every type and width. Warps take tokens for the logits, threads take channels for the values.
+/// Supports all bits, types and widths. Warps take tokens for the logits, threads take channels for the values.
 /// Shared memory: queries [ROWS, d]; with query bits also their codes [ROWS, d].
 __global__ void __launch_bounds__(ANY_THREADS) decode_any(const Attention a, const Cut cut) {
   __shared__ float shares[ANY_TOKENS][ROWS], factors[ROWS], query_scales[ROWS], offsets[ROWS];
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(ANY_THREADS) decode_any(const Attention a, con
   for (int64_t t0 = begin; t0 < end; t0 += ANY_TOKENS) {
     const int count = static_cast<int>(min(static_cast<int64_t>(ANY_TOKENS), end - t0));
     const bool rounded = a.query_bits && (keys.bits == 8 || t0 < after);
-    if (rounded && keys.bits < 8) {  // the block's scales meet the query
+    if (rounded && keys.bits < 8) {  // multiplies the query by the block's scales
       const int64_t sub_head = a.wide_value ? row_of(a, cut.part, min(first_row + warp, cut.rows - 1)).branch : 0;
       const Token token = token_of(a, keys, head + sub_head, t0, after);
       const float* own = q + warp * d;

@@ -1,4 +1,4 @@
-// decode_fast: caches of 16 bits and int8 on tensor cores (attention_decode.cu says how).
+// decode_fast: caches of 16 bits and int8 on tensor cores (attention_decode.cu describes the method).
 #pragma once
 
 #include "attention_decode.h"
@@ -9,7 +9,7 @@ namespace {
 constexpr int FAST_TOKENS = 16;                     // of a tile, a warp's
 constexpr int FAST_BESIDE = 2 * 4 * FAST_TOKENS;    // bytes: of each token two scales, or its mask
 
-/// What rows are made of, the width of a sub-head, and whether a kv head has two of them.
+/// Parameters: the type of rows' elements, the width of a sub-head, and whether a kv head has two of them.
 template <class Element, int D, bool WIDE>
 struct Fast {
   static constexpr int CHANNELS = WIDE ? 2 * D : D;
@@ -24,12 +24,12 @@ struct Fast {
   static constexpr int QUERIES = 2 * ROWS * CHANNELS * 2;
   static constexpr int BLOCKS = CHANNELS == 256 ? 2 : CHANNELS == 128 ? 3 : 4;  // of a multiprocessor
 
-  /// Where a chunk of a token lies in a tile: eight tokens' same chunks are in different banks.
+  /// The position of a token's chunk in a tile: the same chunks of eight tokens are in different banks.
   static __device__ __forceinline__ int place(int token, int chunk) {
     return token * BYTES + (chunk ^ (CHUNKS >= 8 ? token & 7 : token >> 1 & 3)) * 16;
   }
-  /// Where a channel of a query lies among the channels, so that it meets the key's: a lane's four neighbouring codes
-  /// become the pairs that it has of a row of 16.
+  /// The position of a query's channel that matches the key's: a lane's four neighbouring codes become its pairs of a row of
+  /// 16.
   static __device__ __forceinline__ int column(int channel) {
     if (!CODES) return channel;
     const int k = channel % 16;
@@ -37,7 +37,7 @@ struct Fast {
   }
 };
 
-/// Four codes of 8 bits as pairs of halves: of `first` the bytes 0 and 1, or 0 and 2, of `second` the others.
+/// Four 8-bit codes as pairs of halves: bytes 0 and 1, or 0 and 2, in `first`, the others in `second`.
 __device__ __forceinline__ void halves(uint32_t codes, unsigned first, unsigned second, uint32_t& a, uint32_t& b) {
   const uint32_t moved = codes ^ 0x80808080u;  // + 128; 0x64 before a byte is 1024 + that
   a = subtract2<__half>(__byte_perm(moved, 0x64646464u, first), 0x64806480u);
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
   Number* queries = reinterpret_cast<Number*>(shared);
   const int64_t first_row = blockIdx.x % cut.row_blocks * ROWS, split = blockIdx.x / cut.row_blocks;
   const int64_t group = blockIdx.y, b = blockIdx.z, head = b * a.kv_heads + group * (1 + WIDE);
-  const bool recent = a.key_bits < 8;  // of a cache in blocks; its new tokens are there
+  const bool recent = a.key_bits < 8;  // of a cache in blocks, which already has the new tokens
   const int rows = static_cast<int>(min(static_cast<int64_t>(ROWS), cut.rows - first_row));
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int warps = static_cast<int>(blockDim.x) / 32, g = lane / 4, t = lane % 4;
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
     if (tile < tiles) load(value_rows, value_steps, tile, slot);
     copy_async_commit();
   };
-  const auto start_first = [&](bool old) {  // keys and values of a tile, in turn
+  const auto start_first = [&](bool old) {  // keys and values of a tile, alternating
 #pragma unroll
     for (int unit = 0; unit < F::SLOTS - 1; ++unit)
       if ((unit / 2 < old_tiles) == old)
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
     float2 x[EACH];
     const float size = query_of(a, cut, b, group, first_row + row, lane, x);
     if (lane == 0) scales[row] = size * LOG2_E;
-    const int own = WIDE && first_row + row >= pairs(a) * cut.part.steps ? D : 0;  // where its sub-head's keys begin
+    const int own = WIDE && first_row + row >= pairs(a) * cut.part.steps ? D : 0;  // offset of its sub-head's keys
     const auto put = [&](int channel, float y) {
       const int column = F::column(channel), at = (column / 8 ^ (row & 7)) * 8 + column % 8;
       const Number high = from_float<Number>(y);
@@ -161,9 +161,9 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
   __syncthreads();
   start_first(false);
 
-  // Fragments lie as device.h says. Logits: rows and what rounding left of them are the 16 rows of a, a tile's keys two
-  // times 8 columns of b, so that lane 4 g + t has those of row g and of tokens 2t, 2t + 1, + 8. Shares are then as b
-  // wants them, and values, [16 channels, 16 tokens], are a.
+  // Fragments are described in device.h. Logits: rows and their rounding errors are the 16 rows of a, a tile's keys are two
+  // times 8 columns of b, so lane 4 g + t has the logits of row g and tokens 2t, 2t + 1, + 8. Shares then have the layout of
+  // b, and values, [16 channels, 16 tokens], are a.
   float sums[BLOCKS_OF_16][4] = {}, most = -infinity(), total = 0;
   const int64_t row = min(first_row + g, cut.rows - 1);
   const int seen = static_cast<int>(cut.past + row % cut.part.steps - cut.end);  // of the new tokens' tile
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
   };
 
   const auto mix = [&](const unsigned char* slot) {
-    // Codes: a share times the value's scale is at most about 1, too, so the scales' sizes count in the maximum
+    // Codes: a share times the value's scale must also be at most about 1, so the scales' sizes count in the maximum
     float value_scales[2][4], next = most;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Fast<Element, D, WIDE>::BLOCK
   };
   for (int tile = 0; tile < tiles; ++tile) {
     copy_async_wait<F::SLOTS - 2>();
-    __syncwarp();  // the others' bytes, and all have read what the next copies replace
+    __syncwarp();  // the other lanes' bytes have arrived, and all have read what the next copies replace
     F::SLOTS % 2 ? start_keys(tile + F::SLOTS / 2, free) : start_values(tile + F::SLOTS / 2 - 1, free);
     logits(slot, tile == old_tiles ? seen : FAST_TOKENS);
     next();

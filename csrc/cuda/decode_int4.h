@@ -1,9 +1,9 @@
-// decode_int4: a cache of 4 bits on tensor cores (attention_decode.cu says how).
+// decode_int4: a cache of 4 bits on tensor cores (attention_decode.cu describes the method).
 //
-// The quantized tokens; the recent ones are a cache of __half to decode_fast. A tile is a block of 32 tokens:
+// It computes the quantized tokens; decode_fast computes the recent ones, as a cache of __half. A tile is a block of 32 tokens:
 //     logit = sum_i (q_i scale_i) code_i + q . zeros        out = sum_t (p_t scale_t) code_t + sum_t p_t zero_t
-// Products q scale are two __half (what is lost of small ones does not change a logit), products p scale, of any size,
-// are two __nv_bfloat16, and the zero points' sum is a product by itself, whose rows are the scales and zero points of a
+// Products q scale are two __half (the loss for small ones does not change a logit), products p scale, of any size, are two
+// __nv_bfloat16, and the sum with the zero points is a separate product, whose rows are the scales and zero points of a
 // token.
 #pragma once
 
@@ -32,18 +32,18 @@ struct Int4 {
   }
 };
 
-/// Of eight codes of 4 bits the four low ones or the four high ones as pairs of T, as in `halves`.
+/// The four low or the four high of eight 4-bit codes as pairs of T, as in `halves`.
 template <class T>
 __device__ __forceinline__ void nibbles(uint32_t codes, bool of_high, unsigned first, unsigned second, uint32_t& a,
                                         uint32_t& b) {
-  constexpr bool HALF = std::is_same_v<T, __half>;  // a byte behind 0x64 is 1024 + it, and 128 + it behind 0x43
+  constexpr bool HALF = std::is_same_v<T, __half>;  // a byte after 0x64 is 1024 + byte, after 0x43 it is 128 + byte
   constexpr uint32_t BEFORE = HALF ? 0x64646464u : 0x43434343u, SURPLUS = HALF ? 0x64006400u : 0x43004300u;
   const uint32_t own = (of_high ? codes >> 4 : codes) & 0x0f0f0f0fu;
   a = subtract2<T>(__byte_perm(own, BEFORE, first), SURPLUS);
   b = subtract2<T>(__byte_perm(own, BEFORE, second), SURPLUS);
 }
 
-/// x, y as two pairs whose sums they are.
+/// Splits x, y into two pairs whose sums they are.
 template <class T>
 __device__ __forceinline__ void halve(float x, float y, uint32_t& high, uint32_t& low) {
   high = pack2<T>(x, y);
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Int4<D, WIDE>::BLOCKS)
     copy_async_commit();
   };
 #pragma unroll
-  for (int unit = 0; unit < G::SLOTS - 1; ++unit)  // keys and values of a tile, in turn
+  for (int unit = 0; unit < G::SLOTS - 1; ++unit)  // keys and values of a tile, alternating
     unit % 2 ? start_values(unit / 2, ring + unit * G::SLOT) : start_keys(unit / 2, ring + unit * G::SLOT);
   for (int row = warp; row < ROWS; row += warps) {
     constexpr int EACH = D / 64;

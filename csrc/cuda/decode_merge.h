@@ -1,4 +1,4 @@
-// merge: the splits of a head together.
+// merge: combines the splits of a head.
 #pragma once
 
 #include "attention_decode.h"
@@ -10,7 +10,7 @@ constexpr int MERGE_THREADS = 256;
 constexpr int MERGE_WARPS = MERGE_THREADS / 32;
 constexpr int MERGE_CHANNELS = 128;  // at once
 
-/// A head of a step: its splits together, the difference, the head norm. Warps take splits.
+/// A head of a step: merges its splits, then the difference and the head norm. Warps take splits.
 __global__ void __launch_bounds__(MERGE_THREADS) merge(const Attention a, const Cut cut) {
   __shared__ float parts[MERGE_WARPS][MERGE_CHANNELS], out[2 * ATTENTION_MOST_D], squares_of[MERGE_WARPS];
   const int64_t head = blockIdx.x, step = blockIdx.y, b = blockIdx.z, s = cut.part.first + step;

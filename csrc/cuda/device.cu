@@ -1,4 +1,4 @@
-// What device.h says of the device and of errors.
+// The functions of device.h for the device and errors.
 #include "device.h"
 
 #include <cstdarg>
@@ -50,7 +50,7 @@ void allow_most_shared(const void* kernel) {
   static std::mutex mutex;
   static std::set<std::pair<const void*, int>> done;
   int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return;  // the launch says what is wrong
+  if (cudaGetDevice(&device) != cudaSuccess) return;  // the launch reports the error
   const std::lock_guard<std::mutex> lock(mutex);
   if (done.count({kernel, device})) return;
   cudaFuncAttributes own{};

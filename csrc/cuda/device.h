@@ -1,8 +1,8 @@
-// All that a kernel includes: CUDA under nvcc, the same names on the CPU (emulate.h) under another compiler.
+// The only include of a kernel: CUDA under nvcc, the same names on the CPU (emulate.h) under another compiler.
 //
-// Kernels are plain CUDA C++. What a processor does not have as a C++ expression (conversions between pairs, asynchronous
-// copies, matrix fragments, tensor cores) has one function here, with its meaning written down, so that the emulation
-// computes it from that meaning and kernels are tested where there is no GPU.
+// Kernels are plain CUDA C++. Operations that C++ cannot express (conversions between pairs, asynchronous copies, matrix
+// fragments, tensor cores) have one function each here with a specification. The emulation computes them from that
+// specification, so kernels are tested without a GPU.
 #pragma once
 
 #include <cfloat>
@@ -20,19 +20,19 @@
 
 namespace diffbit::cuda {
 
-/// A sentence of this thread, printf-style, that stays until its next one.
+/// An error message of this thread, printf-style, valid until its next one.
 __attribute__((format(printf, 1, 2))) const char* sentence(const char* format, ...);
 
-/// Bytes of dynamic shared memory that a block may ask of the current device (99 KB on sm_86, 89 and 120; 163 on 80; 227
-/// on 90), and its multiprocessors. 0 where there is no device.
+/// Bytes of dynamic shared memory that a block can have on the current device (99 KB on sm_86, 89 and 120; 163 on 80; 227
+/// on 90), and its multiprocessors. 0 without a device.
 size_t most_shared();
 int multiprocessors();
 
-/// Lets a kernel have as much dynamic shared memory as blocks of the current device can, once for each kernel and device.
-/// Not what one launch asks for: two threads that launch it with different shapes would take it from each other.
+/// Allows a kernel as much dynamic shared memory as blocks of the current device can have, once per kernel and device. It does
+/// not set what one launch needs, because two threads that launch it with different shapes would interfere.
 void allow_most_shared(const void* kernel);
 
-/// What a launch was refused for, as a sentence; null where it was not.
+/// The error message of a failed launch; null after a successful one.
 const char* launched(const char* what);
 
 // ---- numbers -------------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
 #endif
 }
 
-/// x, as if it were unknown: what was derived from it before is not kept in registers for what comes.
+/// x, hidden from the optimizer, so values derived from it earlier are not kept in registers.
 __device__ __forceinline__ unsigned anew(unsigned x) {
 #ifdef __CUDACC__
   asm volatile("" : "+r"(x));
@@ -130,7 +130,7 @@ __device__ __forceinline__ T* shared_memory() {
 #endif
 }
 
-/// 16 bytes that are read once: they pass by the first-level cache.
+/// Loads 16 bytes that are read once, bypassing the first-level cache.
 __device__ __forceinline__ uint4 load_streaming(const void* global) {
 #ifdef __CUDACC__
   uint4 x;
@@ -143,8 +143,8 @@ __device__ __forceinline__ uint4 load_streaming(const void* global) {
 #endif
 }
 
-/// Starts a copy of 16 bytes into shared memory; both addresses are multiples of 16. Where not `valid` nothing is read,
-/// and zeros are written.
+/// Starts a copy of 16 bytes into shared memory; both addresses are multiples of 16. If not `valid`, nothing is read and
+/// zeros are written.
 __device__ __forceinline__ void copy_async16(void* shared, const void* global, bool valid = true) {
 #ifdef __CUDACC__
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
@@ -177,7 +177,7 @@ __device__ __forceinline__ void copy_async_commit() {
 #endif
 }
 
-/// Waits for this thread's groups but for the latest N. Other threads see the bytes after a barrier.
+/// Waits for this thread's groups except the latest N. Other threads see the bytes after a barrier.
 template <int N>
 __device__ __forceinline__ void copy_async_wait() {
 #ifdef __CUDACC__
@@ -187,7 +187,7 @@ __device__ __forceinline__ void copy_async_wait() {
 #endif
 }
 
-/// A barrier of `threads` threads, a multiple of 32, that call it with the same id (1 to 15; 0 is __syncthreads).
+/// A barrier for `threads` threads, a multiple of 32, that call it with the same id (1 to 15; 0 is __syncthreads).
 __device__ __forceinline__ void barrier(int id, int threads) {
 #ifdef __CUDACC__
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -292,10 +292,10 @@ __device__ __forceinline__ void mma_s8(int32_t (&c)[4], const uint32_t (&a)[4], 
 
 // ---- launches ------------------------------------------------------------------------------------------------------
 
-// Bytes of dynamic shared memory that every kernel may have: 48 KB, less what is declared in it
+// Bytes of dynamic shared memory that every kernel may have: 48 KB minus what it declares
 constexpr size_t SHARED_UNASKED = size_t{32} << 10;
 
-/// Starts `kernel` on the stream; a sentence where that fails.
+/// Launches `kernel` on the stream; returns an error message if that fails.
 template <class... Parameters, class... Arguments>
 const char* launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream,
                    Arguments... arguments) {
@@ -310,7 +310,7 @@ const char* launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
   return launched("a kernel");
 }
 
-/// Blocks of a kernel that one multiprocessor holds at once.
+/// The number of blocks of a kernel that run on one multiprocessor at a time.
 template <class... Parameters>
 int blocks_at_once(void (*kernel)(Parameters...), int threads, size_t shared) {
   if (shared > SHARED_UNASKED) allow_most_shared(reinterpret_cast<const void*>(kernel));

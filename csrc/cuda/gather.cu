@@ -1,4 +1,4 @@
-// GatherQuantized (ops/gather_quantized.py): a block has a row, a thread every THREADS-th of its numbers.
+// GatherQuantized (ops/gather_quantized.py): a block computes a row, a thread every THREADS-th of its numbers.
 #include "activations.h"
 
 namespace diffbit::cuda {

@@ -1,7 +1,6 @@
-// Hadamard. A block of threads has TILE numbers, 16 a thread, and takes four stages at a time in registers: those between
-// neighbours, then, through shared memory, those between numbers 16 and 256 apart. What is further apart goes through the
-// workspace, four stages a pass. Every number is the sum or the difference that the definition names, in its order: the
-// same bits.
+// Hadamard. A block of threads has TILE numbers, 16 per thread, and computes four stages at a time in registers: those between
+// neighbours, then, through shared memory, those between numbers 16 and 256 apart. Stages further apart go through the
+// workspace, four per pass. Every number is the sum or difference of the definition, in its order, so the bits are equal.
 #include <cmath>
 
 #include "../ort/abi.h"
@@ -15,7 +14,7 @@ constexpr int EACH = 16;  // numbers of a thread
 constexpr int THREADS = 256;
 constexpr int64_t TILE = THREADS * EACH;
 
-/// The stages of 16 numbers, `apart` numbers from one to the next, as far as they are in one block.
+/// The stages of 16 numbers that are `apart` numbers from each other, if they are in one block.
 __device__ void stages(float (&x)[EACH], int64_t apart, int64_t block) {
 #pragma unroll
   for (int near = 1; near < EACH; near *= 2) {
@@ -30,10 +29,10 @@ __device__ void stages(float (&x)[EACH], int64_t apart, int64_t block) {
   }
 }
 
-/// Where number i of a tile lies in shared memory: no two threads of a warp meet in one bank.
+/// The position of number i of a tile in shared memory, without bank conflicts within a warp.
 __device__ int place(int i) { return i + i / EACH; }
 
-/// The stages within a tile; blocks of no more than TILE are done then, and are scaled.
+/// The stages within a tile; blocks of at most TILE numbers are then complete, and are scaled.
 template <class From, class To>
 __global__ void __launch_bounds__(THREADS) near_stages(const From* a, To* y, int64_t size, int64_t block, float scale) {
   float* shared = shared_memory<float>();  // place(TILE) of them
@@ -63,11 +62,11 @@ __global__ void __launch_bounds__(THREADS) near_stages(const From* a, To* y, int
   }
 }
 
-/// The next four stages of blocks of more than TILE numbers, 16 numbers a thread.
+/// The next four stages of blocks of more than TILE numbers, 16 numbers per thread.
 template <class To>
 __global__ void __launch_bounds__(THREADS) far_stages(const float* from, To* to, int64_t size, int64_t block, int64_t apart,
                                                       float scale) {
-  // The numbers of a thread: of one run of `span` numbers where that is whole, else those of a shorter one
+  // The numbers of a thread, from one run of `span` numbers, or from a shorter one at the end
   const int64_t span = apart * EACH < block ? apart * EACH : block, each = span / apart;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
   const int64_t first = thread / apart * span + thread % apart;

@@ -1,26 +1,25 @@
-// Int4MatMul (ops/int4_matmul.py), the reference's bits: a group's sum is an integer, whoever adds it up, and the
-// groups of an output are taken together by one thread, in order.
+// Int4MatMul (ops/int4_matmul.py), bit-identical to the reference: a group's sum is an integer, so its order does not matter,
+// and one thread adds up the groups of an output, in order.
 //
-// The weight is read as it lies in the file and meets the tensor cores without a shuffle. 32 weights of a pair of tiles
+// The weight is read in the file's layout and used by the tensor cores without a shuffle. 32 weights of a pair of tiles
 // (32 rows) are two runs of 256 bytes: [step][row][4]. Lane 4 g + t reads 16 of them, the eight weights of step t of
-// the rows 4 g ... 4 g + 3, a row in each word; low and high nibbles are registers of mma_s8 as they stand: four codes
-// of one row, at the even and the odd k of the step. Which k stands in which of the product's 32 columns is free as
-// long as both matrices agree: the activations are stored to fit. A chunk is 128 of k: q[chunk][half][row][t] has the
-// 16 bytes of step t of two slabs of 32 k, even, odd, even, odd; with it go, of each of its groups, the step a and
-// minus the sum of q, which the zero points are multiplied by.
+// the rows 4 g ... 4 g + 3, one row per word; low and high nibbles are registers of mma_s8 without further changes: four
+// codes of one row, at the even and the odd k of the step. The order of k in the product's 32 columns is arbitrary if it is
+// the same in both matrices, so the activations are stored in the matching order. A chunk is 128 of k: q[chunk][half][row][t]
+// has the 16 bytes of step t of two slabs of 32 k, even, odd, even, odd. Each of its groups also has the step size a and
+// minus the sum of q, by which the zero points are multiplied.
 //
-// Few rows (M <= 16) are bound by the weight's bytes: 14336 x 4096 are 33 MB with scales, 7.7 us at 4.3 TB/s. A block a
-// multiprocessor has a run of pairs of tiles, whose chunks its 8 workers take in turns, copied three ahead (7 KB a
-// warp, 56 KB a multiprocessor under way; 4.3 TB/s in 132 parts over 1 us are 33). A chunk is 2.3 KB and, in sm_90's
-// code for one row, some 240 instructions: 48 masks and shifts, 8 products, 60 for the copies; 3.7 us of issuing for
-// all. Its sums go into shared memory, and M other warps, one a row of activations with a lane for each of the 32 rows
-// of the weight, run s = fma(sum, d a, s) along them, a chunk of each worker behind. So K is split over 8 warps and the
-// order of the float sums is still the reference's. Up to eight rows are quantized by each block for itself while its
-// first weights come.
+// Few rows (M <= 16) are limited by reading the weight: 14336 x 4096 are 33 MB with scales, 7.7 us at 4.3 TB/s. One block per
+// multiprocessor has a run of pairs of tiles, whose chunks its 8 workers take in turns, copied three ahead (7 KB per warp,
+// 56 KB per multiprocessor in flight; 4.3 TB/s in 132 parts over 1 us are 33). A chunk is 2.3 KB and, in sm_90's code for one
+// row, about 240 instructions: 48 masks and shifts, 8 products, 60 for the copies; 3.7 us of issuing in all. Its sums go into
+// shared memory, and M other warps, one per row of activations with a lane for each of the 32 rows of the weight, compute s =
+// fma(sum, d a, s) along them, one chunk per worker later. So K is split over 8 warps, and the order of the float sums is
+// still that of the reference. Up to eight rows are quantized by each block separately while its first weights arrive.
 //
-// Many rows: a block has 64 rows of activations, quantized before, by 64 PAIRS of the weight, a chunk of k at a time,
-// twice buffered; a warp a quarter. A sum starts at the bits of 1.5 * 2^23, so that one subtraction makes a float of
-// it.
+// Many rows: a block has 64 rows of activations, quantized before, by 64 PAIRS of the weight, one chunk of k at a time,
+// double-buffered; a warp computes a quarter. A sum starts at the bits of 1.5 * 2^23, so one subtraction converts it to
+// float.
 #include "activations.h"
 
 namespace diffbit::cuda {
@@ -51,7 +50,7 @@ struct Product {
   const uint8_t* zeros;   // [tiles][groups][16]; null: 8 everywhere
   const float* factor;
   void* y;
-  // Activations: rows from m on are never written, and their products never stored
+  // Activations: rows from m on are never written, and their products are never stored
   uint8_t* q;   // [chunks][2][columns][4][16]
   Step* steps;  // [chunks][columns][4 / slabs]
   int64_t n, tiles, columns;
@@ -59,7 +58,7 @@ struct Product {
   bool aligned;
 };
 
-/// Quantizes rows first ... first + count - 1 of a, all threads of the block, as rows 0 ... of `columns` in q and
+/// Quantizes rows first ... first + count - 1 of a, with all threads of the block, as rows 0 ... of `columns` in q and
 /// steps.
 template <class T>
 __device__ void quantize(const Product& p, int64_t first, int count, uint8_t* q, Step* steps, int64_t columns) {
@@ -94,7 +93,7 @@ __device__ void quantize(const Product& p, int64_t first, int count, uint8_t* q,
   }
 }
 
-/// One row a block, into the workspace.
+/// One row per block, into the workspace.
 template <class T>
 __global__ void __launch_bounds__(256, 4) quantize_rows(const Product p) {
   const int64_t row = blockIdx.x;
@@ -107,8 +106,8 @@ __device__ __forceinline__ uint32_t high(uint32_t word) { return word >> 4 & 0x0
 /// Byte i of eight, as a number.
 __device__ __forceinline__ int byte(uint2 eight, int i) { return (i < 4 ? eight.x : eight.y) >> 8 * (i % 4) & 0xff; }
 
-/// The shared memory of a block for few rows: the workers' rings [stages][WORKERS] of codes, scales and zeros; then,
-/// twice, [WORKERS][groups of a chunk][m][32] sums and the workers' scales and zeros; then the activations.
+/// The shared memory of a block for few rows: the workers' rings [stages][WORKERS] of codes, scales and zeros; then, twice,
+/// [WORKERS][groups of a chunk][m][32] sums and the workers' scales and zeros; then the activations.
 struct Shared {
   int stages, slot;
   int sums, parameters, q, steps;  // where they start
@@ -126,13 +125,13 @@ struct Shared {
   }
 };
 
-/// Which pairs of tiles a block has: `each`, one more in the first `rest` blocks.
+/// The pairs of tiles of a block: `each`, and one more in the first `rest` blocks.
 struct Share {
   int64_t each, rest;
 };
 
-/// m <= 8 GROUPS rows. FUSED: it quantizes them itself (one group), else they are in the workspace. WORKERS warps and
-/// one for each row, 8 of these at most.
+/// m <= 8 GROUPS rows. FUSED: the kernel quantizes them itself (one group), else they are in the workspace. It has WORKERS
+/// warps and one for each row, at most 8 of these.
 template <class T, int SLABS, int GROUPS, bool FUSED>
 __global__ void __launch_bounds__(32 * (WORKERS + GROUP), 1)
     few_rows(const Product p, const Shared at, const Share share) {
@@ -150,8 +149,8 @@ __global__ void __launch_bounds__(32 * (WORKERS + GROUP), 1)
   int32_t* sums = reinterpret_cast<int32_t*>(shared + at.sums);
   unsigned char* parameters = shared + at.parameters;
 
-  // What a worker copies next: a chunk of a pair, WORKERS chunks apart. Beyond the last tile: that again, which nobody
-  // stores
+  // What a worker copies next: a chunk of a pair, WORKERS chunks apart. Beyond the last tile it repeats that one, and the
+  // result is not stored
   int copied = worker ? warp : units, copied_chunk = copied % p.chunks;
   int64_t copied_pair = first_pair + copied / p.chunks;
   const uint8_t *codes = nullptr, *scales = nullptr, *zeros = nullptr;
@@ -206,7 +205,7 @@ __global__ void __launch_bounds__(32 * (WORKERS + GROUP), 1)
     steps = reinterpret_cast<const Step*>(shared + at.steps);
     __syncthreads();
   }
-  q += (GROUPS == 1 ? min(g, m - 1) : g) * 64 + 16 * t;  // columns beyond m: the last one again, or what lies there
+  q += (GROUPS == 1 ? min(g, m - 1) : g) * 64 + 16 * t;  // columns beyond m: the last one again, or arbitrary values
 
   int stage = 0, chunk = warp % p.chunks;  // a worker's
   int64_t pair = first_pair;               // the others'
@@ -214,7 +213,7 @@ __global__ void __launch_bounds__(32 * (WORKERS + GROUP), 1)
   float results[GROUPS] = {};
   for (int begin = 0, turn = 0; begin < units; begin += WORKERS, turn ^= 1) {
     if (worker && begin + warp < units) {
-      // In all but the latest groups there is what comes next
+      // All but the latest groups have arrived
       if (at.stages == 4) copy_async_wait<2>();
       else if (at.stages == 3) copy_async_wait<1>();
       else copy_async_wait<0>();
@@ -259,7 +258,7 @@ __global__ void __launch_bounds__(32 * (WORKERS + GROUP), 1)
                   make_int4(c[j][0][r], c[j][0][r + 2], c[j][1][r], c[j][1][r + 2]);
           }
       }
-      copy(stage ? stage - 1 : at.stages - 1);  // where the bytes of the turn before were
+      copy(stage ? stage - 1 : at.stages - 1);  // into the slot of the previous turn
       stage = stage + 1 < at.stages ? stage + 1 : 0;
       chunk += WORKERS;
       while (chunk >= p.chunks) chunk -= p.chunks;
@@ -267,7 +266,7 @@ __global__ void __launch_bounds__(32 * (WORKERS + GROUP), 1)
     __syncthreads();
     if (worker) continue;
 
-    // What the fma of unit `unit` need, which do not wait for one another
+    // The operands of unit `unit`'s fma, which are independent of each other
     struct Ready {
       float sum[PARTS][GROUPS], scale[PARTS][GROUPS];
     };
@@ -317,7 +316,7 @@ __global__ void __launch_bounds__(32 * (WORKERS + GROUP), 1)
   }
 }
 
-/// Eight neighbours of a row of y. `whole`: rows and y are such that they lie at a multiple of 16 bytes.
+/// Stores eight neighbours of a row of y. `whole`: they are at a multiple of 16 bytes.
 template <class T>
 __device__ __forceinline__ void store8(T* to, const float (&x)[8], int64_t room, bool whole) {
   if (!whole) {
@@ -336,7 +335,7 @@ __device__ __forceinline__ void store8(T* to, const float (&x)[8], int64_t room,
   }
 }
 
-/// 64 rows of activations by 64 PAIRS of the weight a block, 2 x 2 warps.
+/// 64 rows of activations by 64 PAIRS of the weight per block, 2 x 2 warps.
 template <class T, int SLABS, int PAIRS>
 __global__ void __launch_bounds__(MANY_THREADS, PAIRS == 1 ? 3 : 2)
     many_rows(const Product p, int blocks_down, bool whole) {
@@ -361,7 +360,7 @@ __global__ void __launch_bounds__(MANY_THREADS, PAIRS == 1 ? 3 : 2)
                      p.q + (half * p.columns + first) * 64 + (i % 2 * MANY_THREADS + thread) * 16);
       }
 #pragma unroll
-      for (int i = 0; i < 2 * PAIRS; ++i) {  // a warp a slab, a pair after the other, lane by lane as they are read
+      for (int i = 0; i < 2 * PAIRS; ++i) {  // one slab per warp, one pair after the other, lane by lane as they are read
         const int64_t tile = min(first_tile + 2 * i + g / 4, p.tiles - 1);
         const int slab = warp < slabs ? warp : 0;
         copy_async16(to + A + i * CODES + warp * (2 * SLAB_BYTES) + 16 * lane,
@@ -417,7 +416,7 @@ __global__ void __launch_bounds__(MANY_THREADS, PAIRS == 1 ? 3 : 2)
           for (int u = 0; u < 4; ++u)
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
-              // Unsigned: rows from m on hold anything
+              // Unsigned: rows from m on have arbitrary values
               const uint32_t minus = static_cast<uint32_t>(step[2 * i + r / 2].minus);
               const uint32_t z = static_cast<uint32_t>(byte(zero, u + r % 2 * 4));
               c[i][u][r] = static_cast<int32_t>(__float_as_uint(MAGIC) + (p.zeros ? minus * z : minus));
@@ -474,7 +473,7 @@ __global__ void __launch_bounds__(MANY_THREADS, PAIRS == 1 ? 3 : 2)
   }
 }
 
-/// How few rows are launched: `rows` of them at once, with `stages` stages.
+/// Launch parameters for few rows: `rows` of them at once, with `stages` stages.
 struct Few {
   int rows, stages;
   bool fused;
@@ -532,7 +531,7 @@ const char* multiply(Product p, cudaStream_t stream) {
     if (const char* wrong = launch(quantize_rows<T>, dim3(static_cast<unsigned>(p.m)), dim3(256), 0, stream, p))
       return wrong;
   if (is_few) return few<T, SLABS>(p, plan, stream);
-  // Wide tiles read the activations less often, narrow ones give every multiprocessor some
+  // Wide tiles read the activations less often; narrow ones give every multiprocessor some work
   const int64_t wide = (p.m + MANY_ROWS - 1) / MANY_ROWS * ((p.tiles + 7) / 8);
   return wide >= 2 * multiprocessors() ? many<T, SLABS, 2>(p, stream) : many<T, SLABS, 1>(p, stream);
 }

@@ -1,11 +1,11 @@
-// Int8MatMul (ops/int8_matmul.py). Sums of a group are integers, and a thread adds the groups of its number in order: the
-// bits of y do not depend on who sums what.
+// Int8MatMul (ops/int8_matmul.py). Sums of a group are integers, and a thread adds the groups of its output in order, so the
+// bits of y do not depend on how sums are divided.
 //
-// Meant for a head of one or few rows, which is bound by the weight's bytes: a block has a tile, 16 rows of the weight, and
-// up to ROWS rows of activations, which a kernel before it has quantized. Its warps take the groups of the tile in turn. A
-// step of 8 weights is 128 bytes, four for each lane: the even weights of row `lane` for the first 16 lanes, the odd ones of
-// row lane - 16 for the others, so that a warp reads one line at a time and a product is one dp4a. Many rows read the tile
-// once for each ROWS of them, from the cache.
+// It is meant for a head with one or few rows, which is limited by reading the weight. A block has a tile, 16 rows of the
+// weight, and up to ROWS rows of activations, which an earlier kernel has quantized. Its warps take the groups of the tile in
+// turn. A step of 8 weights is 128 bytes, four for each lane: the even weights of row `lane` for the first 16 lanes, the odd
+// ones of row lane - 16 for the others, so a warp reads one line at a time and a product is one dp4a. With many rows, the tile
+// is read again from the cache for every ROWS of them.
 #include "activations.h"
 
 namespace diffbit::cuda {

@@ -5,7 +5,7 @@
 namespace diffbit::cuda {
 namespace {
 
-/// Starts an op on the node's stream.
+/// Launches an op on the node's stream.
 template <class Op>
 void start(const Context& context, const char* name, const Op& op, size_t (*workspace)(const Op*),
            const char* (*run)(const Op*, void*, void*)) {

@@ -1,5 +1,5 @@
-// The ops on an NVIDIA GPU: what a node and its tensors must be is checked as on the CPU, but for what lies on the device;
-// the kernels (api.h) are started on ONNX Runtime's stream.
+// The ops on an NVIDIA GPU. Nodes and tensors are checked as on the CPU, except for values in device memory; the kernels
+// (api.h) are launched on ONNX Runtime's stream.
 #pragma once
 
 #include "../ort/attention_node.h"
@@ -14,7 +14,7 @@ struct CausalConv : CausalConvNode {
   void compute(Context& context) const;
 };
 
-/// A position beyond the tables is no error here: it makes its token NaN.
+/// A position beyond the tables is not an error here: its token becomes NaN.
 struct DiffAttention : AttentionNode {
   using AttentionNode::AttentionNode;
   void compute(Context& context) const;
@@ -30,19 +30,19 @@ struct Hadamard : HadamardNode {
   void compute(Context& context) const;
 };
 
-/// One zero point for all groups is taken to be 8, unread.
+/// A single zero point for all groups is assumed to be 8 and not read.
 struct Int4MatMul : Int4Node {
   using TiledNode::TiledNode;
   void compute(Context& context) const;
 };
 
-/// Likewise 128.
+/// A single zero point is assumed to be 128.
 struct Int8MatMul : Int8Node {
   using TiledNode::TiledNode;
   void compute(Context& context) const;
 };
 
-/// Likewise; an id outside the table is no error here: it makes its row NaN.
+/// Likewise; an id outside the table is not an error here: its row becomes NaN.
 struct GatherQuantized : GatherNode {
   using GatherNode::GatherNode;
   void compute(Context& context) const;

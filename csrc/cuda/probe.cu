@@ -1,4 +1,4 @@
-// Not part of the library: what CMake compiles to see whether nvcc knows an architecture and what the kernels take of it.
+// Not part of the library: CMake compiles this to see whether nvcc supports an architecture and the features we use.
 #include "device.h"
 
 using namespace diffbit::cuda;

@@ -1,5 +1,5 @@
-// SelectiveScan (ops/selective_scan.py): a thread has a channel, up to 16 states in registers, and goes from token to token. B
-// and C of TOKENS tokens wait in shared memory. exp and log1p are CUDA's: the last bits are not the CPU's.
+// SelectiveScan (ops/selective_scan.py): a thread has a channel, with up to 16 states in registers, and goes from token to
+// token. B and C of TOKENS tokens are in shared memory. exp and log1p are CUDA's, so the last bits differ from the CPU's.
 #include "../ort/layouts.h"
 #include "activations.h"
 
@@ -7,7 +7,7 @@ namespace diffbit::cuda {
 namespace {
 
 constexpr int THREADS = 64, TOKENS = 8;
-constexpr int FEW = 16;  // states that a thread has in registers; more lie in memory, and loops over them stay loops
+constexpr int FEW = 16;  // states that a thread keeps in registers; more are in memory, and loops over them are not unrolled
 
 template <class T, int MOST>
 __global__ void __launch_bounds__(THREADS) scan(DiffbitSelectiveScan op) {

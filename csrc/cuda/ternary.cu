@@ -1,27 +1,27 @@
-// TernaryMatMul (ops/ternary_matmul.py). All sums are integers, so the bits of y do not depend on who sums what.
+// TernaryMatMul (ops/ternary_matmul.py). All sums are integers, so the bits of y do not depend on how they are divided.
 //
-// The weight is read as it lies in the file and meets the tensor cores without a shuffle. mma_s8 multiplies 16 rows by
-// 32 columns; which k stands in which of its columns is free as long as both matrices agree. Lane 4 g + t reads the 16
-// bytes t of a run of 64 of row g: 64 weights in four words of four fields. A field of a word, masked, is a register of
-// the product as it stands: four codes of one row, at k = 128 (t / 2) + 32 field + 16 (t % 2) + 4 word + 0..3. The
-// activations, whose order is ours, are stored to fit: 16-byte pieces q[step][field][row][t] for steps of 256 k. Codes
-// are one more than weights, so the sum of a row's q is taken off at its end.
+// The weight is read in the file's layout and used by the tensor cores without a shuffle. mma_s8 multiplies 16 rows by 32
+// columns; the order of k in its columns is arbitrary if it is the same in both matrices. Lane 4 g + t reads the 16 bytes t
+// of a run of 64 of row g: 64 weights in four words of four fields. A masked field of a word is a register of the product
+// without further changes: four codes of one row, at k = 128 (t / 2) + 32 field + 16 (t % 2) + 4 word + 0..3. The
+// activations, whose order we choose, are stored in the matching order: 16-byte pieces q[step][field][row][t] for steps of
+// 256 k. Codes are one more than weights, so the sum of a row's q is subtracted at its end.
 //
-// Few rows (M <= 16) are bound by the weight's bytes. Per KiB of it, 4096 weights, a warp issues 2 copies, 2 + 4 loads
-// from shared memory, 40 masks and shifts (one shift of a word serves two fields; those masked with 0x0c count fourfold
-// in sums of their own) and 8 mma_s8; with what moves the pointers some 100 instructions in sm_90's code. dp4a would
-// take 32 for the products alone, and for one row of activations where the mma takes eight. On an H200 that is 1.6 us
-// of issuing for a weight of 14336 x 4096, whose 14.7 MB take 3.4 us at 4.3 TB/s. A block a multiprocessor, 16 warps:
-// each block has a run of tiles of 16 weight rows, one piece of memory, and cuts it into 16 equal runs of KiB (tile,
-// step), one a warp, whichever tiles they touch; sums meet in shared memory by atomic additions at the end of a tile or
-// run. So no warp has more to do than another, there is one barrier, and 64 KiB a multiprocessor are under way from the
-// first instruction on (4.3 TB/s in 132 parts over 1 us are 33 KiB). Each lane copies what it will read itself: the
-// ring needs no barrier. Quantizing 4096 numbers costs a block 0.3 us while its first weights come; a kernel of its own
-// would cost a launch of 2 us or more: up to eight rows are quantized by every block for itself.
+// Few rows (M <= 16) are limited by reading the weight. Per KiB of it, 4096 weights, a warp issues 2 copies, 2 + 4 loads
+// from shared memory, 40 masks and shifts (one shift of a word serves two fields; those masked with 0x0c count fourfold in
+// separate sums) and 8 mma_s8; with pointer arithmetic about 100 instructions in sm_90's code. dp4a would take 32 for the
+// products alone, and that for one row of activations, while the mma serves eight. On an H200 this is 1.6 us of issuing for
+// a weight of 14336 x 4096, whose 14.7 MB take 3.4 us at 4.3 TB/s. There is one block of 16 warps per multiprocessor: each
+// block has a run of tiles of 16 weight rows, contiguous in memory, and cuts it into 16 equal runs of KiB (tile, step), one
+// per warp, whichever tiles they touch; sums are combined in shared memory by atomic additions at the end of a tile or run.
+// So all warps have the same work, there is one barrier, and 64 KiB per multiprocessor are in flight from the first
+// instruction on (4.3 TB/s in 132 parts over 1 us are 33 KiB). Each lane copies what it will read itself, so the ring needs
+// no barrier. Quantizing 4096 numbers costs a block 0.3 us while its first weights arrive; a separate kernel would cost a
+// launch of 2 us or more, so every block quantizes up to eight rows itself.
 //
-// Many rows: a block has 32 MT rows of activations, quantized before, by 16 NT of the weight, 256 of k at a time, twice
-// buffered; a warp a quarter of it. A word of the weight is unpacked in registers, 7 instructions for four fields, for
-// MT products: at MT = 4 less than one instruction a product.
+// Many rows: a block has 32 MT rows of activations, quantized before, by 16 NT of the weight, 256 of k at a time,
+// double-buffered; a warp computes a quarter of it. A word of the weight is unpacked in registers, 7 instructions for four
+// fields, for MT products: at MT = 4 less than one instruction per product.
 #include "activations.h"
 
 namespace diffbit::cuda {
@@ -30,7 +30,7 @@ namespace {
 constexpr int STEP = 256;  // of k: 64 bytes of a row of the weight
 constexpr int PIECE = 16;  // bytes
 constexpr int TILE = 16;   // rows of the weight in a product of few rows
-constexpr int GROUP = 8;   // rows of activations that lie together
+constexpr int GROUP = 8;   // rows of activations that are stored together
 constexpr int GROUP_STEP = GROUP * STEP;  // bytes of their q in a step
 constexpr int WARPS = 16, THREADS = 32 * WARPS;  // of few rows
 constexpr int STAGES = 5;                        // of their ring, 1 KiB a warp each
@@ -44,7 +44,7 @@ struct Product {
   const uint8_t* packed;
   const float* scale;
   void* y;
-  // Activations: rows from m on are never written, and their products never stored
+  // Activations: rows from m on are never written, and their products are never stored
   uint8_t* q;        // [steps][groups][4][8][4] pieces
   float* row_steps;  // [m]
   int32_t* sums;     // [m]
@@ -53,7 +53,7 @@ struct Product {
   bool aligned;
 };
 
-/// What a block finds out about at most GROUP rows while it quantizes them.
+/// What a block computes about at most GROUP rows while it quantizes them.
 struct Rows {
   int largest[GROUP];  // bits of max |x|
   int sum[GROUP];
@@ -61,13 +61,13 @@ struct Rows {
   double part[GROUP][WARPS];
 };
 
-/// Quantizes rows first ... first + count - 1 of a, all threads of the block. Row i's pieces [step][field][t] go to q +
-/// 64 i, `step_bytes` and `field_bytes` apart; `rows` holds the steps and sums after the next barrier.
+/// Quantizes rows first ... first + count - 1 of a, with all threads of the block. Row i's pieces [step][field][t] go to q +
+/// 64 i, `step_bytes` and `field_bytes` apart; after the next barrier `rows` has the step sizes and sums.
 template <class T>
 __device__ void quantize(const Product& p, int64_t first, int count, uint8_t* q, int64_t step_bytes, int field_bytes,
                          Rows& rows) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const int each = warps / count;  // warps a row
+  const int each = warps / count;  // warps per row
   const int row = warp % count, part = warp / count, apart = 32 * each, eights = p.steps * (STEP / 8);
   const int begin = part < each ? 32 * part + lane : eights;
   const T* from = static_cast<const T*>(p.a) + (first + row) * p.k;
@@ -129,7 +129,7 @@ __device__ void quantize(const Product& p, int64_t first, int count, uint8_t* q,
   if (lane == 0 && part == 0) rows.step[row] = step;
 }
 
-/// One row a block, into the workspace.
+/// One row per block, into the workspace.
 template <class T>
 __global__ void __launch_bounds__(256, 4) quantize_rows(const Product p) {
   Rows& rows = *shared_memory<Rows>();
@@ -147,7 +147,7 @@ __device__ __forceinline__ float scaled(uint32_t total, int32_t sum, float step,
   return __fmul_rn(__fmul_rn(__int2float_rn(static_cast<int32_t>(total - static_cast<uint32_t>(sum))), step), scale);
 }
 
-/// The codes of field F of four words, those of fields 1 and 3 fourfold.
+/// The codes of field F of four words; those of fields 1 and 3 are multiplied by 4.
 template <int F>
 __device__ __forceinline__ void field(uint32_t (&codes)[4], const uint4& words) {
   constexpr uint32_t mask = F % 2 ? 0x0c0c0c0cu : 0x03030303u;
@@ -170,12 +170,12 @@ __device__ __forceinline__ void advance(int32_t (&sums)[GROUPS][4], const uint4&
   }
 }
 
-/// Which tiles a block has: `each`, one more in the first `rest` blocks.
+/// The tiles of a block: `each`, and one more in the first `rest` blocks.
 struct Share {
   int64_t each, rest;
 };
 
-/// M <= 8 GROUPS rows. FUSED: it quantizes them itself (one group), else they are in the workspace.
+/// M <= 8 GROUPS rows. FUSED: the kernel quantizes them itself (one group), else they are in the workspace.
 template <class T, int GROUPS, bool FUSED>
 __global__ void __launch_bounds__(THREADS, 1) few_rows(const Product p, const Share share) {
   static_assert(!FUSED || GROUPS == 1);
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(THREADS, 1) few_rows(const Product p, const Sh
   int copied = 0, copied_tile = tile, copied_step = step;
   const int pieces = static_cast<int>(p.row_bytes / PIECE);
   const uint8_t *upper_row = nullptr, *lower_row = nullptr;
-  const auto enter = [&] {  // rows beyond N: the last one again, which nobody stores
+  const auto enter = [&] {  // rows beyond N: the last one again, whose result is not stored
     const int64_t row = (first_tile + copied_tile) * TILE + g;
     upper_row = p.packed + min(row, p.n - 1) * p.row_bytes;
     lower_row = p.packed + min(row + 8, p.n - 1) * p.row_bytes;
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(THREADS, 1) few_rows(const Product p, const Sh
   const auto copy = [&](int stage) {
     if (copied < count) {
       const int piece = 4 * copied_step + t;
-      const bool valid = piece < pieces;  // the last step of a row may be half a one
+      const bool valid = piece < pieces;  // the last step of a row may be a half
       const int64_t at = valid ? piece * PIECE : 0;
       copy_async16(ring + stage * (WARPS * 64), upper_row + at, valid);
       copy_async16(ring + stage * (WARPS * 64) + 32, lower_row + at, valid);
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(THREADS, 1) few_rows(const Product p, const Sh
     advance<1>(four, upper, lower, pieces_q[1]);
     advance<2>(one, upper, lower, pieces_q[2]);
     advance<3>(four, upper, lower, pieces_q[3]);
-    copy(stage ? stage - 1 : STAGES - 1);  // where the bytes of the iteration before were
+    copy(stage ? stage - 1 : STAGES - 1);  // into the slot of the previous iteration
     stage = stage + 1 < STAGES ? stage + 1 : 0;
 
     ++step;
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(THREADS, 1) few_rows(const Product p, const Sh
   }
 }
 
-/// 32 MT rows of activations by 16 NT rows of the weight a block, 2 x 2 warps.
+/// 32 MT rows of activations by 16 NT rows of the weight per block, 2 x 2 warps.
 template <class T, int MT, int NT>
 __global__ void __launch_bounds__(MANY_THREADS, MT == 4 ? 2 : 4)
     many_rows(const Product p, int blocks_down, bool pairs) {
@@ -368,7 +368,7 @@ __global__ void __launch_bounds__(MANY_THREADS, MT == 4 ? 2 : 4)
   }
 }
 
-/// How few rows are launched.
+/// Launch parameters for few rows.
 struct Few {
   int64_t blocks;
   size_t shared;
@@ -382,14 +382,14 @@ Few plan_few(const DiffbitTernaryMatMul& op) {
   const int64_t q = static_cast<int64_t>(sizeof(Rows)) + op.m * steps * STEP;
   const int64_t blocks = std::max<int64_t>(1, std::min<int64_t>(tiles, multiprocessors()));
   Few few = {blocks, 0, op.m <= GROUP && (tiles + blocks - 1) / blocks * sums + q <= room};
-  if (!few.fused)  // as many blocks as it takes for their sums to fit
+  if (!few.fused)  // as many blocks as their sums need to fit
     few.blocks = std::max(blocks, (tiles * sums + std::min<int64_t>(MOST_TOTALS, room) - sums - 1) /
                                       std::max<int64_t>(1, std::min<int64_t>(MOST_TOTALS, room) - sums));
   few.shared = static_cast<size_t>(RING + (tiles + few.blocks - 1) / few.blocks * sums + (few.fused ? q : 0));
   return few;
 }
 
-/// Groups of rows in the workspace: a block of many rows reads whole ones.
+/// Groups of rows in the workspace: a block for many rows reads whole groups.
 int64_t row_groups(int64_t m) { return m <= 2 * GROUP ? (m + GROUP - 1) / GROUP : (m + 127) / 128 * (128 / GROUP); }
 
 template <class T>
@@ -415,7 +415,7 @@ const char* multiply(const DiffbitTernaryMatMul& op, Product& p, cudaStream_t st
     return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(MANY_THREADS), shared, stream, p,
                   static_cast<int>(down), pairs);
   };
-  // Large tiles do less per product, small ones give every multiprocessor some
+  // Large tiles do less work per product; small ones give every multiprocessor some
   if ((op.m + 127) / 128 * ((op.n + 127) / 128) >= 2 * multiprocessors()) return many(many_rows<T, 4, 8>, 128, 128);
   return many(many_rows<T, 2, 4>, 64, 64);
 }

@@ -1,6 +1,6 @@
-// The part of ONNX Runtime's C interface that a custom-op library needs, written down here because no wheel of ONNX
-// Runtime carries headers. Slots are positions in the table that GetApi(18) returns; ONNX Runtime only ever appends to
-// that table, so they hold for every release from 1.18 on.
+// The part of ONNX Runtime's C interface that a custom-op library needs, declared here because ONNX Runtime's wheels do not
+// contain headers. Slots are positions in the table that GetApi(18) returns; ONNX Runtime only appends to that table, so
+// they are valid for every release from 1.18 on.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +27,7 @@ struct OrtApiBase {
   const char* (*GetVersionString)();
 };
 
-// Its layout at version 18. A library says which version it was written for, and ONNX Runtime reads no further.
+// The layout of version 18. A library states the version it was written for, and ONNX Runtime reads no further.
 struct OrtCustomOp {
   uint32_t version;
   void* (*CreateKernel)(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo*);  // before version 16
@@ -48,7 +48,7 @@ struct OrtCustomOp {
   int (*GetVariadicOutputHomogeneity)(const OrtCustomOp*);
   OrtStatus* (*CreateKernelV2)(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo*, void**);
   OrtStatus* (*KernelComputeV2)(void*, OrtKernelContext*);
-  OrtStatus* (*InferOutputShapeFn)(const OrtCustomOp*, void*);  // left out: crashes on omitted inputs before 1.24.4
+  OrtStatus* (*InferOutputShapeFn)(const OrtCustomOp*, void*);  // not used: it crashes on omitted inputs before 1.24.4
   int (*GetStartVersion)(const OrtCustomOp*);
   int (*GetEndVersion)(const OrtCustomOp*);
   size_t (*GetMayInplace)(int**, int**);
@@ -63,7 +63,7 @@ namespace diffbit::ort {
 
 constexpr uint32_t API_VERSION = 18;
 
-// Element types of tensors, as ONNX numbers them
+// Element types of tensors, with ONNX's numbers
 enum Type : int { UNDEFINED = 0, FLOAT32 = 1, UINT8 = 2, INT8 = 3, INT64 = 7, FLOAT16 = 10, BFLOAT16 = 16 };
 enum Characteristic : int { REQUIRED = 0, OPTIONAL = 1 };
 enum Memory : int { CPU_INPUT = -2, DEVICE = 0 };

@@ -22,10 +22,10 @@ constexpr Names VALUES = {Schema::PAST_VALUE,    Schema::PAST_VALUE_SCALE,    Sc
                           Schema::PRESENT_VALUE, Schema::PRESENT_VALUE_SCALE, Schema::PRESENT_VALUE_RECENT,
                           Schema::VALUE_BITS};
 
-/// Whether a past and its present are one memory.
+/// Whether a past and its present are the same memory.
 bool shared(const Tensor& past, const Tensor& present) { return past.size() > 0 && past.data == present.data; }
 
-/// Refuses inputs that do not fit `bits`.
+/// Throws for inputs that do not fit `bits`.
 CacheTensors past_of(const Context& context, const Names& names, bool keys, const Tensor& fresh, int bits,
                      int64_t batch, int64_t kv_heads, int64_t d, int64_t window, int64_t ring) {
   CacheTensors cache{};
@@ -36,7 +36,7 @@ CacheTensors past_of(const Context& context, const Names& names, bool keys, cons
   cache.past_recent = context.input(names.past_recent);
   const Tensor &past = cache.past, &scale = cache.past_scale, &recent = cache.past_recent;
   const bool blocks = cache.blockwise();
-  const bool codes = past.type == ort::UINT8 || past.type == ort::INT8;  // which floats there are, the entries say
+  const bool codes = past.type == ort::UINT8 || past.type == ort::INT8;  // the entries determine the type of floats
   const bool fits = bits == 16 ? !codes : past.type == (blocks ? ort::UINT8 : ort::INT8);
   if (!fits)
     throw Error("%s is not %s, wanted where %s is %d", past.name, bits == 16 ? "float" : blocks ? "uint8" : "int8",
@@ -74,7 +74,7 @@ void bind(Context& context, const Names& names, CacheTensors& cache, int64_t tok
       throw Error("%s is missing, wanted where the cache is %s", which.name, cache.blockwise() ? "int4 or int2" : "int8");
     return found;
   };
-  const auto refuse = [&](const schema::Output& which, const char* where) {  // nobody would write it
+  const auto refuse = [&](const schema::Output& which, const char* where) {  // it would never be written
     if (context.wants(which)) throw Error("%s is given, wanted exactly where the cache is %s", which.name, where);
   };
   const Tensor &past = cache.past, &scale = cache.past_scale;
@@ -96,7 +96,7 @@ void bind(Context& context, const Names& names, CacheTensors& cache, int64_t tok
   cache.recent_in_place = shared(cache.past_recent, cache.present_recent);
 }
 
-/// The past as it lies, where nothing is appended.
+/// The past's buffers, if nothing is appended.
 void lend(Context& context, const Names& names, CacheTensors& cache) {
   for (const schema::Output& which : {names.present, names.present_scale, names.present_recent})
     if (context.wants(which)) throw Error("%s is given, wanted exactly where key and value are", which.name);

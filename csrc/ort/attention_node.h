@@ -1,4 +1,4 @@
-// diffbit.DiffAttention's node and tensors, checked; the same on every device (ops/diff_attention.py says what it computes).
+// Checks the node and tensors of diffbit.DiffAttention, for every device (ops/diff_attention.py defines the op).
 #pragma once
 
 #include "generated/schema.h"
@@ -6,22 +6,22 @@
 
 namespace diffbit {
 
-/// How many of `total` tokens a cache of 4 or 2 bits holds as codes.
+/// How many of `total` tokens are quantized in a cache of 4 or 2 bits.
 int64_t quantized_tokens(int64_t total, int64_t window);
 /// Rows of a sliding window's cache.
 int64_t ring_rows(int64_t sliding_window, int bits);
 
-/// Keys or values of a call: what was, what is new, and the buffers of both; those that a cache of these bits has not are
-/// null.
+/// Keys or values of a call: past, new tokens, and the buffers of both. Buffers that a cache with these bits does not have
+/// are null.
 struct CacheTensors {
-  Tensor fresh;  // [B, S, Hk * d]; none where nothing is appended
+  Tensor fresh;  // [B, S, Hk * d]; null if nothing is appended
   Tensor past, past_scale, past_recent;
   Tensor present, present_scale, present_recent;
   int bits;
-  int64_t scale_tokens;  // how many tokens share a scale
+  int64_t scale_tokens;  // number of tokens that share a scale
   int64_t past_capacity, capacity;
-  int64_t ring;  // rows of a sliding window's, which is its capacity; else 0
-  bool in_place, recent_in_place;  // past and present are one memory
+  int64_t ring;  // rows of a sliding window's cache, which is its capacity; else 0
+  bool in_place, recent_in_place;  // past and present are the same memory
 
   /// Blocks of 32 numbers with a scale and a zero point.
   bool blockwise() const { return bits < 8; }
@@ -36,7 +36,7 @@ struct AttentionTensors {
 
 struct AttentionNode : schema::DiffAttention {
   explicit AttentionNode(const Node& node);
-  /// Of these only past_length is read: the others may lie where this code cannot look.
+  /// Only past_length is read here; the others may be in the GPU's memory.
   AttentionTensors tensors(Context& context) const;
 
   int64_t query_heads() const { return heads + (branches - 1) * (heads / noise_ratio); }

@@ -1,7 +1,7 @@
 // The entry point that ONNX Runtime calls: registers diffbit's ops, one entry per combination of tensor types.
 //
-// With a library registered there is no way back to an op's portable body: a model whose types none of these entries
-// has fails to load. So every combination that diffbit exports is here, for each device that the library has kernels for.
+// Once a library is registered, ONNX Runtime no longer uses an op's portable body: a model with types that no entry has fails
+// to load. So there is an entry for every combination that diffbit exports, for each device with kernels in the library.
 
 #include <new>
 #include <vector>
@@ -39,7 +39,7 @@ struct KernelOf final : Kernel {
   Op op;
 };
 
-/// Runs `body`; what it throws becomes the status that ONNX Runtime reports.
+/// Runs `body` and converts exceptions to the status that ONNX Runtime reports.
 template <class Body>
 OrtStatus* guarded(const OrtApi* api, const char* op, const Body& body) {
   try {
@@ -141,7 +141,7 @@ DIFFBIT_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const Or
   using namespace diffbit;
   const OrtApi* api = base->GetApi(ort::API_VERSION);
   if (!api) return nullptr;  // an ONNX Runtime before 1.18 has printed why, and runs the bodies
-  // The domain and its ops must outlive every session, so they are made once and kept
+  // The domain and its ops must outlive every session, so they are created once and never freed
   static OrtStatus* failed = nullptr;
   static std::vector<Entry> entries = every_entry();
   static OrtCustomOpDomain* domain = [&]() -> OrtCustomOpDomain* {

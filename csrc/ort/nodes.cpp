@@ -9,7 +9,7 @@ namespace diffbit {
 
 namespace {
 
-/// x [batch, steps, channels]; throws where it, or the mask, is something else. Columns of the mask.
+/// Checks x [batch, steps, channels] and the mask; throws if they do not fit. Returns the columns of the mask.
 int64_t expect_tokens(const Tensor& x, const Tensor& mask) {
   x.expect({-1, -1, -1});
   if (!x.shape[2]) throw Error("%s is %s, wanted channels", x.name, x.shape_text().c_str());
@@ -62,7 +62,7 @@ HadamardNode::Tensors HadamardNode::tensors(Context& context) const {
 
 namespace {
 
-/// A weight in tiles: throws where its tensors do not fit each other. {scales in a row, is zeros one number}.
+/// Checks that the tensors of a weight in tiles fit together. Returns {scales per row, whether zeros is one number}.
 std::pair<int64_t, bool> expect_tiles(int64_t bits, int64_t k, int64_t n, int64_t group_size, const Tensor& codes,
                                       const Tensor& scales, const Tensor& zeros, const Tensor& factor) {
   const int64_t groups = divide_up(k, group_size), tiles = divide_up(n, INT4_TILE), steps = group_size / INT4_STEP;

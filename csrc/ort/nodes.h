@@ -1,4 +1,4 @@
-// What nodes say, checked; the same on every device. attention_node.h has the one that is not here.
+// Checks the attributes and tensors of nodes, for every device. DiffAttention is in attention_node.h.
 #pragma once
 
 #include "generated/schema.h"
@@ -71,7 +71,7 @@ struct GatherNode : schema::GatherQuantized {
 
 struct SelectiveScanNode : schema::SelectiveScan {
   struct Tensors {
-    Tensor x, dt, z, b, c, a, d, dt_bias, mask, past, y, memory, present;  // memory.data is null where it is not wanted
+    Tensor x, dt, z, b, c, a, d, dt_bias, mask, past, y, memory, present;  // memory.data is null if it is not requested
     int64_t batch, steps, total, channels, states;
   };
 

@@ -176,13 +176,13 @@ DeviceScratch::DeviceScratch(const Context& context_, size_t bytes) : api_(conte
 DeviceScratch::~DeviceScratch() {
   if (!allocator_) return;
   OrtStatus* failed = ort::call<OrtStatus*>(api_, ort::AllocatorFree, allocator_, data_);
-  if (failed) ort::call<void>(api_, ort::ReleaseStatus, failed);  // it is lost; nothing else can be done here
+  if (failed) ort::call<void>(api_, ort::ReleaseStatus, failed);  // the memory leaks; nothing else can be done here
   ort::call<void>(api_, ort::ReleaseAllocator, allocator_);
 }
 
 void* scratch(int slot, size_t bytes) {
   constexpr size_t ALIGNMENT = 64;
-#if defined(__SANITIZE_ADDRESS__)  // a fresh block of exactly this size each time, so that a byte read beyond is seen
+#if defined(__SANITIZE_ADDRESS__)  // a new block of exactly this size each time, so reading beyond it is detected
   constexpr size_t STEP = 1;
   constexpr bool KEEP = false;
 #else

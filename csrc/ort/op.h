@@ -1,11 +1,11 @@
-// What an op sees of ONNX Runtime: attributes when a node is made, tensors and threads when it runs.
+// An op's view of ONNX Runtime: attributes when a node is created, tensors and threads when it runs.
 //
 // An op is a struct with
 //     its signature, as a base: schema::X of generated/schema.h
 //     explicit Op(const Node& node);                           reads and checks the attributes
 //     void compute(Context& context) const;                    checks the inputs, allocates the outputs, computes
-// Both may throw Error; ONNX Runtime then reports its sentence with the node's name. `compute` may run on several
-// threads at once, so an op holds no scratch memory: take it from `scratch`.
+// Both may throw Error; ONNX Runtime then reports its message with the node's name. `compute` may run on several threads
+// at once, so an op must not own scratch memory; take it from `scratch`.
 #pragma once
 
 #include <cstdarg>
@@ -24,7 +24,7 @@ namespace diffbit {
 inline long long number(int64_t value) { return static_cast<long long>(value); }  // for %lld
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/// A sentence for the user; printf-style.
+/// An error message for the user; printf-style.
 class Error : public std::exception {
  public:
   __attribute__((format(printf, 2, 3))) explicit Error(const char* format, ...) {
@@ -42,7 +42,7 @@ class Error : public std::exception {
 /// Throws the Error of a failed call into ONNX Runtime.
 void check(const OrtApi* api, OrtStatus* status);
 
-/// A dense tensor; `data` is null where an optional input was left out.
+/// A dense tensor; `data` is null for an omitted optional input.
 struct Tensor {
   static constexpr size_t MOST_DIMENSIONS = 8;
 
@@ -73,10 +73,10 @@ struct Tensor {
 class Node {
  public:
   Node(const OrtApi* api, const OrtKernelInfo* info, const char* op) : api_(api), info_(info), op_(op) {}
-  /// Throws where the attribute is not what the schema says.
+  /// Throws if the attribute does not match the schema.
   int64_t integer(const schema::Integer& attribute) const;
   float number(const schema::Number& attribute) const;
-  /// Refuses a node whose attribute spec_version is not the one that this kernel computes.
+  /// Throws if the node's attribute spec_version is not the version of this kernel.
   void expect_version(int64_t version) const;
 
  private:
@@ -95,12 +95,12 @@ class Context {
   Tensor input(const schema::Input& which) const;
   Tensor output(const schema::Output& which, std::initializer_list<int64_t> shape);
   Tensor output(const schema::Output& which, const int64_t* shape, size_t rank);
-  /// An output of a's shape but for the last dimension.
+  /// An output with a's shape except for the last dimension.
   Tensor product(const schema::Output& which, const Tensor& a, int64_t last);
-  /// Whether an output that the op may leave out is asked for; its shape is then [0].
+  /// Whether an optional output is requested. If not, its shape is [0].
   bool wants(const schema::Output& which);
 
-  /// The stream of the GPU on which a node's inputs are ready and its outputs are wanted.
+  /// The GPU stream on which a node's inputs are ready and its outputs are expected.
   void* stream() const;
 
   /// Runs task(0) ... task(count - 1) on the session's threads, in any order; `task` must not throw.
@@ -119,9 +119,9 @@ class Context {
   OrtKernelContext* context_;
 };
 
-/// `bytes` bytes where the node's first input lies, for what is started on the node's stream. They go back when this
-/// goes, which does not wait for the stream: ONNX Runtime notes whose stream they were taken for, and gives them to
-/// another only when that one is done; what comes later on the same stream runs later.
+/// `bytes` bytes on the device of the node's first input, for kernels on the node's stream. The destructor returns them
+/// without waiting for the stream: ONNX Runtime records the stream, and gives the memory to another stream only when this
+/// one is done; later kernels on the same stream run later anyway.
 class DeviceScratch {
  public:
   DeviceScratch(const Context& context, size_t bytes);
@@ -136,8 +136,8 @@ class DeviceScratch {
   void* data_ = nullptr;
 };
 
-/// `bytes` bytes, 64-byte aligned, that stay valid until this thread's next call with the same `slot`; grown, never
-/// shrunk. The workers of one run may write into the memory that its calling thread took.
+/// `bytes` bytes, 64-byte aligned, that stay valid until this thread's next call with the same `slot`. The memory grows and
+/// never shrinks. The workers of a run may write into memory that the calling thread took.
 constexpr int SCRATCH_SLOTS = 10;
 void* scratch(int slot, size_t bytes);
 

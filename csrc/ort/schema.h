@@ -1,4 +1,4 @@
-// What generated/schema.h is made of: names and positions as values, so that no kernel spells out either.
+// The types of generated/schema.h: names and positions as values, so no kernel repeats them.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 
 namespace diffbit::schema {
 
-/// A tensor's position, and its name as messages have it.
+/// A tensor's position, and its name for messages.
 struct Input {
   size_t index;
   const char* name;
@@ -26,11 +26,11 @@ struct Number {
   const char* name;
 };
 
-/// An op as ONNX Runtime asks for it; bit i of a mask is tensor i.
+/// The description of an op that ONNX Runtime asks for; bit i of a mask is tensor i.
 struct Signature {
   size_t inputs, outputs;
   uint32_t optional_inputs, optional_outputs;
-  uint32_t host_inputs;  // read by the CPU wherever the op runs
+  uint32_t host_inputs;  // read by the CPU, on whatever device the op runs
 };
 
 }  // namespace diffbit::schema

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The models of this folder, and more of their kind, from those in ../nano: hours of a CPU core (docs/bitnet.md has times).
+# Trains the models of this folder and similar ones from those in ../nano: hours on one CPU core (docs/bitnet.md has times).
 #
-#     bash examples/bitnet/train.sh [OUT]          # default out/bitnet; the fp16 models land in OUT/fp16
+#     bash examples/bitnet/train.sh [OUT]          # default out/bitnet; the fp16 models are in OUT/fp16
 set -euo pipefail
 
 out=${1:-out/bitnet}
@@ -14,9 +14,9 @@ for variant in diff_v1 diff_v2 softmax; do
     # The same, with the float model as a teacher.
     train --steps 2000 --attention $variant --qat ternary --tokenizer "$nano/diff_v1" --distill "$nano/$variant" \
         -o "$out/${variant}_distilled"
-    # From the float model, which is the teacher, too.
+    # From the float model, which is also the teacher.
     train --steps 200 --init "$nano/$variant" --qat int4_g128 --distill "$nano/$variant" -o "$out/${variant}_int4"
-    # As long as int4, without rounding: what the 200 steps give by themselves.
+    # As long as int4, without rounding: the effect of the 200 steps alone.
     train --steps 200 --init "$nano/$variant" --learning-rate 5e-5 -o "$out/${variant}_longer"
 done
 

@@ -1,9 +1,9 @@
-// Continues token ids with an artifact on plain ONNX Runtime, with diffbit's kernels; always the most likely token.
+// Continues token ids with an artifact on plain ONNX Runtime with diffbit's kernels, always with the most likely token.
 //
 //     run ARTIFACT COUNT ID...        (docs/packages.md says how to compile it)
 //
-// The cache grows here: each call's present.N.* are the next call's past_key_values.N.*. Where `in_place` in the manifest
-// allows it, one buffer of full size may be bound as both (docs/artifact.md).
+// The cache grows here: each call's present.N.* are the next call's past_key_values.N.*. If `in_place` in the manifest allows
+// it, one buffer of full size can be bound as both (docs/artifact.md).
 #include <onnxruntime_cxx_api.h>
 
 #include <algorithm>

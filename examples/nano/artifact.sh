@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The artifact that every wheel has inside (`diffbit run nano "def "`): nano's DIFF version 1, int4_g32 by GPTQ, 1.7 MB.
+# Makes the artifact that every wheel contains (`diffbit run nano "def "`): nano's DIFF version 1, int4_g32 by GPTQ, 1.7 MB.
 #
 #     make models                          # or train.sh
-#     bash examples/nano/artifact.sh       # writes runtime/nano; to be run again where export's format changes
+#     bash examples/nano/artifact.sh       # writes runtime/nano; run it again when export's format changes
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 scratch=$(mktemp -d)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The four models of this folder, made again: 20 minutes on 2 CPU cores that do other work, too.
+# Trains the four models of this folder again: 20 minutes on 2 CPU cores that are also busy with other work.
 #
-#     bash examples/pico/train.sh [OUT]          # default out/pico; the fp16 models land in OUT/fp16
+#     bash examples/pico/train.sh [OUT]          # default out/pico; the fp16 models are in OUT/fp16
 set -euo pipefail
 
 out=${1:-out/pico}
@@ -11,7 +11,7 @@ train() { diffbit train --preset pico --eval-every 200 "$@"; }
 train --attention diff_v1 -o "$out/diff_v1"
 train --attention softmax --tokenizer "$out/diff_v1" -o "$out/softmax"
 train --attention diff_v2 --tokenizer "$out/diff_v1" -o "$out/diff_v2"
-# The Transformer again, its weights trained in {-1, 0, 1}.
+# The Transformer with weights trained in {-1, 0, 1}.
 train --attention softmax --qat ternary --tokenizer "$out/diff_v1" -o "$out/softmax_ternary"
 
 python "$(dirname "$0")/../shrink.py" "$out" "$out/fp16"

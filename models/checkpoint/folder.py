@@ -40,7 +40,7 @@ def inside(folder: Path, name: str, named_by: Path) -> Path:
     if not files.is_within(folder, file):
         raise DiffbitError(f"{file}: is a link that leads out of the folder; copy the file itself there")
     if not file.is_file():
-        raise DiffbitError(f"{file}: is no regular file")
+        raise DiffbitError(f"{file}: is not a regular file")
     return file
 
 

@@ -1,9 +1,9 @@
 """Reads a checkpoint folder: checks everything when it is opened, and reads each tensor only on request.
 
 Tensors have canonical names and canonical row order; the folder's family (models/families/) converts from the layout on
-disk. A quantized folder, marked by "quantization_config" in config.json, holds other tensors in place of some weights,
-or beside them: parts, whose names begin with that of a linear layer. They are listed and read here; quantize/layouts/
-interprets them and checks which of them belong there.
+disk. A quantized folder, marked by "quantization_config" in config.json, has other tensors instead of some weights or
+in addition to them: parts, whose names begin with that of a linear layer. They are listed and read here;
+quantize/layouts/ interprets them and checks which of them belong there.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Checkpoint:
                 )
 
     def _is_part(self, name: str, wanted: Mapping[str, tuple[int, ...]]) -> bool:
-        """Does it belong to a linear layer of a quantized folder?"""
+        """Whether a tensor belongs to a linear layer of a quantized folder."""
         return self.quantization is not None and len(wanted.get(f"{linear_of(name)}.weight", ())) == 2
 
     def _canonical(self, stored: Mapping[str, Entry], on_disk: Mapping[str, str]) -> dict[str, Entry]:

@@ -1,7 +1,8 @@
-"""optimum-cli export diffbit: quantize a model and export it, with optimum's command line.
+"""`optimum-cli export diffbit` quantizes a model and exports it from optimum's command line.
 
-It is installed as optimum/commands/register/diffbit.py, where optimum looks for commands of other packages (a namespace
-package, PEP 420: no __init__.py). optimum imports it at each start, so what is large is imported when it runs.
+This file is installed as optimum/commands/register/diffbit.py, where optimum looks for commands of other packages (a
+namespace package, PEP 420: no __init__.py). optimum imports it at each start, so large packages are imported only when
+the command runs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.export.base import ExportCommand
 
 QUANTIZE = ("weights", "method", "kv", "calibrate", "max_windows")  # options of `diffbit quantize`
-EXPORT = ("device", "dtype")  # and of `diffbit export`
+EXPORT = ("device", "dtype")  # options of `diffbit export`
 
 
 class DiffbitExportCommand(BaseOptimumCLICommand):
@@ -30,9 +31,9 @@ class DiffbitExportCommand(BaseOptimumCLICommand):
         parser.add_argument("--method", help="Quantization method, such as gptq or awq; default: rtn.")
         parser.add_argument("--kv", help="KV cache format, such as int8.")
         parser.add_argument("--calibrate", help="Calibration text; default: mix.")
-        parser.add_argument("--max-windows", help="Windows of calibration text.")
-        parser.add_argument("--device", choices=("cpu", "cuda"), help="Device that the artifact is for; default: cpu.")
-        parser.add_argument("--dtype", choices=("fp32", "fp16"), help="Precision of what is not quantized.")
+        parser.add_argument("--max-windows", help="Number of windows of calibration text.")
+        parser.add_argument("--device", choices=("cpu", "cuda"), help="Device that runs the artifact; default: cpu.")
+        parser.add_argument("--dtype", choices=("fp32", "fp16"), help="Precision of all that is not quantized.")
         parser.add_argument("--overwrite", action="store_true", help="Replace the output folder.")
 
     def run(self) -> None:

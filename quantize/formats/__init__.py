@@ -52,7 +52,7 @@ def parse_format(name: str) -> Format:
         if format is not None:
             return format
     wanted = "; ".join(kind.GRAMMAR for kind in KINDS)
-    raise DiffbitError(f"{name!r} is no number format; wanted one of: {wanted}")
+    raise DiffbitError(f"{name!r} is not a number format; wanted one of: {wanted}")
 
 
 def names() -> list[str]:

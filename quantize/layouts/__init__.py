@@ -1,23 +1,23 @@
-"""How quantized weights lie in a checkpoint folder: one file for each `quant_method` of config.json.
+"""Layouts of quantized weights in a checkpoint folder: one file for each `quant_method` of config.json.
 
-    diffbit              <linear>.codes, .scale, .zero             ours
+    diffbit              <linear>.codes, .scale, .zero             diffbit's own
     gptq                 <linear>.qweight, .qzeros, .scales        GPTQModel, AutoGPTQ: 2, 3, 4 and 8 bits
     awq                  the same, packed along out_features       AutoAWQ: 4 bits, "gemm" and "gemv"
     compressed-tensors   <linear>.weight_packed, .weight_scale     llm-compressor, vLLM: integers of 2 to 8 bits
     bitsandbytes         <linear>.weight, .weight.absmax, ...      nf4 and fp4
     bitnet               <linear>.weight, .weight_scale            ternary
 
-Codes, zero points and scales become those of a format of ours (formats/) as they are: nothing is rounded again. Files
-are found by listing this folder. Each has METHOD and PARTS (what the tensors beside a linear layer are called after its
-name; all that begins so where it ends with a dot), and
+Codes, zero points and scales are converted to one of diffbit's formats (formats/) without rounding again. Every file in
+this folder is a layout, except _common.py. A layout has METHOD (its quant_method), PARTS (suffixes of the names of a
+linear layer's tensors; a suffix that ends with a dot is a prefix of several) and
 
-    scheme(checkpoint) -> Scheme                   which weight has which format
+    scheme(checkpoint) -> Scheme                   the format of each weight
     read(checkpoint, module, format) -> QTensor    in the row order on disk
 
-and where diffbit writes the layout, too (export/checkpoint.py),
+Layouts that diffbit also writes (export/checkpoint.py) have
 
-    settings(config, scheme) -> dict               the quantization_config; a DiffbitError for what it cannot hold
-    parts(weight, settings) -> {name after the linear layer's: tensor}      in the row order on disk
+    settings(config, scheme) -> dict               the quantization_config; raises DiffbitError if it cannot hold that
+    parts(weight, settings) -> {suffix: tensor}    in the row order on disk
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WRITTEN = tuple(name for name, module in LAYOUTS.items() if hasattr(module, "set
 
 
 def layout_of(checkpoint: Checkpoint) -> ModuleType | None:
-    """The layout of a quantized folder; None of a float one."""
+    """The layout of a quantized folder; None for a float one. Raises DiffbitError for an unknown quant_method."""
     entry = checkpoint.quantization
     if entry is None:
         return None
@@ -54,7 +54,7 @@ def layout_of(checkpoint: Checkpoint) -> ModuleType | None:
 
 
 def read_scheme(checkpoint: Checkpoint) -> Scheme | None:
-    """The scheme a checkpoint was quantized with; None for a float one."""
+    """The scheme of a quantized checkpoint; None for a float one. Raises DiffbitError for unexpected tensors."""
     layout = layout_of(checkpoint)
     if layout is None:
         return None
@@ -70,14 +70,14 @@ def read_scheme(checkpoint: Checkpoint) -> Scheme | None:
 
 
 def read_weight(checkpoint: Checkpoint, name: str, scheme: Scheme | None) -> Tensor | QTensor:
-    """A parameter under its float name in canonical row order: a Tensor in its stored dtype, or a QTensor."""
+    """Read a parameter by its float name, in canonical row order: a Tensor in its stored dtype, or a QTensor."""
     module = name.removesuffix(".weight")
     format = scheme.format_for(module) if scheme and (is_linear(name) or name == EMBEDDING) else None
     if format is None:
         wanted = shapes(checkpoint.config).get(name)
         if name not in checkpoint.names or not checkpoint.is_float(name) or checkpoint.shape(name) != wanted:
             raise DiffbitError(
-                f"{checkpoint.path}: config.json says that {name} is float, but the weights hold it otherwise; config "
+                f"{checkpoint.path}: config.json says that {name} is float, but the weights do not have it so; config "
                 "and weights do not belong together"
             )
         return checkpoint.read(name)
@@ -106,7 +106,7 @@ def _is_part(name: str, layout: ModuleType) -> bool:
 
 
 def _check_no_bias(checkpoint: Checkpoint, name: str) -> None:
-    """AutoGPTQ wrote biases of zeros beside layers that have none."""
+    """Raise DiffbitError for a bias that the model does not have, except zeros, which AutoGPTQ wrote there."""
     if name in checkpoint.names and name not in shapes(checkpoint.config) and checkpoint.read_raw(name).any():
         raise DiffbitError(
             f"{checkpoint.path}: tensor {name} is a bias, which a {checkpoint.config.attention} model of its "

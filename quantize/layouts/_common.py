@@ -1,4 +1,4 @@
-"""What layouts have in common: which layers are quantized, packed words, scales."""
+"""Helpers that layouts share: their scheme, packed words, scales, and checks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL_HALF = 2.0**-14  # fp16 holds smaller numbers to within 2^-25
 
 
 def scheme_of(formats: Mapping[str, Format | None], activations: str | None = None) -> Scheme:
-    """The scheme by which these linear layers have these formats; the commonest is that of the weights."""
+    """The scheme that gives these linear layers these formats. The most common one becomes `weights`."""
     counts = Counter(format for format in formats.values() if format is not None)
     common = counts.most_common(1)[0][0] if counts else None
     default = {module: None if module.rpartition(".")[2] in KEPT else common for module in formats}
@@ -38,20 +38,20 @@ def shape_of(checkpoint: Checkpoint, module: str) -> tuple[int, int]:
 
 
 def integers(checkpoint: Checkpoint, bits: Any, group_size: Any, symmetric: bool, known: tuple[int, ...]) -> IntFormat:
-    """The format that a quantization_config asks for; group_size -1: one scale a row."""
+    """The format that a quantization_config specifies; group_size -1: one scale per row."""
     if type(bits) is not int or bits not in known:
         wanted = f"{', '.join(map(str, known[:-1]))} or {known[-1]}" if known[1:] else str(known[0])
-        raise DiffbitError(f"{about(checkpoint)} asks for {bits!r} bits, wanted {wanted}")
+        raise DiffbitError(f"{about(checkpoint)} has {bits!r} bits, wanted {wanted}")
     if type(group_size) is not int or group_size not in (-1, *GROUP_SIZES):
         raise DiffbitError(
-            f"{about(checkpoint)} asks for groups of {group_size!r} weights, wanted one of "
-            f"{', '.join(map(str, GROUP_SIZES))}, or -1, one scale for each row"
+            f"{about(checkpoint)} has groups of {group_size!r} weights, wanted one of "
+            f"{', '.join(map(str, GROUP_SIZES))}, or -1 (one scale per row)"
         )
     return IntFormat.of(bits, max(group_size, 0), symmetric)
 
 
 def part(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None, *shapes: tuple[int, ...]) -> Tensor:
-    """A tensor of this dtype (None: any float) and one of these shapes."""
+    """Read a tensor. Raises DiffbitError unless it has this dtype (None: any float) and one of these shapes."""
     if name not in checkpoint.names:
         raise DiffbitError(f"{checkpoint.path}: tensor {name} is missing from the weights")
     tensor = checkpoint.read_raw(name)
@@ -84,16 +84,17 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
 
 
 def half(scale: Tensor, where: str) -> Tensor:
-    """Scales as fp32 that are fp16 numbers, which is what integer formats keep.
+    """Scales as fp32 with values that fp16 can represent, because integer formats store fp16 scales.
 
-    bfloat16 below fp16's normal numbers is rounded, by 2^-25 at most; what else fp16 does not hold is refused.
+    bfloat16 values below fp16's normal range are rounded, by at most 2^-25. Raises DiffbitError for other values that
+    fp16 cannot represent.
     """
     wide = scale.float()
     held = wide.half().float()
     if ((held != wide) & ((scale.dtype == torch.float32) | (wide.abs() >= SMALL_HALF))).any():
         raise DiffbitError(
-            f"{where}: holds {_label(scale.dtype)} scales that float16 cannot hold, in which diffbit keeps those of "
-            "integers; quantize the float checkpoint with diffbit instead"
+            f"{where}: has {_label(scale.dtype)} scales that float16 cannot represent, but diffbit stores scales of "
+            "integers in float16; quantize the float checkpoint with diffbit instead"
         )
     return held
 
@@ -113,14 +114,14 @@ def weights_only(config: ModelConfig, scheme: Scheme, method: str) -> dict[str, 
     """{linear layer: format} of a scheme that quantizes the decoder's linear layers and nothing else."""
     formats = scheme.formats(config)
     if not formats:
-        raise DiffbitError("its weights are float; quantize it first, as with diffbit quantize --weights int4_g128")
+        raise DiffbitError("its weights are float; quantize it first, such as with `diffbit quantize --weights int8`")
     if is_low_bit(scheme.attention):
         raise DiffbitError(
-            f"its attention is in low bits, which a {method} folder cannot hold; quantize the weights only"
+            f"its attention is quantized, which a {method} folder cannot hold; quantize only the weights"
         )
     if any(module.rpartition(".")[2] in ("embed_tokens", "lm_head") for module in formats):
         raise DiffbitError(
-            f"its head or embedding is quantized, which a {method} folder of diffbit's does not hold; quantize with "
+            f"its head or embedding is quantized, which diffbit does not write to a {method} folder; quantize with "
             "--embedding none --head none"
         )
     return formats

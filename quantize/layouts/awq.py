@@ -1,18 +1,18 @@
-"""AWQ's layout, as AutoAWQ and GPTQModel write it (arXiv 2306.00978): 4 bits with zero points.
+"""AWQ's layout, written by AutoAWQ and GPTQModel (arXiv 2306.00978): 4 bits with zero points.
 
-version "gemm", packed along out_features; field j of a word holds column ORDER[j] of its eight:
+Version "gemm" is packed along out_features; field j of a word holds column ORDER[j] of its eight:
 
     <linear>.qweight   int32 [K, N/8]
     <linear>.qzeros    int32 [G, N/8]
     <linear>.scales    float [G, N]
 
-version "gemv", packed along in_features in order; zero points and scales are padded at the end of a row:
+Version "gemv" is packed along in_features in order; the rows of zero points and scales are padded at the end:
 
     <linear>.qweight   int32 [N, K/8]
     <linear>.qzeros    int32 [N, W]
     <linear>.scales    float [N, 8 W]
 
-weight = scale * (code - zero). Read, not written: compressed-tensors holds the same numbers.
+weight = scale * (code - zero). diffbit only reads this layout; compressed-tensors can hold the same numbers.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
 
 
 def _in_order(packed: Tensor, rows: int) -> Tensor:
-    """int32 [n, N/8] -> uint8 [n, N]."""
+    """Unpack version "gemm": int32 [n, N/8] -> uint8 [n, N]."""
     fields = unpack_words(packed, BITS, rows).unflatten(1, (-1, FIELDS))
     return fields[..., torch.tensor(ORDER).argsort()].flatten(1)
 
 
 def _padded(groups: int, group_size: int) -> int:
-    """Words that gemv has for the zero points of a row: a multiple of 4 for groups of 32, of 2 for groups of 64."""
+    """int32 words for a row's zero points in "gemv": a multiple of 4 for groups of 32, of 2 for groups of 64."""
     multiple = FIELDS * (max(1, 128 // group_size) if group_size else 1)
     return -(-groups // multiple) * multiple // FIELDS
 

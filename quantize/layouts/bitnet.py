@@ -1,6 +1,6 @@
 """Hugging Face's `bitnet` checkpoints, such as microsoft/bitnet-b1.58-2B-4T (arXiv 2504.12285): ternary layers.
 
-config.json's "quantization_config" has quant_method "bitnet" and says how the weights lie (transformers'
+config.json's "quantization_config" has quant_method "bitnet" and determines the layout of the weights (transformers'
 integrations/bitnet.py):
 
     linear_class     quantization_mode   <linear>.weight               scale s of the weight s * {-1, 0, 1}
@@ -9,9 +9,10 @@ integrations/bitnet.py):
                                          numbers -1, 0, 1 [N, K]
     "autobitlinear"  "online"            float [N, K]                  max(mean|W|, 1e-5)
 
-Packed: bits 2i and 2i+1 of row r hold W[r + i*N/4] + 1. Online are the weights that training goes on with, rounded at
-every call: here once, as they are read, with transformers' own arithmetic. Inputs are rounded to int8 per token, as in
-any ternary layer. Which linear layers are such layers follows from modules_to_not_convert: all, or all but the head.
+In packed weights, bits 2i and 2i+1 of row r hold W[r + i*N/4] + 1. Online weights are the float weights for further
+training. transformers rounds them at every call; diffbit rounds them once, with the same arithmetic, when it reads
+them. Inputs are rounded to int8 per token, as in any ternary layer. modules_to_not_convert lists the linear layers that
+stay float; by default only the head.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from ..scheme import Scheme, linear_shapes
 from ._common import scheme_of, weights_only
 
 METHOD = "bitnet"
-PARTS = ("weight_scale", "rms_norm.weight")  # the norm is refused with its setting
+PARTS = ("weight_scale", "rms_norm.weight")  # `_settings` raises an error for use_rms_norm
 PER_BYTE = 4
 CHOICES = {"linear_class": ("bitlinear", "autobitlinear"), "quantization_mode": ("offline", "online")}
-PATTERN = re.compile(r"[\w.]+(\*[\w.]+){0,2}\*?")  # a module's name, perhaps with .* in it, which cannot run for ever
+PATTERN = re.compile(r"[\w.]+(\*[\w.]+){0,2}\*?")  # a module's name, perhaps with .* in it; limits the time to match it
 
 
 def scheme(checkpoint: Checkpoint) -> Scheme:
-    """What is ternary in the checkpoint and what is not, as a scheme."""
+    """The scheme of the checkpoint: its ternary and its float layers."""
     _settings(checkpoint)
     names = set(checkpoint.names)
     formats: dict[str, Format | None] = {}
@@ -50,7 +51,7 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
         converted = name in names and _converts(checkpoint, module)
         if not converted and name in names and checkpoint.shape(name) != shape:
             raise DiffbitError(
-                f"{checkpoint.path}: tensor {name} is packed, but float by modules_to_not_convert in config.json; "
+                f"{checkpoint.path}: tensor {name} is packed, but config.json lists it in modules_to_not_convert; "
                 "config and weights do not belong together"
             )
         formats[module] = FORMAT if converted else None
@@ -75,8 +76,8 @@ def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
 
 
 def settings(config: ModelConfig, scheme: Scheme) -> dict[str, Any]:
-    """As microsoft/bitnet-b1.58-2B-4T has them. "bitlinear" is not written: it wants the reciprocal of the scale, and
-    in float32 the reciprocal of that is not always the scale."""
+    """The settings of microsoft/bitnet-b1.58-2B-4T. diffbit does not write "bitlinear", which stores the reciprocal of
+    the scale: in float32 the reciprocal of that is not always the scale."""
     mixers = [layer.mixer for layer in config.layers]
     if not all(isinstance(mixer, softmax.Options) for mixer in mixers):
         raise _refused(f"its attention is {config.attention}", "transformers' BitNet model has softmax attention")
@@ -91,8 +92,8 @@ def settings(config: ModelConfig, scheme: Scheme) -> dict[str, Any]:
     width = next(mixer.num_heads * mixer.head_dim for mixer in mixers if isinstance(mixer, softmax.Options))
     if config.sub_norms and width != config.hidden_size:
         raise _refused(
-            f"its heads are {width} wide together and its hidden states {config.hidden_size}",
-            "transformers' BitNet model has both of one width",
+            f"the width of its heads together is {width}, and that of its hidden states {config.hidden_size}",
+            "transformers' BitNet model needs equal widths",
         )
     entry = {"quant_method": METHOD, "linear_class": "autobitlinear", "quantization_mode": "offline"}
     head = HEAD.removesuffix(".weight")
@@ -105,7 +106,7 @@ def parts(weight: QTensor, entry: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def online(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """uint8 codes [N, K] and the scale of a float weight, rounded as transformers does it (WeightQuant)."""
+    """Round a float weight like transformers' WeightQuant -> (uint8 codes [N, K], scale fp32)."""
     weight = weight.float()
     inverse = 1.0 / weight.abs().mean().clamp(min=1e-5)
     return (weight * inverse).round().clamp(-1, 1).add(1).to(torch.uint8), 1 / inverse
@@ -128,8 +129,8 @@ def _codes(weight: Tensor, shape: tuple[int, int], where: str) -> Tensor:
         codes = weight.float() + 1
         if not ((codes == 0) | (codes == 1) | (codes == 2)).all():
             raise DiffbitError(
-                f"{where}: holds floats other than -1, 0 and 1, wanted packed weights; if they are those that training "
-                'goes on with, config.json must say "linear_class": "autobitlinear", "quantization_mode": "online"'
+                f"{where}: has floats other than -1, 0 and 1, wanted packed weights; if they are weights for further "
+                'training, config.json needs "linear_class": "autobitlinear", "quantization_mode": "online"'
             )
         return codes.to(torch.uint8)
     rows, columns = shape
@@ -138,7 +139,7 @@ def _codes(weight: Tensor, shape: tuple[int, int], where: str) -> Tensor:
     if weight.dtype != torch.uint8 or weight.shape != (rows // PER_BYTE, columns):
         raise DiffbitError(
             f"{where}: is {str(weight.dtype).removeprefix('torch.')} {tuple(weight.shape)}, wanted uint8 "
-            f"{(rows // PER_BYTE, columns)}, four rows a byte, or floats {shape}"
+            f"{(rows // PER_BYTE, columns)}, four rows per byte, or floats {shape}"
         )
     codes = unpack(weight)
     if (codes == 3).any():
@@ -150,7 +151,7 @@ def _scale(checkpoint: Checkpoint, name: str) -> Tensor:
     """The weight_scale of a linear layer, fp32."""
     if name not in checkpoint.names:
         raise DiffbitError(
-            f"{checkpoint.path}: tensor {name} is missing; a packed layer has one, and a float layer is named in "
+            f"{checkpoint.path}: tensor {name} is missing; packed layers need it, float layers must be listed in "
             "modules_to_not_convert in config.json"
         )
     scale = checkpoint.read_raw(name)
@@ -167,7 +168,7 @@ def _refused(found: str, wanted: str) -> DiffbitError:
 
 
 def _settings(checkpoint: Checkpoint) -> tuple[str, str]:
-    """(linear_class, quantization_mode); a DiffbitError where quantization_config asks for what is not known here."""
+    """(linear_class, quantization_mode). Raises DiffbitError for settings that diffbit does not support."""
     entry: dict[str, Any] = checkpoint.quantization or {}
     where = f"{checkpoint.path / 'config.json'}: quantization_config"
     found = []
@@ -178,7 +179,7 @@ def _settings(checkpoint: Checkpoint) -> tuple[str, str]:
         found.append(value)
     if entry.get("use_rms_norm"):
         raise DiffbitError(
-            f"{where} has use_rms_norm, a norm of its own before each linear layer, which diffbit's models do not have"
+            f"{where} has use_rms_norm, a norm before each linear layer, which diffbit's models do not have"
         )
     patterns = entry.get("modules_to_not_convert")
     if patterns is not None and not (
@@ -189,7 +190,7 @@ def _settings(checkpoint: Checkpoint) -> tuple[str, str]:
 
 
 def _converts(checkpoint: Checkpoint, module: str) -> bool:
-    """Does transformers put a ternary layer in this module's place (should_convert_module)?"""
+    """Whether transformers replaces this module with a ternary layer (should_convert_module)."""
     patterns = (checkpoint.quantization or {}).get("modules_to_not_convert")
     if patterns is None:
         patterns = [HEAD.removesuffix(".weight")]

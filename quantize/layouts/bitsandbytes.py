@@ -1,9 +1,9 @@
-"""bitsandbytes' 4-bit layout, nf4 and fp4, as transformers writes it (load_in_4bit) and vLLM and peft read it.
+"""bitsandbytes' 4-bit layout, nf4 and fp4: transformers writes it (load_in_4bit), vLLM and peft read it.
 
-A weight [N, K] lies as `<linear>.weight` uint8 [N*K/2, 1], high nibble first, beside `<linear>.weight.absmax`,
-`.quant_map` and `.quant_state.bitsandbytes__nf4` (JSON as bytes: shape, dtype, block size); with double quantization
-absmax is 8-bit itself, with `.nested_absmax` and `.nested_quant_map`. bitsandbytes' own QuantState reads all that.
-Written is absmax in float32.
+A weight [N, K] is stored as `<linear>.weight` uint8 [N*K/2, 1], high nibble first, with `<linear>.weight.absmax`,
+`.quant_map` and `.quant_state.bitsandbytes__nf4` (JSON as bytes: shape, dtype, block size). With double quantization
+absmax itself has 8 bits, with `.nested_absmax` and `.nested_quant_map`. bitsandbytes' own QuantState reads these.
+diffbit writes absmax in float32.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
     entry = checkpoint.quantization or {}
     if entry.get("load_in_8bit"):
         raise DiffbitError(
-            f"{checkpoint.path / 'config.json'}: the weights are bitsandbytes' int8, of which diffbit reads only nf4 "
-            "and fp4; pass the float checkpoint (`diffbit quantize --weights int8` makes int8 weights of it)"
+            f"{checkpoint.path / 'config.json'}: the weights are bitsandbytes' int8, but diffbit reads only its nf4 "
+            "and fp4; start from the float checkpoint, such as with `diffbit quantize --weights int8`"
         )
     kind = entry.get("bnb_4bit_quant_type", "nf4")
     if not isinstance(kind, str) or kind not in TABLES:
@@ -46,7 +46,7 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
 
 
 def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
-    """Its scales are absmax as bitsandbytes computes it."""
+    """Read a weight; its scales are absmax as bitsandbytes computes it."""
     try:
         from bitsandbytes.functional import QuantState, dequantize_blockwise
     except ModuleNotFoundError:
@@ -61,7 +61,7 @@ def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
     }
     try:
         state = QuantState.from_dict(parts, device=torch.device("cpu"))
-    except Exception as error:  # it asserts, parses JSON and looks up names: any of them fails on a damaged file
+    except Exception as error:  # on a damaged file its assertions, JSON parser or look-ups may fail
         raise DiffbitError(f"{where}: bitsandbytes cannot read its quantization state ({error})") from None
     table = torch.tensor(TABLES[format.name])
     if state.quant_type != format.name or state.blocksize != BLOCK or not torch.equal(state.code, table):
@@ -72,7 +72,7 @@ def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
     if state.shape is None or tuple(state.shape) != shape:
         raise DiffbitError(f"{where}: has shape {state.shape}, wanted {shape} from config.json")
     try:
-        format.check(shape)  # bitsandbytes lets a block go on into the next row
+        format.check(shape)  # in bitsandbytes a block may continue in the next row
     except DiffbitError as error:
         raise DiffbitError(f"{where}: {error}") from None
     absmax: Tensor = state.absmax

@@ -1,6 +1,6 @@
-"""compressed-tensors' layout of integers, as llm-compressor writes it and vLLM and transformers read it.
+"""compressed-tensors' layout of integers: llm-compressor writes it, vLLM and transformers read it.
 
-format "pack-quantized", 2 to 8 bits, and "int-quantized" (or "naive-quantized"), 8 bits:
+The formats are "pack-quantized" (2 to 8 bits) and "int-quantized" or "naive-quantized" (8 bits):
 
     <linear>.weight_packed      int32 [N, K*bits/32]      code, a bit stream along each row, low bits first
     <linear>.weight             int8  [N, K]              code - 128
@@ -8,10 +8,10 @@ format "pack-quantized", 2 to 8 bits, and "int-quantized" (or "naive-quantized")
     <linear>.weight_zero_point  int32 [N*bits/32, G] packed down each column, or int8 [N, G] (zero - 2^(bits-1))
     <linear>.weight_shape       int64 [2]
 
-config_groups says for layers by class ("Linear"), name or regular expression ("re:...") which bits and groups they
-have; a name or an expression goes before a class, and `ignore` before all. Inputs that are rounded to int8 at run time,
-with a scale per token, are activations "int8" of a scheme. Floats of 4 and 8 bits, 2:4 sparsity, static scales of
-inputs, a quantized KV cache and transforms are refused.
+config_groups sets the bits and group size of layers by class ("Linear"), name or regular expression ("re:..."). A name
+or an expression takes precedence over a class, and `ignore` over both. Inputs that are rounded to int8 at run time,
+with one scale per token, become activations "int8" of the scheme. diffbit does not support floats of 4 and 8 bits, 2:4
+sparsity, static scales of inputs, a quantized KV cache and transforms, and raises an error for them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ METHOD = "compressed-tensors"
 PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 LAYOUTS = ("pack-quantized", "int-quantized", "naive-quantized", "mixed-precision")
 BITS = (2, 3, 4, 5, 6, 7, 8)
-EXPRESSION = re.compile(r"(?!.*\)[*+{])(?!(.*[*+{]){5}).{1,200}")  # one that cannot run for ever
+EXPRESSION = re.compile(r"(?!.*\)[*+{])(?!(.*[*+{]){5}).{1,200}")  # limits the time to match a pattern
 PER_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
 
 
@@ -57,7 +57,7 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
         ]
         if any(_matches(module, name) for name in ignored) or not found:
             raise DiffbitError(
-                f"{checkpoint.path}: {module} is quantized, but no config_groups of config.json has it as a target; "
+                f"{checkpoint.path}: {module} is quantized, but it is not a target of config_groups in config.json; "
                 "config and weights do not belong together"
             )
         formats[module] = found[0]
@@ -77,7 +77,7 @@ def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
     else:
         codes = _unsigned(part(checkpoint, f"{module}.weight", torch.int8, shape), offset)
         if bits < 8 and (codes >= 2**bits).any():
-            raise DiffbitError(f"{checkpoint.path}: tensor {module}.weight holds numbers of more than {bits} bits")
+            raise DiffbitError(f"{checkpoint.path}: tensor {module}.weight has numbers of more than {bits} bits")
     wanted = [(rows, groups), *([(rows,), (1,), (1, 1), ()] if groups == 1 else [])]
     scale = half(part(checkpoint, f"{module}.weight_scale", None, *wanted), f"{checkpoint.path}: {module}.weight_scale")
     if f"{module}.weight_g_idx" in checkpoint.names:
@@ -91,7 +91,7 @@ def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
         else:
             zero = _unsigned(part(checkpoint, name, torch.int8, *wanted), offset)
             zero = zero.reshape(-1, groups).expand(rows, groups).contiguous()
-    scale = scale.reshape(-1, groups).expand(rows, groups).contiguous()  # one for all rows, or for each
+    scale = scale.reshape(-1, groups).expand(rows, groups).contiguous()  # stored once, or per row
     return QTensor(format, shape, codes, scale, zero)
 
 
@@ -105,13 +105,13 @@ def settings(config: ModelConfig, scheme: Scheme) -> dict[str, Any]:
         if columns % (format.group_size or 1):
             raise DiffbitError(
                 f"{module} has {columns} in_features, wanted a multiple of {format.group_size} for a "
-                "compressed-tensors folder, whose groups are whole"
+                "compressed-tensors folder, which has no partial groups"
             )
         by_format.setdefault(format, []).append(module)
     if scheme.activations not in (None, "int8"):
-        raise DiffbitError(f"its activations are {scheme.activations}, wanted int8 or float ones")
+        raise DiffbitError(f"its activations are {scheme.activations}, wanted int8 or float")
     inputs = None if scheme.activations is None else PER_TOKEN
-    whole = inputs is not None and all(format.bits == 8 for format in by_format)  # what vLLM's int8 kernels read
+    whole = inputs is not None and all(format.bits == 8 for format in by_format)  # vLLM's int8 kernels read this
     return {
         "quant_method": METHOD,
         "format": "int-quantized" if whole else "pack-quantized",
@@ -151,12 +151,12 @@ def parts(weight: QTensor, entry: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _groups(checkpoint: Checkpoint, entry: Mapping[str, Any]) -> list[tuple[list[str], Format]]:
-    """(targets, format) of each of config_groups."""
+    """(targets, format) of each entry of config_groups."""
     where = about(checkpoint)
     for name in ("sparsity_config", "transform_config", "kv_cache_scheme"):
         value = entry.get(name)
         if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
-            raise DiffbitError(f"{where} has a {name}, which diffbit does not read")
+            raise DiffbitError(f"{where} has a {name}, which diffbit does not support")
     groups = entry.get("config_groups")
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
         raise DiffbitError(f"{where} has no config_groups with a description of the weights; restore config.json")
@@ -185,22 +185,22 @@ def _activations(checkpoint: Checkpoint, entry: Mapping[str, Any]) -> str | None
     for group in entry["config_groups"].values():
         args = group.get("input_activations")
         if group.get("output_activations") is not None:
-            raise DiffbitError(f"{about(checkpoint)} has output_activations, which diffbit does not round")
+            raise DiffbitError(f"{about(checkpoint)} has output_activations, which diffbit does not support")
         if args and not isinstance(args, Mapping):
             raise DiffbitError(f"{about(checkpoint)} has input_activations {args!r}, wanted their settings")
         if args and {name: args.get(name, True) for name in PER_TOKEN} != PER_TOKEN:
             raise DiffbitError(
-                f"{about(checkpoint)} has input_activations other than int8 with a scale per token found at run time "
-                "(dynamic), which diffbit does not read"
+                f"{about(checkpoint)} has input_activations other than int8 with one dynamic scale per token, "
+                "which diffbit does not support"
             )
         found.append("int8" if args else None)
     if len(set(found)) > 1:
-        raise DiffbitError(f"{about(checkpoint)} rounds the inputs of some layers only, wanted those of all or of none")
+        raise DiffbitError(f"{about(checkpoint)} rounds the inputs of only some layers, wanted all or none")
     return found[0] if found else None
 
 
 def _names(checkpoint: Checkpoint, field: str, values: Any) -> list[str]:
-    """Names and expressions, as far as they are ones to match with."""
+    """A list of names and expressions. Raises DiffbitError for an invalid or too complex expression."""
     where = f"{about(checkpoint)} has {field}"
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise DiffbitError(f"{where} {values!r}, wanted a list of layers' names")
@@ -209,7 +209,7 @@ def _names(checkpoint: Checkpoint, field: str, values: Any) -> list[str]:
             try:
                 re.compile(value[3:])
             except (re.error, RecursionError, OverflowError) as error:
-                raise DiffbitError(f"{where} {value!r}, which is no regular expression ({error})") from None
+                raise DiffbitError(f"{where} {value!r}, which is not a regular expression ({error})") from None
             if not EXPRESSION.fullmatch(value[3:]):
                 raise DiffbitError(f"{where} {value!r}, wanted a simpler expression")
     return values
@@ -220,7 +220,7 @@ def _matches(module: str, target: str) -> bool:
 
 
 def _signed(codes: Tensor) -> Tensor:
-    """The inverse of `_unsigned` at 8 bits."""
+    """The inverse of `_unsigned` for 8 bits."""
     return (codes.short() - 128).to(torch.int8)
 
 

@@ -1,11 +1,11 @@
-"""diffbit's own: `<linear>.codes` (packed), `<linear>.scale` (as its format writes it: fp16 for integers, to which they
-were rounded beforehand, fp32 for nf4, fp4 and ternary, uint8 for mxfp4) and, in asymmetric formats, `<linear>.zero`
-(packed). config.json says
+"""diffbit's own layout: `<linear>.codes` (packed), `<linear>.scale` (fp16 for integers, whose scales were rounded to
+fp16; fp32 for nf4, fp4 and ternary; uint8 for mxfp4) and, in asymmetric formats, `<linear>.zero` (packed). config.json
+has
 
     "quantization_config": {"quantizer": "diffbit", "version": 1, "scheme": {...}}
 
-without a quant_method, so that transformers refuses the folder: with one that it does not know it warns, and loads
-random weights. Folders of earlier versions, with quant_method "diffbit", are read all the same.
+without a quant_method, so transformers raises an error for the folder. With a quant_method that it does not know it
+would warn and load random weights. Folders of earlier versions, with quant_method "diffbit", can still be read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
 
 
 def parse_entry(entry: Mapping[str, Any], where: str) -> Scheme:
-    """Return the scheme in the quantization_config that diffbit writes; where: its file and key, for errors."""
+    """Return the scheme in a quantization_config that diffbit wrote; where: its file and key, for messages."""
     if entry.get("version") != VERSION:
         raise DiffbitError(
             f"{where} has version {entry.get('version')!r}, this diffbit reads version {VERSION}; quantize the float "
@@ -48,8 +48,8 @@ def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
     names = [f"{module}.{part}" for part in wanted]
     if f"{module}.weight" in checkpoint.names or not all(name in checkpoint.names for name in names):
         raise DiffbitError(
-            f"{checkpoint.path}: the scheme in config.json says that {module}.weight is {format}, but the weights hold "
-            "it otherwise; config and weights do not belong together"
+            f"{checkpoint.path}: the scheme in config.json says that {module}.weight is {format}, but the weights "
+            "have it in another form; config and weights do not belong together"
         )
     shape = weight_shapes(checkpoint.config)[module]
     return QTensor.from_packed(format, shape, *(checkpoint.read_raw(name) for name in names))

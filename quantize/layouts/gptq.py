@@ -1,17 +1,17 @@
-"""GPTQ's layout, as GPTQModel, AutoGPTQ and optimum write it and vLLM and transformers read it (arXiv 2210.17323).
+"""GPTQ's layout (arXiv 2210.17323): GPTQModel, AutoGPTQ and optimum write it, vLLM and transformers read it.
 
     <linear>.qweight   int32 [K*bits/32, N]         codes; a bit stream down each column, low bits first
     <linear>.qzeros    int32 [G, N*bits/32]         zero points, a bit stream along each row
     <linear>.scales    float [G, N]
     <linear>.g_idx     int32 [K]                    the group of each column of the weight
 
-weight = scale * (code - zero). "gptq" (version 1) stores zero - 1: GPTQModel subtracts 1 from each field of a word at
-once, so that a zero point of 0 borrows from the field above, and that is how a word is read here; at 3 bits each field
-by itself. "gptq_v2" stores zero. Symmetric ("sym"): every zero point is 2^(bits-1). With desc_act a group may have any
-columns; where it has not its own in order, the folder is refused: a device's product reads a group's weights side by
+weight = scale * (code - zero). "gptq" (version 1) stores zero - 1. GPTQModel subtracts 1 from all fields of a word at
+once, so a zero point of 0 borrows from the field above; a word is read accordingly, but at 3 bits each field by itself.
+"gptq_v2" stores zero. If "sym" is true, every zero point is 2^(bits-1). With desc_act a group may consist of any
+columns; diffbit raises an error unless they are consecutive, because a device's product reads a group's weights side by
 side. AutoGPTQ adds a bias of zeros to layers without one.
 
-Written: symmetric as "gptq", which every reader knows, else as "gptq_v2".
+diffbit writes symmetric weights as "gptq", which every reader supports, and others as "gptq_v2".
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
         raise DiffbitError(f"{about(checkpoint)} has dynamic {dynamic!r}, wanted layers and their settings")
     if changed := [name for name in dynamic if not name.startswith("-:")]:
         raise DiffbitError(
-            f"{about(checkpoint)} has other bits or groups for some layers (dynamic: {changed[0]}), which diffbit does "
-            "not read"
+            f"{about(checkpoint)} has different bits or groups for some layers (dynamic: {changed[0]}), which diffbit "
+            "does not support"
         )
     symmetric = bool(entry.get("sym", True))
     format = integers(checkpoint, entry.get("bits"), entry.get("group_size", 128), symmetric, BITS)
@@ -64,8 +64,8 @@ def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
     zero = _zeros(zeros, bits, rows, _version(checkpoint)).T
     if format.symmetric and (zero != 2 ** (bits - 1)).any():
         raise DiffbitError(
-            f"{about(checkpoint)} says sym: true, but {module}.qzeros holds zero points other than {2 ** (bits - 1)}; "
-            'set it to false, or "checkpoint_format" to the version that the folder was written in'
+            f"{about(checkpoint)} has sym: true, but {module}.qzeros has zero points other than {2 ** (bits - 1)}; "
+            'set sym to false, or "checkpoint_format" to the version in which the folder was written'
         )
     codes = unpack_words(packed.T, bits, columns)
     return QTensor(format, shape, codes, scale.contiguous(), None if format.symmetric else zero.contiguous())
@@ -80,8 +80,8 @@ def settings(config: ModelConfig, scheme: Scheme) -> dict[str, Any]:
     for module, (rows, columns) in linear_shapes(config).items():
         if module not in floats and (rows * format.bits % 32 or columns * format.bits % 32):
             raise DiffbitError(
-                f"{module} is {rows} x {columns}, whose {format.bits}-bit codes do not fill words of 32 bits as a gptq "
-                "folder wants; use compressed-tensors"
+                f"{module} is {rows} x {columns}, whose {format.bits}-bit codes do not fill 32-bit words, as a gptq "
+                "folder requires; use compressed-tensors"
             )
     skipped = [f"-:{module.replace('.', chr(92) + '.')}$" for module in floats if module != HEAD_MODULE]
     return {
@@ -111,12 +111,12 @@ def parts(weight: QTensor, entry: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def check_order(checkpoint: Checkpoint, name: str, format: Format, columns: int) -> None:
-    """Refuse groups whose columns do not lie side by side."""
+    """Raise DiffbitError for groups whose columns do not lie side by side."""
     found = part(checkpoint, name, torch.int32, (columns,))
     if not torch.equal(found, torch.arange(columns, dtype=torch.int32) // (format.group_size or columns)):
         raise DiffbitError(
             f"{checkpoint.path}: tensor {name} gives a group columns that do not lie side by side (desc_act), which "
-            "diffbit cannot compute with; quantize the float checkpoint with diffbit quantize --method gptq"
+            "diffbit does not support; quantize the float checkpoint with diffbit quantize --method gptq"
         )
 
 
@@ -132,9 +132,9 @@ def _version(checkpoint: Checkpoint) -> str:
 
 
 def _zeros(stored: Tensor, bits: int, rows: int, version: str) -> Tensor:
-    """Zero points uint8 [G, N]."""
+    """Unpack zero points uint8 [G, N]."""
     one = 0 if version != VERSIONS[0] else 1
-    if 32 % bits == 0:  # one in each field of a word, which wraps around
+    if 32 % bits == 0:  # add one in each field of a word, which wraps around
         stored = (stored.long() + one * sum(1 << at for at in range(0, 32, bits))).to(torch.int32)
         return unpack_words(stored, bits, rows)
     return (unpack_words(stored, bits, rows) + one) & (2**bits - 1)

@@ -1,15 +1,15 @@
 """AWQ: rounds channels with large activations more finely, at the cost of those with small ones (arXiv 2306.00978).
 
-If a column of a weight is multiplied by s > 1 before rounding and divided by it afterwards, its error is s times
+If a column of a weight is multiplied by s > 1 before rounding and divided by s afterwards, its error is s times
 smaller, as long as it does not extend its group's range. The division is free, because it is folded into the module
-that makes the column's input (folding.py): the norm before q, k and v and before gate and up, up_proj before down_proj,
-v_proj before o_proj. In diff_v1 a norm of the heads comes between the last two, and scales do not pass through it, so
+that computes the column's input (folding.py): the norm before q, k and v and before gate and up, up_proj before
+down_proj, v_proj before o_proj. In diff_v1 the head norm is between the last two. Scales do not pass through a norm, so
 o_proj is not scaled.
 
     s = x^alpha    or    s = x^alpha / w^(1 - alpha)            x = mean |input| of the channel over calibration tokens,
                                                                 w = mean |weight| of the column, relative to its groups
 
-The second is from the paper authors' code. The search chooses the alpha with the least
+The second form is from the paper authors' code. The search chooses the form and the alpha with the least
 
     sum over the weights W of the group of  tr(D G D^T),   D = round(W s) / s - W,   G the Gram matrix of the input
 
@@ -38,7 +38,7 @@ SMALLEST = 1e-4  # lower bound of x and w of a channel, relative to their mean, 
 
 
 def transform(layer: Layer) -> None:
-    if layer.formats and layer.index >= 0:  # nothing comes before an embedding
+    if layer.formats and layer.index >= 0:  # an embedding has no module before it
         stats = layer.stats()
         scale_groups(layer, lambda first, w, f, channels: search(w, f, stats[first], channels, layer.here))
 
@@ -50,9 +50,9 @@ def search(
     channels: Tensor | None = None,
     here: Processes = ALONE,
 ) -> Tensor:
-    """Scales fp32 [C] for weights [N, K] that read the same input; channels as in folding.Group, default one each.
+    """Return scales fp32 [C] for weights [N, K] that read the same input.
 
-    here: the processes that share the search.
+    channels: as in folding.Group; default: one per column. here: the processes that share the search.
     """
     channels = torch.arange(weights[0].shape[1]) if channels is None else channels
     channels = channels.to(weights[0].device)

@@ -11,15 +11,15 @@ two factors separately (K-FAC, arXiv 1503.05671; signs and lambda are in J = [J1
 
     mean_t ||d out_t||^2  ~  tr(dW^T M dW G),           M = mean_t J_t^T J_t [R, R],   G = mean_t x_t x_t^T [K, K]
 
-GPTQ uses only G: all rows count equally and none compensates another. With M, this is the nearest-plane algorithm on a
-Kronecker lattice (arXiv 2505.22988): columns as in GPTQ, and within a column the rows of a pair one after the other,
-each moved by the errors of those before it,
+GPTQ uses only G: all rows count equally and none compensates for another. With M, this is the nearest-plane algorithm
+on a Kronecker lattice (arXiv 2505.22988): columns as in GPTQ, and within a column the rows of a pair one after the
+other, each moved by the errors of those before it,
 
     w_i + sum_{h<i} (w_h - q_h) S_hi / S_ii,            M = S S^T,  S upper triangular, rows by decreasing M_ii
 
-so that the noise branch compensates the signal branch, and a head's dimensions each other. All later tokens read a key
-and a value; their M is the mean of their J^T J, summed over these tokens. GPTQ's refinement rounds, scales and then
-columns, run here too, under tr(dW^T M dW G).
+so the noise branch compensates for the signal branch, and a head's dimensions for each other. All later tokens read a
+key and a value; the M of keys and values is the mean of their J^T J, summed over these tokens. GPTQ's refinement (first
+scales, then columns) also runs here, under tr(dW^T M dW G).
 
 J is never formed. Random signs r_t on the output give gradients g = J^T r at the projection, and the mean of g g^T is
 M: one backward pass through the attention, whatever its variant. The variant's `joint_rows` says which neighbouring
@@ -136,7 +136,7 @@ def row_by_row(format: Format, metric: Tensor) -> gptq.Encode:
 
 
 def row_metrics(layer: Layer) -> dict[str, Tensor]:
-    """{module: M, fp32 [B, R, R]} of the projections of this layer that are to be rounded and meet in heads."""
+    """Return {module: M, fp32 [B, R, R]} of this layer's projections that are quantized and have `joint_rows`."""
     tokens = layer.tokens
     assert tokens is not None
     module: Any = layer.module().requires_grad_(False)
@@ -165,7 +165,7 @@ def row_metrics(layer: Layer) -> dict[str, Tensor]:
     )
 
     def squares(of: tuple[slice, Tensor]) -> list[Tensor]:
-        """sum_t g_t g_t^T [B, R, R] of a batch, for each projection."""
+        """Return sum_t g_t g_t^T [B, R, R] over the tokens of a batch, for each projection."""
         batch = tokens.batch(of[0])
         with torch.enable_grad():
             normed = module.input_layernorm(batch.hidden)

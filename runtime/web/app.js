@@ -3,10 +3,10 @@ const at = (id) => document.getElementById(id);
 const worker = new Worker("worker.js", { type: "module" });
 let chat = false;
 let busy = true;
-let writing; // the element that the answer goes into
+let writing; // the element that receives the answer
 
 async function isolate() {
-  // Threads need two headers; where the server does not send them, a service worker adds them from the next load on
+  // Threads need two headers. If the server does not send them, a service worker adds them after a reload
   if (crossOriginIsolated || !navigator.serviceWorker || sessionStorage.isolated) return;
   await navigator.serviceWorker.register("sw.js");
   await navigator.serviceWorker.ready;

@@ -1,14 +1,14 @@
-// An artifact in JavaScript: its files, its tokenizer, and text from it by onnxruntime-web, on the portable bodies of its
-// operators. It knows no page: what it needs is handed to `Model.load`.
+// Runs an artifact in JavaScript: reads its files, tokenizes, and generates text with onnxruntime-web, on the portable
+// bodies of its operators. It does not depend on the page: `Model.load` receives everything it needs.
 
 const ARRAYS = { float32: Float32Array, float16: Uint16Array, int8: Int8Array, uint8: Uint8Array };
-const CHUNK = 256; // tokens of a prompt per call, which bounds the memory
-const CONTEXT = 8; // prompt tokens that decoding starts from: enough for any character or leading space
+const CHUNK = 256; // prompt tokens per call, to limit memory
+const CONTEXT = 8; // prompt tokens at the start of decoding: enough for any character or leading space
 
 export class Model {
   // ort: onnxruntime-web; Tokenizer, Template: the classes of @huggingface/tokenizers and @huggingface/jinja;
   // provider: "wasm" or "webgpu";
-  // read(name, entry): the bytes of a file of the artifact, checked against its manifest's entry {bytes, sha256}
+  // read(name, entry): the bytes of an artifact's file, checked against its manifest entry {bytes, sha256}
   static async load({ ort, Tokenizer, Template, read, manifest, provider = "wasm" }) {
     const model = new Model();
     const files = manifest.files;
@@ -50,14 +50,14 @@ export class Model {
     this.ids = [];
     this.past = {};
     for (const { name, dtype, shape } of this.buffers) {
-      // "tokens" grows from none; "tokens%512" is a ring of 512
+      // "tokens" grows from 0; "tokens%512" is a ring of 512
       const dims = [1, ...shape.map((dim) => (typeof dim === "number" ? dim : Number(dim.split("%")[1] ?? 0)))];
       const size = dims.reduce((product, dim) => product * dim);
       this.past[name] = new this.ort.Tensor(dtype, new ARRAYS[dtype](size), dims);
     }
   }
 
-  // The largest error of the manifest's golden logits, relative to their spread; it must be below manifest.golden.tolerance
+  // The largest error of the golden logits, relative to their spread; it must be at most manifest.golden.tolerance
   async goldenError() {
     const { golden } = this.manifest;
     this.reset();
@@ -66,7 +66,7 @@ export class Model {
     return Math.max(...golden.token_ids.map((id, index) => Math.abs(logits[id] - golden.logits[index]))) / golden.spread;
   }
 
-  // Append tokens to the cache; the logits after the last
+  // Append tokens to the cache; return the logits after the last one
   async append(ids) {
     const start = this.ids.length;
     const total = start + ids.length;
@@ -86,7 +86,7 @@ export class Model {
     return data.subarray((dims[1] - 1) * dims[2]);
   }
 
-  // Keep the cached tokens that `ids` begins with, if the cache can be cut there, else none
+  // Keep the cached tokens that match the beginning of `ids` if the cache can be truncated there, else none
   reuse(ids) {
     let same = 0;
     while (same < this.ids.length && same < ids.length - 1 && this.ids[same] === ids[same]) same++;
@@ -105,7 +105,7 @@ export class Model {
     this.ids = this.ids.slice(0, same);
   }
 
-  // A conversation [{role, content}] as the tokens of a prompt
+  // Encode a conversation [{role, content}] as a prompt
   encodeChat(messages) {
     const text = this.template.render({ messages, add_generation_prompt: true, ...this.special });
     return this.tokenizer.encode(text, { add_special_tokens: false }).ids;
@@ -121,13 +121,13 @@ export class Model {
     return this.tokenizer.decode(ids, { skip_special_tokens: true });
   }
 
-  // Continue `prompt` (token ids). onText receives text that is final; halted() ends it.
-  // -> {text, ids, reason, promptSeconds, seconds}: seconds of the tokens after the first
+  // Continue `prompt` (token ids). onText receives text that is final; generation ends when halted() returns true.
+  // -> {text, ids, reason, promptSeconds, seconds}; `seconds` is the time of the tokens after the first
   async generate(prompt, { maxTokens = 512, onText = () => {}, halted = () => false, sampling = {} } = {}) {
     const capacity = this.manifest.context_length;
     if (!prompt.length) throw new Error("the prompt is empty");
     if (prompt.length >= capacity)
-      throw new Error(`the text has ${prompt.length} tokens, but the model's context holds ${capacity}; begin anew`);
+      throw new Error(`the text has ${prompt.length} tokens, but the model's context holds ${capacity}; start a new conversation`);
     const began = performance.now();
     this.reuse(prompt);
     let logits;
@@ -166,7 +166,7 @@ function ownSampling({ do_sample, temperature = 1, top_k = 50, top_p = 1, repeti
   return { temperature: do_sample === true ? temperature : 0, top_k, top_p, repetition_penalty };
 }
 
-// (logits, ids so far) -> a token; in the order of transformers: penalty, temperature, top-k, top-p
+// (logits, ids so far) -> a token, in the order of transformers: penalty, temperature, top-k, top-p
 function sampler({ temperature = 0, top_k = 0, top_p = 1, repetition_penalty = 1, random = Math.random }) {
   return (logits, ids) => {
     let values = logits;

@@ -1,5 +1,5 @@
-// Adds the headers under which a browser gives WebAssembly several threads (cross-origin isolation), for servers that do
-// not send them.
+// Adds the headers that a browser requires to give WebAssembly several threads (cross-origin isolation), for servers that
+// do not send them.
 addEventListener("install", () => skipWaiting());
 addEventListener("activate", (event) => event.waitUntil(clients.claim()));
 addEventListener("fetch", (event) => {

@@ -1,4 +1,4 @@
-// The model in a thread of its own, so that the page stays quick. Messages to it: {load}, {ask}, {halt}, {forget}.
+// Runs the model in a separate thread, so the page stays responsive. Messages to it: {load}, {ask}, {halt}, {forget}.
 import { Template } from "./lib/jinja.js";
 import { Tokenizer } from "./lib/tokenizers.min.mjs";
 import { Model } from "./model.js";
@@ -9,10 +9,10 @@ let model;
 let messages = [];
 let halted = false;
 
-// The bytes of a file, from this site's cache or the server, and only if they are those of the manifest
+// Return the bytes of a file from this site's cache or the server; throw if they do not match the manifest
 async function read(name, entry) {
   const key = `${FOLDER}${name}?sha256=${entry.sha256}`;
-  const cache = await caches.open("diffbit").catch(() => undefined); // private windows have none
+  const cache = await caches.open("diffbit").catch(() => undefined); // private windows have no cache
   const kept = await cache?.match(key);
   const bytes = kept ? new Uint8Array(await kept.arrayBuffer()) : await download(name, entry);
   const found = Array.from(new Uint8Array(await crypto.subtle.digest("SHA-256", bytes)), (byte) =>
@@ -22,13 +22,13 @@ async function read(name, entry) {
     await cache?.delete(key);
     throw new Error(`${name}: its hash is ${found.slice(0, 12)}…, the manifest says ${entry.sha256.slice(0, 12)}…`);
   }
-  if (!kept) await cache?.put(key, new Response(bytes)).catch(() => undefined); // no room: it is fetched again
+  if (!kept) await cache?.put(key, new Response(bytes)).catch(() => undefined); // without space in the cache, the next visit fetches it again
   return bytes;
 }
 
 async function download(name, { bytes: size }) {
   const answer = await fetch(FOLDER + name);
-  if (!answer.ok) throw new Error(`${name}: the server says ${answer.status}`);
+  if (!answer.ok) throw new Error(`${name}: the server answered ${answer.status}`);
   const bytes = new Uint8Array(size);
   let length = 0;
   for (const reader = answer.body.getReader(); ; ) {
@@ -43,7 +43,7 @@ async function download(name, { bytes: size }) {
   return bytes;
 }
 
-// The model on the GPU where the browser has one and it computes the golden logits, else in WebAssembly
+// Load the model on the GPU if the browser has one that computes the golden logits, else in WebAssembly
 async function load() {
   const manifest = await (await fetch(`${FOLDER}diffbit.json`)).json();
   const { tolerance } = manifest.golden;
@@ -57,7 +57,7 @@ async function load() {
       model = await Model.load({ ort, Tokenizer, Template, read, manifest, provider });
       error = await model.goldenError();
       if (error <= tolerance) break;
-      failed = new Error(`the self-test failed: its error is ${error}, ${tolerance} is allowed`);
+      failed = new Error(`the self-test failed: the error of the logits is ${error}, wanted at most ${tolerance}`);
     } catch (thrown) {
       failed = thrown;
     }

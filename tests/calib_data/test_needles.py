@@ -81,15 +81,15 @@ def test_the_same_for_the_same_seed_and_from_the_split_asked_for(text: str, trai
 def test_refusals(text: str, trained: Callable[[str], Path], tmp_path: Path) -> None:
     path = trained("diff_v1")
     for arguments, sentence in {
-        (160, 2, 3, 1): "3 queries of 2 needles",
-        (160, 2, 0, 1): "0 queries of 2 needles",
+        (160, 2, 3, 1): "3 queries for 2 needles",
+        (160, 2, 0, 1): "0 queries for 2 needles",
         (160, 10, 2, 1): "10 needles and 2 queries take 84 tokens, more than half of 160",
-        (4096, 200, 1, 1): "200 needles need as many different keys, the vocabulary has 114",
-        (160, 2, 1, 0): "0 rows of needles",
+        (4096, 200, 1, 1): "200 needles need 200 keys, but the vocabulary has 114",
+        (160, 2, 1, 0): "the number of rows with needles is 0",
         (100_000, 2, 1, 1): "tokens fill no window of 100000",
     }.items():
         with pytest.raises(DiffbitError, match=sentence):
             needle_windows(text, path, *arguments)
     train_tokenizer(["few words"], 260, tmp_path)
-    with pytest.raises(DiffbitError, match=r"tokenizer has \d+ tokens that are a space and a word"):
+    with pytest.raises(DiffbitError, match=r"tokenizer has \d+ tokens that are a space and a lower-case word"):
         needle_windows(text, tmp_path, 160, 2, 1, 1)

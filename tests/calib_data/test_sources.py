@@ -130,7 +130,7 @@ def test_bad_files_are_told_in_a_sentence(tmp_path: Path) -> None:
         load_text(str(tmp_path / "a.jsonl"), "train", field="content")
     with pytest.raises(DiffbitError, match="limit of 0"):
         load_text("stdlib", "train", limit=0)
-    with pytest.raises(DiffbitError, match="none of train, calib, eval"):
+    with pytest.raises(DiffbitError, match="choose one of train, calib, eval"):
         load_text("stdlib", "test")  # type: ignore[arg-type]
 
 
@@ -160,7 +160,7 @@ def test_hugging_face_dataset_in_a_folder(tmp_path: Path, monkeypatch: pytest.Mo
     assert "".join(streamed) == "".join(plain["train"])[:20]
 
     for source, sentence in {
-        f"hf:{tmp_path / 'both'}::dev": "has no split 'dev'; name one of its splits: train, test",
+        f"hf:{tmp_path / 'both'}::dev": "has no split 'dev'; choose one of train, test",
         f"hf:{tmp_path / 'both'}:::content": "has no field 'content'; the fields are body, text",
         "hf:": "wanted hf:NAME",
         "hf:a:b:c:d:e": "wanted hf:NAME",

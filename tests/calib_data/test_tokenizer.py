@@ -48,7 +48,7 @@ def test_transformers_reads_it(folder: Path) -> None:
 def test_eos_is_found_where_models_keep_it(folder: Path, tmp_path: Path) -> None:
     renamed = (folder / "tokenizer.json").read_text().replace(END_OF_TEXT, "</s>")
     (tmp_path / "tokenizer.json").write_text(renamed)
-    with pytest.raises(DiffbitError, match="no end-of-text token is known"):
+    with pytest.raises(DiffbitError, match="the end-of-text token is unknown"):
         load_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
     assert load_tokenizer(tmp_path / "tokenizer.json").eos_id == 7

@@ -242,7 +242,7 @@ def test_tokenizers(checkpoint_of: Maker, tmp_path: Path) -> None:
     save(load(checkpoint), tmp_path / "bare")
     with pytest.raises(DiffbitError, match=r"holds no tokenizer\.json.*--tokenizer"):
         export_artifact(tmp_path / "bare", tmp_path / "a")
-    with pytest.raises(DiffbitError, match=r"is no tokenizer\.json"):
+    with pytest.raises(DiffbitError, match=r"is not a tokenizer\.json"):
         export_artifact(tmp_path / "bare", tmp_path / "a", tokenizer=tmp_path)
     for given in (checkpoint, checkpoint / "tokenizer.json"):
         artifact = export_artifact(tmp_path / "bare", tmp_path / "a", tokenizer=given, overwrite=True)

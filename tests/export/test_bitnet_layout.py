@@ -130,7 +130,7 @@ def test_an_artifact_computes_what_transformers_does(settings: dict[str, str], t
             "softmax",
             BITNET,
             Scheme(weights=TERNARY, attention=AttentionScheme(keys="int8")),
-            "attention is in low bits",
+            "attention is quantized",
         ),
         (
             "softmax",
@@ -139,7 +139,12 @@ def test_an_artifact_computes_what_transformers_does(settings: dict[str, str], t
             "its head or embedding is quantized",
         ),
         ("softmax", BITNET | {"intermediate_size": 126}, Scheme(weights=TERNARY), "gate_proj has 126 rows"),
-        ("softmax", BITNET | {"head_dim": 32}, Scheme(weights=TERNARY), "128 wide together and its hidden states 64"),
+        (
+            "softmax",
+            BITNET | {"head_dim": 32},
+            Scheme(weights=TERNARY),
+            "heads together is 128, and that of its hidden states 64",
+        ),
     ],
 )
 def test_refused_with_a_sentence(

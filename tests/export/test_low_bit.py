@@ -117,7 +117,7 @@ def test_logits(quantized_of: Maker, artifact_of: Maker, attention: str, name: s
         wanted = model(rows, attention_mask=mask)
     found = [session.prefill(rows[:, :70].numpy(), mask[:, :70].numpy(), all_positions=True)]
     if any(buffer.multiple > 1 for buffer in session.artifact.cache.buffers.values()):
-        with pytest.raises(DiffbitError, match="rows of unequal length cannot go on side by side"):
+        with pytest.raises(DiffbitError, match="rows of unequal length cannot continue together"):
             session.step(rows[:, 70:71].numpy())
     else:
         found += [session.step(rows[:, place : place + 1].numpy())[:, None] for place in range(70, 75)]

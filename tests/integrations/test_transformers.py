@@ -105,7 +105,7 @@ def test_weights_of_another_scheme_are_refused(tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.scale"]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(DiffbitError, match=r"wants model\.layers\.1\.mlp\.up_proj\.scale"):
+    with pytest.raises(DiffbitError, match=r"needs model\.layers\.1\.mlp\.up_proj\.scale"):
         AutoModelForCausalLM.from_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["version"] = 9

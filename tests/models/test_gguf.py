@@ -346,7 +346,7 @@ def test_damaged_files(tmp_path: Path) -> None:
 
     for length in (*range(0, header, 29), len(data) // 2, len(data) - 1):
         refused(data[:length])
-    refused(b"GGML" + data[4:], "is no GGUF file")
+    refused(b"GGML" + data[4:], "is not a GGUF file")
     refused(data[:4] + struct.pack("<I", 9) + data[8:], "version 9")
     for at in (8, 16):  # the counts
         refused(data[:at] + struct.pack("<Q", 1 << 62) + data[at + 8 :], "cut short or damaged")

@@ -238,7 +238,7 @@ CASES: dict[str, tuple[str, Callable[[Path], Any], list[str]]] = {
     "weights are a folder": (
         "single",
         lambda f: ((f / "model.safetensors").unlink(), (f / "model.safetensors").mkdir()),
-        ["model.safetensors: is no regular file"],
+        ["model.safetensors: is not a regular file"],
     ),
 }
 

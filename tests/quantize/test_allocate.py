@@ -258,7 +258,7 @@ def test_sizes(text: str, nbytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["40", "MB", "4O MB", "-1MB", "1e3MB", "40MB/s", "", "40TB", "1.2.3GB"])
 def test_sizes_refused(text: str) -> None:
-    with pytest.raises(DiffbitError, match="is not a size; wanted a number with its unit, such as 40MB"):
+    with pytest.raises(DiffbitError, match="is not a size; wanted a number with a unit, such as 40MB"):
         parse_size(text)
 
 

@@ -165,7 +165,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "another one": (settings(modules_to_not_convert=["m" + ".*a" * 9]), ["wanted a list of modules' names"]),
     "packed where it is float": (
         settings(modules_to_not_convert=["lm_head", "up_proj"]),
-        ["up_proj.weight is packed, but float by modules_to_not_convert"],
+        ["up_proj.weight is packed, but config.json lists it in modules_to_not_convert"],
     ),
 }
 

@@ -59,7 +59,7 @@ def test_an_int8_folder_is_refused_for_what_it_is(tmp_path: Path):
     config = json.loads((tmp_path / "int8" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}
     (tmp_path / "int8" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DiffbitError, match=r"config\.json: the weights are bitsandbytes' int8, .* reads only nf4"):
+    with pytest.raises(DiffbitError, match=r"config\.json: the weights are bitsandbytes' int8, .* reads only its nf4"):
         load(tmp_path / "int8")
 
 

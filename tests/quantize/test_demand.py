@@ -145,7 +145,7 @@ def test_what_cannot_fit_is_refused(
         ("quantizing", lambda: quantize_checkpoint(model, tmp_path / "q", SCHEME)),
         ("exporting", lambda: export_artifact(quantized, tmp_path / "a")),
     ):
-        with pytest.raises(DiffbitError, match=rf"{what} .* GB of memory, and 0\.0 GB are free; take a machine"):
+        with pytest.raises(DiffbitError, match=rf"{what} .* GB of memory, but 0\.0 GB are free; use a machine"):
             run()
     monkeypatch.setattr(demand, "available_memory", lambda: None)
     monkeypatch.setattr(demand.shutil, "disk_usage", lambda folder: demand.shutil._ntuple_diskusage(1, 1, 1))

@@ -171,17 +171,17 @@ GPTQ = settings("gptq", bits=4, group_size=32, sym=True)
     "change, words",
     [
         ({"quant_method": "hqq"}, r"quant_method 'hqq', wanted one of .*gptq"),
-        ({"bits": 5}, "asks for 5 bits, wanted 2, 3, 4 or 8"),
+        ({"bits": 5}, "has 5 bits, wanted 2, 3, 4 or 8"),
         ({"bits": 8}, r"qweight is int32 \(8, \d+\), wanted int32"),
         ({"group_size": 48}, "groups of 48"),
         ({"group_size": 64}, "qzeros is int32"),
         ({"checkpoint_format": "gptq_v2"}, "sym: true, but .* zero points other than 8"),
-        ({"dynamic": {"+:.*down_proj": {"bits": 8}}}, "other bits or groups for some layers"),
+        ({"dynamic": {"+:.*down_proj": {"bits": 8}}}, "different bits or groups for some layers"),
         (lambda stored: stored.pop(f"{UP}.scales"), "up_proj.scales is missing"),
         (lambda stored: stored[f"{UP}.g_idx"].copy_(stored[f"{UP}.g_idx"].flip(0)), "do not lie side by side"),
         (lambda stored: stored[f"{UP}.bias"].add_(1), "is a bias, which"),
         (lambda stored: stored.update({f"{UP}.codes": torch.ones(1)}), "up_proj.codes, which a folder of quant_method"),
-        (lambda stored: stored.update({f"{UP}.scales": torch.full((2, 96), 1 / 3)}), "float16 cannot hold"),
+        (lambda stored: stored.update({f"{UP}.scales": torch.full((2, 96), 1 / 3)}), "float16 cannot represent"),
     ],
 )
 def test_damaged_folders_are_refused(change: Any, words: str, tmp_path: Path):

@@ -260,12 +260,12 @@ def test_completions(address: str, artifacts: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "says"),
     [
-        ("chat/completions", b"{", 400, "no JSON"),
-        ("chat/completions", b"[" * 4000, 400, "no JSON"),
-        ("chat/completions", b"[]", 400, "no JSON object"),
+        ("chat/completions", b"{", 400, "not JSON"),
+        ("chat/completions", b"[" * 4000, 400, "not JSON"),
+        ("chat/completions", b"[]", 400, "not a JSON object"),
         ("chat/completions", b"{}", 400, "messages is empty"),
         ("chat/completions", b'{"messages": [{"role": "user", "content": 5}]}', 400, "messages[0].content is 5"),
-        ("chat/completions", b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', 400, "no text"),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', 400, "not text"),
         ("chat/completions", b'{"model": "gpt", "messages": [{"role": "user", "content": "a"}]}', 404, "no model"),
         ("chat/completions", b'{"model": "plain-int8", "messages": [{"role": "a", "content": "a"}]}', 400, "template"),
         ("chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', 400, "tools is [{}]"),

@@ -328,8 +328,8 @@ def test_what_the_driver_says(
             ["90a"],
             "for CUDA 12.4, and ONNX Runtime 1.0 is for CUDA 13.0: install driver 580 or newer",
         ),
-        (13000, 75, ["80", "90a"], "the card is an sm_75, and libx.so has kernels for sm_80, sm_90a: build it with"),
-        (13000, 100, ["90a"], "the card is an sm_100, and libx.so has kernels for sm_90a: build it with"),
+        (13000, 75, ["80", "90a"], "the GPU is sm_75, and libx.so has kernels for sm_80, sm_90a: build it with"),
+        (13000, 100, ["90a"], "the GPU is sm_100, and libx.so has kernels for sm_90a: build it with"),
         (13000, 90, ["90a"], None),
         (13010, 100, ["80", "90a"], None),
         (13000, 75, [], None),  # the operators' bodies run
@@ -445,7 +445,12 @@ def test_which_device_gets_the_library(
 @pytest.mark.parametrize(
     ("device", "dtype", "architectures", "said"),
     [
-        ("cuda", "fp32", ["90a"], "an fp32 artifact, .*: slower; `diffbit export --device cuda` makes an fp16 one$"),
+        (
+            "cuda",
+            "fp32",
+            ["90a"],
+            "a GPU runs an fp32 artifact .*: slower; `diffbit export --device cuda` makes an fp16 one$",
+        ),
         ("cuda", "fp16", ["90a"], None),
         ("cuda", "fp32", [], "^no kernels for GPUs in this installation"),
         ("cpu", "fp32", [], None),

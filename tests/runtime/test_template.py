@@ -114,7 +114,7 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
         config.write_text(json.dumps({"bos_token": {"content": "<s>"}, "eos_token": "</s>"} | changes))
         return ChatTemplate.read(tmp_path).render([])
 
-    with pytest.raises(DiffbitError, match=r"has no chat template, .* --template FILE, .*`diffbit run`"):
+    with pytest.raises(DiffbitError, match=r"has no chat template; .* --template FILE, .*`diffbit run`"):
         text()
     (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<b>", "unk_token": {"content": "<unk>"}}')
     assert text(chat_template="{{ bos_token + eos_token + unk_token }}") == "<s></s><unk>"
@@ -124,7 +124,7 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
     assert text(chat_template=named) == "a file </s>"
     (tmp_path / "other").write_text("given")
     assert ChatTemplate.read(tmp_path, tmp_path / "other").render([]) == "given"
-    for wrong, message in ((b"\xff", "cannot be read"), (b" " * (module.MOST_BYTES + 1), "no chat template")):
+    for wrong, message in ((b"\xff", "cannot be read"), (b" " * (module.MOST_BYTES + 1), "too large")):
         (tmp_path / "chat_template.jinja").write_bytes(wrong)
         with pytest.raises(DiffbitError, match=rf"chat_template\.jinja: .*{message}"):
             ChatTemplate.read(tmp_path)

@@ -246,7 +246,7 @@ def test_a_tokenizer_that_ends_its_process(tmp_path: Path, monkeypatch: pytest.M
         sys.modules[module.__module__], "python", lambda *_: [sys.executable, "-c", "import os; os.abort()"]
     )
     (failure,) = verify(folder, threads=1).failures
-    assert failure.name == "tokenizer" and "ended the process that tried it" in failure.detail
+    assert failure.name == "tokenizer" and "crashed the process that tried it" in failure.detail
 
 
 def test_a_large_tokenizer(tmp_path: Path) -> None:

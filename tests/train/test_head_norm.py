@@ -115,7 +115,7 @@ def test_a_run_with_it_resumes_to_the_bit_and_leaves_a_diffllama(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         stop_at(patch, 8)
         train(config, tmp_path / "other")
-    with pytest.raises(DiffbitError, match="another head_gain"):
+    with pytest.raises(DiffbitError, match="other values of head_gain"):
         train(replace(config, head_gain=0.5), tmp_path / "other", resume=True)
 
 
@@ -145,7 +145,7 @@ def test_options(trained: Callable[[str], Path], tmp_path: Path) -> None:
         ({"attention": "softmax", "head_norm": "learned"}, r"of this model \(softmax\) have no norm"),
         ({"init": plain, "head_norm": "fixed"}, r"of this model \(softmax\) have no norm"),
         ({"init": path, "head_norm": "none"}, r"of this model \(diff_v1\) have a norm"),
-        ({"attention": "diff_v1", "head_norm": "small"}, "none of learned, fixed, none"),
+        ({"attention": "diff_v1", "head_norm": "small"}, "choose one of learned, fixed, none"),
         ({"attention": "diff_v1", "qat": "ternary", "head_norm": "learned"}, "head_gain is .*wanted none"),
         ({"attention": "diff_v1", "sub_norms": True, "head_norm": "learned"}, "head_gain is .*wanted none"),
         ({"attention": "diff_v1", "head_gain": -1.0}, "head_gain is -1.0; wanted a positive number"),

@@ -73,5 +73,5 @@ def test_a_run_from_a_checkpoint_without_them(text: str, tmp_path: Path) -> None
     assert load(tmp_path / "out" / "master").config.sub_norms
     on = train_config("tiny", init=str(tmp_path / "out" / "master"), **changes)
     assert on.model.sub_norms
-    with pytest.raises(DiffbitError, match="has sub-norms, which training cannot take out"):
+    with pytest.raises(DiffbitError, match="has sub-norms, which training cannot remove"):
         train_config("tiny", init=str(tmp_path / "out" / "master"), sub_norms=False, **changes)

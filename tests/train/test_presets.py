@@ -68,8 +68,8 @@ def test_train_config_takes_changes(tmp_path: Path, trained: Callable[[str], Pat
     with pytest.raises(DiffbitError, match="is quantized, but training starts from float weights"):
         train_config("nano", init=str(quantized))
     for arguments, sentence in {
-        ("huge", "softmax"): "none of pico, tiny, nano",
-        ("tiny", "linear"): "none of diff_v1",
+        ("huge", "softmax"): "choose one of pico, tiny, nano",
+        ("tiny", "linear"): "choose one of diff_v1",
     }.items():
         with pytest.raises(DiffbitError, match=sentence):
             model_config(*arguments)

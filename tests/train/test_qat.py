@@ -199,7 +199,9 @@ def test_what_is_saved_is_what_was_trained(
     assert all(0 < row["zeros"] < 1 for row in log) and any(row["flips"] > 0 for row in log)
     assert Checkpoint(tmp_path / "out").quantization is not None
 
-    with pytest.raises(DiffbitError, match=r"is quantized, but training starts from float weights; give .*master"):
+    with pytest.raises(
+        DiffbitError, match=r"is quantized, but training starts from float weights; start from .*master"
+    ):
         train_config("tiny", init=str(tmp_path / "out"))
     again = replace(config, init=str(tmp_path / "out" / "master"), tokenizer=str(tmp_path / "out"), steps=1, warmup=1)
     first = read_log(train(again, tmp_path / "again").path)[0]["loss"]
@@ -270,9 +272,9 @@ def test_refusals(text: str) -> None:
     untied = replace(model(), tie_embeddings=False)
     for changes, sentence in (
         ({"qat": "int5_g7"}, "format 'int5_g7' has groups of 7"),
-        ({"qat": "fp8"}, "'fp8' is no number format"),
+        ({"qat": "fp8"}, "'fp8' is not a number format"),
         ({"qat": "ternary", "activations": "int2"}, "activations is 'int2'; wanted int8 or int4"),
-        ({"qat": "int4_g32", "activations": "int4"}, "activations is 'int4'; wanted int8 where qat is not ternary"),
+        ({"qat": "int4_g32", "activations": "int4"}, "activations is 'int4'; wanted int8 unless qat is ternary"),
         ({"schedule": "linear"}, "schedule is 'linear'; wanted one of cosine, two_stage"),
     ):
         with pytest.raises(DiffbitError, match=sentence):

@@ -153,7 +153,7 @@ def test_from_a_checkpoint_on_needles(text: str, tmp_path: Path, trained: Any) -
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         stop_at(patch, 4)
         train(config, tmp_path / "d")
-    with pytest.raises(DiffbitError, match="another needles"):
+    with pytest.raises(DiffbitError, match="other values of needles"):
         train(replace(config, needles=0.5), tmp_path / "d", resume=True)
     train(replace(plain, steps=3, seed=2), first.path, overwrite=True)
     with pytest.raises(DiffbitError, match="trained with init_sha256"):
@@ -239,10 +239,10 @@ def test_resuming_refuses_another_run(text: str, tmp_path: Path, monkeypatch: py
     with pytest.raises(KeyboardInterrupt) as stopped:
         train(config, out, overwrite=True)
     assert stopped.value.__notes__ == [
-        f"{out / 'checkpoints' / 'step-00000003'} is whole: the same command with --resume goes on from there"
+        f"{out / 'checkpoints' / 'step-00000003'} is complete: the same command with --resume continues from it"
     ]
     monkeypatch.undo()
-    with pytest.raises(DiffbitError, match="another learning_rate and optimizer and seed"):
+    with pytest.raises(DiffbitError, match="other values of learning_rate and optimizer and seed"):
         train(replace(config, learning_rate=1.0, optimizer="adamw8bit", seed=9), out, resume=True)
     other = tmp_path / "text.txt"
     other.write_text(Path(text).read_text() + "more")

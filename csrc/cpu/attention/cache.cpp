@@ -86,7 +86,7 @@ void Cache::move(const Cache& to, int64_t head, int64_t begin, int64_t end) cons
   }
 }
 
-/// A new token's numbers, as the cache would hold them if it held floats.
+/// A new token's numbers as floats, as a float cache would store them.
 const float* Cache::new_row(const Call& call, int64_t b, int64_t sub_head, int64_t t, float* wide,
                             float* rotated) const {
   const int64_t i = t - call.past;

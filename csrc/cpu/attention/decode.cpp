@@ -1,12 +1,12 @@
 // DiffAttention for few query rows (decode): the context is cut into chunks.
-//     1. per (batch, kv head, chunk): append what is new, scores, exp(s - chunk's maximum)
-//     2. per (batch, kv head):        what each chunk's numbers must be multiplied by (log-sum-exp)
+//     1. per (batch, kv head, chunk): append new tokens, scores, exp(s - chunk's maximum)
+//     2. per (batch, kv head):        the factor of each chunk (log-sum-exp)
 //     3. per (batch, kv head, chunk): the difference, its product with the chunk's values
 //     4. per (batch, kv head):        the sum over the chunks, head norm
-// One chunk: all of it in one task. What is in the cache is read once, as it lies there. With blocks the quantized tokens
-// are cut into chunks, and the last one has the recent tokens, too: it quantizes, shifts and appends, and no other task
-// sees the tokens that this moves. Elsewhere, except in rings, only tokens that the mask shows are counted: where a row
-// of a batch has holes changes neither its chunks nor any sum, so that it computes the same bits as that row alone.
+// With one chunk, one task does all of this. The cache is read once, in its stored form. With blocks the quantized tokens are
+// cut into chunks, and the last chunk also has the recent tokens: it quantizes, shifts and appends, and no other task reads
+// the tokens that it moves. Otherwise, except in rings, only tokens that the mask shows are counted. So holes in a row of a
+// batch change neither its chunks nor any sum, and the row computes the same bits as alone.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -18,10 +18,10 @@
 namespace diffbit {
 namespace {
 
-/// The tokens of a batch row that the mask shows, counted from 0, and the slots of the cache that they lie in.
+/// The tokens of a batch row that the mask shows, counted from 0, and their slots in the cache.
 struct Shown {
   int64_t slots, count;                   // of the cache; tokens
-  std::vector<int64_t> begins, lies_at;   // of each run of tokens: the first one, its slot; none: token t lies in slot t
+  std::vector<int64_t> begins, lies_at;   // of each run of tokens: the first one, its slot; empty: token t is in slot t
 
   Shown(const Call& call, int64_t b) : slots(call.total), count(call.total) {
     const int64_t* mask = call.mask_of(b);
@@ -40,17 +40,17 @@ struct Shown {
   size_t run_of(int64_t t) const {
     return static_cast<size_t>(std::upper_bound(begins.begin(), begins.end(), t) - begins.begin()) - 1;
   }
-  /// Of the tokens t .. end those that lie in turn with t.
+  /// How many of the tokens t .. end are contiguous from t on.
   int64_t run(int64_t t, int64_t end) const {
     const size_t at = run_of(t) + 1;
     return (at < begins.size() ? smaller(begins[at], end) : end) - t;
   }
   int64_t slot(int64_t t) const { return all() ? t : lies_at[run_of(t)] + t - begins[run_of(t)]; }
-  /// The first slot of a chunk, up to which the chunk before it reaches.
+  /// The first slot of a chunk, where the previous chunk ends.
   int64_t chunk_slot(int64_t chunk) const {
     return chunk == 0 ? 0 : chunk < chunks() ? slot(chunk * CHUNK) : slots;
   }
-  /// How many of the tokens lie in the first `end` slots.
+  /// How many of the tokens are in the first `end` slots.
   int64_t before(int64_t end) const {
     if (all()) return end;
     const auto at = std::lower_bound(lies_at.begin(), lies_at.end(), end) - lies_at.begin();
@@ -65,7 +65,7 @@ struct Shown {
 /// maxima and sums [all_rows, chunks]; the maxima become factors.
 struct Decode {
   const Call& call;
-  int64_t chunks, span;  // span: keys of the longest chunk, as far as they reach
+  int64_t chunks, span;  // span: keys of the longest chunk
   std::vector<Shown> shown;  // of each batch row
 
   explicit Decode(const Call& call_)
@@ -80,7 +80,7 @@ struct Decode {
     return chunk == chunks - 1 ? count : smaller(count, (chunk + 1) * CHUNK);
   }
 
-  /// work(t, slot, count) for the tokens begin..end, `count` from t on that lie in turn, the first of them in `slot`.
+  /// Calls work(t, slot, count) for each contiguous run in the tokens begin..end: `count` tokens from t on, in `slot` ...
   template <class Work>
   void in_runs(const Cache& cache, int64_t b, int64_t begin, int64_t end, const Work& work) const {
     const Shown& tokens = shown[static_cast<size_t>(b)];
@@ -90,7 +90,7 @@ struct Decode {
     }
   }
 
-  /// Makes the slots begin..end of kv head g's sub-heads present, and with the last of them what lies beyond.
+  /// Makes the slots begin..end of kv head g's sub-heads present, and with the last chunk also the slots beyond.
   void append(int64_t b, int64_t g, int64_t begin, int64_t end) const {
     if (!call.appends) return;
     for (int64_t sub_head = g * call.width; sub_head < (g + 1) * call.width; ++sub_head)
@@ -146,7 +146,7 @@ struct Decode {
     const int64_t begin = chunk * CHUNK, end = chunk_end(b, chunk), seen_tokens = larger(0, end - begin);
     if (tokens.all())
       append(b, g, begin, end);
-    else if (chunk < tokens.chunks())  // of the slots up to the last one each has one task
+    else if (chunk < tokens.chunks())  // each slot up to the last one belongs to one task
       append(b, g, tokens.chunk_slot(chunk), tokens.chunk_slot(chunk + 1));
     if (seen_tokens) {
       call.rotate_queries(b, g, 0, call.length, q);

@@ -1,7 +1,7 @@
-// Dot products of a rounded query with 32 rows of codes, as they lie packed.
+// Dot products of a rounded query with 32 rows of packed codes.
 //
-// A vector of bytes holds several short rows or a part of a long one. The products of a row of the block with u stay
-// apart in the lanes of a vector, and rounds of pair_sums bring 32 sums together.
+// A vector of bytes holds several short rows or a part of a long one. The products of a row of the block with u stay in
+// separate lanes of a vector, and rounds of pair_sums add them up to 32 sums.
 #pragma once
 
 #include "../simd/vectors.h"
@@ -18,11 +18,11 @@ constexpr int64_t group_bytes() {
 
 constexpr int64_t PLACES_MOST = 4, ROW_MOST = (MOST_D + WIDTH - 1) / WIDTH * WIDTH;
 
-/// u as the rows meet it: one row of vectors for each place in a byte, repeated where a vector holds several keys.
+/// u in the order of the rows' codes: one row of vectors for each field of a byte, repeated if a vector holds several keys.
 struct Rounded {
   alignas(64) uint8_t codes[PLACES_MOST * ROW_MOST];
   float scale;
-  Ints start;  // what sums begin with
+  Ints start;  // initial value of the sums
 };
 
 template <int PLACES>
@@ -67,9 +67,9 @@ DIFFBIT_INLINE void dots_of_block(const uint8_t* rows, int64_t vectors, const Ro
     put(i * (WIDTH / 4), tree<PLACES, DEPTH>(rows, vectors, u, i << DEPTH));
 }
 
-/// How rows of `bytes` bytes lie in vectors.
+/// The layout of rows of `bytes` bytes in vectors.
 struct Layout {
-  int64_t bytes, stride;  // of a row; a row that neither divides a vector nor is made of whole ones is padded
+  int64_t bytes, stride;  // of a row; a row is padded unless it divides a vector or consists of whole ones
   explicit Layout(int64_t row) : bytes(row), stride(row) {
     if (row % WIDTH && (WIDTH % row || row < 8)) stride = (row + WIDTH - 1) / WIDTH * WIDTH;
   }
@@ -101,7 +101,7 @@ DIFFBIT_INLINE const uint8_t* laid_out(const uint8_t* rows, int64_t count, const
   return padded_rows;
 }
 
-/// Codes in the order of the channels, as the packed rows meet them.
+/// Codes of the query, from the order of channels to that of the packed rows.
 template <int BITS>
 DIFFBIT_INLINE void arrange(const int8_t* codes, int64_t d, const Layout& layout, Rounded& u) {
   constexpr int PLACES = 8 / BITS;

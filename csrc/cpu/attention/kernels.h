@@ -1,8 +1,8 @@
 // The inner loops of DiffAttention, one table per instruction set.
 //
-// Rows of a cache are d numbers of float32, float16 or int8 (then with one scale per row: the number is code * scale).
-// Rows of floats that the op itself makes are padded with zeros to `padded(d)`. Rows of scores have room for padded(n)
-// numbers, and what lies beyond n may be overwritten.
+// Rows of a cache are d numbers of float32, float16 or int8 (with one scale per row: the number is code * scale). Rows of
+// floats that the op itself makes are padded with zeros to `padded(d)`. Rows of scores have room for padded(n) numbers;
+// those from n on may be overwritten.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ struct CacheRows {
   int64_t count;
 };
 
-/// Rows of queries that meet each of the keys' sub-heads; those of the second lie behind those of the first.
+/// Rows of queries for each sub-head of the keys; those of the second follow those of the first.
 struct QueryRows {
   int64_t count[2];
   int64_t begin(int64_t j) const { return j ? count[0] : 0; }
@@ -35,7 +35,7 @@ struct QueryRows {
 struct AttentionKernels {
   void (*widen)(const Half* x, int64_t n, float* y);
   void (*narrow)(const float* x, int64_t n, Half* y);
-  /// y = RoPE(x) * scale with every product and difference rounded for itself; d floats, the angles d/2.
+  /// y = RoPE(x) * scale, with every product and difference rounded separately; d floats, d/2 angles.
   void (*rotate)(const float* x, const float* cos, const float* sin, int64_t d, float scale, float* y);
   /// scale = max|x| / 127, codes = round-half-even(x / scale); a row of zeros has scale 0 and codes 0, one with an infinity
   /// or a NaN has scale NaN and codes 0. Returns the scale.
@@ -46,9 +46,9 @@ struct AttentionKernels {
                               int64_t stride);
   /// Whether a key is hidden: the mask is 0.
   bool (*hides)(const int64_t* mask, int64_t n);
-  /// s = -infinity where it is.
+  /// Sets s = -infinity for hidden keys.
   void (*hide)(float* s, const int64_t* mask, int64_t n);
-  /// s becomes exp(s - m), m its maximum (returned; -infinity where nothing is visible), and *sum their sum.
+  /// Replaces s by exp(s - m), m its maximum (returned; -infinity if nothing is visible); *sum is their sum.
   float (*softmax)(float* s, int64_t n, float* sum);
   /// p = a * a_factor - b * b_factor; p may be a or b.
   void (*combine)(const float* a, float a_factor, const float* b, float b_factor, int64_t n, float* p);
@@ -59,7 +59,7 @@ struct AttentionKernels {
   /// out[0 .. width * d) = the head norm (none for eps 0) of the sum of `count` parts, `part_stride` floats apart.
   void (*finish)(const float* parts, int64_t count, int64_t part_stride, int64_t width, int64_t d, float eps, float* out);
 
-  // Many query rows: keys as blocks [d, 32], values as rows of padded(d) floats; both zero where there is none. int8
+  // Many query rows: keys as blocks [d, 32], values as rows of padded(d) floats; both zero beyond the tokens. int8
   // without scales: the codes themselves
   void (*pack_keys[CACHE_TYPES])(const void* rows, const float* scales, int64_t n, int64_t d, float* packed);
   void (*unpack_values[CACHE_TYPES])(const void* rows, const float* scales, int64_t n, int64_t d, float* values);

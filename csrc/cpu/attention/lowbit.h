@@ -1,9 +1,9 @@
 // DiffAttention over a low-bit cache (ops/kv_cache.py): its inner loops, one table per instruction set.
 //
-// A scale and a zero point belong to a block of CACHE_BLOCK tokens of a channel of the keys, or of CACHE_BLOCK channels of
-// a token's value: a number is code * scale + zero. Codes are packed as kv_cache.pack packs them, d * bits / 8 bytes a
-// token; `scales` are float16 and have the zero points behind them, those of a block of keys [2, d], those of a token's
-// value [2, d / 32]. d is a multiple of CACHE_BLOCK. Rows of scores and of floats are as in kernels.h.
+// A scale and a zero point belong to CACHE_BLOCK tokens of a channel of the keys, or to CACHE_BLOCK channels of a token's
+// value: a number is code * scale + zero. Codes are packed as in kv_cache.pack, d * bits / 8 bytes per token. `scales` are
+// float16, followed by the zero points: [2, d] for a block of keys, [2, d / 32] for a token's value. d is a multiple of
+// CACHE_BLOCK. Rows of scores and of floats are as in kernels.h.
 #pragma once
 
 #include "kernels.h"
@@ -19,7 +19,7 @@ struct BlockRows {
   int64_t count;
 };
 
-/// Of the codes of `bits` bits.
+/// The kernels for codes of `bits` bits.
 constexpr float middle(int bits) { return static_cast<float>((1 << bits) - 1) / 2; }
 
 enum CodeType { CODES_INT4, CODES_INT2, CODE_TYPES };
@@ -32,8 +32,8 @@ struct LowBitKernels {
   /// s[i * stride + t] = q[i] . key t of sub-head j, for the rows i of j and t < n; n is a multiple of 32.
   void (*scores[CODE_TYPES])(const BlockRows& keys, int64_t n, int64_t d, const float* q, QueryRows rows, float* s,
                              int64_t stride);
-  /// The same with products of integers: for each block the query times the scales is rounded to -top..top. Its codes'
-  /// products are summed in int32; what rounding lost meets the middle of the keys' codes.
+  /// The same with products of integers: for each block the query times the scales is rounded to -top..top. Products of
+  /// codes are summed in int32; the rounding error is multiplied by the middle of the keys' codes.
   void (*integer_scores[CODE_TYPES])(const BlockRows& keys, int64_t n, int64_t d, const float* q, QueryRows rows, int top,
                                      float* s, int64_t stride);
   /// The same over int8 rows, any n and d: each query is rounded once.
@@ -46,8 +46,8 @@ struct LowBitKernels {
   // Many query rows, as in kernels.h. Without scales: the codes themselves
   void (*pack_keys[CODE_TYPES])(const uint8_t* codes, const Half* scales, int64_t n, int64_t d, float* packed);
   void (*unpack_values[CODE_TYPES])(const uint8_t* codes, const Half* scales, int64_t n, int64_t d, float* values);
-  /// codes = the rounded q, or with the scales of a block of keys the rounded q * scales, as floats. *offset = q . zeros and
-  /// what rounding lost times the middle of the keys' codes, 0 without scales. Returns the scale of the codes.
+  /// codes = the rounded q, or with the scales of a block of keys the rounded q * scales, as floats. *offset = q . zeros plus
+  /// the rounding error times the middle of the keys' codes; 0 without scales. Returns the scale of the codes.
   float (*quantize_query)(const float* q, const Half* scales, int key_bits, int64_t d, int top, float* codes,
                           float* offset);
 };

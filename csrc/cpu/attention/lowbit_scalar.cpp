@@ -1,4 +1,4 @@
-// The slow, obvious version: what every other is held against, and what runs on a CPU that has none of their sets.
+// The slow, obvious version: the reference for all others, and the fallback for CPUs without their instruction sets.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t BLOCK = CACHE_BLOCK;
 
-/// Where the code of channel i lies in a packed row: its byte, and the place in it.
+/// The position of channel i's code in a packed row: its byte, and the field in it.
 template <int BITS>
 struct Place {
   int64_t byte;
@@ -25,7 +25,7 @@ int code(const uint8_t* packed, int64_t i) {
   return packed[place.byte] >> place.shift & ((1 << BITS) - 1);
 }
 
-/// One block: `count` numbers, x(k) the k-th; put(k, code) takes its code.
+/// Quantizes one block of `count` numbers: x(k) is the k-th, put(k, code) receives its code.
 template <int BITS, class X, class Put>
 void quantize_block(int64_t count, const X& x, const Put& put, Half* scale_half, Half* zero_half) {
   constexpr float TOP = (1 << BITS) - 1;
@@ -40,7 +40,7 @@ void quantize_block(int64_t count, const X& x, const Put& put, Half* scale_half,
   const float scale = to_float(*scale_half), divisor = scale == 0 ? 1 : scale;
   for (int64_t k = 0; k < count; ++k) {
     const float rounded = std::nearbyint((x(k) - zero) / divisor);
-    put(k, rounded > 0 ? static_cast<int>(std::min(TOP, rounded)) : 0);  // 0 for a NaN, too
+    put(k, rounded > 0 ? static_cast<int>(std::min(TOP, rounded)) : 0);  // also 0 for a NaN
   }
 }
 
@@ -85,7 +85,7 @@ float round_row(const float* x, int64_t d, int top, int* codes) {
   return scale;
 }
 
-/// The scales of a block of keys meet the query; without them the query is rounded as it is.
+/// Rounds the query times the scales of a block of keys, or without them the query itself.
 float quantize_with(const float* q, const Half* scales, int key_bits, int64_t d, int top, int* codes, float* offset) {
   float scaled[ATTENTION_MOST_D] = {};
   *offset = 0;

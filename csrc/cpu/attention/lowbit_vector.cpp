@@ -1,9 +1,9 @@
-// A low-bit cache with vectors: codes are read as they lie and unpacked in registers.
+// A low-bit cache with vectors: packed codes are read and unpacked in registers.
 //
 // Keys, for a block of 32 tokens and a query row: u = q * scales and q . zero points once, then 32 products u . codes, in
-// floats or, with u rounded, in integers. Values: a token's probability times the scales of its groups meets the codes,
-// times their zero points it is summed apart, one lane a group. The two sub-heads take turns, a block each, so that two
-// streams of memory are open; lines are asked for in advance.
+// floats or, with u rounded, in integers. Values: a token's probability times the scales of its groups is multiplied by the
+// codes; its product with the zero points is summed separately, one lane per group. The two sub-heads alternate block by
+// block, so two streams of memory are open; lines are prefetched.
 #include "integer_dots.h"
 #include "lowbit.h"
 
@@ -33,7 +33,7 @@ DIFFBIT_INLINE void pack(const int8_t* codes, int64_t d, uint8_t* packed) {
   }
 }
 
-/// The scale as float16 holds it, for numbers from the zero point to `most`.
+/// The scale, rounded to float16, for numbers from the zero point to `most`.
 template <int BITS>
 DIFFBIT_INLINE F32 scale_of(F32 most, F32 zero_point) {
   Half scale[L];
@@ -46,7 +46,7 @@ DIFFBIT_INLINE F32 code_of(F32 x, F32 zero_point, F32 divisor) {
   return smaller(splat(float{(1 << BITS) - 1}), larger((x - zero_point) / divisor, splat(0.0f)));
 }
 
-/// What numbers are divided by to make codes: 1 where the scale is 0.
+/// The divisor that makes codes of numbers: the scale, or 1 if it is 0.
 DIFFBIT_INLINE F32 divisor_of(F32 scale) {
   float lanes[L];
   store(lanes, scale);
@@ -86,7 +86,7 @@ void quantize_value(const Half* x, int64_t d, uint8_t* packed, Half* scales) {
     const F32 scale = scale_of<BITS>(splat(largest(most)), zero_point), divisor = divisor_of(scale);
     for (int v = 0; v < VECTORS; ++v)
       store_rounded(codes + i + v * L, code_of<BITS>(load(x + i + v * L), zero_point, divisor));
-    store(wide_scales + group, scale);  // all lanes are the same; what lies behind is overwritten
+    store(wide_scales + group, scale);  // all lanes are equal; the following ones are overwritten
     store(wide_zeros + group, zero_point);
   }
   for (int64_t group = 0; group < d / BLOCK; ++group) {
@@ -138,11 +138,11 @@ DIFFBIT_INLINE void score_rows(const uint8_t* codes, const Half* scales, int64_t
       parts[row] = fma(one, zero_point, parts[row]);
     }
   }
-  if (d == 64) return score_block<BITS, ROWS>(codes, 64, u, parts, s, stride, asks);  // known: u stays in registers
+  if (d == 64) return score_block<BITS, ROWS>(codes, 64, u, parts, s, stride, asks);  // a constant: u stays in registers
   score_block<BITS, ROWS>(codes, d, u, parts, s, stride, asks);
 }
 
-/// work(j, block) for every block of both sub-heads, in turns.
+/// Calls work(j, block) for every block of both sub-heads, alternating.
 template <class Work>
 DIFFBIT_INLINE void each_block(const BlockRows& keys, int64_t n, const Work& work) {
   for (int64_t block = 0; block < n / BLOCK; ++block)
@@ -166,7 +166,7 @@ void scores(const BlockRows& keys, int64_t n, int64_t d, const float* q, QueryRo
 
 // ---- scores in integers ----
 
-/// What rounding took from x, summed.
+/// The sum of the rounding errors of x.
 DIFFBIT_INLINE float lost(const float* x, const int8_t* codes, float scale, int64_t d) {
   F32 part = splat(0.0f);
   for (int64_t i = 0; i < d; i += L) part = part + (load(x + i) - load(codes + i) * splat(scale));
@@ -246,7 +246,7 @@ DIFFBIT_INLINE void mix_tile(const uint8_t* codes, int64_t bytes, const float* s
   }
   for (int64_t t = 0; t < n; ++t, codes += bytes, scales += per_token) {
     if (asks) prefetch(codes + AHEAD);
-    const F32 zero_point = load(scales + per_token / 2);  // beyond these groups: lanes that nobody reads
+    const F32 zero_point = load(scales + per_token / 2);  // lanes beyond these groups are not used
     DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row)
       zero_points[row] = fma(splat(p[row * stride + t]), zero_point, zero_points[row]);
     DIFFBIT_UNROLL for (int group = 0; group < GROUPS; ++group) {

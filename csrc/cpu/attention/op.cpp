@@ -1,4 +1,4 @@
-// DiffAttention on a CPU: a call, and which way it takes.
+// DiffAttention on a CPU: a call, and the choice of its path.
 #include <utility>
 
 #include "call.h"
@@ -6,11 +6,11 @@
 namespace diffbit {
 namespace {
 
-constexpr int64_t FEW_ROWS = 16;  // per branch: up to here the work is reading the cache
+constexpr int64_t FEW_ROWS = 16;  // per branch: up to here, reading the cache dominates
 
-constexpr int64_t PROMPT = 1024;  // tokens of a prompt that a sliding window takes at once
+constexpr int64_t PROMPT = 1024;  // tokens of a prompt that are computed at once with a sliding window
 
-/// What the past's rings hold to the present, which from then on is both.
+/// Copies the past's rings to the present, which then serves as both.
 void own_rings(Call& call, Context& context) {
   for (Cache* cache : {&call.keys, &call.values}) {
     if (!cache->in_place) {
@@ -22,8 +22,8 @@ void own_rings(Call& call, Context& context) {
   }
 }
 
-/// Few rows whose tokens do not all see the same tokens quantized, or the same tokens at all: one part after the other,
-/// in the present's buffers.
+/// For few rows whose tokens do not all see the same tokens, or the same quantized tokens: computes one part after the
+/// other in the present's buffers.
 void decode_parts(Call call, Context& context) {
   const int64_t length = call.length, past = call.all_total - length;
   for (int64_t begin = 0, end; begin < length || begin == 0; begin = end) {
@@ -44,7 +44,7 @@ void decode_parts(Call call, Context& context) {
   }
 }
 
-/// A cache of the tokens that a part sees, in order, with room for its own.
+/// A cache of the tokens that a part sees, in order, with room for its new tokens.
 Cache in_order(const Call& call, const Cache& ring, Scratch where, Context& context) {
   Cache found = ring;
   const int64_t heads = call.batch * call.kv_heads, held = ring.blockwise() ? call.before : call.held;
@@ -58,8 +58,8 @@ Cache in_order(const Call& call, const Cache& ring, Scratch where, Context& cont
   return found;
 }
 
-/// Many rows, behind a ring that not all of them see: copies of it are taken, and the ring has the part's last tokens in
-/// the end.
+/// For many rows after a ring that not all of them see: works on copies of the ring, which in the end has the part's last
+/// tokens.
 void prefill_parts(Call call, Context& context) {
   const int64_t length = call.all_length, past = call.all_total - length, most = larger(PROMPT, call.sliding);
   for (int64_t begin = 0; begin < length; begin += most) {

@@ -1,9 +1,9 @@
-// DiffAttention for many query rows (prefill): the kv heads of which FLOATS_AT_ONCE hold the keys are taken together.
-//     1. per (batch, kv head, chunk): append, keys packed for the product with many queries, values made float
+// DiffAttention for many query rows (prefill): as many kv heads at a time as FLOATS_AT_ONCE has room for.
+//     1. per (batch, kv head, chunk): append, pack keys for the product with many queries, convert values to float
 //     2. per (batch, kv head, block of queries): scores of the keys that the block sees, softmax, difference, product
-// A block's [rows, T] scores stay with the thread that made them. With a cache of blocks a token that is quantized in the
-// call is there twice, as float16 and from its codes; a block's queries, which all see the same tokens quantized, take
-// what they see.
+// A block's [rows, T] scores stay with the thread that computed them. With a cache of blocks, a token that is quantized in the
+// call exists twice, as float16 and as codes; the queries of a block, which all see the same quantized tokens, use what they
+// see.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -19,8 +19,8 @@ namespace {
 constexpr int64_t BLOCK_ROWS = 16;           // of queries per branch in a block
 constexpr int64_t FLOATS_AT_ONCE = 4 << 20;  // of packed keys and values
 
-/// Keys or values as floats, for the kv heads that are taken together: the tokens that are quantized, all of them where
-/// there are no blocks; with blocks also those from `before` on as they came. `slot` is a kv head's place.
+/// Keys or values as floats, for the kv heads that are computed together: the quantized tokens (without blocks all tokens);
+/// with blocks also the unquantized tokens from `before` on. `slot` is the position of a kv head.
 struct Side {
   const Call& call;
   const Cache& cache;
@@ -40,7 +40,7 @@ struct Side {
     recent_floats = call.width * recent * row;
   }
 
-  /// Are the cache's rows what the product wants?
+  /// Whether the product can read the cache's rows directly.
   bool as_it_lies() const {
     return !cache.is_keys && !cache.blockwise() && cache.type == CACHE_FLOAT32 && padded(call.d) == call.d;
   }
@@ -54,8 +54,8 @@ struct Side {
     return halves + slot * halves_floats() + (j * (call.total - call.before) + t - call.before) * call.d;
   }
 
-  /// The tokens begin..end of a sub-head in the present, and as floats. With blocks the present's recent tokens wait until
-  /// nobody reads the past's.
+  /// Writes the tokens begin..end of a sub-head to the present, and as floats. With blocks the present's recent tokens are
+  /// written later, when the past's are no longer read.
   void append(int64_t slot, int64_t b, int64_t g, int64_t j, int64_t begin, int64_t end) const {
     const int64_t sub_head = g * call.width + j, head = call.head(b, g, j), d = call.d;
     float* to = coded_of(slot, j, begin);
@@ -114,14 +114,14 @@ struct Prefill {
     return starts;
   }
 
-  /// Tokens that a block of queries sees: begin .. end, from `old` on as floats. With a sliding window the first ones are
-  /// hidden from some queries, or all.
+  /// Tokens that a block of queries sees: begin .. end, from `old` on as floats. With a sliding window the first ones may be
+  /// hidden from some or all queries.
   struct Seen {
     int64_t begin, old, end;
   };
   Seen seen_of(int64_t begin, int64_t end) const {
     const int64_t first = call.first_seen(begin) / ATTENTION_KEYS * ATTENTION_KEYS, last = call.past + end;
-    // another node's cache may have more tokens as codes than are seen
+    // another node's cache may have more quantized tokens than are visible
     const int64_t old = smaller(call.seen_quantized(begin), divide_up(last, ATTENTION_KEYS) * ATTENTION_KEYS);
     return {first, larger(first, old), larger(last, old)};
   }
@@ -140,7 +140,7 @@ struct Prefill {
                                  call.d, q, count, s + (seen.old - seen.begin), stride);
   }
 
-  /// The same in integers, which floats hold: |dot| < 2^24.
+  /// The same with integers in floats, which are exact: |dot| < 2^24.
   void rounded_scores(int64_t b, int64_t g, int64_t slot, int64_t j, int64_t begin, int64_t blocks_, const float* q,
                       int64_t count, float* s, int64_t stride) const {
     static_assert(127 * 127 * ATTENTION_MOST_D < 1 << 24, "exact");
@@ -171,12 +171,12 @@ struct Prefill {
     }
   }
 
-  /// The softmaxes of a block's rows and their difference: rows of shares.
+  /// The softmaxes of a block's rows and their difference.
   void shares(int64_t b, int64_t g, int64_t begin, int64_t end, const Seen& seen, float* s, int64_t stride) const {
     const int64_t length = end - begin, rows = call.pairs * length, keys_ = seen.end - seen.begin;
     const int64_t* mask = call.mask_of(b) + seen.begin;
     const bool hide = call.kernels.hides(mask, keys_);
-    for (int64_t at = 0; at < rows / call.ratio; ++at) {  // tokens of the noise heads, or of heads that have none
+    for (int64_t at = 0; at < rows / call.ratio; ++at) {  // tokens of the noise heads, or of heads without noise
       const int64_t i = begin + at % length, visible = call.past + i + 1 - seen.begin, first = at / length * call.ratio;
       const auto softmax = [&](float* e) {
         std::fill(e, e + larger(0, call.first_seen(i) - seen.begin), -std::numeric_limits<float>::infinity());
@@ -258,7 +258,7 @@ void prefill(const Call& call, Context& context) {
         if (call.values.blockwise()) on.values.keep_recent(slot, b, g);
       });
     context.parallel(count * blocks, [&](int64_t task) {
-      // The last queries see the most keys: they begin
+      // The last queries see the most keys, so they come first
       const int64_t slot = task % count, b = (begin + slot) / call.groups, g = (begin + slot) % call.groups;
       const size_t index = static_cast<size_t>(blocks - 1 - task / count);
       try {

@@ -1,4 +1,4 @@
-// The slow, obvious version: what every other is held against, and what runs on a CPU that has none of their sets.
+// The slow, obvious version: the reference for all others, and the fallback for CPUs without their instruction sets.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -43,7 +43,7 @@ float quantize(const float* x, int64_t d, int8_t* codes) {
   const float scale = largest / 127;
   for (int64_t i = 0; i < d; ++i) {
     const float code = scale == 0 ? 0 : std::nearbyint(x[i] / scale);
-    codes[i] = static_cast<int8_t>(std::min(127.0f, std::max(-127.0f, code)));  // beyond only where scale is denormal
+    codes[i] = static_cast<int8_t>(std::min(127.0f, std::max(-127.0f, code)));  // beyond 127 only if scale is denormal
   }
   return scale;
 }

@@ -1,7 +1,7 @@
 // DiffAttention with vectors of floats.
 //
-// Reading a cache (scores, mix): the two sub-heads take turns, so that two streams of memory are open; the first tile asks
-// for lines in advance, one by one between its products. A tile of query rows meets each number of the cache in registers.
+// Reading a cache (scores, mix): the two sub-heads alternate, so two streams of memory are open; the first tile prefetches
+// lines, one by one between its products. A tile of query rows uses each number of the cache while it is in a register.
 // Many queries (packed_scores, mix): tiles of rows by vectors; a query's number or a probability is broadcast.
 #include "kernels.h"
 
@@ -11,21 +11,21 @@ namespace diffbit::DIFFBIT_ISA {
 namespace {
 
 constexpr int64_t L = F32_LANES;
-constexpr int64_t TURN = 2048, MOST_TURN = 64;  // bytes and rows of a sub-head before it is the other's turn
+constexpr int64_t TURN = 2048, MOST_TURN = 64;  // bytes and rows of a sub-head before the other one's turn
 constexpr int64_t AHEAD = 4096;                 // bytes
 constexpr int64_t LINE = 64;
 static_assert(ATTENTION_PAD % L == 0 && ATTENTION_KEYS % ATTENTION_PAD == 0, "vectors fit");
 
 DIFFBIT_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/// Asks for the line AHEAD of number i of a row, if it begins one.
+/// Prefetches the line AHEAD of number i of a row, if i begins a line.
 template <class C>
 DIFFBIT_INLINE void ask(const C* row, int64_t i) {
   if (i * static_cast<int64_t>(sizeof(C)) % LINE == 0) prefetch(reinterpret_cast<const char*>(row + i) + AHEAD);
 }
 
-/// work(j, begin, end) for rows begin..end of sub-head j, until all n rows of both have had their turn; `queries` rows
-/// meet them. With few, memory bounds the work and turns are short.
+/// Calls work(j, begin, end) for rows begin..end of sub-head j, alternating until all n rows of both are done, for `queries`
+/// rows of queries. With few queries, memory is the bottleneck and turns are short.
 template <class C, class Work>
 DIFFBIT_INLINE void in_turns(const CacheRows& cache, int64_t n, int64_t d, int64_t queries, const Work& work) {
   constexpr int64_t FEW = 4;
@@ -100,7 +100,7 @@ DIFFBIT_INLINE void score_tile(const C* keys, int64_t n, int64_t d, const float*
       int64_t i = 0;
       for (; i + L <= d; i += L) one = fma(load(q + row * padded(d) + i), load(keys + t * d + i), one);
       if (i < d) one = fma(load(q + row * padded(d) + i), load_part(keys + t * d + i, d - i), one);
-      float found[4];  // added in the order of four keys, so that a score does not depend on the keys beside it
+      float found[4];  // added in the order of four keys, so a score does not depend on neighbouring keys
       store_sums(found, one, one, one, one);
       s[row * stride + t] = found[0];
     }
@@ -207,7 +207,7 @@ DIFFBIT_INLINE void mix_rows(const C* values, int64_t n, int64_t d, const float*
 template <class C>
 DIFFBIT_INLINE void mix_some(const C* values, int64_t n, int64_t d, const float* p, int64_t rows, int64_t stride,
                              float* out, int64_t width) {
-  constexpr int64_t MANY = 16;  // with as many rows memory keeps up
+  constexpr int64_t MANY = 16;  // with this many rows, memory is fast enough
   bool asks = rows < MANY;
   for (; rows >= 6; rows -= 6, p += 6 * stride, out += 6 * width, asks = false)
     mix_rows<C, 6>(values, n, d, p, stride, out, width, asks);
@@ -224,7 +224,7 @@ DIFFBIT_INLINE void mix_some(const C* values, int64_t n, int64_t d, const float*
 
 template <class C>
 void mix(const CacheRows& values, int64_t n, int64_t d, const float* p, int64_t rows, int64_t stride, float* out) {
-  constexpr int64_t SOME = 16;  // rows whose probabilities are multiplied by the values' scales at once
+  constexpr int64_t SOME = 16;  // rows whose probabilities are multiplied by the values' scales at a time
   const int64_t width = values.count * padded(d);
   in_turns<C>(values, n, d, rows, [&](int64_t j, int64_t begin, int64_t end) {
     const C* from = static_cast<const C*>(values.rows[j]) + begin * d;
@@ -286,7 +286,7 @@ void pack_keys(const void* rows, const float* scales, int64_t n, int64_t d, floa
   }
 }
 
-/// ROWS queries by VECTORS vectors of keys, of the block that begins at `packed`.
+/// ROWS queries by VECTORS vectors of keys of the block at `packed`.
 template <int ROWS, int VECTORS>
 DIFFBIT_INLINE void packed_tile(const float* packed, int64_t d, const float* q, float* s, int64_t stride) {
   F32 sums[ROWS][VECTORS];

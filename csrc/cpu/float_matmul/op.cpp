@@ -7,8 +7,8 @@ namespace diffbit {
 namespace {
 
 enum Scratch { ACTIVATIONS, PANEL };
-constexpr int64_t BYTES_PER_TASK = 192 << 10;  // of the weight: they stay near a core while many activations pass by
-constexpr int64_t MOST_ROWS = 480;             // of activations that are floats at a time
+constexpr int64_t BYTES_PER_TASK = 192 << 10;  // of the weight: they stay in a core's cache while many activations pass
+constexpr int64_t MOST_ROWS = 480;             // rows of activations that are converted to floats at a time
 
 }  // namespace
 
@@ -23,7 +23,7 @@ void FloatMatMul::compute(Context& context) const {
   const FloatRows activations = {of.a.data, half, k}, weight = {of.w.data, half, k};
   float* x = scratch<float>(ACTIVATIONS, std::min(of.rows, MOST_ROWS) * width);
 
-  if (of.rows == 1) {  // bound by memory: several rows of the weight at once, far apart, then the few that are left
+  if (of.rows == 1) {  // bound by memory: several distant rows of the weight at once, then the remaining ones
     kernels->widen(activations, 0, 1, width, x);
     const int64_t apart = n / FLOAT_STREAMS;
     const int64_t tasks = std::clamp<int64_t>(n * k * item / BYTES_PER_TASK, 1, std::max<int64_t>(apart, 1));
@@ -42,7 +42,7 @@ void FloatMatMul::compute(Context& context) const {
     context.parallel(divide_up(n, some), [&](int64_t task) {
       const int64_t first = task * some, count = std::min(some, n - first);
       FloatRows panel = {of.w.as<char>() + first * k * item, half, k};
-      if (half && rows > most) {  // read several times: widened once
+      if (half && rows > most) {  // read several times, so converted once
         float* floats = scratch<float>(PANEL, some * width);
         kernels->widen(weight, first, first + count, width, floats);
         panel = {floats, false, width};

@@ -1,5 +1,5 @@
 // FloatMatMul with vectors; compiled once per instruction set. A tile of WEIGHTS rows of the weight by up to ROWS rows of
-// activations has its sums in registers.
+// activations keeps its sums in registers.
 #include "kernels.h"
 
 #include "../simd/vectors.h"
@@ -12,7 +12,7 @@ constexpr bool WIDE = VECTORS == 1;  // 24 sums of 32 registers; else 12 of 16 (
 constexpr int WEIGHTS = WIDE ? 4 : 2, ROWS = WIDE ? 6 : 3;
 constexpr int64_t AHEAD = 1024;  // numbers to prefetch
 
-/// to[i] = the sum of the lanes of sums[i]: in each vector those 1, 2, ... apart, then the vectors likewise.
+/// to[i] = the sum of the lanes of sums[i]: lanes 1, 2, ... apart in each vector, then the vectors in the same way.
 template <int COUNT>
 DIFFBIT_INLINE void totals(const F32 (&sums)[COUNT][VECTORS], float* to) {
   DIFFBIT_UNROLL
@@ -33,7 +33,7 @@ DIFFBIT_INLINE F32 load_some(const T* from, int64_t left) {
   return left >= F32_LANES ? load(from) : left > 0 ? load_part(from, left) : splat(0.0f);
 }
 
-/// COUNT rows of the weight, `apart` rows from each other, by R of activations.
+/// COUNT rows of the weight, `apart` rows from each other, by R rows of activations.
 template <int R, int COUNT, class T, class Y>
 void tile(const float* x, int64_t width, const T* weight, int64_t k, int64_t apart, int64_t n, Y* y) {
   F32 sums[R * COUNT][VECTORS];

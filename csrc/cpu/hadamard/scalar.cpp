@@ -1,4 +1,4 @@
-// The slow, obvious version: what every other is held against, and what runs on a CPU that has none of their sets.
+// The slow, obvious version: the reference for all others, and the fallback for CPUs without their instruction sets.
 #include <cmath>
 
 #include "../half.h"

@@ -1,8 +1,8 @@
 // Hadamard with vectors; compiled once per instruction set.
 //
-// Pairs that lie in one vector are a permutation away from each other: u + v and u - v are the permuted vector plus the
-// vector with the sign of its v's turned, the same roundings. Pairs further apart are pairs of vectors, taken two stages
-// at a time, so that four vectors are loaded and stored once for both.
+// For pairs within one vector, u + v and u - v are the permuted vector plus the vector with the signs of its v's flipped,
+// which gives the same roundings. Pairs further apart are pairs of vectors; two stages at a time load and store four
+// vectors only once.
 #include "kernels.h"
 
 #include <cmath>
@@ -14,7 +14,7 @@ namespace {
 
 static_assert(F32_LANES <= HADAMARD_LANES, "a vector of scratch memory");
 
-/// The vector with its v's turned: lanes whose number has the bit APART.
+/// The vector with the signs of its v's flipped: the lanes whose number has the bit APART.
 template <int APART>
 DIFFBIT_INLINE F32 turned(F32 a) {
   float signs[F32_LANES];
@@ -27,7 +27,7 @@ DIFFBIT_INLINE F32 stage(F32 a) {
   return partners<APART>(a) + turned<APART>(a);
 }
 
-/// The stages within vectors of which a block has `block` numbers.
+/// The stages within a vector, for blocks of `block` numbers.
 DIFFBIT_INLINE F32 near_stages(F32 a, int64_t block) {
   if (block > 1) a = stage<1>(a);
   if (block > 2) a = stage<2>(a);
@@ -36,7 +36,7 @@ DIFFBIT_INLINE F32 near_stages(F32 a, int64_t block) {
   return a;
 }
 
-/// The stages of vectors, `apart` and 2 * apart numbers away.
+/// Two stages between vectors that are `apart` and 2 * apart numbers from each other.
 DIFFBIT_INLINE void two_stages(float* x, int64_t block, int64_t apart) {
   for (int64_t begin = 0; begin < block; begin += 4 * apart)
     for (int64_t i = begin; i < begin + apart; i += F32_LANES) {

@@ -1,5 +1,5 @@
-// GatherQuantized: bytes of a tile, four at a time, to numbers. One row is a few microseconds and a token has one, so
-// that no instruction set needs a version of its own.
+// GatherQuantized: converts the bytes of a tile to numbers, four at a time. A token needs one row, which takes a few
+// microseconds, so instruction sets have no versions of their own.
 #include "../../ort/layouts.h"
 #include "../half.h"
 #include "../ops.h"

@@ -1,5 +1,5 @@
-// The inner loops of Int4MatMul and Int8MatMul, a table for each per instruction set (ops/int4_matmul.py, int8_matmul.py:
-// what is computed and how it lies).
+// The inner loops of Int4MatMul and Int8MatMul, one table each per instruction set (ops/int4_matmul.py and int8_matmul.py
+// define the computation and the layouts).
 #pragma once
 
 #include <cstdint>
@@ -10,30 +10,30 @@
 namespace diffbit {
 
 constexpr int64_t INT4_MOST_ROWS = 8;
-constexpr float INT4_SMALLEST = 1e-30f;  // of a group's largest activation; below it the group counts as zeros
+constexpr float INT4_SMALLEST = 1e-30f;  // limit of a group's largest activation; below it the group counts as zeros
 
 struct Int4Weight {
-  const uint8_t* codes;    // [tiles, groups, group_size / 8, 16, 4], of 8 bits [tiles, groups, group_size / 8, 2, 16, 4]
+  const uint8_t* codes;    // [tiles, groups, group_size / 8, 16, 4]; with 8 bits [tiles, groups, group_size / 8, 2, 16, 4]
   const uint16_t* scales;  // [tiles, groups or 1, 16] float16
   const uint8_t* zeros;    // shaped as scales; null: 2^(bits - 1) everywhere
   float factor;
   int64_t n, groups, group_size;
-  int64_t scale_groups;  // groups, or of 8 bits 1: one scale for a row
+  int64_t scale_groups;  // groups; with 8 bits also 1: one scale per row
 };
 
-/// A block of R quantized rows of activations, side by side: what one broadcast after the other reads lies in a run.
+/// A block of R quantized rows of activations, interleaved so that consecutive broadcasts read consecutive bytes.
 struct Int4Rows {
   int64_t count;     // R
-  int8_t* q;         // [groups, group_size / 8, 2, R, 4]: of eight neighbours the four even ones, then the four odd ones
+  int8_t* q;         // [groups, group_size / 8, 2, R, 4]: the even four of eight neighbours, then the odd four
   int32_t* offsets;  // [groups, R]: `minus` * the sum of a group's q
   float* scales;     // [groups, R]
 };
 
 struct Int4Kernels {
-  int64_t most_rows;                     // of a block, INT4_MOST_ROWS at most
-  int64_t streams[INT4_MOST_ROWS + 1];  // for a block of R rows: how many tiles, far apart, are best read at once
+  int64_t most_rows;                     // of a block; at most INT4_MOST_ROWS
+  int64_t streams[INT4_MOST_ROWS + 1];  // best number of distant tiles to read at once, for a block of R rows
 
-  /// rows.count rows of x [R, k], float or (half) float16, `width` = groups * group_size with zeros beyond k.
+  /// Quantizes rows.count rows of x [R, k], float or (half) float16; `width` = groups * group_size, with zeros from k on.
   void (*quantize)(const void* x, bool half, int64_t k, int64_t groups, int64_t group_size, int32_t minus,
                    const Int4Rows& rows);
   /// The tiles first, first + apart, ... (`count` of them, at most streams[R]) of the product with a block, into the

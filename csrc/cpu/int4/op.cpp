@@ -8,8 +8,8 @@ namespace diffbit {
 namespace {
 
 enum Scratch { QUANTIZED, OFFSETS, ROW_SCALES };
-constexpr int64_t BYTES_PER_TASK = 96 << 10;       // of codes, for few rows: some ten microseconds
-constexpr int64_t CACHED_BYTES = 384 << 10;        // of activations that stay near a core while tiles pass by
+constexpr int64_t BYTES_PER_TASK = 96 << 10;       // of codes, for few rows: about ten microseconds
+constexpr int64_t CACHED_BYTES = 384 << 10;        // of activations that stay in a core's cache while tiles pass
 constexpr int64_t TILES_PER_TASK = 8;
 
 }  // namespace
@@ -50,7 +50,7 @@ void TiledMatMul<Node_>::compute(Context& context) const {
                       symmetric && BITS == 4 ? -8 : -1, block(i));
   });
 
-  if (blocks == 1) {  // bound by memory: several tiles at once, far apart, then the few that are left
+  if (blocks == 1) {  // bound by memory: several distant tiles at once, then the remaining ones
     const int64_t streams = kernels->streams[rows], apart = tiles / streams;
     const int64_t tasks = std::max<int64_t>(1, std::min(apart, streams * apart * INT4_TILE * width * BITS / 8 / BYTES_PER_TASK));
     context.parallel(tasks, [&](int64_t task) {

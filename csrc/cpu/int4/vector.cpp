@@ -1,11 +1,11 @@
 // Int4MatMul and Int8MatMul with vectors; compiled once per instruction set.
 //
-// A vector of WIDTH bytes of a tile's step holds 8 weights of WIDTH / 4 rows, each row in a lane of its own. So a dot
-// product of its low nibbles with four even activations, broadcast to all lanes, and of its high ones with the four odd
-// ones advances all rows by 8 weights, and a group's sums are turned to floats and scaled where they are.
+// A vector of WIDTH bytes of a tile's step holds 8 weights of each of WIDTH / 4 rows, one row per lane. A dot product of its
+// low nibbles with four even activations, broadcast to all lanes, and one of its high nibbles with the four odd ones advance
+// all rows by 8 weights. A group's sums are converted to floats and scaled in their lanes.
 //
-// TILES tiles, far apart in memory, by ROWS rows of activations have all their sums in registers: for few rows memory is
-// read in several streams, for many rows each unpacking serves all of them.
+// TILES tiles, far apart in memory, by ROWS rows of activations keep all their sums in registers: with few rows, memory is
+// read in several streams; with many rows, each unpacking serves all of them.
 #include "kernels.h"
 
 #include "../simd/vectors.h"
@@ -20,7 +20,7 @@ static_assert(2 * STEPS <= dots(15), "a Partial holds the products of its steps"
 constexpr int64_t AHEAD = 4096;  // bytes to prefetch
 constexpr int64_t LARGEST_GROUP = 128;
 
-/// What a group's sums start with: its offset times each row's zero point, as far as `dot` and `dot_bytes` leave it out.
+/// Initial value of a group's sums: its offset times each row's zero point, if `dot` and `dot_bytes` do not include it.
 template <int BITS, bool ZEROS>
 DIFFBIT_INLINE Ints offsets(int32_t offset, const uint8_t* zeros) {
   if (BITS == 4) return ZEROS ? times_bytes(offset, zeros) : splat_int(offset);
@@ -76,7 +76,7 @@ void quantize(const void* x, bool half, int64_t k, int64_t groups, int64_t group
     quantize(static_cast<const float*>(x), k, groups, group_size, minus, rows);
 }
 
-/// F32_LANES numbers, or as many of them as the row still has room for.
+/// Stores F32_LANES numbers, or fewer at the end of the row.
 template <class T>
 DIFFBIT_INLINE void put(T* to, int64_t room, F32 values) {
   if (room >= F32_LANES) return store(to, values);
@@ -199,8 +199,8 @@ void tiles(const Int4Rows& rows, const Int4Weight& weight, int64_t first, int64_
       }
 }
 
-// Registers: 32 for AVX-512 and NEON, 16 for the others, of which a tile of one row takes VECTORS for its sums; the
-// results may wait in memory for the end of a group
+// Registers: 32 with AVX-512 and NEON, 16 with the others; a tile of one row takes VECTORS of them for its sums. Results may
+// stay in memory until the end of a group
 constexpr int MOST_ROWS = INT4_ROWS;
 constexpr int streams_of(int rows) { return rows <= INT4_TWO_TILES ? 2 : 1; }
 static_assert(MOST_ROWS <= INT4_MOST_ROWS, "the table has room");

@@ -1,5 +1,5 @@
 // The inner loops of CausalConv and SelectiveScan, one table per instruction set (ops/causal_conv.py and
-// ops/selective_scan.py: what is computed). A call takes one sequence and some of its channels.
+// ops/selective_scan.py define them). A call computes one sequence and some of its channels.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace diffbit {
 
-/// What both have. Rows of x and y are [steps, channels], fp16 where `half`; past and present may be one memory.
+/// Arguments of both. Rows of x and y are [steps, channels], fp16 if `half`; past and present may be the same memory.
 struct MambaTokens {
   const void* x;
   void* y;
@@ -27,12 +27,12 @@ struct ConvTokens : MambaTokens {
 struct ScanTokens : MambaTokens {
   const void *dt, *z, *b, *c;
   const float *a, *d, *dt_bias;
-  void* memory;  // null: not wanted
+  void* memory;  // null: not requested
   int64_t states;
 };
 
 constexpr int64_t MAMBA_LANES = 16;  // of the widest vectors
-constexpr int64_t SCAN_TOKENS = 16;  // whose numbers stay in L1 while each state passes by
+constexpr int64_t SCAN_TOKENS = 16;  // tokens whose numbers stay in L1 while each state passes over them
 
 struct MambaKernels {
   /// Channels begin ... end - 1. `floats` holds `width` rows of them, rounded up to MAMBA_LANES.

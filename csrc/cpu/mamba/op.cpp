@@ -7,8 +7,8 @@ namespace diffbit {
 namespace {
 
 enum Scratch { FLOATS };
-// Channels of a task: of a prompt's scan few, whose states stay in L1 (of 16 numbers 8 KB, and 8 KB of A), of a token's
-// many, so that a task is worth starting
+// Channels per task: few for a prompt's scan, so their states stay in L1 (with 16 numbers 8 KB, and 8 KB of A); many for a
+// single token, so a task is worth starting
 constexpr int64_t CONV_CHANNELS = 512, PROMPT_CHANNELS = 128, TOKEN_CHANNELS = 640, PROMPT = 8;
 
 }  // namespace

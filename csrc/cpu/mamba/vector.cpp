@@ -1,8 +1,8 @@
 // CausalConv and SelectiveScan with vectors over channels; compiled once per instruction set.
 //
-// The scan takes SCAN_TOKENS tokens at a time: of a vector of channels it first makes the step sizes and inputs of all of
-// them, then lets a few states pass over all, which stay in registers meanwhile. The exponentials of the decays are what
-// takes the time; they wait for nothing, so that they overlap.
+// The scan takes SCAN_TOKENS tokens at a time. For a vector of channels it first computes the step sizes and inputs of all
+// these tokens, then passes a few states over all of them, which stay in registers meanwhile. Most of the time goes into the
+// exponentials of the decays; they do not depend on each other, so they overlap.
 #include "kernels.h"
 
 #include <initializer_list>
@@ -28,7 +28,7 @@ DIFFBIT_INLINE F32 log1p(F32 u) {
   return fma(p * q, s, s + s);
 }
 
-/// log(1 + e^x). Here and below NaN stays: it is in the exponential.
+/// log(1 + e^x). Here and below a NaN propagates through the exponential.
 DIFFBIT_INLINE F32 softplus(F32 x) { return larger(x, splat(0.0f)) + log1p(exp(magnitude(x) * splat(-1.0f))); }
 
 /// x / (1 + e^-x) with an exponential that cannot overflow.
@@ -37,7 +37,7 @@ DIFFBIT_INLINE F32 silu(F32 x) {
   return fma(smaller(x, splat(0.0f)), e, larger(x, splat(0.0f))) / (splat(1.0f) + e);
 }
 
-// A vector, of which `count` lanes count where it is not WHOLE
+// A vector; unless it is WHOLE, only `count` lanes are used
 template <bool WHOLE, class T>
 DIFFBIT_INLINE F32 get(const T* from, int64_t count) {
   return WHOLE ? load(from) : load_part(from, count);
@@ -50,7 +50,7 @@ DIFFBIT_INLINE void put(T* to, int64_t count, F32 a) {
   std::memcpy(to, part, static_cast<size_t>(count) * sizeof(T));
 }
 
-/// each(std::true_type, i, L) for each whole vector of begin ... end - 1, each(std::false_type, i, the rest) at the end.
+/// Calls each(std::true_type, i, L) for each whole vector of begin ... end - 1, then each(std::false_type, i, rest).
 template <class Each>
 DIFFBIT_INLINE void vectors(int64_t begin, int64_t end, const Each& each) {
   int64_t i = begin;
@@ -99,12 +99,12 @@ void conv(const ConvTokens& of, int64_t begin, int64_t end, float* floats) {
 
 // ---- SelectiveScan ----
 
-/// What a vector of channels has of some tokens: step sizes, inputs, and m as far as it is summed up.
+/// Numbers of a vector of channels for some tokens: step sizes, inputs, and partial sums of m.
 struct Tokens {
   F32 size[SCAN_TOKENS], input[SCAN_TOKENS], memory[SCAN_TOKENS];
 };
 
-/// COUNT states pass over `count` tokens; b and c: of each state SCAN_TOKENS numbers.
+/// Passes COUNT states over `count` tokens; b and c have SCAN_TOKENS numbers per state.
 template <int COUNT, bool WHOLE>
 DIFFBIT_INLINE void pass(Tokens& tokens, int64_t count, const float* a, float* states, int64_t channels, int64_t some,
                          const float* b, const float* c) {
@@ -155,7 +155,7 @@ void block(const ScanTokens& of, const int64_t* at, int64_t count, int64_t i, in
   }
 }
 
-/// Numbers of the tokens at[...], [count, states], to floats [states, SCAN_TOKENS].
+/// Transposes the numbers of the tokens at[...], [count, states], to floats [states, SCAN_TOKENS].
 template <class T>
 void transpose(const T* from, const int64_t* at, int64_t count, int64_t states, float* to) {
   for (int64_t t = 0; t < count; ++t) {

@@ -1,4 +1,4 @@
-// AVX2: no dot product into int32, so that a Partial is int16.
+// AVX2 has no dot product into int32, so a Partial is int16.
 #pragma once
 
 #include "vectors256.h"
@@ -24,9 +24,9 @@ DIFFBIT_INLINE Ints flush(Ints sums, Partial partial) {
 DIFFBIT_INLINE Partial no_partial() { return {_mm256_setzero_si256()}; }
 /// Calls of `dot` that a Partial holds, for codes up to `largest` and activations -127..127.
 constexpr int64_t dots(int largest) { return 32767 / (2 * 127 * largest); }
-/// GCC would take all products first and then add, and run out of registers: this keeps a sum where it stands.
+/// GCC would compute all products before adding them, and run out of registers; this prevents it.
 DIFFBIT_INLINE void in_order(Partial& partial) { __asm__("" : "+x"(partial.v)); }
-/// A Partial that `sums` are part of, where it can hold them, and the sums with it: one addition less than `flush`.
+/// A Partial that includes `sums` if it can hold them, and the sums from it; saves the addition in `flush`.
 DIFFBIT_INLINE Partial partial_of(Ints) { return no_partial(); }
 DIFFBIT_INLINE Ints with_partial(Ints sums, Partial partial) { return flush(sums, partial); }
 
@@ -41,7 +41,7 @@ DIFFBIT_INLINE Ints dot_bytes(Ints sums, Bytes codes, Bytes activations) {
   return dot_signed(sums, {_mm256_xor_si256(codes.v, splat(uint8_t{128}).v)}, activations);
 }
 
-constexpr int TERNARY_ROWS = 2, TERNARY_COLUMNS = 4, TERNARY_CHAINS = 1;  // each product needs a register more
+constexpr int TERNARY_ROWS = 2, TERNARY_COLUMNS = 4, TERNARY_CHAINS = 1;  // each product needs one more register
 constexpr TernaryPass TERNARY_PASSES[4] = {{3, 6, 3, false}, {2, 4, 3, false}, {1, 2, 3, false}, {0, 0, 3, false}};
 
 }  // namespace

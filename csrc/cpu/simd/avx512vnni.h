@@ -28,7 +28,7 @@ DIFFBIT_INLINE void store_rounded(int8_t* to, F32 a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a)));
 }
 DIFFBIT_INLINE F32 fma(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }
-/// Of a NaN and a number: b.
+/// If either is a NaN: b.
 DIFFBIT_INLINE F32 larger(F32 a, F32 b) { return _mm512_max_ps(a, b); }
 DIFFBIT_INLINE F32 smaller(F32 a, F32 b) { return _mm512_min_ps(a, b); }
 DIFFBIT_INLINE F32 magnitude(F32 a) { return _mm512_abs_ps(a); }
@@ -43,7 +43,7 @@ DIFFBIT_INLINE F32 zero_below(F32 x, float limit, F32 a) {
 }
 DIFFBIT_INLINE float sum(F32 a) { return _mm512_reduce_add_ps(a); }
 DIFFBIT_INLINE float largest(F32 a) { return _mm512_reduce_max_ps(a); }
-/// to[i] = the sum of vector i: of neighbours first, then of these sums, and so on, as everywhere.
+/// to[i] = the sum of vector i: neighbours first, then these sums, and so on, as in every set.
 DIFFBIT_INLINE void store_sums(float* to, F32 a, F32 b, F32 c, F32 d) {
   const F32 ab = _mm512_shuffle_ps(a, b, 0x88) + _mm512_shuffle_ps(a, b, 0xdd);
   const F32 cd = _mm512_shuffle_ps(c, d, 0x88) + _mm512_shuffle_ps(c, d, 0xdd);
@@ -69,7 +69,7 @@ DIFFBIT_INLINE F32 partners(F32 a) {
 
 constexpr int WIDTH = 64;
 struct Bytes { __m512i v; };
-// Lanes typed as int32 all the way: with __m512i, whose lanes are int64, GCC 12 keeps two copies of each sum in a
+// The lanes are typed as int32 throughout: with __m512i, whose lanes are int64, GCC 12 keeps two copies of each sum in a
 // loop and runs out of registers
 struct Ints {
   int32_t v __attribute__((vector_size(64)));
@@ -87,7 +87,7 @@ DIFFBIT_INLINE Bytes splat4(const void* from) {
   return {_mm512_set1_epi32(four)};
 }
 DIFFBIT_INLINE Bytes operator&(Bytes a, Bytes b) { return {_mm512_and_si512(a.v, b.v)}; }
-/// Each byte's bits BY and up move down; above them lie bits of its neighbour or zeros: mask the field that is wanted.
+/// Shifts each byte's bits down by BY; the bits above are the neighbour's or zeros, so mask the required field.
 template <int BY>
 DIFFBIT_INLINE Bytes shift(Bytes a) {
   return {BY ? _mm512_srli_epi16(a.v, BY) : a.v};
@@ -122,7 +122,7 @@ DIFFBIT_INLINE Vector once(Vector a) {
   __asm__("" : "+v"(a.v));
   return a;
 }
-/// Keeps the compiler from multiplying one lane and copying the product to the others: loads copy for nothing.
+/// Keeps the compiler from multiplying one lane and copying the product to the others: loads broadcast at no cost.
 DIFFBIT_INLINE F32 in_lanes(F32 a) {
   __asm__("" : "+v"(a));
   return a;
@@ -137,7 +137,7 @@ DIFFBIT_INLINE Ints times_bytes(int32_t offset, const uint8_t* zeros) {
 }
 DIFFBIT_INLINE Ints splat_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
 
-/// Eight bytes: those at even places to `even`, the others to `odd`.
+/// Splits eight bytes: those at even positions to `even`, the others to `odd`.
 DIFFBIT_INLINE void store_parted(const int8_t* from, int8_t* even, int8_t* odd) {
   const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const __m128i eight = _mm_shuffle_epi8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)), order);
@@ -152,7 +152,7 @@ DIFFBIT_INLINE void load_codes(const uint8_t* from, F32 (&to)[2]) {
   if (BITS == 4) {
     const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-    to[0] = _mm512_permutexvar_ps(bytes, numbers);  // looks at the lowest four bits alone
+    to[0] = _mm512_permutexvar_ps(bytes, numbers);  // uses only the lowest four bits
     to[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), numbers);
   } else {
     const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3);
@@ -170,11 +170,11 @@ DIFFBIT_INLINE Ints pair_sums(Ints a, Ints b) {
   return {_mm512_add_epi32(_mm512_permutex2var_epi32(a, even, b), _mm512_permutex2var_epi32(a, odd, b))};
 }
 
-/// The larger of `bits` and the bits of |x|: floats >= 0 are ordered as their bits are, NaN above infinity.
+/// The larger of `bits` and the bits of |x|: floats >= 0 have the same order as their bits, with NaN above infinity.
 DIFFBIT_INLINE Ints larger_bits(Ints bits, F32 x) {
   return {_mm512_max_epi32(bits, _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff)))};
 }
-/// Four vectors rounded, halves to even, to bytes in their order.
+/// Rounds four vectors, halves to even, to bytes in their order.
 DIFFBIT_INLINE Bytes rounded_bytes(const F32 (&f)[4]) {
   __m128i q[4];
   for (int part = 0; part < 4; ++part) q[part] = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(f[part]));

@@ -97,7 +97,7 @@ DIFFBIT_INLINE Vector once(Vector a) {
   __asm__("" : "+w"(a.v));
   return a;
 }
-/// Keeps the compiler from multiplying one lane and copying the product to the others: loads copy for nothing.
+/// Keeps the compiler from multiplying one lane and copying the product to the others: loads broadcast at no cost.
 DIFFBIT_INLINE F32 in_lanes(F32 a) {
   __asm__("" : "+w"(a));
   return a;

@@ -1,4 +1,4 @@
-// What every instruction set's header begins with: the compiler's own names, and what tables of ours are made of.
+// Included by every instruction set's header: the compiler's intrinsics, and types for our tables.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +29,8 @@
 namespace diffbit::DIFFBIT_ISA {
 namespace {
 
-/// How TernaryMatMul reaches one of a byte's four codes: shifted down, or only masked, which leaves a power of 4 with it;
-/// `quarter`: the sums so far are divided by 4 behind this pass, exactly.
+/// How TernaryMatMul extracts one of a byte's four codes: shifted down, or only masked, which leaves a factor of a power of
+/// 4; `quarter`: after this pass the sums so far are divided by 4, exactly.
 struct TernaryPass {
   int field, shift, mask;
   bool quarter;

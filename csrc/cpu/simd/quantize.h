@@ -1,7 +1,7 @@
-// Activations to 8 or 4 bits, one scale per row, for the integer products (ops/ternary_matmul.py has the formulas):
+// Rounds activations to 8 or 4 bits, one scale per row, for integer products (ops/ternary_matmul.py has the formulas):
 //     8    a = max(max|x|, 1e-5) / 127        q = round-half-to-even(x / a), by a true division: the same bits everywhere
 //     4    a = max(mean|x|, 1e-5) / sqrt 7    q = the same, clipped to -8..7
-// A row with an infinity or a NaN has the scale NaN and zeros: its products are NaN, as in a computation in float.
+// A row with an infinity or a NaN gets the scale NaN and zeros, so its products are NaN, as in float arithmetic.
 #pragma once
 
 #include "vectors.h"
@@ -29,7 +29,7 @@ DIFFBIT_INLINE Bytes rounded(const void* x, int64_t i, float scale) {
   return rounded_bytes(f);
 }
 
-/// sums += |x| of WIDTH activations, to multiples of the last place of `multiple`: exact in any order.
+/// sums += |x| of WIDTH activations, rounded to multiples of the last place of `multiple`, so any order is exact.
 template <bool HALF>
 DIFFBIT_INLINE void add_magnitudes(double (&sums)[WIDTH], const void* x, int64_t i, double multiple) {
   float values[WIDTH];

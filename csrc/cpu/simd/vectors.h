@@ -1,5 +1,5 @@
-// Vectors under the same names for every instruction set. Included by kernels that are compiled once per set, so everything
-// here has internal linkage. The set's own header defines
+// Vectors with the same names for every instruction set. Kernels that are compiled once per set include this file, so
+// everything here has internal linkage. The set's own header defines
 //
 //   F32, F32_LANES     floats: + - * / round once each, fma once for both; splat, load (of float32, float16 and int8),
 //                      store (to float32 and float16), store_rounded (to int8, halves to even; in -127..127), larger and
@@ -40,7 +40,7 @@ namespace {
 
 static_assert(F32_LANES == WIDTH / 4, "lanes of floats and of integers meet");
 
-/// For a line that is read once, soon.
+/// Prefetches a line that will soon be read once.
 DIFFBIT_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
 
 template <class T>
@@ -56,7 +56,7 @@ DIFFBIT_INLINE void store_part(float* to, int64_t count, F32 a) {
   std::memcpy(to, part, static_cast<size_t>(count) * sizeof(float));
 }
 
-/// e^x for x <= 0, to about an ulp; 0 below the smallest normal number. NaN stays.
+/// e^x for x <= 0, to about an ulp; 0 below the smallest normal number. NaN stays NaN.
 ///
 /// x = n ln 2 + r, |r| <= ln(2)/2; e^r by its polynomial (coefficients of Cephes' expf), ln 2 in two parts.
 DIFFBIT_INLINE F32 exp(F32 x) {

@@ -1,4 +1,4 @@
-// Vectors of 256 bits, AVX2 with FMA and F16C, 16 registers: what avx2.h and avxvnni.h share, all but the dot product.
+// Vectors of 256 bits, AVX2 with FMA and F16C, 16 registers: everything that avx2.h and avxvnni.h share.
 #pragma once
 
 #include "prelude.h"
@@ -115,7 +115,7 @@ DIFFBIT_INLINE Vector once(Vector a) {
   __asm__("" : "+v"(a.v));
   return a;
 }
-/// Keeps the compiler from multiplying one lane and copying the product to the others: loads copy for nothing.
+/// Keeps the compiler from multiplying one lane and copying the product to the others: loads broadcast at no cost.
 DIFFBIT_INLINE F32 in_lanes(F32 a) {
   __asm__("" : "+v"(a));
   return a;
@@ -129,7 +129,7 @@ DIFFBIT_INLINE Ints times_bytes(int32_t offset, const uint8_t* zeros) {
 }
 DIFFBIT_INLINE Ints splat_int(int32_t x) { return {_mm256_set1_epi32(x)}; }
 
-/// Eight bytes: those at even places to `even`, the others to `odd`.
+/// Splits eight bytes: those at even positions to `even`, the others to `odd`.
 DIFFBIT_INLINE void store_parted(const int8_t* from, int8_t* even, int8_t* odd) {
   const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const __m128i eight = _mm_shuffle_epi8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)), order);
@@ -154,7 +154,7 @@ DIFFBIT_INLINE void load_codes(const uint8_t* from, F32 (&to)[4]) {
   } else {
     const __m256 numbers = _mm256_setr_ps(0, 1, 2, 3, 0, 1, 2, 3);
     const __m256i bytes = eight(0);
-    to[0] = _mm256_permutevar8x32_ps(numbers, bytes);  // looks at the lowest three bits alone
+    to[0] = _mm256_permutevar8x32_ps(numbers, bytes);  // uses only the lowest three bits
     to[1] = _mm256_permutevar8x32_ps(numbers, _mm256_srli_epi32(bytes, 2));
     to[2] = _mm256_permutevar8x32_ps(numbers, _mm256_srli_epi32(bytes, 4));
     to[3] = _mm256_permutevar8x32_ps(numbers, _mm256_srli_epi32(bytes, 6));

@@ -25,11 +25,11 @@ struct TernaryProduct {
 };
 
 struct TernaryKernels {
-  /// Bytes of a quantized row, a multiple of 64. The order inside is the set's own.
+  /// Bytes of a quantized row, a multiple of 64. Each set defines its own order of bytes.
   int64_t (*quantized_size)(int64_t blocks);
-  /// x [k], fp32 or fp16, to one row of q, of 8 or 4 bits.
+  /// Quantizes x [k], fp32 or fp16, to one row of q with 8 or 4 bits.
   TernaryRow (*quantize)(const void* x, bool half, int64_t bits, int64_t k, int64_t blocks, int8_t* q);
-  /// y of the activation rows row_begin..row_end and the weight rows begin..end.
+  /// Computes y for the activation rows row_begin..row_end and the weight rows begin..end.
   void (*multiply)(const TernaryProduct& product, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end);
 };
 

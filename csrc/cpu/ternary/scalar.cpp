@@ -1,4 +1,4 @@
-// The slow, obvious version: what every other is held against, and what runs on a CPU that has none of their sets.
+// The slow, obvious version: the reference for all others, and the fallback for CPUs without their instruction sets.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -18,7 +18,7 @@ TernaryRow quantize(const void* x, bool half, int64_t bits, int64_t k, int64_t b
   std::fill(q, q + quantized_size(blocks), int8_t{0});
   float largest = 0;
   for (int64_t i = 0; i < k; ++i) {
-    // As in a computation in float, where such a row ends as NaN
+    // As in float arithmetic, in which such a row becomes NaN
     if (!std::isfinite(at(i))) return {std::numeric_limits<float>::quiet_NaN(), 0};
     largest = std::max(largest, std::fabs(at(i)));
   }

@@ -1,14 +1,14 @@
 // TernaryMatMul with vectors; compiled once per instruction set.
 //
-// A vector of WIDTH bytes of a weight row holds 4 * WIDTH codes in four fields. A quantized row of activations is laid
-// out to fit: the WIDTH activations that meet field 0 of the row's first vector, those of field 1, 2 and 3, then those
-// of the second vector. Codes 0, 1, 2 stand for -1, 0, 1: the activations' sum is taken off once per output.
+// A vector of WIDTH bytes of a weight row holds 4 * WIDTH codes in four fields. A quantized row of activations has the
+// matching order: the WIDTH activations for field 0 of the row's first vector, those for fields 1, 2 and 3, then those
+// for the second vector. Codes 0, 1, 2 stand for -1, 0, 1, so the activations' sum is subtracted once per output.
 //
-// Codes are not shifted into place, only masked: field 3 counts 64-fold, and the sums are divided by 4, exactly, before
-// those of field 2 are added to them, and so on down to field 0.
+// Codes are not shifted down, only masked: field 3 counts 64-fold, and the sums are divided by 4, exactly, before those of
+// field 2 are added to them, and so on down to field 0.
 //
-// A tile multiplies ROWS weight rows by COLUMNS activation rows with all sums in registers. Activations are taken in
-// slices of K that stay in the first-level cache while all weights of the task pass.
+// A tile multiplies ROWS weight rows by COLUMNS activation rows with all sums in registers. It takes activations in slices
+// of K that stay in the first-level cache while all weights of the task pass.
 #include "kernels.h"
 
 #include "../simd/quantize.h"
@@ -16,8 +16,8 @@
 namespace diffbit::DIFFBIT_ISA {
 namespace {
 
-constexpr int64_t PANEL = 1024;      // weight rows whose sums are held at a time
-constexpr int64_t NEAR = 24 * 1024;  // bytes of activations that the first-level cache holds beside the weights
+constexpr int64_t PANEL = 1024;      // weight rows whose sums are kept at a time
+constexpr int64_t NEAR = 24 * 1024;  // bytes of activations that fit into the first-level cache besides the weights
 constexpr int64_t FLIGHT = 8192;     // bytes of weights on their way from memory, over all streams
 
 // The largest tile, whose sums are all in registers
@@ -28,7 +28,7 @@ int64_t quantized_size(int64_t blocks) {
   return (bytes + WIDTH - 1) / WIDTH * WIDTH * 4;
 }
 
-/// Where the activation that meets weight i lies.
+/// The position of the activation for weight i.
 DIFFBIT_INLINE int64_t place(int64_t i) {
   const int64_t field = i % TERNARY_BLOCK / TERNARY_BLOCK_BYTES;
   const int64_t byte = i / TERNARY_BLOCK * TERNARY_BLOCK_BYTES + i % TERNARY_BLOCK_BYTES;
@@ -37,7 +37,7 @@ DIFFBIT_INLINE int64_t place(int64_t i) {
 
 TernaryRow quantize(const void* x, bool half, int64_t bits, int64_t k, int64_t blocks, int8_t* q) {
   const int64_t size = quantized_size(blocks);
-  constexpr int64_t LAST = 4 * WIDTH > TERNARY_BLOCK ? 4 * WIDTH : TERNARY_BLOCK;  // what x may leave unwritten
+  constexpr int64_t LAST = 4 * WIDTH > TERNARY_BLOCK ? 4 * WIDTH : TERNARY_BLOCK;  // bytes that x may not write
   for (int64_t i = size - LAST; i < size; i += WIDTH) store(q + i, splat(uint8_t{0}));
   Ints sums = zero();
   TernaryRow row;
@@ -49,7 +49,7 @@ TernaryRow quantize(const void* x, bool half, int64_t bits, int64_t k, int64_t b
   return row;
 }
 
-/// sums[row][column] += the codes in one field of the weights, bytes begin..end of each row, times the activations.
+/// sums[row][column] += the codes in one field of the weights, in bytes begin..end of each row, times the activations.
 /// MASK picks the codes after a shift by SHIFT, and may leave them multiplied by a power of 4.
 template <int FIELD, int SHIFT, int MASK, bool REST, int COLUMNS>
 DIFFBIT_INLINE void accumulate(Partial (&sums)[ROWS][COLUMNS], const uint8_t* const (&weights)[ROWS], int64_t begin,
@@ -95,7 +95,7 @@ DIFFBIT_INLINE void pass(Ints (&total)[ROWS][COLUMNS], const uint8_t* const (&we
 }
 
 /// sums[column][row] += the codes of ROWS weight rows times COLUMNS activation rows, over `bytes` bytes of weight.
-/// `next` bytes further on lie the weights of the next tile.
+/// The weights of the next tile are `next` bytes further on.
 template <bool REST, int COLUMNS>
 void tile(const uint8_t* const (&weights)[ROWS], int64_t bytes, int64_t next, const int8_t* q, int64_t q_size,
           uint32_t* sums) {
@@ -118,7 +118,7 @@ void tile(const uint8_t* const (&weights)[ROWS], int64_t bytes, int64_t next, co
   }
 }
 
-/// The same for one row of activations, where memory sets the pace: each byte of the weights is read once, and the
+/// The same for one row of activations, for which memory is the bottleneck: each byte of the weights is read once, and the
 /// bytes `ahead` of it are prefetched.
 template <bool REST>
 void tile_of_one(const uint8_t* const (&weights)[ROWS], int64_t bytes, int64_t ahead, const int8_t* q,
@@ -157,7 +157,7 @@ void tile_of_one(const uint8_t* const (&weights)[ROWS], int64_t bytes, int64_t a
   for (int row = 0; row < ROWS; ++row) sums[row] += four[row];
 }
 
-/// y of COLUMNS activation rows from `row` on and `count` <= PANEL weight rows from `begin` on.
+/// Computes y for COLUMNS activation rows from `row` on and `count` <= PANEL weight rows from `begin` on.
 template <int COLUMNS>
 void panel(const TernaryProduct& product, int64_t row, int64_t begin, int64_t count) {
   constexpr int64_t SLICE = NEAR / COLUMNS / (4 * WIDTH) * WIDTH;  // bytes of a weight row
@@ -165,7 +165,7 @@ void panel(const TernaryProduct& product, int64_t row, int64_t begin, int64_t co
   const int8_t* q = product.q + row * q_size;
   const uint8_t* packed = product.packed + begin * stride;
   const int64_t tiles = (count + ROWS - 1) / ROWS;
-  uint32_t sums[COLUMNS][PANEL];  // unsigned, because the codes' sums may pass 2^31 before the activations' come off
+  uint32_t sums[COLUMNS][PANEL];  // unsigned, because sums of codes may exceed 2^31 before the activations' sum is subtracted
   for (int column = 0; column < COLUMNS; ++column)
     for (int64_t i = 0; i < tiles * ROWS; ++i) sums[column][i] = -static_cast<uint32_t>(product.rows[row + column].sum);
 
@@ -182,7 +182,7 @@ void panel(const TernaryProduct& product, int64_t row, int64_t begin, int64_t co
         weights[r] = packed + (from < count ? from : count - 1) * stride + offset;
       }
       uint32_t* at = &sums[0][i * ROWS];
-      // Past its end a stream goes on in the panel that follows
+      // At its end a stream continues in the next panel
       constexpr int64_t REACH = FLIGHT / ROWS;
       const int64_t ahead = REACH + ((tiles - i) * stride > REACH ? 0 : (count - tiles) * stride);
       if constexpr (COLUMNS == 1)
