@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DiffbitError
-from ..ops.cache import TOKENS, Buffer
+from ..ops.cache import TOKENS
 from .providers import onnxruntime
 from .session import CHUNK, LOGITS_FROM, Logits, Session, _zeros
 
@@ -97,13 +97,17 @@ class _Single(Rows):
 class _Batch(Rows):
     def __init__(self, session: Session, count: int) -> None:
         super().__init__(session, count)
+        too_many = DiffbitError(f"{count} rows of {self.capacity} tokens are too many; take fewer rows")
         if count * self.capacity > 1 << 31:
-            raise DiffbitError(f"{count} rows of {self.capacity} tokens are too many; take fewer rows")
+            raise too_many
         capacity = session.artifact.cache.capacity(self.capacity)
-        self._caches = {
-            name: (_zeros((count, *buffer.sizes(capacity)), buffer.dtype), _token_axis(buffer))
-            for name, buffer in session._buffers.items()
-        }
+        try:
+            self._caches = {  # and the axis of their tokens
+                name: (_zeros((count, *buffer.sizes(capacity)), buffer.dtype), 1 + buffer.shape.index(TOKENS))
+                for name, buffer in session._buffers.items()
+            }
+        except (OSError, OverflowError, MemoryError):  # more than the system can map
+            raise too_many from None
         self._ids = np.full((count, self.capacity), HOLE, np.int64)
         self._taken = np.zeros(count, bool)
         self._used = np.zeros(count, np.int64)  # when each row was last taken, counted in texts
@@ -148,10 +152,10 @@ class _Batch(Rows):
         new = np.full(count, HOLE, np.int64)
         new[list(tokens)] = list(tokens.values())
         self._ids[rows, slot:] = HOLE  # what free rows had there is overwritten
-        self._ids[rows, slot] = new
-        mask = (self._ids[rows, : slot + 1] != HOLE).astype(np.int64)
+        mask = (np.column_stack((self._ids[rows, :slot], new)) != HOLE).astype(np.int64)
         positions = np.maximum(mask.sum(1, keepdims=True) - 1, 0)
         logits = self._run(rows, np.maximum(new, 0)[:, None], mask, positions)
+        self._ids[rows, slot] = new  # now that their keys and values are there
         self._end = slot + 1
         return {row: logits[row] for row in tokens}
 
@@ -212,8 +216,3 @@ class _Batch(Rows):
         binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         session._session.run_with_iobinding(binding)
         return logits[:, -1]
-
-
-def _token_axis(buffer: Buffer) -> int:
-    """Of an array of rows."""
-    return 1 + buffer.shape.index(TOKENS)
