@@ -56,7 +56,7 @@ class DiffbitExporter(HfExporter):
             raise DiffbitError("the model is quantized already; `diffbit export` takes the folder that it came from")
         model.save_pretrained(checkpoint)
         tokenizer = config.tokenizer or model.config.name_or_path
-        if tokenizer and Path(tokenizer).is_dir():
+        if tokenizer and (config.tokenizer or Path(tokenizer).is_dir()):
             for name, data in tokenizer_files(Path(tokenizer)).items():
                 if name != "generation_config.json":
                     (checkpoint / name).write_bytes(data)
