@@ -85,6 +85,11 @@ def completion(names: Sequence[str], joined_by: str = " ") -> Callable[[str], li
     return complete
 
 
+def of_formats(help: str) -> Any:
+    """An option whose value is a number format."""
+    return typer.Option(metavar="FORMAT", autocompletion=completion(FORMATS), help=help)
+
+
 def read_windows(
     model: Path,
     data: str,
