@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from ..errors import DiffbitError
 from ..ops.cache import TOKENS
-from .providers import onnxruntime
-from .session import CHUNK, LOGITS_FROM, Logits, Session, _zeros
+from .session import CHUNK, Logits, Session, _zeros
 
 HOLE = -1  # a slot of the cache without a token
 WORTH_COPYING = 16  # tokens: a prefix in another row is copied if it is longer by at least as many
@@ -198,21 +197,11 @@ class _Batch(Rows):
         self, rows: slice, ids: NDArray[np.int64], mask: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> Logits:
         """Append ids [n, S] behind mask's [n, T - S]; the logits [n, V] after the last."""
-        session, binding = self.session, self._binding
+        binding = self._binding
         if rows != self._bound:
             for name, (cache, _) in self._caches.items():
                 part = cache[rows]
                 for bind, side in ((binding.bind_input, "past_key_values"), (binding.bind_output, "present")):
                     bind(f"{side}.{name}", "cpu", 0, part.dtype.type, part.shape, part.ctypes.data)
             self._bound = rows
-        feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-        feeds = {name: np.ascontiguousarray(array, np.int64) for name, array in feeds.items()}
-        for name, array in feeds.items():
-            binding.bind_cpu_input(name, array)
-        first = ids.shape[1] - 1 if session._logits_from else 0
-        if session._logits_from:
-            binding.bind_ortvalue_input(LOGITS_FROM, onnxruntime().OrtValue.ortvalue_from_numpy(np.array([first])))
-        logits = np.empty((len(ids), ids.shape[1] - first, session.artifact.vocab_size), np.float32)
-        binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
-        session._session.run_with_iobinding(binding)
-        return logits[:, -1]
+        return self.session._run(binding, ids, mask, positions, last=True)[:, -1]
