@@ -24,8 +24,8 @@ step() { # step NAME COMMAND...
 }
 
 # 1. A Differential Transformer and a plain Transformer: equal parameters, the same batches in the same order.
-step "train" diffbit train --preset tiny --steps 600 --attention diff_v1 -o "$out/diff_v1"
-step "train" diffbit train --preset tiny --steps 600 --attention softmax --tokenizer "$out/diff_v1" -o "$out/softmax"
+step "train" diffbit train --preset tiny --steps 400 --attention diff_v1 -o "$out/diff_v1"
+step "train" diffbit train --preset tiny --steps 400 --attention softmax --tokenizer "$out/diff_v1" -o "$out/softmax"
 
 # 2. Their largest activations, side by side.
 step "outliers" diffbit outliers "$out/diff_v1" "$out/softmax" --plot "$out/outliers.svg"

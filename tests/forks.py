@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
@@ -10,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
+M_MMAP_THRESHOLD = -3  # of malloc.h
 REFUSED, RAISED = 2, 70  # exit codes: of a user's mistake; of an action that raised, with its traceback on stderr
 
 
@@ -64,6 +66,8 @@ def run(action: Callable[[], object], *, memory: int = 0, cpu_seconds: int = 0, 
             used = int(resource.getrusage(resource.RUSAGE_SELF).ru_utime)
             resource.setrlimit(resource.RLIMIT_CPU, (used + cpu_seconds, used + cpu_seconds + 5))
         if memory:
+            # every larger block from the system: what the parent's heap has free would otherwise not count
+            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
             with open("/proc/self/statm") as file:
                 size = int(file.read().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (size + memory, size + memory))

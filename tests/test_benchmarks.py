@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from diffbit.errors import DiffbitError
+from diffbit.export import export_artifact
 from diffbit.runtime import cuda, native, verify
 
 from .configs import resized
@@ -138,6 +139,21 @@ def test_generate(tmp_path: Path) -> None:
     assert rows.keys() == {"ternary", "ternary bodies"}
     assert all(row["decode_tokens_per_s"] > 0 and row["peak_memory_mib"] > 0 for row in rows.values())
     assert "| ternary bodies |" in done.stdout
+
+
+@pytest.mark.slow
+def test_serve(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    result_file = tmp_path / "result.json"
+    artifact = export_artifact(trained("diff_v1"), tmp_path / "artifact")
+    arguments = ("--requests", "2", "--threads", "1", "--quick")
+    done = run("serve.py", "--artifact", str(artifact), *arguments, "--json", str(result_file))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(result_file.read_text())
+    assert (found["requests"], found["prompt"], found["new"]) == (2, 8, 4) and 0 <= found["equal_answers"] <= 2
+    for name in ("tokens_per_s", "decode_tokens_per_s"):
+        assert found[f"ratio_{name}"] == found["together"][name] / found["one by one"][name] > 0
+    done = run("serve.py", "--quick")
+    assert done.returncode == 2 and "pass either --work or --artifact" in done.stderr
 
 
 # ---- gpu.py ---------------------------------------------------------------------------------------------------------

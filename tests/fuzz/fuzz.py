@@ -172,7 +172,11 @@ def main() -> None:
                 print(f"--- {case.target} {case.number}\n{problem}\n", flush=True)
         print(", ".join(f"{name} {count}" for name, count in sorted(place.outcomes.items())))
         print("CPU seconds: " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in place.seconds.most_common()))
-    print(f"{options.count} cases, {failed} failed")
+        right, refused = (
+            sum(count for name, count in place.outcomes.items() if name.endswith(result))
+            for result in ("right", "refused")
+        )
+    print(f"{options.count} cases, {right} read, {refused} refused, {failed} failed")
     sys.exit(failed > 0)
 
 

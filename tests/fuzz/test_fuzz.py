@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from .found import FOUND
-from .fuzz import Workplace, cases
+from .fuzz import Workplace
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="fork, /proc and memfd_create"),
 ]
-CASES, PART = 2000, 500
+CASES, PART = 2000, 1000
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +38,14 @@ def test_what_was_found(name: str, place: Workplace) -> None:
 
 
 @pytest.mark.parametrize("first", range(0, CASES, PART))
-def test_damaged_files(first: int, place: Workplace) -> None:
-    """Each ends in one sentence, or in the right result."""
-    before = place.outcomes.copy()
-    problems = {case: problem for case in cases(PART, first) if (problem := place.problem(case.target, case.damage))}
-    assert not problems, "\n\n".join(f"{case.target} {case.number}: {problem}" for case, problem in problems.items())
-    done = place.outcomes - before
-    for result in ("right", "refused"):
-        assert sum(count for name, count in done.items() if name.endswith(result)) > PART // 10, done
+def test_damaged_files(first: int) -> None:
+    """Each ends in one sentence, or in the right result. A small process of its own forks in a third of the time."""
+    environment = os.environ | {
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+    }
+    command = [sys.executable, "-m", "tests.fuzz.fuzz", str(PART), str(first)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(rf"{PART} cases, (\d+) read, (\d+) refused, 0 failed", done.stdout)
+    assert found and min(map(int, found.groups())) > PART // 10, done.stdout
