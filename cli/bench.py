@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..files import parse_size
 from ..progress import track
-from .options import Device, Json, NoNative, Quiet, Threads, as_artifacts
+from .options import ArtifactPaths, Device, Json, NoNative, Quiet, Threads, as_artifacts
 from .output import print_json, print_table, remark
 
 EXAMPLES = (
@@ -19,9 +18,7 @@ EXAMPLES = (
 
 
 def bench(
-    artifacts: Annotated[
-        list[Path], typer.Argument(help="Folders written by `diffbit export`, or checkpoints (needs torch).")
-    ],
+    artifacts: ArtifactPaths,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens in the prompt (prefill).")] = 64,
     new_tokens: Annotated[int, typer.Option(help="Tokens to generate (decode).")] = 64,
     repeats: Annotated[int, typer.Option(help="Number of runs; the median is reported.")] = 5,

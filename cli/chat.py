@@ -15,7 +15,19 @@ import typer
 
 from ..errors import DiffbitError
 from ..files import write_json
-from .options import Device, NoNative, Quiet, Threads, as_artifacts
+from .options import (
+    PENALTY,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    ArtifactPath,
+    Device,
+    NoNative,
+    Quiet,
+    SamplingSeed,
+    Threads,
+    as_artifacts,
+)
 from .output import print_error, remark, speed
 
 if TYPE_CHECKING:
@@ -37,26 +49,17 @@ COMMANDS = {
 
 
 def chat(
-    artifact: Annotated[
-        Path, typer.Argument(help="Folder written by `diffbit export`, or a checkpoint (needs torch).")
-    ],
+    artifact: ArtifactPath,
     system: Annotated[str | None, typer.Option(help="System prompt; default: the template's own.")] = None,
     template: Annotated[
         Path | None, typer.Option(help="Chat template (Jinja) to use instead of the model's own.", metavar="FILE")
     ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum tokens of an answer.")] = 1024,
-    temperature: Annotated[
-        float | None, typer.Option(help="Sampling temperature; 0: always choose the most likely token.")
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens; 0: from all.")] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Sample from the most likely tokens whose probabilities add up to this."),
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Above 1: tokens that have already occurred become less likely.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Random seed; default: another one each time.")] = None,
+    temperature: Annotated[float | None, TEMPERATURE] = None,
+    top_k: Annotated[int | None, TOP_K] = None,
+    top_p: Annotated[float | None, TOP_P] = None,
+    repetition_penalty: Annotated[float | None, PENALTY] = None,
+    seed: SamplingSeed = None,
     threads: Threads = None,
     device: Device = "cpu",
     no_native: NoNative = False,

@@ -24,6 +24,17 @@ if TYPE_CHECKING:
 CALIBRATION_WINDOWS = 128  # default for methods that need calibration text
 FORMATS = ("int8", "int4_g128", "int4_g32", "int3_g64", "int2_g64", "nf4", "ternary", "none")  # common ones, for help
 
+ArtifactPath = Annotated[
+    Path, typer.Argument(help="Folder written by `diffbit export`, or a checkpoint (needs torch).")
+]
+ArtifactPaths = Annotated[
+    list[Path], typer.Argument(help="Folders written by `diffbit export`, or checkpoints (needs torch).")
+]
+TEMPERATURE = typer.Option(help="Sampling temperature; 0: always choose the most likely token.")
+TOP_K = typer.Option(help="Sample from the k most likely tokens; 0: from all.")
+TOP_P = typer.Option(help="Sample from the most likely tokens whose probabilities add up to this.")
+PENALTY = typer.Option(help="Above 1: tokens that have already occurred become less likely.")
+SamplingSeed = Annotated[int | None, typer.Option("--seed", help="Random seed; default: another one each time.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Quiet = Annotated[
     bool,
@@ -74,6 +85,11 @@ def completion(names: Sequence[str], joined_by: str = " ") -> Callable[[str], li
     return complete
 
 
+def of_formats(help: str) -> Any:
+    """An option whose value is a number format."""
+    return typer.Option(metavar="FORMAT", autocompletion=completion(FORMATS), help=help)
+
+
 def read_windows(
     model: Path,
     data: str,
@@ -86,13 +102,16 @@ def read_windows(
     from ..calib_data import eval_windows
     from ..models import Checkpoint
 
-    context = Checkpoint(model).config.max_position
-    if length is None:
-        length = min(context, 512)
-    elif length > context:
-        raise DiffbitError(f"--length is {length} tokens, but the context of {model} is {context}")
+    length = window_length(model, Checkpoint(model).config.max_position, length)
     render = chat_template(model) if data == "mix" else None
     return eval_windows(data, model, length, max_windows, split=split, field=field, render=render)
+
+
+def window_length(model: Path, context: int, length: int | None) -> int:
+    """Return the tokens of a window of text for a model; length: as given with --length."""
+    if length is not None and length > context:
+        raise DiffbitError(f"--length is {length} tokens, but the context of {model} is {context}")
+    return min(context, 512) if length is None else length
 
 
 def chat_template(model: Path) -> Callable[[Any], str] | None:

@@ -9,7 +9,7 @@ import typer
 
 from ..errors import DiffbitError
 from ..files import parse_size
-from .options import CALIBRATION_WINDOWS, Json, Length, Quiet, dtype_for
+from .options import CALIBRATION_WINDOWS, Json, Length, Quiet, dtype_for, window_length
 from .output import print_json, print_table, remark
 from .quantize import (
     Activations,
@@ -64,34 +64,36 @@ def plan(
     timed on this machine. For a quantized checkpoint, only `export` is predicted.
     """
     from ..models import Checkpoint
-    from ..quantize.demand import Text, available_memory, quantize_seconds, resident, with_base, within
+    from ..quantize.demand import Text, available_memory, quantize_seconds, resident, within
     from ..quantize.recipe import parse_recipe
 
     checkpoint = Checkpoint(model)
-    options = (weights, embedding, head, override, activations, kv, qk, kv_window, scheme_file)
+    options = (scheme_file, weights, embedding, head, override, activations, kv, qk, kv_window)
     steps: dict[str, Any] = {}
     chosen = None
-    if checkpoint.quantization is None and any(option is not None for option in options):
-        chosen = read_scheme(scheme_file, weights, embedding, head, override, activations, kv, qk, kv_window, False)
+    if any(option is not None for option in options):
+        if checkpoint.quantization is not None:
+            raise DiffbitError(
+                f"{model}: is quantized already; leave out the options of a scheme, or pass the float model"
+            )
+        chosen = read_scheme(*options, False)
         recipe = parse_recipe(method)
         text = None
         if calibrate is not None or recipe.calibrated:
-            count = max_windows or (CALIBRATION_WINDOWS if recipe.calibrated else 16)
-            text = Text.of(recipe, count, length or min(checkpoint.config.max_position, 512))
+            count = (CALIBRATION_WINDOWS if recipe.calibrated else 16) if max_windows is None else max_windows
+            text = Text.of(recipe, count, window_length(model, checkpoint.config.max_position, length))
         base = resident()
         demand, spilled = within(
             checkpoint, chosen, recipe, text, None if max_memory is None else parse_size(max_memory)
         )
         seconds = quantize_seconds(checkpoint.config, recipe, text)
-        more = {"seconds": seconds, "hidden_states_on_disk": spilled}
-        steps["quantize"] = asdict(with_base(demand, base)) | more
-    elif checkpoint.quantization is not None and any(option is not None for option in options):
-        raise DiffbitError(f"{model}: is quantized already; leave out the options of a scheme, or pass the float model")
+        more = {"memory": base + demand.memory, "seconds": seconds, "hidden_states_on_disk": spilled}
+        steps["quantize"] = asdict(demand) | more
     from ..export.demand import export_demand, export_seconds
 
     demand = export_demand(checkpoint, dtype or dtype_for(device), chosen)
     seconds = export_seconds(checkpoint.config, demand.output)
-    steps["export"] = asdict(with_base(demand, resident())) | {"seconds": seconds}
+    steps["export"] = asdict(demand) | {"memory": resident() + demand.memory, "seconds": seconds}
     free = available_memory()
     if as_json:
         print_json({"model": str(model), "steps": steps, "available_memory": free})

@@ -85,12 +85,14 @@ def checkpoint_card(folder: Path, repo: str) -> Card:
     """Read every weight of a checkpoint and return its card."""
     from ..models import Checkpoint
     from ..models.checkpoint.names import shapes
-    from ..quantize import read_scheme, read_weight
+    from ..quantize.layouts import read_scheme, read_weight
 
+    if not folder.is_dir():
+        raise DiffbitError(f"{folder}: is no folder, wanted an artifact or a checkpoint folder to upload")
     checkpoint = Checkpoint(folder)
-    for name in shapes(checkpoint.config):
-        read_weight(checkpoint, name)
     scheme, entry = read_scheme(checkpoint), checkpoint.quantization or {}
+    for name in shapes(checkpoint.config):
+        read_weight(checkpoint, name, scheme)
     files = sorted(file for file in folder.iterdir() if file.is_file() and is_read(file.name))
     return Card(
         repo,

@@ -15,7 +15,6 @@ from ..errors import DiffbitError, MissingDependency
 from ..files import check_place, parse_size, write_json
 from .options import (
     CALIBRATION_WINDOWS,
-    FORMATS,
     Field,
     Json,
     Length,
@@ -23,6 +22,7 @@ from .options import (
     Quiet,
     completion,
     modules,
+    of_formats,
     read_windows,
 )
 from .output import attention_name, print_json, print_table, remark
@@ -58,27 +58,18 @@ Model = Annotated[
 Output = Annotated[Path, typer.Option("--output", "-o", help="Output folder for the quantized checkpoint.")]
 Weights = Annotated[
     str | None,
-    typer.Option(
-        metavar="FORMAT",
-        autocompletion=completion(FORMATS),
-        help="Weight format: int8, int4_g32, int4_g128_asym, int3_g64, int2_g64, nf4, ternary, ..., or none (float).",
+    of_formats(
+        "Weight format: int8, int4_g32, int4_g128_asym, int3_g64, int2_g64, nf4, ternary, ..., or none (float)."
     ),
 ]
 Embedding = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FORMAT",
-        autocompletion=completion(FORMATS),
-        help="Format of the embedding; default: int8 if the weights are low-bit; none: float.",
-    ),
+    str | None, of_formats("Format of the embedding; default: int8 if the weights are low-bit; none: float.")
 ]
 Head = Annotated[
     str | None,
-    typer.Option(
-        metavar="FORMAT",
-        autocompletion=completion(FORMATS),
-        help="Format of the head; default: int8 if the weights are low-bit; none: float. A tied table is stored once "
-        "if both formats are the same.",
+    of_formats(
+        "Format of the head; default: int8 if the weights are low-bit; none: float. A tied table is stored once if "
+        "both formats are the same."
     ),
 ]
 Override = Annotated[

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..errors import DiffbitError
-from .options import Device, Json, NoNative, Quiet, Threads, as_artifacts
+from .options import (
+    PENALTY,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    ArtifactPath,
+    Device,
+    Json,
+    NoNative,
+    Quiet,
+    SamplingSeed,
+    Threads,
+    as_artifacts,
+)
 from .output import print_error, print_json, remark, speed
 
 EXAMPLES = (
@@ -20,22 +32,14 @@ EXAMPLES = (
 
 
 def run(
-    artifact: Annotated[
-        Path, typer.Argument(help="Folder written by `diffbit export`, or a checkpoint (needs torch).")
-    ],
+    artifact: ArtifactPath,
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; - or nothing: read it from stdin.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum number of tokens to generate.")] = 64,
-    temperature: Annotated[
-        float, typer.Option(help="Sampling temperature; 0: always choose the most likely token.")
-    ] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0: from all.")] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the most likely tokens whose probabilities add up to this.")
-    ] = 1.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1: tokens that have already occurred become less likely.")
-    ] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Random seed; default: another one each time.")] = None,
+    temperature: Annotated[float, TEMPERATURE] = 0.0,
+    top_k: Annotated[int, TOP_K] = 0,
+    top_p: Annotated[float, TOP_P] = 1.0,
+    repetition_penalty: Annotated[float, PENALTY] = 1.0,
+    seed: SamplingSeed = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop when this text has been generated; repeatable.")] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Send the prompt as a message to a chat model; for more, see `diffbit chat`.")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..errors import DiffbitError, MissingDependency
-from .options import Device, NoNative, Quiet, Threads, as_artifacts
+from .options import ArtifactPaths, Device, NoNative, Quiet, Threads, as_artifacts
 from .output import remark
 
 EXAMPLES = (
@@ -19,9 +18,7 @@ DRAIN_SECONDS = 60
 
 
 def serve(
-    artifacts: Annotated[
-        list[Path], typer.Argument(help="Folders written by `diffbit export`, or checkpoints (needs torch).")
-    ],
+    artifacts: ArtifactPaths,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all of them.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8080,
     rows: Annotated[
@@ -54,6 +51,8 @@ def serve(
         raise MissingDependency(str(error.name), "serve", "diffbit serve") from None
     if rows < 1 or queue < 0:
         raise DiffbitError(f"--rows is {rows} and --queue is {queue}, wanted at least 1 and at least 0")
+    if api_key == "":
+        raise DiffbitError("--api-key is empty, so that no request would need one; pass a key, or leave the option out")
     with as_artifacts(artifacts, device) as opened:
         models = [
             Served(Artifact.open(path), device=device, threads=threads, native=not no_native, rows=rows, queue=queue)

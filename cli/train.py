@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from .options import FORMATS, Data, Field, Json, Quiet, Seed, TorchDevice, completion, modules
+from .options import Data, Field, Json, Quiet, Seed, TorchDevice, completion, modules, of_formats
 from .output import print_json, print_table
 
 EXAMPLES = (
@@ -52,11 +52,9 @@ TokenizerFile = Annotated[
 ]
 Qat = Annotated[
     str | None,
-    typer.Option(
-        metavar="FORMAT",
-        autocompletion=completion(FORMATS),
-        help="Quantization-aware training for a weight format: ternary (BitNet b1.58), int4_g128, int2_g64, ... The "
-        "result is a quantized checkpoint; OUTPUT/master keeps the float weights.",
+    of_formats(
+        "Quantization-aware training for a weight format: ternary (BitNet b1.58), int4_g128, int2_g64, ... The result "
+        "is a quantized checkpoint; OUTPUT/master keeps the float weights."
     ),
 ]
 Activations = Annotated[

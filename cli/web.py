@@ -7,16 +7,14 @@ from typing import Annotated
 
 import typer
 
-from .options import Json, Overwrite, Quiet, as_artifacts
+from .options import ArtifactPath, Json, Overwrite, Quiet, as_artifacts
 from .output import print_json, print_table, remark
 
 EXAMPLES = ("diffbit web out/demo/diff_v1-onnx -o out/site", "python -m http.server -d out/site")
 
 
 def web(
-    artifact: Annotated[
-        Path, typer.Argument(help="Folder written by `diffbit export`, or a checkpoint (needs torch).")
-    ],
+    artifact: ArtifactPath,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the site.")],
     packages: Annotated[
         Path | None,

@@ -16,13 +16,15 @@ from pathlib import Path
 from types import ModuleType
 
 from .errors import DiffbitError, MissingDependency
+from .files import read_json
 from .progress import is_quiet
 
 PREFIX = "hf:"
 READ = (
     "*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.onnx", "*.onnx.data", "*.onnx_data",
 )  # fmt: skip
-UNREAD = ("*/*", "consolidated*")  # subfolders, and the second copy of the weights in Mistral's repositories
+UNREAD = ("*/*", "consolidated*")  # deeper folders, and the second copy of the weights in Mistral's repositories
+TRANSFORMERS_JS = "onnx/model.onnx"  # where an artifact may have its graph (runtime/artifact.py)
 _NAME = re.compile(r"hf:(?P<repo>[^/@]+(?:/[^/@]+)?)(?:/(?P<file>[^@]+\.gguf))?(?:@(?P<revision>.+))?", re.IGNORECASE)
 
 
@@ -72,7 +74,10 @@ def download(path: str | Path) -> Path:
             name.repo, revision=name.revision, allow_patterns=list(READ), ignore_patterns=list(UNREAD)
         )
         folder = Path(found)
-        if any(folder.glob("*.safetensors")) or (folder / "diffbit.json").is_file():
+        manifest = folder / "diffbit.json"
+        if manifest.is_file() and TRANSFORMERS_JS in read_json(manifest).get("files", ()):
+            hub.snapshot_download(name.repo, revision=folder.name, allow_patterns=[f"{TRANSFORMERS_JS}*"])
+        if any(folder.glob("*.safetensors")) or manifest.is_file():
             return folder
         return _gguf(hub, name, _only_gguf(hub, name, folder))
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models import Block, ModelConfig, rope_tables
-from ..models.graph import GROUP_QUERY_MULTIPLE, Cache
+from ..models.graph import GROUP_QUERY_MULTIPLE, Cache, Heads
 from ..ops import diff_attention, float_matmul
 from ..ops.cache import Buffer, CacheSpec, tokens_each
 from ..ops.diff_attention_body import END
@@ -96,7 +96,7 @@ class DecoderGraph(Graph):
         self._x: ir.Value
         self._added: ir.Value | None = None  # to x, by the next norm's node
         self._table: ir.Value  # of a tied head, float
-        self._stored: Stored[ir.Value]  # the same, quantized
+        self._stored: Stored  # the same, quantized
 
     @property
     def low_bit(self) -> bool:
@@ -149,24 +149,16 @@ class DecoderGraph(Graph):
         value: ir.Value | None,
         lambda_: ir.Value | None,
         past: Cache,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        noise_ratio: int = 1,
-        wide_value: int = 0,
-        norm_eps: float = 0.0,
-        rope: bool = True,
-        sliding_window: int = 0,
+        heads: Heads,
     ) -> tuple[ir.Value, Cache]:
         branches, appends = 1 if lambda_ is None else 2, key is not None
-        signature = operator(self.scheme, branches, noise_ratio, sliding_window, appends)
-        simple = appends and rope and not (self.low_bit or self._rings)
-        grouped = branches == 1 and simple and not head_dim % GROUP_QUERY_MULTIPLE
+        signature = operator(self.scheme, branches, heads.noise_ratio, heads.sliding_window, appends)
+        simple = appends and heads.rope and not (self.low_bit or self._rings)
+        grouped = branches == 1 and simple and not heads.head_dim % GROUP_QUERY_MULTIPLE
         past_length = self.past_length
         if not appends:  # queries may be only the last of the new tokens
             past_length = self.op("Sub", [self._total, self.op("Shape", [query], start=1, end=2)])
-        position_ids, cos, sin = self._rope(head_dim, rope)
+        position_ids, cos, sin = self._rope(heads.head_dim, heads.rope)
         values = {
             "query": query,
             "key": key,
@@ -185,11 +177,11 @@ class DecoderGraph(Graph):
             len(signature.outputs),
             lambda name: diff_attention.function(signature, grouped, name),
             of=(signature, grouped),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            wide_value=wide_value,
-            scale=head_dim**-0.5,
-            norm_eps=norm_eps,
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            wide_value=heads.wide_value,
+            scale=heads.head_dim**-0.5,
+            norm_eps=heads.norm_eps,
             window=self.scheme.window if self.scheme.has_window else 0,
             **signature.attributes,
         )

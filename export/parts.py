@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
@@ -31,6 +30,7 @@ import onnx_ir as ir
 from ..models import ModelConfig
 from ..quantize import Scheme, weight_shapes
 from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE
+from ..runtime.artifact import Part
 from .graph import DATA, MODEL, TRANSFORMERS_JS_DATA
 
 NAMED = {  # by the end of an initializer's name
@@ -48,13 +48,6 @@ NAMED = {  # by the end of an initializer's name
 }
 TABLES = {EMBEDDING_MODULE: "embedding ", HEAD_MODULE: "head "}
 FILES = {"tokenizer": "tokenizer", "special_tokens": "tokenizer", "chat_template": "tokenizer"}
-
-
-@dataclass(frozen=True)
-class Part:
-    name: str
-    bytes: int
-    weights: int | None = None  # number of weights in it; None if it has none
 
 
 def parts(folder: Path, files: Iterable[str], config: ModelConfig, scheme: Scheme | None) -> list[Part]:
@@ -91,5 +84,5 @@ def parts(folder: Path, files: Iterable[str], config: ModelConfig, scheme: Schem
             part = part.replace("embedding", "embedding, head")
         add(part, nbytes, count)
         add("padding", -nbytes)
-    rows = [Part(name, nbytes, count or None) for name, (nbytes, count) in found.items()]
-    return sorted(rows, key=lambda part: -part.bytes)
+    rows = [Part(name=name, bytes=nbytes, weights=count or None) for name, (nbytes, count) in found.items()]
+    return sorted(rows, key=lambda part: -part["bytes"])

@@ -58,7 +58,7 @@ class DiffbitExporter(HfExporter):
             )
         model.save_pretrained(checkpoint)
         tokenizer = config.tokenizer or model.config.name_or_path
-        if tokenizer and Path(tokenizer).is_dir():
+        if tokenizer and (config.tokenizer or Path(tokenizer).is_dir()):
             for name, data in tokenizer_files(Path(tokenizer)).items():
                 if name != "generation_config.json":
                     (checkpoint / name).write_bytes(data)

@@ -1,4 +1,4 @@
-"""The protocol of a decoder's ONNX graph under construction, for the `onnx` methods of mixers and MLPs.
+"""The protocol of a decoder's ONNX graph under construction, for the `onnx` methods of mixers, MLPs and number formats.
 
 export/decoder.py implements it. A weight is written when it is passed to the graph; names of nodes and weights begin
 with the layer's name.
@@ -7,8 +7,9 @@ with the layer's name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -17,29 +18,32 @@ from torch import nn
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-Cache = dict[str, "ir.Value"]  # a layer's cache, by the names of its buffers
+Value: TypeAlias = "ir.Value"
+Cache = dict[str, Value]  # a layer's cache, by the names of its buffers
 
 GROUP_QUERY_MULTIPLE = 8  # ONNX Runtime's GroupQueryAttention takes heads whose width is a multiple of this
 
 Attribute = int | float | str | Sequence[int] | Sequence[float]
 
 
-class Graph(Protocol):
+@dataclass(frozen=True)
+class Heads:
+    """Sizes of attention (ops/diff_attention.py). sliding_window: tokens that a token sees, with itself; 0: all."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    noise_ratio: int = 1
+    wide_value: int = 0
+    norm_eps: float = 0.0
+    rope: bool = True
+    sliding_window: int = 0
+
+
+class Builder(Protocol):
+    """The part that number formats use."""
+
     dtype: type[np.floating]  # of weights and activations
-    carried: dict[int, Cache]  # {layer: values that it passes to later layers}; for attention, its buffers
-
-    # Shared by all layers of a call; B sequences of S new tokens, T tokens with the past
-    @property
-    def attention_mask(self) -> ir.Value:
-        """int64 [B, T], 0: padding."""
-
-    @property
-    def real_tokens(self) -> ir.Value:
-        """bool [B, S]: the new tokens that are not padding."""
-
-    @property
-    def past_length(self) -> ir.Value:
-        """int64 [1]: T - S."""
 
     def op(
         self, op_type: str, inputs: Sequence[ir.Value | None], *, domain: str = "", **attributes: Attribute
@@ -57,6 +61,9 @@ class Graph(Protocol):
     ) -> Sequence[ir.Value]:
         """Add a node with several outputs."""
 
+    def custom(self, op: ModuleType, inputs: Sequence[ir.Value | None], **attributes: Attribute) -> ir.Value:
+        """Add a node with one output of one of diffbit's own ops (a module of ops/), and its body."""
+
     def customs(
         self,
         op: ModuleType,
@@ -65,15 +72,37 @@ class Graph(Protocol):
         body: Callable[[str], ir.Function],
         **attributes: Attribute,
     ) -> Sequence[ir.Value]:
-        """Add a node of one of diffbit's own ops (a module of ops/), and the body that all its nodes share."""
+        """Add a node of one of diffbit's own ops with several outputs, and the body that all its nodes share."""
 
     def const(self, values: ArrayLike, dtype: DTypeLike = np.int64) -> ir.Value:
         """Add a small constant, such as a shape or axes."""
+
+    def initializer(self, name: str, array: NDArray[Any]) -> ir.Value:
+        """Add a weight in the dtype of `array`."""
 
     def weight(self, name: str, array: NDArray[np.floating], dtype: type[np.floating] | None = None) -> ir.Value:
         """Add a float weight, in the graph's dtype or in `dtype`."""
 
     def cast(self, x: ir.Value, dtype: DTypeLike) -> ir.Value: ...
+
+
+class Graph(Builder, Protocol):
+    """The whole of it."""
+
+    carried: dict[int, Cache]  # {layer: values that it passes to later layers}; for attention, its buffers
+
+    # Shared by all layers of a call; B sequences of S new tokens, T tokens with the past
+    @property
+    def attention_mask(self) -> ir.Value:
+        """int64 [B, T], 0: padding."""
+
+    @property
+    def real_tokens(self) -> ir.Value:
+        """bool [B, S]: the new tokens that are not padding."""
+
+    @property
+    def past_length(self) -> ir.Value:
+        """int64 [1]: T - S."""
 
     def linear(self, x: ir.Value, module: nn.Module, name: str, scale: float = 1.0, bias: bool = True) -> ir.Value:
         """Add scale * (x W^T) + bias of a linear layer, float or quantized; bias=False omits the bias."""
@@ -95,21 +124,12 @@ class Graph(Protocol):
         value: ir.Value | None,
         lambda_: ir.Value | None,
         past: Cache,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        noise_ratio: int = 1,
-        wide_value: int = 0,
-        norm_eps: float = 0.0,
-        rope: bool = True,
-        sliding_window: int = 0,
+        heads: Heads,
     ) -> tuple[ir.Value, Cache]:
         """Add attention of heads that are not yet rotated; returns its output and the cache with the new tokens.
 
         With a lambda: diffbit.DiffAttention, whose inputs ops/diff_attention.py describes. Without one: softmax
         attention of query [B, S, num_heads * d], key and value [B, S, num_kv_heads * d] -> [B, S, num_heads * d], a
         DiffAttention of one branch. Without key and value, `past` is another layer's present, which is only read:
-        query [B, Q, ...] is for the last Q of all tokens, and no cache is returned. sliding_window: tokens that a token
-        sees, including itself; 0: all.
+        query [B, Q, ...] is for the last Q of all tokens, and no cache is returned.
         """

@@ -18,7 +18,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -38,6 +38,7 @@ TEXT = 40 << 20  # for reading calibration text, with the libraries for it
 SHARD_FROM = 256 << 20  # bytes of the float model from which on the output has one file per layer
 LEARNED = 40  # bytes per weight
 ROUNDED = 8e7  # weights per second on one thread
+GROUP = Path("/sys/fs/cgroup")  # this process's control group
 SAFE = 0.85  # share of a demand that must be available for a run to start
 
 
@@ -80,6 +81,8 @@ class Text:
 
     @classmethod
     def of(cls, recipe: Recipe, windows: int, length: int) -> Text:
+        if windows < 1 or length < 2:
+            raise DiffbitError(f"the text has {windows} windows of {length} tokens, wanted 1 or more of 2 or more")
         return cls(windows, length, windows if recipe.exact else min(windows, max(1, MEASURED_TOKENS // length)))
 
 
@@ -203,8 +206,12 @@ def available_memory() -> int | None:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 found.append(int(line.split()[1]) << 10)
-        group = Path("/sys/fs/cgroup")
-        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        taken = int((GROUP / "memory.current").read_text())
+        for line in (GROUP / "memory.stat").read_text().splitlines():
+            name, value = line.split()
+            if name in ("active_file", "inactive_file"):  # page cache, which the system can drop
+                taken -= int(value)
+        found.append(int((GROUP / "memory.max").read_text()) - taken)
     except (OSError, ValueError):  # another system, or no limit ("max")
         pass
     return min(found, default=None)
@@ -254,8 +261,3 @@ def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         return 0
-
-
-def with_base(demand: Demand, base: int) -> Demand:
-    """The demand including `base`, the memory that the process takes before it begins."""
-    return replace(demand, memory=demand.memory + base)

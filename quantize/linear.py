@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .formats import Builder, QTensor
-from .formats.base import V
+from ..models.graph import Builder, Value
+from .formats import QTensor
 from .rounding import Rounding
 
 
@@ -42,7 +42,7 @@ class QuantLinear(nn.Module):
         product = self.weight.format.multiply(x, self.weight, self.rounding)
         return product if self.bias is None else product + self.bias
 
-    def onnx(self, g: Builder[V], x: V, factor: float) -> V:
+    def onnx(self, g: Builder, x: Value, factor: float) -> Value:
         """Add nodes for the product times a factor; the format (quantize/formats/) chooses the operator."""
         return self.weight.format.onnx(g, x, self.weight, factor, self.rounding)
 

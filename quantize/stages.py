@@ -71,10 +71,8 @@ def round_all(
 def _parts(layer: Layer, weight: Tensor, format: Format) -> list[slice]:
     """Slices of rows to round at a time, which limits the memory of methods, because they compute in float32."""
     rows = len(weight)
-    if format.per_tensor or not (layer.is_layer or rows > table_rows(weight)):
-        return [slice(0, rows)]
-    count = -(-rows // ROWS) if layer.is_layer else -(-rows // table_rows(weight))
-    size = -(-rows // count)
+    most = rows if format.per_tensor else ROWS if layer.is_layer else table_rows(weight)
+    size = -(-rows // -(-rows // most))
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 

@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DiffbitError
-from ..ops.cache import TOKENS, Buffer
-from .providers import onnxruntime
-from .session import CHUNK, LOGITS_FROM, Logits, Session, _zeros
+from ..ops.cache import TOKENS
+from .session import CHUNK, Logits, Session, _zeros
 
 HOLE = -1  # a slot of the cache without a token
 WORTH_COPYING = 16  # tokens: a prefix in another row is copied if it is longer by at least as many
@@ -98,13 +97,17 @@ class _Single(Rows):
 class _Batch(Rows):
     def __init__(self, session: Session, count: int) -> None:
         super().__init__(session, count)
+        too_many = DiffbitError(f"{count} rows of {self.capacity} tokens are too many; use fewer rows")
         if count * self.capacity > 1 << 31:
-            raise DiffbitError(f"{count} rows of {self.capacity} tokens exceed 2^31 tokens in all; use fewer rows")
+            raise too_many
         capacity = session.artifact.cache.capacity(self.capacity)
-        self._caches = {
-            name: (_zeros((count, *buffer.sizes(capacity)), buffer.dtype), _token_axis(buffer))
-            for name, buffer in session._buffers.items()
-        }
+        try:
+            self._caches = {  # and the axis of their tokens
+                name: (_zeros((count, *buffer.sizes(capacity)), buffer.dtype), 1 + buffer.shape.index(TOKENS))
+                for name, buffer in session._buffers.items()
+            }
+        except (OSError, OverflowError, MemoryError):  # more than the system can map
+            raise too_many from None
         self._ids = np.full((count, self.capacity), HOLE, np.int64)
         self._taken = np.zeros(count, bool)
         self._used = np.zeros(count, np.int64)  # number of the text that last took each row
@@ -149,10 +152,10 @@ class _Batch(Rows):
         new = np.full(count, HOLE, np.int64)
         new[list(tokens)] = list(tokens.values())
         self._ids[rows, slot:] = HOLE  # tokens of free rows are overwritten
-        self._ids[rows, slot] = new
-        mask = (self._ids[rows, : slot + 1] != HOLE).astype(np.int64)
+        mask = (np.column_stack((self._ids[rows, :slot], new)) != HOLE).astype(np.int64)
         positions = np.maximum(mask.sum(1, keepdims=True) - 1, 0)
         logits = self._run(rows, np.maximum(new, 0)[:, None], mask, positions)
+        self._ids[rows, slot] = new  # now that their keys and values are there
         self._end = slot + 1
         return {row: logits[row] for row in tokens}
 
@@ -195,26 +198,11 @@ class _Batch(Rows):
         self, rows: slice, ids: NDArray[np.int64], mask: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> Logits:
         """Append ids [n, S] as the last S of the T slots of mask [n, T]; return the logits [n, V] after the last."""
-        session, binding = self.session, self._binding
+        binding = self._binding
         if rows != self._bound:
             for name, (cache, _) in self._caches.items():
                 part = cache[rows]
                 for bind, side in ((binding.bind_input, "past_key_values"), (binding.bind_output, "present")):
                     bind(f"{side}.{name}", "cpu", 0, part.dtype.type, part.shape, part.ctypes.data)
             self._bound = rows
-        feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-        feeds = {name: np.ascontiguousarray(array, np.int64) for name, array in feeds.items()}
-        for name, array in feeds.items():
-            binding.bind_cpu_input(name, array)
-        first = ids.shape[1] - 1 if session._logits_from else 0
-        if session._logits_from:
-            binding.bind_ortvalue_input(LOGITS_FROM, onnxruntime().OrtValue.ortvalue_from_numpy(np.array([first])))
-        logits = np.empty((len(ids), ids.shape[1] - first, session.artifact.vocab_size), np.float32)
-        binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
-        session._session.run_with_iobinding(binding)
-        return logits[:, -1]
-
-
-def _token_axis(buffer: Buffer) -> int:
-    """The token axis of an array [rows, *buffer.shape]."""
-    return 1 + buffer.shape.index(TOKENS)
+        return self.session._run(binding, ids, mask, positions, last=True)[:, -1]

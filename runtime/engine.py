@@ -124,7 +124,7 @@ class Engine:
     """
 
     def __init__(self, session: Session, tokenizer: Tokenizer, *, rows: int = 8, queue: int = 64) -> None:
-        self.session, self.tokenizer, self._most = session, tokenizer, queue
+        self.session, self.tokenizer, self._queue = session, tokenizer, queue
         self.rows = Rows.of(session, rows)
         self.counts = Counts()
         self._waiting: deque[Request] = deque()
@@ -142,23 +142,35 @@ class Engine:
     def running(self) -> int:
         return self.rows.count - self.rows.free
 
-    def submit(self, request: Request) -> bool:
-        """Queue a request; return False if the queue is full. Raises DiffbitError for a prompt that does not fit."""
-        if not request.prompt:
-            raise DiffbitError("the prompt is empty, wanted at least one token")
-        if len(request.prompt) >= self.rows.capacity:
-            raise DiffbitError(
-                f"the prompt has {len(request.prompt)} tokens, and the model's context holds {self.rows.capacity}, the "
-                "answer included; shorten the prompt"
-            )
-        if max(request.prompt) >= self.session.artifact.vocab_size or min(request.prompt) < 0:
-            raise DiffbitError(f"the prompt has a token outside the vocabulary of {self.session.artifact.vocab_size}")
+    @property
+    def most(self) -> int:
+        """Maximum number of requests that run and wait together."""
+        return self._queue + self.rows.count
+
+    def submit(self, *requests: Request) -> bool:
+        """Queue all requests or none; return False if the queue is full.
+
+        Raises DiffbitError for a prompt that does not fit.
+        """
+        for request in requests:
+            self._check(request.prompt)
         with self._changed:
-            if self._closing or len(self._waiting) >= self._most + self.rows.free:
+            if self._closing or len(self._waiting) + len(requests) > self._queue + self.rows.free:
                 return False
-            self._waiting.append(request)
+            self._waiting.extend(requests)
             self._changed.notify()
         return True
+
+    def _check(self, prompt: Sequence[int]) -> None:
+        if not prompt:
+            raise DiffbitError("the prompt is empty, wanted at least one token")
+        if len(prompt) >= self.rows.capacity:
+            raise DiffbitError(
+                f"the prompt has {len(prompt)} tokens, and the model's context holds {self.rows.capacity}, the "
+                "answer included; shorten the prompt"
+            )
+        if max(prompt) >= self.session.artifact.vocab_size or min(prompt) < 0:
+            raise DiffbitError(f"the prompt has a token outside the vocabulary of {self.session.artifact.vocab_size}")
 
     def close(self) -> None:
         """Wait until all submitted requests are answered, and end the thread."""
@@ -183,12 +195,18 @@ class Engine:
                         self._finish(row, Piece("", error=str(error)))
 
     def _admit(self) -> None:
-        """Give free rows to waiting requests, one prompt at a time."""
+        """Give free rows to waiting requests, one prompt at a time; drop those that were cancelled."""
+        with self._changed:
+            wanted = [request for request in self._waiting if not request.cancelled]
+            gone = len(self._waiting) - len(wanted)
+            self._waiting = deque(wanted)
+        self._count(requests=gone, cancelled=gone)
         while self._waiting and self.rows.free:
             with self._changed:
                 request = self._waiting.popleft()
             started = time.perf_counter()
             try:
+                answer = _Answer(request, self.tokenizer.stream(request.prompt))
                 row, request.cached_tokens, logits = self.rows.begin(request.prompt, request.is_wanted)
             except Exception as error:
                 request.on_piece(Piece("", error=str(error)))
@@ -202,7 +220,7 @@ class Engine:
             if logits is None:
                 self._count(cancelled=1)
                 continue
-            self._answers[row] = _Answer(request, self.tokenizer.stream(request.prompt))
+            self._answers[row] = answer
             self._push({row: logits})
 
     def _step(self) -> None:
@@ -223,7 +241,7 @@ class Engine:
             answer = self._answers[row]
             try:
                 piece, token = answer.push(values, self.rows.room(row))
-            except DiffbitError as error:  # logits that are not finite
+            except Exception as error:  # logits that are not finite, a number that overflows: of this answer alone
                 piece, token = Piece("", error=str(error)), None
             self._count(completion_tokens=1)
             if token is None:

@@ -145,7 +145,8 @@ class TextOutput:
             self.text, self.stopped = self.text[: min(found)], True
             end = len(self.text)
         elif not last:
-            end -= max((_overlap(self.text, stop) for stop in self._stop), default=0)
+            pending = self.text[self._given :]  # what was given begins none
+            end -= max((_overlap(pending, stop) for stop in self._stop), default=0)
         new, self._given = self.text[self._given : end], end
         if new and self._on_text is not None:
             self._on_text(new)

@@ -27,6 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..errors import DiffbitError
 from ..progress import track
 from .artifact import TOKENIZER, Artifact
+from .generate import TextOutput
 from .sampler import Sampler
 from .session import Session
 from .template import ChatTemplate
@@ -185,10 +186,8 @@ class DiffbitLM(TemplateLM):
         batches: list[list[int]] = []
         for index in order:
             last = batches[-1] if batches else []
-            rows = (
-                min(self._batch_size, MOST_LOGITS // (4 * self._vocab_size * max(1, lengths[last[0]]))) if last else 0
-            )
-            if last and len(last) < rows and groups[last[0]] == groups[index]:
+            fitting = MOST_LOGITS // (4 * self._vocab_size * lengths[last[0]]) if last else 0
+            if last and len(last) < min(self._batch_size, fitting) and groups[last[0]] == groups[index]:
                 last.append(index)
             else:
                 batches.append([index])
@@ -222,28 +221,24 @@ class _Text:
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int], kwargs: dict[str, Any]) -> None:
         until = kwargs.get("until") or []
-        self.stops = [until] if isinstance(until, str) else [stop for stop in until if stop]
+        stops = [until] if isinstance(until, str) else [stop for stop in until if stop]
         sampled = kwargs.get("do_sample", float(kwargs.get("temperature") or 0) > 0)
         temperature = float(kwargs.get("temperature", 1.0)) if sampled else 0.0
         self.choose = Sampler(
             temperature, top_k=int(kwargs.get("top_k") or 0), top_p=float(kwargs.get("top_p") or 1.0), seed=0
         )
         self.stream, self.tokens = tokenizer.stream(prompt), list(prompt)
-        self.text, self.done = "", False
+        self.output, self.done = TextOutput(stops, None), False
 
     def push(self, logits: NDArray[np.float32], eos: Sequence[int]) -> None:
         token = self.choose(logits, self.tokens)
         self.tokens.append(token)
-        if token in eos:
-            self.done = True
-        else:
-            self.text += self.stream.push(token)
-            self.done = any(stop in self.text for stop in self.stops)
+        self.done = token in eos or self.output.push(self.stream.push(token))
 
     def finished(self) -> str:
         """The text before the first stop string."""
-        text = self.text + self.stream.finish()
-        return text[: min((text.index(stop) for stop in self.stops if stop in text), default=len(text))]
+        self.output.push(self.stream.finish(), last=True)
+        return self.output.text
 
 
 def _scored(logits: NDArray[np.float32], tokens: Sequence[int]) -> tuple[float, bool]:

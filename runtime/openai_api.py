@@ -12,23 +12,24 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..errors import DiffbitError
 from ..files import folder_name
 from .artifact import TOKENIZER, Artifact
+from .chat import MAX_TOKENS
 from .engine import Engine, Logprob, Piece, Request
 from .sampler import Sampler
 from .session import Session
 from .template import ChatTemplate, Message
 from .tokenizer import Tokenizer
 
-MAX_TOKENS = 1024  # of an answer, if the request sets no limit; for text completions OpenAI's default of 16
-TEXT_TOKENS = 16
+TEXT_TOKENS = 16  # OpenAI's default limit of a text completion; that of a chat's answer is MAX_TOKENS
 MOST_STOPS, MOST_LOGPROBS = 4, 20
-REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}  # diffbit's -> OpenAI's
+REASONS = {None: None, "eos": "stop", "stop": "stop", "length": "length", "context": "length"}  # diffbit's -> OpenAI's
 UNSUPPORTED = {  # field -> the values that request nothing
     "n": (1,),
     "best_of": (1,),
@@ -65,6 +66,9 @@ class Served:
         except DiffbitError as error:
             self.template, self.no_template = None, str(error)
         self.tokenizer = Tokenizer(artifact.file(TOKENIZER))
+        special = {} if self.template is None else self.template.special_tokens
+        eos = self.tokenizer.token_id(special.get("eos_token", ""))
+        self.end_tokens = {*artifact.eos_token_ids, *(() if eos is None else (eos,))}
         self.engine = Engine(Session(artifact, device, threads, native), self.tokenizer, rows=rows, queue=queue)
 
     def prompt_of(self, messages: list[Message]) -> list[int]:
@@ -72,34 +76,20 @@ class Served:
             raise Refused(400, f"model {self.name}: {self.no_template}", param="messages")
         return self.tokenizer.encode(self.template.render(messages), add_special_tokens=False)
 
-    def end_tokens(self) -> set[int]:
-        eos = self.template.special_tokens.get("eos_token", "") if self.template else ""
-        token = self.tokenizer.token_id(eos)
-        return {*self.artifact.eos_token_ids, *(() if token is None else (token,))}
-
 
 @dataclass(frozen=True)
 class Wanted:
-    """A validated request. It has one prompt per answer."""
+    """A validated request. It has one prompt and one sampler per answer."""
 
     model: Served
     chat: bool
     prompts: Sequence[Sequence[int]]
-    sampler: Mapping[str, Any]
+    samplers: Sequence[Sampler]
     max_tokens: int
     stop: Sequence[str]
     top_logprobs: int | None
     stream: bool
     include_usage: bool
-
-    def request(self, index: int, on_piece: Callable[[Piece], None]) -> Request:
-        # each answer has its own seed
-        seed = self.sampler["seed"]
-        sampler = Sampler.of(self.model.artifact, **{**self.sampler, "seed": None if seed is None else seed + index})
-        return Request(
-            self.prompts[index], on_piece, sampler, self.max_tokens, self.stop, self.model.end_tokens(),
-            self.top_logprobs,
-        )  # fmt: skip
 
 
 class _Body:
@@ -162,15 +152,18 @@ def _messages(body: _Body) -> list[Message]:
     return found
 
 
-def _prompts(body: _Body, tokenizer: Tokenizer, bos: int | None) -> list[list[int]]:
+def _prompts(body: _Body, model: Served) -> list[list[int]]:
     """The prompts as token ids; "prompt" is a text, a list of token ids, or a list of either."""
     prompt = body.get("prompt", (str, list), "text, token ids, or a list of either", "")
     if isinstance(prompt, str) or (prompt and all(type(item) is int for item in prompt)):
         prompt = [prompt]
+    if len(prompt) > model.engine.most:
+        raise Refused(400, f"prompt has {len(prompt)} prompts, wanted at most {model.engine.most}", param="prompt")
+    bos = model.artifact.bos_token_id
     found = []
     for item in prompt:
         if isinstance(item, str):
-            found.append(tokenizer.encode(item) or ([] if bos is None else [bos]))
+            found.append(model.tokenizer.encode(item) or ([] if bos is None else [bos]))
         elif isinstance(item, list) and item and all(type(token) is int for token in item):
             found.append(item)
         else:
@@ -195,89 +188,87 @@ def read_request(values: object, models: Mapping[str, Served], chat: bool) -> Wa
     else:
         logprobs = body.integer("logprobs", 0, MOST_LOGPROBS, None)
         limit = "max_tokens"
-        prompts = _prompts(body, model.tokenizer, model.artifact.bos_token_id)
+        prompts = _prompts(body, model)
     stop = body.texts("stop")
     if len(stop) > MOST_STOPS:
         raise Refused(400, f"stop has {len(stop)} strings, wanted at most {MOST_STOPS}", param="stop")
     number = (int, float)
-    sampler = {
+    sampling = {
         name: body.get(name, kinds, "a number", None)
         for name, kinds in (
             ("temperature", number), ("top_p", number), ("top_k", (int,)), ("repetition_penalty", number),
-            ("seed", (int,)),
         )
     }  # fmt: skip
-    Sampler.of(model.artifact, **sampler)  # raises DiffbitError for numbers out of range
+    seed = body.get("seed", (int,), "a number", None)
+    samplers = [  # each answer has its own seed
+        Sampler.of(model.artifact, **sampling, seed=None if seed is None else seed + index)
+        for index in range(len(prompts))
+    ]
     most = body.integer(limit, 1, 1 << 31, MAX_TOKENS if chat else TEXT_TOKENS)
     options = body.get("stream_options", (dict,), "an object", {})
     stream = body.get("stream", (bool,), "true or false", False)
     usage = stream and bool(options.get("include_usage"))
-    return Wanted(model, chat, prompts, sampler, most or 1, stop, logprobs, stream, usage)
+    return Wanted(model, chat, prompts, samplers, most or 1, stop, logprobs, stream, usage)
 
 
 class Answers:
-    """The answers to one HTTP request, in OpenAI's JSON."""
+    """The answers to one HTTP request, in OpenAI's JSON. Call `cancel` when nobody waits for them any more."""
 
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
         loop, self._queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece]]()
 
-        def to(index: int) -> Callable[[Piece], None]:
-            def put(piece: Piece) -> None:
-                with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits for the answer
-                    loop.call_soon_threadsafe(self._queue.put_nowait, (index, piece))
+        def put(index: int, piece: Piece) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits for the answer
+                loop.call_soon_threadsafe(self._queue.put_nowait, (index, piece))
 
-            return put
-
-        self.requests = [wanted.request(index, to(index)) for index in range(len(wanted.prompts))]
+        self.requests = [
+            Request(
+                prompt, partial(put, index), sampler, wanted.max_tokens, wanted.stop, wanted.model.end_tokens,
+                wanted.top_logprobs,
+            )
+            for index, (prompt, sampler) in enumerate(zip(wanted.prompts, wanted.samplers, strict=True))
+        ]  # fmt: skip
         self._head = {
             "id": f"{'chatcmpl' if wanted.chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": wanted.model.name,
         }
-        for request in self.requests:
-            if not wanted.model.engine.submit(request):
-                self.cancel()
-                raise Refused(429, "the server is busy: its queue is full; try again later", "rate_limit_error")
+        if not wanted.model.engine.submit(*self.requests):
+            raise Refused(429, "the server is busy: its queue is full; try again later", "rate_limit_error")
 
     def cancel(self) -> None:
         for request in self.requests:
             request.cancel()
 
-    async def pieces(self) -> AsyncGenerator[tuple[int, Piece]]:
-        """(index, piece) as they arrive. Closing the generator cancels the answers."""
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """(index, piece) as they arrive."""
         open_ = len(self.requests)
-        try:
-            while open_:
-                index, piece = await self._queue.get()
-                open_ -= piece.finish_reason is not None or piece.error is not None
-                yield index, piece
-        finally:
-            self.cancel()
+        while open_:
+            index, piece = await self._queue.get()
+            open_ -= piece.finish_reason is not None or piece.error is not None
+            yield index, piece
 
     def usage(self) -> dict[str, Any]:
-        prompt, completion, cached = (
-            sum(numbers)
-            for numbers in zip(
-                *((len(r.prompt), r.completion_tokens, r.cached_tokens) for r in self.requests), strict=True
-            )
-        )
+        prompt = sum(len(request.prompt) for request in self.requests)
+        completion = sum(request.completion_tokens for request in self.requests)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens_details": {"cached_tokens": sum(request.cached_tokens for request in self.requests)},
         }
 
     async def whole(self) -> dict[str, Any]:
-        texts, reasons = [""] * len(self.requests), [""] * len(self.requests)
+        texts = [""] * len(self.requests)
+        reasons: list[str | None] = [None] * len(self.requests)
         logprobs: list[tuple[Logprob, ...]] = [()] * len(self.requests)
         async for index, piece in self.pieces():
             if piece.error is not None:
                 raise Refused(500, piece.error, "server_error")
             texts[index] += piece.text
             logprobs[index] += piece.logprobs
-            reasons[index] = REASONS.get(piece.finish_reason or "", "")
+            reasons[index] = REASONS[piece.finish_reason]
         choices = [
             self._choice(index, {"message": {"role": "assistant", "content": text}} if self.wanted.chat else
                          {"text": text}, logprobs[index], reasons[index])
@@ -296,16 +287,14 @@ class Answers:
 
         if self.wanted.chat:
             yield event([self._choice(0, {"delta": {"role": "assistant", "content": ""}}, [], None)])
-        async with contextlib.aclosing(self.pieces()) as pieces:
-            async for index, piece in pieces:
-                if piece.error is not None:
-                    yield _event({"error": {"message": piece.error, "type": "server_error"}})
-                    return
-                text = {"delta": {"content": piece.text} if piece.text else {}} if self.wanted.chat else {
-                    "text": piece.text
-                }  # fmt: skip
-                reason = None if piece.finish_reason is None else REASONS[piece.finish_reason]
-                yield event([self._choice(index, text, piece.logprobs, reason)])
+        async for index, piece in self.pieces():
+            if piece.error is not None:
+                yield _event({"error": {"message": piece.error, "type": "server_error"}})
+                return
+            text = {"delta": {"content": piece.text} if piece.text else {}} if self.wanted.chat else {
+                "text": piece.text
+            }  # fmt: skip
+            yield event([self._choice(index, text, piece.logprobs, REASONS[piece.finish_reason])])
         if self.wanted.include_usage:
             yield event([], usage=self.usage())
         yield "data: [DONE]\n\n"

@@ -15,10 +15,12 @@ from __future__ import annotations
 import json
 import sys
 from datetime import datetime
+from math import ceil
+from time import process_time
 from typing import NoReturn
 
 MEMORY = 512 << 20  # bytes of address space
-CPU_SECONDS = 60  # of all renderings together; it ends this process even if the parent was killed
+CPU_SECONDS = 60  # of a rendering; it ends this process even if the parent was killed
 MOST_CHARACTERS = 4_000_000  # of a rendered conversation
 
 
@@ -26,9 +28,10 @@ def main() -> None:
     """Render until stdin ends."""
     sys.path[:] = json.loads(sys.argv[1])
     first = json.loads(sys.stdin.readline())
-    _limit_resources()  # before compiling, which computes constants
+    _limit("RLIMIT_AS", MEMORY)  # before compiling, which computes constants
     template: object = None
     for line in sys.stdin:
+        _limit("RLIMIT_CPU", ceil(process_time()) + CPU_SECONDS)
         try:
             if template is None:
                 template = compiled(first["template"])
@@ -83,15 +86,15 @@ def compiled(source: str) -> object:
     return environment.from_string(source)
 
 
-def _limit_resources() -> None:
+def _limit(name: str, limit: int) -> None:
     try:
         import resource
     except ModuleNotFoundError:  # Windows
         return
-    for which, limit in ((resource.RLIMIT_AS, MEMORY), (resource.RLIMIT_CPU, CPU_SECONDS)):
-        hard = resource.getrlimit(which)[1]
-        if hard == resource.RLIM_INFINITY or hard > limit:
-            resource.setrlimit(which, (limit, hard))
+    which = getattr(resource, name)
+    hard = resource.getrlimit(which)[1]
+    if hard == resource.RLIM_INFINITY or hard > limit:
+        resource.setrlimit(which, (limit, hard))
 
 
 if __name__ == "__main__":

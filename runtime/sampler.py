@@ -11,7 +11,9 @@ The order is that of Hugging Face transformers: repetition penalty, temperature,
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import numpy as np
@@ -39,7 +41,7 @@ class Sampler:
     ) -> None:
         """`temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep every token; `repetition_penalty` 1 changes nothing;
         `seed` None draws differently in each run. Raises DiffbitError for numbers out of range."""
-        if not 0 <= temperature < float("inf"):
+        if not 0 <= temperature <= sys.float_info.max:  # nor an integer that no float is
             raise DiffbitError(f"temperature is {temperature}, wanted 0 (greedy) or above")
         if top_k < 0:
             raise DiffbitError(f"top_k is {top_k}, wanted 0 (no limit) or above")
@@ -49,7 +51,7 @@ class Sampler:
             raise DiffbitError(f"repetition_penalty is {repetition_penalty}, wanted 1e-6 to 1e6 (1 changes nothing)")
         if seed is not None and seed < 0:
             raise DiffbitError(f"seed is {seed}, wanted 0 or above")
-        self.temperature = temperature
+        self.temperature = float(temperature)
         self.top_k = top_k
         self.top_p = top_p
         self.repetition_penalty = repetition_penalty
@@ -79,9 +81,10 @@ class Sampler:
             value = own.get(name)
             if given is not None or value is None:
                 return default if given is None else given
-            if not isinstance(value, int | float) or isinstance(value, bool):
-                raise DiffbitError(f"{where}: {name} is {value!r}, wanted a number")
-            return type(default)(value)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                with suppress(ValueError, OverflowError):  # NaN, infinity, an integer that no float is
+                    return type(default)(value)
+            raise DiffbitError(f"{where}: {name} is {value!r}, wanted a number")
 
         samples = own.get("do_sample") is True
         return cls(

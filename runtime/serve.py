@@ -7,18 +7,34 @@ import hmac
 import json
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..errors import DiffbitError, MissingDependency
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ..errors import DiffbitError
 from .engine import Counts
 from .openai_api import Answers, Refused, Served, read_request, short
 
-if TYPE_CHECKING:
-    from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import Response
-
 MOST_BYTES = 4 << 20  # of a request
+GONE = 499, "the client disconnected"
+
+
+class _Events(StreamingResponse):
+    """Answers as server-sent events. A client that goes away cancels them, also before the first."""
+
+    def __init__(self, answers: Answers) -> None:
+        super().__init__(answers.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answers.cancel()
 
 
 class Server:
@@ -32,12 +48,7 @@ class Server:
         self._api_key, self._most_bytes = api_key, most_bytes
 
     def application(self) -> Starlette:
-        """An ASGI application. Raises MissingDependency without starlette."""
-        try:
-            from starlette.applications import Starlette
-            from starlette.routing import Route
-        except ModuleNotFoundError:
-            raise MissingDependency("starlette", "serve", "serving a model") from None
+        """An ASGI application."""
         return Starlette(
             routes=[
                 Route("/v1/models", self._list),
@@ -57,8 +68,6 @@ class Server:
         return await self._answer(http, chat=False)
 
     async def _answer(self, http: Request, chat: bool) -> Response:
-        from starlette.responses import JSONResponse, StreamingResponse
-
         self._check_key(http)
         values = await self._body(http)
         try:  # in a thread: rendering a template waits for a process, and tokenizing a long text takes time
@@ -67,35 +76,32 @@ class Server:
         except DiffbitError as error:
             raise Refused(400, str(error)) from None
         if wanted.stream:
-            headers = {"Cache-Control": "no-cache"}
-            return StreamingResponse(answers.events(), media_type="text/event-stream", headers=headers)
+            return _Events(answers)
         return JSONResponse(await _unless_gone(http, answers))
 
     def _check_key(self, http: Request) -> None:
-        given = http.headers.get("authorization", "").removeprefix("Bearer ")
-        if self._api_key is not None and not hmac.compare_digest(given.encode(), self._api_key.encode()):
+        given = http.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")  # bytes as they came
+        if self._api_key is not None and not hmac.compare_digest(given, self._api_key.encode()):
             raise Refused(401, "the API key is missing or wrong", "authentication_error")
 
     async def _body(self, http: Request) -> object:
         data = b""
-        async for part in http.stream():
-            data += part
-            if len(data) > self._most_bytes:
-                raise Refused(413, f"the request is longer than {self._most_bytes:,} bytes")
         try:
+            async for part in http.stream():
+                data += part
+                if len(data) > self._most_bytes:
+                    raise Refused(413, f"the request is longer than {self._most_bytes:,} bytes")
             return json.loads(data)
+        except ClientDisconnect:
+            raise Refused(*GONE) from None
         except (ValueError, RecursionError) as error:
             raise Refused(400, f"the body is not JSON ({error})") from None
 
     async def _list(self, http: Request) -> Response:
-        from starlette.responses import JSONResponse
-
         self._check_key(http)
         return JSONResponse({"object": "list", "data": [_about(model) for model in self.models.values()]})
 
     async def _one(self, http: Request) -> Response:
-        from starlette.responses import JSONResponse
-
         self._check_key(http)
         name = http.path_params["name"]
         if name not in self.models:
@@ -103,24 +109,19 @@ class Server:
         return JSONResponse(_about(self.models[name]))
 
     async def _metrics(self, http: Request) -> Response:
-        from starlette.responses import PlainTextResponse
-
         self._check_key(http)
         return PlainTextResponse(_metrics(list(self.models.values())), media_type="text/plain; version=0.0.4")
 
 
 async def _health(http: Request) -> Response:
-    from starlette.responses import JSONResponse
-
     return JSONResponse({"status": "ok"})
 
 
 async def _refuse(http: Request, error: Exception) -> Response:
-    from starlette.responses import JSONResponse
-
     assert isinstance(error, Refused)
     headers = {"Retry-After": "1"} if error.status == 429 else {}
-    about = {"message": str(error), "type": error.kind, "param": error.param, "code": None}
+    message = str(error).encode(errors="replace").decode()  # it may quote half a surrogate pair of the request
+    about = {"message": message, "type": error.kind, "param": error.param, "code": None}
     return JSONResponse({"error": about}, error.status, headers)
 
 
@@ -136,7 +137,7 @@ async def _unless_gone(http: Request, answers: Answers) -> dict[str, Any]:
     try:
         await asyncio.wait({whole, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not whole.done():
-            raise Refused(499, "the client disconnected")
+            raise Refused(*GONE)
         return whole.result()
     finally:
         for task in (whole, watch):
@@ -157,7 +158,7 @@ def _metrics(models: Sequence[Served]) -> str:
     for name in (field.name for field in fields(Counts)):
         lines.append(f"# TYPE diffbit_{name}_total counter")
         lines += [
-            f'diffbit_{name}_total{{model="{_label(model.name)}"}} {getattr(model.engine.counts, name):.6g}'
+            f'diffbit_{name}_total{{model="{_label(model.name)}"}} {getattr(model.engine.counts, name)}'
             for model in models
         ]
     for name in ("running", "waiting"):

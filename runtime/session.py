@@ -214,26 +214,13 @@ class Session:
         start, stop = self._length, self._length + ids.shape[1]
         self._mask[:, start:stop] = mask
         positions = self._tokens[:, None] + np.cumsum(mask, axis=1) - 1
-        feeds = {  # the binding does not own this memory, so it must live until the run ends
-            "input_ids": np.ascontiguousarray(ids),
-            "attention_mask": np.ascontiguousarray(self._mask[:, :stop]),
-            "position_ids": np.maximum(positions, 0),
-        }
         binding = self._binding
-        for name, array in feeds.items():
-            binding.bind_cpu_input(name, array)
-        first = ids.shape[1] - 1 if last and self._logits_from else 0
-        if self._logits_from:  # bind_cpu_input does not support optional inputs
-            binding.bind_ortvalue_input(LOGITS_FROM, onnxruntime().OrtValue.ortvalue_from_numpy(np.array([first])))
         for name, value, in_place in zip(self._buffers, self._past, self._in_place, strict=True):
             if not in_place:  # a new buffer in each call; `_make_buffers` has bound the buffers that stay
                 binding.bind_ortvalue_input(f"past_key_values.{name}", value)
                 binding.bind_output(f"present.{name}", self.device)
         try:
-            # into our own memory: an output that ONNX Runtime allocates would have to be copied
-            logits = _pages((ids.shape[0], ids.shape[1] - first, self.artifact.vocab_size))
-            binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
-            self._session.run_with_iobinding(binding)
+            logits = self._run(binding, ids, self._mask[:, :stop], np.maximum(positions, 0), last)
             if not all(self._in_place):
                 self._past = binding.get_outputs()[1:]  # in the order of the first binding, logits first
             self._ids[:, start:stop] = ids
@@ -250,6 +237,22 @@ class Session:
                     f"after {start} cached ones; export the model with a shorter context_length, or with fewer bits"
                 ) from None
             raise DiffbitError(f"{self._model}: ONNX Runtime failed while running it ({error})") from None
+        return logits
+
+    def _run(self, binding: Any, ids: Ids, mask: Ids, positions: Ids, last: bool) -> Logits:
+        """Run the graph on `ids` [B, S] with a cache that is bound already; the logits are as of `_append`."""
+        feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        # the binding does not own this memory: it must live until the run is over
+        feeds = {name: np.ascontiguousarray(array) for name, array in feeds.items()}
+        for name, array in feeds.items():
+            binding.bind_cpu_input(name, array)
+        first = ids.shape[1] - 1 if last and self._logits_from else 0
+        if self._logits_from:  # bind_cpu_input knows no optional inputs
+            binding.bind_ortvalue_input(LOGITS_FROM, onnxruntime().OrtValue.ortvalue_from_numpy(np.array([first])))
+        # into this memory: an output of ONNX Runtime's own would have to be copied
+        logits = _pages((ids.shape[0], ids.shape[1] - first, self.artifact.vocab_size))
+        binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        self._session.run_with_iobinding(binding)
         return logits
 
     def _begin(self, ids: Ids) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import json
 import shutil
 import subprocess
 import tarfile
@@ -90,8 +91,8 @@ def write_site(
             shutil.copyfile(opened.path / name, folder / MODEL_FOLDER / name)
         (folder / LIBRARIES).mkdir()
         for package in PACKAGES:
-            read = _from_folder if packages is not None else _from_npm
-            for name, data in read(package, Path(packages or ".")).items():
+            read = _from_npm(package) if packages is None else _from_folder(package, Path(packages))
+            for name, data in read.items():
                 (folder / LIBRARIES / name).write_bytes(data)
         versions = {package.name: {"version": package.version, "sha512": package.sha512} for package in PACKAGES}
         write_json(folder / "site.json", {"artifact": opened.name, "sha256": opened.sha256, "packages": versions})
@@ -101,8 +102,6 @@ def write_site(
 
 
 def _from_folder(package: Package, folder: Path) -> dict[str, bytes]:
-    import json
-
     where = folder / package.name
     try:
         found = json.loads((where / "package.json").read_text("utf-8")).get("version")
@@ -117,7 +116,7 @@ def _from_folder(package: Package, folder: Path) -> dict[str, bytes]:
         ) from None
 
 
-def _from_npm(package: Package, _: Path) -> dict[str, bytes]:
+def _from_npm(package: Package) -> dict[str, bytes]:
     wanted = f"{package.name}@{package.version}"
     with TemporaryDirectory(prefix="diffbit-") as folder:
         command = ["npm", "pack", "--silent", "--pack-destination", folder, wanted]

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <list>
 #include <map>
 #include <string>
 #include <vector>
@@ -27,8 +28,10 @@ int main(int argc, char** argv) try {
   Ort::Session session(env, (std::string(argv[1]) + "/model.onnx").c_str(), options);
 
   Ort::AllocatorWithDefaultOptions allocator;
+  const Ort::MemoryInfo cpu = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
   std::vector<Ort::AllocatedStringPtr> names;
   std::vector<const char*> inputs, outputs;
+  std::list<std::vector<char>> zeros;       // a state has a fixed size and begins with zeros
   std::map<std::string, Ort::Value> cache;  // by the input's name
   for (size_t i = 0; i < session.GetInputCount(); ++i) {
     names.push_back(session.GetInputNameAllocated(i, allocator));
@@ -39,14 +42,17 @@ int main(int argc, char** argv) try {
     shape[0] = 1;
     std::replace(shape.begin(), shape.end(), int64_t{-1}, int64_t{0});  // no tokens yet
     const auto dtype = type.GetTensorTypeAndShapeInfo().GetElementType();
-    cache.emplace(inputs[i], Ort::Value::CreateTensor(allocator, shape.data(), shape.size(), dtype));
+    size_t bytes = sizeof(float);  // of a number, at most
+    for (const int64_t size : shape) bytes *= static_cast<size_t>(size);
+    std::vector<char>& start = zeros.emplace_back(bytes + 1);
+    cache.emplace(inputs[i],
+                  Ort::Value::CreateTensor(cpu, start.data(), bytes, shape.data(), shape.size(), dtype));
   }
   for (size_t i = 0; i < session.GetOutputCount(); ++i) {
     names.push_back(session.GetOutputNameAllocated(i, allocator));
     outputs.push_back(names.back().get());
   }
 
-  const Ort::MemoryInfo cpu = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
   for (int count = std::atoi(argv[2]); count > 0; --count) {
     positions.clear();
     for (size_t i = 0; i < ids.size(); ++i) positions.push_back(static_cast<int64_t>(mask.size() + i));

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ...errors import DiffbitError
 from ...ops.diff_attention_reference import in_pairs
 from ..checks import check_count, check_positive
-from ..graph import Cache, Graph
+from ..graph import Cache, Graph, Heads
 from ..layers.attention import AttentionOptions, Differential
 from ..mixer import Operations, Place, Symmetries
 
@@ -146,9 +146,5 @@ class DiffV1(Differential):
             x,
             g.const([self.lambda_value().item()] * self.num_heads, "float32"),
             past,
-            num_heads=self.num_heads,
-            num_kv_heads=2 * self.num_kv_heads,
-            noise_ratio=self.noise_ratio,
-            wide_value=1,
-            norm_eps=self.norm_eps,
+            Heads(self.num_heads, 2 * self.num_kv_heads, self.head_dim, self.noise_ratio, 1, self.norm_eps),
         )

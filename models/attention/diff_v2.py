@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from ..graph import GROUP_QUERY_MULTIPLE, Cache, Graph
+from ..graph import GROUP_QUERY_MULTIPLE, Cache, Graph, Heads
 from ..layers.attention import Differential
 from ..mixer import Operations, Place
 from .softmax import GroupQueryOptions
@@ -63,8 +63,8 @@ class DiffV2(Differential):
         weight = g.op("Sigmoid", [g.linear(x, self.lambda_proj, "lambda_proj")])  # [B, S, H]
         heads, kv_heads, width = self.num_heads, self.num_kv_heads, self.head_dim
         if g.low_bit or width % GROUP_QUERY_MULTIPLE or self.sliding_window or not self.rope:
-            return self.onnx_attention(g, x, g.cast(weight, "float32"), past, num_heads=heads, num_kv_heads=kv_heads)
-        out, present = self.onnx_attention(g, x, None, past, num_heads=2 * heads, num_kv_heads=kv_heads)
+            return self.onnx_attention(g, x, g.cast(weight, "float32"), past, Heads(heads, kv_heads, width))
+        out, present = self.onnx_attention(g, x, None, past, Heads(2 * heads, kv_heads, width))
         pairs = g.op("Reshape", [out, g.const([0, 0, heads, 2 * width])])
         signal, noise = g.ops("Split", [pairs], 2, axis=-1, num_outputs=2)  # [B, S, H, d]
         noise = g.op("Mul", [noise, g.op("Unsqueeze", [weight, g.const([-1])])])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..graph import GROUP_QUERY_MULTIPLE, Cache, Graph
+from ..graph import GROUP_QUERY_MULTIPLE, Cache, Graph, Heads
 from ..layers.attention import Attention, AttentionOptions
 from ..layers.rope import Rope
 from ..layers.state import Carried, State
@@ -59,4 +59,4 @@ class Softmax(Attention):
         return found.to(x.dtype).transpose(1, 2).flatten(2)
 
     def onnx_heads(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
-        return self.onnx_attention(g, x, None, past, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
+        return self.onnx_attention(g, x, None, past, Heads(self.num_heads, self.num_kv_heads, self.head_dim))

@@ -6,8 +6,8 @@ A variant is one file in models/attention/, which defines its heads (models/mixe
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...errors import DiffbitError
 from ...ops.cache import TOKENS, Buffer
 from ..checks import check_count, check_flag, check_heads, check_positive
-from ..graph import Cache, Graph
+from ..graph import Cache, Graph, Heads
 from ..mixer import KVBuffers, Mixer, MixerOptions, Operations, Place
 from .masks import within
 from .norm import RMSNorm
@@ -197,13 +197,13 @@ class Attention(Mixer):
         return query, self._onnx_normed(g, key, self.k_norm, "k_norm"), value
 
     def onnx_attention(
-        self, g: Graph, x: ir.Value, lambda_: ir.Value | None, past: Cache, **sizes: Any
+        self, g: Graph, x: ir.Value, lambda_: ir.Value | None, past: Cache, heads: Heads
     ) -> tuple[ir.Value, Cache]:
-        """Add Graph.attention of x with these sizes, and with the layer's own or another layer's keys and values."""
+        """Add Graph.attention of x with these heads, and with the layer's own or another layer's keys and values."""
         projected = self.onnx_projected(g, x)
         source = past if self.keys_of is None else g.carried[self.keys_of]
-        sizes |= {"head_dim": self.head_dim, "rope": self.rope, "sliding_window": self.sliding_window}
-        out, present = g.attention(*projected, lambda_, source, **sizes)
+        heads = replace(heads, rope=self.rope, sliding_window=self.sliding_window)
+        out, present = g.attention(*projected, lambda_, source, heads)
         if self.gives:
             g.carried[self.layer_index] = present
         return out, present

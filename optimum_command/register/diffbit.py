@@ -38,6 +38,15 @@ class DiffbitExportCommand(BaseOptimumCLICommand):
 
     def run(self) -> None:
         from diffbit.cli import main
+        from diffbit.cli.output import print_error
+        from diffbit.errors import DiffbitError
+        from diffbit.files import check_place
+
+        try:  # before the work
+            check_place(self.args.output, overwrite=self.args.overwrite)
+        except DiffbitError as error:
+            print_error(str(error))
+            raise SystemExit(2) from None
 
         def given(names: tuple[str, ...]) -> list[str]:
             found = {name: getattr(self.args, name) for name in names}

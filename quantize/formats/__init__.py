@@ -20,7 +20,7 @@ from pkgutil import iter_modules
 from types import ModuleType
 
 from ...errors import DiffbitError
-from .base import BLOCK, Builder, Format, QTensor, row_blocks
+from .base import BLOCK, Format, QTensor, row_blocks
 from .codebook import CodebookFormat
 from .integer import IntFormat
 from .mx import MXFormat
@@ -32,7 +32,6 @@ KINDS: tuple[ModuleType, ...] = tuple(
 
 __all__ = [
     "BLOCK",
-    "Builder",
     "CodebookFormat",
     "Format",
     "IntFormat",

@@ -10,23 +10,18 @@ N is out_features, K in_features, G the number of groups in a row; the last grou
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import ArrayLike, DTypeLike, NDArray
 from torch import Tensor
 
 from ...errors import DiffbitError
+from ...models.graph import Builder, Value
 from ..rounding import INT8, Rounding
 from .packing import pack_bits, row_bytes, unpack_bits
-
-if TYPE_CHECKING:
-    import onnx_ir
 
 # Weights processed at a time. Float copies stay in cache, and torch runs operations on fewer than 2^15 numbers on the
 # calling thread. On busy cores, the barriers of torch's threads made quantizing ten times slower (1.1 billion weights
@@ -38,39 +33,13 @@ ACCURACY_LEVEL = 4  # of MatMulNBits: int8 inputs; lower levels are fifty times 
 
 LARGE = 1 << 26  # a product decodes larger weights some rows at a time
 
-V = TypeVar("V")
 
-
-class Stored(NamedTuple, Generic[V]):
+class Stored(NamedTuple):
     """A weight in a graph, in the layout of the format's operators."""
 
-    codes: V
-    scale: V
-    zero: V
-
-
-class Builder(Protocol[V]):
-    """The part of the graph builder (export/graph.py) that `Format.onnx` uses; V: a value in the graph."""
-
-    dtype: type[np.floating[Any]]  # of the graph's floats
-
-    def op(
-        self, op_type: str, inputs: Sequence[V | None], *, domain: str = "", outputs: int = 1, **attributes: Any
-    ) -> V: ...
-    def custom(self, op: ModuleType, inputs: Sequence[V | None], **attributes: Any) -> V: ...
-    def customs(
-        self,
-        op: ModuleType,
-        inputs: Sequence[V | None],
-        outputs: int,
-        body: Callable[[str], onnx_ir.Function],
-        of: Hashable = None,
-        **attributes: Any,
-    ) -> Sequence[V]: ...
-    def const(self, values: ArrayLike, dtype: DTypeLike = ...) -> V: ...
-    def initializer(self, name: str, array: NDArray[Any]) -> V: ...
-    def weight(self, name: str, array: NDArray[np.floating[Any]]) -> V: ...
-    def cast(self, x: V, dtype: DTypeLike) -> V: ...
+    codes: Value
+    scale: Value
+    zero: Value
 
 
 @dataclass(frozen=True)
@@ -261,20 +230,20 @@ class Format(ABC):
             "(int4_g32, ...), or none"
         )
 
-    def store(self, g: Builder[V], weight: QTensor) -> Stored[V]:
+    def store(self, g: Builder, weight: QTensor) -> Stored:
         """Add the weight as initializers for `gather` and `product`; only for formats that an embedding can have."""
         raise NotImplementedError
 
-    def gather(self, g: Builder[V], ids: V, stored: Stored[V], shape: tuple[int, int]) -> V:
+    def gather(self, g: Builder, ids: Value, stored: Stored, shape: tuple[int, int]) -> Value:
         """Add nodes that read the rows `ids` of a stored table [V, E]."""
         raise NotImplementedError
 
-    def product(self, g: Builder[V], x: V, stored: Stored[V], shape: tuple[int, int], factor: float) -> V:
+    def product(self, g: Builder, x: Value, stored: Stored, shape: tuple[int, int], factor: float) -> Value:
         """Add nodes for factor * round(x) W^T with a stored weight."""
         raise NotImplementedError
 
     @abstractmethod
-    def onnx(self, g: Builder[V], x: V, weight: QTensor, factor: float, rounding: Rounding | None) -> V:
+    def onnx(self, g: Builder, x: Value, weight: QTensor, factor: float, rounding: Rounding | None) -> Value:
         """Add nodes for factor * round(x) W^T; the factor ((1 - lambda_init) in diff_v1) should go into the scales."""
 
 
@@ -400,7 +369,7 @@ def finite(scale: Tensor) -> Tensor:
     return scale
 
 
-def nbits(g: Builder[V], x: V, codes: V, scales: V, zeros: V | None, **attributes: int) -> V:
+def nbits(g: Builder, x: Value, codes: Value, scales: Value, zeros: Value | None, **attributes: int) -> Value:
     """Add a MatMulNBits node that rounds its input to int8, with one scale per block of the weight.
 
     codes uint8 [N, blocks, block_size*bits/8], scales [N, blocks] of x's dtype, zeros uint8 [N, ceil(blocks*bits/8)]

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...models.graph import Builder, Value
 from ..rounding import Rounding
-from .base import MICROSOFT, Builder, Format, QTensor, V, by_group, finite
+from .base import MICROSOFT, Format, QTensor, by_group, finite
 from .packing import pack_bits, swap_pairs, unpack_bits
 
 GRAMMAR = "nf4, fp4"
@@ -79,7 +80,7 @@ class CodebookFormat(Format):
     def device_nbytes(self, shape: tuple[int, int], width: int) -> int:
         return shape[0] * (shape[1] // 2 + self.groups(shape[1]) * width)
 
-    def onnx(self, g: Builder[V], x: V, weight: QTensor, factor: float, rounding: Rounding | None) -> V:
+    def onnx(self, g: Builder, x: Value, weight: QTensor, factor: float, rounding: Rounding | None) -> Value:
         codes = g.initializer("codes", weight.packed().flatten().numpy())
         return g.op(
             "MatMulBnb4",

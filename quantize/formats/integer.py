@@ -39,9 +39,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import DiffbitError
+from ...models.graph import Builder, Value
 from ...ops import gather_quantized, int4_matmul, int8_matmul
 from ..rounding import Rounding
-from .base import FACTORS, Builder, Format, QTensor, Stored, V, by_group, divisor, finite, nbits
+from .base import FACTORS, Format, QTensor, Stored, by_group, divisor, finite, nbits
 from .packing import pack_bits, row_bytes
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
@@ -146,7 +147,7 @@ class IntFormat(Format):
     def device_rounding(self, rounding: Rounding | None) -> Rounding | None:
         return Rounding(block=self._container[1])
 
-    def store(self, g: Builder[V], weight: QTensor) -> Stored[V]:
+    def store(self, g: Builder, weight: QTensor) -> Stored:
         bits, block = self._container
         packed = int4_matmul.pack(self._contained(weight), weight.scale, weight.zero, block, bits)
         zeros = packed.zeros.numpy()
@@ -156,14 +157,14 @@ class IntFormat(Format):
             g.const(zeros, np.uint8) if weight.zero is None else g.initializer("zero", zeros),
         )
 
-    def gather(self, g: Builder[V], ids: V, stored: Stored[V], shape: tuple[int, int]) -> V:
+    def gather(self, g: Builder, ids: Value, stored: Stored, shape: tuple[int, int]) -> Value:
         (rows, columns), (bits, block) = shape, self._container
         inputs = [ids, *stored, g.const([1], g.dtype)]
         attributes = {"K": columns, "N": rows, "group_size": block, "bits": bits}
         (y,) = g.customs(gather_quantized, inputs, 1, lambda name: gather_quantized.function(bits), **attributes)
         return y
 
-    def product(self, g: Builder[V], x: V, stored: Stored[V], shape: tuple[int, int], factor: float) -> V:
+    def product(self, g: Builder, x: Value, stored: Stored, shape: tuple[int, int], factor: float) -> Value:
         (rows, columns), (bits, block) = shape, self._container
         inputs = [x, *stored, g.const([factor], np.float32)]
         return g.custom(int4_matmul if bits == 4 else int8_matmul, inputs, K=columns, N=rows, group_size=block)
@@ -175,7 +176,7 @@ class IntFormat(Format):
             return weight.codes
         return weight.codes + (2 ** (bits - 1) - 2 ** (self.bits - 1))
 
-    def onnx(self, g: Builder[V], x: V, weight: QTensor, factor: float, rounding: Rounding | None) -> V:
+    def onnx(self, g: Builder, x: Value, weight: QTensor, factor: float, rounding: Rounding | None) -> Value:
         if self._is_tiled:
             return self.product(g, x, self.store(g, weight), weight.shape, factor)
         (rows, columns), (bits, block) = weight.shape, self._container

@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 from ...errors import DiffbitError
+from ...models.graph import Builder, Value
 from ..rounding import Rounding
-from .base import Builder, Format, QTensor, V, by_group, divisor, finite, nbits
+from .base import Format, QTensor, by_group, divisor, finite, nbits
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 BIAS = 127  # of E8M0
@@ -104,7 +105,7 @@ class MXFormat(Format):
     def device_rounding(self, rounding: Rounding | None) -> Rounding:
         return Rounding(block=self.group_size)
 
-    def onnx(self, g: Builder[V], x: V, weight: QTensor, factor: float, rounding: Rounding | None) -> V:
+    def onnx(self, g: Builder, x: Value, weight: QTensor, factor: float, rounding: Rounding | None) -> Value:
         (rows, columns), size = weight.shape, self.group_size
         stored = self.write_scale(weight.scale)
         scales = _power(torch.arange(256) - BIAS).double() / 2 * factor  # of half E2M1's integers

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import DiffbitError
+from ...models.graph import Builder, Value
 from ...ops import hadamard, ternary_matmul
 from ..rounding import INT8, Rounding, rounded_input
-from .base import Builder, Format, QTensor, V, finite, row_blocks
+from .base import Format, QTensor, finite, row_blocks
 
 SPREAD = ("o_proj", "down_proj")
 GRAMMAR = "ternary"
@@ -91,7 +92,7 @@ class TernaryFormat(Format):
     def device_rounding(self, rounding: Rounding | None) -> Rounding:
         return rounding or INT8
 
-    def onnx(self, g: Builder[V], x: V, weight: QTensor, factor: float, rounding: Rounding | None) -> V:
+    def onnx(self, g: Builder, x: Value, weight: QTensor, factor: float, rounding: Rounding | None) -> Value:
         rounding = rounding or INT8
         if rounding.hadamard > 1:
             x = g.custom(hadamard, [x], block=rounding.hadamard)

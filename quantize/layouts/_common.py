@@ -29,6 +29,14 @@ def scheme_of(formats: Mapping[str, Format | None], activations: str | None = No
     return Scheme(weights=common, activations=activations, overrides=overrides)
 
 
+def scheme_of_packed(checkpoint: Checkpoint, format: Format) -> Scheme:
+    """The scheme by which the linear layers that have a `qweight` have this format."""
+    names = set(checkpoint.names)
+    return scheme_of(
+        {name: format if f"{name}.qweight" in names else None for name in linear_shapes(checkpoint.config)}
+    )
+
+
 def about(checkpoint: Checkpoint) -> str:
     return f"{checkpoint.path / 'config.json'}: quantization_config"
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from ...errors import DiffbitError
 from ...models import Checkpoint
 from ..formats import Format, QTensor
-from ..scheme import Scheme, linear_shapes
-from ._common import about, half, integers, part, scheme_of, shape_of, unpack_words
+from ..scheme import Scheme
+from ._common import about, half, integers, part, scheme_of_packed, shape_of, unpack_words
 
 METHOD = "awq"
 PARTS = ("qweight", "qzeros", "scales")
@@ -37,15 +37,12 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
     entry = checkpoint.quantization or {}
     _version(checkpoint)
     bits, group = entry.get("bits", entry.get("w_bit")), entry.get("group_size", entry.get("q_group_size"))
-    format = integers(checkpoint, bits, group, False, (BITS,))
-    names = set(checkpoint.names)
-    return scheme_of(
-        {name: format if f"{name}.qweight" in names else None for name in linear_shapes(checkpoint.config)}
-    )
+    return scheme_of_packed(checkpoint, integers(checkpoint, bits, group, False, (BITS,)))
 
 
 def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
-    (rows, columns), groups = shape_of(checkpoint, module), format.groups(shape_of(checkpoint, module)[1])
+    rows, columns = shape_of(checkpoint, module)
+    groups = format.groups(columns)
     if columns % (format.group_size or FIELDS) or rows % FIELDS:
         raise DiffbitError(f"is {rows} x {columns}, which an awq folder with groups of {format.group_size} cannot hold")
     qweight, qzeros, scales = (f"{module}.{name}" for name in PARTS)

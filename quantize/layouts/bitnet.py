@@ -32,7 +32,7 @@ from ..formats import Format, QTensor
 from ..formats.packing import pack_bits, unpack_bits
 from ..formats.ternary import FORMAT
 from ..scheme import Scheme, linear_shapes
-from ._common import scheme_of, weights_only
+from ._common import about, scheme_of, shape_of, weights_only
 
 METHOD = "bitnet"
 PARTS = ("weight_scale", "rms_norm.weight")  # `_settings` raises an error for use_rms_norm
@@ -60,7 +60,7 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
 
 def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
     linear_class, mode = _settings(checkpoint)
-    shape, name = linear_shapes(checkpoint.config)[module], f"{module}.weight"
+    shape, name = shape_of(checkpoint, module), f"{module}.weight"
     where = f"{checkpoint.path}: tensor {name}"
     weight = checkpoint.read_raw(name)
     if (linear_class, mode) == ("autobitlinear", "online"):
@@ -170,7 +170,7 @@ def _refused(found: str, wanted: str) -> DiffbitError:
 def _settings(checkpoint: Checkpoint) -> tuple[str, str]:
     """(linear_class, quantization_mode). Raises DiffbitError for settings that diffbit does not support."""
     entry: dict[str, Any] = checkpoint.quantization or {}
-    where = f"{checkpoint.path / 'config.json'}: quantization_config"
+    where = about(checkpoint)
     found = []
     for name, known in CHOICES.items():
         value = entry.get(name, known[0])

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...errors import DiffbitError, MissingDependency
 from ...models import Checkpoint, ModelConfig
 from ..formats import CodebookFormat, Format, QTensor, parse_format
+from ..formats.base import finite
 from ..formats.codebook import TABLES
 from ..scheme import Scheme, linear_shapes
 from ._common import about, one_format, scheme_of, shape_of
@@ -48,7 +49,7 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
 def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
     """Read a weight; its scales are absmax as bitsandbytes computes it."""
     try:
-        from bitsandbytes.functional import QuantState, dequantize_blockwise
+        from bitsandbytes.functional import QuantState
     except ModuleNotFoundError:
         raise MissingDependency("bitsandbytes", "lab", f"reading the {format} weights of {checkpoint.path}") from None
 
@@ -61,6 +62,7 @@ def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
     }
     try:
         state = QuantState.from_dict(parts, device=torch.device("cpu"))
+        absmax: Tensor = state.absmax if not state.nested else _dequantized(state)
     except Exception as error:  # on a damaged file its assertions, JSON parser or look-ups may fail
         raise DiffbitError(f"{where}: bitsandbytes cannot read its quantization state ({error})") from None
     table = torch.tensor(TABLES[format.name])
@@ -75,15 +77,21 @@ def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
         format.check(shape)  # in bitsandbytes a block may continue in the next row
     except DiffbitError as error:
         raise DiffbitError(f"{where}: {error}") from None
-    absmax: Tensor = state.absmax
-    if state.nested:
-        absmax = dequantize_blockwise(state.absmax, state.state2) + state.offset
     rows, columns = shape
-    packed = checkpoint.read_raw(name).view(torch.uint8).reshape(-1)
+    packed = checkpoint.read_raw(name).reshape(-1).view(torch.uint8)
     if packed.numel() * 2 != rows * columns or absmax.numel() * BLOCK != rows * columns:
         raise DiffbitError(f"{where}: its {packed.numel()} bytes and {absmax.numel()} scales do not fit {shape}")
     scale = absmax.float().view(rows, columns // BLOCK)
     return QTensor.from_packed(format, shape, packed.view(rows, columns // 2), scale)
+
+
+def _dequantized(state: Any) -> Tensor:
+    """absmax of double quantization. Not by dequantize_blockwise, which reads past the ends of tables that are too
+    short."""
+    if state.absmax.dtype != torch.uint8:
+        raise ValueError(f"absmax is {state.absmax.dtype}, wanted uint8")
+    inner, blocks = state.state2, torch.arange(state.absmax.numel()) // state.state2.blocksize
+    return finite(inner.code[state.absmax.flatten().long()] * inner.absmax.flatten()[blocks] + state.offset)
 
 
 def settings(config: ModelConfig, scheme: Scheme) -> dict[str, Any]:

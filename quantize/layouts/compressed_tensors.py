@@ -43,10 +43,11 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
     groups = _groups(checkpoint, entry)
     ignored = _names(checkpoint, "ignore", entry.get("ignore") or [])
     formats: dict[str, Format | None] = {}
+    names = set(checkpoint.names)
     for module in linear_shapes(checkpoint.config):
-        packed = f"{module}.weight_packed" in checkpoint.names
-        whole = f"{module}.weight" in checkpoint.names and not checkpoint.is_float(f"{module}.weight")
-        if not (packed or whole) and f"{module}.weight_scale" not in checkpoint.names:
+        packed = f"{module}.weight_packed" in names
+        whole = f"{module}.weight" in names and not checkpoint.is_float(f"{module}.weight")
+        if not (packed or whole) and f"{module}.weight_scale" not in names:
             formats[module] = None
             continue
         found = [

@@ -26,7 +26,18 @@ from ...errors import DiffbitError
 from ...models import Checkpoint, ModelConfig
 from ..formats import Format, IntFormat, QTensor
 from ..scheme import HEAD_MODULE, Scheme, linear_shapes
-from ._common import about, half, integers, one_format, pack_words, part, scheme_of, shape_of, unpack_words, words
+from ._common import (
+    about,
+    half,
+    integers,
+    one_format,
+    pack_words,
+    part,
+    scheme_of_packed,
+    shape_of,
+    unpack_words,
+    words,
+)
 
 METHOD = "gptq"
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
@@ -47,10 +58,7 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
         )
     symmetric = bool(entry.get("sym", True))
     format = integers(checkpoint, entry.get("bits"), entry.get("group_size", 128), symmetric, BITS)
-    names = set(checkpoint.names)
-    return scheme_of(
-        {name: format if f"{name}.qweight" in names else None for name in linear_shapes(checkpoint.config)}
-    )
+    return scheme_of_packed(checkpoint, format)
 
 
 def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:

@@ -121,6 +121,11 @@ def test_only_what_is_read_is_downloaded(stand_in: Hub) -> None:
     stand_in.add("me/all", {"model.safetensors": b"new"})
     assert set(contents(hub.download("hf:me/all"))) == {"model.safetensors"}
     assert hub.download(f"hf:me/all@{first}") == folder
+    files = {"onnx/model.onnx": b"graph", "onnx/model.onnx_data": b"data"}  # an artifact that transformers.js reads
+    manifest = json.dumps({"files": {name: {} for name in files}}).encode()
+    stand_in.add("me/js", files | {"diffbit.json": manifest, "onnx/model_q4.onnx": b"other"})
+    onnx = hub.download("hf:me/js") / "onnx"
+    assert contents(onnx) == {"model.onnx": b"graph", "model.onnx_data": b"data"}
 
 
 def test_gguf_files(stand_in: Hub) -> None:

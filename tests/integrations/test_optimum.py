@@ -16,9 +16,16 @@ from diffbit.runtime import Session
 ROOT = Path(__file__).parents[2]
 
 
+def is_installed() -> bool:
+    try:
+        return find_spec("optimum.commands.register.diffbit") is not None
+    except ModuleNotFoundError:  # no package has commands there
+        return False
+
+
 def optimum_cli(tmp_path: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     register = tmp_path / "site" / "optimum" / "commands" / "register"
-    if not register.exists() and find_spec("optimum.commands.register.diffbit") is None:  # diffbit is not installed
+    if not register.exists() and not is_installed():
         register.parent.mkdir(parents=True)
         register.symlink_to(ROOT / "optimum_command" / "register")
     script = "from optimum.commands.optimum_cli import main; main()"
@@ -44,3 +51,7 @@ def test_errors(checkpoint: Path, tmp_path: Path) -> None:
     done = optimum_cli(tmp_path, "export", "diffbit", "-m", checkpoint, "--weights", "int9000", tmp_path / "out")
     assert done.returncode == 2 and "9000 bits, wanted 2 to 8" in done.stderr
     assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").touch()
+    done = optimum_cli(tmp_path, "export", "diffbit", "-m", checkpoint, "--weights", "int9000", tmp_path / "out")
+    assert done.returncode == 2 and "already exists" in done.stderr  # said before anything is quantized

@@ -127,3 +127,6 @@ def test_an_exporter_of_transformers_writes_artifacts(checkpoint: Path, tmp_path
     export_artifact(tmp_path / "low", tmp_path / "wanted")
     for name in ("model.onnx.data", "tokenizer.json"):
         assert (tmp_path / "out" / "model" / name).read_bytes() == (tmp_path / "wanted" / name).read_bytes()
+    config |= {"tokenizer": str(tmp_path / "nowhere")}
+    with pytest.raises(DiffbitError, match="nowhere: no such"):
+        AutoHfExporter.from_config(config).export(model, {}, AutoExportConfig.from_dict(config))

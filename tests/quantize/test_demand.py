@@ -184,3 +184,19 @@ def test_plan(checkpoint: Path, quantized: Path, capsys: pytest.CaptureFixture[s
     assert all(step["memory"] > 10**8 and step["disk"] >= step["output"] > 10**4 for step in both.values())
     (step,) = plan(str(quantized)).items()
     assert step[0] == "export" and step[1]["output"] == both["export"]["output"]
+
+
+@pytest.mark.parametrize("odd", [["--length", "100000"], ["--length", "1"], ["--max-windows", "0"]])
+def test_plan_refuses_what_quantize_refuses(checkpoint: Path, odd: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", str(checkpoint), "--weights", "int4_g32", "--method", "gptq", *odd])
+    assert stopped.value.code == 2
+
+
+def test_files_in_the_cache_are_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's limit counts what the system has read of files, and drops when it must."""
+    numbers = {"max": "1000000", "current": "990000", "stat": "anon 90000\nactive_file 500000\ninactive_file 400000\n"}
+    for name, text in numbers.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    monkeypatch.setattr(demand, "GROUP", tmp_path)
+    assert demand.available_memory() == 910_000

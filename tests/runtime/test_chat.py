@@ -202,6 +202,9 @@ def test_the_models_settings(tmp_path: Path) -> None:
     assert settings({"top_p": None}, temperature=1, top_p=0.5)[2] == 0.5
     with pytest.raises(DiffbitError, match=r"generation_config\.json: top_k is 'all', wanted a number"):
         settings({"top_k": "all"})
+    for odd in ({"top_k": float("inf")}, {"do_sample": True, "temperature": 10**400}):
+        with pytest.raises(DiffbitError, match="wanted a number"):
+            settings(odd)
 
 
 def test_a_model_without_a_template(tmp_path: Path) -> None:

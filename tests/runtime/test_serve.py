@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import queue
 import shutil
 import signal
 import socket
@@ -17,6 +18,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,14 +26,15 @@ import openai
 import pytest
 import uvicorn
 
+from diffbit.cli import main
 from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
 from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
 from diffbit.runtime import Artifact, Sampler, Session, Tokenizer, generate
 from diffbit.runtime.batch import Rows
-from diffbit.runtime.engine import Engine, Piece, Request
-from diffbit.runtime.openai_api import Served
-from diffbit.runtime.serve import Server
+from diffbit.runtime.engine import Counts, Engine, Piece, Request
+from diffbit.runtime.openai_api import Refused, Served
+from diffbit.runtime.serve import Server, _metrics, _refuse
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
@@ -162,6 +165,91 @@ def test_engine_answers_as_generate_does(artifacts: dict[str, Path]) -> None:
         engine.submit(Request([5] * 256, take(0), sampler(0), 1))
 
 
+def test_a_step_that_fails_leaves_no_token(artifacts: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its keys and values are not there, so the next text that begins so must compute it."""
+    rows, alone = Rows.of(Session(artifacts["diff"]), 2), Session(artifacts["diff"])
+    row, _, _ = rows.begin([5, 6, 7], lambda: True)
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+        patched.setattr(rows, "_run", lambda *_: 1 / 0)
+        rows.step({row: 9})
+    rows.end(row)
+    _, cached, logits = rows.begin([5, 6, 7, 9, 11], lambda: True)
+    assert cached == 3
+    np.testing.assert_allclose(logits, alone.prefill([[5, 6, 7, 9, 11]])[0], rtol=0, atol=2e-4)
+
+
+def test_answers_fail_and_are_cancelled_alone(artifacts: dict[str, Path]) -> None:
+    engine = Engine(Session(artifacts["diff"]), Tokenizer(artifacts["diff"] / "tokenizer.json"), rows=2, queue=1)
+    pieces: dict[str, queue.SimpleQueue[Piece]] = {name: queue.SimpleQueue() for name in "abcd"}
+
+    def request(name: str, prompt: list[int], sampler: Callable[..., int], count: int) -> Request:
+        return Request(prompt, pieces[name].put, sampler, count, top_logprobs=0)
+
+    def overflows(logits: object, token_ids: object) -> int:
+        raise OverflowError("too large")
+
+    long = request("a", [5], Sampler(), 200)
+    with pytest.raises(DiffbitError, match="outside the vocabulary"):
+        engine.submit(request("b", [5], Sampler(), 200), request("c", [10**6], Sampler(), 200))
+    assert engine.submit(long) and pieces["a"].get(timeout=20).error is None
+    assert engine.counts.requests == 1  # nothing of the one that was refused
+    assert engine.submit(request("b", [6], overflows, 5))
+    assert pieces["b"].get(timeout=20).error == "too large"
+    other, waits = request("b", [7], Sampler(), 200), request("c", [8], Sampler(), 200)
+    assert engine.submit(other) and pieces["b"].get(timeout=20).error is None
+    assert engine.submit(waits) and not engine.submit(request("d", [9], Sampler(), 1))
+    waits.cancel()  # it takes no place in the queue any more
+    deadline = time.monotonic() + 20
+    while engine.waiting and time.monotonic() < deadline:
+        time.sleep(0.001)
+    last = request("d", [9], Sampler(), 1)
+    assert engine.submit(last)
+    long.cancel()
+    assert pieces["d"].get(timeout=20).finish_reason == "length"
+    other.cancel()
+    engine.close()
+    assert pieces["c"].empty() and engine.counts.cancelled == 3
+
+
+def test_a_stream_whose_client_has_gone_is_cancelled(
+    artifacts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the first event, which is no token yet, is being sent."""
+    model = Served(Artifact.open(artifacts["diff"]), device="cpu", threads=1, native=True, rows=1, queue=1)
+    asked: list[Request] = []
+    submit = model.engine.submit
+    monkeypatch.setattr(model.engine, "submit", lambda *requests: asked.extend(requests) or submit(*requests))
+    body = {"messages": [{"role": "user", "content": "def "}], "max_tokens": 200, "stream": True}
+    messages = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
+
+    async def receive() -> Any:
+        return next(messages, {"type": "http.disconnect"})
+
+    async def send(message: Any) -> None:
+        await asyncio.sleep(0.01)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+    asyncio.run(Server([model]).application()(scope, receive, send))
+    assert [request.cancelled for request in asked] == [True]
+    model.engine.close()
+    assert asked[0].completion_tokens < 200
+
+
+def test_numbers_and_odd_texts() -> None:
+    """Counters have all their digits; half a surrogate pair, which a message may quote, does not end in status 500."""
+    engine = SimpleNamespace(counts=Counts(prompt_tokens=12_345_678), running=0, waiting=0)
+    model: Any = SimpleNamespace(name="m", engine=engine)
+    assert 'diffbit_prompt_tokens_total{model="m"} 12345678\n' in _metrics([model])
+    refused: Any = asyncio.run(_refuse(None, Refused(400, "no role '\ud800'")))  # type: ignore[arg-type]
+    assert json.loads(refused.body)["error"]["message"] == "no role '?'"
+
+
+def test_an_empty_key_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["serve", "nano", "--api-key", ""])
+    assert stopped.value.code == 2 and "--api-key is empty" in capsys.readouterr().err
+
+
 @contextlib.contextmanager
 def served(*paths: Path, **options: Any) -> Iterator[str]:
     """A server in a thread -> its address."""
@@ -271,6 +359,8 @@ def test_completions(address: str, artifacts: dict[str, Path]) -> None:
         ("chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', 400, "tools is [{}]"),
         ("completions", b'{"prompt": "a", "temperature": -1}', 400, "temperature is -1"),
         ("completions", b'{"prompt": "a", "temperature": NaN}', 400, "temperature is nan"),
+        ("completions", b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b"}", 400, "temperature is 10"),
+        ("completions", b'{"prompt": [' + b'"a",' * 10 + b'"a"]}', 400, "prompt has 11 prompts, wanted at most 10"),
         ("completions", b'{"prompt": "a", "max_tokens": true}', 400, "max_tokens is true, wanted an integer"),
         ("completions", b'{"prompt": "a", "stop": ["", "b"]}', 400, "stop is"),
         ("completions", b'{"prompt": [1, -5]}', 400, "outside the vocabulary"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -165,3 +167,18 @@ def test_a_rendering_that_was_ended_does_not_spoil_the_next(monkeypatch: pytest.
         with pytest.raises(KeyboardInterrupt):
             template.render([])
     assert template.render([]) == "end"
+
+
+@pytest.mark.slow
+def test_a_renderer_does_not_grow_old() -> None:
+    """The limit of its processor's time is that of a rendering, not of all together."""
+    program = (
+        "import json, sys; from diffbit.runtime import render; render.CPU_SECONDS = 1; "
+        "sys.argv[1:] = [json.dumps(sys.path)]; render.main()"
+    )
+    source = "{% for i in range(1500) %}{% for j in range(1500) %}{% endfor %}{% endfor %}end"
+    first = json.dumps({"template": source, "variables": {}})
+    done = subprocess.run(
+        [sys.executable, "-c", program], input="\n".join([first, *["{}"] * 60]), capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == ['{"text": "end"}'] * 60

@@ -122,18 +122,17 @@ struct TypeInfo : Object<98> {
 };
 
 struct Value : Object<96> {
-  static Value CreateTensor(OrtAllocator* allocator, const int64_t* shape, size_t dims, ONNXTensorElementDataType type) {
+  static Value CreateTensor(const OrtMemoryInfo* info, void* data, size_t bytes, const int64_t* shape, size_t dims,
+                            ONNXTensorElementDataType type) {
     Value made;
-    check<OrtAllocator*, const int64_t*, size_t, int, void**>(48, allocator, shape, dims, type, &made.held);
+    check<const OrtMemoryInfo*, void*, size_t, const int64_t*, size_t, int, void**>(49, info, data, bytes, shape, dims, type,
+                                                                                    &made.held);
     return made;
   }
   template <class T>
   static Value CreateTensor(const OrtMemoryInfo* info, T* data, size_t count, const int64_t* shape, size_t dims) {
     static_assert(std::is_same<T, int64_t>::value, "the only one here");
-    Value made;
-    check<const OrtMemoryInfo*, void*, size_t, const int64_t*, size_t, int, void**>(
-        49, info, data, count * sizeof(T), shape, dims, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64, &made.held);
-    return made;
+    return CreateTensor(info, data, count * sizeof(T), shape, dims, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64);
   }
   template <class T>
   T* GetTensorMutableData() {
