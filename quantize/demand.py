@@ -5,7 +5,7 @@ memory at a time, so the largest determines it: a table (embedding, head), or a 
 
     rtn       its stored tensors, their codes (a byte per weight) and temporaries for TABLE_PART weights at a time
     gptq ...  the same in fp32, twice, while output errors are measured; matrices of K^2 numbers; a batch of tokens
-    learned   40 bytes per weight (methods/learned.py)
+    learned   32 bytes per weight (methods/learned.py), and activations of the tokens of a training step, twice
 
 and, with calibration text, the tokens' hidden states, unless they are `spilled` to disk. docs/models.md has
 measurements. Time is extrapolated from a timed matrix product; other work on the machine makes it longer.
@@ -28,6 +28,7 @@ from ..models import Checkpoint, ModelConfig, num_parameters
 from ..models.checkpoint.names import EMBEDDING, shapes
 from .formats import Format
 from .layer import LOSS_TOKENS, MEASURED_TOKENS, TABLE_PART
+from .methods import learned
 from .methods.gptq import PRECISE, ROUNDS
 from .recipe import Recipe
 from .scheme import Scheme, weight_shapes
@@ -36,9 +37,10 @@ from .states import BATCH_TOKENS
 SLACK = 32 << 20  # upper bound of what the allocator keeps of blocks that it does not map separately
 TEXT = 40 << 20  # for reading calibration text, with the libraries for it
 SHARD_FROM = 256 << 20  # bytes of the float model from which on the output has one file per layer
-LEARNED = 40  # bytes per weight
+LEARNED = 32  # bytes per weight
 ROUNDED = 8e7  # weights per second on one thread
 GROUP = Path("/sys/fs/cgroup")  # this process's control group
+MARGIN = 1.1  # largest measured ratio of the memory that a run took to the predicted one (docs/models.md)
 SAFE = 0.85  # share of a demand that must be available for a run to start
 
 
@@ -153,13 +155,12 @@ def _layer(
     rounding = max((_rounding(formats[name], *shape) for name, shape in matrices.items() if name in formats), default=0)
     tokens = min(BATCH_TOKENS, text.windows * text.length)
     spec = config.layers[index]
-    inner = 4 * tokens * (3 * spec.mlp.intermediate_size + 6 * config.hidden_size)
+    inner = 4 * (3 * spec.mlp.intermediate_size + 6 * config.hidden_size)  # bytes per token
     scores = 3 * 4 * tokens * text.length * spec.mixer.softmaxes
     rounding = count + (rounding if recipe.calibrated else 0)
-    measuring = 9 * count + inner + scores
-    if recipe.exact:
-        return width * count + max(rounding, LEARNED * count + 2 * (inner + scores))
-    return width * count + max(rounding, measuring)
+    measuring = 9 * count + inner * tokens + scores
+    learning = LEARNED * count + 2 * inner * max(learned.BATCH_TOKENS, text.length) if recipe.exact else 0
+    return width * count + max(rounding, measuring, learning)
 
 
 def _rounding(format: Format, rows: int, columns: int) -> int:
@@ -226,13 +227,14 @@ def within(
     """
     taken = resident()
     demand = quantize_demand(checkpoint, scheme, recipe, text)
-    if limit is None or demand.memory + taken <= limit:
+    if limit is None or MARGIN * demand.memory + taken <= limit:
         return demand, False
     least = quantize_demand(checkpoint, scheme, recipe, text, spilled=True)
-    if least.memory + taken > limit:
+    if MARGIN * least.memory + taken > limit:
         raise DiffbitError(
             f"--max-memory is {limit / 1e9:.2f} GB, but {checkpoint.path} with method {recipe.name!r} takes about "
-            f"{(least.memory + taken) / 1e9:.2f} GB for its largest layer; allow that much, or use another method"
+            f"{(MARGIN * least.memory + taken) / 1e9:.2f} GB for its largest layer; allow that much, or use another "
+            "method"
         )
     return least, True
 

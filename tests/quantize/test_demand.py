@@ -79,7 +79,7 @@ def test_states_on_the_disk(model: Path, tmp_path: Path) -> None:
     def within() -> None:
         # a fork's resident memory grows by what it touches of its parent's, so the limit is on what the run adds
         demand.resident = lambda: 0
-        quantize(model, tmp_path / "small", max_memory=least + (24 << 20))
+        quantize(model, tmp_path / "small", max_memory=int(demand.MARGIN * least) + (24 << 20))
 
     small = peak(within, before)
     assert small < least < whole and whole - small > 1.5 * STATES, (small, least, whole, STATES)
@@ -104,7 +104,7 @@ def test_a_limit_of_the_address_space(model: Path, tmp_path: Path) -> None:
 
     failed = run("without")
     assert failed.code == forks.RAISED and "memory" in failed.error
-    done = run("within", max_memory=least)
+    done = run("within", max_memory=int(demand.MARGIN * least) + 1)
     assert done.code == 0, done.error
     assert [path.name for path in (tmp_path / "within").iterdir()] == ["q"]
 
