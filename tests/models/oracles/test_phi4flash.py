@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,11 +13,14 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import save_file
+from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 
 from diffbit import DiffbitError, models
+from diffbit.cli import main
 from diffbit.evaluate.cost import token_cost
 from diffbit.export import export_artifact, reference_model
 from diffbit.models import Checkpoint, KVCache, ModelConfig
@@ -185,6 +191,38 @@ def test_quantized(tmp_path: Path, folder: Path, method: str, kv: str, most: flo
     artifact = export_artifact(tmp_path / "quantized", tmp_path / "onnx")
     both_ways(artifact, expected, both, most)
     assert verify(artifact).passed
+
+
+@pytest.mark.slow
+def test_every_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """From the published layout to a conversation, as docs/phi4flash.md says."""
+    model, low, artifact = (tmp_path / name for name in ("model", "int4", "onnx"))
+    shutil.copytree(folder, model)
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w1 w2\nw3\n"))
+    tokenizer = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(model / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("w1 w2 w3 w4 w5 w6 w7 w8 " * 600)
+    text = ("--data", tmp_path / "text.txt", "--max-windows", 3, "--length", 40)
+
+    def run(*arguments: object) -> Any:
+        with pytest.raises(SystemExit) as stopped:
+            main([*map(str, arguments), "--json", "-q"])
+        printed = capfd.readouterr()
+        assert stopped.value.code == 0, printed.err
+        return json.loads(printed.out if arguments[0] != "chat" else f"[{','.join(printed.out.splitlines())}]")
+
+    assert run("plan", model, "--weights", "int4_g32", "--kv", "int8")["steps"].keys() == {"quantize", "export"}
+    run("quantize", model, "--weights", "int4_g32", "--kv", "int8", "-o", low)
+    run("export", low, "-o", artifact)
+    assert run("verify", artifact, "--checkpoint", low, *text)["passed"]
+    assert run("run", artifact, "w1 w2", "--max-tokens", 5)["prompt_tokens"] > 0
+    assert len(run("chat", artifact, "-n", 4)) == 2
+    assert run("bench", artifact, "--prompt-tokens", 8, "--new-tokens", 4, "--repeats", 1)[0]["decode_tokens_per_s"] > 0
+    found = run("compare", model, "--bits", "16,4", *text, "--artifact", artifact)
+    assert {"none", "weights", "artifact"} <= {row["what"] for row in found["results"]}
+    assert run("outliers", model, low, *text)
 
 
 def test_what_is_carried_is_let_go_behind_its_last_reader(folder: Path) -> None:
