@@ -306,6 +306,7 @@ def training(bench: Bench, d: int, steps: int) -> Iterator[Row]:
     some = gpu_training.inputs(pairs, d, steps, bench.device, dtype)
 
     def ours() -> Contender:
+        torch.manual_seed(0)  # --quick has so few numbers that others may pass or not
         few = gpu_training.inputs(2, d, min(steps, gpu_peers.MOST_SCORES), bench.device, dtype)
         math_kernel = gpu_peers.attends(gpu_peers.MOST_SCORES)["SDPA math"]
         same = gpu_training.errors(partial(gpu_training.composed, TWO, math_kernel), few)
