@@ -113,8 +113,8 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
         index |= dict.fromkeys(shard, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     write_tokenizer(folder)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
