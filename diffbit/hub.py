@@ -75,7 +75,8 @@ def download(path: str | Path) -> Path:
         )
         folder = Path(found)
         manifest = folder / "diffbit.json"
-        if manifest.is_file() and TRANSFORMERS_JS in read_json(manifest).get("files", ()):
+        files = read_json(manifest).get("files") if manifest.is_file() else None
+        if isinstance(files, dict) and TRANSFORMERS_JS in files:
             hub.snapshot_download(name.repo, revision=folder.name, allow_patterns=[f"{TRANSFORMERS_JS}*"])
         if any(folder.glob("*.safetensors")) or manifest.is_file():
             return folder

@@ -153,6 +153,8 @@ def test_errors_are_sentences(
 
     stand_in.add("me/here", {"config.json": b"{}"})
     stand_in.gated.add("me/here")
+    stand_in.add("me/odd", {"diffbit.json": b'{"files": 5}'})
+    assert "diffbit.json: " in error("run", "hf:me/odd", "x")
     assert "no such repository" in error("run", "hf:me/nothing", "x")
     assert "no such revision" in error("run", "hf:me/here@v7", "x")
     assert "wanted hf:ORG/NAME" in error("run", "hf:a/b/c", "x")
