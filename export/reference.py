@@ -36,8 +36,8 @@ class Stream:
     """The same model one layer at a time: `embedding`, then `blocks`, then `head`, while a prompt passes through.
 
     Each part is yielded to be written, and dropped after the hidden states have passed through it. COPIES of the prompt
-    pass through, too, with relative noise of `noise` added to their hidden states after each layer. The spread of their
-    logits shows how much the results of another machine may differ because of other roundings of sums.
+    pass through, too, with relative noise of `noise` added to their hidden states before and after each layer. The
+    spread of their logits shows how much the results of another machine may differ because of other roundings of sums.
     """
 
     def __init__(self, checkpoint: Checkpoint, prompt: list[int], noise: float) -> None:
@@ -53,6 +53,7 @@ class Stream:
         """The embedding table [V, E], quantized or in its stored dtype."""
         table = read_weight(self.checkpoint, EMBEDDING)
         self._x = QuantEmbedding(table)(self._ids) if isinstance(table, QTensor) else table[self._ids].float()
+        self._disturb()  # else the first layer's rounding would be that of the golden prompt in all copies
         return table
 
     def blocks(self) -> Iterator[Block]:
@@ -61,9 +62,12 @@ class Stream:
             as_exported(block)
             yield block
             with torch.inference_mode():
-                x = block(self._x, self._rope, carried=self._carried)
-                x[1:] *= 1 + self._noise * torch.randn(x[1:].shape, generator=self._generator)
-                self._x = x
+                self._x = block(self._x, self._rope, carried=self._carried)
+                self._disturb()
+
+    def _disturb(self) -> None:
+        copies = self._x[1:]
+        copies *= 1 + self._noise * torch.randn(copies.shape, generator=self._generator)
 
     def head(self) -> tuple[nn.Module, nn.Module, Tensor]:
         """The final norm, the head (tied: with the embedding's weight), the logits [1 + COPIES, V] after the prompt."""
