@@ -513,7 +513,7 @@ def test_bad_attributes_are_sentences() -> None:
         ({"wide_value": 2}, "attribute wide_value is 2, wanted 0 to 1"),
         ({"scale": None}, "has no float attribute scale"),
         ({"norm_eps": None}, "has no float attribute norm_eps"),
-        ({"spec_version": 2}, "spec_version is 2, this library computes 4"),
+        ({"spec_version": 2}, "spec_version is 2, this library computes 5"),
     ]:
         with pytest.raises(Exception, match=sentence):
             node_session(case, **changed)
