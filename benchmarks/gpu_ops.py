@@ -4,7 +4,7 @@ A layer of differential attention. A token of the past and a pair of heads are 4
 wide one) of d. Decoding reads them once for both softmaxes, so the fewest bytes are
 
     16 bits    8 d                      8 bits   4 d + 4 steps of 4 bytes
-    4 bits     2 d + keys: 2 grids of 4 bytes a channel and 32 tokens, values: 2 of 4 bytes a 32 channels
+    4 bits     2 d + 4 grids of 4 bytes a channel and 32 tokens
 
 for each token and pair. A prompt of S tokens sees S (S + 1) / 2 pairs of places; each costs 2 products with keys of d
 and 2 with values of 2d, a multiplication and an addition a number: 4 d + 8 d = 12 d operations a pair of heads.

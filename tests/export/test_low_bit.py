@@ -189,7 +189,7 @@ def test_the_graph_and_its_buffers(artifact_of: Maker, attention: str) -> None:
             Buffer("key", "int8", (heads, "tokens", 32), "native"),
             Buffer("value", "uint8", (heads, "tokens", 16), "native"),
             Buffer("key_scale", "float32", (heads, "tokens"), "native"),
-            Buffer("value_scale", "float16", (heads, "tokens", 2, 1), "native"),
+            Buffer("value_scale", "float16", (heads, "tokens/32", 2, 32), "native"),
             Buffer("value_recent", "float16", (heads, 64, 32), "native"),
         ),
     )
