@@ -230,10 +230,10 @@ def test_buffers_in_place_and_growing(artifact_of: Maker) -> None:
     assert [value.data_ptr() for value in session._binding.get_outputs()[1:]] == pointers
     growing = runtime.Session(artifact, threads=1, native=False)
     growing.prefill(tokens(1, 70).numpy())
-    assert [value.shape()[2] for value in growing._past[:6]] == [32, 32, 1, 32, 64, 64]
+    assert [value.shape()[2] for value in growing._past[:6]] == [32, 32, 1, 1, 64, 64]
     for _ in range(26):
         growing.step([[3]])
-    assert [value.shape()[2] for value in growing._past[:6]] == [64, 64, 2, 64, 64, 64]
+    assert [value.shape()[2] for value in growing._past[:6]] == [64, 64, 2, 2, 64, 64]
 
 
 @pytest.mark.parametrize("formats", [("int4", "int4"), ("int8", "int4"), (None, "int2")])
