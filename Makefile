@@ -10,7 +10,7 @@
 # make kill        kills commands before every step that changes the disk (tests/kill); CI before some of them
 # make bench-kernels   time, bandwidth and ratios of the kernels beside ONNX Runtime's (benchmarks/kernels.py)
 # make models      restores the models that docs/ was measured on from this repository's history: examples/{nano,nano_1k,bitnet}
-# make accuracy    renews the tables of docs/accuracy.md, on the models of examples/nano
+# make accuracy    renews the tables of docs/accuracy.md and docs/attention.md, on the models of examples/nano and nano_1k
 # make wheels      dist/: wheels with the library inside for any Linux on x86-64 and on ARM, of which one is cross-compiled
 #                  (g++-aarch64-linux-gnu), and the source distribution (docs/packages.md)
 # make docs        out/site: docs/ as a website; `python -m http.server -d out/site` serves it
@@ -86,6 +86,7 @@ models:
 
 accuracy: $(BUILT)
 	$(BIN)/python benchmarks/accuracy.py --json out/accuracy.json --markdown
+	$(BIN)/python benchmarks/attention.py --json out/attention.json --markdown
 
 wheels: $(DEVELOP)
 	SKBUILD_CMAKE_DEFINE='DIFFBIT_CUDA=ON;DIFFBIT_CUDA_ARCHITECTURES=all' \

@@ -92,8 +92,7 @@ class Attention:
                 cache |= {f"past_{name}": codes.numpy(), f"past_{name}_scale": steps.numpy()}
             else:
                 count = kv_cache.quantized_tokens(self.past, WINDOW)
-                round_grids = kv_cache.quantize_keys if name == "key" else kv_cache.quantize_values
-                codes, grids = round_grids(torch.from_numpy(exact[:, :, :count]), bits)
+                codes, grids = kv_cache.quantize_blocks(torch.from_numpy(exact[:, :, :count]), bits)
                 recent = np.zeros((*exact.shape[:2], WINDOW + kv_cache.BLOCK, self.d), np.float16)
                 recent[:, :, : self.past - count] = exact[:, :, count:]
                 cache |= {f"past_{name}": kv_cache.pack(codes, bits).numpy(), f"past_{name}_scale": grids.numpy()}
@@ -106,7 +105,7 @@ class Attention:
         for name, array in past.items():
             bits = kind.key_bits if "key" in name else kind.value_bits
             tokens = kv_cache.quantized_tokens(self.total, WINDOW) if bits < 8 else self.total
-            if bits < 8 and name == "past_key_scale":
+            if bits < 8 and name.endswith("scale"):
                 tokens //= kv_cache.BLOCK
             slots = array.shape[2] if name.endswith("recent") else tokens
             buffers[name] = np.zeros((*array.shape[:2], slots, *array.shape[3:]), array.dtype)

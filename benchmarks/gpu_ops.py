@@ -4,7 +4,7 @@ A layer of differential attention. A token of the past and a pair of heads are 4
 wide one) of d. Decoding reads them once for both softmaxes, so the fewest bytes are
 
     16 bits    8 d                      8 bits   4 d + 4 steps of 4 bytes
-    4 bits     2 d + keys: 2 grids of 4 bytes a channel and 32 tokens, values: 2 of 4 bytes a 32 channels
+    4 bits     2 d + 4 grids of 4 bytes a channel and 32 tokens
 
 for each token and pair. A prompt of S tokens sees S (S + 1) / 2 pairs of places; each costs 2 products with keys of d
 and 2 with values of 2d, a multiplication and an addition a number: 4 d + 8 d = 12 d operations a pair of heads.
@@ -100,8 +100,7 @@ class Layer:
             return {name: torch.cat([codes for codes, _ in made], 1),
                     f"{name}_scale": torch.cat([steps for _, steps in made], 1)}  # fmt: skip
         before, count = (kv_cache.quantized_tokens(tokens, WINDOW) for tokens in (self.past, self.total))
-        rounded = kv_cache.quantize_keys if side == "key" else kv_cache.quantize_values
-        made = [rounded(row[:, :, :count], bits) for row in rows]
+        made = [kv_cache.quantize_blocks(row[:, :, :count], bits) for row in rows]
         recent = torch.zeros(1, heads, WINDOW + kv_cache.BLOCK, self.d, dtype=torch.float16, device=self.device)
         recent[:, :, : self.past - before] = torch.cat([row[:, :, before : self.past] for row in rows], 1)
         return {name: torch.cat([kv_cache.pack(codes, bits) for codes, _ in made], 1),
@@ -118,7 +117,7 @@ class Layer:
         if bits > 4:
             return {16: 8 * d, 8: 4 * d + 16}[bits] * self.total * self.pairs
         count = kv_cache.quantized_tokens(self.total, WINDOW)
-        each = 2 * d + d // 32 * 8 + 2 * d * 4 // 32
+        each = 2 * d + d // 2
         return (each * count + 8 * d * (self.total - count)) * self.pairs
 
     def call(self, kernels: cuda.Kernels) -> Call:
@@ -146,9 +145,8 @@ class Layer:
         if bits == 8:
             return buffer[0].float() * scale[0, :, None]
         count = kv_cache.quantized_tokens(self.total, WINDOW)
-        restore = kv_cache.dequantize_keys if side == "key" else kv_cache.dequantize_values
-        groups = count // kv_cache.BLOCK if side == "key" else count
-        old = restore(kv_cache.unpack(buffer[:, :count], bits), scale[:, :groups])[0]
+        codes = kv_cache.unpack(buffer[:, :count], bits)
+        old = kv_cache.dequantize_blocks(codes, scale[:, : count // kv_cache.BLOCK])[0]
         return torch.cat((old, self.inputs[f"past_{side}_recent"][0, head, : self.total - count].float()))
 
     def rotated(self) -> Tensor:

@@ -39,8 +39,8 @@ The cache. key_bits and value_bits set the formats of keys and values independen
     16      T, or float32, float16  -                                                   -
             [B, Hk, C, d]
     8       int8 [B, Hk, C, d]      float32 [B, Hk, C]: a scale a row                   -
-    4, 2    uint8                   float16, scales and zero points of blocks: key      float16
-            [B, Hk, C, d*bits/8]    [B, Hk, C/32, 2, d]; value [B, Hk, C, 2, d/32]      [B, Hk, window+32, d]
+    4, 2    uint8                   float16 [B, Hk, C/32, 2, d]: scales and zero        float16
+            [B, Hk, C, d*bits/8]    points of blocks, 32 tokens of a channel            [B, Hk, window+32, d]
 
 Keys are cached rotated; RoPE rounds both products and their difference to float32. Rows of a sub-head are quantized
 from float32 numbers (8 bits) or from float16 numbers (4 and 2). Contents of a buffer beyond its tokens are never read

@@ -63,8 +63,8 @@ class _Side(NamedTuple):
 
     bits: int
     floats: Value | None = None  # [B, Hk, T, d]; with 4 or 2 bits [B, Hk, T - before, d]
-    codes: Value | None = None  # float32 [B, Hk, T, d]; with 4 or 2 bits in blocks, see `_append_blocks`
-    scale: Value | None = None  # [B, Hk, T]; with 4 or 2 bits, it and `zero` broadcast to the codes
+    codes: Value | None = None  # float32 [B, Hk, T, d]; with 4 or 2 bits [B, Hk, after/32, 32, d]
+    scale: Value | None = None  # [B, Hk, T]; with 4 or 2 bits, it and `zero` are [B, Hk, after/32, 1, d]
     zero: Value | None = None
 
 
@@ -200,19 +200,19 @@ class _DiffAttention(Body):
         buffer = self.slice(self.input(f"past_{name}"), self.ints(0), held, 2)
         if bits == 16:
             return _Side(bits, floats=self.cast(buffer, Type.FLOAT32))
-        scales = self.after_blocks if bits < 8 and name == "key" else held
+        scales = self.after_blocks if bits < 8 else held
         scale = self.slice(self.input(f"past_{name}_scale"), self.ints(0), scales, 2)
         if bits == 8:
             return _Side(bits, codes=self.cast(buffer, Type.FLOAT32), scale=scale)
         recent = self.slice(self.input(f"past_{name}_recent"), self.ints(0), self.recent_present, 2)
-        return self._blockwise(name, bits, self.cast(recent, Type.FLOAT32), buffer, scale)
+        return self._blockwise(bits, self.cast(recent, Type.FLOAT32), buffer, scale)
 
     def _grow(self, name: str, new: Value, old_length: Value | None = None, length: Value | None = None) -> Value:
         """Return a buffer's first `length` tokens, past and `new`, and make the present, which keeps those behind."""
         past, end = self.input(f"past_{name}"), self.ints(END)
         if self.of.sliding_window:
-            blocks = name == "key_scale" and self.of.key_bits < 8
-            base = self.base / self.block if blocks else self.base
+            bits = self.of.key_bits if "key" in name else self.of.value_bits
+            base = self.base / self.block if "scale" in name and bits < 8 else self.base
             return self._turn(name, new, base, base + (old_length or self.past_length), base + (length or self.T))
         held = self.slice(past, self.ints(0), old_length or self.past_length, 2)
         found = self("Concat", held, new, axis=2)
@@ -250,9 +250,8 @@ class _DiffAttention(Body):
         return self("Where", self("Equal", scale, self.zero_f), self.one_f, scale)
 
     def _append_blocks(self, name: str, rows: Value, bits: int) -> _Side:
-        """Append rows of 4 or 2 bits: codes of `after` tokens in blocks, for keys [B, Hk, after/32, 32, d], for values
-        [B, Hk, after, d/32, 32], with scales and zero points that broadcast to them."""
-        past, newly, end, key = self.input(f"past_{name}_recent"), self.newly, self.ints(END), name == "key"
+        """Append rows of 4 or 2 bits."""
+        past, newly, end = self.input(f"past_{name}_recent"), self.newly, self.ints(END)
         recent = self.slice(past, self.ints(0), self.recent_past, 2)
         recent = self("Concat", recent, self.cast(rows, Type.FLOAT16), axis=2)
         kept, behind = self.slice(recent, newly, end, 2), self.slice(past, self.recent_present, end, 2)
@@ -260,30 +259,23 @@ class _DiffAttention(Body):
         floats = self.cast(recent, Type.FLOAT32)
 
         new = self.slice(floats, self.ints(0), newly, 2)
-        new = self.view(new, self.B, self.Hk, *self._blocks(key, newly, newly / self.block))
-        top, axis = self.number(2**bits - 1), self.ints(3 if key else 4)
+        new = self.view(new, self.B, self.Hk, newly / self.block, self.block, self.d)
+        top, axis = self.number(2**bits - 1), self.ints(3)
         zero, largest = (self(op, new, axis, keepdims=1) for op in ("ReduceMin", "ReduceMax"))
         scale_half, zero_half = (self.cast(x, Type.FLOAT16) for x in ((largest - zero) / top, zero))
         codes = (new - zero) / self._divisor(self.cast(scale_half, Type.FLOAT32))
         codes = self("Clip", self("Round", codes), self.zero_f, top)
-        # scales and zero points are stored as [..., 2, d] or [..., 2, d/32]; values' blocks need them transposed
-        both = self("Concat", scale_half, zero_half, axis=3 if key else 4)
-        both = both if key else self("Transpose", both, perm=[0, 1, 2, 4, 3])
-        lengths = (self.before_blocks, self.after_blocks) if key else (self.before, self.after)
+        both = self("Concat", scale_half, zero_half, axis=3)  # [B, Hk, newly/32, 2, d]
+        both = self._grow(f"{name}_scale", both, self.before_blocks, self.after_blocks)
         packed = self._grow(name, self._pack(codes, bits), self.before, self.after)
-        return self._blockwise(name, bits, floats, packed, self._grow(f"{name}_scale", both, *lengths))
+        return self._blockwise(bits, floats, packed, both)
 
-    def _blockwise(self, name: str, bits: int, floats: Value, packed: Value, both: Value) -> _Side:
-        """Return a side of `after` tokens from bytes, and scales and zero points in the cache's layout."""
-        key, both = name == "key", self.cast(both, Type.FLOAT32)
-        both = both if key else self("Transpose", both, perm=[0, 1, 2, 4, 3])
-        scale, zero = self.split(both, 3 if key else 4, 2)
+    def _blockwise(self, bits: int, floats: Value, packed: Value, both: Value) -> _Side:
+        """Return a side of `after` tokens in blocks from bytes, and scales and zero points."""
+        scale, zero = self.split(self.cast(both, Type.FLOAT32), 3, 2)
         codes = self.cast(self._unpack(packed, bits), Type.FLOAT32)
-        codes = self.view(codes, self.B, self.Hk, *self._blocks(key, self.after, self.after_blocks))
+        codes = self.view(codes, self.B, self.Hk, self.after_blocks, self.block, self.d)
         return _Side(bits, floats, codes, scale, zero)
-
-    def _blocks(self, key: bool, tokens: Value, blocks: Value) -> tuple[Value, Value, Value]:
-        return (blocks, self.block, self.d) if key else (tokens, self.d_blocks, self.block)
 
     def _pack(self, codes: Value, bits: int) -> Value:
         """Return bytes [B, Hk, tokens, d*bits/8]. Channels that differ only in the second-last index of

@@ -19,9 +19,8 @@ class Cached(NamedTuple):
     are both: `coded` says which form a query reads. Leading dimensions are [B, Hk], or any others."""
 
     bits: int
-    block: int  # tokens that share a scale: 32 of the keys, 1 of the values
     codes: torch.Tensor  # [..., n, d]
-    scale: torch.Tensor  # of the codes: [..., n]; 4 and 2 bits, with zero points: [..., n/32, 2, d], [..., n, 2, d/32]
+    scale: torch.Tensor  # of the codes: [..., n]; 4 and 2 bits, with zero points: [..., n/32, 2, d]
     floats: torch.Tensor  # [..., m, d]
     coded: torch.Tensor  # bool [S, T]: read as a code
     # the buffer, its scale, the recent tokens
@@ -50,7 +49,7 @@ class Cached(NamedTuple):
         """Dequantize the codes: [..., n, d]."""
         if self.bits >= 8:
             return self.codes.to(dtype) * self.scale[..., None].to(dtype)
-        return kv_cache.dequantize_blocks(self.codes, self.scale, -1 if self.block == 1 else -2).to(dtype)
+        return kv_cache.dequantize_blocks(self.codes, self.scale).to(dtype)
 
 
 def append(
@@ -61,11 +60,10 @@ def append(
     past_length: int,
     bits: int,
     window: int,
-    block: int,
     ring: bool = False,
 ) -> Cached:
-    """Append new rows [B, Hk, S, d] to the past; block: 32 for keys, 1 for values. ring: whether the buffers are rings;
-    tokens that they have overwritten become zeros."""
+    """Append new rows [B, Hk, S, d] to the past. ring: whether the buffers are rings; tokens that they have overwritten
+    become zeros."""
     import torch
 
     total = past_length + rows.shape[2]
@@ -90,7 +88,7 @@ def append(
     if bits == 16:
         floats, present = extended(past, past_length, rows)
         no_scale = nothing[..., 0].float()
-        return Cached(bits, block, nothing, no_scale, floats, coded([0 for _ in places]), (present, None, None))
+        return Cached(bits, nothing, no_scale, floats, coded([0 for _ in places]), (present, None, None))
     assert scale is not None
     if bits == 8:
         codes, new_scale = kv_cache.quantize_rows(rows)
@@ -98,20 +96,20 @@ def append(
             extended(past, past_length, codes),
             extended(scale, past_length, new_scale),
         )
-        return Cached(bits, block, codes, in_use, nothing, coded([total for _ in places]), (present, scale, None))
+        return Cached(bits, codes, in_use, nothing, coded([total for _ in places]), (present, scale, None))
     assert recent is not None
     before, after = (kv_cache.quantized_tokens(tokens, window) for tokens in (past_length, total))
     floats = torch.cat((recent[:, :, : past_length - before], rows.half()), 2)  # from `before` on
-    codes, new_scale = kv_cache.quantize_blocks(floats[:, :, : after - before], bits, -1 if block == 1 else -2)
+    codes, new_scale = kv_cache.quantize_blocks(floats[:, :, : after - before], bits)
     packed, present = extended(past, before, kv_cache.pack(codes, bits))
-    in_use, scale = extended(scale, before // block, new_scale)
+    in_use, scale = extended(scale, before // kv_cache.BLOCK, new_scale)
     recent = torch.cat((floats[:, :, after - before :], recent[:, :, total - after :]), 2)
     presents, codes = (present, scale, recent), kv_cache.unpack(packed, bits)
     read = coded([kv_cache.quantized_tokens(place, window) for place in places])
-    return Cached(bits, block, codes, in_use, floats, read, presents)
+    return Cached(bits, codes, in_use, floats, read, presents)
 
 
-def cached(rows: torch.Tensor, length: int, format: str, window: int, block: int) -> Cached:
+def cached(rows: torch.Tensor, length: int, format: str, window: int) -> Cached:
     """Put rows [B, Hk, T, d] into a cache of `format` (kv_cache.BITS), for queries of the last `length` tokens."""
     import torch
 
@@ -122,9 +120,8 @@ def cached(rows: torch.Tensor, length: int, format: str, window: int, block: int
         return rows.new_empty(*rows.shape[:2], 0, *width, dtype=dtype)
 
     past, recent = empty(dtype, d * min(bits, 8) // 8), empty(torch.float16, d)
-    per_block = d if block > 1 else d // kv_cache.BLOCK
-    scale = empty(torch.float32) if bits == 8 else empty(torch.float16, 2, per_block)
-    found = append(rows, past, scale, recent, 0, bits, window, block)
+    scale = empty(torch.float32) if bits == 8 else empty(torch.float16, 2, d)
+    found = append(rows, past, scale, recent, 0, bits, window)
     return found._replace(coded=found.coded[rows.shape[2] - length :])
 
 
@@ -252,9 +249,8 @@ def reference(
         key_rows = rotated(rows.view(batch, steps, num_kv_heads, d), position_ids, cos, sin).transpose(1, 2)
         value_rows = value.view(batch, steps, num_kv_heads, d).transpose(1, 2)
     before, ring = total - key_rows.shape[2], sliding_window > 0
-    block = kv_cache.BLOCK
-    keys = append(key_rows, past_key, past_key_scale, past_key_recent, before, key_bits, window, block, ring)
-    values = append(value_rows, past_value, past_value_scale, past_value_recent, before, value_bits, window, 1, ring)
+    keys = append(key_rows, past_key, past_key_scale, past_key_recent, before, key_bits, window, ring)
+    values = append(value_rows, past_value, past_value_scale, past_value_recent, before, value_bits, window, ring)
     if not of.appends:
         keys, values = keys.as_it_lies(steps), values.as_it_lies(steps)
 

@@ -1,22 +1,23 @@
 """The low-bit KV cache: how keys and values are quantized, stored and read. In torch; the ONNX bodies and the kernels
 compute the same codes and scales, bit for bit.
 
-    format  keys                                     values                                     bits a number (d = 64)
-    int8    a row (token) has a scale                a row has a scale                          8.5
-    int4    a channel of 32 tokens is a block with   32 channels of a token are a block with    5
-            a scale and a zero point                 a scale and a zero point
-    int2    the same                                 the same                                   3
+    format  keys and values                                             bits a number (d = 64)
+    int8    a row (token) has a scale                                   8.5
+    int4    a channel of 32 tokens is a block with a scale and a zero   5
+            point
+    int2    the same                                                    3
 
 The int8 rows are symmetric: scale = max|x| / 127, code = round-half-to-even(x / scale), x = code * scale (float32).
 
-int4 and int2 follow KIVI (arXiv 2402.02750): keys have outlier channels, which a scale per channel keeps apart; values
-have none. A block of 32 float16 numbers x has a scale and a zero point, both float16:
+int4 and int2 keys follow KIVI (arXiv 2402.02750): they have outlier channels, which a scale per channel keeps apart.
+KIVI rounds values in blocks of 32 channels of a token; in blocks like the keys' they lose less (docs/attention.md). A
+block of 32 float16 numbers x has a scale and a zero point, both float16:
 
     zero = min x      scale = float16((max x - min x) / (2^bits - 1))      code = clip(round((x - zero) / scale))
     x = code * scale + zero                                                 codes are 0 where the scale is 0
 
-computed in float32; if one of the numbers is infinite or NaN, scale and zero are NaN and the codes 0. A block of keys
-needs 32 tokens, so the most recent tokens, the residual window, stay in float16: of T tokens the first
+computed in float32; if one of the numbers is infinite or NaN, scale and zero are NaN and the codes 0. A block needs 32
+tokens, so the most recent tokens, the residual window, stay in float16: of T tokens the first
 `quantized_tokens(T, window)`, a multiple of 32, are low-bit, and at least `window` are not. A query sees the cache as
 it was when its own token was the last, so the result does not depend on how the prompt was split into calls.
 
@@ -30,14 +31,13 @@ channels.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-BLOCK = 32  # tokens that share a key's scale; channels that share a value's scale
+BLOCK = 32  # tokens of a channel that share a scale
 # Bits of a cache's numbers; float: those of the model's floats
 BITS = {"float": 16, "fp16": 16, "int8": 8, "int4": 4, "int2": 2}
 
@@ -67,29 +67,24 @@ def quantize_rows(x: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
     return codes.to(torch.int8), scale
 
 
-def quantize_blocks(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Quantize [..., T, d] in blocks of 32 along `dim` to codes uint8 [..., T, d], and float16 scales and zero points:
-    for keys (`dim` -2) [..., T / 32, 2, d], for values (-1) [..., T, 2, d / 32]."""
+def quantize_blocks(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Quantize [..., T, d] in blocks of 32 tokens of a channel to codes uint8 [..., T, d], and scales and zero points
+    float16 [..., T / 32, 2, d]."""
     import torch
 
-    x = x.half().float().unflatten(dim, (-1, BLOCK))
+    x = x.half().float().unflatten(-2, (-1, BLOCK))  # [..., n, 32, d]
     top = 2**bits - 1
-    zero = x.amin(dim, keepdim=True)
-    scale = ((x.amax(dim, keepdim=True) - zero) / top).half().float()
+    zero = x.amin(-2, keepdim=True)
+    scale = ((x.amax(-2, keepdim=True) - zero) / top).half().float()
     scale, zero = (torch.where(scale.isfinite(), part, torch.nan) for part in (scale, zero))
     codes = torch.round((x - zero) / torch.where(scale == 0, 1, scale)).clamp(0, top).nan_to_num()
-    both = torch.stack((scale, zero)).half().squeeze(dim).movedim(0, -2)
-    return codes.to(torch.uint8).flatten(dim - 1, dim), both
+    return codes.to(torch.uint8).flatten(-3, -2), torch.cat((scale, zero), -2).half()
 
 
-def dequantize_blocks(codes: Tensor, scale: Tensor, dim: int) -> Tensor:
+def dequantize_blocks(codes: Tensor, scale: Tensor) -> Tensor:
     """Invert `quantize_blocks`; returns float32 [..., T, d]."""
-    factor, zero = scale.float().unsqueeze(dim).unbind(-3)  # keys' [..., n, 1, d], values' [..., T, d / 32, 1]
-    return (codes.float().unflatten(dim, (-1, BLOCK)) * factor + zero).flatten(dim - 1, dim)
-
-
-quantize_keys, quantize_values = partial(quantize_blocks, dim=-2), partial(quantize_blocks, dim=-1)
-dequantize_keys, dequantize_values = partial(dequantize_blocks, dim=-2), partial(dequantize_blocks, dim=-1)
+    factor, zero = scale.float().split(1, -2)  # [..., n, 1, d]
+    return (codes.float().unflatten(-2, (-1, BLOCK)) * factor + zero).flatten(-3, -2)
 
 
 def pack(codes: Tensor, bits: int, width: int = 0) -> Tensor:

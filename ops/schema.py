@@ -31,7 +31,7 @@ FLOATS = "FLOAT32, FLOAT16 or BFLOAT16"
 
 DIFF_ATTENTION = Op(
     "DiffAttention",
-    version=4,
+    version=5,
     names=6,
     inputs=(
         Tensor("query", T),

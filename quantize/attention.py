@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from ..models.layers.attention import Attention
 from ..models.layers.softmax import Arithmetic
 from ..ops.diff_attention_reference import cached, mixed, scores
-from ..ops.kv_cache import BLOCK
 from .scheme import AttentionScheme
 
 
@@ -53,14 +52,14 @@ class LowBitAttention(Arithmetic):
 
     def logits(self, query: Tensor, key: Tensor, scale: float, branch: int) -> Tensor:
         scheme = self.scheme
-        keys = cached(key.float(), query.shape[2], scheme.key_format, scheme.window, BLOCK)
+        keys = cached(key.float(), query.shape[2], scheme.key_format, scheme.window)
         queries = (query.float() * scale).unflatten(1, (key.shape[1], -1))  # [B, G, r, S, d]
         return scores(queries, keys, scheme.query_bits).flatten(1, 2)
 
     def mix(self, probabilities: Tensor, value: Tensor, head_dim: int) -> Tensor:
         scheme, groups = self.scheme, value.shape[1]
         rows = value.float().unflatten(-1, (-1, head_dim)).transpose(2, 3)  # [B, G, w, T, d]
-        values = cached(rows.flatten(1, 2), probabilities.shape[2], scheme.value_format, scheme.window, 1)
+        values = cached(rows.flatten(1, 2), probabilities.shape[2], scheme.value_format, scheme.window)
         shares = probabilities.unflatten(1, (groups, -1))  # [B, G, r, S, T]
         return mixed(shares, values.grouped(groups, rows.shape[2])).flatten(4).flatten(1, 2)
 

@@ -3,13 +3,13 @@
 Buffers of one layer and one sequence; `tokens` is the capacity, Hk the number of heads in the cache, d their width
 (ops/kv_cache.py describes the numbers, ops/diff_attention.py how the operator uses them):
 
-    format      key, value                         key_scale                       value_scale
+    format      key, value                         key_scale, value_scale          key_recent, value_recent
     float       T [Hk, tokens, d]
     fp16        float16 [Hk, tokens, d]
-    int8        int8 [Hk, tokens, d]               float32 [Hk, tokens]            float32 [Hk, tokens]
-    int4, int2  uint8 [Hk, tokens, d * bits / 8]   float16 [Hk, tokens/32, 2, d]   float16 [Hk, tokens, 2, d/32]
+    int8        int8 [Hk, tokens, d]               float32 [Hk, tokens]
+    int4, int2  uint8 [Hk, tokens, d * bits / 8]   float16 [Hk, tokens/32, 2, d]   float16 [Hk, window + 32, d]
 
-int4 and int2 also have key_recent, value_recent: float16 [Hk, window + 32, d]. T is the graph's float type. Keys and
+T is the graph's float type. Keys and
 values may have different formats. With a sliding window, all buffers but the recent ones are rings
 (`kv_cache.ring_rows`).
 """
@@ -81,8 +81,7 @@ def buffers(
         if format == "int8":
             found.append((f"{part}_scale", "float32", (heads, tokens(format))))
         elif BITS[format] < 8:
-            rows = (tokens(format, BLOCK), 2, head_dim) if part == "key" else (tokens(format), 2, head_dim // BLOCK)
-            found.append((f"{part}_scale", "float16", (heads, *rows)))
+            found.append((f"{part}_scale", "float16", (heads, tokens(format, BLOCK), 2, head_dim)))
     for part, format in formats.items():
         if BITS[format] < 8:
             found.append((f"{part}_recent", "float16", (heads, scheme.window + BLOCK, head_dim)))

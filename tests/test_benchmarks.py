@@ -127,6 +127,28 @@ def test_accuracy(trained: Callable[[str], Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_attention(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    page, numbers = tmp_path / "attention.md", tmp_path / "attention.json"
+    names = re.findall(r"<!-- (\w+) -->", (BENCHMARKS.parent / "docs" / "attention.md").read_text())
+    page.write_text("".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in names))
+    models = [str(trained(name)) for name in ("softmax", "diff_v1")]
+    options = ("--quick", "--jobs", "1", "--json", str(numbers), "--markdown", str(page))
+    done = run("attention.py", *options, "--models", *models, "--long", *models)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(numbers.read_text())
+    kl = {(r["what"], r["format"], r["model"]): r["kl"]["value"] for r in found["short"]["results"]}
+    for model in ("Transformer", "DIFF v1"):
+        assert 0 < kl["logits", "8 bits", model] < kl["logits", "6 bits", model]
+        assert 0 < kl["cache", "fp16", model] < kl["cache", "int8", model]
+    # what DIFF loses more at the same bits is the difference of what each loses
+    (loss,) = [row for row in found["short"]["losses"] if row["bits"] == row["first_bits"] == 6]
+    up = {r["model"]: r["ratio"]["value"] for r in found["short"]["results"] if r["format"] == "6 bits"}
+    assert loss["difference"]["value"] == pytest.approx(math.log(up["DIFF v1"] / up["Transformer"]), abs=1e-9)
+    text = page.read_text()
+    assert "\nold\n" not in text and "DIFF v1 at 6 bits − Transformer at 8" in text and "with 4 needles each" in text
+
+
+@pytest.mark.slow
 def test_generate(tmp_path: Path) -> None:
     rows_file = tmp_path / "rows.json"
     arguments = ("--work", str(tmp_path / "work"), "--quick", "--only", "ternary", "--threads", "1")

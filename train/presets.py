@@ -33,9 +33,6 @@ FEW_BITS_FROM_CHECKPOINT = 0.5
 FROM_CHECKPOINT = 0.025
 ATTENTION = "diff_v1"  # the default
 HEAD_NORMS = ("learned", "fixed", "none")
-# Initial values in a model with a learned head norm (docs/training.md): its weight, and the relative size of o_proj
-HEAD_GAIN = 0.1
-O_PROJ_INIT = 0.1
 
 
 @dataclass(frozen=True)
@@ -54,18 +51,21 @@ class Preset:
     accumulate: int
     learning_rate: float
     warmup: int
+    head_gain: (
+        float  # of diff_v1: initial weight of a learned head norm, and relative size of o_proj (docs/training.md)
+    )
 
 
 PRESETS = {
     # Small enough for git: examples/pico.
-    "pico": Preset(1024, 128, 2, 2, 128, 256, 800, 8, 1, 5e-3, 60),
+    "pico": Preset(1024, 128, 2, 2, 128, 256, 800, 8, 1, 5e-3, 60, 0.1),
     # Trains a matched pair in a few minutes on two CPU cores.
-    "tiny": Preset(1024, 128, 4, 2, 256, 128, 1200, 8, 1, 5e-3, 60),
+    "tiny": Preset(1024, 128, 4, 2, 256, 128, 1200, 8, 1, 5e-3, 60, 0.1),
     # The size of the published Diff_NanoGPT: 2.5 M parameters, context 256.
-    "nano": Preset(1024, 256, 3, 4, 640, 256, 3000, 32, 1, 2e-3, 100),
+    "nano": Preset(1024, 256, 3, 4, 640, 256, 3000, 32, 1, 2e-3, 100, 1.0),
     # For a GPU.
-    "small": Preset(4096, 512, 8, 4, 1280, 512, 10000, 64, 1, 1.5e-3, 300),
-    "base": Preset(32768, 768, 14, 6, 2048, 1024, 20000, 32, 8, 6e-4, 1000),
+    "small": Preset(4096, 512, 8, 4, 1280, 512, 10000, 64, 1, 1.5e-3, 300, 1.0),
+    "base": Preset(32768, 768, 14, 6, 2048, 1024, 20000, 32, 8, 6e-4, 1000, 1.0),
 }
 
 
@@ -174,7 +174,9 @@ def train_config(
         "warmup": warmup,
     }
     if head_norm == "learned":
-        options |= {"head_gain": 1.0} if init is not None else {"head_gain": HEAD_GAIN, "o_proj_init": O_PROJ_INIT}
+        options |= (
+            {"head_gain": 1.0} if init is not None else dict.fromkeys(("head_gain", "o_proj_init"), size.head_gain)
+        )
     return TrainConfig(model=model, init=init, **options | changes)
 
 

@@ -39,8 +39,7 @@ const char* copy(const void* from, void* to, int64_t heads, int64_t bytes, int64
 const char* copy_past(const Attention& a, bool keys, cudaStream_t stream) {
   const Side side = side_of(a, keys);
   const int64_t heads = a.batch * a.kv_heads, past = keys ? a.past_key_capacity : a.past_value_capacity;
-  const int64_t row = row_bytes(a, keys), together = side.bits < 8 && keys ? CACHE_BLOCK : 1;
-  const int64_t scale = side.bits == 8 ? 4 : side.bits < 8 ? 4 * (keys ? a.d : a.d / CACHE_BLOCK) : 0;
+  const int64_t row = row_bytes(a, keys), together = scale_tokens(side), scale = scale_bytes(a, side);
   const void* recent = keys ? a.past_key_recent : a.past_value_recent;
   const void* rows = keys ? a.past_key : a.past_value;
   if (const char* wrong = copy(rows, side.rows, heads, past * row, side.capacity * row, stream))
@@ -63,11 +62,11 @@ __global__ void __launch_bounds__(32 * WARPS) append_rows(const Attention a, con
   append_row(a, side, b, part.first + s, row % a.kv_heads, static_cast<int>(threadIdx.x % 32));
 }
 
-/// The scale and the zero point of `count` numbers, `stride` apart; NaN if a number is not finite.
-__device__ float2 scale_and_zero(const __half* x, int64_t count, int64_t stride, float top) {
+/// The scale and the zero point of a block's numbers, `stride` apart; NaN if a number is not finite.
+__device__ float2 scale_and_zero(const __half* x, int64_t stride, float top) {
   float least = to_float(x[0]), most = least;
   bool finite = true;
-  for (int64_t k = 0; k < count; ++k) {
+  for (int64_t k = 0; k < CACHE_BLOCK; ++k) {
     const float y = to_float(x[k * stride]);
     finite = finite && fabsf(y) <= FLT_MAX;
     least = fminf(least, y), most = fmaxf(most, y);
@@ -86,7 +85,6 @@ __device__ unsigned code_of(__half x, float2 by, float top) {
 __global__ void __launch_bounds__(32 * WARPS) append_blocks(const Attention a, const Part part) {
   const Side side = side_of(a, blockIdx.y == 0);
   if (side.bits >= 8) return;
-  const bool keys = side.keys;
   const int64_t head = blockIdx.x, b = head / a.kv_heads, d = a.d, half = d / 2;
   const int64_t past = a.past_length + part.first, all = past + part.steps;
   const int64_t before = quantized_tokens(past, a.window), after = quantized_tokens(all, a.window);
@@ -115,38 +113,23 @@ __global__ void __launch_bounds__(32 * WARPS) append_blocks(const Attention a, c
     const float top = static_cast<float>((1 << bits) - 1);
     const int64_t slot = head * side.capacity + before;
     uint8_t* codes = reinterpret_cast<uint8_t*>(side.rows) + slot * d * bits / 8;
-    __half* scales = reinterpret_cast<__half*>(side.scales) + (keys ? slot / CACHE_BLOCK * 2 * d : slot * 2 * (d / CACHE_BLOCK));
-    if (keys) {
-      for (int64_t at = thread; at < d * bits / 8; at += threads) {  // a byte of each of the 32 tokens
-        const int64_t channel = at / bytes * CACHE_BLOCK + at % bytes;
-        float2 by[4];
+    __half* scales = reinterpret_cast<__half*>(side.scales) + slot / CACHE_BLOCK * 2 * d;
+    for (int64_t at = thread; at < d * bits / 8; at += threads) {  // a byte of each of the 32 tokens
+      const int64_t channel = at / bytes * CACHE_BLOCK + at % bytes;
+      float2 by[4];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          if (k == 8 / bits) break;
-          by[k] = scale_and_zero(group + channel + k * bytes, CACHE_BLOCK, d, top);
-          scales[channel + k * bytes] = from_float<__half>(by[k].x);
-          scales[d + channel + k * bytes] = from_float<__half>(by[k].y);
-        }
-        for (int64_t t = 0; t < CACHE_BLOCK; ++t) {
-          unsigned byte = 0;
-#pragma unroll
-          for (int k = 0; k < 4; ++k)
-            if (k < 8 / bits) byte |= code_of(group[t * d + channel + k * bytes], by[k], top) << k * bits;
-          codes[t * (d * bits / 8) + at] = static_cast<uint8_t>(byte);
-        }
+      for (int k = 0; k < 4; ++k) {
+        if (k == 8 / bits) break;
+        by[k] = scale_and_zero(group + channel + k * bytes, d, top);
+        scales[channel + k * bytes] = from_float<__half>(by[k].x);
+        scales[d + channel + k * bytes] = from_float<__half>(by[k].y);
       }
-    } else {
-      for (int64_t at = thread; at < d; at += threads) {  // 32 channels of a token
-        const int64_t t = at / (d / CACHE_BLOCK), g = at % (d / CACHE_BLOCK);
-        const __half* x = group + t * d + g * CACHE_BLOCK;
-        const float2 by = scale_and_zero(x, CACHE_BLOCK, 1, top);
-        scales[t * 2 * (d / CACHE_BLOCK) + g] = from_float<__half>(by.x);
-        scales[(t * 2 + 1) * (d / CACHE_BLOCK) + g] = from_float<__half>(by.y);
-        for (int byte = 0; byte < bytes; ++byte) {
-          unsigned packed = 0;
-          for (int k = 0; k < 8 / bits; ++k) packed |= code_of(x[byte + k * bytes], by, top) << k * bits;
-          codes[t * (d * bits / 8) + g * bytes + byte] = static_cast<uint8_t>(packed);
-        }
+      for (int64_t t = 0; t < CACHE_BLOCK; ++t) {
+        unsigned byte = 0;
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+          if (k < 8 / bits) byte |= code_of(group[t * d + channel + k * bytes], by[k], top) << k * bits;
+        codes[t * (d * bits / 8) + at] = static_cast<uint8_t>(byte);
       }
     }
     for (int64_t begin = 0; begin < (past - after) * d; begin += threads) {  // to lower addresses: a chunk is read, then written
@@ -226,9 +209,9 @@ struct Window {
     for (const bool of_keys : {true, false}) {
       Place& place = of_keys ? keys : values;
       const Side side = side_of(a, of_keys);
-      place.together = side.bits < 8 && of_keys ? CACHE_BLOCK : 1;
+      place.together = scale_tokens(side);
       place.row = row_bytes(a, of_keys);
-      place.scale = side.bits == 8 ? 4 : side.bits < 8 ? 4 * (of_keys ? a.d : a.d / CACHE_BLOCK) : 0;
+      place.scale = scale_bytes(a, side);
       place.rows = take(heads * room * place.row);
       place.scales = take(heads * room / place.together * place.scale);
     }

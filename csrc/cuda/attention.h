@@ -81,6 +81,12 @@ __host__ __device__ inline int64_t row_bytes(const Attention& a, bool keys) {
   return side.bits == 16 && side.type == ort::FLOAT32 ? a.d * 4 : a.d * side.bits / 8;
 }
 
+/// How many of a sub-head's tokens share scales, and the bytes of these.
+__host__ __device__ inline int64_t scale_tokens(const Side& side) { return side.bits < 8 ? CACHE_BLOCK : 1; }
+__host__ __device__ inline int64_t scale_bytes(const Attention& a, const Side& side) {
+  return side.bits == 16 ? 0 : side.bits == 8 ? sizeof(float) : 2 * a.d * sizeof(__half);
+}
+
 __device__ __forceinline__ float nan_number() { return __int_as_float(0x7fffffff); }
 
 /// Number i of a tensor of any float type.

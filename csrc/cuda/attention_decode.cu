@@ -67,7 +67,7 @@ Plan fast_plan(const Attention& a) {
 template <int D, bool WIDE>
 Plan int4_plan() {
   using G = Int4<D, WIDE>;
-  static_assert(G::SLOTS * G::SLOT >= ROWS * (G::CHANNELS + 16) * 4, "a warp's sums fit");
+  static_assert(G::SLOTS * G::SLOT >= ROWS * G::CHANNELS * 4, "a warp's sums fit");
   return ring_plan(decode_int4<D, WIDE>, G::QUERIES, G::SLOTS * G::SLOT, CACHE_BLOCK);
 }
 

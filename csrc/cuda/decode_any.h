@@ -15,9 +15,8 @@ constexpr int ANY_EACH = 2 * ATTENTION_MOST_D / ANY_THREADS;  // channels of a t
 /// A token's row of a sub-head, in any type of cache.
 struct Token {
   const char* x;
-  const __half* scales;  // then zero points; null if the row has none
-  int64_t zeros;         // their offset from the scales
-  int shift;             // channels that share a scale, as a power of 2
+  const __half* scales;  // of the channels, then zero points; null if they have none
+  int64_t d;
   int bits;
   int64_t type;
   float scale;           // of the row
@@ -32,14 +31,14 @@ struct Token {
   }
   /// Number i without the row's scale.
   __device__ float at(int64_t i) const {
-    return scales ? code(i) * to_float(scales[i >> shift]) + to_float(scales[zeros + (i >> shift)]) : code(i);
+    return scales ? code(i) * to_float(scales[i]) + to_float(scales[d + i]) : code(i);
   }
 };
 
 __device__ __forceinline__ Token token_of(const Attention& a, const Side& side, int64_t head, int64_t t,
                                           int64_t after) {
   Token token;
-  token.scales = nullptr, token.zeros = 0, token.shift = 0, token.scale = 1;
+  token.scales = nullptr, token.d = a.d, token.scale = 1;
   if (side.bits < 8 && t >= after) {
     token.x = reinterpret_cast<const char*>(side.recent + (head * (a.window + CACHE_BLOCK) + t - after) * a.d);
     token.bits = 16, token.type = ort::FLOAT16;
@@ -49,11 +48,7 @@ __device__ __forceinline__ Token token_of(const Attention& a, const Side& side, 
   token.bits = side.bits, token.type = side.type;
   token.x = side.rows + slot * (side.bits == 16 && side.type == ort::FLOAT32 ? a.d * 4 : a.d * side.bits / 8);
   if (side.bits == 8) token.scale = reinterpret_cast<const float*>(side.scales)[slot];
-  if (side.bits < 8) {
-    token.zeros = side.keys ? a.d : a.d / CACHE_BLOCK;
-    token.shift = side.keys ? 0 : 5;
-    token.scales = reinterpret_cast<const __half*>(side.scales) + (side.keys ? slot / CACHE_BLOCK : slot) * 2 * token.zeros;
-  }
+  if (side.bits < 8) token.scales = reinterpret_cast<const __half*>(side.scales) + slot / CACHE_BLOCK * 2 * a.d;
   return token;
 }
 

@@ -1,10 +1,9 @@
 // decode_int4: a cache of 4 bits on tensor cores (attention_decode.cu describes the method).
 //
 // It computes the quantized tokens; decode_fast computes the recent ones, as a cache of __half. A tile is a block of 32 tokens:
-//     logit = sum_i (q_i scale_i) code_i + q . zeros        out = sum_t (p_t scale_t) code_t + sum_t p_t zero_t
-// Products q scale are two __half (the loss for small ones does not change a logit), products p scale, of any size, are two
-// __nv_bfloat16, and the sum with the zero points is a separate product, whose rows are the scales and zero points of a
-// token.
+//     logit = sum_i (q_i scale_i) code_i + q . zeros        out_i = scale_i sum_t p_t code_ti + zero_i sum_t p_t
+// Products q scale are two __half (the loss for small ones does not change a logit), shares p, also very small ones, two
+// __nv_bfloat16. A tile's products of shares and codes are multiplied by the scales as they are added to the output.
 #pragma once
 
 #include "decode_fast.h"
@@ -18,10 +17,8 @@ struct Int4 {
   static constexpr int BYTES = CHANNELS / 2;  // of a token
   static constexpr int CHUNKS = BYTES / 16;   // of 32 channels
   static constexpr int TILE = static_cast<int>(CACHE_BLOCK) * BYTES;
-  static constexpr int KEY_SCALES = 4 * CHANNELS;
-  static constexpr int VALUE_SCALES = CHANNELS / 8 < 16 ? 16 : CHANNELS / 8;  // of a token
-  static constexpr int MASK = 8 * static_cast<int>(CACHE_BLOCK);
-  static constexpr int SLOT = TILE + (KEY_SCALES + MASK > 32 * VALUE_SCALES ? KEY_SCALES + MASK : 32 * VALUE_SCALES);
+  static constexpr int SCALES = 4 * CHANNELS;  // and zero points
+  static constexpr int SLOT = TILE + SCALES + 8 * static_cast<int>(CACHE_BLOCK);  // keys: and the mask
   static constexpr int SLOTS = CHANNELS == 256 ? 3 : 4;
   static constexpr int QUERY = CHANNELS + 16;  // floats: two rows are in different banks
   static constexpr int QUERIES = ROWS * QUERY * 4;
@@ -68,7 +65,7 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Int4<D, WIDE>::BLOCKS)
   const int64_t begin = split * cut.span, end = min(begin + cut.span, cut.end), in_split = (end - begin) / TOKENS;
   const int tiles = static_cast<int>(in_split > warp ? divide_up(in_split - warp, warps) : 0);
 
-  // Lane l copies chunk l % CHUNKS of tokens l / CHUNKS, ..., the values' scales of token l, and mask l
+  // Lane l copies chunk l % CHUNKS of tokens l / CHUNKS, ..., 16 bytes of scales, and mask l
   const int chunk_ = lane % G::CHUNKS, token_ = lane / G::CHUNKS;
   constexpr int ROW = D / 2;  // bytes of a sub-head's token
   const auto chunk_of = [&](const void* rows_, int64_t slots) {
@@ -77,41 +74,34 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Int4<D, WIDE>::BLOCKS)
   const char* const key_rows = chunk_of(a.present_key, a.key_capacity);
   const char* const value_rows = chunk_of(a.present_value, a.value_capacity);
   const int64_t* const mask = static_cast<const int64_t*>(a.attention_mask) + b * a.mask_row + lane;
-  const int64_t next_values = a.value_capacity * (D / 8), next_keys = a.key_capacity / CACHE_BLOCK * (4 * D);  // sub-head
+  const int64_t next_keys = a.key_capacity / CACHE_BLOCK * (4 * D), next_values = a.value_capacity / CACHE_BLOCK * (4 * D);
   const char* const key_scales = static_cast<const char*>(a.present_key_scale) + head * next_keys;
-  const char* const value_scales = static_cast<const char*>(a.present_value_scale) + head * next_values + lane * (D / 8);
+  const char* const value_scales = static_cast<const char*>(a.present_value_scale) + head * next_values;
 
-  const auto load = [&](const char* from, unsigned char* slot) {
+  // next: bytes from the scales of a sub-head to those of the next one
+  const auto load = [&](const char* rows_, const char* scales_, int64_t next, int64_t first, unsigned char* slot) {
 #pragma unroll
     for (int k = 0; k < G::CHUNKS; ++k) {
       constexpr int TOGETHER = 32 / G::CHUNKS;
-      copy_async16(slot + G::place(token_ + k * TOGETHER, chunk_), from + k * TOGETHER * ROW);
+      copy_async16(slot + G::place(token_ + k * TOGETHER, chunk_), rows_ + (first + k * TOGETHER) * ROW);
+    }
+    const char* from = scales_ + first / CACHE_BLOCK * (4 * D);
+#pragma unroll
+    for (int k = 0; k < (G::SCALES + 511) / 512; ++k) {
+      const int i = 16 * lane + 512 * k;
+      if (i < G::SCALES) copy_async16(slot + G::TILE + i, from + (i / (4 * D) ? next : 0) + i % (4 * D));
     }
   };
   const auto first_of = [&](int tile) { return begin + (static_cast<int64_t>(tile) * warps + warp) * TOKENS; };
   const auto start_keys = [&](int tile, unsigned char* slot) {
     if (tile < tiles) {
-      const int64_t first = first_of(tile);
-      load(key_rows + first * ROW, slot);
-      const char* from_ = key_scales + first / CACHE_BLOCK * (4 * D);
-#pragma unroll
-      for (int k = 0; k < (G::KEY_SCALES + 511) / 512; ++k) {
-        const int i = 16 * lane + 512 * k;
-        if (i < G::KEY_SCALES) copy_async16(slot + G::TILE + i, from_ + (i / (4 * D) ? next_keys : 0) + i % (4 * D));
-      }
-      copy_async<8>(slot + G::TILE + G::KEY_SCALES + 8 * lane, mask + first);
+      load(key_rows, key_scales, next_keys, first_of(tile), slot);
+      copy_async<8>(slot + G::TILE + G::SCALES + 8 * lane, mask + first_of(tile));
     }
     copy_async_commit();
   };
   const auto start_values = [&](int tile, unsigned char* slot) {
-    if (tile < tiles) {
-      const int64_t first = first_of(tile);
-      load(value_rows + first * ROW, slot);
-      const char* from_ = value_scales + first * (D / 8);
-#pragma unroll
-      for (int k = 0; k < CHANNELS / 8; k += 8)
-        copy_async<8>(slot + G::TILE + lane * G::VALUE_SCALES + k, from_ + (k / (D / 8) ? next_values : 0) + k % (D / 8));
-    }
+    if (tile < tiles) load(value_rows, value_scales, next_values, first_of(tile), slot);
     copy_async_commit();
   };
 #pragma unroll
@@ -132,17 +122,20 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Int4<D, WIDE>::BLOCKS)
   }
   __syncthreads();
 
-  float sums[CHANNELS / 16][4] = {}, of_zeros[4] = {}, s[8], most = -infinity(), total = 0;
+  float sums[CHANNELS / 16][4] = {}, s[8], most = -infinity(), total = 0;
   const float scale = scales[g];
 
+  /// The scales of a chunk's channels; their zero points are D further.
+  const auto scales_of = [&](const unsigned char* slot, int chunk) {
+    return reinterpret_cast<const __half*>(slot + G::TILE) + chunk / OF_HEAD * D + TOKENS * chunk;
+  };
   const auto logits = [&](const unsigned char* slot) {
     float c[4][4] = {}, offset = 0;
 #pragma unroll
     for (int chunk = 0; chunk < G::CHUNKS; ++chunk) {
       uint32_t x[4];
       load_matrix_x4(x, slot + G::place(lane, chunk));
-      const int second = chunk / OF_HEAD;
-      const __half* key_scale = reinterpret_cast<const __half*>(slot + G::TILE) + second * D + TOKENS * chunk;
+      const __half* key_scale = scales_of(slot, chunk);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int at = 16 * half + 4 * t;
@@ -166,7 +159,7 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Int4<D, WIDE>::BLOCKS)
     offset += __shfl_xor_sync(0xffffffffu, offset, 2);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint4 mask = *reinterpret_cast<const uint4*>(slot + G::TILE + G::KEY_SCALES + 8 * (8 * i + 2 * t));
+      const uint4 mask = *reinterpret_cast<const uint4*>(slot + G::TILE + G::SCALES + 8 * (8 * i + 2 * t));
       s[2 * i] = mask.x | mask.y ? (c[i][0] + c[i][2] + offset) * scale : -infinity();
       s[2 * i + 1] = mask.z | mask.w ? (c[i][1] + c[i][3] + offset) * scale : -infinity();
     }
@@ -178,62 +171,52 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Int4<D, WIDE>::BLOCKS)
     for (int i = 0; i < 8; ++i) next = fmaxf(next, s[i]);
     next = fmaxf(next, __shfl_xor_sync(0xffffffffu, next, 1));
     next = fmaxf(next, __shfl_xor_sync(0xffffffffu, next, 2));
+    const auto of_rows = [&](float x, int i) { return __shfl_sync(0xffffffffu, x, 8 * t + 4 * i); };  // row 2 t + i
     if (__any_sync(0xffffffffu, next > most)) {
-      const float factor = exp2_approx(most - level(next));
-      const float factors[2] = {__shfl_sync(0xffffffffu, factor, 8 * t), __shfl_sync(0xffffffffu, factor, 8 * t + 4)};
+      const float factor = exp2_approx(most - level(next)), factors[2] = {of_rows(factor, 0), of_rows(factor, 1)};
       total *= factor;
       most = next;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        of_zeros[i] *= factors[i % 2];
+      for (int i = 0; i < 4; ++i)
 #pragma unroll
         for (int k = 0; k < CHANNELS / 16; ++k) sums[k][i] *= factors[i % 2];
-      }
     }
+    float share = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       shares[i] = exp2_approx(s[i] - level(most));
-      total += shares[i];
+      share += shares[i];
     }
-    const unsigned char* own_scales = slot + G::TILE;
+    share += __shfl_xor_sync(0xffffffffu, share, 1);
+    share += __shfl_xor_sync(0xffffffffu, share, 2);
+    total += share;
+    const float weights[2] = {of_rows(share, 0), of_rows(share, 1)};
+    uint32_t high[4], low[4];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {  // 16 tokens
-      uint32_t zero[4] = {}, high[2], low[2];
-      halve<__half>(shares[4 * i], shares[4 * i + 1], high[0], low[0]);
-      halve<__half>(shares[4 * i + 2], shares[4 * i + 3], high[1], low[1]);
-      if constexpr (CHANNELS == 256) {
-        load_matrix_x4_transposed(
-            zero, own_scales + (16 * i + lane / 16 * 8 + lane % 8) * G::VALUE_SCALES + lane / 8 % 2 * 16);
-      } else {
-        uint32_t x[2];
-        load_matrix_x2_transposed(x, own_scales + (16 * i + lane % 16) * G::VALUE_SCALES);
-        zero[0] = x[0], zero[2] = x[1];
-      }
-      mma<__half>(of_zeros, zero, high);
-      mma<__half>(of_zeros, zero, low);
-    }
+    for (int i = 0; i < 4; ++i) halve<__nv_bfloat16>(shares[2 * i], shares[2 * i + 1], high[i], low[i]);
 #pragma unroll
     for (int chunk = 0; chunk < G::CHUNKS; ++chunk) {
-      const int second = chunk / OF_HEAD;
-      uint32_t x[4], high[4], low[4], value[4];
+      uint32_t x[4], value[4];
       load_matrix_x4_transposed(x, slot + G::place(lane, chunk));
+      const __half* value_scale = scales_of(slot, chunk);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const unsigned char* own = own_scales + (8 * i + 2 * t) * G::VALUE_SCALES + 2 * (chunk + second * OF_HEAD);
-        const float one = to_float(*reinterpret_cast<const __half*>(own));
-        const float other = to_float(*reinterpret_cast<const __half*>(own + G::VALUE_SCALES));
-        halve<__nv_bfloat16>(shares[2 * i] * one, shares[2 * i + 1] * other, high[i], low[i]);
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
+      for (int half = 0; half < 2; ++half) {
+        float c[4] = {};  // channels 2 g (0, 1) and 2 g + 1 (2, 3), of rows 2 t and 2 t + 1
 #pragma unroll
         for (int i = 0; i < 4; i += 2) {
           nibbles<__nv_bfloat16>(x[i], half, 0x4240, 0x4341, value[0], value[1]);
           nibbles<__nv_bfloat16>(x[i + 1], half, 0x4240, 0x4341, value[2], value[3]);
           const uint32_t more[2] = {high[i], high[i + 1]}, less[2] = {low[i], low[i + 1]};
-          mma<__nv_bfloat16>(sums[2 * chunk + half], value, more);
-          mma<__nv_bfloat16>(sums[2 * chunk + half], value, less);
+          mma<__nv_bfloat16>(c, value, more);
+          mma<__nv_bfloat16>(c, value, less);
         }
+        const int at = 16 * half + 2 * g;
+        const float2 scale = unpack2<__half>(*reinterpret_cast<const uint32_t*>(value_scale + at));
+        const float2 zero = unpack2<__half>(*reinterpret_cast<const uint32_t*>(value_scale + D + at));
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          sums[2 * chunk + half][i] += c[i] * (i < 2 ? scale.x : scale.y) + weights[i % 2] * (i < 2 ? zero.x : zero.y);
+      }
     }
   };
 
@@ -254,25 +237,19 @@ __global__ void __launch_bounds__(32 * FAST_WARPS, Int4<D, WIDE>::BLOCKS)
     mix(slot);
     next();
   }
-  total += __shfl_xor_sync(0xffffffffu, total, 1);
-  total += __shfl_xor_sync(0xffffffffu, total, 2);
   copy_async_wait<0>();
   __syncthreads();
 
-  float *all = reinterpret_cast<float*>(shared), *zeros = all + warps * ROWS * CHANNELS;  // [warps, ROWS, 16]
+  float* all = reinterpret_cast<float*>(shared);
   if (t == 0) mosts[warp][g] = most, shares_of[warp][g] = total;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int r = warp * ROWS + 2 * t + i % 2;
-    zeros[r * 16 + g + i / 2 * 8] = of_zeros[i];
+  for (int i = 0; i < 4; ++i)
 #pragma unroll
-    for (int k = 0; k < CHANNELS / 16; ++k) all[r * CHANNELS + 16 * k + 2 * g + i / 2] = sums[k][i];
-  }
+    for (int k = 0; k < CHANNELS / 16; ++k)
+      all[(warp * ROWS + 2 * t + i % 2) * CHANNELS + 16 * k + 2 * g + i / 2] = sums[k][i];
   __syncthreads();
-  leave<CHANNELS>(a, cut, first_row, rows, warps, mosts, shares_of, [&](int w, int r, int channel) {
-    const int at = w * ROWS + r, of_channels = channel / TOKENS;
-    return all[at * CHANNELS + channel] + zeros[at * 16 + of_channels + (of_channels / OF_HEAD + 1) * OF_HEAD];
-  });
+  leave<CHANNELS>(a, cut, first_row, rows, warps, mosts, shares_of,
+                  [&](int w, int r, int channel) { return all[(w * ROWS + r) * CHANNELS + channel]; });
 }
 
 }  // namespace

@@ -240,18 +240,6 @@ __device__ __forceinline__ void load_matrix_x2(uint32_t (&r)[2], const void* row
 #endif
 }
 
-__device__ __forceinline__ void load_matrix_x2_transposed(uint32_t (&r)[2], const void* row) {
-#ifdef __CUDACC__
-  const unsigned from = static_cast<unsigned>(__cvta_generic_to_shared(row));
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-               : "=r"(r[0]), "=r"(r[1])
-               : "r"(from)
-               : "memory");
-#else
-  emulate::load_matrix(r, 2, row, true);
-#endif
-}
-
 /// c += a b with a [16, 16] and b [16, 8] of T (__half or __nv_bfloat16), c [16, 8] float. Lane 4 g + t holds
 ///     a[0] rows g, columns 2t, 2t + 1     a[1] rows g + 8     a[2] columns + 8     a[3] both
 ///     b[0] rows 2t, 2t + 1, column g      b[1] rows + 8

@@ -2,8 +2,6 @@
 
 #include <cstring>
 
-#include "layouts.h"
-
 namespace diffbit {
 namespace {
 
@@ -26,8 +24,8 @@ constexpr Names VALUES = {Schema::PAST_VALUE,    Schema::PAST_VALUE_SCALE,    Sc
 bool shared(const Tensor& past, const Tensor& present) { return past.size() > 0 && past.data == present.data; }
 
 /// Throws for inputs that do not fit `bits`.
-CacheTensors past_of(const Context& context, const Names& names, bool keys, const Tensor& fresh, int bits,
-                     int64_t batch, int64_t kv_heads, int64_t d, int64_t window, int64_t ring) {
+CacheTensors past_of(const Context& context, const Names& names, const Tensor& fresh, int bits, int64_t batch,
+                     int64_t kv_heads, int64_t d, int64_t window, int64_t ring) {
   CacheTensors cache{};
   cache.fresh = fresh;
   cache.bits = bits;
@@ -54,12 +52,10 @@ CacheTensors past_of(const Context& context, const Names& names, bool keys, cons
   if (static_cast<bool>(recent) != blocks)
     throw Error("%s is %s, wanted exactly where the cache is int4 or int2", recent.name, recent ? "given" : "missing");
   if (bits == 8) scale.expect({batch, kv_heads, capacity});
-  if (blocks && keys) scale.expect({batch, kv_heads, capacity / CACHE_BLOCK, 2, d});
-  if (blocks && !keys) scale.expect({batch, kv_heads, capacity, 2, d / CACHE_BLOCK});
+  if (blocks) scale.expect({batch, kv_heads, capacity / CACHE_BLOCK, 2, d});
   if (blocks) recent.expect({batch, kv_heads, window + CACHE_BLOCK, d});
   cache.past_capacity = capacity;
   cache.ring = ring;
-  cache.scale_tokens = blocks && keys ? CACHE_BLOCK : 1;
   return cache;
 }
 
@@ -87,7 +83,7 @@ void bind(Context& context, const Names& names, CacheTensors& cache, int64_t tok
   if (cache.bits == 16) {
     refuse(names.present_scale, "int8, int4 or int2");
   } else {
-    cache.present_scale = output(names.present_scale, scale, cache.capacity / cache.scale_tokens);
+    cache.present_scale = output(names.present_scale, scale, cache.capacity / cache.scale_tokens());
     if (scale.size() > 0 && cache.in_place != (scale.data == cache.present_scale.data))
       throw Error("%s and %s must share their memory with the outputs both or neither", past.name, scale.name);
   }
@@ -165,11 +161,11 @@ AttentionTensors AttentionNode::tensors(Context& context) const {
                 heads_of.shape_text().c_str(), number(sub_heads), number(ATTENTION_MOST_D));
   query.expect({batch, length, query_heads() * d});
   if (of.appends) value.expect({batch, length, kv_heads * d});
-  const auto side = [&](const Names& names, bool keys, const Tensor& fresh, int bits) {
-    return past_of(context, names, keys, fresh, bits, batch, kv_heads, d, window, ring_rows(sliding_window, bits));
+  const auto side = [&](const Names& names, const Tensor& fresh, int bits) {
+    return past_of(context, names, fresh, bits, batch, kv_heads, d, window, ring_rows(sliding_window, bits));
   };
-  of.keys = side(KEYS, true, key, key_bits);
-  of.values = side(VALUES, false, value, value_bits);
+  of.keys = side(KEYS, key, key_bits);
+  of.values = side(VALUES, value, value_bits);
   if (of.keys.blockwise() == of.values.blockwise() && of.appends)
     of.values.past.expect({batch, kv_heads, of.keys.past_capacity, of.values.past.shape[3]});
   past_length.expect({1});

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "generated/schema.h"
+#include "layouts.h"
 #include "op.h"
 
 namespace diffbit {
@@ -18,13 +19,13 @@ struct CacheTensors {
   Tensor past, past_scale, past_recent;
   Tensor present, present_scale, present_recent;
   int bits;
-  int64_t scale_tokens;  // number of tokens that share a scale
   int64_t past_capacity, capacity;
   int64_t ring;  // rows of a sliding window's cache, which is its capacity; else 0
   bool in_place, recent_in_place;  // past and present are the same memory
 
-  /// Blocks of 32 numbers with a scale and a zero point.
+  /// Blocks of 32 tokens of a channel with a scale and a zero point.
   bool blockwise() const { return bits < 8; }
+  int64_t scale_tokens() const { return blockwise() ? CACHE_BLOCK : 1; }  // tokens that share a scale
 };
 
 struct AttentionTensors {

@@ -17,7 +17,7 @@ constexpr int64_t CONV_MOST_WIDTH = 64;  // limit, because a thread's stack hold
 
 constexpr int64_t SCAN_MOST_STATES = 256;  // limit, because a GPU thread keeps a channel's states
 
-constexpr int64_t CACHE_BLOCK = 32;        // tokens that share a key's scale, channels that share a value's
+constexpr int64_t CACHE_BLOCK = 32;        // tokens of a channel that share a scale
 constexpr int64_t ATTENTION_MOST_D = 512;  // limit, because a row must fit on a thread's stack
 
 }  // namespace diffbit

@@ -189,7 +189,7 @@ def test_the_graph_and_its_buffers(artifact_of: Maker, attention: str) -> None:
             Buffer("key", "int8", (heads, "tokens", 32), "native"),
             Buffer("value", "uint8", (heads, "tokens", 16), "native"),
             Buffer("key_scale", "float32", (heads, "tokens"), "native"),
-            Buffer("value_scale", "float16", (heads, "tokens", 2, 1), "native"),
+            Buffer("value_scale", "float16", (heads, "tokens/32", 2, 32), "native"),
             Buffer("value_recent", "float16", (heads, 64, 32), "native"),
         ),
     )
@@ -230,10 +230,10 @@ def test_buffers_in_place_and_growing(artifact_of: Maker) -> None:
     assert [value.data_ptr() for value in session._binding.get_outputs()[1:]] == pointers
     growing = runtime.Session(artifact, threads=1, native=False)
     growing.prefill(tokens(1, 70).numpy())
-    assert [value.shape()[2] for value in growing._past[:6]] == [32, 32, 1, 32, 64, 64]
+    assert [value.shape()[2] for value in growing._past[:6]] == [32, 32, 1, 1, 64, 64]
     for _ in range(26):
         growing.step([[3]])
-    assert [value.shape()[2] for value in growing._past[:6]] == [64, 64, 2, 64, 64, 64]
+    assert [value.shape()[2] for value in growing._past[:6]] == [64, 64, 2, 2, 64, 64]
 
 
 @pytest.mark.parametrize("formats", [("int4", "int4"), ("int8", "int4"), (None, "int2")])

@@ -276,7 +276,7 @@ def broken_grids() -> Iterator[Broken]:
     node = attention(case)
     x = {name: array for name, array in node.inputs.items() if array is not None}
     narrow = {name: x[name][..., : x[name].shape[-1] // 2] for name in ("query", "key", "value", "cos", "sin")}
-    uneven = {name: x[name][:, :, 32:] for name in ("past_value", "past_value_scale")}
+    uneven = {"past_value": x["past_value"][:, :, 32:], "past_value_scale": x["past_value_scale"][:, :, 1:]}
     ceiling = "wanted 0 to 127, the capacity of past_key and its recent tokens"
     for name, sentence, changes in (
         ("d_16", "past_key holds 16 numbers a token, wanted a multiple of 32 where key_bits is 4", narrow),
@@ -301,9 +301,9 @@ def broken_grids() -> Iterator[Broken]:
             {"past_key_scale": x["past_key_scale"][:, :, 1:]},
         ),
         (
-            "grids_of_keys",
-            r"past_value_scale is \[2, 2, 2, 2, 32\], wanted \[2, 2, 64, 2, 1\]",
-            {"past_value_scale": x["past_key_scale"]},
+            "grids_of_tokens",  # those of version 4
+            r"past_value_scale is \[2, 2, 64, 2, 1\], wanted \[2, 2, 2, 2, 32\]",
+            {"past_value_scale": np.zeros((2, 2, 64, 2, 1), np.float16)},
         ),
         (
             "recent_short",

@@ -19,9 +19,10 @@ __global__ void product(const __half* a, const __half* b, float* c) {
   copy_async_commit();
   copy_async_wait<0>();
   __syncthreads();
-  uint32_t left[4], right[2];
+  uint32_t left[4], both[4];
   load_matrix_x4(left, tiles + 16 * (lane % 16) + 8 * (lane / 16));
-  load_matrix_x2_transposed(right, tiles + 256 + 8 * (lane % 16));
+  load_matrix_x4_transposed(both, tiles + 256 + 8 * (lane % 16));  // the second two matrices are the first
+  const uint32_t right[2] = {both[0], both[1]};
   float sums[4] = {};
   mma<__half>(sums, left, right);
   const int g = lane / 4, t = lane % 4;

@@ -77,13 +77,13 @@ class AttentionCase:
         return -(-self.sliding_window // 32) * 32 if bits < 8 else self.sliding_window
 
     def held(self, present: str) -> int:
-        """Slots of an output that hold tokens (or blocks of them, for scales of keys), along its third dimension."""
+        """Slots of an output that hold tokens (or blocks of them, for scales), along its third dimension."""
         bits = self.key_bits if "key" in present else self.value_bits
         quantized = self.total if bits >= 8 else self.quantized(self.total)
         if present.endswith("recent"):
             return self.total - quantized
         held = min(quantized, self.ring(bits)) if self.sliding_window else quantized
-        return held // 32 if present == "present_key_scale" and bits < 8 else held
+        return held // 32 if present.endswith("scale") and bits < 8 else held
 
     def inputs(self) -> dict[str, torch.Tensor | None]:
         """Random inputs in the op's order, None those that the node has no use for.
@@ -100,7 +100,7 @@ class AttentionCase:
             buffer[:, :, : filled.shape[2]] = filled
             return buffer
 
-        def cache(bits: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        def cache(bits: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
             heads, ring = (self.batch, self.kv_heads), self.ring(bits)
             tokens_held = self.total if self.query_only else self.past
             capacity = ring or (tokens_held if self.beyond is None else self.total + self.beyond)
@@ -116,12 +116,12 @@ class AttentionCase:
             if ring:
                 past, capacity = min(past, ring), ring
             codes = torch.randint(256, (*heads, capacity, self.d * bits // 8), generator=g).to(torch.uint8)
-            shape = (*heads, past // tokens, self.d * tokens // 32)
+            shape = (*heads, past // 32, self.d)
             scales = (torch.rand(shape, generator=g) + 0.5) * 4 / (2**bits - 1)
             zeros = torch.rand(shape, generator=g) - 2.5
-            both = torch.stack((scales, zeros), 3).half()  # [B, Hk, C / tokens, 2, d / 32 * tokens]
+            both = torch.stack((scales, zeros), 3).half()  # [B, Hk, C / 32, 2, d]
             recent = torch.randn(*heads, tokens_held - quantized, self.d, generator=g).half()
-            return codes, poisoned(both, capacity // tokens), poisoned(recent, self.window + 32)
+            return codes, poisoned(both, capacity // 32), poisoned(recent, self.window + 32)
 
         mask = torch.ones(self.batch, self.total, dtype=torch.int64)
         if self.padding == "left":
@@ -137,12 +137,12 @@ class AttentionCase:
         if self.key_bits < 16 and self.steps:
             key[:, 0, : self.d] = 0  # a row of zeros has scale 0
         if self.value_bits < 16 and self.steps:
-            value[:, -1, : self.d] = 0.5  # and so has a block of equal numbers
+            value[:, :, : self.d : 3] = 0.5  # and so has a block of equal numbers
         lam = torch.rand(lam_shape, generator=g) if self.branches == 2 else None
         if self.query_only:
             key = value = None
-        past_key, past_key_scale, past_key_recent = cache(self.key_bits, 32)
-        past_value, past_value_scale, past_value_recent = cache(self.value_bits, 1)
+        past_key, past_key_scale, past_key_recent = cache(self.key_bits)
+        past_value, past_value_scale, past_value_recent = cache(self.value_bits)
         inputs = {
             "query": query,
             "key": key,

@@ -56,7 +56,7 @@ class Tokens:
             return
         scale = x[f"past_{name}_scale"][b, head]
         if ring:
-            blocks = 32 if self.bits < 8 and name == "key" else 1
+            blocks = 32 if self.bits < 8 else 1
             scale = np.resize(scale, (max(held, ring) // blocks, *scale.shape[1:]))
         if self.bits == 8:
             self.codes = {t: (past[t], scale[t], np.float32(0)) for t in range(held)}
@@ -68,19 +68,14 @@ class Tokens:
         self.floats = {t: row.astype(np.float16) for t, row in self.floats.items()}
         self.floats |= {t: recent[t - before] for t in range(before, held)}
         for t in range(before):
-            step, point = scale[t // 32] if name == "key" else np.repeat(scale[t], 32, axis=1)
-            self.codes[t] = self.unpacked(past[t]), step, point
+            self.codes[t] = self.unpacked(past[t]), *scale[t // 32]
         for first in range(before, case.quantized(case.total), 32):
             block = np.stack([self.floats[t] for t in range(first, first + 32)])  # [32, d]
+            step, point = (np.array(part) for part in zip(*(self.grid(block[:, c]) for c in range(d)), strict=True))
             for i in range(32):
-                parts = []
-                for c in range(d):
-                    step, point = self.grid(
-                        block[:, c] if name == "key" else block[i, c // 32 * 32 : c // 32 * 32 + 32]
-                    )
-                    code = (np.float32(block[i, c]) - np.float32(point)) / (np.float32(step) or np.float32(1))
-                    parts.append((min(max(np.round(code), 0), 2**self.bits - 1), step, point))
-                self.codes[first + i] = tuple(np.array(part) for part in zip(*parts, strict=True))
+                parts = zip(block[i], step, point, strict=True)
+                codes = [(np.float32(x) - np.float32(low)) / (np.float32(by) or np.float32(1)) for x, by, low in parts]
+                self.codes[first + i] = np.clip(np.round(codes), 0, 2**self.bits - 1), step, point
 
     def unpacked(self, row: np.ndarray) -> np.ndarray:
         codes = []
@@ -309,10 +304,10 @@ def test_a_grid_with_no_finite_step_is_nan(odd: float, isa: str) -> None:
     x["key"][0, 2, 5] = x["value"][0, 2, 64 + 40] = odd  # token 62, of the second group
     got, wanted = run(case, arrays(x), isa), [tensor.numpy() for tensor in call_reference(case, x)]
     assert_same_cache(case, got[1:], wanted[1:])
-    key_grids, value_grids = got[3][:, :, :2], got[4][:, :, :64]
+    key_grids, value_grids = got[3][:, :, :2], got[4][:, :, :2]
     turned = (5, 5 + 32)  # RoPE turns them together
     assert np.argwhere(np.isnan(key_grids)).tolist() == [[0, 0, 1, part, i] for part in (0, 1) for i in turned]
-    assert np.argwhere(np.isnan(value_grids)).tolist() == [[0, 1, 62, part, 1] for part in (0, 1)]
+    assert np.argwhere(np.isnan(value_grids)).tolist() == [[0, 1, 1, part, 40] for part in (0, 1)]
 
 
 def in_chunks(
@@ -518,7 +513,7 @@ def test_bad_attributes_are_sentences() -> None:
         ({"wide_value": 2}, "attribute wide_value is 2, wanted 0 to 1"),
         ({"scale": None}, "has no float attribute scale"),
         ({"norm_eps": None}, "has no float attribute norm_eps"),
-        ({"spec_version": 2}, "spec_version is 2, this library computes 4"),
+        ({"spec_version": 2}, "spec_version is 2, this library computes 5"),
     ]:
         with pytest.raises(Exception, match=sentence):
             node_session(case, **changed)

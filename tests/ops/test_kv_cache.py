@@ -63,10 +63,10 @@ def test_rows_are_rounded_one_number_at_a_time(bits: int) -> None:
 def test_ties_go_to_the_even_code() -> None:
     codes, steps = kv_cache.quantize_rows(torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5]]))
     assert steps.tolist() == [1.0] and codes.tolist() == [[127, 0, 2, 2, 0, -2, -2]]
-    x = torch.zeros(1, 32)
-    x[0, :6] = torch.tensor([0.0, 15.0, 0.5, 1.5, 2.5, 13.5])
-    codes, grids = kv_cache.quantize_values(x, 4)
-    assert grids[0, :, 0].tolist() == [1.0, 0.0] and codes[0, :6].tolist() == [0, 15, 0, 2, 2, 14]
+    x = torch.zeros(32, 1)
+    x[:6, 0] = torch.tensor([0.0, 15.0, 0.5, 1.5, 2.5, 13.5])
+    codes, grids = kv_cache.quantize_blocks(x, 4)
+    assert grids[0, :, 0].tolist() == [1.0, 0.0] and codes[:6, 0].tolist() == [0, 15, 0, 2, 2, 14]
 
 
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
@@ -75,57 +75,41 @@ def test_a_row_or_grid_without_a_finite_step_is_nan_and_no_other(odd: float) -> 
     x[40, 5] = odd
     codes, steps = kv_cache.quantize_rows(x)
     assert steps.isnan().nonzero().tolist() == [[40]] and not codes[40].any()
-    codes, grids = kv_cache.quantize_keys(x, 4)
+    codes, grids = kv_cache.quantize_blocks(x, 4)
     assert grids.isnan().nonzero().tolist() == [[1, 0, 5], [1, 1, 5]] and not codes[32:, 5].any()
-    assert kv_cache.dequantize_keys(codes, grids).isnan().nonzero().tolist() == [[t, 5] for t in range(32, 64)]
-    codes, grids = kv_cache.quantize_values(x, 2)
-    assert grids.isnan().nonzero().tolist() == [[40, 0, 0], [40, 1, 0]] and not codes[40, :32].any()
-    assert kv_cache.dequantize_values(codes, grids).isnan().nonzero().tolist() == [[40, c] for c in range(32)]
+    assert kv_cache.dequantize_blocks(codes, grids).isnan().nonzero().tolist() == [[t, 5] for t in range(32, 64)]
 
 
 def test_what_float16_cannot_hold_has_no_grid() -> None:
     x = random(32, 32)
     x[3, 4], x[5, 6] = 65519.0, 65520.0  # the last rounds to infinity
-    grids = kv_cache.quantize_keys(x, 4)[1]
+    grids = kv_cache.quantize_blocks(x, 4)[1]
     assert grids.isnan().any(0).any(0).nonzero().tolist() == [[6]]
 
 
 @pytest.mark.parametrize("bits", [4, 2])
-def test_grids_of_keys_and_values(bits: int) -> None:
+def test_grids_of_32_tokens(bits: int) -> None:
     x = random(2, 64, 96, seed=bits)
     x[0, :32, 3] = 0.1  # equal numbers: no step, and the point is the number as float16 has it
-    x[1, 7, 32:64] = -2.5
-    x[1, 40:44, 7] = 1e-8  # less than float16's smallest step
-    for rounded, restored, blocks in (
-        (
-            kv_cache.quantize_keys,
-            kv_cache.dequantize_keys,
-            [(b, slice(t, t + 32), c) for b, t, c in np.ndindex(2, 2, 96)],
-        ),
-        (kv_cache.quantize_values, kv_cache.dequantize_values, list(np.ndindex(2, 64, 3))),
-    ):
-        codes, grids = rounded(x, bits)
-        numbers = restored(codes, grids)
-        assert codes.dtype == torch.uint8 and grids.dtype == torch.float16 and numbers.dtype == torch.float32
-        keys = rounded is kv_cache.quantize_keys
-        assert grids.shape == ((2, 2, 2, 96) if keys else (2, 64, 2, 3))
-        for b, t, c in blocks:
-            if keys:
-                place, found = (b, slice(32 * t.start, 32 * t.start + 32), c), grids[b, t.start, :, c]
-            else:
-                place, found = (b, t, slice(32 * c, 32 * c + 32)), grids[b, t, :, c]
-            step, point, wanted = grid(list(x[place].numpy()), bits)
-            assert found.tolist() == [step, point]
-            assert codes[place].tolist() == wanted
-            assert numbers[place].tolist() == [
-                float(np.float32(code) * np.float32(step) + np.float32(point)) for code in wanted
-            ]
-        # half a step from the float16 number, and what the step itself lost when it was rounded
-        error = (numbers - x.half().float()).abs()
-        spread = grids[:, :, 0].float().repeat_interleave(32, 1 if keys else 2)
-        assert (error <= spread * (0.5 + 2**bits * 2.0**-10) + 1e-6).all()
-    codes, grids = kv_cache.quantize_keys(x, bits)
-    assert (kv_cache.dequantize_keys(codes, grids)[0, :32, 3] == torch.tensor(0.1).half()).all()
+    x[1, 32:64, 7] = 0
+    x[1, 40:44, 7] = 6e-8  # their step is less than the smallest of float16
+    codes, grids = kv_cache.quantize_blocks(x, bits)
+    numbers = kv_cache.dequantize_blocks(codes, grids)
+    assert codes.dtype == torch.uint8 and grids.dtype == torch.float16 and numbers.dtype == torch.float32
+    assert grids.shape == (2, 2, 2, 96)
+    for b, n, c in np.ndindex(2, 2, 96):
+        place = (b, slice(32 * n, 32 * n + 32), c)
+        step, point, wanted = grid(list(x[place].numpy()), bits)
+        assert grids[b, n, :, c].tolist() == [step, point]
+        assert codes[place].tolist() == wanted
+        assert numbers[place].tolist() == [
+            float(np.float32(code) * np.float32(step) + np.float32(point)) for code in wanted
+        ]
+    # half a step from the float16 number, and what the step itself lost when it was rounded
+    error = (numbers - x.half().float()).abs()
+    spread = grids[:, :, 0].float().repeat_interleave(32, 1)
+    assert (error <= spread * (0.5 + 2**bits * 2.0**-10) + 1e-6).all()
+    assert (numbers[0, :32, 3] == torch.tensor(0.1).half()).all()
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -145,7 +129,7 @@ def test_scores_of_rows_are_integer_products(bits: int) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_scores_of_grids_are_integer_products(bits: int, key_bits: int) -> None:
     query, keys = random(3, 32, seed=1), random(64, 32, seed=2)
-    codes, grids = kv_cache.quantize_keys(keys, key_bits)
+    codes, grids = kv_cache.quantize_blocks(keys, key_bits)
     got, wide = (kv_cache.block_scores(q, codes, grids, bits, key_bits) for q in (query, query.double()))
     assert got.dtype == torch.float32 and wide.dtype == torch.float64
     for s, t in np.ndindex(3, 64):
@@ -159,5 +143,5 @@ def test_scores_of_grids_are_integer_products(bits: int, key_bits: int) -> None:
             * sum(float(a) - int(b) * float(unit) for a, b in zip(query[s] * step, rounded, strict=True))
         )
         assert abs(wide[s, t] - wanted) < 1e-10 and abs(got[s, t] - wanted) < 1e-4
-    exact = query @ kv_cache.dequantize_keys(codes, grids).T
+    exact = query @ kv_cache.dequantize_blocks(codes, grids).T
     assert (got - exact).norm() < {8: 0.01, 4: 0.15}[bits] * exact.norm()  # twice that without the grids' middles

@@ -105,9 +105,9 @@ def slow_grid(x: Tensor, bits: int) -> tuple[list[int], float, float]:
 
 
 @lru_cache
-def slow_grids(key: Tensor, begin: int, bits: int) -> list[tuple[list[int], float, float]]:
-    """Of each channel of the BLOCK keys [T, d] from `begin` on; kept, because every key of the block asks for them."""
-    return [slow_grid(key[begin : begin + BLOCK, channel], bits) for channel in range(key.shape[1])]
+def slow_grids(rows: Tensor, begin: int, bits: int) -> list[tuple[list[int], float, float]]:
+    """Of each channel of the BLOCK rows [T, d] from `begin` on; kept, because every row of the block asks for them."""
+    return [slow_grid(rows[begin : begin + BLOCK, channel], bits) for channel in range(rows.shape[1])]
 
 
 def slow_logit(query: Tensor, key: Tensor, place: int, held: int, scheme: AttentionScheme) -> float:
@@ -135,8 +135,9 @@ def slow_logit(query: Tensor, key: Tensor, place: int, held: int, scheme: Attent
     return offset + sum(a * b for a, b in zip(own, codes, strict=True)) * query_step
 
 
-def slow_value(row: Tensor, place: int, held: int, scheme: AttentionScheme) -> Tensor:
-    """A row [d] of the value cache."""
+def slow_value(rows: Tensor, place: int, held: int, scheme: AttentionScheme) -> Tensor:
+    """Row `place` [d] of the value cache [T, d]."""
+    row = rows[place]
     if scheme.value_format == "float":
         return row.double()
     if scheme.value_format == "int8":
@@ -144,11 +145,9 @@ def slow_value(row: Tensor, place: int, held: int, scheme: AttentionScheme) -> T
         return torch.tensor(codes).double() * step
     if scheme.value_format == "fp16" or place >= quantized_tokens(held, scheme.window):
         return row.half().double()
-    found = []
-    for group in row.split(BLOCK):
-        codes, step, point = slow_grid(group, {"int4": 4, "int2": 2}[scheme.value_format])
-        found.append(torch.tensor(codes).double() * step + point)
-    return torch.cat(found)
+    begin = place // BLOCK * BLOCK
+    grids = slow_grids(rows, begin, {"int4": 4, "int2": 2}[scheme.value_format])
+    return torch.tensor([codes[place - begin] * step + point for codes, step, point in grids]).double()
 
 
 def slow_head(query: Tensor, key: Tensor, values: list[Tensor], seen: Tensor, scale: float, scheme: Any) -> Tensor:
@@ -162,7 +161,7 @@ def slow_head(query: Tensor, key: Tensor, values: list[Tensor], seen: Tensor, sc
             logits = [slow_logit(row.float() * scale, key, place, held, scheme) for place in places]
             shares = torch.tensor(logits).double().softmax(0)
             for share, place in zip(shares, places, strict=True):
-                out += share * torch.cat([slow_value(value[place], place, held, scheme) for value in values])
+                out += share * torch.cat([slow_value(value, place, held, scheme) for value in values])
         outputs.append(out)
     return torch.stack(outputs)
 

@@ -137,6 +137,8 @@ def test_options(trained: Callable[[str], Path], tmp_path: Path) -> None:
     assert train_config("tiny", "diff_v1", head_norm="fixed").head_gain is None
     assert train_config("tiny", "diff_v1", qat="ternary").head_gain is None
     assert train_config("tiny", "diff_v1").o_proj_init < train_config("tiny", "softmax").o_proj_init == 1
+    larger = train_config("nano", "diff_v1")
+    assert larger.head_gain == larger.o_proj_init == 1
     without = train_config("tiny", "diff_v1", head_norm="none")
     assert without.head_gain is None and not without.model.head_norm
     assert train_config("tiny", init=path).head_gain is None

@@ -29,8 +29,7 @@ Cache::Cache(const CacheTensors& tensors, bool is_keys_, int64_t d, int64_t wind
       row_bytes(static_cast<size_t>(type == CACHE_FLOAT32 && bits == 16 ? d * 4 : d * bits / 8)),
       past_scales(tensors.past_scale.as<char>()),
       scales(tensors.present_scale.as<char>()),
-      scale_bytes(bits == 8 ? sizeof(float) : halves_bytes(2 * (is_keys ? d : d / CACHE_BLOCK))),
-      scale_tokens(tensors.scale_tokens),
+      scale_bytes(bits == 8 ? sizeof(float) : halves_bytes(2 * d)),
       past_capacity(tensors.past_capacity),
       capacity(tensors.capacity),
       ring(tensors.ring),
@@ -74,15 +73,15 @@ void Cache::copy(int64_t head, int64_t begin, int64_t end) const {
   if (in_place || begin >= end) return;
   std::memcpy(row(head, begin), past + (head * past_capacity + begin) * row_bytes, (end - begin) * row_bytes);
   if (scales)
-    std::memcpy(scale(head, begin), past_scales + (head * past_capacity + begin) / scale_tokens * scale_bytes,
-                (end - begin) / scale_tokens * scale_bytes);
+    std::memcpy(scale(head, begin), past_scales + (head * past_capacity + begin) / scale_tokens() * scale_bytes,
+                (end - begin) / scale_tokens() * scale_bytes);
 }
 
 void Cache::move(const Cache& to, int64_t head, int64_t begin, int64_t end) const {
   for (int64_t t = begin, count; t < end; t += count) {
     count = smaller(run(t, end), to.run(t, end));
     std::memcpy(to.row(head, t), row(head, t), count * row_bytes);
-    if (scales) std::memcpy(to.scale(head, t), scale(head, t), count / scale_tokens * scale_bytes);
+    if (scales) std::memcpy(to.scale(head, t), scale(head, t), count / scale_tokens() * scale_bytes);
   }
 }
 
@@ -144,10 +143,9 @@ void Cache::halves(const Call& call, int64_t b, int64_t sub_head, int64_t begin,
 }
 
 void Cache::quantize(const Call& call, int64_t head, int64_t t, int64_t count, const Half* from) const {
-  const auto block = is_keys ? call.lowbit.quantize_keys[codes()] : call.lowbit.quantize_value[codes()];
-  for (int64_t i = 0; i < count; i += scale_tokens)
-    block(from + i * call.d, call.d, reinterpret_cast<uint8_t*>(row(head, t + i)),
-          reinterpret_cast<Half*>(scale(head, t + i)));
+  for (int64_t i = 0; i < count; i += CACHE_BLOCK)
+    call.lowbit.quantize[codes()](from + i * call.d, call.d, reinterpret_cast<uint8_t*>(row(head, t + i)),
+                                  reinterpret_cast<Half*>(scale(head, t + i)));
 }
 
 void Cache::copy_free_slots(const Call& call, int64_t head) const {

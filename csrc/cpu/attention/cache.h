@@ -19,8 +19,7 @@ struct Cache {
   size_t row_bytes;
   const char* past_scales;
   char* scales;          // followed by the zero points, if there are any
-  size_t scale_bytes;    // of scale_tokens tokens
-  int64_t scale_tokens;  // number of tokens that share a scale
+  size_t scale_bytes;    // of scale_tokens() tokens
   int64_t past_capacity, capacity;
   int64_t ring, base;  // of a sliding window: rows (0: no window); the token that counts as 0
   bool in_place;
@@ -32,6 +31,7 @@ struct Cache {
   Cache(const CacheTensors& tensors, bool is_keys, int64_t d, int64_t window);
 
   bool blockwise() const { return bits < 8; }
+  int64_t scale_tokens() const { return blockwise() ? CACHE_BLOCK : 1; }  // tokens that share a scale
   CodeType codes() const { return bits == 4 ? CODES_INT4 : CODES_INT2; }
 
   int64_t place(int64_t t) const { return ring ? (base + t) % ring : t; }
@@ -42,7 +42,7 @@ struct Cache {
   // `head` counts the sub-heads through the batch
   char* row(int64_t head, int64_t t) const { return present + (head * capacity + place(t)) * row_bytes; }
   char* scale(int64_t head, int64_t t) const {
-    return scales ? scales + (head * capacity + place(t)) / scale_tokens * scale_bytes : nullptr;
+    return scales ? scales + (head * capacity + place(t)) / scale_tokens() * scale_bytes : nullptr;
   }
 
   /// The contiguous rows of kv head g from token t on.

@@ -1,16 +1,15 @@
 // DiffAttention over a low-bit cache (ops/kv_cache.py): its inner loops, one table per instruction set.
 //
-// A scale and a zero point belong to CACHE_BLOCK tokens of a channel of the keys, or to CACHE_BLOCK channels of a token's
-// value: a number is code * scale + zero. Codes are packed as in kv_cache.pack, d * bits / 8 bytes per token. `scales` are
-// float16, followed by the zero points: [2, d] for a block of keys, [2, d / 32] for a token's value. d is a multiple of
-// CACHE_BLOCK. Rows of scores and of floats are as in kernels.h.
+// A scale and a zero point belong to CACHE_BLOCK tokens of a channel: a number is code * scale + zero. Codes are packed as
+// in kv_cache.pack, d * bits / 8 bytes per token. `scales` are float16, followed by the zero points: [2, d] for a block. d
+// and all numbers of tokens are multiples of CACHE_BLOCK. Rows of scores and of floats are as in kernels.h.
 #pragma once
 
 #include "kernels.h"
 
 namespace diffbit {
 
-static_assert(CACHE_BLOCK == ATTENTION_KEYS && CACHE_BLOCK % ATTENTION_PAD == 0, "a block of keys is packed by itself");
+static_assert(CACHE_BLOCK == ATTENTION_KEYS && CACHE_BLOCK % ATTENTION_PAD == 0, "a block is packed by itself");
 
 /// The same rows of the one or two sub-heads of a kv head.
 struct BlockRows {
@@ -25,11 +24,10 @@ constexpr float middle(int bits) { return static_cast<float>((1 << bits) - 1) / 
 enum CodeType { CODES_INT4, CODES_INT2, CODE_TYPES };
 
 struct LowBitKernels {
-  /// 32 keys [32, d], or one value [d]; a block of numbers that are not all finite has scale and zero NaN.
-  void (*quantize_keys[CODE_TYPES])(const Half* x, int64_t d, uint8_t* codes, Half* scales);
-  void (*quantize_value[CODE_TYPES])(const Half* x, int64_t d, uint8_t* codes, Half* scales);
+  /// CACHE_BLOCK rows [32, d]; a channel of numbers that are not all finite has scale and zero NaN.
+  void (*quantize[CODE_TYPES])(const Half* x, int64_t d, uint8_t* codes, Half* scales);
 
-  /// s[i * stride + t] = q[i] . key t of sub-head j, for the rows i of j and t < n; n is a multiple of 32.
+  /// s[i * stride + t] = q[i] . key t of sub-head j, for the rows i of j and t < n.
   void (*scores[CODE_TYPES])(const BlockRows& keys, int64_t n, int64_t d, const float* q, QueryRows rows, float* s,
                              int64_t stride);
   /// The same with products of integers: for each block the query times the scales is rounded to -top..top. Products of

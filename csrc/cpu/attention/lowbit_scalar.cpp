@@ -25,25 +25,6 @@ int code(const uint8_t* packed, int64_t i) {
   return packed[place.byte] >> place.shift & ((1 << BITS) - 1);
 }
 
-/// Quantizes one block of `count` numbers: x(k) is the k-th, put(k, code) receives its code.
-template <int BITS, class X, class Put>
-void quantize_block(int64_t count, const X& x, const Put& put, Half* scale_half, Half* zero_half) {
-  constexpr float TOP = (1 << BITS) - 1;
-  float least = x(0), most = least, poison = 0;
-  for (int64_t k = 0; k < count; ++k) {
-    least = std::min(least, x(k)), most = std::max(most, x(k));
-    poison += x(k) * 0;
-  }
-  const float zero = least + poison;
-  *scale_half = to_half((most - zero) / TOP);
-  *zero_half = to_half(zero);
-  const float scale = to_float(*scale_half), divisor = scale == 0 ? 1 : scale;
-  for (int64_t k = 0; k < count; ++k) {
-    const float rounded = std::nearbyint((x(k) - zero) / divisor);
-    put(k, rounded > 0 ? static_cast<int>(std::min(TOP, rounded)) : 0);  // also 0 for a NaN
-  }
-}
-
 template <int BITS>
 void put_code(uint8_t* packed, int64_t i, int code) {
   const Place<BITS> place(i);
@@ -51,23 +32,34 @@ void put_code(uint8_t* packed, int64_t i, int code) {
 }
 
 template <int BITS>
-void quantize_keys(const Half* x, int64_t d, uint8_t* packed, Half* scales) {
+void quantize(const Half* x, int64_t d, uint8_t* packed, Half* scales) {
+  constexpr float TOP = (1 << BITS) - 1;
   const int64_t bytes = d * BITS / 8;
   std::fill(packed, packed + BLOCK * bytes, uint8_t{0});
-  for (int64_t i = 0; i < d; ++i)
-    quantize_block<BITS>(
-        BLOCK, [&](int64_t t) { return to_float(x[t * d + i]); },
-        [&](int64_t t, int code) { put_code<BITS>(packed + t * bytes, i, code); }, scales + i, scales + d + i);
+  for (int64_t i = 0; i < d; ++i) {
+    float least = to_float(x[i]), most = least, poison = 0;
+    for (int64_t t = 0; t < BLOCK; ++t) {
+      const float one = to_float(x[t * d + i]);
+      least = std::min(least, one), most = std::max(most, one);
+      poison += one * 0;
+    }
+    const float zero = least + poison;
+    scales[i] = to_half((most - zero) / TOP);
+    scales[d + i] = to_half(zero);
+    const float scale = to_float(scales[i]), divisor = scale == 0 ? 1 : scale;
+    for (int64_t t = 0; t < BLOCK; ++t) {
+      const float rounded = std::nearbyint((to_float(x[t * d + i]) - zero) / divisor);
+      put_code<BITS>(packed + t * bytes, i, rounded > 0 ? static_cast<int>(std::min(TOP, rounded)) : 0);  // also for a NaN
+    }
+  }
 }
 
+/// Channel i of token t; without scales, its code.
 template <int BITS>
-void quantize_value(const Half* x, int64_t d, uint8_t* packed, Half* scales) {
-  std::fill(packed, packed + d * BITS / 8, uint8_t{0});
-  for (int64_t group = 0; group < d / BLOCK; ++group)
-    quantize_block<BITS>(
-        BLOCK, [&](int64_t k) { return to_float(x[group * BLOCK + k]); },
-        [&](int64_t k, int code) { put_code<BITS>(packed, group * BLOCK + k, code); }, scales + group,
-        scales + d / BLOCK + group);
+float number(const uint8_t* packed, const Half* scales, int64_t d, int64_t t, int64_t i) {
+  const float found = static_cast<float>(code<BITS>(packed + t * d * BITS / 8, i));
+  const Half* of_block = scales ? scales + t / BLOCK * 2 * d : nullptr;
+  return of_block ? found * to_float(of_block[i]) + to_float(of_block[d + i]) : found;
 }
 
 float round_row(const float* x, int64_t d, int top, int* codes) {
@@ -104,12 +96,9 @@ template <int BITS>
 void scores(const BlockRows& keys, int64_t n, int64_t d, const float* q, QueryRows rows, float* s, int64_t stride) {
   for (int64_t row = 0; row < rows.end(keys.count - 1); ++row)
     for (int64_t t = 0; t < n; ++t) {
-      const uint8_t* packed = keys.codes[row >= rows.count[0]] + t * d * BITS / 8;
-      const Half* scales = keys.scales[row >= rows.count[0]] + t / BLOCK * 2 * d;
+      const int64_t j = row >= rows.count[0];
       double sum = 0;
-      for (int64_t i = 0; i < d; ++i)
-        sum += q[row * d + i] *
-               (static_cast<float>(code<BITS>(packed, i)) * to_float(scales[i]) + to_float(scales[d + i]));
+      for (int64_t i = 0; i < d; ++i) sum += q[row * d + i] * number<BITS>(keys.codes[j], keys.scales[j], d, t, i);
       s[row * stride + t] = static_cast<float>(sum);
     }
 }
@@ -146,34 +135,26 @@ void integer_row_scores(const CacheRows& keys, int64_t n, int64_t d, const float
 }
 
 template <int BITS>
-void unpack_values(const uint8_t* packed, const Half* scales, int64_t n, int64_t d, float* values) {
-  const int64_t groups = d / BLOCK;
-  for (int64_t t = 0; t < n; ++t, packed += d * BITS / 8, scales += 2 * groups)
-    for (int64_t i = 0; i < d; ++i)
-      *values++ = static_cast<float>(code<BITS>(packed, i)) * to_float(scales[i / BLOCK]) +
-                  to_float(scales[groups + i / BLOCK]);
-}
-
-template <int BITS>
 void mix(const BlockRows& values, int64_t n, int64_t d, const float* p, int64_t rows, int64_t stride, float* out) {
-  float value[ATTENTION_MOST_D];
   for (int64_t j = 0; j < values.count; ++j)
-    for (int64_t t = 0; t < n; ++t) {
-      unpack_values<BITS>(values.codes[j] + t * d * BITS / 8, values.scales[j] + t * 2 * (d / BLOCK), 1, d, value);
-      for (int64_t row = 0; row < rows; ++row)
-        for (int64_t i = 0; i < d; ++i) out[(row * values.count + j) * d + i] += p[row * stride + t] * value[i];
-    }
+    for (int64_t t = 0; t < n; ++t)
+      for (int64_t i = 0; i < d; ++i) {
+        const float value = number<BITS>(values.codes[j], values.scales[j], d, t, i);
+        for (int64_t row = 0; row < rows; ++row) out[(row * values.count + j) * d + i] += p[row * stride + t] * value;
+      }
 }
 
 template <int BITS>
-void pack_keys(const uint8_t* packed, const Half* scales, int64_t n, int64_t d, float* blocks) {
+void pack_keys(const uint8_t* codes, const Half* scales, int64_t n, int64_t d, float* packed) {
   for (int64_t begin = 0; begin < n; begin += BLOCK)
     for (int64_t i = 0; i < d; ++i)
-      for (int64_t t = begin; t < begin + BLOCK; ++t) {
-        const float number = static_cast<float>(code<BITS>(packed + t * d * BITS / 8, i));
-        const Half* of_block = scales ? scales + begin / BLOCK * 2 * d : nullptr;
-        *blocks++ = of_block ? number * to_float(of_block[i]) + to_float(of_block[d + i]) : number;
-      }
+      for (int64_t t = begin; t < begin + BLOCK; ++t) *packed++ = number<BITS>(codes, scales, d, t, i);
+}
+
+template <int BITS>
+void unpack_values(const uint8_t* codes, const Half* scales, int64_t n, int64_t d, float* values) {
+  for (int64_t t = 0; t < n; ++t)
+    for (int64_t i = 0; i < d; ++i) *values++ = number<BITS>(codes, scales, d, t, i);
 }
 
 float quantize_query(const float* q, const Half* scales, int key_bits, int64_t d, int top, float* rounded, float* offset) {
@@ -186,8 +167,7 @@ float quantize_query(const float* q, const Half* scales, int key_bits, int64_t d
 }  // namespace
 
 extern const LowBitKernels lowbit = {
-    {quantize_keys<4>, quantize_keys<2>},
-    {quantize_value<4>, quantize_value<2>},
+    {quantize<4>, quantize<2>},
     {scores<4>, scores<2>},
     {integer_scores<4>, integer_scores<2>},
     integer_row_scores,

@@ -1,9 +1,9 @@
 // A low-bit cache with vectors: packed codes are read and unpacked in registers.
 //
 // Keys, for a block of 32 tokens and a query row: u = q * scales and q . zero points once, then 32 products u . codes, in
-// floats or, with u rounded, in integers. Values: a token's probability times the scales of its groups is multiplied by the
-// codes; its product with the zero points is summed separately, one lane per group. The two sub-heads alternate block by
-// block, so two streams of memory are open; lines are prefetched.
+// floats or, with u rounded, in integers. Values: the probabilities of a block's tokens are multiplied by their codes; the
+// sums, times the scales, and the sum of the probabilities, times the zero points, are added to the output once a block. The
+// two sub-heads alternate block by block, so two streams of memory are open; lines are prefetched.
 #include "integer_dots.h"
 #include "lowbit.h"
 
@@ -55,7 +55,7 @@ DIFFBIT_INLINE F32 divisor_of(F32 scale) {
 }
 
 template <int BITS>
-void quantize_keys(const Half* x, int64_t d, uint8_t* packed, Half* scales) {
+void quantize(const Half* x, int64_t d, uint8_t* packed, Half* scales) {
   int8_t codes[BLOCK * MOST_D];
   for (int64_t i = 0; i < d; i += L) {
     F32 least = load(x + i), most = least, poison = splat(0.0f);
@@ -70,33 +70,6 @@ void quantize_keys(const Half* x, int64_t d, uint8_t* packed, Half* scales) {
     store(scales + d + i, zero_point);
   }
   for (int64_t t = 0; t < BLOCK; ++t) pack<BITS>(codes + t * d, d, packed + t * (d * BITS / 8));
-}
-
-template <int BITS>
-void quantize_value(const Half* x, int64_t d, uint8_t* packed, Half* scales) {
-  int8_t codes[MOST_D];
-  float wide_scales[MOST_D / BLOCK + L], wide_zeros[MOST_D / BLOCK + L];
-  for (int64_t i = 0, group = 0; i < d; i += BLOCK, ++group) {
-    F32 least = load(x + i), most = least, poison = splat(0.0f);
-    for (int v = 0; v < VECTORS; ++v) {
-      const F32 one = load(x + i + v * L);
-      least = smaller(one, least), most = larger(one, most), poison = fma(one, splat(0.0f), poison);
-    }
-    const F32 zero_point = splat(-largest(splat(-0.0f) - least)) + splat(sum(poison));
-    const F32 scale = scale_of<BITS>(splat(largest(most)), zero_point), divisor = divisor_of(scale);
-    for (int v = 0; v < VECTORS; ++v)
-      store_rounded(codes + i + v * L, code_of<BITS>(load(x + i + v * L), zero_point, divisor));
-    store(wide_scales + group, scale);  // all lanes are equal; the following ones are overwritten
-    store(wide_zeros + group, zero_point);
-  }
-  for (int64_t group = 0; group < d / BLOCK; ++group) {
-    Half lanes[L];
-    store(lanes, splat(wide_scales[group]));
-    scales[group] = lanes[0];
-    store(lanes, splat(wide_zeros[group]));
-    scales[d / BLOCK + group] = lanes[0];
-  }
-  pack<BITS>(codes, d, packed);
 }
 
 // ---- scores in floats ----
@@ -144,9 +117,9 @@ DIFFBIT_INLINE void score_rows(const uint8_t* codes, const Half* scales, int64_t
 
 /// Calls work(j, block) for every block of both sub-heads, alternating.
 template <class Work>
-DIFFBIT_INLINE void each_block(const BlockRows& keys, int64_t n, const Work& work) {
+DIFFBIT_INLINE void each_block(const BlockRows& rows, int64_t n, const Work& work) {
   for (int64_t block = 0; block < n / BLOCK; ++block)
-    for (int64_t j = 0; j < keys.count; ++j) work(j, block);
+    for (int64_t j = 0; j < rows.count; ++j) work(j, block);
 }
 
 template <int BITS>
@@ -232,94 +205,92 @@ void integer_row_scores(const CacheRows& keys, int64_t n, int64_t d, const float
 
 // ---- values ----
 
-/// ROWS rows of p by n values, GROUPS groups of their channels; scales: n times `per_token` floats, the scales of these
-/// groups and, per_token / 2 behind them, the zero points.
+/// ROWS rows of p by a block of values, GROUPS groups of their channels; p_sums: of each row.
 template <int BITS, int ROWS, int GROUPS>
-DIFFBIT_INLINE void mix_tile(const uint8_t* codes, int64_t bytes, const float* scales, int64_t per_token, int64_t n,
-                             const float* p, int64_t stride, float* out, int64_t width, bool asks) {
-  F32 sums[ROWS][GROUPS][VECTORS], zero_points[ROWS];
-  DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row) {
-    zero_points[row] = splat(0.0f);
+DIFFBIT_INLINE void mix_tile(const uint8_t* codes, const Half* scales, int64_t d, const float* p, int64_t stride,
+                             const float (&p_sums)[ROWS], float* out, int64_t width, bool asks) {
+  F32 sums[ROWS][GROUPS][VECTORS];
+  DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row)
     DIFFBIT_UNROLL for (int group = 0; group < GROUPS; ++group)
-      DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v)
-        sums[row][group][v] = load(out + row * width + group * BLOCK + v * L);
-  }
-  for (int64_t t = 0; t < n; ++t, codes += bytes, scales += per_token) {
+      DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v) sums[row][group][v] = splat(0.0f);
+  for (int64_t t = 0; t < BLOCK; ++t, codes += d * BITS / 8) {
     if (asks) prefetch(codes + AHEAD);
-    const F32 zero_point = load(scales + per_token / 2);  // lanes beyond these groups are not used
-    DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row)
-      zero_points[row] = fma(splat(p[row * stride + t]), zero_point, zero_points[row]);
     DIFFBIT_UNROLL for (int group = 0; group < GROUPS; ++group) {
       F32 c[VECTORS];
       load_codes<BITS>(codes + group * group_bytes<BITS>(), c);
       DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row) {
-        const F32 share = in_lanes(splat(p[row * stride + t])) * splat(scales[group]);
+        const F32 share = in_lanes(splat(p[row * stride + t]));
         DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v)
           sums[row][group][v] = fma(share, c[v], sums[row][group][v]);
       }
     }
   }
-  DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row) {
-    float lanes[L];
-    store(lanes, zero_points[row]);
-    DIFFBIT_UNROLL for (int group = 0; group < GROUPS; ++group)
-      DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v)
-        store(out + row * width + group * BLOCK + v * L, sums[row][group][v] + splat(lanes[group]));
-  }
+  DIFFBIT_UNROLL for (int group = 0; group < GROUPS; ++group)
+    DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v) {
+      const int64_t i = group * BLOCK + v * L;
+      const F32 scale = load(scales + i), zero_point = load(scales + d + i);
+      DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row) {
+        float* to = out + row * width + i;
+        store(to, fma(sums[row][group][v], scale, fma(splat(p_sums[row]), zero_point, load(to))));
+      }
+    }
 }
 
 template <int BITS, int ROWS>
-DIFFBIT_INLINE void mix_rows(const uint8_t* codes, const float* scales, int64_t n, int64_t d, const float* p,
-                             int64_t stride, float* out, int64_t width, bool asks) {
+DIFFBIT_INLINE void mix_rows(const uint8_t* codes, const Half* scales, int64_t d, const float* p, int64_t stride,
+                             float* out, int64_t width, bool asks) {
   constexpr int GROUPS = L == 16 || ROWS == 1 ? 2 : 1;  // registers: 16 with AVX2, 32 elsewhere
-  const int64_t bytes = d * BITS / 8, per_token = 2 * (d / BLOCK);
+  float p_sums[ROWS];
+  DIFFBIT_UNROLL for (int row = 0; row < ROWS; ++row) {
+    F32 part = load(p + row * stride);
+    DIFFBIT_UNROLL for (int v = 1; v < VECTORS; ++v) part = part + load(p + row * stride + v * L);
+    p_sums[row] = sum(part);
+  }
   int64_t i = 0;
   for (; i + GROUPS * BLOCK <= d; i += GROUPS * BLOCK)
-    mix_tile<BITS, ROWS, GROUPS>(codes + i * BITS / 8, bytes, scales + i / BLOCK, per_token, n, p, stride, out + i, width,
+    mix_tile<BITS, ROWS, GROUPS>(codes + i * BITS / 8, scales + i, d, p, stride, p_sums, out + i, width,
                                  asks && i * BITS / 8 % LINE == 0);
   for (; i < d; i += BLOCK)
-    mix_tile<BITS, ROWS, 1>(codes + i * BITS / 8, bytes, scales + i / BLOCK, per_token, n, p, stride, out + i, width,
+    mix_tile<BITS, ROWS, 1>(codes + i * BITS / 8, scales + i, d, p, stride, p_sums, out + i, width,
                             asks && i * BITS / 8 % LINE == 0);
 }
 
 template <int BITS>
 void mix(const BlockRows& values, int64_t n, int64_t d, const float* p, int64_t rows, int64_t stride, float* out) {
   constexpr int MOST = L == 16 ? 4 : 2;
-  constexpr int64_t TURN = 32;  // tokens
-  const int64_t width = values.count * d, bytes = d * BITS / 8, per_token = 2 * (d / BLOCK);
-  for (int64_t begin = 0; begin < n; begin += TURN)
-    for (int64_t j = 0; j < values.count; ++j) {
-      const int64_t count = n - begin < TURN ? n - begin : TURN;
-      const uint8_t* codes = values.codes[j] + begin * bytes;
-      float scales[TURN * 2 * (MOST_D / BLOCK) + L];
-      const Half* from = values.scales[j] + begin * per_token;
-      int64_t i = 0;
-      for (; i + L <= count * per_token; i += L) store(scales + i, load(from + i));
-      store(scales + i, load_part(from + i, count * per_token - i));
-      const float* one = p + begin;
-      float* to = out + j * d;
-      int64_t left = rows;
-      for (; left >= MOST; left -= MOST, one += MOST * stride, to += MOST * width)
-        mix_rows<BITS, MOST>(codes, scales, count, d, one, stride, to, width, left == rows);
-      for (; left; --left, one += stride, to += width)
-        mix_rows<BITS, 1>(codes, scales, count, d, one, stride, to, width, left == rows);
-    }
+  const int64_t width = values.count * d;
+  each_block(values, n, [&](int64_t j, int64_t block) {
+    const uint8_t* codes = values.codes[j] + block * BLOCK * d * BITS / 8;
+    const Half* scales = values.scales[j] + block * 2 * d;
+    const float* one = p + block * BLOCK;
+    float* to = out + j * d;
+    int64_t left = rows;
+    for (; left >= MOST; left -= MOST, one += MOST * stride, to += MOST * width)
+      mix_rows<BITS, MOST>(codes, scales, d, one, stride, to, width, left == rows);
+    for (; left; --left, one += stride, to += width)
+      mix_rows<BITS, 1>(codes, scales, d, one, stride, to, width, left == rows);
+  });
 }
 
 // ---- many query rows ----
 
+/// The numbers of a token; without its block's scales, its codes.
+template <int BITS>
+DIFFBIT_INLINE void unpack(const uint8_t* codes, const Half* scales, int64_t d, float* row) {
+  for (int64_t i = 0; i < d; i += BLOCK) {
+    F32 c[VECTORS];
+    load_codes<BITS>(codes + i * BITS / 8, c);
+    DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v) {
+      const int64_t at = i + v * L;
+      store(row + at, scales ? c[v] * load(scales + at) + load(scales + d + at) : c[v]);
+    }
+  }
+}
+
 template <int BITS>
 void unpack_values(const uint8_t* codes, const Half* scales, int64_t n, int64_t d, float* values) {
-  const int64_t groups = d / BLOCK;
-  for (int64_t t = 0; t < n; ++t, scales += 2 * groups)
-    for (int64_t group = 0; group < groups; ++group, codes += group_bytes<BITS>(), values += BLOCK) {
-      F32 c[VECTORS];
-      load_codes<BITS>(codes, c);
-      Half both[L] = {scales[group], scales[groups + group]};
-      float wide[L];
-      store(wide, load(both));
-      DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v) store(values + v * L, c[v] * splat(wide[0]) + splat(wide[1]));
-    }
+  for (int64_t t = 0; t < n; ++t)
+    unpack<BITS>(codes + t * d * BITS / 8, scales + t / BLOCK * 2 * d, d, values + t * d);
 }
 
 template <int BITS>
@@ -327,13 +298,7 @@ void pack_keys(const uint8_t* codes, const Half* scales, int64_t n, int64_t d, f
   for (int64_t begin = 0; begin < n; begin += BLOCK, packed += BLOCK * d, scales += scales ? 2 * d : 0)
     for (int64_t lane = 0; lane < BLOCK; ++lane, codes += d * BITS / 8) {
       float row[MOST_D];
-      for (int64_t i = 0; i < d; i += BLOCK) {
-        F32 c[VECTORS];
-        load_codes<BITS>(codes + i * BITS / 8, c);
-        DIFFBIT_UNROLL for (int v = 0; v < VECTORS; ++v)
-          store(row + i + v * L,
-                scales ? c[v] * load(scales + i + v * L) + load(scales + d + i + v * L) : c[v]);
-      }
+      unpack<BITS>(codes, scales, d, row);
       for (int64_t i = 0; i < d; ++i) packed[i * BLOCK + lane] = row[i];
     }
 }
@@ -356,8 +321,7 @@ float quantize_query(const float* q, const Half* scales, int key_bits, int64_t d
 }  // namespace
 
 extern const LowBitKernels lowbit = {
-    {quantize_keys<4>, quantize_keys<2>},
-    {quantize_value<4>, quantize_value<2>},
+    {quantize<4>, quantize<2>},
     {scores<4>, scores<2>},
     {integer_scores<4>, integer_scores<2>},
     integer_row_scores,

@@ -51,7 +51,7 @@ Cache in_order(const Call& call, const Cache& ring, Scratch where, Context& cont
   found.ring = 0;
   found.capacity = ring.blockwise() ? call.after : call.total;
   const int64_t rows = divide_up(heads * found.capacity * static_cast<int64_t>(ring.row_bytes), 64) * 64;
-  const int64_t scales = heads * found.capacity / ring.scale_tokens * static_cast<int64_t>(ring.scale_bytes);
+  const int64_t scales = heads * found.capacity / ring.scale_tokens() * static_cast<int64_t>(ring.scale_bytes);
   found.present = scratch<char>(where, rows + (ring.scales ? scales : 0));
   if (ring.scales) found.scales = found.present + rows;
   context.parallel(heads, [&](int64_t head) { ring.move(found, head, 0, held); });

@@ -30,7 +30,7 @@ struct CausalConv {
 
 struct DiffAttention {
   static constexpr const char* NAME = "DiffAttention";
-  static constexpr int64_t VERSION = 4;
+  static constexpr int64_t VERSION = 5;
   static constexpr Input QUERY{0, "DiffAttention: query"};
   static constexpr Input KEY{1, "DiffAttention: key"};
   static constexpr Input VALUE{2, "DiffAttention: value"};
