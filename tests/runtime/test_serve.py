@@ -220,6 +220,21 @@ def test_answers_fail_and_are_cancelled_alone(artifacts: dict[str, Path]) -> Non
     assert pieces["c"].empty() and engine.counts.cancelled == 3
 
 
+def test_a_prompt_that_is_being_computed_runs(artifacts: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long one takes seconds, in which it is counted, and its row is nobody else's."""
+    engine = Engine(Session(artifacts["diff"]), Tokenizer(artifacts["diff"] / "tokenizer.json"), rows=1, queue=0)
+    begin, begun, go_on = engine.rows.begin, threading.Event(), threading.Event()
+    monkeypatch.setattr(engine.rows, "begin", lambda *given: (begun.set(), go_on.wait(60), begin(*given))[2])
+    pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+    assert engine.submit(Request([5], pieces.put, Sampler(), 1)) and begun.wait(60)
+    assert (engine.running, engine.waiting) == (1, 0)
+    assert not engine.submit(Request([6], pieces.put, Sampler(), 1))
+    go_on.set()
+    assert pieces.get(timeout=60).finish_reason == "length"
+    engine.close()
+    assert engine.running == 0
+
+
 def test_a_stream_whose_client_has_gone_is_cancelled(
     artifacts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
