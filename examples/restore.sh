@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Restores the models that docs/ was measured on from this repository's history: 35 MB into examples/{nano,nano_1k,bitnet}.
+# Restores the models that docs/ was measured on from this repository's history: 50 MB into examples/{nano,nano_1k,bitnet}.
 #
 #     make models          # or bash examples/restore.sh
 #
@@ -30,6 +30,8 @@ restore() { # FOLDER TREE: its models, by the hash of the tree that FOLDER was w
     printf 'examples/%s: %s\n' "$1" "${models//$'\n'/, }"
 }
 
-restore nano 44b630874c16adbb73da41f71abaa20e40714811
+restore nano a32db3bd6b0256db5ca7491492d5555eed9754a8
 restore nano_1k 0fe4901f90f8649d2df6b4d5d32971e743345e42
+# The second with the float models that they are compared with, and learned from
 restore bitnet 3a570800da57f369fcbfef6fce2e28a68f6340df
+restore bitnet 44b630874c16adbb73da41f71abaa20e40714811
