@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import statistics
 import subprocess
 import sys
@@ -88,23 +87,15 @@ def main() -> None:
     def prompts() -> list[Prompt]:
         return [random.integers(3, vocabulary, prompt).tolist() for _ in range(arguments.requests)]
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "diffbit", "serve", str(artifact), "--port", str(port)]
+    command = [sys.executable, "-m", "diffbit", "serve", str(artifact), "--port", "0", "--json", "--quiet"]
     command += ["--rows", str(arguments.requests)]
     command += [] if arguments.threads is None else ["--threads", str(arguments.threads)]
-    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        client = Client(f"http://127.0.0.1:{port}")
-        while True:
-            try:
-                client.get("/health")
-                break
-            except OSError:
-                if server.poll() is not None:
-                    raise SystemExit(f"`{' '.join(command)}` ended with exit code {server.returncode}") from None
-                time.sleep(0.1)
+        assert server.stdout is not None
+        if not (line := server.stdout.readline()):
+            raise SystemExit(f"`{' '.join(command)}` ended with exit code {server.wait()}")
+        client = Client(json.loads(line)["url"].removesuffix("/v1"))
         client.timed(prompts(), new, arguments.requests)  # to warm up
         first, answers = [], []
         times: dict[str, list[tuple[float, float]]] = {"together": [], "one by one": []}

@@ -57,6 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if package not in LAB_PACKAGES:
             raise
         message = str(MissingDependency(package, "lab", "this command"))
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported here
+            raise
+        reason = str(error).partition("\n")[0]
+        message = (
+            f"the GPU's memory does not suffice ({reason}); use shorter windows or a smaller batch, or --device cpu"
+        )
     except OSError as error:
         message = f"{error.filename or 'input or output'}: failed ({error.strerror or error})"
     if speaks():

@@ -37,7 +37,8 @@ def push(
 ) -> None:
     """Upload an artifact or a checkpoint to the Hugging Face Hub, with a model card made from its manifest.
 
-    The model is verified first. The repository is made if it is not there. The token is that of `hf auth login`, or
+    The model is verified first. The repository is made if it is not there; files of an earlier model in it are removed,
+    and other files stay. The token is that of `hf auth login`, or
     HF_TOKEN.
     """
     name = HubName.parse(target)
@@ -46,17 +47,20 @@ def push(
     found = None if results is None else read_results(results)
     card = artifact_card(folder, name.repo) if (folder / MANIFEST).is_file() else checkpoint_card(folder, name.repo)
     text = replace(card, license=license, base_model=base_model, results=found).text()
-    address = None
+    address, removed = None, list[str]()
     if not dry_run:
         files: dict[str, Path | bytes] = {file: folder / file for file in card.files}
-        address = upload(name, files | {README: text.encode()}, private, message)
+        address, removed = upload(name, files | {README: text.encode()}, private, message)
     if as_json:
-        print_json({"target": target, "files": dict(card.files), "card": text, "commit": address})
+        values = {"target": target, "files": dict(card.files), "card": text, "commit": address, "removed": removed}
+        print_json(values)
         return
     print_table({"file": file, "bytes": size} for file, size in (*card.files.items(), (README, len(text.encode()))))
     if dry_run:
         print(text)
     else:
+        if removed:
+            remark(f"removed from the repository, as parts of an earlier model: {', '.join(removed)}")
         remark(f"{folder}: uploaded, {address}; run it with: diffbit run {target}")
 
 

@@ -20,6 +20,7 @@ from .options import (
     Length,
     Overwrite,
     Quiet,
+    TorchDevice,
     completion,
     modules,
     of_formats,
@@ -28,6 +29,8 @@ from .options import (
 from .output import attention_name, print_json, print_table, remark
 
 if TYPE_CHECKING:
+    import torch
+
     from ..calib_data import Windows
     from ..quantize import AttentionScheme, Report, Scheme, WeightReport
     from ..quantize.allocate import LayerPlan, Plan
@@ -182,6 +185,7 @@ def quantize(
     max_windows: CalibrationWindows = None,
     length: Length = None,
     layers: Layers = False,
+    device: TorchDevice = "cpu",
     resume: Resume = False,
     max_memory: MaxMemory = None,
     overwrite: Overwrite = False,
@@ -192,12 +196,13 @@ def quantize(
 
     With low-bit weights, embedding and head are int8 unless --embedding and --head set another format. Norms stay
     float, and so does lambda unless --override names it. Under torchrun, processes on one machine or on several share
-    the work; the result is the same to the bit.
+    the work; the result is the same to the bit. --device cuda computes on a GPU, whose result differs slightly, because
+    it sums in another order.
     """
     from ..processes import processes
     from ..quantize import parse_recipe, quantize_checkpoint
 
-    here = processes("cpu")
+    here = processes(device)
     calibrated = parse_recipe(method).calibrated
     mixed = target_bits is not None or target_size is not None
     _check_mixed(mixed, weights is not None or scheme_file is not None, candidates)
@@ -216,21 +221,13 @@ def quantize(
     if mixed:
         assert text is not None
         place = partial(check_place, output, overwrite=overwrite)  # before time is spent on measuring
-        plan = here.of_first(partial(_plan, place, model, target_bits, target_size, scheme, candidates, method, text))
+        choose = partial(_plan, place, model, target_bits, target_size, scheme, candidates, method, text, here.device)
+        plan = here.of_first(choose)
         scheme = plan.scheme
     report = quantize_checkpoint(
-        model,
-        output,
-        scheme,
-        method=method,
-        calibration=None if text is None else text.ids,
-        calibration_mask=None if text is None else text.mask,
-        calibration_text=None if text is None else {"source": text.source, "sha256": text.sha256},
-        overwrite=overwrite,
-        resume=resume,
-        max_memory=None if max_memory is None else parse_size(max_memory),
-        here=here,
-    )
+        model, output, scheme, method=method, **_calibration(text), overwrite=overwrite, resume=resume,
+        max_memory=None if max_memory is None else parse_size(max_memory), here=here,
+    )  # fmt: skip
     if not here.first:
         return
     values = _write(report, plan, output)
@@ -240,6 +237,13 @@ def quantize(
         print_json({"output": str(output), **values})
     else:
         _show(report, plan, output, layers)
+
+
+def _calibration(text: Windows | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    about = {"source": text.source, "sha256": text.sha256}
+    return {"calibration": text.ids, "calibration_mask": text.mask, "calibration_text": about}
 
 
 def _check_mixed(mixed: bool, given: bool, candidates: str | None) -> None:
@@ -314,6 +318,7 @@ def _plan(
     candidates: str | None,
     method: str,
     text: Windows,
+    device: torch.device,
 ) -> Plan:
     from ..quantize.allocate import CANDIDATES, plan
 
@@ -329,6 +334,7 @@ def _plan(
         method=method,
         calibration=text.ids,
         calibration_mask=text.mask,
+        device=device,
     )
 
 

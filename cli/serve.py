@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -15,12 +19,13 @@ EXAMPLES = (
     """curl localhost:8080/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'""",
 )
 DRAIN_SECONDS = 60
+KEY = "DIFFBIT_API_KEY"
 
 
 def serve(
     artifacts: ArtifactPaths,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all of them.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8080,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: a free one.", min=0, max=65535)] = 8080,
     rows: Annotated[
         int, typer.Option(help="Requests answered at the same time; each takes a KV cache of the whole context.")
     ] = 8,
@@ -28,11 +33,14 @@ def serve(
     api_key: Annotated[
         str | None,
         typer.Option(help="Key that clients must send; the environment variable is safer, as `ps` does not show it.",
-                     envvar="DIFFBIT_API_KEY", show_envvar=True),
+                     envvar=KEY, show_envvar=True),
     ] = None,
     threads: Threads = None,
     device: Device = "cpu",
     no_native: NoNative = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the address as a line of JSON, once the server listens there.")
+    ] = False,
     quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Serve models with OpenAI's HTTP interface: chat and text completions, streamed or whole.
@@ -51,27 +59,40 @@ def serve(
         raise MissingDependency(str(error.name), "serve", "diffbit serve") from None
     if rows < 1 or queue < 0:
         raise DiffbitError(f"--rows is {rows} and --queue is {queue}, wanted at least 1 and at least 0")
-    if api_key == "":
-        raise DiffbitError("--api-key is empty, so that no request would need one; pass a key, or leave the option out")
-    with as_artifacts(artifacts, device) as opened:
+    key = os.environ.get(KEY) if api_key is None else api_key  # typer takes an empty variable for none
+    if key is not None and not key.strip():
+        raise DiffbitError(f"the API key is empty, so that every request would be served; set one, or unset {KEY}")
+    with _bound(host, port) as listening, as_artifacts(artifacts, device) as opened:
         models = [
             Served(Artifact.open(path), device=device, threads=threads, native=not no_native, rows=rows, queue=queue)
             for path in opened
         ]
-        server = Server(models, api_key)
+        server = Server(models, key)
         for model in models:
             at_once = model.engine.rows.count
             why = "" if at_once == rows else " (requests cannot share its cache)"
             remark(f"{model.name}: {at_once} requests at a time{why}, context {model.artifact.context_length}")
-        config = uvicorn.Config(
-            server.application(), host, port, log_level="warning", timeout_graceful_shutdown=DRAIN_SECONDS
-        )
-        runner = uvicorn.Server(config)
-        remark(f"listening on http://{host}:{port}/v1; Ctrl-C ends")
-        try:
-            runner.run()
-        except (KeyboardInterrupt, SystemExit) as stop:  # uvicorn has finished the answers and raises the signal again
-            if not runner.should_exit:
-                raise DiffbitError(f"the server cannot listen on {host}:{port}; choose another --port") from stop
+        config = uvicorn.Config(server.application(), log_level="warning", timeout_graceful_shutdown=DRAIN_SECONDS)
+        listening.listen()  # clients that connect from now on wait for the loop
+        url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1"
+        if as_json:
+            print(json.dumps({"url": url, "models": list(server.models)}), flush=True)
+        remark(f"listening on {url}; Ctrl-C ends")
+        with suppress(KeyboardInterrupt, SystemExit):  # uvicorn has finished the answers and raises the signal again
+            uvicorn.Server(config).run([listening])
         for model in models:
             model.engine.close()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Take the port before the models are loaded."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        if os.name == "posix":  # a server that has just ended may hold it for a minute; elsewhere this means sharing
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        reason = error.strerror or error
+        raise DiffbitError(f"the server cannot listen on {host}:{port} ({reason}); choose another --port") from None
+    return bound

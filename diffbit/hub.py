@@ -83,17 +83,28 @@ def download(path: str | Path) -> Path:
         return _gguf(hub, name, _only_gguf(hub, name, folder))
 
 
-def upload(target: HubName, files: Mapping[str, Path | bytes], private: bool | None, message: str) -> str:
-    """Commit files to a repository, which is created if necessary. Returns the commit's URL.
+def upload(
+    target: HubName, files: Mapping[str, Path | bytes], private: bool | None, message: str
+) -> tuple[str, list[str]]:
+    """Make `files` the model of a repository, which is created if necessary. Returns the commit's URL and the names of
+    the files that it removes: those of an earlier model, which would be read as parts of this one.
 
     private: whether a new repository is private; None: the account's default.
     """
     with _hub(target) as hub:
         api = hub.HfApi()
         api.create_repo(target.repo, private=private, exist_ok=True)
-        added = [hub.CommitOperationAdd(name, file) for name, file in files.items()]
-        done = api.create_commit(target.repo, added, commit_message=message, revision=target.revision)
-        return str(done.commit_url)
+        there = api.list_repo_files(target.repo, revision=target.revision)
+        stale = sorted(name for name in there if name not in files and _is_of_a_model(name))
+        operations = [hub.CommitOperationAdd(name, file) for name, file in files.items()]
+        operations += [hub.CommitOperationDelete(name) for name in stale]
+        done = api.create_commit(target.repo, operations, commit_message=message, revision=target.revision)
+        return str(done.commit_url), stale
+
+
+def _is_of_a_model(name: str) -> bool:
+    """Whether `download` would take a file of a repository: not a README, a license, or what lies in other folders."""
+    return name.startswith(TRANSFORMERS_JS) or ("/" not in name and is_read(name))
 
 
 def _gguf(hub: ModuleType, name: HubName, file: str) -> Path:

@@ -134,6 +134,7 @@ def plan(
     method: str | Recipe = "rtn",
     calibration: Any,
     calibration_mask: Any = None,
+    device: torch.device | str = "cpu",
 ) -> Plan:
     """Choose a format for each linear layer of a float checkpoint, within `bits` per weight or `nbytes` of the
     artifact.
@@ -149,7 +150,7 @@ def plan(
     recipe = parse_recipe(method)
     space = _Space(checkpoint, stored_config(checkpoint.config, scheme, recipe), scheme, candidates)
     room = space.room(bits, nbytes)
-    windows = Tokens(checkpoint.config, calibration, calibration_mask)
+    windows = Tokens(checkpoint.config, calibration, calibration_mask, device)
     _check_memory(checkpoint, windows, copies=2 if recipe.transforms else 1)
     stand_in = STAND_IN if hasattr(recipe.rounding, "quantize_layer") else None
     rounding = find(stand_in) if stand_in else recipe.rounding
@@ -158,15 +159,15 @@ def plan(
         read = recipe.calibrated or getattr(recipe.rounding, "CALIBRATED", True)
         return apply(decoder, scheme, recipe, *((windows.ids, windows.mask) if read else ()))
 
-    decoder = models.load(checkpoint)
+    decoder = models.load(checkpoint, device=device)
     transformed = decoder
     if recipe.transforms:  # they run as if every layer had the candidate nearest to the budget
         nothing: Any = SimpleNamespace(quantize_layer=lambda layer: {}, CALIBRATED=False)  # rounds no weight
         transform = Recipe(recipe.name, recipe.transforms, nothing)
         transformed = apply(decoder, space.to_scheme(space.nearest(room)), transform, windows.ids, windows.mask)
     some = min(len(windows.ids), max(1, SAMPLE // windows.ids.shape[1]))
-    rows = torch.arange(some) * len(windows.ids) // some  # spread evenly
-    sample = Tokens(checkpoint.config, windows.ids[rows], windows.mask[rows])
+    rows = torch.arange(some, device=device) * len(windows.ids) // some  # spread evenly
+    sample = Tokens(checkpoint.config, windows.ids[rows], windows.mask[rows], device)
     exact = list(predictions(decoder, sample))
     base = made(transformed, scheme, Recipe(recipe.name, (), rounding))
     tokens = windows if getattr(rounding, "CALIBRATED", True) else None

@@ -56,8 +56,9 @@ def quantize_checkpoint(
     tokens that count; default all. calibration_text: a description of the text (source, sha256, ...) for config.json
     and the artifact's manifest. resume: continue an interrupted run (resume.py), if there is one. max_memory: the most
     bytes that this process may use; calibration states move to disk if necessary. here: the processes that share the
-    work; each calls this, and the first writes. Neither resume nor here changes a bit of the result. Raises
-    DiffbitError for a checkpoint or scheme that does not fit, and if memory or disk do not suffice (demand.py).
+    work, and this one's device; each calls this, and the first writes. Neither resume nor the number of processes
+    changes a bit of the result; a GPU sums in another order than a CPU. Raises DiffbitError for a checkpoint or scheme
+    that does not fit, and if memory or disk do not suffice (demand.py).
     """
     checkpoint = _opened(source, output if here.first else None, overwrite)
     config = checkpoint.config
@@ -65,7 +66,7 @@ def quantize_checkpoint(
     stored = stored_config(config, scheme, recipe)
     formats = _formats(scheme, stored)
     dtype = getattr(torch, checkpoint.dtype)
-    tokens = tokens_for(recipe, config, calibration, calibration_mask, here=here)
+    tokens = tokens_for(recipe, config, calibration, calibration_mask, here.device, here=here)
     entry: dict[str, Any] = {"quantizer": "diffbit", "version": VERSION, "scheme": scheme.to_dict()}
     entry["method"] = recipe.name
     if tokens and calibration_text is not None:
@@ -78,25 +79,20 @@ def quantize_checkpoint(
     def about() -> dict[str, Any]:
         return run(checkpoint.sha256(), scheme.to_dict(), recipe.name, tokens, entry.get("calibration"))
 
+    def read(name: str) -> Tensor:
+        return checkpoint.read(name).to(here.device)
+
     def made(count: int | None) -> Iterator[Finished]:
         """The layers after the first `count`, which an earlier run finished; only the first process knows the count."""
         skip = here.given(0, count)
         for states in (tokens.exact, tokens) if tokens is not None and skip and here.count > 1 else ():
             states.from_first()
-        return quantize_layers(
-            config, checkpoint.read, scheme, recipe, tokens, skip=skip, title="quantizing", here=here
-        )
+        return quantize_layers(config, read, scheme, recipe, tokens, skip=skip, title="quantizing", here=here)
 
     writer = partial(
-        CheckpointWriter,
-        output,
-        stored,
-        quantization=entry,
-        dtype=checkpoint.dtype,
-        shard_layers=in_shards(config, dtype),
-        tokenizer_from=checkpoint.path,
-        overwrite=overwrite,
-    )
+        CheckpointWriter, output, stored, quantization=entry, dtype=checkpoint.dtype,
+        shard_layers=in_shards(config, dtype), tokenizer_from=checkpoint.path, overwrite=overwrite,
+    )  # fmt: skip
     unfinished = partial(Unfinished, output, about, tokens, resume=resume, overwrite=overwrite)
     keeps = recipe.name != "rtn" or tokens is not None  # plain rounding is too fast to be worth resuming
     if not here.first:
@@ -225,10 +221,10 @@ def read_weight(checkpoint: Checkpoint, name: str) -> Tensor | QTensor:
 
 
 def _stored(layer: Finished) -> Stored:
-    """Return a layer's tensors as a checkpoint stores them."""
+    """Return a layer's tensors as a checkpoint stores them, on the CPU."""
     parts = {
         f"{module}.{part}": tensor
         for module, weight in layer.quantized.items()
         for part, tensor in weight.parts().items()
     }
-    return layer.floats | parts, layer.rows
+    return {name: tensor.cpu() for name, tensor in (layer.floats | parts).items()}, layer.rows

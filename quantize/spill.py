@@ -17,10 +17,10 @@ from torch import Tensor
 
 class Rows:
     """A tensor fp32 [n, ...], such as [n, S, E], on disk. `rows[some]` reads and `rows[some] = tensor` writes some of
-    the n entries; some: a slice, or indices int64."""
+    the n entries; some: a slice, or indices int64. What is read lies on `device`."""
 
-    def __init__(self, folder: Path, shape: tuple[int, ...]) -> None:
-        self.shape = shape
+    def __init__(self, folder: Path, shape: tuple[int, ...], device: torch.device) -> None:
+        self.shape, self.device = shape, device
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (open as long as this is)
         self._bytes = 4 * math.prod(shape[1:])
 
@@ -38,10 +38,10 @@ class Rows:
                 if not count:
                     raise OSError("a temporary file was cut short")
                 done += count
-        return result
+        return result.to(self.device)
 
     def __setitem__(self, some: slice | Tensor, values: Tensor) -> None:
-        for row, place in zip(values.contiguous().numpy(), self._places(some), strict=True):
+        for row, place in zip(values.cpu().contiguous().numpy(), self._places(some), strict=True):
             buffer, done = memoryview(row).cast("B"), 0
             while done < self._bytes:
                 done += os.pwrite(self._file.fileno(), buffer[done:], place + done)

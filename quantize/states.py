@@ -70,7 +70,8 @@ class States:
     def space(self, *shape: int) -> Tensor | Rows:
         """Allocate a tensor [n, *shape] for all windows, in memory or on disk."""
         whole = (len(self.ids), *shape)
-        return torch.empty(whole, device=self.ids.device) if self.folder is None else Rows(self.folder, whole)
+        device = self.ids.device
+        return torch.empty(whole, device=device) if self.folder is None else Rows(self.folder, whole, device)
 
     def take_past(self, index: int, run: Callable[[Batch], Tensor]) -> None:
         """Replace the hidden states with run(batch), the output of layer `index`, and keep the tensors it passes on."""

@@ -129,6 +129,7 @@ class Engine:
         self.counts = Counts()
         self._waiting: deque[Request] = deque()
         self._answers: dict[int, _Answer] = {}
+        self._beginning = 0  # requests whose prompt is being computed: 0 or 1
         self._changed = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._work, name=f"diffbit {session.artifact.name}", daemon=True)
@@ -140,7 +141,7 @@ class Engine:
 
     @property
     def running(self) -> int:
-        return self.rows.count - self.rows.free
+        return len(self._answers) + self._beginning
 
     @property
     def most(self) -> int:
@@ -155,7 +156,7 @@ class Engine:
         for request in requests:
             self._check(request.prompt)
         with self._changed:
-            if self._closing or len(self._waiting) + len(requests) > self._queue + self.rows.free:
+            if self._closing or len(self._waiting) + len(requests) > self._queue + self.rows.count - self.running:
                 return False
             self._waiting.extend(requests)
             self._changed.notify()
@@ -203,12 +204,13 @@ class Engine:
         self._count(requests=gone, cancelled=gone)
         while self._waiting and self.rows.free:
             with self._changed:
-                request = self._waiting.popleft()
+                request, self._beginning = self._waiting.popleft(), 1
             started = time.perf_counter()
             try:
                 answer = _Answer(request, self.tokenizer.stream(request.prompt))
                 row, request.cached_tokens, logits = self.rows.begin(request.prompt, request.is_wanted)
             except Exception as error:
+                self._beginning = 0
                 request.on_piece(Piece("", error=str(error)))
                 continue
             self._count(
@@ -217,11 +219,14 @@ class Engine:
                 cached_tokens=request.cached_tokens,
                 prompt_seconds=time.perf_counter() - started,
             )
+            with self._changed:
+                self._beginning = 0
+                if logits is not None:
+                    self._answers[row] = answer
             if logits is None:
                 self._count(cancelled=1)
-                continue
-            self._answers[row] = answer
-            self._push({row: logits})
+            else:
+                self._push({row: logits})
 
     def _step(self) -> None:
         for row, answer in list(self._answers.items()):

@@ -6,11 +6,14 @@ Rooms are imported inside the fixtures, so that the tests of one room run while 
 from __future__ import annotations
 
 import os
+import random
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: small tensors are slower on several threads
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,6 +43,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     except (OSError, DiffbitError):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def seed(name: str) -> None:
+    """What a test draws without a seed of its own is the same in every run, whichever tests ran before it."""
+    number = zlib.crc32(name.encode())
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> None:
+    seed(collector.nodeid)  # of a module, which is imported now
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> None:
+    seed(f"{fixturedef.argname} {getattr(request, 'param_index', 0)}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    seed(item.nodeid)
 
 
 @pytest.fixture(scope="session")

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import resource
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 M_MMAP_THRESHOLD = -3  # of malloc.h
 REFUSED, RAISED = 2, 70  # exit codes: of a user's mistake; of an action that raised, with its traceback on stderr
+# of this test process alone, and below those that the system gives to others between the choice and the use
+PORTS = itertools.count(10_000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")))
+
+
+def free_port() -> int:
+    """A port for children that must all be told one before any of them listens."""
+    for port in PORTS:
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError
 
 
 @dataclass(frozen=True)

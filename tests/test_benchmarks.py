@@ -404,8 +404,8 @@ def test_gpu_believes_what_a_checker_says_last(gpu: Any) -> None:
     assert "ERROR SUMMARY: 3 errors" in verdict("print('ERROR SUMMARY: 3 errors'); exit(9)", **memcheck)["wrong"]
     assert verdict("pass")["wrong"] == "exit status 0: nothing ran"
     lines = "[gw1] [ 50%] PASSED tests/a.py::b\\n[gw1] [ 50%] FAILED tests/a.py::c\\ntests/a.py::d PASSED [100%]"
-    late = verdict(f"import time; print('{lines}', flush=True); time.sleep(60)", 2)
-    assert late["verdict"] == "2 passed, 1 failed, then 2 seconds were over" and late["failed"] == ["tests/a.py::c"]
+    late = verdict(f"import time; print('{lines}', flush=True); time.sleep(60)", 5)  # in which Python has started
+    assert late["verdict"] == "2 passed, 1 failed, then 5 seconds were over" and late["failed"] == ["tests/a.py::c"]
     text = gpu.tables([], [{"part": "check", "what": "memcheck"} | fine, {"part": "check", "what": "tests"} | late])
     assert "- memcheck: ERROR SUMMARY: 0 errors" in text and "- tests: 2 passed" in text
 

@@ -140,7 +140,7 @@ def test_a_terminal(tmp_path: Path) -> None:
     def interrupt() -> None:
         """Ctrl-C until something is shown: one between the prompt and the wait for a line is seen after that line."""
         os.killpg(process.pid, signal.SIGINT)
-        while not select.select([main_end], [], [], 1)[0]:
+        while not select.select([main_end], [], [], 10)[0]:  # a second one may not come while the first is handled
             os.killpg(process.pid, signal.SIGINT)
 
     try:

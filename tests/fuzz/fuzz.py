@@ -125,6 +125,7 @@ def _cpu() -> float:
 
 def act(target: Target, here: Path) -> None:
     """In the child: do what the target does, and exit as the command line would."""
+    sys.dont_write_bytecode = True  # of a module that only an error imports: it would be a file outside
     sys.addaudithook(watch(here))
     try:
         with in_process():

@@ -125,12 +125,14 @@ class Handler(BaseHTTPRequestHandler):
             raise Problem(401, "")
         asked = json.loads(self.body)
         repo = f"{asked['organization']}/{asked['name']}"
+        url = {"url": f"{self.hub.url}/{repo}"}
         if repo in self.hub.commits:
-            raise Problem(409, "")
+            self.send(url, 409)
+            return
         self.hub.add(repo, {})
         if asked.get("private") or asked.get("visibility") == "private":  # by huggingface_hub's version
             self.hub.private.add(repo)
-        self.send({"url": f"{self.hub.url}/{repo}"})
+        self.send(url)
 
     def preupload(self, repo: str, revision: str) -> None:
         self.opened(repo, revision)
@@ -169,6 +171,8 @@ class Handler(BaseHTTPRequestHandler):
                 new[value["path"]] = base64.b64decode(value["content"])
             elif operation["key"] == "lfsFile":
                 new[value["path"]] = self.hub.large[value["oid"]]
+            elif operation["key"] == "deletedFile":
+                del new[value["path"]]
         commit = self.hub.add(repo, new)
         self.send({"commitUrl": f"{self.hub.url}/{repo}/commit/{commit}", "commitOid": commit, "success": True})
 

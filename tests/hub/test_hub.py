@@ -98,6 +98,24 @@ def test_a_quantized_checkpoint_keeps_its_name(
     assert "wanted a place on this machine" in capsys.readouterr().err
 
 
+def test_files_of_an_earlier_model_are_removed(
+    artifact: Path, quantized: Path, stand_in: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What nobody would read as part of a model stays, the new model's own files as well."""
+    stays = {".gitattributes": b"*.onnx filter=lfs", "LICENSE": b"mine", "loss.png": b"", "gguf/config.json": b"{}"}
+    earlier = {"model.onnx.data": b"old", "onnx/model.onnx_data": b"old", "config.json": b"old", "README.md": b"old"}
+    stand_in.add("me/diff", stays | earlier)
+    assert run("push", quantized, "hf:me/diff", "--json", "-q") == 0
+    assert json.loads(capsys.readouterr().out)["removed"] == ["model.onnx.data", "onnx/model.onnx_data"]
+    there = stand_in.find("me/diff", "main")[1]
+    assert there.pop("README.md").startswith(b"---")
+    assert there == stays | contents(quantized)
+    assert run("push", artifact, "hf:me/diff") == 0
+    assert "earlier model: model.safetensors\n" in capsys.readouterr().err
+    there = stand_in.find("me/diff", "main")[1]
+    assert {name: data for name, data in there.items() if name != "README.md"} == stays | contents(artifact)
+
+
 def test_only_what_is_read_is_downloaded(stand_in: Hub) -> None:
     never = [
         "pytorch_model.bin",

@@ -67,7 +67,7 @@ class Build:
             "TSAN_OPTIONS": "halt_on_error=1",
             **environment,
         }
-        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
 
     @functools.cached_property
     def instruction_sets(self) -> list[str]:

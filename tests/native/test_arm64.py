@@ -68,7 +68,7 @@ def diffbit(*arguments: str, isa: str, installed: Path, wrapper: Path) -> str:
         cwd=wrapper.parent,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
         env=environment | {"PYTHONPATH": f"{installed}:{ARM64 / 'site'}", "DIFFBIT_ISA": isa, "PYTHONNOUSERSITE": "1"},
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -68,9 +67,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def together(count: int, action: Callable[[Processes], object]) -> list[int]:
     """Run it in so many processes, joined as torchrun joins them; their exit codes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(forks.free_port())
 
     def run(rank: int) -> None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), "RANK": str(rank)}

@@ -36,6 +36,7 @@ from diffbit.runtime.engine import Counts, Engine, Piece, Request
 from diffbit.runtime.openai_api import Refused, Served
 from diffbit.runtime.serve import Server, _metrics, _refuse
 
+STEP = 0.03  # seconds, where an answer must not end before the test does: other tests may hold the processors
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
@@ -178,8 +179,16 @@ def test_a_step_that_fails_leaves_no_token(artifacts: dict[str, Path], monkeypat
     np.testing.assert_allclose(logits, alone.prefill([[5, 6, 7, 9, 11]])[0], rtol=0, atol=2e-4)
 
 
+def slowed(engine: Engine) -> Engine:
+    """Its answers of 200 tokens take seconds."""
+    step = engine.rows.step
+    engine.rows.step = lambda tokens: (time.sleep(STEP), step(tokens))[1]  # type: ignore[method-assign]
+    return engine
+
+
 def test_answers_fail_and_are_cancelled_alone(artifacts: dict[str, Path]) -> None:
     engine = Engine(Session(artifacts["diff"]), Tokenizer(artifacts["diff"] / "tokenizer.json"), rows=2, queue=1)
+    slowed(engine)
     pieces: dict[str, queue.SimpleQueue[Piece]] = {name: queue.SimpleQueue() for name in "abcd"}
 
     def request(name: str, prompt: list[int], sampler: Callable[..., int], count: int) -> Request:
@@ -211,11 +220,27 @@ def test_answers_fail_and_are_cancelled_alone(artifacts: dict[str, Path]) -> Non
     assert pieces["c"].empty() and engine.counts.cancelled == 3
 
 
+def test_a_prompt_that_is_being_computed_runs(artifacts: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long one takes seconds, in which it is counted, and its row is nobody else's."""
+    engine = Engine(Session(artifacts["diff"]), Tokenizer(artifacts["diff"] / "tokenizer.json"), rows=1, queue=0)
+    begin, begun, go_on = engine.rows.begin, threading.Event(), threading.Event()
+    monkeypatch.setattr(engine.rows, "begin", lambda *given: (begun.set(), go_on.wait(60), begin(*given))[2])
+    pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+    assert engine.submit(Request([5], pieces.put, Sampler(), 1)) and begun.wait(60)
+    assert (engine.running, engine.waiting) == (1, 0)
+    assert not engine.submit(Request([6], pieces.put, Sampler(), 1))
+    go_on.set()
+    assert pieces.get(timeout=60).finish_reason == "length"
+    engine.close()
+    assert engine.running == 0
+
+
 def test_a_stream_whose_client_has_gone_is_cancelled(
     artifacts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the first event, which is no token yet, is being sent."""
     model = Served(Artifact.open(artifacts["diff"]), device="cpu", threads=1, native=True, rows=1, queue=1)
+    slowed(model.engine)
     asked: list[Request] = []
     submit = model.engine.submit
     monkeypatch.setattr(model.engine, "submit", lambda *requests: asked.extend(requests) or submit(*requests))
@@ -244,22 +269,42 @@ def test_numbers_and_odd_texts() -> None:
     assert json.loads(refused.body)["error"]["message"] == "no role '?'"
 
 
-def test_an_empty_key_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as stopped:
-        main(["serve", "nano", "--api-key", ""])
-    assert stopped.value.code == 2 and "--api-key is empty" in capsys.readouterr().err
+        main(["serve", "nano", "--quiet", *arguments])
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_an_empty_key_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an option, and in the environment, where a variable may be empty by mistake."""
+    wanted = "error: the API key is empty, so that every request would be served; set one, or unset DIFFBIT_API_KEY"
+    assert refused(["--api-key", ""], capsys) == wanted
+    for empty in ("", "\n"):
+        monkeypatch.setenv("DIFFBIT_API_KEY", empty)
+        assert refused([], capsys) == wanted
+
+
+def test_where_it_cannot_listen(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = refused(["--port", str(port)], capsys)
+        assert f"cannot listen on 127.0.0.1:{port} (Address already in use)" in said and "another --port" in said
+    assert "cannot listen on 203.0.113.1:8080 (" in refused(["--host", "203.0.113.1"], capsys)  # no machine's
 
 
 @contextlib.contextmanager
 def served(*paths: Path, **options: Any) -> Iterator[str]:
     """A server in a thread -> its address."""
-    api_key, rows = options.pop("api_key", None), options.pop("rows", 2)
+    api_key, rows, slow = options.pop("api_key", None), options.pop("rows", 2), options.pop("slow", False)
     models = [
         Served(Artifact.open(path), device="cpu", threads=1, native=True, rows=rows, queue=options.get("queue", 8))
         for path in paths
     ]
-    listening = socket.socket()
-    listening.bind(("127.0.0.1", 0))
+    for model in models if slow else ():
+        slowed(model.engine)
+    listening = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(Server(models, api_key, most_bytes=5000).application(), log_level="error")
     runner = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(runner.serve([listening])))
@@ -377,7 +422,7 @@ def test_bad_requests(address: str, path: str, body: bytes, status: int, says: s
 
 def test_key_queue_and_clients_that_leave(artifacts: dict[str, Path]) -> None:
     """401 without the key, 429 where the queue is full, a stream that is closed frees its row; metrics count it."""
-    with served(artifacts["diff"], api_key="secret", rows=1, queue=0) as address:
+    with served(artifacts["diff"], api_key="secret", rows=1, queue=0, slow=True) as address:
         with pytest.raises(openai.AuthenticationError):
             client(address, "wrong").models.list()
         api = client(address, "secret")
@@ -403,24 +448,21 @@ def test_key_queue_and_clients_that_leave(artifacts: dict[str, Path]) -> None:
 
 
 def test_sigterm_finishes_what_has_begun(artifacts: dict[str, Path]) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "diffbit", "serve", str(artifacts["diff"]), "--port", str(port), "--threads", "1"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process, contextlib.ExitStack() as at_the_end:
+    """And tells which port it was given, once it listens there."""
+    command = [sys.executable, "-m", "diffbit", "serve", str(artifacts["diff"]), "--port", "0", "--threads", "1"]
+    with (
+        subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
+        contextlib.ExitStack() as at_the_end,
+    ):
         at_the_end.callback(process.kill)
-        assert process.stderr is not None
+        assert process.stdout is not None and process.stderr is not None
+        told = json.loads(process.stdout.readline())
+        assert told["models"] == ["diff"]
         while "listening" not in (line := process.stderr.readline()):
             assert line, "the server ended"
-        api = client(f"http://127.0.0.1:{port}")
-        for attempt in range(100):  # the port opens after the line
-            try:
-                stream = api.completions.create(model="diff", prompt="def ", max_tokens=200, stream=True, temperature=0)
-                break
-            except openai.APIConnectionError:
-                assert attempt < 99
-                process.poll()
-        answer = iter(stream)
+        assert told["url"] in line and ":0/" not in line
+        asked: dict[str, Any] = {"model": "diff", "prompt": "def ", "max_tokens": 200, "temperature": 0}
+        answer = iter(client(told["url"].removesuffix("/v1")).completions.create(**asked, stream=True))
         next(answer)
         process.send_signal(signal.SIGTERM)
         assert [chunk.choices[0].finish_reason for chunk in answer][-1] in ("length", "stop")

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -29,6 +28,7 @@ from diffbit.train.data import Rows
 from diffbit.train.initialize import initialize
 from diffbit.train.trainer import learning_rate
 
+from .. import forks
 from .toy import model, options, stop_at
 
 
@@ -305,9 +305,7 @@ def test_two_processes_equal_one_with_the_doubled_batch(text: str, tmp_path: Pat
     one = [train(plain, tmp_path / "one"), train(taught, tmp_path / "one_taught")]
     halves = [replace(config, batch_size=4).to_dict() for config in (plain, taught)]
     runs = [(half, str(tmp_path / name)) for half, name in zip(halves, ("two", "two_taught"), strict=True)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(forks.free_port())
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}
     environment |= {"PYTHONPATH": str(Path(diffbit.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -5,18 +5,19 @@ import { createRequire } from "node:module";
 
 const [puppeteer, executablePath, address, picture, most, ...texts] = process.argv.slice(2);
 const { launch } = createRequire(puppeteer)("puppeteer-core");
-const browser = await launch({ executablePath, args: ["--no-sandbox", "--disable-gpu"] });
+const patience = { timeout: 120_000 };  // other tests may have all processors
+const browser = await launch({ executablePath, args: ["--no-sandbox", "--disable-gpu"], ...patience });
 const page = await browser.newPage();
 const said = [], asked = [];
 page.on("console", (message) => said.push(message.text()));
 page.on("pageerror", (error) => said.push(String(error)));
 page.on("request", (request) => asked.push(request.url()));
 await page.setViewport({ width: 760, height: 560 });
-await page.goto(address);
+await page.goto(address, patience);
 const ready = () =>
   page.waitForFunction(
     () => document.getElementById("state").textContent.startsWith("Error") || (!document.getElementById("form").hidden && document.getElementById("send").textContent === "Send"),
-    { timeout: 120_000 },
+    patience,
   );
 await ready();
 const answers = [];
@@ -30,7 +31,7 @@ for (const text of texts) {
       document.getElementById("send").textContent === "Stop" ||
       document.getElementById("talk").dataset.ids !== before ||
       document.getElementById("state").textContent.startsWith("Error"),
-    { timeout: 120_000 },
+    patience,
     before,
   );
   await ready();

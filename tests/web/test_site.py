@@ -59,7 +59,7 @@ def served(folder: Path) -> Iterator[str]:
 def drive(site: Path, *texts: str) -> dict[str, Any]:
     with served(site) as address:
         command = ["node", str(HERE / "drive.mjs"), str(MODULES / "x"), str(CHROMIUM), address, "-", "24", *texts]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert not done.returncode, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     assert all(url.startswith((address, "data:", "blob:")) for url in found["asked"])  # no other network

@@ -57,7 +57,7 @@ def test_transformers_js_writes_what_run_writes(artifact: Path) -> None:
     texts = ("def __init__(self", "import é😀 ")
     with served(site) as address:
         command = ["node", str(HERE / "transformers.mjs"), str(MODULES / "x"), str(CHROMIUM), address, "24", *texts]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert not done.returncode, done.stderr
     session, tokenizer = Session(artifact), Tokenizer(artifact / "tokenizer.json")
     wanted = [list(generate(session, tokenizer, text, max_tokens=24).token_ids) for text in texts]

@@ -7,10 +7,11 @@ import { createRequire } from "node:module";
 
 const [puppeteer, executablePath, address, most, ...texts] = process.argv.slice(2);
 const { launch } = createRequire(puppeteer)("puppeteer-core");
-const browser = await launch({ executablePath, args: ["--no-sandbox", "--disable-gpu"] });
+const patience = { timeout: 120_000 };  // other tests may have all processors
+const browser = await launch({ executablePath, args: ["--no-sandbox", "--disable-gpu"], ...patience });
 const page = await browser.newPage();
 page.on("console", (message) => console.error(message.text()));
-await page.goto(`${address}index.html`);
+await page.goto(`${address}index.html`, patience);
 const answers = await page.evaluate(
   async (texts, most) => {
     const { AutoModelForCausalLM, AutoTokenizer, env } = await import("@huggingface/transformers");

@@ -115,7 +115,7 @@ def test_blocks_of_rows_make_no_difference(name, dtype, monkeypatch):
     assert torch.equal(whole.dequantize(), pieces.dequantize())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.sampled_from(names()), st.integers(1, 5), st.integers(1, 5), st.integers(0, 63))
 def test_packed_comes_back(name, rows, blocks, rest):
     format = parse_format(name)
@@ -221,10 +221,11 @@ def test_ternary_is_absmean():
     bitnet = pytest.importorskip("transformers.integrations.bitnet")
     w = weight(32, 200, seed=5) * 0.02
     quantized = rtn(w, parse_format("ternary"))
-    expected = bitnet.WeightQuant.apply(w)
+    with torch.compiler.set_stance("force_eager"):  # compiled for AVX2 it was seen to compute something else
+        expected = bitnet.WeightQuant.apply(w)
+        theirs = bitnet.unpack_weights(bitnet.pack_weights(quantized.codes.float() - 1), dtype=torch.float32)
     torch.testing.assert_close(quantized.dequantize(), expected, rtol=1e-6, atol=1e-9)
     assert quantized.scale.item() == pytest.approx(w.abs().mean().item(), rel=1e-6)
-    theirs = bitnet.unpack_weights(bitnet.pack_weights(quantized.codes.float() - 1), dtype=torch.float32)
     assert torch.equal(theirs, quantized.codes.float() - 1)
     assert rtn(torch.zeros(2, 8), parse_format("ternary")).scale.item() == pytest.approx(1e-5)
 
