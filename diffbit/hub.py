@@ -21,7 +21,7 @@ from .progress import is_quiet
 
 PREFIX = "hf:"
 READ = (
-    "*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.onnx", "*.onnx.data", "*.onnx_data",
+    "*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.onnx", "*.onnx.data*", "*.onnx_data*",
 )  # fmt: skip
 UNREAD = ("*/*", "consolidated*")  # deeper folders, and the second copy of the weights in Mistral's repositories
 TRANSFORMERS_JS = "onnx/model.onnx"  # where an artifact may have its graph (runtime/artifact.py)

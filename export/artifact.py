@@ -104,7 +104,7 @@ def export_artifact(
         where.mkdir(exist_ok=True)
         graph = DecoderGraph(where, dtype, config, length, attention, cache, device, data)
         logits = _write_graph(graph, source, prompt, NOISE[kind])
-        _write_configs(folder, source, beside, dtype, length, js)
+        _write_configs(folder, source, beside, dtype, length, len(graph.files) * js)
         if _readable_by_others(cache):
             files.write_json(folder / "genai_config.json", _genai(config, length, cache, kernels, ONNX * js + MODEL))
             if kernels is not None:
@@ -213,14 +213,15 @@ def _tokenizer_files(source: Checkpoint, given: str | Path | None) -> dict[str, 
 
 
 def _write_configs(
-    folder: Path, source: Checkpoint, beside: dict[str, bytes], dtype: str, context_length: int, js: bool
+    folder: Path, source: Checkpoint, beside: dict[str, bytes], dtype: str, context_length: int, js_files: int
 ) -> None:
-    """The tokenizer's files, and what other loaders read."""
+    """The tokenizer's files, and what other loaders read. js_files: files of weights that transformers.js loads, 0 in
+    another layout."""
     for name, content in beside.items():
         (folder / name).write_bytes(content)
     hf = loader_config(source.config, DTYPE_NAMES[dtype], context_length)
-    if js:  # its "fp32" is the name of the file without a suffix, whatever is in it
-        hf["transformers.js_config"] = {"dtype": "fp32", "use_external_data_format": True}
+    if js_files:  # its "fp32" is the name of the file without a suffix, whatever is in it
+        hf["transformers.js_config"] = {"dtype": "fp32", "use_external_data_format": js_files}
     files.write_json(folder / "config.json", hf)
     tokens = {name: hf[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hf[name] is not None}
     own = files.parse_json(source.tokenizer_files.get(GENERATION, b"{}"), source.path / GENERATION)

@@ -1,4 +1,5 @@
-"""A small builder of ONNX graphs that writes weights directly to the file `model.onnx.data`.
+"""A small builder of ONNX graphs that writes weights directly to the file `model.onnx.data`, and to `model.onnx.data_1`
+and so on where it would be larger than a browser can load.
 
     g = Graph(folder, "fp32")
     x = g.input("x", np.int64, ["batch", "sequence"])
@@ -34,10 +35,11 @@ from ..ops import float_matmul
 from ..ops.signature import DOMAIN, DOMAIN_VERSION
 from ..quantize import QTensor, QuantLinear
 from ..quantize.formats.base import MICROSOFT
+from ..runtime.artifact import FILE_BYTES
 
 MODEL = "model.onnx"
 DATA = "model.onnx.data"
-TRANSFORMERS_JS_DATA = "model.onnx_data"  # the only name that transformers.js looks for
+TRANSFORMERS_JS_DATA = "model.onnx_data"  # the only name that transformers.js looks for; more files end in _1, _2, ...
 IR_VERSION = 10
 OPSETS = {"": 21, MICROSOFT: 1}
 FLOATS: dict[str, type[np.floating]] = {"fp32": np.float32, "fp16": np.float16}
@@ -54,7 +56,8 @@ class Graph:
     """
 
     def __init__(self, folder: Path, dtype: str, device: str = "cpu", data: str = DATA) -> None:
-        self.folder, self.data = folder, data
+        self.folder = folder
+        self.files = [data]  # of weights; the last one is being written
         self.dtype = FLOATS[dtype]
         self._in_place = self.dtype is np.float16 and device == "cpu"
         self._graph = ir.Graph([], [], nodes=[], opset_imports=dict(OPSETS), name="diffbit")
@@ -165,15 +168,19 @@ class Graph:
         return self._constants[key]
 
     def initializer(self, name: str, array: NDArray[Any]) -> ir.Value:
-        """Add a weight and write it to model.onnx.data now, in the dtype of `array`, not of the graph."""
+        """Add a weight and write it to a file now, in the dtype of `array`, not of the graph."""
         name = self._name(name)
         array = np.ascontiguousarray(array)
         alignment = PAGE if array.nbytes >= SMALL else 64
         offset = -(-self._data.tell() // alignment) * alignment
+        if offset and offset + array.nbytes > FILE_BYTES:
+            self._data.close()
+            self.files.append(f"{self.files[0]}_{len(self.files)}")
+            self._data, offset = open(self.folder / self.files[-1], "wb"), 0  # noqa: SIM115
         self._data.seek(offset)
         self._data.write(array.reshape(-1).view(np.uint8).data)  # as uint8: bfloat16 arrays have no buffer
         tensor = ir.ExternalTensor(
-            self.data,
+            self.files[-1],
             offset,
             array.nbytes,
             ir.DataType.from_numpy(array.dtype),

@@ -10,7 +10,7 @@
     norms
     biases
     rotary tables     cos and sin of every position
-    padding           codes without a weight, and gaps in model.onnx.data that align weights to pages
+    padding           codes without a weight, and gaps between weights that align weights to pages
     graph             model.onnx
     tokenizer
     configuration     JSON that loaders read
@@ -61,7 +61,7 @@ def parts(folder: Path, files: Iterable[str], config: ModelConfig, scheme: Schem
 
     for name in files:
         size = (folder / name).stat().st_size
-        if Path(name).name in (DATA, TRANSFORMERS_JS_DATA):
+        if Path(name).name.startswith((DATA, TRANSFORMERS_JS_DATA)):
             add("padding", size)  # the weights in it are subtracted below
         elif Path(name).name == MODEL:
             graph = folder / name

@@ -28,6 +28,7 @@ MANIFEST = "diffbit.json"
 MODEL = "model.onnx"
 ONNX = "onnx/"  # the folder of the graph and its data in the layout of transformers.js
 TOKENIZER = "tokenizer.json"
+FILE_BYTES = 2_000_000_000  # of a file, at most: a browser's ArrayBuffer holds slightly more
 NANO = "nano"  # the artifact that comes with the package (examples/nano/artifact.sh)
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _BUFFER = re.compile(r"[a-z][a-z0-9_]{0,39}")

@@ -21,11 +21,10 @@ from tempfile import TemporaryDirectory
 
 from ..errors import DiffbitError
 from ..files import check_apart, new_folder, write_json
-from .artifact import MANIFEST, TOKENIZER, Artifact
+from .artifact import FILE_BYTES, MANIFEST, TOKENIZER, Artifact
 
 PAGE = Path(__file__).parent / "web"
 MODEL_FOLDER, LIBRARIES = "model", "lib"
-MOST_BYTES = 2_000_000_000  # of a file: a browser's ArrayBuffer holds slightly more
 
 
 @dataclass(frozen=True)
@@ -77,9 +76,9 @@ def write_site(
     if TOKENIZER not in opened.files:
         raise DiffbitError(f"{opened.path}: has no {TOKENIZER}, but a page needs it; export the model with --tokenizer")
     for name, entry in opened.files.items():
-        if entry.bytes > MOST_BYTES:
+        if entry.bytes > FILE_BYTES:
             raise DiffbitError(
-                f"{opened.file(name)}: has {entry.bytes:,} bytes, but a browser loads at most {MOST_BYTES:,} per "
+                f"{opened.file(name)}: has {entry.bytes:,} bytes, but a browser loads at most {FILE_BYTES:,} per "
                 "file; quantize the model to fewer bits"
             )
     with new_folder(output, overwrite=overwrite) as folder:

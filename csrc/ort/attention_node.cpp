@@ -124,7 +124,6 @@ AttentionNode::AttentionNode(const Node& node)
       query_bits(static_cast<int>(node.integer(QUERY_BITS))),
       scale(node.number(SCALE)),
       norm_eps(node.number(NORM_EPS)) {
-  node.expect_version(VERSION);
   if (query_bits && key_bits == 16)
     throw Error("DiffAttention: query_bits is %d, wanted 0 where key_bits is 16", query_bits);
   if (branches == 1 && width == 2) throw Error("DiffAttention: wide_value is 1, wanted 0 where branches is 1");

@@ -87,7 +87,7 @@ Entry make(const char* name, const int* types, const char* provider) {
   made.GetEndVersion = [](const OrtCustomOp*) { return 0x7fffffff; };
   made.CreateKernelV2 = [](const OrtCustomOp*, const OrtApi* api, const OrtKernelInfo* info, void** kernel) {
     return guarded(api, Op::NAME, [&] {
-      Kernel* created = new KernelOf<Op>(Node(api, info, Op::NAME));
+      Kernel* created = new KernelOf<Op>(Node(api, info, Op::NAME, Op::VERSION));
       created->api = api;
       *kernel = created;
     });

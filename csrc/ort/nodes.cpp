@@ -21,7 +21,7 @@ int64_t expect_tokens(const Tensor& x, const Tensor& mask) {
 
 }  // namespace
 
-CausalConvNode::CausalConvNode(const Node& node) { node.expect_version(VERSION); }
+CausalConvNode::CausalConvNode(const Node&) {}
 
 CausalConvNode::Tensors CausalConvNode::tensors(Context& context) const {
   const Tensor x = context.input(X), weight = context.input(WEIGHT), bias = context.input(BIAS),
@@ -37,7 +37,7 @@ CausalConvNode::Tensors CausalConvNode::tensors(Context& context) const {
           batch, x.shape[1], total, channels, width};
 }
 
-FloatMatMulNode::FloatMatMulNode(const Node& node) { node.expect_version(VERSION); }
+FloatMatMulNode::FloatMatMulNode(const Node&) {}
 
 FloatMatMulNode::Tensors FloatMatMulNode::tensors(Context& context) const {
   const Tensor a = context.input(A), w = context.input(W);
@@ -49,7 +49,6 @@ FloatMatMulNode::Tensors FloatMatMulNode::tensors(Context& context) const {
 }
 
 HadamardNode::HadamardNode(const Node& node) : block(node.integer(BLOCK)) {
-  node.expect_version(VERSION);
   if (block & (block - 1)) throw Error("Hadamard: attribute block is %lld, wanted a power of two", number(block));
 }
 
@@ -85,9 +84,7 @@ std::pair<int64_t, bool> expect_tiles(int64_t bits, int64_t k, int64_t n, int64_
 
 template <class Schema, int64_t BITS_>
 TiledNode<Schema, BITS_>::TiledNode(const Node& node)
-    : k(node.integer(Schema::K)), n(node.integer(Schema::N)), group_size(node.integer(Schema::GROUP_SIZE)) {
-  node.expect_version(Schema::VERSION);
-}
+    : k(node.integer(Schema::K)), n(node.integer(Schema::N)), group_size(node.integer(Schema::GROUP_SIZE)) {}
 
 template <class Schema, int64_t BITS_>
 typename TiledNode<Schema, BITS_>::Tensors TiledNode<Schema, BITS_>::tensors(Context& context) const {
@@ -102,9 +99,7 @@ template struct TiledNode<schema::Int4MatMul, 4>;
 template struct TiledNode<schema::Int8MatMul, 8>;
 
 GatherNode::GatherNode(const Node& node)
-    : k(node.integer(K)), n(node.integer(N)), group_size(node.integer(GROUP_SIZE)), bits(node.integer(BITS)) {
-  node.expect_version(VERSION);
-}
+    : k(node.integer(K)), n(node.integer(N)), group_size(node.integer(GROUP_SIZE)), bits(node.integer(BITS)) {}
 
 GatherNode::Tensors GatherNode::tensors(Context& context) const {
   const Tensor ids = context.input(IDS), codes = context.input(CODES), scales = context.input(SCALES),
@@ -118,7 +113,7 @@ GatherNode::Tensors GatherNode::tensors(Context& context) const {
   return {ids, codes, scales, zeros, factor, context.output(Y, shape, ids.rank + 1), scale_groups, symmetric};
 }
 
-SelectiveScanNode::SelectiveScanNode(const Node& node) { node.expect_version(VERSION); }
+SelectiveScanNode::SelectiveScanNode(const Node&) {}
 
 SelectiveScanNode::Tensors SelectiveScanNode::tensors(Context& context) const {
   const Tensor x = context.input(X), dt = context.input(DT), z = context.input(Z), b = context.input(B),
@@ -138,9 +133,7 @@ SelectiveScanNode::Tensors SelectiveScanNode::tensors(Context& context) const {
 }
 
 TernaryNode::TernaryNode(const Node& node)
-    : k(node.integer(K)), n(node.integer(N)), activation_bits(node.integer(ACTIVATION_BITS)) {
-  node.expect_version(VERSION);
-}
+    : k(node.integer(K)), n(node.integer(N)), activation_bits(node.integer(ACTIVATION_BITS)) {}
 
 TernaryNode::Tensors TernaryNode::tensors(Context& context) const {
   const Tensor a = context.input(A), packed = context.input(PACKED), scale = context.input(SCALE);

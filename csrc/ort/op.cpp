@@ -38,6 +38,14 @@ void Tensor::expect_last(int64_t wanted) const {
     throw Error("%s is %s, wanted [..., %lld]", name, shape_text().c_str(), static_cast<long long>(wanted));
 }
 
+Node::Node(const OrtApi* api, const OrtKernelInfo* info, const char* op, int64_t version)
+    : api_(api), info_(info), op_(op) {
+  const int64_t found = integer("spec_version");
+  if (found != version)
+    throw Error("%s: the model's spec_version is %lld, this library computes %lld; run without it, or export again", op_,
+                diffbit::number(found), diffbit::number(version));
+}
+
 int64_t Node::integer(const char* attribute) const {
   int64_t value = 0;
   OrtStatus* status = ort::call<OrtStatus*>(api_, ort::KernelInfoGetAttribute_int64, info_, attribute, &value);
@@ -72,13 +80,6 @@ float Node::number(const schema::Number& attribute) const {
     throw Error("%s has no float attribute %s", op_, attribute.name);
   }
   return value;
-}
-
-void Node::expect_version(int64_t version) const {
-  const int64_t found = integer("spec_version");
-  if (found != version)
-    throw Error("%s: the model's spec_version is %lld, this library computes %lld; run without it, or export again", op_,
-                static_cast<long long>(found), static_cast<long long>(version));
 }
 
 Tensor Context::input(const schema::Input& which) const {

@@ -72,12 +72,12 @@ struct Tensor {
 /// A node under construction.
 class Node {
  public:
-  Node(const OrtApi* api, const OrtKernelInfo* info, const char* op) : api_(api), info_(info), op_(op) {}
+  /// Throws if the node's attribute spec_version is not the version of this kernel: it is read before all others, which
+  /// another version may lack or mean differently.
+  Node(const OrtApi* api, const OrtKernelInfo* info, const char* op, int64_t version);
   /// Throws if the attribute does not match the schema.
   int64_t integer(const schema::Integer& attribute) const;
   float number(const schema::Number& attribute) const;
-  /// Throws if the node's attribute spec_version is not the version of this kernel.
-  void expect_version(int64_t version) const;
 
  private:
   int64_t integer(const char* attribute) const;

@@ -30,12 +30,14 @@ export class Model {
     model.manifest = manifest;
     model.ort = ort;
     const graph = files["model.onnx"] ? "model.onnx" : "onnx/model.onnx";
-    const data = ["model.onnx.data", "onnx/model.onnx_data"].find((name) => files[name]);
+    const data = Object.keys(files).filter((name) => /^(model\.onnx\.data|onnx\/model\.onnx_data)(_\d+)?$/.test(name));
+    const externalData = [];
+    for (const name of data) externalData.push({ path: name.replace("onnx/", ""), data: await bytes(name) });
     model.session = await ort.InferenceSession.create(await bytes(graph), {
       executionProviders: provider === "wasm" ? ["wasm"] : [provider, "wasm"],
       enableMemPattern: false,
       logSeverityLevel: 3,
-      externalData: data ? [{ path: data.replace("onnx/", ""), data: await bytes(data) }] : [],
+      externalData,
     });
     model.buffers = manifest.cache.layers.flatMap((layer, index) =>
       layer.buffers.map((buffer) => ({ ...buffer, name: `${index}.${buffer.name}` })),

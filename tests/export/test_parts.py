@@ -5,11 +5,13 @@ from __future__ import annotations
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from diffbit.export import export_artifact
 from diffbit.models.checkpoint.names import shapes
 from diffbit.quantize import Scheme, linear_shapes, parse_format
-from diffbit.runtime import Artifact
+from diffbit.runtime import Artifact, Session, verify
 from diffbit.runtime.artifact import Part
 from diffbit.train import model_config
 
@@ -68,6 +70,26 @@ def test_padding_is_what_no_weight_needs(checkpoint_of: Maker) -> None:
     gaps = sum(begin - end for (begin, _), (_, end) in zip(places[1:], places[:-1], strict=True))
     assert parts_of(artifact)["padding"]["bytes"] == short + gaps
     assert short == 2 * 64 * (64 + 32 + 32 + 64 + 128 + 128) // 4
+
+
+def test_weights_go_on_in_another_file(checkpoint_of: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file is larger than a browser can load, unless one weight is; the model computes the same."""
+    source, split = checkpoint_of("diff_v1", "int4_g32"), tmp_path / "split"
+    whole = write_artifact(source)
+    monkeypatch.setattr("diffbit.export.graph.FILE_BYTES", 20_000)
+    export_artifact(source, split)
+    sizes = {name: entry.bytes for name, entry in Artifact.open(split).files.items() if "onnx.data" in name}
+    tensors = [value.external_data for value in graph_of(split).graph.initializer if value.external_data]
+    places = [{entry.key: entry.value for entry in tensor} for tensor in tensors]
+    assert {place["location"] for place in places} == set(sizes) and len(sizes) > 3
+    for name, size in sizes.items():
+        held = [place for place in places if place["location"] == name]
+        assert size <= 20_000 or len(held) == 1
+        assert size == max(int(place["offset"]) + int(place["length"]) for place in held)
+    assert verify(split).passed
+    ids = [[5, 6, 7, 8]]
+    np.testing.assert_array_equal(Session(split).prefill(ids), Session(whole).prefill(ids))
+    parts_of(split)  # they add up
 
 
 @pytest.mark.parametrize("attention", VARIANTS)

@@ -514,6 +514,7 @@ def test_bad_attributes_are_sentences() -> None:
         ({"scale": None}, "has no float attribute scale"),
         ({"norm_eps": None}, "has no float attribute norm_eps"),
         ({"spec_version": 2}, "spec_version is 2, this library computes 5"),
+        ({"spec_version": 3, "sliding_window": None}, "spec_version is 3, this library computes 5; .* export again"),
     ]:
         with pytest.raises(Exception, match=sentence):
             node_session(case, **changed)

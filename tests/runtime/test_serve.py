@@ -42,7 +42,8 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}as
 
 @pytest.fixture(scope="module")
 def artifacts(trained: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """DIFF version 1 in float with a chat template and in int4; the Transformer in int4 with caches of 8 and 4 bits."""
+    """DIFF version 1 in float with a chat template; all variants in int4, the Transformer also with caches of 8 and 4
+    bits."""
     folder = tmp_path_factory.mktemp("serve")
     shutil.copytree(trained("diff_v1"), folder / "chat")
     (folder / "chat" / "chat_template.jinja").write_text(TEMPLATE)
@@ -51,12 +52,14 @@ def artifacts(trained: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
         scheme = Scheme(weights=parse_format("int4_g32"), attention=AttentionScheme(keys=kv, values=kv))
         quantize_checkpoint(trained("softmax"), folder / kv, scheme)
         export_artifact(folder / kv, folder / f"plain-{kv}")
-    quantize_checkpoint(trained("diff_v1"), folder / "int4-diff", Scheme(weights=parse_format("int4_g32")))
-    export_artifact(folder / "int4-diff", folder / "diff-int4")
-    return {name: folder / name for name in ("diff", "diff-int4", "plain-int8", "plain-int4")}
+    for variant in ("diff_v1", "diff_v2", "softmax"):
+        quantize_checkpoint(trained(variant), folder / variant, Scheme(weights=parse_format("int4_g32")))
+        export_artifact(folder / variant, folder / f"{variant}-int4")
+    names = ("diff", "diff_v1-int4", "diff_v2-int4", "softmax-int4", "plain-int8", "plain-int4")
+    return {name: folder / name for name in names}
 
 
-@pytest.mark.parametrize("name", ["diff-int4", "plain-int8"])
+@pytest.mark.parametrize("name", ["diff_v1-int4", "diff_v2-int4", "softmax-int4", "plain-int8"])
 def test_an_answer_does_not_depend_on_others(artifacts: dict[str, Path], name: str) -> None:
     """Each text begins while others are written, with holes where they go on; its logits are those of it alone."""
     random = np.random.default_rng(5)

@@ -34,12 +34,15 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}as
 
 @pytest.fixture(scope="module")
 def artifacts(trained: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """DIFF version 1 as it is, and with a chat template."""
+    """DIFF version 1 as it is, and with a chat template and its weights in several files."""
     folder = tmp_path_factory.mktemp("web")
     shutil.copytree(trained("diff_v1"), folder / "talker")
     (folder / "talker" / "chat_template.jinja").write_text(TEMPLATE)
     export_artifact(trained("diff_v1"), folder / "text")
-    export_artifact(folder / "talker", folder / "chat")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("diffbit.export.graph.FILE_BYTES", 200_000)
+        export_artifact(folder / "talker", folder / "chat")
+    assert (folder / "chat" / "model.onnx.data_2").exists()
     return {"text": folder / "text", "chat": folder / "chat"}
 
 

@@ -26,13 +26,17 @@ PAGE = """<!doctype html><meta charset="utf-8"><script type="importmap">{"import
 
 @pytest.fixture(scope="module")
 def artifact(trained: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In float: int4 weights are multiplied by int8 activations here and by float ones in a browser."""
-    return export_artifact(trained("diff_v1"), tmp_path_factory.mktemp("js") / "model", layout="transformers.js")
+    """In float: int4 weights are multiplied by int8 activations here and by float ones in a browser. The weights are in
+    several files."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("diffbit.export.graph.FILE_BYTES", 200_000)
+        return export_artifact(trained("diff_v1"), tmp_path_factory.mktemp("js") / "model", layout="transformers.js")
 
 
 def test_the_folder_is_an_artifact(artifact: Path) -> None:
     names = {path.relative_to(artifact).as_posix() for path in artifact.rglob("*") if path.is_file()}
-    assert {"onnx/model.onnx", "onnx/model.onnx_data", "config.json", "tokenizer.json", "diffbit.json"} <= names
+    data = {"onnx/model.onnx_data", "onnx/model.onnx_data_1", "onnx/model.onnx_data_2"}
+    assert {"onnx/model.onnx", *data, "config.json", "tokenizer.json", "diffbit.json"} <= names
     assert verify(artifact).passed
     data = artifact / "onnx" / "model.onnx_data"
     kept = data.read_bytes()
