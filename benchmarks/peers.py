@@ -28,7 +28,7 @@ from calibration import predictions, scores
 from machine import describe
 from report import command_line, interval, renew, table
 from safetensors.torch import load_file
-from smollm2 import fetch, news_windows
+from smollm2 import fetch, news_windows, once, trained_copy
 
 import diffbit
 from diffbit.cli.options import read_windows
@@ -134,11 +134,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="a folder for the models")
     parser.add_argument("--peer", action="append", required=True, metavar="NAME=ENV", help=f"NAME: {', '.join(PEERS)}")
+    parser.add_argument("--copy", action="store_true", help="the trained copy of smollm2.py, off Q4_1's grid")
     parser.add_argument("--layers", type=int, default=10, help="decoder layers that are rounded (default: %(default)s)")
     parser.add_argument("--markdown", action="store_true", help="renew the table in docs/accuracy.md")
     options = parser.parse_args()
 
-    source, news, _ = fetch(options.work)
+    source, news, wiki = fetch(options.work)
+    if options.copy:
+        source = once(options.work / "copy", lambda out: trained_copy(source, wiki, out))
     model = diffbit.load(source).eval()
     ids = news_windows(source, news)
     text = ids, (torch.arange(ids.shape[1]) > 0).expand_as(ids)
