@@ -2,7 +2,7 @@
 
 optimum-onnx wants an older transformers, so it is in a folder of its own that only a child process sees:
 
-    pip install --target .venv/ortmodel --no-deps -r tests/integrations/ortmodel.txt
+    pip install --target .venv/ortmodel --no-deps -r deploy/locks/ortmodel.txt
 """
 
 from __future__ import annotations

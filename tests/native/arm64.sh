@@ -5,7 +5,7 @@
 #   tests/native/arm64.sh FOLDER [PYTHON]        PYTHON: one that has pip, of any version
 set -euo pipefail
 folder=$(realpath -m "$1") python=${2:-python3}
-constraints=$(realpath "$(dirname "$0")/../../constraints.txt")
+packages=$(realpath "$(dirname "$0")/../../deploy/locks/arm64.txt")
 [ -e "$folder/.complete" ] && exit 0
 rm -rf "$folder"
 mkdir -p "$folder"/{apt/lists/partial,apt/cache/archives/partial,site,proc}
@@ -21,10 +21,10 @@ for package in "$folder"/apt/cache/archives/*.deb; do dpkg-deb --extract "$packa
 rm -rf "$folder/apt"
 
 version=$(basename "$folder"/usr/bin/python3.*)
-"$python" -m pip install --quiet --disable-pip-version-check --target "$folder/site" --constraint "$constraints" \
+"$python" -m pip install --quiet --disable-pip-version-check --target "$folder/site" --require-hashes --no-deps \
   --implementation cp --python-version "${version#python}" --only-binary=:all: \
   --platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 --platform manylinux_2_17_aarch64 \
-  numpy onnxruntime tokenizers typer rich
+  --requirement "$packages"
 
 # ONNX Runtime reads the processors from /proc/cpuinfo and crashes on those of the machine that emulates; qemu looks
 # into this folder first
