@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -219,6 +220,21 @@ def test_links_and_packaging_name_every_room() -> None:
     command = {"optimum/commands/register": "optimum_command/register"}  # a namespace of optimum's
     assert build["wheel"]["packages"] == {"diffbit": "diffbit"} | rooms | command
     assert set(build["sdist"]["exclude"]) == {f"diffbit/{room}" for room in LEVEL}
+
+
+def test_ci_installs_the_releases_of_constraints_by_hash() -> None:
+    def pins(path: Path) -> dict[str, str]:
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+        assert path.parent == ROOT or all(re.fullmatch(r"\S+==\S+ --hash=sha256:[0-9a-f]{64}", line) for line in lines)
+        pairs = (line.split()[0].lower().replace("_", "-").split("==") for line in lines)
+        return {name: version for name, version in pairs}
+
+    wanted = pins(ROOT / "constraints.txt")
+    wanted.pop("torch")  # its file depends on the index
+    found = pins(ROOT / "deploy" / "locks" / "python.txt")
+    assert {name: found.get(name) for name in wanted} == wanted, "run deploy/lock.py"
+    arm64 = pins(ROOT / "deploy" / "locks" / "arm64.txt")
+    assert wanted | arm64 == arm64 | wanted and "onnxruntime" in arm64
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only a clone knows which files are the repository's")
