@@ -20,7 +20,7 @@ from diffbit.runtime.driver import Driver
 
 from ..export.helpers import config_of, write_model
 
-STEPS = 24
+STEPS = 48
 PROMPT = [int(i) for i in np.random.default_rng(0).integers(4, 61, 70)]
 # 64 channels a head, which the kernels for tensor cores take
 SIZES = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 64, "max_position": 128}
@@ -93,7 +93,7 @@ def compare(wanted: Session, found: Session) -> None:
         if first - second > 2 * most:
             sure += 1
             assert a.argmax() == b.argmax(), f"token {position}: {b.argmax()}, wanted {a.argmax()}"
-    assert sure >= 3
+    assert sure >= 7  # else the tokens are hardly compared
 
 
 @pytest.mark.slow
