@@ -3,7 +3,7 @@
     python -m venv ENV1 && ENV1/bin/pip install torch==2.13.0 llmcompressor==0.14.0.1
     python -m venv ENV2 && ENV2/bin/pip install torch==2.13.0 hqq==0.2.8.post1
     python -m venv ENV3 && ENV3/bin/pip install gptqmodel==7.7.0        # wants torch 2.14; measured with 2.13.0
-    python benchmarks/peers.py --work DIR --copy --peer llm-compressor=ENV1 --peer hqq=ENV2 --peer gptqmodel=ENV3 --markdown
+    python benchmarks/peers.py --work DIR --copy --peer llm-compressor=ENV1 --peer hqq=ENV2 --peer gptqmodel=ENV3
 
 DIR is as for smollm2.py. The linear layers of the first LAYERS decoder layers are rounded, the rest stays float. All
 sides calibrate on the same windows of `mix`, diffbit's default text, and have one scale for each group; llm-compressor
