@@ -24,7 +24,9 @@ VENV := .venv/pyvenv.cfg
 INSTALLED := .venv/.installed
 BUILT := .venv/.built
 DEVELOP := .venv/.develop
-# Modules are compiled when they are first imported: pip would compile all of torch, most of which is never used
+# Modules are compiled when they are first imported: pip would compile all of torch, most of which is never used. So each
+# process may keep what it compiled, or the next one spends seconds on it again
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 # Each worker takes tests that follow one another, which share what their modules make, until another has none left
 WORKERS := -n logical --maxprocesses 4 --dist worksteal

