@@ -29,7 +29,7 @@ from diffbit.calib_data import eval_windows, load_tokenizer
 from diffbit.calib_data.mix import TEXT
 from diffbit.calib_data.window import windows
 from diffbit.cli.options import chat_template
-from diffbit.evaluate.metrics import Scores, log_probabilities, perplexity_ratio, score
+from diffbit.evaluate.metrics import Scores, log_probabilities, mean, perplexity_ratio, score
 from diffbit.export import reference_model
 from diffbit.models import Decoder
 
@@ -56,6 +56,7 @@ def main() -> None:
     reference = [predictions(exact_model, text) for text in texts.values()]
     exact = [scores(text, p, p) for text, p in zip(texts.values(), reference, strict=True)]
     rows = [["float", *(f"perplexity {interval(one.perplexity().to_dict(), '{:.1f}'.format)}" for one in exact)]]
+    kept: dict[str, list[Scores]] = {}
     for name, options in HOW.items():
         label = f"calibration-{arguments.weights}-{name.replace(' ', '-')}"
         sizes = ["--max-windows", str(WINDOWS), "--length", str(LENGTH)] if options else []
@@ -68,10 +69,14 @@ def main() -> None:
             model.model.layers[index] = exact_model.model.layers[index]
         for text, p, float_scores in zip(texts.values(), reference, exact, strict=True):
             found = scores(text, p, predictions(model, text))
+            kept.setdefault(name, []).append(found)
             ratio = interval(perplexity_ratio(found, float_scores).to_dict(), lambda r: f"{100 * (r - 1):+.1f} %")
             row.append(f"{ratio}, KL {interval(found.divergence().to_dict(), '{:.3f}'.format)}")
         rows.append(row)
         print(row, file=sys.stderr)
+    stdlib, mix = (kept[name] for name in list(HOW)[1:])
+    less = (mean(b.kl - a.kl, a.tokens) for a, b in zip(stdlib, mix, strict=True))
+    rows.append(["KL on mix − on stdlib", *(interval(one.to_dict(), "{:+.3f}".format) for one in less)])
     head = [arguments.weights, *(f"{name}, {len(ids)} windows" for name, (ids, _) in texts.items())]
     shown = command_line("calibration.py", sys.argv[1:])
     print(text := f"{describe()}. `{shown}`\n\n{table(head, rows)}\n")

@@ -33,6 +33,7 @@ from .scheme import EMBEDDING_MODULE, HEAD_MODULE, Scheme, weight_shapes
 from .stages import round_all, round_stages
 from .states import ALONE
 
+LARGE = 1 << 16  # rows of a table that would take as long as several layers
 PLAIN_BITS = 8  # a head of at least as many bits is rounded to nearest
 
 
@@ -173,10 +174,17 @@ def quantize_one(layer: Layer, recipe: Recipe) -> dict[str, QTensor]:
     if by_layer:
         quantized = rounding.quantize_layer(layer) if layer.formats else {}
     elif layer.tokens is not None and layer.index >= 0 and getattr(rounding, "CALIBRATED", True):
-        quantized = round_stages(layer, lambda name: rounding.quantize)
+        quantized = round_stages(layer, lambda name: _method(layer, name, rounding))
     else:
         quantized = round_all(layer, lambda name: rounding.quantize, layer.formats)
     return {name: quantized[name] for name in layer.formats if name in quantized}  # allocate.py rounds none
+
+
+def _method(layer: Layer, name: str, rounding: ModuleType) -> Method:
+    """Return the function that rounds a weight: of a table with a large vocabulary a quick one, if there is one."""
+    large = not layer.is_layer and len(layer.weight(name)) > LARGE
+    quick: Method = rounding.quantize
+    return getattr(rounding, "quantize_large", quick) if large else quick
 
 
 def _rounding(layer: Layer, recipe: Recipe) -> ModuleType:

@@ -48,7 +48,7 @@ BLOCK = 128  # columns whose errors are propagated to the later ones in one prod
 PRECISE = 2048  # Gram matrices of up to so many columns are factorised in fp64
 
 
-def quantize(weight: Tensor, format: Format, stats: Any) -> QTensor:
+def quantize(weight: Tensor, format: Format, stats: Any, rounds: int = ROUNDS) -> QTensor:
     """Round weight [N, K] of any float dtype; stats: CalibStats of the layer's input."""
     if stats is None:
         raise DiffbitError("gptq needs calibration tokens; pass a text, such as --calibrate mix")
@@ -58,10 +58,15 @@ def quantize(weight: Tensor, format: Format, stats: Any) -> QTensor:
     feedback = _FEEDBACK[stats.gram]
     scale, zero = scales.search(weight, format, feedback.cost)
     codes = round_columns(weight, format, scale, zero, feedback)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         scale = scales.solve(weight, format, codes, scale, zero, stats.gram, damping(stats.gram))
         codes = descend(weight, format, codes, scale, zero, stats.gram)
     return QTensor(format, (weight.shape[0], weight.shape[1]), codes, scale, zero)
+
+
+def quantize_large(weight: Tensor, format: Format, stats: Any) -> QTensor:
+    """Round a part of a large table: without refinement, which takes most of the time and little of the loss."""
+    return quantize(weight, format, stats, rounds=0)
 
 
 def round_columns(

@@ -88,8 +88,8 @@ def compared(models: Path, out: Path, overwrite: bool) -> None:
 
 COMMANDS = {
     "rtn": Command(quantized("rtn")),
-    "gptq": Command(quantized("gptq"), every=9),
-    "learned": Command(quantized("learned"), every=20),
+    "gptq": Command(quantized("gptq"), every=15),
+    "learned": Command(quantized("learned"), every=40),
     "export": Command(exported, every=5),
     "train": Command(trained, 9, ("config.json", "model.safetensors", "master/model.safetensors"), False),
     "compare": Command(compared, 3, same=("comparison.json", "comparison.csv"), whole=False),  # the report says when

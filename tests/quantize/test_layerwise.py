@@ -23,6 +23,7 @@ from diffbit.quantize import (
     QTensor,
     Scheme,
     apply,
+    layerwise,
     load,
     parse_format,
     quantize_checkpoint,
@@ -201,6 +202,29 @@ def test_tables_are_rounded_in_parts(method: str, tie: bool, tmp_path: Path, mon
         assert table.weight_error > plain.weights[0].weight_error  # what it does matters, not what it is
         assert len(report.weights) == len(plain.weights)
         assert plain.weights[0].output_error is None
+
+
+@torch.no_grad()
+def test_a_large_table_is_not_refined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps nearly all that GPTQ gains; layers are rounded as before."""
+    exact, layer = make(CONFIG), "model.layers.1.mlp.up_proj"
+    others = apply(exact, INT4, "gptq", IDS, MASK)
+    inputs: list[torch.Tensor] = []
+    others.lm_head.register_forward_pre_hook(lambda _, given: inputs.append(given[0][MASK]))
+    others(IDS, attention_mask=MASK.long())
+
+    def loss(head: QTensor) -> float:
+        return float((inputs[0] @ (exact.lm_head.weight - head.dequantize()).T).square().sum())
+
+    def head(large: int) -> QTensor:
+        monkeypatch.setattr(layerwise, "LARGE", large)
+        made = apply(exact, WITH_HEAD, "gptq", IDS, MASK)
+        assert torch.equal(made.get_submodule(layer).weight.codes, others.get_submodule(layer).weight.codes)
+        return made.lm_head.weight
+
+    plain = rtn(exact.lm_head.weight, parse_format("int4_g32"))
+    refined, quick = head(CONFIG.vocab_size), head(CONFIG.vocab_size - 1)
+    assert loss(refined) < loss(quick) < 0.8 * loss(plain)
 
 
 @pytest.mark.usefixtures("made_up")
