@@ -394,6 +394,7 @@ def test_gpu_goes_on_behind_what_hangs_or_dies(gpu: Any) -> None:
     assert "was not done in the 0 seconds of rates" in row["wrong"]
 
 
+@pytest.mark.slow
 def test_gpu_believes_what_a_checker_says_last(gpu: Any) -> None:
     def verdict(script: str, seconds: float = 60, **summary: str) -> dict[str, Any]:
         return dict(gpu.verdict([sys.executable, "-c", script], dict(os.environ), seconds, **summary))

@@ -156,6 +156,7 @@ def test_the_example_works(
             assert Path(arguments[arguments.index(flag) + 1]).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

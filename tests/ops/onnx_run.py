@@ -27,10 +27,16 @@ on_each_isa = pytest.mark.parametrize("isa", native.instruction_sets())
 
 
 def on_isas_in_turn(cases: Sequence[Any], sets: int = 2) -> pytest.MarkDecorator:
-    """Each case on so many of the instruction sets, in turn; tests/native/test_host.py has each on all of them."""
+    """Each case on so many of the instruction sets, in turn; tests/native/test_host.py has each on all of them.
+
+    The first of them is among the quick tests.
+    """
     isas = native.instruction_sets()
-    pairs = [(case, isas[(i + j) % len(isas)]) for i, case in enumerate(cases) for j in range(min(sets, len(isas)))]
-    params = [pytest.param(case, isa, id=f"{case.name}-{isa}") for case, isa in pairs]
+    pairs = [(case, (i + j) % len(isas), j) for i, case in enumerate(cases) for j in range(min(sets, len(isas)))]
+    slow = pytest.mark.slow
+    params = [
+        pytest.param(case, isas[isa], id=f"{case.name}-{isas[isa]}", marks=[slow] * (j > 0)) for case, isa, j in pairs
+    ]
     return pytest.mark.parametrize(("case", "isa"), params)
 
 

@@ -90,6 +90,7 @@ def test_states_on_the_disk(model: Path, tmp_path: Path) -> None:
         assert (tmp_path / "small" / file.name).read_bytes() == file.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_a_limit_of_the_address_space(model: Path, tmp_path: Path) -> None:
     """With --max-memory a run stays within a limit that the system enforces, in which it would fail without."""
@@ -111,6 +112,7 @@ def test_a_limit_of_the_address_space(model: Path, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "within").iterdir()] == ["q"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_a_run_on_the_disk_goes_on(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its states in memory, and the other way round: the file between them is the same."""

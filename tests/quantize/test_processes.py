@@ -108,6 +108,7 @@ def test_the_same_bytes_as_one_process(cases: Any, sources: Path, tmp_path: Path
             assert json.loads((tmp_path / f"{rank}-{kind}-{method}.json").read_text()) == json.loads(json.dumps(report))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_processes_and_states_on_the_disk(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,6 +174,7 @@ def test_an_artifact_computes_it(folder: Path, tmp_path: Path, wanted: Tensor) -
     assert spec.nbytes(0) < spec.nbytes(64) - 64 * 2 * 4 * 8 * 4 + 1 and not spec.layers[1][0].grows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "kv", "most"), [("rtn", "int8", 0.15), ("gptq", "int8", 0.15), ("rtn", "int4", 0.3)]
 )

@@ -376,6 +376,7 @@ def test_without_calibration_it_says_what_it_needs():
         apply(random_model(), Scheme(weights=parse_format("int2_g16")), "learned")
 
 
+@pytest.mark.slow
 def test_the_number_of_steps_is_in_the_recipe() -> None:
     layer = layer_of(random_model(), some_ids(8, 32), Scheme(weights=parse_format("int2_g16")))
     names = ("learned", f"learned:{learned.STEPS}", "learned:3")
