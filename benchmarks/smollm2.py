@@ -71,7 +71,7 @@ OURS: dict[str, list[str]] = {
         *("--weights", "int4_g32", "--method", "gptq", *SHORT),
         *(part for name in ("down", "v", "k") for part in ("--override", f"*.{name}_proj=int8")),
     ],
-    **{f"{bits} bits gptq": ["--target-bits", bits, "--method", "gptq", *SHORT] for bits in ("5.6", "5.15", "4.5")},
+    **{f"{bits} bits gptq": ["--target-bits", bits, "--method", "gptq", *SHORT] for bits in ("5.6", "5.15")},
     "int4_g32, v int8 gptq": [
         *("--weights", "int4_g32", "--method", "gptq", *SHORT, "--override", "*.v_proj=int8"),
     ],

@@ -183,8 +183,8 @@ def quantize_one(layer: Layer, recipe: Recipe) -> dict[str, QTensor]:
 def _method(layer: Layer, name: str, rounding: ModuleType) -> Method:
     """Return the function that rounds a weight: of a table with a large vocabulary a quick one, if there is one."""
     large = not layer.is_layer and len(layer.weight(name)) > LARGE
-    quick: Method = rounding.quantize
-    return getattr(rounding, "quantize_large", quick) if large else quick
+    method: Method = rounding.quantize
+    return getattr(rounding, "quantize_large", method) if large else method
 
 
 def _rounding(layer: Layer, recipe: Recipe) -> ModuleType:
