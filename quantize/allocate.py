@@ -13,9 +13,9 @@ weights, tokenizer, and GRAPH bytes for its graph and configuration. Formats fix
 count. A format whose codes a device stores in more bits than they have (int3, int6, ...) is not a candidate: it loses
 more in the same bytes.
 
-The loss of a layer is proportional to its error, (W - Wq)^2 weighted by the mean squared inputs: the linearity theorem
-of arXiv 2411.17525 (docs/LOG.md has the ratios of 35 layers). It fails where an error is no longer small (values at 2
-bits cost less than their errors say), so the format that is measured is the one nearest to the budget.
+A layer's loss is nearly proportional to its error, (W - Wq)^2 weighted by the mean squared inputs; arXiv 2411.17525
+proves it of unweighted errors, and docs/LOG.md has the ratios of 35 linear layers. It fails where an error is no longer
+small (values at 2 bits), so the format that is measured is the one nearest to the budget.
 
 A recipe's transforms (rotate, awq, ...) run once, before 1. For methods that round a layer's weights together, STAND_IN
 rounds in 1. The hidden states before the current decoder layer are kept, so a loss needs only the layers after it, half
