@@ -49,7 +49,7 @@ test-all: lint
 	$(BIN)/python -m pytest $(WORKERS)
 
 fuzz: $(DEVELOP) $(BUILT)
-	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m tests.fuzz.fuzz 50000  # with huge pages a fork is fast
+	$(BIN)/python -m tests.fuzz.fuzz 50000
 
 kill: $(DEVELOP) $(BUILT)
 	$(BIN)/python -m pytest $(WORKERS) -p tests.every_point tests/kill

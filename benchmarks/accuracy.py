@@ -144,7 +144,7 @@ def gathered(
         rest = [one for part in own for one in part[1:]]
         measured[name] = own[0][:1] + sorted(rest, key=_place)
     refused = [refusal for *_, own, _ in found for refusal in own]
-    return conclude(checkpoints, measured, refused, windows, calibration)
+    return conclude([[one] for one in checkpoints], measured, refused, windows, calibration)
 
 
 def _place(one: Measured) -> int:

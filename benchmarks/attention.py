@@ -126,7 +126,7 @@ def run(paths: Sequence[Path], count: int, rows: int, quick: bool, jobs: int) ->
     measured: dict[str, list[Measured]] = {}
     for name, part, _ in found:
         measured[name] = measured.get(name, part[:1]) + part[1:]
-    comparison = conclude(checkpoints, measured, [], windows, [], needles=needles)
+    comparison = conclude([[one] for one in checkpoints], measured, [], windows, [], needles=needles)
     return _numbers(comparison, measured) | {"minutes": sum(seconds for *_, seconds in found) / 60}
 
 

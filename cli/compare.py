@@ -42,6 +42,7 @@ EXAMPLES = (
     "diffbit compare out/demo/diff_v1 --what weights --bits 16,int4_g32,nf4 --max-windows 16",
     "diffbit compare examples/pico/diff_v1 --what weights --bits 16,4,3 --method rtn,gptq --repeats 5 --max-windows 16",
     "diffbit compare examples/pico/diff_v1 --what kv,qk --bits 16,8,4,2 --max-windows 16",
+    "diffbit compare --runs 3 out/seed{0,1,2}/diff_v1 out/seed{0,1,2}/softmax --bits 4,3,2",
 )
 
 
@@ -102,6 +103,13 @@ Repeats = Annotated[
         "another order of the model's channels. The intervals include their spread; with 1, they cover the text only."
     ),
 ]
+Runs = Annotated[
+    int,
+    typer.Option(
+        help="Number of training runs of each model. Every N checkpoints in a row are runs of one model with different "
+        "seeds, and are compared as one. The intervals then cover another training run; with 1, they do not."
+    ),
+]
 Kind = Annotated[
     Literal["artifact", "float"],
     typer.Option(
@@ -131,6 +139,7 @@ def compare(
     method: Methods = "rtn",
     calibrate: Calibrate = "mix",
     repeats: Repeats = 1,
+    runs: Runs = 1,
     arithmetic: Kind = "artifact",
     data: Data = "stdlib",
     field: Field = "text",
@@ -162,7 +171,8 @@ def compare(
 
     artifacts = _check_places(output, artifact or (), quantized or ())
     with nullcontext() if output is None else locked(output):
-        known = _read_reports(models, quantized or ())
+        firsts = models[::runs] if runs > 0 else models  # what the report shows of a model, besides its accuracy
+        known = _read_reports(firsts, quantized or ())
         windows = read_windows(models[0], data, field, max_windows, length)
         needles = _needles(models, retrieval, data, field, rows, seed)
         methods = method.split(",")
@@ -176,6 +186,7 @@ def compare(
             methods,
             calibration=calibration,
             repeats=repeats,
+            runs=runs,
             arithmetic=arithmetic,
             artifacts=artifacts,
             batch_size=batch_size,
@@ -185,7 +196,7 @@ def compare(
         )
         if output is not None:
             known |= _inspect(artifact or (), prompt, seed)
-            outliers = measure_outliers(models, windows, device)
+            outliers = measure_outliers(firsts, windows, device)
             _write(comparison, [report.to_dict() for report in outliers], known, output)
         if as_json:
             print_json(comparison.to_dict())
@@ -335,19 +346,19 @@ def _remarks(comparison: Comparison, several: bool) -> None:
         lost = contrast.difference
         by = f" by {contrast.method}" if several and contrast.method != "none" else ""
         verdict = "less than" if lost.high < 0 else "more than" if lost.low > 0 else "about as much as"
-        once = ""
+        made = f", {contrast.runs} training runs of each" if contrast.runs > 1 else ""
         if contrast.repeats is not None:
-            once = ", one rounding of each" if contrast.repeats == 1 else f", {contrast.repeats} roundings of each"
+            made += ", one rounding of each" if contrast.repeats == 1 else f", {contrast.repeats} roundings of each"
         remark(
             f"{contrast.what} at {contrast.format}{by}: {contrast.model} loses {verdict} {contrast.against} "
-            f"({lost.value:+.4f} nats per token, 95 %: {lost.low:+.4f} to {lost.high:+.4f}{once})"
+            f"({lost.value:+.4f} nats per token, 95 %: {lost.low:+.4f} to {lost.high:+.4f}{made})"
             + "".join(
                 f"; {asked['queries']} of {asked['needles']} needles: {100 * found.value:+.1f} points "
                 f"({100 * found.low:+.1f} to {100 * found.high:+.1f})"
                 for asked, found in zip(comparison.needles, contrast.retrieval, strict=bool(contrast.retrieval))
             )
         )
-    if any(contrast.repeats == 1 for contrast in comparison.contrasts):
+    if any(contrast.repeats == contrast.runs == 1 for contrast in comparison.contrasts):
         remark(
             "each of these is one rounding, and another rounding may reverse them; --repeats 5 includes the spread of "
             "roundings in the intervals"

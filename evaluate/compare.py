@@ -7,7 +7,7 @@ it is usually stored.
 
 The result of rounding depends partly on chance: another calibration sample or order of channels gives another model.
 `repeats` measures several roundings, and every interval includes their spread. Without repeats, intervals and verdicts
-hold only for the one rounding that was measured.
+hold only for the one rounding that was measured. Several training runs of a model can be measured as one (runs.py).
 
 A checkpoint that is already quantized, such as one trained in low bits, is measured as it is: it has no variants, and
 its loss against a float model is unknown. The same variants can also be tested on finding needles (retrieval.py).
@@ -19,7 +19,7 @@ from __future__ import annotations
 import csv
 import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,6 +39,7 @@ from .cost import Cost
 from .measure import Measured, Refusal, measure
 from .metrics import CONFIDENCE, Estimate, mean, paired, perplexity_ratio, recovered
 from .retrieval import Retrieval, contrast, label, retrieval, settings
+from .runs import in_groups, of_runs
 from .tasks import Answers, Tasks, TaskScore, artifact_model, score, torch_model
 from .variants import ATTENTION, BITS, FLOAT, METHODS, NO_METHOD, WHAT, bits_of, variants
 
@@ -66,7 +67,7 @@ class Result:
     cost: Cost  # of a decoded token, at the windows' length
     retrieval: tuple[Retrieval, ...]  # one for each set of needles
     tasks: tuple[TaskScore, ...]  # of lm-evaluation-harness
-    repeats: int  # number of roundings measured; 1 also if nothing is rounded
+    repeats: int  # number of roundings measured, of each training run; 1 also if nothing is rounded
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ class Contrast:
     method: str
     difference: Estimate  # log(ratio of `model`) - log(ratio of `against`), nats per token: below 0, `model` loses less
     retrieval: tuple[Estimate, ...]  # change of `model` - change of `against`, of needles: above 0, `model` loses less
-    repeats: int | None  # roundings of each model; None: no weights are rounded
+    repeats: int | None  # roundings of each model, or of each of its runs; None: no weights are rounded
+    runs: int  # training runs of each model
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class ModelInfo:
     parameters: int
     layers: int
     hidden_size: int
+    other_runs: dict[str, str]  # {path: SHA-256} of further training runs
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,7 @@ def compare(
     arithmetic: str = "artifact",
     artifacts: Sequence[Artifact] = (),
     names: Sequence[str] | None = None,
+    runs: int = 1,
     batch_size: int = 8,
     confidence: float = CONFIDENCE,
     cache_bytes: int = 1 << 30,
@@ -183,7 +187,8 @@ def compare(
     methods: recipes for rounding weights. calibration: windows of other text, for methods that calibrate; a sample for
     each repeat, or one for all. repeats: number of roundings of each variant with rounded weights. arithmetic:
     "artifact" or "float" (measure.py). artifacts: artifacts of the checkpoints, to measure on ONNX Runtime. names: of
-    the models, for tables and plots; default: the folders' names. batch_size: windows at a time. confidence: of the
+    the models, for tables and plots; default: the folders' names. runs: training runs of each model, which follow one
+    another in `paths` and are compared as one. batch_size: windows at a time. confidence: of the
     intervals. cache_bytes: memory for the 16-bit model's log-probabilities. needles: sets of rows with needles, to test
     every variant on. tasks: tasks of lm-evaluation-harness for every variant. Raises DiffbitError if models, windows or
     names do not fit together.
@@ -194,7 +199,8 @@ def compare(
     if any(len(one.starts) < 2 for one in needles):
         raise DiffbitError("needles in one row give no interval; ask for two rows or more")
     checkpoints = [Checkpoint(path) for path in paths]
-    names = model_names(checkpoints, names)
+    groups = in_groups(checkpoints, runs)
+    names = model_names([group[0] for group in groups], names)
     samples = [calibration] if isinstance(calibration, Windows) else list(calibration or ())
     for checkpoint in checkpoints:
         for text in (windows, *samples, *(one.windows for one in needles)):
@@ -205,33 +211,37 @@ def compare(
         tasks.check()
 
     measured: dict[str, list[Measured]] = {}
-    refused: list[Refusal] = []
-    for name, checkpoint in zip(names, checkpoints, strict=True):
-        scheme = read_scheme(checkpoint)
-        decoder = load(checkpoint, device=device)
-        try:
-            measured[name], refusals = measure(
-                decoder,
-                chosen if scheme is None else (),
-                windows,
-                samples,
-                name=name,
-                repeats=repeats,
-                arithmetic=arithmetic,
-                batch_size=batch_size,
-                cache_bytes=cache_bytes,
-                needles=needles,
-                stored=scheme,
-                artifacts=owned.get(checkpoint.path, ()),
-                ask=None if tasks is None else partial(_ask, tasks, checkpoint, batch_size),
-            )
-        finally:
-            del decoder
-            gc.collect()  # before the next model is loaded; module hooks are reference cycles
-        refused += refusals
+    refused: dict[Refusal, None] = {}  # each once, whatever the number of runs
+    for name, group in zip(names, groups, strict=True):
+        found = []
+        for run, checkpoint in enumerate(group, 1):
+            scheme = read_scheme(checkpoint)
+            decoder = load(checkpoint, device=device)
+            try:
+                one, refusals = measure(
+                    decoder,
+                    chosen if scheme is None else (),
+                    windows,
+                    samples,
+                    name=name if runs == 1 else f"{name}, run {run} of {runs}",
+                    repeats=repeats,
+                    arithmetic=arithmetic,
+                    batch_size=batch_size,
+                    cache_bytes=cache_bytes,
+                    needles=needles,
+                    stored=scheme,
+                    artifacts=owned.get(checkpoint.path, ()),
+                    ask=None if tasks is None else partial(_ask, tasks, checkpoint, batch_size),
+                )
+            finally:
+                del decoder
+                gc.collect()  # before the next model is loaded; module hooks are reference cycles
+            found.append(one)
+            refused |= dict.fromkeys(replace(refusal, model=name) for refusal in refusals)
+        measured[name] = of_runs(found)
     if not any(parse_recipe(method).calibrated for method in methods):
         samples = []
-    return conclude(checkpoints, measured, refused, windows, samples, confidence, needles, arithmetic)
+    return conclude(groups, measured, list(refused), windows, samples, confidence, needles, arithmetic)
 
 
 def _ask(tasks: Tasks, checkpoint: Checkpoint, batch_size: int, model: Decoder | Artifact) -> list[Answers]:
@@ -242,7 +252,7 @@ def _ask(tasks: Tasks, checkpoint: Checkpoint, batch_size: int, model: Decoder |
 
 
 def conclude(
-    checkpoints: Sequence[Checkpoint],
+    groups: Sequence[Sequence[Checkpoint]],
     measured: Mapping[str, Sequence[Measured]],
     refused: Sequence[Refusal],
     windows: Windows,
@@ -251,7 +261,10 @@ def conclude(
     needles: Sequence[NeedleWindows] = (),
     arithmetic: str = "artifact",
 ) -> Comparison:
-    """Turn the measurements of each model, by name and with the 16-bit model first, into a comparison."""
+    """Turn the measurements of each model, by name and with the 16-bit model first, into a comparison.
+
+    groups: the training runs of each model, mostly one.
+    """
     results: list[Result] = []
     contrasts: list[Contrast] = []
     models: list[ModelInfo] = []
@@ -259,13 +272,14 @@ def conclude(
         name: {one.variant.key if one.variant else None: one for one in found} for name, found in measured.items()
     }
     first = next(iter(by_key))
-    for checkpoint, (name, own) in zip(checkpoints, by_key.items(), strict=True):
+    for (checkpoint, *others), (name, own) in zip(groups, by_key.items(), strict=True):
         config = checkpoint.config
         size = num_parameters(config), config.num_layers, config.hidden_size
-        models.append(ModelInfo(name, str(checkpoint.path), checkpoint.sha256(), config.attention, *size))
+        runs = {str(other.path): other.sha256() for other in others}
+        models.append(ModelInfo(name, str(checkpoint.path), checkpoint.sha256(), config.attention, *size, runs))
         results += [_result(name, config, one, own, confidence, needles) for one in measured[name]]
         if name != first:
-            contrasts += _contrasts(name, own, first, by_key[first], confidence)
+            contrasts += _contrasts(name, own, first, by_key[first], confidence, len(groups[0]))
     calibrated = None
     if calibration:
         tokens = int(calibration[0].mask.sum())
@@ -318,12 +332,12 @@ def _result(
             for one, answers, whole in zip(needles, measured.answers, own[None].answers, strict=bool(measured.answers))
         ),
         tasks=tuple(score(*pair, confidence) for pair in zip(measured.tasks, own[None].tasks, strict=True)),
-        repeats=scores.repeats,
+        repeats=measured.repeats,
     )
 
 
 def _contrasts(
-    name: str, own: Mapping[Key, Measured], first: str, of_first: Mapping[Key, Measured], confidence: float
+    name: str, own: Mapping[Key, Measured], first: str, of_first: Mapping[Key, Measured], confidence: float, runs: int
 ) -> list[Contrast]:
     """Compare the variants that both models have with the first model's."""
     whole, first_whole, contrasts = own[None], of_first[None], []
@@ -335,9 +349,9 @@ def _contrasts(
         answers = zip(low.answers, whole.answers, other.answers, first_whole.answers, strict=True)
         found = tuple(contrast((a, b), (c, d), confidence) for a, b, c, d in answers)
         assert low.variant is not None
-        repeats = low.scores.repeats if low.variant.rounds else None
+        repeats = low.repeats if low.variant.rounds else None
         difference = mean(lost, whole.scores.tokens, confidence, whole.scores.document)
-        contrasts.append(Contrast(name, first, *key, difference, found, repeats))
+        contrasts.append(Contrast(name, first, *key, difference, found, repeats, runs))
     return contrasts
 
 

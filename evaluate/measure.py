@@ -56,11 +56,12 @@ class Measured:
 
     variant: Variant | None
     scheme: Scheme | None  # of the variant, or of a checkpoint that is quantized already
-    scores: Scores  # of one or several roundings
+    scores: Scores  # of one or several roundings, or of several training runs
     nbytes: int  # of the weights in a float16 artifact; of an artifact, of its files
     bits_per_weight: float  # of the linear layers that are quantized, scales included
     cost: Cost  # of a decoded token, at the windows' length
-    answers: tuple[np.ndarray, ...] = ()  # bool [K, n, R] for each set of needles: which queries are answered
+    repeats: int = 1  # roundings of the weights, in each training run
+    answers: tuple[np.ndarray, ...] = ()  # [K, n, R] for each set of needles: which queries are answered
     tasks: tuple[Answers, ...] = ()
 
 
@@ -131,6 +132,7 @@ def measure(
                     nbytes=sizes(model.config, scheme, "fp16").nbytes,
                     bits_per_weight=_bits_per_weight(model.config, scheme),
                     cost=token_cost(model.config, scheme, length),
+                    repeats=len(scores),
                     answers=tuple(np.stack(sets) for sets in zip(*answers, strict=True)),
                     tasks=of_repeats(asked),
                 )

@@ -45,8 +45,8 @@ paired differences of the method's and of plain rounding's windows to the 16-bit
 (1954): all q for which the interval above, of d_w - q d0_w, contains zero. If plain rounding's own loss is not
 significantly different from zero, the share is None.
 
-The intervals cover neither another training run of the same model nor text of another kind. If all windows agree
-exactly, the interval has zero width.
+K training runs of a model take the place of its K roundings (runs.py). Otherwise the intervals do not cover another
+training run. They never cover text of another kind. If all windows agree exactly, the interval has zero width.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Scores:
-    """Sums over the scored tokens of each of W windows: int64 and float64 arrays [W], or [K, W] of K roundings."""
+    """Sums over the scored tokens of each of W windows: int64 and float64 arrays [W], or [K, W] of K roundings or
+    training runs."""
 
     tokens: np.ndarray  # [W]
     nll: np.ndarray  # nats
@@ -94,16 +95,14 @@ class Scores:
 
     @classmethod
     def of_repeats(cls, repeats: Sequence[Scores]) -> Scores:
-        """Combine the scores of the same windows under K roundings; a single one keeps its shape [W]."""
+        """Combine the scores of the same windows under K roundings, or of K training runs, each averaged over its own
+        roundings; a single one keeps its shape."""
         if len(repeats) == 1:
             return repeats[0]
-        nll, kl, agree = (np.stack([getattr(one, name) for one in repeats]) for name in ("nll", "kl", "agree"))
+        nll, kl, agree = (
+            np.stack([np.atleast_2d(getattr(one, name)).mean(0) for one in repeats]) for name in ("nll", "kl", "agree")
+        )
         return cls(repeats[0].tokens, nll, kl, agree, repeats[0].document)
-
-    @property
-    def repeats(self) -> int:
-        """K."""
-        return len(self.nll) if self.nll.ndim == 2 else 1
 
     def perplexity(self, confidence: float = CONFIDENCE) -> Estimate:
         """Perplexity on this text; to compare models use `perplexity_ratio`, whose interval is paired."""

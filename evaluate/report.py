@@ -146,7 +146,7 @@ def _contrast_findings(comparison: Data | None) -> Iterator[Finding]:
                 f"{less['model']} loses less; the paired interval excludes zero." if sure
                 else "The paired interval includes zero: the difference is not significant on this text."
             )  # fmt: skip
-            if c["repeats"] == 1 and sure:
+            if c["repeats"] == c["runs"] == 1 and sure:
                 verdict = f"{less['model']} loses less in this one rounding of each; another may reverse it."
             yield headline, f"{where}: perplexity of {less['model']} vs {more['model']}. {verdict}"
         if len(own) == 1:

@@ -110,11 +110,13 @@ def score(answers: Answers, reference: Answers, confidence: float = CONFIDENCE) 
 
 
 def of_repeats(repeats: Sequence[Sequence[Answers]]) -> tuple[Answers, ...]:
-    """The same tasks under K roundings, as one each."""
+    """The same tasks under K roundings, or of K training runs, each averaged over its own roundings, as one each."""
     if len(repeats) == 1:
         return tuple(repeats[0])
     return tuple(
-        Answers(own[0].task, own[0].metric, np.stack([one.totals for one in own]), own[0].weights)
+        Answers(
+            own[0].task, own[0].metric, np.stack([np.atleast_2d(one.totals).mean(0) for one in own]), own[0].weights
+        )
         for own in zip(*repeats, strict=True)
     )
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import torch
 
 from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
+from diffbit.models import load, save
 from diffbit.runtime import cuda, native, verify
 
 from .configs import resized
@@ -124,6 +126,25 @@ def test_accuracy(trained: Callable[[str], Path], tmp_path: Path) -> None:
     bits = next(r for r in found["results"] if r["format"] == "mixed, 3.5 bits")["bits_per_weight"]
     assert 2.25 < bits <= 3.5, bits  # of float16 scales, where the budget is that of float32 ones; int2_g64 has 2.25
     assert "| int2_g64 " in text and "DIFF v1 − Transformer" in text and "inputs" in text
+
+
+@pytest.mark.slow
+def test_runs(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    """On models that are there, so that none is trained; the second run of each is the first, scaled a little."""
+    page, numbers = tmp_path / "accuracy.md", tmp_path / "runs.json"
+    page.write_text("<!-- runs -->\nold\n<!-- /runs -->\n")
+    for name in ("softmax", "diff_v1", "diff_v2"):
+        shutil.copytree(trained(name), tmp_path / "pico-0" / name)
+        decoder = load(trained(name))
+        decoder.model.norm.weight.data *= 1.02
+        save(decoder, tmp_path / "pico-1" / name, tokenizer_from=trained(name))
+    done = run("runs.py", "--work", str(tmp_path), "--quick", "--json", str(numbers), "--markdown", str(page))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(numbers.read_text())
+    assert {c["runs"] for c in found["contrasts"]} == {2} and len(found["contrasts"]) == 6
+    text = page.read_text()
+    assert "2 runs of each, 3 roundings of each run" in text and "DIFF v2 − Transformer" in text
+    assert sum(line.startswith(("| weights int2_g64", "| logits 2-bit")) for line in text.splitlines()) == 3
 
 
 @pytest.mark.slow

@@ -34,13 +34,14 @@ def comparison(
     methods: tuple[str, ...] = ("rtn",),
     needles: tuple[int, ...] = (),
     repeats: int = 5,
+    runs: int = 1,
     tasks: bool = False,
     arithmetic: str = "artifact",
 ) -> dict[str, Any]:
     models = [
         {
             "name": name, "path": f"out/{name}", "sha256": "ab" * 32, "attention": "diff_v1", "parameters": 1234567,
-            "layers": 3, "hidden_size": 64,
+            "layers": 3, "hidden_size": 64, "other_runs": {f"other/{run}": f"{run:064x}" for run in range(1, runs)},
         }
         for name in names
     ]  # fmt: skip
@@ -91,6 +92,7 @@ def comparison(
                     {
                         "model": name, "against": names[0], "what": result["what"], "format": result["format"],
                         "method": result["method"], "repeats": repeats if result["what"] == "weights" else None,
+                        "runs": runs,
                         "difference": estimate(0.02, 0.01 if told_apart else 0.03),
                         "retrieval": [estimate(-0.011, 0.005) for _ in needles],
                     }

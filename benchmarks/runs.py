@@ -1,0 +1,115 @@
+"""Does differential attention lose less by low bits, over several training runs? The last table of docs/accuracy.md.
+
+    python benchmarks/runs.py --work DIR --markdown     # trains what DIR lacks, and renews the table
+    python benchmarks/runs.py --work DIR --quick        # pico, two runs of 8 steps: does everything run?
+
+Trains each variant of a preset from several seeds, each by its own recipe (train/presets.py), one thread a run. Runs of
+one seed see the same batches in the same order. Then compares the models as `diffbit compare --runs` does: the unit is
+the training run, and differences are paired by seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from accuracy import NAMES, texts
+from machine import describe
+from report import Row, command_line, increase, interval, nats, renew, table, verdict, write_json
+
+from diffbit.evaluate import Comparison, compare
+from diffbit.models import Checkpoint
+from diffbit.progress import track
+
+ROOT = Path(__file__).parents[1]
+RUNS = 8
+BITS = ("int8", "int4_g64", "int3_g64", "int2_g64", "8", "4", "3", "2")  # weights, and parts of attention
+WHAT = ("weights", "logits", "kv")
+METHODS = ("rtn", "gptq")
+REPEATS = 3  # roundings of each run, each with another calibration sample
+QUICK = ["--steps", "8", "--batch-size", "2", "--context", "64"]  # of a quick run
+
+
+def train(work: Path, preset: str, attention: str, seed: int, options: Sequence[str]) -> Path:
+    """Train a model unless it is there; goes on with an interrupted run."""
+    out = work / f"{preset}-{seed}" / attention
+    if not (out / "config.json").is_file():
+        command = [sys.executable, "-m", "diffbit", "train", "--preset", preset, "--attention", attention]
+        resume = ["--resume"] if (out / "log.jsonl").is_file() else []
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        arguments = ["--seed", str(seed), "--quiet", "-o", str(out), *options, *resume]
+        subprocess.run([*command, *arguments], check=True, env=environment, stdout=subprocess.DEVNULL)
+    return out
+
+
+def run(work: Path, preset: str, runs: int, jobs: int, quick: bool) -> Comparison:
+    with ThreadPoolExecutor(jobs) as pool:
+        wanted = [(attention, seed) for seed in range(runs) for attention in NAMES]
+        tasks = {pair: pool.submit(train, work, preset, *pair, QUICK if quick else []) for pair in wanted}
+        paths = {pair: task.result() for pair, task in track(list(tasks.items()), "training")}
+    ordered = [paths[attention, seed] for attention in NAMES for seed in range(runs)]
+    windows, calibration = texts([Checkpoint(path) for path in ordered], quick, REPEATS)
+    bits, what = (("int2_g64", "2"), ("weights", "logits")) if quick else (BITS, WHAT)
+    return compare(
+        ordered, windows, bits, what, METHODS,
+        calibration=calibration, repeats=REPEATS, names=list(NAMES.values()), runs=runs,
+    )  # fmt: skip
+
+
+def contrasts(comparison: Row) -> str:
+    """A line for each variant: what it costs the first model, and what it costs the others more."""
+    first, *others = (model["name"] for model in comparison["models"])
+    results = {(r["model"], r["what"], r["format"], r["method"]): r for r in comparison["results"]}
+    found = {(c["model"], c["what"], c["format"], c["method"]): c["difference"] for c in comparison["contrasts"]}
+    lines = []
+    for model, *key in results:
+        if model == first and key[0] != "none":
+            line = [" ".join(key[:2]), "" if key[2] == "none" else key[2], increase(results[first, *key]["ratio"])]
+            for other in others:
+                line += [interval(found[other, *key], nats), verdict(other, found[other, *key])]
+            lines.append(line)
+    return table(["", "method", first, *(cell for other in others for cell in (f"{other} − {first}", ""))], lines)
+
+
+def tables(comparison: Row) -> str:
+    text, runs = comparison["text"], 1 + len(comparison["models"][0]["other_runs"])
+    whole = [r for r in comparison["results"] if r["what"] == "none"]
+    perplexities = "; ".join(f"{r['model']} {interval(r['perplexity'], lambda value: f'{value:.2f}')}" for r in whole)
+    return (
+        f"{comparison['machine']}. {runs} runs of each, {REPEATS} roundings of each run; "
+        f"{text['windows']} windows of {text['length']} held-out tokens (SHA-256 {text['sha256'][:12]}). "
+        f"Perplexity at 16 bits: {perplexities}. `{comparison['command']}`\n\n{contrasts(comparison)}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, metavar="DIR", help="folder of the trained models")
+    parser.add_argument("--preset", default="tiny", help="model size and recipe (default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=RUNS, help="training runs of each (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs trained at once (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    parser.add_argument("--markdown", type=Path, nargs="?", const=ROOT / "docs" / "accuracy.md", metavar="FILE",
+                        help="renew the table on this page (default: docs/accuracy.md)")  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="pico, two runs of 8 steps: does everything run?")
+    arguments = parser.parse_args()
+
+    preset, runs = ("pico", 2) if arguments.quick else (arguments.preset, arguments.runs)
+    found = run(arguments.work, preset, runs, arguments.jobs, arguments.quick)
+    command = command_line("runs.py", sys.argv[1:])
+    comparison = found.to_dict() | {"machine": describe(), "command": command}
+    text = tables(comparison)
+    print(text)
+    if arguments.json:
+        write_json(arguments.json, comparison)
+    if arguments.markdown:
+        renew(arguments.markdown, "runs", text)
+
+
+if __name__ == "__main__":
+    main()
