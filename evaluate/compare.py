@@ -17,9 +17,8 @@ Artifacts are measured on ONNX Runtime, together with the float checkpoint that 
 from __future__ import annotations
 
 import csv
-import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,7 +38,7 @@ from .cost import Cost
 from .measure import Measured, Refusal, measure
 from .metrics import CONFIDENCE, Estimate, mean, paired, perplexity_ratio, recovered
 from .retrieval import Retrieval, contrast, label, retrieval, settings
-from .runs import in_groups, of_runs
+from .runs import in_groups, measure_runs
 from .tasks import Answers, Tasks, TaskScore, artifact_model, score, torch_model
 from .variants import ATTENTION, BITS, FLOAT, METHODS, NO_METHOD, WHAT, bits_of, variants
 
@@ -211,37 +210,32 @@ def compare(
         tasks.check()
 
     measured: dict[str, list[Measured]] = {}
-    refused: dict[Refusal, None] = {}  # each once, whatever the number of runs
+    refused: list[Refusal] = []
     for name, group in zip(names, groups, strict=True):
-        found = []
-        for run, checkpoint in enumerate(group, 1):
+
+        def run(checkpoint: Checkpoint, label: str) -> tuple[list[Measured], list[Refusal]]:
             scheme = read_scheme(checkpoint)
-            decoder = load(checkpoint, device=device)
-            try:
-                one, refusals = measure(
-                    decoder,
-                    chosen if scheme is None else (),
-                    windows,
-                    samples,
-                    name=name if runs == 1 else f"{name}, run {run} of {runs}",
-                    repeats=repeats,
-                    arithmetic=arithmetic,
-                    batch_size=batch_size,
-                    cache_bytes=cache_bytes,
-                    needles=needles,
-                    stored=scheme,
-                    artifacts=owned.get(checkpoint.path, ()),
-                    ask=None if tasks is None else partial(_ask, tasks, checkpoint, batch_size),
-                )
-            finally:
-                del decoder
-                gc.collect()  # before the next model is loaded; module hooks are reference cycles
-            found.append(one)
-            refused |= dict.fromkeys(replace(refusal, model=name) for refusal in refusals)
-        measured[name] = of_runs(found)
+            return measure(
+                load(checkpoint, device=device),
+                chosen if scheme is None else (),
+                windows,
+                samples,
+                name=label,
+                repeats=repeats,
+                arithmetic=arithmetic,
+                batch_size=batch_size,
+                cache_bytes=cache_bytes,
+                needles=needles,
+                stored=scheme,
+                artifacts=owned.get(checkpoint.path, ()),
+                ask=None if tasks is None else partial(_ask, tasks, checkpoint, batch_size),
+            )
+
+        measured[name], refusals = measure_runs(name, group, run)
+        refused += refusals
     if not any(parse_recipe(method).calibrated for method in methods):
         samples = []
-    return conclude(groups, measured, list(refused), windows, samples, confidence, needles, arithmetic)
+    return conclude(groups, measured, refused, windows, samples, confidence, needles, arithmetic)
 
 
 def _ask(tasks: Tasks, checkpoint: Checkpoint, batch_size: int, model: Decoder | Artifact) -> list[Answers]:

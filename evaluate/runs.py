@@ -7,7 +7,8 @@ that saw the same batches in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,9 +16,12 @@ import numpy as np
 from ..errors import DiffbitError
 from ..models import Checkpoint
 from ..quantize import read_scheme
-from .measure import Measured
+from .measure import Measured, Refusal
 from .metrics import Scores
 from .tasks import of_repeats
+
+Measure = Callable[[Checkpoint, str], tuple[list[Measured], list[Refusal]]]
+"""(checkpoint, its label for progress and errors) -> what measure.py returns"""
 
 
 def in_groups(checkpoints: Sequence[Checkpoint], runs: int) -> list[Sequence[Checkpoint]]:
@@ -44,6 +48,20 @@ def in_groups(checkpoints: Sequence[Checkpoint], runs: int) -> list[Sequence[Che
                 raise DiffbitError(f"{other.path}: has the same weights as {same}; give runs with different seeds")
             seen[other.sha256()] = other.path
     return groups
+
+
+def measure_runs(name: str, group: Sequence[Checkpoint], measure: Measure) -> tuple[list[Measured], list[Refusal]]:
+    """Measure each training run of a model, and combine them; what was refused in several is told once."""
+    found: list[list[Measured]] = []
+    refused: dict[Refusal, None] = {}
+    for run, checkpoint in enumerate(group, 1):
+        try:
+            one, refusals = measure(checkpoint, name if len(group) == 1 else f"{name}, run {run} of {len(group)}")
+        finally:
+            gc.collect()  # before the next model is loaded; module hooks are reference cycles
+        found.append(one)
+        refused |= dict.fromkeys(replace(refusal, model=name) for refusal in refusals)
+    return of_runs(found), list(refused)
 
 
 def of_runs(runs: Sequence[Sequence[Measured]]) -> list[Measured]:
