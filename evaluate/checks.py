@@ -79,10 +79,8 @@ def owned_artifacts(
                 f"{artifact.path}: windows of {length} tokens are longer than its context of "
                 f"{artifact.context_length}; shorten them"
             )
-        others = owned.setdefault(found[0], [])
-        if key := next(
-            (on_a_device(one).key for one in others if on_a_device(one).key == on_a_device(artifact).key), ()
-        ):
+        others, key = owned.setdefault(found[0], []), on_a_device(artifact).key
+        if any(on_a_device(one).key == key for one in others):
             raise DiffbitError(
                 f"{artifact.path}: another artifact of {found[0]} has {', '.join(key[1:])} too; leave one out"
             )

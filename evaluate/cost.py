@@ -25,11 +25,9 @@ from math import log2, prod
 
 from ..models import LayerSpec, ModelConfig
 from ..models.checkpoint.names import EMBEDDING, is_linear, shapes, stays_float32
-from ..ops.cache import Buffer
+from ..ops.cache import WIDTHS, Buffer
 from ..quantize import Scheme, linear_shapes
 from ..quantize.cache import is_low_bit, step_bytes
-
-WIDTHS = {"float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)

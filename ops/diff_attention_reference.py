@@ -92,10 +92,8 @@ def append(
     assert scale is not None
     if bits == 8:
         codes, new_scale = kv_cache.quantize_rows(rows)
-        (codes, present), (in_use, scale) = (
-            extended(past, past_length, codes),
-            extended(scale, past_length, new_scale),
-        )
+        codes, present = extended(past, past_length, codes)
+        in_use, scale = extended(scale, past_length, new_scale)
         return Cached(bits, codes, in_use, nothing, coded([total for _ in places]), (present, scale, None))
     assert recent is not None
     before, after = (kv_cache.quantized_tokens(tokens, window) for tokens in (past_length, total))
