@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 from machine import describe
-from report import Row, increase, interval, nats, percent, renew, table, verdict, write_json
+from report import Row, add_outputs, increase, interval, nats, percent, table, verdict, write_outputs
 
 from diffbit.calib_data import Windows, eval_windows, samples
 from diffbit.evaluate.compare import Comparison, conclude
@@ -64,11 +64,6 @@ Found, Refused = list[Measured], list[Refusal]
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
-def parts(quick: bool) -> list[str]:
-    """What is measured of a model, each in a process of its own."""
-    return [*(QUICK_RECIPES if quick else RECIPES), INPUTS, MIXED]
-
-
 def work(
     path: Path, name: str, part: str, windows: Windows, calibration: Sequence[Windows], quick: bool
 ) -> tuple[Found, Refused, float]:
@@ -79,7 +74,8 @@ def work(
     arithmetic = "artifact"
     if part == INPUTS:
         own = FLOAT_INPUTS[1:] if quick else FLOAT_INPUTS
-        chosen, arithmetic = [_renamed(INPUTS, format, recipe) for format, recipe in own], "float"
+        rounded = [variants([format], ["weights"], [recipe])[0] for format, recipe in own]
+        chosen, arithmetic = [replace(variant, what=INPUTS) for variant in rounded], "float"
     elif part == MIXED:
         chosen = [mixed(path, calibration[0], "rtn" if quick else "gptq")]
     else:
@@ -89,11 +85,6 @@ def work(
         load(path), chosen, windows, calibration, name=name, repeats=len(calibration), arithmetic=arithmetic
     )
     return *found, time.process_time() - begin
-
-
-def _renamed(what: str, format: str, recipe: str) -> Variant:
-    (variant,) = variants([format], ["weights"], [recipe])
-    return replace(variant, what=what)
 
 
 def mixed(path: Path, calibration: Windows, method: str) -> Variant:
@@ -114,11 +105,17 @@ def run(paths: Sequence[Path], quick: bool, jobs: int, repeats: int) -> tuple[Co
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         tasks = [
             (name, pool.submit(work, path, name, part, windows, calibration, quick))
-            for part in parts(quick)
+            for part in (*(QUICK_RECIPES if quick else RECIPES), INPUTS, MIXED)
             for path, name in zip(paths, names, strict=True)
         ]
         found = [(name, *task.result()) for name, task in track(tasks, "measuring")]
-    return gathered(checkpoints, names, windows, calibration, found), sum(seconds for *_, seconds in found)
+    measured: dict[str, Found] = {}
+    for name, own, *_ in found:  # as it is once, then its variants
+        measured[name] = measured.get(name, own[:1]) + own[1:]
+    measured = {name: [whole, *sorted(rest, key=_place)] for name, (whole, *rest) in measured.items()}
+    refused = [refusal for *_, refusals, _ in found for refusal in refusals]
+    comparison = conclude([[one] for one in checkpoints], measured, refused, windows, calibration)
+    return comparison, sum(seconds for *_, seconds in found)
 
 
 def texts(checkpoints: Sequence[Checkpoint], quick: bool, repeats: int) -> tuple[Windows, list[Windows]]:
@@ -128,23 +125,6 @@ def texts(checkpoints: Sequence[Checkpoint], quick: bool, repeats: int) -> tuple
     windows = eval_windows("stdlib", checkpoints[0].path, length, scored)
     whole = eval_windows("stdlib", checkpoints[0].path, length, split="calib")
     return windows, samples(whole, calibrating, repeats)
-
-
-def gathered(
-    checkpoints: Sequence[Checkpoint],
-    names: Sequence[str],
-    windows: Windows,
-    calibration: Sequence[Windows],
-    found: Sequence[tuple[str, Found, Refused, float]],
-) -> Comparison:
-    """The parts as one comparison: each model as it is once, then its variants by format and recipe."""
-    measured: dict[str, Found] = {}
-    for name in names:
-        own = [part for owner, part, *_ in found if owner == name]
-        rest = [one for part in own for one in part[1:]]
-        measured[name] = own[0][:1] + sorted(rest, key=_place)
-    refused = [refusal for *_, own, _ in found for refusal in own]
-    return conclude([[one] for one in checkpoints], measured, refused, windows, calibration)
 
 
 def _place(one: Measured) -> int:
@@ -261,9 +241,7 @@ def main() -> None:
                         help="of unequal attention; the first is the yardstick (default: examples/nano)")  # fmt: skip
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="roundings of each variant (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
-    parser.add_argument("--markdown", type=Path, nargs="?", const=ROOT / "docs" / "accuracy.md", metavar="FILE",
-                        help="renew this page (default: docs/accuracy.md)")  # fmt: skip
+    add_outputs(parser, "accuracy.md")
     parser.add_argument("--quick", action="store_true", help="two formats and a few windows: does everything run?")
     arguments = parser.parse_args()
 
@@ -275,11 +253,7 @@ def main() -> None:
     found = tables(comparison)
     for name, text in found.items():
         print(f"\n## {name}\n\n{text}")
-    if arguments.json:
-        write_json(arguments.json, comparison)
-    if arguments.markdown:
-        for name, text in found.items():
-            renew(arguments.markdown, name, text)
+    write_outputs(arguments, comparison, found)
 
 
 if __name__ == "__main__":

@@ -24,10 +24,10 @@ from pathlib import Path
 import torch
 from accuracy import NAMES, TRIO, of
 from machine import describe
-from report import Row, increase, interval, nats, renew, table, verdict, write_json
+from report import Row, add_outputs, increase, interval, nats, table, verdict, write_outputs
 
 from diffbit.calib_data import NeedleWindows, Windows, eval_windows, needle_windows
-from diffbit.evaluate.compare import Comparison, conclude
+from diffbit.evaluate.compare import conclude
 from diffbit.evaluate.measure import Measured, measure
 from diffbit.evaluate.metrics import mean, paired
 from diffbit.evaluate.variants import NO_METHOD, Variant
@@ -127,34 +127,28 @@ def run(paths: Sequence[Path], count: int, rows: int, quick: bool, jobs: int) ->
     for name, part, _ in found:
         measured[name] = measured.get(name, part[:1]) + part[1:]
     comparison = conclude([[one] for one in checkpoints], measured, [], windows, [], needles=needles)
-    return _numbers(comparison, measured) | {"minutes": sum(seconds for *_, seconds in found) / 60}
+    minutes = sum(seconds for *_, seconds in found) / 60
+    return comparison.to_dict() | {"losses": _losses(measured), "minutes": minutes}
 
 
-def _numbers(comparison: Comparison, measured: Mapping[str, Sequence[Measured]]) -> Row:
-    """With what logits cost a model more than others cost the first one."""
+def _losses(measured: Mapping[str, Sequence[Measured]]) -> list[Row]:
+    """By how many nats a token more logits cost a model than others cost the first one, paired."""
+    by_bits = {
+        name: {one.variant.scheme.attention.logits: one.scores for one in own if one.variant}
+        for name, own in measured.items()
+    }
     first, *others = measured
-    losses = [
-        {"model": other, "bits": own, "against": first, "first_bits": theirs, "difference": difference}
-        for own, theirs in AGAINST
-        for other in others
-        if (difference := _more(measured[other], own, measured[first], theirs)) is not None
-    ]
-    return comparison.to_dict() | {"losses": losses}
-
-
-def _more(model: Sequence[Measured], bits: int, first: Sequence[Measured], first_bits: int) -> Row | None:
-    """By how many nats a token more `model` loses, paired; None where these bits were not measured."""
-    low, other = _with_logits(model, bits), _with_logits(first, first_bits)
-    if low is None or other is None:
-        return None
-    scores = low.scores
-    lost = paired(scores, model[0].scores) - paired(other.scores, first[0].scores)
-    return mean(lost, scores.tokens, document=scores.document).to_dict()
-
-
-def _with_logits(model: Sequence[Measured], bits: int) -> Measured | None:
-    found = [one for one in model if one.variant and one.variant.scheme.attention.logits == bits]
-    return found[0] if found else None
+    losses = []
+    for bits, first_bits in AGAINST:
+        for other in others:
+            low, first_low = by_bits[other].get(bits), by_bits[first].get(first_bits)
+            if low is None or first_low is None:  # not measured
+                continue
+            lost = paired(low, measured[other][0].scores) - paired(first_low, measured[first][0].scores)
+            difference = mean(lost, low.tokens, document=low.document).to_dict()
+            losses.append({"model": other, "bits": bits, "against": first, "first_bits": first_bits,
+                           "difference": difference})  # fmt: skip
+    return losses
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
@@ -237,9 +231,7 @@ def main() -> None:
     parser.add_argument("--long", type=Path, nargs="*", default=LONG, metavar="CHECKPOINT",
                         help="that have learned needles (default: examples/nano_1k)")  # fmt: skip
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
-    parser.add_argument("--markdown", type=Path, nargs="?", const=ROOT / "docs" / "attention.md", metavar="FILE",
-                        help="renew this page (default: docs/attention.md)")  # fmt: skip
+    add_outputs(parser, "attention.md")
     parser.add_argument("--quick", action="store_true", help="two variants a table and a few windows: does it run?")
     options = parser.parse_args()
 
@@ -252,11 +244,7 @@ def main() -> None:
     found = tables(short, long, shlex.join(["python", "benchmarks/attention.py", *sys.argv[1:]]))
     for name, text in found.items():
         print(f"\n## {name}\n\n{text}")
-    if options.json:
-        write_json(options.json, {"short": short, "long": long, "machine": describe()})
-    if options.markdown:
-        for name, text in found.items():
-            renew(options.markdown, name, text)
+    write_outputs(options, {"short": short, "long": long, "machine": describe()}, found)
 
 
 if __name__ == "__main__":

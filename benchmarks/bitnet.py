@@ -28,7 +28,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from machine import describe
-from report import Row, command_line, increase, interval, nats, percent, renew, table, verdict, write_json
+from report import Row, add_outputs, command_line, increase, interval, nats, percent, table, verdict, write_outputs
 
 from diffbit.calib_data import Windows, eval_windows
 from diffbit.errors import DiffbitError
@@ -42,7 +42,6 @@ from diffbit.progress import set_quiet, track
 from diffbit.quantize import load, read_scheme
 from diffbit.runtime import Artifact, bench
 
-ROOT = Path(__file__).parents[1]
 VARIANTS = {"softmax": "Transformer", "diff_v1": "DIFF v1", "diff_v2": "DIFF v2"}
 FLOAT, TERNARY = "float", "ternary"
 KINDS = (FLOAT, TERNARY, "distilled", "int4")  # first in the tables, in this order; others follow
@@ -192,9 +191,7 @@ def main() -> None:
     parser.add_argument("runs", type=Path, metavar="RUNS", help="folder of VARIANT and VARIANT_KIND models")
     parser.add_argument("--floats", type=Path, metavar="FOLDER", help="where float models lie that RUNS does not hold")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that score (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
-    parser.add_argument("--markdown", type=Path, nargs="?", const=ROOT / "docs" / "bitnet.md", metavar="FILE",
-                        help="renew this page (default: docs/bitnet.md)")  # fmt: skip
+    add_outputs(parser, "bitnet.md")
     parser.add_argument("--name", default="nano", help="of the tables' place in the page (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a few windows, one round: does everything run?")
     options = parser.parse_args()
@@ -205,10 +202,7 @@ def main() -> None:
         raise SystemExit(f"error: {error}") from None
     text = tables(found)
     print(text)
-    if options.json:
-        write_json(options.json, found)
-    if options.markdown:
-        renew(options.markdown, options.name, text)
+    write_outputs(options, found, {options.name: text})
 
 
 if __name__ == "__main__":

@@ -14,22 +14,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from commands import once, run_diffbit
 from machine import describe
 from report import command_line, interval, renew, table
-from smollm2 import fetch, news_windows, once
+from smollm2 import Text, fetch, logits_of, news_windows, scores
 
 import diffbit
 from diffbit.calib_data import eval_windows, load_tokenizer
 from diffbit.calib_data.mix import TEXT
 from diffbit.calib_data.window import windows
 from diffbit.cli.options import chat_template
-from diffbit.evaluate.metrics import Scores, log_probabilities, mean, perplexity_ratio, score
+from diffbit.evaluate.metrics import Scores, mean, perplexity_ratio
 from diffbit.export import reference_model
 from diffbit.models import Decoder
 
@@ -40,7 +40,6 @@ HOW = {
     "gptq on stdlib": ["--method", "gptq", "--calibrate", "stdlib"],
     "gptq on mix": ["--method", "gptq", "--calibrate", "mix"],
 }
-Text = tuple[torch.Tensor, torch.Tensor]  # ids [n, EVALUATED], bool of those that are scored
 
 
 def main() -> None:
@@ -60,10 +59,8 @@ def main() -> None:
     for name, options in HOW.items():
         label = f"calibration-{arguments.weights}-{name.replace(' ', '-')}"
         sizes = ["--max-windows", str(WINDOWS), "--length", str(LENGTH)] if options else []
-        command = [sys.executable, "-m", "diffbit", "quantize", str(source), "--weights", arguments.weights, "--quiet"]
-        folder = once(arguments.work / label, lambda out, more=(*options, *sizes), command=command: subprocess.run(
-            [*command, *more, "-o", str(out)], check=True, stdout=subprocess.DEVNULL
-        ))  # fmt: skip
+        command = ["quantize", source, "--weights", arguments.weights, "--quiet", *options, *sizes]
+        folder = once(arguments.work / label, lambda out, command=command: run_diffbit(*command, "-o", out))
         row, model = [name], reference_model(folder)
         for index in range(model.config.num_layers)[arguments.layers :] if arguments.layers else ():
             model.model.layers[index] = exact_model.model.layers[index]
@@ -102,16 +99,7 @@ def held_out(model: Path, news: Path) -> Iterator[tuple[str, Text]]:
 
 def predictions(model: Decoder, text: Text) -> list[torch.Tensor]:
     """Logits of each window, fp16 [EVALUATED, V]."""
-    with torch.inference_mode():
-        return [model(ids[None])[0].half() for ids in text[0]]
-
-
-def scores(text: Text, p: list[torch.Tensor], q: list[torch.Tensor]) -> Scores:
-    found = Scores.zeros(len(p))
-    for index, (ids, target) in enumerate(zip(*text, strict=True)):
-        log_p, log_q = (log_probabilities(logits[index].float(), target) for logits in (p, q))
-        score(found, index, ids, target, log_q, log_p)
-    return found
+    return [logits.half() for logits in logits_of(model, text[0])]
 
 
 if __name__ == "__main__":

@@ -14,14 +14,11 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from report import Row, say
 from synthetic import MOTIF_2, write_model, write_tokenizer
-
-MIB = 1 << 20
 
 
 def run(*arguments: str) -> Row:
@@ -47,13 +44,13 @@ def size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--weights", default="int4_g32")
     parser.add_argument("options", nargs="*", help="more options of quantize, behind --")
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_args()
     chosen.work.mkdir(parents=True, exist_ok=True)
     model, quantized, artifact = (chosen.work / name for name in (f"motif-{chosen.layers}", "quantized", "artifact"))
     if not (model / "tokenizer.json").exists():

@@ -24,21 +24,19 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import onnxruntime
+from commands import last_row, llama_command, once, quietly, run_diffbit
 from machine import describe
-from report import Row, command_line, renew, row_table, say, targets, write_json
+from report import Row, add_outputs, command_line, row_table, say, targets, write_outputs
 from synthetic import SHAPES, SMALL, Shape, write_model, write_tokenizer
 
 from diffbit.runtime import bench, native
 
-HERE = Path(__file__).parent
 TABLES = ("--embedding", "int4_g32", "--head", "int4_g32")
 FORMATS = ("ternary", "int4_g32")
 GIVEN = ("int4_g32", "int8", "fp16")  # the formats of --model
@@ -65,46 +63,30 @@ def prepare(work: Path, shape: Shape, formats: list[str], interpreter: Path | No
         write_model(model, shape)
         write_tokenizer(model)
     for format in formats:
-        if not (artifact := work / format).exists():
-            quantized = work / f"{format}.quantized"
-            diffbit(
-                "quantize", str(model), "--weights", format, *TABLES, "-o", str(quantized), "--quiet", "--overwrite"
-            )
-            diffbit("export", str(quantized), "-o", str(artifact), "--quiet")
-    for kind in [PEER[format] for format in formats] if interpreter else ():
-        if not (file := work / f"{kind}.gguf").exists():
-            beside = file.with_suffix(".part")
-            command = [interpreter, HERE / "llama_peer.py", "write", kind, json.dumps(asdict(shape)), beside]
-            subprocess.run([str(part) for part in command], check=True, stdout=subprocess.DEVNULL)
-            beside.rename(file)
+        artifact(work, model, format, *TABLES)
+        if interpreter:
+            write = llama_command(interpreter, "write", PEER[format], json.dumps(asdict(shape)))
+            once(work / f"{PEER[format]}.gguf", lambda out, write=write: quietly([*write, str(out)]))
 
 
 def prepare_given(work: Path, model: Path, gguf: Path | None, formats: list[str], interpreter: Path | None) -> None:
     """The same of a checkpoint and a GGUF file that are there."""
     for format in formats:
-        if not (artifact := work / format).exists():
-            source = model
-            if format != "fp16":
-                source = work / f"{format}.quantized"
-                diffbit("quantize", str(model), "--weights", format, "-o", str(source), "--quiet", "--overwrite")
-            dtype = "fp16" if format == "fp16" else "fp32"
-            diffbit("export", str(source), "-o", str(artifact), "--dtype", dtype, "--quiet")
-        if interpreter and not (file := work / f"{PEER[format]}.gguf").exists():
-            beside = file.with_suffix(".part")
-            command = [interpreter, HERE / "llama_peer.py", "quantize", gguf, beside, PEER[format]]
-            subprocess.run([str(part) for part in command], check=True, stdout=subprocess.DEVNULL)
-            beside.rename(file)
+        artifact(work, model, format)
+        if interpreter:
+            kind, quantize = PEER[format], llama_command(interpreter, "quantize", gguf)
+            once(work / f"{kind}.gguf", lambda out, kind=kind, quantize=quantize: quietly([*quantize, str(out), kind]))
 
 
-def diffbit(*command: str) -> None:
-    print(f"diffbit {' '.join(command)}", file=sys.stderr)
-    subprocess.run([sys.executable, "-m", "diffbit", *command], check=True, stdout=subprocess.DEVNULL)
-
-
-def llama(interpreter: Path, file: Path, prompt: int, new: int, threads: int) -> dict[str, Any]:
-    command = [interpreter, HERE / "llama_peer.py", "measure", file, prompt, new, 1, threads]
-    done = subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True)
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+def artifact(work: Path, model: Path, format: str, *tables: str) -> None:
+    """Quantize and export a model to work/FORMAT, unless it is there."""
+    if (out := work / format).exists():
+        return
+    source, dtype = model, "fp16"
+    if format != "fp16":
+        source, dtype = work / f"{format}.quantized", "fp32"
+        run_diffbit("quantize", model, "--weights", format, *tables, "-o", source, "--quiet", "--overwrite")
+    run_diffbit("export", source, "-o", out, "--dtype", dtype, "--quiet")
 
 
 def main() -> None:
@@ -116,9 +98,7 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp, in any of its formats")
     parser.add_argument("--only", choices=tuple(PEER))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="(default: 1 2)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too, as one JSON document")
-    parser.add_argument("--markdown", type=Path, nargs="?", const=Path("docs/performance.md"), metavar="FILE",
-                        help="renew the table in this page (default: %(const)s)")  # fmt: skip
+    add_outputs(parser, "performance.md")
     parser.add_argument("--quick", action="store_true", help="a tiny model: does everything run?")
     arguments = parser.parse_args()
 
@@ -156,8 +136,8 @@ def main() -> None:
                 runs.setdefault(format, []).append(bench(artifact, prompt, new, 1, threads))
                 if interpreter:
                     file = arguments.work / f"{PEER[format]}.gguf"
-                    found = llama(interpreter, file, prompt, new, threads)
-                    runs.setdefault(f"llama.cpp {PEER[format]}", []).append(found)
+                    measure = llama_command(interpreter, "measure", file, prompt, new, 1, threads)
+                    runs.setdefault(f"llama.cpp {PEER[format]}", []).append(last_row(measure))
                 if not turn:  # fewer tokens: it may take seconds for each
                     body = bench(artifact, prompt, min(new, 8), 1, threads, native=False)
                     runs.setdefault(f"{format} bodies", []).append(body)
@@ -170,10 +150,7 @@ def main() -> None:
         f"{row_table(measured, COLUMNS)}\n"
     )
     print("\n" + text)
-    if arguments.json:
-        write_json(arguments.json, {"about": about, "rows": measured})
-    if arguments.markdown:
-        renew(arguments.markdown, "generate", text)
+    write_outputs(arguments, {"about": about, "rows": measured}, {"generate": text})
 
 
 def rows(runs: dict[str, list[Row]], threads: int) -> Iterator[Row]:

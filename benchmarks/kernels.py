@@ -38,7 +38,7 @@ import torch
 from clock import Contender, HostClock, Maker, measure
 from contenders import KINDS, Attention, OrtContender, nbits_graph, product_graph, repeat
 from machine import READ_BYTES, Reader, describe
-from report import Row, command_line, judged, left_out, renew, row_table, say, write_json
+from report import Row, add_outputs, command_line, judged, left_out, row_table, say, write_outputs
 
 from diffbit.quantize.formats import parse_format
 from diffbit.quantize.formats.integer import ROW_BLOCK
@@ -128,9 +128,7 @@ def product_rows(bench: Bench, op: str, shape: tuple[int, int], tokens: Sequence
                     yield product_row(bench, op, exact, models, None if many else weight_bytes, m, threads)
 
 
-def product_row(
-    bench: Bench, op: str, exact: Any, models: Models, nbytes: int | None, m: int, threads: int
-) -> Row:  # fmt: skip
+def product_row(bench: Bench, op: str, exact: Any, models: Models, nbytes: int | None, m: int, threads: int) -> Row:
     n, k = exact.shape
     x = np.random.default_rng(0).standard_normal((m, k), np.float32)
     wanted = x[:CHECKED] @ exact.T
@@ -190,9 +188,7 @@ class Agreeing:
     most: float
     results: list[Any] = field(default_factory=list)
 
-    def __call__(
-        self, name: str, model: Path, feeds: Any, outputs: Any, caches: Any, isa: str | None = None
-    ) -> Contender:
+    def __call__(self, model: Path, feeds: Any, outputs: Any, caches: Any, isa: str | None = None) -> Contender:
         session = OrtContender(model, self.nodes, self.threads, feeds, outputs, caches, isa)
         session.run()
         self.results.append(session.first().copy())
@@ -225,10 +221,10 @@ def attention_rows(bench: Bench, kv_pairs: int, past: int, steps: int) -> Iterat
         }
         for threads in bench.threads:
             agreeing = Agreeing(nodes, threads, 1e-2)
-            makers: dict[str, Maker] = {OURS: partial(agreeing, OURS, ours, shared, y, in_place, bench.isa)}
+            makers: dict[str, Maker] = {OURS: partial(agreeing, ours, shared, y, in_place, bench.isa)}
             if one or total <= 2048:  # a long prompt's scores fill the memory
-                makers["body"] = partial(agreeing, "body", ours, shared, growing_outputs, growing)
-            makers["two calls"] = partial(agreeing, "two calls", two, halves, y, caches)
+                makers["body"] = partial(agreeing, ours, shared, growing_outputs, growing)
+            makers["two calls"] = partial(agreeing, two, halves, y, caches)
             row: Row = {"op": "attention", "kv": "fp32", "kv_pairs": kv_pairs, "context": total, "tokens": steps,
                         "threads": threads, "isa": bench.isa}  # fmt: skip
             us = bench.turn(row, makers)
@@ -257,7 +253,7 @@ def cache_rows(bench: Bench, past: int) -> Iterator[Row]:
             for kv, (path, nodes) in models.items():
                 held = {name: (array, (name.replace("past", "present"),)) for name, array in buffers[kv].items()}
                 own = replace(agreeing, nodes=nodes, most=CACHE_ERRORS.get(kv, 0.02))
-                makers[OURS if kv == "fp32" else kv] = partial(own, kv, path, shared, y, held, bench.isa)
+                makers[OURS if kv == "fp32" else kv] = partial(own, path, shared, y, held, bench.isa)
             common: Row = {"op": "caches", "context": past, "threads": threads, "isa": bench.isa}
             us = bench.turn(common, makers)
             us["fp32"] = us[OURS]
@@ -285,7 +281,7 @@ def grouped_rows(bench: Bench, past: int) -> Iterator[Row]:
                 models[contender] = repeat(folder, nodes, frozenset(shared))
             for threads in bench.threads:
                 agreeing = Agreeing(nodes, threads, 1e-3)
-                makers = {who: partial(agreeing, who, at, shared, y, held, bench.isa) for who, at in models.items()}
+                makers = {who: partial(agreeing, at, shared, y, held, bench.isa) for who, at in models.items()}
                 row: Row = {"op": "grouped", "kv": kv, "kv_pairs": kv_pairs, "context": past + 1, "threads": threads,
                             "isa": bench.isa, "mb": round(nbytes / 1e6, 2)}  # fmt: skip
                 yield bench.judge(row, bench.turn(row, makers), nbytes, {"repeated": 1.3})
@@ -336,9 +332,7 @@ def main() -> None:
     parser.add_argument("--only", choices=(*FORMATS, "attention", "caches", "grouped"))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="(default: 1 2)")
     parser.add_argument("--isa", help="the instruction set of our kernels (default: the best of this CPU)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too, as one JSON document")
-    parser.add_argument("--markdown", type=Path, nargs="?", const=Path("docs/performance.md"), metavar="FILE",
-                        help="renew the tables in this page (default: %(const)s)")  # fmt: skip
+    add_outputs(parser, "performance.md")
     parser.add_argument("--quick", action="store_true", help="small shapes and few rounds: does everything run?")
     arguments = parser.parse_args()
     sets = native.instruction_sets()
@@ -361,11 +355,9 @@ def main() -> None:
         for row in rows(Bench(folder, Reader(folder), pool, isa, arguments.threads, *sizes), arguments.only):
             say(**row)
             measured.append(row)
-    print("\n" + tables(about, measured))
-    if arguments.json:
-        write_json(arguments.json, {"about": about, "rows": measured})
-    if arguments.markdown:
-        renew(arguments.markdown, "kernels", tables(about, measured))
+    text = tables(about, measured)
+    print("\n" + text)
+    write_outputs(arguments, {"about": about, "rows": measured}, {"kernels": text})
 
 
 if __name__ == "__main__":

@@ -24,11 +24,12 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from calibration import predictions, scores
+from calibration import predictions
+from commands import once
 from machine import describe
 from report import command_line, interval, renew, table
 from safetensors.torch import load_file
-from smollm2 import fetch, news_windows, once, trained_copy
+from smollm2 import fetch, news_windows, scores, trained_copy
 
 import diffbit
 from diffbit.cli.options import read_windows

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from commands import diffbit_command, last_row, llama_command, once, quietly
 from machine import describe
 from report import say, write_json
 from synthetic import write_tokenizer
@@ -131,10 +132,6 @@ def measured(command: list[str], log: Path) -> dict[str, Any]:
     return {name: round(value, 1) for name, value in seconds.items()} | {"peak_bytes": usage.ru_maxrss * 1024}
 
 
-def diffbit(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "diffbit", *map(str, arguments)]
-
-
 def speed(artifact: str, threads: int, prompt: int = PROMPT) -> None:
     """Prints a row of JSON. Behind a prompt of LONG tokens nothing needs to be made up."""
     from diffbit.runtime import Session
@@ -179,19 +176,13 @@ def repeat_cache(session: Any, tokens: int) -> None:
 
 
 def own(*arguments: str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return last_row([sys.executable, __file__, *arguments])
 
 
 def peer(python: Path, work: Path, threads: int) -> dict[str, Any]:
-    script, file = Path(__file__).with_name("llama_peer.py"), work / "peer.gguf"
-    if not file.exists():
-        subprocess.run([python, script, "write", "Q4_0", json.dumps(PEER), file], check=True)
-    command = [python, script, "measure", file, PROMPT, NEW, 1, threads, LONG]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    shape = json.dumps(PEER)
+    file = once(work / "peer.gguf", lambda out: quietly(llama_command(python, "write", "Q4_0", shape, out)))
+    return last_row(llama_command(python, "measure", file, PROMPT, NEW, 1, threads, LONG))
 
 
 def main() -> None:
@@ -208,7 +199,7 @@ def main() -> None:
     result: dict[str, Any] = {"machine": describe(), "threads": given.threads, "layers": given.layers}
 
     def step(name: str, *arguments: str | Path) -> None:
-        result[name] = measured(diffbit(*arguments), given.work / f"{name}.log")
+        result[name] = measured(diffbit_command(*arguments), given.work / f"{name}.log")
         say(step=name, **result[name])
 
     if not model.exists():

@@ -7,6 +7,7 @@ could not be measured and why, `wrong` why the row itself was not.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
@@ -128,6 +130,22 @@ def say(**message: Any) -> None:
 def write_json(path: Path, content: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def add_outputs(parser: argparse.ArgumentParser, page: str) -> None:
+    """Options for `write_outputs`; page: the one in docs/ that has the tables."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    parser.add_argument("--markdown", type=Path, nargs="?", const=DOCS / page, metavar="FILE",
+                        help=f"renew the tables of this page (default: docs/{page})")  # fmt: skip
+
+
+def write_outputs(arguments: argparse.Namespace, numbers: Any, tables: Mapping[str, str]) -> None:
+    """Where they are wanted: the numbers as JSON, the tables in a page, each at its name."""
+    if arguments.json:
+        write_json(arguments.json, numbers)
+    if arguments.markdown:
+        for name, text in tables.items():
+            renew(arguments.markdown, name, text)
 
 
 def renew(page: Path, name: str, text: str) -> None:

