@@ -56,8 +56,7 @@ class DiffV2(Differential):
         return [key, key], value
 
     def lambda_of(self, x: Tensor) -> Tensor:
-        lambda_: Tensor = self.lambda_proj(x)
-        return lambda_.float().sigmoid().transpose(1, 2)[..., None]
+        return self.lambda_proj(x).float().sigmoid().transpose(1, 2)[..., None]
 
     def onnx_heads(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
         weight = g.op("Sigmoid", [g.linear(x, self.lambda_proj, "lambda_proj")])  # [B, S, H]

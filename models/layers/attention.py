@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...errors import DiffbitError
 from ...ops.cache import TOKENS, Buffer
-from ..checks import check_count, check_flag, check_heads, check_positive
+from ..checks import check_count, check_flag, check_positive
 from ..graph import Cache, Graph, Heads
 from ..mixer import KVBuffers, Mixer, MixerOptions, Operations, Place
 from .masks import within
@@ -50,7 +50,14 @@ class AttentionOptions(MixerOptions):
     keys_of: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_heads(self.num_heads, self.num_kv_heads, self.head_dim)
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            check_count(name, getattr(self, name))
+        if self.num_heads % self.num_kv_heads:
+            raise DiffbitError(
+                f"num_heads is {self.num_heads}, wanted a multiple of num_kv_heads, which is {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise DiffbitError(f"head_dim is {self.head_dim}, wanted an even number: rotary embedding rotates pairs")
         for name in ("qkv_bias", "o_bias", "rope"):
             check_flag(name, getattr(self, name))
         if self.qk_norm_eps != 0:
@@ -159,8 +166,7 @@ class Attention(Mixer):
 
     def queries(self, x: Tensor) -> Tensor:
         """Return query sub-heads [B, S, branches * num_heads, d], not yet rotated, those of a pair adjacent."""
-        found: Tensor = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
-        return found
+        return self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
 
     def _onnx_normed(self, g: Graph, heads: ir.Value, norm: nn.Module, name: str) -> ir.Value:
         """Add the norm [d] of each of the heads [B, S, H * d], if there is one."""

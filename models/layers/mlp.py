@@ -68,8 +68,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.act(self.gate_proj(x)) * self.up_proj(x)
-        out: Tensor = self.down_proj(self.ffn_sub_norm(hidden))
-        return out
+        return self.down_proj(self.ffn_sub_norm(hidden))
 
     def onnx(self, g: Graph, x: ir.Value) -> ir.Value:
         """Add `forward` as ONNX nodes. If the MLP is `wide`, so is the norm, which makes numbers small again."""
