@@ -13,7 +13,6 @@ their inputs (`inner`). Weights have the layout of the authors' checkpoints; a s
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,16 +22,11 @@ from ...errors import DiffbitError
 from ...ops import causal_conv, selective_scan
 from ...ops.cache import TOKENS, Buffer
 from ..checks import check_count
-from ..graph import Graph
+from ..graph import Cache, Graph, Value
 from ..layers.masks import real_tokens
 from ..layers.rope import Rope
 from ..layers.state import Carried, State
 from ..mixer import KVBuffers, Mixer, MixerOptions, Operations, Place
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ..graph import Cache
 
 
 class MambaState:
@@ -115,8 +109,8 @@ class Mamba(Mixer):
             carried[self.layer_index] = (memory,)
         return y
 
-    def onnx_heads(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
-        def floats(name: str, tensor: Tensor) -> ir.Value:
+    def onnx_heads(self, g: Graph, x: Value, past: Cache) -> tuple[Value, Cache]:
+        def floats(name: str, tensor: Tensor) -> Value:
             return g.weight(name, tensor.detach().float().contiguous().numpy(), np.float32)
 
         u, z = g.ops("Split", [g.linear(x, self.in_proj, "in_proj")], 2, axis=-1, num_outputs=2)
