@@ -28,7 +28,11 @@ Render = Callable[[Any], str]  # a conversation (Messages) -> its text
 
 def mix(split: str, code: Iterable[str], render: Render | None = None) -> Iterator[str]:
     """The documents of a split. code: the documents of the same split of `stdlib`; render: a chat template."""
-    parts = [[_text(row, render or plain) for row in _rows(file)] for file in sorted((TEXT / split).glob("*.jsonl"))]
+    render = render or plain
+    parts = []
+    for file in sorted((TEXT / split).glob("*.jsonl")):
+        rows = map(json.loads, file.read_text("utf-8").splitlines())
+        parts.append([row["text"] if "text" in row else render(row["messages"]) for row in rows])
     parts.append([text[:CODE_CHARACTERS] for text in islice(code, CODE_DOCUMENTS[split])])
     places = [((at + 0.5) / len(part), text) for part in parts for at, text in enumerate(part)]
     return (text for _, text in sorted(places, key=lambda place: place[0]))
@@ -37,12 +41,3 @@ def mix(split: str, code: Iterable[str], render: Render | None = None) -> Iterat
 def plain(messages: Messages) -> str:
     """A conversation as the text of a model without a chat template."""
     return "\n\n".join(f"{message['role'].capitalize()}: {message['content']}" for message in messages)
-
-
-def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    return map(json.loads, file.read_text("utf-8").splitlines())
-
-
-def _text(row: dict[str, Any], render: Render) -> str:
-    text: str = row["text"] if "text" in row else render(row["messages"])
-    return text

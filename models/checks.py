@@ -32,14 +32,3 @@ def check_positive(name: str, value: object) -> None:
 def check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise DiffbitError(f"{name} is {value!r}, wanted true or false")
-
-
-def check_heads(num_heads: object, num_kv_heads: object, head_dim: object) -> None:
-    """Check the sizes of grouped-query attention with rotary embedding."""
-    for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
-        check_count(name, value)
-    assert isinstance(num_heads, int) and isinstance(num_kv_heads, int) and isinstance(head_dim, int)
-    if num_heads % num_kv_heads:
-        raise DiffbitError(f"num_heads is {num_heads}, wanted a multiple of num_kv_heads, which is {num_kv_heads}")
-    if head_dim % 2:
-        raise DiffbitError(f"head_dim is {head_dim}, wanted an even number: rotary embedding rotates pairs")

@@ -41,8 +41,7 @@ def variants() -> tuple[str, ...]:
 
 def attention_options(name: str) -> type[AttentionOptions]:
     """Return the options class of an attention variant."""
-    found: type[AttentionOptions] = layers.options("attention", name, attention)
-    return found
+    return layers.options("attention", name, attention)
 
 
 @dataclass(frozen=True)

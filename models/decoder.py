@@ -116,14 +116,12 @@ class Decoder(nn.Module):
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Token ids [B, S] -> hidden states [B, S, E]."""
-        x: Tensor = self.model.embed_tokens(input_ids)
-        return x
+        return self.model.embed_tokens(input_ids)
 
     def head(self, x: Tensor) -> Tensor:
         """Hidden states [B, S, E] -> logits [B, S, V], the final norm included."""
         x = self.model.norm(x)
-        logits: Tensor = F.linear(x, self.model.embed_tokens.weight) if self.lm_head is None else self.lm_head(x)
-        return logits
+        return F.linear(x, self.model.embed_tokens.weight) if self.lm_head is None else self.lm_head(x)
 
     def forward(
         self,

@@ -27,19 +27,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from ..ops.cache import Buffer
-from .graph import Cache, Graph
+from .graph import Cache, Graph, Value
 from .layers.norm import RMSNorm
 from .layers.rope import Rope
 from .layers.state import Carried, State
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 @dataclass(frozen=True)
@@ -183,7 +180,7 @@ class Mixer(nn.Module):
         """
         raise NotImplementedError
 
-    def onnx_heads(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
+    def onnx_heads(self, g: Graph, x: Value, past: Cache) -> tuple[Value, Cache]:
         """Add `heads` as ONNX nodes. `past` and the second result are the layer's buffers by name; carried values are
         in g.carried."""
         raise NotImplementedError
@@ -218,7 +215,7 @@ class Mixer(nn.Module):
         out, bias = out * self.out_scale, self.o_proj.bias
         return out + (1 - self.out_scale) * bias if isinstance(bias, Tensor) else out  # a bias has no factor
 
-    def onnx(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
+    def onnx(self, g: Graph, x: Value, past: Cache) -> tuple[Value, Cache]:
         """Add `forward` as ONNX nodes."""
         heads, present = self.onnx_heads(g, x, past)
         heads = g.norm(heads, self.attn_sub_norm, "attn_sub_norm")

@@ -58,18 +58,16 @@ class Teacher:
     @torch.no_grad()
     def logits(self, ids: Tensor) -> Tensor:
         """ids [B, S] -> logits [B, S, V]."""
-        logits: Tensor = self.model(ids)
-        return logits
+        return self.model(ids)
 
 
 def distillation_loss(student: Tensor, teacher: Tensor) -> Tensor:
     """Sum over tokens of KL(teacher || student) at TEMPERATURE, in nats, from logits [B, S, V]."""
-    loss: Tensor = _Divergence.apply(student, teacher)
-    return loss
+    return _Divergence.apply(student, teacher)
 
 
 class _Divergence(torch.autograd.Function):
-    """`distillation_loss` and its gradient, block by block."""
+    """`distillation_loss` and, block by block, its gradient: (softmax(student / T) - softmax(teacher / T)) / T."""
 
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor) -> Tensor:
@@ -80,9 +78,10 @@ class _Divergence(torch.autograd.Function):
         block = max(1, BLOCK // width)
         for start in range(0, len(students), block):
             rows = slice(start, start + block)
-            loss, slope = divergence(students[rows].float() / TEMPERATURE, teachers[rows].float() / TEMPERATURE)
-            total += loss
-            gradient[rows] = slope.div_(TEMPERATURE)
+            ours, theirs = ((logits[rows].float() / TEMPERATURE).log_softmax(-1) for logits in (students, teachers))
+            wanted = theirs.exp()
+            total += (wanted * theirs.sub_(ours)).sum()
+            gradient[rows] = ours.exp_().sub_(wanted).div_(TEMPERATURE)
         ctx.save_for_backward(gradient.view(student.shape))
         return total
 
@@ -90,11 +89,3 @@ class _Divergence(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (gradient,) = ctx.saved_tensors
         return gradient.mul_(grads[0]), None
-
-
-def divergence(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits fp32 [..., V] -> the sum of KL(softmax(teacher) || softmax(student)) and its gradient for `student`."""
-    ours, theirs = student.log_softmax(-1), teacher.log_softmax(-1)
-    wanted = theirs.exp()
-    total = (wanted * theirs.sub_(ours)).sum()
-    return total, ours.exp_().sub_(wanted)

@@ -51,9 +51,7 @@ class Preset:
     accumulate: int
     learning_rate: float
     warmup: int
-    head_gain: (
-        float  # of diff_v1: initial weight of a learned head norm, and relative size of o_proj (docs/training.md)
-    )
+    head_gain: float  # initial weight of diff_v1's learned head norm, relative size of o_proj (docs/training.md)
 
 
 PRESETS = {

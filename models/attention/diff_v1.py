@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +23,9 @@ from torch import Tensor, nn
 from ...errors import DiffbitError
 from ...ops.diff_attention_reference import in_pairs
 from ..checks import check_count, check_positive
-from ..graph import Cache, Graph, Heads
+from ..graph import Cache, Graph, Heads, Value
 from ..layers.attention import AttentionOptions, Differential
 from ..mixer import Operations, Place, Symmetries
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
@@ -140,7 +136,7 @@ class DiffV1(Differential):
     def derived(self) -> dict[str, Tensor]:
         return {"lambda": self.lambda_value()}
 
-    def onnx_heads(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
+    def onnx_heads(self, g: Graph, x: Value, past: Cache) -> tuple[Value, Cache]:
         return self.onnx_attention(
             g,
             x,

@@ -9,17 +9,13 @@ It has no head norm and no lambda_init: it is grouped-query attention with twice
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from ..graph import GROUP_QUERY_MULTIPLE, Cache, Graph, Heads
+from ..graph import GROUP_QUERY_MULTIPLE, Cache, Graph, Heads, Value
 from ..layers.attention import Differential
 from ..mixer import Operations, Place
 from .softmax import GroupQueryOptions
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 @dataclass(frozen=True)
@@ -56,10 +52,9 @@ class DiffV2(Differential):
         return [key, key], value
 
     def lambda_of(self, x: Tensor) -> Tensor:
-        lambda_: Tensor = self.lambda_proj(x)
-        return lambda_.float().sigmoid().transpose(1, 2)[..., None]
+        return self.lambda_proj(x).float().sigmoid().transpose(1, 2)[..., None]
 
-    def onnx_heads(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
+    def onnx_heads(self, g: Graph, x: Value, past: Cache) -> tuple[Value, Cache]:
         weight = g.op("Sigmoid", [g.linear(x, self.lambda_proj, "lambda_proj")])  # [B, S, H]
         heads, kv_heads, width = self.num_heads, self.num_kv_heads, self.head_dim
         if g.low_bit or width % GROUP_QUERY_MULTIPLE or self.sliding_window or not self.rope:

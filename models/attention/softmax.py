@@ -6,18 +6,14 @@ o_h = softmax(q_h k_g^T / sqrt d) v_g,    g = h // (H/KV)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..graph import GROUP_QUERY_MULTIPLE, Cache, Graph, Heads
+from ..graph import GROUP_QUERY_MULTIPLE, Cache, Graph, Heads, Value
 from ..layers.attention import Attention, AttentionOptions
 from ..layers.rope import Rope
 from ..layers.state import Carried, State
 from ..mixer import Place, Symmetries
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 @dataclass(frozen=True)
@@ -58,5 +54,5 @@ class Softmax(Attention):
         (found,) = self.branches(*self.projected(x, rope, state, carried), mask)
         return found.to(x.dtype).transpose(1, 2).flatten(2)
 
-    def onnx_heads(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
+    def onnx_heads(self, g: Graph, x: Value, past: Cache) -> tuple[Value, Cache]:
         return self.onnx_attention(g, x, None, past, Heads(self.num_heads, self.num_kv_heads, self.head_dim))

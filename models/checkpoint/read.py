@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from ..config import ModelConfig
 from ..decoder import Block, Decoder, check_derived
 from ..families import family_of
 from ..families._gguf import GGUFFamily
-from ..families._huggingface import with_tokens
+from ..families._huggingface import special_tokens
 from .folder import GENERATION, INDEX, check_folder, find_tensors, inside
 from .gguf_file import open_gguf
 from .names import EMBEDDING, HEAD, layer_of, linear_of, reorder, shapes, stays_float32
@@ -55,7 +56,9 @@ class Checkpoint:
             source = gguf
             values, stored = open_gguf(gguf)
         self._source = source
-        self.quantization = _quantization(source, values)
+        self.quantization: dict[str, Any] | None = values.get("quantization_config")
+        if not isinstance(self.quantization, dict | None):
+            raise DiffbitError(f"{source}: quantization_config is {self.quantization!r}, wanted an object")
         with _about(source):
             family = family_of(values)
             self._family = family if gguf is None else GGUFFamily(family.model_type, family)
@@ -65,7 +68,8 @@ class Checkpoint:
         if (self.path / GENERATION).exists():
             generation = inside(self.path, GENERATION, self.path)
             with _about(generation):
-                self.config = with_tokens(self.config, files.read_json(generation))
+                # its tokens take precedence, as in transformers
+                self.config = replace(self.config, **special_tokens(files.read_json(generation)))
         stored = {name: entry for name, entry in stored.items() if not name.endswith(HARMLESS)}
         self._tied_head = stored.pop(HEAD, None) if self.config.tie_embeddings else None
         self._places = {name: self._family.stored(self.config, name) for name in shapes(self.config)}
@@ -245,15 +249,6 @@ def _about(file: Path) -> Iterator[None]:
         yield
     except DiffbitError as error:
         raise DiffbitError(f"{file}: {error}") from None
-
-
-def _quantization(source: Path, values: dict[str, Any]) -> dict[str, Any] | None:
-    entry = values.get("quantization_config")
-    if entry is None:
-        return None
-    if not isinstance(entry, dict):
-        raise DiffbitError(f"{source}: quantization_config is {entry!r}, wanted an object")
-    return entry
 
 
 def _check_finite(entry: Entry, name: str, tensor: Tensor) -> None:

@@ -16,6 +16,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -56,7 +57,7 @@ class Entry:
 
     def part(self, first: int, count: int) -> Entry:
         """Return an entry for `count` rows from row `first` on."""
-        each = (self.end - self.begin) // self.shape[0]
+        each = (self.end - self.begin) // max(1, self.shape[0])
         begin = self.begin + first * each
         return replace(self, shape=(count, *self.shape[1:]), begin=begin, end=begin + count * each)
 
@@ -66,9 +67,7 @@ class Entry:
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Read some of the tensor's rows."""
-        row = (self.end - self.begin) // max(1, self.shape[0])
-        end = min(self.begin + stop * row, self.end)
-        return read_bytes(self.file, self.begin + start * row, end).view(self.dtype).view(-1, *self.shape[1:])
+        return self.part(start, min(stop, self.shape[0]) - start).read()
 
 
 def read_header(file: Path) -> dict[str, Entry]:
@@ -83,11 +82,9 @@ def read_header(file: Path) -> dict[str, Entry]:
                     f"byte {8 + length}); copy it again"
                 )
             text = stream.read(length).decode()
-        header = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
+        header = json.loads(text, object_pairs_hook=partial(_unique, file), parse_constant=_no_number)
     except OSError as error:
         raise DiffbitError(f"{file}: cannot be read ({error.strerror})") from None
-    except _Twice as error:
-        raise DiffbitError(f"{file}: its safetensors header has {error} twice; copy the file again") from None
     except (ValueError, RecursionError):
         raise DiffbitError(f"{file}: its safetensors header is not valid JSON; copy the file again") from None
     if not isinstance(header, dict):
@@ -111,15 +108,12 @@ def read_header(file: Path) -> dict[str, Entry]:
     return entries
 
 
-class _Twice(Exception):
-    """An object of the header has a key twice."""
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of the header; raises DiffbitError if it has a key twice."""
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
-            raise _Twice(key)
+            raise DiffbitError(f"{file}: its safetensors header has {key} twice; copy the file again")
         values[key] = value
     return values
 
@@ -183,15 +177,11 @@ def write_parts(file: Path, tensors: Mapping[str, Parts]) -> None:
 def read_bytes(file: Path, begin: int, end: int) -> Tensor:
     """Read bytes of a file as uint8 [end - begin]."""
     data = torch.empty(end - begin, dtype=torch.uint8)
-    buffer, done = data.numpy().data, 0
     try:
-        with open(file, "rb", buffering=0) as stream:
+        with open(file, "rb") as stream:
             stream.seek(begin)
-            while done < len(buffer):
-                count = stream.readinto(buffer[done:])
-                if not count:
-                    raise DiffbitError(f"{file}: was cut short while being read; copy it again")
-                done += count
+            if stream.readinto(data.numpy().data) < len(data):
+                raise DiffbitError(f"{file}: was cut short while being read; copy it again")
     except OSError as error:
         raise DiffbitError(f"{file}: cannot be read ({error.strerror})") from None
     return data

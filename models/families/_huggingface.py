@@ -204,11 +204,6 @@ def common_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def with_tokens(config: ModelConfig, generation: Mapping[str, Any]) -> ModelConfig:
-    """Return the config with the tokens of a parsed generation_config.json, which take precedence in transformers."""
-    return replace(config, **special_tokens(generation))
-
-
 def _rope(values: Mapping[str, Any], max_position: int, default: float) -> tuple[float, RopeScaling | None]:
     """Return (theta, scaling) from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
     rope: Mapping[str, Any] = {}

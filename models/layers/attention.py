@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,17 +14,14 @@ from torch import Tensor, nn
 
 from ...errors import DiffbitError
 from ...ops.cache import TOKENS, Buffer
-from ..checks import check_count, check_flag, check_heads, check_positive
-from ..graph import Cache, Graph, Heads
+from ..checks import check_count, check_flag, check_positive
+from ..graph import Cache, Graph, Heads, Value
 from ..mixer import KVBuffers, Mixer, MixerOptions, Operations, Place
 from .masks import within
 from .norm import RMSNorm
 from .rope import Rope, apply_rope
 from .softmax import Arithmetic, LogitsHook, attend, explicit_softmax, in_one_kernel
 from .state import Carried, LayerCache, NoState, State
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,14 @@ class AttentionOptions(MixerOptions):
     keys_of: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_heads(self.num_heads, self.num_kv_heads, self.head_dim)
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            check_count(name, getattr(self, name))
+        if self.num_heads % self.num_kv_heads:
+            raise DiffbitError(
+                f"num_heads is {self.num_heads}, wanted a multiple of num_kv_heads, which is {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise DiffbitError(f"head_dim is {self.head_dim}, wanted an even number: rotary embedding rotates pairs")
         for name in ("qkv_bias", "o_bias", "rope"):
             check_flag(name, getattr(self, name))
         if self.qk_norm_eps != 0:
@@ -159,10 +162,9 @@ class Attention(Mixer):
 
     def queries(self, x: Tensor) -> Tensor:
         """Return query sub-heads [B, S, branches * num_heads, d], not yet rotated, those of a pair adjacent."""
-        found: Tensor = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
-        return found
+        return self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
 
-    def _onnx_normed(self, g: Graph, heads: ir.Value, norm: nn.Module, name: str) -> ir.Value:
+    def _onnx_normed(self, g: Graph, heads: Value, norm: nn.Module, name: str) -> Value:
         """Add the norm [d] of each of the heads [B, S, H * d], if there is one."""
         if isinstance(norm, nn.Identity):
             return heads
@@ -188,7 +190,7 @@ class Attention(Mixer):
         """Apply RoPE and transpose: [B, S, heads, d] -> [B, heads, S, d]."""
         return (apply_rope(heads, rope) if self.rope else heads).transpose(1, 2)
 
-    def onnx_projected(self, g: Graph, x: ir.Value) -> tuple[ir.Value, ir.Value | None, ir.Value | None]:
+    def onnx_projected(self, g: Graph, x: Value) -> tuple[Value, Value | None, Value | None]:
         """Add nodes for query, key and value of x, not yet rotated; another layer's key and value are None."""
         if self.keys_of is not None:
             return self._onnx_normed(g, g.linear(x, self.q_proj, "q_proj"), self.q_norm, "q_norm"), None, None
@@ -197,8 +199,8 @@ class Attention(Mixer):
         return query, self._onnx_normed(g, key, self.k_norm, "k_norm"), value
 
     def onnx_attention(
-        self, g: Graph, x: ir.Value, lambda_: ir.Value | None, past: Cache, heads: Heads
-    ) -> tuple[ir.Value, Cache]:
+        self, g: Graph, x: Value, lambda_: Value | None, past: Cache, heads: Heads
+    ) -> tuple[Value, Cache]:
         """Add Graph.attention of x with these heads, and with the layer's own or another layer's keys and values."""
         projected = self.onnx_projected(g, x)
         source = past if self.keys_of is None else g.carried[self.keys_of]

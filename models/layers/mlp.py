@@ -9,17 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor, nn
 
 from ..checks import check_count, check_flag
-from ..graph import Graph
+from ..graph import Graph, Value
 from ..mixer import Place
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 @dataclass(frozen=True)
@@ -62,16 +58,15 @@ class GatedMLP(nn.Module):
         """Map gate_proj's output [B, S, F] to the factor of up_proj's output."""
         raise NotImplementedError
 
-    def onnx_act(self, g: Graph, gate: ir.Value) -> ir.Value:
+    def onnx_act(self, g: Graph, gate: Value) -> Value:
         """Add `act` as ONNX nodes; in float32 if the MLP is `wide`."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.act(self.gate_proj(x)) * self.up_proj(x)
-        out: Tensor = self.down_proj(self.ffn_sub_norm(hidden))
-        return out
+        return self.down_proj(self.ffn_sub_norm(hidden))
 
-    def onnx(self, g: Graph, x: ir.Value) -> ir.Value:
+    def onnx(self, g: Graph, x: Value) -> Value:
         """Add `forward` as ONNX nodes. If the MLP is `wide`, so is the norm, which makes numbers small again."""
         gate, up = g.linears(x, {"gate_proj": self.gate_proj, "up_proj": self.up_proj})
         raised = self.wide and g.dtype is not np.float32

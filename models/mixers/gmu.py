@@ -8,7 +8,6 @@ followed by o_proj; m [B, S, C] is the memory of layer `memory_of`, a Mamba laye
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,15 +15,10 @@ from torch import Tensor, nn
 
 from ...ops.cache import TOKENS, Buffer
 from ..checks import check_count
-from ..graph import Graph
+from ..graph import Cache, Graph, Value
 from ..layers.rope import Rope
 from ..layers.state import Carried, NoState, State
 from ..mixer import KVBuffers, Mixer, MixerOptions, Operations, Place
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ..graph import Cache
 
 
 @dataclass(frozen=True)
@@ -68,7 +62,7 @@ class GatedMemory(Mixer):
         (memory,) = carried[self.memory_of]
         return memory * F.silu(self.in_proj(x))
 
-    def onnx_heads(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
+    def onnx_heads(self, g: Graph, x: Value, past: Cache) -> tuple[Value, Cache]:
         memory = g.carried[self.memory_of]["memory"]
         gate = g.linear(x, self.in_proj, "in_proj")
         return g.op("Mul", [memory, g.op("Mul", [gate, g.op("Sigmoid", [gate])])]), {}

@@ -13,7 +13,6 @@ their inputs (`inner`). Weights have the layout of the authors' checkpoints; a s
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,16 +22,11 @@ from ...errors import DiffbitError
 from ...ops import causal_conv, selective_scan
 from ...ops.cache import TOKENS, Buffer
 from ..checks import check_count
-from ..graph import Graph
+from ..graph import Cache, Graph, Value
 from ..layers.masks import real_tokens
 from ..layers.rope import Rope
 from ..layers.state import Carried, State
 from ..mixer import KVBuffers, Mixer, MixerOptions, Operations, Place
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    from ..graph import Cache
 
 
 class MambaState:
@@ -104,7 +98,7 @@ class Mamba(Mixer):
         kept = options.state(len(x), 0, x.dtype, x.device) if state is None else state
         assert isinstance(kept, MambaState)
         u, z = self.in_proj(x).chunk(2, -1)
-        u, conv = causal_conv.reference(u, self.conv1d.weight[:, 0].T, self._conv_bias, kept.conv, real)
+        u, conv = causal_conv.reference(u, *self._conv(), kept.conv, real)
         dt, b, c = self.x_proj(u).split((options.dt_rank, options.state_size, options.state_size), -1)
         y, memory, scan = selective_scan.reference(
             u, self.dt_proj(dt), z, b, c, self._decay_rates(), self.D, kept.scan, real=real
@@ -115,12 +109,13 @@ class Mamba(Mixer):
             carried[self.layer_index] = (memory,)
         return y
 
-    def onnx_heads(self, g: Graph, x: ir.Value, past: Cache) -> tuple[ir.Value, Cache]:
-        def floats(name: str, tensor: Tensor) -> ir.Value:
+    def onnx_heads(self, g: Graph, x: Value, past: Cache) -> tuple[Value, Cache]:
+        def floats(name: str, tensor: Tensor) -> Value:
             return g.weight(name, tensor.detach().float().contiguous().numpy(), np.float32)
 
         u, z = g.ops("Split", [g.linear(x, self.in_proj, "in_proj")], 2, axis=-1, num_outputs=2)
-        weights = floats("conv1d.weight", self.conv1d.weight[:, 0].T), floats("conv1d.bias", self._conv_bias)
+        weight, bias = self._conv()
+        weights = floats("conv1d.weight", weight), floats("conv1d.bias", bias)
         u, conv = g.customs(
             causal_conv, [u, *weights, g.attention_mask, past["conv"]], 2, lambda _: causal_conv.function()
         )
@@ -128,10 +123,10 @@ class Mamba(Mixer):
         dt, b, c = g.ops("Split", [g.linear(u, self.x_proj, "x_proj"), sizes], 3, axis=-1)
         dt = g.linear(dt, self.dt_proj, "dt_proj", bias=False)
         rates, skip = floats("A.weight", self._decay_rates()), floats("D.weight", self.D)
-        bias = floats("dt_proj.bias", self._dt_bias)
+        dt_bias = floats("dt_proj.bias", self.get_parameter("dt_proj.bias"))
         y, memory, scan = g.customs(
             selective_scan,
-            [u, dt, z, b, c, rates, skip, bias, g.attention_mask, past["scan"]],
+            [u, dt, z, b, c, rates, skip, dt_bias, g.attention_mask, past["scan"]],
             3,
             lambda _: selective_scan.function(),
         )
@@ -141,17 +136,9 @@ class Mamba(Mixer):
             memory.name = ""  # omits the output
         return y, {"conv": conv, "scan": scan}
 
-    @property
-    def _conv_bias(self) -> Tensor:
-        bias = self.conv1d.bias
-        assert bias is not None
-        return bias
-
-    @property
-    def _dt_bias(self) -> Tensor:
-        bias = self.dt_proj.bias
-        assert isinstance(bias, Tensor)
-        return bias
+    def _conv(self) -> tuple[Tensor, Tensor]:
+        """The convolution's weight, [K, C], and bias, [C]."""
+        return self.conv1d.weight[:, 0].T, self.get_parameter("conv1d.bias")
 
     def _decay_rates(self) -> Tensor:
         """A, fp32 [N, C]."""

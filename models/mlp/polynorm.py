@@ -9,18 +9,14 @@ cannot be folded; up_proj and down_proj can. Powers are float32, because z^3 ove
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..graph import Graph
+from ..graph import Graph, Value
 from ..layers.mlp import GatedMLP, MLPOptions
 from ..mixer import Place
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 EPS = 1e-6
 
@@ -48,7 +44,7 @@ class PolyNorm(GatedMLP):
             out = out + factor * power * (power.square().mean(-1, keepdim=True) + EPS).rsqrt()
         return out.to(gate.dtype)
 
-    def onnx_act(self, g: Graph, gate: ir.Value) -> ir.Value:
+    def onnx_act(self, g: Graph, gate: Value) -> Value:
         square = g.op("Mul", [gate, gate])
         powers = g.op("Mul", [square, gate]), square, gate
         weight = self.act_fn["weight"].detach().float().numpy()

@@ -6,17 +6,13 @@ relu(gate)^2 * up is cubic: it overflows float16 if both are 41, a few times as 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..graph import Graph
+from ..graph import Graph, Value
 from ..layers.mlp import GatedMLP, MLPOptions
 from ..mixer import Place
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 @dataclass(frozen=True)
@@ -33,6 +29,6 @@ class SquaredReLU(GatedMLP):
     def act(self, gate: Tensor) -> Tensor:
         return F.relu(gate).square()
 
-    def onnx_act(self, g: Graph, gate: ir.Value) -> ir.Value:
+    def onnx_act(self, g: Graph, gate: Value) -> Value:
         positive = g.op("Relu", [gate])
         return g.op("Mul", [positive, positive])

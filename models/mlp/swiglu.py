@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..graph import Graph
+from ..graph import Graph, Value
 from ..layers.mlp import GatedMLP, MLPOptions
 from ..mixer import Place
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 @dataclass(frozen=True)
@@ -28,5 +24,5 @@ class SwiGLU(GatedMLP):
     def act(self, gate: Tensor) -> Tensor:
         return F.silu(gate)
 
-    def onnx_act(self, g: Graph, gate: ir.Value) -> ir.Value:
+    def onnx_act(self, g: Graph, gate: Value) -> Value:
         return g.op("Mul", [gate, g.op("Sigmoid", [gate])])
