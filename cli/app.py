@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -106,23 +106,14 @@ class _Command(TyperCommand):
             self.epilog = examples
 
 
-def _add(command: Callable[..., None], examples: tuple[str, ...]) -> None:
-    """Add a command. The four spaces turn its examples into a code block in docs/cli.md."""
-    summary = (command.__doc__ or "").partition("\n")[0]
-    lines = "\n".join(f"    {line}" for line in examples)
+def _add(module: ModuleType) -> None:
+    """Add a module's command, the function with the module's name. The four spaces turn its examples into a code block
+    in docs/cli.md."""
+    command = getattr(module, module.__name__.rpartition(".")[2])
+    summary = command.__doc__.partition("\n")[0]
+    lines = "\n".join(f"    {line}" for line in module.EXAMPLES)
     app.command(cls=_Command, short_help=summary, epilog=f"Examples:\n\n{lines}")(command)
 
 
-_add(train.train, train.EXAMPLES)
-_add(outliers.outliers, outliers.EXAMPLES)
-_add(plan.plan, plan.EXAMPLES)
-_add(quantize.quantize, quantize.EXAMPLES)
-_add(export.export, export.EXAMPLES)
-_add(verify.verify, verify.EXAMPLES)
-_add(run.run, run.EXAMPLES)
-_add(chat.chat, chat.EXAMPLES)
-_add(serve.serve, serve.EXAMPLES)
-_add(web.web, web.EXAMPLES)
-_add(bench.bench, bench.EXAMPLES)
-_add(compare.compare, compare.EXAMPLES)
-_add(push.push, push.EXAMPLES)
+for _module in (train, outliers, plan, quantize, export, verify, run, chat, serve, web, bench, compare, push):
+    _add(_module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -220,8 +220,8 @@ def quantize(
     plan = None
     if mixed:
         assert text is not None
-        place = partial(check_place, output, overwrite=overwrite)  # before time is spent on measuring
-        choose = partial(_plan, place, model, target_bits, target_size, scheme, candidates, method, text, here.device)
+        here.of_first(partial(check_place, output, overwrite=overwrite))  # before time is spent on measuring
+        choose = partial(_plan, model, target_bits, target_size, scheme, candidates, method, text, here.device)
         plan = here.of_first(choose)
         scheme = plan.scheme
     report = quantize_checkpoint(
@@ -310,7 +310,6 @@ def _attention(kv: str | None, qk: str | None, window: int | None) -> AttentionS
 
 
 def _plan(
-    check: Callable[[], None],
     model: Path,
     bits: float | None,
     size: str | None,
@@ -322,7 +321,6 @@ def _plan(
 ) -> Plan:
     from ..quantize.allocate import CANDIDATES, plan
 
-    check()
     if bits is not None and size is not None:
         raise DiffbitError("--target-bits and --target-size exclude each other; pass one of them")
     return plan(

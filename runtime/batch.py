@@ -32,6 +32,7 @@ class Rows(ABC):
     def __init__(self, session: Session, count: int) -> None:
         self.session, self.count = session, count
         self.capacity = session.capacity
+        self._taken = np.zeros(count, bool)
 
     @staticmethod
     def of(session: Session, count: int) -> Rows:
@@ -39,12 +40,16 @@ class Rows(ABC):
         per_token = all(TOKENS in buffer.shape and buffer.multiple == 1 for buffer in session._buffers.values())
         if count > 1 and per_token and session.native and session.device == "cpu":
             return _Batch(session, count)
-        return _Single(session)
+        return _Single(session, 1)
 
     @property
-    @abstractmethod
     def free(self) -> int:
         """Number of rows that no text uses."""
+        return int((~self._taken).sum())
+
+    def end(self, row: int) -> None:
+        """Free a row. Its tokens stay, for texts with the same beginning."""
+        self._taken[row] = False
 
     @abstractmethod
     def begin(self, token_ids: Sequence[int], go_on: Callable[[], bool]) -> tuple[int, int, Logits | None]:
@@ -61,27 +66,15 @@ class Rows(ABC):
     def room(self, row: int) -> int:
         """Return how many more tokens fit into the row."""
 
-    @abstractmethod
-    def end(self, row: int) -> None:
-        """Free a row. Its tokens stay, for texts with the same beginning."""
-
 
 class _Single(Rows):
-    def __init__(self, session: Session) -> None:
-        super().__init__(session, 1)
-        self._taken = False
-
-    @property
-    def free(self) -> int:
-        return 0 if self._taken else 1
-
     def begin(self, token_ids: Sequence[int], go_on: Callable[[], bool]) -> tuple[int, int, Logits | None]:
         cached = self.session.reuse(token_ids)
         for start in range(cached, len(token_ids), CHUNK):
             if not go_on():
                 return 0, cached, None
             logits = self.session.prefill([token_ids[start : start + CHUNK]])
-        self._taken = True
+        self._taken[0] = True
         return 0, cached, logits[0]
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, Logits]:
@@ -90,16 +83,13 @@ class _Single(Rows):
     def room(self, row: int) -> int:
         return self.capacity - self.session.length
 
-    def end(self, row: int) -> None:
-        self._taken = False
-
 
 class _Batch(Rows):
     def __init__(self, session: Session, count: int) -> None:
-        super().__init__(session, count)
-        too_many = DiffbitError(f"{count} rows of {self.capacity} tokens are too many; use fewer rows")
-        if count * self.capacity > 1 << 31:
+        too_many = DiffbitError(f"{count} rows of {session.capacity} tokens are too many; use fewer rows")
+        if count * session.capacity > 1 << 31:
             raise too_many
+        super().__init__(session, count)
         capacity = session.artifact.cache.capacity(self.capacity)
         try:
             self._caches = {  # and the axis of their tokens
@@ -109,22 +99,14 @@ class _Batch(Rows):
         except (OSError, OverflowError, MemoryError):  # more than the system can map
             raise too_many from None
         self._ids = np.full((count, self.capacity), HOLE, np.int64)
-        self._taken = np.zeros(count, bool)
         self._used = np.zeros(count, np.int64)  # number of the text that last took each row
         self._texts = 0
         self._end = 0  # from this slot on, every taken row is free
         self._binding = session._session.io_binding()
         self._bound = slice(0, 0)  # the rows that the binding reads and writes
 
-    @property
-    def free(self) -> int:
-        return int((~self._taken).sum())
-
     def room(self, row: int) -> int:
         return self.capacity - int((self._ids[row] != HOLE).sum())
-
-    def end(self, row: int) -> None:
-        self._taken[row] = False
 
     def begin(self, token_ids: Sequence[int], go_on: Callable[[], bool]) -> tuple[int, int, Logits | None]:
         ids = np.asarray(token_ids, np.int64)

@@ -112,11 +112,10 @@ class _Body:
         return value
 
     def integer(self, name: str, low: int, high: int, default: int | None) -> int | None:
-        value = self.get(name, (int,), "an integer", default)
+        value: int | None = self.get(name, (int,), "an integer", default)
         if value is not None and not low <= value <= high:
             raise Refused(400, f"{name} is {value}, wanted {low} to {high}", param=name)
-        found: int | None = value
-        return found
+        return value
 
     def texts(self, name: str) -> list[str]:
         value = self.get(name, (str, list), "a string or a list of strings", [])

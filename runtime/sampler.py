@@ -71,10 +71,7 @@ class Sampler:
     ) -> Sampler:
         """The sampler of the model's generation_config.json, read as transformers does; arguments override its
         settings. Raises DiffbitError for settings out of range."""
-        if GENERATION not in artifact.files:
-            own: dict[str, object] = {}
-        else:
-            own = read_json(artifact.file(GENERATION))
+        own = read_json(artifact.file(GENERATION)) if GENERATION in artifact.files else {}
         where = artifact.path / GENERATION
 
         def chosen(name: str, given: T | None, default: T) -> T:

@@ -7,6 +7,7 @@ import hmac
 import json
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -53,19 +54,13 @@ class Server:
             routes=[
                 Route("/v1/models", self._list),
                 Route("/v1/models/{name:path}", self._one),
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/v1/completions", self._complete, methods=["POST"]),
+                Route("/v1/chat/completions", partial(self._answer, chat=True), methods=["POST"]),
+                Route("/v1/completions", partial(self._answer, chat=False), methods=["POST"]),
                 Route("/health", _health),
                 Route("/metrics", self._metrics),
             ],
             exception_handlers={Refused: _refuse},
         )
-
-    async def _chat(self, http: Request) -> Response:
-        return await self._answer(http, chat=True)
-
-    async def _complete(self, http: Request) -> Response:
-        return await self._answer(http, chat=False)
 
     async def _answer(self, http: Request, chat: bool) -> Response:
         self._check_key(http)
