@@ -10,6 +10,7 @@ is killed after SECONDS.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import threading
 import weakref
@@ -103,7 +104,7 @@ class ChatTemplate:
         return str(answer["text"])
 
     def _ask(self, request: str) -> dict[str, Any]:
-        process = self._process or self._start()
+        process = self._process if self._process is not None and self._owner == os.getpid() else self._start()
         self._process = process
         assert process.stdin is not None and process.stdout is not None
         watch = threading.Timer(SECONDS, process.kill)
@@ -132,16 +133,19 @@ class ChatTemplate:
             process.stdin.write(json.dumps({"template": self._source, "variables": self.special_tokens}) + "\n")
         except OSError as error:
             raise DiffbitError(f"{self.name}: no process can be started to render it ({error.strerror})") from None
-        weakref.finalize(self, _kill, process)
+        self._owner = os.getpid()  # a fork of this process has the same pipes, but the renderer is not its own
+        weakref.finalize(self, _kill, process, self._owner)
         return process
 
     def _end(self) -> None:
         if self._process is not None:
-            _kill(self._process)
+            _kill(self._process, self._owner)
         self._process = None
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
+def _kill(process: subprocess.Popen[str], owner: int) -> None:
+    if os.getpid() != owner:
+        return
     process.kill()
     process.communicate()
 

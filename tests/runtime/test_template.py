@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -13,6 +15,8 @@ import pytest
 from diffbit.errors import DiffbitError
 from diffbit.runtime import template as module
 from diffbit.runtime.template import ChatTemplate, Message
+
+from .. import forks
 
 CHATML = """{% for message in messages %}
 {{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
@@ -182,3 +186,30 @@ def test_a_renderer_does_not_grow_old() -> None:
         [sys.executable, "-c", program], input="\n".join([first, *["{}"] * 60]), capture_output=True, text=True
     )
     assert done.stdout.splitlines() == ['{"text": "end"}'] * 60
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="fork")
+def test_a_fork_leaves_the_renderer_alone() -> None:
+    """A child that drops its copy of the template kills nothing, and one that renders starts a process of its own."""
+    template = ChatTemplate("{{ messages[0].content }}", "made up")
+    hello: list[Message] = [{"role": "user", "content": "hello"}]
+    assert template.render(hello) == "hello"
+    process = template._process
+    assert process is not None
+
+    def renders() -> None:
+        assert template.render([{"role": "user", "content": "child"}]) == "child"
+        assert template._process is not process
+
+    held = [template]
+
+    def drops() -> None:
+        nonlocal template
+        held.clear()
+        del template
+        gc.collect()
+
+    assert forks.run(renders, seconds=30).code == 0
+    assert forks.run(drops, seconds=30).code == 0
+    assert process.poll() is None and template._process is process
+    assert template.render(hello) == "hello"
