@@ -26,8 +26,8 @@ from diffbit.evaluate import Comparison, compare
 from diffbit.models import Checkpoint
 from diffbit.progress import track
 
-RUNS = 8
-BITS = ("int8", "int4_g64", "int3_g64", "int2_g64", "8", "4", "3", "2")  # weights, and parts of attention
+RUNS = 6
+BITS = ("8", "4", "3", "2")
 WHAT = ("weights", "logits", "kv")
 METHODS = ("rtn", "gptq")
 REPEATS = 3  # roundings of each run, each with another calibration sample
@@ -53,7 +53,7 @@ def run(work: Path, preset: str, runs: int, jobs: int, quick: bool) -> Compariso
         paths = {pair: task.result() for pair, task in track(list(tasks.items()), "training")}
     ordered = [paths[attention, seed] for attention in NAMES for seed in range(runs)]
     windows, calibration = texts([Checkpoint(path) for path in ordered], quick, REPEATS)
-    bits, what = (("int2_g64", "2"), ("weights", "logits")) if quick else (BITS, WHAT)
+    bits, what = (("2",), ("weights", "logits")) if quick else (BITS, WHAT)
     return compare(
         ordered, windows, bits, what, METHODS,
         calibration=calibration, repeats=REPEATS, names=list(NAMES.values()), runs=runs,
