@@ -131,10 +131,8 @@ class Format(ABC):
     def encode(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """Return the nearest codes, uint8 [N, K], of a weight [N, K] for given scales and zero points."""
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-        for rows in row_blocks(weight):
-            scales = scale.expand(len(weight), -1)[rows, :, None]  # [n, G, 1]
-            nearest = self.encode_each(self.grouped(weight[rows].float()), scales, _rows(zero, rows))
-            codes[rows] = nearest.flatten(1)[:, : weight.shape[1]].to(torch.uint8)
+        for rows, s, z, (part,) in self.by_rows(scale, zero, weight):
+            codes[rows] = self.encode_each(part.float(), s, z).flatten(1)[:, : weight.shape[1]].to(torch.uint8)
         return codes
 
     def nearest(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> QTensor:
@@ -144,18 +142,18 @@ class Format(ABC):
     def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight [N, K] of the codes, computed in fp32."""
         weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-        for rows in row_blocks(codes):
-            scales = scale.expand(len(codes), -1)[rows, :, None]
-            value = self.decode_each(self.grouped(codes[rows]), scales, _rows(zero, rows))
-            weight[rows] = value.flatten(1)[:, : codes.shape[1]].to(dtype)
+        for rows, s, z, (part,) in self.by_rows(scale, zero, codes):
+            weight[rows] = self.decode_each(part, s, z).flatten(1)[:, : codes.shape[1]].to(dtype)
         return weight
 
-    def lost(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (rows, error of rounding them to nearest [n, G, group]), some rows of a weight at a time."""
-        for rows in row_blocks(weight):
-            grouped = self.grouped(weight[rows].float())
-            scales, zeros = scale.expand(len(weight), -1)[rows, :, None], _rows(zero, rows)
-            yield rows, self.decode_each(self.encode_each(grouped, scales, zeros), scales, zeros).sub_(grouped)
+    def by_rows(
+        self, scale: Tensor, zero: Tensor | None, *values: Tensor
+    ) -> Iterator[tuple[slice, Tensor, Tensor | None, list[Tensor]]]:
+        """Yield (rows, scales and zero points [n, G, 1], each value's rows as [n, G, group]), some rows at a time."""
+        scales = scale.expand(len(values[0]), -1)[..., None]
+        for rows in row_blocks(values[0]):
+            grouped = [self.grouped(value[rows]) for value in values]
+            yield rows, scales[rows], None if zero is None else zero[rows, :, None], grouped
 
     def grouped(self, values: Tensor) -> Tensor:
         """Reshape [n, K] to [n, G, group]; zeros, which change no scale, pad a short last group."""
@@ -377,10 +375,6 @@ def nbits(g: Builder, x: Value, codes: Value, scales: Value, zeros: Value | None
     """
     inputs = [x, codes, scales] if zeros is None else [x, codes, scales, zeros]
     return g.op("MatMulNBits", inputs, domain=MICROSOFT, accuracy_level=ACCURACY_LEVEL, **attributes)
-
-
-def _rows(zero: Tensor | None, rows: slice) -> Tensor | None:
-    return None if zero is None else zero[rows, :, None]
 
 
 def _expect(format: Format, shape: tuple[int, int], part: str, tensor: Tensor, wanted: tuple[int, int]) -> None:
