@@ -27,7 +27,6 @@ from .packing import pack_bits, row_bytes, unpack_bits
 # calling thread. On busy cores, the barriers of torch's threads made quantizing ten times slower (1.1 billion weights
 # on 2 cores: 80 s in blocks of 2^19, 9 s in these); on idle cores threads would be a third faster.
 BLOCK = (1 << 15) - 1
-FACTORS = tuple(x / 100 for x in range(100, 30, -4))  # fractions of the range that `candidates` tries
 MICROSOFT = "com.microsoft"
 ACCURACY_LEVEL = 4  # of MatMulNBits: int8 inputs; lower levels are fifty times slower at 2 and 8 bits
 
@@ -55,6 +54,7 @@ class Format(ABC):
     activations: ClassVar[tuple[str, ...]] = ()  # activation formats that a device supports with such weights
     per_tensor: ClassVar[bool] = False
     learned: ClassVar[bool] = False  # training learns its scales (LSQ); else they follow from the weights at each step
+    factors: ClassVar[tuple[float, ...]] = tuple(x / 100 for x in range(100, 30, -4))  # of scales: see `candidates`
     whole_groups: ClassVar[bool] = False  # in_features must be a multiple of group_size
     trained: ClassVar[bool] = False  # needs training in this format; rounding alone destroys a model
     integer_product: ClassVar[bool] = False  # sums (code - 1) * integer input as integers
@@ -95,9 +95,9 @@ class Format(ABC):
         """Return scales fp32 [N, G] (per_tensor [1, 1]) and zero points uint8 [N, G] (or None) for a weight [N, K]."""
 
     def candidates(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield other scales and zero points for a search to try, of shorter ranges and in the shape of `fit`'s."""
+        """Yield other scales and zero points, shaped as `fit`'s, for a search to try."""
         scale, _ = self.fit(weight)
-        for factor in FACTORS:
+        for factor in self.factors:
             yield self.stored(scale * factor), None
 
     def stored(self, scale: Tensor) -> Tensor:

@@ -153,8 +153,7 @@ class Problem:
             self.target = tokens.exact.space(*tokens.exact.hidden.shape[1:])
 
             def aim(rows: slice) -> Tensor:
-                batch = tokens.exact.batch(rows)
-                return layer.run(true, batch.hidden, batch)
+                return layer.run(true, tokens.exact.batch(rows))
 
             with torch.no_grad():
                 for rows, made in zip(tokens.exact.slices, tokens.here.share(tokens.exact.slices, aim), strict=True):
@@ -165,12 +164,11 @@ class Problem:
         batch = self.tokens.batch(rows)
         named = {f"{name}.weight": weight for name, weight in weights.items()} | dict(floats)
         state = {self.layer.local(name): value for name, value in named.items()}
-        output = self.layer.run(lambda *inputs: functional_call(self.module, state, inputs), batch.hidden, batch)
+        output = self.layer.run(lambda *inputs: functional_call(self.module, state, inputs), batch)
         if self.true is None:
             return (output - self.target[rows])[batch.counted].square().sum() / max(1, int(batch.counted.sum()))
         with torch.no_grad():
-            exact = self.tokens.exact.batch(rows).hidden
-            wanted = self.layer.run(self.true, exact, batch)[batch.counted].log_softmax(-1)
+            wanted = self.layer.run(self.true, self.tokens.exact.batch(rows))[batch.counted].log_softmax(-1)
         return F.kl_div(output[batch.counted].log_softmax(-1), wanted, reduction="batchmean", log_target=True)
 
     def checked(self, weights: Mapping[str, Tensor], floats: Mapping[str, Tensor]) -> float:
