@@ -343,7 +343,7 @@ def measure(
     found: Losses = {}
     weights, layers = source.state_dict(), list(base.model.layers)
     for states in filter(None, (sample, tokens)):
-        _enter(base, states)
+        states.embed(base.embed)
     for index, block in track(enumerate(layers), "measuring losses", total=len(layers)):
         prefix = f"model.layers.{index}."
         tensors = {name: tensor for name, tensor in weights.items() if name.startswith(prefix)}
@@ -389,17 +389,12 @@ def predictions(decoder: Decoder, text: Tokens, layers: Iterable[nn.Module] | No
     layers: run the text's hidden states through these and the head of `decoder`; None: run the whole `decoder`.
     """
     if layers is None:
-        _enter(decoder, text)
+        text.embed(decoder.embed)
         layers = list(decoder.model.layers)
     for batch in text.batches():
         states = _run(layers, batch)[batch.counted]  # [T, E]
         for rows in states.split(max(1, CHUNK // decoder.config.vocab_size)):
             yield F.log_softmax(decoder.head(rows).float(), dim=-1)
-
-
-def _enter(decoder: Decoder, tokens: Tokens) -> None:
-    """Set the hidden states of tokens to the input of a model's first layer."""
-    tokens.embed(decoder.embed)
 
 
 def _run(layers: Iterable[nn.Module], batch: Batch) -> Tensor:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ..models.layers.attention import Attention
 from ..models.layers.softmax import Arithmetic
 from ..ops.diff_attention_reference import cached, mixed, scores
+from .cache import is_low_bit
 from .scheme import AttentionScheme
 
 
@@ -70,5 +71,5 @@ def set_attention(model: nn.Module, scheme: AttentionScheme) -> None:
         if isinstance(module, Attention):
             if scheme.logits is not None:
                 module.logits_hook = logits_hook(scheme.logits)
-            if scheme.key_format != "float" or scheme.value_format != "float":
+            if is_low_bit(scheme):
                 module.arithmetic = LowBitAttention(scheme)

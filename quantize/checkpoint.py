@@ -21,7 +21,7 @@ from ..models.checkpoint.names import shapes, stays_float32
 from ..processes import Processes
 from . import layouts
 from .cache import is_low_bit
-from .demand import Text, check_fits, in_shards
+from .demand import Text, in_shards, within
 from .formats import Format, QTensor
 from .layerwise import Finished, quantize_layers, stored_config, tokens_for
 from .layouts import read_scheme
@@ -72,7 +72,9 @@ def quantize_checkpoint(
     if tokens and calibration_text is not None:
         entry["calibration"] = {**calibration_text, "tokens": tokens.count}
     text = None if tokens is None else Text(len(tokens.ids), tokens.ids.shape[1], len(tokens.exact.ids))
-    if check_fits(checkpoint, scheme, recipe, text, max_memory, output, here.local) and tokens is not None:
+    demand, spills = within(checkpoint, scheme, recipe, text, max_memory)
+    demand.check(output, f"quantizing {checkpoint.path} with method {recipe.name!r}", here.local)
+    if spills and tokens is not None:
         files.make_folder(files.resolved(output).parent)
         tokens.spill(files.resolved(output).parent)
 

@@ -27,7 +27,7 @@ from ..errors import DiffbitError
 from ..models import Checkpoint, ModelConfig, num_parameters
 from ..models.checkpoint.names import EMBEDDING, shapes
 from .formats import Format
-from .layer import LOSS_TOKENS, MEASURED_TOKENS, TABLE_PART
+from .layer import LOSS_TOKENS, MEASURED_TOKENS, TABLE_PART, table_rows
 from .methods import learned
 from .methods.gptq import PRECISE, ROUNDS
 from .recipe import Recipe
@@ -108,7 +108,7 @@ def quantize_demand(
     layers = [_layer(config, index, width, recipe, text, formats) for index in range(config.num_layers)]
     states = 0
     if text is not None:
-        rows = table_rows(config)
+        rows = min(config.vocab_size, table_rows(config.hidden_size))
         part = 4 * min(TABLE_PART, table)
         most = max(most, width * table + part + 8 * min(LOSS_TOKENS, text.windows * text.length) * rows)
         aims = text.windows if recipe.exact else 0  # float outputs, for methods that fit them
@@ -134,11 +134,6 @@ def quantize_demand(
 def in_shards(config: ModelConfig, dtype: torch.dtype) -> bool:
     """Whether a checkpoint of the model is so large that it gets one file per layer."""
     return num_parameters(config) * dtype.itemsize > SHARD_FROM
-
-
-def table_rows(config: ModelConfig) -> int:
-    """Rows of the head that are multiplied at a time."""
-    return min(config.vocab_size, max(1, TABLE_PART // config.hidden_size))
 
 
 def _layer(
@@ -237,24 +232,6 @@ def within(
             "method"
         )
     return least, True
-
-
-def check_fits(
-    checkpoint: Checkpoint,
-    scheme: Scheme,
-    recipe: Recipe,
-    text: Text | None,
-    limit: int | None,
-    output: str | Path,
-    local: int = 1,
-) -> bool:
-    """Raise DiffbitError if a run does not fit into memory or on disk. Returns whether hidden states must go to disk.
-
-    limit: bytes of the process's memory. local: processes of this run on this machine.
-    """
-    demand, spills = within(checkpoint, scheme, recipe, text, limit)
-    demand.check(output, f"quantizing {checkpoint.path} with method {recipe.name!r}", local)
-    return spills
 
 
 def resident() -> int:

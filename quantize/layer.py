@@ -121,7 +121,7 @@ class Tokens(States):
             return
         hidden = layer.probe().module().get_submodule("norm")(self.exact.hidden[rows][:, :-1][scored])  # [T, E]
         total = hidden.new_full((len(ids),), -math.inf)
-        for part in table.split(table_rows(table)):
+        for part in table.split(table_rows(table.shape[1])):
             total = torch.logaddexp(total, F.linear(hidden, part.float()).logsumexp(-1))
         self.loss = float((total - (hidden * table[ids].float()).sum(-1)).mean())
 
@@ -146,7 +146,7 @@ class Tokens(States):
 
             def run(batch: Batch) -> Tensor:
                 layer.step(f"{layer.prefix}output", self.here.count)
-                return layer.run(rounded, batch.hidden, batch)
+                return layer.run(rounded, batch)
 
             self.take_past(layer.index, run)
         return errors
@@ -166,7 +166,7 @@ class Tokens(States):
         def run(batch: Batch) -> Tensor:
             nonlocal counted
             counted = batch.counted
-            return layer.run(true, batch.hidden, batch)
+            return layer.run(true, batch)
 
         if layer.is_layer:
             self.exact.take_past(layer.index, run)
@@ -204,7 +204,7 @@ class Layer:
     tokens: Tokens | None = None
     progress: Callable[[str, float], None] = lambda at, share: None
     here: Processes = ALONE
-    refitted: dict[str, Tensor] = field(init=False, default_factory=dict)
+    refitted: dict[str, Tensor] = field(default_factory=dict)
     proxy_losses: dict[str, float] = field(init=False, default_factory=dict)
     # for each batch of `tokens` that this process computes: see `remember`
     heads: list[tuple[Tensor, tuple[Tensor, ...] | None]] = field(init=False, default_factory=list)
@@ -270,9 +270,7 @@ class Layer:
         """Return this layer, with only MEASURED_ROWS rows of a large head; its input is the same."""
         if self.is_layer:
             return self
-        layer = replace(self, tensors=self.tensors | {HEAD: _sample(self.tensors[HEAD])})
-        layer.refitted = self.refitted
-        return layer
+        return replace(self, tensors=self.tensors | {HEAD: _sample(self.tensors[HEAD])})
 
     def probed(self, quantized: Mapping[str, QTensor]) -> Mapping[str, QTensor]:
         """Return the rows of quantized weights that `probe` has."""
@@ -282,11 +280,11 @@ class Layer:
         """Return the name of a parameter or linear layer within `module()`."""
         return name.removeprefix(self.prefix).removeprefix("" if self.is_layer else "model.")
 
-    def run(self, module: Callable[..., Tensor], hidden: Tensor, batch: Batch) -> Tensor:
-        """Pass hidden states [n, S, E] of a batch through `module()` of this layer."""
+    def run(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
+        """Pass a batch through `module()` of this layer."""
         if not self.is_layer:
-            return module(hidden)
-        return module(hidden, batch.rope, batch.mask, None, batch.carried)
+            return module(batch.hidden)
+        return module(batch.hidden, batch.rope, batch.mask, None, batch.carried)
 
     def remember(self, module: nn.Module, quantized: Mapping[str, QTensor]) -> None:
         """Make the mixer of `module(quantized)` compute its heads only once per batch; passes must keep the batches'
@@ -365,7 +363,7 @@ class Layer:
         def begin(rows: slice) -> tuple[Callable[[], object], Tensor]:
             batch = tokens.batch(rows)
             self.step(next(iter(linears), self.prefix), tokens.here.count)
-            return partial(self.run, module, batch.hidden, batch), batch.counted
+            return partial(self.run, module, batch), batch.counted
 
         return gather(linears, [partial(begin, rows) for rows in tokens.slices], tokens.here)
 
@@ -392,9 +390,9 @@ def _sample(weight: R) -> R:
     return weight.rows(rows) if isinstance(weight, QTensor) else weight[rows]
 
 
-def table_rows(table: Tensor) -> int:
+def table_rows(columns: int) -> int:
     """Return how many rows of a table are processed at a time."""
-    return max(1, TABLE_PART // table.shape[1])
+    return max(1, TABLE_PART // columns)
 
 
 def _dequantized(module: nn.Module) -> nn.Module:

@@ -135,9 +135,10 @@ class Unfinished:
         """Read all layers back, one at a time."""
         for index in range(self.count):
             record = self._record(index)
-            files.check_sha256(self._layer(index), record["layer"], ANEW)
+            file = self._layer(index)
+            files.check_sha256(file, record["layer"], ANEW)
             rows = (WeightReport(**{**row, "shape": tuple(row["shape"])}) for row in record["weights"])
-            yield _read(self._layer(index)), tuple(rows)
+            yield {name: entry.read() for name, entry in read_header(file).items()}, tuple(rows)
 
     def _travelling(self) -> dict[str, States]:
         """Return the states to store, by their names in the file."""
@@ -154,10 +155,6 @@ class Unfinished:
 
     def _record(self, index: int) -> dict[str, Any]:
         return files.read_sealed(self._about(index), ANEW)
-
-
-def _read(file: Path) -> dict[str, Tensor]:
-    return {name: entry.read() for name, entry in read_header(file).items()}
 
 
 def _parts(whole: Tensor | Rows, states: States) -> Parts:

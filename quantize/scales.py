@@ -17,7 +17,7 @@ with the Gram matrix H is smallest if C^T H C s = C^T H w: a small linear system
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -41,8 +41,9 @@ def least(weight: Tensor, format: Format, error: Callable[[Tensor], Tensor]) -> 
 
     def loss(scale: Tensor, zero: Tensor | None) -> Tensor:  # shaped as the scales
         total = torch.empty(len(weight), format.groups(weight.shape[1]), device=weight.device)
-        for rows, lost in format.lost(weight, scale, zero):
-            total[rows] = error(lost)
+        for rows, s, z, (part,) in format.by_rows(scale, zero, weight):
+            part = part.float()
+            total[rows] = error(format.decode_each(format.encode_each(part, s, z), s, z).sub_(part))
         return total if scale.shape == total.shape else total.sum().view(1, 1)
 
     best_scale, best_zero = format.fit(weight)
@@ -67,7 +68,9 @@ def solve(
     groups, width = format.groups(columns), format.group_size or columns
     solved = scale.expand(len(weight), groups).clone()
     matrix = vector = torch.zeros((), dtype=torch.float64)
-    for rows in _row_chunks(len(weight), groups, columns):
+    some = max(1, columns * columns // (groups * groups))  # rows whose systems are no larger than the Gram matrix
+    for start in range(0, len(weight), some):
+        rows = slice(start, start + some)
         old = solved[rows].double()  # [n, G]
         unit = format.decode(codes[rows], torch.ones_like(solved[rows]), None if zero is None else zero[rows])
         normal = old.new_empty(len(old), groups, groups)  # C^T H C, symmetric
@@ -104,10 +107,3 @@ def _solution(format: Format, normal: Tensor, wanted: Tensor, old: Tensor) -> Te
 def _group_sums(format: Format, values: Tensor) -> Tensor:
     """Sum [n, K] over each group; returns fp64 [n, G]."""
     return format.grouped(values).sum(-1).double()  # summing in fp64 takes three times as long
-
-
-def _row_chunks(rows: int, groups: int, columns: int) -> Iterator[slice]:
-    """Yield slices of rows whose linear systems together are no larger than the Gram matrix."""
-    count = max(1, min(columns * columns // (groups * groups), rows))
-    for start in range(0, rows, count):
-        yield slice(start, min(start + count, rows))

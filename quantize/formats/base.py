@@ -27,7 +27,6 @@ from .packing import pack_bits, row_bytes, unpack_bits
 # calling thread. On busy cores, the barriers of torch's threads made quantizing ten times slower (1.1 billion weights
 # on 2 cores: 80 s in blocks of 2^19, 9 s in these); on idle cores threads would be a third faster.
 BLOCK = (1 << 15) - 1
-FACTORS = tuple(x / 100 for x in range(100, 30, -4))  # fractions of the range that `candidates` tries
 MICROSOFT = "com.microsoft"
 ACCURACY_LEVEL = 4  # of MatMulNBits: int8 inputs; lower levels are fifty times slower at 2 and 8 bits
 
@@ -55,6 +54,7 @@ class Format(ABC):
     activations: ClassVar[tuple[str, ...]] = ()  # activation formats that a device supports with such weights
     per_tensor: ClassVar[bool] = False
     learned: ClassVar[bool] = False  # training learns its scales (LSQ); else they follow from the weights at each step
+    factors: ClassVar[tuple[float, ...]] = tuple(x / 100 for x in range(100, 30, -4))  # of scales: see `candidates`
     whole_groups: ClassVar[bool] = False  # in_features must be a multiple of group_size
     trained: ClassVar[bool] = False  # needs training in this format; rounding alone destroys a model
     integer_product: ClassVar[bool] = False  # sums (code - 1) * integer input as integers
@@ -95,9 +95,9 @@ class Format(ABC):
         """Return scales fp32 [N, G] (per_tensor [1, 1]) and zero points uint8 [N, G] (or None) for a weight [N, K]."""
 
     def candidates(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield other scales and zero points for a search to try, of shorter ranges and in the shape of `fit`'s."""
+        """Yield other scales and zero points, shaped as `fit`'s, for a search to try."""
         scale, _ = self.fit(weight)
-        for factor in FACTORS:
+        for factor in self.factors:
             yield self.stored(scale * factor), None
 
     def stored(self, scale: Tensor) -> Tensor:
@@ -131,10 +131,8 @@ class Format(ABC):
     def encode(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """Return the nearest codes, uint8 [N, K], of a weight [N, K] for given scales and zero points."""
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-        for rows in row_blocks(weight):
-            scales = scale.expand(len(weight), -1)[rows, :, None]  # [n, G, 1]
-            nearest = self.encode_each(self.grouped(weight[rows].float()), scales, _rows(zero, rows))
-            codes[rows] = nearest.flatten(1)[:, : weight.shape[1]].to(torch.uint8)
+        for rows, s, z, (part,) in self.by_rows(scale, zero, weight):
+            codes[rows] = self.encode_each(part.float(), s, z).flatten(1)[:, : weight.shape[1]].to(torch.uint8)
         return codes
 
     def nearest(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> QTensor:
@@ -144,18 +142,18 @@ class Format(ABC):
     def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight [N, K] of the codes, computed in fp32."""
         weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-        for rows in row_blocks(codes):
-            scales = scale.expand(len(codes), -1)[rows, :, None]
-            value = self.decode_each(self.grouped(codes[rows]), scales, _rows(zero, rows))
-            weight[rows] = value.flatten(1)[:, : codes.shape[1]].to(dtype)
+        for rows, s, z, (part,) in self.by_rows(scale, zero, codes):
+            weight[rows] = self.decode_each(part, s, z).flatten(1)[:, : codes.shape[1]].to(dtype)
         return weight
 
-    def lost(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (rows, error of rounding them to nearest [n, G, group]), some rows of a weight at a time."""
-        for rows in row_blocks(weight):
-            grouped = self.grouped(weight[rows].float())
-            scales, zeros = scale.expand(len(weight), -1)[rows, :, None], _rows(zero, rows)
-            yield rows, self.decode_each(self.encode_each(grouped, scales, zeros), scales, zeros).sub_(grouped)
+    def by_rows(
+        self, scale: Tensor, zero: Tensor | None, *values: Tensor
+    ) -> Iterator[tuple[slice, Tensor, Tensor | None, list[Tensor]]]:
+        """Yield (rows, scales and zero points [n, G, 1], each value's rows as [n, G, group]), some rows at a time."""
+        scales = scale.expand(len(values[0]), -1)[..., None]
+        for rows in row_blocks(values[0]):
+            grouped = [self.grouped(value[rows]) for value in values]
+            yield rows, scales[rows], None if zero is None else zero[rows, :, None], grouped
 
     def grouped(self, values: Tensor) -> Tensor:
         """Reshape [n, K] to [n, G, group]; zeros, which change no scale, pad a short last group."""
@@ -377,10 +375,6 @@ def nbits(g: Builder, x: Value, codes: Value, scales: Value, zeros: Value | None
     """
     inputs = [x, codes, scales] if zeros is None else [x, codes, scales, zeros]
     return g.op("MatMulNBits", inputs, domain=MICROSOFT, accuracy_level=ACCURACY_LEVEL, **attributes)
-
-
-def _rows(zero: Tensor | None, rows: slice) -> Tensor | None:
-    return None if zero is None else zero[rows, :, None]
 
 
 def _expect(format: Format, shape: tuple[int, int], part: str, tensor: Tensor, wanted: tuple[int, int]) -> None:

@@ -42,7 +42,7 @@ from ...errors import DiffbitError
 from ...models.graph import Builder, Value
 from ...ops import gather_quantized, int4_matmul, int8_matmul
 from ..rounding import Rounding
-from .base import FACTORS, Format, QTensor, Stored, by_group, divisor, finite, nbits
+from .base import Format, QTensor, Stored, by_group, divisor, finite, nbits
 from .packing import pack_bits, row_bytes
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
@@ -79,13 +79,13 @@ class IntFormat(Format):
         """Yield scales of either sign, or, with a zero point, ranges with either end shortened separately."""
         scale, zero = self.fit(weight)
         if zero is None:
-            for factor in FACTORS:
+            for factor in self.factors:
                 for sign in (1, -1):
                     yield self.stored(sign * factor * scale), None
             return
         top = self.codes - 1
-        for low in FACTORS[::2]:
-            for high in FACTORS[::2]:
+        for low in self.factors[::2]:
+            for high in self.factors[::2]:
                 below, above = scale * zero * low, scale * (top - zero.float()) * high
                 found = self.stored((below + above) / top)
                 yield found, (below / divisor(found)).round().clamp(0, top).to(torch.uint8)

@@ -31,7 +31,7 @@ from torch import Tensor
 from ...errors import DiffbitError
 from ...models import Checkpoint
 from ...models.checkpoint.names import EMBEDDING, is_linear, linear_of, shapes
-from ..formats import Format, QTensor
+from ..formats import QTensor
 from ..scheme import Scheme
 
 _FILES = [import_module(f".{entry.name}", __name__) for entry in iter_modules(__path__)]
@@ -84,19 +84,14 @@ def read_weight(checkpoint: Checkpoint, name: str, scheme: Scheme | None) -> Ten
     layout = layout_of(checkpoint)
     assert layout is not None
     _check_no_bias(checkpoint, f"{module}.bias")
-    weight: QTensor = _read(checkpoint, layout, module, format)
-    order = checkpoint.row_order(name)
-    return weight if order is None else weight.rows(order)
-
-
-def _read(checkpoint: Checkpoint, layout: ModuleType, module: str, format: Format) -> QTensor:
     try:
         weight: QTensor = layout.read(checkpoint, module, format)
     except DiffbitError as error:
         if str(error).startswith(str(checkpoint.path)):
             raise
         raise DiffbitError(f"{checkpoint.path}: {module}: {error}") from None
-    return weight
+    order = checkpoint.row_order(name)
+    return weight if order is None else weight.rows(order)
 
 
 def _is_part(name: str, layout: ModuleType) -> bool:

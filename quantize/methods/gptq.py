@@ -158,9 +158,8 @@ class Feedback:
     cost: Tensor
 
     @classmethod
-    def of(cls, gram: Tensor, *, act_order: bool = True) -> Feedback:
-        columns = torch.arange(len(gram), device=gram.device)
-        order = gram.diagonal().argsort(descending=True, stable=True) if act_order else columns
+    def of(cls, gram: Tensor) -> Feedback:
+        order = gram.diagonal().argsort(descending=True, stable=True)
         backwards = order.flip(0)  # reversing the lower factor of the reversed matrix gives the upper factor
         matrix = gram[backwards[:, None], backwards].to(torch.float64 if len(gram) <= PRECISE else torch.float32)
         added = damping(gram)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ...errors import DiffbitError
-from ..formats import Format, QTensor, row_blocks
+from ..formats import Format, QTensor
 
 CALIBRATED = False
 P = 0.7
@@ -44,9 +44,8 @@ def quantize(weight: Tensor, format: Format, stats: Any = None) -> QTensor:
     weight = weight.float()
     scale, zero = format.fit(weight)
     real = format.grouped(torch.ones(1, weight.shape[1], device=weight.device))[0]  # [G, group]; 0: padding
-    for rows in row_blocks(weight):
-        zeros = None if zero is None else zero[rows, :, None]
-        found, zeros = _solve(format.grouped(weight[rows]), real, format, scale[rows, :, None], zeros)
+    for rows, s, z, (part,) in format.by_rows(scale, zero, weight):
+        found, zeros = _solve(part, real, format, s, z)
         scale[rows] = found[..., 0]
         if zero is not None and zeros is not None:
             zero[rows] = zeros[..., 0]

@@ -34,8 +34,8 @@ from torch.func import functional_call
 
 from ...errors import DiffbitError
 from ...models.layers.softmax import Arithmetic
-from ..formats import Format, QTensor
-from ..formats.base import divisor, row_blocks
+from ..formats import QTensor
+from ..formats.base import divisor
 from ..layer import Layer, Tokens
 from ..rounding import straight_through
 from ..spill import Rows
@@ -136,17 +136,16 @@ class Problem:
 
     def __init__(self, layer: Layer, tokens: Tokens) -> None:
         self.layer, self.tokens, self.module = layer, tokens, layer.module({}).requires_grad_(False)
+        module: Any
         for name, module in self.module.named_modules():
             format = layer.formats.get(layer.prefix + name)
             rounding = format and format.rounding(name, module.in_features, layer.scheme.activations)
             if rounding is not None:
                 module.register_forward_pre_hook(lambda _, inputs, rounding=rounding: _straight(rounding, inputs[0]))
             if getattr(module, "logits_hook", None) is not None:
-                attention: Any = module
-                attention.logits_hook = partial(_straight, attention.logits_hook)
+                module.logits_hook = partial(_straight, module.logits_hook)
             if getattr(module, "arithmetic", None) is not None:
-                own: Any = module
-                own.arithmetic = _StraightArithmetic(own.arithmetic)
+                module.arithmetic = _StraightArithmetic(module.arithmetic)
         true = layer.module()
         self.true = None if layer.is_layer else true
         self.target: Tensor | Rows = torch.empty(0)  # empty for the head, whose logits would take too much memory
@@ -154,8 +153,7 @@ class Problem:
             self.target = tokens.exact.space(*tokens.exact.hidden.shape[1:])
 
             def aim(rows: slice) -> Tensor:
-                batch = tokens.exact.batch(rows)
-                return layer.run(true, batch.hidden, batch)
+                return layer.run(true, tokens.exact.batch(rows))
 
             with torch.no_grad():
                 for rows, made in zip(tokens.exact.slices, tokens.here.share(tokens.exact.slices, aim), strict=True):
@@ -166,12 +164,11 @@ class Problem:
         batch = self.tokens.batch(rows)
         named = {f"{name}.weight": weight for name, weight in weights.items()} | dict(floats)
         state = {self.layer.local(name): value for name, value in named.items()}
-        output = self.layer.run(lambda *inputs: functional_call(self.module, state, inputs), batch.hidden, batch)
+        output = self.layer.run(lambda *inputs: functional_call(self.module, state, inputs), batch)
         if self.true is None:
             return (output - self.target[rows])[batch.counted].square().sum() / max(1, int(batch.counted.sum()))
         with torch.no_grad():
-            exact = self.tokens.exact.batch(rows).hidden
-            wanted = self.layer.run(self.true, exact, batch)[batch.counted].log_softmax(-1)
+            wanted = self.layer.run(self.true, self.tokens.exact.batch(rows))[batch.counted].log_softmax(-1)
         return F.kl_div(output[batch.counted].log_softmax(-1), wanted, reduction="batchmean", log_target=True)
 
     def checked(self, weights: Mapping[str, Tensor], floats: Mapping[str, Tensor]) -> float:
@@ -225,7 +222,7 @@ class LearnedWeight:
     def round(self) -> None:
         """Compute `rounded` from offset, upper and lower."""
         scale, zero = self.scales()
-        for rows, s, z, (weight, offset) in _parts(self.format, scale, zero, self.weight, self.offset):
+        for rows, s, z, (weight, offset) in self.format.by_rows(scale, zero, self.weight, self.offset):
             codes = self.format.encode_each(torch.addcmul(weight, offset, s), s, z)
             self.rounded[rows] = self.format.decode_each(codes, s, z).flatten(1)[:, : self.weight.shape[1]]
 
@@ -233,7 +230,7 @@ class LearnedWeight:
     def quantized(self) -> QTensor:
         scale, zero = self.scales()
         codes = torch.empty(self.weight.shape, dtype=torch.uint8, device=self.weight.device)
-        for rows, s, z, (weight, offset) in _parts(self.format, scale, zero, self.weight, self.offset):
+        for rows, s, z, (weight, offset) in self.format.by_rows(scale, zero, self.weight, self.offset):
             found = self.format.encode_each(torch.addcmul(weight, offset, s), s, z)
             codes[rows] = found.flatten(1)[:, : codes.shape[1]].to(torch.uint8)
         return QTensor(self.format, self.start.shape, codes, scale, None if zero is None else zero.to(torch.uint8))
@@ -248,7 +245,7 @@ class LearnedWeight:
         writes and reads booleans seven times more slowly.
         """
         values = (self.weight, self.offset, self.rounded, upstream)
-        for rows, s, z, (weight, offset, rounded, grad) in _parts(self.format, scale, zero, *values):
+        for rows, s, z, (weight, offset, rounded, grad) in self.format.by_rows(scale, zero, *values):
             below = divisor(s)
             place = weight / below
             moved = place + offset
@@ -281,16 +278,6 @@ class LearnedWeight:
             end.sub_(grad.sign(), alpha=rate / 2 ** (self.format.bits - 1)).clamp_(*CLIP)
         self.rounded.grad = None
         self.round()
-
-
-def _parts(
-    format: Format, scale: Tensor, zero: Tensor | None, *values: Tensor
-) -> Iterator[tuple[slice, Tensor, Tensor | None, list[Tensor]]]:
-    """Yield (rows, scales and zero points [n, G, 1], each value's rows as [n, G, group]), some rows at a time."""
-    scales = scale.expand(len(values[0]), -1)[..., None]
-    for rows in row_blocks(values[0]):
-        grouped = [format.grouped(value[rows]) for value in values]
-        yield rows, scales[rows], None if zero is None else zero[rows, :, None], grouped
 
 
 def _straight(function: Callable[..., Tensor], value: Tensor, *rest: Any) -> Tensor:

@@ -20,6 +20,7 @@ from diffbit.export import export_artifact
 from diffbit.export.demand import export_demand
 from diffbit.models import Checkpoint, Decoder, ModelConfig
 from diffbit.quantize import Scheme, demand, parse_format, quantize_checkpoint
+from diffbit.quantize.demand import Demand
 from diffbit.quantize.recipe import parse_recipe
 
 from .. import forks
@@ -119,7 +120,7 @@ def test_a_run_on_the_disk_goes_on(model: Path, tmp_path: Path, monkeypatch: pyt
     ids = torch.randint(96, (40, LENGTH), generator=torch.Generator().manual_seed(0))
 
     def run(out: str, spills: bool, **options: Any) -> None:
-        monkeypatch.setattr("diffbit.quantize.checkpoint.check_fits", lambda *_: spills)
+        monkeypatch.setattr("diffbit.quantize.checkpoint.within", lambda *_: (Demand(0, 0, 0), spills))
         quantize_checkpoint(model, tmp_path / out, SCHEME, method="gptq", calibration=ids, **options)
 
     run("whole", False)

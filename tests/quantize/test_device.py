@@ -14,6 +14,7 @@ from diffbit.cli import main
 from diffbit.models import Decoder, ModelConfig
 from diffbit.processes import Processes
 from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
+from diffbit.quantize.demand import Demand
 from diffbit.quantize.methods import gptq
 
 from .elsewhere import DEVICE, Elsewhere
@@ -60,7 +61,7 @@ def test_tensors_that_are_left_behind_show() -> None:
 def test_the_same_bytes(
     method: str, spills: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diffbit.quantize.checkpoint.check_fits", lambda *_: spills)
+    monkeypatch.setattr("diffbit.quantize.checkpoint.within", lambda *_: (Demand(0, 0, 0), spills))
     monkeypatch.setattr(gptq, "ROUNDS", 1)  # more of them are no other code
     scheme = Scheme(weights=INT4, embedding=INT4, head=INT4)
 

@@ -20,6 +20,7 @@ from diffbit.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig
 from diffbit.processes import Processes
 from diffbit.quantize import Scheme, parse_format, quantize_checkpoint, stages, states, stats
+from diffbit.quantize.demand import Demand
 from diffbit.quantize.resume import Unfinished
 
 from .. import forks
@@ -124,7 +125,7 @@ def test_a_run_goes_on_with_other_processes_and_states_on_the_disk(
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(Unfinished, "add", stops)
         quantize(sources / "diff_v1", tmp_path / "three", "gptq", IDS)
-    monkeypatch.setattr("diffbit.quantize.checkpoint.check_fits", lambda *_: True)
+    monkeypatch.setattr("diffbit.quantize.checkpoint.within", lambda *_: (Demand(0, 0, 0), True))
     run: Any = lambda here: quantize(sources / "diff_v1", tmp_path / "three", "gptq", IDS, here=here, resume=True)  # noqa: E731
     assert together(3, run) == [0, 0, 0]
     assert content(tmp_path / "three") == content(tmp_path / "one")

@@ -58,14 +58,14 @@ def textbook(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(("act_order", "outliers"), [(True, False), (False, False), (True, True)])
-def test_it_is_the_textbook(name, act_order, outliers):
+@pytest.mark.parametrize("outliers", [False, True])
+def test_it_is_the_textbook(name, outliers):
     format = parse_format(name)
     columns = 192 if name in ("nf4", "mxfp4") else 200  # 200: a short last group
     weight, stats = layer(columns=columns, outliers=outliers)
     scale, zero = format.fit(weight)
-    order = sorted(range(columns), key=lambda k: -stats.gram[k, k] if act_order else k)
-    feedback = gptq.Feedback.of(stats.gram, act_order=act_order)
+    order = sorted(range(columns), key=lambda k: -stats.gram[k, k])
+    feedback = gptq.Feedback.of(stats.gram)
     found = gptq.round_columns(weight, format, scale, zero, feedback)
     wanted = textbook(weight, format, scale, zero, stats.gram, order)
     assert (found != wanted).float().mean() < 1e-3  # a tie may fall either way

@@ -184,7 +184,7 @@ def layer_of(
         if at < index:
             module = layer.module()
             with torch.no_grad():
-                exact.hidden = torch.cat([layer.run(module, batch.hidden, batch) for batch in exact.batches()])
+                exact.hidden = torch.cat([layer.run(module, batch) for batch in exact.batches()])
     return layer
 
 
@@ -195,8 +195,8 @@ def output_error(layer: Layer, quantized: dict[str, QTensor], tokens: Tokens | N
     lost = added = 0.0
     tokens = tokens or layer.tokens
     for batch, exact in zip(tokens.batches(), tokens.exact.batches(), strict=True):
-        wanted = layer.run(true, exact.hidden, batch)
-        lost += float((layer.run(rounded, batch.hidden, batch) - wanted)[batch.counted].square().sum())
+        wanted = layer.run(true, exact)
+        lost += float((layer.run(rounded, batch) - wanted)[batch.counted].square().sum())
         added += float((wanted - exact.hidden)[batch.counted].square().sum())
     return lost / added
 
