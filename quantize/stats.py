@@ -118,8 +118,8 @@ def gather(linears: dict[str, nn.Module], passes: Sequence[Pass], here: Processe
                 of[id(x)] = gatherers.setdefault(name, Gatherer(here))
                 of[id(x)].add(x)
             gatherers[name] = of[id(x)]
-    made: dict[int, CalibStats] = {}
-    return {name: made.setdefault(id(gatherer), gatherer.stats()) for name, gatherer in gatherers.items()}
+    made = {gatherer: gatherer.stats() for gatherer in dict.fromkeys(gatherers.values())}
+    return {name: made[gatherer] for name, gatherer in gatherers.items()}
 
 
 def proxy_loss(weight: Tensor, quantized: QTensor, gram: Tensor, here: Processes = ALONE) -> float:
