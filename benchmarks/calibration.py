@@ -2,8 +2,8 @@
 
     python benchmarks/calibration.py --work DIR [--weights FORMAT] [--layers N] [--markdown]     # DIR as for smollm2.py
 
-Rows     rounding to nearest; gptq calibrated on the Python standard library; gptq calibrated on `mix`, the default.
-         WINDOWS windows of LENGTH tokens calibrate.
+Rows     rounding to nearest; gptq calibrated on the Python standard library, on Wikipedia, and on `mix`, the default,
+         each on WINDOWS windows of LENGTH tokens. The last rows pair `mix` with the others.
 Text     English news (the Lee corpus, which no side has seen), files of the standard library, dialogues in the model's
          chat template, one declaration in twelve languages. The last three are the eval splits of what `stdlib` and
          `mix` calibrate on: other files, other parts of the same works.
@@ -38,6 +38,7 @@ EVALUATED = 256  # tokens of a window that is scored
 HOW = {
     "rounding": [],
     "gptq on stdlib": ["--method", "gptq", "--calibrate", "stdlib"],
+    "gptq on Wikipedia": ["--method", "gptq", "--calibrate", "wikipedia.jsonl"],  # in the folder of the models
     "gptq on mix": ["--method", "gptq", "--calibrate", "mix"],
 }
 
@@ -49,7 +50,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="only the first N decoder layers, the others float (default: all)")
     parser.add_argument("--markdown", action="store_true", help="renew the table in docs/accuracy.md")
     arguments = parser.parse_args()
-    source, news, _ = fetch(arguments.work)
+    source, news, wiki = fetch(arguments.work)
     texts = dict(held_out(source, news))
     exact_model = diffbit.load(source).eval()
     reference = [predictions(exact_model, text) for text in texts.values()]
@@ -59,6 +60,7 @@ def main() -> None:
     for name, options in HOW.items():
         label = f"calibration-{arguments.weights}-{name.replace(' ', '-')}"
         sizes = ["--max-windows", str(WINDOWS), "--length", str(LENGTH)] if options else []
+        options = [str(wiki) if option == wiki.name else option for option in options]
         command = ["quantize", source, "--weights", arguments.weights, "--quiet", *options, *sizes]
         folder = once(arguments.work / label, lambda out, command=command: run_diffbit(*command, "-o", out))
         row, model = [name], reference_model(folder)
@@ -71,9 +73,11 @@ def main() -> None:
             row.append(f"{ratio}, KL {interval(found.divergence().to_dict(), '{:.3f}'.format)}")
         rows.append(row)
         print(row, file=sys.stderr)
-    stdlib, mix = (kept[name] for name in list(HOW)[1:])
-    less = (mean(b.kl - a.kl, a.tokens) for a, b in zip(stdlib, mix, strict=True))
-    rows.append(["KL on mix − on stdlib", *(interval(one.to_dict(), "{:+.3f}".format) for one in less)])
+    *others, mix = list(HOW)[1:]
+    for other in others:
+        less = (mean(b.kl - a.kl, a.tokens) for a, b in zip(kept[other], kept[mix], strict=True))
+        text_of = other.removeprefix("gptq ")
+        rows.append([f"KL on mix − {text_of}", *(interval(one.to_dict(), "{:+.3f}".format) for one in less)])
     head = [arguments.weights, *(f"{name}, {len(ids)} windows" for name, (ids, _) in texts.items())]
     shown = command_line("calibration.py", sys.argv[1:])
     print(text := f"{describe()}. `{shown}`\n\n{table(head, rows)}\n")

@@ -11,6 +11,7 @@ the training run, and differences are paired by seed.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -18,17 +19,20 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 from accuracy import NAMES, texts
 from machine import describe
 from report import Row, add_outputs, command_line, increase, interval, nats, table, verdict, write_outputs
 
-from diffbit.evaluate import Comparison, compare
+from diffbit.evaluate import compare
+from diffbit.evaluate.metrics import CONFIDENCE, Estimate, t_quantile
+from diffbit.files import read_json
 from diffbit.models import Checkpoint
 from diffbit.progress import track
 
 RUNS = 6
 BITS = ("8", "4", "3", "2")
-WHAT = ("weights", "logits", "kv")
+WHAT = ("weights", "logits")
 METHODS = ("rtn", "gptq")
 REPEATS = 3  # roundings of each run, each with another calibration sample
 QUICK = ["--steps", "8", "--batch-size", "2", "--context", "64"]  # of a quick run
@@ -46,7 +50,18 @@ def train(work: Path, preset: str, attention: str, seed: int, options: Sequence[
     return out
 
 
-def run(work: Path, preset: str, runs: int, jobs: int, quick: bool) -> Comparison:
+def losses(paths: Sequence[Path]) -> np.ndarray:
+    """Held-out losses at the end of training, nats per token, one for each run."""
+    return np.array([read_json(path / "training.json")["result"]["eval_loss"] for path in paths])
+
+
+def over_runs(values: np.ndarray) -> Row:
+    """The mean of independent values with Student's interval."""
+    half = t_quantile((1 + CONFIDENCE) / 2, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values))
+    return Estimate(values.mean(), values.mean() - half, values.mean() + half).to_dict()
+
+
+def run(work: Path, preset: str, runs: int, jobs: int, quick: bool) -> Row:
     with ThreadPoolExecutor(jobs) as pool:
         wanted = [(attention, seed) for seed in range(runs) for attention in NAMES]
         tasks = {pair: pool.submit(train, work, preset, *pair, QUICK if quick else []) for pair in wanted}
@@ -54,10 +69,12 @@ def run(work: Path, preset: str, runs: int, jobs: int, quick: bool) -> Compariso
     ordered = [paths[attention, seed] for attention in NAMES for seed in range(runs)]
     windows, calibration = texts([Checkpoint(path) for path in ordered], quick, REPEATS)
     bits, what = (("2",), ("weights", "logits")) if quick else (BITS, WHAT)
-    return compare(
+    found = compare(
         ordered, windows, bits, what, METHODS,
         calibration=calibration, repeats=REPEATS, names=list(NAMES.values()), runs=runs,
     )  # fmt: skip
+    ends = [losses([paths[attention, seed] for seed in range(runs)]) for attention in NAMES]
+    return found.to_dict() | {"losses": [over_runs(ends[0]), *(over_runs(own - ends[0]) for own in ends[1:])]}
 
 
 def contrasts(comparison: Row) -> str:
@@ -65,7 +82,13 @@ def contrasts(comparison: Row) -> str:
     first, *others = (model["name"] for model in comparison["models"])
     results = {(r["model"], r["what"], r["format"], r["method"]): r for r in comparison["results"]}
     found = {(c["model"], c["what"], c["format"], c["method"]): c["difference"] for c in comparison["contrasts"]}
-    lines = []
+    whole, *apart = comparison["losses"]
+    cells = [interval(whole, "{:.3f}".format)]
+    for other, difference in zip(others, apart, strict=True):
+        sure = difference["low"] * difference["high"] > 0
+        better = f"{other} is {'better' if difference['value'] < 0 else 'worse'}"
+        cells += [interval(difference, nats), better if sure else "not told apart"]
+    lines = [["loss after training", "", *cells]]
     for model, *key in results:
         if model == first and key[0] != "none":
             line = [" ".join(key[:2]), "" if key[2] == "none" else key[2], increase(results[first, *key]["ratio"])]
@@ -77,12 +100,10 @@ def contrasts(comparison: Row) -> str:
 
 def tables(comparison: Row) -> str:
     text, runs = comparison["text"], 1 + len(comparison["models"][0]["other_runs"])
-    whole = [r for r in comparison["results"] if r["what"] == "none"]
-    perplexities = "; ".join(f"{r['model']} {interval(r['perplexity'], lambda value: f'{value:.2f}')}" for r in whole)
     return (
-        f"{comparison['machine']}. {runs} runs of each, {REPEATS} roundings of each run; "
-        f"{text['windows']} windows of {text['length']} held-out tokens (SHA-256 {text['sha256'][:12]}). "
-        f"Perplexity at 16 bits: {perplexities}. `{comparison['command']}`\n\n{contrasts(comparison)}"
+        f"{comparison['machine']}. {runs} runs of each, {REPEATS} roundings of each run; {text['windows']} windows of "
+        f"{text['length']} held-out tokens (SHA-256 {text['sha256'][:12]}). `{comparison['command']}`\n\n"
+        f"{contrasts(comparison)}"
     )
 
 
@@ -99,7 +120,7 @@ def main() -> None:
     preset, runs = ("pico", 2) if arguments.quick else (arguments.preset, arguments.runs)
     found = run(arguments.work, preset, runs, arguments.jobs, arguments.quick)
     command = command_line("runs.py", sys.argv[1:])
-    comparison = found.to_dict() | {"machine": describe(), "command": command}
+    comparison = found | {"machine": describe(), "command": command}
     text = tables(comparison)
     print(text)
     write_outputs(arguments, comparison, {"runs": text})
