@@ -9,10 +9,12 @@ import resource
 import signal
 import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import BinaryIO
 
 M_MMAP_THRESHOLD = -3  # of malloc.h
 REFUSED, RAISED = 2, 70  # exit codes: of a user's mistake; of an action that raised, with its traceback on stderr
@@ -29,12 +31,26 @@ def free_port() -> int:
     raise AssertionError
 
 
+def together(count: int, action: Callable[[], object]) -> list[int]:
+    """Run it in so many processes, with the environment that torchrun gives each; their exit codes."""
+    port = str(free_port())
+
+    def run(rank: int) -> None:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        action()
+
+    children = [fork(lambda rank=rank: run(rank)) for rank in range(count)]
+    return [ended(child) for child in children]
+
+
 @dataclass(frozen=True)
 class Done:
-    """How a child ended: its exit code, or minus the signal that ended it; what it wrote to stderr."""
+    """How a child ended: its exit code, or minus the signal that ended it; what it wrote to stderr and stdout."""
 
     code: int
     error: str
+    output: str
 
 
 def fork(action: Callable[[], object]) -> int:
@@ -47,7 +63,9 @@ def fork(action: Callable[[], object]) -> int:
         action()
         code = 0
     except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else RAISED
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException:
         traceback.print_exc(limit=-8)  # the innermost frames
     finally:
@@ -62,17 +80,15 @@ def ended(child: int) -> int:
 
 
 def run(action: Callable[[], object], *, memory: int = 0, cpu_seconds: int = 0, seconds: int = 0) -> Done:
-    """Run it in a child without stdin and stdout. memory: bytes of address space beside those that are taken now.
+    """Run it in a child without stdin. memory: bytes of address space beside those that are taken now.
 
     What goes on longer than cpu_seconds is ended by SIGXCPU, longer than `seconds` by SIGALRM.
     """
-    output = os.memfd_create("stderr")
 
     def limited() -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(seconds)
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for descriptor, place in ((nothing, 0), (nothing, 1), (output, 2)):
+        for descriptor, place in ((os.open(os.devnull, os.O_RDONLY), 0), (output.fileno(), 1), (error.fileno(), 2)):
             os.dup2(descriptor, place)
         sys.stdout = open(1, "w", closefd=False, encoding="utf-8")  # noqa: SIM115 (pytest has put others there)
         sys.stderr = open(2, "w", closefd=False, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
@@ -88,10 +104,10 @@ def run(action: Callable[[], object], *, memory: int = 0, cpu_seconds: int = 0, 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         action()
 
-    try:
-        code = ended(fork(limited))
-        os.lseek(output, 0, os.SEEK_SET)
-        with open(output, "rb", closefd=False) as file:
-            return Done(code, file.read().decode(errors="backslashreplace"))
-    finally:
-        os.close(output)
+    with tempfile.TemporaryFile() as error, tempfile.TemporaryFile() as output:
+        return Done(ended(fork(limited)), *map(_written, (error, output)))
+
+
+def _written(file: BinaryIO) -> str:
+    file.seek(0)
+    return file.read().decode(errors="backslashreplace")

@@ -7,8 +7,7 @@ import json
 import math
 import os
 import re
-import shutil
-import subprocess
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,21 +18,28 @@ import torch
 
 from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
-from diffbit.models import load, save
+from diffbit.models import Decoder, load, save
 from diffbit.runtime import cuda, native, verify
 
+from . import forks
 from .configs import resized
 from .native.host import emulated
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
-def run(script: str, *arguments: str, gpus: str | None = None) -> subprocess.CompletedProcess[str]:
-    """`gpus`: those that it sees ("": none), where not all."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
-    environment |= {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
-    command = [sys.executable, str(BENCHMARKS / script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+def run(script: str, *arguments: str, gpu: bool = True) -> forks.Done:
+    """In a child that has torch already. `gpu`: it may see one."""
+
+    def script_of_its_own() -> None:
+        paths = [entry or os.getcwd() for entry in sys.path]
+        os.environ |= {"PYTHONPATH": os.pathsep.join(paths)} | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
+        torch.cuda.is_available = torch.cuda.is_available if gpu else lambda: False
+        sys.argv = [str(BENCHMARKS / script), *arguments]
+        sys.path = [str(BENCHMARKS), *paths]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+    return forks.run(script_of_its_own)
 
 
 @pytest.mark.slow
@@ -42,9 +48,9 @@ def test_kernels(tmp_path: Path) -> None:
     page.write_text("before\n<!-- kernels -->\nold\n<!-- /kernels -->\nafter\n")
     done = run("kernels.py", "--quick", "--json", str(rows_file), "--markdown", str(page))
     if not native.instruction_sets():
-        assert done.returncode == 1 and "native library is not installed" in done.stderr
+        assert done.code == 1 and "native library is not installed" in done.error
         return
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.error
     rows = json.loads(rows_file.read_text())["rows"]
     by_op = {op: [row for row in rows if row["op"] == op] for op in {row["op"] for row in rows}}
     assert by_op.keys() == {"ternary", "int4_g32", "int4_g64", "int4_g128", "attention", "caches", "grouped"}
@@ -65,7 +71,6 @@ def test_kernels(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_bitnet(checkpoint: Path, tmp_path: Path) -> None:
-    from diffbit.models import Decoder, load, save
     from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
 
     def write(name: str, format: str | None, seed: int) -> None:
@@ -85,7 +90,7 @@ def test_bitnet(checkpoint: Path, tmp_path: Path) -> None:
     page.write_text("before\n<!-- tiny -->\nold\n<!-- /tiny -->\nafter\n")
     options = ("--quick", "--jobs", "1", "--json", str(numbers), "--markdown", str(page), "--name", "tiny")
     done = run("bitnet.py", str(tmp_path / "runs"), *options)
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.error
     found = json.loads(numbers.read_text())
     rows = {(row["model"], row["kind"]): row for row in found["rows"]}
     kinds = ["float", "ternary", "distilled", "int4"]
@@ -106,7 +111,7 @@ def test_bitnet(checkpoint: Path, tmp_path: Path) -> None:
     assert "tokens/s" in text and "DIFF v1 − Transformer" in text
 
     done = run("bitnet.py", str(tmp_path / "nothing"))
-    assert done.returncode == 1 and "holds no model named like" in done.stderr
+    assert done.code == 1 and "holds no model named like" in done.error
 
 
 @pytest.mark.slow
@@ -116,7 +121,7 @@ def test_accuracy(trained: Callable[[str], Path], tmp_path: Path) -> None:
     page.write_text("".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in names))
     models = ("--models", str(trained("softmax")), str(trained("diff_v1")))
     done = run("accuracy.py", "--quick", *models, "--jobs", "2", "--json", str(numbers), "--markdown", str(page))
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.error
     found = json.loads(numbers.read_text())
     loss = {(r["model"], r["format"], r["method"]): r["ratio"]["value"] for r in found["results"]}
     for model in ("Transformer", "DIFF v1"):
@@ -130,16 +135,16 @@ def test_accuracy(trained: Callable[[str], Path], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_runs(trained: Callable[[str], Path], tmp_path: Path) -> None:
-    """On models that are there, so that none is trained; the second run of each is the first, scaled a little."""
+    """On small models that are there, so that none is trained."""
     page, numbers = tmp_path / "accuracy.md", tmp_path / "runs.json"
     page.write_text("<!-- runs -->\nold\n<!-- /runs -->\n")
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_layers": 1, "max_position": 64}
     for name in ("softmax", "diff_v1", "diff_v2"):
-        shutil.copytree(trained(name), tmp_path / "pico-0" / name)
-        decoder = load(trained(name))
-        decoder.model.norm.weight.data *= 1.02
-        save(decoder, tmp_path / "pico-1" / name, tokenizer_from=trained(name))
+        config = resized(load(trained(name)).config, **small)
+        for seed in ("pico-0", "pico-1"):
+            save(Decoder(config), tmp_path / seed / name, tokenizer_from=trained(name))
     done = run("runs.py", "--work", str(tmp_path), "--quick", "--json", str(numbers), "--markdown", str(page))
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.error
     found = json.loads(numbers.read_text())
     assert {c["runs"] for c in found["contrasts"]} == {2} and len(found["contrasts"]) == 6
     text = page.read_text()
@@ -155,7 +160,7 @@ def test_attention(trained: Callable[[str], Path], tmp_path: Path) -> None:
     models = [str(trained(name)) for name in ("softmax", "diff_v1")]
     options = ("--quick", "--jobs", "1", "--json", str(numbers), "--markdown", str(page))
     done = run("attention.py", *options, "--models", *models, "--long", *models)
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.error
     found = json.loads(numbers.read_text())
     kl = {(r["what"], r["format"], r["model"]): r["kl"]["value"] for r in found["short"]["results"]}
     for model in ("Transformer", "DIFF v1"):
@@ -175,13 +180,13 @@ def test_generate(tmp_path: Path) -> None:
     arguments = ("--work", str(tmp_path / "work"), "--quick", "--only", "ternary", "--threads", "1")
     done = run("generate.py", *arguments, "--json", str(rows_file))
     if not native.instruction_sets():
-        assert done.returncode == 1 and "native library is not installed" in done.stderr
+        assert done.code == 1 and "native library is not installed" in done.error
         return
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.error
     rows = {row["model"]: row for row in json.loads(rows_file.read_text())["rows"]}
     assert rows.keys() == {"ternary", "ternary bodies"}
     assert all(row["decode_tokens_per_s"] > 0 and row["peak_memory_mib"] > 0 for row in rows.values())
-    assert "| ternary bodies |" in done.stdout
+    assert "| ternary bodies |" in done.output
 
 
 @pytest.mark.slow
@@ -190,13 +195,13 @@ def test_serve(trained: Callable[[str], Path], tmp_path: Path) -> None:
     artifact = export_artifact(trained("diff_v1"), tmp_path / "artifact")
     arguments = ("--requests", "2", "--threads", "1", "--quick")
     done = run("serve.py", "--artifact", str(artifact), *arguments, "--json", str(result_file))
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.error
     found = json.loads(result_file.read_text())
     assert (found["requests"], found["prompt"], found["new"]) == (2, 8, 4) and 0 <= found["equal_answers"] <= 2
     for name in ("tokens_per_s", "decode_tokens_per_s"):
         assert found[f"ratio_{name}"] == found["together"][name] / found["one by one"][name] > 0
     done = run("serve.py", "--quick")
-    assert done.returncode == 2 and "pass either --work or --artifact" in done.stderr
+    assert done.code == 2 and "pass either --work or --artifact" in done.error
 
 
 # ---- gpu.py ---------------------------------------------------------------------------------------------------------
@@ -225,8 +230,8 @@ def dry_run(gpu: Any, folder: Path, *names: str) -> list[dict[str, Any]]:
     """The rows of one of the commands of docs/gpu.md, with --quick on a CPU."""
     page = (BENCHMARKS.parent / "docs" / "gpu.md").read_text()
     assert f"python3 benchmarks/gpu.py {' '.join(names)} --out" in page
-    done = run("gpu.py", *names, "--quick", "--out", str(folder / "out"), "--work", str(folder / "work"), gpus="")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run("gpu.py", *names, "--quick", "--out", str(folder / "out"), "--work", str(folder / "work"), gpu=False)
+    assert done.code == 0, done.output + done.error
     rows = []
     for name in names:
         about, *found = map(json.loads, (folder / "out" / f"{name}.jsonl").read_text().splitlines())
@@ -289,8 +294,8 @@ def test_gpu_training_step(gpu: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_gpu_model(gpu: Any, tmp_path: Path) -> None:
     if not native.instruction_sets():
-        done = run("gpu.py", "model", "--quick", "--out", str(tmp_path), "--work", str(tmp_path), gpus="")
-        assert done.returncode == 1 and "kernels were not used" in done.stdout
+        done = run("gpu.py", "model", "--quick", "--out", str(tmp_path), "--work", str(tmp_path), gpu=False)
+        assert done.code == 1 and "kernels were not used" in done.output
         return
     first, *rows = dry_run(gpu, tmp_path, "model")
     assert first["verdict"] == "32 of 32 tokens are the CPU's"

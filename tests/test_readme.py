@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from . import forks
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -17,10 +20,14 @@ ROOT = Path(__file__).parents[1]
 def test_the_python_example_runs(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(code.strip().splitlines()) <= 24
-    script = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    first, text = done.stdout.split("\n", 1)
+
+    def as_a_script() -> None:
+        os.chdir(tmp_path)
+        exec(code, {"__name__": "__main__"})
+
+    done = forks.run(as_a_script)
+    assert done.code == 0, done.error
+    first, text = done.output.split("\n", 1)
     assert re.fullmatch(r"\d+\.\d\d bits a weight; verified: True", first)
     assert text.strip()
 

@@ -30,34 +30,34 @@ import onnxruntime as ort
 from optimum.onnxruntime import ORTModelForCausalLM
 from transformers import AutoTokenizer
 
-folder, library, prompt, count = sys.argv[1:]
-options = ort.SessionOptions()
-if library:
-    options.register_custom_ops_library(library)
-model = ORTModelForCausalLM.from_pretrained(folder, session_options=options, use_io_binding=False)
-given = AutoTokenizer.from_pretrained(folder)(prompt, return_tensors="pt")
-ids = model.generate(input_ids=given["input_ids"], attention_mask=given["attention_mask"],
-                     max_new_tokens=int(count), do_sample=False)
-print(json.dumps(ids[0, given["input_ids"].shape[1]:].tolist()))
+library, prompt, count, *folders = sys.argv[1:]
+for folder, kernels in zip(folders, (False, True), strict=True):
+    options = ort.SessionOptions()
+    if kernels:
+        options.register_custom_ops_library(library)
+    model = ORTModelForCausalLM.from_pretrained(folder, session_options=options, use_io_binding=False)
+    given = AutoTokenizer.from_pretrained(folder)(prompt, return_tensors="pt")
+    ids = model.generate(input_ids=given["input_ids"], attention_mask=given["attention_mask"],
+                         max_new_tokens=int(count), do_sample=False)
+    print(json.dumps(ids[0, given["input_ids"].shape[1]:].tolist()))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not READY, reason=f"needs optimum-onnx in {PACKAGES}")
-@pytest.mark.parametrize("kernels", [False, True], ids=["bodies", "library"])
-def test_it_writes_what_run_writes(trained: Callable[[str], Path], tmp_path: Path, kernels: bool) -> None:
-    source = trained("diff_v1")
-    if kernels:  # bodies multiply int4 weights by float activations
-        quantize_checkpoint(source, tmp_path / "int4", Scheme(weights=parse_format("int4_g32")))
-        source = tmp_path / "int4"
-    artifact = export_artifact(source, tmp_path / "model")
-    command = [sys.executable, "-c", CHILD, str(artifact), str(library()) if kernels else "", PROMPT, str(TOKENS)]
+def test_it_writes_what_run_writes(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    """The bodies in float, for they multiply int4 weights by float activations; the library with int4 weights."""
+    quantize_checkpoint(trained("diff_v1"), tmp_path / "int4", Scheme(weights=parse_format("int4_g32")))
+    artifacts = [export_artifact(trained("diff_v1"), tmp_path / "bodies")]
+    artifacts.append(export_artifact(tmp_path / "int4", tmp_path / "library"))
+    command = [sys.executable, "-c", CHILD, str(library()), PROMPT, str(TOKENS), *map(str, artifacts)]
     environment = os.environ | {"PYTHONPATH": str(PACKAGES)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert not done.returncode, done.stderr
-    tokenizer = Tokenizer(artifact / "tokenizer.json")
-    wanted = list(generate(Session(artifact), tokenizer, PROMPT, max_tokens=TOKENS).token_ids)
-    assert json.loads(done.stdout.splitlines()[-1])[: len(wanted)] == wanted and len(wanted) > 10
+    for artifact, found in zip(artifacts, map(json.loads, done.stdout.splitlines()[-2:]), strict=True):
+        tokenizer = Tokenizer(artifact / "tokenizer.json")
+        wanted = list(generate(Session(artifact), tokenizer, PROMPT, max_tokens=TOKENS).token_ids)
+        assert found[: len(wanted)] == wanted and len(wanted) > 10
 
 
 def test_what_this_needs_is_there_in_ci() -> None:

@@ -19,7 +19,7 @@ import torch
 from diffbit.calib_data import Windows, train_tokenizer
 from diffbit.calib_data.window import digest
 from diffbit.errors import DiffbitError
-from diffbit.evaluate import compare
+from diffbit.evaluate import compare, plots
 from diffbit.export import export_artifact
 from diffbit.models import Decoder, ModelConfig, save
 from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
@@ -121,6 +121,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("pyplot", "plot_losses"):  # matplotlib would take most of the time
         monkeypatch.setattr(trainer_module, name, lambda *_: None)
+    monkeypatch.setattr(plots, "svg", lambda figure: "<svg></svg>")
     monkeypatch.setattr(learned, "STEPS", 2)
 
 

@@ -38,6 +38,7 @@ def session(node: Node, isa: str, threads: int = 1) -> onnxruntime.InferenceSess
     )
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.force_spinning_stop", "1")  # after a run; in a run threads spin as ever
     options.log_severity_level = 4  # errors are read from the exceptions
     options.register_custom_ops_library(str(native.library()))
     with mock.patch.dict(os.environ, {native.ISA: isa}):

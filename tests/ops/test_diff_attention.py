@@ -119,9 +119,10 @@ class Tokens:
             u = query * (step.astype(np.float32) if self.bits < 8 else np.float32(1))
             unit = np.abs(u).max() / np.float32(2 ** (bits - 1) - 1)
             codes = np.round(u / (unit or np.float32(1)))
-            at_hand[group] = codes, unit, sum(float(a) - int(c) * float(unit) for a, c in zip(u, codes, strict=True))
+            lost = sum(float(a) - int(c) * float(unit) for a, c in zip(u, codes, strict=True))
+            at_hand[group] = codes.astype(np.int64), unit, lost
         codes, unit, lost = at_hand[group]
-        dot = sum(int(a) * int(b) for a, b in zip(codes, code, strict=True))
+        dot = int(codes @ code.astype(np.int64))
         if self.bits == 8:
             return float(dot * np.float64(unit) * np.float64(step))
         at_points = query.astype(np.float64) @ point.astype(np.float64)

@@ -67,15 +67,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def together(count: int, action: Callable[[Processes], object]) -> list[int]:
-    """Run it in so many processes, joined as torchrun joins them; their exit codes."""
-    port = str(forks.free_port())
-
-    def run(rank: int) -> None:
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), "RANK": str(rank)}
-        action(processes.processes("cpu"))
-
-    children = [forks.fork(lambda rank=rank: run(rank)) for rank in range(count)]
-    return [forks.ended(child) for child in children]
+    return forks.together(count, lambda: action(processes.processes("cpu")))
 
 
 def quantize(source: Path, output: Path, method: str, ids: Any, **options: Any) -> dict[str, Any]:
@@ -157,19 +149,20 @@ def test_one_sentence_when_a_process_fails(failing: int, sources: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_torchrun(trained: Callable[[str], Path], tmp_path: Path) -> None:
+def test_torchrun(trained: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command itself: one result on stdout, and no second bar, remark or file."""
-    model, root = trained("diff_v1"), str(Path(diffbit.__file__).parents[1])
-    options = ["--weights", "int4_g32", "--method", "gptq", "--max-windows", "3", "--length", "32", "--json"]
-    main_module = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    results = []
-    for name, start in (("one", [sys.executable, "-m"]), ("two", main_module)):
-        done = subprocess.run(
-            [*start, "diffbit", "quantize", str(model), *options, "-o", str(tmp_path / name)],
-            env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert done.stderr.count("is calibrated on mix") == 1
-        results.append({**json.loads(done.stdout), "output": None})
+    monkeypatch.undo()  # of `small`: the one process has the sizes that the others have
+    root = str(Path(diffbit.__file__).parents[1])
+    arguments = ["quantize", str(trained("diff_v1")), "--weights", "int4_g32", "--method", "gptq", "--json"]
+    arguments += ["--max-windows", "3", "--length", "32", "-o"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    one = forks.run(lambda: main([*arguments, str(tmp_path / "one")]))
+    two = subprocess.run(
+        [*torchrun, "diffbit", *arguments, str(tmp_path / "two")],
+        env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert (one.code, two.returncode) == (0, 0), one.error + two.stderr
+    assert one.error.count("is calibrated on mix") == two.stderr.count("is calibrated on mix") == 1
+    results = [json.loads(output) | {"output": None} for output in (one.output, two.stdout)]
     assert results[0] == results[1]
     assert content(tmp_path / "one") == content(tmp_path / "two")

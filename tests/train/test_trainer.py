@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-import diffbit
 from diffbit.calib_data import END_OF_TEXT, Needles, load_text, load_tokenizer, windows
 from diffbit.errors import DiffbitError
 from diffbit.files import read_sealed, write_sealed
@@ -279,40 +277,18 @@ def test_accumulated_batches_equal_one_large_batch(text: str, tmp_path: Path) ->
     assert parts.eval_loss == pytest.approx(large.eval_loss, rel=1e-5)
 
 
-SCRIPT = """
-import json, os, sys
-import torch
-import torch._dynamo  # which AdamW imports: once, before the fork
-from diffbit.models import ModelConfig
-from diffbit.train import TrainConfig, train
-torch.set_num_threads(1)
-child = os.fork()
-os.environ |= {"RANK": "0", "LOCAL_RANK": "0"} if child else {"RANK": "1", "LOCAL_RANK": "1"}
-for options, out in json.loads(sys.argv[1]):
-    model = ModelConfig.from_dict(options.pop("model"))
-    train(TrainConfig(model=model, **options), out)
-if child:
-    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_two_processes_equal_one_with_the_doubled_batch(text: str, tmp_path: Path) -> None:
-    """In the environment that torchrun gives; one process imports torch and forks, which takes half the time."""
     plain = options(text, batch_size=8, accumulate=2, steps=4)
     taught = replace(plain, qat="int4_g16", steps=2, tokenizer=str(tmp_path / "one"), distill=str(tmp_path / "one"))
     one = [train(plain, tmp_path / "one"), train(taught, tmp_path / "one_taught")]
-    halves = [replace(config, batch_size=4).to_dict() for config in (plain, taught)]
-    runs = [(half, str(tmp_path / name)) for half, name in zip(halves, ("two", "two_taught"), strict=True)]
-    port = str(forks.free_port())
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}
-    environment |= {"PYTHONPATH": str(Path(diffbit.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(runs)],
-        env=os.environ | environment, cwd=tmp_path, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+
+    def halves() -> None:
+        for config, name in ((plain, "two"), (taught, "two_taught")):
+            train(replace(config, batch_size=4), tmp_path / name)
+
+    assert forks.together(2, halves) == [0, 0]
     for result, name, rel in zip(one, ("two", "two_taught"), (1e-5, 1e-4), strict=True):  # a code may flip
         log, before = read_log(tmp_path / name), read_log(result.path)
         assert [row["loss"] for row in log] == pytest.approx(result.losses, rel=rel)
