@@ -42,7 +42,6 @@ EXAMPLES = (
     "diffbit compare out/demo/diff_v1 --what weights --bits 16,int4_g32,nf4 --max-windows 16",
     "diffbit compare examples/pico/diff_v1 --what weights --bits 16,4,3 --method rtn,gptq --repeats 5 --max-windows 16",
     "diffbit compare examples/pico/diff_v1 --what kv,qk --bits 16,8,4,2 --max-windows 16",
-    "diffbit compare --runs 3 out/seed{0,1,2}/diff_v1 out/seed{0,1,2}/softmax --bits 4,3,2",
 )
 
 

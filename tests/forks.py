@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 M_MMAP_THRESHOLD = -3  # of malloc.h
+SECONDS = 600  # after which a child is ended, so that none is waited for for ever
 REFUSED, RAISED = 2, 70  # exit codes: of a user's mistake; of an action that raised, with its traceback on stderr
 # of this test process alone, and below those that the system gives to others between the choice and the use
 PORTS = itertools.count(10_000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")))
@@ -38,6 +39,7 @@ def together(count: int, action: Callable[[], object]) -> list[int]:
     def run(rank: int) -> None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        signal.alarm(SECONDS)
         action()
 
     children = [fork(lambda rank=rank: run(rank)) for rank in range(count)]
@@ -79,7 +81,7 @@ def ended(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def run(action: Callable[[], object], *, memory: int = 0, cpu_seconds: int = 0, seconds: int = 0) -> Done:
+def run(action: Callable[[], object], *, memory: int = 0, cpu_seconds: int = 0, seconds: int = SECONDS) -> Done:
     """Run it in a child without stdin. memory: bytes of address space beside those that are taken now.
 
     What goes on longer than cpu_seconds is ended by SIGXCPU, longer than `seconds` by SIGALRM.
