@@ -141,8 +141,10 @@ def test_runs(trained: Callable[[str], Path], tmp_path: Path) -> None:
     small = {"hidden_size": 64, "intermediate_size": 64, "num_layers": 1, "max_position": 64}
     for name in ("softmax", "diff_v1", "diff_v2"):
         config = resized(load(trained(name)).config, **small)
-        for seed in ("pico-0", "pico-1"):
+        for seed, loss in (("pico-0", 5.0), ("pico-1", 5.5)):
             save(Decoder(config), tmp_path / seed / name, tokenizer_from=trained(name))
+            result = {"eval_loss": loss + len(name) / 10}
+            (tmp_path / seed / name / "training.json").write_text(json.dumps({"result": result}))
     done = run("runs.py", "--work", str(tmp_path), "--quick", "--json", str(numbers), "--markdown", str(page))
     assert done.code == 0, done.error
     found = json.loads(numbers.read_text())
@@ -150,6 +152,7 @@ def test_runs(trained: Callable[[str], Path], tmp_path: Path) -> None:
     text = page.read_text()
     assert "2 runs of each, 3 roundings of each run" in text and "DIFF v2 − Transformer" in text
     assert sum(line.startswith(("| weights int2_g64", "| logits 2-bit")) for line in text.splitlines()) == 3
+    assert "| 5.950 [2.773, 9.127] | +0.0000 [+0.0000, +0.0000] |" in text  # Student's 12.706 with 1 degree of freedom
 
 
 @pytest.mark.slow
