@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..errors import DiffbitError
 from ..ops.cache import TOKENS
-from .session import CHUNK, Logits, Session, _zeros
+from .session import Logits, Session, _zeros
 
 HOLE = -1  # a slot of the cache without a token
 WORTH_COPYING = 16  # tokens: a prefix in another row is copied if it is longer by at least as many
@@ -70,10 +70,10 @@ class Rows(ABC):
 class _Single(Rows):
     def begin(self, token_ids: Sequence[int], go_on: Callable[[], bool]) -> tuple[int, int, Logits | None]:
         cached = self.session.reuse(token_ids)
-        for start in range(cached, len(token_ids), CHUNK):
+        for start in range(cached, len(token_ids), self.session.chunk):
             if not go_on():
                 return 0, cached, None
-            logits = self.session.prefill([token_ids[start : start + CHUNK]])
+            logits = self.session.prefill([token_ids[start : start + self.session.chunk]])
         self._taken[0] = True
         return 0, cached, logits[0]
 
@@ -112,10 +112,10 @@ class _Batch(Rows):
         ids = np.asarray(token_ids, np.int64)
         row, cached = self._prepare(ids)
         logits: Logits | None = None
-        for start in range(cached, len(ids), CHUNK):
+        for start in range(cached, len(ids), self.session.chunk):
             if not go_on():
                 return row, cached, None
-            part = ids[None, start : start + CHUNK]
+            part = ids[None, start : start + self.session.chunk]
             end = start + part.shape[1]
             logits = self._run(slice(row, row + 1), part, np.ones((1, end), np.int64), np.arange(start, end)[None])
             self._ids[row, start:end] = part

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..errors import DiffbitError
 from .sampler import Sampler
-from .session import CHUNK, Session
+from .session import Session
 from .tokenizer import Tokenizer
 
 # a stop string, an end token, max_tokens reached, context full, ended by `interrupted`
@@ -77,11 +77,11 @@ def generate(
         if not reuse:
             session.reset()
         cached = session.reuse(prompt_ids)
-        for begin in range(cached, len(prompt_ids), CHUNK):  # as prefill itself does, but it can be interrupted
+        for begin in range(cached, len(prompt_ids), session.chunk):  # as prefill itself does, but it can be interrupted
             if interrupted():
                 reason = "interrupted"
                 break
-            logits = session.prefill([prompt_ids[begin : begin + CHUNK]])
+            logits = session.prefill([prompt_ids[begin : begin + session.chunk]])
         while reason is None:
             token = choose(logits[0], token_ids)
             times.append(time.perf_counter())

@@ -36,9 +36,11 @@ Ids = NDArray[np.int64]
 Logits = NDArray[np.float32]
 Signature = tuple[str, tuple[int | None, ...]]  # type and shape of a tensor; None: any size
 
-# Prompt tokens per call of the graph. This limits the memory for attention weights, and for the logits of all positions
-# (134 MB with a vocabulary of 128k); it is large enough that reading the weights once per call costs little.
-CHUNK = 256
+# Prompt tokens per call of the graph. CHUNK limits the memory for attention weights, and for the logits of all
+# positions (134 MB with a vocabulary of 128k); it is large enough that reading the weights once per call costs little.
+# A GPU's kernels store no attention weights, and need more tokens: 256 of 16 pairs of heads are 32 to 64 thread blocks
+# of attention, and an H100 has 132 multiprocessors.
+CHUNK, GPU_CHUNK = 256, 2048
 LOGITS_FROM = "logits_from"  # an optional input: index of the first new token whose logits are computed
 LINE = 64  # bytes of a cache line
 TENSORS = {"float32": "tensor(float)"}  # dtypes for which ONNX Runtime has another name
@@ -83,6 +85,7 @@ class Session:
         library = _library(device) if native else None
         self._session = open_session(self._model, device, threads, library)
         self.native = library is not None
+        self.chunk = GPU_CHUNK if self.native and device == "cuda" else CHUNK
         self._buffers = self.artifact.cache.buffers
         ways = ("always", "native") if self.native else ("always",)
         self._in_place = [buffer.in_place in ways for buffer in self._buffers.values()]
@@ -173,7 +176,7 @@ class Session:
             )
         self._begin(packed)
 
-        chunk = CHUNK if batch == 1 else used
+        chunk = used if batch > 1 else min(self.chunk, CHUNK) if all_positions else self.chunk
         last = (batch == 1 or self._to_end) and not all_positions
         parts = [
             self._append(packed[:, start : start + chunk], mask[:, start : start + chunk], last)

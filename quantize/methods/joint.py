@@ -25,8 +25,9 @@ J is never formed. Random signs r_t on the output give gradients g = J^T r at th
 M: one backward pass through the attention, whatever its variant. The variant's `joint_rows` says which neighbouring
 rows belong to one head. Everything else in the layer is rounded by GPTQ.
 
-It helps if only q and k are quantized, to 2 or 3 bits: it has 37 % of GPTQ's loss at int2_g64 and half of it at
-int3_g64 (DIFF v1, docs/accuracy.md). With all weights quantized it is not significantly better than GPTQ.
+It helps if only q and k are quantized, to 2 or 3 bits: over six training runs of DIFF version 2 it loses about half as
+much as GPTQ; in version 1 and a plain Transformer the gain is not established (docs/accuracy.md). With all weights
+quantized it gains little.
 
 Memory in addition to GPTQ's: the autograd graph of one batch of tokens through the attention.
 """

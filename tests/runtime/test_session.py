@@ -14,7 +14,6 @@ import pytest
 
 from diffbit.errors import DiffbitError
 from diffbit.runtime import Artifact, Session, providers, slowdowns
-from diffbit.runtime import session as session_module
 from diffbit.runtime.driver import runs
 
 from .stand_in import compiled, install_driver
@@ -53,11 +52,12 @@ def test_logits_stay_what_they_were(artifact: Path) -> None:
         np.testing.assert_array_equal(logits, copy)
 
 
-def test_chunks_give_the_same_logits(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_give_the_same_logits(artifact: Path) -> None:
     prompt = [int(i) for i in np.random.default_rng(1).integers(0, 40, 21)]
     want = TOY.logits([*prompt, 6])
-    monkeypatch.setattr(session_module, "CHUNK", 8)
     session = Session(artifact, threads=1)
+    assert session.chunk == 256
+    session.chunk = 8
     np.testing.assert_allclose(session.prefill([prompt])[0], want[20], atol=1e-4)
     np.testing.assert_allclose(session.step([[6]])[0], want[21], atol=1e-4)
     session.reset()
