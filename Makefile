@@ -10,7 +10,8 @@
 # make kill        kills commands before every step that changes the disk (tests/kill); CI before some of them
 # make bench-kernels   time, bandwidth and ratios of the kernels beside ONNX Runtime's (benchmarks/kernels.py)
 # make models      restores the models that docs/ was measured on from this repository's history: examples/{nano,nano_1k,bitnet}
-# make accuracy    renews the tables of docs/accuracy.md and docs/attention.md, on the models of examples/nano and nano_1k
+# make accuracy    renews the tables of docs/accuracy.md and docs/attention.md, on the models of examples/nano and nano_1k, on
+#                  18 small models that it trains, and on SmolLM2; about four hours of one core
 # make wheels      dist/: wheels with the library inside for any Linux on x86-64 and on ARM, of which one is cross-compiled
 #                  (g++-aarch64-linux-gnu), and the source distribution (docs/packages.md)
 # make docs        out/site: docs/ as a website; `python -m http.server -d out/site` serves it
@@ -89,6 +90,8 @@ models:
 accuracy: $(BUILT)
 	$(BIN)/python benchmarks/accuracy.py --json out/accuracy.json --markdown
 	$(BIN)/python benchmarks/attention.py --json out/attention.json --markdown
+	$(BIN)/python benchmarks/runs.py --work out/runs --json out/runs.json --markdown
+	$(BIN)/python benchmarks/calibration.py --work out/smollm2 --markdown
 
 wheels: $(DEVELOP)
 	SKBUILD_CMAKE_DEFINE='DIFFBIT_CUDA=ON;DIFFBIT_CUDA_ARCHITECTURES=all' \
