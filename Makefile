@@ -6,7 +6,7 @@
 #                  NVIDIA card it has kernels for that card; SKBUILD_CMAKE_DEFINE=DIFFBIT_CUDA=ON compiles them without one
 #                  (docs/gpu.md)
 # make arm64       an ARM Python with ONNX Runtime, with which the tests run whole artifacts on qemu-aarch64
-# make fuzz        reads 50,000 damaged files (tests/fuzz); CI reads 2,000 of them
+# make fuzz        reads 50,000 damaged files (tests/fuzz); CI reads 1,500 of them
 # make kill        kills commands before every step that changes the disk (tests/kill); CI before some of them
 # make bench-kernels   time, bandwidth and ratios of the kernels beside ONNX Runtime's (benchmarks/kernels.py)
 # make models      restores the models that docs/ was measured on from this repository's history: examples/{nano,nano_1k,bitnet}

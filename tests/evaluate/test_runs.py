@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from diffbit.calib_data import Windows, windows
 from diffbit.cli.app import app
 from diffbit.errors import DiffbitError
-from diffbit.evaluate import compare, measure
+from diffbit.evaluate import Comparison, compare, measure
 from diffbit.evaluate.cost import token_cost
 from diffbit.evaluate.measure import Measured
 from diffbit.evaluate.metrics import Scores, t_quantile
@@ -53,41 +53,36 @@ def text() -> Windows:
     return windows([rng.integers(1, VOCABULARY, 150)], 16, eos_id=0, overlap=3, source="made up")
 
 
-def lost(path: Path, text: Windows, format: str, repeats: int) -> tuple[float, float]:
-    """Of one run alone: the loss of the float model, and what the format adds."""
-    whole, low = compare([path], text, [format], ["weights"], repeats=repeats).results
-    return math.log(whole.perplexity.value), math.log(low.ratio.value)
+@pytest.fixture(scope="module")
+def alone(paths: list[Path], text: Windows) -> Comparison:
+    """Each run as a model of its own."""
+    return compare(paths, text, ["2"], ["weights"], repeats=2)
 
 
-@pytest.mark.parametrize("repeats", [1, 2])
-def test_the_mean_of_the_runs(paths: list[Path], text: Windows, repeats: int) -> None:
-    found = compare(paths, text, ["3"], ["weights"], runs=RUNS, repeats=repeats)
+def logarithms(comparison: Comparison) -> tuple[np.ndarray, np.ndarray]:
+    """Of each model the loss of the float model, and what the format adds."""
+    results = comparison.results
+    return np.log([r.perplexity.value for r in results[::2]]), np.log([r.ratio.value for r in results[1::2]])
+
+
+def test_the_mean_of_the_runs(paths: list[Path], text: Windows, alone: Comparison) -> None:
+    """The spread of the runs is in the interval: it exceeds that of one run's text and roundings."""
+    found = compare(paths, text, ["2"], ["weights"], runs=RUNS, repeats=2)
     assert [model.name for model in found.models] == ["diff_v1", "softmax"]
     assert [list(model.other_runs) for model in found.models] == [list(map(str, paths[1:3])), list(map(str, paths[4:]))]
-    alone = np.array([lost(path, text, "int3_g64", repeats) for path in paths]).reshape(2, RUNS, 2).mean(1)
-    for model, (whole, added) in zip(("diff_v1", "softmax"), alone, strict=True):
-        first, low = (r for r in found.results if r.model == model)
-        assert math.log(first.perplexity.value) == pytest.approx(whole, rel=1e-6)
-        assert math.log(low.ratio.value) == pytest.approx(added, rel=1e-4)
-        assert low.repeats == repeats
+    assert {result.repeats for result in found.results[1::2]} == {2}
+    for got, each in zip(logarithms(found), logarithms(alone), strict=True):
+        assert got == pytest.approx(each.reshape(2, RUNS).mean(1), rel=1e-4)
     (contrast,) = found.contrasts
-    assert (contrast.runs, contrast.repeats) == (RUNS, repeats)
-    assert contrast.difference.value == pytest.approx(alone[1, 1] - alone[0, 1], rel=1e-3)
-
-
-def test_the_spread_of_the_runs_is_in_the_interval(paths: list[Path], text: Windows) -> None:
-    """It exceeds the classic interval of the runs' paired differences alone, and that of one run's text."""
-    (contrast,) = compare(paths, text, ["2"], ["weights"], runs=RUNS).contrasts
-    added = np.array([lost(path, text, "int2_g64", 1)[1] for path in paths]).reshape(2, RUNS)
+    assert (contrast.runs, contrast.repeats) == (RUNS, 2)
+    added = logarithms(alone)[1].reshape(2, RUNS)
     differences = added[1] - added[0]
-    error = differences.std(ddof=1) / math.sqrt(RUNS)
-    assert error > 0
+    assert contrast.difference.value == pytest.approx(differences.mean(), rel=1e-3)
     half = (contrast.difference.high - contrast.difference.low) / 2
-    between = t_quantile(0.975, RUNS - 1) * error
-    assert half > 0.6 * between  # with the text's variance the degrees of freedom rise, so it may be a little less
-    single = compare(paths[::RUNS], text, ["2"], ["weights"]).contrasts[0].difference
+    between = t_quantile(0.975, RUNS - 1) * differences.std(ddof=1) / math.sqrt(RUNS)
+    assert half > 0.6 * between > 0  # with the text's variance the degrees of freedom rise, so it may be a little less
+    single = next(c.difference for c in alone.contrasts if c.model == alone.models[RUNS].name)
     assert half > (single.high - single.low) / 2
-    assert differences.min() < contrast.difference.value < differences.max()
 
 
 def test_needles_and_tasks_are_means_of_the_runs() -> None:
