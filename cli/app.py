@@ -110,7 +110,7 @@ def _add(module: ModuleType) -> None:
     """Add a module's command, the function with the module's name. The four spaces turn its examples into a code block
     in docs/cli.md."""
     command = getattr(module, module.__name__.rpartition(".")[2])
-    summary = command.__doc__.partition("\n")[0]
+    summary = (command.__doc__ or "").partition("\n")[0]
     lines = "\n".join(f"    {line}" for line in module.EXAMPLES)
     app.command(cls=_Command, short_help=summary, epilog=f"Examples:\n\n{lines}")(command)
 
