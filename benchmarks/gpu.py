@@ -18,7 +18,7 @@ it, or without the one contender. The exit status is 1 where a check fails or a 
     rates      what the card can do: bytes copied and bf16 products a second
     decode     one token behind 32k and 128k others, 16 pairs, caches of bf16, int8 and int4
     products   ternary and int4 weights times 1 to 16 rows of activations, and 128 and 1024
-    prefill    causal prompts of 4k, 8k and 32k tokens in bf16
+    prefill    causal prompts of 4k, 8k and 32k tokens in bf16, into each cache
     training   differential attention, forward and backward: Triton and compositions
     step       a training step of models with differential and with plain attention
     model      a small model held against the CPU, and tokens a second of one of 1.1 billion parameters, on ONNX Runtime

@@ -116,7 +116,7 @@ class Layer:
         d, bits = self.d, BITS[self.kind]
         if bits > 4:
             return {16: 8 * d, 8: 4 * d + 16}[bits] * self.total * self.pairs
-        count = kv_cache.quantized_tokens(self.total, WINDOW)
+        count = self.quantized(self.total)
         each = 2 * d + d // 2
         return (each * count + 8 * d * (self.total - count)) * self.pairs
 
@@ -136,25 +136,38 @@ class Layer:
         )  # fmt: skip
         return call(kernels, op, self.out, *self.inputs.values())
 
-    def held(self, side: str, head: int) -> Tensor:
-        """The numbers float32 [T, d] that the cache holds for one sub-head, all of them: after the call."""
+    def held(self, side: str, head: int) -> tuple[Tensor, Tensor]:
+        """The numbers float32 [T, d] of one sub-head after the call, as codes and as floats, or zeros."""
         bits, buffer = BITS[self.kind], self.inputs[f"past_{side}"][:, head]
+        codes, floats = torch.zeros(2, self.total, self.d, device=self.device)
         if bits == 16:
-            return buffer[0].float()
+            return codes, buffer[0].float()
         scale = self.inputs[f"past_{side}_scale"][:, head]
         if bits == 8:
-            return buffer[0].float() * scale[0, :, None]
-        count = kv_cache.quantized_tokens(self.total, WINDOW)
-        codes = kv_cache.unpack(buffer[:, :count], bits)
-        old = kv_cache.dequantize_blocks(codes, scale[:, : count // kv_cache.BLOCK])[0]
-        return torch.cat((old, self.inputs[f"past_{side}_recent"][0, head, : self.total - count].float()))
+            return buffer[0].float() * scale[0, :, None], floats
+        count = self.quantized(self.total)
+        codes[:count] = kv_cache.dequantize_blocks(
+            kv_cache.unpack(buffer[:, :count], bits), scale[:, : count // kv_cache.BLOCK]
+        )
+        new = self.inputs[side][0].float().view(self.steps, -1, self.d)[:, head]
+        floats[self.past :] = self._rotate(new, torch.float32) if side == "key" else new
+        floats[count:] = self.inputs[f"past_{side}_recent"][0, head, : self.total - count]
+        return codes, floats.half().float()
+
+    def quantized(self, tokens: int) -> int:
+        """How many of so many tokens a query sees as codes."""
+        return {16: 0, 8: self.total}.get(BITS[self.kind], kv_cache.quantized_tokens(tokens, WINDOW))
+
+    def _rotate(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x [S, ..., d] of the new tokens."""
+        shape = (self.steps, *(1 for _ in x.shape[2:]), self.d // 2)
+        cos, sin = (self.inputs[name][self.past :].to(dtype).view(shape) for name in ("cos", "sin"))
+        low, high = x.to(dtype).chunk(2, -1)
+        return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
 
     def rotated(self) -> Tensor:
         """The queries, float64 [S, 2 pairs, d], rotated."""
-        x = self.inputs["query"][0].double().view(self.steps, 2 * self.pairs, self.d)
-        cos, sin = (self.inputs[name][self.past :].double()[:, None] for name in ("cos", "sin"))
-        low, high = x.chunk(2, -1)
-        return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+        return self._rotate(self.inputs["query"][0].view(self.steps, 2 * self.pairs, self.d), torch.float64)
 
     def attended(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """What comes out for the tokens `rows` [n]: [n, pairs, 2d] float64; multiplied in `dtype`.
@@ -164,15 +177,20 @@ class Layer:
         """
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         queries = self.rotated()[rows] / math.sqrt(self.d)
-        hidden = torch.arange(self.total, device=self.device) > self.past + rows[:, None]
+        tokens = torch.arange(self.total, device=self.device)
+        hidden = tokens > self.past + rows[:, None]
+        counts = torch.tensor([self.quantized(self.past + row + 1) for row in rows.tolist()], device=self.device)
+        coded = tokens < counts[:, None]  # [n, T]
         out = []
         for pair in range(self.pairs):
-            values = torch.cat([self.held("value", 2 * pair + i) for i in range(2)], -1).to(dtype)
+            wide_values = zip(*(self.held("value", 2 * pair + i) for i in range(2)), strict=True)
+            values = [torch.cat(halves, -1).to(dtype) for halves in wide_values]
             parts = []
             for head in (2 * pair, 2 * pair + 1):
-                scores = (queries[:, head].to(dtype) @ self.held("key", head).to(dtype).T).to(wide)
-                shares = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1).to(dtype)
-                parts.append((shares @ values).to(wide))
+                dots = [(queries[:, head].to(dtype) @ keys.to(dtype).T).to(wide) for keys in self.held("key", head)]
+                shares = torch.softmax(torch.where(coded, *dots).masked_fill(hidden, -torch.inf), -1).to(dtype)
+                mixed = (shares * coded) @ values[0] + (shares * ~coded) @ values[1]
+                parts.append(mixed.to(wide))
             difference = parts[0] - self.inputs["lambda"][pair].to(wide) * parts[1]
             out.append(difference * torch.rsqrt(difference.square().mean(-1, keepdim=True) + EPS))
         return torch.stack(out, 1).to(torch.bfloat16 if dtype != torch.float64 else dtype).double()
@@ -190,7 +208,8 @@ class Layer:
         got = self.out[0, rows].double().view(wanted.shape)
         if self.out.isnan().any():
             return math.inf, 0.0
-        plain = self.attended(rows, torch.float32 if BITS[self.kind] < 16 else torch.bfloat16)
+        in_floats = BITS[self.kind] < 16 and self.steps == 1  # a prompt's numbers are rounded to bfloat16
+        plain = self.attended(rows, torch.float32 if in_floats else torch.bfloat16)
         rounding = torch.finfo(torch.bfloat16).eps / 2 * max(1.0, float(wanted.abs().max()))
         return float((got - wanted).abs().max()), 2 * float((plain - wanted).abs().max()) + rounding
 

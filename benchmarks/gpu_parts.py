@@ -59,7 +59,7 @@ class Sizes:
     seconds: float = 0.6  # for the rounds of a row
 
 
-QUICK = Sizes(1, (64,), (96,), (40,), ((64, 128),), (1, 20), (40,), (32,), gpu_training.Plan(64, 2, 1, 64), 1 << 14,
+QUICK = Sizes(1, (64,), (96,), (100,), ((64, 128),), (1, 20), (40,), (32,), gpu_training.Plan(64, 2, 1, 64), 1 << 14,
               32, 1 << 14, 0.01)  # fmt: skip
 
 
@@ -165,24 +165,25 @@ def attention_peers(layers: Callable[[], list[Layer]], causal: bool, tokens: int
     return {f"{way}: {name}": partial(make, way, attend) for way in gpu_peers.WAYS for name, attend in kernels}
 
 
-def decode(bench: Bench, d: int, context: int) -> Iterator[Row]:
-    """One token behind many: our caches and all ways of the peers in turn."""
-    pairs = bench.sizes.pairs
-    made: dict[str, Row] = {
-        kind: {"part": "decode", "kv": kind, "pairs": pairs, "d": d, "context": context} for kind in CACHES
-    }
-
-    @cache
-    def layers(kind: str) -> list[Layer]:  # two: the data of one is not in L2 when its turn comes again
-        return [Layer(kind, pairs, d, context, 1, bench.device, seed) for seed in range(2)]
-
+def each_cache(
+    bench: Bench,
+    same: Row,
+    layers: Callable[[str], list[Layer]],
+    causal: bool,
+    tokens: int,
+    beside: dict[str, Maker],
+    judge: Callable[[str, Row, Mapping[str, float]], tuple[float, dict[str, float]]],
+) -> Iterator[Row]:
+    """Our kernel over each kind of cache, and all ways of the peers over `tokens`, in turn. `same` is in every row;
+    `judge` completes a row and returns its shortest time and its targets."""
+    made: dict[str, Row] = {kind: {"part": same["part"], "kv": kind} | same for kind in CACHES}
     makers: dict[str, Maker] = {
         kind: partial(attention_of, bench, partial(layers, kind), row) for kind, row in made.items()
     }
-    makers |= attention_peers(partial(layers, "bf16"), False, context) | {COPY: bench.copy}
+    makers |= attention_peers(partial(layers, "bf16"), causal, tokens) | beside
     shared: Row = {}
     us = bench.turn(shared, makers).us
-    peers = {name: time for name, time in us.items() if name not in (*CACHES, COPY)}
+    peers = {name: time for name, time in us.items() if name not in (*CACHES, *beside)}
     failed = shared.pop("missing")
     for kind, row in made.items():
         row |= shared
@@ -193,28 +194,41 @@ def decode(bench: Bench, d: int, context: int) -> Iterator[Row]:
             yield row | {"wrong": failed[kind]}
             continue
         others = gpu_peers.best(peers, TWO, FOUR) if kind == "bf16" else {"bf16": us["bf16"]} if "bf16" in us else {}
-        wanted = {"bf16": {"share": 85.0, TWO: 1.4, FOUR: 1.9}, "int8": {"bf16": 1.8}}.get(kind, {})
+        bound, wanted = judge(kind, row, us)
+        yield judged(row, us[kind], others, bound, wanted)
+
+
+def decode(bench: Bench, d: int, context: int) -> Iterator[Row]:
+    """One token behind many."""
+    pairs = bench.sizes.pairs
+
+    @cache
+    def layers(kind: str) -> list[Layer]:  # two: the data of one is not in L2 when its turn comes again
+        return [Layer(kind, pairs, d, context, 1, bench.device, seed) for seed in range(2)]
+
+    def judge(kind: str, row: Row, us: Mapping[str, float]) -> tuple[float, dict[str, float]]:
         row["bytes"] = layers(kind)[0].cache_bytes
         row["gb_per_s"] = round(row["bytes"] / us[kind] / 1e3)
-        yield judged(row, us[kind], others, bench.bound(us, row["bytes"]), wanted)
+        targets = {"bf16": {"share": 85.0, TWO: 1.4, FOUR: 1.9}, "int8": {"bf16": 1.8}}
+        return bench.bound(us, row["bytes"]), targets.get(kind, {})
+
+    row: Row = {"part": "decode", "pairs": pairs, "d": d, "context": context}
+    yield from each_cache(bench, row, layers, False, context, {COPY: bench.copy}, judge)
 
 
 def prefill(bench: Bench, d: int, steps: int) -> Iterator[Row]:
     """A causal prompt in bf16."""
     pairs = bench.sizes.pairs
-    row: Row = {"part": "prefill", "pairs": pairs, "d": d, "prompt": steps}
-    layers = cache(lambda: [Layer("bf16", pairs, d, 0, steps, bench.device)])
-    makers: dict[str, Maker] = {OURS: partial(attention_of, bench, layers, row)}
-    us = bench.turn(row, makers | attention_peers(layers, True, steps) | {PRODUCT: bench.product}).us
-    peers = {name: time for name, time in us.items() if name not in (OURS, PRODUCT)}
-    row["each_us"] = {name: round(time, 1) for name, time in peers.items()}
-    if OURS not in us:
-        yield row | {"wrong": row["missing"].pop(OURS)}
-        return
     work = flops(pairs, d, steps)
-    row["tflops"] = round(work / us[OURS] / 1e6, 1)
-    wanted = {TWO: 1.0, FOUR: 1.0, "share": {64: 50.0, 128: 55.0}.get(d, 0.0)}
-    yield judged(row, us[OURS], gpu_peers.best(peers, TWO, FOUR), bench.bound(us, operations=work), wanted)
+    layers = cache(lambda kind: [Layer(kind, pairs, d, 0, steps, bench.device)])
+
+    def judge(kind: str, row: Row, us: Mapping[str, float]) -> tuple[float, dict[str, float]]:
+        row["tflops"] = round(work / us[kind] / 1e6, 1)
+        floats = {TWO: 1.0, FOUR: 1.0, "share": {64: 50.0, 128: 55.0}.get(d, 0.0)}
+        return bench.bound(us, operations=work), floats if kind == "bf16" else {"bf16": 0.9}
+
+    row: Row = {"part": "prefill", "pairs": pairs, "d": d, "prompt": steps}
+    yield from each_cache(bench, row, layers, True, steps, {PRODUCT: bench.product}, judge)
 
 
 # ---- products -------------------------------------------------------------------------------------------------------

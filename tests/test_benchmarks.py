@@ -272,7 +272,7 @@ def test_gpu_check_rates_decode(gpu: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_gpu_products_prefill(gpu: Any, tmp_path: Path) -> None:
-    *rows, prompt = dry_run(gpu, tmp_path, "products", "prefill")
+    *rows, floats, int8, int4 = dry_run(gpu, tmp_path, "products", "prefill")
     assert [(row["op"], row["m"]) for row in rows] == [(op, m) for m in (1, 20) for op in ("ternary", "int4_g32")]
     for row in rows:
         assert row["error"] <= row["allowed"] and {"torch bf16", "ORT 4-bit"} <= row["ratio"].keys()
@@ -280,7 +280,9 @@ def test_gpu_products_prefill(gpu: Any, tmp_path: Path) -> None:
             2 * row["m"] * (64 + 128)
         )
     assert "bitsandbytes nf4" in rows[0]["ratio"] or "bitsandbytes nf4" in rows[0]["missing"]
-    assert prompt["error"] <= prompt["allowed"] and prompt["ratio"].keys() == {"two calls", "four calls"}
+    assert [row["kv"] for row in (floats, int8, int4)] == ["bf16", "int8", "int4"]
+    assert all(0 < row["error"] <= row["allowed"] < 0.1 for row in (floats, int8, int4))
+    assert floats["ratio"].keys() == {"two calls", "four calls"} and int4["ratio"].keys() == {"bf16"}
 
 
 @pytest.mark.slow
@@ -352,7 +354,7 @@ def test_gpu_attention_peers_compute_the_same(parts: Any, monkeypatch: pytest.Mo
 def test_gpu_finds_what_is_wrong(gpu: Any, parts: Any, emulated_bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that writes nothing, or NaN, is not timed, and the other contenders are."""
     monkeypatch.setattr(emulated_bench.kernels, "run", lambda op, workspace, stream: None)
-    (row,) = parts.prefill(emulated_bench, 64, 40)
+    row, *_ = parts.prefill(emulated_bench, 64, 40)
     assert "an error of inf" in row["wrong"] and "us" not in row and row["each_us"]
 
     def refuse(*_: object) -> None:

@@ -1,5 +1,4 @@
-// DiffAttention: makes the past present, appends new tokens, and cuts the call into parts (cpu/attention/op.cpp does the
-// same on a CPU).
+// DiffAttention: cuts a call into parts (cpu/attention/op.cpp does the same on a CPU).
 //
 // The past is copied into present unless they are the same memory; from then on everything is in place. A part has at most
 // FEW_STEPS steps, which with a cache of blocks all see the same quantized tokens; attention_decode.cu computes it. A call
@@ -8,152 +7,6 @@
 
 namespace diffbit::cuda {
 namespace {
-
-constexpr int WARPS = 4;
-
-/// Copies `heads` runs of `bytes` bytes, one word per thread.
-template <class Word>
-__global__ void copy_runs(const char* from, char* to, int64_t bytes, int64_t to_stride) {
-  const int64_t head = blockIdx.y;
-  const Word* source = reinterpret_cast<const Word*>(from + head * bytes);
-  Word* target = reinterpret_cast<Word*>(to + head * to_stride);
-  const int64_t words = bytes / static_cast<int64_t>(sizeof(Word));
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < words; i += stride)
-    target[i] = source[i];
-}
-
-const char* copy(const void* from, void* to, int64_t heads, int64_t bytes, int64_t to_stride, cudaStream_t stream) {
-  if (from == to || !bytes || !heads) return nullptr;
-  const uint64_t all = reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to);
-  const bool wide = (all | static_cast<uint64_t>(bytes | to_stride)) % 16 == 0;
-  const int64_t blocks = divide_up(bytes / (wide ? 16 : 1), 256 * 4);
-  const dim3 grid(static_cast<unsigned>(blocks < 1024 ? blocks : 1024), static_cast<unsigned>(heads));
-  const char* source = static_cast<const char*>(from);
-  char* target = static_cast<char*>(to);
-  return wide ? launch(copy_runs<uint4>, grid, 256, 0, stream, source, target, bytes, to_stride)
-              : launch(copy_runs<char>, grid, 256, 0, stream, source, target, bytes, to_stride);
-}
-
-/// Copies all of past, including the slots after its tokens.
-const char* copy_past(const Attention& a, bool keys, cudaStream_t stream) {
-  const Side side = side_of(a, keys);
-  const int64_t heads = a.batch * a.kv_heads, past = keys ? a.past_key_capacity : a.past_value_capacity;
-  const int64_t row = row_bytes(a, keys), together = scale_tokens(side), scale = scale_bytes(a, side);
-  const void* recent = keys ? a.past_key_recent : a.past_value_recent;
-  const void* rows = keys ? a.past_key : a.past_value;
-  if (const char* wrong = copy(rows, side.rows, heads, past * row, side.capacity * row, stream))
-    return wrong;
-  if (scale)
-    if (const char* wrong = copy(keys ? a.past_key_scale : a.past_value_scale, side.scales, heads,
-                                 past / together * scale, side.capacity / together * scale, stream))
-      return wrong;
-  const int64_t slots = side.bits < 8 ? (a.window + CACHE_BLOCK) * a.d * 2 : 0;
-  return copy(recent, side.recent, heads, slots, slots, stream);
-}
-
-__global__ void __launch_bounds__(32 * WARPS) append_rows(const Attention a, const Part part) {
-  const int64_t rows = a.batch * part.steps * a.kv_heads;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * WARPS + threadIdx.x / 32;
-  const Side side = side_of(a, blockIdx.y == 0);
-  if (row >= rows || side.bits < 8) return;
-  const int64_t s = row / a.kv_heads % part.steps;
-  const int64_t b = row / a.kv_heads / part.steps;
-  append_row(a, side, b, part.first + s, row % a.kv_heads, static_cast<int>(threadIdx.x % 32));
-}
-
-/// The scale and the zero point of a block's numbers, `stride` apart; NaN if a number is not finite.
-__device__ float2 scale_and_zero(const __half* x, int64_t stride, float top) {
-  float least = to_float(x[0]), most = least;
-  bool finite = true;
-  for (int64_t k = 0; k < CACHE_BLOCK; ++k) {
-    const float y = to_float(x[k * stride]);
-    finite = finite && fabsf(y) <= FLT_MAX;
-    least = fminf(least, y), most = fmaxf(most, y);
-  }
-  const float scale = to_float(from_float<__half>(__fdiv_rn(__fsub_rn(most, least), top)));
-  return finite ? make_float2(scale, least) : make_float2(nan_number(), nan_number());
-}
-
-__device__ unsigned code_of(__half x, float2 by, float top) {
-  const float code = rintf(__fdiv_rn(__fsub_rn(to_float(x), by.y), by.x == 0 ? 1.0f : by.x));
-  return code > 0 ? static_cast<unsigned>(fminf(top, code)) : 0;  // also 0 for a NaN
-}
-
-/// A sub-head of keys or values in blocks: quantizes the block that the part's tokens complete (at most one), moves the recent
-/// tokens up, and appends the new ones. Shared memory: that block before quantization, [32, d].
-__global__ void __launch_bounds__(32 * WARPS) append_blocks(const Attention a, const Part part) {
-  const Side side = side_of(a, blockIdx.y == 0);
-  if (side.bits >= 8) return;
-  const int64_t head = blockIdx.x, b = head / a.kv_heads, d = a.d, half = d / 2;
-  const int64_t past = a.past_length + part.first, all = past + part.steps;
-  const int64_t before = quantized_tokens(past, a.window), after = quantized_tokens(all, a.window);
-  __half* recent = side.recent + head * (a.window + CACHE_BLOCK) * d;
-  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-
-  const auto put_new = [&](int64_t t, __half* to) {
-    const int64_t s = t - a.past_length;
-    for (int64_t i = thread; i < half; i += threads) {
-      const float2 x = fresh(a, side, b, s, head % a.kv_heads, i);
-      to[i] = from_float<__half>(x.x);
-      to[i + half] = from_float<__half>(x.y);
-    }
-  };
-  if (after > before) {
-    __half* group = shared_memory<__half>();
-    for (int64_t k = 0; k < CACHE_BLOCK; ++k) {
-      if (before + k >= past) {
-        put_new(before + k, group + k * d);
-      } else {
-        for (int64_t i = thread; i < d; i += threads) group[k * d + i] = recent[k * d + i];
-      }
-    }
-    __syncthreads();
-    const int bits = side.bits, bytes = 4 * bits;  // of 32 channels
-    const float top = static_cast<float>((1 << bits) - 1);
-    const int64_t slot = head * side.capacity + before;
-    uint8_t* codes = reinterpret_cast<uint8_t*>(side.rows) + slot * d * bits / 8;
-    __half* scales = reinterpret_cast<__half*>(side.scales) + slot / CACHE_BLOCK * 2 * d;
-    for (int64_t at = thread; at < d * bits / 8; at += threads) {  // a byte of each of the 32 tokens
-      const int64_t channel = at / bytes * CACHE_BLOCK + at % bytes;
-      float2 by[4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        if (k == 8 / bits) break;
-        by[k] = scale_and_zero(group + channel + k * bytes, d, top);
-        scales[channel + k * bytes] = from_float<__half>(by[k].x);
-        scales[d + channel + k * bytes] = from_float<__half>(by[k].y);
-      }
-      for (int64_t t = 0; t < CACHE_BLOCK; ++t) {
-        unsigned byte = 0;
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
-          if (k < 8 / bits) byte |= code_of(group[t * d + channel + k * bytes], by[k], top) << k * bits;
-        codes[t * (d * bits / 8) + at] = static_cast<uint8_t>(byte);
-      }
-    }
-    for (int64_t begin = 0; begin < (past - after) * d; begin += threads) {  // to lower addresses: a chunk is read, then written
-      const int64_t i = begin + thread;
-      const bool moves = i < (past - after) * d;
-      const __half x = moves ? recent[(after - before) * d + i] : __half{};
-      __syncthreads();
-      if (moves) recent[i] = x;
-      __syncthreads();
-    }
-  }
-  for (int64_t t = past > after ? past : after; t < all; ++t) put_new(t, recent + (t - after) * d);
-}
-
-const char* append(const Attention& a, Part part, cudaStream_t stream) {
-  if (a.key_bits >= 8 || a.value_bits >= 8) {
-    const dim3 grid(static_cast<unsigned>(divide_up(a.batch * part.steps * a.kv_heads, WARPS)), 2);
-    if (const char* wrong = launch(append_rows, grid, 32 * WARPS, 0, stream, a, part)) return wrong;
-  }
-  if (!blockwise(a)) return nullptr;
-  const size_t shared = static_cast<size_t>(CACHE_BLOCK * a.d) * sizeof(__half);
-  const dim3 grid(static_cast<unsigned>(a.batch * a.kv_heads), 2);
-  return launch(append_blocks, grid, 32 * WARPS, shared, stream, a, part);
-}
 
 /// Copies entries begin .. end, of `bytes` each, between the heads' rings, where entry i is in slot i % slots, and the heads'
 /// runs, which have room for `room` entries and begin with entry `base`.
@@ -281,7 +134,7 @@ Part part_at(const Attention& a, int64_t first) {
   return part;
 }
 
-bool prefills(const Attention& a) { return a.steps > FEW_STEPS && prefill_takes(a); }
+bool prefills(const Attention& a) { return a.steps > (must_unpack(a) ? 4 : 1) * FEW_STEPS && prefill_takes(a); }
 
 bool exceeds_window(const Attention& a) { return a.sliding_window && a.past_length + a.steps > a.sliding_window; }
 
@@ -303,7 +156,6 @@ const char* attend_in_window(const Attention& a, char* workspace, cudaStream_t s
   if (const char* wrong = window.turns(workspace, false, stream)) return wrong;
   if (prefills(a)) {
     const Attention local = window.from(workspace, window.base);
-    if (const char* wrong = append(local, Part{0, a.steps}, stream)) return wrong;
     if (const char* wrong = prefill(local, workspace, stream)) return wrong;
   }
   for (int64_t s = 0; s < a.steps && !prefills(a); ++s) {
@@ -357,11 +209,7 @@ const char* diffbit_cuda_attention(const DiffbitAttention* op, void* workspace, 
     if (const char* wrong = copy_past(*op, keys, stream)) return wrong;
   if (!op->batch || !op->steps) return nullptr;
   if (exceeds_window(*op)) return attend_in_window(*op, static_cast<char*>(workspace), stream);
-  if (prefills(*op)) {
-    if (op->key)
-      if (const char* wrong = append(*op, Part{0, op->steps}, stream)) return wrong;
-    return prefill(*op, workspace, stream);
-  }
+  if (prefills(*op)) return prefill(*op, workspace, stream);
   for (Part part{0, 0}; part.first < op->steps; part.first += part.steps) {
     part = part_at(*op, part.first);
     if (op->key && !decode_appends(*op))

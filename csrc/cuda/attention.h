@@ -1,4 +1,4 @@
-// Shared by the files of DiffAttention. attention.cu makes the new tokens present and cuts a call into parts,
+// Shared by the files of DiffAttention. attention.cu cuts a call into parts, attention_cache.cu makes tokens present,
 // attention_decode.cu computes attention for few queries, attention_prefill.cu for many. Both read only present, which
 // contains the old tokens when they start. Without a key nothing is appended: present is past, and has all tokens.
 #pragma once
@@ -19,7 +19,23 @@ struct Part {
   int64_t first, steps;
 };
 
-/// attention_prefill.cu: whether it supports a call, its scratch memory, and all steps of a call whose tokens are present.
+/// attention_cache.cu: copies all of past into present, including the slots after its tokens, and appends a part's tokens.
+const char* copy_past(const Attention& a, bool keys, cudaStream_t stream);
+const char* append(const Attention& a, Part part, cudaStream_t stream);
+
+/// Keys or values of a call's tokens as 16-bit numbers of its type, [B, Hk, capacity, d]: token t is in row t where a query
+/// sees it quantized, and in row t + apart where not.
+struct Rows {
+  const void* rows;
+  int64_t capacity, apart;
+};
+
+/// attention_cache.cu: appends all tokens of a call, and unpacks a cache that is not in 16-bit numbers of its type.
+bool must_unpack(const Attention& a);
+size_t unpack_workspace(const Attention& a);
+const char* append_and_unpack(const Attention& a, void* workspace, Rows& keys, Rows& values, cudaStream_t stream);
+
+/// attention_prefill.cu: whether it supports a call, its scratch memory, and all steps of a call, whose tokens it appends.
 bool prefill_takes(const Attention& a);
 size_t prefill_workspace(const Attention& a);
 const char* prefill(const Attention& a, void* workspace, cudaStream_t stream);

@@ -30,6 +30,11 @@
 // A separate kernel determines once which keys padding hides, as one bit per key. A step with 32 ones that is below the
 // diagonal is not masked; steps before the first key and after the last row's keys are not read. Blocks with the most keys
 // start first.
+//
+// In a cache of blocks (attention_cache.cu unpacks it) a row sees a key quantized if the key's 32 tokens are far enough in
+// the past. The rows of a block agree on all but a few steps of keys, which are read twice: the first pass is over quantized
+// keys and ends with the last row's, the second begins with the first unquantized keys of the first row. In either pass a
+// step hides its keys from the rows that see them in the other.
 #include "attention.h"
 #include "device.h"
 
@@ -42,14 +47,16 @@ constexpr float LATE = 8;        // log2 of how far scores may exceed the refere
 constexpr float LEAST = -1e30f;  // reference level if no key was seen: far below all scores, but finite
 
 struct Prefill {
-  const void *query, *keys, *values;  // [B, S, n*H*d]; present caches [B, Hk, capacity, d]
+  const void* query;   // [B, S, n*H*d]
+  Rows keys, values;
   const float *lambda, *cos, *sin;
   const int64_t* positions;
   const uint32_t* seen;  // [B, words]: bit k % 32 of word k / 32 is 1 if the mask shows key k
   void* out;
-  int64_t capacity_keys, capacity_values, rotations;  // rows of cos and sin
+  int64_t rotations;  // rows of cos and sin
   int steps, past, heads, noise_ratio, kv_heads, shared, words, stages;  // `shared` heads read one kv head
   int window;  // keys that a row sees
+  int unquantized, tokens;  // the least number of unquantized keys, of `tokens`, or if that is 0 of those until the row's own
   bool lambda_per_token;
   float scale, norm_eps;  // scale times log2(e)
 };
@@ -77,6 +84,20 @@ __global__ void see(const int64_t* mask, int64_t row, int64_t total, int words, 
   if (threadIdx.x % 32 == 0 && key / 32 < words) seen[b * words + key / 32] = word;
 }
 
+/// How many keys a row of the new tokens sees quantized, a multiple of 32.
+__device__ __forceinline__ int quantized_for(const Prefill& a, int row) {
+  const int tokens = a.tokens ? a.tokens : a.past + row + 1;
+  return tokens > a.unquantized ? (tokens - a.unquantized) / KEYS * KEYS : 0;
+}
+
+/// The steps of a block's rows: `quantized` ones from `begin` on, then the others, which go on at `begin` + `quantized` + `back`.
+struct Steps {
+  int begin, quantized, back;
+
+  /// The 32 keys of step i.
+  __device__ __forceinline__ int at(int i) const { return begin + i + (i < quantized ? 0 : back); }
+};
+
 /// Copies a block's keys or values into shared memory, step by step. There, a row's 16-byte piece c is at c ^ row % 8, so
 /// the pieces c of 8 rows are in different banks.
 template <class S>
@@ -84,17 +105,23 @@ struct Stream {
   static constexpr int PIECES = S::D / 8, ROWS = S::THREADS / PIECES;  // of a sub-head, a pass of the threads
   static_assert(KEYS % ROWS == 0 && ROWS % 8 == 0);
 
+  const Rows& rows;
   const unsigned char* from;
-  int64_t sub_head;  // bytes from one sub-head to the next
-  int left;          // tokens that remain to be copied
+  int left;  // tokens that remain to be copied
 
-  __device__ __forceinline__ Stream(const void* rows, int64_t first_sub_head, int64_t capacity, int begin, int total)
-      : from(static_cast<const unsigned char*>(rows) + (first_sub_head * capacity + begin) * (S::D * 2)),
-        sub_head(capacity * (S::D * 2)),
-        left(total - begin) {}
+  __device__ __forceinline__ Stream(const Rows& rows_, int64_t first_sub_head, const Steps& steps, int total)
+      : rows(rows_),
+        from(static_cast<const unsigned char*>(rows_.rows) +
+             (first_sub_head * rows_.capacity + steps.begin * KEYS) * (S::D * 2)),
+        left(total - steps.begin * KEYS) {}
 
-  /// Starts the copies of the next 32 tokens, with zeros if there are fewer.
-  __device__ __forceinline__ void next(unsigned char* step) {
+  /// Starts the copies of step i's 32 tokens, with zeros if there are fewer. Called for every step in turn.
+  __device__ __forceinline__ void next(unsigned char* step, const Steps& steps, int i) {
+    if (i == steps.quantized) {
+      from += (steps.back * KEYS + rows.apart) * (S::D * 2);
+      left -= steps.back * KEYS;
+    }
+    const int64_t sub_head = rows.capacity * (S::D * 2);  // bytes from one to the next
     const unsigned thread = threadIdx.x, row = thread / PIECES, to = thread % PIECES ^ row % 8;
 #pragma unroll
     for (int pass = 0; pass < S::WIDTH * KEYS / ROWS; ++pass) {
@@ -235,8 +262,8 @@ struct Warp {
       }
   }
 
-  /// Hides those of the 32 keys from `first` on that `word` or their position hides.
-  __device__ __forceinline__ void hide(int first, uint32_t word) {
+  /// Hides those of the 32 keys from `first` on that `word` or their position hides, or that a row sees in the other pass.
+  __device__ __forceinline__ void hide(int first, uint32_t word, bool quantized) {
     lane = anew(threadIdx.x) % 32;
 #pragma unroll
     for (int m = 0; m < TILES; ++m)
@@ -246,6 +273,7 @@ struct Warp {
         uint32_t sees = behind <= 0 ? word : behind < KEYS ? word << behind >> behind : 0;
         const int gone = a.past + row(m, half) + 1 - a.window - first;  // keys before its window
         if (gone > 0) sees = gone < KEYS ? sees >> gone << gone : 0;
+        if (quantized != first < quantized_for(a, row(m, half))) sees = 0;
         const uint32_t own = sees >> lane % 4 * 2;
 #pragma unroll
         for (int n = 0; n < KEYS / 8; ++n)
@@ -342,11 +370,14 @@ __global__ void __launch_bounds__(S::THREADS, 1) attend(const Prefill a) {
   const int last_row = min(first_row + S::ROWS, a.steps) - 1;
   const uint32_t* seen = a.seen + b * a.words;
   const int end = (a.past + last_row) / KEYS + 1;
-  int begin = max(0, a.past + first_row + 1 - a.window) / KEYS;
-  while (begin < end && __ldg(seen + begin) == 0) ++begin;
-  const int count = end - begin;
-  Stream<S> of_keys(a.keys, sub_head, a.capacity_keys, begin * KEYS, total);
-  Stream<S> of_values(a.values, sub_head, a.capacity_values, begin * KEYS, total);
+  Steps steps;
+  steps.begin = max(0, a.past + first_row + 1 - a.window) / KEYS;
+  while (steps.begin < end && __ldg(seen + steps.begin) == 0) ++steps.begin;
+  const int turn = max(steps.begin, quantized_for(a, last_row) / KEYS);  // the end of the quantized steps
+  steps.quantized = turn - steps.begin;
+  steps.back = max(steps.begin, quantized_for(a, first_row) / KEYS) - turn;
+  const int count = end - steps.begin - steps.back;
+  Stream<S> of_keys(a.keys, sub_head, steps, total), of_values(a.values, sub_head, steps, total);
 
   // Numbers per row that the warps of a pair exchange; lane t of a row sends that of tile t / 2, half t % 2
   const auto tell = [&](int i, const float (&x)[TILES][2]) {
@@ -366,11 +397,12 @@ __global__ void __launch_bounds__(S::THREADS, 1) attend(const Prefill a) {
   };
   const int half_of_keys = WIDTH == 2 ? w.branch * KEYS * D * 2 : 0;
   const auto score = [&](int i, int slot) {
-    const uint32_t word = __ldg(seen + begin + i);
-    const int first = (begin + i) * KEYS;
+    const uint32_t word = __ldg(seen + steps.at(i));
+    const int first = steps.at(i) * KEYS;
     w.score(keys + slot + half_of_keys);
-    const bool partly = first + KEYS - 1 > a.past + first_row || first + a.window <= a.past + last_row;
-    if (word != 0xffffffffu || partly) w.hide(first, word);
+    const bool both = steps.at(i) < steps.begin + steps.quantized && i >= steps.quantized + steps.back;
+    const bool partly = first + KEYS - 1 > a.past + first_row || first + a.window <= a.past + last_row || both;
+    if (word != 0xffffffffu || partly) w.hide(first, word, i < steps.quantized);
   };
   // part `piece` of the softmax of step i
   const auto soften = [&](int i, int piece, uint32_t (&next)[TILES][KEYS / 16][4]) {
@@ -387,11 +419,11 @@ __global__ void __launch_bounds__(S::THREADS, 1) attend(const Prefill a) {
 
   // The slots of the previous step's values, of the current step, and of the next step's keys
   int before = (a.stages - 1) * S::SIDE, now = 0, after = S::SIDE;
-  if (count > 0) of_keys.next(keys);
+  if (count > 0) of_keys.next(keys, steps, 0);
   copy_async_commit();
   for (int i = 1; i < a.stages; ++i) {
-    if (i < count) of_keys.next(keys + i * S::SIDE);
-    if (i <= count) of_values.next(values + (i - 1) * S::SIDE);
+    if (i < count) of_keys.next(keys + i * S::SIDE, steps, i);
+    if (i <= count) of_values.next(values + (i - 1) * S::SIDE, steps, i - 1);
     copy_async_commit();
   }
   w.load_queries(b, head);
@@ -431,8 +463,8 @@ __global__ void __launch_bounds__(S::THREADS, 1) attend(const Prefill a) {
     wait_for_all_but(a.stages - 2);
     __syncthreads();
     score(i + 1, after);
-    if (i + a.stages < count) of_keys.next(keys + now);
-    if (i + a.stages <= count) of_values.next(values + before);
+    if (i + a.stages < count) of_keys.next(keys + now, steps, i + a.stages);
+    if (i + a.stages <= count) of_values.next(values + before, steps, i + a.stages - 1);
     copy_async_commit();
     rescale(i);
     uint32_t next[TILES][KEYS / 16][4];
@@ -541,35 +573,51 @@ bool aligned(const void* pointer, uintptr_t to) { return reinterpret_cast<uintpt
 bool prefill_takes(const Attention& a) {
   const int64_t all_tokens = a.past_length + a.steps;
   constexpr int64_t MOST = int64_t{1} << 30;  // limit of numbers that are int in the kernel
-  return (a.type == ort::FLOAT16 || a.type == ort::BFLOAT16) && a.key_bits == 16 && a.value_bits == 16 &&
-         a.key_type == a.type && a.value_type == a.type && (a.d == 64 || a.d == 128) && a.scale > 0 &&
-         all_tokens < MOST && a.heads < MOST && divide_up(a.steps, 64) < 65536 && a.batch < 65536 &&
-         aligned(a.present_key, 16) && aligned(a.present_value, 16) && aligned(a.query, 4) && aligned(a.out, 4) &&
+  bool aligned_caches = true;
+  for (const bool keys : {true, false}) {
+    const Side side = side_of(a, keys);
+    for (const void* part : {static_cast<void*>(side.rows), static_cast<void*>(side.scales), static_cast<void*>(side.recent)})
+      aligned_caches = aligned_caches && aligned(part, 16);
+  }
+  return (a.type == ort::FLOAT16 || a.type == ort::BFLOAT16) && !a.query_bits && (a.d == 64 || a.d == 128) && a.scale > 0 &&
+         all_tokens < MOST && a.window < MOST && a.heads < MOST && divide_up(a.steps, 64) < 65536 && a.batch < 65536 &&
+         a.batch * a.kv_heads < 65536 && aligned_caches && aligned(a.query, 4) && aligned(a.out, 4) &&
          aligned(a.cos, 8) && aligned(a.sin, 8) && most_shared() >= Shape<__half, 64, true, 2>::bytes(2);
 }
 
-size_t prefill_workspace(const Attention& a) {
-  return static_cast<size_t>(a.batch * divide_up(a.past_length + a.steps, KEYS)) * sizeof(uint32_t);
+namespace {
+
+size_t seen_bytes(const Attention& a) {
+  return static_cast<size_t>(divide_up(a.batch * divide_up(a.past_length + a.steps, KEYS) * int64_t{sizeof(uint32_t)}, 256) * 256);
 }
+
+}  // namespace
+
+size_t prefill_workspace(const Attention& a) { return seen_bytes(a) + unpack_workspace(a); }
 
 const char* prefill(const Attention& a, void* workspace, cudaStream_t stream) {
   const int64_t all_tokens = a.past_length + a.steps;
   Prefill p{};
-  p.query = a.query, p.keys = a.present_key, p.values = a.present_value;
+  p.query = a.query;
   p.lambda = static_cast<const float*>(a.lambda);
   p.cos = static_cast<const float*>(a.cos), p.sin = static_cast<const float*>(a.sin);
   p.positions = static_cast<const int64_t*>(a.position_ids);
   p.out = a.out;
-  p.capacity_keys = a.key_capacity, p.capacity_values = a.value_capacity, p.rotations = a.positions;
+  p.rotations = a.positions;
   p.steps = static_cast<int>(a.steps), p.past = static_cast<int>(a.past_length);
   p.noise_ratio = static_cast<int>(a.noise_ratio);
   p.window = static_cast<int>(a.sliding_window ? a.sliding_window : all_tokens);
+  p.unquantized = static_cast<int>(blockwise(a) ? a.window : all_tokens);
+  p.tokens = static_cast<int>(a.key ? 0 : all_tokens);
   p.heads = static_cast<int>(a.heads), p.kv_heads = static_cast<int>(a.kv_heads), p.shared = static_cast<int>(pairs(a));
   p.words = static_cast<int>(divide_up(all_tokens, KEYS));
   p.lambda_per_token = a.lambda_per_token != 0;
   p.scale = a.scale * 1.44269504f, p.norm_eps = a.norm_eps;
   uint32_t* const seen = static_cast<uint32_t*>(workspace);
   p.seen = seen;
+  if (const char* wrong =
+          append_and_unpack(a, static_cast<char*>(workspace) + seen_bytes(a), p.keys, p.values, stream))
+    return wrong;
   const dim3 grid(static_cast<unsigned>(divide_up(all_tokens, 256)), static_cast<unsigned>(a.batch));
   const auto* const mask = static_cast<const int64_t*>(a.attention_mask);
   if (const char* wrong = launch(see, grid, dim3(256), 0, stream, mask, a.mask_row, all_tokens, p.words, seen))

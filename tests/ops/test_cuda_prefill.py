@@ -1,7 +1,8 @@
 """DiffAttention over many tokens on CUDA (attention_prefill.cu): emulated in two orders of threads, and on a card.
 
-Queries and probabilities are rounded to T there for the tensor cores, as in every attention of that precision, so the
-error may be twice that of attention put together from torch's products in T, both against float64.
+Queries, probabilities and the numbers of a low-bit cache are rounded to T there for the tensor cores, as in every
+attention of that precision, so the error may be twice that of attention put together from torch's products in T, both
+against float64.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import math
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
-from diffbit.ops.diff_attention_reference import in_pairs
+from diffbit.ops.diff_attention_reference import Cached, append, in_pairs, rotated
 
 from .cases import PREFILL_CASES, AttentionCase
 from .cuda_attention import Tensors, run_cuda, same_bits
@@ -25,7 +27,37 @@ def in_doubles(x: Tensors) -> Tensors:
     return {name: a.double() if a is not None and name in wide else a for name, a in x.items()}
 
 
-def composed(case: AttentionCase, x: Tensors, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def caches(case: AttentionCase, x: Tensors) -> tuple[Cached, Cached]:
+    """Keys and values with the new tokens, as each query sees them."""
+
+    def cache(name: str, bits: int) -> Cached:
+        past, new, steps = x[f"past_{name}"], x[name], 0 if case.query_only else case.steps
+        assert past is not None
+        rows = torch.zeros(case.batch, case.kv_heads, 0, case.d)
+        if new is not None:
+            rows = new.float().view(case.batch, case.steps, case.kv_heads, case.d)
+            if name == "key":
+                rows = rotated(rows, *(x[each] for each in ("position_ids", "cos", "sin")))  # type: ignore[arg-type]
+            rows = rows.transpose(1, 2)
+        scale, recent = (x.get(f"past_{name}_{part}") for part in ("scale", "recent"))
+        ring = case.sliding_window > 0
+        found = append(rows, past, scale, recent, case.total - steps, bits, case.window, ring)
+        return found.as_it_lies(case.steps) if case.query_only else found
+
+    return cache("key", case.key_bits), cache("value", case.value_bits)
+
+
+def forms(cache: Cached, case: AttentionCase) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Which queries see a token [S, T] in a form of the cache, and the tokens in it [B, G, w, T, d], rounded to T."""
+    width = 2 if case.wide_value else 1
+    grouped = cache.grouped(case.kv_heads // width, width)
+    coded, floats = grouped.dequantized(torch.float32), grouped.floats.float()
+    coded = pad(coded, (0, 0, 0, case.total - coded.shape[-2]))
+    floats = pad(floats, (0, 0, case.total - floats.shape[-2], 0))
+    return [(cache.coded, coded.to(case.dtype).float()), (~cache.coded, floats.to(case.dtype).float())]
+
+
+def composed(case: AttentionCase, x: Tensors) -> torch.Tensor:
     """One attention per branch in T (products summed in float32), then the difference in T, then the norm."""
     width, n = 2 if case.wide_value else 1, case.branches
     groups, total, dtype = case.kv_heads // width, case.total, case.dtype
@@ -34,21 +66,24 @@ def composed(case: AttentionCase, x: Tensors, keys: torch.Tensor, values: torch.
     assert query is not None and mask is not None and positions is not None
     q = query.float().view(case.batch, case.steps, -1, case.d)
     q = q if n == 1 else in_pairs(q, case.noise_ratio)
-    low, high = q.chunk(2, -1)
-    cos, sin = (x[name][positions].unsqueeze(2) for name in ("cos", "sin"))  # type: ignore[index]
-    q = torch.cat((low * cos - high * sin, high * cos + low * sin), -1).to(dtype)
+    q = rotated(q, positions, x["cos"], x["sin"]).to(dtype)  # type: ignore[arg-type]
     q = q.view(case.batch, case.steps, groups, shared, n, case.d)
-    causal = torch.arange(total) <= torch.arange(case.past, total)[:, None]
+    places = torch.arange(case.past, total)[:, None]
+    causal = (torch.arange(total) <= places) & (torch.arange(total) > places - (case.sliding_window or total))
     visible = (causal & mask.bool()[:, None, :])[:, None, None]  # [B, 1, 1, S, T]
-    v = values[:, :, :total].unflatten(1, (groups, width))
+    keys, values = (forms(cache, case) for cache in caches(case, x))
     outs = []
     for branch in range(n):
-        k = keys[:, :, :total].unflatten(1, (groups, width))[:, :, branch if width == 2 else 0]
-        scores = torch.einsum("bsgrd,bgtd->bgrst", q[..., branch, :].float(), k.float()).to(dtype).float()
-        scores = (scores * case.attributes()["scale"]).masked_fill(~visible, -math.inf)
-        shares = torch.where(visible, torch.softmax(scores, -1), 0.0).to(dtype)
-        out = torch.einsum("bgrst,bgwtd->bsgrwd", shares.float(), v.float()).to(dtype)
-        outs.append(out.reshape(case.batch, case.steps, case.heads, width * case.d))
+        logits = torch.zeros(())
+        for seen, k in keys:
+            found = torch.einsum("bsgrd,bgtd->bgrst", q[..., branch, :].float(), k[:, :, branch if width == 2 else 0])
+            logits = logits + torch.where(seen, found, 0.0)
+        scores = logits.to(dtype).float() * case.attributes()["scale"]
+        shares = torch.softmax(scores.masked_fill(~visible, -math.inf), -1)
+        shares = torch.where(visible, shares, 0.0).to(dtype).float()
+        out = sum(torch.einsum("bgrst,bgwtd->bsgrwd", torch.where(seen, shares, 0.0), v) for seen, v in values)
+        assert isinstance(out, torch.Tensor)
+        outs.append(out.to(dtype).reshape(case.batch, case.steps, case.heads, width * case.d))
     out = outs[0]
     if n == 2:
         lam = x["lambda"]
@@ -61,10 +96,13 @@ def composed(case: AttentionCase, x: Tensors, keys: torch.Tensor, values: torch.
 
 
 def check(case: AttentionCase, x: Tensors, got: dict[str, torch.Tensor]) -> None:
-    _, keys, values, *_ = call_reference(case, x)
-    assert same_bits(got["present_key"], keys) and same_bits(got["present_value"], values)
+    names = [name for name in case.signature().outputs if name]
+    wanted = dict(zip(names, call_reference(case, x), strict=True))
+    for name in names[1:]:
+        slots = case.held(name) if name.endswith("recent") else None
+        assert same_bits(got[name][:, :, :slots], wanted[name][:, :, :slots]), f"{name} has other bits"
     oracle = call_reference(case, in_doubles(x))[0]
-    peer = composed(case, x, keys, values)
+    peer = composed(case, x)
 
     def errors(out: torch.Tensor) -> tuple[float, float]:
         wrong = out.double() - oracle
@@ -100,4 +138,19 @@ def test_growing_scores_rescale_what_was_summed(d: int, device: Device) -> None:
     key = x["key"]
     assert key is not None
     key *= torch.linspace(0.05, 2, 100)[None, :, None]
+    check(case, x, run_cuda(device, case, x))
+
+
+@on_each_device
+@pytest.mark.parametrize("bits", [8, 4])
+def test_outlier_channels_of_a_low_bit_cache(bits: int, device: Device) -> None:
+    """A channel of keys that is 40 times larger, and one of values that is 300 times."""
+    case = AttentionCase(
+        "outliers", steps=70, past=45, d=64, dtype=torch.bfloat16, key_bits=bits, value_bits=bits, seed=302
+    )
+    x = case.inputs()
+    key, value = x["key"], x["value"]
+    assert key is not None and value is not None
+    key[..., 7::64] *= 40
+    value[..., 9::64] *= 300
     check(case, x, run_cuda(device, case, x))
