@@ -295,8 +295,7 @@ def _stacked(modules: Sequence[nn.Linear | QuantLinear]) -> nn.Module | None:
         stacked.register_parameter("bias", bias)
         return stacked
     first = quantized[0]
-    same = all((each.weight.format, each.rounding) == (first.weight.format, first.rounding) for each in quantized)
-    if not same or first.weight.format.per_tensor:
+    if any((each.weight.format, each.rounding) != (first.weight.format, first.rounding) for each in quantized):
         return None
     return QuantLinear(QTensor.stack([each.weight for each in quantized]), first.rounding, bias)
 

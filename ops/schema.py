@@ -122,8 +122,14 @@ TERNARY_MATMUL = Op(
     call=Call(
         "TernaryMatMul",
         "ternary_matmul",
-        integers=("m", "n", "k", "activation_bits", "type"),
-        notes={"a": "[m, k]", "packed": "at a multiple of 16", "y": "[m, n]", "type": f"of a and y: {FLOATS}"},
+        integers=("m", "n", "k", "activation_bits", "scale_per_row", "type"),
+        notes={
+            "a": "[m, k]",
+            "packed": "at a multiple of 16",
+            "scale": "[n] if scale_per_row, else [1]",
+            "y": "[m, n]",
+            "type": f"of a and y: {FLOATS}",
+        },
     ),
 )
 

@@ -4,7 +4,7 @@ Exact definition for every row x of A (length K), in float32 except for m:
 
     8 bits    a = max(max|x|, 1e-5) / 127      q = round-half-to-even(x / a)               b1.58, arXiv 2402.17764
     4 bits    a = max(m, 1e-5) / sqrt 7        q = clip(round-half-to-even(x / a), -8, 7)    v2, arXiv 2504.18415
-    y_n = float32(sum_k q_k w_nk) * a * scale                         the sum in int32, exact; left to right
+    y_n = float32(sum_k q_k w_nk) * a * scale_n                       the sum in int32, exact; left to right
 
 m is the mean of |x|, defined so that it does not depend on the order of summation: in float64, with C = 2 K max|x|,
 
@@ -15,7 +15,7 @@ where + C and - C round |x_k| to a multiple of C's last place, about 2^-52 C, an
 Inputs
     A       T [..., K]           float32 or float16; computed in float32
     packed  uint8 [N, 32*ceil(K/128)]
-    scale   float [1]            the weight is scale * w
+    scale   float [1] or [N]     the weight is scale * w; [N]: a scale for each of its rows
 Output
     Y       T [..., N]
 Attributes: K, N, activation_bits (8 or 4), spec_version.

@@ -107,7 +107,8 @@ void TernaryMatMul::compute(Context& context) const {
   const Tensors of = tensors(context);
   DiffbitTernaryMatMul op{};
   op.a = of.a.data, op.packed = of.packed.data, op.scale = of.scale.data, op.y = of.y.data;
-  op.m = of.rows, op.n = n, op.k = k, op.activation_bits = activation_bits, op.type = of.a.type;
+  op.m = of.rows, op.n = n, op.k = k, op.activation_bits = activation_bits, op.scale_per_row = of.scale_per_row;
+  op.type = of.a.type;
   start(context, NAME, op, diffbit_cuda_ternary_matmul_workspace, diffbit_cuda_ternary_matmul);
 }
 

@@ -51,6 +51,7 @@ struct Product {
   int64_t m, n, groups, row_bytes;
   int k, steps, bits;
   bool aligned;
+  int scale_step;  // 1: a scale for each row of the weight; 0: one for all
 };
 
 /// What a block computes about at most GROUP rows while it quantizes them.
@@ -268,15 +269,16 @@ __global__ void __launch_bounds__(THREADS, 1) few_rows(const Product p, const Sh
   }
   __syncthreads();
 
-  const float scale = __ldg(p.scale);
   T* y = static_cast<T*>(p.y) + first_tile * TILE;
   const int64_t left = p.n - first_tile * TILE;
-  for (int column = 0; column < m; ++column) {
-    const int32_t sum = FUSED ? rows.sum[column] : p.sums[column];
-    const float row_step = FUSED ? rows.step[column] : p.row_steps[column];
-    for (int i = threadIdx.x; i < tiles * TILE && i < left; i += THREADS)
+  for (int i = threadIdx.x; i < tiles * TILE && i < left; i += THREADS) {
+    const float scale = __ldg(p.scale + (first_tile * TILE + i) * p.scale_step);
+    for (int column = 0; column < m; ++column) {
+      const int32_t sum = FUSED ? rows.sum[column] : p.sums[column];
+      const float row_step = FUSED ? rows.step[column] : p.row_steps[column];
       y[column * p.n + i] =
           from_float<T>(scaled(totals[(i / TILE * m + column) * TILE + i % TILE], sum, row_step, scale));
+    }
   }
 }
 
@@ -349,7 +351,12 @@ __global__ void __launch_bounds__(MANY_THREADS, MT == 4 ? 2 : 4)
     copy(step + 2);
   }
 
-  const float scale = __ldg(p.scale);
+  float scales[NT][2];
+#pragma unroll
+  for (int j = 0; j < NT; ++j)
+#pragma unroll
+    for (int next = 0; next < 2; ++next)
+      scales[j][next] = __ldg(p.scale + min(first_n + (across * NT + j) * 8 + 2 * t + next, p.n - 1) * p.scale_step);
 #pragma unroll
   for (int i = 0; i < 2 * MT; ++i) {
     const int64_t row = first + (down * MT + i / 2) * 16 + i % 2 * 8 + g;
@@ -362,8 +369,8 @@ __global__ void __launch_bounds__(MANY_THREADS, MT == 4 ? 2 : 4)
       const int64_t column = first_n + (across * NT + j) * 8 + 2 * t;
       if (column >= p.n) continue;
       const int32_t(&of)[4] = sums[i / 2][j];
-      store2(y + column, scaled(static_cast<uint32_t>(of[i % 2 * 2]), sum, row_step, scale),
-             scaled(static_cast<uint32_t>(of[i % 2 * 2 + 1]), sum, row_step, scale), pairs, column + 1 < p.n);
+      store2(y + column, scaled(static_cast<uint32_t>(of[i % 2 * 2]), sum, row_step, scales[j][0]),
+             scaled(static_cast<uint32_t>(of[i % 2 * 2 + 1]), sum, row_step, scales[j][1]), pairs, column + 1 < p.n);
     }
   }
 }
@@ -440,6 +447,7 @@ const char* diffbit_cuda_ternary_matmul(const DiffbitTernaryMatMul* op, void* wo
   p.a = op->a;
   p.packed = static_cast<const uint8_t*>(op->packed);
   p.scale = static_cast<const float*>(op->scale);
+  p.scale_step = op->scale_per_row ? 1 : 0;
   p.y = op->y;
   p.q = static_cast<uint8_t*>(workspace);
   p.row_steps = reinterpret_cast<float*>(p.q + groups * steps * GROUP_STEP);

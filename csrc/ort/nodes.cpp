@@ -139,8 +139,10 @@ TernaryNode::Tensors TernaryNode::tensors(Context& context) const {
   const Tensor a = context.input(A), packed = context.input(PACKED), scale = context.input(SCALE);
   a.expect_last(k);
   packed.expect({n, divide_up(k, TERNARY_BLOCK) * TERNARY_BLOCK_BYTES});
-  scale.expect({1});
-  return {a, packed, scale, context.product(Y, a, n), a.size() / k};
+  const bool scale_per_row = scale.rank == 1 && scale.shape[0] == n;
+  if (!scale_per_row && (scale.rank != 1 || scale.shape[0] != 1))
+    throw Error("%s is %s, wanted [1] or [%lld]", scale.name, scale.shape_text().c_str(), number(n));
+  return {a, packed, scale, context.product(Y, a, n), a.size() / k, scale_per_row};
 }
 
 }  // namespace diffbit

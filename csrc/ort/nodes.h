@@ -82,7 +82,8 @@ struct SelectiveScanNode : schema::SelectiveScan {
 struct TernaryNode : schema::TernaryMatMul {
   struct Tensors {
     Tensor a, packed, scale, y;
-    int64_t rows;  // of a
+    int64_t rows;        // of a
+    bool scale_per_row;  // of the weight; else scale is one number
   };
 
   explicit TernaryNode(const Node& node);

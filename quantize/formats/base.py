@@ -112,6 +112,11 @@ class Format(ABC):
         """Invert `write_scale`; scales of other float types are accepted too."""
         return stored.float()
 
+    @property
+    def stacked(self) -> Format:
+        """Return the format of several weights whose rows are concatenated (`QTensor.stack`)."""
+        return self
+
     # codes
 
     @property
@@ -326,12 +331,12 @@ class QTensor:
 
     @staticmethod
     def stack(weights: Sequence[QTensor]) -> QTensor:
-        """Concatenate weights of one format along the rows; every row must have its own scales."""
+        """Concatenate weights of one format along the rows."""
         first = weights[0]
         codes = torch.cat([weight.codes for weight in weights])
         zero = None if first.zero is None else torch.cat([weight.zero for weight in weights if weight.zero is not None])
-        scale = torch.cat([weight.scale for weight in weights])
-        return QTensor(first.format, (codes.shape[0], codes.shape[1]), codes, scale, zero)
+        scale = torch.cat([weight.scale.expand(weight.shape[0], -1) for weight in weights])
+        return QTensor(first.format.stacked, (codes.shape[0], codes.shape[1]), codes, scale, zero)
 
     def to(self, device: torch.device | str) -> QTensor:
         zero = None if self.zero is None else self.zero.to(device)

@@ -48,6 +48,10 @@ class TernaryFormat(Format):
         return finite(mean.clamp(min=1e-5).view(1, 1)), None
 
     @property
+    def stacked(self) -> Format:
+        return _STACKED
+
+    @property
     def codes(self) -> int:
         return 3
 
@@ -87,7 +91,7 @@ class TernaryFormat(Format):
         q, a = rounded_input(x, rounding or INT8)
         with torch.autocast(x.device.type, enabled=False):  # autocast would round the sums
             sums = F.linear(q, weight.codes.float() - 1)
-        return (sums * a * weight.scale.view(1)).to(x.dtype)
+        return (sums * a * weight.scale.view(-1)).to(x.dtype)
 
     def device_rounding(self, rounding: Rounding | None) -> Rounding:
         return rounding or INT8
@@ -96,17 +100,34 @@ class TernaryFormat(Format):
         rounding = rounding or INT8
         if rounding.hadamard > 1:
             x = g.custom(hadamard, [x], block=rounding.hadamard)
-        inputs = [
-            x,
-            g.initializer("codes", weight.packed().numpy()),
-            g.initializer("scale", weight.scale.view(1).numpy()),
-        ]
         rows, columns = weight.shape
+        inputs = [x, g.initializer("codes", weight.packed().numpy()), self._scale(g, weight)]
         y = g.custom(ternary_matmul, inputs, K=columns, N=rows, activation_bits=rounding.bits)
         return y if factor == 1 else g.op("Mul", [y, g.const(factor, g.dtype)])
 
+    def _scale(self, g: Builder, weight: QTensor) -> Value:
+        return g.initializer("scale", weight.scale.view(1).numpy())
+
+
+@dataclass(frozen=True)
+class StackedTernaryFormat(TernaryFormat):
+    """Several ternary weights, concatenated: a scale for each row."""
+
+    per_tensor = False
+
+    def _scale(self, g: Builder, weight: QTensor) -> Value:
+        """The file holds one scale for each of the weights. ONNX Runtime repeats it for its rows once, at load."""
+        values, counts = weight.scale.view(-1).unique_consecutive(return_counts=True)
+        each = zip(values.split(1), counts.tolist(), strict=True)
+        parts = [
+            g.op("Expand", [g.initializer(f"{i}.scale", value.numpy()), g.const([count])])
+            for i, (value, count) in enumerate(each)
+        ]
+        return g.op("Concat", parts, axis=0)
+
 
 FORMAT = TernaryFormat("ternary", 2, 0, True)
+_STACKED = StackedTernaryFormat("ternary", 2, 0, True)
 
 
 def parse(name: str) -> TernaryFormat | None:

@@ -141,6 +141,44 @@ def test_int4_activations_are_the_layers_own_bits(tmp_path: Path, dtype: str, is
         assert np.array_equal(found, exact)
 
 
+@pytest.mark.parametrize("isa", [None, *native.instruction_sets()])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_ternary_layers_with_one_input_are_one_product(tmp_path: Path, dtype: str, isa: str | None) -> None:
+    """Each with its own scale, which ONNX Runtime repeats for the layer's rows when it loads the model."""
+    generator = torch.Generator().manual_seed(6)
+    layers = {"q_proj": (40, 1.0), "k_proj": (24, 0.02), "v_proj": (24, 3.0)}
+    modules = {
+        name: QuantLinear(rtn(torch.randn(rows, 200, generator=generator) * std, parse_format("ternary")))
+        for name, (rows, std) in layers.items()
+    }
+    g = Graph(tmp_path, dtype)
+    values = g.linears(g.input("x", g.dtype, ["rows", 200]), modules)
+    for value, (name, (rows, _)) in zip(values, layers.items(), strict=True):
+        g.output(name, value, g.dtype, ["rows", rows])
+    g.save()
+    model = onnx.load(tmp_path / "model.onnx", load_external_data=False)
+    assert [node.op_type for node in model.graph.node].count("TernaryMatMul") == 1
+    assert [list(tensor.dims) for tensor in model.graph.initializer if tensor.name.endswith("scale")] == [[1]] * 3
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "loaded.onnx")
+    if isa:
+        options.register_custom_ops_library(str(native.library()))
+    with mock.patch.dict(os.environ, {native.ISA: isa or ""}):
+        session = onnxruntime.InferenceSession(tmp_path / "model.onnx", options, providers=["CPUExecutionProvider"])
+    for rows in (1, 7):
+        x = torch.randn(rows, 200, generator=generator).to(torch.float16 if dtype == "fp16" else torch.float32)
+        for found, module in zip(session.run(None, {"x": x.numpy()}), modules.values(), strict=True):
+            assert np.array_equal(found, module(x).numpy())
+    loaded = onnx.load(tmp_path / "loaded.onnx").graph
+    product = next(node for node in loaded.node if node.op_type == ("TernaryMatMul" if isa else "MatMulInteger"))
+    weights = {tensor.name: tensor for tensor in loaded.initializer}
+    assert product.input[1] in weights and not {"Expand", "Concat", "BitShift"} & {node.op_type for node in loaded.node}
+    if isa:
+        assert list(weights[product.input[2]].dims) == [88]
+    else:
+        assert weights[product.input[1]].data_type == onnx.TensorProto.INT8
+
+
 FOLDED = [
     ("int4_g32", 192),
     ("int8", 200),

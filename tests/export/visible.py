@@ -10,7 +10,8 @@ only, so what it does to its input is seen through weights that show it: `throug
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -48,6 +49,9 @@ def ternary_calls(artifact: Path, ids: np.ndarray, isa: str | None = None) -> di
     wanted: dict[tuple[str, str], str] = {}  # (module, field of Call) -> value
     attributes: dict[str, dict[str, int]] = {}
     makers = _makers(model.graph)
+    constants = {value.name: onnx.numpy_helper.to_array(value) for value in model.graph.initializer}
+    splits = [node for node in model.graph.node if node.op_type == "Split" and len(node.input) == 2]
+    sizes = {node.input[0]: constants[node.input[1]] for node in splits}
     for node in model.graph.node:
         if node.op_type != ternary_matmul.OP.name:
             continue
@@ -70,13 +74,34 @@ def ternary_calls(artifact: Path, ids: np.ndarray, isa: str | None = None) -> di
             wanted[module, "sums"], wanted[module, "a"] = matmul.output[0], stepped.input[1]
     found = _run(model, ids, set(wanted.values()), isa)
     fields = {key: found[name] for key, name in wanted.items()}
-    calls = {}
+    calls: dict[str, Call] = {}
     for module, numbers in attributes.items():
         own = {field: value for (name, field), value in fields.items() if name == module}
         if isa is None:
             own["q"] = own["q"].astype(np.int64) - 128  # the body holds them as uint8
-        calls[module] = Call(numbers, **own)
+        rows = sizes.get(wanted[module, "y"], [numbers["N"]])
+        calls.update(_each(module, Call(numbers, **own), rows))
     return calls
+
+
+def _each(names: str, call: Call, sizes: Sequence[int]) -> Iterator[tuple[str, Call]]:
+    """The layers of a product, which may be several with one input: "layers.0.mlp.gate_proj+up_proj"."""
+    scope, _, last = names.rpartition(".")
+    start = 0
+    for name, size in zip(last.split("+"), sizes, strict=True):
+        rows = slice(start, start + size)
+        (scale,) = set(call.scale[rows].tolist())
+        part = replace(
+            call,
+            attributes=call.attributes | {"N": int(size)},
+            packed=call.packed[rows],
+            scale=np.array([scale], np.float32),
+            y=call.y[..., rows],
+            sums=None if call.sums is None else call.sums[..., rows],
+            weight=None if call.weight is None else call.weight[:, rows],
+        )
+        yield f"{scope}.{name}", part
+        start += size
 
 
 def _makers(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:

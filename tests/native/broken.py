@@ -85,8 +85,9 @@ def broken_ternary() -> Iterator[Broken]:
         ("packed_empty", r"packed is \[0, 64\], wanted \[5, 64\]", {"packed": packed[:0]}),
         ("bits_6", "activation_bits is 6, wanted 8 or 4", {"activation_bits": 6}),
         ("bits_2", "attribute activation_bits is 2, wanted 8 or 4", {"activation_bits": 2}),
-        ("scale_of_rows", r"scale is \[5\], wanted \[1\]", {"scale": np.ones(5, np.float32)}),
-        ("scale_empty", r"scale is \[0\], wanted \[1\]", {"scale": np.ones(0, np.float32)}),
+        ("scale_of_too_few_rows", r"scale is \[4\], wanted \[1\] or \[5\]", {"scale": np.ones(4, np.float32)}),
+        ("scale_of_rows_and_columns", r"scale is \[5, 1\], wanted \[1\] or", {"scale": np.ones((5, 1), np.float32)}),
+        ("scale_empty", r"scale is \[0\], wanted \[1\] or \[5\]", {"scale": np.ones(0, np.float32)}),
     ):
         yield Broken(changed(node, name, **changes), sentence)
 

@@ -40,6 +40,7 @@ TERNARY = st.builds(
     st.just("any"),
     **matmuls(("normal", "ones", "minus", "zero", "tiny", "outliers")),
     bits=st.sampled_from((8, 4)),
+    per_row=st.booleans(),
 )
 INT4 = st.builds(
     Int4Case,

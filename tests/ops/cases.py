@@ -515,9 +515,10 @@ class TernaryCase:
     dtype: torch.dtype = torch.float32
     seed: int = 0
     bits: int = 8  # of the activations
+    per_row: bool = False  # a scale for each row of the weight
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A, the weight in {-1, 0, 1} (int8, not packed) and its scale."""
+        """A, the weight in {-1, 0, 1} (int8, not packed) and its scale, or scales."""
         g = generator(self.seed)
         a = torch.randn(*self.lead, self.k, generator=g) * 3
         weight = torch.randint(-1, 2, (self.n, self.k), generator=g, dtype=torch.int8)
@@ -531,7 +532,8 @@ class TernaryCase:
             a = a * 1e-6
         elif self.fill == "outliers":
             a[..., ::50] *= -2000
-        return a.to(self.dtype), weight, torch.tensor([0.037])
+        scale = torch.rand(self.n, generator=g) + 0.01 if self.per_row else torch.tensor([0.037])
+        return a.to(self.dtype), weight, scale
 
 
 TERNARY_CASES = [
@@ -570,6 +572,13 @@ TERNARY_CASES = [
     TernaryCase("int4_fp16", lead=(7,), k=333, n=35, fill="outliers", bits=4, dtype=torch.float16, seed=26),
     TernaryCase("int4_long_row", lead=(1,), k=33000, n=6, bits=4, seed=27),
     TernaryCase("int4_prefill", lead=(150,), k=512, n=259, bits=4, seed=28),
+    # A scale for each row, also beyond a panel's and a task's rows
+    *(TernaryCase(f"per_row_{m}", lead=(m,), k=300, n=1030 + m, seed=60 + m, per_row=True) for m in (1, 2, 5, 40)),
+    TernaryCase("per_row_one_number", lead=(), k=1, n=1, seed=65, per_row=True),
+    TernaryCase("per_row_one_dimension", lead=(), k=129, n=6, seed=66, per_row=True),
+    TernaryCase("per_row_fp16", lead=(2, 3), k=515, n=301, dtype=torch.float16, seed=67, per_row=True),
+    TernaryCase("per_row_int4", lead=(1,), k=700, n=300, bits=4, seed=68, per_row=True),
+    TernaryCase("per_row_int4_prefill", lead=(150,), k=512, n=259, bits=4, seed=69, per_row=True),
 ]
 
 

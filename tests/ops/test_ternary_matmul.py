@@ -23,7 +23,7 @@ from .onnx_run import body_of, on_each_isa, on_isas_in_turn, run_node
 cases = pytest.mark.parametrize("case", TERNARY_CASES, ids=lambda case: case.name)
 
 
-def by_the_book(a: np.ndarray, weight: np.ndarray, scale: np.float32, bits: int) -> np.ndarray:
+def by_the_book(a: np.ndarray, weight: np.ndarray, scale: np.ndarray, bits: int) -> np.ndarray:
     """Row by row with int64 sums and float32 steps in the order that the docstring gives; sums of |x| in rationals."""
     rows = a.astype(np.float32).reshape(-1, a.shape[-1])
     out = np.empty((len(rows), len(weight)), np.float32)
@@ -37,7 +37,7 @@ def by_the_book(a: np.ndarray, weight: np.ndarray, scale: np.float32, bits: int)
             step = max(np.float32(float(total) / len(x)), np.float32(1e-5)) / np.float32(math.sqrt(7))
             q = np.round(x / step).clip(-8, 7).astype(np.int64)
         for n, w in enumerate(weight):
-            out[i, n] = np.float32(int(q @ w.astype(np.int64))) * step * scale
+            out[i, n] = np.float32(int(q @ w.astype(np.int64))) * step * scale[n % len(scale)]
     return out.reshape(*a.shape[:-1], len(weight)).astype(a.dtype)
 
 
@@ -45,7 +45,7 @@ def by_the_book(a: np.ndarray, weight: np.ndarray, scale: np.float32, bits: int)
 def test_reference_is_exact(case: TernaryCase) -> None:
     a, weight, scale = case.inputs()
     got = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale, case.bits)
-    wanted = by_the_book(a.numpy(), weight.numpy(), scale.numpy()[0], case.bits)
+    wanted = by_the_book(a.numpy(), weight.numpy(), scale.numpy(), case.bits)
     assert got.dtype == case.dtype and np.array_equal(got.numpy(), wanted)
 
 
@@ -103,6 +103,11 @@ CUDA_CASES = [
     TernaryCase("large_tiles", lead=(300,), k=390, n=517, dtype=torch.float16, seed=52),
     TernaryCase("large_tiles_even", lead=(257,), k=256, n=514, dtype=torch.bfloat16, seed=53),
     TernaryCase("large_tiles_fp32", lead=(257,), k=130, n=512, bits=4, seed=54),
+    TernaryCase("large_tiles_per_row", lead=(260,), k=130, n=515, dtype=torch.bfloat16, seed=56, per_row=True),
+    *(
+        TernaryCase(f"few_per_row_{m}", lead=(m,), k=1030, n=301, dtype=torch.float16, seed=57 + m, per_row=True)
+        for m in (8, 16)
+    ),
 ]
 
 
@@ -110,10 +115,10 @@ def run_cuda_kernel(
     device: Device, a: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bits: int = 8
 ) -> torch.Tensor:
     n, k = weight.shape
-    x, packed, factor = (device.put(tensor) for tensor in (a, ternary_matmul.pack(weight), scale))
+    x, packed, scales = (device.put(tensor) for tensor in (a, ternary_matmul.pack(weight), scale))
     y = device.poisoned((*a.shape[:-1], n), a.dtype)
-    pointers = (tensor.data_ptr() for tensor in (x, packed, factor, y))
-    device.run(cuda.TernaryMatMul(*pointers, a.numel() // k, n, k, bits, TYPES[a.dtype]))
+    pointers = (tensor.data_ptr() for tensor in (x, packed, scales, y))
+    device.run(cuda.TernaryMatMul(*pointers, a.numel() // k, n, k, bits, len(scale) == n, TYPES[a.dtype]))
     return y.cpu()
 
 
@@ -141,12 +146,13 @@ def test_cuda_kernel_with_more_shared_memory_is_exact(rows: int) -> None:
     n=st.integers(1, 150),
     dtype=st.sampled_from(list(TYPES)),
     bits=st.sampled_from((8, 4)),
+    per_row=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_cuda_kernel_at_any_shape(
-    device: Device, rows: int, columns: int, n: int, dtype: torch.dtype, bits: int, seed: int
+    device: Device, rows: int, columns: int, n: int, dtype: torch.dtype, bits: int, per_row: bool, seed: int
 ) -> None:
-    a, weight, scale = TernaryCase("any", (rows,), columns, n, "outliers", dtype, seed).inputs()
+    a, weight, scale = TernaryCase("any", (rows,), columns, n, "outliers", dtype, seed, per_row=per_row).inputs()
     wanted = ternary_matmul.reference(a, ternary_matmul.pack(weight), scale, bits)
     assert torch.equal(run_cuda_kernel(device, a, weight, scale, bits), wanted)
 

@@ -19,7 +19,8 @@ struct TernaryProduct {
   const TernaryRow* rows;  // [rows]
   const uint8_t* packed;   // [n, blocks * 32]
   int64_t blocks, n;
-  float scale;
+  const float* scale;  // [n] if scale_per_row, else [1]
+  bool scale_per_row;
   void* y;  // [rows, n], fp32 or fp16
   bool half;
 };

@@ -40,7 +40,8 @@ void TernaryMatMul::compute(Context& context) const {
     }
   });
 
-  const TernaryProduct product = {q, quantized, packed.as<uint8_t>(), blocks, n, *scale.as<float>(), y.data, half};
+  const TernaryProduct product = {q, quantized, packed.as<uint8_t>(), blocks, n, scale.as<float>(), of.scale_per_row,
+                                  y.data, half};
   const int64_t row_tasks = divide_up(rows, ROWS_PER_TASK), rows_each = divide_up(rows, row_tasks);
   const int64_t weights_each = rows < 4 ? streamed_rows(n, blocks * TERNARY_BLOCK_BYTES) : WEIGHTS_PER_TASK;
   const int64_t weight_tasks = divide_up(n, weights_each);

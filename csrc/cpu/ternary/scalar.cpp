@@ -49,7 +49,8 @@ void multiply(const TernaryProduct& product, int64_t row_begin, int64_t row_end,
         const int32_t code = weights[block * TERNARY_BLOCK_BYTES + byte] >> (2 * field) & 3;
         sum += (code - 1) * product.q[row * width + i];
       }
-      const float y = static_cast<float>(sum) * product.rows[row].scale * product.scale;
+      const float scale = product.scale[product.scale_per_row ? out : 0];
+      const float y = static_cast<float>(sum) * product.rows[row].scale * scale;
       if (product.half)
         static_cast<Half*>(product.y)[row * product.n + out] = to_half(y);
       else

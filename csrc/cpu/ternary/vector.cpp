@@ -203,13 +203,17 @@ void panel(const TernaryProduct& product, int64_t row, int64_t begin, int64_t co
     const float a = product.rows[row + column].scale;
     float wide[PANEL];
     for (int64_t i = 0; i < tiles * ROWS; ++i)
-      wide[i] = static_cast<float>(static_cast<int32_t>(sums[column][i])) * a * product.scale;
+      wide[i] = static_cast<float>(static_cast<int32_t>(sums[column][i])) * a;
     if (apart > 1) {
       float tall[PANEL];
       for (int r = 0; r < ROWS; ++r)
         for (int64_t i = 0; i < tiles; ++i) tall[r * tiles + i] = wide[i * ROWS + r];
       std::memcpy(wide, tall, static_cast<size_t>(count) * 4);
     }
+    if (product.scale_per_row)
+      for (int64_t i = 0; i < count; ++i) wide[i] *= product.scale[begin + i];
+    else
+      for (int64_t i = 0; i < count; ++i) wide[i] *= *product.scale;
     const int64_t to = (row + column) * product.n + begin;
     if (product.half) {
       uint16_t narrow[PANEL];

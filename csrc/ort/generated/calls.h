@@ -293,12 +293,13 @@ static_assert(sizeof(DiffbitSelectiveScan) == 152, "DiffbitSelectiveScan");
 struct DiffbitTernaryMatMul {
   const void* a;  // [m, k]
   const void* packed;  // at a multiple of 16
-  const void* scale;
+  const void* scale;  // [n] if scale_per_row, else [1]
   void* y;  // [m, n]
   int64_t m;
   int64_t n;
   int64_t k;
   int64_t activation_bits;
+  int64_t scale_per_row;
   int64_t type;  // of a and y: FLOAT32, FLOAT16 or BFLOAT16
 };
 static_assert(offsetof(DiffbitTernaryMatMul, a) == 0, "a");
@@ -309,5 +310,6 @@ static_assert(offsetof(DiffbitTernaryMatMul, m) == 32, "m");
 static_assert(offsetof(DiffbitTernaryMatMul, n) == 40, "n");
 static_assert(offsetof(DiffbitTernaryMatMul, k) == 48, "k");
 static_assert(offsetof(DiffbitTernaryMatMul, activation_bits) == 56, "activation_bits");
-static_assert(offsetof(DiffbitTernaryMatMul, type) == 64, "type");
-static_assert(sizeof(DiffbitTernaryMatMul) == 72, "DiffbitTernaryMatMul");
+static_assert(offsetof(DiffbitTernaryMatMul, scale_per_row) == 64, "scale_per_row");
+static_assert(offsetof(DiffbitTernaryMatMul, type) == 72, "type");
+static_assert(sizeof(DiffbitTernaryMatMul) == 80, "DiffbitTernaryMatMul");

@@ -277,6 +277,14 @@ def test_wrong_parts_are_refused():
         rtn(torch.ones(3), format)
 
 
+def test_a_stack_holds_the_rows_of_its_parts():
+    for name in ALL:
+        parts = [rtn(weight() * scale, parse_format(name)) for scale in (1, 0.1, 7)]
+        stack = QTensor.stack(parts)
+        assert torch.equal(stack.dequantize(), torch.cat([part.dequantize() for part in parts]))
+        assert torch.equal(stack.rows(slice(3, 30)).dequantize(), stack.dequantize()[3:30])
+
+
 def test_rows_are_a_view_of_the_whole():
     for name in ALL:
         quantized = rtn(weight(), parse_format(name))
