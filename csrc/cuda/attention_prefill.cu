@@ -56,7 +56,8 @@ struct Prefill {
   int64_t rotations;  // rows of cos and sin
   int steps, past, heads, noise_ratio, kv_heads, shared, words, stages;  // `shared` heads read one kv head
   int window;  // keys that a row sees
-  int unquantized, tokens;  // the least number of unquantized keys, of `tokens`, or if that is 0 of those until the row's own
+  int unquantized;  // at least so many of a row's newest keys are not quantized
+  int tokens;  // 0, or all keys if nothing is appended: then every row sees the same ones quantized
   bool lambda_per_token;
   float scale, norm_eps;  // scale times log2(e)
 };
@@ -90,7 +91,8 @@ __device__ __forceinline__ int quantized_for(const Prefill& a, int row) {
   return tokens > a.unquantized ? (tokens - a.unquantized) / KEYS * KEYS : 0;
 }
 
-/// The steps of a block's rows: `quantized` ones from `begin` on, then the others, which go on at `begin` + `quantized` + `back`.
+/// The steps of a block's rows, in units of 32 keys: `quantized` steps from `begin` on, then the steps over unquantized keys,
+/// which begin `back` (at most 0) after those.
 struct Steps {
   int begin, quantized, back;
 
@@ -107,20 +109,16 @@ struct Stream {
 
   const Rows& rows;
   const unsigned char* from;
-  int left;  // tokens that remain to be copied
 
-  __device__ __forceinline__ Stream(const Rows& rows_, int64_t first_sub_head, const Steps& steps, int total)
+  __device__ __forceinline__ Stream(const Rows& rows_, int64_t first_sub_head, const Steps& steps)
       : rows(rows_),
         from(static_cast<const unsigned char*>(rows_.rows) +
-             (first_sub_head * rows_.capacity + steps.begin * KEYS) * (S::D * 2)),
-        left(total - steps.begin * KEYS) {}
+             (first_sub_head * rows_.capacity + steps.begin * KEYS) * (S::D * 2)) {}
 
-  /// Starts the copies of step i's 32 tokens, with zeros if there are fewer. Called for every step in turn.
-  __device__ __forceinline__ void next(unsigned char* step, const Steps& steps, int i) {
-    if (i == steps.quantized) {
-      from += (steps.back * KEYS + rows.apart) * (S::D * 2);
-      left -= steps.back * KEYS;
-    }
+  /// Starts the copies of step i's 32 tokens, with zeros for those beyond `total`. Called for every step in turn.
+  __device__ __forceinline__ void next(unsigned char* step, const Steps& steps, int i, int total) {
+    if (i == steps.quantized) from += (steps.back * KEYS + rows.apart) * (S::D * 2);
+    const int left = total - steps.at(i) * KEYS;
     const int64_t sub_head = rows.capacity * (S::D * 2);  // bytes from one to the next
     const unsigned thread = threadIdx.x, row = thread / PIECES, to = thread % PIECES ^ row % 8;
 #pragma unroll
@@ -131,7 +129,6 @@ struct Stream {
                    static_cast<int>(row) + down < left);
     }
     from += KEYS * S::D * 2;
-    left -= KEYS;
   }
 };
 
@@ -377,7 +374,7 @@ __global__ void __launch_bounds__(S::THREADS, 1) attend(const Prefill a) {
   steps.quantized = turn - steps.begin;
   steps.back = max(steps.begin, quantized_for(a, first_row) / KEYS) - turn;
   const int count = end - steps.begin - steps.back;
-  Stream<S> of_keys(a.keys, sub_head, steps, total), of_values(a.values, sub_head, steps, total);
+  Stream<S> of_keys(a.keys, sub_head, steps), of_values(a.values, sub_head, steps);
 
   // Numbers per row that the warps of a pair exchange; lane t of a row sends that of tile t / 2, half t % 2
   const auto tell = [&](int i, const float (&x)[TILES][2]) {
@@ -419,11 +416,11 @@ __global__ void __launch_bounds__(S::THREADS, 1) attend(const Prefill a) {
 
   // The slots of the previous step's values, of the current step, and of the next step's keys
   int before = (a.stages - 1) * S::SIDE, now = 0, after = S::SIDE;
-  if (count > 0) of_keys.next(keys, steps, 0);
+  if (count > 0) of_keys.next(keys, steps, 0, total);
   copy_async_commit();
   for (int i = 1; i < a.stages; ++i) {
-    if (i < count) of_keys.next(keys + i * S::SIDE, steps, i);
-    if (i <= count) of_values.next(values + (i - 1) * S::SIDE, steps, i - 1);
+    if (i < count) of_keys.next(keys + i * S::SIDE, steps, i, total);
+    if (i <= count) of_values.next(values + (i - 1) * S::SIDE, steps, i - 1, total);
     copy_async_commit();
   }
   w.load_queries(b, head);
@@ -463,8 +460,8 @@ __global__ void __launch_bounds__(S::THREADS, 1) attend(const Prefill a) {
     wait_for_all_but(a.stages - 2);
     __syncthreads();
     score(i + 1, after);
-    if (i + a.stages < count) of_keys.next(keys + now, steps, i + a.stages);
-    if (i + a.stages <= count) of_values.next(values + before, steps, i + a.stages - 1);
+    if (i + a.stages < count) of_keys.next(keys + now, steps, i + a.stages, total);
+    if (i + a.stages <= count) of_values.next(values + before, steps, i + a.stages - 1, total);
     copy_async_commit();
     rescale(i);
     uint32_t next[TILES][KEYS / 16][4];
