@@ -47,7 +47,7 @@ constexpr float LATE = 8;        // log2 of how far scores may exceed the refere
 constexpr float LEAST = -1e30f;  // reference level if no key was seen: far below all scores, but finite
 
 struct Prefill {
-  const void* query;   // [B, S, n*H*d]
+  const void* query;  // [B, S, n*H*d]
   Rows keys, values;
   const float *lambda, *cos, *sin;
   const int64_t* positions;
@@ -573,19 +573,20 @@ bool prefill_takes(const Attention& a) {
   bool aligned_caches = true;
   for (const bool keys : {true, false}) {
     const Side side = side_of(a, keys);
-    for (const void* part : {static_cast<void*>(side.rows), static_cast<void*>(side.scales), static_cast<void*>(side.recent)})
-      aligned_caches = aligned_caches && aligned(part, 16);
+    aligned_caches = aligned_caches && aligned(side.rows, 16) && aligned(side.scales, 16) && aligned(side.recent, 16);
   }
-  return (a.type == ort::FLOAT16 || a.type == ort::BFLOAT16) && !a.query_bits && (a.d == 64 || a.d == 128) && a.scale > 0 &&
-         all_tokens < MOST && a.window < MOST && a.heads < MOST && divide_up(a.steps, 64) < 65536 && a.batch < 65536 &&
-         a.batch * a.kv_heads < 65536 && aligned_caches && aligned(a.query, 4) && aligned(a.out, 4) &&
-         aligned(a.cos, 8) && aligned(a.sin, 8) && most_shared() >= Shape<__half, 64, true, 2>::bytes(2);
+  return (a.type == ort::FLOAT16 || a.type == ort::BFLOAT16) && !a.query_bits && (a.d == 64 || a.d == 128) &&
+         a.scale > 0 && all_tokens < MOST && a.window < MOST && a.heads < MOST && divide_up(a.steps, 64) < 65536 &&
+         a.batch < 65536 && a.batch * a.kv_heads < 65536 && aligned_caches && aligned(a.query, 4) &&
+         aligned(a.out, 4) && aligned(a.cos, 8) && aligned(a.sin, 8) &&
+         most_shared() >= Shape<__half, 64, true, 2>::bytes(2);
 }
 
 namespace {
 
 size_t seen_bytes(const Attention& a) {
-  return static_cast<size_t>(divide_up(a.batch * divide_up(a.past_length + a.steps, KEYS) * int64_t{sizeof(uint32_t)}, 256) * 256);
+  const int64_t words = a.batch * divide_up(a.past_length + a.steps, KEYS);
+  return static_cast<size_t>(divide_up(words, 64) * 64) * sizeof(uint32_t);
 }
 
 }  // namespace
