@@ -134,7 +134,8 @@ Part part_at(const Attention& a, int64_t first) {
   return part;
 }
 
-/// By count, unpacking a cache moves as many bytes as four parts read.
+/// By count, unpacking a cache moves the bytes of five (int8) to seven (int4) passes over it, and a part with two
+/// branches makes at least two: one for each 8 of its queries.
 bool prefills(const Attention& a) { return a.steps > (must_unpack(a) ? 4 : 1) * FEW_STEPS && prefill_takes(a); }
 
 bool exceeds_window(const Attention& a) { return a.sliding_window && a.past_length + a.steps > a.sliding_window; }
