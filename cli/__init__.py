@@ -2,7 +2,7 @@
 
 Results go to stdout (tables, or JSON with --json), progress and remarks to stderr. Exit codes: 0 success, 2 bad input
 (or an artifact that fails `verify`), 130 interrupted, 143 terminated. A command imports the library only when it runs,
-so `diffbit run` needs no torch.
+so `diffbit run` needs no torch. Commands of apps live with them (apps/NAME/command.py) and use the names below.
 
     app.py      the application and its commands
     options.py  options that several commands share, and the functions that read their values
@@ -22,10 +22,11 @@ import typer
 
 from ..errors import DiffbitError, MissingDependency
 from ..processes import leave, speaks
-from .app import app
-from .output import print_error
+from .app import add_apps, app
+from .options import Json, Overwrite, Quiet
+from .output import print_error, print_json, print_table
 
-__all__ = ["app", "main"]
+__all__ = ["Json", "Overwrite", "Quiet", "app", "main", "print_json", "print_table"]
 
 LAB_PACKAGES = {
     "torch", "safetensors", "onnx", "onnx_ir", "bitsandbytes", "matplotlib", "datasets", "pyarrow",
@@ -70,3 +71,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         print_error(message)
     leave()
     sys.exit(2)
+
+
+add_apps()  # last, because commands of apps import the names above

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NoReturn
@@ -17,6 +18,7 @@ from ..hub import download, is_hub_name
 from ..processes import leave, speaks
 from ..version import __version__
 from . import bench, chat, compare, export, outliers, plan, push, quantize, run, serve, train, verify, web
+from .options import modules
 from .output import print_error
 
 WRITTEN = ("output", "plot")  # options that name what a command writes
@@ -106,14 +108,20 @@ class _Command(TyperCommand):
             self.epilog = examples
 
 
-def _add(module: ModuleType) -> None:
-    """Add a module's command, the function with the module's name. The four spaces turn its examples into a code block
-    in docs/cli.md."""
-    command = getattr(module, module.__name__.rpartition(".")[2])
+def _add(module: ModuleType, name: str) -> None:
+    """Add a module's command, the function `name`. The four spaces turn its examples into a code block in
+    docs/cli.md."""
+    command = getattr(module, name)
     summary = (command.__doc__ or "").partition("\n")[0]
     lines = "\n".join(f"    {line}" for line in module.EXAMPLES)
     app.command(cls=_Command, short_help=summary, epilog=f"Examples:\n\n{lines}")(command)
 
 
 for _module in (train, outliers, plan, quantize, export, verify, run, chat, serve, web, bench, compare, push):
-    _add(_module)
+    _add(_module, _module.__name__.rpartition(".")[2])
+
+
+def add_apps() -> None:
+    """Add the command of every app, found by listing apps/."""
+    for name in modules("apps"):
+        _add(import_module(f"..apps.{name}.command", __package__), name)

@@ -89,6 +89,13 @@ HeadNorm = Annotated[
         "--qat."
     ),
 ]
+LambdaBias = Annotated[
+    float | None,
+    typer.Option(
+        help="Give the projection to diff_v2's lambda a bias that starts at this value: at -6 there is hardly any "
+        "subtraction at first. Default: no bias, or that of --init."
+    ),
+]
 Needles = Annotated[
     float, typer.Option(help="Fraction of the training rows that contain key-value needles and queries for them.")
 ]
@@ -140,6 +147,7 @@ def train(
     mlp: Mlp = None,
     sub_norms: SubNorms = None,
     head_norm: HeadNorm = None,
+    lambda_bias: LambdaBias = None,
     needles: Needles = 0.0,
     steps: Steps = None,
     batch_size: BatchSize = None,
@@ -168,6 +176,7 @@ def train(
     from ..train import train_config
 
     changes: dict[str, Any] = dict(context=context, init=init, mlp=mlp, sub_norms=sub_norms, head_norm=head_norm)
+    changes |= dict(lambda_bias=lambda_bias)
     changes |= dict(source=data, field=field, tokenizer=tokenizer, needles=needles)
     changes |= dict(qat=qat, activations=activations)
     changes |= dict(distill=distill, distill_weight=distill_weight)

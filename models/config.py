@@ -131,18 +131,24 @@ class ModelConfig:
         qkv_bias: bool = False,
         o_bias: bool = False,
         mlp_bias: bool = False,
+        lambda_bias: bool = False,
         **others: Any,
     ) -> ModelConfig:
         """Return a model of equal layers with an attention variant and an MLP, given by name; others: other fields.
 
         norm_eps: for all norms, also those of heads, queries and keys. head_norm: False removes diff_v1's.
+        lambda_bias: whether diff_v2's lambda has a bias.
         """
         check_count("num_layers", num_layers)
         options = attention_options(attention)
         gated = layers.options("mlp", mlp, mlps)(intermediate_size, bias=mlp_bias)
         kept: dict[str, Any] = {"qkv_bias": qkv_bias, "o_bias": o_bias, "qk_norm_eps": norm_eps if qk_norm else 0.0}
-        if any(field.name == "norm_eps" for field in fields(options)):
+        names = {field.name for field in fields(options)}
+        if "norm_eps" in names:
             kept["norm_eps"] = norm_eps if head_norm else 0.0
+        if lambda_bias and "lambda_bias" not in names:
+            raise DiffbitError(f"lambda_bias is true, but {attention} has no projection to lambda; only diff_v2 has")
+        kept |= {"lambda_bias": True} if lambda_bias else {}
         layer = LayerSpec(options(num_heads, num_kv_heads, head_dim, **kept), gated, sub_norms)
         return cls(layers=(layer,) * num_layers, norm_eps=norm_eps, **others)
 

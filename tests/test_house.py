@@ -31,6 +31,7 @@ LEVEL = {
     "train": 5,
     "cli": 6,
     "integrations": 6,
+    "apps": 7,
 }
 LEAVES = {
     "durable",

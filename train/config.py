@@ -37,6 +37,7 @@ class TrainConfig:
     init: str | None = None  # a checkpoint with the initial weights; None: random weights
     head_gain: float | None = None  # initial value of a learned head norm's weight (head_norm.py); None: no weight
     o_proj_init: float = 1.0  # initial size of o_proj, relative to that of initialize.py
+    lambda_bias: float | None = None  # initial value of the bias of diff_v2's lambda; None: it has none, or init's
     qat: str | None = None  # format of the linear layers, such as "ternary"; None: float
     activations: str = "int8"  # of ternary layers: int8, or int4 after a Hadamard transform (BitNet v2)
     schedule: str = "cosine"  # of the learning rate, or "two_stage"
@@ -70,6 +71,9 @@ class TrainConfig:
         self._want("activations", self.activations in ("int8", "int4"), "int8 or int4")
         fits = self.activations == "int8" or (format is not None and self.activations in format.activations)
         self._want("activations", fits, "int8 unless qat is ternary")
+        if self.lambda_bias is not None:
+            self._want("lambda_bias", -100 <= self.lambda_bias <= 100, "a number from -100 to 100")
+            self._want("lambda_bias", self.init is None, "none with init, whose weights have their own bias or none")
         if self.head_gain is not None:
             self._want("head_gain", 0 < self.head_gain < float("inf"), "a positive number")
             fits = self.model.head_norm and self.qat is None and not any(layer.sub_norms for layer in self.model.layers)

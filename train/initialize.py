@@ -22,8 +22,9 @@ from ..models.checkpoint.names import EMBEDDING, is_linear
 from ..models.layers.norm import RMSNorm
 
 
-def initialize(model: Decoder, seed: int, o_proj: float = 1.0) -> None:
-    """Fill every parameter of `model` in place, with the same values on every device. o_proj: factor of its weights."""
+def initialize(model: Decoder, seed: int, o_proj: float = 1.0, lambda_bias: float = 0.0) -> None:
+    """Fill every parameter of `model` in place, with the same values on every device. o_proj: factor of its weights.
+    lambda_bias: value of diff_v2's bias of lambda, in a model that has one."""
     config = model.config
     std = (2 / (5 * config.hidden_size)) ** 0.5
     into_residual = std / (2 * config.num_layers) ** 0.5
@@ -36,6 +37,8 @@ def initialize(model: Decoder, seed: int, o_proj: float = 1.0) -> None:
                 drawn *= 0.1
             elif name.endswith("norm.weight"):
                 drawn.fill_(1.0)
+            elif name.endswith("lambda_proj.bias"):
+                drawn.fill_(lambda_bias)
             elif parameter.ndim == 1 or not (is_linear(name) or name == EMBEDDING):
                 continue  # keeps the initial value of its mixer or MLP
             else:

@@ -75,6 +75,7 @@ def model_config(
     mlp: str = "swiglu",
     sub_norms: bool = False,
     head_norm: bool = True,
+    lambda_bias: bool = False,
 ) -> ModelConfig:
     """The model of a preset with an attention variant; `vocab_size` None: the preset's. Raises DiffbitError for an
     unknown name."""
@@ -96,6 +97,7 @@ def model_config(
         mlp=mlp,
         sub_norms=sub_norms,
         head_norm=head_norm,
+        lambda_bias=lambda_bias,
     )
 
 
@@ -147,6 +149,7 @@ def train_config(
             mlp=mlp or "swiglu",
             sub_norms=norms,
             head_norm=head_norm != "none",
+            lambda_bias=changes.get("lambda_bias") is not None,
         )
         if head_norm is None and model.head_norm and qat is None and not norms:
             head_norm = "learned"

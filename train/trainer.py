@@ -164,7 +164,7 @@ class _Run:
         torch.manual_seed(config.seed)
         self.model = Decoder(self.config.model)
         if config.init is None:
-            initialize(self.model, config.seed, config.o_proj_init)
+            initialize(self.model, config.seed, config.o_proj_init, config.lambda_bias or 0.0)
         else:
             source = load(config.init, dtype=torch.float32)
             if self.config.model.sub_norms == source.config.sub_norms:

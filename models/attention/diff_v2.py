@@ -1,17 +1,19 @@
 """Differential attention, version 2 (hf.co/blog/microsoft/diff-attn-v2; unilm, Diff-Transformer-V2).
 
     a_j = softmax(q_j k_g^T / sqrt d) v_g    for 2H query sub-heads; both of a pair use kv head g = i // (H/KV)
-    o_i = a_2i - sigmoid(lambda_i(x)) * a_2i+1,     lambda(x) = W x: one number per token and head
+    o_i = a_2i - sigmoid(lambda_i(x)) * a_2i+1,     lambda(x) = W x + b: one number per token and head
 
 It has no head norm and no lambda_init: it is grouped-query attention with twice the query heads, then a subtraction.
+The authors' lambda has no b. With b = -6 a model starts with hardly any subtraction, which training then opens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
+from ..checks import check_flag
 from ..graph import GROUP_QUERY_MULTIPLE, Cache, Graph, Heads, Value
 from ..layers.attention import Differential
 from ..mixer import Operations, Place
@@ -20,6 +22,14 @@ from .softmax import GroupQueryOptions
 
 @dataclass(frozen=True)
 class Options(GroupQueryOptions):
+    """lambda_bias: whether lambda has the bias b [H]."""
+
+    lambda_bias: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flag("lambda_bias", self.lambda_bias)
+
     def module(self, place: Place) -> DiffV2:
         return DiffV2(self, place)
 
@@ -46,7 +56,7 @@ class Options(GroupQueryOptions):
 class DiffV2(Differential):
     def __init__(self, options: Options, place: Place) -> None:
         super().__init__(options, place)
-        self.lambda_proj = nn.Linear(place.hidden_size, options.num_heads, bias=False)
+        self.lambda_proj = nn.Linear(place.hidden_size, options.num_heads, bias=options.lambda_bias)
 
     def by_branch(self, key: Tensor, value: Tensor) -> tuple[list[Tensor], Tensor]:
         return [key, key], value

@@ -1,0 +1,68 @@
+"""diffbit convert: make a differential model from a plain Transformer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ...cli import Json, Overwrite, Quiet, print_json, print_table
+
+EXAMPLES = (
+    "diffbit convert examples/pico/softmax -o out/differential",
+    "diffbit convert examples/pico/softmax --start rotated -o out/rotated",
+)
+
+
+def convert(
+    model: Annotated[Path, typer.Argument(help="Plain Transformer: a float checkpoint folder, or a GGUF file.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Output folder: the differential checkpoint.")],
+    start: Annotated[
+        Literal["copy", "rotated"],
+        typer.Option(
+            help="copy: the noise query is the signal query, and the model computes the same function, exactly. "
+            "rotated: it is turned by --angle, and lambda starts at 0.0025, near the same function."
+        ),
+    ] = "copy",
+    angle: Annotated[
+        float, typer.Option(help="Degrees between both queries of --start rotated; at 90 they are orthogonal.")
+    ] = 90.0,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Data type of the weights; default: as they are. Weights quantized in a GGUF file are float32."),
+    ] = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Convert a plain Transformer to a differential one, version 2, that computes the same function.
+
+    Any llama, mistral, qwen2 or qwen3 model, from a folder or a GGUF file. The result is a float checkpoint: quantize,
+    export or train it (`diffbit train --init`).
+    """
+    import torch
+
+    from ...models import Checkpoint, num_parameters
+    from . import convert as write
+
+    write(
+        model,
+        output,
+        start=start,
+        angle=angle,
+        dtype=None if dtype is None else getattr(torch, dtype),
+        overwrite=overwrite,
+    )
+    rows = []
+    for path in (model, output):
+        found = Checkpoint(path)
+        size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()))
+        rows.append({
+            "model": str(path), "attention": found.config.attention, "dtype": found.dtype,
+            "parameters": num_parameters(found.config), "bytes": size,
+        })  # fmt: skip
+    if as_json:
+        print_json({"output": str(output), "start": start, "before": rows[0], "after": rows[1]})
+    else:
+        print_table(rows)
