@@ -8,6 +8,8 @@
 # make arm64       an ARM Python with ONNX Runtime, with which the tests run whole artifacts on qemu-aarch64
 # make fuzz        reads 50,000 damaged files (tests/fuzz); CI reads 1,500 of them
 # make kill        kills commands before every step that changes the disk (tests/kill); CI before some of them
+# make null-test   compares SmolLM2 with its differential conversion through every path, to the bit (about 20 minutes);
+#                  MODEL=... compares another plain model
 # make bench-kernels   time, bandwidth and ratios of the kernels beside ONNX Runtime's (benchmarks/kernels.py)
 # make models      restores the models that docs/ was measured on from this repository's history: examples/{nano,nano_1k,bitnet}
 # make accuracy    renews the tables of docs/accuracy.md and docs/attention.md, on the models of examples/nano and nano_1k, on
@@ -35,7 +37,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
 # Targets that install share one environment
 .NOTPARALLEL:
-.PHONY: demo demo-smollm2 test test-all fuzz kill lint build arm64 bench-kernels models accuracy wheels docs clean
+.PHONY: demo demo-smollm2 test test-all fuzz kill lint build arm64 null-test bench-kernels models accuracy wheels docs clean
 
 demo: $(BUILT)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh out/demo
@@ -54,6 +56,12 @@ fuzz: $(DEVELOP) $(BUILT)
 
 kill: $(DEVELOP) $(BUILT)
 	$(BIN)/python -m pytest $(WORKERS) -p tests.every_point tests/kill
+
+MODEL = out/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+null-test: $(DEVELOP) $(BUILT)
+	test -e "$(MODEL)" || bash examples/smollm2.sh --fetch out/smollm2
+	npm ci --silent --no-audit --no-fund --ignore-scripts --prefix tests/web
+	DIFFBIT_NULL_MODEL="$(abspath $(MODEL))" $(BIN)/python -m pytest -q tests/apps/convert/test_null.py
 
 lint: $(DEVELOP) $(BUILT)
 	$(BIN)/ruff check .

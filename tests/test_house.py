@@ -125,6 +125,52 @@ def test_imports_lead_to_lower_levels(room: str) -> None:
         assert not wrong, f"{name} imports {sorted(wrong)}"
 
 
+def faces() -> dict[str, set[str]]:
+    """{package: the names that it offers}, of every package of the core."""
+    found = {}
+    for name, file in FILES.items():
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__" and room_of(name) != "apps":
+                found[name] = set(ast.literal_eval(node.value))
+    return found
+
+
+def deep_imports(name: str, source: str, package: bool) -> list[str]:
+    """What a module of an app imports that is neither its own, nor a name in a room's face, nor a leaf of diffbit/."""
+    offered, own = faces(), ".".join(name.split(".")[:3])
+    here = name.split(".") if package else name.split(".")[:-1]
+    wrong = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        base = ".".join(here[: len(here) - node.level + 1] + ([node.module] if node.module else []))
+        if base == own or base.startswith(f"{own}.") or base.removeprefix("diffbit.") in LEAVES:
+            continue
+        names = {alias.name for alias in node.names}
+        allowed = LEAVES if base == "diffbit" else offered.get(base, set())
+        wrong += [f"{base}.{each}" for each in sorted(names - allowed)]
+    return wrong
+
+
+def test_apps_import_only_faces() -> None:
+    apps = [name for name in FILES if room_of(name) == "apps"]
+    assert apps
+    for name in apps:
+        wrong = deep_imports(name, FILES[name].read_text(), FILES[name].name == "__init__.py")
+        assert not wrong, f"{name} imports {wrong}: an app uses what a room's __all__ offers, and no other app"
+
+
+def test_the_check_of_apps_sees_deep_imports() -> None:
+    def check(source: str) -> list[str]:
+        return deep_imports("diffbit.apps.a.b", source, False)
+
+    assert check("from ...models.config import ModelConfig") == ["diffbit.models.config.ModelConfig"]
+    assert check("from ...models import Mixer") == ["diffbit.models.Mixer"]
+    assert check("from ..other import x") == ["diffbit.apps.other.x"]
+    assert not check("from ... import files\nfrom ...errors import DiffbitError\nfrom ...models import Checkpoint")
+    assert not check("from .differential import convert\nfrom . import convert")
+
+
 def test_the_check_of_imports_sees_them() -> None:
     assert imports("diffbit.models.x", "from ..quantize import rtn", False) == {"diffbit.quantize"}
     late = "def f():\n    from ...runtime.session import Session"

@@ -1,8 +1,4 @@
-"""Turns a plain Transformer into a differential one that computes the same function (differential.py).
+"""Turns a plain Transformer into a differential one that computes the same function.
 
-convert("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-diff")     # a checkpoint that quantize, export and train take
+diffbit.convert("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-diff")   # a checkpoint that quantize, export and train take
 """
-
-from .differential import convert
-
-__all__ = ["convert"]

@@ -30,7 +30,9 @@ def convert(
     ] = 90.0,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Data type of the weights; default: as they are. Weights quantized in a GGUF file are float32."),
+        typer.Option(
+            help="Data type of the weights; default: as they are. Weights quantized in a GGUF file are float32."
+        ),
     ] = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -44,7 +46,7 @@ def convert(
     import torch
 
     from ...models import Checkpoint, num_parameters
-    from . import convert as write
+    from .differential import convert as write
 
     write(
         model,

@@ -2,18 +2,19 @@
 
     o_h = a_2h - sigmoid(w_h x + b_h) a_2h+1,    a_j = softmax(q_j k^T / sqrt d) v
 
-start "copy": the same function. Both queries of a pair are those of the plain head, so a_2h = a_2h+1 = a. w and b are 0,
-so sigmoid is 1/2 and o_h = a - a/2 = a/2; o_proj is doubled. Every factor is a power of two, so no float is rounded,
-whatever its format. The KV cache stays as large; q_proj doubles, and w adds one row per head.
+start "copy" computes the same function. Both queries of a pair are those of the plain head, so a_2h = a_2h+1 = a. w and
+b are 0, so sigmoid is 1/2 and o_h = a - a/2 = a/2; o_proj is doubled. Every factor is a power of two, so no float is
+rounded, whatever its format. The KV cache stays as large; q_proj doubles, and w adds one row per head.
 
-start "rotated": the noise query is the signal query turned by an angle in each plane (j, j + d/2) that RoPE turns. Turns
-of a plane commute, so this one goes into the rows of q_proj. b is -6: lambda begins at sigmoid(-6) = 0.0025, and training
-opens it. At 90 degrees both queries are orthogonal. This is how CoDA starts (Constrained Orthogonal Differential
-Attention, A. Maio 2026, PyPI coda-gqa-l; there the angle stays a parameter and a norm follows the heads). A norm of queries (Qwen 3) stands between q_proj and RoPE and has one weight per channel
-for both queries, so the angle fits it only if the channels of each plane have equal weights, or if it is 180 degrees.
+start "rotated": the noise query is the signal query, turned by an angle in each plane (j, j + d/2) that RoPE turns.
+Turns of a plane commute, so this one goes into the rows of q_proj. b is -6: lambda begins at sigmoid(-6) = 0.0025, and
+training opens it. At 90 degrees the two queries are orthogonal. So starts CoDA (Constrained Orthogonal Differential
+Attention, A. Maio 2026, PyPI coda-gqa-l), where the angle stays a parameter and a norm follows the heads. A norm of
+queries (Qwen 3) stands between q_proj and RoPE and has one weight per channel for both queries, so the turn passes
+through it only if the two channels of each plane have equal weights, or if it is by 180 degrees.
 
-Where a norm follows the heads (BitNet's sub-norms) doubling after it would be too late: its epsilon has seen a/2. There
-v_proj is doubled instead of o_proj.
+Where a norm follows the heads (BitNet's sub-norms), o_proj comes too late: the norm's epsilon has seen a/2. Such a
+model has v_proj doubled instead.
 """
 
 from __future__ import annotations
@@ -105,11 +106,13 @@ def _convert_layer(
     pairs = config.layers[index].mixer.softmaxes // 2
     query = tensors[f"{attention}q_proj.weight"]
     tensors[f"{attention}lambda_proj.weight"] = query.new_zeros(pairs, config.hidden_size)
-    doubled = ("v_proj.weight", "v_proj.bias") if any(layer.sub_norms for layer in config.layers) else ("o_proj.weight",)
+    doubled = ["o_proj.weight"]
+    if any(layer.sub_norms for layer in config.layers):
+        doubled = ["v_proj.weight", "v_proj.bias"]
     if angle is not None:
         _check_angle(source, tensors.get(f"{attention}q_norm.weight"), index, angle)
         tensors[f"{attention}lambda_proj.bias"] = query.new_full((pairs,), LAMBDA_BIAS)
-        doubled = ()
+        doubled = []
     for name in (f"{attention}q_proj.weight", f"{attention}q_proj.bias"):
         if name in tensors:
             heads = tensors[name].unflatten(0, (pairs, -1))  # [H, d, E], or [H, d]
@@ -134,8 +137,8 @@ def _check_angle(source: Checkpoint, norm: Tensor | None, index: int, angle: flo
     low, high = norm.chunk(2)
     if not torch.equal(low, high):
         raise DiffbitError(
-            f"{source.path}: the norm of queries in layer {index} has different weights for the two channels of a plane, "
-            f"so a turn by {angle:g} degrees does not pass through it; use --angle 180 or --start copy"
+            f"{source.path}: the norm of queries in layer {index} has different weights for the two channels of a "
+            f"plane, so a turn by {angle:g} degrees does not pass through it; use --angle 180 or --start copy"
         )
 
 
@@ -146,7 +149,7 @@ def _cast(source: Checkpoint, name: str, tensor: Tensor, dtype: torch.dtype | No
     if torch.isinf(low) or torch.isinf(high):
         label = str(found.dtype).removeprefix("torch.")
         raise DiffbitError(
-            f"{source.path}: tensor {name} has numbers beyond {torch.finfo(found.dtype).max:g}, the largest of {label}, "
-            "in the differential model; use --dtype float32"
+            f"{source.path}: tensor {name} has numbers beyond {torch.finfo(found.dtype).max:g}, the largest of "
+            f"{label}, in the differential model; use --dtype float32"
         )
     return found
