@@ -1,5 +1,6 @@
 # make demo        trains, quantizes, exports and runs two small models, and writes out/demo/report.html
-# make demo-smollm2   the same road for a published model, SmolLM2-135M-Instruct from a PyPI wheel (examples/smollm2.sh)
+# make demo-smollm2   a published model from a PyPI wheel, made differential, quantized, and talked to (examples/smollm2.sh);
+#                  QUICK=1 rounds to nearest and chats within two minutes
 # make test        lint, types and the quick tests
 # make test-all    all tests, as CI runs them
 # make build       compiles the native library again after a change in csrc/; the targets above do so by themselves. With an
@@ -43,7 +44,7 @@ demo: $(BUILT)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh out/demo
 
 demo-smollm2: $(BUILT)
-	PATH="$(abspath $(BIN)):$$PATH" bash examples/smollm2.sh out/smollm2
+	PATH="$(abspath $(BIN)):$$PATH" bash examples/smollm2.sh $(if $(QUICK),--quick) out/smollm2
 
 test: lint
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow"

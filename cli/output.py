@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,17 +50,40 @@ def print_json(value: Any) -> None:
 
 
 def print_table(rows: Iterable[Mapping[str, Any]], title: str | None = None) -> None:
-    """Print rows as a table: headings from the first row's keys, numbers right-aligned with 4 significant digits."""
+    """Print rows as a table: headings from the first row's keys, numbers right-aligned with 4 significant digits.
+
+    Columns for which a terminal is too narrow follow in further tables, each with the columns that name the rows: those
+    before the first numbers.
+    """
     rows = list(rows)
-    table = Table(title=title, title_justify="left", header_style="bold")
-    for name in rows[0] if rows else ():
-        numeric = all(isinstance(row.get(name), int | float | None) for row in rows)
-        heading = name.replace("_", " ") if name.isidentifier() else name
-        table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(_cell(value) for value in row.values()))
     # a table written to a file is not wrapped to 80 columns
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    names = list(rows[0]) if rows else []
+    keys = list(itertools.takewhile(lambda name: not _is_numeric(rows, name), names[:3]))
+    shown, rest = names, list[str]()
+    while True:
+        table = _table(rows, shown, title)
+        if len(shown) > len(keys) + 1 and console.measure(table).maximum > console.width:
+            shown, rest = shown[:-1], [shown[-1], *rest]
+            continue
+        console.print(table)
+        if not rest:
+            return
+        shown, rest, title = [*keys, *rest], [], None
+
+
+def _table(rows: Sequence[Mapping[str, Any]], names: Sequence[str], title: str | None) -> Table:
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for name in names:
+        heading = name.replace("_", " ") if name.isidentifier() else name
+        table.add_column(heading, justify="right" if _is_numeric(rows, name) else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(row.get(name)) for name in names))
+    return table
+
+
+def _is_numeric(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
+    return all(isinstance(row.get(name), int | float | None) for row in rows)
 
 
 def _cell(value: Any) -> str:

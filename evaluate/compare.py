@@ -380,4 +380,8 @@ def _share_found(value: Estimate, change: Estimate) -> str:
 
 
 def _share(estimate: Estimate | None) -> str:
-    return "-" if estimate is None else f"{estimate.value:.0%} ({estimate.low:.0%} to {estimate.high:.0%})"
+    if estimate is None:
+        return "-"
+    if estimate.low <= 0 <= estimate.high:
+        return "not established"
+    return f"{estimate.value:.0%} ({estimate.low:.0%} to {estimate.high:.0%})"

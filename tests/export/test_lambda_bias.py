@@ -1,0 +1,64 @@
+"""The bias of diff_v2's lambda: its formula in float64, and in every graph that computes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from diffbit.errors import DiffbitError
+from diffbit.export import export_artifact, reference_model
+from diffbit.models import Checkpoint, load
+from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
+from diffbit.runtime import Session, verify
+
+from .helpers import config_of, relative_error, write_model
+
+CASES: dict[str, tuple[dict[str, Any], Scheme]] = {
+    "float": ({}, Scheme()),
+    "int4 weights": ({}, Scheme(parse_format("int4_g32"))),
+    "rounded lambda": ({}, Scheme(parse_format("int8"), overrides=(("*.lambda_proj", parse_format("int8")),))),
+    "int4 cache": ({}, Scheme(attention=AttentionScheme(keys="int4", values="int4"))),
+    "narrow heads": ({"head_dim": 12}, Scheme()),
+}
+
+
+def write_biased(folder: Path, **changes: Any) -> Path:
+    return write_model(folder, config_of("diff_v2", lambda_bias=True, **changes))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_artifact_matches_torch(case: str, tmp_path: Path) -> None:
+    changes, scheme = CASES[case]
+    source = write_biased(tmp_path / "m", **changes)
+    if scheme != Scheme():
+        quantize_checkpoint(source, tmp_path / "q", scheme)
+        source = tmp_path / "q"
+    artifact = export_artifact(source, tmp_path / "onnx")
+    assert verify(artifact).passed
+    ids = torch.arange(12)[None] * 7 % 61
+    with torch.inference_mode():
+        wanted = reference_model(source)(ids)[0, 7:]
+    for native in (True, False):
+        session = Session(artifact, native=native)
+        found = [session.prefill(ids[:, :8].numpy()), *(session.step(ids[:, i : i + 1].numpy()) for i in range(8, 12))]
+        assert relative_error(np.concatenate(found), wanted).max() < 1e-4
+
+
+def test_formula_and_checkpoint(tmp_path: Path) -> None:
+    source = write_biased(tmp_path / "m")
+    assert Checkpoint(source).config.layers[0].mixer.lambda_bias
+    attention = load(source).model.layers[0].self_attn
+    x = torch.randn(1, 5, 64)
+    weight, bias = attention.lambda_proj.weight.double(), attention.lambda_proj.bias.double()
+    assert bias.abs().max() > 0.05
+    wanted = torch.sigmoid(x.double() @ weight.T + bias)  # [1, 5, H]
+    torch.testing.assert_close(attention.lambda_of(x).double()[..., 0].transpose(1, 2), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_only_diff_v2_has_it() -> None:
+    with pytest.raises(DiffbitError, match="lambda_bias is true, but softmax has no projection to lambda"):
+        config_of("softmax", lambda_bias=True)
