@@ -61,15 +61,25 @@ if [ "$mode" = full ]; then
     step "compare" diffbit compare "$model" "$out/diff" --bits 16 --what weights --data mix --max-windows 16 --length 128 \
         --prompt "Why is the sky blue?" -o "$out" --artifact "$out/diff-onnx" --artifact "$out/plain-onnx"
 
-    # 6. Beside llama.cpp, which comes compiled for this processor from npm (where there is Node.js).
-    if command -v npm >/dev/null; then
-        step "fetch llama.cpp" npm install --silent --no-audit --no-fund --no-save --ignore-scripts --omit=optional \
-            --prefix "$out" node-llama-cpp@3.22.1 "@node-llama-cpp/linux-$(node -p process.arch)@3.22.1"
+    # 6. Beside llama.cpp, which npm has compiled for each kind of processor: the published file, and Q4_0 made from it,
+    # for which llama.cpp has its fastest kernels.
+    beside=()
+    machine=$(uname -m)
+    declare -A packages=([x86_64]=linux-x64 [aarch64]=linux-arm64)
+    declare -A hashes=([x86_64]=0d953e1503d5ab4608d8ed5b739132308c81ac05ffeb760d2a7f30e08a9f90e0
+        [aarch64]=39c76b998e35ed2f236c01472fc79eda0fc558b1c8b535023c2d7ded8c327cc4)
+    if command -v npm >/dev/null && [ -n "${packages[$machine]:-}" ]; then
+        name=${packages[$machine]} file=$out/node-llama-cpp-${packages[$machine]}-3.22.1.tgz
+        [ -f "$file" ] || step "llama.cpp" npm pack --silent --pack-destination "$out" "@node-llama-cpp/$name@3.22.1"
+        echo "${hashes[$machine]}  $file" | sha256sum --check --quiet
+        tar -xzf "$file" -C "$out"
+        step "llama.cpp" python examples/llama_cpp.py "$out/package" quantize "$model" "$out/Q4_0.gguf"
+        beside=(--llama "$out/package" --gguf "$model" "$out/Q4_0.gguf")
     else
-        echo "npm is not installed, so the table below lacks llama.cpp" >&2
+        echo "the table below lacks llama.cpp, because npm is not installed or has no package for $machine" >&2
     fi
-    step "side by side" python examples/side_by_side.py "$out/diff-onnx" "$out/plain-onnx" --gguf "$model" \
-        --packages "$out/node_modules" -o "$out/side_by_side.json"
+    step "side by side" python examples/side_by_side.py "$out/diff-onnx" "$out/plain-onnx" "${beside[@]}" \
+        -o "$out/side_by_side.json"
 fi
 
 printf '\nSeconds per stage:\n'

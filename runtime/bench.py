@@ -129,11 +129,11 @@ def _measure(
         "bytes_per_token": artifact.bytes_per_token(prompt_tokens + new_tokens - 1),
         "kv_bytes_per_1k_tokens": artifact.cache.bytes_per_1k_tokens,
         "kv_fixed_bytes": artifact.cache.fixed_bytes,
-        "peak_host_memory_bytes": _peak_memory(),
+        "peak_host_memory_bytes": peak_memory(),
     } | ({"peak_device_memory_bytes": peak_device} if driver else {})
 
 
-def _peak_memory() -> int | None:
+def peak_memory() -> int | None:
     """Peak resident bytes of this process; None on Windows."""
     status = Path("/proc/self/status")
     if status.exists():
