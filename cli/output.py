@@ -58,12 +58,13 @@ def print_table(rows: Iterable[Mapping[str, Any]], title: str | None = None) -> 
     rows = list(rows)
     # a table written to a file is not wrapped to 80 columns
     console = Console(width=None if sys.stdout.isatty() else 160)
+    unbound = console.options.update(max_width=10_000)
     names = list(rows[0]) if rows else []
-    keys = list(itertools.takewhile(lambda name: not _is_numeric(rows, name), names[:3]))
+    keys = list(itertools.takewhile(lambda name: not _is_numeric(rows, name), names[:4]))
     shown, rest = names, list[str]()
     while True:
         table = _table(rows, shown, title)
-        if len(shown) > len(keys) + 1 and console.measure(table).maximum > console.width:
+        if len(shown) > len(keys) + 1 and console.measure(table, options=unbound).maximum > console.width:
             shown, rest = shown[:-1], [shown[-1], *rest]
             continue
         console.print(table)

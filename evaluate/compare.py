@@ -382,6 +382,6 @@ def _share_found(value: Estimate, change: Estimate) -> str:
 def _share(estimate: Estimate | None) -> str:
     if estimate is None:
         return "-"
-    if estimate.low <= 0 <= estimate.high:
+    if estimate.high - estimate.low > abs(estimate.value):
         return "not established"
     return f"{estimate.value:.0%} ({estimate.low:.0%} to {estimate.high:.0%})"

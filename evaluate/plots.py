@@ -44,6 +44,7 @@ INK, MUTED, RULE = "#1b1f24", "#57606a", "#d8dee4"
 HEAT = ("#f3f6f9", "#c6dbef", "#6baed6", "#2171b5")  # light to dark: small to large
 WIDTH, HEIGHT = 5.0, 3.5  # inches, one panel
 SUFFIXES = (".svg", ".png")
+SHORT, LONG = 14, 32  # characters of a model's name in a legend: of two columns, and at most
 STYLE = Path(__file__).with_name("plots.mplstyle")
 
 
@@ -85,6 +86,11 @@ def svg(figure: Figure) -> str:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": "diffbit"})
     return buffer.getvalue()
+
+
+def shortened(name: str) -> str:
+    """Return a model's name for a legend, without its middle if it is long."""
+    return name if len(name) <= LONG else f"{name[: LONG // 2]}…{name[-LONG // 2 :]}"
 
 
 def short(value: float) -> str:
@@ -235,7 +241,7 @@ def draw(axes: Axes, chart: Chart) -> None:
         x, look = [columns[result["format"]] for result in results], line(index)
         value, low, high = ([max(metric.value(r, end), floor or -math.inf) for r in results] for end in ENDS)
         axes.fill_between(x, low, high, color=look["color"], alpha=0.18, linewidth=0)
-        axes.plot(x, value, label=label, zorder=3, **look)
+        axes.plot(x, value, label=shortened(label), zorder=3, **look)
         if floor and (hidden := [place for place, height in zip(x, value, strict=True) if height == floor]):
             hollow = look | {"markerfacecolor": "white", "markeredgecolor": look["color"], "linestyle": "none"}
             axes.plot(hidden, [floor] * len(hidden), zorder=4, **hollow)
@@ -260,23 +266,25 @@ def layers(axes: Axes, reports: Sequence[Data], site: str) -> None:
     """The largest |x| of every layer and its median (thin), of all models, on a logarithmic axis."""
     from matplotlib.ticker import LogLocator, MaxNLocator
 
-    for index, report in enumerate(reports):
+    names = [shortened(report["model"]) for report in reports]
+    columns = 2 if max(map(len, names)) <= SHORT else 1
+    for index, (name, report) in enumerate(zip(names, reports, strict=True)):
         own, look = report[site]["layers"], line(index)
         places = [layer["layer"] for layer in own]
-        axes.plot(places, [layer["top"]["1"] for layer in own], label=f"{report['model']}, largest", zorder=3, **look)
+        axes.plot(places, [layer["top"]["1"] for layer in own], label=f"{name}, largest", zorder=3, **look)
         medians = [layer["median"] for layer in own]
         if all(medians):
             thin = look | {"linewidth": 1.0, "markersize": 3, "alpha": 0.7}
-            axes.plot(places, medians, label=f"{report['model']}, median", **thin)
+            axes.plot(places, medians, label=f"{name}, median", **thin)
     _logarithmic(axes)
     low, high = axes.get_ylim()
-    axes.set_ylim(low, high * (high / low) ** (0.12 + 0.09 * len(reports)))  # room for the legend
+    axes.set_ylim(low, high * (high / low) ** (0.12 + 0.18 / columns * len(reports)))  # room for the legend
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,), numticks=12))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
     axes.set_title(f"{SITES[site]}: largest and median |x|")
     axes.set_xlabel("layer")
     axes.set_ylabel("|x|")
-    axes.legend(loc="upper left", ncols=2, columnspacing=1.2)
+    axes.legend(loc="upper left", ncols=columns, columnspacing=1.2)
 
 
 def heat_map(axes: Axes, rows: Sequence[Data], value: str, largest: float, show: str) -> None:

@@ -37,6 +37,14 @@ def test_a_gain_is_drawn_hollow_on_the_floor() -> None:
     assert [list(line.get_xdata()) for line in hollow] == [[0]]
 
 
+@pytest.mark.filterwarnings("error")
+def test_long_names_of_models(tmp_path: Path) -> None:
+    """Matplotlib warns where a legend leaves no room for the axes."""
+    names = ["SmolLM2-135M-Instruct.Q4_1.gguf", "a" * 80]
+    plot_outliers([made_up.outliers(name) for name in names], tmp_path / "outliers.svg")
+    plot_comparison(made_up.comparison((names[0], names[1])), tmp_path / "comparison.svg")
+
+
 def test_kl_with_its_band() -> None:
     data = made_up.comparison(("one",))
     with plots.panels() as (_, axes):
