@@ -96,7 +96,7 @@ def logits(file: str, ids: str) -> None:
     llama = silent_llama()
     windows = np.load(ids)
     options = llama.llama_model_default_params()
-    options.use_extra_bufts = False  # AMX: some virtual machines announce it and forbid it
+    options.use_extra_bufts = False  # its AMX kernels crash where gcc 12 compiled them (docs/LOG.md)
     model = llama.llama_model_load_from_file(file.encode(), options)
     parameters = llama.llama_context_default_params()
     parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = windows.shape[1]

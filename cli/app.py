@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -121,6 +122,7 @@ for _module in (train, outliers, plan, quantize, export, verify, run, chat, serv
     _add(_module, _module.__name__.rpartition(".")[2])
 
 
+@cache
 def add_apps() -> None:
     """Add the command of every app, found by listing apps/."""
     for name in modules("apps"):

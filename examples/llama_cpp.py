@@ -4,9 +4,9 @@
     llama_cpp.py FOLDER quantize FILE OUT                               to Q4_0, for which it has its fastest kernels
     llama_cpp.py FOLDER measure FILE THREADS PROMPT NEW MOST [ID ...]   one line of JSON
 
-FOLDER is the package's, in node_modules. `measure` prints tokens a second of a prompt of PROMPT tokens and of NEW greedy
-ones after it (medians of three, after one to warm up, without flash attention, which is slower on CPUs), the peak memory
-of the process, the time to load, and at most MOST greedy tokens after the ids.
+FOLDER is the unpacked package. `measure` prints tokens per second of a prompt of PROMPT tokens and of NEW greedy ones
+after it (medians of three, after one to warm up, without flash attention, which is slower on CPUs), the peak memory of
+the process, the time to load, and at most MOST greedy tokens after the ids.
 """
 
 from __future__ import annotations

@@ -40,7 +40,19 @@ def test_the_extensions_work(tmp_path: Path) -> None:
     (check,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert [diff.count("diff --git") for diff in diffs] == [1] * 5
     tree = tmp_path / "tree"
-    rooms = ("ops", "calib_data", "models", "quantize", "train", "export", "runtime", "evaluate", "cli", "diffbit")
+    rooms = (
+        "ops",
+        "calib_data",
+        "models",
+        "quantize",
+        "train",
+        "export",
+        "runtime",
+        "evaluate",
+        "cli",
+        "apps",
+        "diffbit",
+    )
     for room in rooms:
         shutil.copytree(ROOT / room, tree / room, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for diff in diffs:
@@ -53,10 +65,10 @@ def test_the_extensions_work(tmp_path: Path) -> None:
 
 
 def test_the_command_reference_is_current() -> None:
-    command = [sys.executable, "-m", "typer", "diffbit.cli.app", "utils", "docs", "--name", "diffbit"]
+    command = [sys.executable, "-m", "typer", "diffbit.cli", "utils", "docs", "--name", "diffbit"]
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert (ROOT / "docs" / "cli.md").read_text().strip() == made.strip(), (
-        "out of date; run: python -m typer diffbit.cli.app utils docs --name diffbit --output docs/cli.md"
+        "out of date; run: python -m typer diffbit.cli utils docs --name diffbit --output docs/cli.md"
     )
 
 

@@ -78,6 +78,7 @@ def convert(
             if index is not None:
                 _convert_layer(source, config, index, tensors, None if start == "copy" else angle)
             writer.add_layer(tensors)
+            del tensors  # before the next ones are read
     return Path(out)
 
 

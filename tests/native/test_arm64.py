@@ -8,12 +8,14 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from diffbit.apps.convert.differential import convert
 from diffbit.export import export_artifact
-from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
+from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
 
 from .host import ROOT, build, skip
 
@@ -84,3 +86,18 @@ def test_an_artifact_verifies_itself(weights: str, checkpoint: Path, installed: 
     options = {"isa": "neon", "installed": installed, "wrapper": tmp_path / "python"}
     result = json.loads(diffbit("verify", artifact, "--json", **options))
     assert result["native"] and result["passed"], result
+
+
+def test_a_converted_model_writes_what_its_original_writes(
+    trained: Callable[[str], Path], installed: Path, tmp_path: Path
+) -> None:
+    """The null test (tests/apps/convert) on NEON's kernels: int4 weights, an int8 cache."""
+    scheme = Scheme(parse_format("int4_g32"), attention=AttentionScheme(keys="int8", values="int8"))
+    options = {"isa": "neon", "installed": installed, "wrapper": tmp_path / "python"}
+    texts = []
+    for path in (trained("softmax"), convert(trained("softmax"), tmp_path / "diff")):
+        quantize_checkpoint(path, tmp_path / f"{path.name}-q", scheme)
+        artifact = export_artifact(tmp_path / f"{path.name}-q", tmp_path / f"{path.name}-onnx")
+        said = diffbit("run", str(artifact), "def __init__(self", "--max-tokens", "48", "--json", **options)
+        texts.append(json.loads(said)["text"])
+    assert texts[0] == texts[1] and len(texts[0]) > 48
