@@ -80,9 +80,9 @@ class DecoderGraph(Graph):
         self.config, self.scheme, self.cache = config, scheme, cache
         self.carried: dict[int, Cache] = {}
         self._tables = [table.numpy() for table in rope_tables(config, context_length)]
-        self.input_ids = self.input("input_ids", np.int64, ["batch", "sequence"])
-        self.attention_mask = self.input("attention_mask", np.int64, ["batch", "total_sequence"])
-        self.position_ids = self.input("position_ids", np.int64, ["batch", "sequence"])
+        self.input_ids = self.input("input_ids", np.int64, ["batch_size", "sequence"])
+        self.attention_mask = self.input("attention_mask", np.int64, ["batch_size", "total_sequence"])
+        self.position_ids = self.input("position_ids", np.int64, ["batch_size", "sequence"])
         self._past = [
             {
                 buffer.name: self.input(f"past_key_values.{i}.{buffer.name}", buffer.dtype, _named(buffer, "past"))
@@ -256,7 +256,7 @@ class DecoderGraph(Graph):
             logits = self.custom(float_matmul, [x, self._table])
         if self.dtype is not np.float32:
             logits = self.cast(logits, np.float32)
-        self.output("logits", logits, np.float32, ["batch", "logits", self.config.vocab_size])
+        self.output("logits", logits, np.float32, ["batch_size", "logits", self.config.vocab_size])
         for index, present in enumerate(self._present):
             for buffer in self.cache.layers[index]:
                 name = f"present.{index}.{buffer.name}"
@@ -267,4 +267,4 @@ def _named(buffer: Buffer, when: str) -> list[int | str]:
     """Return the buffer's shape with names for varying dimensions."""
     names = {1: f"{when}_sequence", BLOCK: f"{when}_groups"}
     shape = zip(buffer.shape, buffer.fixed, strict=True)
-    return ["batch", *(fixed or names[tokens_each(str(dim))] for dim, fixed in shape)]
+    return ["batch_size", *(fixed or names[tokens_each(str(dim))] for dim, fixed in shape)]

@@ -2,10 +2,10 @@
 and so on where it would be larger than a browser can load.
 
     g = Graph(folder, "fp32")
-    x = g.input("x", np.int64, ["batch", "sequence"])
+    x = g.input("x", np.int64, ["batch_size", "sequence"])
     with g.scope("layers.0"):
         y = g.op("Gather", [g.initializer("embedding", table), x])
-    g.output("y", y, np.float32, ["batch", "sequence", 64])
+    g.output("y", y, np.float32, ["batch_size", "sequence", 64])
     g.save()
 
 Each weight is written at once and not kept, so the memory needed is that of the largest weight. Constants (shapes,

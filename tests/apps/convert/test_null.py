@@ -51,7 +51,9 @@ GIVEN = os.environ.get("DIFFBIT_NULL_MODEL")
 MODELS = ("given",) if GIVEN else ("trained", "odd")
 FORMATS = ("int8", "int6_g64", "int4_g32", "int4_g32_asym", "int3_g64", "int2_g64", "nf4", "mxfp4", "ternary")
 RECIPES = ("gptq", "rotate+gptq", "hqq", "awq", "learned:3")
-INEXACT = ("awq", "learned:3")  # both weigh the two queries of a pair twice; the choice of a scale may fall otherwise
+# awq and learned count the two queries of a pair twice where they weigh projections that share an input; hqq's penalty
+# beta has the unit of a weight, so that a doubled o_proj is rounded otherwise
+INEXACT = ("awq", "learned:3", "hqq")
 CACHES = {
     "int8": AttentionScheme(keys="int8", values="int8"),
     "int4": AttentionScheme(keys="int4", values="int4"),
