@@ -29,6 +29,7 @@ import torch
 
 import diffbit
 from diffbit import models
+from diffbit.calib_data import load_text, load_tokenizer, windows
 from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
 from diffbit.models import Checkpoint, Decoder, ModelConfig
@@ -173,6 +174,20 @@ def test_in_torch(pair: Pair, record_property: Record) -> None:
     with torch.inference_mode():
         found = {name: models.load(path)(ids, attention_mask=mask).numpy() for name, path in pair.paths.items()}
     check(found["plain"], found["diff"], record_property)
+
+
+@with_text
+def test_rotated_start_is_near(pair: Pair, tmp_path: Path, record_property: Record) -> None:
+    """Not a null test: how far the other start is from the plain model on text, in nats per token."""
+    tokenizer = load_tokenizer(pair.paths["diff"])
+    tokens = tokenizer.encode(load_text("mix", "eval").documents)
+    ids = torch.as_tensor(windows(tokens, 128, eos_id=tokenizer.eos_id, max_windows=16).ids)
+    rotated = diffbit.convert(pair.paths["plain"], tmp_path / "rotated", start="rotated")
+    with torch.inference_mode():
+        exact, near = (models.load(path)(ids).log_softmax(-1) for path in (pair.paths["plain"], rotated))
+    divergence = float((exact.exp() * (exact - near)).sum(-1)[:, :-1].mean())
+    record_property("difference", f"{divergence:.2g} nats")
+    assert 0 < divergence < 0.01
 
 
 def test_in_float(pair: Pair, record_property: Record) -> None:
