@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -39,7 +39,11 @@ class Stored:
 
 @dataclass(frozen=True)
 class Family(ABC):
+    """writes: whether models that it can represent are written in it; else only its own folders are read. Two families
+    that write must not represent the same model: then it would be chance which of them does."""
+
     model_type: str
+    writes: bool = field(default=False, kw_only=True)
     quantized: ClassVar[bool] = True  # whether folders may be quantized
 
     def knows(self, values: Mapping[str, Any]) -> bool:

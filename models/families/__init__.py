@@ -34,8 +34,8 @@ def family_of(values: Mapping[str, Any]) -> Family:
 
 
 def family_for(config: ModelConfig) -> Family:
-    """Return the family for writing a model, preferably one that other programs read."""
-    return next(family for family in families() if family.write(config) is not None)
+    """Return the family for writing a model: one that writes and can represent it, else the generic one."""
+    return next(family for family in families() if family.writes and family.write(config) is not None)
 
 
 def read_config(values: Mapping[str, Any]) -> ModelConfig:

@@ -22,4 +22,4 @@ class Diffbit(Family):
         return {"model_type": self.model_type} | config.to_dict()
 
 
-FAMILIES = (Diffbit("diffbit"),)
+FAMILIES = (Diffbit("diffbit", writes=True),)

@@ -28,6 +28,7 @@ FAMILIES = (
         max_position=32768,
         biases=(),
         qkv_bias=True,
+        writes=True,
         windows=windows,
     ),
 )
