@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+import sys
 import threading
-from functools import cache
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
-from ..errors import DiffbitError
+from ..errors import DiffbitError, MissingDependency
 from ..hub import download, is_hub_name
 from ..processes import leave, speaks
 from ..version import __version__
@@ -22,6 +24,9 @@ from . import bench, chat, compare, export, outliers, plan, push, quantize, run,
 from .options import modules
 from .output import print_error
 
+LAB_PACKAGES = {
+    "torch", "safetensors", "onnx", "onnx_ir", "bitsandbytes", "matplotlib", "datasets", "pyarrow",
+}  # fmt: skip
 WRITTEN = ("output", "plot")  # options that name what a command writes
 
 app = typer.Typer(name="diffbit", no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False)
@@ -120,10 +125,45 @@ def _add(module: ModuleType, name: str) -> None:
 
 for _module in (train, outliers, plan, quantize, export, verify, run, chat, serve, web, bench, compare, push):
     _add(_module, _module.__name__.rpartition(".")[2])
+for _name in modules("apps"):
+    _add(import_module(f"..apps.{_name}.command", __package__), _name)
 
 
-@cache
-def add_apps() -> None:
-    """Add the command of every app, found by listing apps/."""
-    for name in modules("apps"):
-        _add(import_module(f"..apps.{name}.command", __package__), name)
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit. Bad input prints one sentence to stderr and exits with code 2."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:  # the first file opened for writing would get its file descriptor
+        print_error("stdout is closed, so the result would be lost; redirect it to a file or to /dev/null")
+        sys.exit(2)
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper):  # bytes that are not UTF-8 are reported where they are used
+            stream.reconfigure(errors=errors)
+    try:
+        sys.exit(app(arguments, standalone_mode=False) or 0)
+    except typer.TyperException as error:  # an unknown option, a missing argument, a wrong value; no message: help
+        message = error.format_message().removesuffix(".").replace("Value error, ", "")
+        if not message:
+            sys.exit(error.exit_code)
+    except typer.Abort:
+        sys.exit(1)
+    except DiffbitError as error:
+        message = str(error)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").split(".")[0]
+        if package not in LAB_PACKAGES:
+            raise
+        message = str(MissingDependency(package, "lab", "this command"))
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported here
+            raise
+        reason = str(error).partition("\n")[0]
+        message = (
+            f"the GPU's memory does not suffice ({reason}); use shorter windows or a smaller batch, or --device cpu"
+        )
+    except OSError as error:
+        message = f"{error.filename or 'input or output'}: failed ({error.strerror or error})"
+    if speaks():
+        print_error(message)
+    leave()
+    sys.exit(2)

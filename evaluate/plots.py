@@ -267,7 +267,7 @@ def layers(axes: Axes, reports: Sequence[Data], site: str) -> None:
     from matplotlib.ticker import LogLocator, MaxNLocator
 
     names = [shortened(report["model"]) for report in reports]
-    columns = 2 if max(map(len, names)) <= SHORT else 1
+    columns = 2 if all(len(name) <= SHORT for name in names) else 1
     for index, (name, report) in enumerate(zip(names, reports, strict=True)):
         own, look = report[site]["layers"], line(index)
         places = [layer["layer"] for layer in own]

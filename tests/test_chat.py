@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from diffbit.cli import main
+from diffbit.cli.app import main
 
 from .runtime.test_chat import write_chat_model
 from .runtime.toy import follows
@@ -119,7 +119,7 @@ def test_a_terminal(tmp_path: Path) -> None:
         "import signal, sys, time; import diffbit.runtime.session as s; step = s.Session.step; "
         "signal.signal(signal.SIGINT, signal.default_int_handler); "  # a shell's background ignores it
         "s.Session.step = lambda self, ids: (time.sleep(.1), step(self, ids))[1]; "
-        "from diffbit.cli import main; main(sys.argv[1:])"
+        "from diffbit.cli.app import main; main(sys.argv[1:])"
     )
     main_end, child_end = pty.openpty()
     process = subprocess.Popen(

@@ -19,7 +19,7 @@ from typing import get_args
 import pytest
 from typer.main import get_command
 
-from diffbit.cli import app, main
+from diffbit.cli.app import app, main
 from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
 from diffbit.runtime import Session
 
@@ -84,7 +84,7 @@ def test_examples_can_be_copied_from_a_narrow_terminal(
 def completions(line: str) -> list[str]:
     """What bash offers for the last word of `line`, in a process that cannot import torch."""
     words = shlex.split(line) + ([""] if line.endswith(" ") else [])
-    script = "import sys; sys.modules['torch'] = None; from diffbit.cli import main; main()"
+    script = "import sys; sys.modules['torch'] = None; from diffbit.cli.app import main; main()"
     environment = os.environ | {
         "_DIFFBIT_COMPLETE": "complete_bash",
         "COMP_WORDS": " ".join(words),
@@ -232,7 +232,9 @@ def test_what_to_install(missing: str, workplace: Path) -> None:
     """Without torch the device's commands work and the others name their extra; without a runtime, what to install."""
 
     def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-        script = f"import sys; sys.modules[{missing!r}] = None; from diffbit.cli import main; main({list(arguments)!r})"
+        script = (
+            f"import sys; sys.modules[{missing!r}] = None; from diffbit.cli.app import main; main({list(arguments)!r})"
+        )
         return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
 
     demo = workplace / "out" / "demo"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from diffbit.calib_data import eval_windows
-from diffbit.cli import main
+from diffbit.cli.app import main
 from diffbit.evaluate.measure import measure
 from diffbit.models import Checkpoint
 from diffbit.quantize import load

@@ -71,7 +71,8 @@ def test_with_a_compiler_the_artifact_inside_runs(sdist: Path, tmp_path: Path) -
         # an editable installation finds its modules before sys.path is asked
         begin = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]"
         code = (
-            f"{begin}; sys.path.insert(0, {str(tmp_path / 'site')!r}); from diffbit.cli import main; main(sys.argv[1:])"
+            f"{begin}; sys.path.insert(0, {str(tmp_path / 'site')!r}); "
+            "from diffbit.cli.app import main; main(sys.argv[1:])"
         )
         done = subprocess.run(
             [sys.executable, "-P", "-c", code, *arguments], cwd=tmp_path, env=kept, capture_output=True, text=True

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from diffbit import DiffbitError, runtime
 from diffbit.calib_data import load_tokenizer
-from diffbit.cli import app, main
+from diffbit.cli.app import app, main
 from diffbit.sentencepiece_model import SENTENCEPIECE
 from diffbit.tokenizer_files import TOKENIZER, tokenizer_files
 

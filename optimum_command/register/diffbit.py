@@ -37,7 +37,7 @@ class DiffbitExportCommand(BaseOptimumCLICommand):
         parser.add_argument("--overwrite", action="store_true", help="Replace the output folder.")
 
     def run(self) -> None:
-        from diffbit.cli import main
+        from diffbit.cli.app import main
         from diffbit.cli.output import print_error
         from diffbit.errors import DiffbitError
         from diffbit.files import check_place

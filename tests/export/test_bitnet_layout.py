@@ -14,7 +14,7 @@ from transformers import BitNetQuantConfig
 from typer.testing import CliRunner
 
 from diffbit import DiffbitError
-from diffbit.cli import app
+from diffbit.cli.app import app
 from diffbit.export import export_artifact, export_checkpoint
 from diffbit.models import Checkpoint
 from diffbit.models.checkpoint.names import shapes

@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from diffbit import DiffbitError, runtime
-from diffbit.cli import app
+from diffbit.cli.app import app
 from diffbit.export import export_artifact, reference_model
 from diffbit.ops.cache import Buffer
 from diffbit.ops.kv_cache import quantized_tokens

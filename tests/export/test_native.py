@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from diffbit import DiffbitError, runtime
-from diffbit.cli import app
+from diffbit.cli.app import app
 from diffbit.runtime import native
 
 from .conftest import Maker

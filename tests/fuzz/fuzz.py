@@ -81,7 +81,7 @@ class Workplace:
         for name in (self.root / "modules").read_text().split():  # not to be imported again in each case
             with suppress(Exception):
                 importlib.import_module(name)
-        for module in pkgutil.walk_packages(diffbit.__path__, "diffbit."):
+        for module in pkgutil.walk_packages([str(Path(diffbit.__file__).parent)], "diffbit."):
             others = "__main__", "libdiffbit_ops", "integrations.transformers", "integrations.exporter"
             if not module.name.endswith(others):
                 importlib.import_module(module.name)

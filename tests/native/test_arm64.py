@@ -63,7 +63,7 @@ def diffbit(*arguments: str, isa: str, installed: Path, wrapper: Path) -> str:
     emulated = ["qemu-aarch64", "-L", str(ARM64), str(python)]
     wrapper.write_text(f'#!/bin/sh\nexec {shlex.join(emulated)} "$@"\n')
     wrapper.chmod(0o755)
-    code = f"import sys; sys.executable = {str(wrapper)!r}; from diffbit.cli import main; main(sys.argv[1:])"
+    code = f"import sys; sys.executable = {str(wrapper)!r}; from diffbit.cli.app import main; main(sys.argv[1:])"
     environment = {name: value for name, value in os.environ.items() if name != "DIFFBIT_LIBRARY"}
     done = subprocess.run(
         [*emulated, "-c", code, *arguments],

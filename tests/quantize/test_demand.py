@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from diffbit import models
-from diffbit.cli import main
+from diffbit.cli.app import main
 from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
 from diffbit.export.demand import export_demand

@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diffbit import models
-from diffbit.cli import main
+from diffbit.cli.app import main
 from diffbit.models import Decoder, ModelConfig
 from diffbit.processes import Processes
 from diffbit.quantize import Scheme, parse_format, quantize_checkpoint

@@ -15,7 +15,7 @@ import torch
 
 import diffbit
 from diffbit import models, processes
-from diffbit.cli import main
+from diffbit.cli.app import main
 from diffbit.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig
 from diffbit.processes import Processes

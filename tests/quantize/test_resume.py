@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from diffbit import models
-from diffbit.cli import main
+from diffbit.cli.app import main
 from diffbit.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig
 from diffbit.quantize import Scheme, parse_format, quantize_checkpoint

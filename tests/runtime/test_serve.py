@@ -26,7 +26,7 @@ import openai
 import pytest
 import uvicorn
 
-from diffbit.cli import main
+from diffbit.cli.app import main
 from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
 from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint

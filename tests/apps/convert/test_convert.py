@@ -17,7 +17,7 @@ from transformers import BitNetForCausalLM
 
 import diffbit
 from diffbit import models
-from diffbit.cli import main
+from diffbit.cli.app import main
 from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact, reference_model
 from diffbit.models import Checkpoint, Decoder, ModelConfig, num_parameters

@@ -20,7 +20,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 
 from diffbit import DiffbitError, models
-from diffbit.cli import main
+from diffbit.cli.app import main
 from diffbit.evaluate.cost import token_cost
 from diffbit.export import export_artifact, reference_model
 from diffbit.models import Checkpoint, KVCache, ModelConfig
