@@ -61,7 +61,7 @@ kill: $(DEVELOP) $(BUILT)
 MODEL = out/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 null-test: $(DEVELOP) $(BUILT)
 	test -e "$(MODEL)" || bash examples/smollm2.sh --fetch out/smollm2
-	npm ci --silent --no-audit --no-fund --ignore-scripts --prefix tests/web
+	npm ci --silent --no-audit --no-fund --ignore-scripts --prefix tests/apps/web
 	DIFFBIT_NULL_MODEL="$(abspath $(MODEL))" $(BIN)/python -m pytest -q tests/apps/convert/test_null.py
 
 lint: $(DEVELOP) $(BUILT)

@@ -10,7 +10,20 @@ so `diffbit run` needs no torch. Commands of apps live with them (apps/NAME/comm
     train.py, quantize.py, ...  one command each, with its EXAMPLES
 """
 
-from .options import Json, Overwrite, Quiet
-from .output import print_json, print_table
+from .options import ArtifactPath, ArtifactPaths, Device, Json, NoNative, Overwrite, Quiet, Threads, as_artifacts
+from .output import print_json, print_table, remark
 
-__all__ = ["Json", "Overwrite", "Quiet", "print_json", "print_table"]
+__all__ = [
+    "ArtifactPath",
+    "ArtifactPaths",
+    "Device",
+    "Json",
+    "NoNative",
+    "Overwrite",
+    "Quiet",
+    "Threads",
+    "as_artifacts",
+    "print_json",
+    "print_table",
+    "remark",
+]

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +20,7 @@ from ..errors import DiffbitError, MissingDependency
 from ..hub import download, is_hub_name
 from ..processes import leave, speaks
 from ..version import __version__
-from . import bench, chat, compare, export, outliers, plan, push, quantize, run, serve, train, verify, web
+from . import bench, chat, compare, export, outliers, plan, quantize, run, train, verify
 from .options import modules
 from .output import print_error
 
@@ -114,19 +114,21 @@ class _Command(TyperCommand):
             self.epilog = examples
 
 
-def _add(module: ModuleType, name: str) -> None:
-    """Add a module's command, the function `name`. The four spaces turn its examples into a code block in
+def _add(module: ModuleType, name: str, examples: Iterable[str]) -> None:
+    """Add the command that a module's function `name` is. The four spaces turn its examples into a code block in
     docs/cli.md."""
     command = getattr(module, name)
     summary = (command.__doc__ or "").partition("\n")[0]
-    lines = "\n".join(f"    {line}" for line in module.EXAMPLES)
+    lines = "\n".join(f"    {line}" for line in examples)
     app.command(cls=_Command, short_help=summary, epilog=f"Examples:\n\n{lines}")(command)
 
 
-for _module in (train, outliers, plan, quantize, export, verify, run, chat, serve, web, bench, compare, push):
-    _add(_module, _module.__name__.rpartition(".")[2])
+for _module in (train, outliers, plan, quantize, export, verify, run, chat, bench, compare):
+    _add(_module, _module.__name__.rpartition(".")[2], _module.EXAMPLES)
 for _name in modules("apps"):
-    _add(import_module(f"..apps.{_name}.command", __package__), _name)
+    _module = import_module(f"..apps.{_name}.command", __package__)
+    for _command, _examples in _module.EXAMPLES.items():
+        _add(_module, _command, _examples)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

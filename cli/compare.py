@@ -117,16 +117,6 @@ Kind = Annotated[
         "leaves them unrounded.",
     ),
 ]
-TaskNames = Annotated[
-    str | None,
-    typer.Option(
-        "--tasks",
-        metavar="TASKS",
-        help="Also run tasks of lm-evaluation-harness, separated by commas, on every variant and every artifact.",
-    ),
-]
-TasksFolder = Annotated[Path | None, typer.Option(help="Folder with YAML files of your own tasks, for --tasks.")]
-Limit = Annotated[int | None, typer.Option(help="Maximum number of documents of each task; default: all.")]
 Prompt = Annotated[str, typer.Option(help="Prompt for the artifacts' samples.")]
 
 
@@ -146,9 +136,6 @@ def compare(
     length: Length = None,
     retrieval: Needles = None,
     rows: Rows = 64,
-    tasks: TaskNames = None,
-    tasks_folder: TasksFolder = None,
-    limit: Limit = None,
     batch_size: BatchSize = 8,
     artifact: Artifacts = None,
     quantized: Quantized = None,
@@ -164,7 +151,6 @@ def compare(
     too: its logits at any number of bits, qk (integer products of queries and keys) at 8 or 4, and kv (the KV cache),
     or keys and values alone, at 8, 4 or 2.
     """
-    from ..evaluate import Tasks
     from ..evaluate import compare as compare_models
     from ..quantize import parse_recipe
 
@@ -191,7 +177,6 @@ def compare(
             batch_size=batch_size,
             device=torch_device(device),
             needles=needles,
-            tasks=None if tasks is None else Tasks(tuple(tasks.split(",")), tasks_folder, limit),
         )
         if output is not None:
             known |= _inspect(artifact or (), prompt, seed)

@@ -5,7 +5,7 @@
 locks/pip.txt        pip, and what builds packages that have no wheel
 locks/python.txt     what `make .venv/.develop` installs, but torch, whose file depends on the index
 locks/arm64.txt      for the emulated ARM Python of tests/native/arm64.sh
-locks/ortmodel.txt   for tests/integrations/test_ortmodel.py
+locks/ortmodel.txt   for tests/apps/hub/test_ortmodel.py
 """
 
 from __future__ import annotations

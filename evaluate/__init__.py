@@ -10,14 +10,12 @@ from .compare import Comparison, compare
 from .metrics import Estimate, Scores
 from .plots import plot_comparison, plot_outliers, plot_plan
 from .report import ReportData, versions, write_report
-from .tasks import Tasks
 
 __all__ = [
     "Comparison",
     "Estimate",
     "ReportData",
     "Scores",
-    "Tasks",
     "compare",
     "plot_comparison",
     "plot_outliers",

@@ -19,9 +19,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -29,7 +27,7 @@ import torch
 from .. import files
 from ..calib_data import NeedleWindows, Windows
 from ..errors import DiffbitError
-from ..models import Checkpoint, Decoder, ModelConfig, num_parameters
+from ..models import Checkpoint, ModelConfig, num_parameters
 from ..quantize import AttentionScheme, load, parse_recipe, read_scheme
 from ..quantize.cache import cache_spec
 from ..runtime import Artifact
@@ -39,7 +37,6 @@ from .measure import Measured, Refusal, measure
 from .metrics import CONFIDENCE, Estimate, mean, paired, perplexity_ratio, recovered
 from .retrieval import Retrieval, contrast, label, retrieval, settings
 from .runs import in_groups, measure_runs
-from .tasks import Answers, Tasks, TaskScore, artifact_model, score, torch_model
 from .variants import ATTENTION, BITS, FLOAT, METHODS, NO_METHOD, WHAT, bits_of, variants
 
 RTN = "rtn"  # rounding to nearest, the baseline of `recovered`
@@ -65,7 +62,6 @@ class Result:
     cache_bytes: float  # of the KV cache, per token of context
     cost: Cost  # of a decoded token, at the windows' length
     retrieval: tuple[Retrieval, ...]  # one for each set of needles
-    tasks: tuple[TaskScore, ...]  # of lm-evaluation-harness
     repeats: int  # number of roundings measured, of each training run; 1 also if nothing is rounded
 
 
@@ -143,7 +139,6 @@ class Comparison:
                     "KL": "-" if stored else result.kl.value,
                     "agreement": "-" if stored else f"{result.agreement.value:.2%}",
                     **{f"found, {label(one)}": _share_found(one.accuracy, one.change) for one in result.retrieval},
-                    **{f"{one.task}, {one.metric}": _share_found(one.value, one.change) for one in result.tasks},
                 }
             )
         return rows
@@ -178,7 +173,6 @@ def compare(
     cache_bytes: int = 1 << 30,
     device: torch.device | str = "cpu",
     needles: Sequence[NeedleWindows] = (),
-    tasks: Tasks | None = None,
 ) -> Comparison:
     """Compare float checkpoints at several bit-widths, and quantized ones unchanged, on windows of their shared
     tokenizer.
@@ -189,8 +183,7 @@ def compare(
     the models, for tables and plots; default: the folders' names. runs: training runs of each model, which follow one
     another in `paths` and are compared as one. batch_size: windows at a time. confidence: of the
     intervals. cache_bytes: memory for the 16-bit model's log-probabilities. needles: sets of rows with needles, to test
-    every variant on. tasks: tasks of lm-evaluation-harness for every variant. Raises DiffbitError if models, windows or
-    names do not fit together.
+    every variant on. Raises DiffbitError if models, windows or names do not fit together.
     """
     chosen = variants(bits, what, methods)
     if len(windows.ids) < 2:
@@ -206,8 +199,6 @@ def compare(
             check_windows(checkpoint, text)
     check_tokenizers(checkpoints)
     owned = owned_artifacts(checkpoints, artifacts, windows)
-    if tasks is not None:
-        tasks.check()
 
     measured: dict[str, list[Measured]] = {}
     refused: list[Refusal] = []
@@ -228,7 +219,6 @@ def compare(
                 needles=needles,
                 stored=scheme,
                 artifacts=owned.get(checkpoint.path, ()),
-                ask=None if tasks is None else partial(_ask, tasks, checkpoint, batch_size),
             )
 
         measured[name], refusals = measure_runs(name, group, run)
@@ -236,13 +226,6 @@ def compare(
     if not any(parse_recipe(method).calibrated for method in methods):
         samples = []
     return conclude(groups, measured, refused, windows, samples, confidence, needles, arithmetic)
-
-
-def _ask(tasks: Tasks, checkpoint: Checkpoint, batch_size: int, model: Decoder | Artifact) -> list[Answers]:
-    with TemporaryDirectory() as folder:
-        if isinstance(model, Decoder):
-            return tasks.answers(torch_model(checkpoint, model, Path(folder), batch_size))
-        return tasks.answers(artifact_model(model, batch_size))
 
 
 def conclude(
@@ -325,7 +308,6 @@ def _result(
             retrieval(one, answers, whole, confidence)
             for one, answers, whole in zip(needles, measured.answers, own[None].answers, strict=bool(measured.answers))
         ),
-        tasks=tuple(score(*pair, confidence) for pair in zip(measured.tasks, own[None].tasks, strict=True)),
         repeats=measured.repeats,
     )
 
@@ -357,14 +339,11 @@ def _about(windows: Windows) -> dict[str, Any]:
 def _flat(result: Result) -> dict[str, Any]:
     """Return a result as columns of a CSV file."""
     row = asdict(result)
-    cost, needles, tasks = row.pop("cost"), row.pop("retrieval"), row.pop("tasks")
+    cost, needles = row.pop("cost"), row.pop("retrieval")
     row |= {f"token_{part}": number for part, number in cost.items()}
     for one in needles:
         name = f"retrieval_{one['needles']}_{one['queries']}_{one['length']}"
         row |= {name: one["accuracy"], f"{name}_change": one["change"]}
-    for one in tasks:
-        name = f"{one['task']}_{one['metric']}"
-        row |= {name: one["value"], f"{name}_change": one["change"]}
     row["recovered"] = row["recovered"] or dict.fromkeys(("value", "low", "high"), "")
     columns: dict[str, Any] = {}
     for name, value in row.items():

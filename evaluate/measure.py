@@ -37,7 +37,6 @@ from ..runtime import Artifact, Session
 from .cost import Cost, token_cost
 from .metrics import Scores, log_probabilities, score
 from .retrieval import answered
-from .tasks import Answers, of_repeats
 from .variants import Variant, on_a_device
 
 EXPLICIT_BYTES = 2 << 30  # memory for explicit attention weights in low-bit attention
@@ -47,7 +46,6 @@ COPIES = 8  # of the attention weights, in float32: logits, probabilities, masks
 ARITHMETICS = ("artifact", "float")  # inputs of quantized linear layers: rounded as on a device, or not
 Logits = Callable[[Tensor, Tensor | None], Tensor]
 """(ids int64 [B, S], mask int64 [B, S] or None: all are tokens) -> logits [B, S, V]"""
-Ask = Callable[[Decoder | Artifact], Sequence[Answers]]
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,6 @@ class Measured:
     cost: Cost  # of a decoded token, at the windows' length
     repeats: int = 1  # roundings of the weights, in each training run
     answers: tuple[np.ndarray, ...] = ()  # [K, n, R] for each set of needles: which queries are answered
-    tasks: tuple[Answers, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,13 +86,12 @@ def measure(
     needles: Sequence[NeedleWindows] = (),
     stored: Scheme | None = None,
     artifacts: Sequence[Artifact] = (),
-    ask: Ask | None = None,
 ) -> tuple[list[Measured], list[Refusal]]:
     """Measure the model and each chosen variant on all windows and needles; also returns what the methods refused.
 
     calibration: a sample for each repeat, or one for all. stored: the scheme of a checkpoint that is already quantized;
-    it has no variants. artifacts: of this model. ask: runs tasks on each. Raises DiffbitError if a model computes NaN,
-    or if every variant was refused.
+    it has no variants. artifacts: of this model. Raises DiffbitError if a model computes NaN, or if every variant was
+    refused.
     """
     _check(chosen, calibration, repeats, arithmetic, batch_size)
     scorer = _Scorer(decoder, windows, cache_bytes)
@@ -106,7 +102,6 @@ def measure(
         model, scheme = decoder, stored if variant is None else variant.scheme
         scores: list[Scores] = []
         answers: list[list[np.ndarray]] = []
-        asked: list[Sequence[Answers]] = []
         for repeat in range(repeats if variant is not None and variant.rounds else 1):
             if variant is not None:
                 try:
@@ -122,7 +117,6 @@ def measure(
                 raise DiffbitError(f"{name}, {variant or '16 bits'}: {error}") from None
             sizes_ = [_batch_size(variant, decoder.config, one.windows.ids.shape[1], batch_size) for one in needles]
             answers.append([answered(model, one, size) for one, size in zip(needles, sizes_, strict=True)])
-            asked.append(() if ask is None else ask(model))
         else:
             measured.append(
                 Measured(
@@ -134,15 +128,12 @@ def measure(
                     cost=token_cost(model.config, scheme, length),
                     repeats=len(scores),
                     answers=tuple(np.stack(sets) for sets in zip(*answers, strict=True)),
-                    tasks=of_repeats(asked),
                 )
             )
         del model  # before the next one is made
     if refused and len(measured) == 1:
         raise DiffbitError(f"{name}: {refused[0].reason}")
-    measured += [
-        _measured_on_device(artifact, scorer, length, ask) for artifact in track(artifacts, "running artifacts")
-    ]
+    measured += [_measured_on_device(artifact, scorer, length) for artifact in track(artifacts, "running artifacts")]
     return measured, refused
 
 
@@ -187,7 +178,7 @@ def on_device(session: Session) -> Logits:
     return logits
 
 
-def _measured_on_device(artifact: Artifact, scorer: _Scorer, length: int, ask: Ask | None) -> Measured:
+def _measured_on_device(artifact: Artifact, scorer: _Scorer, length: int) -> Measured:
     scheme = None if artifact.scheme is None else Scheme.from_dict(artifact.scheme)
     config = ModelConfig.from_dict(dict(artifact.model))
     try:
@@ -201,7 +192,6 @@ def _measured_on_device(artifact: Artifact, scorer: _Scorer, length: int, ask: A
         nbytes=artifact.nbytes,
         bits_per_weight=_bits_per_weight(config, scheme),
         cost=token_cost(config, scheme, length),
-        tasks=() if ask is None else tuple(ask(artifact)),
     )
 
 

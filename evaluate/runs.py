@@ -18,7 +18,6 @@ from ..models import Checkpoint
 from ..quantize import read_scheme
 from .measure import Measured, Refusal
 from .metrics import Scores
-from .tasks import of_repeats
 
 Measure = Callable[[Checkpoint, str], tuple[list[Measured], list[Refusal]]]
 """(checkpoint, its label for progress and errors) -> what measure.py returns"""
@@ -78,5 +77,4 @@ def _of_runs(runs: Sequence[Measured]) -> Measured:
         runs[0],
         scores=Scores.of_repeats([one.scores for one in runs]),
         answers=tuple(np.stack([found.mean(0) for found in sets]) for sets in answers),
-        tasks=of_repeats([one.tasks for one in runs]),
     )

@@ -12,13 +12,26 @@ from .layerwise import apply
 from .linear import QuantEmbedding, QuantLinear
 from .methods import methods
 from .methods.rtn import quantize as rtn
+from .model import quant_linear
 from .recipe import parse_recipe
 from .report import Report, Sizes, WeightReport, sizes
 from .rounding import Rounding, quantize_per_block_int8, quantize_per_token_int8, rounded_input, spread
-from .scheme import AttentionScheme, Scheme, linear_shapes, parse_kv, parse_override, table_formats, weight_shapes
+from .scheme import (
+    EMBEDDING_MODULE,
+    HEAD_MODULE,
+    AttentionScheme,
+    Scheme,
+    linear_shapes,
+    parse_kv,
+    parse_override,
+    table_formats,
+    weight_shapes,
+)
 from .stats import CalibStats, proxy_loss
 
 __all__ = [
+    "EMBEDDING_MODULE",
+    "HEAD_MODULE",
     "AttentionScheme",
     "CalibStats",
     "CodebookFormat",
@@ -45,6 +58,7 @@ __all__ = [
     "parse_override",
     "parse_recipe",
     "proxy_loss",
+    "quant_linear",
     "quantize_checkpoint",
     "quantize_logits",
     "quantize_per_block_int8",

@@ -9,29 +9,34 @@ Importing this package needs only numpy: ONNX Runtime is loaded with the first s
 
 from __future__ import annotations
 
-from .artifact import Artifact, CacheSpec, FileEntry, Golden
+from .artifact import FILE_BYTES, MANIFEST, Artifact
 from .bench import bench
-from .chat import Chat, Reply
-from .generate import Generation, generate
+from .chat import MAX_TOKENS, Chat, Reply
+from .generate import FinishReason, Generation, TextOutput, generate
+from .rows import RowCaches
 from .sampler import Sampler
-from .session import Session, slowdowns
-from .template import ChatTemplate, Message
+from .session import Logits, Session, slowdowns
+from .template import ChatTemplate, Message, NoTemplate
 from .tokenizer import TextStream, Tokenizer
-from .verify import Check, Verification, verify
+from .verify import Verification, verify
 
 __all__ = [
+    "FILE_BYTES",
+    "MANIFEST",
+    "MAX_TOKENS",
     "Artifact",
-    "CacheSpec",
     "Chat",
     "ChatTemplate",
-    "Check",
-    "FileEntry",
+    "FinishReason",
     "Generation",
-    "Golden",
+    "Logits",
     "Message",
+    "NoTemplate",
     "Reply",
+    "RowCaches",
     "Sampler",
     "Session",
+    "TextOutput",
     "TextStream",
     "Tokenizer",
     "Verification",

@@ -94,7 +94,7 @@ class Session:
         self._check_signature()
         # older exports, without this input, compute all logits
         self._logits_from = LOGITS_FROM in {node.name for node in self._session.get_overridable_initializers()}
-        self._binding = self._session.io_binding()
+        self._binding = self.io_binding()
         self._binding.bind_output("logits", "cpu")  # the first of the outputs
         self._lock = threading.RLock()
         self._batch = 0
@@ -223,7 +223,7 @@ class Session:
                 binding.bind_ortvalue_input(f"past_key_values.{name}", value)
                 binding.bind_output(f"present.{name}", self.device)
         try:
-            logits = self._run(binding, ids, self._mask[:, :stop], np.maximum(positions, 0), last)
+            logits = self.run(binding, ids, self._mask[:, :stop], np.maximum(positions, 0), last)
             if not all(self._in_place):
                 self._past = binding.get_outputs()[1:]  # in the order of the first binding, logits first
             self._ids[:, start:stop] = ids
@@ -242,8 +242,13 @@ class Session:
             raise DiffbitError(f"{self._model}: ONNX Runtime failed while running it ({error})") from None
         return logits
 
-    def _run(self, binding: Any, ids: Ids, mask: Ids, positions: Ids, last: bool) -> Logits:
-        """Run the graph on `ids` [B, S] with a cache that is bound already; the logits are as of `_append`."""
+    def io_binding(self) -> Any:
+        """A binding of ONNX Runtime's for `run`, with no cache bound."""
+        return self._session.io_binding()
+
+    def run(self, binding: Any, ids: Ids, mask: Ids, positions: Ids, last: bool) -> Logits:
+        """Run the graph on `ids` [B, S] with a cache that the caller has bound -> logits [B, S, V], or [B, 1, V] with
+        `last`. The session's own tokens stay as they are."""
         feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
         # the binding does not own this memory: it must live until the run is over
         feeds = {name: np.ascontiguousarray(array) for name, array in feeds.items()}
@@ -302,8 +307,8 @@ class Session:
             if kept and in_place and buffer.holds_tokens:
                 made.append(kept[index])
                 continue
-            zeros = _zeros((batch, *buffer.sizes(capacity if in_place else 0)), buffer.dtype)
-            value = onnxruntime().OrtValue.ortvalue_from_numpy(zeros, self.device, 0)
+            values = zeros((batch, *buffer.sizes(capacity if in_place else 0)), buffer.dtype)
+            value = onnxruntime().OrtValue.ortvalue_from_numpy(values, self.device, 0)
             # in the order of the names: the binding returns its outputs in the order of their first binding
             self._binding.bind_ortvalue_input(f"past_key_values.{name}", value)
             if in_place:
@@ -361,7 +366,7 @@ def _library(device: str) -> Path | None:
     return native_library() if device == "cpu" or cuda_architectures() else None
 
 
-def _zeros(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+def zeros(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
     """Zeros aligned to a cache line, so no vector load from a row of the KV cache crosses two lines.
 
     The system provides pages when they are first written, so unused context costs no memory. On Linux the pages have
@@ -373,9 +378,9 @@ def _zeros(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_NOHUGEPAGE)
         return np.frombuffer(memory, dtype).reshape(shape)
-    zeros = np.zeros(size + LINE, np.uint8)
-    begin = -zeros.ctypes.data % LINE
-    return zeros[begin : begin + size].view(dtype).reshape(shape)
+    block = np.zeros(size + LINE, np.uint8)
+    begin = -block.ctypes.data % LINE
+    return block[begin : begin + size].view(dtype).reshape(shape)
 
 
 def _pages(shape: tuple[int, ...]) -> Logits:

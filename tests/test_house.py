@@ -30,7 +30,6 @@ LEVEL = {
     "export": 5,
     "train": 5,
     "cli": 6,
-    "integrations": 6,
     "apps": 7,
 }
 LEAVES = {

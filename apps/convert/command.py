@@ -9,10 +9,12 @@ import typer
 
 from ...cli import Json, Overwrite, Quiet, print_json, print_table
 
-EXAMPLES = (
-    "diffbit convert examples/pico/softmax -o out/differential",
-    "diffbit convert examples/pico/softmax --start rotated -o out/rotated",
-)
+EXAMPLES = {
+    "convert": (
+        "diffbit convert examples/pico/softmax -o out/differential",
+        "diffbit convert examples/pico/softmax --start rotated -o out/rotated",
+    )
+}
 
 
 def convert(

@@ -13,6 +13,8 @@ from ..config import ModelConfig
 from ..family import Family
 from ._huggingface import common_fields
 
+__all__ = ["families", "family_for", "family_of"]
+
 GENERIC = "diffbit"  # can represent every model
 
 

@@ -33,6 +33,9 @@ from ...models import Checkpoint
 from ...models.checkpoint.names import EMBEDDING, is_linear, linear_of, shapes
 from ..formats import QTensor
 from ..scheme import Scheme
+from .diffbit import parse_entry
+
+__all__ = ["LAYOUTS", "WRITTEN", "parse_entry", "read_scheme", "read_weight"]
 
 _FILES = [import_module(f".{entry.name}", __name__) for entry in iter_modules(__path__)]
 LAYOUTS: dict[str, ModuleType] = {module.METHOD: module for module in _FILES if hasattr(module, "METHOD")}

@@ -35,7 +35,6 @@ def comparison(
     needles: tuple[int, ...] = (),
     repeats: int = 5,
     runs: int = 1,
-    tasks: bool = False,
     arithmetic: str = "artifact",
 ) -> dict[str, Any]:
     models = [
@@ -60,10 +59,6 @@ def comparison(
                     "bits_per_weight": per_weight, "recovered": estimate(1 - share, 0.05) if share < 1 else None,
                     "nbytes": int(1e5 * per_weight), "perplexity": estimate(20 * math.exp(loss), 1.0),
                     "ratio": ratio(loss) if loss else estimate(1.0, 0.0), "kl": estimate(abs(loss), 0.1 * abs(loss)),
-                    "tasks": [{
-                        "task": "arc", "metric": "acc", "value": estimate(0.4 - loss / 20, 0.02),
-                        "change": estimate(-loss / 20, 0.01),
-                    }] if tasks else [],
                     "repeats": repeats if what == "weights" else 1,
                     "agreement": estimate(math.exp(-abs(loss)), 0.001), "cache_bytes": 384.0, "cost": cost(per_weight),
                     "retrieval": [

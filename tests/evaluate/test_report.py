@@ -197,14 +197,6 @@ def test_several_methods() -> None:
     assert "Left out, diff by awq: ternary has no groups." in page.text
 
 
-def test_tasks_beside_perplexity() -> None:
-    page = Page(render(ReportData(comparison=made_up.comparison(tasks=True))))
-    rows = [[cell.strip() for cell in row] for row in page.cells]
-    four = next(row for row in rows if row[:2] == ["int4_g64", "diff"])
-    assert four[8:] == ["39.9%", "−0.1 [−1.1, +0.9]"] and "arc, acc" in page.text
-    assert any(row[:3] == ["diff", "int4_g64", "gptq"] and row[8] == "39.9%" for row in rows)  # on ONNX Runtime
-
-
 def test_needles_beside_perplexity() -> None:
     page = Page(render(ReportData(comparison=made_up.comparison(needles=(128, 1024)))))
     rows = [[cell.strip() for cell in row] for row in page.cells]

@@ -19,7 +19,6 @@ from diffbit.evaluate.cost import token_cost
 from diffbit.evaluate.measure import Measured
 from diffbit.evaluate.metrics import Scores, t_quantile
 from diffbit.evaluate.runs import of_runs
-from diffbit.evaluate.tasks import Answers
 from diffbit.models import Checkpoint, Decoder, ModelConfig, load, save
 from diffbit.quantize import Scheme, apply
 
@@ -85,8 +84,8 @@ def test_the_mean_of_the_runs(paths: list[Path], text: Windows, alone: Compariso
     assert half > (single.high - single.low) / 2
 
 
-def test_needles_and_tasks_are_means_of_the_runs() -> None:
-    """Each run's answers [K roundings, rows, queries] and totals [K, documents] count as one."""
+def test_needles_are_means_of_the_runs() -> None:
+    """Each run's answers [K roundings, rows, queries] count as one."""
     rng = np.random.default_rng(2)
     tokens = np.full(4, 10)
 
@@ -96,7 +95,6 @@ def test_needles_and_tasks_are_means_of_the_runs() -> None:
             variant=None, scheme=None, scores=Scores(tokens, nll, nll, nll), nbytes=1, bits_per_weight=4.0,
             cost=token_cost(Checkpoint(PICO).config, None, 8), repeats=roundings,
             answers=(rng.random((roundings, 5, 2)) < 0.5,),
-            tasks=(Answers("arc", "acc", rng.random((roundings, 6)), np.ones(6)),),
         )  # fmt: skip
 
     runs = [run(2), run(2), run(2)]
@@ -105,7 +103,6 @@ def test_needles_and_tasks_are_means_of_the_runs() -> None:
     for index, one in enumerate(runs):
         assert np.allclose(found.scores.nll[index], (one.scores.nll[0] + one.scores.nll[1]) / 2)
         assert np.allclose(found.answers[0][index], one.answers[0].sum(0) / 2)
-        assert np.allclose(found.tasks[0].totals[index], one.tasks[0].totals.sum(0) / 2)
     assert of_runs([[runs[0]]]) == [runs[0]]
 
 

@@ -29,6 +29,7 @@ import torch
 
 import diffbit
 from diffbit import models
+from diffbit.apps.web.site import write_site
 from diffbit.calib_data import load_text, load_tokenizer, windows
 from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
@@ -37,13 +38,12 @@ from diffbit.models.layers.attention import AttentionOptions
 from diffbit.quantize import AttentionScheme, Scheme, parse_format, parse_recipe, quantize_checkpoint, read_weight
 from diffbit.runtime import Session
 from diffbit.runtime.native import instruction_sets
-from diffbit.runtime.site import write_site
 
 from ...export.helpers import write_tokenizer
-from ...runtime.test_serve import client, served
-from ...web.test_site import CHROMIUM, HERE, MODULES, READY, drive
-from ...web.test_site import served as serve_files
-from ...web.test_transformers_js import PAGE
+from ..serve.test_serve import client, served
+from ..web.test_site import CHROMIUM, HERE, MODULES, READY, drive
+from ..web.test_site import served as serve_files
+from ..web.test_transformers_js import PAGE
 
 Logits = np.ndarray[Any, np.dtype[np.float32]]
 Record = Callable[[str, object], None]
@@ -317,7 +317,7 @@ def test_genai(pair: Pair, record_property: Record) -> None:
 
 @with_text
 @pytest.mark.slow
-@pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/web/node_modules")
+@pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/apps/web/node_modules")
 def test_page_in_chromium(pair: Pair, tmp_path: Path, record_property: Record) -> None:
     found = {}
     for name, path in pair.artifacts(Scheme(parse_format("int4_g32"))).items():
@@ -329,7 +329,7 @@ def test_page_in_chromium(pair: Pair, tmp_path: Path, record_property: Record) -
 
 @with_text
 @pytest.mark.slow
-@pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/web/node_modules")
+@pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/apps/web/node_modules")
 def test_transformers_js(pair: Pair, record_property: Record) -> None:
     def generated(site: Path) -> Any:
         (site / "index.html").write_text(PAGE)

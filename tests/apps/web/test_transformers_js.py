@@ -53,7 +53,7 @@ def test_a_low_bit_cache_is_refused(trained: Callable[[str], Path], tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/web/node_modules")
+@pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/apps/web/node_modules")
 def test_transformers_js_writes_what_run_writes(artifact: Path) -> None:
     site = artifact.parent
     (site / "index.html").write_text(PAGE)

@@ -26,15 +26,15 @@ import openai
 import pytest
 import uvicorn
 
+from diffbit.apps.serve.batch import Rows
+from diffbit.apps.serve.engine import Counts, Engine, Piece, Request
+from diffbit.apps.serve.openai_api import Refused, Served
+from diffbit.apps.serve.server import Server, _metrics, _refuse
 from diffbit.cli.app import main
 from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
 from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
 from diffbit.runtime import Artifact, Sampler, Session, Tokenizer, generate
-from diffbit.runtime.batch import Rows
-from diffbit.runtime.engine import Counts, Engine, Piece, Request
-from diffbit.runtime.openai_api import Refused, Served
-from diffbit.runtime.serve import Server, _metrics, _refuse
 
 STEP = 0.03  # seconds, where an answer must not end before the test does: other tests may hold the processors
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
@@ -174,7 +174,7 @@ def test_a_step_that_fails_leaves_no_token(artifacts: dict[str, Path], monkeypat
     rows, alone = Rows.of(Session(artifacts["diff"]), 2), Session(artifacts["diff"])
     row, _, _ = rows.begin([5, 6, 7], lambda: True)
     with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
-        patched.setattr(rows, "_run", lambda *_: 1 / 0)
+        patched.setattr(rows._caches, "run", lambda *_: 1 / 0)
         rows.step({row: 9})
     rows.end(row)
     _, cached, logits = rows.begin([5, 6, 7, 9, 11], lambda: True)

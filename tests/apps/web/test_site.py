@@ -1,6 +1,6 @@
 """A site of `diffbit web` in Chromium: a text is typed, and the page's greedy tokens are those of `diffbit run`.
 
-It needs Chromium, Node.js and the npm packages of package.json (`npm ci --prefix tests/web`), which CI has:
+It needs Chromium, Node.js and the npm packages of package.json (`npm ci --prefix tests/apps/web`), which CI has:
 DIFFBIT_REQUIRE_WEB=1 makes what is missing a failure.
 """
 
@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
+from diffbit.apps.web.site import PACKAGES, write_site
 from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
 from diffbit.runtime import Chat, Session, Tokenizer, generate
-from diffbit.runtime.site import PACKAGES, write_site
 
 HERE = Path(__file__).parent
 MODULES = HERE / "node_modules"
@@ -74,7 +74,7 @@ def test_what_this_needs_is_there_in_ci() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/web/node_modules")
+@pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/apps/web/node_modules")
 def test_the_page_writes_what_run_writes(artifacts: dict[str, Path], tmp_path: Path) -> None:
     """Text, and a conversation of two turns; with the threads that a service worker brings."""
     session, tokenizer = Session(artifacts["text"]), Tokenizer(artifacts["text"] / "tokenizer.json")
@@ -91,7 +91,7 @@ def test_the_page_writes_what_run_writes(artifacts: dict[str, Path], tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/web/node_modules")
+@pytest.mark.skipif(not READY, reason="needs Chromium, Node.js and tests/apps/web/node_modules")
 def test_a_changed_file_is_refused(artifacts: dict[str, Path], tmp_path: Path) -> None:
     write_site(artifacts["text"], tmp_path / "site", packages=MODULES)
     weights = tmp_path / "site" / "model" / "model.onnx.data"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import DiffbitError
-from ..files import read_json
-from ..version import __version__
+from ...errors import DiffbitError
+from ...files import read_json
+from ...version import __version__
 
 ATTENTION = {
     "diff_v1": "differential attention, version 1 (arXiv 2410.05258)",
@@ -82,7 +82,7 @@ class Card:
             lines += [
                 "or in transformers, if it supports the model:",
                 "```python",
-                "import diffbit.integrations.transformers",
+                "import diffbit.apps.hub.transformers",
                 "from transformers import AutoModelForCausalLM",
                 f"model = AutoModelForCausalLM.from_pretrained({self.repo!r})",
                 "```",

@@ -14,11 +14,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..errors import DiffbitError
+from ...errors import DiffbitError
+from ...runtime import FinishReason, Logits, Session, TextOutput, TextStream, Tokenizer
 from .batch import Rows
-from .generate import Choose, FinishReason, TextOutput
-from .session import Logits, Session
-from .tokenizer import TextStream, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Request:
 
     prompt: Sequence[int]
     on_piece: Callable[[Piece], None]
-    sampler: Choose
+    sampler: Callable[[Logits, Sequence[int]], int]  # (logits [V], token ids so far) -> token id
     max_tokens: int
     stop: Sequence[str] = ()
     end_tokens: Collection[int] = ()

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from diffbit import cli, hub
+from diffbit import hub
+from diffbit.cli.app import main
 from diffbit.errors import DiffbitError
 from diffbit.hub import HubName
 
 from .server import Hub, running
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def run(*arguments: str | Path) -> int:
     with pytest.raises(SystemExit) as done:
-        cli.main([str(argument) for argument in arguments])
+        main([str(argument) for argument in arguments])
     return int(done.value.code or 0)
 
 

@@ -6,8 +6,8 @@ lengths; its unused slots are padding. A finished row keeps its tokens until ano
 reuses the longest prefix that any row holds, copied if necessary: earlier turns of a conversation, or a shared system
 prompt.
 
-This needs buffers that are written in place and store each token separately (float and int8 caches, on a CPU, with the
-native library). Other sessions have one row and compute one text after the other; `Rows.of` chooses.
+This needs buffers of which `RowCaches` can hold several rows. Other sessions have one row and compute one text after
+the other; `Rows.of` chooses.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DiffbitError
-from ..ops.cache import TOKENS
-from .session import Logits, Session, _zeros
+from ...runtime import Logits, RowCaches, Session
 
 HOLE = -1  # a slot of the cache without a token
 WORTH_COPYING = 16  # tokens: a prefix in another row is copied if it is longer by at least as many
@@ -37,10 +35,7 @@ class Rows(ABC):
     @staticmethod
     def of(session: Session, count: int) -> Rows:
         """Return `count` rows if the session's cache allows it, else one."""
-        per_token = all(TOKENS in buffer.shape and buffer.multiple == 1 for buffer in session._buffers.values())
-        if count > 1 and per_token and session.native and session.device == "cpu":
-            return _Batch(session, count)
-        return _Single(session, 1)
+        return _Batch(session, count) if count > 1 and RowCaches.fit(session) else _Single(session, 1)
 
     @property
     def free(self) -> int:
@@ -86,24 +81,12 @@ class _Single(Rows):
 
 class _Batch(Rows):
     def __init__(self, session: Session, count: int) -> None:
-        too_many = DiffbitError(f"{count} rows of {session.capacity} tokens are too many; use fewer rows")
-        if count * session.capacity > 1 << 31:
-            raise too_many
         super().__init__(session, count)
-        capacity = session.artifact.cache.capacity(self.capacity)
-        try:
-            self._caches = {  # and the axis of their tokens
-                name: (_zeros((count, *buffer.sizes(capacity)), buffer.dtype), 1 + buffer.shape.index(TOKENS))
-                for name, buffer in session._buffers.items()
-            }
-        except (OSError, OverflowError, MemoryError):  # more than the system can map
-            raise too_many from None
+        self._caches = RowCaches(session, count)
         self._ids = np.full((count, self.capacity), HOLE, np.int64)
         self._used = np.zeros(count, np.int64)  # number of the text that last took each row
         self._texts = 0
         self._end = 0  # from this slot on, every taken row is free
-        self._binding = session._session.io_binding()
-        self._bound = slice(0, 0)  # the rows that the binding reads and writes
 
     def room(self, row: int) -> int:
         return self.capacity - int((self._ids[row] != HOLE).sum())
@@ -117,7 +100,9 @@ class _Batch(Rows):
                 return row, cached, None
             part = ids[None, start : start + self.session.chunk]
             end = start + part.shape[1]
-            logits = self._run(slice(row, row + 1), part, np.ones((1, end), np.int64), np.arange(start, end)[None])
+            logits = self._caches.run(
+                slice(row, row + 1), part, np.ones((1, end), np.int64), np.arange(start, end)[None]
+            )
             self._ids[row, start:end] = part
         assert logits is not None
         self._taken[row] = True
@@ -136,7 +121,7 @@ class _Batch(Rows):
         self._ids[rows, slot:] = HOLE  # tokens of free rows are overwritten
         mask = (np.column_stack((self._ids[rows, :slot], new)) != HOLE).astype(np.int64)
         positions = np.maximum(mask.sum(1, keepdims=True) - 1, 0)
-        logits = self._run(rows, np.maximum(new, 0)[:, None], mask, positions)
+        logits = self._caches.run(rows, np.maximum(new, 0)[:, None], mask, positions)
         self._ids[rows, slot] = new  # now that their keys and values are there
         self._end = slot + 1
         return {row: logits[row] for row in tokens}
@@ -169,22 +154,9 @@ class _Batch(Rows):
         """Copy the first `count` tokens of `source` to the start of `row`, as its only tokens."""
         slots = np.flatnonzero(self._ids[source] != HOLE)[:count]
         if source != row or (slots != np.arange(count)).any():
-            for cache, axis in self._caches.values():
-                rows = np.moveaxis(cache, axis, 1)
+            for name, cache in self._caches.arrays.items():
+                rows = np.moveaxis(cache, self._caches.axes[name], 1)
                 rows[row, :count] = rows[source, slots]
         ids = self._ids[source, slots]
         self._ids[row] = HOLE
         self._ids[row, :count] = ids
-
-    def _run(
-        self, rows: slice, ids: NDArray[np.int64], mask: NDArray[np.int64], positions: NDArray[np.int64]
-    ) -> Logits:
-        """Append ids [n, S] as the last S of the T slots of mask [n, T]; return the logits [n, V] after the last."""
-        binding = self._binding
-        if rows != self._bound:
-            for name, (cache, _) in self._caches.items():
-                part = cache[rows]
-                for bind, side in ((binding.bind_input, "past_key_values"), (binding.bind_output, "present")):
-                    bind(f"{side}.{name}", "cpu", 0, part.dtype.type, part.shape, part.ctypes.data)
-            self._bound = rows
-        return self.session._run(binding, ids, mask, positions, last=True)[:, -1]

@@ -17,15 +17,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..errors import DiffbitError
-from ..files import folder_name
-from .artifact import TOKENIZER, Artifact
-from .chat import MAX_TOKENS
+from ...errors import DiffbitError
+from ...files import folder_name
+from ...runtime import MAX_TOKENS, Artifact, ChatTemplate, Message, Sampler, Session, Tokenizer
+from ...tokenizer_files import TOKENIZER
 from .engine import Engine, Logprob, Piece, Request
-from .sampler import Sampler
-from .session import Session
-from .template import ChatTemplate, Message
-from .tokenizer import Tokenizer
 
 TEXT_TOKENS = 16  # OpenAI's default limit of a text completion; that of a chat's answer is MAX_TOKENS
 MOST_STOPS, MOST_LOGPROBS = 4, 20

@@ -14,14 +14,14 @@ from transformers.exporters import AutoExportConfig, AutoHfExporter
 from transformers.quantizers.auto import AutoHfQuantizer
 
 import diffbit
-import diffbit.integrations.transformers as integration
+import diffbit.apps.hub.transformers as integration
 from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
 from diffbit.models import Decoder, ModelConfig, save
 from diffbit.quantize import AttentionScheme, QuantEmbedding, QuantLinear, Scheme, parse_format, quantize_checkpoint
 from diffbit.runtime import verify
 
-from ..models.helpers import hf_model, saved, tokens
+from ...models.helpers import hf_model, saved, tokens
 
 IDS = tokens(2, 9)
 AutoHfQuantizer.supports_quant_method = staticmethod(integration._supports)  # as other tests want it

@@ -1,6 +1,6 @@
 """Lets transformers' exporters (transformers.exporters, from 5.23 on) write diffbit's artifacts:
 
-    import diffbit.integrations.transformers
+    import diffbit.apps.hub.transformers
     from transformers.exporters import AutoHfExporter
     config = DiffbitExportConfig(weights="int4_g32")              # or {"export_format": "diffbit", ...}
     AutoHfExporter.from_config(config).export(model, {}, config).save_pretrained("out")     # out/model is the artifact
@@ -23,10 +23,10 @@ from transformers.exporters.base import HfExporter
 from transformers.exporters.configs import ExportConfigMixin
 from transformers.exporters.metadata import ExportMetadata
 
-from ..errors import DiffbitError
-from ..export import export_artifact
-from ..quantize import Scheme, parse_format, quantize_checkpoint, table_formats
-from ..tokenizer_files import tokenizer_files
+from ...errors import DiffbitError
+from ...export import export_artifact
+from ...quantize import Scheme, parse_format, quantize_checkpoint, table_formats
+from ...tokenizer_files import tokenizer_files
 
 
 @dataclass

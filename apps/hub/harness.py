@@ -1,7 +1,7 @@
 """Runs artifacts in EleutherAI's lm-evaluation-harness, on any of its tasks:
 
     lm_eval --model diffbit --model_args artifact=FOLDER --tasks TASKS
-    python -m diffbit.runtime.harness --model diffbit --model_args artifact=FOLDER --tasks TASKS
+    python -m diffbit.apps.hub.harness --model diffbit --model_args artifact=FOLDER --tasks TASKS
 
 The first command needs a release of the harness after 0.4.13, which finds diffbit by the entry point `lm_eval.models`;
 the second takes the same arguments and also works with older releases. `model_args` may also set threads=N, and
@@ -24,14 +24,10 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from numpy.typing import ArrayLike, NDArray
 
-from ..errors import DiffbitError
-from ..progress import track
-from .artifact import TOKENIZER, Artifact
-from .generate import TextOutput
-from .sampler import Sampler
-from .session import Session
-from .template import ChatTemplate
-from .tokenizer import Tokenizer
+from ...errors import DiffbitError
+from ...progress import track
+from ...runtime import Artifact, ChatTemplate, Sampler, Session, TextOutput, Tokenizer
+from ...tokenizer_files import TOKENIZER
 
 BATCH_SIZE = 8
 MAX_TOKENS = 256  # generated tokens if a task sets no limit, as in the harness's other models

@@ -10,14 +10,15 @@ from typing import Annotated
 
 import typer
 
-from ..errors import DiffbitError, MissingDependency
-from .options import ArtifactPaths, Device, NoNative, Quiet, Threads, as_artifacts
-from .output import remark
+from ...cli import ArtifactPaths, Device, NoNative, Quiet, Threads, as_artifacts, remark
+from ...errors import DiffbitError, MissingDependency
 
-EXAMPLES = (
-    "diffbit serve out/smollm2-int4 --port 8080",
-    """curl localhost:8080/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'""",
-)
+EXAMPLES = {
+    "serve": (
+        "diffbit serve out/smollm2-int4 --port 8080",
+        """curl localhost:8080/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'""",
+    )
+}
 DRAIN_SECONDS = 60
 KEY = "DIFFBIT_API_KEY"
 
@@ -49,12 +50,12 @@ def serve(
     and a prefix that requests share, such as a system prompt, is computed once. On SIGTERM and Ctrl-C, the server
     finishes the requests it has started.
     """
-    from ..runtime import Artifact
+    from ...runtime import Artifact
 
     try:
         import uvicorn
 
-        from ..runtime.serve import Served, Server
+        from .server import Served, Server
     except ModuleNotFoundError as error:
         raise MissingDependency(str(error.name), "serve", "diffbit serve") from None
     if rows < 1 or queue < 0:

@@ -1,6 +1,6 @@
 """Lets transformers read diffbit's quantized checkpoints:
 
-    import diffbit.integrations.transformers
+    import diffbit.apps.hub.transformers
     model = AutoModelForCausalLM.from_pretrained("out/diff-int4")
 
 Quantized linear layers and embeddings become QuantLinear and QuantEmbedding (quantize/linear.py), which multiply by
@@ -26,14 +26,11 @@ from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..errors import DiffbitError
-from ..models.checkpoint.names import is_linear
-from ..models.checkpoint.safetensors_file import read_header
-from ..models.families import families
-from ..quantize import Format, QTensor, QuantEmbedding, Scheme
-from ..quantize.layouts.diffbit import parse_entry
-from ..quantize.model import quant_linear
-from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE
+from ...errors import DiffbitError
+from ...models.checkpoint import is_linear, read_header
+from ...models.families import families
+from ...quantize import EMBEDDING_MODULE, HEAD_MODULE, Format, QTensor, QuantEmbedding, Scheme, quant_linear
+from ...quantize.layouts import parse_entry
 
 NAME = "diffbit"
 

@@ -1,4 +1,4 @@
-"""Writes a static site that runs an artifact in the browser: the page in web/, the artifact's files, and npm packages.
+"""Writes a static site that runs an artifact in the browser: the page in page/, the artifact's files, and npm packages.
 
 The site needs only a server of static files. The page loads nothing from elsewhere; its content security policy
 forbids it. The npm packages are onnxruntime-web and Hugging Face's tokenizers and Jinja in JavaScript, in the releases
@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ..errors import DiffbitError
-from ..files import check_apart, new_folder, write_json
-from .artifact import FILE_BYTES, MANIFEST, TOKENIZER, Artifact
+from ...errors import DiffbitError
+from ...files import check_apart, new_folder, write_json
+from ...runtime import FILE_BYTES, MANIFEST, Artifact
+from ...tokenizer_files import TOKENIZER
 
-PAGE = Path(__file__).parent / "web"
+PAGE = Path(__file__).parent / "page"
 MODEL_FOLDER, LIBRARIES = "model", "lib"
 
 

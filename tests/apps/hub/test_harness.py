@@ -13,15 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diffbit.calib_data import eval_windows
-from diffbit.errors import DiffbitError
-from diffbit.evaluate import Tasks, compare
+from diffbit.apps.hub.harness import DiffbitLM, register
 from diffbit.export import export_artifact
 from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
-from diffbit.runtime import Artifact, Session, Tokenizer, generate
-from diffbit.runtime.harness import DiffbitLM, register
+from diffbit.runtime import Session, Tokenizer, generate
 
-PICO = Path(__file__).parents[2] / "examples" / "pico" / "diff_v1"
+PICO = Path(__file__).parents[3] / "examples" / "pico" / "diff_v1"
 QUESTIONS = [
     {"text": "import", "right": " os", "wrong": " zebra"},
     {"text": "for index in", "right": " range(", "wrong": " yellow"},
@@ -183,32 +180,11 @@ def test_the_harness_runs_its_tasks(
     assert 0 <= found["writing"]["exact_match,none"] <= 1
 
 
-def test_compare_does_tasks(tasks: Path, artifact: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Torch's and ONNX Runtime's scores of one model are the same; a change is that of the documents' scores."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    text = eval_windows("stdlib", PICO, 64, 2)
-    asked = Tasks(("choice", "writing", "reading"), tasks)
-    found = compare([PICO], text, ["int4_g32"], ["weights"], artifacts=[Artifact.open(artifact)], tasks=asked)
-    whole, made, ran = ({one.task: one for one in result.tasks} for result in found.results)
-    assert list(whole) == ["choice", "writing", "reading"] and whole["choice"].change.value == 0
-    for task, one in made.items():
-        assert one.value.value == pytest.approx(ran[task].value.value, abs=1e-3)
-        assert one.change.value == pytest.approx(one.value.value - whole[task].value.value, abs=1e-9)
-    assert made["reading"].metric == "byte_perplexity, nats" and 0.2 < made["reading"].value.value < 3
-    assert "choice, acc" in found.rows()[1]
-
-
-@pytest.mark.slow
-def test_unknown_tasks_are_refused_before_the_work(tasks: Path) -> None:
-    with pytest.raises(DiffbitError, match="task 'sorting' is none"):
-        Tasks(("choice", "sorting"), tasks).check()
-
-
 COMMAND = """
 import functools, runpy
 from lm_eval.tasks import TaskManager
 TaskManager.__init__ = functools.partialmethod(TaskManager.__init__, include_defaults=False)  # not its thousands
-runpy.run_module("diffbit.runtime.harness", run_name="__main__")
+runpy.run_module("diffbit.apps.hub.harness", run_name="__main__")
 """
 
 

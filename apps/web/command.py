@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from .options import ArtifactPath, Json, Overwrite, Quiet, as_artifacts
-from .output import print_json, print_table, remark
+from ...cli import ArtifactPath, Json, Overwrite, Quiet, as_artifacts, print_json, print_table, remark
 
-EXAMPLES = ("diffbit web out/demo/diff_v1-onnx -o out/site", "python -m http.server -d out/site")
+EXAMPLES = {"web": ("diffbit web out/demo/diff_v1-onnx -o out/site", "python -m http.server -d out/site")}
 
 
 def web(
@@ -29,7 +28,7 @@ def web(
     ONNX Runtime runs the operators' portable bodies in WebAssembly, in several threads if the browser allows it.
     The page checks the files' hashes and keeps them in the browser's cache.
     """
-    from ..runtime.site import write_site
+    from .site import write_site
 
     with as_artifacts([artifact], "cpu") as (path,):
         sizes = write_site(path, output, packages=packages, overwrite=overwrite)

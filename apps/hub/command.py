@@ -8,14 +8,13 @@ from typing import Annotated
 
 import typer
 
-from ..errors import DiffbitError
-from ..hub import HubName, is_read, upload
-from ..runtime.artifact import MANIFEST, Artifact
-from ..runtime.card import Card, read_results
-from .options import Json, Quiet
-from .output import print_json, print_table, remark
+from ...cli import Json, Quiet, print_json, print_table, remark
+from ...errors import DiffbitError
+from ...hub import HubName, is_read, upload
+from ...runtime import MANIFEST, Artifact
+from .card import Card, read_results
 
-EXAMPLES = ("diffbit push out/demo/diff_v1-onnx hf:me/diff-int4 --license mit --dry-run",)
+EXAMPLES = {"push": ("diffbit push out/demo/diff_v1-onnx hf:me/diff-int4 --license mit --dry-run",)}
 README = "README.md"
 
 
@@ -66,7 +65,7 @@ def push(
 
 def artifact_card(folder: Path, repo: str) -> Card:
     """Verify an artifact and return its card."""
-    from ..runtime import verify
+    from ...runtime import verify
 
     artifact = Artifact.open(folder)
     if others := [name for name in artifact.files if not is_read(name)]:
@@ -87,9 +86,9 @@ def artifact_card(folder: Path, repo: str) -> Card:
 
 def checkpoint_card(folder: Path, repo: str) -> Card:
     """Read every weight of a checkpoint and return its card."""
-    from ..models import Checkpoint
-    from ..models.checkpoint.names import shapes
-    from ..quantize.layouts import read_scheme, read_weight
+    from ...models import Checkpoint
+    from ...models.checkpoint import shapes
+    from ...quantize.layouts import read_scheme, read_weight
 
     if not folder.is_dir():
         raise DiffbitError(f"{folder}: is no folder, wanted an artifact or a checkpoint folder to upload")
@@ -111,7 +110,7 @@ def checkpoint_card(folder: Path, repo: str) -> Card:
 
 
 def has_chat_template(folder: Path) -> bool:
-    from ..runtime.template import ChatTemplate, NoTemplate
+    from ...runtime import ChatTemplate, NoTemplate
 
     try:
         ChatTemplate.read(folder)

@@ -13,7 +13,7 @@ import pytest
 
 from diffbit.runtime import Session
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def is_installed() -> bool:

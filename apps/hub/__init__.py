@@ -1,0 +1,1 @@
+"""The Hugging Face Hub, and other libraries that read or write diffbit's models."""

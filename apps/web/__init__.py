@@ -1,0 +1,1 @@
+"""A static page that runs an artifact in the browser."""
