@@ -5,8 +5,9 @@
     python benchmarks/accuracy.py --quick --models CHECKPOINT CHECKPOINT # does everything run?
 
 Every variant of every model is made in memory and scored on windows of the eval split, token by token beside the model
-as it is (evaluate/compare.py), in the artifact's arithmetic; each is rounded 5 times, in other orders of the channels,
-by methods that calibrate on samples of the calib split. A model's variants by one recipe are a process of one thread.
+as it is (apps/evaluate/compare.py), in the artifact's arithmetic; each is rounded 5 times, in other orders of the
+channels, by methods that calibrate on samples of the calib split. A model's variants by one recipe are a process
+of one thread.
 The JSON file is a comparison as `diffbit compare --json` prints it, and the time it took.
 
 RECIPES says what is in the tables.
@@ -29,14 +30,14 @@ import torch
 from machine import describe
 from report import Row, add_outputs, increase, interval, nats, percent, table, verdict, write_outputs
 
+from diffbit.apps.allocate.mixed import allocate
+from diffbit.apps.evaluate.compare import Comparison, conclude
+from diffbit.apps.evaluate.measure import Measured, Refusal, measure
+from diffbit.apps.evaluate.variants import Variant, variants
 from diffbit.calib_data import Windows, eval_windows, samples
-from diffbit.evaluate.compare import Comparison, conclude
-from diffbit.evaluate.measure import Measured, Refusal, measure
-from diffbit.evaluate.variants import Variant, variants
 from diffbit.models import Checkpoint, load
 from diffbit.progress import set_quiet, track
 from diffbit.quantize import Scheme, table_formats
-from diffbit.quantize.allocate import plan
 
 ROOT = Path(__file__).parents[1]
 TRIO = [ROOT / "examples" / "nano" / name for name in ("softmax", "diff_v1", "diff_v2")]  # the first is held against
@@ -90,7 +91,7 @@ def work(
 def mixed(path: Path, calibration: Windows, method: str) -> Variant:
     """A format for each layer within a number of bits a weight; embedding and head as beside uniform ones."""
     embedding, head = table_formats(True, None, None)
-    found = plan(
+    found = allocate(
         path, bits=MIXED_BITS, scheme=Scheme(None, embedding, head), method=method,
         calibration=calibration.ids, calibration_mask=calibration.mask,
     )  # fmt: skip

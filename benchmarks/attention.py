@@ -5,8 +5,8 @@
     python benchmarks/attention.py --quick --models CHECKPOINT CHECKPOINT   # does everything run?
 
 Every variant of every model is made in memory and scored on windows of the eval split, token by token beside the model
-as it is (evaluate/compare.py). The models of examples/nano_1k, which have learned to find needles, are also asked for
-needles. The variants of one table and one model are a process of one thread. PARTS says what is in the tables.
+as it is (apps/evaluate/compare.py). The models of examples/nano_1k, which have learned to find needles, are also asked
+for needles. The variants of one table and one model are a process of one thread. PARTS says what is in the tables.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from accuracy import NAMES, TRIO, of
 from machine import describe
 from report import Row, add_outputs, increase, interval, nats, table, verdict, write_outputs
 
+from diffbit.apps.evaluate.compare import conclude
+from diffbit.apps.evaluate.measure import Measured, measure
+from diffbit.apps.evaluate.metrics import mean, paired
+from diffbit.apps.evaluate.variants import NO_METHOD, Variant
 from diffbit.calib_data import NeedleWindows, Windows, eval_windows, needle_windows
-from diffbit.evaluate.compare import conclude
-from diffbit.evaluate.measure import Measured, measure
-from diffbit.evaluate.metrics import mean, paired
-from diffbit.evaluate.variants import NO_METHOD, Variant
 from diffbit.models import Checkpoint, load
 from diffbit.ops.kv_cache import BITS
 from diffbit.progress import set_quiet, track

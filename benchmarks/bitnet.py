@@ -10,7 +10,7 @@ the same held-out text, and its loss against the first variant's at the same kin
 
 Every model is exported twice: at fp16, for its size on disk, and at fp32, which is what CPUs compute in, for its speed.
 Speed needs a quiet machine: contenders take turns, numbers are medians over the rounds. Bytes and operations of
-a token are counted from shapes (evaluate/cost.py), float numbers at 16 bits.
+a token are counted from shapes (apps/evaluate/cost.py), float numbers at 16 bits.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ import torch
 from machine import describe
 from report import Row, add_outputs, command_line, increase, interval, nats, percent, table, verdict, write_outputs
 
+from diffbit.apps.evaluate.cost import token_cost
+from diffbit.apps.evaluate.measure import measure
+from diffbit.apps.evaluate.metrics import Scores, mean, paired, perplexity_ratio, recovered
 from diffbit.calib_data import Windows, eval_windows
 from diffbit.errors import DiffbitError
-from diffbit.evaluate.cost import token_cost
-from diffbit.evaluate.measure import measure
-from diffbit.evaluate.metrics import Scores, mean, paired, perplexity_ratio, recovered
 from diffbit.export import export_artifact
 from diffbit.files import read_json
 from diffbit.models import Checkpoint

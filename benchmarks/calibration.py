@@ -7,7 +7,7 @@ Rows     rounding to nearest; gptq calibrated on the Python standard library, on
 Text     English news (the Lee corpus, which no side has seen), files of the standard library, dialogues in the model's
          chat template, one declaration in twelve languages. The last three are the eval splits of what `stdlib` and
          `mix` calibrate on: other files, other parts of the same works.
-Scores   in the artifact's arithmetic, against the float model (evaluate/metrics.py).
+Scores   in the artifact's arithmetic, against the float model (apps/evaluate/metrics.py).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from report import command_line, interval, renew, table
 from smollm2 import Text, fetch, logits_of, news_windows, scores
 
 import diffbit
+from diffbit.apps.evaluate.metrics import Scores, mean, perplexity_ratio
 from diffbit.calib_data import eval_windows, load_tokenizer
 from diffbit.calib_data.mix import TEXT
 from diffbit.calib_data.window import windows
 from diffbit.cli.options import chat_template
-from diffbit.evaluate.metrics import Scores, mean, perplexity_ratio
 from diffbit.export import reference_model
 from diffbit.models import Decoder
 

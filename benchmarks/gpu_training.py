@@ -5,9 +5,9 @@ A candidate takes what a layer's projections give, query and key [1, S, 2H, d] (
 one call. `plain` is the attention of a plain Transformer of the same size: 2H heads of d over values of d.
 
 And whole training steps of models with as many parameters: a plain Transformer of 2H heads, and DIFF versions 1 and 2
-of H pairs, through torch's attention and through the kernels of models/layers/triton_attention.py. A step is train/'s
-for one: float32 weights, bfloat16 autocast, cross entropy of the next tokens, gradients; without the optimizer,
-which is the same for all. The sizes are some blocks of the 3B models of arXiv 2410.05258.
+of H pairs, through torch's attention and through the kernels of models/layers/triton_attention.py. A step is
+apps/train's for one: float32 weights, bfloat16 autocast, cross entropy of the next tokens, gradients; without the
+optimizer, which is the same for all. The sizes are some blocks of the 3B models of arXiv 2410.05258.
 """
 
 from __future__ import annotations

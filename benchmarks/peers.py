@@ -32,8 +32,8 @@ from safetensors.torch import load_file
 from smollm2 import fetch, news_windows, scores, trained_copy
 
 import diffbit
+from diffbit.apps.evaluate.metrics import Scores, mean, perplexity_ratio
 from diffbit.cli.options import read_windows
-from diffbit.evaluate.metrics import Scores, mean, perplexity_ratio
 from diffbit.models import Decoder, save
 from diffbit.progress import track
 from diffbit.quantize import Scheme, apply, parse_format

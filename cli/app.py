@@ -20,7 +20,7 @@ from ..errors import DiffbitError, MissingDependency
 from ..hub import download, is_hub_name
 from ..processes import leave, speaks
 from ..version import __version__
-from . import bench, chat, compare, export, outliers, plan, quantize, run, train, verify
+from . import bench, chat, export, plan, quantize, run, verify
 from .options import modules
 from .output import print_error
 
@@ -123,7 +123,7 @@ def _add(module: ModuleType, name: str, examples: Iterable[str]) -> None:
     app.command(cls=_Command, short_help=summary, epilog=f"Examples:\n\n{lines}")(command)
 
 
-for _module in (train, outliers, plan, quantize, export, verify, run, chat, bench, compare):
+for _module in (plan, quantize, export, verify, run, chat, bench):
     _add(_module, _module.__name__.rpartition(".")[2], _module.EXAMPLES)
 for _name in modules("apps"):
     _module = import_module(f"..apps.{_name}.command", __package__)

@@ -76,7 +76,7 @@ def plan(
             raise DiffbitError(
                 f"{model}: is quantized already; leave out the options of a scheme, or pass the float model"
             )
-        chosen = read_scheme(*options, False)
+        chosen = read_scheme(*options)
         recipe = parse_recipe(method)
         text = None
         if calibrate is not None or recipe.calibrated:

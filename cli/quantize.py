@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..errors import DiffbitError, MissingDependency
-from ..files import check_place, parse_size, write_json
+from ..errors import DiffbitError
+from ..files import parse_size, write_json
 from .options import (
     CALIBRATION_WINDOWS,
     Field,
@@ -29,19 +29,19 @@ from .options import (
 from .output import attention_name, print_json, print_table, remark
 
 if TYPE_CHECKING:
-    import torch
-
     from ..calib_data import Windows
     from ..quantize import AttentionScheme, Report, Scheme, WeightReport
-    from ..quantize.allocate import LayerPlan, Plan
 
+CALIBRATED_ON_MIX = (
+    "{} is calibrated on mix (prose, twelve languages, dialogues and code); with --calibrate, pass text similar to "
+    "what the model will be used on"
+)
 LAYER_ERRORS = "quantization_report.json"
 EXAMPLES = (
     "diffbit quantize out/demo/diff_v1 --weights int4_g32 -o out/diff-int4",
     "diffbit quantize out/demo/diff_v1 --weights int2_g64 --method gptq --max-windows 64 -o out/diff-gptq",
     "diffbit quantize out/demo/diff_v1 --weights int2_g64 --override 'model.layers.0.*=int8' -o out/diff-int2",
     "torchrun --nproc-per-node 2 -m diffbit quantize out/demo/diff_v1 --weights int4_g32 --method gptq -o out/diff-two",
-    "diffbit quantize out/demo/diff_v1 --target-bits 3.5 --method gptq --max-windows 64 -o out/diff-mixed",
     "diffbit quantize out/demo/diff_v1 --weights int4_g32 --kv int4 --qk int8 -o out/diff-int4-kv4",
     "diffbit quantize out/demo/diff_v1 --kv int8,int4 -o out/diff-kv84",
 )
@@ -105,25 +105,6 @@ KvWindow = Annotated[
 SchemeFile = Annotated[
     Path | None, typer.Option("--scheme", help="Read the whole scheme from a .json or .toml file instead.")
 ]
-TargetBits = Annotated[
-    float | None,
-    typer.Option(
-        help="Mixed precision: choose each linear layer's format for the lowest loss at this average number of bits "
-        "per weight, scales included. Embedding, head and lambda layers do not count, unless --override names them.",
-    ),
-]
-TargetSize = Annotated[
-    str | None,
-    typer.Option(metavar="SIZE", help="Mixed precision for a total size of the fp32 artifact: 40MB, 40MiB, 1.2GB, ..."),
-]
-Candidates = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FORMATS",
-        help="Formats that mixed precision chooses from, such as int2_g64,int4_g128,none (none: float); default: "
-        "2, 4 and 8 bits, and none.",
-    ),
-]
 MethodName = Annotated[
     str,
     typer.Option(
@@ -140,7 +121,7 @@ Calibrate = Annotated[
     typer.Option(
         metavar="TEXT",
         help="Calibration text, with the same values as --data of other commands; each layer's output error is also "
-        "measured on it. Default: mix if the method or a target needs text, else none.",
+        "measured on it. Default: mix if the method needs text, else none.",
     ),
 ]
 CalibrationWindows = Annotated[
@@ -175,9 +156,6 @@ def quantize(
     qk: Qk = None,
     kv_window: KvWindow = None,
     scheme_file: SchemeFile = None,
-    target_bits: TargetBits = None,
-    target_size: TargetSize = None,
-    candidates: Candidates = None,
     method: MethodName = "rtn",
     list_methods: ListMethods = False,
     calibrate: Calibrate = None,
@@ -204,39 +182,28 @@ def quantize(
 
     here = processes(device)
     calibrated = parse_recipe(method).calibrated
-    mixed = target_bits is not None or target_size is not None
-    _check_mixed(mixed, weights is not None or scheme_file is not None, candidates)
-    scheme = read_scheme(scheme_file, weights, embedding, head, override, activations, kv, qk, kv_window, mixed)
-    if calibrate is None and (calibrated or mixed):
+    scheme = read_scheme(scheme_file, weights, embedding, head, override, activations, kv, qk, kv_window)
+    if calibrate is None and calibrated:
         calibrate = "mix"
-        remark(
-            f"{method if calibrated else 'the choice of formats'} is calibrated on mix (prose, twelve languages, "
-            "dialogues and code); with --calibrate, pass text similar to what the model will be used on"
-        )
+        remark(CALIBRATED_ON_MIX.format(method))
     text = None
     if calibrate is not None:
-        most = max_windows if max_windows is not None else CALIBRATION_WINDOWS if calibrated or mixed else 16
+        most = max_windows if max_windows is not None else CALIBRATION_WINDOWS if calibrated else 16
         text = here.of_first(partial(read_windows, model, calibrate, field, most, length, "calib"))
-    plan = None
-    if mixed:
-        assert text is not None
-        here.of_first(partial(check_place, output, overwrite=overwrite))  # before time is spent on measuring
-        choose = partial(_plan, model, target_bits, target_size, scheme, candidates, method, text, here.device)
-        plan = here.of_first(choose)
-        scheme = plan.scheme
     report = quantize_checkpoint(
         model, output, scheme, method=method, **_calibration(text), overwrite=overwrite, resume=resume,
         max_memory=None if max_memory is None else parse_size(max_memory), here=here,
     )  # fmt: skip
     if not here.first:
         return
-    values = _write(report, plan, output)
+    values = report.to_dict()
+    write_json(output / LAYER_ERRORS, values)
     for warning in report.warnings:
         remark(f"warning: {warning}")
     if as_json:
         print_json({"output": str(output), **values})
     else:
-        _show(report, plan, output, layers)
+        _show(report, output, layers)
 
 
 def _calibration(text: Windows | None) -> dict[str, Any]:
@@ -244,15 +211,6 @@ def _calibration(text: Windows | None) -> dict[str, Any]:
         return {}
     about = {"source": text.source, "sha256": text.sha256}
     return {"calibration": text.ids, "calibration_mask": text.mask, "calibration_text": about}
-
-
-def _check_mixed(mixed: bool, given: bool, candidates: str | None) -> None:
-    if mixed and given:
-        raise DiffbitError(
-            "--target-bits and --target-size choose the formats; leave out --weights and --scheme (--override may stay)"
-        )
-    if candidates is not None and not mixed:
-        raise DiffbitError("--candidates needs --target-bits or --target-size")
 
 
 def read_scheme(
@@ -265,9 +223,10 @@ def read_scheme(
     kv: str | None,
     qk: str | None,
     kv_window: int | None,
-    mixed: bool,
+    *,
+    weights_later: bool = False,
 ) -> Scheme:
-    """Read the scheme from the file or the options; with mixed precision the weights' formats are chosen later."""
+    """Read the scheme from the file or the options. weights_later: the weights' formats are chosen afterwards."""
     from ..quantize import Scheme, parse_format, parse_override, table_formats
 
     options = (weights, embedding, head, override, activations, kv, qk, kv_window)
@@ -278,13 +237,17 @@ def read_scheme(
                 "--activations, --kv, --qk and --kv-window"
             )
         return Scheme.from_file(file)
-    if all(option in (None, "none") for option in (weights, embedding, head, kv, qk)) and not override and not mixed:
+    if (
+        all(option in (None, "none") for option in (weights, embedding, head, kv, qk))
+        and not override
+        and not weights_later
+    ):
         raise DiffbitError(
             "nothing to quantize: pass --weights FORMAT, --embedding, --head, --kv FORMAT, --qk FORMAT, --override or "
             "--scheme FILE"
         )
     format = None if weights in (None, "none") else parse_format(weights)
-    tables = table_formats(mixed or format is not None, embedding, head)
+    tables = table_formats(weights_later or format is not None, embedding, head)
     return Scheme(
         weights=format,
         embedding=tables[0],
@@ -309,56 +272,10 @@ def _attention(kv: str | None, qk: str | None, window: int | None) -> AttentionS
     return found
 
 
-def _plan(
-    model: Path,
-    bits: float | None,
-    size: str | None,
-    scheme: Scheme,
-    candidates: str | None,
-    method: str,
-    text: Windows,
-    device: torch.device,
-) -> Plan:
-    from ..quantize.allocate import CANDIDATES, plan
-
-    if bits is not None and size is not None:
-        raise DiffbitError("--target-bits and --target-size exclude each other; pass one of them")
-    return plan(
-        model,
-        bits=bits,
-        nbytes=None if size is None else parse_size(size),
-        scheme=scheme,
-        candidates=CANDIDATES if candidates is None else candidates.split(","),
-        method=method,
-        calibration=text.ids,
-        calibration_mask=text.mask,
-        device=device,
-    )
-
-
-def _write(report: Report, plan: Plan | None, output: Path) -> dict[str, Any]:
-    """Write the report and the mixed-precision plan into the checkpoint's folder; return them as JSON."""
-    values = report.to_dict()
-    if plan is not None:
-        from ..evaluate import plot_plan
-
-        values |= {"mixed": plan.to_dict()}
-        try:
-            plot_plan(values["mixed"], output / "mixed.svg")
-        except MissingDependency as error:
-            remark(f"no plot: {error}")
-        plan.scheme.to_file(output / "scheme.toml")
-    write_json(output / LAYER_ERRORS, values)
-    return values
-
-
-def _show(report: Report, plan: Plan | None, output: Path, each: bool) -> None:
-    """Print tables of the weights, the plan and the KV cache, and the size of the model."""
+def _show(report: Report, output: Path, each: bool) -> None:
+    """Print tables of the weights and the KV cache, and the size of the model."""
     if report.weights:
         print_table(_weight_rows(report.weights, each))
-    if plan is not None:
-        print_table(_plan_rows(plan), title="loss of each layer")
-        remark(_plan_summary(plan, output))
     before, after = report.before, report.after
     if attention := report.scheme.attention.to_dict():
         print_table(
@@ -409,37 +326,3 @@ def _weight_rows(weights: Sequence[WeightReport], each: bool) -> list[dict[str, 
         bits = sum(weight.nbytes for weight in group) * 8 / sum(math.prod(weight.shape) for weight in group)
         rows.append(row | {"bits/weight": bits, "bytes": sum(weight.nbytes for weight in group)})
     return rows
-
-
-def _plan_rows(plan: Plan) -> list[dict[str, Any]]:
-    """Return a row per layer: its format and loss, and what the next smaller and larger format would change."""
-
-    def change(layer: LayerPlan, larger: bool) -> str:
-        name = layer.beside(larger)
-        if name is None:
-            return "-"
-        return f"{name}: {layer.sizes[name] - layer.nbytes:+,} bytes, {layer.losses[name] - layer.loss:+.2e}"
-
-    return [
-        {
-            "layer": layer.name.removeprefix("model."),
-            "format": layer.format,
-            "bytes": layer.nbytes,
-            "KL": f"{layer.loss:.2e}",
-            "smaller": change(layer, False),
-            "larger": change(layer, True),
-        }
-        for layer in plan.layers
-    ]
-
-
-def _plan_summary(plan: Plan, output: Path) -> str:
-    most = sorted(plan.layers, key=lambda layer: layer.loss, reverse=True)[:3]
-    names = ", ".join(f"{layer.name.removeprefix('model.')} ({layer.format})" for layer in most)
-    stand_in = "" if plan.stand_in is None else f"; losses measured with {plan.stand_in} in place of {plan.method}"
-    return (
-        f"{plan.bits_per_weight:.3f} bits per weight over the linear layers; KL from the float model "
-        f"{plan.measured:.4g} nats per token on {plan.tokens:,} tokens of calibration text ({plan.predicted:.4g} "
-        f"predicted{stand_in}); most sensitive layers: {names}; the artifact takes at most "
-        f"{plan.model_nbytes / 1e6:,.2f} MB; the scheme is in {output / 'scheme.toml'}"
-    )

@@ -15,7 +15,7 @@ from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .apps.convert.differential import convert
-    from .evaluate.compare import compare
+    from .apps.evaluate.compare import compare
     from .export import export_artifact
     from .quantize import Scheme, load, parse_format, quantize_checkpoint
     from .runtime import Chat, Sampler, Session, Tokenizer
@@ -39,7 +39,7 @@ __all__ = [
     "verify",
 ]
 
-_PACKAGE = {"compare": "evaluate", "convert": "apps.convert.differential", "export_artifact": "export"}
+_PACKAGE = {"compare": "apps.evaluate.compare", "convert": "apps.convert.differential", "export_artifact": "export"}
 _PACKAGE |= dict.fromkeys(("Scheme", "load", "parse_format", "quantize_checkpoint"), "quantize")
 _PACKAGE |= dict.fromkeys(("Chat", "Sampler", "Session", "Tokenizer", "generate", "verify"), "runtime")
 

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
+from diffbit.apps.train.folder import plot_losses, read_log
+from diffbit.apps.train.presets import train_config
 from diffbit.models import Checkpoint, ModelConfig, load, save
 from diffbit.models.checkpoint.names import shapes
 from diffbit.quantize import read_scheme, read_weight
 from diffbit.quantize import save as save_quantized
-from diffbit.train import plot_losses, read_log, train_config
 
 EVERY = 10  # steps per row of loss.csv
 

@@ -8,6 +8,7 @@ export_checkpoint("model-int4", "model-gptq", "gptq")     # a checkpoint that tr
 from .artifact import export_artifact
 from .check import compare_greedy_tokens, compare_with_checkpoint
 from .checkpoint import export_checkpoint
+from .demand import overhead
 from .reference import reference_model
 
 __all__ = [
@@ -15,5 +16,6 @@ __all__ = [
     "compare_with_checkpoint",
     "export_artifact",
     "export_checkpoint",
+    "overhead",
     "reference_model",
 ]

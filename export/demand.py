@@ -12,13 +12,13 @@ import torch
 
 from ..models import Checkpoint, ModelConfig, num_parameters
 from ..quantize import read_scheme
-from ..quantize.allocate import overhead
 from ..quantize.demand import SLACK, Demand
 from ..quantize.formats.base import LARGE
 from ..quantize.report import sizes
-from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE, Scheme, weight_shapes
+from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE, Scheme, linear_shapes, weight_shapes
 
 GRAPH = 24 << 10, 5 << 10  # bytes of a graph and the configuration, and of each layer's part of them
+GRAPH_AT_MOST = 48 << 10, 12 << 10
 WRITTEN = 3e8  # bytes per second
 COMPUTED = 4e8  # weights per second, for the golden prompt
 
@@ -55,3 +55,11 @@ def export_demand(checkpoint: Checkpoint, dtype: str = "fp32", scheme: Scheme | 
 def export_seconds(config: ModelConfig, output: int) -> float:
     """Estimate the time of an export in seconds; output: bytes of the artifact."""
     return output / WRITTEN + num_parameters(config) / COMPUTED
+
+
+def overhead(checkpoint: Checkpoint, config: ModelConfig, graph: tuple[int, int] = GRAPH_AT_MOST) -> int:
+    """Return an upper bound of an artifact's bytes without its weights: tokenizer, RoPE tables, graph, padding."""
+    tokenizer = sum(map(len, checkpoint.tokenizer_files.values()))
+    tables = 2 * config.max_position * (config.rope_width // 2) * 4
+    padding = sum(4096 if 4 * math.prod(shape) >= 1 << 20 else 64 for shape in linear_shapes(config).values())
+    return tokenizer + tables + padding + graph[0] + graph[1] * config.num_layers

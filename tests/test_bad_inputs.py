@@ -132,28 +132,25 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
         ["quantize", "{checkpoint}", "--weights=int8", "--method=gptq", "--max-windows=0", "-o", "{out}/q", "-q"],
         ["max_windows", "0"],
     ),
-    "a target too small": (
-        ["quantize", "{checkpoint}", "--target-bits", "2", "--max-windows", "2", "-o", "{out}/q", "-q"],
+    "a budget too small": (
+        ["allocate", "{checkpoint}", "--bits", "2", "--max-windows", "2", "-o", "{out}/s.toml", "-q"],
         ["2 bits per weight cannot be reached", "to 32.00 bits per weight"],
     ),
-    "a target without a unit": (
-        ["quantize", "{checkpoint}", "--target-size", "40", "--max-windows", "2", "-o", "{out}/q", "-q"],
+    "a budget without a unit": (
+        ["allocate", "{checkpoint}", "--size", "40", "--max-windows", "2", "-o", "{out}/s.toml", "-q"],
         ["'40' is not a size", "40MB"],
     ),
-    "two targets": (
-        ["quantize", "{checkpoint}", "--target-bits", "4", "--target-size", "1MB", "-o", "{out}/q", "-q"],
-        ["--target-bits", "--target-size"],
+    "two budgets": (
+        ["allocate", "{checkpoint}", "--bits", "4", "--size", "1MB", "-o", "{out}/s.toml", "-q"],
+        ["--bits", "--size"],
     ),
-    "a target and a format": (
-        ["quantize", "{checkpoint}", "--target-bits", "4", "--weights", "int8", "-o", "{out}/q"],
-        ["--weights"],
-    ),
-    "candidates for nothing": (
-        ["quantize", "{checkpoint}", "--weights", "int8", "--candidates", "int8", "-o", "{out}/q"],
-        ["--candidates", "--target-bits"],
+    "no budget": (["allocate", "{checkpoint}", "-o", "{out}/s.toml", "-q"], ["--bits", "--size"]),
+    "a scheme of an unknown kind": (
+        ["allocate", "{checkpoint}", "--bits", "4", "-o", "{out}/scheme", "-q"],
+        [".toml", ".json"],
     ),
     "unknown candidate": (
-        ["quantize", "{checkpoint}", "--target-bits", "4", "--candidates", "int4,q4", "-o", "{out}/q", "-q"],
+        ["allocate", "{checkpoint}", "--bits", "4", "--candidates", "int4,q4", "-o", "{out}/s.toml", "-q"],
         ["'q4'"],
     ),
     "no such checkpoint": (["quantize", "{out}/none", "--weights", "int8", "-o", "{out}/q"], ["none"]),

@@ -38,6 +38,7 @@ SHORTER = {
     "outliers": FEW,
     "quantize": FEW,
     "verify": FEW,
+    "allocate": FEW,
 }
 
 
@@ -52,7 +53,7 @@ def workplace(
     """A folder that looks as a clone does after `make demo`, with the tests' small model for those of the demo."""
     folder = tmp_path_factory.mktemp("workplace")
     demo = folder / "out" / "demo"
-    (folder / "text.txt").write_text((ROOT / "cli" / "train.py").read_text() * 8)
+    (folder / "text.txt").write_text((ROOT / "cli" / "quantize.py").read_text() * 8)
     for name in ("diff_v1", "softmax"):
         shutil.copytree(checkpoint, demo / name)
         shutil.copytree(quantized, demo / f"{name}-int4")
@@ -116,13 +117,14 @@ def test_completion(line: str, found: list[str]) -> None:
 
 
 def test_the_closed_choices_are_those_of_the_library() -> None:
+    from diffbit.apps.train.config import SCHEDULES
+    from diffbit.apps.train.presets import PRESETS
     from diffbit.export.graph import FLOATS
     from diffbit.runtime.providers import DEVICES
-    from diffbit.train import PRESETS
-    from diffbit.train.config import SCHEDULES
 
     def choices(command: str, option: str) -> set[str]:
-        annotation = inspect.get_annotations(getattr(modules[f"diffbit.cli.{command}"], command), eval_str=True)[option]
+        home = f"diffbit.cli.{command}" if f"diffbit.cli.{command}" in modules else f"diffbit.apps.{command}.command"
+        annotation = inspect.get_annotations(getattr(modules[home], command), eval_str=True)[option]
         literals = [part for part in (annotation.__origin__, *get_args(annotation.__origin__)) if get_args(part)]
         return {value for part in literals for value in get_args(part) if isinstance(value, str)}
 
@@ -135,7 +137,7 @@ def test_the_closed_choices_are_those_of_the_library() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        pytest.param(line, marks=[pytest.mark.slow] * ("compare" in line or "--target" in line))
+        pytest.param(line, marks=[pytest.mark.slow] * ("compare" in line or "allocate" in line or "--scheme" in line))
         for line in EXAMPLES
         if not line.startswith(("diffbit serve", "diffbit web"))  # the one does not end, the other needs npm
     ],
@@ -330,35 +332,34 @@ def test_a_target_chooses_formats_and_shows_the_error_of_each_layer(
     from diffbit.models import Checkpoint
     from diffbit.quantize import Scheme, read_scheme
 
-    model, folder = workplace / "out" / "demo" / "diff_v1", tmp_path / "q"
-    arguments = ["quantize", str(model), "--override", "*.o_proj=int8", "--max-windows", "2", "-o", str(folder)]
+    model, file, folder = workplace / "out" / "demo" / "diff_v1", tmp_path / "scheme.toml", tmp_path / "q"
+    arguments = ["allocate", str(model), "--override", "*.o_proj=int8", "--max-windows", "2", "-o", str(file)]
     candidates = ["--candidates", "int2_g64, int4_g32,none"]
     with pytest.raises(SystemExit) as stopped:
-        main([*arguments, "--target-bits", "4", *candidates])
+        main([*arguments, "--bits", "4", *candidates, "--plot", str(tmp_path / "mixed.svg")])
     captured = capfd.readouterr()
     assert stopped.value.code == 0, captured.err
     table = captured.out[captured.out.index("loss of each layer") :]
     assert table.count("_proj") == 12 and "o_proj" not in table
     assert "most sensitive layers: layers." in captured.err and "nats per token" in captured.err
     assert "the choice of formats is calibrated on mix" in captured.err
+    assert "int4_g32" in (tmp_path / "mixed.svg").read_text()
+    with pytest.raises(SystemExit) as stopped:
+        main(["quantize", str(model), "--scheme", str(file), "-o", str(folder)])
+    assert stopped.value.code == 0
+    capfd.readouterr()
     report = json.loads((folder / "quantization_report.json").read_text())
-    mixed = report["mixed"]
-    assert 3.5 < mixed["bits_per_weight"] <= 4 and mixed["measured"] > 0
-    scheme = Scheme.from_file(folder / "scheme.toml")
+    scheme = Scheme.from_file(file)
     assert scheme == read_scheme(Checkpoint(folder)) == Scheme.from_dict(report["scheme"])
     assert {row["name"]: row["format"] for row in report["weights"]} == {
         module: format.name for module, format in scheme.formats(Checkpoint(folder).config).items()
     }
-    assert "int4_g32" in (folder / "mixed.svg").read_text()
-    # a size, and the scheme used again
-    size = mixed["model_nbytes"]
+    size = 220_000
     with pytest.raises(SystemExit) as stopped:
-        main([*arguments, "--target-size", f"{size / 1000}kB", *candidates, "--overwrite", "--json", "--quiet"])
+        main([*arguments, "--size", f"{size / 1000}kB", *candidates, "--overwrite", "--json", "--quiet"])
     assert stopped.value.code == 0
-    assert json.loads(capfd.readouterr().out)["mixed"]["model_nbytes"] <= size
-    with pytest.raises(SystemExit) as stopped:
-        main(["quantize", str(model), "--scheme", str(folder / "scheme.toml"), "-o", str(tmp_path / "again")])
-    assert stopped.value.code == 0
+    plan = json.loads(capfd.readouterr().out)
+    assert plan["model_nbytes"] <= size and plan["measured"] > 0
 
 
 def test_the_methods_are_listed(capfd: pytest.CaptureFixture[str]) -> None:

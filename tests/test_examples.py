@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from diffbit.apps.evaluate.measure import measure
 from diffbit.calib_data import eval_windows
 from diffbit.cli.app import main
-from diffbit.evaluate.measure import measure
 from diffbit.models import Checkpoint
 from diffbit.quantize import load
 

@@ -37,7 +37,7 @@ Pair = tuple[tuple[str, str], list[int], list[int]]  # (context, continuation) a
 
 
 class Engine(Protocol):
-    """What runs the model: a Session, or a decoder in torch (evaluate/tasks.py)."""
+    """What runs the model: a Session, or a decoder in torch (apps/evaluate/tasks.py)."""
 
     @property
     def capacity(self) -> int: ...

@@ -15,13 +15,15 @@ import numpy as np
 import pytest
 import torch
 
+from diffbit.apps.train import qat
+from diffbit.apps.train.config import TrainConfig
+from diffbit.apps.train.folder import MASTER
+from diffbit.apps.train.trainer import train
 from diffbit.export import export_artifact
 from diffbit.models import Checkpoint, Decoder, ModelConfig, load
 from diffbit.quantize import read_scheme
 from diffbit.quantize.rounding import spread
 from diffbit.runtime import native
-from diffbit.train import TrainConfig, qat, train
-from diffbit.train.folder import MASTER
 
 from .helpers import VARIANTS
 from .visible import ternary_calls, through_a_kernel

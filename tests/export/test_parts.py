@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from diffbit.apps.train.presets import model_config
 from diffbit.export import export_artifact
 from diffbit.models.checkpoint.names import shapes
 from diffbit.quantize import Scheme, linear_shapes, parse_format
 from diffbit.runtime import Artifact, Session, verify
 from diffbit.runtime.artifact import Part
-from diffbit.train import model_config
 
 from .conftest import Maker
 from .helpers import VARIANTS, config_of, graph_of, write_artifact, write_model, write_quantized

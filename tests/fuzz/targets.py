@@ -24,6 +24,9 @@ import onnx
 import torch
 from sentencepiece import SentencePieceTrainer
 
+from diffbit.apps.train import trainer as trainer_module
+from diffbit.apps.train.config import TrainConfig
+from diffbit.apps.train.trainer import train
 from diffbit.calib_data import eval_windows, load_text, load_tokenizer, train_tokenizer
 from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
@@ -34,8 +37,6 @@ from diffbit.quantize import resume as resume_module
 from diffbit.runtime import Sampler, Session, Tokenizer, generate, verify
 from diffbit.runtime import verify as verify_function
 from diffbit.tokenizer_files import tokenizer_files
-from diffbit.train import TrainConfig, train
-from diffbit.train import trainer as trainer_module
 
 from .mutations import (
     Mutation,
@@ -371,7 +372,7 @@ def resume_quantization(folder: Path) -> None:
 
 
 def resume_training(folder: Path) -> None:
-    trainer_module.pyplot = trainer_module.plot_losses = lambda *_: None  # type: ignore[assignment]  # matplotlib would take most of the time
+    trainer_module.require_matplotlib = trainer_module.plot_losses = lambda *_: None  # type: ignore[assignment]  # matplotlib would take most of the time
     train(_options(folder), folder / "out", resume=True)
     mine, whole = _content(folder / "out"), _content(folder / "whole")
     for name in ("model.safetensors", "config.json", "tokenizer.json"):

@@ -16,16 +16,18 @@ from typing import Any
 import pytest
 import torch
 
+from diffbit.apps.evaluate import plots
+from diffbit.apps.evaluate.compare import compare
+from diffbit.apps.train import trainer as trainer_module
+from diffbit.apps.train.config import TrainConfig
+from diffbit.apps.train.trainer import train
 from diffbit.calib_data import Windows, train_tokenizer
 from diffbit.calib_data.window import digest
 from diffbit.errors import DiffbitError
-from diffbit.evaluate import compare, plots
 from diffbit.export import export_artifact
 from diffbit.models import Decoder, ModelConfig, save
 from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
 from diffbit.quantize.methods import learned
-from diffbit.train import TrainConfig, train
-from diffbit.train import trainer as trainer_module
 
 from .points import killed_after, killed_at
 
@@ -74,7 +76,7 @@ def trained(models: Path, out: Path, overwrite: bool) -> None:
 
 
 def compared(models: Path, out: Path, overwrite: bool) -> None:
-    from diffbit.cli.compare import _write
+    from diffbit.apps.evaluate.command import _write
 
     mask = torch.ones(IDS.shape, dtype=torch.bool).numpy()
     target = mask.copy()
@@ -119,7 +121,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("pyplot", "plot_losses"):  # matplotlib would take most of the time
+    for name in ("require_matplotlib", "plot_losses"):  # matplotlib would take most of the time
         monkeypatch.setattr(trainer_module, name, lambda *_: None)
     monkeypatch.setattr(plots, "svg", lambda figure: "<svg></svg>")
     monkeypatch.setattr(learned, "STEPS", 2)

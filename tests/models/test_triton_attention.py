@@ -200,7 +200,7 @@ def test_a_model_takes_the_kernel_where_it_may(
 def test_a_training_step_under_autocast_and_compiled(
     kernels: tuple[ModuleType, str], monkeypatch: pytest.MonkeyPatch, attention: str
 ) -> None:
-    """As train/ takes it on a GPU: float32 weights, bfloat16 products, and the whole model one graph."""
+    """As apps/train/ takes it on a GPU: float32 weights, bfloat16 products, and the whole model one graph."""
     _, device = kernels
     model, ids = decoder(attention, device), tokens(2, 20).to(device)
     monkeypatch.setattr(softmax, "KERNEL_DEVICES", (device,))

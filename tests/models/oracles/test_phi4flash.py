@@ -20,8 +20,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 
 from diffbit import DiffbitError, models
+from diffbit.apps.evaluate.cost import token_cost
 from diffbit.cli.app import main
-from diffbit.evaluate.cost import token_cost
 from diffbit.export import export_artifact, reference_model
 from diffbit.models import Checkpoint, KVCache, ModelConfig
 from diffbit.models.families import read_config

@@ -1,0 +1,215 @@
+"""Plots of the results of compare.py and outliers.py. They take the results' `to_dict()`, so that a JSON file can be
+plotted again. The i-th model of a comparison has the i-th colour in every plot and in the report's tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...drawing import MUTED, Data, drawn, line, logarithmic, short
+from ...errors import DiffbitError
+from ...quantize import parse_format
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SUBJECTS = {  # what can be compared: a heading, and the label of the horizontal axis
+    "weights": ("Weights", "format, scale per, bits per weight"),
+    "logits": ("Attention logits", "bits per logit"),
+    "qk": ("Queries and keys", "integers multiplied"),
+    "kv": ("KV cache", "format of the cache"),
+    "keys": ("Cached keys", "format of the cache"),
+    "values": ("Cached values", "format of the cache"),
+}
+SITES = {"hidden_states": "Hidden states", "attention_logits": "Attention logits"}
+ENDS = ("value", "low", "high")
+
+SHORT, LONG = 14, 32  # characters of a model's name in a legend: of two columns, and at most
+
+
+def shortened(name: str) -> str:
+    """Return a model's name for a legend, without its middle if it is long."""
+    return name if len(name) <= LONG else f"{name[: LONG // 2]}…{name[-LONG // 2 :]}"
+
+
+def plot_comparison(comparison: Data, path: str | Path) -> None:
+    """Plot a row of panels for weights and for each part of attention that was compared; see `charts`."""
+    rows = [charts(comparison, what) for what in subjects(comparison)]
+    if not rows:
+        raise DiffbitError("all models are already quantized, so there is nothing to plot; add a float one")
+    columns = max(map(len, rows))
+    with drawn(path, columns, len(rows)) as axes:
+        for number, row in enumerate(rows):
+            for index, panel in enumerate(axes[number * columns : (number + 1) * columns]):
+                draw(panel, row[index]) if index < len(row) else panel.set_axis_off()
+
+
+def plot_outliers(reports: Sequence[Data], path: str | Path) -> None:
+    """Plot the largest value and the median of every layer's hidden states and attention logits."""
+    with drawn(path, 2) as axes:
+        for panel, site in zip(axes, SITES, strict=True):
+            layers(panel, reports, site)
+
+
+def subjects(comparison: Data) -> list[str]:
+    """Return what was compared, in the order of SUBJECTS."""
+    return [what for what in SUBJECTS if any(result["what"] == what for result in comparison["results"])]
+
+
+def order(results: Sequence[Data]) -> dict[str, float]:
+    """Return {format: bits per weight, or bits} of results, most bits first."""
+    size = {r["format"]: r["bits_per_weight"] if r["what"] == "weights" else r["bits"] for r in results}
+    rank = {r["format"]: (r["bits"], size[r["format"]]) for r in results}
+    return {name: size[name] for name in sorted(size, key=lambda name: rank[name], reverse=True)}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a chart shows of a result."""
+
+    name: str
+    label: str  # of the vertical axis
+    unit: str
+    value: Callable[[Data, str], float]  # of a result, at one of ENDS
+    floor: float | None = None  # logarithmic; below it is noise, or nothing, drawn hollow on the floor. None: linear
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A metric of several models or methods against bit-width."""
+
+    title: str
+    label: str  # of the horizontal axis
+    ticks: dict[str, str]  # {format: label}, most bits first
+    metric: Metric
+    lines: dict[str, list[Data]]  # {label: results, in the order of ticks}
+    bounds: tuple[float, float]  # of values and intervals; charts side by side share them
+
+    def words(self) -> str:
+        """The chart as a sentence, for readers who cannot see it."""
+        lines = []
+        for label, results in self.lines.items():
+            values = (f"{r['format']} {short(self.metric.value(r, 'value'))}{self.metric.unit}" for r in results)
+            lines.append(f"{label}: {', '.join(values)}")
+        return f"{self.title}. {'; '.join(lines)}."
+
+
+INCREASE = Metric(
+    "increase of perplexity", "over the 16-bit model", "%", lambda r, end: 100 * (float(r["ratio"][end]) - 1), 0.01
+)
+KL = Metric("KL divergence", "from the 16-bit model, nats per token", " nats", lambda r, end: float(r["kl"][end]), 1e-7)
+
+
+def _needles(asked: Data, index: int) -> Metric:
+    """The change of the share of queries answered, of the index-th set of needles."""
+    return Metric(
+        f"{asked['queries']} of {asked['needles']} needles",
+        f"points to 16 bits, of {asked['length']:,} tokens",
+        " points",
+        lambda result, end: 100 * float(result["retrieval"][index]["change"][end]),
+    )
+
+
+def charts(comparison: Data, what: str) -> list[Chart]:
+    """Return the charts of weights, or of a part of attention.
+
+    With one method: perplexity, KL and each set of needles, a line per model. With several: perplexity, a chart per
+    model with a line per method.
+    """
+    results = [result for result in comparison["results"] if result["what"] == what]
+    widths = order(results)
+    results.sort(key=lambda result: list(widths).index(result["format"]))
+    models = list(dict.fromkeys(r["model"] for r in comparison["results"] if r["what"] == what))
+    methods = list(dict.fromkeys(r["method"] for r in comparison["results"] if r["what"] == what))
+    subject, label = SUBJECTS[what]
+
+    def chart(about: str, metric: Metric, lines: dict[str, list[Data]]) -> Chart:
+        ends, floor = [metric.value(result, end) for result in results for end in ENDS], metric.floor
+        bounds = (max(min(ends), floor), max(*ends, 100 * floor)) if floor else (min(-1.0, *ends), max(1.0, *ends))
+        ticks = {name: _tick(name, what, width) for name, width in widths.items()}
+        return Chart(f"{about}: {metric.name}", label, ticks, metric, lines, bounds)
+
+    if len(methods) > 1:
+        by_method = [
+            {method: [r for r in results if (r["model"], r["method"]) == (model, method)] for method in methods}
+            for model in models
+        ]
+        return [chart(model, INCREASE, lines) for model, lines in zip(models, by_method, strict=True)]
+    own = {model: [r for r in results if r["model"] == model] for model in models}
+    found = [chart(subject, metric, own) for metric in (INCREASE, KL)]
+    whole = {r["model"]: r["retrieval"] for r in comparison["results"] if r["what"] == "none"}
+    for index, asked in enumerate(comparison["needles"]):
+        at_16 = {f"{m}, {whole[m][index]['accuracy']['value']:.1%} at 16 bits": lines for m, lines in own.items()}
+        found.append(chart(subject, _needles(asked, index), at_16))
+    return found
+
+
+def draw(axes: Axes, chart: Chart) -> None:
+    """A line with its band of confidence for each label of the chart."""
+    from matplotlib.ticker import FuncFormatter
+
+    columns = {name: column for column, name in enumerate(chart.ticks)}
+    metric, floor = chart.metric, chart.metric.floor
+    for index, (label, results) in enumerate(chart.lines.items()):
+        x, look = [columns[result["format"]] for result in results], line(index)
+        value, low, high = ([max(metric.value(r, end), floor or -math.inf) for r in results] for end in ENDS)
+        axes.fill_between(x, low, high, color=look["color"], alpha=0.18, linewidth=0)
+        axes.plot(x, value, label=shortened(label), zorder=3, **look)
+        if floor and (hidden := [place for place, height in zip(x, value, strict=True) if height == floor]):
+            hollow = look | {"markerfacecolor": "white", "markeredgecolor": look["color"], "linestyle": "none"}
+            axes.plot(hidden, [floor] * len(hidden), zorder=4, **hollow)
+    (bottom, top), legend = chart.bounds, 0.08 + 0.07 * len(chart.lines)  # of the height
+    if floor:
+        logarithmic(axes)
+        axes.set_ylim(bottom / (top / bottom) ** 0.05, top * (top / bottom) ** legend)
+    else:
+        axes.axhline(0, color=MUTED, linewidth=0.8, zorder=1)
+        axes.set_ylim(bottom - legend * (top - bottom), top + 0.05 * (top - bottom))
+    unit, below = "%" if metric.unit == "%" else "", {floor: "≤ "}
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{below.get(y, '')}{short(y)}{unit}"))
+    axes.set_title(chart.title)
+    axes.set_xticks(range(len(columns)), list(chart.ticks.values()))
+    axes.set_xlim(-0.35, len(columns) - 0.65)
+    axes.set_xlabel(chart.label)
+    axes.set_ylabel(metric.label)
+    axes.legend(loc="upper left" if floor else "lower left")
+
+
+def layers(axes: Axes, reports: Sequence[Data], site: str) -> None:
+    """The largest |x| of every layer and its median (thin), of all models, on a logarithmic axis."""
+    from matplotlib.ticker import LogLocator, MaxNLocator
+
+    names = [shortened(report["model"]) for report in reports]
+    columns = 2 if all(len(name) <= SHORT for name in names) else 1
+    for index, (name, report) in enumerate(zip(names, reports, strict=True)):
+        own, look = report[site]["layers"], line(index)
+        places = [layer["layer"] for layer in own]
+        axes.plot(places, [layer["top"]["1"] for layer in own], label=f"{name}, largest", zorder=3, **look)
+        medians = [layer["median"] for layer in own]
+        if all(medians):
+            thin = look | {"linewidth": 1.0, "markersize": 3, "alpha": 0.7}
+            axes.plot(places, medians, label=f"{name}, median", **thin)
+    logarithmic(axes)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high * (high / low) ** (0.12 + 0.18 / columns * len(reports)))  # room for the legend
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,), numticks=12))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
+    axes.set_title(f"{SITES[site]}: largest and median |x|")
+    axes.set_xlabel("layer")
+    axes.set_ylabel("|x|")
+    axes.legend(loc="upper left", ncols=columns, columnspacing=1.2)
+
+
+def _tick(name: str, what: str, width: float) -> str:
+    """Return a format's tick label; for weights with the group that shares a scale and the bits per weight."""
+    if what != "weights":
+        return name.removesuffix("-bit")
+    number, _, group = name.partition("_")
+    if not group:  # the name does not say what shares a scale; the format does
+        rows, groups = parse_format(name).scale_shape((2, 256))
+        group = "tensor" if rows == 1 else "row" if groups == 1 else f"g{256 // groups}"
+    return f"{number}\n{group.replace('_', ' ')}\n{width:.2f}"

@@ -1,0 +1,1 @@
+"""Training: presets, options, the training loop, quantization-aware training, distillation, checkpoints."""

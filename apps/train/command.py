@@ -1,0 +1,207 @@
+"""diffbit train: train a model, in float or with quantization-aware training."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from ...cli import Data, Field, Json, Quiet, Seed, TorchDevice, print_json, print_table
+from ...cli.options import completion, modules, of_formats
+
+EXAMPLES = {
+    "train": (
+        "diffbit train --preset tiny --attention diff_v1 --steps 300 -o out/diff_v1",
+        "diffbit train --preset tiny --qat ternary -o out/b158",
+        "diffbit train --init out/demo/diff_v1 --qat ternary --distill out/demo/diff_v1 --steps 300 -o out/distilled",
+        "torchrun --nproc-per-node 8 -m diffbit train --preset base --attention diff_v1 -o out/base",
+    )
+}
+
+
+def _list_presets(wanted: bool) -> None:
+    if wanted:
+        from .presets import parameters
+
+        print_table(parameters())
+        raise typer.Exit
+
+
+Output = Annotated[Path, typer.Option("--output", "-o", help="Output folder: the model, its log and checkpoints.")]
+Preset = Annotated[
+    Literal["pico", "tiny", "nano", "small", "base"],
+    typer.Option(help="Model size and training recipe; see --list-presets."),
+]
+Attention = Annotated[
+    str | None,
+    typer.Option(
+        metavar="VARIANT",
+        autocompletion=completion(modules("models", "attention")),
+        help="Attention variant: diff_v1, diff_v2, softmax, ...; default: diff_v1, or that of --init.",
+    ),
+]
+Init = Annotated[Path | None, typer.Option(help="Checkpoint to start from: its weights, sizes and tokenizer.")]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        help="Context length in tokens, of the model and its training rows; default: the preset's or --init's."
+    ),
+]
+TokenizerFile = Annotated[
+    Path | None, typer.Option(help="A tokenizer.json or a folder with one; default: train a tokenizer on the data.")
+]
+Qat = Annotated[
+    str | None,
+    of_formats(
+        "Quantization-aware training for a weight format: ternary (BitNet b1.58), int4_g128, int2_g64, ... The result "
+        "is a quantized checkpoint; OUTPUT/master keeps the float weights."
+    ),
+]
+Activations = Annotated[
+    Literal["int8", "int4"],
+    typer.Option(help="Activation format for --qat ternary; int4 applies a Hadamard transform first (BitNet v2)."),
+]
+Distill = Annotated[
+    Path | None,
+    typer.Option(
+        help="Teacher: a checkpoint, float or quantized, with the same tokenizer. Its predictions are additional "
+        "training targets (BitDistill)."
+    ),
+]
+DistillWeight = Annotated[
+    float | None,
+    typer.Option(help="Weight of the teacher's loss; the loss on the text has weight 1. Default: 100."),
+]
+Mlp = Annotated[str | None, typer.Option(metavar="MLP", help="swiglu or relu2; default: swiglu, or that of --init.")]
+SubNorms = Annotated[
+    bool | None,
+    typer.Option(
+        "--sub-norms/--no-sub-norms",
+        help="Norms before o_proj and down_proj (BitNet), added to the model of --init if it has none; default: on "
+        "for --qat ternary, else as in --init.",
+    ),
+]
+HeadNorm = Annotated[
+    Literal["learned", "fixed", "none"] | None,
+    typer.Option(
+        help="RMSNorm of each diff_v1 head. learned: with a weight, folded into o_proj on saving (the official code); "
+        "fixed: without a weight (Hugging Face's diffllama); none: no norm. Default: learned, or fixed with --init or "
+        "--qat."
+    ),
+]
+LambdaBias = Annotated[
+    float | None,
+    typer.Option(
+        help="Give the projection to diff_v2's lambda a bias that starts at this value: at -6 there is hardly any "
+        "subtraction at first. Default: no bias, or that of --init."
+    ),
+]
+Needles = Annotated[
+    float, typer.Option(help="Fraction of the training rows that contain key-value needles and queries for them.")
+]
+Steps = Annotated[int | None, typer.Option(help="Training steps; default: the preset's.")]
+BatchSize = Annotated[int | None, typer.Option(help="Rows per forward pass of one process; default: the preset's.")]
+Accumulate = Annotated[
+    int | None, typer.Option(help="Forward passes per step (gradient accumulation); default: the preset's.")
+]
+LearningRate = Annotated[
+    float | None,
+    typer.Option(help="Peak learning rate; default: the preset's, higher for --qat ternary, lower for --qat --init."),
+]
+Schedule = Annotated[
+    Literal["cosine", "two_stage"] | None,
+    typer.Option(help="Learning rate schedule; default: cosine, two_stage (BitNet) for --qat ternary without --init."),
+]
+Optimizer = Annotated[
+    Literal["adamw", "adamw8bit"],
+    typer.Option(help="adamw8bit keeps AdamW's moments in 8 bits (bitsandbytes): 2 bytes per parameter instead of 8."),
+]
+EvalEvery = Annotated[int, typer.Option(help="Steps between evaluations; 0: evaluate at the end only.")]
+CheckpointEvery = Annotated[int, typer.Option(help="Steps between checkpoints for --resume; 0: no checkpoints.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in the output folder.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")]
+Precision = Annotated[
+    Literal["auto", "fp32", "bf16"],
+    typer.Option(help="Precision of the forward pass; bf16 keeps fp32 weights; auto: bf16 on a GPU, fp32 on a CPU."),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete the run in the output folder and start again.")]
+ListPresets = Annotated[
+    bool,
+    typer.Option("--list-presets", is_eager=True, callback=_list_presets, help="List the presets and exit."),
+]
+
+
+def train(
+    output: Output,
+    preset: Preset = "tiny",
+    attention: Attention = None,
+    init: Init = None,
+    context: Context = None,
+    data: Data = "stdlib",
+    field: Field = "text",
+    tokenizer: TokenizerFile = None,
+    qat: Qat = None,
+    activations: Activations = "int8",
+    distill: Distill = None,
+    distill_weight: DistillWeight = None,
+    mlp: Mlp = None,
+    sub_norms: SubNorms = None,
+    head_norm: HeadNorm = None,
+    lambda_bias: LambdaBias = None,
+    needles: Needles = 0.0,
+    steps: Steps = None,
+    batch_size: BatchSize = None,
+    accumulate: Accumulate = None,
+    learning_rate: LearningRate = None,
+    schedule: Schedule = None,
+    optimizer: Optimizer = "adamw",
+    eval_every: EvalEvery = 0,
+    checkpoint_every: CheckpointEvery = 500,
+    resume: Resume = False,
+    compiled: Compile = False,
+    precision: Precision = "auto",
+    seed: Seed = 0,
+    device: TorchDevice = "auto",
+    overwrite: Overwrite = False,
+    list_presets: ListPresets = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a Differential Transformer, or a plain Transformer of equal size.
+
+    Runs with the same preset, data and seed see the same batches, whatever their attention. Under torchrun each
+    process trains on its share of every batch.
+    """
+    from .presets import train_config
+    from .trainer import train as run_training
+
+    changes: dict[str, Any] = dict(context=context, init=init, mlp=mlp, sub_norms=sub_norms, head_norm=head_norm)
+    changes |= dict(lambda_bias=lambda_bias)
+    changes |= dict(source=data, field=field, tokenizer=tokenizer, needles=needles)
+    changes |= dict(qat=qat, activations=activations)
+    changes |= dict(distill=distill, distill_weight=distill_weight)
+    changes |= dict(steps=steps, batch_size=batch_size, accumulate=accumulate)
+    changes |= dict(learning_rate=learning_rate, schedule=schedule, optimizer=optimizer, seed=seed)
+    changes |= dict(eval_every=eval_every, checkpoint_every=checkpoint_every)
+    changes |= dict(device=device, compile=compiled, precision=precision)
+    given = {name: value for name, value in changes.items() if value is not None}
+    given |= {name: str(value) for name, value in given.items() if isinstance(value, Path)}
+    config = train_config(preset, attention, **given)
+    result = run_training(config, output, resume=resume, overwrite=overwrite)
+    if os.environ.get("RANK", "0") != "0":  # under torchrun only one process reports
+        return
+    row = {
+        "model": str(result.path),
+        "attention": config.model.attention,
+        "steps": len(result.losses),
+        "tokens": result.tokens,
+        "train_loss": result.losses[-1],
+        "eval_loss": result.eval_loss,
+        "seconds": round(result.seconds, 1),
+    }
+    if as_json:
+        print_json(row)
+    else:
+        print_table([row])

@@ -1,0 +1,73 @@
+"""The rows of training text and their order, which depend only on text, length and seed.
+
+The documents form one stream of tokens, `eos d1 eos d2 ... eos`. An epoch cuts it into rows of length + 1 tokens. Each
+row begins with the last token of the previous row, so every token is predicted once. Each epoch draws a new start for
+the first row, which changes the tokens that no row contains (fewer than 2 * length at the two ends). The rows of all
+epochs form one endless sequence; each step takes the next batch_size * accumulate * world_size of them.
+
+A share of the rows may have needles (calib_data/needles.py). The seed and the row's number determine which rows and
+which needles. Such a row has 1 to `max_needles` needles with one query each; together they fill at most half of it.
+
+The model, the number of processes and a restart have no influence: a matched pair of models sees the same batches in
+the same order, N processes together see what one process sees with N times the batch, and a resumed run continues
+where it stopped.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...calib_data import VALUE, Needles
+from ...errors import DiffbitError
+
+
+class Rows:
+    """The endless sequence of training rows over a stream of token ids int64 [T].
+
+    `share`: fraction of rows with needles. Raises DiffbitError for a stream of fewer than 2 * length tokens.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, length: int, seed: int, needles: Needles | None = None, share: float = 0.0
+    ) -> None:
+        self.per_epoch = (len(tokens) - length) // length  # for every start of the first row in [0, length)
+        if self.per_epoch < 1:
+            raise DiffbitError(
+                f"the training text has {len(tokens)} tokens, but rows of {length} need {2 * length} or more; "
+                "give more text or a shorter context"
+            )
+        self.tokens, self.length, self.seed = tokens, length, seed
+        self.needles, self.share = needles, share
+        if needles is not None:
+            self.max_needles = min(len(needles.words), length // (4 * needles.size))
+            needles.check(length, max(self.max_needles, 1), 1)
+        self._epoch = -1
+        self._starts = np.empty(0, dtype=np.int64)
+
+    def take(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows first ... first + count - 1 of the sequence, int64 [count, length + 1], and a mask of the tokens that
+        answer a query, bool of the same shape."""
+        rows, answers = zip(*(self._row(number) for number in range(first, first + count)), strict=True)
+        return np.stack(rows), np.stack(answers)
+
+    def _row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        start = self._start(number)
+        row, answers = self.tokens[start : start + self.length + 1], np.zeros(self.length + 1, dtype=bool)
+        if self.needles is None:
+            return row, answers
+        generator = np.random.default_rng([self.seed, number, 1])  # three numbers, so it differs from an epoch's
+        if generator.random() >= self.share:
+            return row, answers
+        count = int(generator.integers(1, self.max_needles + 1))
+        row, starts, _ = self.needles.insert(row, count, count, generator)
+        answers[starts[:, None] + np.arange(VALUE)] = True
+        return row, answers
+
+    def _start(self, number: int) -> int:
+        epoch, index = divmod(number, self.per_epoch)
+        if epoch != self._epoch:
+            generator = np.random.default_rng([self.seed, epoch])
+            offset = generator.integers(self.length)
+            self._starts = offset + self.length * generator.permutation(self.per_epoch)
+            self._epoch = epoch
+        return int(self._starts[index])

@@ -1,0 +1,223 @@
+"""Presets: model sizes, each for three attention variants of equal size, and their training options.
+
+The variants of a preset have the same number of parameters within 1 % and differ only in their heads (d = head_dim).
+With H pairs in diff_v1:
+
+    variant   query heads      key heads    value heads    weights of q + k + v + o, in units of hidden * d
+    softmax   2H of d          2H of d      2H of d        2H + 2H + 2H + 2H = 8H
+    diff_v1   H pairs of d     H pairs      H of 2d        2H + 2H + 2H + 2H = 8H     (+ 4d for lambda)
+    diff_v2   2H pairs of d    H of d       H of d         4H +  H +  H + 2H = 8H     (+ 2H hidden for lambda)
+
+softmax and diff_v1 are the paper's pair: they have the same d, and diff_v1 has half as many (double) heads (arXiv
+2410.05258, section 2.1), so all weights have the same names and shapes. diff_v2 has twice the query heads of softmax,
+as in its authors' models, and fewer key-value heads (grouped queries, 4 query heads each).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ...calib_data import load_tokenizer
+from ...errors import DiffbitError
+from ...models import Checkpoint, ModelConfig, attention_options, num_parameters, variants
+from ...models.layers.attention import AttentionOptions
+from ...quantize import parse_format
+from .config import TrainConfig
+from .folder import MASTER
+
+TERNARY_RATE = 2.0  # learning rate of ternary weights, relative to that of float weights
+# Likewise when training starts from a checkpoint: two-bit weights must move far, weights of more bits hardly at all
+FEW_BITS_FROM_CHECKPOINT = 0.5
+FROM_CHECKPOINT = 0.025
+ATTENTION = "diff_v1"  # the default
+HEAD_NORMS = ("learned", "fixed", "none")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The sizes of a model and its training options. Hidden and intermediate sizes are multiples of 128, the largest
+    group size of the weight formats."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_pairs: int  # H in the table above
+    intermediate_size: int
+    context: int
+    steps: int
+    batch_size: int
+    accumulate: int
+    learning_rate: float
+    warmup: int
+    head_gain: float  # initial weight of diff_v1's learned head norm, relative size of o_proj (docs/training.md)
+
+
+PRESETS = {
+    # Small enough for git: examples/pico.
+    "pico": Preset(1024, 128, 2, 2, 128, 256, 800, 8, 1, 5e-3, 60, 0.1),
+    # Trains a matched pair in a few minutes on two CPU cores.
+    "tiny": Preset(1024, 128, 4, 2, 256, 128, 1200, 8, 1, 5e-3, 60, 0.1),
+    # The size of the published Diff_NanoGPT: 2.5 M parameters, context 256.
+    "nano": Preset(1024, 256, 3, 4, 640, 256, 3000, 32, 1, 2e-3, 100, 1.0),
+    # For a GPU.
+    "small": Preset(4096, 512, 8, 4, 1280, 512, 10000, 64, 1, 1.5e-3, 300, 1.0),
+    "base": Preset(32768, 768, 14, 6, 2048, 1024, 20000, 32, 8, 6e-4, 1000, 1.0),
+}
+
+
+def model_config(
+    preset: str,
+    attention: str,
+    *,
+    vocab_size: int | None = None,
+    mlp: str = "swiglu",
+    sub_norms: bool = False,
+    head_norm: bool = True,
+    lambda_bias: bool = False,
+) -> ModelConfig:
+    """The model of a preset with an attention variant; `vocab_size` None: the preset's. Raises DiffbitError for an
+    unknown name."""
+    size = _preset(preset)
+    if attention not in variants():
+        raise DiffbitError(f"attention {attention!r} is unknown; choose one of {', '.join(variants())}")
+    heads, kv_heads = attention_options(attention).equal_heads(size.num_pairs)
+    return ModelConfig.uniform(
+        vocab_size=vocab_size or size.vocab_size,
+        hidden_size=size.hidden_size,
+        num_layers=size.num_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=size.hidden_size // (2 * size.num_pairs),
+        intermediate_size=size.intermediate_size,
+        max_position=size.context,
+        attention=attention,
+        tie_embeddings=True,
+        mlp=mlp,
+        sub_norms=sub_norms,
+        head_norm=head_norm,
+        lambda_bias=lambda_bias,
+    )
+
+
+def train_config(
+    preset: str,
+    attention: str | None = None,
+    *,
+    vocab_size: int | None = None,
+    context: int | None = None,
+    init: str | None = None,
+    mlp: str | None = None,
+    sub_norms: bool | None = None,
+    head_norm: str | None = None,
+    **changes: Any,
+) -> TrainConfig:
+    """The training run of a preset; `changes` replace fields of TrainConfig.
+
+    vocab_size: default: that of `changes["tokenizer"]` if given, else the preset's.
+    context: of the model and of the rows; default: that of `init`, else the preset's.
+    init: a checkpoint to start from. The run uses its model and tokenizer; `attention` must agree with it.
+    mlp, sub_norms: of the model (models/config.py); default: those of `init`, else swiglu, and sub-norms only with
+    ternary `qat`. Sub-norms can be added to the model of `init`.
+    head_norm: of diff_v1: "learned" (with a weight that is folded into o_proj when the model is saved, head_norm.py),
+    "fixed" (without a weight) or "none"; default: as in `init`, else "learned", but "fixed" with `qat` or sub-norms.
+
+    A ternary run without `init` follows BitNet b1.58: its learning rate is TERNARY_RATE times as high, in two stages. A
+    quantization-aware run from `init` has a lower learning rate than the preset: half at two bits, a fortieth above.
+    Raises DiffbitError for unknown names, and for a checkpoint that does not fit.
+    """
+    size, qat = _preset(preset), changes.get("qat")
+    format = None if qat is None else parse_format(qat)
+    ternary = format is not None and format.trained
+    rate, schedule = size.learning_rate, "cosine"
+    if head_norm not in (None, *HEAD_NORMS):
+        raise DiffbitError(f"head_norm {head_norm!r} is unknown; choose one of {', '.join(HEAD_NORMS)}")
+    if init is not None:
+        model = _model_of(init, attention, mlp, sub_norms)
+        changes = {"tokenizer": init, **changes}
+        if format is not None:
+            rate *= FEW_BITS_FROM_CHECKPOINT if format.bits == 2 else FROM_CHECKPOINT
+    else:
+        if vocab_size is None and changes.get("tokenizer") is not None:
+            vocab_size = load_tokenizer(changes["tokenizer"]).vocab_size
+        norms = ternary if sub_norms is None else sub_norms
+        model = model_config(
+            preset,
+            attention or ATTENTION,
+            vocab_size=vocab_size,
+            mlp=mlp or "swiglu",
+            sub_norms=norms,
+            head_norm=head_norm != "none",
+            lambda_bias=changes.get("lambda_bias") is not None,
+        )
+        if head_norm is None and model.head_norm and qat is None and not norms:
+            head_norm = "learned"
+        if ternary:
+            rate, schedule = TERNARY_RATE * rate, "two_stage"
+    if head_norm is not None and model.head_norm != (head_norm != "none"):
+        raise DiffbitError(
+            f"head_norm is {head_norm}, but the heads of this model ({model.attention}) have "
+            f"{'a norm' if model.head_norm else 'no norm'}; omit --head-norm"
+        )
+    if context is not None:
+        model = replace(model, max_position=context)
+    warmup = size.warmup
+    if "steps" in changes:  # a short run warms up for at most a tenth of it
+        warmup = min(warmup, max(1, changes["steps"] // 10))
+    options: dict[str, Any] = {
+        "steps": size.steps,
+        "length": model.max_position,
+        "batch_size": size.batch_size,
+        "accumulate": size.accumulate,
+        "learning_rate": rate,
+        "schedule": schedule,
+        "warmup": warmup,
+    }
+    if head_norm == "learned":
+        options |= (
+            {"head_gain": 1.0} if init is not None else dict.fromkeys(("head_gain", "o_proj_init"), size.head_gain)
+        )
+    return TrainConfig(model=model, init=init, **options | changes)
+
+
+def _preset(name: str) -> Preset:
+    if name not in PRESETS:
+        raise DiffbitError(f"preset {name!r} is unknown; choose one of {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def _model_of(checkpoint: str, attention: str | None, mlp: str | None, sub_norms: bool | None) -> ModelConfig:
+    """The model of a checkpoint. Raises DiffbitError if training cannot start from it."""
+    found = Checkpoint(checkpoint)
+    if found.quantization is not None:
+        master = Path(checkpoint) / MASTER
+        source = f"start from {master}" if master.is_dir() else "start from the checkpoint it was made from"
+        raise DiffbitError(f"{checkpoint}: is quantized, but training starts from float weights; {source}")
+    if attention not in (None, found.config.attention):
+        raise DiffbitError(
+            f"{checkpoint}: its attention is {found.config.attention}, not {attention}; omit --attention, or "
+            "start from another checkpoint"
+        )
+    if mlp not in (None, found.config.mlp):
+        raise DiffbitError(
+            f"{checkpoint}: its MLP is {found.config.mlp}, not {mlp}; omit --mlp, or start from another checkpoint"
+        )
+    if sub_norms is False and found.config.sub_norms:
+        raise DiffbitError(f"{checkpoint}: has sub-norms, which training cannot remove; omit --no-sub-norms")
+    return found.config.with_sub_norms() if sub_norms else found.config
+
+
+def parameters() -> list[dict[str, Any]]:
+    """A row for each preset and variant, with its sizes and number of parameters (a tied embedding counts once)."""
+    rows = []
+    for preset in PRESETS:
+        for attention in variants():
+            config = model_config(preset, attention)
+            mixer = config.layers[0].mixer
+            assert isinstance(mixer, AttentionOptions)
+            row = {"preset": preset, "attention": attention, "parameters": num_parameters(config)}
+            row |= {"hidden_size": config.hidden_size, "num_layers": config.num_layers}
+            row |= {name: getattr(mixer, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
+            rows.append(row | {"vocab_size": config.vocab_size, "context": config.max_position})
+    return rows

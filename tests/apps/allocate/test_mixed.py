@@ -1,0 +1,360 @@
+"""Mixed precision: the greedy choice against trying everything, losses against running everything, the plan kept."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from diffbit import models
+from diffbit.apps.allocate import mixed
+from diffbit.apps.allocate.mixed import allocate as plan
+from diffbit.apps.allocate.mixed import choose
+from diffbit.errors import DiffbitError
+from diffbit.export import export_artifact
+from diffbit.export.demand import GRAPH_AT_MOST
+from diffbit.files import parse_size
+from diffbit.models import Decoder, ModelConfig
+from diffbit.quantize import Scheme, apply, linear_shapes, parse_format, quantize_checkpoint, rtn
+from diffbit.quantize.layer import Tokens
+from diffbit.quantize.methods import gptq
+from diffbit.quantize.methods import rtn as rtn_module
+from diffbit.quantize.recipe import Recipe
+from diffbit.runtime import Artifact, verify
+
+from ...configs import resized
+
+CONFIG = ModelConfig.uniform(
+    vocab_size=96, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=96,
+    attention="diff_v1",
+)  # fmt: skip
+IDS = torch.randint(96, (5, 24), generator=torch.Generator().manual_seed(0))
+MASK = torch.arange(24) < torch.tensor([24, 24, 17, 24, 9])[:, None]
+FEW = ("int2_g64", "int4_g64", "int4_g32", "int8", "none")
+
+
+def make(config: ModelConfig = CONFIG) -> Decoder:
+    """A random model some of whose layers matter more than others."""
+    torch.manual_seed(0)
+    decoder = Decoder(config)
+    with torch.no_grad():
+        for place, (name, parameter) in enumerate(decoder.named_parameters()):
+            if name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5)
+            elif parameter.dim() == 2:
+                parameter.mul_(2 + place % 4)
+    return decoder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mixed") / "float"
+    models.save(make(), path)
+    return path
+
+
+def divergence(exact: Decoder, other: Decoder, ids: Tensor = IDS, mask: Tensor = MASK) -> float:
+    """KL by its definition, both models run whole in float64's neighbourhood: the slow and obvious version."""
+    with torch.no_grad():
+        p, q = (F.log_softmax(model(ids, attention_mask=mask.long()).double(), dim=-1) for model in (exact, other))
+    return float((p.exp() * (p - q)).sum(-1)[mask].mean())
+
+
+# the choice
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_choice_fits_and_is_nearly_the_best_of_all(seed: int) -> None:
+    """Losses that fall less and less with bytes, as formats' do: greedy is off by no more than one layer's gain."""
+    draw = random.Random(seed)
+    sizes, losses = {}, {}
+    for layer in "abcd":
+        width, weight = draw.choice((1, 2, 3)), draw.uniform(0.1, 1)
+        names = ("2", "4", "8")
+        sizes[layer] = {name: int(name) * width for name in names}
+        losses[layer] = {name: weight * draw.uniform(0.8, 1) / 4 ** int(name) for name in names}
+    smallest, largest = (sum(pick(row.values()) for row in sizes.values()) for pick in (min, max))
+    gain = max(row["2"] for row in losses.values())
+    for room in range(smallest, largest + 3):
+        choice, path = choose(sizes, losses, room)
+        taken = sum(sizes[layer][name] for layer, name in choice.items())
+        loss = sum(losses[layer][name] for layer, name in choice.items())
+        assert taken <= room and path[-1] == (taken, pytest.approx(loss))
+        assert [loss for _, loss in path] == sorted((loss for _, loss in path), reverse=True)
+        best = min(
+            sum(losses[layer][name] for layer, name in zip("abcd", names, strict=True))
+            for names in itertools.product(("2", "4", "8"), repeat=4)
+            if sum(sizes[layer][name] for layer, name in zip("abcd", names, strict=True)) <= room
+        )
+        assert best <= loss + 1e-12 and loss <= best + gain
+    assert choose(sizes, losses, largest)[0] == dict.fromkeys("abcd", "8")
+
+
+def test_of_formats_of_equal_bytes_the_better_and_none_that_gains_nothing() -> None:
+    choice, path = choose({"a": {"x": 4, "y": 4, "z": 9}}, {"a": {"x": 2.0, "y": 1.0, "z": 1.0}}, 100)
+    assert choice == {"a": "y"} and path == [(4, 1.0)]
+
+
+# losses
+
+
+def measured(
+    decoder: Decoder, base: Decoder, rounding: ModuleType, wanted: dict[str, list[str]], tokens: Tokens | None
+) -> mixed.Losses:
+    sample = Tokens(decoder.config, IDS, MASK)
+    formats = {
+        module: {name: None if name == "none" else parse_format(name) for name in row} for module, row in wanted.items()
+    }
+    return mixed.measure(decoder, base, sample, Scheme(), formats, rounding, tokens)
+
+
+LINEARS = [name for name in linear_shapes(CONFIG) if name != "lm_head"]
+
+
+def error(weight: Tensor, name: str) -> float:
+    return float((weight.double() - rtn(weight, parse_format(name)).dequantize()).square().sum())
+
+
+def test_a_loss_is_the_divergence_of_the_model_with_that_weight_rounded() -> None:
+    """Around the float model and one with some layers in int2, with padding: a copy of the model run whole."""
+    decoder = make()
+    fixed = tuple((name, parse_format("int2_g64")) for name in LINEARS[:3])
+    for overrides, modules in (((), LINEARS), (fixed, LINEARS[3:])):
+        base = apply(decoder, Scheme(overrides=overrides))
+        wanted = {module: ["int2_g64", "int4_g32_asym", "none"] for module in modules}
+        for module, row in measured(decoder, base, rtn_module, wanted, None).items():
+            weight = decoder.get_submodule(module).weight.detach()
+            changed = copy.deepcopy(base)
+            linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+            linear.weight.data = rtn(weight, parse_format("int2_g64")).dequantize()
+            changed.set_submodule(module, linear)
+            loss = divergence(base, changed)
+            assert row["int2_g64"] == pytest.approx(loss, rel=1e-3, abs=3e-7), module
+            other = loss * error(weight, "int4_g32_asym") / error(weight, "int2_g64")
+            assert row["int4_g32_asym"] == pytest.approx(other, rel=1e-3, abs=3e-7) and row["none"] == 0, module
+
+
+def test_a_format_that_changes_nothing_says_nothing_of_the_others() -> None:
+    decoder, module = make(), LINEARS[4]
+    weight = decoder.get_submodule(module).weight
+    weight.data = rtn(weight.detach(), parse_format("int4_g32")).dequantize()
+    (found,) = measured(decoder, decoder, rtn_module, {module: ["int4_g32", "int2_g64"]}, None).values()
+    made = apply(decoder, Scheme(overrides=((module, parse_format("int2_g64")),)))
+    assert found == {"int4_g32": 0, "int2_g64": pytest.approx(divergence(decoder, made), rel=1e-3)}
+
+
+def test_statistics_are_those_that_the_layer_is_rounded_with() -> None:
+    """Of gptq, one layer in a format: the divergence of the very model that `apply` makes of that scheme."""
+    decoder = make()
+    wanted = {module: ["int2_g64"] for module in LINEARS}
+    found = measured(decoder, decoder, gptq, wanted, Tokens(CONFIG, IDS, MASK))
+    for module in LINEARS:
+        made = apply(decoder, Scheme(overrides=((module, parse_format("int2_g64")),)), "gptq", IDS, MASK)
+        assert found[module]["int2_g64"] == pytest.approx(divergence(decoder, made), rel=2e-3, abs=2e-7), module
+
+
+@pytest.mark.parametrize("name", ["softmax", "diff_v1"])
+def test_what_is_scaled_is_near_what_is_measured(name: str, trained: Callable[[str], Path]) -> None:
+    """By gptq on trained weights: int8 and int2 from int4, which lose 300 times less and 20 times more."""
+    decoder = models.load(trained(name))
+    ids = torch.randint(decoder.config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
+    sample, tokens = (Tokens(decoder.config, ids, torch.ones_like(ids, dtype=torch.bool)) for _ in range(2))
+    names = ["int4_g64", "int8", "int2_g64"]
+    modules = [module for module in linear_shapes(decoder.config) if module.startswith("model.layers.1.")]
+
+    def losses(order: list[str]) -> mixed.Losses:
+        wanted = {module: {name: parse_format(name) for name in order} for module in modules}
+        return mixed.measure(decoder, decoder, sample, Scheme(), wanted, gptq, tokens)
+
+    scaled = losses(names)
+    for other in names[1:]:
+        exact = losses([other])
+        for module in modules:
+            assert 1 / 4 < scaled[module][other] / exact[module][other] < 4, (module, other)
+
+
+# plans
+
+
+def test_the_plan_is_within_its_budget_and_what_it_says(folder: Path) -> None:
+    decoder = models.load(folder)
+    found = plan(folder, bits=3.6, candidates=FEW, calibration=IDS, calibration_mask=MASK)
+    weights = sum(layer.shape[0] * layer.shape[1] for layer in found.layers)
+    assert found.bits_per_weight == 8 * sum(layer.nbytes for layer in found.layers) / weights <= 3.6
+    assert found.nbytes == sum(layer.nbytes for layer in found.layers)
+    formats = found.scheme.formats(CONFIG)
+    assert {layer.name: layer.format for layer in found.layers} == {
+        layer.name: formats[layer.name].name if layer.name in formats else "none" for layer in found.layers
+    }
+    assert len(set(formats.values())) > 1  # else nothing was mixed
+    assert found.measured == pytest.approx(divergence(decoder, apply(decoder, found.scheme)), rel=1e-3)
+    assert found.tokens == int(MASK.sum()) and found.stand_in is None
+    assert Scheme.from_dict(found.to_dict()["scheme"]) == found.scheme
+    bits, losses = zip(*found.curve, strict=True)
+    assert list(bits) == sorted(bits) and list(losses) == sorted(losses, reverse=True)
+    assert found.predicted < found.uniform["int2_g64"][1]
+
+
+@pytest.mark.parametrize(("attention", "tied"), [("diff_v1", False), ("softmax", True)])
+def test_the_artifact_is_no_larger_than_the_target(
+    checkpoint: Path, tmp_path: Path, attention: str, tied: bool
+) -> None:
+    """All of its files together; the plan knows them to within the bytes that it keeps for the graph."""
+    config = resized(models.Checkpoint(checkpoint).config, attention=attention, tie_embeddings=tied)
+    torch.manual_seed(0)
+    models.save(Decoder(config), tmp_path / "float", tokenizer_from=checkpoint)
+    low, high = (plan_of(tmp_path / "float", bits).model_nbytes for bits in (2.6, 8.1))
+    for target in (low, (low + high) // 2):
+        found = plan_of(tmp_path / "float", None, target)
+        assert found.model_nbytes <= target
+        quantize_checkpoint(tmp_path / "float", tmp_path / "mixed", found.scheme, overwrite=True)
+        artifact = export_artifact(tmp_path / "mixed", tmp_path / "onnx", overwrite=True)
+        nbytes = Artifact.open(artifact).nbytes + (artifact / "diffbit.json").stat().st_size
+        reserve = GRAPH_AT_MOST[0] + GRAPH_AT_MOST[1] * config.num_layers + 4096 * 8
+        assert found.model_nbytes - reserve <= nbytes <= found.model_nbytes
+    assert verify(artifact).passed
+
+
+def plan_of(folder: Path, bits: float | None, nbytes: int | None = None) -> mixed.Plan:
+    return plan(folder, bits=bits, nbytes=nbytes, candidates=FEW[:-1], calibration=IDS[:2])
+
+
+def test_overrides_are_fixed_and_counted(folder: Path) -> None:
+    scheme = Scheme(overrides=(("*.down_proj", parse_format("int8")), ("lm_head", parse_format("int4_g32"))))
+    found = plan(folder, bits=5.5, scheme=scheme, candidates=FEW, calibration=IDS)
+    formats = found.scheme.formats(CONFIG)
+    assert formats["model.layers.0.mlp.down_proj"].name == "int8" and formats["lm_head"].name == "int4_g32"
+    assert not any(layer.name.endswith("down_proj") or layer.name == "lm_head" for layer in found.layers)
+    shapes = linear_shapes(CONFIG)
+    everywhere = sum(format.device_nbytes(shapes[module], 4) for module, format in formats.items())
+    assert found.nbytes == everywhere  # no layer was left in float
+    assert found.bits_per_weight == 8 * everywhere / sum(rows * columns for rows, columns in shapes.values()) <= 5.5
+
+
+def test_candidates_that_cannot_hold_a_layer_are_left_out_there(folder: Path) -> None:
+    found = plan(folder, bits=4.5, candidates=("nf4", "int4_g32"), calibration=IDS)
+    for layer in found.layers:  # in_features 96 is no multiple of nf4's 64
+        assert list(layer.sizes) == (["int4_g32"] if layer.name.endswith("down_proj") else ["nf4", "int4_g32"])
+    with pytest.raises(DiffbitError, match=r"model.layers.0.mlp.down_proj: none of the candidates can hold"):
+        plan(folder, bits=4, candidates=("nf4",), calibration=IDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("attention", "method"), [("softmax", "rtn"), ("diff_v2", "rotate+gptq")])
+def test_other_variants_and_recipes(attention: str, method: str, tmp_path: Path) -> None:
+    """A transform runs first; lambda_proj stays float. What was measured is what the recipe makes of the scheme."""
+    config = resized(CONFIG, attention=attention, tie_embeddings=True, intermediate_size=128)
+    decoder = make(config)
+    models.save(decoder, tmp_path / "float")
+    found = plan(tmp_path / "float", bits=3.4, method=method, candidates=("int2_g64", "int4_g64"), calibration=IDS)
+    assert not any("lambda" in layer.name for layer in found.layers)
+    made = apply(decoder, found.scheme, method, IDS)
+    assert found.measured == pytest.approx(divergence(decoder, made, mask=torch.ones_like(MASK)), rel=2e-3)
+    assert found.measured < divergence(decoder, apply(decoder, Scheme(weights=parse_format("int2_g64")), method, IDS))
+
+
+def test_a_method_that_rounds_layers_has_a_stand_in(folder: Path) -> None:
+    runs = []
+
+    def quantize_layer(layer: Any) -> dict[str, Any]:
+        runs.append(len(layer.formats))
+        return {name: rtn(layer.tensors[f"{name}.weight"], format) for name, format in layer.formats.items()}
+
+    rounding: Any = SimpleNamespace(quantize_layer=quantize_layer, CALIBRATED=True)
+    found = plan(
+        folder, bits=3.4, method=Recipe("whole", (), rounding), candidates=("int2_g64", "int4_g64"), calibration=IDS
+    )
+    assert found.stand_in == "gptq" and found.method == "whole"
+    decoder = models.load(folder)
+    made = apply(decoder, found.scheme)  # rtn: what the method does
+    assert found.measured == pytest.approx(divergence(decoder, made, mask=torch.ones_like(MASK)), rel=1e-3)
+    assert set(runs) == {7}  # whole layers only, when models are made
+
+
+# budgets and refusals
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("40MB", 40_000_000), ("40 MiB", 40 << 20), ("1.2GB", 1_200_000_000), ("800kb", 800_000), (".5gib", 1 << 29)],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["40", "MB", "4O MB", "-1MB", "1e3MB", "40MB/s", "", "40TB", "1.2.3GB"])
+def test_sizes_refused(text: str) -> None:
+    with pytest.raises(DiffbitError, match="is not a size; wanted a number with a unit, such as 40MB"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("budget", "sentence"),
+    [
+        ({"bits": 2.0}, r"2 bits per weight cannot be reached: these candidates and overrides give 2.\d\d to 32.00"),
+        ({"bits": 33}, r"33 bits per weight cannot be reached"),
+        ({"bits": float("nan")}, "nan bits per weight cannot be reached"),
+        ({"bits": float("inf")}, "inf bits per weight cannot be reached"),
+        ({"nbytes": 1000}, r"0.00 MB cannot be reached: .* give 0.\d\d to 0.\d\d MB for the whole artifact"),
+        ({"nbytes": 10**9}, "1,000.00 MB cannot be reached"),
+    ],
+    ids=str,
+)
+def test_a_budget_that_cannot_be_had(budget: dict[str, Any], sentence: str, folder: Path) -> None:
+    with pytest.raises(DiffbitError, match=sentence):
+        plan(folder, **budget, candidates=("int2_g64", "int4_g32", "none"), calibration=IDS)
+
+
+def test_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(sentence: str, **options: Any) -> None:
+        with pytest.raises(DiffbitError, match=sentence):
+            plan(folder, bits=3, calibration=IDS, **options)
+
+    refuse("the candidates none contain no format", candidates=("none",))
+    refuse("'int9' ", candidates=("int9", "int4_g32"))
+    refuse("candidate int3_g64 is stored in 4 bits on a device", candidates=("int3_g64", "int4_g32"))
+    refuse("the overrides fix every linear layer", scheme=Scheme(overrides=(("*", parse_format("int4_g32")),)))
+    refuse("matches no linear layer", scheme=Scheme(overrides=(("*.qproj", None),)))
+    monkeypatch.setattr("diffbit.apps.allocate.mixed.available_memory", lambda: 10**5)
+    refuse(r"float model in memory, about 0.0 GB, and 0.0 GB are free; choose the formats yourself")
+    quantize_checkpoint(folder, tmp_path / "int4", Scheme(weights=parse_format("int4_g32")))
+    with pytest.raises(DiffbitError, match="is quantized already"):
+        plan(tmp_path / "int4", bits=3, calibration=IDS)
+
+
+def test_memory_is_known_on_linux() -> None:
+    free = mixed.available_memory()
+    assert free is None or 1 << 20 < free < 1 << 60
+    assert free is not None or not Path("/proc/meminfo").exists()
+
+
+# a trained model
+
+
+def test_a_trained_model_gains_by_mixing(trained: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between int2 and int4: less than the line between them, on text that was not looked at for it."""
+    from diffbit.calib_data import eval_windows
+
+    monkeypatch.setattr("diffbit.apps.allocate.mixed.SAMPLE", 1024)
+    path = trained("softmax")  # of DIFF v1's layers none matters more than the others
+    text = eval_windows("stdlib", path, 128, 8, split="calib")
+    found = plan(path, bits=3.3, candidates=("int2_g64", "int4_g64"), calibration=text.ids)
+    assert 3.2 < found.bits_per_weight <= 3.3
+    held_out = torch.from_numpy(eval_windows("stdlib", path, 128, 8).ids)
+    decoder, every = models.load(path), torch.ones_like(held_out, dtype=torch.bool)
+    ends = [
+        divergence(decoder, apply(decoder, Scheme(weights=parse_format(name))), held_out, every)
+        for name in ("int2_g64", "int4_g64")
+    ]
+    share = (found.bits_per_weight - 2.5) / (4.25 - 2.5)
+    mixed = divergence(decoder, apply(decoder, found.scheme), held_out, every)
+    assert mixed < 0.8 * ((1 - share) * ends[0] + share * ends[1])

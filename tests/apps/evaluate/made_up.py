@@ -1,0 +1,142 @@
+"""Results as the commands give them, made up, for plots and reports."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+FORMATS = {"int8": (8, 8.05), "int4_g64": (4, 4.25), "int2_g64": (2, 2.25), "ternary": (1.585, 2.0)}
+METHODS = {"rtn": 1.0, "gptq": 0.4, "awq": 0.7}  # of rtn's loss
+LOSSES = {"int8": -0.0001, "int4_g64": 0.03, "int2_g64": 1.2, "ternary": 4.0}  # more bits may cost less than nothing
+
+
+def estimate(value: float, half: float) -> dict[str, float]:
+    return {"value": value, "low": value - half, "high": value + half}
+
+
+def ratio(loss: float) -> dict[str, float]:
+    half = 0.1 * abs(loss) + 0.0002
+    return {end: math.exp(x) for end, x in (("value", loss), ("low", loss - half), ("high", loss + half))}
+
+
+def cost(per_weight: float) -> dict[str, Any]:
+    """Of a token: 8 million weights of so many bits."""
+    return {
+        "context": 128, "weight_bytes": int(1e6 * per_weight), "cache_bytes": 1e5, "ternary": 0, "integer": 8_000_000,
+        "floating": 1_500_000, "other": 20_000,
+    }  # fmt: skip
+
+
+def comparison(
+    names: tuple[str, ...] = ("diff", "plain"),
+    *,
+    told_apart: bool = True,
+    methods: tuple[str, ...] = ("rtn",),
+    needles: tuple[int, ...] = (),
+    repeats: int = 5,
+    runs: int = 1,
+    arithmetic: str = "artifact",
+) -> dict[str, Any]:
+    models = [
+        {
+            "name": name, "path": f"out/{name}", "sha256": "ab" * 32, "attention": "diff_v1", "parameters": 1234567,
+            "layers": 3, "hidden_size": 64, "other_runs": {f"other/{run}": f"{run:064x}" for run in range(1, runs)},
+        }
+        for name in names
+    ]  # fmt: skip
+    results, contrasts = [], []
+    for index, name in enumerate(names):
+        factor = 1 + 0.5 * index
+
+        def add(
+            what: str, format: str, bits: float, per_weight: float, loss: float, method: str = "none", name: str = name
+        ) -> None:
+            share = METHODS.get(method, 1.0)
+            loss = loss * share
+            results.append(
+                {
+                    "model": name, "what": what, "format": format, "method": method, "bits": bits,
+                    "bits_per_weight": per_weight, "recovered": estimate(1 - share, 0.05) if share < 1 else None,
+                    "nbytes": int(1e5 * per_weight), "perplexity": estimate(20 * math.exp(loss), 1.0),
+                    "ratio": ratio(loss) if loss else estimate(1.0, 0.0), "kl": estimate(abs(loss), 0.1 * abs(loss)),
+                    "repeats": repeats if what == "weights" else 1,
+                    "agreement": estimate(math.exp(-abs(loss)), 0.001), "cache_bytes": 384.0, "cost": cost(per_weight),
+                    "retrieval": [
+                        {
+                            "length": length, "needles": 6, "queries": 2, "accuracy": estimate(0.9 - loss / 10, 0.05),
+                            "change": estimate(-loss / 10, 0.01), "by_depth": [0.9] * 5,
+                        }
+                        for length in needles
+                    ],
+                }
+            )  # fmt: skip
+
+        add("none", "16", 16.0, 16.0, 0.0)
+        for format, (bits, per_weight) in FORMATS.items():
+            for method in methods:
+                add("weights", format, bits, per_weight, factor * LOSSES[format], method)
+        for bits in (8, 4, 3):
+            add("logits", f"{bits}-bit", bits, 16.0, factor * 0.5**bits)
+        add("artifact", "int4_g64", 4, 4.25, factor * LOSSES["int4_g64"], "gptq")
+        for bits in (8, 4, 2) if needles else ():
+            add("kv", f"int{bits}", bits, 16.0, factor * 0.4**bits)
+    for name in names[1:]:
+        for result in results:
+            if result["model"] == name and result["what"] != "none":
+                contrasts.append(
+                    {
+                        "model": name, "against": names[0], "what": result["what"], "format": result["format"],
+                        "method": result["method"], "repeats": repeats if result["what"] == "weights" else None,
+                        "runs": runs,
+                        "difference": estimate(0.02, 0.01 if told_apart else 0.03),
+                        "retrieval": [estimate(-0.011, 0.005) for _ in needles],
+                    }
+                )  # fmt: skip
+    text = {"source": "stdlib", "sha256": "cd" * 32, "windows": 16, "length": 128, "scored_tokens": 2032}
+    calibration = {
+        "source": "stdlib",
+        "sha256": "ef" * 32,
+        "windows": 128,
+        "length": 128,
+        "tokens": 16384,
+        "samples": repeats,
+    }
+    return {
+        "models": models, "results": results, "contrasts": contrasts, "confidence": 0.95, "text": text,
+        "arithmetic": arithmetic, "calibration": calibration if len(methods) > 1 else None, "refused": [],
+        "needles": [
+            {"length": length, "needles": 6, "queries": 2, "rows": 32, "source": "stdlib", "sha256": "ab" * 32}
+            for length in needles
+        ],
+    }  # fmt: skip
+
+
+def outliers(name: str, factor: float = 1.0) -> dict[str, Any]:
+    def summary(largest: float, layer: int | None = None) -> dict[str, Any]:
+        return {
+            "count": 50,
+            "top": {"1": largest, "2": 0.9 * largest, "3": 0.8 * largest, "10": 0.5 * largest, "100": None},
+            "median": 0.25, "ratio": largest / 0.25, "mean": 0.0, "std": 1.0, "kurtosis": 7.5, "layer": layer,
+            "place": {"window": 1, "position": 0, "unit": 42, "key": None},
+        }  # fmt: skip
+
+    layers = [summary(factor * (index + 1), index) for index in range(3)]
+    site = {**summary(factor * 3, 2), "layers": layers}
+    return {
+        "model": name, "attention": "diff_v1", "windows": 16, "tokens": 2048, "median_relative_error": 2**-10,
+        "attention_logits": site, "hidden_states": site,
+    }  # fmt: skip
+
+
+def weights(measured: bool = True) -> dict[str, Any]:
+    return {
+        "weights": [
+            {
+                "name": f"model.layers.{layer}.{module}.weight", "format": "int4_g32", "shape": (64, 64),
+                "weight_error": 0.05 + 0.01 * layer, "output_error": 0.02 * (layer + 1) if measured else None,
+                "bits_per_weight": 4.5, "nbytes": 2304,
+            }
+            for layer in range(3)
+            for module in ("self_attn.q_proj", "mlp.down_proj")
+        ]
+    }  # fmt: skip

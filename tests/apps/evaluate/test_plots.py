@@ -1,0 +1,125 @@
+"""Plots show the numbers they are given, in two file formats, the same bytes each time."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from diffbit.apps.evaluate import plots
+from diffbit.apps.evaluate.plots import plot_comparison, plot_outliers
+from diffbit.drawing import heat_map, panels
+from diffbit.errors import DiffbitError, MissingDependency
+
+from . import made_up
+
+FORMATS = ["int8", "int4_g64", "int2_g64", "ternary"]
+
+
+def test_a_curve_shows_the_increase_from_wide_to_narrow() -> None:
+    data = made_up.comparison()
+    data["results"].reverse()  # whatever order they come in
+    with panels() as (_, axes):
+        plots.draw(axes[0], plots.charts(data, "weights")[0])
+        lines = {line.get_label(): list(line.get_ydata()) for line in axes[0].lines if line.get_linestyle() != "None"}
+        ticks = [tick.get_text() for tick in axes[0].get_xticklabels()]
+    assert [tick.split("\n")[0] for tick in ticks] == ["int8", "int4", "int2", "ternary"]
+    assert ticks[1] == "int4\ng64\n4.25"
+    for model in ("diff", "plain"):
+        ratios = {r["format"]: r["ratio"]["value"] for r in data["results"] if r["model"] == model}
+        assert lines[model] == pytest.approx([max(100 * (ratios[name] - 1), 0.01) for name in FORMATS])
+
+
+def test_a_gain_is_drawn_hollow_on_the_floor() -> None:
+    with panels() as (_, axes):
+        plots.draw(axes[0], plots.charts(made_up.comparison(("one",)), "weights")[0])
+        hollow = [line for line in axes[0].lines if line.get_markerfacecolor() == "white"]
+    assert [list(line.get_xdata()) for line in hollow] == [[0]]
+
+
+@pytest.mark.filterwarnings("error")
+def test_long_names_of_models(tmp_path: Path) -> None:
+    """Matplotlib warns where a legend leaves no room for the axes."""
+    names = ["SmolLM2-135M-Instruct.Q4_1.gguf", "a" * 80]
+    plot_outliers([made_up.outliers(name) for name in names], tmp_path / "outliers.svg")
+    plot_comparison(made_up.comparison((names[0], names[1])), tmp_path / "comparison.svg")
+
+
+def test_kl_with_its_band() -> None:
+    data = made_up.comparison(("one",))
+    with panels() as (_, axes):
+        plots.draw(axes[0], plots.charts(data, "logits")[1])
+        band = axes[0].collections[0].get_paths()[0].vertices
+    kl = next(r["kl"] for r in data["results"] if r["format"] == "3-bit")
+    heights = sorted({round(float(y), 9) for x, y in band if x == 2})
+    assert heights == pytest.approx([kl["low"], kl["high"]], rel=1e-6)
+
+
+def test_several_methods_have_a_chart_for_each_model_and_the_same_line_in_all() -> None:
+    data = made_up.comparison(("diff", "plain", "third"), methods=("rtn", "gptq", "awq"))
+    left_out = data["results"].pop(3)
+    assert (left_out["model"], left_out["format"], left_out["method"]) == ("diff", "int8", "awq")
+    charts = plots.charts(data, "weights")
+    assert [chart.title.split(":")[0] for chart in charts] == ["diff", "plain", "third"]
+    assert len({chart.bounds for chart in charts}) == 1
+    ends, colors = [], []
+    for chart in charts:
+        with panels() as (_, axes):
+            plots.draw(axes[0], chart)
+            lines = {line.get_label(): line for line in axes[0].lines if line.get_linestyle() != "None"}
+            ends.append(axes[0].get_ylim())
+        assert list(lines) == ["rtn", "gptq", "awq"]
+        colors.append([line.get_color() for line in lines.values()])
+        for method, line in lines.items():
+            own = [r for r in chart.lines[method] if r["format"] == "int4_g64"]
+            place = list(chart.ticks).index("int4_g64") - (len(FORMATS) - len(line.get_xdata()))
+            assert line.get_ydata()[place] == pytest.approx(100 * (own[0]["ratio"]["value"] - 1))
+    assert ends[0] == ends[1] == ends[2] and colors[0] == colors[1] == colors[2]
+    assert [chart.metric for chart in plots.charts(data, "logits")] == [plots.INCREASE, plots.KL]
+
+
+def test_layers_show_largest_and_median() -> None:
+    reports = [made_up.outliers("diff"), made_up.outliers("plain", 5.0)]
+    with panels() as (_, axes):
+        plots.layers(axes[0], reports, "hidden_states")
+        lines = {line.get_label(): list(line.get_ydata()) for line in axes[0].lines}
+    assert lines["diff, largest"] == [1.0, 2.0, 3.0] and lines["plain, largest"] == [5.0, 10.0, 15.0]
+    assert lines["plain, median"] == [0.25] * 3
+
+
+def test_a_heat_map_has_a_cell_for_each_layer_and_module() -> None:
+    with panels() as (_, axes):
+        heat_map(axes[0], made_up.weights()["weights"], "output_error", 0.06, ".2f")
+        cells = {(t.get_position()): t.get_text() for t in axes[0].texts}
+        modules = [tick.get_text() for tick in axes[0].get_yticklabels()]
+    assert modules == ["q_proj", "down_proj"]
+    assert cells[2.5, 0.5] == "0.06" and cells[0.5, 1.5] == "0.02"
+
+
+@pytest.mark.slow
+def test_files(tmp_path: Path) -> None:
+    data = made_up.comparison(("a<b & $c_d$", "plain"))
+    for name in ("one.svg", "two.svg", "three.png"):
+        plot_comparison(data, tmp_path / name)
+    first = (tmp_path / "one.svg").read_text()
+    assert first == (tmp_path / "two.svg").read_text()
+    text = "".join(ElementTree.fromstring(first).itertext())
+    assert "a<b & $c_d$" in text and "Attention logits: KL divergence" in text
+    assert (tmp_path / "three.png").read_bytes().startswith(b"\x89PNG")
+    plot_outliers([made_up.outliers("x")], tmp_path / "o.svg")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["o.svg", "one.svg", "three.png", "two.svg"]
+    with pytest.raises(DiffbitError, match=r"plot\.pdf: a plot is written as"):
+        plot_outliers([made_up.outliers("x")], tmp_path / "plot.pdf")
+    plot_comparison(made_up.comparison(("a", "b", "c"), methods=("rtn", "gptq")), tmp_path / "four.svg")
+    text = "".join(ElementTree.fromstring((tmp_path / "four.svg").read_text()).itertext())
+    assert all(f"{name}: increase of perplexity" in text for name in "abc") and "gptq" in text
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingDependency, match=r"pip install '\.\[lab\]'"):
+        plot_outliers([made_up.outliers("x")], tmp_path / "o.svg")

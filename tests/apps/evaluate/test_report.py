@@ -1,0 +1,210 @@
+"""The report: whole, valid, self-contained, escaped; and its sentences say what the numbers say."""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from diffbit.apps.evaluate.report import ReportData, render, versions, write_report
+
+from . import made_up
+
+INLINE = "data:image/svg+xml;base64,"
+VOID = {"meta", "br", "img", "link", "input", "hr"}
+EVIL = "<script>alert('x')</script>"
+
+
+class Page(HTMLParser):
+    """Balanced tags, unique ids, no reference that leads outside; the text by tag."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.tags: list[str] = []
+        self.alternatives: list[str] = []
+        self.cells: list[list[str]] = []
+        self.headings: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            assert not name.startswith("on"), f"a handler: {name}"
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("href", "src"):
+                self.links.append(value or "")
+            if name == "alt":
+                self.alternatives.append(value or "")
+        if tag == "tr":
+            self.cells.append([])
+        if tag in ("td", "th"):
+            self.cells[-1].append("")
+        if tag == "h2":
+            self.headings.append("")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if "td" in self.open or "th" in self.open:
+            self.cells[-1][-1] += data
+        if self.open and self.open[-1] == "h2":
+            self.headings[-1] += data
+
+
+def everything(name: str = "diff") -> ReportData:
+    return ReportData(
+        title="Two models",
+        comparison=made_up.comparison((name, "plain")),
+        outliers=[made_up.outliers(name), made_up.outliers("plain", 5.0)],
+        training={name: {"tokens": 1228800, "eval_loss": 3.0517}},
+        quantization={f"{name} at int4_g32": made_up.weights(), "plain at int4_g32": made_up.weights()},
+        artifacts=[
+            {
+                "name": f"{name}-onnx", "format": "int4_g32", "bytes": 2_500_000, "source_bytes": 10_000_000,
+                "parts": [
+                    {"name": "integer codes", "bytes": 2_000_000, "weights": 4_000_000},
+                    {"name": "graph", "bytes": 500_000, "weights": None},
+                ],
+            }
+        ],
+        commands=["diffbit compare a b -o out && echo <done>"],
+        versions=versions(),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def source() -> str:
+    return render(everything())
+
+
+@pytest.fixture(scope="module")
+def page(source: str) -> Page:
+    return Page(source)
+
+
+def test_every_part_is_there(page: Page) -> None:
+    assert page.headings == [
+        "Findings", "Models", "Activation outliers", "Accuracy against bit-width", "Error of each layer", "Artifacts",
+        "How this was made",
+    ]  # fmt: skip
+    assert page.tags.count("img") == 8
+    assert "torch" in page.text and "diffbit compare a b -o out && echo <done>" in page.text
+
+
+def test_nothing_is_loaded_and_every_link_leads_somewhere(source: str, page: Page) -> None:
+    assert not {"script", "link", "iframe", "object"} & set(page.tags)
+    inside, images = ([link for link in page.links if link.startswith(start)] for start in ("#", INLINE))
+    assert len(inside) + len(images) == len(page.links)
+    assert {link[1:] for link in inside} <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids))
+    for image in images:
+        ElementTree.fromstring(b64decode(image.removeprefix(INLINE), validate=True))
+    assert "@import" not in source and "url(" not in source
+
+
+def test_every_figure_tells_its_numbers(page: Page) -> None:
+    assert len(page.alternatives) == 8
+    told = " ".join(page.alternatives)
+    assert "Hidden states by layer. diff: largest value 1.00 in the first layer, 3.00 in the last, 3.00 at most" in told
+    assert "Weights: increase of perplexity. diff: int8 -0.01%, int4_g64 3.05%, int2_g64 232%" in told
+    assert "diff at int4_g32, relative error of outputs: worst model.layers.2.self_attn.q_proj.weight at 6.00%" in told
+
+
+def test_the_tables_hold_the_numbers(page: Page) -> None:
+    rows = [[cell.strip() for cell in row] for row in page.cells]
+    assert ["diff", "diff_v1", "1,234,567", "3", "64", "1,228,800", "3.05", "abababababab"] in rows
+    assert any(row[:2] == ["plain", "15.0"] and "layer 2, channel 42, token 0" in row[-1] for row in rows)
+    four = next(row for row in rows if row[:2] == ["int4_g64", "diff"])
+    assert four[2].startswith("20.6") and four[3] == "+3.05% [+2.72, +3.38%]" and four[6] == "4.25"
+    assert any(row[:2] == ["int4_g64", "plain − diff"] and row[3] == "diff loses less than plain" for row in rows)
+    assert ["diff", "int4_g64", "gptq"] in [row[:3] for row in rows]  # on ONNX Runtime
+    assert ["diff-onnx", "int4_g32", "2.5 MB", "10 MB", "4.00×"] in rows
+    assert ["integer codes", "2,000,000", "80.0%", "4,000,000", "4.00"] in rows
+    assert ["graph", "500,000", "20.0%", "–", "–"] in rows
+
+
+def test_what_a_token_costs(page: Page) -> None:
+    rows = [[cell.strip() for cell in row] for row in page.cells]
+    assert ["int4_g64", "diff", "4.25 MB", "100 kB", "–", "8.00 M", "1.50 M", "0.0200 M"] in rows
+
+
+def test_findings_say_what_the_intervals_allow(page: Page) -> None:
+    findings = page.text[page.text.index("Findings") : page.text.index("The models")]
+    assert "+3.05% vs +4.60%" in findings and "diff loses less; the paired interval excludes zero" in findings
+    assert "5×" in findings and "Largest hidden state: plain 15.0, diff 3.00" in findings
+    assert "4.0× smaller" in findings
+    text = Page(render(ReportData(comparison=made_up.comparison(told_apart=False)))).text
+    assert "Weights were rounded 5 times" in text and "Quantized layers take their inputs as" in text
+    once = Page(render(ReportData(comparison=made_up.comparison(repeats=1, arithmetic="float")))).text
+    assert "diff loses less in this one rounding of each" in once and "than plain, in one rounding of each" in once
+    assert "Weights were rounded once" in once and "take their inputs in float" in once
+    assert "the difference is not significant" in text and "loses less" not in text and "no sure difference" in text
+
+
+def test_several_methods() -> None:
+    comparison = made_up.comparison(methods=("rtn", "gptq", "awq"))
+    comparison["refused"] = [{"model": "diff", "format": "ternary", "method": "awq", "reason": "ternary has no groups"}]
+    page = Page(render(ReportData(comparison=comparison)))
+    rows = [[cell.strip() for cell in row] for row in page.cells]
+    four = [row for row in rows if row[0] == "int4_g64" or row[:1] == [""]]
+    gptq = next(row for row in four if row[1:3] == ["diff", "gptq"] and row[4].startswith("+1.21%"))
+    assert gptq[5] == "60.0% [55.0, 65.0%]"
+    assert next(row for row in rows if row[:3] == ["int4_g64", "diff", "rtn"])[5] == "–"
+    assert any(row[:3] == ["int4_g64", "gptq", "plain − diff"] for row in rows)
+    assert "Weights at int4_g64 by gptq, the best of 3 methods" in page.text
+    assert "Weights rounded by rtn, gptq, awq (rtn: to nearest)" in page.text and "128 other windows" in page.text
+    assert "Left out, diff by awq: ternary has no groups." in page.text
+
+
+def test_needles_beside_perplexity() -> None:
+    page = Page(render(ReportData(comparison=made_up.comparison(needles=(128, 1024)))))
+    rows = [[cell.strip() for cell in row] for row in page.cells]
+    four = next(row for row in rows if row[:2] == ["int4", "diff"])
+    assert four[6:] == ["384 B", "89.7%", "−0.3 [−1.3, +0.7]", "89.7%", "−0.3 [−1.3, +0.7]"]
+    whole = next(row for row in rows if row[:2] == ["16", "diff"] and len(row) == 11)
+    assert whole[7:9] == ["90.0%", "–"]
+    pair = next(row for row in rows if row[:2] == ["int4", "plain − diff"])
+    assert pair[4:] == ["−1.1 [−1.6, −0.6]"] * 2
+    assert "32 rows a setting" in page.text and "KV cache at int4: perplexity of diff vs plain" in page.text
+    assert page.tags.count("img") == 3 * (2 + 2)  # of weights, logits and cache: perplexity, KL and two sets
+
+
+def test_everything_from_outside_is_escaped() -> None:
+    data = replace(everything(EVIL), title=EVIL, commands=[EVIL], versions={EVIL: EVIL})
+    source = render(data)
+    page = Page(source)
+    assert "<script" not in source and "<img src=//" not in source
+    assert page.text.count(EVIL) > 10  # it is shown, as text
+
+
+def test_parts_that_are_missing_are_left_out(tmp_path: Path) -> None:
+    assert Page(render(ReportData())).headings == []
+    one = ReportData(comparison=made_up.comparison(("alone",)))
+    page = Page(render(one))
+    assert page.headings == ["Findings", "Models", "Accuracy against bit-width"]
+    assert "loses more" not in page.text
+    unmeasured = ReportData(quantization={"w": made_up.weights(measured=False)})
+    assert "relative error of weights" in render(unmeasured)
+    path = write_report(one, tmp_path / "deep" / "report.html")
+    assert path.read_text().startswith("<!doctype html>")
+    assert [p.name for p in path.parent.iterdir()] == ["report.html"]

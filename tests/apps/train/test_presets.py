@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diffbit.apps.train.presets import PRESETS, model_config, parameters, train_config
+from diffbit.calib_data import train_tokenizer
+from diffbit.errors import DiffbitError
+from diffbit.models import Checkpoint, variants
+
+
+def test_variants_of_a_preset_are_of_equal_size() -> None:
+    table = {(row["preset"], row["attention"]): row for row in parameters()}
+    assert len(table) == len(PRESETS) * len(variants())
+    for preset in PRESETS:
+        reference = table[preset, "softmax"]["parameters"]
+        for attention in variants():
+            row = table[preset, attention]
+            assert abs(row["parameters"] - reference) <= 0.01 * reference
+            same = ("hidden_size", "num_layers", "head_dim", "vocab_size", "context")
+            assert [row[key] for key in same] == [table[preset, "softmax"][key] for key in same]
+    for preset, size in {"pico": 0.36e6, "nano": 2.5e6, "small": 25e6, "base": 120e6}.items():
+        assert abs(table[preset, "diff_v1"]["parameters"] - size) < 0.06 * size
+
+
+def test_counts_against_the_sum_written_out() -> None:
+    size = PRESETS["nano"]
+    hidden, layers = size.hidden_size, size.num_layers
+    d = hidden // (2 * size.num_pairs)
+    shared = size.vocab_size * hidden + hidden + layers * (3 * hidden * size.intermediate_size + 2 * hidden)
+    attention = layers * 8 * size.num_pairs * hidden * d
+    extra = {"softmax": 0, "diff_v1": layers * 4 * d, "diff_v2": layers * 2 * size.num_pairs * hidden}
+    counted = {row["attention"]: row["parameters"] for row in parameters() if row["preset"] == "nano"}
+    assert counted == {name: shared + attention + more for name, more in extra.items()}
+
+
+def test_groups_of_every_format_come_out_even() -> None:
+    for size in PRESETS.values():
+        assert size.hidden_size % 128 == size.intermediate_size % 128 == 0
+        assert size.hidden_size % (4 * size.num_pairs) == 0  # an even head_dim
+
+
+def test_train_config_takes_changes(tmp_path: Path, trained: Callable[[str], Path], quantized: Path) -> None:
+    train_tokenizer(["a tokenizer of its own, with few ids"], 260, tmp_path)
+    assert train_config("tiny", "softmax", tokenizer=str(tmp_path)).model.vocab_size == 260
+    config = train_config("tiny", "diff_v1", vocab_size=777, seed=3)
+    assert (config.model.vocab_size, config.seed, config.length) == (777, 3, PRESETS["tiny"].context)
+    assert train_config("tiny", "softmax", steps=20).warmup == 2
+    grown = train_config("nano", context=512)
+    assert (grown.model.max_position, grown.length, grown.model.attention) == (512, 512, "diff_v1")
+    path = str(trained("diff_v2"))
+    started = train_config("nano", init=path, context=300, steps=5)
+    assert started.model == replace(Checkpoint(path).config, max_position=300)
+    assert (started.tokenizer, started.batch_size, started.warmup) == (path, PRESETS["nano"].batch_size, 1)
+    peak = PRESETS["nano"].learning_rate
+    for qat, factor in {"ternary": 0.5, "int2_g64": 0.5, "int4_g128": 0.025}.items():
+        taught = train_config("nano", init=path, qat=qat)
+        assert (taught.learning_rate, taught.schedule, taught.model.sub_norms) == (factor * peak, "cosine", False)
+        assert train_config("nano", init=path, qat=qat, learning_rate=0.5).learning_rate == 0.5
+    fresh = train_config("nano", qat="ternary")
+    assert (fresh.learning_rate, fresh.schedule, fresh.model.sub_norms) == (2 * peak, "two_stage", True)
+    assert train_config("nano", schedule="two_stage").schedule == "two_stage"
+    with pytest.raises(DiffbitError, match="its attention is diff_v2, not softmax"):
+        train_config("nano", "softmax", init=path)
+    with pytest.raises(DiffbitError, match="is quantized, but training starts from float weights"):
+        train_config("nano", init=str(quantized))
+    for arguments, sentence in {
+        ("huge", "softmax"): "choose one of pico, tiny, nano",
+        ("tiny", "linear"): "choose one of diff_v1",
+    }.items():
+        with pytest.raises(DiffbitError, match=sentence):
+            model_config(*arguments)

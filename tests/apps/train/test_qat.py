@@ -1,0 +1,290 @@
+"""Quantization-aware training against what the runtime computes and against its papers' formulas written out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from diffbit.apps.train import trainer as trainer_module
+from diffbit.apps.train.folder import read_log
+from diffbit.apps.train.initialize import initialize
+from diffbit.apps.train.presets import train_config
+from diffbit.apps.train.qat import QATLinear, prepare, refresh
+from diffbit.apps.train.trainer import learning_rate, train, weight_decay
+from diffbit.errors import DiffbitError
+from diffbit.export import export_artifact
+from diffbit.models import Checkpoint, Decoder, load
+from diffbit.quantize import QuantLinear, Scheme, parse_format
+from diffbit.quantize import load as load_quantized
+from diffbit.quantize.rounding import INT8, Rounding, rounded_input
+from diffbit.runtime import verify
+
+from ...configs import BIASES, resized
+from .toy import model, options, stop_at
+
+INT4 = {"q_proj": Rounding(4), "down_proj": Rounding(4, 32)}
+
+
+def layer(format: str, rounding: Rounding = INT8, columns: int = 96, rows: int = 24, scale: float = 0.05) -> QATLinear:
+    torch.manual_seed(1)
+    linear = nn.Linear(columns, rows, bias=False)
+    with torch.no_grad():
+        linear.weight.normal_(0, scale)
+    return QATLinear(linear, parse_format(format), parse_format(format).device_rounding(rounding))
+
+
+def inputs(columns: int = 96) -> torch.Tensor:
+    x = torch.randn(2, 20, columns, generator=torch.Generator().manual_seed(2))
+    x[0, 3] = 0
+    x[1, 4, 7] = 40
+    return x.requires_grad_()
+
+
+@pytest.mark.parametrize("rounding", [INT8, *INT4.values()])
+@pytest.mark.parametrize("instructions", ["those there are", "no int8"])
+def test_ternary_forward_is_the_operators(
+    monkeypatch: pytest.MonkeyPatch, rounding: Rounding, instructions: str
+) -> None:
+    if instructions == "no int8":
+        monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    ours, x = layer("ternary", rounding), inputs()
+    expected = QuantLinear(ours.quantized(), rounding)(x.detach())
+    assert torch.equal(ours(x), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(ours(x), expected.bfloat16())
+        assert torch.equal(QuantLinear(ours.quantized(), rounding)(x), expected)
+    assert parse_format("ternary").rounding("model.layers.0.mlp.down_proj", 96, "int4") == INT4["down_proj"]
+    assert parse_format("ternary").rounding("model.layers.0.self_attn.q_proj", 96, "int4") == INT4["q_proj"]
+
+
+def spread(block: int, columns: int) -> torch.Tensor:
+    """H of size `block` on the diagonal, float64 [K, K]."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < block:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return torch.block_diag(*[matrix / math.sqrt(block)] * (columns // block))
+
+
+@pytest.mark.parametrize("rounding", [INT8, *INT4.values()])
+def test_ternary_gradients_are_straight_through(rounding: Rounding) -> None:
+    """Against float64 autograd over x + (x_q - x).detach() times W + (W_q - W).detach()."""
+    ours, x = layer("ternary", rounding), inputs()
+    upstream = torch.randn(2, 20, 24, generator=torch.Generator().manual_seed(3))
+    got = torch.autograd.grad(ours(x), (x, ours.weight), upstream)
+
+    slow_x, weight = x.detach().double().requires_grad_(), ours.weight.detach().double().requires_grad_()
+    matrix = spread(rounding.hadamard, 96)
+    spread_x, spread_weight = slow_x @ matrix, weight @ matrix
+    q, a = rounded_input(x.detach(), rounding)
+    rounded = spread_x + ((q * a).double() - spread_x).detach()
+    s = spread_weight.detach().abs().mean().clamp(min=1e-5)
+    ternary = spread_weight + (s * (spread_weight / s).round().clamp(-1, 1) - spread_weight).detach()
+    wanted = torch.autograd.grad(rounded @ ternary.T, (slow_x, weight), upstream.double())
+    for ours_, theirs in zip(got, wanted, strict=True):
+        assert (ours_ - theirs).norm() <= 1e-6 * theirs.norm()
+
+
+@pytest.mark.parametrize("format", ["int2_g32", "int3", "int4_g64", "int8_g16"])
+def test_learned_scales_against_the_papers_formulas(format: str) -> None:
+    """LSQ, eq. 1-3 and section 2.2, element by element; 90 columns leave the last group short."""
+    ours = layer(format, columns=90, rows=6)
+    assert ours.factor is not None
+    with torch.no_grad():
+        ours.factor.copy_(torch.linspace(0.4, 1.3, ours.factor.numel()).view_as(ours.factor))
+    ours.refresh()
+    assert ((ours.scale < 0).any() and (ours.scale > 0).any()) or format == "int8_g16"
+    x, upstream = torch.randn(1, 5, 90), torch.randn(1, 5, 6)
+    out = ours(x)
+    rounded = x if ours.rounding is None else ours.rounding(x)
+    got = torch.autograd.grad(out, (ours.weight, ours.factor), upstream)
+
+    bits = int(format[3])
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    group = int(format.partition("_g")[2] or 90)
+    to_value = upstream[0].double().T @ rounded[0].double()  # [N, K]
+    weight, scale = ours.weight.detach().double(), ours.scale.double()
+    value, to_weight, to_scale = torch.zeros(6, 90), torch.zeros(6, 90), torch.zeros(ours.scale.shape)
+    bounds = 0
+    for row in range(6):
+        for column in range(90):
+            s = scale[row, column // group]
+            v, g = weight[row, column] / s, to_value[row, column]
+            value[row, column] = min(max(round(float(v)), low), high) * s
+            if low < v < high:
+                to_weight[row, column] = g
+                to_scale[row, column // group] += g * (round(float(v)) - v)
+            else:
+                bounds += 1
+                to_scale[row, column // group] += g * (low if v <= low else high)
+    assert bounds > 5
+    for index in range(ours.scale.shape[1]):
+        n = min(90, (index + 1) * group) - index * group
+        to_scale[:, index] /= math.sqrt(n * high)
+    assert torch.equal(ours.quantized().dequantize(), value)
+    assert torch.equal(out, nn.functional.linear(rounded, value))
+    assert (got[0] - to_weight).norm() <= 1e-5 * to_weight.norm()
+    assert (got[1] - to_scale * ours.start).norm() <= 1e-4 * (to_scale * ours.start).norm()
+
+
+def test_a_scale_never_reaches_zero_and_a_group_of_zeros_wakes() -> None:
+    linear = nn.Linear(64, 4, bias=False)
+    with torch.no_grad():
+        linear.weight[1, :32] = 0
+    ours = QATLinear(linear, parse_format("int4_g32"), None)
+    assert (ours.codes[1, :32] == ours.zero).all() and (ours.scale != 0).all()
+    with torch.no_grad():
+        ours.factor.zero_()  # type: ignore[union-attr]
+        ours.weight[1, :32] = 1.0
+    ours.refresh()
+    assert (ours.scale.abs() == 2.0**-24).all() and torch.isfinite(ours(torch.randn(3, 64))).all()
+
+
+@pytest.mark.parametrize("format", ["ternary", "int3_g16", "nf4"])
+def test_the_forward_is_the_quantized_layer_and_gradients_pass_straight_through(format: str) -> None:
+    ours, x = layer(format, columns=128), inputs(128)
+    quantized = ours.quantized()
+    assert torch.equal(ours(x), QuantLinear(quantized, ours.rounding)(x.detach()))
+    to_x, to_weight = torch.autograd.grad(ours(x).sum(), (x, ours.weight))
+    assert torch.allclose(to_x, quantized.dequantize().sum(0).expand_as(to_x), atol=1e-4)
+    if format == "ternary":  # int8, one scale a token
+        scale = x.detach().abs().amax(-1, keepdim=True).clamp(min=1e-5) / 127
+        rounded = (x.detach() / scale).round() * scale
+    else:
+        rounded = x.detach() if ours.rounding is None else ours.rounding(x.detach())
+    if format != "int3_g16":  # LSQ passes nothing to a weight outside its range
+        assert torch.allclose(to_weight, rounded.sum((0, 1)).expand_as(to_weight), atol=1e-3)
+
+
+def test_flips_and_zeros_by_hand() -> None:
+    linear = nn.Linear(4, 2, bias=False)
+    linear.weight = nn.Parameter(torch.tensor([[1.0, -1.0, 0.1, 1.0], [1.0, 0.2, 1.0, -1.0]]))
+    ours = QATLinear(linear, parse_format("ternary"), INT8)  # absmean 0.79: signs, and two zeros
+    with torch.no_grad():
+        ours.weight[0] *= -1  # three signs turn, a zero stays
+        ours.weight[1, 1] = 1.0  # and one comes up
+    assert refresh([ours]) == {"flips": 4 / 8, "zeros": 1 / 8}
+    assert refresh([ours]) == {"flips": 0.0, "zeros": 1 / 8}
+
+
+FORMATS = [("ternary", "int8"), ("ternary", "int4"), ("int3", "int8"), ("int2_g16", "int8")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("format", "activations"), FORMATS)
+def test_what_is_saved_is_what_was_trained(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, activations: str
+) -> None:
+    """The folder's logits, its inputs rounded as an artifact's, are the trained model's; master trains on."""
+    kept: list[Decoder] = []
+    place = trainer_module.place_model
+    monkeypatch.setattr(
+        trainer_module, "place_model", lambda trained, *rest: (kept.append(trained), place(trained, *rest))
+    )
+    config = options(text, qat=format, activations=activations, steps=4, learning_rate=1e-2)
+    changes = {"sub_norms": True} if format == "ternary" else {"qk_norm": True, **BIASES}
+    config = replace(config, model=resized(config.model, **changes))
+    result = train(config, tmp_path / "out")
+    saved = load_quantized(tmp_path / "out")
+    for module in saved.modules():
+        if isinstance(module, QuantLinear):
+            module.rounding = module.weight.format.device_rounding(module.rounding)
+    ids = torch.randint(288, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(saved(ids), kept[0].eval()(ids))
+    log = read_log(tmp_path / "out")
+    assert all(0 < row["zeros"] < 1 for row in log) and any(row["flips"] > 0 for row in log)
+    assert Checkpoint(tmp_path / "out").quantization is not None
+
+    with pytest.raises(
+        DiffbitError, match=r"is quantized, but training starts from float weights; start from .*master"
+    ):
+        train_config("tiny", init=str(tmp_path / "out"))
+    again = replace(config, init=str(tmp_path / "out" / "master"), tokenizer=str(tmp_path / "out"), steps=1, warmup=1)
+    first = read_log(train(again, tmp_path / "again").path)[0]["loss"]
+    assert first == pytest.approx(result.losses[-1], rel=0.2)
+    state = load(tmp_path / "out" / "master").state_dict()
+    assert all(torch.equal(weight, kept[0].state_dict()[name]) for name, weight in state.items())
+
+
+@pytest.mark.parametrize("mlp", ["swiglu", "polynorm"])
+def test_a_trained_folder_is_exported_as_it_is(text: str, tmp_path: Path, mlp: str) -> None:
+    config = options(text, qat="ternary", steps=3, learning_rate=1e-2)
+    config = replace(config, model=resized(config.model, sub_norms=True, mlp=mlp))
+    train(config, tmp_path / "out")
+    saved = load_quantized(tmp_path / "out")
+    for layer in saved.model.layers if mlp == "polynorm" else ():  # whose parameters stay float, and learn
+        assert isinstance(layer.mlp.down_proj, QuantLinear)
+        assert (layer.mlp.act_fn["weight"] != 1 / 3).all() and layer.mlp.act_fn["bias"] != 0
+    artifact = export_artifact(tmp_path / "out", tmp_path / "artifact")
+    assert verify(artifact).passed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_an_interrupted_run_repeats_the_losses_bit_for_bit(text: str, tmp_path: Path, optimizer: str) -> None:
+    wide = resized(model("softmax", hidden_size=64, intermediate_size=128), num_heads=8, num_kv_heads=8)
+    config = options(text, model=wide, qat="int3_g16", steps=7, learning_rate=1e-2, optimizer=optimizer)
+    whole = train(config, tmp_path / "whole")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_at(patch, 6)
+        train(config, tmp_path / "stopped")
+    assert train(config, tmp_path / "stopped", resume=True).losses == whole.losses
+    keys = ("loss", "grad_norm", "flips", "zeros", "eval_loss")
+    logs = [[[row.get(key) for key in keys] for row in read_log(tmp_path / name)] for name in ("whole", "stopped")]
+    assert logs[0] == logs[1]
+    weights = [load_quantized(tmp_path / name) for name in ("whole", "stopped")]
+    for first, second in zip(*(decoder.modules() for decoder in weights), strict=True):
+        if isinstance(first, QuantLinear):
+            assert torch.equal(first.weight.codes, second.weight.codes)
+            assert torch.equal(first.weight.scale, second.weight.scale)
+
+
+def test_scales_are_learned_as_factors() -> None:
+    """AdamW at a rate of 1e-2 moves a scale by a hundredth, whatever its size."""
+    decoder = Decoder(model())
+    initialize(decoder, 0)
+    config = options("stdlib", qat="int4_g16", learning_rate=1e-2, weight_decay=0.5)
+    assert config.scheme is not None
+    layers = prepare(decoder, config.scheme)
+    before = [layer.scale.clone() for layer in layers]
+    optimizer = trainer_module.adamw(decoder, config)
+    decoder(torch.randint(288, (2, 16))).logsumexp(-1).sum().backward()
+    optimizer.step()
+    refresh(layers)
+    for layer, scale in zip(layers, before, strict=True):
+        assert torch.allclose((layer.scale / scale - 1).abs(), torch.tensor(1e-2), atol=2e-3)
+
+
+def test_two_stages_by_the_formula() -> None:
+    """Up to the peak, down a line; at half time on to the line from two thirds of it, without weight decay."""
+    config = options("stdlib", steps=8, warmup=2, learning_rate=3.0, schedule="two_stage", weight_decay=0.4)
+    rates = [learning_rate(config, step) for step in range(1, 9)]
+    assert rates == pytest.approx([1.5, 3.0, 3 * 6 / 8, 3 * 5 / 8, 2 * 4 / 8, 2 * 3 / 8, 2 * 2 / 8, 2 * 1 / 8])
+    assert [weight_decay(config, step) for step in range(1, 9)] == [0.4] * 4 + [0.0] * 4
+    assert weight_decay(replace(config, schedule="cosine"), 8) == 0.4
+
+
+def test_refusals(text: str) -> None:
+    untied = replace(model(), tie_embeddings=False)
+    for changes, sentence in (
+        ({"qat": "int5_g7"}, "format 'int5_g7' has groups of 7"),
+        ({"qat": "fp8"}, "'fp8' is not a number format"),
+        ({"qat": "ternary", "activations": "int2"}, "activations is 'int2'; wanted int8 or int4"),
+        ({"qat": "int4_g32", "activations": "int4"}, "activations is 'int4'; wanted int8 unless qat is ternary"),
+        ({"schedule": "linear"}, "schedule is 'linear'; wanted one of cosine, two_stage"),
+    ):
+        with pytest.raises(DiffbitError, match=sentence):
+            options(text, **changes)
+    with pytest.raises(DiffbitError, match="cannot learn int4_g32_asym: it has zero points"):
+        prepare(Decoder(model()), Scheme(weights=parse_format("int4_g32_asym")))
+    with pytest.raises(DiffbitError, match="the scheme quantizes no weights"):
+        prepare(Decoder(model()), Scheme())
+    head = Scheme(weights=parse_format("int4_g32"), overrides=(("lm_head", parse_format("int8")),))
+    with pytest.raises(DiffbitError, match="the head shares the embedding's weight"):
+        prepare(Decoder(model()), head)
+    assert len(prepare(Decoder(untied), head)) == 2 * 7 + 1
