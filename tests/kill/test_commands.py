@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from diffbit.apps.evaluate import plots
+from diffbit import drawing
 from diffbit.apps.evaluate.compare import compare
 from diffbit.apps.train import trainer as trainer_module
 from diffbit.apps.train.config import TrainConfig
@@ -123,7 +123,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("require_matplotlib", "plot_losses"):  # matplotlib would take most of the time
         monkeypatch.setattr(trainer_module, name, lambda *_: None)
-    monkeypatch.setattr(plots, "svg", lambda figure: "<svg></svg>")
+    monkeypatch.setattr(drawing, "svg", lambda figure: "<svg></svg>")
     monkeypatch.setattr(learned, "STEPS", 2)
 
 
