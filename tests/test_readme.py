@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -11,25 +10,35 @@ from pathlib import Path
 
 import pytest
 
-from . import forks
-
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.slow
-def test_the_python_example_runs(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(code.strip().splitlines()) <= 24
+ROW = re.compile(r"^\|(.+)\|$", re.MULTILINE)
 
-    def as_a_script() -> None:
-        os.chdir(tmp_path)
-        exec(code, {"__name__": "__main__"})
 
-    done = forks.run(as_a_script)
-    assert done.code == 0, done.error
-    first, text = done.output.split("\n", 1)
-    assert re.fullmatch(r"\d+\.\d\d bits a weight; verified: True", first)
-    assert text.strip()
+def rows(page: str) -> list[list[str]]:
+    """The cells of each row of a page's tables."""
+    return [[cell.strip() for cell in row.split("|")] for row in ROW.findall(page)]
+
+
+def test_the_readme_is_short_and_shows_its_picture_everywhere() -> None:
+    """A place without the repository's files, such as a package index, shows neither its images nor mermaid."""
+    page = (ROOT / "README.md").read_text()
+    assert len(page.splitlines()) <= 120
+    assert "mermaid" not in page and not re.findall(r"!\[[^]]*\]\((?!https://)", page)
+
+
+def test_the_readmes_numbers_are_those_of_the_page_it_links() -> None:
+    """Each row of a table, but for its label, has its cells in one row of the first page linked below the table."""
+    _, *parts = re.split(r"((?:^\|.*\n)+)", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    assert len(parts) == 4
+    for table, below in zip(parts[::2], parts[1::2], strict=True):
+        (name, *_) = re.findall(r"\]\((docs/\w+\.md)", below)
+        known = [set(row) for row in rows((ROOT / name).read_text())]
+        shown = rows(table)[2:]
+        assert len(shown) >= 4
+        for cells in shown:
+            assert any(set(cells) <= row for row in known), f"{name} has no row with {cells}"
 
 
 @pytest.mark.slow
