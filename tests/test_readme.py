@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+import diffbit
+
+from . import forks
 
 ROOT = Path(__file__).parents[1]
 
@@ -39,6 +45,32 @@ def test_the_readmes_numbers_are_those_of_the_page_it_links() -> None:
         assert len(shown) >= 4
         for cells in shown:
             assert any(set(cells) <= row for row in known), f"{name} has no row with {cells}"
+
+
+def test_the_python_page_runs_and_names_everything(tmp_path: Path) -> None:
+    """docs/api.md: its blocks, one after the other; the fields that it lists; every public name, twice."""
+    page = (ROOT / "docs" / "api.md").read_text()
+    for name in diffbit.__all__:
+        assert f"::: diffbit.{name}\n" in page and re.search(rf"diffbit\.{name}\(|`(diffbit\.)?{name}`", page), name
+    for row in rows(page)[2:]:
+        room, _, name = re.findall(r"`([\w.]+)`", row[0])[0].rpartition(".")
+        fields = fields_of(getattr(import_module(room), name))
+        for field in re.findall(r"`(\w+)`", re.sub(r"\(.*?\)|`Generation`", "", row[1])):
+            assert field in fields, f"{name} has no {field}"
+
+    def as_a_script() -> None:
+        os.chdir(tmp_path)
+        os.symlink(ROOT / "examples", "examples")
+        exec("".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), {"__name__": "__main__"})
+
+    done = forks.run(as_a_script)
+    assert done.code == 0, done.error
+    assert "int9" in done.output.splitlines()[-1]
+
+
+def fields_of(type_: type) -> set[str]:
+    """The fields and properties of a class and of its bases."""
+    return {name for base in type_.__mro__ for name in (*vars(base), *vars(base).get("__annotations__", ()))}
 
 
 @pytest.mark.slow
