@@ -47,6 +47,19 @@ def test_the_readmes_numbers_are_those_of_the_page_it_links() -> None:
             assert any(set(cells) <= row for row in known), f"{name} has no row with {cells}"
 
 
+def test_no_measured_row_stands_on_two_pages() -> None:
+    """Two rows of different pages share less than two intervals; the log may keep what a page said once."""
+    intervals = re.compile(r"[\d.]+(?: %)? \[[^]]+\]")
+    seen: dict[frozenset[str], str] = {}
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        if page.name == "LOG.md":
+            continue
+        for row in rows(page.read_text()):
+            measured = frozenset(re.findall(intervals, "|".join(row)))
+            if len(measured) > 1:
+                assert seen.setdefault(measured, page.name) == page.name, f"{page.name} repeats {row}"
+
+
 def test_the_python_page_runs_and_names_everything(tmp_path: Path) -> None:
     """docs/api.md: its blocks, one after the other; the fields that it lists; every public name, twice."""
     page = (ROOT / "docs" / "api.md").read_text()
