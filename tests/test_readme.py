@@ -60,6 +60,15 @@ def test_no_measured_row_stands_on_two_pages() -> None:
                 assert seen.setdefault(measured, page.name) == page.name, f"{page.name} repeats {row}"
 
 
+@pytest.mark.parametrize("room", ["calib_data", "cli", "csrc", "export", "models", "ops", "quantize", "runtime"])
+def test_each_room_has_a_page(room: str) -> None:
+    """What it does, its files bottom-up, contracts, how to add a thing, tests; the files that it names are there."""
+    page = (ROOT / room / "README.md").read_text()
+    assert len(page.splitlines()) <= 64 and page.count("\n## ") >= 4 and "\n## Adding " in page
+    for name in re.findall(r"`((?:tests|runtime|quantize|models|ops|cli|calib_data)/[a-z_/]+(?:\.\w+)?)`", page):
+        assert (ROOT / name).exists() or (ROOT / f"{name}.py").exists(), f"{room}/README.md names {name}"
+
+
 def test_the_python_page_runs_and_names_everything(tmp_path: Path) -> None:
     """docs/api.md: its blocks, one after the other; the fields that it lists; every public name, twice."""
     page = (ROOT / "docs" / "api.md").read_text()
@@ -127,6 +136,11 @@ def test_the_command_reference_is_current() -> None:
 
 
 def test_links_in_the_documents_lead_somewhere() -> None:
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+    for page in [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *ROOT.glob("*/README.md"),
+        *ROOT.glob("apps/*/README.md"),
+    ]:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
             assert "://" in target or (page.parent / target).exists(), f"{page.name} links to {target}"
