@@ -7,14 +7,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperOption
 
 from ..errors import DiffbitError, MissingDependency
 from ..hub import download, is_hub_name
@@ -28,6 +28,7 @@ LAB_PACKAGES = {
     "torch", "safetensors", "onnx", "onnx_ir", "bitsandbytes", "matplotlib", "datasets", "pyarrow",
 }  # fmt: skip
 WRITTEN = ("output", "plot")  # options that name what a command writes
+MORE = "More options"
 
 app = typer.Typer(name="diffbit", no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
@@ -87,6 +88,8 @@ def _downloaded(option: str, value: Any) -> Any:
 
 
 class _Command(TyperCommand):
+    first: Collection[str] | None = None  # parameters whose options --help shows above the heading MORE; None: all
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command. SIGINT and SIGTERM print what was kept, and exit with code 130 or 143."""
         # torchrun's processes wait for each other in C++, where no Python handler runs: SIGTERM must kill them directly
@@ -107,6 +110,9 @@ class _Command(TyperCommand):
 
     def get_help(self, ctx: Any) -> str:
         """Typer's help, then the examples, which are not wrapped so that they can be copied at any terminal width."""
+        for option in self.params:
+            if isinstance(option, TyperOption) and self.first is not None and option.name not in self.first:
+                option.rich_help_panel = MORE
         examples, self.epilog = self.epilog, None
         try:
             return f"{super().get_help(ctx)}{examples}\n"
@@ -115,12 +121,16 @@ class _Command(TyperCommand):
 
 
 def _add(module: ModuleType, name: str, examples: Iterable[str]) -> None:
-    """Add the command that a module's function `name` is. The four spaces turn its examples into a code block in
-    docs/cli.md."""
+    """Add the command that a module's function `name` is; FIRST, if the module has it, names the parameters to show
+    first. The four spaces turn its examples into a code block in docs/cli.md."""
     command = getattr(module, name)
+
+    class Command(_Command):
+        first = getattr(module, "FIRST", None)
+
     summary = (command.__doc__ or "").partition("\n")[0]
     lines = "\n".join(f"    {line}" for line in examples)
-    app.command(cls=_Command, short_help=summary, epilog=f"Examples:\n\n{lines}")(command)
+    app.command(cls=Command, short_help=summary, epilog=f"Examples:\n\n{lines}")(command)
 
 
 for _module in (plan, quantize, export, verify, run, chat, bench):

@@ -1,7 +1,8 @@
 """A hook of mkdocs (mkdocs.yml): links that lead out of docs/ become plain text, because the site has no such files.
 
 `[ops/kv_cache.py](../ops/kv_cache.py)` becomes `ops/kv_cache.py` in code type, and `[examples](../examples)` the text
-"examples" likewise. A target that does not exist stays a link, which `mkdocs build --strict` then refuses.
+"examples" likewise. A line that is a link to a Python file becomes the file. A target that does not exist stays a link,
+which `mkdocs build --strict` then refuses.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)]+)\)")
+FILE = re.compile(r"^\[([^\]]+)\]\((\.\./[^)]+\.py)\)$", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -24,5 +26,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         path = Path(config.docs_dir, target)
         return f"`{text.strip('`')}`" if path.exists() else link[0]
 
+    def shown(link: re.Match[str]) -> str:
+        text, target = link.groups()
+        path = Path(config.docs_dir, target)
+        return f"`{text}`\n\n```python\n{path.read_text()}```" if path.exists() else link[0]
+
+    markdown = FILE.sub(shown, markdown)
     # in the command reference's NAME[:SPLIT][:FIELD], mkdocstrings would take [:SPLIT] for the name of an object
     return LINK.sub(plain, markdown).replace("][:", "]\\[:")

@@ -7,7 +7,7 @@ memory at a time, so the largest determines it: a table (embedding, head), or a 
     gptq ...  the same in fp32, twice, while output errors are measured; matrices of K^2 numbers; a batch of tokens
     learned   32 bytes per weight (methods/learned.py), and activations of the tokens of a training step, twice
 
-and, with calibration text, the tokens' hidden states, unless they are `spilled` to disk. docs/models.md has
+and, with calibration text, the tokens' hidden states, unless they are `spilled` to disk. docs/memory.md has
 measurements. Time is extrapolated from a timed matrix product; other work on the machine makes it longer.
 """
 
@@ -40,7 +40,7 @@ SHARD_FROM = 256 << 20  # bytes of the float model from which on the output has 
 LEARNED = 32  # bytes per weight
 ROUNDED = 8e7  # weights per second on one thread
 GROUP = Path("/sys/fs/cgroup")  # this process's control group
-MARGIN = 1.15  # of a limit on a demand: a run took up to 1.12 times the memory that was predicted (docs/models.md)
+MARGIN = 1.15  # of a limit on a demand: a run took up to 1.12 times the memory that was predicted (docs/memory.md)
 SAFE = 0.85  # share of a demand that must be available for a run to start
 
 

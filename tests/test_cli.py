@@ -6,6 +6,7 @@ import inspect
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -80,6 +81,25 @@ def test_examples_can_be_copied_from_a_narrow_terminal(
     lines = [line.strip() for line in capfd.readouterr().out.splitlines()]
     mine = [line for line in EXAMPLES if shlex.split(line)[1] == name]
     assert mine and [line for line in lines if line.startswith("diffbit ")] == mine
+
+
+def test_what_people_use_comes_first(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit):
+        main(["quantize", "--help"])
+    panels = capfd.readouterr().out.split("More options")
+    first, more = (re.findall(r"^[│ *]+(--[\w-]+)", panel, re.MULTILINE) for panel in panels)
+    assert first == [
+        "--output",
+        "--weights",
+        "--kv",
+        "--target-size",
+        "--method",
+        "--calibrate",
+        "--overwrite",
+        "--help",
+    ]
+    assert len(more) == 19 and "--embedding" in more
 
 
 def completions(line: str) -> list[str]:

@@ -7,8 +7,10 @@ import math
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 
@@ -17,6 +19,8 @@ from diffbit.calib_data import eval_windows
 from diffbit.cli.app import main
 from diffbit.models import Checkpoint
 from diffbit.quantize import load
+
+from . import forks
 
 ROOT = Path(__file__).parents[1]
 RESTORE = ROOT / "examples" / "restore.sh"
@@ -53,6 +57,26 @@ def test_a_newcomers_first_command(trained: Trained, capfd: pytest.CaptureFixtur
     captured = capfd.readouterr()
     assert stopped.value.code == 0 and captured.err == ""
     assert "self." in captured.out
+
+
+def test_the_whole_road(trained: Trained, tmp_path: Path) -> None:
+    """examples/road.py: a page, and each of its steps leaves what the next one reads."""
+    road = ROOT / "examples" / "road.py"
+    assert len(road.read_text().splitlines()) <= 60
+
+    def walk() -> None:
+        sys.argv[1:] = [str(trained("diff_v1")), str(tmp_path)]
+        run_path(str(road), run_name="__main__")
+
+    done = forks.run(walk)
+    assert done.code == 0, done.error
+    lines = done.output.splitlines()
+    assert lines[0].endswith("diff_v1, 2 layers, hidden size 128") and "verified: True" in lines
+    weights = re.search(r"^([\d.]+) MB -> ([\d.]+) MB of weights$", done.output, re.MULTILINE)
+    assert weights and float(weights[2]) < 0.25 * float(weights[1])
+    assert sum(map(len, lines[lines.index("verified: True") + 1 : -2])) > 40  # the text
+    perplexities = [float(value) for value in re.findall(r"perplexity ([\d.]+)", done.output)]
+    assert len(perplexities) == 2 and 1 < perplexities[1] / perplexities[0] < 1.05
 
 
 def restored(place: Path) -> subprocess.CompletedProcess[str]:

@@ -7,38 +7,103 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+import diffbit
 
 from . import forks
 
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.slow
-def test_the_python_example_runs(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(code.strip().splitlines()) <= 24
+ROW = re.compile(r"^\|(.+)\|$", re.MULTILINE)
+
+
+def rows(page: str) -> list[list[str]]:
+    """The cells of each row of a page's tables."""
+    return [[cell.strip() for cell in row.split("|")] for row in ROW.findall(page)]
+
+
+def test_the_readme_is_short_and_shows_its_picture_everywhere() -> None:
+    """A place without the repository's files, such as a package index, shows neither its images nor mermaid."""
+    page = (ROOT / "README.md").read_text()
+    assert len(page.splitlines()) <= 120
+    assert "mermaid" not in page and not re.findall(r"!\[[^]]*\]\((?!https://)", page)
+
+
+def test_the_readmes_numbers_are_those_of_the_page_it_links() -> None:
+    """Each row of a table, but for its label, has its cells in one row of the first page linked below the table."""
+    _, *parts = re.split(r"((?:^\|.*\n)+)", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    assert len(parts) == 4
+    for table, below in zip(parts[::2], parts[1::2], strict=True):
+        (name, *_) = re.findall(r"\]\((docs/\w+\.md)", below)
+        known = [set(row) for row in rows((ROOT / name).read_text())]
+        shown = rows(table)[2:]
+        assert len(shown) >= 4
+        for cells in shown:
+            assert any(set(cells) <= row for row in known), f"{name} has no row with {cells}"
+
+
+def test_no_measured_row_stands_on_two_pages() -> None:
+    """Two rows of different pages share less than two intervals; the log may keep what a page said once."""
+    intervals = re.compile(r"[\d.]+(?: %)? \[[^]]+\]")
+    seen: dict[frozenset[str], str] = {}
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        if page.name == "LOG.md":
+            continue
+        for row in rows(page.read_text()):
+            measured = frozenset(re.findall(intervals, "|".join(row)))
+            if len(measured) > 1:
+                assert seen.setdefault(measured, page.name) == page.name, f"{page.name} repeats {row}"
+
+
+@pytest.mark.parametrize("room", ["calib_data", "cli", "csrc", "export", "models", "ops", "quantize", "runtime"])
+def test_each_room_has_a_page(room: str) -> None:
+    """What it does, its files bottom-up, contracts, how to add a thing, tests; the files that it names are there."""
+    page = (ROOT / room / "README.md").read_text()
+    assert len(page.splitlines()) <= 64 and page.count("\n## ") >= 4 and "\n## Adding " in page
+    for name in re.findall(r"`((?:tests|runtime|quantize|models|ops|cli|calib_data)/[a-z_/]+(?:\.\w+)?)`", page):
+        assert (ROOT / name).exists() or (ROOT / f"{name}.py").exists(), f"{room}/README.md names {name}"
+
+
+def test_the_python_page_runs_and_names_everything(tmp_path: Path) -> None:
+    """docs/api.md: its blocks, one after the other; the fields that it lists; every public name, twice."""
+    page = (ROOT / "docs" / "api.md").read_text()
+    for name in diffbit.__all__:
+        assert f"::: diffbit.{name}\n" in page and re.search(rf"diffbit\.{name}\(|`(diffbit\.)?{name}`", page), name
+    for row in rows(page)[2:]:
+        room, _, name = re.findall(r"`([\w.]+)`", row[0])[0].rpartition(".")
+        fields = fields_of(getattr(import_module(room), name))
+        for field in re.findall(r"`(\w+)`", re.sub(r"\(.*?\)|`Generation`", "", row[1])):
+            assert field in fields, f"{name} has no {field}"
 
     def as_a_script() -> None:
         os.chdir(tmp_path)
-        exec(code, {"__name__": "__main__"})
+        os.symlink(ROOT / "examples", "examples")
+        exec("".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), {"__name__": "__main__"})
 
     done = forks.run(as_a_script)
     assert done.code == 0, done.error
-    first, text = done.output.split("\n", 1)
-    assert re.fullmatch(r"\d+\.\d\d bits a weight; verified: True", first)
-    assert text.strip()
+    assert "int9" in done.output.splitlines()[-1]
+
+
+def fields_of(type_: type) -> set[str]:
+    """The fields and properties of a class and of its bases."""
+    return {name for base in type_.__mro__ for name in (*vars(base), *vars(base).get("__annotations__", ()))}
 
 
 @pytest.mark.slow
 def test_the_extensions_work(tmp_path: Path) -> None:
-    """docs/extending.md: each diff touches one file, applies, and its check passes."""
+    """examples/extending, copied over a copy of the tree: each is a new file, on the page, and the check passes."""
+    examples = ROOT / "examples" / "extending"
     page = (ROOT / "docs" / "extending.md").read_text()
-    diffs = re.findall(r"```diff\n(.*?)```", page, re.DOTALL)
-    (check,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert [diff.count("diff --git") for diff in diffs] == [1] * 6
+    added = [file.relative_to(examples) for file in examples.glob("*/**/*.py")]
+    assert len(added) == 6
+    for file in (*added, Path("check.py")):
+        assert not (ROOT / file).exists() and f"\n[{file}](../examples/extending/{file})\n" in page
     tree = tmp_path / "tree"
     rooms = (
         "ops",
@@ -53,12 +118,14 @@ def test_the_extensions_work(tmp_path: Path) -> None:
     )
     for room in rooms:
         shutil.copytree(ROOT / room, tree / room, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for diff in diffs:
-        subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=tree, check=True)
+    for file in added:
+        shutil.copy(examples / file, tree / file)
     # an editable installation finds its modules before sys.path is asked, and would find this tree's instead
     begin = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]"
+    check = (examples / "check.py").read_text()
     script = f"{begin}; sys.path.insert(0, {str(tree)!r})\n{check}"
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -71,6 +138,11 @@ def test_the_command_reference_is_current() -> None:
 
 
 def test_links_in_the_documents_lead_somewhere() -> None:
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+    for page in [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *ROOT.glob("*/README.md"),
+        *ROOT.glob("apps/*/README.md"),
+    ]:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
             assert "://" in target or (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 EXAMPLES = {
     "allocate": (
         "diffbit allocate out/demo/diff_v1 --bits 3.5 --method gptq --max-windows 64 -o out/scheme.toml",
-        "diffbit allocate out/demo/diff_v1 --bits 4 --candidates int2_g64,int4_g32,int8 --plot out/mixed.svg -o out/four.json",
+        "diffbit allocate out/demo/diff_v1 --bits 4 --candidates int2_g64,int4_g32,int8 --plot mixed.svg -o four.json",
     )
 }
 WINDOWS = 128  # of calibration text

@@ -1,0 +1,7 @@
+"""InternLM 3: a llama whose default context is 32,768 tokens."""
+
+from __future__ import annotations
+
+from ._huggingface import HuggingFace
+
+FAMILIES = (HuggingFace("internlm3", "softmax", norm_eps=1e-6, max_position=32768),)
