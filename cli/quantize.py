@@ -38,7 +38,7 @@ CALIBRATED_ON_MIX = (
 )
 LAYER_ERRORS = "quantization_report.json"
 # the options that people use first; --help shows the others below them
-FIRST = ("output", "weights", "method", "calibrate", "kv", "target_size", "overwrite")
+FIRST = ("output", "weights", "method", "calibrate", "kv", "scheme_file", "overwrite")
 EXAMPLES = (
     "diffbit quantize out/demo/diff_v1 --weights int4_g32 -o out/diff-int4",
     "diffbit quantize out/demo/diff_v1 --weights int2_g64 --method gptq --max-windows 64 -o out/diff-gptq",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: tests fork, and a child of several threads would wait for ever
@@ -66,6 +66,16 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> None:
     seed(item.nodeid)
+
+
+@pytest.fixture(autouse=True)
+def as_loud_as_before() -> Iterator[None]:
+    """A command with --quiet silences its process, which here goes on with other tests."""
+    from diffbit.progress import is_quiet, set_quiet
+
+    before = is_quiet()
+    yield
+    set_quiet(before)
 
 
 @pytest.fixture(scope="session")

@@ -93,7 +93,7 @@ def test_what_people_use_comes_first(monkeypatch: pytest.MonkeyPatch, capfd: pyt
         "--output",
         "--weights",
         "--kv",
-        "--target-size",
+        "--scheme",
         "--method",
         "--calibrate",
         "--overwrite",

@@ -90,6 +90,7 @@ class Workplace:
         return self
 
     def __exit__(self, *_: object) -> None:
+        set_quiet(False)
         self._temporary.cleanup()
 
     def problem(self, name: str, damage: object) -> str | None:
