@@ -60,6 +60,7 @@ def shared(make: Callable[[DecoderGraph], T]) -> cached_property[T]:
 
 class DecoderGraph(Graph):
     """Builds the graph in order: `embed`, `block` for each layer, `head`, `save`. Weights are written immediately.
+    models.Block says how the parts of a layer follow one another.
 
     dtype: "fp32" or "fp16". device: "cpu" or "cuda" (graph.py). scheme: of attention; cache: the resulting buffers of
     each layer.
@@ -135,11 +136,21 @@ class DecoderGraph(Graph):
     def sin(self) -> ir.Value:
         return self.initializer("sin", self._tables[1])
 
-    def _rope(self, width: int, rope: bool) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """Return (position_ids, cos, sin) for heads of this width; without rope, of a rotation by 0."""
-        if rope:
-            return self.position_ids, self.cos, self.sin
-        cos, sin = (self.const(np.full((1, width // 2), value), np.float32) for value in (1, 0))
+    @shared
+    def local_cos(self) -> ir.Value:
+        """fp32 [context_length, d/2], of layers with local_rope."""
+        return self.initializer("local_cos", self._tables[2])
+
+    @shared
+    def local_sin(self) -> ir.Value:
+        return self.initializer("local_sin", self._tables[3])
+
+    def _rope(self, heads: Heads) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """Return (position_ids, cos, sin) for heads; without rope, of a rotation by 0."""
+        if heads.rope:
+            tables = (self.local_cos, self.local_sin) if heads.local_rope else (self.cos, self.sin)
+            return self.position_ids, *tables
+        cos, sin = (self.const(np.full((1, heads.head_dim // 2), value), np.float32) for value in (1, 0))
         return self.op("Sub", [self.position_ids, self.position_ids]), cos, sin
 
     def attention(
@@ -158,7 +169,7 @@ class DecoderGraph(Graph):
         past_length = self.past_length
         if not appends:  # queries may be only the last of the new tokens
             past_length = self.op("Sub", [self._total, self.op("Shape", [query], start=1, end=2)])
-        position_ids, cos, sin = self._rope(heads.head_dim, heads.rope)
+        position_ids, cos, sin = self._rope(heads)
         values = {
             "query": query,
             "key": key,
@@ -208,25 +219,27 @@ class DecoderGraph(Graph):
         self._table = self.weight(name, table.float().numpy())  # a tied head multiplies by it, too
         self._x = self.op("Gather", [self._table, self.input_ids])
 
-    def _residual_norm(self, norm: nn.Module, name: str) -> ir.Value:
-        """Add the last mixer's or MLP's output to the residual stream, and return the sum through a norm."""
-        if self._added is None:
+    def residual(self, norm: nn.Module, name: str) -> ir.Value:
+        """Return the residual stream through a norm. The norm's node also adds what was added last."""
+        added, self._added = self._added, None
+        if added is None:
             return self.norm(self._x, norm, name)
-        self._x, normed = self.add_norm(self._x, self._added, norm, name)
+        if isinstance(norm, nn.Identity):
+            self._x = self.op("Add", [self._x, added])
+            return self._x
+        self._x, normed = self.add_norm(self._x, added, norm, name)
         return normed
+
+    def add_residual(self, x: ir.Value) -> None:
+        """Add x to the residual stream, in the node of the next norm."""
+        self._added = x
 
     def block(self, block: Block, index: int) -> None:
         """Add decoder layer `index`; its linears are float or QuantLinear."""
         if index == self._tail:
             self._leave_tokens()
         with self.scope(f"layers.{index}"):
-            normed = self._residual_norm(block.input_layernorm, "input_layernorm")
-            with self.scope("self_attn"):
-                self._added, present = block.self_attn.onnx(self, normed, self._past[index])
-            normed = self._residual_norm(block.post_attention_layernorm, "post_attention_layernorm")
-            with self.scope("mlp"):
-                self._added = block.mlp.onnx(self, normed)
-        self._present.append(present)
+            self._present.append(block.onnx(self, self._past[index]))
 
     def _wanted(self, x: ir.Value) -> ir.Value:
         """x [B, S, ...] from `logits_from` on."""
@@ -245,7 +258,7 @@ class DecoderGraph(Graph):
 
     def head(self, norm: nn.Module, head: nn.Module) -> None:
         """Add the final norm, the head (tied: with the embedding's table) and the graph's outputs."""
-        x = self._residual_norm(norm, "norm")
+        x = self.residual(norm, "norm")
         if self._tail == self.config.num_layers:
             x = self._wanted(x)
         if not self.config.tie_embeddings:

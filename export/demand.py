@@ -60,6 +60,6 @@ def export_seconds(config: ModelConfig, output: int) -> float:
 def overhead(checkpoint: Checkpoint, config: ModelConfig, graph: tuple[int, int] = GRAPH_AT_MOST) -> int:
     """Return an upper bound of an artifact's bytes without its weights: tokenizer, RoPE tables, graph, padding."""
     tokenizer = sum(map(len, checkpoint.tokenizer_files.values()))
-    tables = 2 * config.max_position * (config.rope_width // 2) * 4
+    tables = 2 * config.max_position * (config.rope_width // 2) * 4 * (1 if config.local_rope_theta is None else 2)
     padding = sum(4096 if 4 * math.prod(shape) >= 1 << 20 else 64 for shape in linear_shapes(config).values())
     return tokenizer + tables + padding + graph[0] + graph[1] * config.num_layers

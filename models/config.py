@@ -30,6 +30,7 @@ from .layers.norm import NORMS, LayerNorm, RMSNorm
 from .layers.rope import RopeScaling, scaling_from
 from .mixer import MixerOptions, Symmetries
 
+PLACES = ("before", "after", "around")  # of a layer's norms
 SIZES = ("vocab_size", "hidden_size", "max_position")
 T = TypeVar("T")
 
@@ -46,14 +47,21 @@ def attention_options(name: str) -> type[AttentionOptions]:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """x = x + mixer(norm(x)); x = x + mlp(norm(x)). sub_norms: adds RMSNorms before o_proj and down_proj (BitNet)."""
+    """x = x + mixer(norm(x)); x = x + mlp(norm(x)). sub_norms: adds RMSNorms before o_proj and down_proj (BitNet).
+
+    norms: where the mixer and the MLP have a norm: "before" them, as above; "after" them, x + norm(mixer(x)) (OLMo 2);
+    or "around" them, x + norm(mixer(norm(x))) (Gemma 3).
+    """
 
     mixer: MixerOptions
     mlp: MLPOptions
     sub_norms: bool = False
+    norms: str = "before"
 
     def __post_init__(self) -> None:
         check_flag("sub_norms", self.sub_norms)
+        if self.norms not in PLACES:
+            raise DiffbitError(f"norms is {self.norms!r}, wanted one of {', '.join(PLACES)}")
 
     def symmetries(self) -> Symmetries:
         """The mixer's symmetries, without those that norms break: a norm after the heads those of the values, a norm of
@@ -65,7 +73,7 @@ class LayerSpec:
 
     def to_dict(self) -> dict[str, Any]:
         parts = {name: {"name": part.name} | asdict(part) for name, part in (("mixer", self.mixer), ("mlp", self.mlp))}
-        return parts | {"sub_norms": self.sub_norms}
+        return parts | {"sub_norms": self.sub_norms, "norms": self.norms}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayerSpec:
@@ -81,7 +89,8 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder of such layers, each with a norm before its mixer and before its MLP: norm "rms" or "layer"."""
+    """A decoder of such layers, whose norms are "rms" or "layer". local_rope_theta: of layers with `local_rope`, whose
+    angles have no rope_scaling; None: there are none."""
 
     vocab_size: int
     hidden_size: int
@@ -89,6 +98,7 @@ class ModelConfig:
     max_position: int = 2048
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None
     norm: str = "rms"
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
@@ -100,8 +110,10 @@ class ModelConfig:
         for name in SIZES:
             check_count(name, getattr(self, name))
         check_count("num_layers", len(self.layers))
-        for name in ("rope_theta", "norm_eps"):
+        for name in ("rope_theta", "norm_eps", *(["local_rope_theta"] if self.local_rope_theta is not None else ())):
             check_positive(name, getattr(self, name))
+        if self.local_rope_theta is None and any(layer.mixer.uses_local_rope for layer in self.layers):
+            raise DiffbitError("layers have local_rope, but local_rope_theta is missing")
         if self.norm not in NORMS:
             raise DiffbitError(f"norm is {self.norm!r}, wanted one of {', '.join(NORMS)}")
         for index, layer in enumerate(self.layers):
@@ -128,6 +140,8 @@ class ModelConfig:
         norm_eps: float = 1e-5,
         head_norm: bool = True,
         qk_norm: bool = False,
+        qk_norm_whole: bool = False,
+        norms: str = "before",
         qkv_bias: bool = False,
         o_bias: bool = False,
         mlp_bias: bool = False,
@@ -137,19 +151,20 @@ class ModelConfig:
         """Return a model of equal layers with an attention variant and an MLP, given by name; others: other fields.
 
         norm_eps: for all norms, also those of heads, queries and keys. head_norm: False removes diff_v1's.
-        lambda_bias: whether diff_v2's lambda has a bias.
+        lambda_bias: whether diff_v2's lambda has a bias. norms: as in LayerSpec.
         """
         check_count("num_layers", num_layers)
         options = attention_options(attention)
         gated = layers.options("mlp", mlp, mlps)(intermediate_size, bias=mlp_bias)
         kept: dict[str, Any] = {"qkv_bias": qkv_bias, "o_bias": o_bias, "qk_norm_eps": norm_eps if qk_norm else 0.0}
+        kept["qk_norm_whole"] = qk_norm_whole
         names = {field.name for field in fields(options)}
         if "norm_eps" in names:
             kept["norm_eps"] = norm_eps if head_norm else 0.0
         if lambda_bias and "lambda_bias" not in names:
             raise DiffbitError(f"lambda_bias is true, but {attention} has no projection to lambda; only diff_v2 has")
         kept |= {"lambda_bias": True} if lambda_bias else {}
-        layer = LayerSpec(options(num_heads, num_kv_heads, head_dim, **kept), gated, sub_norms)
+        layer = LayerSpec(options(num_heads, num_kv_heads, head_dim, **kept), gated, sub_norms, norms)
         return cls(layers=(layer,) * num_layers, norm_eps=norm_eps, **others)
 
     def _check_reader(self, index: int, mixer: MixerOptions) -> None:

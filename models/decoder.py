@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from ..errors import DiffbitError
 from .cache import KVCache
 from .config import ModelConfig
+from .graph import Cache, Graph
 from .layers.masks import causal_mask, default_positions
-from .layers.rope import Rope, inverse_frequencies
+from .layers.rope import Rope, RopeScaling, inverse_frequencies
 from .layers.state import Carried, State
 from .mixer import Mixer, Place
 
@@ -26,11 +27,19 @@ INIT_STD = 0.02
 
 
 def rope_for(config: ModelConfig, position_ids: Tensor) -> Rope:
-    """Return RoPE's cos and sin at `position_ids` (any shape), scaling included: fp32 [*position_ids.shape, d/2]."""
-    frequencies = inverse_frequencies(config.rope_width, config.rope_theta, config.rope_scaling, position_ids.device)
-    angles = position_ids[..., None].float() * frequencies
-    amplitude = 1.0 if config.rope_scaling is None else config.rope_scaling.amplitude
-    return angles.cos() * amplitude, angles.sin() * amplitude
+    """Return RoPE's cos and sin at `position_ids` (any shape), scaling included: fp32 [*position_ids.shape, d/2].
+
+    If layers have `local_rope`, two more follow: cos and sin of local_rope_theta, without scaling.
+    """
+
+    def table(theta: float, scaling: RopeScaling | None) -> Rope:
+        frequencies = inverse_frequencies(config.rope_width, theta, scaling, position_ids.device)
+        angles = position_ids[..., None].float() * frequencies
+        amplitude = 1.0 if scaling is None else scaling.amplitude
+        return angles.cos() * amplitude, angles.sin() * amplitude
+
+    local = () if config.local_rope_theta is None else table(config.local_rope_theta, None)
+    return *table(config.rope_theta, config.rope_scaling), *local
 
 
 def rope_tables(config: ModelConfig, length: int) -> Rope:
@@ -39,17 +48,23 @@ def rope_tables(config: ModelConfig, length: int) -> Rope:
 
 
 class Block(nn.Module):
-    """One layer. forward(x [B, S, E], rope, mask, state, carried) -> [B, S, E]."""
+    """One layer. forward(x [B, S, E], rope, mask, state, carried) -> [B, S, E].
+
+    `forward` and `onnx` are the same walk. A norm that the layer does not have (LayerSpec.norms) is an nn.Identity.
+    """
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         layer = config.layers[index]
         eps = config.norm_eps if layer.sub_norms else None
         place = Place(index, config.hidden_size, eps, gives=index in config.last_readers)
-        self.input_layernorm = config.new_norm()
+        before, after = layer.norms != "after", layer.norms != "before"
+        self.input_layernorm = config.new_norm() if before else nn.Identity()
         self.self_attn = layer.mixer.module(place)
-        self.post_attention_layernorm = config.new_norm()
+        self.mixer_output_norm = config.new_norm() if after else nn.Identity()
+        self.post_attention_layernorm = config.new_norm() if before else nn.Identity()
         self.mlp = layer.mlp.module(place)
+        self.mlp_output_norm = config.new_norm() if after else nn.Identity()
 
     def forward(
         self,
@@ -59,8 +74,20 @@ class Block(nn.Module):
         state: State | None = None,
         carried: Carried | None = None,
     ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, mask, state, carried)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.mixer_output_norm(self.self_attn(self.input_layernorm(x), rope, mask, state, carried))
+        return x + self.mlp_output_norm(self.mlp(self.post_attention_layernorm(x)))
+
+    def onnx(self, g: Graph, past: Cache) -> Cache:
+        """Add `forward` as ONNX nodes; returns the cache with the new tokens."""
+        x = g.residual(self.input_layernorm, "input_layernorm")
+        with g.scope("self_attn"):
+            x, present = self.self_attn.onnx(g, x, past)
+        g.add_residual(g.norm(x, self.mixer_output_norm, "mixer_output_norm"))
+        x = g.residual(self.post_attention_layernorm, "post_attention_layernorm")
+        with g.scope("mlp"):
+            x = self.mlp.onnx(g, x)
+        g.add_residual(g.norm(x, self.mlp_output_norm, "mlp_output_norm"))
+        return present
 
 
 def check_layer(config: ModelConfig, index: int, tensors: Mapping[str, Tensor]) -> None:

@@ -27,6 +27,7 @@ class Stored:
             of_rows 0: the tensor is not fused
     folded  the name on disk of a norm's weight [folded_width] before a projection, to multiply into the projection's
             columns, folded_width at a time
+    plus, times   canonical = (on disk + plus) * times, in float32, where a family has such factors
     """
 
     names: tuple[str, ...]
@@ -35,6 +36,8 @@ class Stored:
     of_rows: int = 0
     folded: str | None = None
     folded_width: int = 0
+    plus: float = 0.0
+    times: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,10 @@ class Family(ABC):
     def knows(self, values: Mapping[str, Any]) -> bool:
         """Whether this parsed config.json belongs to the family."""
         return bool(values.get("model_type") == self.model_type)
+
+    def opened(self, values: Mapping[str, Any]) -> Family:
+        """Return the family for a folder with this parsed config.json; another one if `stored` depends on it."""
+        return self
 
     @abstractmethod
     def read(self, values: Mapping[str, Any]) -> ModelConfig:

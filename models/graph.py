@@ -7,6 +7,7 @@ with the layer's name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -37,6 +38,7 @@ class Heads:
     wide_value: int = 0
     norm_eps: float = 0.0
     rope: bool = True
+    local_rope: bool = False
     sliding_window: int = 0
 
 
@@ -112,6 +114,15 @@ class Graph(Builder, Protocol):
 
     def norm(self, x: ir.Value, module: nn.Module, name: str, dtype: type[np.floating] | None = None) -> ir.Value:
         """Add a norm of x, which has the graph's dtype or `dtype`; returns x if the module is an nn.Identity."""
+
+    def residual(self, norm: nn.Module, name: str) -> ir.Value:
+        """Return the residual stream through a norm, or itself if the module is an nn.Identity."""
+
+    def add_residual(self, x: ir.Value) -> None:
+        """Add x to the residual stream."""
+
+    def scope(self, name: str | None) -> AbstractContextManager[None]:
+        """Context manager: names inside begin with this one."""
 
     @property
     def low_bit(self) -> bool:

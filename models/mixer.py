@@ -131,6 +131,11 @@ class MixerOptions(ABC):
         return 0
 
     @property
+    def uses_local_rope(self) -> bool:
+        """Whether RoPE's angles are those of the model's `local_rope_theta`."""
+        return False
+
+    @property
     def head_norm(self) -> bool:
         """Whether each head's output has an RMSNorm."""
         return False

@@ -113,8 +113,9 @@ def groups(layer: Layer) -> list[Group]:
     start, tensors = layer.prefix, layer.tensors
     found: list[tuple[str, list[str]]] = []
     if layer.is_layer:
-        found.append((f"{start}input_layernorm.weight", attention_readers(layer)))
-        found.append((f"{start}post_attention_layernorm.weight", mlp_readers(layer)))
+        if layer.spec.norms != "after":
+            found.append((f"{start}input_layernorm.weight", attention_readers(layer)))
+            found.append((f"{start}post_attention_layernorm.weight", mlp_readers(layer)))
         norm = layer.spec.sub_norms  # before down_proj and o_proj
         maker = "mlp.ffn_sub_norm" if norm else "mlp.up_proj"
         found.append((f"{start}{maker}.weight", [f"{start}mlp.down_proj.weight"]))

@@ -20,6 +20,7 @@ from ..models import ModelConfig
 from ..models.checkpoint.names import EMBEDDING, HEAD
 
 Read = Callable[[str], Tensor]  # a parameter of the float model by its name
+NORMS = ("input_layernorm", "mixer_output_norm", "post_attention_layernorm", "mlp_output_norm")  # of the stream
 MLP_ROWS = ("gate_proj", "up_proj", "ffn_sub_norm")  # the modules that compute, or scale, an MLP's neurons
 
 
@@ -38,7 +39,7 @@ def reordered(config: ModelConfig, read: Read, order: int) -> Read:
         if path[:2] != ["model", "layers"]:
             return tensor[stream.to(tensor.device)]  # the final norm
         module = path[-1]
-        if module in ("input_layernorm", "post_attention_layernorm"):
+        if module in NORMS:
             return tensor[stream.to(tensor.device)]
         own = neurons[int(path[2])]
         rows: Tensor | None = None

@@ -154,8 +154,7 @@ class Artifact:
         weights = 0
         for part in self.parts:
             if part["weights"] and part["name"] not in LOOKED_UP:
-                # ternary codes take two bits a weight in memory, whatever they take in the file
-                weights += part["weights"] // 4 if part["name"] == "ternary codes" else part["bytes"]
+                weights += part["bytes"]
         return weights + self.cache.nbytes(context)
 
     @property

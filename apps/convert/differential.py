@@ -94,6 +94,11 @@ def _differential(source: Checkpoint, lambda_bias: bool) -> ModelConfig:
                 f"{source.path}: layer {index} is {found}; wanted a plain Transformer, whose layers all have softmax "
                 "attention"
             )
+        if getattr(layer.mixer, "qk_norm_whole", False):
+            raise DiffbitError(
+                f"{source.path}: layer {index} has a norm of all queries of a token together, whose sum over twice as "
+                "many queries rounds otherwise; a model with such norms is not converted"
+            )
         mixer = attention_options("diff_v2")(**asdict(layer.mixer) | {"lambda_bias": lambda_bias})
         layers.append(replace(layer, mixer=mixer))
     return replace(source.config, layers=tuple(layers))

@@ -60,11 +60,11 @@ class Checkpoint:
         if not isinstance(self.quantization, dict | None):
             raise DiffbitError(f"{source}: quantization_config is {self.quantization!r}, wanted an object")
         with _about(source):
-            family = family_of(values)
+            family = family_of(values).opened(values)
             self._family = family if gguf is None else GGUFFamily(family.model_type, family)
             self.config: ModelConfig = self._family.read(values)
         if self.quantization is not None and not self._family.quantized:
-            raise DiffbitError(f"{source}: a quantized model in the official module layout is not read")
+            raise DiffbitError(f"{source}: is quantized, and quantized folders of this layout are not read")
         if (self.path / GENERATION).exists():
             generation = inside(self.path, GENERATION, self.path)
             with _about(generation):
@@ -163,7 +163,7 @@ class Checkpoint:
         return self._places[name].rows
 
     def read(self, name: str) -> Tensor:
-        """Read a float parameter in canonical row order and its stored dtype (float32 if a norm is folded into it).
+        """Read a float parameter in canonical row order and its stored dtype (float32 if something is folded into it).
 
         Raises DiffbitError for NaN or infinity.
         """
@@ -175,6 +175,8 @@ class Checkpoint:
             )
         place = self._places[name]
         tensor = reorder(tensor, place.rows)
+        if place.plus or place.times != 1:
+            tensor = (tensor.float() + place.plus) * place.times
         return tensor if place.folded is None else self._folded(name, tensor, place.folded)
 
     def _folded(self, name: str, weight: Tensor, norm_name: str) -> Tensor:

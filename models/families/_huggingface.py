@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +22,12 @@ from ..layers.attention import AttentionOptions
 from ..layers.rope import Dynamic, Linear, Llama3, RopeScaling, Yarn
 
 WINDOW = 4096  # default sliding window in tokens
-ACTS = {"silu": "swiglu", "relu2": "relu2", "poly_norm": "polynorm"}  # {hidden_act: name of the MLP}
+ACTS = {
+    "silu": "swiglu",
+    "relu2": "relu2",
+    "poly_norm": "polynorm",
+    "gelu_pytorch_tanh": "geglu",
+}  # {hidden_act: name of the MLP}
 ORIGINAL = {"original_max_position": "original_max_position_embeddings"}  # {field of RopeScalings: its name there}
 
 
@@ -42,7 +47,8 @@ class HuggingFace(Family):
     architecture: the class in transformers. act, norm_eps, rope_theta, max_position, head_dim (None: hidden_size /
     heads): defaults if config.json does not set them. biases: the fields that enable biases; qkv_bias: whether the
     family always has these. windows: returns each layer's sliding window from a parsed config.json; None: no window.
-    rows: {"q_proj": order} of projections with another row order: canonical rows = rows on disk[order].
+    rows: {"q_proj": order} of projections with another row order: canonical rows = rows on disk[order]. norms: as in
+    LayerSpec; names: {module of a layer: its name on disk}, where they differ.
     """
 
     attention: str
@@ -58,6 +64,9 @@ class HuggingFace(Family):
     biases: tuple[str, ...] = ("attention_bias",)
     qkv_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False
+    norms: str = "before"
+    names: Mapping[str, str] = field(default_factory=dict)
     windows: Callable[[Mapping[str, Any]], Sequence[Any]] = _no_windows
     rows: Callable[[AttentionOptions], dict[str, Tensor]] = _as_they_are
 
@@ -93,6 +102,8 @@ class HuggingFace(Family):
             mlp=ACTS[act],
             sub_norms=self.sub_norms,
             qk_norm=self.qk_norm,
+            qk_norm_whole=self.qk_norm_whole,
+            norms=self.norms,
             norm_eps=number(values, "rms_norm_eps", default=self.norm_eps),
             vocab_size=count(values, "vocab_size"),
             hidden_size=hidden_size,
@@ -126,14 +137,15 @@ class HuggingFace(Family):
     def stored(self, config: ModelConfig, name: str) -> Stored:
         before, _, tensor = name.rpartition(".self_attn.")
         rows = self.rows(attention_of(config)) if before else {}
-        return Stored((name,), rows.get(tensor.rpartition(".")[0]))
+        *path, module, kind = name.split(".")
+        return Stored((".".join((*path, self.names.get(module, module), kind)),), rows.get(tensor.rpartition(".")[0]))
 
     def hint(self, name: str) -> str:
         if self.queries > 1 and name.rpartition(".self_attn.")[2] in ("subln.weight", "out_proj.weight"):
             return '; for a folder in the layout of the official modules, add "rope_interleaved": true to config.json'
         return ""
 
-    def _biases(self, values: Mapping[str, Any]) -> dict[str, bool]:
+    def _biases(self, values: Mapping[str, Any]) -> dict[str, Any]:
         for name in ("attention_bias", "mlp_bias"):
             if values.get(name) is not None:
                 check_flag(name, values[name])
@@ -168,9 +180,9 @@ class HuggingFace(Family):
             )
 
 
-def attention_of(config: ModelConfig) -> AttentionOptions:
-    """Return the attention options of a model with equal layers."""
-    mixer = config.layers[0].mixer
+def attention_of(config: ModelConfig, index: int = 0) -> AttentionOptions:
+    """Return the attention options of a layer; of a model with equal layers, of all."""
+    mixer = config.layers[index].mixer
     assert isinstance(mixer, AttentionOptions)
     return mixer
 

@@ -30,9 +30,11 @@ class AttentionOptions(MixerOptions):
     sub-heads), each head_dim = d wide. num_kv_heads: groups of heads that share keys and values.
 
     qkv_bias: whether q_proj, k_proj and v_proj have a bias; o_bias: whether o_proj has one. qk_norm_eps: of an RMSNorm
-    of each query and key sub-head before RoPE, with a weight [d] that all heads share; 0: no such norm. sliding_window:
-    tokens that a token sees, including itself; 0: all. rope: whether queries and keys are rotated. keys_of: an earlier
-    layer whose keys and values are read, in place of k_proj, v_proj and a cache; None: the layer has its own.
+    of each query and key sub-head before RoPE, with a weight [d] that all heads share; 0: no such norm. qk_norm_whole:
+    it is a norm of all queries, or all keys, of a token together, with a weight for each row. sliding_window: tokens
+    that a token sees, including itself; 0: all. rope: whether queries and keys are rotated; local_rope: by the angles
+    of the model's local_rope_theta. keys_of: an earlier layer whose keys and values are read, in place of k_proj,
+    v_proj and a cache; None: the layer has its own.
     """
 
     num_heads: int
@@ -41,8 +43,10 @@ class AttentionOptions(MixerOptions):
     qkv_bias: bool = field(default=False, kw_only=True)
     o_bias: bool = field(default=False, kw_only=True)
     qk_norm_eps: float = field(default=0.0, kw_only=True)
+    qk_norm_whole: bool = field(default=False, kw_only=True)
     sliding_window: int = field(default=0, kw_only=True)
     rope: bool = field(default=True, kw_only=True)
+    local_rope: bool = field(default=False, kw_only=True)
     keys_of: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -54,7 +58,7 @@ class AttentionOptions(MixerOptions):
             )
         if self.head_dim % 2:
             raise DiffbitError(f"head_dim is {self.head_dim}, wanted an even number: rotary embedding rotates pairs")
-        for name in ("qkv_bias", "o_bias", "rope"):
+        for name in ("qkv_bias", "o_bias", "rope", "qk_norm_whole", "local_rope"):
             check_flag(name, getattr(self, name))
         if self.qk_norm_eps != 0:
             check_positive("qk_norm_eps", self.qk_norm_eps)
@@ -92,6 +96,10 @@ class AttentionOptions(MixerOptions):
     @property
     def rope_width(self) -> int:
         return self.head_dim if self.rope else 0
+
+    @property
+    def uses_local_rope(self) -> bool:
+        return self.local_rope
 
     @property
     def reads(self) -> int | None:
@@ -142,9 +150,11 @@ class Attention(Mixer):
         if options.keys_of is None:
             rows |= dict.fromkeys(("k_proj", "v_proj"), options.cache_heads * options.head_dim)
         super().__init__(place, options.width, bias=options.qkv_bias, o_bias=options.o_bias, **rows)
-        self.rope, self.keys_of = options.rope, options.keys_of
-        eps = options.qk_norm_eps
-        self.q_norm, self.k_norm = (RMSNorm(options.head_dim, eps) if eps else nn.Identity() for _ in "qk")
+        self.rope, self.local_rope, self.keys_of = options.rope, options.local_rope, options.keys_of
+        eps, self.norms_whole = options.qk_norm_eps, options.qk_norm_whole
+        width = options.head_dim
+        widths = (options.query_rows, options.cache_heads * width) if self.norms_whole else (width, width)
+        self.q_norm, self.k_norm = (RMSNorm(width, eps) if eps else nn.Identity() for width in widths)
         self.num_heads, self.num_kv_heads, self.head_dim = options.num_heads, options.num_kv_heads, options.head_dim
         self.scale = self.head_dim**-0.5
         self.sliding_window = options.sliding_window
@@ -162,12 +172,20 @@ class Attention(Mixer):
 
     def queries(self, x: Tensor) -> Tensor:
         """Return query sub-heads [B, S, branches * num_heads, d], not yet rotated, those of a pair adjacent."""
-        return self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
+        return self._normed(self.q_proj(x), self.q_norm)
+
+    def _normed(self, rows: Tensor, norm: nn.Module) -> Tensor:
+        """Split queries or keys [B, S, H * d] into normed heads [B, S, H, d]."""
+        if self.norms_whole:
+            return norm(rows).unflatten(-1, (-1, self.head_dim))
+        return norm(rows.unflatten(-1, (-1, self.head_dim)))
 
     def _onnx_normed(self, g: Graph, heads: Value, norm: nn.Module, name: str) -> Value:
-        """Add the norm [d] of each of the heads [B, S, H * d], if there is one."""
+        """Add the norm [d] of each of the heads [B, S, H * d], or of all together, if there is one."""
         if isinstance(norm, nn.Identity):
             return heads
+        if self.norms_whole:
+            return g.norm(heads, norm, name)
         each = g.norm(g.op("Reshape", [heads, g.const([0, 0, -1, self.head_dim])]), norm, name)
         return g.op("Reshape", [each, g.const([0, 0, -1])])
 
@@ -177,7 +195,7 @@ class Attention(Mixer):
         if self.keys_of is not None:
             key, value = carried[self.keys_of]
             return query, key, value
-        key = self._rotated(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))), rope)
+        key = self._rotated(self._normed(self.k_proj(x), self.k_norm), rope)
         value = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         if state is not None:
             assert isinstance(state, LayerCache)
@@ -188,7 +206,8 @@ class Attention(Mixer):
 
     def _rotated(self, heads: Tensor, rope: Rope) -> Tensor:
         """Apply RoPE and transpose: [B, S, heads, d] -> [B, heads, S, d]."""
-        return (apply_rope(heads, rope) if self.rope else heads).transpose(1, 2)
+        table = rope[2:] if self.local_rope else rope[:2]
+        return (apply_rope(heads, table) if self.rope else heads).transpose(1, 2)
 
     def onnx_projected(self, g: Graph, x: Value) -> tuple[Value, Value | None, Value | None]:
         """Add nodes for query, key and value of x, not yet rotated; another layer's key and value are None."""
@@ -204,7 +223,7 @@ class Attention(Mixer):
         """Add Graph.attention of x with these heads, and with the layer's own or another layer's keys and values."""
         projected = self.onnx_projected(g, x)
         source = past if self.keys_of is None else g.carried[self.keys_of]
-        heads = replace(heads, rope=self.rope, sliding_window=self.sliding_window)
+        heads = replace(heads, rope=self.rope, local_rope=self.local_rope, sliding_window=self.sliding_window)
         out, present = g.attention(*projected, lambda_, source, heads)
         if self.gives:
             g.carried[self.layer_index] = present

@@ -26,7 +26,7 @@ from torch import Tensor
 from ...errors import DiffbitError
 from ..checks import check_count, check_flag, check_positive
 
-Rope = tuple[Tensor, Tensor]  # cos and sin, fp32 [B, S, d/2] (or [S, d/2] where stated)
+Rope = tuple[Tensor, ...]  # cos and sin, and those of local_rope if layers have it: fp32 [B, S, d/2], or [S, d/2]
 
 
 @dataclass(frozen=True)

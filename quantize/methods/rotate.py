@@ -42,6 +42,11 @@ def config(config: ModelConfig) -> ModelConfig:
 
 
 def transform(layer: Layer) -> None:
+    if layer.is_layer and layer.spec.norms != "before":
+        raise DiffbitError(
+            f"{layer.prefix[:-1]}: has norms after its mixer and its MLP, whose weights no other weight can take in, "
+            "so the residual stream cannot be rotated; use rotate_heads in place of rotate"
+        )
     stream = Rotation(layer.config.hidden_size, SEED, keeps_mean=layer.config.norm == "layer")
     tensors = layer.tensors
     with unchanged(layer, stream):

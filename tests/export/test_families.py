@@ -1,53 +1,116 @@
-"""Every Hugging Face family from transformers' own folder to an artifact, float and in low bits."""
+"""Families whose layers differ from llama's: granite's factors, Gemma 3's norms and angles, OLMo 2's norms.
+
+Artifacts are compared with transformers' model of the same folder, with kernels and with the portable bodies.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
+import diffbit
+from diffbit import models
+from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact, reference_model
+from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
 from diffbit.runtime import Session, verify
 
-from ..models.helpers import LINEAR, VOCABULARY, YARN, hf_model, saved
-from .helpers import relative_error, write_quantized, write_tokenizer
+from ..models.helpers import VOCABULARY, hf_model, saved, tokens
+from ..models.test_transformers import FACTORS, GEMMA
+from .helpers import write_tokenizer
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LINEAR}),
-    "mistral": ("mistral", {"sliding_window": None, "num_key_value_heads": 1}),
-    "qwen2": ("qwen2", {"rope_parameters": YARN, "tie_word_embeddings": True}),
-    "qwen3": ("qwen3", {"head_dim": 24, "hidden_size": 40, "intermediate_size": 72}),
-    "diffllama": ("diffllama", {"attention_bias": True, "rope_parameters": YARN}),
-    "bitnet": ("bitnet", {"attention_bias": True, "head_dim": 4, "bos_token_id": 1, "eos_token_id": 2}),
+KINDS: dict[str, dict[str, Any]] = {
+    "granite": FACTORS | {"tie_word_embeddings": True},
+    "gemma3_text": GEMMA,
+    "olmo2": {"rms_norm_eps": 1e-3},
+}
+SCHEMES = {
+    "rtn": (Scheme(weights=parse_format("int4_g32")), "rtn"),
+    "gptq": (Scheme(weights=parse_format("int4_g16")), "gptq"),
+    "rotated heads": (Scheme(weights=parse_format("int4_g16")), "rotate_heads+gptq"),
+    "awq": (Scheme(weights=parse_format("int8")), "awq"),
+    "int4 cache": (Scheme(weights=parse_format("int8"), attention=AttentionScheme(keys="int4", values="int4")), "rtn"),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_from_transformers_folder_to_tokens(case: str, tmp_path: Path) -> None:
-    """A batch padded on the left, then a step; the float artifact against transformers, the quantized one against the
-    reference, each with the native library and without."""
-    kind, changes = CASES[case]
-    model = hf_model(kind, num_hidden_layers=2, **changes)
-    folder = saved(model, tmp_path / "float")
-    write_tokenizer(folder, VOCABULARY)
-    ids = torch.randint(0, VOCABULARY, (2, 10), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    mask[1, :3] = 0
-    quantized = write_quantized(folder, "int4_g32")
-    with torch.inference_mode():
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        float_logits = model(ids, attention_mask=mask, position_ids=positions).logits[:, -2:]
-        low_logits = reference_model(quantized)(ids, attention_mask=mask)[:, -2:]
-    # of float logits their last bits, of quantized ones now and then the next int8 step of an activation
-    for source, wanted, bound in ((folder, float_logits, 1e-4), (quantized, low_logits, 0.1)):
-        artifact = export_artifact(source, source.with_name(f"{source.name}-onnx"))
-        assert verify(artifact).passed
-        for native in (False, True):
-            session = Session(artifact, threads=1, native=native)
-            assert session.native == native
-            found = [session.prefill(ids[:, :-1].numpy(), mask[:, :-1].numpy()), session.step(ids[:, -1:].numpy())]
-            assert relative_error(np.stack(found, 1), wanted).max() < bound, (source.name, native)
-    assert verify(export_artifact(folder, tmp_path / "half", dtype="fp16")).passed
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of transformers' that is large enough for every format; its folder has the family's name."""
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    model = hf_model(request.param, **KINDS[request.param], **sizes, **ids)
+    path = saved(model, tmp_path_factory.mktemp("family") / request.param)
+    write_tokenizer(path, VOCABULARY)
+    return path
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["kernels", "bodies"])
+def test_artifacts_compute_what_transformers_does(folder: Path, native: bool, tmp_path: Path) -> None:
+    """A prompt longer than the windows, and steps after it."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    session = Session(export_artifact(folder, tmp_path / "a"), native=native)
+    ids = tokens(1, 24)
+    with torch.no_grad():
+        logits = theirs(ids).logits
+    spread = float(logits.std())
+    found = [session.prefill(ids[:, :16].numpy(), all_positions=True)[0]]
+    found += [session.step(ids[:, place : place + 1].numpy()) for place in range(16, 24)]
+    ours = torch.cat([torch.from_numpy(part) for part in found])
+    assert (ours - logits[0]).abs().max() < 3e-5 * spread
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_quantized_models_are_exported_and_verified(folder: Path, name: str, tmp_path: Path) -> None:
+    scheme, method = SCHEMES[name]
+    calibration = {"calibration": tokens(4, 32, seed=3)} if method not in ("rtn",) else {}
+    quantize_checkpoint(folder, tmp_path / "q", scheme, method=method, **calibration)
+    artifact = export_artifact(tmp_path / "q", tmp_path / "a")
+    assert verify(artifact).passed
+    ids = tokens(1, 12)
+    expected = reference_model(tmp_path / "q")(ids)[0].detach()
+    found = torch.from_numpy(Session(artifact).prefill(ids.numpy(), all_positions=True)[0])
+    assert (found - expected).abs().mean() < 0.02 * expected.std()  # some activations round to another integer
+
+
+def test_the_residual_stream_is_rotated_or_the_reason_why_not_is_told(folder: Path, tmp_path: Path) -> None:
+    scheme = Scheme(weights=parse_format("int8"))
+    if folder.name == "granite":
+        quantize_checkpoint(folder, tmp_path / "q", scheme, method="rotate")
+        ids = tokens(1, 12)
+        exact, rotated = models.load(folder)(ids), diffbit.load(tmp_path / "q")(ids)
+        assert (rotated - exact).norm() < 0.05 * exact.norm()
+    else:
+        with pytest.raises(DiffbitError, match="has norms after its mixer and its MLP"):
+            quantize_checkpoint(folder, tmp_path / "q", scheme, method="rotate")
+
+
+def test_converted_models_compute_the_same(folder: Path, tmp_path: Path) -> None:
+    if folder.name == "olmo2":
+        with pytest.raises(DiffbitError, match="norm of all queries of a token"):
+            diffbit.convert(folder, tmp_path / "d")
+        return
+    diffbit.convert(folder, tmp_path / "d")
+    ids = tokens(2, 24)
+    torch.testing.assert_close(models.load(tmp_path / "d")(ids), models.load(folder)(ids), rtol=0, atol=0)
+
+
+def test_padding_changes_nothing(folder: Path, tmp_path: Path) -> None:
+    session = Session(export_artifact(folder, tmp_path / "a"))
+    ids = tokens(2, 14).numpy()
+    mask = torch.ones(2, 14, dtype=torch.int64)
+    mask[1, :6] = 0
+    together = session.prefill(ids, mask.numpy())
+    session.reset()
+    alone = session.prefill(ids[1:, 6:])
+    assert abs(together[1] - alone[0]).max() < 1e-5 * alone.std()

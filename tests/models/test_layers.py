@@ -91,7 +91,7 @@ def test_layers_share_one_table_of_angles() -> None:
         ({"mixer": {"name": "linear"}}, "mixer is 'linear', wanted one of diff_v1, diff_v2, softmax"),
         ({"mixer": {"name": "softmax", "num_heads": 2}}, "mixer: .* missing .* 'num_kv_heads' and 'head_dim'"),
         ({"mixer": {"name": "softmax", "window": 4}}, "mixer: unknown field 'window'"),
-        ({"mlp": {"name": "gelu"}}, "mlp is 'gelu', wanted one of polynorm, relu2, swiglu"),
+        ({"mlp": {"name": "gelu"}}, "mlp is 'gelu', wanted one of geglu, polynorm, relu2, swiglu"),
         ({"mlp": {"name": "swiglu", "intermediate_size": 0}}, "intermediate_size is 0"),
         ({"sub_norms": 1}, "sub_norms is 1, wanted true or false"),
         ({"bias": True}, "layer: unknown field 'bias'"),

@@ -174,7 +174,7 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(DiffbitError, match=r"out_proj.*official modules, add .rope_interleaved.: true to config.json"):
         models.Checkpoint(tmp_path / "silent")
     official_folder(tmp_path / "quantized", 1, 2, quantization_config={"quant_method": "diffbit"})
-    with pytest.raises(DiffbitError, match="quantized model in the official module layout"):
+    with pytest.raises(DiffbitError, match="is quantized, and quantized folders of this layout are not read"):
         models.Checkpoint(tmp_path / "quantized")
     weights = official_folder(tmp_path / "gap", 1, 2)
     del weights["model.layers.2.self_attn.subln.weight"]

@@ -1,0 +1,61 @@
+"""IBM's granite (granite 3, dense): a llama whose config.json has four factors, which fold into weights, read only.
+
+embedding_multiplier m   of the embedding's output
+attention_multiplier a   in the place of 1 / sqrt d: queries times a sqrt d
+residual_multiplier r    of what a mixer or an MLP adds: o_proj and down_proj times r
+logits_scaling s         divides the logits: the head divided by s; a tied one is the embedding, times m, so that the
+                         final norm is divided by m s
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..config import ModelConfig
+from ..family import Stored
+from ._huggingface import HuggingFace, attention_of, number
+
+
+@dataclass(frozen=True)
+class Granite(HuggingFace):
+    quantized = False
+    embedding: float = 1.0
+    attention_factor: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+
+    def opened(self, values: Mapping[str, Any]) -> Granite:
+        return replace(
+            self,
+            embedding=number(values, "embedding_multiplier", default=1.0),
+            attention_factor=number(values, "attention_multiplier", default=1.0),
+            residual=number(values, "residual_multiplier", default=1.0),
+            logits=number(values, "logits_scaling", default=1.0),
+        )
+
+    def stored(self, config: ModelConfig, name: str) -> Stored:
+        return replace(super().stored(config, name), times=self._factor(config, name))
+
+    def _factor(self, config: ModelConfig, name: str) -> float:
+        match name.split(".")[-2]:
+            case "embed_tokens":
+                return self.embedding
+            case "q_proj":
+                return self.attention_factor * math.sqrt(attention_of(config).head_dim)
+            case "o_proj" | "down_proj":
+                return self.residual
+            case "norm" if config.tie_embeddings:
+                return 1 / (self.embedding * self.logits)
+            case "lm_head":
+                return 1 / self.logits
+        return 1.0
+
+
+FAMILIES = (
+    Granite(
+        "granite", "softmax", architecture="GraniteForCausalLM", norm_eps=1e-6, biases=("attention_bias", "mlp_bias")
+    ),
+)
