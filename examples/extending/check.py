@@ -15,15 +15,15 @@ from diffbit.models import Decoder, LayerSpec, ModelConfig, save
 from diffbit.models.attention import gated
 from diffbit.models.families import read_config, write_config
 from diffbit.models.mixers import recurrence
-from diffbit.models.mlp import geglu
+from diffbit.models.mlp import reglu
 from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
 from diffbit.quantize.methods import clipped, rtn
 from diffbit.runtime import Session, verify
 
 torch.manual_seed(0)
 os.chdir(tempfile.mkdtemp())
-memory = LayerSpec(recurrence.Options(num_heads=4, head_dim=32), geglu.Options(256), sub_norms=True)
-attention = LayerSpec(gated.Options(num_heads=4, num_kv_heads=2, head_dim=32), geglu.Options(256))
+memory = LayerSpec(recurrence.Options(num_heads=4, head_dim=32), reglu.Options(256), sub_norms=True)
+attention = LayerSpec(gated.Options(num_heads=4, num_kv_heads=2, head_dim=32), reglu.Options(256))
 config = ModelConfig(vocab_size=300, hidden_size=128, layers=(memory, attention), max_position=64)
 train_tokenizer(["a text to have a tokenizer"], 300, "tokenizer")
 save(Decoder(config), "model", tokenizer_from="tokenizer")

@@ -1,4 +1,4 @@
-"""GEGLU (arXiv 2002.05202, eq. 6): act(z) = gelu(z) = z / 2 (1 + erf(z / sqrt 2))."""
+"""ReGLU (arXiv 2002.05202, eq. 6): act(z) = max(z, 0)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ..mixer import Place
 
 @dataclass(frozen=True)
 class Options(MLPOptions):
-    elementwise = 4
+    elementwise = 1
 
-    def module(self, place: Place) -> GEGLU:
-        return GEGLU(self, place)
+    def module(self, place: Place) -> ReGLU:
+        return ReGLU(self, place)
 
 
-class GEGLU(GatedMLP):
+class ReGLU(GatedMLP):
     def act(self, gate: Tensor) -> Tensor:
-        return F.gelu(gate)
+        return F.relu(gate)
 
     def onnx_act(self, g: Graph, gate: Value) -> Value:
-        return g.op("Gelu", [gate])
+        return g.op("Relu", [gate])
