@@ -9,24 +9,20 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import DiffbitError
 from ..files import write_json
 from .options import (
-    PENALTY,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
     ArtifactPath,
     Device,
     NoNative,
     Quiet,
-    SamplingSeed,
     Threads,
     as_artifacts,
+    with_sampling,
 )
 from .output import print_error, remark, speed
 
@@ -48,6 +44,7 @@ COMMANDS = {
 }
 
 
+@with_sampling(of_model=True)
 def chat(
     artifact: ArtifactPath,
     system: Annotated[str | None, typer.Option(help="System prompt; default: the template's own.")] = None,
@@ -55,11 +52,7 @@ def chat(
         Path | None, typer.Option(help="Chat template (Jinja) to use instead of the model's own.", metavar="FILE")
     ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum tokens of an answer.")] = 1024,
-    temperature: Annotated[float | None, TEMPERATURE] = None,
-    top_k: Annotated[int | None, TOP_K] = None,
-    top_p: Annotated[float | None, TOP_P] = None,
-    repetition_penalty: Annotated[float | None, PENALTY] = None,
-    seed: SamplingSeed = None,
+    sampling: dict[str, Any] = {},  # noqa: B006 (with_sampling passes it)
     threads: Threads = None,
     device: Device = "cpu",
     no_native: NoNative = False,
@@ -82,9 +75,7 @@ def chat(
         session = Session(opened, device, threads, not no_native)
         for sentence in slowdowns(opened, device) if not no_native else ():
             remark(sentence)
-        sampler = Sampler.of(
-            opened, temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed
-        )
+        sampler = Sampler.of(opened, **sampling)
         conversation = Chat(session, None, found, system=system, sampler=sampler, max_tokens=max_tokens)
         if interactive := sys.stdin.isatty():
             remark(f"{opened.name}: type a message and press return; /help lists the commands, Ctrl-D ends")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +18,7 @@ import typer
 from ..errors import DiffbitError, how_to_install
 from ..files import folder_name
 from ..progress import set_quiet
+from ..settings import Sampling
 from .output import remark
 
 if TYPE_CHECKING:
@@ -30,11 +33,6 @@ ArtifactPath = Annotated[
 ArtifactPaths = Annotated[
     list[Path], typer.Argument(help="Folders written by `diffbit export`, or checkpoints (needs torch).")
 ]
-TEMPERATURE = typer.Option(help="Sampling temperature; 0: always choose the most likely token.")
-TOP_K = typer.Option(help="Sample from the k most likely tokens; 0: from all.")
-TOP_P = typer.Option(help="Sample from the most likely tokens whose probabilities add up to this.")
-PENALTY = typer.Option(help="Above 1: tokens that have already occurred become less likely.")
-SamplingSeed = Annotated[int | None, typer.Option("--seed", help="Random seed; default: another one each time.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Quiet = Annotated[
     bool,
@@ -68,6 +66,61 @@ MaxWindows = Annotated[int, typer.Option("--max-windows", help="Maximum number o
 Length = Annotated[
     int | None, typer.Option("--length", help="Tokens per window; default: the model's context, at most 512.")
 ]
+
+
+def with_sampling(of_model: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator of a command: replaces its parameter `sampling`, a dictionary, by an option for each field of Sampling.
+
+    of_model: an option that is not given is None, for the model's own setting.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        options = dataclasses.fields(Sampling)
+
+        def run(**values: Any) -> None:
+            sampling = {option.name: values.pop(option.name) for option in options}
+            if sampling["logit_bias"] is not None:
+                sampling["logit_bias"] = _biases(sampling["logit_bias"])
+            command(**values, sampling={name: value for name, value in sampling.items() if value is not None})
+
+        parameters: list[inspect.Parameter] = []
+        for parameter in signature.parameters.values():
+            added = [_option(option, of_model) for option in options] if parameter.name == "sampling" else [parameter]
+            parameters += added
+        run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
+
+
+def _option(option: dataclasses.Field[Any], of_model: bool) -> inspect.Parameter:
+    """The option for a field of Sampling."""
+    kind: Any = type(option.default) if option.default not in (dataclasses.MISSING, None) else int
+    default, metavar = option.default, None
+    if option.name == "logit_bias":
+        kind, default, metavar = list[str], None, "ID=BIAS"
+    name = f"--{option.name.replace('_', '-')}"
+    shown: Any = Annotated[
+        kind | None if of_model or default is None else kind,
+        typer.Option(name, help=option.metadata["help"], metavar=metavar),
+    ]
+    kept = None if of_model else default
+    return inspect.Parameter(option.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=kept, annotation=shown)
+
+
+def _biases(texts: Sequence[str]) -> dict[int, float]:
+    """Read ID=BIAS, ..."""
+    found = {}
+    for text in texts:
+        token, _, bias = text.partition("=")
+        try:
+            found[int(token)] = float(bias)
+        except ValueError:
+            raise DiffbitError(f"--logit-bias is {text!r}, wanted ID=BIAS, such as 42=-5") from None
+    return found
 
 
 def modules(*folder: str) -> list[str]:

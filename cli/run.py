@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ..errors import DiffbitError
 from .options import (
-    PENALTY,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
     ArtifactPath,
     Device,
     Json,
     NoNative,
     Quiet,
-    SamplingSeed,
     Threads,
     as_artifacts,
+    with_sampling,
 )
 from .output import print_error, print_json, remark, speed
 
@@ -31,15 +27,12 @@ EXAMPLES = (
 )
 
 
+@with_sampling()
 def run(
     artifact: ArtifactPath,
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; - or nothing: read it from stdin.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum number of tokens to generate.")] = 64,
-    temperature: Annotated[float, TEMPERATURE] = 0.0,
-    top_k: Annotated[int, TOP_K] = 0,
-    top_p: Annotated[float, TOP_P] = 1.0,
-    repetition_penalty: Annotated[float, PENALTY] = 1.0,
-    seed: SamplingSeed = None,
+    sampling: dict[str, Any] = {},  # noqa: B006 (with_sampling passes it)
     stop: Annotated[list[str] | None, typer.Option(help="Stop when this text has been generated; repeatable.")] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Send the prompt as a message to a chat model; for more, see `diffbit chat`.")
@@ -63,7 +56,7 @@ def run(
         raise DiffbitError("--interactive asks for prompts and prints plain text; leave out the prompt and --json")
     if sys.stdin is None and (interactive or prompt in (None, "-")):
         raise DiffbitError("there is no prompt and stdin is closed; pass the prompt as an argument")
-    sampler = Sampler(temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed)
+    sampler = Sampler(**sampling)
     with as_artifacts([artifact], device) as (opened,):
         session = Session(opened, device, threads, not no_native)
         tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))

@@ -26,6 +26,7 @@ from ..quantize.cache import cache_spec
 from ..runtime.artifact import MANIFEST, ONNX, TOKENIZER, VERSION, manifest_sha256
 from ..runtime.native import library as native_library
 from ..runtime.sampler import GENERATION
+from ..settings import OF_MODEL
 from ..tokenizer_files import open_tokenizer, tokenizer_files
 from ..version import __version__
 from .decoder import DecoderGraph
@@ -35,7 +36,6 @@ from .parts import parts
 from .reference import Stream, check_scheme
 
 DTYPE_NAMES = {"fp32": "float32", "fp16": "float16"}
-SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")  # the model's own; chat's defaults
 GOLDEN_LENGTH = 16
 MOST_GOLDEN = 512  # it bounds the prompt's attention weights; with a larger residual window all its tokens are recent
 GOLDEN_TOKENS = 64
@@ -225,7 +225,7 @@ def _write_configs(
     files.write_json(folder / "config.json", hf)
     tokens = {name: hf[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hf[name] is not None}
     own = files.parse_json(source.tokenizer_files.get(GENERATION, b"{}"), source.path / GENERATION)
-    sampling = {name: own[name] for name in SAMPLING if own.get(name) is not None}
+    sampling = {name: own[name] for name in OF_MODEL if own.get(name) is not None}
     files.write_json(folder / GENERATION, tokens | sampling)
     if not (folder / "tokenizer_config.json").exists():
         files.write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})

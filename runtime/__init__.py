@@ -9,6 +9,7 @@ Importing this package needs only numpy: ONNX Runtime is loaded with the first s
 
 from __future__ import annotations
 
+from ..settings import Sampling
 from .artifact import FILE_BYTES, MANIFEST, Artifact
 from .bench import bench
 from .chat import MAX_TOKENS, Chat, Reply
@@ -35,6 +36,7 @@ __all__ = [
     "Reply",
     "RowCaches",
     "Sampler",
+    "Sampling",
     "Session",
     "TextOutput",
     "TextStream",

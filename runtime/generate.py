@@ -69,6 +69,8 @@ def generate(
     end_tokens = session.artifact.eos_token_ids if end_tokens is None else end_tokens
     prompt_ids = _prompt_ids(session, tokenizer, prompt)
     token_ids = list(prompt_ids)
+    if isinstance(choose, Sampler):
+        choose.start(len(prompt_ids))
     stream, output = tokenizer.stream(prompt_ids), TextOutput(stop, on_text)
     times: list[float] = []  # when each token was chosen
     reason: FinishReason | None = None

@@ -1,96 +1,62 @@
 """Samples the next token from its logits, in numpy and float64.
 
-The order is that of Hugging Face transformers: repetition penalty, temperature, top-k, top-p, then the draw.
+The order is that of llama.cpp and Hugging Face transformers: bias, penalties, temperature, top-k, top-p, min-p, then
+the draw. l is a token's logit.
 
-- Repetition penalty r (arXiv 1909.05858, section 4.1): the logit of each token seen before is divided by r if it is
-  positive and multiplied by r if it is negative.
-- Temperature t: p = softmax(logits / t); 0 takes the largest logit after the penalty and ignores the other options.
+- Bias b: l + b.
+- Repetition penalty r (arXiv 1909.05858, section 4.1): l of each token seen before, in the prompt too, is divided by r
+  if it is positive and multiplied by r if it is negative.
+- Frequency penalty f and presence penalty p, as OpenAI defines them: l - c f - (c > 0) p of a token that has been
+  generated c times.
+- Temperature t: probabilities softmax(l / t); 0 takes the largest l after the penalties and ignores the other options.
 - Top-k: keep the k largest logits; among equal ones keep the lower ids.
 - Top-p (arXiv 1904.09751): keep the smallest set of most probable tokens whose probabilities add up to at least p.
+- Min-p (arXiv 2407.01082): keep the tokens that are at least p times as probable as the most probable one.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DiffbitError
 from ..files import read_json
+from ..settings import Sampling
 from .artifact import Artifact
 
 GENERATION = "generation_config.json"
-T = TypeVar("T", int, float)
 
 
 class Sampler:
-    """A callable `sampler(logits [V], token_ids so far) -> token id`. The same seed draws the same tokens."""
+    """A callable `sampler(logits [V], token_ids so far) -> token id`. The same seed draws the same tokens.
 
-    def __init__(
-        self,
-        temperature: float = 0.0,
-        *,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        repetition_penalty: float = 1.0,
-        seed: int | None = None,
-    ) -> None:
-        """`temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep every token; `repetition_penalty` 1 changes nothing;
-        `seed` None draws differently in each run. Raises DiffbitError for numbers out of range."""
-        if not 0 <= temperature <= sys.float_info.max:  # nor an integer that no float is
-            raise DiffbitError(f"temperature is {temperature}, wanted 0 (greedy) or above")
-        if top_k < 0:
-            raise DiffbitError(f"top_k is {top_k}, wanted 0 (no limit) or above")
-        if not 0 < top_p <= 1:
-            raise DiffbitError(f"top_p is {top_p}, wanted above 0 and at most 1 (no limit)")
-        if not 1e-6 <= repetition_penalty <= 1e6:  # beyond, products of logits overflow
-            raise DiffbitError(f"repetition_penalty is {repetition_penalty}, wanted 1e-6 to 1e6 (1 changes nothing)")
-        if seed is not None and seed < 0:
-            raise DiffbitError(f"seed is {seed}, wanted 0 or above")
-        self.temperature = float(temperature)
-        self.top_k = top_k
-        self.top_p = top_p
-        self.repetition_penalty = repetition_penalty
-        self.seed = seed
-        self._random = np.random.default_rng(seed)
+        Sampler(0.8, top_p=0.9, seed=1)                 # the fields of Sampling, temperature first
+        Sampler(Sampling(temperature=0.8))
+
+    Tokens after those at the last `start` count as generated. Raises DiffbitError for settings out of range.
+    """
+
+    def __init__(self, temperature: float | Sampling = 0.0, **others: Any) -> None:
+        self.sampling = temperature if isinstance(temperature, Sampling) else Sampling(temperature, **others)
+        self._random = np.random.default_rng(self.sampling.seed)
+        self._prompt = 0
 
     @classmethod
-    def of(
-        cls,
-        artifact: Artifact,
-        *,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        repetition_penalty: float | None = None,
-        seed: int | None = None,
-    ) -> Sampler:
-        """The sampler of the model's generation_config.json, read as transformers does; arguments override its
-        settings. Raises DiffbitError for settings out of range."""
+    def of(cls, artifact: Artifact, **given: Any) -> Sampler:
+        """The sampler of the model's generation_config.json; settings that are `given`, and not None, override it."""
         own = read_json(artifact.file(GENERATION)) if GENERATION in artifact.files else {}
-        where = artifact.path / GENERATION
+        Sampling(**{name: value for name, value in given.items() if value is not None})  # an error without the file
+        try:
+            return cls(Sampling.of_model(own, **given))
+        except DiffbitError as error:
+            raise DiffbitError(f"{artifact.path / GENERATION}: {error}") from None
 
-        def chosen(name: str, given: T | None, default: T) -> T:
-            value = own.get(name)
-            if given is not None or value is None:
-                return default if given is None else given
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                with suppress(ValueError, OverflowError):  # NaN, infinity, an integer that no float is
-                    return type(default)(value)
-            raise DiffbitError(f"{where}: {name} is {value!r}, wanted a number")
-
-        samples = own.get("do_sample") is True
-        return cls(
-            chosen("temperature", temperature, 1.0) if samples or temperature is not None else 0.0,
-            top_k=chosen("top_k", top_k, 50),
-            top_p=chosen("top_p", top_p, 1.0),
-            repetition_penalty=chosen("repetition_penalty", repetition_penalty, 1.0),
-            seed=seed,
-        )
+    def start(self, prompt_tokens: int) -> None:
+        """Begin a text whose first tokens are its prompt."""
+        self._prompt = prompt_tokens
 
     def __call__(self, logits: NDArray[np.floating], token_ids: Sequence[int] = ()) -> int:
         # The largest logit is finite unless one of them is NaN or +inf, or all are -inf.
@@ -98,32 +64,50 @@ class Sampler:
             raise DiffbitError(
                 "the model returned logits that are not finite; if it was exported with --dtype fp16, export it as fp32"
             )
-        if self.repetition_penalty != 1 and len(token_ids):
-            logits, seen = logits.astype(np.float64), np.unique(np.asarray(token_ids))
-            values = logits[seen]
-            logits[seen] = np.where(values > 0, values / self.repetition_penalty, values * self.repetition_penalty)
-        if self.temperature == 0:
+        logits = self._changed(logits, np.asarray(token_ids, np.int64))
+        if self.sampling.temperature == 0:
             return int(logits.argmax())
         tokens, probabilities = self.distribution(logits)
         cumulative = np.cumsum(probabilities)
         index = int(np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right"))
         return int(tokens[min(index, len(tokens) - 1)])
 
+    def _changed(self, logits: NDArray[np.floating], token_ids: NDArray[np.int64]) -> NDArray[np.floating]:
+        """Return the logits with bias and penalties."""
+        own = self.sampling
+        frequency, presence = own.frequency_penalty, own.presence_penalty
+        if not own.logit_bias and own.repetition_penalty == 1 and not frequency and not presence:
+            return logits
+        logits = logits.astype(np.float64)
+        for token, bias in own.logit_bias.items():
+            if token >= len(logits):
+                raise DiffbitError(f"logit_bias has token {token}, wanted an id of the {len(logits)} tokens")
+            logits[token] += bias
+        seen = np.unique(token_ids)
+        values = logits[seen]
+        logits[seen] = np.where(values > 0, values / own.repetition_penalty, values * own.repetition_penalty)
+        generated, times = np.unique(token_ids[self._prompt :], return_counts=True)
+        logits[generated] -= frequency * times + presence
+        return logits
+
     def distribution(self, logits: NDArray[np.floating]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Candidate token ids and their probabilities (sum 1), without the penalty; needs a temperature above 0."""
+        """Candidate token ids and their probabilities (sum 1), without bias and penalties; the temperature is not 0."""
         tokens = np.arange(len(logits), dtype=np.int64)
-        if 0 < self.top_k < len(logits):
-            tokens = _largest(logits, self.top_k)
+        if 0 < self.sampling.top_k < len(logits):
+            tokens = _largest(logits, self.sampling.top_k)
         shifted = logits[tokens].astype(np.float64)
         shifted -= shifted.max()
         # With a tiny temperature the quotient may overflow to -inf, which is a probability of 0.
         with np.errstate(over="ignore"):
-            probabilities = np.exp(shifted / self.temperature)
+            probabilities = np.exp(shifted / self.sampling.temperature)
         probabilities /= probabilities.sum()
-        if self.top_p < 1:
-            kept = _nucleus(probabilities, self.top_p)
+        if self.sampling.top_p < 1:
+            kept = _nucleus(probabilities, self.sampling.top_p)
             tokens, probabilities = tokens[kept], probabilities[kept]
             probabilities /= probabilities.sum()
+        if self.sampling.min_p:
+            kept = np.flatnonzero(probabilities >= self.sampling.min_p * probabilities.max())
+            tokens, probabilities = tokens[kept], probabilities[kept] / probabilities[kept].sum()
         return tokens, probabilities
 
 

@@ -153,6 +153,10 @@ BAD_OPTIONS: dict[str, tuple[list[str], list[str]]] = {
         ["allocate", "{checkpoint}", "--bits", "4", "--candidates", "int4,q4", "-o", "{out}/s.toml", "-q"],
         ["'q4'"],
     ),
+    "a bias without a token": (
+        ["run", "{artifact}", "x", "--logit-bias", "a=1"],
+        ["--logit-bias is 'a=1'", "ID=BIAS"],
+    ),
     "no such checkpoint": (["quantize", "{out}/none", "--weights", "int8", "-o", "{out}/q"], ["none"]),
     "glob matches nothing": (
         ["quantize", "{checkpoint}", "--weights", "int8", "--override", "layers.9*=int8", "-o", "{out}/q"],

@@ -40,6 +40,7 @@ LEAVES = {
     "processes",
     "progress",
     "sentencepiece_model",
+    "settings",
     "tokenizer_files",
     "version",
 }

@@ -13,13 +13,13 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 from ...errors import DiffbitError
 from ...files import folder_name
-from ...runtime import MAX_TOKENS, Artifact, ChatTemplate, Message, Sampler, Session, Tokenizer
+from ...runtime import MAX_TOKENS, Artifact, ChatTemplate, Message, Sampler, Sampling, Session, Tokenizer
 from ...tokenizer_files import TOKENIZER
 from .engine import Engine, Logprob, Piece, Request
 
@@ -34,9 +34,6 @@ UNSUPPORTED = {  # field -> the values that request nothing
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
     "response_format": ({"type": "text"},),
 }
 
@@ -168,6 +165,19 @@ def _prompts(body: _Body, model: Served) -> list[list[int]]:
     return found
 
 
+def _sampler(body: _Body, model: Served, index: int, prompt: Sequence[int]) -> Sampler:
+    """The sampler of the index-th answer; each has its own seed."""
+    given = {option.name: body.values.get(option.name) for option in fields(Sampling)}
+    if given["seed"] is not None:
+        given["seed"] = body.get("seed", (int,), "a number", 0) + index
+    if given["logit_bias"] is not None:  # JSON's keys are strings
+        biases = body.get("logit_bias", (dict,), "an object of token ids and numbers", {})
+        given["logit_bias"] = {int(token) if token.isdecimal() else token: bias for token, bias in biases.items()}
+    sampler = Sampler.of(model.artifact, **given)
+    sampler.start(len(prompt))
+    return sampler
+
+
 def read_request(values: object, models: Mapping[str, Served], chat: bool) -> Wanted:
     body = _Body(values)
     name = body.get("model", (str,), "the name of a model", next(iter(models)))
@@ -187,18 +197,7 @@ def read_request(values: object, models: Mapping[str, Served], chat: bool) -> Wa
     stop = body.texts("stop")
     if len(stop) > MOST_STOPS:
         raise Refused(400, f"stop has {len(stop)} strings, wanted at most {MOST_STOPS}", param="stop")
-    number = (int, float)
-    sampling = {
-        name: body.get(name, kinds, "a number", None)
-        for name, kinds in (
-            ("temperature", number), ("top_p", number), ("top_k", (int,)), ("repetition_penalty", number),
-        )
-    }  # fmt: skip
-    seed = body.get("seed", (int,), "a number", None)
-    samplers = [  # each answer has its own seed
-        Sampler.of(model.artifact, **sampling, seed=None if seed is None else seed + index)
-        for index in range(len(prompts))
-    ]
+    samplers = [_sampler(body, model, index, prompt) for index, prompt in enumerate(prompts)]
     most = body.integer(limit, 1, 1 << 31, MAX_TOKENS if chat else TEXT_TOKENS)
     options = body.get("stream_options", (dict,), "an object", {})
     stream = body.get("stream", (bool,), "true or false", False)

@@ -191,7 +191,7 @@ def test_a_run_that_is_interrupted_leaves_no_half_state(tmp_path: Path, in_place
 def test_the_models_settings(tmp_path: Path) -> None:
     def settings(generation: dict[str, object], **given: Any) -> tuple[float, int, float, float]:
         folder = write_chat_model(tmp_path / str(len(list(tmp_path.iterdir()))), follows("ab"), generation=generation)
-        found = Sampler.of(Artifact.open(folder), **given)
+        found = Sampler.of(Artifact.open(folder), **given).sampling
         return found.temperature, found.top_k, found.top_p, found.repetition_penalty
 
     own = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}

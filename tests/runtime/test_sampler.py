@@ -120,3 +120,73 @@ def test_extremes() -> None:
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(DiffbitError, match=message):
         Sampler(**options)
+
+
+PROCESSED = {
+    "min-p": {"min_p": 0.15},
+    "min-p of a nucleus": {"min_p": 0.2, "top_p": 0.8, "top_k": 9},
+    "all": {"min_p": 0.05, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.4},
+}
+
+
+@pytest.mark.parametrize("options", PROCESSED.values(), ids=list(PROCESSED))
+@pytest.mark.parametrize("seed", range(4))
+def test_candidates_equal_those_of_transformers(options: dict[str, float], seed: int) -> None:
+    """transformers' own processors, in the order of its generate()."""
+    import torch
+    from transformers import LogitsProcessorList
+    from transformers.generation import logits_process as theirs
+
+    rng = np.random.default_rng(seed)
+    logits, seen, temperature = rng.normal(0, 3, 40), rng.integers(0, 40, 6), 0.8
+    kinds = {
+        "repetition_penalty": theirs.RepetitionPenaltyLogitsProcessor, "top_k": theirs.TopKLogitsWarper,
+        "top_p": theirs.TopPLogitsWarper, "min_p": theirs.MinPLogitsWarper,
+    }  # fmt: skip
+    steps = [kinds[name](options[name]) for name in kinds if name in options]  # type: ignore[arg-type]
+    steps.insert("repetition_penalty" in options, theirs.TemperatureLogitsWarper(temperature))
+    ids, scores = torch.from_numpy(seen)[None], torch.from_numpy(logits)[None]
+    wanted = LogitsProcessorList(steps)(ids, scores).softmax(-1)[0].numpy()
+    sampler = Sampler(temperature, **options)
+    tokens, probabilities = sampler.distribution(sampler._changed(logits, seen))
+    found = np.zeros(40)
+    found[tokens] = probabilities
+    np.testing.assert_allclose(found, wanted, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_penalties_and_bias_are_openais(seed: int) -> None:
+    """l + bias - c frequency - (c > 0) presence, where c counts what was generated, not the prompt."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 2, 12)
+    prompt, generated = rng.integers(0, 12, 5).tolist(), rng.integers(0, 12, 7).tolist()
+    bias = {3: 1.5, 11: -4.0}
+    sampler = Sampler(frequency_penalty=0.7, presence_penalty=-0.4, logit_bias=bias)
+    sampler.start(len(prompt))
+    wanted = list(logits)
+    for token in range(12):
+        wanted[token] += bias.get(token, 0.0)
+        wanted[token] -= 0.7 * generated.count(token) + (-0.4 if token in generated else 0.0)
+    np.testing.assert_allclose(sampler._changed(logits, np.array(prompt + generated)), wanted, atol=1e-12)
+    assert sampler(logits, prompt + generated) == int(np.argmax(wanted))
+
+
+def test_a_bias_chooses_or_forbids_a_token() -> None:
+    logits = np.array([1.0, 5.0, 2.0], np.float32)
+    assert Sampler(logit_bias={1: -100})(logits) == 2 and Sampler(logit_bias={0: 100})(logits) == 0
+    assert Sampler(0.7, logit_bias={0: 100}, seed=1)(logits) == 0
+    with pytest.raises(DiffbitError, match="logit_bias has token 7, wanted an id of the 3 tokens"):
+        Sampler(logit_bias={7: 1})(logits)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_p": 1.1}, {"min_p": -0.1}, {"frequency_penalty": 1e9}, {"presence_penalty": float("nan")}, {"top_k": 1.5},
+        {"logit_bias": {"a": 1}}, {"logit_bias": {-1: 1}}, {"logit_bias": {1: "x"}}, {"logit_bias": {1: float("inf")}},
+        {"temperature": True},
+    ],
+)  # fmt: skip
+def test_bad_settings_name_the_option(options: dict[str, Any]) -> None:
+    with pytest.raises(DiffbitError, match=next(iter(options))):
+        Sampler(**options)

@@ -137,7 +137,7 @@ export class Model {
       logits = await this.append(prompt.slice(this.ids.length, this.ids.length + CHUNK));
       if (halted()) return { text: "", ids: [], reason: "halted", promptSeconds: 0, seconds: 0 };
     }
-    const choose = sampler({ ...ownSampling(this.generation), ...sampling });
+    const choose = sampler({ ...ownSampling(this.generation), ...sampling }, prompt.length);
     const context = prompt.slice(-CONTEXT);
     const before = this.decode(context).replace(/\ufffd+$/, "").length;
     const ids = [];
@@ -164,18 +164,25 @@ export class Model {
 }
 
 // The settings of generation_config.json, as transformers reads them
-function ownSampling({ do_sample, temperature = 1, top_k = 50, top_p = 1, repetition_penalty = 1 }) {
-  return { temperature: do_sample === true ? temperature : 0, top_k, top_p, repetition_penalty };
+function ownSampling({ do_sample, temperature = 1, top_k = 50, ...others }) {
+  return { ...others, temperature: do_sample === true ? temperature : 0, top_k };
 }
 
-// (logits, ids so far) -> a token, in the order of transformers: penalty, temperature, top-k, top-p
-function sampler({ temperature = 0, top_k = 0, top_p = 1, repetition_penalty = 1, random = Math.random }) {
+// (logits, ids so far) -> a token, by runtime/sampler.py's formulas in its order; the first `prompt` ids are the prompt
+export function sampler({
+  temperature = 0, top_k = 0, top_p = 1, min_p = 0, repetition_penalty = 1, frequency_penalty = 0, presence_penalty = 0,
+  logit_bias = {}, random = Math.random,
+}, prompt = 0) {
   return (logits, ids) => {
-    let values = logits;
-    if (repetition_penalty !== 1) {
-      values = Float64Array.from(logits);
+    const values = Float64Array.from(logits);
+    for (const [id, bias] of Object.entries(logit_bias)) values[id] += bias;
+    if (repetition_penalty !== 1)
       for (const id of new Set(ids))
         values[id] = values[id] > 0 ? values[id] / repetition_penalty : values[id] * repetition_penalty;
+    if (frequency_penalty || presence_penalty) {
+      const generated = ids.slice(prompt);
+      for (const id of generated) values[id] -= frequency_penalty;
+      for (const id of new Set(generated)) values[id] -= presence_penalty;
     }
     let best = 0;
     for (let id = 1; id < values.length; id++) if (values[id] > values[best]) best = id;
@@ -188,7 +195,7 @@ function sampler({ temperature = 0, top_k = 0, top_p = 1, repetition_penalty = 1
     const all = sum(shares);
     let mass = 0;
     const kept = top_p < 1 ? shares.findIndex((share) => (mass += share / all) >= top_p) + 1 || shares.length : shares.length;
-    shares = shares.slice(0, kept);
+    shares = shares.slice(0, kept).filter((share) => share >= min_p * shares[0]);
     let at = random() * sum(shares);
     return order[Math.max(0, shares.findIndex((share) => (at -= share) < 0))];
   };

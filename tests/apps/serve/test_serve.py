@@ -385,6 +385,12 @@ def test_completions(address: str, artifacts: dict[str, Path]) -> None:
     sampled = [api.completions.create(model="diff", prompt="import ", seed=7, temperature=1.5).choices[0].text
                for _ in range(2)]  # fmt: skip
     assert sampled[0] == sampled[1]
+    options: dict[str, Any] = {"frequency_penalty": 1.5, "presence_penalty": 0.5, "logit_bias": {5: 2.0}}
+    sampler = Sampler(**options, min_p=0.1)
+    expected = generate(Session(artifacts["diff"]), tokenizer, "import ", max_tokens=12, sampler=sampler).text
+    others = {"logit_bias": {"5": 2.0}, "extra_body": {"min_p": 0.1}}
+    found = api.completions.create(model="diff", prompt="import ", max_tokens=12, temperature=0, **options | others)
+    assert found.choices[0].text == expected
     body = json.dumps({"model": "diff", "prompt": "def ", "stream": True, "max_tokens": 5, "temperature": 0})
     curl = ["curl", "-sN", f"{address}/v1/completions", "-d", body]
     lines = subprocess.run(curl, capture_output=True, text=True, check=True).stdout.split("\n\n")
@@ -408,6 +414,10 @@ def test_completions(address: str, artifacts: dict[str, Path]) -> None:
         ("completions", b'{"prompt": "a", "temperature": -1}', 400, "temperature is -1"),
         ("completions", b'{"prompt": "a", "temperature": NaN}', 400, "temperature is nan"),
         ("completions", b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b"}", 400, "temperature is 10"),
+        ("completions", b'{"prompt": "a", "min_p": 2}', 400, "min_p is 2, wanted 0 (no limit) to 1"),
+        ("completions", b'{"prompt": "a", "top_k": "x"}', 400, "top_k is 'x', wanted"),
+        ("completions", b'{"prompt": "a", "logit_bias": {"x": 1}}', 400, "logit_bias has token 'x'"),
+        ("completions", b'{"prompt": "a", "logit_bias": [1]}', 400, "logit_bias is [1], wanted an object"),
         ("completions", b'{"prompt": [' + b'"a",' * 10 + b'"a"]}', 400, "prompt has 11 prompts, wanted at most 10"),
         ("completions", b'{"prompt": "a", "max_tokens": true}', 400, "max_tokens is true, wanted an integer"),
         ("completions", b'{"prompt": "a", "stop": ["", "b"]}', 400, "stop is"),
