@@ -1,11 +1,11 @@
-"""Does differential attention lose less by low bits, over several training runs? Two tables of docs/accuracy.md.
+"""Does differential attention lose less by low bits, over several training runs? A table of docs/accuracy.md.
 
-    python benchmarks/runs.py --work DIR --markdown     # trains what DIR lacks, and renews the tables
+    python benchmarks/runs.py --work DIR --markdown     # trains what DIR lacks, and renews the table
     python benchmarks/runs.py --work DIR --quick        # pico, two runs of 8 steps: does everything run?
 
 Trains each variant of a preset from several seeds, each by its own recipe (apps/train/presets.py), one thread a run.
 Runs of one seed see the same batches in the same order. Then compares the models as `diffbit compare --runs` does: the
-unit is the training run, and differences are paired by seed. Last, GPTQ and `joint` round only the queries and keys.
+unit is the training run, and differences are paired by seed.
 """
 
 from __future__ import annotations
@@ -25,21 +25,15 @@ from machine import describe
 from report import Row, add_outputs, command_line, increase, interval, nats, table, verdict, write_outputs
 
 from diffbit.apps.evaluate.compare import compare
-from diffbit.apps.evaluate.measure import measure
-from diffbit.apps.evaluate.metrics import CONFIDENCE, Estimate, mean, paired, t_quantile
-from diffbit.apps.evaluate.runs import of_runs
-from diffbit.apps.evaluate.variants import Variant, bits_of
-from diffbit.calib_data import Windows
+from diffbit.apps.evaluate.metrics import CONFIDENCE, Estimate, t_quantile
 from diffbit.files import read_json
-from diffbit.models import Checkpoint, load
+from diffbit.models import Checkpoint
 from diffbit.progress import track
-from diffbit.quantize import Scheme, parse_format
 
 RUNS = 6
 BITS = ("8", "4", "3", "2")
 WHAT = ("weights", "logits")
 METHODS = ("rtn", "gptq")
-QK_FORMATS = ("int3_g64", "int2_g64")
 REPEATS = 3  # roundings of each run, each with another calibration sample
 QUICK = ["--steps", "8", "--batch-size", "2", "--context", "64"]  # of a quick run
 
@@ -81,46 +75,9 @@ def run(work: Path, preset: str, runs: int, jobs: int, quick: bool) -> Row:
     )  # fmt: skip
     of = {attention: [paths[attention, seed] for seed in range(runs)] for attention in NAMES}
     whole, *others = map(losses, of.values())
-    formats = QK_FORMATS[1:] if quick else QK_FORMATS
-    rounded = list(of)[: 1 if quick else None]
-    joint = [queries_and_keys(NAMES[name], of[name], windows, calibration, formats) for name in rounded]
     return found.to_dict() | {
         "losses": [over_runs(whole), *(over_runs(other - whole) for other in others)],
-        "joint": [row for rows in joint for row in rows],
     }
-
-
-def queries_and_keys(
-    name: str, paths: Sequence[Path], windows: Windows, calibration: Sequence[Windows], formats: Sequence[str]
-) -> list[Row]:
-    """What GPTQ and `joint` lose if only queries and keys are rounded, once in each run; nats per token."""
-    chosen = []
-    for format in map(parse_format, formats):
-        scheme = Scheme(None, overrides=tuple((f"*.{module}", format) for module in ("q_proj", "k_proj")))
-        chosen += [Variant("q and k", format.name, method, bits_of(format), scheme) for method in ("gptq", "joint")]
-    found = [
-        measure(load(path), chosen, windows, [calibration[run % len(calibration)]], name=f"q and k of {name}")[0]
-        for run, path in enumerate(paths)
-    ]
-    whole, *rest = of_runs(found)
-    rows = []
-    for gptq, joint in zip(rest[::2], rest[1::2], strict=True):
-        assert gptq.variant is not None
-        pairs = {"gptq": (gptq, whole), "joint": (joint, whole), "difference": (joint, gptq)}
-        lost = {
-            key: mean(paired(a.scores, b.scores), a.scores.tokens, document=windows.document).to_dict()
-            for key, (a, b) in pairs.items()
-        }
-        rows.append({"model": name, "format": gptq.variant.format, **lost})
-    return rows
-
-
-def joint_table(rows: Sequence[Row]) -> str:
-    lines = []
-    for row in rows:
-        lost = [interval(row[key], nats) for key in ("gptq", "joint", "difference")]
-        lines.append([row["model"], row["format"], *lost, verdict("joint", row["difference"])])
-    return table(["only q and k rounded", "", "GPTQ loses", "joint loses", "joint − GPTQ", ""], lines)
 
 
 def contrasts(comparison: Row) -> str:
@@ -151,7 +108,7 @@ def tables(comparison: Row) -> dict[str, str]:
         f"{comparison['machine']}. {runs} runs of each, {REPEATS} roundings of each run; {text['windows']} windows of "
         f"{text['length']} held-out tokens (SHA-256 {text['sha256'][:12]}). `{comparison['command']}`"
     )
-    return {"runs": f"{about}\n\n{contrasts(comparison)}", "joint": joint_table(comparison["joint"])}
+    return {"runs": f"{about}\n\n{contrasts(comparison)}"}
 
 
 def main() -> None:

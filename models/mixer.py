@@ -156,11 +156,6 @@ class MixerOptions(ABC):
         """Number of softmaxes per token."""
         return 0
 
-    def joint_rows(self) -> dict[str, int]:
-        """{"q_proj": R, ...}: each R neighbouring rows belong to one head, including both branches of a pair if these
-        have separate rows (quantize/methods/joint.py)."""
-        return {}
-
 
 class Mixer(nn.Module):
     out_scale = 1.0  # the factor on o_proj's product

@@ -10,6 +10,7 @@ from .checkpoint import load, load_block, quantize_checkpoint, read_scheme, read
 from .formats import CodebookFormat, Format, IntFormat, MXFormat, QTensor, TernaryFormat, parse_format
 from .layerwise import apply
 from .linear import QuantEmbedding, QuantLinear
+from .method import Method
 from .methods import methods
 from .methods.rtn import quantize as rtn
 from .model import quant_linear
@@ -38,6 +39,7 @@ __all__ = [
     "Format",
     "IntFormat",
     "MXFormat",
+    "Method",
     "QTensor",
     "QuantEmbedding",
     "QuantLinear",

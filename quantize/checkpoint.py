@@ -26,7 +26,7 @@ from .formats import Format, QTensor
 from .layerwise import Finished, quantize_layers, stored_config, tokens_for
 from .layouts import read_scheme
 from .layouts.diffbit import VERSION
-from .model import Method, assemble
+from .model import Round, assemble
 from .recipe import parse_recipe
 from .report import Report, WeightReport, sizes
 from .resume import Stored, Unfinished, run
@@ -39,7 +39,7 @@ def quantize_checkpoint(
     output: str | Path,
     scheme: Scheme,
     *,
-    method: str | Method = "rtn",
+    method: str | Round = "rtn",
     calibration: Any = None,
     calibration_mask: Any = None,
     calibration_text: Mapping[str, Any] | None = None,

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from types import ModuleType
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +24,9 @@ from ..processes import Processes
 from ..progress import Progress
 from .formats import Format, QTensor
 from .layer import MEASURED_TOKENS, Layer, Tokens
+from .method import Method
 from .methods import find
-from .model import Method, assemble
+from .model import Round, assemble
 from .recipe import Recipe, parse_recipe
 from .reorder import Read, reordered
 from .report import WIDTHS, WeightReport, weight_error
@@ -110,7 +111,7 @@ def _rounds_late(config: ModelConfig, formats: dict[str, Format], recipe: Recipe
     """Whether a tied table is rounded last, as the head: an embedding has no inputs to calibrate on."""
     format = formats.get(EMBEDDING_MODULE)
     tied = config.tie_embeddings and format is not None and format.bits < PLAIN_BITS
-    return tied and tokens is not None and getattr(recipe.rounding, "CALIBRATED", True)
+    return tied and tokens is not None and recipe.rounding.stats
 
 
 def _read(config: ModelConfig, read: Read, names: list[str]) -> dict[str, Tensor]:
@@ -164,30 +165,28 @@ def quantize_one(layer: Layer, recipe: Recipe) -> dict[str, QTensor]:
     true-sequential in the code of arXiv 2210.17323).
     """
     rounding = _rounding(layer, recipe)
-    by_layer = hasattr(rounding, "quantize_layer")
     unit = 1 if layer.tokens is None else len(layer.tokens.slices)  # a weight takes as long as a pass of the tokens
-    if not by_layer:
+    if rounding.round_layer is None:
         layer.expect(unit * len(layer.formats))
-    for transform in recipe.transforms:
-        transform.transform(layer)
+    for method in recipe.transforms:
+        assert method.transform is not None
+        method.transform(layer)
     quantized: dict[str, QTensor] = {}
-    if by_layer:
-        quantized = rounding.quantize_layer(layer) if layer.formats else {}
-    elif layer.tokens is not None and layer.index >= 0 and getattr(rounding, "CALIBRATED", True):
-        quantized = round_stages(layer, lambda name: _method(layer, name, rounding))
+    if rounding.round_layer is not None:
+        quantized = rounding.round_layer(layer) if layer.formats else {}
+    elif layer.tokens is not None and layer.index >= 0 and rounding.stats:
+        quantized = round_stages(layer, lambda name: _round(layer, name, rounding))
     else:
-        quantized = round_all(layer, lambda name: rounding.quantize, layer.formats)
+        quantized = round_all(layer, lambda name: rounding.rounds, layer.formats)
     return {name: quantized[name] for name in layer.formats if name in quantized}  # allocate.py rounds none
 
 
-def _method(layer: Layer, name: str, rounding: ModuleType) -> Method:
+def _round(layer: Layer, name: str, rounding: Method) -> Round:
     """Return the function that rounds a weight: of a table with a large vocabulary a quick one, if there is one."""
-    large = not layer.is_layer and len(layer.weight(name)) > LARGE
-    method: Method = rounding.quantize
-    return getattr(rounding, "quantize_large", method) if large else method
+    return partial(rounding.rounds, large=not layer.is_layer and len(layer.weight(name)) > LARGE)
 
 
-def _rounding(layer: Layer, recipe: Recipe) -> ModuleType:
+def _rounding(layer: Layer, recipe: Recipe) -> Method:
     """Return the method that rounds a layer's weights.
 
     Plain rounding replaces a calibrated method for the embedding, which has no input activations, and for a head of 8
@@ -197,10 +196,10 @@ def _rounding(layer: Layer, recipe: Recipe) -> ModuleType:
     plain = layer.index < 0 or (
         not layer.is_layer and all(format.bits >= PLAIN_BITS for format in layer.formats.values())
     )
-    if plain and getattr(recipe.rounding, "CALIBRATED", True):
+    if plain and recipe.rounding.stats:
         return find("rtn")
     tied = not layer.is_layer and layer.config.tie_embeddings
-    return find("gptq") if tied and hasattr(recipe.rounding, "quantize_layer") else recipe.rounding
+    return find("gptq") if tied and recipe.rounding.round_layer is not None else recipe.rounding
 
 
 def tokens_for(
@@ -254,7 +253,7 @@ def _row(layer: Layer, module: str, weight: QTensor, output_error: float | None)
 def apply(
     decoder: Decoder,
     scheme: Scheme,
-    method: str | Method | Recipe = "rtn",
+    method: str | Round | Recipe = "rtn",
     calibration: Any = None,
     calibration_mask: Any = None,
     *,

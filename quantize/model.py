@@ -18,7 +18,7 @@ from .linear import QuantEmbedding, QuantLinear
 from .scheme import EMBEDDING_MODULE, HEAD_MODULE, Scheme
 
 M = TypeVar("M", bound=nn.Module)
-Method = Callable[[Tensor, Format, Any], QTensor]  # (weight, format, stats of its input or None)
+Round = Callable[[Tensor, Format, Any], QTensor]  # (weight, format, stats of its input or None)
 
 
 def assemble(module: M, weights: Mapping[str, Tensor | QTensor], scheme: Scheme, dtype: torch.dtype | None) -> M:
@@ -49,7 +49,7 @@ def quant_linear(module: str, weight: QTensor, scheme: Scheme, bias: nn.Paramete
     return QuantLinear(weight, weight.format.rounding(module, weight.shape[1], scheme.activations), bias)
 
 
-def quantize_weight(method: Method, name: str, weight: Tensor, format: Format, stats: Any = None) -> QTensor:
+def quantize_weight(method: Round, name: str, weight: Tensor, format: Format, stats: Any = None) -> QTensor:
     """Return method(weight, format, stats); errors name the weight."""
     try:
         return method(weight.detach(), format, stats)

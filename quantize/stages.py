@@ -9,13 +9,13 @@ from torch import Tensor
 
 from .formats import Format, QTensor
 from .layer import Layer, table_rows
-from .model import Method, quantize_weight
+from .model import Round, quantize_weight
 from .stats import CalibStats, proxy_loss
 
 ROWS = 1024  # approximate number of rows of a weight to round at a time
 
 
-def round_stages(layer: Layer, method: Callable[[str], Method], whole: Collection[str] = ()) -> dict[str, QTensor]:
+def round_stages(layer: Layer, method: Callable[[str], Round], whole: Collection[str] = ()) -> dict[str, QTensor]:
     """Round each linear layer with method(name), on statistics of inputs computed with the already rounded layers.
 
     whole: layers whose method needs all rows of the weight at once.
@@ -34,7 +34,7 @@ def round_stages(layer: Layer, method: Callable[[str], Method], whole: Collectio
 
 def round_all(
     layer: Layer,
-    method: Callable[[str], Method],
+    method: Callable[[str], Round],
     names: Iterable[str],
     stats: CalibStats | None = None,
     whole: Collection[str] = (),

@@ -34,7 +34,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -45,7 +44,7 @@ from ...errors import DiffbitError
 from ...export import overhead
 from ...models import Checkpoint, Decoder, ModelConfig, load, num_parameters
 from ...progress import track
-from ...quantize import CalibStats, QuantLinear, Scheme, apply, linear_shapes, parse_recipe, sizes
+from ...quantize import CalibStats, Method, QuantLinear, Scheme, apply, linear_shapes, parse_recipe, sizes
 from ...quantize.demand import available_memory
 from ...quantize.formats import Format, parse_format
 from ...quantize.layer import Layer, Tokens
@@ -158,17 +157,17 @@ def allocate(
     near = space.nearest(room)
     windows = Tokens(checkpoint.config, calibration, calibration_mask, device)
     _check_memory(checkpoint, windows, copies=2 if recipe.transforms else 1)
-    stand_in = STAND_IN if hasattr(recipe.rounding, "quantize_layer") else None
+    stand_in = STAND_IN if recipe.rounding.round_layer is not None else None
     rounding = find(stand_in) if stand_in else recipe.rounding
 
     def made(decoder: Decoder, scheme: Scheme, recipe: Recipe) -> Decoder:
-        read = recipe.calibrated or getattr(recipe.rounding, "CALIBRATED", True)
+        read = recipe.calibrated or recipe.rounding.stats
         return apply(decoder, scheme, recipe, *((windows.ids, windows.mask) if read else ()))
 
     decoder = load(checkpoint, device=device)
     transformed = decoder
     if recipe.transforms:  # they run as if every layer had the candidate nearest to the budget
-        nothing: Any = SimpleNamespace(quantize_layer=lambda layer: {}, CALIBRATED=False)  # rounds no weight
+        nothing = Method("nothing", "rounds no weight", round_layer=lambda layer: {})
         transform = Recipe(recipe.name, recipe.transforms, nothing)
         nearest = {module: row[0] for module, row in near.items()}
         transformed = apply(decoder, space.to_scheme(nearest), transform, windows.ids, windows.mask)
@@ -177,7 +176,7 @@ def allocate(
     sample = Tokens(checkpoint.config, windows.ids[rows], windows.mask[rows], device)
     exact = list(predictions(decoder, sample))
     base = made(transformed, scheme, Recipe(recipe.name, (), rounding))
-    tokens = windows if getattr(rounding, "CALIBRATED", True) else None
+    tokens = windows if rounding.stats else None
     start = divergence(exact, predictions(base, sample), sample)
     wanted = {module: {name: space.formats[name] for name in row} for module, row in near.items()}
     losses = measure(transformed, base, sample, scheme, wanted, rounding, tokens)
@@ -329,13 +328,13 @@ def measure(
     sample: Tokens,
     scheme: Scheme,
     wanted: Mapping[str, Mapping[str, Format | None]],
-    rounding: Any,
+    rounding: Method,
     tokens: Tokens | None,
 ) -> Losses:
     """Return what each layer loses in the formats `wanted`, measured in the first of them that changes the weight.
 
     source: the float weights. base: the same model, with the weights that the scheme's overrides fix quantized; losses
-    are divergences from it. tokens: calibration tokens for `rounding`, a method's module, or None.
+    are divergences from it. tokens: calibration tokens for `rounding`, or None.
     """
     exact = list(predictions(base, sample))
     found: Losses = {}
@@ -356,7 +355,7 @@ def measure(
             loss = 0.0  # per squared error
             for name, format in row.items():
                 if format is not None and errors[name]:
-                    made = quantize_weight(rounding.quantize, f"{module}.weight", weight, format, own_stats)
+                    made = quantize_weight(rounding.rounds, f"{module}.weight", weight, format, own_stats)
                     rest = [layer.module(fixed | {module: made}), *layers[index + 1 :]]
                     loss = divergence(exact, predictions(base, sample, rest), sample) / errors[name]
                     break

@@ -92,9 +92,6 @@ class Options(AttentionOptions):
         other = found.other + self.num_heads * (context + norm)
         return replace(found, matrix=self.width * context, other=other)
 
-    def joint_rows(self) -> dict[str, int]:
-        return super().joint_rows() | {"q_proj": (self.noise_ratio + 1) * self.head_dim}
-
     @staticmethod
     def equal_heads(pairs: int) -> tuple[int, int]:
         return pairs, pairs

@@ -126,11 +126,6 @@ class AttentionOptions(MixerOptions):
         turns = 2 * (self.qk_norm_eps > 0) + 2 * self.rope  # a norm takes as many operations as RoPE
         return Operations(products, products, 2 * self.softmaxes * context + turns * rotated)
 
-    def joint_rows(self) -> dict[str, int]:
-        queries, keys = self.softmaxes // self.num_heads, self.cache_heads // self.num_kv_heads
-        own = ("k_proj", "v_proj") if self.keys_of is None else ()
-        return {"q_proj": queries * self.head_dim} | dict.fromkeys(own, keys * self.head_dim)
-
     def state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str) -> LayerCache | NoState:
         if self.keys_of is not None:
             return NoState()

@@ -28,10 +28,10 @@ from ...processes import Processes
 from ..folding import per_channel, scale_groups
 from ..formats import Format
 from ..layer import Layer
+from ..method import Method
 from ..states import ALONE
 from ..stats import CalibStats
 
-CALIBRATED = True
 ALPHAS = tuple(i / 20 for i in range(21))  # alpha
 ROWS = 1024  # evenly spread rows of each weight that the search uses
 SMALLEST = 1e-4  # lower bound of x and w of a channel, relative to their mean, so that no channel is scaled to zero
@@ -101,3 +101,6 @@ def relative_magnitude(weights: Sequence[Tensor], formats: Sequence[Format]) -> 
 
 def _bounded(values: Tensor) -> Tensor:
     return (values / values.mean().clamp(min=1e-30)).clamp(min=SMALLEST)
+
+
+METHOD = Method("awq", __doc__, transform=transform, calibrated=True)

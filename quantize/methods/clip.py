@@ -19,8 +19,7 @@ from torch import Tensor
 from ...errors import DiffbitError
 from .. import scales
 from ..formats import Format, QTensor
-
-CALIBRATED = True
+from ..method import Method
 
 
 def quantize(weight: Tensor, format: Format, stats: Any) -> QTensor:
@@ -47,3 +46,6 @@ def gram_blocks(gram: Tensor, format: Format) -> Tensor:
     # unused channels get a small weight, because a group of only unused channels would otherwise have no error at all
     blocks.diagonal(dim1=1, dim2=2).add_(1e-3 * gram.diagonal().mean().clamp(min=1e-30))
     return blocks
+
+
+METHOD = Method("clip", __doc__, round=quantize, calibrated=True)

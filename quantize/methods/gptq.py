@@ -39,8 +39,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...errors import DiffbitError
 from .. import scales
 from ..formats import Format, QTensor
+from ..method import Method
 
-CALIBRATED = True
 DAMPING = 0.01
 ROUNDS = 3
 Encode = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # a column, scales and zero points, each [N] -> codes [N]
@@ -185,3 +185,6 @@ _FEEDBACK: MutableMapping[Tensor, Feedback] = WeakTensorKeyDictionary()
 def _columns(scale: Tensor, zero: Tensor | None, rows: int) -> tuple[Tensor, Tensor | None]:
     """Transpose scales and zero points [N, G] to [G, N], so that those of a group of columns are contiguous."""
     return scale.expand(rows, -1).T.contiguous(), None if zero is None else zero.T.contiguous()
+
+
+METHOD = Method("gptq", __doc__, round=quantize, round_large=quantize_large, calibrated=True)

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from ...errors import DiffbitError
 from ..formats import Format, QTensor
+from ..method import Method
 
-CALIBRATED = False
 P = 0.7
 BETA, GROWTH = 10.0, 1.01
 ITERATIONS = 20
@@ -85,3 +85,6 @@ def shrink(x: Tensor, beta: float) -> Tensor:
     """Return approximately the argmin over e of |e|^p + beta/2 (e - x)^2: generalised soft thresholding."""
     magnitude = x.abs()
     return x.sign() * (magnitude - magnitude.clamp(min=1e-6).pow(P - 1) / beta).clamp_(min=0)
+
+
+METHOD = Method("hqq", __doc__, round=quantize)

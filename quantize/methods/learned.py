@@ -37,13 +37,12 @@ from ...models.layers.softmax import Arithmetic
 from ..formats import QTensor
 from ..formats.base import divisor
 from ..layer import Layer, Tokens
+from ..method import Method
 from ..rounding import straight_through
 from ..spill import Rows
 from ..stages import round_all
 from . import gptq
 
-CALIBRATED = True
-EXACT = True  # needs the float model's hidden states of all calibration tokens
 SEED = 0
 STEPS = 100  # by default; the recipe learned:50 has 50
 BATCH_TOKENS = 256  # per training step; 512 is no better
@@ -298,3 +297,6 @@ class _StraightArithmetic(Arithmetic):
     def mix(self, probabilities: Tensor, value: Tensor, head_dim: int) -> Tensor:
         exact = super().mix(probabilities, value, head_dim)
         return exact + (self.low.mix(probabilities.detach(), value.detach(), head_dim) - exact.detach())
+
+
+METHOD = Method("learned", __doc__, round_layer=quantize_layer, calibrated=True, exact=True, steps=STEPS)

@@ -29,10 +29,9 @@ from ...models.checkpoint.names import EMBEDDING, HEAD
 from ..folding import attention_readers, change_rows, mlp_readers, unchanged
 from ..hadamard import Rotation
 from ..layer import FINAL_NORM, Layer
+from ..method import Method
 from .rotate_heads import SEED, rotate_values, turn_planes, warning
 
-__all__ = ["CALIBRATED", "config", "transform", "warning"]
-CALIBRATED = False
 MOST_BIAS = 256  # largest ratio of max|b / g| to max|b| of a LayerNorm; b / g is stored in the bias's dtype
 
 
@@ -79,3 +78,6 @@ def _read_rotated(layer: Layer, norm: str, readers: list[str], stream: Rotation)
                 "of rotate"
             )
         layer.tensors[bias] = stream.right(moved[None])[0]
+
+
+METHOD = Method("rotate", __doc__, transform=transform, config=config, warning=warning)

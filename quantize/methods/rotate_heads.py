@@ -31,8 +31,8 @@ from ..folding import change_rows, unchanged
 from ..formats import Format
 from ..hadamard import Rotation
 from ..layer import Layer
+from ..method import Method
 
-CALIBRATED = False
 SEED = 0
 ANGLES = tuple(i * math.pi / 32 for i in range(16))  # below a quarter turn, which swaps the rows and keeps the error
 
@@ -118,3 +118,6 @@ def _plane_error(weight: Tensor, format: Format | None) -> Tensor:
     rows = weight.flatten(0, 2).float()
     error = format.nearest(rows, *format.fit(rows)).dequantize() - rows
     return error.square().sum(1).unflatten(0, weight.shape[:3]).sum(1).to(weight.dtype)
+
+
+METHOD = Method("rotate_heads", __doc__, transform=transform, warning=warning)

@@ -7,10 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from ..formats import Format, QTensor
-
-CALIBRATED = False
+from ..method import Method
 
 
 def quantize(weight: Tensor, format: Format, stats: Any = None) -> QTensor:
     """Round weight [N, K] of any float dtype; `stats` is not needed."""
     return format.nearest(weight, *format.fit(weight))
+
+
+METHOD = Method("rtn", __doc__, round=quantize)

@@ -124,7 +124,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("require_matplotlib", "plot_losses"):  # matplotlib would take most of the time
         monkeypatch.setattr(trainer_module, name, lambda *_: None)
     monkeypatch.setattr(drawing, "svg", lambda figure: "<svg></svg>")
-    monkeypatch.setattr(learned, "STEPS", 2)
+    monkeypatch.setattr(learned, "METHOD", learned.METHOD.with_steps(2))
 
 
 def content(folder: Path, names: tuple[str, ...] = ()) -> dict[str, bytes]:

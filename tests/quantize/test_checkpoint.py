@@ -135,7 +135,7 @@ def test_load_is_apply_is_dequantized_weights(attention: str, changes: dict[str,
     assert (loaded(IDS) - exact(IDS)).abs().max() > 0.01
 
 
-METHODS = ["gptq", "joint", "learned", "awq+hqq", "clip", "rotate", "rotate_heads+gptq"]
+METHODS = ["gptq", "learned", "awq+hqq", "clip", "rotate", "rotate_heads+gptq"]
 
 
 SUB_NORMS: dict[str, Any] = {"sub_norms": True, "mlp": "relu2"}
@@ -148,7 +148,7 @@ QWEN2, QWEN3 = {"qkv_bias": True}, {"qk_norm": True, "head_dim": 24}
     [
         *(("diff_v1", SUB_NORMS, method) for method in METHODS),
         ("softmax", SUB_NORMS, "rotate+gptq"),
-        ("diff_v2", SUB_NORMS, "awq+joint"),
+        ("diff_v2", SUB_NORMS, "awq+gptq"),
         *(("softmax", QWEN2, method) for method in METHODS),
         *(("softmax", QWEN3, method) for method in METHODS),
         ("diff_v1", {"qk_norm": True, **BIASES}, "rotate+learned"),

@@ -54,7 +54,7 @@ def test_tensors_that_are_left_behind_show() -> None:
         ("rtn", True),
         *(
             pytest.param(method, False, marks=pytest.mark.slow)
-            for method in ("hqq", "clip", "awq", "joint", "rotate+learned:2", "rotate_heads+gptq")
+            for method in ("hqq", "clip", "awq", "rotate+learned:2", "rotate_heads+gptq")
         ),
     ],
 )

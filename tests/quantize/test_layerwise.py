@@ -34,6 +34,7 @@ from diffbit.quantize import (
 from diffbit.quantize import layer as layer_module
 from diffbit.quantize.layer import FINAL_NORM, Layer, Tokens
 from diffbit.quantize.layerwise import quantize_layers
+from diffbit.quantize.method import Method
 
 from ..configs import resized
 
@@ -83,8 +84,6 @@ def overflow(layer: Layer) -> None:
 class Looker:
     """A transform that changes nothing and keeps what it sees of each layer; behind it weights are rounded by rtn."""
 
-    CALIBRATED = EXACT = True
-
     def __init__(self) -> None:
         self.rounding: Any = rtn
         self.hidden: dict[int, torch.Tensor] = {}
@@ -116,16 +115,15 @@ LOOKER = Looker()
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Methods that are not in the folder."""
     made: dict[str, Any] = {
-        "untie": SimpleNamespace(
-            transform=untie, config=lambda config: replace(config, tie_embeddings=False), CALIBRATED=False
-        ),
-        "forgets": SimpleNamespace(transform=untie, CALIBRATED=False),
-        "needs": SimpleNamespace(quantize=by_activations, CALIBRATED=True),
-        "look": LOOKER,
-        "overflow": SimpleNamespace(transform=overflow, CALIBRATED=False),
+        "untie": {"transform": untie, "config": lambda config: replace(config, tie_embeddings=False)},
+        "forgets": {"transform": untie},
+        "needs": {"round": by_activations, "calibrated": True},
+        "look": {"transform": LOOKER.transform, "calibrated": True, "exact": True},
+        "overflow": {"transform": overflow},
     }
     monkeypatch.setattr(recipe, "methods", lambda: ("rtn", *made))
-    for name, module in made.items():
+    for name, fields in made.items():
+        module: Any = SimpleNamespace(METHOD=Method(name, "made up", **fields))
         monkeypatch.setitem(sys.modules, f"diffbit.quantize.methods.{name}", module)
 
 

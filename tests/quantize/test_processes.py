@@ -41,7 +41,6 @@ IDS = torch.randint(96, (7, 20), generator=torch.Generator().manual_seed(0))  # 
 MASK = torch.arange(20) < torch.tensor([20, 20, 7, 20, 13, 0, 20])[:, None]
 CASES = (("diff_v1", "rtn", None), ("diff_v1", "gptq", IDS), ("diff_v2", "awq", IDS), ("softmax", "learned:3", IDS))
 MORE = (
-    ("diff_v1", "joint", IDS),
     ("softmax", "rotate+gptq", IDS),
     ("softmax", "hqq", None),
     ("diff_v2", "learned:3", IDS),

@@ -65,7 +65,7 @@ def rounded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(len(calls))
         return exact(*arguments)
 
-    monkeypatch.setattr(gptq, "quantize", counted)
+    monkeypatch.setattr(gptq, "METHOD", replace(gptq.METHOD, round=counted))
     return calls
 
 
@@ -79,7 +79,7 @@ def interrupted(model: Path, output: Path, after: int, monkeypatch: pytest.Monke
         return exact(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(gptq, "quantize", failing)
+        patched.setattr(gptq, "METHOD", replace(gptq.METHOD, round=failing))
         with pytest.raises(type(error)):
             run(model, output)
     assert not output.exists()
@@ -181,7 +181,7 @@ def test_a_layer_that_is_damaged_while_the_run_goes_on(
         file.write_bytes(file.read_bytes()[:-1] + b"?")
         return exact(*arguments)
 
-    monkeypatch.setattr(gptq, "quantize", damage)
+    monkeypatch.setattr(gptq, "METHOD", replace(gptq.METHOD, round=damage))
     with pytest.raises(DiffbitError, match=r"layer-00000\.safetensors: is damaged"):
         run(model, unfinished, resume=True)
 
@@ -211,7 +211,7 @@ def test_signals(
         return exact(*arguments)
 
     exact = gptq.quantize
-    monkeypatch.setattr(gptq, "quantize", quantize)
+    monkeypatch.setattr(gptq, "METHOD", replace(gptq.METHOD, round=quantize))
     monkeypatch.setattr("diffbit.cli.quantize.read_windows", read)
     command = ["quantize", str(model), "-o", str(tmp_path / "q"), "--weights", "int4_g32", "--method", "gptq"]
     with pytest.raises(SystemExit) as left:

@@ -7,7 +7,6 @@ import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +25,8 @@ from diffbit.files import parse_size
 from diffbit.models import Decoder, ModelConfig
 from diffbit.quantize import Scheme, apply, linear_shapes, parse_format, quantize_checkpoint, rtn
 from diffbit.quantize.layer import Tokens
-from diffbit.quantize.methods import gptq
-from diffbit.quantize.methods import rtn as rtn_module
+from diffbit.quantize.method import Method
+from diffbit.quantize.methods import find
 from diffbit.quantize.recipe import Recipe
 from diffbit.runtime import Artifact, verify
 
@@ -108,7 +107,7 @@ def test_of_formats_of_equal_bytes_the_better_and_none_that_gains_nothing() -> N
 
 
 def measured(
-    decoder: Decoder, base: Decoder, rounding: ModuleType, wanted: dict[str, list[str]], tokens: Tokens | None
+    decoder: Decoder, base: Decoder, rounding: Method, wanted: dict[str, list[str]], tokens: Tokens | None
 ) -> mixed.Losses:
     sample = Tokens(decoder.config, IDS, MASK)
     formats = {
@@ -131,7 +130,7 @@ def test_a_loss_is_the_divergence_of_the_model_with_that_weight_rounded() -> Non
     for overrides, modules in (((), LINEARS), (fixed, LINEARS[3:])):
         base = apply(decoder, Scheme(overrides=overrides))
         wanted = {module: ["int2_g64", "int4_g32_asym", "none"] for module in modules}
-        for module, row in measured(decoder, base, rtn_module, wanted, None).items():
+        for module, row in measured(decoder, base, find("rtn"), wanted, None).items():
             weight = decoder.get_submodule(module).weight.detach()
             changed = copy.deepcopy(base)
             linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
@@ -147,16 +146,16 @@ def test_a_format_that_changes_nothing_says_nothing_of_the_others() -> None:
     decoder, module = make(), LINEARS[4]
     weight = decoder.get_submodule(module).weight
     weight.data = rtn(weight.detach(), parse_format("int4_g32")).dequantize()
-    (found,) = measured(decoder, decoder, rtn_module, {module: ["int4_g32", "int2_g64"]}, None).values()
+    (found,) = measured(decoder, decoder, find("rtn"), {module: ["int4_g32", "int2_g64"]}, None).values()
     made = apply(decoder, Scheme(overrides=((module, parse_format("int2_g64")),)))
     assert found == {"int4_g32": 0, "int2_g64": pytest.approx(divergence(decoder, made), rel=1e-3)}
 
 
 def test_statistics_are_those_that_the_layer_is_rounded_with() -> None:
-    """Of gptq, one layer in a format: the divergence of the very model that `apply` makes of that scheme."""
+    """Of find("gptq"), one layer in a format: the divergence of the very model that `apply` makes of that scheme."""
     decoder = make()
     wanted = {module: ["int2_g64"] for module in LINEARS}
-    found = measured(decoder, decoder, gptq, wanted, Tokens(CONFIG, IDS, MASK))
+    found = measured(decoder, decoder, find("gptq"), wanted, Tokens(CONFIG, IDS, MASK))
     for module in LINEARS:
         made = apply(decoder, Scheme(overrides=((module, parse_format("int2_g64")),)), "gptq", IDS, MASK)
         assert found[module]["int2_g64"] == pytest.approx(divergence(decoder, made), rel=2e-3, abs=2e-7), module
@@ -173,7 +172,7 @@ def test_what_is_scaled_is_near_what_is_measured(name: str, trained: Callable[[s
 
     def losses(order: list[str]) -> mixed.Losses:
         wanted = {module: {name: parse_format(name) for name in order} for module in modules}
-        return mixed.measure(decoder, decoder, sample, Scheme(), wanted, gptq, tokens)
+        return mixed.measure(decoder, decoder, sample, Scheme(), wanted, find("gptq"), tokens)
 
     scaled = losses(names)
     for other in names[1:]:
@@ -269,7 +268,7 @@ def test_a_method_that_rounds_layers_has_a_stand_in(folder: Path) -> None:
         runs.append(len(layer.formats))
         return {name: rtn(layer.tensors[f"{name}.weight"], format) for name, format in layer.formats.items()}
 
-    rounding: Any = SimpleNamespace(quantize_layer=quantize_layer, CALIBRATED=True)
+    rounding = Method("whole", "", round_layer=quantize_layer, calibrated=True)
     found = plan(
         folder, bits=3.4, method=Recipe("whole", (), rounding), candidates=("int2_g64", "int4_g64"), calibration=IDS
     )

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..formats import Format, QTensor
+from ..method import Method
 
-CALIBRATED = False
 SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 
@@ -24,3 +24,6 @@ def quantize(weight: Tensor, format: Format, stats: Any = None) -> QTensor:
         error = error.square().unflatten(1, (scale.shape[1], -1)).sum(-1)  # [N, G]: groups must be whole
         chosen, best = torch.where(error < best, candidate, chosen), torch.minimum(error, best)
     return QTensor(format, (weight.shape[0], weight.shape[1]), format.encode(weight, chosen, zero), chosen, zero)
+
+
+METHOD = Method("clipped", __doc__, round=quantize)
