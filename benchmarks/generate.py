@@ -133,13 +133,13 @@ def main() -> None:
         for turn in range(1 if arguments.quick else ROUNDS):
             for format in formats:
                 artifact = arguments.work / format
-                runs.setdefault(format, []).append(bench(artifact, prompt, new, 1, threads))
+                runs.setdefault(format, []).append(bench(artifact, prompt, new, 1, threads=threads))
                 if interpreter:
                     file = arguments.work / f"{PEER[format]}.gguf"
                     measure = llama_command(interpreter, "measure", file, prompt, new, 1, threads)
                     runs.setdefault(f"llama.cpp {PEER[format]}", []).append(last_row(measure))
                 if not turn:  # fewer tokens: it may take seconds for each
-                    body = bench(artifact, prompt, min(new, 8), 1, threads, native=False)
+                    body = bench(artifact, prompt, min(new, 8), 1, threads=threads, native=False)
                     runs.setdefault(f"{format} bodies", []).append(body)
         for row in rows(runs, threads):
             say(**row)

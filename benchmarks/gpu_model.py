@@ -139,7 +139,7 @@ def small(work: Path, device: str, new: int = 32) -> Row:
     artifact = work / "pico"
     work.mkdir(parents=True, exist_ok=True)
     diffbit("export", str(TRAINED), "-o", str(artifact), "--device", "cuda", "--overwrite")
-    here, there = Session(artifact), Session(artifact, device)
+    here, there = Session(artifact), Session(artifact, device=device)
     prompt = [[int(token) for token in np.random.default_rng(0).integers(0, 256, 40)]]
     found = [(here.prefill(prompt), there.prefill(prompt))]
     while len(found) < new:
@@ -164,7 +164,7 @@ def speeds(artifact: Path, device: str, plan: Plan, model: str, weights: str, ho
     if not artifact.exists():
         return row | {"wrong": failed.read_text() if failed.exists() else f"was not made in {PREPARING} seconds"}
     try:
-        took = bench(artifact, plan.context - plan.new, plan.new, 1, None, device, how == LIBRARY)
+        took = bench(artifact, plan.context - plan.new, plan.new, 1, device=device, native=how == LIBRARY)
     except Exception as error:
         return row | {"wrong": sentence(error)}
     if how == LIBRARY and not took["native"]:

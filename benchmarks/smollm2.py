@@ -336,7 +336,7 @@ def speeds(rows: dict[str, dict[str, Any]], llama: Path | None) -> None:
     for _ in range(3):
         for name, row in rows.items():
             if row["path"].is_dir():
-                result = bench(row["path"], 128, 64, 1, 1)
+                result = bench(row["path"], 128, 64, 1, threads=1)
             else:
                 assert llama is not None
                 result = last_row(llama_command(llama / "bin/python", "measure", row["path"], 128, 64, 1, 1))

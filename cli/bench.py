@@ -8,7 +8,8 @@ import typer
 
 from ..files import parse_size
 from ..progress import track
-from .options import ArtifactPaths, Device, Json, NoNative, Quiet, Threads, as_artifacts
+from ..settings import SessionOptions
+from .options import ArtifactPaths, Json, Quiet, as_artifacts, with_settings
 from .output import print_json, print_table, remark
 
 EXAMPLES = (
@@ -17,6 +18,7 @@ EXAMPLES = (
 )
 
 
+@with_settings(SessionOptions, "settings")
 def bench(
     artifacts: ArtifactPaths,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens in the prompt (prefill).")] = 64,
@@ -30,9 +32,7 @@ def bench(
             "the model, whatever context the artifact was exported for.",
         ),
     ] = None,
-    threads: Threads = None,
-    device: Device = "cpu",
-    no_native: NoNative = False,
+    settings: SessionOptions = SessionOptions(),  # noqa: B008 (frozen)
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -41,12 +41,11 @@ def bench(
     from ..runtime import bench as bench_artifact
 
     nbytes = None if memory is None else parse_size(memory)
-    with as_artifacts(artifacts, device) as opened:
-        for sentence in dict.fromkeys(s for path in opened for s in slowdowns(Artifact.open(path), device)):
-            if not no_native:
-                remark(sentence)
+    with as_artifacts(artifacts, settings.device) as opened:
+        for sentence in dict.fromkeys(s for path in opened for s in slowdowns(Artifact.open(path), settings)):
+            remark(sentence)
         rows = [
-            bench_artifact(artifact, prompt_tokens, new_tokens, repeats, threads, device, not no_native, nbytes)
+            bench_artifact(artifact, prompt_tokens, new_tokens, repeats, settings, memory=nbytes)
             | {"artifact": str(path)}
             for path, artifact in zip(artifacts, track(opened, "measuring"), strict=True)
         ]

@@ -15,14 +15,12 @@ import typer
 
 from ..errors import DiffbitError
 from ..files import write_json
+from ..settings import Sampling, SessionOptions
 from .options import (
     ArtifactPath,
-    Device,
-    NoNative,
     Quiet,
-    Threads,
     as_artifacts,
-    with_sampling,
+    with_settings,
 )
 from .output import print_error, remark, speed
 
@@ -44,7 +42,8 @@ COMMANDS = {
 }
 
 
-@with_sampling(of_model=True)
+@with_settings(Sampling, "sampling", of_model=True)
+@with_settings(SessionOptions, "settings")
 def chat(
     artifact: ArtifactPath,
     system: Annotated[str | None, typer.Option(help="System prompt; default: the template's own.")] = None,
@@ -52,10 +51,8 @@ def chat(
         Path | None, typer.Option(help="Chat template (Jinja) to use instead of the model's own.", metavar="FILE")
     ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum tokens of an answer.")] = 1024,
-    sampling: dict[str, Any] = {},  # noqa: B006 (with_sampling passes it)
-    threads: Threads = None,
-    device: Device = "cpu",
-    no_native: NoNative = False,
+    sampling: dict[str, Any] | None = None,
+    settings: SessionOptions = SessionOptions(),  # noqa: B008 (frozen)
     as_json: Annotated[bool, typer.Option("--json", help="Print each answer as one line of JSON.")] = False,
     quiet: Quiet = False,
 ) -> None:
@@ -69,13 +66,13 @@ def chat(
 
     if sys.stdin is None:
         raise DiffbitError("there are no messages: stdin is closed")
-    with as_artifacts([artifact], device) as (path,):
+    with as_artifacts([artifact], settings.device) as (path,):
         opened = Artifact.open(path)
         found = ChatTemplate.read(opened, template)  # its process starts while the model is loaded
-        session = Session(opened, device, threads, not no_native)
-        for sentence in slowdowns(opened, device) if not no_native else ():
+        session = Session(opened, settings)
+        for sentence in slowdowns(opened, settings):
             remark(sentence)
-        sampler = Sampler.of(opened, **sampling)
+        sampler = Sampler.of(opened, **sampling or {})
         conversation = Chat(session, None, found, system=system, sampler=sampler, max_tokens=max_tokens)
         if interactive := sys.stdin.isatty():
             remark(f"{opened.name}: type a message and press return; /help lists the commands, Ctrl-D ends")

@@ -18,7 +18,6 @@ import typer
 from ..errors import DiffbitError, how_to_install
 from ..files import folder_name
 from ..progress import set_quiet
-from ..settings import Sampling
 from .output import remark
 
 if TYPE_CHECKING:
@@ -42,13 +41,6 @@ Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the output folder, which stays until the new one is complete.")
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Random seed.")]
-NoNative = Annotated[
-    bool, typer.Option("--no-native", help="Run portable ONNX functions instead of the native library's operators.")
-]
-Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads; default: one per physical core.")]
-Device = Annotated[
-    Literal["cpu", "cuda"], typer.Option("--device", help="Device to run on; cuda fails if CUDA is not available.")
-]
 TorchDevice = Annotated[
     Literal["auto", "cpu", "cuda"], typer.Option("--device", help="Device for torch; auto: cuda if it is available.")
 ]
@@ -68,47 +60,58 @@ Length = Annotated[
 ]
 
 
-def with_sampling(of_model: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator of a command: replaces its parameter `sampling`, a dictionary, by an option for each field of Sampling.
+def with_settings(
+    kind: type, parameter: str, of_model: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator of a command: replaces its parameter, of a dataclass of settings.py, by an option for each field.
 
-    of_model: an option that is not given is None, for the model's own setting.
+    of_model: the command gets a dictionary of what was given; the model has settings for the rest.
     """
+    options = {option.metadata.get("flag", option.name): option for option in dataclasses.fields(kind)}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
-        options = dataclasses.fields(Sampling)
 
         def run(**values: Any) -> None:
-            sampling = {option.name: values.pop(option.name) for option in options}
-            if sampling["logit_bias"] is not None:
-                sampling["logit_bias"] = _biases(sampling["logit_bias"])
-            command(**values, sampling={name: value for name, value in sampling.items() if value is not None})
+            given = {options[name].name: _read(options[name], values.pop(name)) for name in options}
+            given = {name: value for name, value in given.items() if value is not None}
+            command(**values, **{parameter: given if of_model else kind(**given)})
 
         parameters: list[inspect.Parameter] = []
-        for parameter in signature.parameters.values():
-            added = [_option(option, of_model) for option in options] if parameter.name == "sampling" else [parameter]
-            parameters += added
+        for one in signature.parameters.values():
+            added = [_parameter(name, option, of_model) for name, option in options.items()]
+            parameters += added if one.name == parameter else [one]
         run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        run.__annotations__ = {one.name: one.annotation for one in parameters}
         return run
 
     return decorate
 
 
-def _option(option: dataclasses.Field[Any], of_model: bool) -> inspect.Parameter:
-    """The option for a field of Sampling."""
+def _parameter(name: str, option: dataclasses.Field[Any], of_model: bool) -> inspect.Parameter:
+    """The parameter for a field of settings."""
     kind: Any = type(option.default) if option.default not in (dataclasses.MISSING, None) else int
     default, metavar = option.default, None
+    if "flag" in option.metadata:
+        default = not option.default
+    if "choices" in option.metadata:
+        kind = Literal[option.metadata["choices"]]
     if option.name == "logit_bias":
         kind, default, metavar = list[str], None, "ID=BIAS"
-    name = f"--{option.name.replace('_', '-')}"
     shown: Any = Annotated[
         kind | None if of_model or default is None else kind,
-        typer.Option(name, help=option.metadata["help"], metavar=metavar),
+        typer.Option(f"--{name.replace('_', '-')}", help=option.metadata["help"], metavar=metavar),
     ]
     kept = None if of_model else default
-    return inspect.Parameter(option.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=kept, annotation=shown)
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=kept, annotation=shown)
+
+
+def _read(option: dataclasses.Field[Any], value: Any) -> Any:
+    """The field's value of an option's."""
+    if "flag" in option.metadata:
+        return not value
+    return _biases(value) if option.name == "logit_bias" and value is not None else value
 
 
 def _biases(texts: Sequence[str]) -> dict[int, float]:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ..errors import DiffbitError
+from ..settings import Sampling, SessionOptions
 from .options import (
     ArtifactPath,
-    Device,
     Json,
-    NoNative,
     Quiet,
-    Threads,
     as_artifacts,
-    with_sampling,
+    with_settings,
 )
 from .output import print_error, print_json, remark, speed
 
@@ -27,12 +25,13 @@ EXAMPLES = (
 )
 
 
-@with_sampling()
+@with_settings(Sampling, "sampling")
+@with_settings(SessionOptions, "settings")
 def run(
     artifact: ArtifactPath,
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; - or nothing: read it from stdin.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum number of tokens to generate.")] = 64,
-    sampling: dict[str, Any] = {},  # noqa: B006 (with_sampling passes it)
+    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
     stop: Annotated[list[str] | None, typer.Option(help="Stop when this text has been generated; repeatable.")] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Send the prompt as a message to a chat model; for more, see `diffbit chat`.")
@@ -40,9 +39,7 @@ def run(
     interactive: Annotated[
         bool, typer.Option("--interactive", "-i", help="Ask for prompts until the end of input (Ctrl-D).")
     ] = False,
-    threads: Threads = None,
-    device: Device = "cpu",
-    no_native: NoNative = False,
+    settings: SessionOptions = SessionOptions(),  # noqa: B008 (frozen)
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -56,11 +53,11 @@ def run(
         raise DiffbitError("--interactive asks for prompts and prints plain text; leave out the prompt and --json")
     if sys.stdin is None and (interactive or prompt in (None, "-")):
         raise DiffbitError("there is no prompt and stdin is closed; pass the prompt as an argument")
-    sampler = Sampler(**sampling)
-    with as_artifacts([artifact], device) as (opened,):
-        session = Session(opened, device, threads, not no_native)
+    sampler = Sampler(sampling)
+    with as_artifacts([artifact], settings.device) as (opened,):
+        session = Session(opened, settings)
         tokenizer = Tokenizer(session.artifact.file("tokenizer.json"))
-        for sentence in slowdowns(session.artifact, device) if not no_native else ():
+        for sentence in slowdowns(session.artifact, settings):
             remark(sentence)
 
         def answer(text: str) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import DiffbitError
-from .options import Data, Device, Field, Json, Length, MaxWindows, NoNative, Quiet, Threads
+from ..settings import SessionOptions
+from .options import Data, Field, Json, Length, MaxWindows, Quiet, with_settings
 from .output import print_json, print_table, verification_dict
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ EXAMPLES = (
 )
 
 
+@with_settings(SessionOptions, "settings")
 def verify(
     artifact: Annotated[Path, typer.Argument(help="Folder written by `diffbit export`.")],
     checkpoint: Annotated[
@@ -40,9 +42,7 @@ def verify(
     field: Field = "text",
     max_windows: MaxWindows = 8,
     length: Length = None,
-    threads: Threads = None,
-    device: Device = "cpu",
-    no_native: NoNative = False,
+    settings: SessionOptions = SessionOptions(),  # noqa: B008 (frozen)
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -55,17 +55,17 @@ def verify(
 
     if tokens and checkpoint is None:
         raise DiffbitError("--tokens needs --checkpoint")
-    result = verify_artifact(artifact, device, threads, not no_native)
-    report = verification_dict(artifact, device, result)
+    result = verify_artifact(artifact, settings)
+    report = verification_dict(artifact, settings.device, result)
     if checkpoint is not None and result.passed:
-        session = Session(artifact, device, threads, not no_native)
+        session = Session(artifact, settings)
         report |= _compare(session, artifact, checkpoint, data, field, max_windows, length, tokens)
         report["passed"] = all(report[part]["passed"] for part in ("checkpoint", "greedy") if part in report)
     if as_json:
         print_json(report)
     else:
         operators = "native kernels" if result.native else "portable ONNX functions"
-        print_table(report["checks"], title=f"{artifact} on {device}, {operators}")
+        print_table(report["checks"], title=f"{artifact} on {settings.device}, {operators}")
         if "checkpoint" in report:
             print_table([report["checkpoint"]], title=f"against {checkpoint}")
         if "greedy" in report:

@@ -1,5 +1,6 @@
-"""Settings as values: how tokens are sampled. Each is a field of a frozen dataclass, and everything that takes it (the
-command line, the server, generation_config.json, Python) reads the field: its default, its range and its help.
+"""Settings as values: how a session runs, and how tokens are sampled. Each is a field of a frozen dataclass, and
+everything that takes it (the command line, the server, generation_config.json, Python) reads the field: its default,
+its range and its help.
 
 It imports nothing heavy, because every command's --help reads it.
 """
@@ -8,12 +9,35 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
 from .errors import DiffbitError
 
 MOST_BIAS = 1000.0
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """How an artifact runs (runtime/session.py). `Session`, `verify` and `bench` take one, or its fields by name."""
+
+    threads: int | None = field(default=None, metadata={"help": "CPU threads; default: one per physical core."})
+    device: str = field(
+        default="cpu",
+        metadata={"help": "Device to run on; cuda fails if CUDA is not available.", "choices": ("cpu", "cuda")},
+    )
+    native: bool = field(
+        default=True,
+        metadata={
+            "help": "Run portable ONNX functions instead of the native library's operators.",
+            "flag": "no_native",
+        },
+    )
+
+    @classmethod
+    def of(cls, options: SessionOptions | None, given: Mapping[str, Any]) -> SessionOptions:
+        """Return `options`, or the defaults, with the fields that are `given`."""
+        return replace(options or cls(), **given)
 
 
 def _number(default: Any, low: float, high: float, wanted: str, help: str, model: Any = None) -> Any:

@@ -27,7 +27,7 @@ PROMPT, NEW, ROUNDS = 128, 64, 3
 
 
 def artifact_row(path: Path, threads: int) -> dict[str, Any]:
-    found = bench(path, PROMPT, NEW, 3, threads)
+    found = bench(path, PROMPT, NEW, 3, threads=threads)
     return {
         "size": found["model_bytes"],
         "prefill": found["prefill_tokens_per_s"],

@@ -9,7 +9,7 @@ Importing this package needs only numpy: ONNX Runtime is loaded with the first s
 
 from __future__ import annotations
 
-from ..settings import Sampling
+from ..settings import Sampling, SessionOptions
 from .artifact import FILE_BYTES, MANIFEST, Artifact
 from .bench import bench
 from .chat import MAX_TOKENS, Chat, Reply
@@ -38,6 +38,7 @@ __all__ = [
     "Sampler",
     "Sampling",
     "Session",
+    "SessionOptions",
     "TextOutput",
     "TextStream",
     "Tokenizer",

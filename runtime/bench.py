@@ -12,12 +12,14 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..errors import DiffbitError
+from ..settings import SessionOptions
 from .artifact import Artifact
 from .driver import Driver
 from .processes import python
@@ -29,12 +31,13 @@ def bench(
     prompt_tokens: int = 128,
     new_tokens: int = 64,
     repeats: int = 3,
-    threads: int | None = None,
-    device: str = "cpu",
-    native: bool = True,
+    options: SessionOptions | None = None,
+    *,
     memory: int | None = None,
+    **given: Any,
 ) -> dict[str, Any]:
-    """Run the artifact at `path` in a new process. Returns a flat dict with the arguments and
+    """Run the artifact at `path` in a new process, as a session with these options (SessionOptions, or its fields by
+    name). Returns a flat dict with the arguments and
 
         model_bytes               size of all files on disk
         load_s                    seconds to read the files and optimize the graph
@@ -64,7 +67,8 @@ def bench(
             f"{path}: {prompt_tokens} prompt tokens and {new_tokens} new ones do not fit the context of "
             f"{artifact.context_length}; ask for fewer"
         )
-    request = json.dumps([str(path), prompt_tokens, new_tokens, repeats, threads, device, native])
+    how = asdict(SessionOptions.of(options, given))
+    request = json.dumps([str(path), prompt_tokens, new_tokens, repeats, how])
     done = subprocess.run(python(__name__, "_child"), input=request, capture_output=True, text=True)
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
@@ -86,18 +90,16 @@ def _child() -> None:
         print(json.dumps({"error": str(error)}))
 
 
-def _measure(
-    path: str, prompt_tokens: int, new_tokens: int, repeats: int, threads: int | None, device: str, native: bool
-) -> dict[str, Any]:
-    artifact = Artifact.open(path)
+def _measure(path: str, prompt_tokens: int, new_tokens: int, repeats: int, how: dict[str, Any]) -> dict[str, Any]:
+    artifact, options = Artifact.open(path), SessionOptions(**how)
     driver = None
-    if device == "cuda":
+    if options.device == "cuda":
         with contextlib.suppress(OSError, DiffbitError):  # without a driver or a GPU, opening the session says why
             driver = Driver()
     before = driver.used_memory() if driver else 0
     peak_device = 0
     started = time.perf_counter()
-    session = Session(artifact, device, threads, native)
+    session = Session(artifact, options)
     load = time.perf_counter() - started
     prompt = np.random.default_rng(0).integers(0, artifact.vocab_size, (1, prompt_tokens))
     prefills, decodes = [], []
@@ -115,8 +117,8 @@ def _measure(
     prefill, decode = statistics.median(prefills[1:]), statistics.median(decodes[1:])
     return {
         "artifact": artifact.name,
-        "device": device,
-        "threads": threads,
+        "device": options.device,
+        "threads": options.threads,
         "native": session.native,
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..errors import DiffbitError
+from ..settings import SessionOptions
 from .artifact import Artifact
 from .external import check_external
 from .native import cuda_architectures
@@ -71,19 +72,19 @@ class Session:
     or an installation without the library, runs their portable bodies: the same results, but slower. `threads` is the
     size of ONNX Runtime's pool; None: one per physical core. Opening checks the sizes of the files (`diffbit verify`
     checks their hashes) and compares the graph's inputs and outputs with the manifest. Raises DiffbitError if something
-    does not match, or if the model cannot run on the device.
+    does not match, or if the model cannot run on the device. `options`, or fields of SessionOptions by name.
     """
 
-    def __init__(
-        self, artifact: Artifact | str | Path, device: str = "cpu", threads: int | None = None, native: bool = True
-    ) -> None:
+    def __init__(self, artifact: Artifact | str | Path, options: SessionOptions | None = None, **given: Any) -> None:
+        options = SessionOptions.of(options, given)
+        device = options.device
         self.artifact = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
         self.artifact.check_files(hashes=False)
         self.device = device
         check_external(self.artifact)
         self._model = self.artifact.file(self.artifact.graph)
-        library = _library(device) if native else None
-        self._session = open_session(self._model, device, threads, library)
+        library = _library(device) if options.native else None
+        self._session = open_session(self._model, device, options.threads, library)
         self.native = library is not None
         self.chunk = GPU_CHUNK if self.native and device == "cuda" else CHUNK
         self._buffers = self.artifact.cache.buffers
@@ -347,8 +348,11 @@ class Session:
                     )
 
 
-def slowdowns(artifact: Artifact, device: str) -> list[str]:
-    """Reasons why the artifact runs slower on this device than it could, one sentence each."""
+def slowdowns(artifact: Artifact, options: SessionOptions) -> list[str]:
+    """Reasons why the artifact runs slower than it could, one sentence each; none where it was asked to."""
+    device = options.device
+    if not options.native:
+        return []
     if _library(device) is None:
         if device == "cpu":
             return ["no native library in this installation (it was made without a C++ compiler): slower"]

@@ -18,10 +18,12 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..errors import DiffbitError
+from ..settings import SessionOptions
 from .artifact import TOKENIZER, Artifact, artifact_folder
 from .external import check_external
 from .processes import python
@@ -61,12 +63,14 @@ class Verification:
         return tuple(check for check in self.checks if not check.passed)
 
 
-def verify(path: str | Path, device: str = "cpu", threads: int | None = None, native: bool = True) -> Verification:
-    """Check the artifact at `path` on `device`, with or without the native library.
+def verify(path: str | Path, options: SessionOptions | None = None, **given: Any) -> Verification:
+    """Check the artifact at `path`, as a session with these options runs it (SessionOptions, or its fields by name).
 
     Failed checks are part of the result. Raises DiffbitError only if the checks cannot run: no such folder, no such
     device, no ONNX Runtime.
     """
+    options = SessionOptions.of(options, given)
+    device = options.device
     path = artifact_folder(path)
     if not path.is_dir():
         raise DiffbitError(f"{path}: no such artifact folder")
@@ -92,7 +96,7 @@ def verify(path: str | Path, device: str = "cpu", threads: int | None = None, na
             return Verification(path, device, tuple(checks))
 
     golden = artifact.golden
-    session = Session(artifact, device, threads, native)
+    session = Session(artifact, options)
     *prompt, last = golden.input_ids  # the last token is run alone: its call reads the cache that the others wrote
     if prompt:
         session.prefill([prompt])

@@ -22,7 +22,7 @@ from typer.main import get_command
 
 from diffbit.cli.app import app, main
 from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
-from diffbit.runtime import Session
+from diffbit.runtime import Session, SessionOptions
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
@@ -284,10 +284,10 @@ def test_an_artifact_for_a_gpu_is_fp16(
     assert stopped.value.code == 0
     assert json.loads((out / "diffbit.json").read_text())["dtype"] == "fp16"
 
-    def here(artifact: Path, device: str, threads: int | None, native: bool) -> Session:
+    def here(artifact: Path, options: SessionOptions) -> Session:
         return Session(artifact, threads=1)
 
-    def bench_here(artifact: Path, *arguments: object) -> dict[str, object]:
+    def bench_here(artifact: Path, *arguments: object, **more: object) -> dict[str, object]:
         return {"artifact": artifact.name}
 
     monkeypatch.setattr("diffbit.runtime.Session", here)

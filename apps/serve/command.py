@@ -10,8 +10,9 @@ from typing import Annotated
 
 import typer
 
-from ...cli import ArtifactPaths, Device, NoNative, Quiet, Threads, as_artifacts, remark
+from ...cli import ArtifactPaths, Quiet, as_artifacts, remark, with_settings
 from ...errors import DiffbitError, MissingDependency
+from ...settings import SessionOptions
 
 EXAMPLES = {
     "serve": (
@@ -23,6 +24,7 @@ DRAIN_SECONDS = 60
 KEY = "DIFFBIT_API_KEY"
 
 
+@with_settings(SessionOptions, "settings")
 def serve(
     artifacts: ArtifactPaths,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all of them.")] = "127.0.0.1",
@@ -36,9 +38,7 @@ def serve(
         typer.Option(help="Key that clients must send; the environment variable is safer, as `ps` does not show it.",
                      envvar=KEY, show_envvar=True),
     ] = None,
-    threads: Threads = None,
-    device: Device = "cpu",
-    no_native: NoNative = False,
+    settings: SessionOptions = SessionOptions(),  # noqa: B008 (frozen)
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the address as a line of JSON, once the server listens there.")
     ] = False,
@@ -63,11 +63,8 @@ def serve(
     key = os.environ.get(KEY) if api_key is None else api_key  # typer takes an empty variable for none
     if key is not None and not key.strip():
         raise DiffbitError(f"the API key is empty, so that every request would be served; set one, or unset {KEY}")
-    with _bound(host, port) as listening, as_artifacts(artifacts, device) as opened:
-        models = [
-            Served(Artifact.open(path), device=device, threads=threads, native=not no_native, rows=rows, queue=queue)
-            for path in opened
-        ]
+    with _bound(host, port) as listening, as_artifacts(artifacts, settings.device) as opened:
+        models = [Served(Artifact.open(path), settings, rows=rows, queue=queue) for path in opened]
         server = Server(models, key)
         for model in models:
             at_once = model.engine.rows.count

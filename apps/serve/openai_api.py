@@ -19,7 +19,17 @@ from typing import Any
 
 from ...errors import DiffbitError
 from ...files import folder_name
-from ...runtime import MAX_TOKENS, Artifact, ChatTemplate, Message, Sampler, Sampling, Session, Tokenizer
+from ...runtime import (
+    MAX_TOKENS,
+    Artifact,
+    ChatTemplate,
+    Message,
+    Sampler,
+    Sampling,
+    Session,
+    SessionOptions,
+    Tokenizer,
+)
 from ...tokenizer_files import TOKENIZER
 from .engine import Engine, Logprob, Piece, Request
 
@@ -49,9 +59,7 @@ class Refused(Exception):
 class Served:
     """A model, named after its folder, and the engine that runs it."""
 
-    def __init__(
-        self, artifact: Artifact, *, device: str, threads: int | None, native: bool, rows: int, queue: int
-    ) -> None:
+    def __init__(self, artifact: Artifact, options: SessionOptions, *, rows: int, queue: int) -> None:
         self.name, self.artifact, self.created = folder_name(artifact.path), artifact, int(time.time())
         self.template: ChatTemplate | None
         try:
@@ -62,7 +70,7 @@ class Served:
         special = {} if self.template is None else self.template.special_tokens
         eos = self.tokenizer.token_id(special.get("eos_token", ""))
         self.end_tokens = {*artifact.eos_token_ids, *(() if eos is None else (eos,))}
-        self.engine = Engine(Session(artifact, device, threads, native), self.tokenizer, rows=rows, queue=queue)
+        self.engine = Engine(Session(artifact, options), self.tokenizer, rows=rows, queue=queue)
 
     def prompt_of(self, messages: list[Message]) -> list[int]:
         if self.template is None:

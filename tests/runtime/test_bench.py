@@ -42,11 +42,11 @@ def test_peak_memory_is_the_childs_own(tmp_path: Path) -> None:
 def test_on_a_gpu_the_cards_memory_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver that finds 1000 bytes more in use each time it is asked; the model itself runs here."""
     install_driver(monkeypatch, tmp_path)
-    monkeypatch.setattr(bench_module, "Session", lambda artifact, device, threads, native: Session(artifact, threads=1))
-    row = bench_module._measure(str(random_toy().write(tmp_path / "a")), 4, 2, 3, 1, "cuda", True)
+    monkeypatch.setattr(bench_module, "Session", lambda artifact, options: Session(artifact, threads=1))
+    row = bench_module._measure(str(random_toy().write(tmp_path / "a")), 4, 2, 3, {"device": "cuda"})
     assert row["peak_device_memory_bytes"] == 4 * 1000  # after three repeats, and one to warm up
     assert row["peak_host_memory_bytes"] > 20 * 2**20
-    assert "peak_device_memory_bytes" not in bench_module._measure(str(tmp_path / "a"), 4, 2, 1, 1, "cpu", True)
+    assert "peak_device_memory_bytes" not in bench_module._measure(str(tmp_path / "a"), 4, 2, 1, {})
 
 
 def test_refusals(tmp_path: Path) -> None:

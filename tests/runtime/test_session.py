@@ -13,7 +13,7 @@ import onnx.parser
 import pytest
 
 from diffbit.errors import DiffbitError
-from diffbit.runtime import Artifact, Session, providers, slowdowns
+from diffbit.runtime import Artifact, Session, SessionOptions, providers, slowdowns
 from diffbit.runtime.driver import runs
 
 from .stand_in import compiled, install_driver
@@ -438,7 +438,7 @@ def test_which_device_gets_the_library(
     monkeypatch.setattr("diffbit.runtime.session.open_session", on_the_cpu)
     monkeypatch.setattr("diffbit.runtime.session.native_library", lambda: Path("libdiffbit_ops.so"))
     monkeypatch.setattr("diffbit.runtime.session.cuda_architectures", lambda: architectures)
-    session = Session(artifact, device, threads=1, native=native)
+    session = Session(artifact, device=device, threads=1, native=native)
     assert session.native == registered and given == [Path("libdiffbit_ops.so") if registered else None]
 
 
@@ -461,7 +461,7 @@ def test_what_is_slower_than_it_need_be(
 ) -> None:
     monkeypatch.setattr("diffbit.runtime.session.native_library", lambda: Path("libdiffbit_ops.so"))
     monkeypatch.setattr("diffbit.runtime.session.cuda_architectures", lambda: architectures)
-    sentences = slowdowns(Artifact.open(TOY.write(tmp_path / "a", dtype=dtype)), device)
+    sentences = slowdowns(Artifact.open(TOY.write(tmp_path / "a", dtype=dtype)), SessionOptions(device=device))
     if said is None:
         assert sentences == []
     else:

@@ -34,7 +34,7 @@ from diffbit.cli.app import main
 from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
 from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
-from diffbit.runtime import Artifact, Sampler, Session, Tokenizer, generate
+from diffbit.runtime import Artifact, Sampler, Session, SessionOptions, Tokenizer, generate
 
 STEP = 0.03  # seconds, where an answer must not end before the test does: other tests may hold the processors
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
@@ -242,7 +242,7 @@ def test_a_stream_whose_client_has_gone_is_cancelled(
     artifacts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the first event, which is no token yet, is being sent."""
-    model = Served(Artifact.open(artifacts["diff"]), device="cpu", threads=1, native=True, rows=1, queue=1)
+    model = Served(Artifact.open(artifacts["diff"]), SessionOptions(threads=1), rows=1, queue=1)
     slowed(model.engine)
     asked: list[Request] = []
     submit = model.engine.submit
@@ -302,7 +302,7 @@ def served(*paths: Path, **options: Any) -> Iterator[str]:
     """A server in a thread -> its address."""
     api_key, rows, slow = options.pop("api_key", None), options.pop("rows", 2), options.pop("slow", False)
     models = [
-        Served(Artifact.open(path), device="cpu", threads=1, native=True, rows=rows, queue=options.get("queue", 8))
+        Served(Artifact.open(path), SessionOptions(threads=1), rows=rows, queue=options.get("queue", 8))
         for path in paths
     ]
     for model in models if slow else ():
