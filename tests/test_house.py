@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,20 @@ LONG_SOURCES = {
     "csrc/cuda/int4.cu": "a kernel: its tiles, their loads and their products share registers and layouts",
     "csrc/cuda/ternary.cu": "a kernel: its tiles, their loads and their products share registers and layouts",
 }
+# The core's lines of Python, and each app's: at most
+MOST_OF_THE_CORE, MOST_OF_AN_APP = 22_400, 2_000
+LONG_APPS = {"evaluate": 2_700}
+MOST_NAMES = 25  # in a face
+WIDE_FACES = {"diffbit.quantize": 43}
+# Classes of one name in several files. Options is what each variant's file has to define
+SAME_CLASSES = {
+    "Body", "Engine", "Generation", "Graph", "Op", "Options", "Packed", "Place", "Rows", "Stored", "TensorInfo",
+}  # fmt: skip
+# Files of one name in the core. command.py is what each app has
+SAME_FILES = {
+    "artifact", "attention", "awq", "bench", "bitnet", "cache", "chat", "checkpoint", "decoder", "demand",
+    "diffbit", "gguf_file", "gptq", "graph", "hadamard", "processes", "softmax", "tokenizer", "verify",
+}  # fmt: skip
 # What apps import beside the rooms' faces: those of quantize and of the command line are too wide to take these in
 DEEP = {
     "diffbit.cli.options": {"CALIBRATION_WINDOWS", "completion", "modules", "of_formats"},
@@ -190,6 +205,37 @@ def test_apps_import_only_faces() -> None:
         deep |= found
     listed = {f"{module}.{name}" for module, names in DEEP.items() for name in names}
     assert deep == listed, f"apps use what a room's __all__ offers; the list differs by {sorted(deep ^ listed)}"
+
+
+def lines_of(files: Iterable[Path]) -> int:
+    return sum(len(file.read_text().splitlines()) for file in files)
+
+
+def test_the_core_and_each_app_stay_small() -> None:
+    core = lines_of(file for name, file in FILES.items() if room_of(name) != "apps")
+    assert core <= MOST_OF_THE_CORE, f"{core} lines in the core: let something go, or make it an app"
+    apps = {name.split(".")[2] for name in FILES if name.count(".") > 1 and room_of(name) == "apps"}
+    sizes = {app: lines_of((ROOT / "apps" / app).glob("*.py")) for app in apps}
+    long = {app: size for app, size in sizes.items() if size > LONG_APPS.get(app, MOST_OF_AN_APP)}
+    assert not long and all(sizes[app] > MOST_OF_AN_APP for app in LONG_APPS), sizes
+
+
+def test_faces_are_small() -> None:
+    wide = {room: len(names) for room, names in faces().items() if len(names) > MOST_NAMES}
+    assert wide.keys() == WIDE_FACES.keys() and all(wide[room] <= most for room, most in WIDE_FACES.items()), wide
+
+
+def test_one_name_is_one_thing() -> None:
+    """No two classes of one name, and no two files of one name in the core."""
+    classes: dict[str, int] = {}
+    for file in FILES.values():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] = classes.get(node.name, 0) + 1
+    assert {name for name, count in classes.items() if count > 1} == SAME_CLASSES
+    stems = [file.stem for name, file in FILES.items() if room_of(name) != "apps" and file.stem != "__init__"]
+    same = {stem for stem in stems if stems.count(stem) > 1}
+    assert same == SAME_FILES, same ^ SAME_FILES
 
 
 def test_the_check_of_apps_sees_deep_imports() -> None:
