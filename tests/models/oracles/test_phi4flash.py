@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -251,10 +252,11 @@ def test_an_interrupted_run_goes_on(folder: Path, tmp_path: Path, monkeypatch: p
             raise KeyboardInterrupt
         return exact(*arguments)
 
-    monkeypatch.setattr(gptq, "quantize", failing)
+    method = gptq.METHOD
+    monkeypatch.setattr(gptq, "METHOD", replace(method, round=failing))
     with pytest.raises(KeyboardInterrupt):
         quantize_checkpoint(folder, tmp_path / "half", scheme, method="gptq", calibration=TEXT)
-    monkeypatch.setattr(gptq, "quantize", exact)
+    monkeypatch.setattr(gptq, "METHOD", method)
     report = quantize_checkpoint(folder, tmp_path / "half", scheme, method="gptq", calibration=TEXT, resume=True)
     assert report.to_dict() == whole.to_dict()
     for file in (tmp_path / "whole").iterdir():
