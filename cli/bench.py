@@ -15,6 +15,7 @@ from .output import print_json, print_table, remark
 EXAMPLES = (
     "diffbit bench out/demo/diff_v1-onnx --prompt-tokens 64 --new-tokens 32 --threads 2",
     "diffbit bench out/demo/diff_v1-onnx --memory 512MB",
+    "diffbit bench out/demo/diff_v1-onnx --device webgpu",
 )
 
 
@@ -39,6 +40,7 @@ def bench(
     """Measure prefill and decode speed, peak memory and size of artifacts, each in its own process."""
     from ..runtime import Artifact, slowdowns
     from ..runtime import bench as bench_artifact
+    from ..runtime.providers import placement
 
     nbytes = None if memory is None else parse_size(memory)
     with as_artifacts(artifacts, settings.device) as opened:
@@ -52,6 +54,8 @@ def bench(
     if as_json:
         print_json(rows)
         return
+    for row in rows:
+        row["nodes"] = placement(row["nodes"]) or None
     # one column per artifact, because there are more figures than artifacts
     columns = [(f"{path}/", row) for path, row in zip(artifacts, rows, strict=True)]
     figures = [name for name in rows[0] if name != "artifact"]

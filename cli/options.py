@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ..devices import device_of
 from ..errors import DiffbitError, how_to_install
 from ..files import folder_name
 from ..progress import set_quiet
@@ -95,13 +96,14 @@ def _parameter(name: str, option: dataclasses.Field[Any], of_model: bool) -> ins
     default, metavar = option.default, None
     if "flag" in option.metadata:
         default = not option.default
-    if "choices" in option.metadata:
-        kind = Literal[option.metadata["choices"]]
+    complete = completion(option.metadata["complete"]) if "complete" in option.metadata else None
     if option.name == "logit_bias":
         kind, default, metavar = list[str], None, "ID=BIAS"
     shown: Any = Annotated[
         kind | None if of_model or default is None else kind,
-        typer.Option(f"--{name.replace('_', '-')}", help=option.metadata["help"], metavar=metavar),
+        typer.Option(
+            f"--{name.replace('_', '-')}", help=option.metadata["help"], metavar=metavar, autocompletion=complete
+        ),
     ]
     kept = None if of_model else default
     return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=kept, annotation=shown)
@@ -230,6 +232,7 @@ def as_artifacts(paths: Sequence[Path], device: str) -> Iterator[list[Path]]:
     from ..gguf_file import find_gguf
     from ..runtime.artifact import MANIFEST
 
+    target = device_of(device).target
     with TemporaryDirectory(prefix="diffbit-") as folder:
         found = []
         for index, path in enumerate(paths):
@@ -244,9 +247,9 @@ def as_artifacts(paths: Sequence[Path], device: str) -> Iterator[list[Path]]:
                     f"{how_to_install('lab')}, or run `diffbit export {path} -o ARTIFACT` on another machine and pass "
                     "ARTIFACT"
                 ) from None
-            target = Path(folder) / str(index) / folder_name(path)
-            export_artifact(path, target, dtype=dtype_for(device), device=device)
-            command = f"diffbit export {path} -o FOLDER{' --device cuda' if device == 'cuda' else ''}"
+            artifact = Path(folder) / str(index) / folder_name(path)
+            export_artifact(path, artifact, dtype=dtype_for(target), device=target)
+            command = f"diffbit export {path} -o FOLDER{'' if target == 'cpu' else f' --device {target}'}"
             remark(f"{path}: exported to a temporary folder; to keep the artifact: {command}")
-            found.append(target)
+            found.append(artifact)
         yield found

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
+from .devices import ANY, DEVICES
 from .errors import DiffbitError
 
 MOST_BIAS = 1000.0
@@ -24,7 +25,11 @@ class SessionOptions:
     threads: int | None = field(default=None, metadata={"help": "CPU threads; default: one per physical core."})
     device: str = field(
         default="cpu",
-        metadata={"help": "Device to run on; cuda fails if CUDA is not available.", "choices": ("cpu", "cuda")},
+        metadata={
+            "help": "Device to run on: cpu, cuda, webgpu (any GPU), openvino[:cpu|gpu|npu] (Intel), or provider:NAME, "
+            "an execution provider of ONNX Runtime. It fails where the device is not available.",
+            "complete": (*DEVICES, ANY),
+        },
     )
     native: bool = field(
         default=True,

@@ -50,6 +50,7 @@ def bench(
         peak_host_memory_bytes    resident memory of the process, Python included; None on Windows
         peak_device_memory_bytes  only on cuda: growth of the GPU memory in use since before the model was loaded,
                                   without the CUDA context; it includes what other processes allocate meanwhile
+        nodes                     {provider: {operator: count}}: where ONNX Runtime has placed the graph's nodes
         longest_context_tokens    only if `memory` (bytes) is given: the longest sequence whose cache fits into it
                                   beside the model's files, even beyond the artifact's context; None where the cache
                                   does not grow
@@ -132,6 +133,7 @@ def _measure(path: str, prompt_tokens: int, new_tokens: int, repeats: int, how: 
         "kv_bytes_per_1k_tokens": artifact.cache.bytes_per_1k_tokens,
         "kv_fixed_bytes": artifact.cache.fixed_bytes,
         "peak_host_memory_bytes": peak_memory(),
+        "nodes": session.nodes,
     } | ({"peak_device_memory_bytes": peak_device} if driver else {})
 
 

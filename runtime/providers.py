@@ -1,29 +1,35 @@
 """Imports ONNX Runtime when the first session is opened, and opens sessions that run on the requested device.
 
 The CPU and the GPU wheel of ONNX Runtime overwrite each other's files, so neither is a base dependency. ONNX Runtime
-falls back to the CPU with a warning when CUDA is not available; `open_session` fails instead.
+falls back to the CPU with a warning when a device is not available, or has no kernel for a node; `open_session` fails
+instead. devices.py has the table of devices.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import io
 import os
 import re
 import sys
+from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from ..devices import Device, device_of
 from ..errors import DiffbitError
 from ..ops.schema import OPS
 from .driver import Driver, runs, version_text
 from .native import cuda_architectures
 
-DEVICES = ("cpu", "cuda")
+CPU = "CPUExecutionProvider"
 DRIVERS = {12: 525, 13: 580}  # CUDA version -> the oldest driver that runs it
 FIRST_FOR_CUDA_13 = "1.27"  # of onnxruntime-gpu's wheels on PyPI; older ones are for CUDA 12
 MAX_THREADS = 512  # ONNX Runtime does not limit the number, and hangs with too many
@@ -34,6 +40,13 @@ COMPUTE = {
     *("MatMul", "Gemm", "FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"),
     *("MatMulNBits", "MatMulBnb4", "Softmax", "Attention", "MultiHeadAttention", "GroupQueryAttention"),
     *(op.named(index) for op in OPS for index in range(op.names)),
+}
+# The operators that compute shapes, positions and masks from integers, a few bytes a token. No low-bit weight or cache
+# does without another one (Round, BitShift, MatMulInteger), so their nodes are not taken for these.
+SHAPES = {
+    *("Shape", "Size", "Gather", "Concat", "Slice", "Squeeze", "Unsqueeze", "Reshape", "Range", "Cast", "Expand"),
+    *("Add", "Sub", "Mul", "Div", "Max", "Min", "Where", "And", "Or", "Not", "Equal", "Less", "LessOrEqual"),
+    *("Greater", "GreaterOrEqual", "ConstantOfShape", "ReduceSum", "ReduceMax", "CumSum"),
 }
 
 
@@ -92,21 +105,54 @@ def onnxruntime() -> ModuleType:
 
 
 def open_session(model: Path, device: str, threads: int | None, library: Path | None = None) -> OrtSession:
-    """An `onnxruntime.InferenceSession` for the file `model` that runs on `device` ("cpu" or "cuda").
+    """An `onnxruntime.InferenceSession` for the file `model` that runs on `device` (devices.py has their names).
 
     `threads` is the size of the intra-op pool; None: one per physical core. `library` holds kernels for diffbit's
     operators (native.py); without it their bodies run. Raises DiffbitError if the device, its driver or its memory
-    does not suffice, or if ONNX Runtime would compute on the CPU instead of the GPU.
+    does not suffice, or if ONNX Runtime would compute on the CPU instead of the device.
     """
-    if device not in DEVICES:
-        raise DiffbitError(f"device {device!r} is unknown; choose one of {', '.join(DEVICES)}")
+    row = device_of(device)
     if threads is not None and not 1 <= threads <= MAX_THREADS:
         raise DiffbitError(f"threads is {threads}, wanted 1 to {MAX_THREADS}")
     ort = onnxruntime()
+    options = _options(ort, threads, library)
+    if row.provider != CPU:
+        ort.set_default_logger_severity(4)  # for the provider's messages outside a session
+    providers = _providers(ort, row, options)
+    if row.name == "cuda":
+        # preload_dlls finds CUDA libraries installed as wheels. It prints the missing ones; a library must not print
+        if hasattr(ort, "preload_dlls"):
+            with contextlib.redirect_stdout(io.StringIO()):
+                ort.preload_dlls()
+        _check_card(ort, library)
+    try:
+        session: OrtSession = ort.InferenceSession(str(model), options, providers=providers, enable_fallback=0)
+    except Exception as error:  # ONNX Runtime's exceptions have no base of their own
+        if out_of_memory(error):
+            raise DiffbitError(f"{model}: does not fit into the memory of device {device}") from None
+        if why := _why_not(ort, row, str(error)):
+            raise DiffbitError(_cannot_start(ort, row, why)) from None
+        raise DiffbitError(f"{model}: ONNX Runtime {ort.__version__} cannot load it ({_first_line(error)})") from None
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)  # returns memory used for loading to the system; glibc would keep several bytes per ternary weight
+    if row.provider not in (active := session.get_providers()):
+        why = why_no_cuda(ort) or f"it offers {', '.join(active)}" if row.name == "cuda" else row.needs
+        raise DiffbitError(_cannot_start(ort, row, why))
+    if stray := _on_cpu(row, node_counts(session)):
+        raise DiffbitError(
+            f"{model}: device {device} was requested, but ONNX Runtime {ort.__version__} would run these of its "
+            f"operators on the CPU: {', '.join(stray)}; run with device cpu, or export with other formats"
+        )
+    return session
+
+
+def _options(ort: ModuleType, threads: int | None, library: Path | None) -> Any:
+    """onnxruntime.SessionOptions, without a provider."""
     options = ort.SessionOptions()
     options.log_severity_level = 4  # errors arrive as exceptions; warnings are for ONNX Runtime's developers
     options.inter_op_num_threads = 1
     options.enable_mem_pattern = False  # it keeps a plan for each prompt length: 12 MB more, and no faster
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     if threads is not None:
         options.intra_op_num_threads = threads
     if library is not None:
@@ -117,56 +163,83 @@ def open_session(model: Path, device: str, threads: int | None, library: Path | 
                 f"{library}: ONNX Runtime {ort.__version__} cannot use diffbit's native library "
                 f"({_first_line(error)}); install diffbit again, or run without it (--no-native)"
             ) from None
-    providers = ["CPUExecutionProvider"]
-    if device == "cuda":
-        ort.set_default_logger_severity(4)  # for the provider's messages outside a session
-        _require_cuda(ort)
-        _check_card(ort, library)
-        providers.insert(0, "CUDAExecutionProvider")
-        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-    try:
-        session: OrtSession = ort.InferenceSession(str(model), options, providers=providers, enable_fallback=0)
-    except Exception as error:  # ONNX Runtime's exceptions have no base of their own
-        if out_of_memory(error):
-            raise DiffbitError(f"{model}: does not fit into the memory of device {device}") from None
-        if device == "cuda" and "CUDA" in str(error) and (why := why_no_cuda(ort)):
-            raise DiffbitError(_no_cuda(ort, why)) from None
-        raise DiffbitError(f"{model}: ONNX Runtime {ort.__version__} cannot load it ({_first_line(error)})") from None
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
-        trim(0)  # returns memory used for loading to the system; glibc would keep several bytes per ternary weight
-    if device == "cuda":
-        active = session.get_providers()
-        if "CUDAExecutionProvider" not in active:
-            raise DiffbitError(_no_cuda(ort, why_no_cuda(ort) or f"it offers {', '.join(active)}"))
-        if stray := compute_on_cpu(session):
-            raise DiffbitError(
-                f"{model}: device cuda was requested, but ONNX Runtime {ort.__version__} would run these of its "
-                f"operators on the CPU: {', '.join(sorted(stray))}; run with device cpu, or export with other formats"
-            )
-    return session
+    return options
 
 
-def compute_on_cpu(session: OrtSession) -> set[str]:
-    """Operator types of COMPUTE that a session placed on the CPU; empty if ONNX Runtime (< 1.24) does not report it.
-
-    The session must have been made with `session.record_ep_graph_assignment_info` = 1.
-    """
-    assignment = getattr(session, "get_provider_graph_assignment_info", list)
-    parts = [part for part in assignment() if part.ep_name == "CPUExecutionProvider"]
-    return {node.op_type for part in parts for node in part.get_nodes()} & COMPUTE
-
-
-def _require_cuda(ort: ModuleType) -> None:
+def _providers(ort: ModuleType, device: Device, options: Any) -> list[Any] | None:
+    """What to pass as `providers` for a device; None: a plugin has been added to the options instead."""
+    if device.provider == CPU:
+        return [CPU]
+    if device.plugin is not None and find_spec(device.plugin) is not None:
+        options.add_provider_for_devices([_plugin_device(ort, device)], {})
+        return None
     available = ort.get_available_providers()
-    if "CUDAExecutionProvider" not in available:
+    if device.built_in and device.provider in available:
+        return [(device.provider, dict(device.options)), CPU]
+    plugin = "" if device.built_in else " as a plugin"
+    raise DiffbitError(
+        f"device {device.name} needs ONNX Runtime's {device.provider}{plugin}; the installed wheel has "
+        f"{', '.join(available)}: {device.install}"
+    )
+
+
+def _plugin_devices(ort: ModuleType, provider: str) -> list[Any]:
+    """The devices (onnxruntime.OrtEpDevice) of a provider whose plugin has been registered."""
+    devices: list[Any] = getattr(ort, "get_ep_devices", list)()
+    return [one for one in devices if one.ep_name == provider and "library_path" in one.ep_metadata]
+
+
+def _plugin_device(ort: ModuleType, device: Device) -> Any:
+    """The plugin's device. Raises DiffbitError if it has none here."""
+    if not _plugin_devices(ort, device.provider):
+        _register(str(device.plugin))
+    for one in _plugin_devices(ort, device.provider):
+        return one
+    raise DiffbitError(_cannot_start(ort, device, device.needs))
+
+
+@functools.cache  # a second registration would end in a crash
+def _register(plugin: str) -> None:
+    try:
+        onnxruntime().register_execution_provider_library(plugin, resolve_name(f"{plugin}:get_library_path")())
+    except Exception as error:  # ONNX Runtime's exceptions have no base of their own
+        package = plugin.replace("_", "-")
         raise DiffbitError(
-            "device cuda needs ONNX Runtime's CUDAExecutionProvider; the installed wheel has "
-            f"{', '.join(available)}: pip uninstall onnxruntime, then pip install 'onnxruntime-gpu[cuda,cudnn]'"
-        )
-    # preload_dlls finds CUDA libraries installed as wheels. It prints the missing ones; a library must not print
-    if hasattr(ort, "preload_dlls"):
-        with contextlib.redirect_stdout(io.StringIO()):
-            ort.preload_dlls()
+            f"ONNX Runtime {onnxruntime().__version__} cannot use the plugin {package} ({_first_line(error)}); "
+            f"pip install --upgrade onnxruntime {package}"
+        ) from None
+
+
+def computes_on_cpu(device: str) -> bool:
+    """Whether a session on this GPU runs on a driver that computes on the CPU, such as SwiftShader."""
+    row, ort = device_of(device), onnxruntime()
+    kinds = {one.device.type for one in _plugin_devices(ort, row.provider)} if row.memory != "cpu" else set()
+    return bool(kinds) and kinds == {ort.OrtHardwareDeviceType.CPU}
+
+
+def node_counts(session: OrtSession) -> dict[str, dict[str, int]]:
+    """{provider: {operator: nodes}}: what ONNX Runtime placed where; empty if it (< 1.24) does not report it."""
+    counts: dict[str, Counter[str]] = {}
+    for part in getattr(session, "get_provider_graph_assignment_info", list)():
+        counts.setdefault(part.ep_name, Counter()).update(node.op_type for node in part.get_nodes())
+    return {provider: dict(count.most_common()) for provider, count in counts.items()}
+
+
+def placement(nodes: dict[str, dict[str, int]]) -> str:
+    """Describe node counts: the nodes of each provider, and the operators on the CPU beside another one."""
+    texts = []
+    for provider, counts in nodes.items():
+        operators = ", ".join(f"{operator} {count}" for operator, count in counts.items())
+        shown = f" ({operators})" if provider == CPU and len(nodes) > 1 else ""
+        texts.append(f"{provider} {sum(counts.values())}{shown}")
+    return "; ".join(texts)
+
+
+def _on_cpu(device: Device, nodes: dict[str, dict[str, int]]) -> list[str]:
+    """The operators on the CPU that should run on the device."""
+    operators = nodes.get(CPU, {}).keys()
+    stray = {"any": set[str](), "no products": operators & COMPUTE, "shapes": operators - SHAPES}[device.on_cpu]
+    return sorted(stray)
 
 
 def _check_card(ort: ModuleType, library: Path | None) -> None:
@@ -194,11 +267,25 @@ def _check_card(ort: ModuleType, library: Path | None) -> None:
         )
 
 
-def _no_cuda(ort: ModuleType, why: str) -> str:
+def _cannot_start(ort: ModuleType, device: Device, why: str) -> str:
     return (
-        f"device cuda was requested, but ONNX Runtime {ort.__version__} cannot start its CUDAExecutionProvider: {why}; "
-        "or run with device cpu"
+        f"device {device.name} was requested, but ONNX Runtime {ort.__version__} cannot start its {device.provider}: "
+        f"{why}; or run with device cpu"
     )
+
+
+def _why_not(ort: ModuleType, device: Device, error: str) -> str | None:
+    """Why a session's device cannot start; None if the error is about the model."""
+    if device.name == "cuda" and "CUDA" in error:
+        return why_no_cuda(ort)
+    if device.name == "webgpu" and "adapter" in error:
+        try:
+            ctypes.CDLL("libvulkan.so.1")
+        except OSError:
+            if sys.platform == "linux":
+                return "libvulkan.so.1 is missing: install Vulkan's loader (Debian and Ubuntu: libvulkan1)"
+        return "no driver offers a GPU: install the GPU's driver (Debian and Ubuntu: mesa-vulkan-drivers)"
+    return None
 
 
 def why_no_cuda(ort: ModuleType) -> str | None:
@@ -231,6 +318,11 @@ def out_of_memory(error: Exception) -> bool:
     message = str(error).lower()
     texts = ("out of memory", "failed to allocate memory", "available memory of", "bad_alloc", "bad allocation")
     return isinstance(error, MemoryError) or any(text in message for text in texts)
+
+
+def lacks_16_bits(error: Exception) -> bool:
+    """Whether an exception from ONNX Runtime means that the device has no 16-bit floats (WebGPU's shader-f16)."""
+    return "f16" in str(error)
 
 
 def _first_line(error: Exception) -> str:

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from ..errors import DiffbitError
 from ..ops.cache import TOKENS
-from .session import Logits, Session, zeros
+from .memory import zeros
+from .session import Logits, Session
 
 
 class RowCaches:

@@ -13,25 +13,35 @@ generated tokens. Positions count real tokens only.
 
 from __future__ import annotations
 
-import math
-import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ..devices import device_of
 from ..errors import DiffbitError
 from ..settings import SessionOptions
 from .artifact import Artifact
 from .external import check_external
+from .memory import pages, zeros
 from .native import cuda_architectures
 from .native import library as native_library
-from .providers import OrtValue, onnxruntime, open_session, out_of_memory
+from .providers import (
+    CPU,
+    OrtValue,
+    computes_on_cpu,
+    lacks_16_bits,
+    node_counts,
+    onnxruntime,
+    open_session,
+    out_of_memory,
+)
 
 Ids = NDArray[np.int64]
 Logits = NDArray[np.float32]
@@ -42,8 +52,10 @@ Signature = tuple[str, tuple[int | None, ...]]  # type and shape of a tensor; No
 # A GPU's kernels store no attention weights, and need more tokens: 256 of 16 pairs of heads are 32 to 64 thread blocks
 # of attention, and an H100 has 132 multiprocessors.
 CHUNK, GPU_CHUNK = 256, 2048
+# WebGPU's GroupQueryAttention has other kernels for 32 tokens and more. They need 8 threads in a subgroup, of which
+# SwiftShader, a driver that computes on the CPU, has 4: wrong numbers (docs/devices.md)
+SHORT_CHUNK = 31
 LOGITS_FROM = "logits_from"  # an optional input: index of the first new token whose logits are computed
-LINE = 64  # bytes of a cache line
 TENSORS = {"float32": "tensor(float)"}  # dtypes for which ONNX Runtime has another name
 
 
@@ -86,7 +98,18 @@ class Session:
         library = _library(device) if options.native else None
         self._session = open_session(self._model, device, options.threads, library)
         self.native = library is not None
+        self.nodes = node_counts(self._session)
+        row = device_of(device)
+        wrong = row.wrong.get(self.artifact.dtype)
+        if wrong in self.nodes.get(CPU, {}):
+            raise DiffbitError(
+                f"{self._model}: device {device} computes wrong numbers in {self.artifact.dtype} beside {wrong} on the "
+                "CPU; export the model with --dtype fp32, or run with device cpu"
+            )
+        self._memory = row.memory
         self.chunk = GPU_CHUNK if self.native and device == "cuda" else CHUNK
+        if computes_on_cpu(device):
+            self.chunk = SHORT_CHUNK
         self._buffers = self.artifact.cache.buffers
         ways = ("always", "native") if self.native else ("always",)
         self._in_place = [buffer.in_place in ways for buffer in self._buffers.values()]
@@ -94,7 +117,9 @@ class Session:
         self._to_end = not all(grows)  # whether a row's tokens are moved to its end
         self._check_signature()
         # older exports, without this input, compute all logits
-        self._logits_from = LOGITS_FROM in {node.name for node in self._session.get_overridable_initializers()}
+        self._logits_from = row.overrides and LOGITS_FROM in {
+            node.name for node in self._session.get_overridable_initializers()
+        }
         self._binding = self.io_binding()
         self._binding.bind_output("logits", "cpu")  # the first of the outputs
         self._lock = threading.RLock()
@@ -177,15 +202,18 @@ class Session:
             )
         self._begin(packed)
 
-        chunk = used if batch > 1 else min(self.chunk, CHUNK) if all_positions else self.chunk
+        chunk = min(self.chunk, CHUNK) if all_positions else self.chunk
+        if batch > 1 and chunk > SHORT_CHUNK:
+            chunk = used
+        # GroupQueryAttention continues a batch by single tokens only
+        starts = range(0, used, chunk) if batch == 1 else (0, *range(chunk, used))
         last = (batch == 1 or self._to_end) and not all_positions
-        parts = [
-            self._append(packed[:, start : start + chunk], mask[:, start : start + chunk], last)
-            for start in range(0, used, chunk)
-        ]
+        parts = [self._append(packed[:, a:b], mask[:, a:b], last) for a, b in pairwise((*starts, used))]
+        if last or (self._to_end and not all_positions):
+            return parts[-1][:, -1]
+        logits = np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
         if not all_positions:
-            return parts[-1][np.arange(batch), -1 if last or self._to_end else lengths - 1]
-        logits = np.concatenate(parts, axis=1)
+            return logits[np.arange(batch), lengths - 1]
         if used == width and mask.all():
             return logits
         whole = np.zeros((batch, width, logits.shape[-1]), np.float32)
@@ -222,7 +250,7 @@ class Session:
         for name, value, in_place in zip(self._buffers, self._past, self._in_place, strict=True):
             if not in_place:  # a new buffer in each call; `_make_buffers` has bound the buffers that stay
                 binding.bind_ortvalue_input(f"past_key_values.{name}", value)
-                binding.bind_output(f"present.{name}", self.device)
+                binding.bind_output(f"present.{name}", self._memory)
         try:
             logits = self.run(binding, ids, self._mask[:, :stop], np.maximum(positions, 0), last)
             if not all(self._in_place):
@@ -239,6 +267,11 @@ class Session:
                 raise DiffbitError(
                     f"{self._model}: device {self.device} has no memory left for a call with {ids.size} new tokens "
                     f"after {start} cached ones; export the model with a shorter context_length, or with fewer bits"
+                ) from None
+            if lacks_16_bits(error):
+                raise DiffbitError(
+                    f"{self._model}: device {self.device} computes no 16-bit floats, which the artifact has as weights "
+                    "or scales; export it for this device, or run with device cpu"
                 ) from None
             raise DiffbitError(f"{self._model}: ONNX Runtime failed while running it ({error})") from None
         return logits
@@ -259,7 +292,7 @@ class Session:
         if self._logits_from:  # bind_cpu_input knows no optional inputs
             binding.bind_ortvalue_input(LOGITS_FROM, onnxruntime().OrtValue.ortvalue_from_numpy(np.array([first])))
         # into this memory: an output of ONNX Runtime's own would have to be copied
-        logits = _pages((ids.shape[0], ids.shape[1] - first, self.artifact.vocab_size))
+        logits = pages((ids.shape[0], ids.shape[1] - first, self.artifact.vocab_size))
         binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         self._session.run_with_iobinding(binding)
         return logits
@@ -309,13 +342,13 @@ class Session:
                 made.append(kept[index])
                 continue
             values = zeros((batch, *buffer.sizes(capacity if in_place else 0)), buffer.dtype)
-            value = onnxruntime().OrtValue.ortvalue_from_numpy(values, self.device, 0)
+            value = onnxruntime().OrtValue.ortvalue_from_numpy(values, self._memory, 0)
             # in the order of the names: the binding returns its outputs in the order of their first binding
             self._binding.bind_ortvalue_input(f"past_key_values.{name}", value)
             if in_place:
                 self._binding.bind_ortvalue_output(f"present.{name}", value)
             else:
-                self._binding.bind_output(f"present.{name}", self.device)
+                self._binding.bind_output(f"present.{name}", self._memory)
             made.append(value)
         self._past = made
 
@@ -351,7 +384,9 @@ class Session:
 def slowdowns(artifact: Artifact, options: SessionOptions) -> list[str]:
     """Reasons why the artifact runs slower than it could, one sentence each; none where it was asked to."""
     device = options.device
-    if not options.native:
+    if computes_on_cpu(device):
+        return [f"device {device} is a driver that computes on the CPU, for tests: slower than device cpu"]
+    if not options.native or device not in ("cpu", "cuda"):
         return []
     if _library(device) is None:
         if device == "cpu":
@@ -367,34 +402,7 @@ def slowdowns(artifact: Artifact, options: SessionOptions) -> list[str]:
 
 def _library(device: str) -> Path | None:
     """The native library; None if it has no kernels for the device."""
-    return native_library() if device == "cpu" or cuda_architectures() else None
-
-
-def zeros(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-    """Zeros aligned to a cache line, so no vector load from a row of the KV cache crosses two lines.
-
-    The system provides pages when they are first written, so unused context costs no memory. On Linux the pages have
-    4 KiB. numpy would ask for pages of 2 MiB, one of which the first token of each head would take: 240 MiB in a model
-    with 135 M weights.
-    """
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    if size >= 1 << 20 and hasattr(mmap, "MADV_NOHUGEPAGE"):
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
-        return np.frombuffer(memory, dtype).reshape(shape)
-    block = np.zeros(size + LINE, np.uint8)
-    begin = -block.ctypes.data % LINE
-    return block[begin : begin + size].view(dtype).reshape(shape)
-
-
-def _pages(shape: tuple[int, ...]) -> Logits:
-    """Uninitialized memory. From 1 MiB on it is mapped separately and returns to the system when it is freed; glibc
-    would keep it. A prompt's logits take 16 MB for 128 tokens and a vocabulary of 32,000.
-    """
-    size = 4 * math.prod(shape)
-    if size < 1 << 20:
-        return np.empty(shape, np.float32)
-    return np.frombuffer(mmap.mmap(-1, size), np.float32).reshape(shape)
+    return native_library() if device == "cpu" or (device == "cuda" and cuda_architectures()) else None
 
 
 def _integers(values: ArrayLike, what: str) -> Ids:

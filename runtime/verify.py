@@ -8,6 +8,13 @@
                  spread is the standard deviation of the golden row of logits
     greedy       the most likely next token is that of the golden row
 
+and on another device than the CPU
+
+    nodes        where ONNX Runtime has placed the graph's nodes
+    cpu          a longer prompt and steps after it, as on this machine's CPU: the golden prompt is short, and providers
+                 have other kernels for long ones. For each row of logits, rms(here - CPU) / spread <= tolerance / 2;
+                 the rms of rounding errors is a third of their maximum or less
+
 A model whose files have changed is not run.
 """
 
@@ -16,22 +23,25 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import DiffbitError
 from ..settings import SessionOptions
 from .artifact import TOKENIZER, Artifact, artifact_folder
 from .external import check_external
 from .processes import python
+from .providers import placement
 from .session import Session
 from .tokenizer import Tokenizer
 
 TEXTS = ("Hello, world!", "naïve 日本語 🙂 \u0301", " \n\t\0", "a" * 2000, "")
 SECONDS = 60  # for the tokenizer
+PROMPT, STEPS = 100, 16  # tokens that are compared with the CPU's
 
 
 @dataclass(frozen=True)
@@ -111,7 +121,33 @@ def verify(path: str | Path, options: SessionOptions | None = None, **given: Any
     agrees = behind <= 2 * golden.tolerance
     detail = f"token {found}" if agrees else f"token {found} is most likely here, {wanted} where it was exported"
     checks.append(Check("greedy", agrees, detail))
-    return Verification(path, device, tuple(checks), difference, golden.tolerance, session.native)
+    native = session.native
+    if device != "cpu":
+        checks.append(Check("nodes", True, placement(session.nodes)))
+        ids, steps = _longer(session)
+        session.reset()
+        rows = [session.prefill([ids[:-steps]]), *(session.step([[token]]) for token in ids[-steps:])]
+        del session  # two models need not fit into the memory
+        checks.append(_as_on_cpu(artifact, options, ids, np.concatenate(rows)))
+    return Verification(path, device, tuple(checks), difference, golden.tolerance, native)
+
+
+def _longer(session: Session) -> tuple[list[int], int]:
+    """The golden prompt, repeated, as far as the context allows, and how many of its tokens are steps."""
+    count = min(PROMPT + STEPS, session.capacity)
+    return np.resize(session.artifact.golden.input_ids, count).tolist(), min(STEPS, count - 1)
+
+
+def _as_on_cpu(artifact: Artifact, options: SessionOptions, ids: list[int], rows: NDArray[np.float32]) -> Check:
+    """Compare rows [R, V] of logits after the last R of the tokens with the CPU's."""
+    golden = artifact.golden
+    cpu = Session(artifact, replace(options, device="cpu"))
+    there = cpu.prefill([ids], all_positions=True)[0, -len(rows) :]
+    difference = float(np.sqrt(np.mean((rows - there.astype(np.float64)) ** 2, axis=1)).max()) / golden.spread
+    detail = (
+        f"rms difference {difference:.3g} of the spread over {len(ids)} tokens, tolerance {golden.tolerance / 2:.3g}"
+    )
+    return Check("cpu", difference <= golden.tolerance / 2, detail)
 
 
 def _tokenizer_problem(artifact: Artifact) -> str | None:

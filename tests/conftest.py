@@ -5,10 +5,12 @@ Rooms are imported inside the fixtures, so that the tests of one room run while 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import zlib
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: tests fork, and a child of several threads would wait for ever
@@ -22,6 +24,9 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # tests that import onnxrun
 if not torch.cuda.is_available():  # Triton's kernels run on the CPU then; read when whoever it is first imports Triton
     os.environ["TRITON_INTERPRET"] = "1"
 
+CHROMIUM = Path(
+    "/usr/lib/chromium"
+)  # Debian's brings Vulkan's loader, and SwiftShader: a driver that computes on the CPU
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TEXT = """def add(a, b):
     return a + b
@@ -91,6 +96,19 @@ def trained() -> Callable[[str], Path]:
         return path
 
     return find
+
+
+@pytest.fixture(scope="session")
+def webgpu() -> None:
+    """Device webgpu is there, in this process and its children. DIFFBIT_REQUIRE_WEBGPU=1 makes what is missing a
+    failure."""
+    loader, driver = CHROMIUM / "libvulkan.so.1", CHROMIUM / "vk_swiftshader_icd.json"
+    if not (find_spec("onnxruntime_ep_webgpu") and loader.is_file() and driver.is_file()):
+        why = "needs onnxruntime-ep-webgpu and Debian's chromium"
+        pytest.fail(why) if "DIFFBIT_REQUIRE_WEBGPU" in os.environ else pytest.skip(why)
+    os.environ |= {"ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER": "1", "VK_ICD_FILENAMES": str(driver)}
+    os.environ["LD_LIBRARY_PATH"] = f"{CHROMIUM}:{os.environ.get('LD_LIBRARY_PATH', '')}"  # for children
+    ctypes.CDLL(str(loader))  # a library of this name is then found
 
 
 @pytest.fixture(scope="session")
