@@ -15,7 +15,6 @@ from .output import print_json, print_table, remark
 EXAMPLES = (
     "diffbit bench out/demo/diff_v1-onnx --prompt-tokens 64 --new-tokens 32 --threads 2",
     "diffbit bench out/demo/diff_v1-onnx --memory 512MB",
-    "diffbit bench out/demo/diff_v1-onnx --device webgpu",
 )
 
 

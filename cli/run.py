@@ -22,6 +22,7 @@ from .output import print_error, print_json, remark, speed
 EXAMPLES = (
     'diffbit run out/demo/diff_v1-onnx "def main(" --temperature 0.8 --seed 1',
     'diffbit run examples/pico/diff_v1 "def __init__(self"',
+    'diffbit run out/demo/diff_v1-onnx "def main(" --device webgpu --max-tokens 16',
 )
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "diffbit verify out/demo/diff_v1-onnx --checkpoint out/demo/diff_v1-int4",
     "diffbit verify out/demo/diff_v1-onnx --checkpoint out/demo/diff_v1-int4 --max-windows 20 --tokens 200",
+    "diffbit verify out/demo/diff_v1-onnx --device webgpu",
 )
 
 

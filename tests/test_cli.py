@@ -33,6 +33,7 @@ EXAMPLES = [
     if line.strip().startswith("diffbit ")
 ]
 FEW = ["--max-windows", "2"]
+LONG = ("compare", "allocate", "--scheme", "webgpu")  # examples that take seconds
 SHORTER = {
     "train": ["--steps", "2", "--data", "text.txt", "--quiet"],
     "compare": FEW,
@@ -155,14 +156,20 @@ def test_the_closed_choices_are_those_of_the_library() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        pytest.param(line, marks=[pytest.mark.slow] * ("compare" in line or "allocate" in line or "--scheme" in line))
+        pytest.param(line, marks=[pytest.mark.slow] * any(word in line for word in LONG))
         for line in EXAMPLES
         if not line.startswith(("diffbit serve", "diffbit web"))  # the one does not end, the other needs npm
     ],
 )
 def test_the_example_works(
-    line: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    line: str,
+    workplace: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    if "webgpu" in line:
+        request.getfixturevalue("webgpu")
     monkeypatch.chdir(workplace)
     monkeypatch.setattr(sys, "stdin", io.StringIO("def add(a, b):\n"))
     arguments = shlex.split(line)[1:]
