@@ -41,6 +41,43 @@ class Stored(NamedTuple):
     zero: Value
 
 
+class Blocks(NamedTuple):
+    """A weight [N, K] as ONNX Runtime's low-bit operators have it: scale * (code - zero), in blocks along its rows.
+
+    bits 2, 4 or 8; size of a block: a power of two, at least 16; codes uint8 [N, K]; scale fp32 [N, blocks]; zero uint8
+    [N, blocks], None: 2^(bits - 1).
+    """
+
+    bits: int
+    size: int
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+
+    def store(self, g: Builder, factor: float = 1.0) -> tuple[Value, Value, Value | None]:
+        """Add codes, scales times the factor, and zero points as initializers, in MatMulNBits's layout."""
+        (rows, columns), size = self.codes.shape, self.size
+        packed = pack_bits(F.pad(self.codes, (0, -columns % size)), self.bits).view(rows, -1, size * self.bits // 8)
+        return (
+            g.initializer("codes", packed.numpy()),
+            g.weight("scale", (self.scale * factor).numpy()),
+            None if self.zero is None else g.initializer("zero", pack_bits(self.zero, self.bits).numpy()),
+        )
+
+    def multiply(self, g: Builder, x: Value, factor: float, accuracy_level: int) -> Value:
+        """Add a MatMulNBits node for factor * x W^T."""
+        return nbits(
+            g,
+            x,
+            *self.store(g, factor),
+            K=self.codes.shape[1],
+            N=self.codes.shape[0],
+            bits=self.bits,
+            block_size=self.size,
+            accuracy_level=accuracy_level,
+        )
+
+
 @dataclass(frozen=True)
 class Format(ABC):
     """group_size 0: one scale per row (where `per_tensor`: one for the whole weight)."""
@@ -245,6 +282,13 @@ class Format(ABC):
         """Add nodes for factor * round(x) W^T with a stored weight."""
         raise NotImplementedError
 
+    def blocks(self, weight: QTensor) -> Blocks:
+        """Return the weight as ONNX Runtime's low-bit operators, which GPUs have, compute with it."""
+        raise DiffbitError(
+            f"{self} weights have no operator in ONNX Runtime's WebGPU provider; choose int2 to int8, mxfp4 or ternary, "
+            "or export for another target"
+        )
+
     @abstractmethod
     def onnx(self, g: Builder, x: Value, weight: QTensor, factor: float, rounding: Rounding | None) -> Value:
         """Add nodes for factor * round(x) W^T; the factor ((1 - lambda_init) in diff_v1) should go into the scales."""
@@ -373,13 +417,14 @@ def finite(scale: Tensor) -> Tensor:
 
 
 def nbits(g: Builder, x: Value, codes: Value, scales: Value, zeros: Value | None, **attributes: int) -> Value:
-    """Add a MatMulNBits node that rounds its input to int8, with one scale per block of the weight.
+    """Add a MatMulNBits node. Unless its accuracy_level is 0, it rounds its input to int8, with one scale per block of
+    the weight.
 
     codes uint8 [N, blocks, block_size*bits/8], scales [N, blocks] of x's dtype, zeros uint8 [N, ceil(blocks*bits/8)]
     (None: 2^(bits-1)); attributes: K, N, bits, block_size.
     """
     inputs = [x, codes, scales] if zeros is None else [x, codes, scales, zeros]
-    return g.op("MatMulNBits", inputs, domain=MICROSOFT, accuracy_level=ACCURACY_LEVEL, **attributes)
+    return g.op("MatMulNBits", inputs, domain=MICROSOFT, **{"accuracy_level": ACCURACY_LEVEL} | attributes)
 
 
 def _expect(format: Format, shape: tuple[int, int], part: str, tensor: Tensor, wanted: tuple[int, int]) -> None:

@@ -35,15 +35,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import DiffbitError
 from ...models.graph import Builder, Value
 from ...ops import gather_quantized, int4_matmul, int8_matmul
 from ..rounding import Rounding
-from .base import Format, QTensor, Stored, by_group, divisor, finite, nbits
-from .packing import pack_bits, row_bytes
+from .base import ACCURACY_LEVEL, Blocks, Format, QTensor, Stored, by_group, divisor, finite
+from .packing import row_bytes
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
 ROW_BLOCK = 128  # block size in MatMulNBits for weights with one scale per row
@@ -179,26 +178,19 @@ class IntFormat(Format):
     def onnx(self, g: Builder, x: Value, weight: QTensor, factor: float, rounding: Rounding | None) -> Value:
         if self._is_tiled:
             return self.product(g, x, self.store(g, weight), weight.shape, factor)
-        (rows, columns), (bits, block) = weight.shape, self._container
-        codes, zero = self._contained(weight), weight.zero
-        blocks = -(-columns // block)
+        return self.blocks(weight).multiply(g, x, factor, ACCURACY_LEVEL)
+
+    def blocks(self, weight: QTensor) -> Blocks:
+        bits, block = self._container
+        block = block if self.group_size else ROW_BLOCK
+        blocks = -(-weight.shape[1] // block)
         repeat = self.group_size // block if self.group_size else blocks
 
         def repeated(values: Tensor) -> Tensor:  # [N, G] -> [N, blocks]
             return values.repeat_interleave(repeat, 1)[:, :blocks]
 
-        stored = pack_bits(F.pad(codes, (0, blocks * block - columns)), bits).view(rows, blocks, block * bits // 8)
-        return nbits(
-            g,
-            x,
-            g.initializer("codes", stored.numpy()),
-            g.weight("scale", (repeated(weight.scale) * factor).numpy()),
-            None if zero is None else g.initializer("zero", pack_bits(repeated(zero), bits).numpy()),
-            K=columns,
-            N=rows,
-            bits=bits,
-            block_size=block,
-        )
+        zero = None if weight.zero is None else repeated(weight.zero)
+        return Blocks(bits, block, self._contained(weight), repeated(weight.scale), zero)
 
 
 def parse(name: str) -> IntFormat | None:

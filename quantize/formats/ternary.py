@@ -21,10 +21,11 @@ from ...errors import DiffbitError
 from ...models.graph import Builder, Value
 from ...ops import hadamard, ternary_matmul
 from ..rounding import INT8, Rounding, rounded_input
-from .base import Format, QTensor, finite, row_blocks
+from .base import Blocks, Format, QTensor, finite, row_blocks
 
 SPREAD = ("o_proj", "down_proj")
 GRAMMAR = "ternary"
+DEVICE_BLOCK = 128  # weights that share a copy of the scale in MatMulNBits
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,11 @@ class TernaryFormat(Format):
         inputs = [x, g.initializer("codes", weight.packed().numpy()), self._scale(g, weight)]
         y = g.custom(ternary_matmul, inputs, K=columns, N=rows, activation_bits=rounding.bits)
         return y if factor == 1 else g.op("Mul", [y, g.const(factor, g.dtype)])
+
+    def blocks(self, weight: QTensor) -> Blocks:
+        """Two bits: code - 1 is (code + 1) - 2."""
+        rows, columns = weight.shape
+        return Blocks(2, DEVICE_BLOCK, weight.codes + 1, weight.scale.expand(rows, -(-columns // DEVICE_BLOCK)))
 
     def _scale(self, g: Builder, weight: QTensor) -> Value:
         return g.initializer("scale", weight.scale.view(1).numpy())
