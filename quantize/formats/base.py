@@ -9,6 +9,7 @@ N is out_features, K in_features, G the number of groups in a row; the last grou
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from .packing import pack_bits, row_bytes, unpack_bits
 # on 2 cores: 80 s in blocks of 2^19, 9 s in these); on idle cores threads would be a third faster.
 BLOCK = (1 << 15) - 1
 MICROSOFT = "com.microsoft"
+ROW_BLOCK = 128  # block size in MatMulNBits for weights with one scale per row
 ACCURACY_LEVEL = 4  # of MatMulNBits: int8 inputs; lower levels are fifty times slower at 2 and 8 bits
 
 LARGE = 1 << 26  # a product decodes larger weights some rows at a time
@@ -64,18 +66,10 @@ class Blocks(NamedTuple):
             None if self.zero is None else g.initializer("zero", pack_bits(self.zero, self.bits).numpy()),
         )
 
-    def multiply(self, g: Builder, x: Value, factor: float, accuracy_level: int) -> Value:
-        """Add a MatMulNBits node for factor * x W^T."""
-        return nbits(
-            g,
-            x,
-            *self.store(g, factor),
-            K=self.codes.shape[1],
-            N=self.codes.shape[0],
-            bits=self.bits,
-            block_size=self.size,
-            accuracy_level=accuracy_level,
-        )
+    def multiply(self, g: Builder, x: Value, stored: tuple[Value, Value, Value | None], accuracy_level: int) -> Value:
+        """Add a MatMulNBits node for x W^T, W as `store` added it."""
+        (rows, columns), attributes = self.codes.shape, {"bits": self.bits, "block_size": self.size}
+        return nbits(g, x, *stored, K=columns, N=rows, accuracy_level=accuracy_level, **attributes)
 
 
 @dataclass(frozen=True)
@@ -94,6 +88,7 @@ class Format(ABC):
     factors: ClassVar[tuple[float, ...]] = tuple(x / 100 for x in range(100, 30, -4))  # of scales: see `candidates`
     whole_groups: ClassVar[bool] = False  # in_features must be a multiple of group_size
     trained: ClassVar[bool] = False  # needs training in this format; rounding alone destroys a model
+    in_blocks: ClassVar[bool] = False  # integers with a scale a block
     integer_product: ClassVar[bool] = False  # sums (code - 1) * integer input as integers
 
     def __str__(self) -> str:
@@ -283,11 +278,9 @@ class Format(ABC):
         raise NotImplementedError
 
     def blocks(self, weight: QTensor) -> Blocks:
-        """Return the weight as ONNX Runtime's low-bit operators, which GPUs have, compute with it."""
-        raise DiffbitError(
-            f"{self} weights have no operator in ONNX Runtime's WebGPU provider; choose int2 to int8, mxfp4 or ternary, "
-            "or export for another target"
-        )
+        """Return the weight as ONNX Runtime's low-bit operators, which GPUs have, compute with it: only for formats
+        that are `in_blocks`."""
+        raise NotImplementedError
 
     @abstractmethod
     def onnx(self, g: Builder, x: Value, weight: QTensor, factor: float, rounding: Rounding | None) -> Value:
@@ -414,6 +407,11 @@ def finite(scale: Tensor) -> Tensor:
     if not scale.isfinite().all():
         raise DiffbitError("the weight holds NaN or infinity, which no format can represent; the checkpoint is damaged")
     return scale
+
+
+def shared_block(columns: int) -> int:
+    """Return the largest block size up to ROW_BLOCK that pads little, for rows whose blocks all have one scale."""
+    return max(32, math.gcd(columns, ROW_BLOCK))
 
 
 def nbits(g: Builder, x: Value, codes: Value, scales: Value, zeros: Value | None, **attributes: int) -> Value:

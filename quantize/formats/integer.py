@@ -41,11 +41,21 @@ from ...errors import DiffbitError
 from ...models.graph import Builder, Value
 from ...ops import gather_quantized, int4_matmul, int8_matmul
 from ..rounding import Rounding
-from .base import ACCURACY_LEVEL, Blocks, Format, QTensor, Stored, by_group, divisor, finite
+from .base import (
+    ACCURACY_LEVEL,
+    ROW_BLOCK,
+    Blocks,
+    Format,
+    QTensor,
+    Stored,
+    by_group,
+    divisor,
+    finite,
+    shared_block,
+)
 from .packing import row_bytes
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
-ROW_BLOCK = 128  # block size in MatMulNBits for weights with one scale per row
 INPUT_BLOCK = 32  # block size of Int8MatMul's input for weights with one scale per row
 HALF_TINY = 2.0**-24  # the smallest positive fp16
 GRAMMAR = "int2 ... int8, each with _g16, _g32, _g64, _g128 or _g256 and with _asym if wanted"
@@ -57,7 +67,7 @@ class IntFormat(Format):
 
     scale_dtype = torch.float16
     activations = ("int8",)
-    learned = True
+    learned = in_blocks = True
 
     @classmethod
     def of(cls, bits: int, group_size: int = 0, symmetric: bool = True) -> IntFormat:
@@ -178,11 +188,13 @@ class IntFormat(Format):
     def onnx(self, g: Builder, x: Value, weight: QTensor, factor: float, rounding: Rounding | None) -> Value:
         if self._is_tiled:
             return self.product(g, x, self.store(g, weight), weight.shape, factor)
-        return self.blocks(weight).multiply(g, x, factor, ACCURACY_LEVEL)
+        blocks = self.blocks(weight)
+        return blocks.multiply(g, x, blocks.store(g, factor), ACCURACY_LEVEL)
 
     def blocks(self, weight: QTensor) -> Blocks:
         bits, block = self._container
-        block = block if self.group_size else ROW_BLOCK
+        if bits == 8 and not self.group_size:  # the input's block size does not matter here
+            block = shared_block(weight.shape[1])
         blocks = -(-weight.shape[1] // block)
         repeat = self.group_size // block if self.group_size else blocks
 

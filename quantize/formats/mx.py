@@ -43,7 +43,7 @@ class MXFormat(Format):
 
     scale_dtype = torch.uint8
     activations = ("int8",)
-    whole_groups = True
+    whole_groups = in_blocks = True
     factors = (0.5, 2.0)
 
     def fit(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
