@@ -244,9 +244,9 @@ def as_artifacts(paths: Sequence[Path], device: str) -> Iterator[list[Path]]:
                     f"{how_to_install('lab')}, or run `diffbit export {path} -o ARTIFACT` on another machine and pass "
                     "ARTIFACT"
                 ) from None
-            target = Path(folder) / str(index) / folder_name(path)
-            export_artifact(path, target, dtype=dtype_for(device), device=device)
-            command = f"diffbit export {path} -o FOLDER{' --device cuda' if device == 'cuda' else ''}"
+            artifact = Path(folder) / str(index) / folder_name(path)
+            export_artifact(path, artifact, dtype=dtype_for(device), target=device)
+            command = f"diffbit export {path} -o FOLDER{' --target cuda' if device == 'cuda' else ''}"
             remark(f"{path}: exported to a temporary folder; to keep the artifact: {command}")
-            found.append(target)
+            found.append(artifact)
         yield found
