@@ -3,7 +3,7 @@
 First a small trained model (examples/pico) in fp16, its logits and tokens held against the CPU's. Then a differential
 model of 1.1 billion parameters, random weights: decoding behind a context of 4096 tokens, and the prompt before it, by
 the library's kernels and by the operators' bodies; beside it a plain Transformer of the same shape on ONNX Runtime's
-own GroupQueryAttention. Everything is as a user has it (`diffbit quantize`, `diffbit export --device cuda`, `diffbit
+own GroupQueryAttention. Everything is as a user has it (`diffbit quantize`, `diffbit export --target cuda`, `diffbit
 bench --device cuda`), but for the Transformer's attention_bias, which is taken out: it says where padding is, there is
 none, and with one GroupQueryAttention on CUDA leaves flash attention for a slower way, or refuses (ONNX Runtime before
 1.28).
@@ -101,7 +101,7 @@ def make(work: Path, model: str, weights: str) -> None:
         if WEIGHTS[weights]:
             source = artifact.with_suffix(".quantized")
             diffbit("quantize", str(work / model), *WEIGHTS[weights], "-o", str(source), "--overwrite")
-        diffbit("export", str(source), "-o", str(unfinished), "--device", "cuda", "--overwrite")
+        diffbit("export", str(source), "-o", str(unfinished), "--target", "cuda", "--overwrite")
         if model == PLAIN:
             without_bias(unfinished)
         unfinished.rename(artifact)
@@ -138,7 +138,7 @@ def small(work: Path, device: str, new: int = 32) -> Row:
     row: Row = {"part": "model", "model": "pico", "weights": "fp16", "how": LIBRARY}
     artifact = work / "pico"
     work.mkdir(parents=True, exist_ok=True)
-    diffbit("export", str(TRAINED), "-o", str(artifact), "--device", "cuda", "--overwrite")
+    diffbit("export", str(TRAINED), "-o", str(artifact), "--target", "cuda", "--overwrite")
     here, there = Session(artifact), Session(artifact, device=device)
     prompt = [[int(token) for token in np.random.default_rng(0).integers(0, 256, 40)]]
     found = [(here.prefill(prompt), there.prefill(prompt))]

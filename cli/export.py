@@ -30,15 +30,18 @@ def export(
             "it (docs/checkpoints.md)."
         ),
     ] = "artifact",
-    device: Annotated[
-        Literal["cpu", "cuda"],
-        typer.Option(help="Device that the artifact is for; it sets the default of --dtype and the operator for fp16."),
+    target: Annotated[
+        Literal["cpu", "cuda", "webgpu"],
+        typer.Option(
+            help="Device that the graph's operators are chosen for: webgpu also for browsers and other GPUs; it runs on "
+            "others, too."
+        ),
     ] = "cpu",
     dtype: Annotated[
         Literal["fp32", "fp16"] | None,
         typer.Option(
             help="Precision of everything that is not quantized, a float KV cache included; default: fp32, or fp16 for "
-            "--device cuda."
+            "--target cuda."
         ),
     ] = None,
     context_length: Annotated[
@@ -72,17 +75,17 @@ def export(
     from ..export import export_artifact, export_checkpoint
 
     if format != "artifact":
-        if (device, dtype, context_length, library, layout) != ("cpu", None, None, False, "plain"):
+        if (target, dtype, context_length, library, layout) != ("cpu", None, None, False, "plain"):
             raise DiffbitError(
-                "--device, --dtype, --context-length, --library and --layout apply to --format artifact; leave them out"
+                "--target, --dtype, --context-length, --library and --layout apply to --format artifact; leave them out"
             )
         export_checkpoint(checkpoint, output, format, tokenizer=tokenizer, overwrite=overwrite)
         return _print_files(output, as_json)
     export_artifact(
         checkpoint,
         output,
-        dtype=dtype or dtype_for(device),
-        device=device,
+        dtype=dtype or dtype_for(target),
+        target=target,
         context_length=context_length,
         tokenizer=tokenizer,
         library=library,

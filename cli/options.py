@@ -248,8 +248,8 @@ def as_artifacts(paths: Sequence[Path], device: str) -> Iterator[list[Path]]:
                     "ARTIFACT"
                 ) from None
             artifact = Path(folder) / str(index) / folder_name(path)
-            export_artifact(path, artifact, dtype=dtype_for(target), device=target)
-            command = f"diffbit export {path} -o FOLDER{'' if target == 'cpu' else f' --device {target}'}"
+            export_artifact(path, artifact, dtype=dtype_for(target), target=target)
+            command = f"diffbit export {path} -o FOLDER{'' if target == 'cpu' else f' --target {target}'}"
             remark(f"{path}: exported to a temporary folder; to keep the artifact: {command}")
             found.append(artifact)
         yield found

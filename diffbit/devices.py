@@ -34,7 +34,7 @@ class Device:
     overrides: bool = True  # whether the provider reads an input that has a default value in the file
     # {precision of an artifact: an operator}: with it on the CPU, the provider computes wrong numbers
     wrong: Mapping[str, str] = field(default_factory=dict)
-    target: Literal["cpu", "cuda"] = "cpu"  # what a checkpoint is exported for, to run here
+    target: Literal["cpu", "cuda", "webgpu"] = "cpu"  # what a checkpoint is exported for, to run here
 
 
 def _openvino(name: str, kind: str, needs: str, on_cpu: Literal["shapes", "any"] = "shapes") -> Device:
@@ -55,7 +55,7 @@ _DEVICES = (
         built_in=False,  # onnxruntime-webgpu 1.27 keeps no cache on the device, and its attention errs in more places
         needs="ONNX Runtime lists no GPU (on Linux, those of /sys/class/drm); with the environment variable "
         "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER=1 it takes what Vulkan offers, also a driver that computes on the CPU",
-        memory="webgpu",
+        memory="webgpu", target="webgpu",
     ),
     _openvino("openvino", "CPU", "install onnxruntime-openvino again", "any"),
     _openvino("openvino:cpu", "CPU", "install onnxruntime-openvino again", "any"),

@@ -23,7 +23,7 @@ from ..ops.kv_cache import BLOCK
 from ..progress import track
 from ..quantize import AttentionScheme, read_scheme
 from ..quantize.cache import cache_spec
-from ..runtime.artifact import MANIFEST, ONNX, TOKENIZER, VERSION, manifest_sha256
+from ..runtime.artifact import MANIFEST, ONNX, TARGETS, TOKENIZER, VERSION, manifest_sha256
 from ..runtime.native import library as native_library
 from ..runtime.sampler import GENERATION
 from ..settings import OF_MODEL
@@ -34,6 +34,7 @@ from .demand import export_demand
 from .graph import DATA, FLOATS, MODEL, TRANSFORMERS_JS_DATA
 from .parts import parts
 from .reference import Stream, check_scheme
+from .webgpu import WebGPUGraph, webgpu_cache
 
 DTYPE_NAMES = {"fp32": "float32", "fp16": "float16"}
 GOLDEN_LENGTH = 16
@@ -54,7 +55,7 @@ def export_artifact(
     out: str | Path,
     *,
     dtype: str = "fp32",
-    device: str = "cpu",
+    target: str = "cpu",
     context_length: int | None = None,
     tokenizer: str | Path | None = None,
     library: bool = False,
@@ -64,7 +65,7 @@ def export_artifact(
     """Write the artifact of a float or quantized checkpoint to the folder `out`, and return it.
 
     dtype: "fp32" or "fp16", of what is not quantized, of scales and of the KV cache.
-    device: "cpu" or "cuda", the one that float16 products are chosen for; the artifact runs on both.
+    target: "cpu", "cuda" or "webgpu", the device that the graph's operators are chosen for; it runs on others, too.
     context_length: tokens that the model can hold; default, and at most, the config's max_position.
     tokenizer: a tokenizer.json, or a folder or GGUF file with one, to use in place of the checkpoint's own.
     library: put this machine's native library into the folder, where onnxruntime-genai finds it. diffbit itself never
@@ -73,12 +74,13 @@ def export_artifact(
 
     Raises DiffbitError for a checkpoint, scheme, tokenizer or option that an artifact cannot have.
     """
-    if dtype not in FLOATS:
-        raise DiffbitError(f"dtype is {dtype!r}, wanted one of {', '.join(FLOATS)}")
+    for name, value, choices in (("dtype", dtype, FLOATS), ("target", target, TARGETS)):
+        if value not in choices:
+            raise DiffbitError(f"{name} is {value!r}, wanted one of {', '.join(choices)}")
     source = Checkpoint(checkpoint)
     files.check_apart(out, source.path, *([] if tokenizer is None else [tokenizer]))
     config = source.config
-    check_scheme(source)
+    check_scheme(source, target)
     length = config.max_position if context_length is None else context_length
     if not 1 <= length <= config.max_position:
         raise DiffbitError(
@@ -93,20 +95,22 @@ def export_artifact(
             f"{source.path}: its scheme rounds attention logits to {attention.logits} bits, which no artifact does; "
             "`diffbit compare` shows what that costs. Quantize again without logits"
         )
-    cache = cache_spec(config, attention, DTYPE_NAMES[dtype])
+    webgpu = target == "webgpu"
+    cache = (webgpu_cache if webgpu else cache_spec)(config, attention, DTYPE_NAMES[dtype])
     kernels = _library(cache) if library else None
     js = _for_transformers_js(layout, cache)
     prompt = golden_prompt(config, length, attention)
-    kind = dtype, source.quantization is not None
+    kind = dtype, source.quantization is not None and not webgpu
     export_demand(source, dtype).check(out, f"exporting {source.path}")
     with files.new_folder(out := Path(out), overwrite=overwrite) as folder:
         where, data = (folder / ONNX, TRANSFORMERS_JS_DATA) if js else (folder, DATA)
         where.mkdir(exist_ok=True)
-        graph = DecoderGraph(where, dtype, config, length, attention, cache, device, data)
-        logits = _write_graph(graph, source, prompt, NOISE[kind])
-        _write_configs(folder, source, beside, dtype, length, len(graph.files) * js)
+        graph = (WebGPUGraph if webgpu else DecoderGraph)(where, dtype, config, length, attention, cache, target, data)
+        logits = _write_graph(graph, Stream(source, prompt, NOISE[kind], target))
+        loader = _loader(config, dtype, length, cache)
+        _write_configs(folder, source, beside, loader, len(graph.files) * js)
         if _readable_by_others(cache):
-            files.write_json(folder / "genai_config.json", _genai(config, length, cache, kernels, ONNX * js + MODEL))
+            files.write_json(folder / "genai_config.json", _genai(config, loader, cache, kernels, ONNX * js + MODEL))
             if kernels is not None:
                 shutil.copyfile(kernels, folder / kernels.name)
         manifest: dict[str, Any] = {
@@ -115,6 +119,7 @@ def export_artifact(
             "name": files.folder_name(source.path),
             "model": config.to_dict(),
             "dtype": dtype,
+            **({} if target == "cpu" else {"target": target}),
             "scheme": None if scheme is None else scheme.to_dict(),
             "source": {"name": files.folder_name(source.path), "sha256": source.sha256()},
             "method": (source.quantization or {}).get("method"),
@@ -178,11 +183,10 @@ def _golden(prompt: list[int], rows: Tensor, least_tolerance: float) -> dict[str
     }
 
 
-def _write_graph(graph: DecoderGraph, source: Checkpoint, prompt: list[int], noise: float) -> Tensor:
+def _write_graph(graph: DecoderGraph, stream: Stream) -> Tensor:
     """Write model.onnx and its data; the golden logits [1 + COPIES, V]."""
-    stream = Stream(source, prompt, noise)
     graph.embed(stream.embedding())
-    blocks = track(stream.blocks(), "exporting", total=source.config.num_layers)
+    blocks = track(stream.blocks(), "exporting", total=stream.config.num_layers)
     for index, block in enumerate(blocks):
         graph.block(block, index)
     norm, head, logits = stream.head()
@@ -190,7 +194,8 @@ def _write_graph(graph: DecoderGraph, source: Checkpoint, prompt: list[int], noi
     graph.save()
     if not logits.isfinite().all() or not logits[0].std() > 0:
         raise DiffbitError(
-            f"{source.path}: a test prompt gives logits that are infinite or all the same; the weights are damaged"
+            f"{stream.checkpoint.path}: a test prompt gives logits that are infinite or all the same; the weights are "
+            "damaged"
         )
     return logits
 
@@ -212,14 +217,21 @@ def _tokenizer_files(source: Checkpoint, given: str | Path | None) -> dict[str, 
     return {name: data for name, data in found.items() if name != GENERATION}
 
 
+def _loader(config: ModelConfig, dtype: str, context_length: int, cache: CacheSpec) -> dict[str, Any]:
+    """config.json, whose heads are those of the cache that others feed."""
+    hf = loader_config(config, DTYPE_NAMES[dtype], context_length)
+    if _readable_by_others(cache):
+        hf["num_key_value_heads"], _, hf["head_dim"] = next(iter(cache.buffers.values())).shape
+    return hf
+
+
 def _write_configs(
-    folder: Path, source: Checkpoint, beside: dict[str, bytes], dtype: str, context_length: int, js_files: int
+    folder: Path, source: Checkpoint, beside: dict[str, bytes], hf: dict[str, Any], js_files: int
 ) -> None:
     """The tokenizer's files, and what other loaders read. js_files: files of weights that transformers.js loads, 0 in
     another layout."""
     for name, content in beside.items():
         (folder / name).write_bytes(content)
-    hf = loader_config(source.config, DTYPE_NAMES[dtype], context_length)
     if js_files:  # its "fp32" is the name of the file without a suffix, whatever is in it
         hf["transformers.js_config"] = {"dtype": "fp32", "use_external_data_format": js_files}
     files.write_json(folder / "config.json", hf)
@@ -259,7 +271,7 @@ def _library(cache: CacheSpec) -> Path:
 
 
 def _genai(
-    config: ModelConfig, context_length: int, cache: CacheSpec, library: Path | None, graph: str
+    config: ModelConfig, loader: dict[str, Any], cache: CacheSpec, library: Path | None, graph: str
 ) -> dict[str, Any]:
     """genai_config.json for onnxruntime-genai. It needs token ids even where the model has none. Without the library it
     runs the portable bodies."""
@@ -268,7 +280,7 @@ def _genai(
     options: dict[str, Any] = {"log_id": "onnxruntime-genai", "provider_options": []}
     if library is not None:
         options["custom_ops_library"] = library.name
-    loader = loader_config(config, "", context_length)
+    context_length = loader["max_position_embeddings"]
     eos = list(config.eos_token_ids)
     pad = config.pad_token_id if config.pad_token_id is not None else eos[0] if eos else 0
     return {

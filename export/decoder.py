@@ -62,7 +62,7 @@ class DecoderGraph(Graph):
     """Builds the graph in order: `embed`, `block` for each layer, `head`, `save`. Weights are written immediately.
     models.Block says how the parts of a layer follow one another.
 
-    dtype: "fp32" or "fp16". device: "cpu" or "cuda" (graph.py). scheme: of attention; cache: the resulting buffers of
+    dtype: "fp32" or "fp16". target: graph.py. scheme: of attention; cache: the resulting buffers of
     each layer.
     """
 
@@ -74,10 +74,10 @@ class DecoderGraph(Graph):
         context_length: int,
         scheme: AttentionScheme,
         cache: CacheSpec,
-        device: str = "cpu",
+        target: str = "cpu",
         data: str = DATA,
     ) -> None:
-        super().__init__(folder, dtype, device, data)
+        super().__init__(folder, dtype, target, data)
         self.config, self.scheme, self.cache = config, scheme, cache
         self.carried: dict[int, Cache] = {}
         self._tables = [table.numpy() for table in rope_tables(config, context_length)]
@@ -208,8 +208,7 @@ class DecoderGraph(Graph):
         """Add the embedding [V, E]. A float32 graph keeps a 16-bit table: half the bytes, the same numbers."""
         if isinstance(table, QTensor):
             with self.scope("embed_tokens"):
-                self._stored = table.format.store(self, table)
-                self._x = table.format.gather(self, self.input_ids, self._stored, table.shape)
+                self._x = self.gather_low_bit(table)
             return
         name = "embed_tokens.weight"
         if table.dtype in HALVES and self.dtype is np.float32 and not self.config.tie_embeddings:
@@ -218,6 +217,17 @@ class DecoderGraph(Graph):
             return
         self._table = self.weight(name, table.float().numpy())  # a tied head multiplies by it, too
         self._x = self.op("Gather", [self._table, self.input_ids])
+
+    def gather_low_bit(self, table: QTensor) -> ir.Value:
+        """Add a quantized table and the operator that reads its rows `input_ids`."""
+        self._stored = table.format.store(self, table)
+        return table.format.gather(self, self.input_ids, self._stored, table.shape)
+
+    def tied_head(self, x: ir.Value, head: nn.Module) -> ir.Value:
+        """Add the product with the embedding's table."""
+        if isinstance(head, QuantLinear):
+            return head.weight.format.product(self, x, self._stored, head.weight.shape, 1.0)
+        return self.custom(float_matmul, [x, self._table])
 
     def residual(self, norm: nn.Module, name: str) -> ir.Value:
         """Return the residual stream through a norm. The norm's node also adds what was added last."""
@@ -261,12 +271,8 @@ class DecoderGraph(Graph):
         x = self.residual(norm, "norm")
         if self._tail == self.config.num_layers:
             x = self._wanted(x)
-        if not self.config.tie_embeddings:
-            logits = self.linear(x, head, "lm_head")
-        elif isinstance(head, QuantLinear):
-            logits = head.weight.format.product(self, x, self._stored, head.weight.shape, 1.0)
-        else:
-            logits = self.custom(float_matmul, [x, self._table])
+        tied = self.config.tie_embeddings
+        logits = self.tied_head(x, head) if tied else self.linear(x, head, "lm_head")
         if self.dtype is not np.float32:
             logits = self.cast(logits, np.float32)
         self.output("logits", logits, np.float32, ["batch_size", "logits", self.config.vocab_size])

@@ -51,15 +51,15 @@ PAGE, SMALL = 4096, 1 << 20
 class Graph:
     """A graph under construction. `dtype` is the type of its floating-point weights and activations.
 
-    device: "cpu" or "cuda". On CPUs, ONNX Runtime has no float16 product and makes float32 copies at load, so diffbit's
-    FloatMatMul is used, which reads the weights in place. On GPUs, ONNX Runtime's MatMul (cuBLAS) is used.
+    target: "cpu", "cuda" or "webgpu". On CPUs, ONNX Runtime has no float16 product and makes float32 copies at load, so
+    diffbit's FloatMatMul is used, which reads the weights in place. On GPUs, ONNX Runtime's MatMul is used.
     """
 
-    def __init__(self, folder: Path, dtype: str, device: str = "cpu", data: str = DATA) -> None:
+    def __init__(self, folder: Path, dtype: str, target: str = "cpu", data: str = DATA) -> None:
         self.folder = folder
         self.files = [data]  # of weights; the last one is being written
         self.dtype = FLOATS[dtype]
-        self._in_place = self.dtype is np.float16 and device == "cpu"
+        self._in_place = self.dtype is np.float16 and target == "cpu"
         self._graph = ir.Graph([], [], nodes=[], opset_imports=dict(OPSETS), name="diffbit")
         self._functions: dict[tuple[str, Hashable], ir.Function] = {}
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
@@ -221,7 +221,7 @@ class Graph:
         (quantize/formats/)."""
         with self.scope(name):
             if isinstance(module, QuantLinear):
-                product = module.onnx(self, x, scale)
+                product = self.low_bit_product(x, module, scale)
             else:
                 assert isinstance(module, nn.Linear)
                 weight = module.weight.detach().float() * scale
@@ -232,6 +232,10 @@ class Graph:
             if module.bias is None or not bias:
                 return product
             return self.op("Add", [product, self.weight("bias", module.bias.detach().float().numpy())])
+
+    def low_bit_product(self, x: ir.Value, module: QuantLinear, factor: float) -> ir.Value:
+        """Add the operator of a quantized weight's format, without a bias."""
+        return module.onnx(self, x, factor)
 
     def linears(self, x: ir.Value, modules: Mapping[str, nn.Module]) -> Sequence[ir.Value]:
         """Add several linear layers {name: module} with the same input x. If their weights can be concatenated, this is

@@ -23,12 +23,12 @@ from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE
 COPIES = 3
 
 
-def reference_model(checkpoint: str | Path | Checkpoint) -> Decoder:
-    """Load the whole model of a checkpoint, with the arithmetic of its artifact."""
+def reference_model(checkpoint: str | Path | Checkpoint, target: str = "cpu") -> Decoder:
+    """Load the whole model of a checkpoint, with the arithmetic of its artifact for a target."""
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
     check_scheme(checkpoint)
     decoder = load(checkpoint).eval()
-    as_exported(decoder)
+    as_exported(decoder, target)
     return decoder
 
 
@@ -40,11 +40,11 @@ class Stream:
     spread of their logits shows how much the results of another machine may differ because of other roundings of sums.
     """
 
-    def __init__(self, checkpoint: Checkpoint, prompt: list[int], noise: float) -> None:
+    def __init__(self, checkpoint: Checkpoint, prompt: list[int], noise: float, target: str = "cpu") -> None:
         self.checkpoint, self.config = checkpoint, checkpoint.config
         self._ids = torch.tensor([prompt] * (1 + COPIES))
         self._rope = rope_for(self.config, torch.arange(len(prompt))[None])
-        self._noise = noise
+        self._noise, self._target = noise, target
         self._generator = torch.Generator().manual_seed(0)
         self._x: Tensor  # [1 + COPIES, S, E], the first row without noise
         self._carried: Carried = {}
@@ -59,7 +59,7 @@ class Stream:
     def blocks(self) -> Iterator[Block]:
         for index in range(self.config.num_layers):
             block = load_block(self.checkpoint, index).eval()
-            as_exported(block)
+            as_exported(block, self._target)
             yield block
             with torch.inference_mode():
                 self._x = block(self._x, self._rope, carried=self._carried)
@@ -79,14 +79,16 @@ class Stream:
         names[HEAD] = EMBEDDING if config.tie_embeddings else HEAD
         weights = {name: read_weight(self.checkpoint, stored) for name, stored in names.items()}
         assemble(top, weights, scheme, torch.float32)
-        as_exported(top)
+        as_exported(top, self._target)
         with torch.inference_mode():
             return norm, top["lm_head"], top["lm_head"](norm(self._x[:, -1:]))[:, 0]
 
 
-def check_scheme(checkpoint: Checkpoint) -> None:
+def check_scheme(checkpoint: Checkpoint, target: str = "cpu") -> None:
     """Raise DiffbitError for a scheme that ONNX Runtime has no operator for."""
     scheme = read_scheme(checkpoint) or Scheme()
+    if target == "webgpu":
+        return _check_blocks(checkpoint, scheme)
     if scheme.activations is not None:
         for module, format in scheme.formats(checkpoint.config).items():
             # an integer head always uses int8 activations, whatever the layers use; the embedding has none
@@ -97,3 +99,19 @@ def check_scheme(checkpoint: Checkpoint) -> None:
                     "activations, but ONNX Runtime multiplies those in float; choose another format, or leave "
                     "activations out"
                 )
+
+
+def _check_blocks(checkpoint: Checkpoint, scheme: Scheme) -> None:
+    """The operators for WebGPU have float inputs, which int8 activations only approximate; a model for int4 needs the
+    clipping."""
+    if scheme.activations == "int4":
+        raise DiffbitError(
+            f"{checkpoint.path}: the scheme asks for int4 activations, which no operator for WebGPU computes; export "
+            "for another target"
+        )
+    for module, format in scheme.formats(checkpoint.config).items():
+        if not format.in_blocks:
+            raise DiffbitError(
+                f"{checkpoint.path}: {module} has {format} weights, which no operator for WebGPU multiplies by; choose "
+                "int2 to int8, mxfp4 or ternary, or export for another target"
+            )

@@ -57,11 +57,12 @@ def quantize_weight(method: Round, name: str, weight: Tensor, format: Format, st
         raise DiffbitError(f"{name}: {error}") from None
 
 
-def as_exported(module: nn.Module) -> None:
-    """Make a model's quantized linear layers round their inputs as the artifact's operators do on a CPU.
+def as_exported(module: nn.Module, target: str = "cpu") -> None:
+    """Make a model's quantized linear layers round their inputs as the artifact's operators do.
 
-    These operators round whatever the scheme says about activations: `Format.device_rounding`.
+    Those for CPUs and CUDA round whatever the scheme says about activations: `Format.device_rounding`. Those for WebGPU
+    have float inputs.
     """
     for part in module.modules():
         if isinstance(part, QuantLinear):
-            part.rounding = part.weight.format.device_rounding(part.rounding)
+            part.rounding = None if target == "webgpu" else part.weight.format.device_rounding(part.rounding)

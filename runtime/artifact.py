@@ -28,6 +28,7 @@ MANIFEST = "diffbit.json"
 MODEL = "model.onnx"
 ONNX = "onnx/"  # the folder of the graph and its data in the layout of transformers.js
 TOKENIZER = "tokenizer.json"
+TARGETS = ("cpu", "cuda", "webgpu")  # that a graph's operators are chosen for
 FILE_BYTES = 2_000_000_000  # of a file, at most: a browser's ArrayBuffer holds slightly more
 NANO = "nano"  # the artifact that comes with the package (examples/nano/artifact.sh)
 _HEX64 = re.compile(r"[0-9a-f]{64}")
@@ -86,6 +87,7 @@ class Artifact:
     files: Mapping[str, FileEntry]
     golden: Golden
     sha256: str  # of the manifest
+    target: str = "cpu"  # the device that the graph's operators were chosen for; it runs on others, too
     parts: tuple[Part, ...] = ()  # what the files hold, largest first; empty in older artifacts
 
     @classmethod
@@ -129,6 +131,7 @@ class Artifact:
             files=dict(_files(fields.object("files"))),
             golden=_golden(fields.object("golden")),
             sha256=sha256,
+            target=fields.choice("target", *TARGETS) if "target" in manifest else TARGETS[0],
             parts=tuple(_part(entry) for entry in fields.objects("parts")) if "parts" in manifest else (),
         )
         artifact._check_tokens(str(where))

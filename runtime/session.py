@@ -395,7 +395,7 @@ def slowdowns(artifact: Artifact, options: SessionOptions) -> list[str]:
     if device == "cuda" and artifact.dtype == "fp32":
         return [
             f"{artifact.path}: a GPU runs an fp32 artifact with attention's general kernel: slower; "
-            "`diffbit export --device cuda` makes an fp16 one"
+            "`diffbit export --target cuda` makes an fp16 one"
         ]
     return []
 

@@ -282,10 +282,10 @@ def test_what_to_install(missing: str, workplace: Path) -> None:
 def test_an_artifact_for_a_gpu_is_fp16(
     workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """`export --device cuda` makes one; `run` and `bench` remark on another (the model itself runs here)."""
+    """`export --target cuda` makes one; `run` and `bench` remark on another (the model itself runs here)."""
     demo, out = workplace / "out" / "demo", tmp_path / "artifact"
     with pytest.raises(SystemExit) as stopped:
-        main(["export", str(demo / "diff_v1"), "-o", str(out), "--device", "cuda"])
+        main(["export", str(demo / "diff_v1"), "-o", str(out), "--target", "cuda"])
     assert stopped.value.code == 0
     assert json.loads((out / "diffbit.json").read_text())["dtype"] == "fp16"
 
@@ -305,7 +305,7 @@ def test_an_artifact_for_a_gpu_is_fp16(
                 main([str(artifact) if word == "PATH" else word for word in command] + ["--device", "cuda"])
             captured = capfd.readouterr()
             assert stopped.value.code == 0, captured.err
-            assert ("`diffbit export --device cuda` makes an fp16 one" in captured.err) is said
+            assert ("`diffbit export --target cuda` makes an fp16 one" in captured.err) is said
 
 
 def test_the_calibration_text_is_kept_as_far_as_the_manifest(workplace: Path, tmp_path: Path) -> None:

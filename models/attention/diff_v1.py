@@ -44,6 +44,8 @@ class Options(AttentionOptions):
     lambda_init: float | None = None
     noise_ratio: int = 1
 
+    wide_value = 1
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.norm_eps != 0:
@@ -139,5 +141,12 @@ class DiffV1(Differential):
             x,
             g.const([self.lambda_value().item()] * self.num_heads, "float32"),
             past,
-            Heads(self.num_heads, 2 * self.num_kv_heads, self.head_dim, self.noise_ratio, 1, self.norm_eps),
+            Heads(
+                self.num_heads,
+                2 * self.num_kv_heads,
+                self.head_dim,
+                self.noise_ratio,
+                Options.wide_value,
+                self.norm_eps,
+            ),
         )

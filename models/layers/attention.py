@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,8 @@ class AttentionOptions(MixerOptions):
     rope: bool = field(default=True, kw_only=True)
     local_rope: bool = field(default=False, kw_only=True)
     keys_of: int | None = field(default=None, kw_only=True)
+
+    wide_value: ClassVar[int] = 0  # 1: a kv head has two keys, of a pair of sub-heads, and a value of 2 head_dim
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):

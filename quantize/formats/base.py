@@ -9,6 +9,7 @@ N is out_features, K in_features, G the number of groups in a row; the last grou
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from .packing import pack_bits, row_bytes, unpack_bits
 # on 2 cores: 80 s in blocks of 2^19, 9 s in these); on idle cores threads would be a third faster.
 BLOCK = (1 << 15) - 1
 MICROSOFT = "com.microsoft"
+ROW_BLOCK = 128  # block size in MatMulNBits for weights with one scale per row
 ACCURACY_LEVEL = 4  # of MatMulNBits: int8 inputs; lower levels are fifty times slower at 2 and 8 bits
 
 LARGE = 1 << 26  # a product decodes larger weights some rows at a time
@@ -39,6 +41,35 @@ class Stored(NamedTuple):
     codes: Value
     scale: Value
     zero: Value
+
+
+class Blocks(NamedTuple):
+    """A weight [N, K] as ONNX Runtime's low-bit operators have it: scale * (code - zero), in blocks along its rows.
+
+    bits 2, 4 or 8; size of a block: a power of two, at least 16; codes uint8 [N, K]; scale fp32 [N, blocks]; zero uint8
+    [N, blocks], None: 2^(bits - 1).
+    """
+
+    bits: int
+    size: int
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+
+    def store(self, g: Builder, factor: float = 1.0) -> tuple[Value, Value, Value | None]:
+        """Add codes, scales times the factor, and zero points as initializers, in MatMulNBits's layout."""
+        (rows, columns), size = self.codes.shape, self.size
+        packed = pack_bits(F.pad(self.codes, (0, -columns % size)), self.bits).view(rows, -1, size * self.bits // 8)
+        return (
+            g.initializer("codes", packed.numpy()),
+            g.weight("scale", (self.scale * factor).numpy()),
+            None if self.zero is None else g.initializer("zero", pack_bits(self.zero, self.bits).numpy()),
+        )
+
+    def multiply(self, g: Builder, x: Value, stored: tuple[Value, Value, Value | None], accuracy_level: int) -> Value:
+        """Add a MatMulNBits node for x W^T, W as `store` added it."""
+        (rows, columns), attributes = self.codes.shape, {"bits": self.bits, "block_size": self.size}
+        return nbits(g, x, *stored, K=columns, N=rows, accuracy_level=accuracy_level, **attributes)
 
 
 @dataclass(frozen=True)
@@ -57,6 +88,7 @@ class Format(ABC):
     factors: ClassVar[tuple[float, ...]] = tuple(x / 100 for x in range(100, 30, -4))  # of scales: see `candidates`
     whole_groups: ClassVar[bool] = False  # in_features must be a multiple of group_size
     trained: ClassVar[bool] = False  # needs training in this format; rounding alone destroys a model
+    in_blocks: ClassVar[bool] = False  # integers with a scale a block
     integer_product: ClassVar[bool] = False  # sums (code - 1) * integer input as integers
 
     def __str__(self) -> str:
@@ -245,6 +277,11 @@ class Format(ABC):
         """Add nodes for factor * round(x) W^T with a stored weight."""
         raise NotImplementedError
 
+    def blocks(self, weight: QTensor) -> Blocks:
+        """Return the weight as ONNX Runtime's low-bit operators, which GPUs have, compute with it: only for formats
+        that are `in_blocks`."""
+        raise NotImplementedError
+
     @abstractmethod
     def onnx(self, g: Builder, x: Value, weight: QTensor, factor: float, rounding: Rounding | None) -> Value:
         """Add nodes for factor * round(x) W^T; the factor ((1 - lambda_init) in diff_v1) should go into the scales."""
@@ -372,14 +409,20 @@ def finite(scale: Tensor) -> Tensor:
     return scale
 
 
+def shared_block(columns: int) -> int:
+    """Return the largest block size up to ROW_BLOCK that pads little, for rows whose blocks all have one scale."""
+    return max(32, math.gcd(columns, ROW_BLOCK))
+
+
 def nbits(g: Builder, x: Value, codes: Value, scales: Value, zeros: Value | None, **attributes: int) -> Value:
-    """Add a MatMulNBits node that rounds its input to int8, with one scale per block of the weight.
+    """Add a MatMulNBits node. Unless its accuracy_level is 0, it rounds its input to int8, with one scale per block of
+    the weight.
 
     codes uint8 [N, blocks, block_size*bits/8], scales [N, blocks] of x's dtype, zeros uint8 [N, ceil(blocks*bits/8)]
     (None: 2^(bits-1)); attributes: K, N, bits, block_size.
     """
     inputs = [x, codes, scales] if zeros is None else [x, codes, scales, zeros]
-    return g.op("MatMulNBits", inputs, domain=MICROSOFT, accuracy_level=ACCURACY_LEVEL, **attributes)
+    return g.op("MatMulNBits", inputs, domain=MICROSOFT, **{"accuracy_level": ACCURACY_LEVEL} | attributes)
 
 
 def _expect(format: Format, shape: tuple[int, int], part: str, tensor: Tensor, wanted: tuple[int, int]) -> None:

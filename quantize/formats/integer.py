@@ -35,18 +35,27 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import DiffbitError
 from ...models.graph import Builder, Value
 from ...ops import gather_quantized, int4_matmul, int8_matmul
 from ..rounding import Rounding
-from .base import Format, QTensor, Stored, by_group, divisor, finite, nbits
-from .packing import pack_bits, row_bytes
+from .base import (
+    ACCURACY_LEVEL,
+    ROW_BLOCK,
+    Blocks,
+    Format,
+    QTensor,
+    Stored,
+    by_group,
+    divisor,
+    finite,
+    shared_block,
+)
+from .packing import row_bytes
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
-ROW_BLOCK = 128  # block size in MatMulNBits for weights with one scale per row
 INPUT_BLOCK = 32  # block size of Int8MatMul's input for weights with one scale per row
 HALF_TINY = 2.0**-24  # the smallest positive fp16
 GRAMMAR = "int2 ... int8, each with _g16, _g32, _g64, _g128 or _g256 and with _asym if wanted"
@@ -58,7 +67,7 @@ class IntFormat(Format):
 
     scale_dtype = torch.float16
     activations = ("int8",)
-    learned = True
+    learned = in_blocks = True
 
     @classmethod
     def of(cls, bits: int, group_size: int = 0, symmetric: bool = True) -> IntFormat:
@@ -179,26 +188,21 @@ class IntFormat(Format):
     def onnx(self, g: Builder, x: Value, weight: QTensor, factor: float, rounding: Rounding | None) -> Value:
         if self._is_tiled:
             return self.product(g, x, self.store(g, weight), weight.shape, factor)
-        (rows, columns), (bits, block) = weight.shape, self._container
-        codes, zero = self._contained(weight), weight.zero
-        blocks = -(-columns // block)
+        blocks = self.blocks(weight)
+        return blocks.multiply(g, x, blocks.store(g, factor), ACCURACY_LEVEL)
+
+    def blocks(self, weight: QTensor) -> Blocks:
+        bits, block = self._container
+        if bits == 8 and not self.group_size:  # the input's block size does not matter here
+            block = shared_block(weight.shape[1])
+        blocks = -(-weight.shape[1] // block)
         repeat = self.group_size // block if self.group_size else blocks
 
         def repeated(values: Tensor) -> Tensor:  # [N, G] -> [N, blocks]
             return values.repeat_interleave(repeat, 1)[:, :blocks]
 
-        stored = pack_bits(F.pad(codes, (0, blocks * block - columns)), bits).view(rows, blocks, block * bits // 8)
-        return nbits(
-            g,
-            x,
-            g.initializer("codes", stored.numpy()),
-            g.weight("scale", (repeated(weight.scale) * factor).numpy()),
-            None if zero is None else g.initializer("zero", pack_bits(repeated(zero), bits).numpy()),
-            K=columns,
-            N=rows,
-            bits=bits,
-            block_size=block,
-        )
+        zero = None if weight.zero is None else repeated(weight.zero)
+        return Blocks(bits, block, self._contained(weight), repeated(weight.scale), zero)
 
 
 def parse(name: str) -> IntFormat | None:

@@ -29,7 +29,7 @@ from torch import Tensor
 from ...errors import DiffbitError
 from ...models.graph import Builder, Value
 from ..rounding import Rounding
-from .base import Format, QTensor, by_group, divisor, finite, nbits
+from .base import Blocks, Format, QTensor, by_group, divisor, finite, nbits
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 BIAS = 127  # of E8M0
@@ -43,7 +43,7 @@ class MXFormat(Format):
 
     scale_dtype = torch.uint8
     activations = ("int8",)
-    whole_groups = True
+    whole_groups = in_blocks = True
     factors = (0.5, 2.0)
 
     def fit(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -99,6 +99,11 @@ class MXFormat(Format):
 
     def device_rounding(self, rounding: Rounding | None) -> Rounding:
         return Rounding(block=self.group_size)
+
+    def blocks(self, weight: QTensor) -> Blocks:
+        """Eight bits: 2 E2M1 is an integer from -12 to 12."""
+        integers = (128 + 2 * _table(weight.codes.device)).to(torch.uint8)
+        return Blocks(8, self.group_size, integers[weight.codes.int()], weight.scale / 2)
 
     def onnx(self, g: Builder, x: Value, weight: QTensor, factor: float, rounding: Rounding | None) -> Value:
         (rows, columns), size = weight.shape, self.group_size

@@ -21,7 +21,7 @@ from ...errors import DiffbitError
 from ...models.graph import Builder, Value
 from ...ops import hadamard, ternary_matmul
 from ..rounding import INT8, Rounding, rounded_input
-from .base import Format, QTensor, finite, row_blocks
+from .base import Blocks, Format, QTensor, finite, row_blocks, shared_block
 
 SPREAD = ("o_proj", "down_proj")
 GRAMMAR = "ternary"
@@ -33,7 +33,7 @@ class TernaryFormat(Format):
 
     scale_dtype = torch.float32
     activations = ("int8", "int4")
-    per_tensor = trained = integer_product = True
+    per_tensor = trained = integer_product = in_blocks = True
 
     def warning(self) -> str:
         return (
@@ -88,7 +88,9 @@ class TernaryFormat(Format):
 
         float32 represents every partial sum exactly: they are integers below 127 * K < 2^24 for K up to 132,000.
         """
-        q, a = rounded_input(x, rounding or INT8)
+        if rounding is None:
+            return super().multiply(x, weight, None)
+        q, a = rounded_input(x, rounding)
         with torch.autocast(x.device.type, enabled=False):  # autocast would round the sums
             sums = F.linear(q, weight.codes.float() - 1)
         return (sums * a * weight.scale.view(-1)).to(x.dtype)
@@ -104,6 +106,12 @@ class TernaryFormat(Format):
         inputs = [x, g.initializer("codes", weight.packed().numpy()), self._scale(g, weight)]
         y = g.custom(ternary_matmul, inputs, K=columns, N=rows, activation_bits=rounding.bits)
         return y if factor == 1 else g.op("Mul", [y, g.const(factor, g.dtype)])
+
+    def blocks(self, weight: QTensor) -> Blocks:
+        """Two bits: code - 1 is (code + 1) - 2."""
+        rows, columns = weight.shape
+        block = shared_block(columns)
+        return Blocks(2, block, weight.codes + 1, weight.scale.expand(rows, -(-columns // block)))
 
     def _scale(self, g: Builder, weight: QTensor) -> Value:
         return g.initializer("scale", weight.scale.view(1).numpy())

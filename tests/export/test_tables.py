@@ -137,7 +137,7 @@ def test_float16_weights_are_resident_once(tmp_path: Path) -> None:
         write_model(folder / "float", config_of("diff_v2", hidden_size=256, num_layers=1, intermediate_size=width))
         made[width] = export_artifact(folder / "float", folder / "a", dtype="fp16")
     assert grown(*made.values()) < 1.4 * 2 * 3 * 20000 * 256
-    on_gpu = export_artifact(tmp_path / "64" / "float", tmp_path / "gpu", dtype="fp16", device="cuda")
+    on_gpu = export_artifact(tmp_path / "64" / "float", tmp_path / "gpu", dtype="fp16", target="cuda")
     with torch.inference_mode():
         wanted = reference_model(tmp_path / "64" / "float")(IDS)
     for artifact, with_library in ((made[64], True), (made[64], False), (on_gpu, True)):

@@ -451,7 +451,7 @@ def test_which_device_gets_the_library(
             "cuda",
             "fp32",
             ["90a"],
-            "a GPU runs an fp32 artifact .*: slower; `diffbit export --device cuda` makes an fp16 one$",
+            "a GPU runs an fp32 artifact .*: slower; `diffbit export --target cuda` makes an fp16 one$",
         ),
         ("cuda", "fp16", ["90a"], None),
         ("cuda", "fp32", [], "^no kernels for GPUs in this installation"),
