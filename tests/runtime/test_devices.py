@@ -47,11 +47,11 @@ def config(variant: str) -> ModelConfig:
 
 @pytest.fixture(scope="module")
 def artifact_of(tmp_path_factory: pytest.TempPathFactory) -> Maker:
-    """artifact_of("diff_v1", "int8"): a random model's artifact, made once."""
+    """artifact_of("diff_v1", "int8", target="webgpu"): a random model's artifact, made once."""
     folder = tmp_path_factory.mktemp("devices")
 
-    def make(variant: str, weights: str = "float", cache: str | None = None) -> Path:
-        made, source = folder / f"{variant}-{weights}-{cache}-onnx", folder / variant
+    def make(variant: str, weights: str = "float", cache: str | None = None, target: str = "cpu") -> Path:
+        made, source = folder / f"{variant}-{weights}-{cache}-{target}", folder / variant
         if made.exists():
             return made
         if not source.exists():
@@ -60,9 +60,10 @@ def artifact_of(tmp_path_factory: pytest.TempPathFactory) -> Maker:
         if weights not in ("float", "float16"):
             scheme = replace(scheme, weights=parse_format(weights))
         if scheme != Scheme():
-            quantize_checkpoint(source, folder / made.name.removesuffix("-onnx"), scheme)
-            source = folder / made.name.removesuffix("-onnx")
-        return export_artifact(source, made, dtype="fp16" if weights == "float16" else "fp32")
+            source, checkpoint = folder / f"{variant}-{weights}-{cache}", source
+            if not source.exists():
+                quantize_checkpoint(checkpoint, source, scheme)
+        return export_artifact(source, made, dtype="fp16" if weights == "float16" else "fp32", target=target)
 
     return make
 
@@ -76,9 +77,15 @@ def warm(webgpu: None, artifact_of: Maker) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["float", "int8", "int4_g32"])
+@pytest.mark.parametrize("weights", ["float", "int8", "int4_g32", "ternary"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_webgpu_computes_what_the_cpu_does(variant: str, weights: str, artifact_of: Maker, warm: None) -> None:
+    assert difference(artifact_of(variant, weights, target="webgpu"), "webgpu") < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("variant", "weights"), [("diff_v1", "float"), ("diff_v2", "int4_g32")])
+def test_webgpu_on_artifacts_for_the_cpu(variant: str, weights: str, artifact_of: Maker, warm: None) -> None:
     error = difference(artifact_of(variant, weights), "webgpu")
     assert weights != "float" or error < 1e-4
 
