@@ -3,13 +3,14 @@
 
 const ARRAYS = { float32: Float32Array, float16: Uint16Array, int8: Int8Array, uint8: Uint8Array };
 const CHUNK = 256; // prompt tokens per call, to limit memory
+const ROOM = 512; // tokens that a cache on the GPU has room for at first
 const CONTEXT = 8; // prompt tokens at the start of decoding: enough for any character or leading space
 
 export class Model {
   // ort: onnxruntime-web; Tokenizer, Template: the classes of @huggingface/tokenizers and @huggingface/jinja;
-  // provider: "wasm" or "webgpu";
+  // provider: "wasm" or "webgpu"; chunk: prompt tokens per call;
   // read(name, entry): the bytes of an artifact's file, checked against its manifest entry {bytes, sha256}
-  static async load({ ort, Tokenizer, Template, read, manifest, provider = "wasm" }) {
+  static async load({ ort, Tokenizer, Template, read, manifest, provider = "wasm", chunk = CHUNK }) {
     const model = new Model();
     const files = manifest.files;
     const bytes = (name) => read(name, files[name]);
@@ -31,6 +32,12 @@ export class Model {
     model.ort = ort;
     const graph = files["model.onnx"] ? "model.onnx" : "onnx/model.onnx";
     const data = Object.keys(files).filter((name) => /^(model\.onnx\.data|onnx\/model\.onnx_data)(_\d+)?$/.test(name));
+    model.buffers = manifest.cache.layers.flatMap((layer, index) =>
+      layer.buffers.map((buffer) => ({ ...buffer, name: `${index}.${buffer.name}` })),
+    );
+    model.chunk = chunk;
+    const gpu = provider === "webgpu";
+    model.inPlace = gpu && model.buffers.every((buffer) => buffer.in_place === "always");
     const externalData = [];
     for (const name of data) externalData.push({ path: name.replace("onnx/", ""), data: await bytes(name) });
     model.session = await ort.InferenceSession.create(await bytes(graph), {
@@ -38,10 +45,8 @@ export class Model {
       enableMemPattern: false,
       logSeverityLevel: 3,
       externalData,
+      preferredOutputLocation: Object.fromEntries(gpu ? model.buffers.map(({ name }) => [`present.${name}`, "gpu-buffer"]) : []),
     });
-    model.buffers = manifest.cache.layers.flatMap((layer, index) =>
-      layer.buffers.map((buffer) => ({ ...buffer, name: `${index}.${buffer.name}` })),
-    );
     const eos = model.special.eos_token === undefined ? undefined : model.tokenizer.token_to_id(model.special.eos_token);
     model.ends = new Set([...manifest.eos_token_ids, ...(eos === undefined ? [] : [eos])]);
     model.reset();
@@ -50,7 +55,8 @@ export class Model {
 
   reset() {
     this.ids = [];
-    this.past = {};
+    if (this.inPlace) return; // what is behind the tokens is not read
+    this.dispose();
     for (const { name, dtype, shape } of this.buffers) {
       // "tokens" grows from 0; "tokens%512" is a ring of 512
       const dims = [1, ...shape.map((dim) => (typeof dim === "number" ? dim : Number(dim.split("%")[1] ?? 0)))];
@@ -59,11 +65,41 @@ export class Model {
     }
   }
 
+  dispose() {
+    for (const tensor of Object.values(this.past ?? {})) tensor.dispose();
+    this.past = {};
+  }
+
+  // Make room on the GPU for `total` tokens in buffers that are past and present at once
+  async reserve(total) {
+    const { capacity = 0 } = this;
+    if (total <= capacity) return;
+    this.capacity = Math.min(Math.max(ROOM, 2 * capacity, total), this.manifest.context_length);
+    const device = await this.ort.env.webgpu.device;
+    const commands = device.createCommandEncoder();
+    const before = this.past ?? {};
+    this.past = {};
+    for (const { name, dtype, shape } of this.buffers) {
+      const dims = [1, ...shape.map((dim) => (typeof dim === "number" ? dim : this.capacity))];
+      const row = dims[3] * ARRAYS[dtype].BYTES_PER_ELEMENT;
+      const usage = GPUBufferUsage.STORAGE | GPUBufferUsage.COPY_SRC | GPUBufferUsage.COPY_DST;
+      const buffer = device.createBuffer({ size: dims[1] * dims[2] * row, usage });
+      for (let head = 0; head < dims[1] && capacity; head++)
+        commands.copyBufferToBuffer(before[name].gpuBuffer, head * capacity * row, buffer, head * dims[2] * row, capacity * row);
+      const release = () => buffer.destroy();
+      this.past[name] = this.ort.Tensor.fromGpuBuffer(buffer, { dataType: dtype, dims, dispose: release });
+    }
+    device.queue.submit([commands.finish()]);
+    for (const tensor of Object.values(before)) tensor.dispose();
+  }
+
   // The largest error of the golden logits, relative to their spread; it must be at most manifest.golden.tolerance
   async goldenError() {
     const { golden } = this.manifest;
     this.reset();
-    const logits = await this.append(golden.input_ids);
+    let logits;
+    for (let at = 0; at < golden.input_ids.length; at += this.chunk)
+      logits = await this.append(golden.input_ids.slice(at, at + this.chunk));
     this.reset();
     return Math.max(...golden.token_ids.map((id, index) => Math.abs(logits[id] - golden.logits[index]))) / golden.spread;
   }
@@ -72,6 +108,7 @@ export class Model {
   async append(ids) {
     const start = this.ids.length;
     const total = start + ids.length;
+    if (this.inPlace) await this.reserve(total);
     const int64 = (values, dims = [1, values.length]) =>
       new this.ort.Tensor("int64", BigInt64Array.from(values, BigInt), dims);
     const feeds = {
@@ -81,8 +118,13 @@ export class Model {
     };
     if (this.session.inputNames.includes("logits_from")) feeds.logits_from = int64([ids.length - 1], [1]);
     for (const [name, tensor] of Object.entries(this.past)) feeds[`past_key_values.${name}`] = tensor;
-    const outputs = await this.session.run(feeds);
-    for (const name of Object.keys(this.past)) this.past[name] = outputs[`present.${name}`];
+    const fetches = { logits: null };
+    for (const [name, tensor] of Object.entries(this.past)) fetches[`present.${name}`] = this.inPlace ? tensor : null;
+    const outputs = await this.session.run(feeds, fetches);
+    if (!this.inPlace) {
+      this.dispose();
+      for (const { name } of this.buffers) this.past[name] = outputs[`present.${name}`];
+    }
     this.ids = [...this.ids, ...ids];
     const { data, dims } = outputs.logits;
     return data.subarray((dims[1] - 1) * dims[2]);
@@ -93,8 +135,13 @@ export class Model {
     let same = 0;
     while (same < this.ids.length && same < ids.length - 1 && this.ids[same] === ids[same]) same++;
     if (same === this.ids.length) return;
+    if (this.inPlace) {
+      this.ids = this.ids.slice(0, same);
+      return;
+    }
     const rows = this.buffers.every(({ shape }) => shape[1] === "tokens" && !shape.some((dim) => /\//.test(dim)));
-    if (!rows || same === 0) return this.reset();
+    const onGpu = Object.values(this.past).some(({ location }) => location === "gpu-buffer");
+    if (!rows || onGpu || same === 0) return this.reset();
     for (const [name, { type, data, dims }] of Object.entries(this.past)) {
       const width = dims.slice(3).reduce((product, dim) => product * dim, 1);
       const kept = new data.constructor(dims[1] * same * width);
@@ -134,7 +181,7 @@ export class Model {
     this.reuse(prompt);
     let logits;
     while (this.ids.length < prompt.length) {
-      logits = await this.append(prompt.slice(this.ids.length, this.ids.length + CHUNK));
+      logits = await this.append(prompt.slice(this.ids.length, this.ids.length + this.chunk));
       if (halted()) return { text: "", ids: [], reason: "halted", promptSeconds: 0, seconds: 0 };
     }
     const choose = sampler({ ...ownSampling(this.generation), ...sampling }, prompt.length);
