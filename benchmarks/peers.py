@@ -34,8 +34,8 @@ from smollm2 import fetch, news_windows, scores, trained_copy
 import diffbit
 from diffbit.apps.evaluate.metrics import Scores, mean, perplexity_ratio
 from diffbit.cli.options import read_windows
+from diffbit.io.progress import track
 from diffbit.models import Decoder, save
-from diffbit.progress import track
 from diffbit.quantize import Scheme, apply, parse_format
 
 ROWS = {  # bits, group size, the others' methods, ours

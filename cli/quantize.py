@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..errors import DiffbitError
-from ..files import parse_size, write_json
+from ..io.errors import DiffbitError
+from ..io.files import parse_size, write_json
 from .options import (
     CALIBRATION_WINDOWS,
     Field,
@@ -179,7 +179,7 @@ def quantize(
     the work; the result is the same to the bit. --device cuda computes on a GPU, whose result differs slightly, because
     it sums in another order.
     """
-    from ..processes import processes
+    from ..io.processes import processes
     from ..quantize import parse_recipe, quantize_checkpoint
 
     here = processes(device)

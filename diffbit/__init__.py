@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .errors import DiffbitError
+from .io.errors import DiffbitError
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ import torch
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 from torch import Tensor, nn
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 from ..models.graph import Attribute
 from ..models.layers.norm import LayerNorm, RMSNorm
 from ..ops import float_matmul

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 from . import attention, layers, mixers
 from . import mlp as mlps
 from .checks import check_count, check_flag, check_positive

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 from ..models import Checkpoint, ModelConfig, num_parameters
 from ..models.checkpoint.names import EMBEDDING, shapes
 from .formats import Format

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 from ..models import causal_mask, rope_for
 from ..models.checkpoint.names import HEAD
 from .formats import Format

@@ -24,13 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
+from ..io.processes import Processes
 from ..models import Block, LayerSpec, ModelConfig, rope_for
 from ..models.checkpoint.names import EMBEDDING, HEAD
 from ..models.layers.state import Carried
 from ..models.mixer import Symmetries
 from ..ops.cache import TOKENS
-from ..processes import Processes
 from .formats import Format, QTensor
 from .linear import QuantEmbedding, QuantLinear
 from .model import assemble

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 from ..models import ModelConfig
 from .formats import Format, QTensor
 from .layer import Layer

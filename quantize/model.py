@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 from ..models import Decoder
 from ..models.checkpoint.names import stays_float32
 from ..models.decoder import check_derived

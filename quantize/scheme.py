@@ -31,8 +31,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from .. import files
-from ..errors import DiffbitError
+from ..io import files
+from ..io.errors import DiffbitError
 from ..models import ModelConfig
 from ..models.checkpoint.names import is_linear, shapes
 from ..ops.cache import Buffer

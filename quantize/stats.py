@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..processes import Processes
+from ..io.processes import Processes
 from .formats import QTensor
 from .states import ALONE
 

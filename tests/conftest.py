@@ -35,7 +35,7 @@ class Stack:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where there is no NVIDIA card, what needs one is left out, and counted as deselected."""
-    from diffbit.errors import DiffbitError
+    from diffbit.io.errors import DiffbitError
     from diffbit.runtime.driver import Driver
 
     try:
@@ -71,7 +71,7 @@ def pytest_runtest_call(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def as_loud_as_before() -> Iterator[None]:
     """A command with --quiet silences its process, which here goes on with other tests."""
-    from diffbit.progress import is_quiet, set_quiet
+    from diffbit.io.progress import is_quiet, set_quiet
 
     before = is_quiet()
     yield

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, load, save
 from diffbit.runtime import cuda, native, verify
 

@@ -396,7 +396,7 @@ def test_the_methods_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_log_names_the_layer_and_its_weights(
     workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from diffbit import progress
+    from diffbit.io import progress
 
     monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
     model = str(workplace / "out" / "demo" / "diff_v1")

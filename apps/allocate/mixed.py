@@ -40,10 +40,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...errors import DiffbitError
 from ...export import overhead
+from ...io.errors import DiffbitError
+from ...io.progress import track
 from ...models import Checkpoint, Decoder, ModelConfig, load, num_parameters
-from ...progress import track
 from ...quantize import CalibStats, Method, QuantLinear, Scheme, apply, linear_shapes, parse_recipe, sizes
 from ...quantize.demand import available_memory
 from ...quantize.formats import Format, parse_format

@@ -29,8 +29,8 @@ from ...cli import (
 from ...cli.options import CALIBRATION_WINDOWS, completion, modules
 from ...cli.output import attention_name
 from ...cli.quantize import LAYER_ERRORS
-from ...errors import DiffbitError
-from ...files import folder_name, locked, read_json
+from ...io.errors import DiffbitError
+from ...io.files import folder_name, locked, read_json
 
 if TYPE_CHECKING:
     from ...calib_data import NeedleWindows, Windows

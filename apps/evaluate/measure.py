@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from ...calib_data import NeedleWindows, Windows
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
+from ...io.progress import track
 from ...models import Decoder, ModelConfig
-from ...progress import track
 from ...quantize import HEAD_MODULE, AttentionScheme, Scheme, apply, linear_shapes, sizes
 from ...quantize.model import as_exported
 from ...runtime import Artifact, Session

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...drawing import MUTED, Data, drawn, line, logarithmic, short
-from ...errors import DiffbitError
+from ...io.drawing import MUTED, Data, drawn, line, logarithmic, short
+from ...io.errors import DiffbitError
 from ...quantize import parse_format
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ...quantize import AttentionScheme, Format, Scheme, parse_format, parse_recipe, table_formats
 from ...quantize.scheme import KV, LOGIT_BITS, QK
 from ...runtime import Artifact

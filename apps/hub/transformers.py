@@ -26,8 +26,9 @@ from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ...errors import DiffbitError
-from ...models.checkpoint import is_linear, read_header
+from ...io.errors import DiffbitError
+from ...io.safetensors import read_header
+from ...models.checkpoint import is_linear
 from ...models.families import families
 from ...quantize import EMBEDDING_MODULE, HEAD_MODULE, Format, QTensor, QuantEmbedding, Scheme, quant_linear
 from ...quantize.layouts import parse_entry

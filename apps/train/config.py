@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ...models import ModelConfig
 from ...quantize import Scheme, parse_format
 

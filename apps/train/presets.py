@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ...calib_data import load_tokenizer
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ...models import Checkpoint, ModelConfig, attention_options, num_parameters, variants
 from ...models.layers.attention import AttentionOptions
 from ...quantize import parse_format

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ...models import Decoder
 from ...models.checkpoint import shapes
 from ...quantize import QTensor, Rounding, Scheme, rounded_input, spread

@@ -8,7 +8,7 @@ from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 
 
 @cache

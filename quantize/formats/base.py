@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ...models.graph import Builder, Value
 from ..rounding import INT8, Rounding
 from .packing import pack_bits, row_bytes, unpack_bits

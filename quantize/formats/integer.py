@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ...models.graph import Builder, Value
 from ...ops import gather_quantized, int4_matmul, int8_matmul
 from ..rounding import Rounding

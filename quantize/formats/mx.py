@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ...models.graph import Builder, Value
 from ..rounding import Rounding
 from .base import Format, QTensor, by_group, divisor, finite, nbits

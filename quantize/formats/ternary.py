@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ...models.graph import Builder, Value
 from ...ops import hadamard, ternary_matmul
 from ..rounding import INT8, Rounding, rounded_input

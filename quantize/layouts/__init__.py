@@ -28,7 +28,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ...models import Checkpoint
 from ...models.checkpoint.names import EMBEDDING, is_linear, linear_of, shapes
 from ..formats import QTensor

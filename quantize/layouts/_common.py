@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ...models import Checkpoint, ModelConfig
 from ..cache import is_low_bit
 from ..formats import Format, IntFormat

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ...models import Checkpoint
 from ..formats import Format, QTensor
 from ..scheme import Scheme

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ...models import Checkpoint, ModelConfig
 from ...models.attention import softmax
 from ...models.checkpoint.names import HEAD

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError, MissingDependency
+from ...io.errors import DiffbitError, MissingDependency
 from ...models import Checkpoint, ModelConfig
 from ..formats import CodebookFormat, Format, QTensor, parse_format
 from ..formats.base import finite

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ...models import Checkpoint, ModelConfig
 from ..formats import Format, IntFormat, QTensor
 from ..scheme import Scheme, linear_shapes

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ...processes import Processes
+from ...io.processes import Processes
 from ..folding import per_channel, scale_groups
 from ..formats import Format
 from ..layer import Layer

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from .. import scales
 from ..formats import Format, QTensor
 from ..method import Method

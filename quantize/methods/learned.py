@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ...models.layers.softmax import Arithmetic
 from ..formats import QTensor
 from ..formats.base import divisor

@@ -13,8 +13,8 @@ import torch
 
 import diffbit
 from diffbit import models
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact, reference_model
+from diffbit.io.errors import DiffbitError
 from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
 from diffbit.runtime import Session, verify
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact, reference_model
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, load
 from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
 from diffbit.runtime import Session, verify

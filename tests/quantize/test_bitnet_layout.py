@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.bitnet import WeightQuant, pack_weights
 
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint
 from diffbit.quantize import QTensor, QuantLinear, load, load_block, read_scheme, read_weight
 from diffbit.quantize.layouts import bitnet

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint
 from diffbit.quantize import QTensor, load, read_scheme, read_weight
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffbit import models
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, Decoder, ModelConfig
 from diffbit.quantize import (
     AttentionScheme,

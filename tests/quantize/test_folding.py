@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.models import attention_options
 from diffbit.models.checkpoint.names import HEAD
 from diffbit.models.mixer import Symmetries

@@ -16,7 +16,7 @@ import torch
 
 from diffbit import models
 from diffbit.cli.app import main
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig
 from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
 from diffbit.quantize.methods import gptq

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig
 from diffbit.quantize import Rounding, Scheme, apply, parse_format, rounded_input, spread
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.models import ModelConfig
 from diffbit.quantize import AttentionScheme, Scheme, linear_shapes, parse_format, parse_override, sizes
 

@@ -12,8 +12,8 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
+from diffbit.io.errors import DiffbitError
 from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
 from diffbit.runtime import Session, native
 from diffbit.runtime.driver import Driver

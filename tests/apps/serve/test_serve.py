@@ -31,8 +31,8 @@ from diffbit.apps.serve.engine import Counts, Engine, Piece, Request
 from diffbit.apps.serve.openai_api import Refused, Served
 from diffbit.apps.serve.server import Server, _metrics, _refuse
 from diffbit.cli.app import main
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
+from diffbit.io.errors import DiffbitError
 from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
 from diffbit.runtime import Artifact, Sampler, Session, SessionOptions, Tokenizer, generate
 

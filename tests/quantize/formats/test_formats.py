@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.quantize import QTensor, parse_format, rtn
 from diffbit.quantize.formats import base, names
 from diffbit.quantize.formats.codebook import NF4

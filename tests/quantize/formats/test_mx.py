@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.quantize import QTensor, parse_format, rtn
 from diffbit.quantize.formats.mx import VALUES
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.quantize import QTensor, parse_format, scales
 from diffbit.quantize.formats import Format
 from diffbit.quantize.methods import gptq, rtn

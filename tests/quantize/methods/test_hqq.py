@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.quantize import parse_format
 from diffbit.quantize.formats import Format
 from diffbit.quantize.methods import hqq, rtn

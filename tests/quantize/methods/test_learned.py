@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diffbit.calib_data import eval_windows
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig, load
 from diffbit.quantize import AttentionScheme, QTensor, Scheme, apply, parse_format, parse_recipe
 from diffbit.quantize.formats import base

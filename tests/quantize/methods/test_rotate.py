@@ -10,8 +10,8 @@ import torch
 from pytest import MonkeyPatch
 
 from diffbit import models
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
+from diffbit.io.errors import DiffbitError
 from diffbit.models.attention import diff_v1
 from diffbit.models.mixer import Symmetries
 from diffbit.quantize import Scheme, hadamard, load, parse_format, quantize_checkpoint, rtn
