@@ -229,7 +229,8 @@ def read_scheme(
     weights_later: bool = False,
 ) -> Scheme:
     """Read the scheme from the file or the options. weights_later: the weights' formats are chosen afterwards."""
-    from ..quantize import Scheme, parse_format, parse_override, table_formats
+    from ..formats import parse_format
+    from ..quantize import Scheme, parse_override, table_formats
 
     options = (weights, embedding, head, override, activations, kv, qk, kv_window)
     if file is not None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import models
+from ..formats import Format, QTensor
 from ..io import files
 from ..io.errors import DiffbitError
 from ..io.processes import Processes
@@ -23,7 +24,6 @@ from ..models.checkpoint.names import shapes, stays_float32
 from . import layouts
 from .cache import is_low_bit
 from .demand import Text, in_shards, within
-from .formats import Format, QTensor
 from .layerwise import Finished, quantize_layers, stored_config, tokens_for
 from .layouts import read_scheme
 from .layouts.diffbit import VERSION

@@ -121,7 +121,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def quantized(checkpoint: Path) -> Path:
     """The same model with int4_g32 weights."""
-    from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
+    from diffbit.formats import parse_format
+    from diffbit.quantize import Scheme, quantize_checkpoint
 
     path = checkpoint.with_name("diff-int4")
     quantize_checkpoint(checkpoint, path, Scheme(weights=parse_format("int4_g32")))

@@ -21,7 +21,8 @@ import pytest
 from typer.main import get_command
 
 from diffbit.cli.app import app, main
-from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
+from diffbit.formats import parse_format
+from diffbit.quantize import Scheme, quantize_checkpoint
 from diffbit.runtime import Session, SessionOptions
 
 ROOT = Path(__file__).parents[1]

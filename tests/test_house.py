@@ -27,6 +27,7 @@ LEVEL = {
     "calib_data": 3,
     "models": 3,
     "runtime": 3,
+    "formats": 4,
     "quantize": 5,
     "export": 6,
     "cli": 7,
@@ -50,7 +51,7 @@ LONG_SOURCES = {
 MOST_OF_THE_CORE, MOST_OF_AN_APP = 22_400, 2_000
 LONG_APPS = {"evaluate": 2_700}
 MOST_NAMES = 25  # in a face
-WIDE_FACES = {"diffbit.quantize": 43}
+WIDE_FACES = {"diffbit.quantize": 29}
 # Classes of one name in several files. Options is what each variant's file has to define
 SAME_CLASSES = {
     "Body", "Engine", "Generation", "Graph", "Op", "Options", "Packed", "Place", "Rows", "Stored", "TensorInfo",
@@ -82,7 +83,7 @@ DEEP = {
     "diffbit.quantize.model": {"as_exported", "quantize_weight"},
     "diffbit.quantize.recipe": {"Recipe"},
     "diffbit.quantize.report": {"WIDTHS"},
-    "diffbit.quantize.rounding": {"straight_through"},
+    "diffbit.formats.rounding": {"straight_through"},
     "diffbit.quantize.scales": {"search"},
     "diffbit.quantize.scheme": {"KEPT", "KV", "LOGIT_BITS", "QK"},
     "diffbit.quantize.states": {"Batch"},

@@ -24,9 +24,10 @@ from transformers.exporters.configs import ExportConfigMixin
 from transformers.exporters.metadata import ExportMetadata
 
 from ...export import export_artifact
+from ...formats import parse_format
 from ...io.errors import DiffbitError
 from ...io.tokenizer_files import tokenizer_files
-from ...quantize import Scheme, parse_format, quantize_checkpoint, table_formats
+from ...quantize import Scheme, quantize_checkpoint, table_formats
 
 
 @dataclass

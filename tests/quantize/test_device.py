@@ -11,9 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diffbit import models
 from diffbit.cli.app import main
+from diffbit.formats import parse_format
 from diffbit.io.processes import Processes
 from diffbit.models import Decoder, ModelConfig
-from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
+from diffbit.quantize import Scheme, quantize_checkpoint
 from diffbit.quantize.demand import Demand
 from diffbit.quantize.methods import gptq
 

@@ -19,11 +19,13 @@ from importlib import import_module
 from pkgutil import iter_modules
 from types import ModuleType
 
-from ...io.errors import DiffbitError
+from ..io.errors import DiffbitError
 from .base import BLOCK, Format, QTensor, row_blocks
 from .codebook import CodebookFormat
 from .integer import IntFormat
+from .linear import QuantEmbedding, QuantLinear
 from .mx import MXFormat
+from .rounding import Rounding, quantize_per_block_int8, quantize_per_token_int8, rounded_input, spread
 from .ternary import TernaryFormat
 
 KINDS: tuple[ModuleType, ...] = tuple(
@@ -37,10 +39,17 @@ __all__ = [
     "IntFormat",
     "MXFormat",
     "QTensor",
+    "QuantEmbedding",
+    "QuantLinear",
+    "Rounding",
     "TernaryFormat",
     "names",
     "parse_format",
+    "quantize_per_block_int8",
+    "quantize_per_token_int8",
+    "rounded_input",
     "row_blocks",
+    "spread",
 ]
 
 
