@@ -63,7 +63,7 @@ SAME_FILES = {
 }  # fmt: skip
 # What apps import beside the rooms' faces: those of quantize and of the command line are too wide to take these in
 DEEP = {
-    "diffbit.cli.options": {"CALIBRATION_WINDOWS", "completion", "modules", "of_formats"},
+    "diffbit.cli.options": {"CALIBRATION_WINDOWS", "completion", "of_formats"},
     "diffbit.cli.output": {"attention_name"},
     "diffbit.cli.quantize": {
         "Activations", "CALIBRATED_ON_MIX", "Calibrate", "CalibrationWindows", "Embedding", "Head", "KvCache",

@@ -26,9 +26,10 @@ from ...cli import (
     remark,
     torch_device,
 )
-from ...cli.options import CALIBRATION_WINDOWS, completion, modules
+from ...cli.options import CALIBRATION_WINDOWS, completion
 from ...cli.output import attention_name
 from ...cli.quantize import LAYER_ERRORS
+from ...io import plugins
 from ...io.errors import DiffbitError
 from ...io.files import folder_name, locked, read_json
 
@@ -71,7 +72,7 @@ Methods = Annotated[
     str,
     typer.Option(
         metavar="METHODS",
-        autocompletion=completion(modules("quantize", "methods"), "+,"),
+        autocompletion=completion(lambda: plugins.names("diffbit.quantize.methods"), "+,"),
         help="Methods for the weights, separated by commas; each as for `diffbit quantize --method`.",
     ),
 ]
