@@ -51,7 +51,7 @@ EXAMPLES = (
 
 def _list_methods(wanted: bool) -> None:
     if wanted:
-        from ..quantize.recipe import table
+        from ..quantize.methods import table
 
         print_table(table())
         raise typer.Exit

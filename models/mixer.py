@@ -89,6 +89,10 @@ class Operations:
     other: int = 0
 
 
+Replay = Callable[[Callable[[], Tensor], Carried], Tensor]
+"""(compute, carried) -> heads: what `compute()` returned for these inputs before. Computing the heads may add tensors
+to `carried`, so a replay adds them, too."""
+
 KVBuffers = Callable[[int, int, str, int], tuple[Buffer, ...]]
 """(heads, their width, in_place, sliding_window) -> the buffers of keys and values under the current scheme. in_place:
 whether float ones can be bound as past and present at once (ops/cache.py). sliding_window: as in AttentionOptions."""
@@ -212,9 +216,15 @@ class Mixer(nn.Module):
         mask: Tensor | None = None,
         state: State | None = None,
         carried: Carried | None = None,
+        replay: Replay | None = None,
     ) -> Tensor:
-        """x [B, S, E] -> [B, S, E]."""
-        heads = self.heads(x, rope, mask, state, {} if carried is None else carried)
+        """x [B, S, E] -> [B, S, E]. replay: in place of computing the heads again."""
+        values = {} if carried is None else carried
+
+        def compute() -> Tensor:
+            return self.heads(x, rope, mask, state, values)
+
+        heads = compute() if replay is None else replay(compute, values)
         out: Tensor = self.o_proj(self.attn_sub_norm(heads))
         if self.out_scale == 1:
             return out

@@ -6,14 +6,13 @@ decoder = apply(float_decoder, scheme)               # the same in memory
 """
 
 from .attention import logits_hook, quantize_logits
+from .calibration.stats import CalibStats, proxy_loss
 from .checkpoint import load, load_block, quantize_checkpoint, save
 from .layerwise import apply
 from .layouts import Weights, read_scheme, read_weight
-from .method import Method
-from .methods import methods
+from .methods import Method, methods, parse_recipe
 from .methods.rtn import quantize as rtn
 from .model import quant_linear
-from .recipe import parse_recipe
 from .report import Report, Sizes, WeightReport, sizes
 from .scheme import (
     EMBEDDING_MODULE,
@@ -26,7 +25,6 @@ from .scheme import (
     table_formats,
     weight_shapes,
 )
-from .stats import CalibStats, proxy_loss
 
 __all__ = [
     "EMBEDDING_MODULE",

@@ -22,15 +22,15 @@ from ..io.processes import Processes
 from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig
 from ..models.checkpoint.names import shapes, stays_float32
 from .cache import is_low_bit
+from .calibration.states import ALONE
 from .demand import Text, in_shards, within
 from .layerwise import Finished, quantize_layers, stored_config, tokens_for
 from .layouts import Weights
+from .methods import parse_recipe
 from .model import Round, assemble
-from .recipe import parse_recipe
 from .report import Report, WeightReport, sizes
 from .resume import Stored, Unfinished, run
 from .scheme import Scheme
-from .states import ALONE
 
 
 def quantize_checkpoint(

@@ -59,7 +59,7 @@ SAME_CLASSES = {
 # Files of one name in the core. command.py is what each app has
 SAME_FILES = {
     "artifact", "attention", "bench", "cache", "chat", "checkpoint", "decoder", "demand",
-    "diffbit", "graph", "hadamard", "processes", "softmax", "tokenizer", "verify",
+    "diffbit", "graph", "processes", "softmax", "tokenizer", "verify",
 }  # fmt: skip
 # What apps import beside the rooms' faces: those of quantize and of the command line are too wide to take these in
 DEEP = {
@@ -76,17 +76,17 @@ DEEP = {
     "diffbit.ops.cache": {"Buffer", "WIDTHS"},
     "diffbit.quantize.cache": {"cache_spec", "is_low_bit", "step_bytes"},
     "diffbit.quantize.demand": {"available_memory"},
-    "diffbit.quantize.layer": {"Layer", "Tokens"},
+    "diffbit.quantize.calibration.passes": {"Passes"},
+    "diffbit.quantize.calibration.tokens": {"Tokens"},
+    "diffbit.quantize.layer": {"Layer"},
     "diffbit.quantize.layerwise": {"stored_config"},
-    "diffbit.quantize.methods": {"find"},
     "diffbit.quantize.methods.rtn": {"quantize"},
     "diffbit.quantize.model": {"as_exported", "quantize_weight"},
-    "diffbit.quantize.recipe": {"Recipe"},
     "diffbit.quantize.report": {"WIDTHS"},
     "diffbit.formats.rounding": {"straight_through"},
-    "diffbit.quantize.scales": {"search"},
+    "diffbit.quantize.calibration.scales": {"search"},
     "diffbit.quantize.scheme": {"KV", "LOGIT_BITS", "QK"},
-    "diffbit.quantize.states": {"Batch"},
+    "diffbit.quantize.calibration.states": {"Batch"},
 }  # fmt: skip
 # (importer, imported): the imports that close a circle
 CIRCLES = {}

@@ -46,15 +46,16 @@ from ...io.errors import DiffbitError
 from ...io.progress import track
 from ...models import Checkpoint, Decoder, ModelConfig, load, num_parameters
 from ...quantize import CalibStats, Method, Scheme, apply, linear_shapes, parse_recipe, sizes
+from ...quantize.calibration.passes import Passes
+from ...quantize.calibration.states import Batch
+from ...quantize.calibration.tokens import Tokens
 from ...quantize.demand import available_memory
-from ...quantize.layer import Layer, Tokens
+from ...quantize.layer import Layer
 from ...quantize.layerwise import stored_config
-from ...quantize.methods import find
+from ...quantize.methods import Recipe, find
 from ...quantize.methods.rtn import quantize as rtn
 from ...quantize.model import quantize_weight
-from ...quantize.recipe import Recipe
 from ...quantize.report import WIDTHS
-from ...quantize.states import Batch
 
 CANDIDATES = ("int2_g128", "int2_g64", "int4_g128", "int4_g32", "int8", "none")
 FLOAT = "none"  # means float, as in schemes
@@ -166,7 +167,7 @@ def allocate(
     decoder = load(checkpoint, device=device)
     transformed = decoder
     if recipe.transforms:  # they run as if every layer had the candidate nearest to the budget
-        nothing = Method("nothing", "rounds no weight", round_layer=lambda layer: {})
+        nothing = Method("nothing", "rounds no weight", round_layer=lambda layer, passes: {})
         transform = Recipe(recipe.name, recipe.transforms, nothing)
         nearest = {module: row[0] for module, row in near.items()}
         transformed = apply(decoder, space.to_scheme(nearest), transform, windows.ids, windows.mask)
@@ -344,8 +345,8 @@ def measure(
         fixed = {prefix + n: linear.weight for n, linear in block.named_modules() if isinstance(linear, QuantLinear)}
         own = {module: row for module, row in wanted.items() if module.startswith(prefix)}
         some = {module: format for module, row in own.items() for format in row.values() if format is not None}
-        layer = Layer(base.config, index, scheme, some, tensors, tokens)
-        stats = layer.stats(fixed) if tokens is not None and some else {}
+        layer = Layer(base.config, index, scheme, some, tensors)
+        stats = Passes(layer, tokens).stats(fixed) if tokens is not None and some else {}
         for module, row in own.items():
             weight, own_stats = tensors[f"{module}.weight"], stats.get(module)
             errors = {name: rounding_error(weight, format, own_stats) for name, format in row.items()}

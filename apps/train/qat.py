@@ -27,7 +27,7 @@ from ...io.errors import DiffbitError
 from ...models import Decoder
 from ...models.checkpoint import shapes
 from ...quantize import Scheme
-from ...quantize.scales import search
+from ...quantize.calibration.scales import search
 
 MIN_SCALE = 2.0**-24  # the smallest number above 0 in fp16
 

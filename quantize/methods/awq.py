@@ -26,21 +26,22 @@ from torch import Tensor
 
 from ...formats import Format
 from ...io.processes import Processes
-from ..folding import per_channel, scale_groups
+from ..calibration.passes import Passes
+from ..calibration.states import ALONE
+from ..calibration.stats import CalibStats
 from ..layer import Layer
-from ..method import Method
-from ..states import ALONE
-from ..stats import CalibStats
+from . import Method
+from ._folding import per_channel, scale_groups
 
 ALPHAS = tuple(i / 20 for i in range(21))  # alpha
 ROWS = 1024  # evenly spread rows of each weight that the search uses
 SMALLEST = 1e-4  # lower bound of x and w of a channel, relative to their mean, so that no channel is scaled to zero
 
 
-def transform(layer: Layer) -> None:
+def transform(layer: Layer, passes: Passes) -> None:
     if layer.formats and layer.index >= 0:  # an embedding has no module before it
-        stats = layer.stats()
-        scale_groups(layer, lambda first, w, f, channels: search(w, f, stats[first], channels, layer.here))
+        stats = passes.stats()
+        scale_groups(layer, lambda first, w, f, channels: search(w, f, stats[first], channels, passes.here))
 
 
 def search(

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ...formats import Format, QTensor
 from ...io.errors import DiffbitError
-from .. import scales
-from ..method import Method
+from ..calibration import scales
+from . import Method
 
 
 def quantize(weight: Tensor, format: Format, stats: Any) -> QTensor:

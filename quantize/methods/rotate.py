@@ -26,10 +26,11 @@ import torch
 from ...io.errors import DiffbitError
 from ...models import ModelConfig
 from ...models.checkpoint.names import EMBEDDING, HEAD
-from ..folding import attention_readers, change_rows, mlp_readers, unchanged
-from ..hadamard import Rotation
+from ..calibration.passes import Passes
 from ..layer import FINAL_NORM, Layer
-from ..method import Method
+from . import Method
+from ._folding import attention_readers, change_rows, mlp_readers, unchanged
+from ._rotation import Rotation
 from .rotate_heads import SEED, rotate_values, turn_planes, warning
 
 MOST_BIAS = 256  # largest ratio of max|b / g| to max|b| of a LayerNorm; b / g is stored in the bias's dtype
@@ -40,7 +41,7 @@ def config(config: ModelConfig) -> ModelConfig:
     return replace(config, tie_embeddings=False)
 
 
-def transform(layer: Layer) -> None:
+def transform(layer: Layer, passes: Passes) -> None:
     if layer.is_layer and layer.spec.norms != "before":
         raise DiffbitError(
             f"{layer.prefix[:-1]}: has norms after its mixer and its MLP, whose weights no other weight can take in, "

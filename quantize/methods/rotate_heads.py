@@ -28,10 +28,11 @@ from torch import Tensor
 from ...formats import Format
 from ...models import ModelConfig
 from ...models.mixer import Symmetries
-from ..folding import change_rows, unchanged
-from ..hadamard import Rotation
+from ..calibration.passes import Passes
 from ..layer import Layer
-from ..method import Method
+from . import Method
+from ._folding import change_rows, unchanged
+from ._rotation import Rotation
 
 SEED = 0
 ANGLES = tuple(i * math.pi / 32 for i in range(16))  # below a quarter turn, which swaps the rows and keeps the error
@@ -44,7 +45,7 @@ def warning(config: ModelConfig) -> str | None:
     return f"layers {', '.join(kept)} are not rotated: they have no heads, or share them with other layers"
 
 
-def transform(layer: Layer) -> None:
+def transform(layer: Layer, passes: Passes) -> None:
     if layer.is_layer:
         with unchanged(layer):
             for name, tensor in layer.tensors.items():

@@ -28,7 +28,8 @@ from diffbit.formats import parse_format
 from diffbit.models import Checkpoint, KVCache, ModelConfig
 from diffbit.models.families import read_config
 from diffbit.quantize import AttentionScheme, Scheme, load, quantize_checkpoint
-from diffbit.quantize.layer import Tokens
+from diffbit.quantize.calibration.passes import Passes
+from diffbit.quantize.calibration.tokens import Tokens
 from diffbit.quantize.layerwise import apply
 from diffbit.quantize.methods import awq, gptq, rotate, rotate_heads
 from diffbit.runtime import Artifact, Session, verify
@@ -229,10 +230,10 @@ def test_every_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_what_is_carried_is_let_go_behind_its_last_reader(folder: Path) -> None:
-    tokens = Tokens(read_config(phi.PHI), TEXT, exact=2)
+    tokens = Tokens(read_config(phi.PHI), TEXT, compared_windows=2)
     decoder, held = models.load(folder), []
     for layer in layers(decoder):
-        tokens.advance(layer, {})
+        Passes(layer, tokens).advance({})
         held.append((sorted(tokens.carried), sorted(tokens.exact.carried)))
     each = [[]] * 5 + [[4], [4, 5], [5], [], []]  # behind the embedding, behind layer 0, ...
     assert held == [(found, found) for found in each]

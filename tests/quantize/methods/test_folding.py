@@ -13,11 +13,11 @@ from diffbit.models import attention_options
 from diffbit.models.checkpoint.names import HEAD
 from diffbit.models.mixer import Symmetries
 from diffbit.quantize import Scheme, apply
-from diffbit.quantize.folding import fold, groups, per_channel, unchanged
 from diffbit.quantize.layer import FINAL_NORM
+from diffbit.quantize.methods._folding import fold, groups, per_channel, unchanged
 
-from ..configs import BIASES
-from .transforms import config_of, layers, logits64, random_decoder, random_ids, transformed
+from ...configs import BIASES
+from ..transforms import config_of, layers, logits64, random_decoder, random_ids, transformed
 
 VARIANTS = ("softmax", "diff_v1", "diff_v2")
 SHAPES = {
@@ -34,7 +34,7 @@ def random_scale(maker, seed=0):
     return torch.rand(len(maker), generator=torch.Generator().manual_seed(seed)) * 3 + 0.2
 
 
-def scaled(layer):
+def scaled(layer, passes):
     """A transform that scales every group at random."""
     with unchanged(layer):
         for index, group in enumerate(groups(layer)):
@@ -55,7 +55,7 @@ def test_every_linear_layer_is_reached(attention, sub_norms):
     """All but what a norm of the heads without weight keeps scales from: o_proj of diff_v1."""
     for layer in layers(random_decoder(config_of(attention, sub_norms=sub_norms))):
         before = dict(layer.tensors)
-        scaled(layer)
+        scaled(layer, None)
         changed = {name for name, tensor in layer.tensors.items() if not torch.equal(tensor, before[name])}
         kept = {name.removeprefix(layer.prefix) for name in set(before) - changed}
         vectors = {name for name in kept if "lambda_q" in name or "lambda_k" in name}
