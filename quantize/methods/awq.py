@@ -2,7 +2,7 @@
 
 If a column of a weight is multiplied by s > 1 before rounding and divided by s afterwards, its error is s times
 smaller, as long as it does not extend its group's range. The division is free, because it is folded into the module
-that computes the column's input (folding.py): the norm before q, k and v and before gate and up, up_proj before
+that computes the column's input (_folding.py): the norm before q, k and v and before gate and up, up_proj before
 down_proj, v_proj before o_proj. In diff_v1 the head norm is between the last two. Scales do not pass through a norm, so
 o_proj is not scaled.
 

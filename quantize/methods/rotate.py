@@ -2,12 +2,12 @@
 
 It uses only rotations that fold into the weights, so they are free at run time and do not change the model's function:
 
-  residual stream   h -> h R, R [E, E] a randomised Hadamard transform (hadamard.py). RMSNorm commutes with R once its
+  residual stream   h -> h R, R [E, E] a randomised Hadamard transform (_rotation.py). RMSNorm commutes with R once its
                     weight g is folded into the layers that follow: embedding E R, readers W diag(g) R, o_proj and
                     down_proj R^T W and R^T b of their biases, the final norm and the head likewise.
   heads             values, and queries with keys: rotate_heads.py
 
-LayerNorm commutes with an R that keeps the mean (hadamard.py). Its weight folds in the same way, and its bias b becomes
+LayerNorm commutes with an R that keeps the mean (_rotation.py). Its weight folds in the same way, and its bias b becomes
 (b / g) R; a model with a g near 0 is refused.
 
 A tied head is untied, which costs its bytes, because the final norm's weight is folded into the head but not into the

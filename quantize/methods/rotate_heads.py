@@ -2,7 +2,7 @@
 
 It does not change the model's function, and adds nothing at run time or to the file:
 
-  values            v -> v Q, Q [w, w] a randomised Hadamard transform (hadamard.py), one per kv head: Q^T W_v, W_o Q.
+  values            v -> v Q, Q [w, w] a randomised Hadamard transform (_rotation.py), one per kv head: Q^T W_v, W_o Q.
                     In diff_v1 w is 2d: Q passes exactly through the difference (A1 - lambda A2) v and through the head
                     norm, which has no weight.
   queries, keys     RoPE rotates rows j and j + d/2 of a sub-head as a pair. So the pair may be rotated by any angle, if
