@@ -50,7 +50,7 @@ def quantize_checkpoint(
     """Quantize a float checkpoint into a new folder, one layer in memory at a time. Returns a report of each weight.
 
     method: names from methods/ joined by +, such as "rotate+gptq", or a function (weight, format, stats) -> QTensor.
-    calibration: token ids [n, S] (a tensor or an array) that pass through the model layer by layer (calibration/); methods
+    calibration: token ids [n, S] (a tensor or an array) that pass through the model layer by layer; methods
     calibrate on them, and each quantized layer's output error is measured on them. calibration_mask: bool [n, S], the
     tokens that count; default all. calibration_text: a description of the text (source, sha256, ...) for config.json
     and the artifact's manifest. resume: continue an interrupted run (resume.py), if there is one. max_memory: the most

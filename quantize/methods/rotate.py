@@ -7,8 +7,8 @@ It uses only rotations that fold into the weights, so they are free at run time 
                     down_proj R^T W and R^T b of their biases, the final norm and the head likewise.
   heads             values, and queries with keys: rotate_heads.py
 
-LayerNorm commutes with an R that keeps the mean (_rotation.py). Its weight folds in the same way, and its bias b becomes
-(b / g) R; a model with a g near 0 is refused.
+LayerNorm commutes with an R that keeps the mean. Its weight folds in the same way, and its bias b becomes (b / g) R; a
+model with a g near 0 is refused.
 
 A tied head is untied, which costs its bytes, because the final norm's weight is folded into the head but not into the
 embedding. The two could stay tied only if R mixed no channels of different g, which no rotation of a trained model
