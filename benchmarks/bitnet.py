@@ -31,7 +31,7 @@ from machine import describe
 from report import Row, add_outputs, command_line, increase, interval, nats, percent, table, verdict, write_outputs
 
 from diffbit.apps.evaluate.cost import token_cost
-from diffbit.apps.evaluate.measure import measure
+from diffbit.apps.evaluate.measure import Setup, measure
 from diffbit.apps.evaluate.metrics import Scores, mean, paired, perplexity_ratio, recovered
 from diffbit.calib_data import Windows, eval_windows
 from diffbit.errors import DiffbitError
@@ -85,7 +85,7 @@ def score(path: Path, windows: Windows) -> Scores:
     """In a process of its own."""
     torch.set_num_threads(1)
     set_quiet(True)
-    (measured,), _ = measure(load(path), [], windows)
+    (measured,), _ = measure(load(path), [], Setup(windows))
     return measured.scores
 
 

@@ -23,11 +23,37 @@ def model_names(checkpoints: Sequence[Checkpoint], names: Sequence[str] | None) 
         raise DiffbitError("no model to compare; give one checkpoint folder or more")
     if names is not None and len(names) != len(checkpoints):
         raise DiffbitError(f"{len(names)} names for {len(checkpoints)} models; give one each, or none")
-    wanted = list(names) if names is not None else [files.folder_name(checkpoint.path) for checkpoint in checkpoints]
+    names = names or [files.folder_name(checkpoint.path) for checkpoint in checkpoints]
     return [
-        name if wanted.count(name) == 1 else f"{name} ({wanted[: index + 1].count(name)})"
-        for index, name in enumerate(wanted)
+        name if names.count(name) == 1 else f"{name} ({names[: index + 1].count(name)})"
+        for index, name in enumerate(names)
     ]
+
+
+def in_groups(checkpoints: Sequence[Checkpoint], runs: int) -> list[Sequence[Checkpoint]]:
+    """Return one group for each model: every `runs` checkpoints in a row.
+
+    Raises DiffbitError if the number of checkpoints is no multiple, or if those of a group are not runs of one model:
+    if their shapes or quantization differ, or two hold the same weights.
+    """
+    if runs < 1:
+        raise DiffbitError(f"runs is {runs}, wanted 1 or more")
+    if len(checkpoints) % runs:
+        raise DiffbitError(f"{len(checkpoints)} checkpoints are not {runs} training runs of each model; give all runs")
+    groups = [checkpoints[start : start + runs] for start in range(0, len(checkpoints), runs)]
+    for first, *others in groups:
+        seen = {first.sha256(): first.path} if others else {}
+        for other in others:
+            if other.config != first.config or read_scheme(other) != read_scheme(first):
+                raise DiffbitError(
+                    f"{other.path}: is no training run of the same model as {first.path}: their config.json differ; "
+                    "name all runs of a model one after the other"
+                )
+            if other.sha256() in seen:
+                same = seen[other.sha256()]
+                raise DiffbitError(f"{other.path}: has the same weights as {same}; give runs with different seeds")
+            seen[other.sha256()] = other.path
+    return groups
 
 
 def check_windows(checkpoint: Checkpoint, windows: Windows) -> None:
@@ -59,19 +85,19 @@ def check_tokenizers(checkpoints: Sequence[Checkpoint]) -> None:
             )
 
 
-def owned_artifacts(
+def artifacts_of(
     checkpoints: Sequence[Checkpoint], artifacts: Sequence[Artifact], windows: Windows
 ) -> dict[Path, list[Artifact]]:
     """Return the artifacts of each float checkpoint: those whose model has the same shape."""
     shapes = {c.path: replace(c.config, tie_embeddings=True) for c in checkpoints if read_scheme(c) is None}
-    owned: dict[Path, list[Artifact]] = {}
+    by_path: dict[Path, list[Artifact]] = {}
     for artifact in artifacts:
         shape = replace(ModelConfig.from_dict(dict(artifact.model)), tie_embeddings=True)
-        found = [path for path, one in shapes.items() if one == shape]
-        if len(found) != 1:
-            fits = "fits " + " and ".join(map(str, found)) if found else "is of none of the float models by its shape"
+        fitting = [path for path, other in shapes.items() if other == shape]
+        if len(fitting) != 1:
+            fits = f"fits {' and '.join(map(str, fitting))}" if fitting else "has the shape of none of the float models"
             raise DiffbitError(
-                f"{artifact.path}: {fits}; compare it beside the one float checkpoint that it was made from"
+                f"{artifact.path}: {fits}; compare it together with the one float checkpoint that it was made from"
             )
         length = windows.ids.shape[1]
         if length > artifact.context_length:
@@ -79,10 +105,10 @@ def owned_artifacts(
                 f"{artifact.path}: windows of {length} tokens are longer than its context of "
                 f"{artifact.context_length}; shorten them"
             )
-        others, key = owned.setdefault(found[0], []), on_a_device(artifact).key
-        if any(on_a_device(one).key == key for one in others):
+        others, key = by_path.setdefault(fitting[0], []), on_a_device(artifact).key
+        if any(on_a_device(other).key == key for other in others):
             raise DiffbitError(
-                f"{artifact.path}: another artifact of {found[0]} has {', '.join(key[1:])} too; leave one out"
+                f"{artifact.path}: another artifact of {fitting[0]} has {', '.join(key[1:])} too; leave one out"
             )
         others.append(artifact)
-    return owned
+    return by_path

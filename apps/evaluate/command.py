@@ -1,10 +1,10 @@
-"""diffbit compare and diffbit outliers: measure accuracy against bit-width, and the largest activations."""
+"""diffbit compare: measure accuracy against bit-width."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ...cli import (
+    CALIBRATION_WINDOWS,
+    LAYER_ERRORS,
     Data,
     Field,
     Json,
@@ -20,23 +22,22 @@ from ...cli import (
     Quiet,
     Seed,
     TorchDevice,
+    completion,
+    json_of,
+    modules,
     print_json,
     print_table,
     read_windows,
     remark,
     torch_device,
 )
-from ...cli.options import CALIBRATION_WINDOWS, completion, modules
-from ...cli.output import attention_name
-from ...cli.quantize import LAYER_ERRORS
 from ...errors import DiffbitError
 from ...files import folder_name, locked, read_json
 
 if TYPE_CHECKING:
     from ...calib_data import NeedleWindows, Windows
     from ...runtime import Artifact
-    from .compare import Comparison
-    from .outliers import OutlierReport
+    from .compare import Comparison, Contrast
 
 EXAMPLES = {
     "compare": (
@@ -45,9 +46,7 @@ EXAMPLES = {
         "diffbit compare examples/pico/diff_v1 --what weights --bits 4,3 --method rtn,gptq --repeats 5 --max-windows 8",
         "diffbit compare examples/pico/diff_v1 --what kv,qk --bits 16,8,4,2 --max-windows 16",
     ),
-    "outliers": ("diffbit outliers out/demo/diff_v1 out/demo/softmax --plot out/outliers.svg",),
 }
-
 
 Models = Annotated[
     list[Path],
@@ -56,13 +55,8 @@ Models = Annotated[
         "measured as they are."
     ),
 ]
-Output = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Output folder for report.html, plots, JSON and CSV.")
-]
-Bits = Annotated[
-    str,
-    typer.Option(metavar="FORMATS", help="Bit-widths or formats, such as 16,8,6,4,3,2,ternary,int4_g32,nf4."),
-]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Folder for report.html, plots, JSON and CSV.")]
+Bits = Annotated[str, typer.Option(metavar="FORMATS", help="Bit-widths or formats: 16,8,3,ternary,int4_g32,nf4, ...")]
 What = Annotated[
     str,
     typer.Option(metavar="WHAT", help="What is quantized, separated by commas: weights, logits, qk, kv, keys, values."),
@@ -96,8 +90,7 @@ Artifacts = Annotated[
     ),
 ]
 Quantized = Annotated[
-    list[Path] | None,
-    typer.Option(help="Quantized checkpoint whose layer errors the report shows; repeatable."),
+    list[Path] | None, typer.Option(help="Quantized checkpoint whose layer errors the report shows; repeatable.")
 ]
 Repeats = Annotated[
     int,
@@ -159,31 +152,24 @@ def compare(
     artifacts = _check_places(output, artifact or (), quantized or ())
     with nullcontext() if output is None else locked(output):
         firsts = models[::runs] if runs > 0 else models  # what the report shows of a model, besides its accuracy
-        known = _read_reports(firsts, quantized or ())
+        recorded = _read_reports(firsts, quantized or ())
         windows = read_windows(models[0], data, field, max_windows, length)
         needles = _needles(models, retrieval, data, field, rows, seed)
         methods = method.split(",")
         calibrated = "weights" in what.split(",") and any(parse_recipe(name).calibrated for name in methods)
         calibration = _calibration(models[0], calibrate, field, repeats) if calibrated else []
         comparison = compare_models(
-            models,
-            windows,
-            bits.split(","),
-            what.split(","),
-            methods,
-            calibration=calibration,
-            repeats=repeats,
-            runs=runs,
-            arithmetic=arithmetic,
-            artifacts=artifacts,
-            batch_size=batch_size,
-            device=torch_device(device),
+            models, windows, bits.split(","), what.split(","), methods, calibration=calibration, repeats=repeats,
+            runs=runs, arithmetic=arithmetic, artifacts=artifacts, batch_size=batch_size, device=torch_device(device),
             needles=needles,
-        )
+        )  # fmt: skip
         if output is not None:
-            known |= {"artifacts": [_artifact_row(opened) for opened in artifacts]}
-            outliers = _outliers(firsts, windows, device)
-            _write(comparison, [report.to_dict() for report in outliers], known, output)
+            recorded["artifacts"] = [_artifact_row(opened) for opened in artifacts]
+            options = ["--data", data, "--field", field, "--max-windows", str(max_windows), "--device", device]
+            options += [] if length is None else ["--length", str(length)]
+            plot = str(output / "outliers.svg")
+            outliers = json_of("outliers", *options, "--plot", plot, "--", *map(str, firsts))
+            _write(comparison, outliers, recorded, output)
         if as_json:
             print_json(comparison.to_dict())
             return
@@ -220,7 +206,7 @@ def _calibration(model: Path, text: str, field: str, repeats: int) -> list[Windo
 def _read_reports(models: Sequence[Path], quantized: Sequence[Path]) -> dict[str, Any]:
     """What `train` and `quantize` recorded about the models, by the names of ReportData's fields."""
     return {
-        "training": {folder_name(model): found for model in models if (found := _training(model))},
+        "training": {folder_name(model): run for model in models if (run := _training(model))},
         "quantization": {folder_name(path): _part(path / LAYER_ERRORS, "weights", list) for path in quantized},
     }
 
@@ -256,31 +242,30 @@ def _needles(
     from .retrieval import parse_setting
 
     context = min(Checkpoint(model).config.max_position for model in models)
-    asked = [parse_setting(entry, context) for entry in entries.split(",")] if entries else []
+    settings = [parse_setting(entry, context) for entry in entries.split(",")] if entries else []
     return [
         needle_windows(data, models[0], length, needles, queries, rows, field=field, seed=seed)
-        for needles, queries, length in asked
+        for needles, queries, length in settings
     ]
 
 
 def _artifact_row(opened: Artifact) -> dict[str, Any]:
     """Format, sizes and parts of an artifact, as ReportData's `artifacts` shows them."""
     from ...models import ModelConfig, num_parameters
+    from .variants import on_a_device
 
-    scheme: dict[str, Any] = {"weights": "none", "attention": {}, **(opened.scheme or {})}
-    weights = opened.dtype if scheme["weights"] == "none" else scheme["weights"]
     return {
         "name": folder_name(opened.path),
-        "format": ", ".join(filter(None, (weights, attention_name(scheme["attention"])))),
+        "format": on_a_device(opened).format,
         "bytes": opened.nbytes,
         "source_bytes": 2 * num_parameters(ModelConfig.from_dict(dict(opened.model))),
         "parts": [dict(part) for part in opened.parts],
     }
 
 
-def _write(comparison: Comparison, outliers: list[dict[str, Any]], known: dict[str, Any], output: Path) -> None:
-    """Write report.html, the plots, and the comparison as JSON and CSV."""
-    from .plots import plot_comparison, plot_outliers
+def _write(comparison: Comparison, outliers: list[dict[str, Any]], recorded: dict[str, Any], output: Path) -> None:
+    """Write report.html, the plot, and the comparison as JSON and CSV. recorded: further fields of ReportData."""
+    from .plots import plot_comparison
     from .report import ReportData, versions, write_report
 
     report = ReportData(
@@ -289,36 +274,27 @@ def _write(comparison: Comparison, outliers: list[dict[str, Any]], known: dict[s
         outliers=outliers,
         commands=[shlex.join(["diffbit", *sys.argv[1:]])],
         versions=versions(),
-        **known,
+        **recorded,
     )
     comparison.write_json(output / "comparison.json")
     comparison.write_csv(output / "comparison.csv")
     if any(result.what not in ("none", "artifact") for result in comparison.results):  # else there are no bits to plot
         plot_comparison(comparison.to_dict(), output / "comparison.svg")
-    plot_outliers(outliers, output / "outliers.svg")
     write_report(report, output / "report.html")
 
 
 def _remarks(comparison: Comparison, several: bool) -> None:
-    """Print which formats a method refused, and which model loses less. several: name the methods."""
-    for refusal in comparison.refused:
-        remark(f"left out, {refusal.model} by {refusal.method}: {refusal.reason}")
+    """Print which formats were skipped, and which model loses less. several: name the methods."""
+    for skipped in comparison.skipped:
+        remark(f"left out, {skipped.model} by {skipped.method}: {skipped.reason}")
     for contrast in comparison.contrasts:
-        lost = contrast.difference
         by = f" by {contrast.method}" if several and contrast.method != "none" else ""
-        verdict = "less than" if lost.high < 0 else "more than" if lost.low > 0 else "about as much as"
-        made = f", {contrast.runs} training runs of each" if contrast.runs > 1 else ""
-        if contrast.repeats is not None:
-            made += ", one rounding of each" if contrast.repeats == 1 else f", {contrast.repeats} roundings of each"
-        remark(
-            f"{contrast.what} at {contrast.format}{by}: {contrast.model} loses {verdict} {contrast.against} "
-            f"({lost.value:+.4f} nats per token, 95 %: {lost.low:+.4f} to {lost.high:+.4f}{made})"
-            + "".join(
-                f"; {asked['queries']} of {asked['needles']} needles: {100 * found.value:+.1f} points "
-                f"({100 * found.low:+.1f} to {100 * found.high:+.1f})"
-                for asked, found in zip(comparison.needles, contrast.retrieval, strict=bool(contrast.retrieval))
-            )
+        changes = "".join(
+            f"; {setting['queries']} of {setting['needles']} needles: {100 * change.value:+.1f} points "
+            f"({100 * change.low:+.1f} to {100 * change.high:+.1f})"
+            for setting, change in zip(comparison.needles, contrast.retrieval, strict=bool(contrast.retrieval))
         )
+        remark(f"{contrast.what} at {contrast.format}{by}: {_verdict(contrast)}{changes}")
     if any(contrast.repeats == contrast.runs == 1 for contrast in comparison.contrasts):
         remark(
             "each of these is one rounding, and another rounding may reverse them; --repeats 5 includes the spread of "
@@ -328,38 +304,16 @@ def _remarks(comparison: Comparison, several: bool) -> None:
         remark("inputs of quantized layers are float here; an artifact on a CPU rounds them to int8")
 
 
-def outliers(
-    models: Annotated[list[Path], typer.Argument(help="Checkpoints, float or quantized.")],
-    data: Data = "stdlib",
-    field: Field = "text",
-    max_windows: MaxWindows = 32,
-    length: Length = None,
-    layers: Annotated[bool, typer.Option("--layers", help="Also print a row for each layer.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Write a plot of every layer to this .svg or .png file.")] = None,
-    device: TorchDevice = "auto",
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Measure the largest attention logits and hidden states of models, as Table 5 of arXiv 2410.05258 does."""
-    from .outliers import rows
-
-    reports = _outliers(models, read_windows(models[0], data, field, max_windows, length), device)
-    if plot is not None:
-        from .plots import plot_outliers
-
-        plot_outliers([report.to_dict() for report in reports], plot)
-    if as_json:
-        print_json([report.to_dict() for report in reports])
-        return
-    print_table(rows(reports))
-    if layers:
-        print_table(row for report in reports for row in report.layer_rows())
-
-
-def _outliers(models: Iterable[Path], windows: Windows, device: str) -> list[OutlierReport]:
-    """Measure the outliers of each model on the same windows of text."""
-    from ...quantize import load
-    from .outliers import measure
-
-    where = torch_device(device)
-    return [measure(load(model, device=where), windows, name=folder_name(model)) for model in models]
+def _verdict(contrast: Contrast) -> str:
+    """Which model loses less, if the interval of the difference says so."""
+    lost, model, against = contrast.difference, contrast.model, contrast.against
+    if lost.low <= 0 <= lost.high:
+        text = f"not established whether {model} or {against} loses more"
+    else:
+        text = f"{model} loses {'less' if lost.high < 0 else 'more'} than {against}"
+    measured = f"{lost.value:+.4f} nats per token, 95 %: {lost.low:+.4f} to {lost.high:+.4f}"
+    if contrast.runs > 1:
+        measured += f", {contrast.runs} training runs of each"
+    if contrast.repeats is not None:
+        measured += ", one rounding of each" if contrast.repeats == 1 else f", {contrast.repeats} roundings of each"
+    return f"{text} ({measured})"

@@ -7,7 +7,7 @@ it is usually stored.
 
 The result of rounding depends partly on chance: another calibration sample or order of channels gives another model.
 `repeats` measures several roundings, and every interval includes their spread. Without repeats, intervals and verdicts
-hold only for the one rounding that was measured. Several training runs of a model can be measured as one (runs.py).
+hold only for the one rounding that was measured. Several training runs of a model can be measured as one.
 
 A checkpoint that is already quantized, such as one trained in low bits, is measured as it is: it has no variants, and
 its loss against a float model is unknown. The same variants can also be tested on finding needles (retrieval.py).
@@ -17,8 +17,9 @@ Artifacts are measured on ONNX Runtime, together with the float checkpoint that 
 from __future__ import annotations
 
 import csv
+import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +27,15 @@ import torch
 
 from ... import files
 from ...calib_data import NeedleWindows, Windows
-from ...errors import DiffbitError
-from ...models import Checkpoint, ModelConfig, num_parameters
-from ...quantize import AttentionScheme, load, parse_recipe, read_scheme
-from ...quantize.cache import cache_spec
+from ...models import Checkpoint, num_parameters
+from ...quantize import load, parse_recipe, read_scheme
 from ...runtime import Artifact
-from .checks import check_tokenizers, check_windows, model_names, owned_artifacts
+from .checks import artifacts_of, check_tokenizers, check_windows, in_groups, model_names
 from .cost import Cost
-from .measure import Measured, Refusal, measure
-from .metrics import CONFIDENCE, Estimate, mean, paired, perplexity_ratio, recovered
+from .measure import Measurement, Setup, Skipped, combine, measure
+from .metrics import CONFIDENCE, Estimate, established, mean, paired, perplexity_ratio, recovered
 from .retrieval import Retrieval, contrast, label, retrieval, settings
-from .runs import in_groups, measure_runs
-from .variants import ATTENTION, BITS, FLOAT, METHODS, NO_METHOD, WHAT, bits_of, variants
-
-RTN = "rtn"  # rounding to nearest, the baseline of `recovered`
-Key = tuple[str, str, str] | None  # of a variant; None: the unchanged checkpoint
+from .variants import BITS, CACHED, FLOAT, METHODS, NO_METHOD, RTN, UNCHANGED, WHAT, Key, Variant, variants
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,7 @@ class Result:
     """One model at one width. All intervals except `perplexity`'s are of paired differences to the 16-bit model."""
 
     model: str
-    what: str  # one of WHAT, or "artifact"; "none" for the 16-bit model itself, or a quantized checkpoint
+    what: str  # one of WHAT, or "artifact"; "none" for the checkpoint as it is, float or quantized
     format: str
     method: str  # "none" unless weights are rounded
     bits: float
@@ -99,10 +94,8 @@ class Comparison:
     contrasts: tuple[Contrast, ...]  # every further model against the first
     confidence: float
     text: dict[str, Any]  # source, sha256, windows, length, scored_tokens
-    calibration: (
-        dict[str, Any] | None
-    )  # source, sha256, windows, length, tokens (of the first sample), samples; or None
-    refused: tuple[Refusal, ...]
+    calibration: dict[str, Any] | None  # source, sha256, windows, length, tokens (of the first sample), samples
+    skipped: tuple[Skipped, ...]
     needles: tuple[dict[str, Any], ...]  # length, needles, queries, rows, source, sha256 of each set
     arithmetic: str  # of quantized linear layers, one of measure.ARITHMETICS
 
@@ -113,34 +106,31 @@ class Comparison:
     def rows(self) -> list[dict[str, Any]]:
         """Return a row per result. "MB moved" and "M ops t/i/f" (millions of operations with ternary, integer and float
         weights; cost.py) are per decoded token."""
-        percent = f"{self.confidence:.0%}"
         several = any(result.method not in (NO_METHOD, RTN) for result in self.results)
         compared = {result.what for result in self.results}
-        weights, cache = "weights" in compared, compared & set(ATTENTION)
-        rows = []
+        rows: list[dict[str, Any]] = []
         for result in self.results:
-            stored = result.what == "none" and result.format != FLOAT  # already quantized: has no float model
-            ratio = result.ratio
-            rows.append(
-                {
-                    "model": result.model,
-                    "what": "-" if result.what == "none" else result.what,
-                    "format": result.format,
-                    **({"method": "-" if result.method == NO_METHOD else result.method} if several else {}),
-                    **({"bits/weight": round(result.bits_per_weight, 2)} if weights else {}),
-                    **({"MB": round(result.nbytes / 1e6, 2)} if weights else {}),
-                    **({"KV bytes/token": round(result.cache_bytes, 1)} if cache else {}),
-                    "MB moved": round(result.cost.nbytes / 1e6, 2),
-                    "M ops t/i/f": "/".join(f"{count / 1e6:.1f}" for count in result.cost.operations.values()),
-                    "perplexity": result.perplexity.value,
-                    "increase": "-" if stored else f"{ratio.value - 1:+z.2%}",
-                    percent: "-" if stored else f"{ratio.low - 1:+z.2%} to {ratio.high - 1:+z.2%}",
-                    **({"of rtn's loss recovered": _share(result.recovered)} if several else {}),
-                    "KL": "-" if stored else result.kl.value,
-                    "agreement": "-" if stored else f"{result.agreement.value:.2%}",
-                    **{f"found, {label(one)}": _share_found(one.accuracy, one.change) for one in result.retrieval},
-                }
-            )
+            unchanged = result.what == UNCHANGED
+            row: dict[str, Any] = {"model": result.model, "what": "-" if unchanged else result.what}
+            row["format"] = result.format
+            if several:
+                row["method"] = "-" if result.method == NO_METHOD else result.method
+            if "weights" in compared:
+                row |= {"bits/weight": round(result.bits_per_weight, 2), "MB": round(result.nbytes / 1e6, 2)}
+            if compared & set(CACHED):
+                row["KV bytes/token"] = round(result.cache_bytes, 1)
+            row["MB moved"] = round(result.cost.nbytes / 1e6, 2)
+            row["M ops t/i/f"] = "/".join(f"{count / 1e6:.1f}" for count in result.cost.operations.values())
+            row["perplexity"] = result.perplexity.value
+            ratio, shown = result.ratio, not unchanged or result.format == FLOAT  # else there is no float model
+            row["increase"] = f"{ratio.value - 1:+z.2%}" if shown else "-"
+            row[f"{self.confidence:.0%}"] = f"{ratio.low - 1:+z.2%} to {ratio.high - 1:+z.2%}" if shown else "-"
+            if several:
+                row["of rtn's loss recovered"] = _share(result.recovered)
+            row["KL"] = result.kl.value if shown else "-"
+            row["agreement"] = f"{result.agreement.value:.2%}" if shown else "-"
+            row |= {f"found, {label(one)}": _share_found(one.accuracy, one.change) for one in result.retrieval}
+            rows.append(row)
         return rows
 
     def write_json(self, path: str | Path) -> None:
@@ -174,8 +164,7 @@ def compare(
     device: torch.device | str = "cpu",
     needles: Sequence[NeedleWindows] = (),
 ) -> Comparison:
-    """Compare float checkpoints at several bit-widths, and quantized ones unchanged, on windows of their shared
-    tokenizer.
+    """Compare float checkpoints at several bit-widths, and quantized ones as they are, on the same windows of text.
 
     methods: recipes for rounding weights. calibration: windows of other text, for methods that calibrate; a sample for
     each repeat, or one for all. repeats: number of roundings of each variant with rounded weights. arithmetic:
@@ -186,148 +175,137 @@ def compare(
     every variant on. Raises DiffbitError if models, windows or names do not fit together.
     """
     chosen = variants(bits, what, methods)
-    if len(windows.ids) < 2:
-        raise DiffbitError("the text fills one window, and an interval needs two: give more text, or shorter windows")
-    if any(len(one.starts) < 2 for one in needles):
-        raise DiffbitError("needles in one row give no interval; ask for two rows or more")
+    samples = [calibration] if isinstance(calibration, Windows) else list(calibration or ())
+    setup = Setup(windows, samples, needles, repeats, arithmetic, batch_size, cache_bytes)
     checkpoints = [Checkpoint(path) for path in paths]
     groups = in_groups(checkpoints, runs)
     names = model_names([group[0] for group in groups], names)
-    samples = [calibration] if isinstance(calibration, Windows) else list(calibration or ())
     for checkpoint in checkpoints:
-        for text in (windows, *samples, *(one.windows for one in needles)):
+        for text in (windows, *samples, *(rows.windows for rows in needles)):
             check_windows(checkpoint, text)
     check_tokenizers(checkpoints)
-    owned = owned_artifacts(checkpoints, artifacts, windows)
+    by_path = artifacts_of(checkpoints, artifacts, windows)
 
-    measured: dict[str, list[Measured]] = {}
-    refused: list[Refusal] = []
+    measurements: dict[str, list[Measurement]] = {}
+    skipped: dict[Skipped, None] = {}  # each once, even if several runs of a model share it
     for name, group in zip(names, groups, strict=True):
-
-        def run(checkpoint: Checkpoint, label: str) -> tuple[list[Measured], list[Refusal]]:
-            scheme = read_scheme(checkpoint)
-            return measure(
-                load(checkpoint, device=device),
-                chosen if scheme is None else (),
-                windows,
-                samples,
-                name=label,
-                repeats=repeats,
-                arithmetic=arithmetic,
-                batch_size=batch_size,
-                cache_bytes=cache_bytes,
-                needles=needles,
-                stored=scheme,
-                artifacts=owned.get(checkpoint.path, ()),
-            )
-
-        measured[name], refusals = measure_runs(name, group, run)
-        refused += refusals
+        of_runs = []
+        for run, checkpoint in enumerate(group, 1):
+            title = name if len(group) == 1 else f"{name}, run {run} of {len(group)}"
+            one, left_out = _measure(checkpoint, chosen, setup, title, by_path.get(checkpoint.path, ()), device)
+            of_runs.append(one)
+            skipped |= dict.fromkeys(replace(variant, model=name) for variant in left_out)
+        measurements[name] = combine(of_runs)
     if not any(parse_recipe(method).calibrated for method in methods):
-        samples = []
-    return conclude(groups, measured, refused, windows, samples, confidence, needles, arithmetic)
+        setup = replace(setup, calibration=())
+    return conclude(groups, measurements, tuple(skipped), setup, confidence)
+
+
+def _measure(
+    checkpoint: Checkpoint,
+    chosen: Sequence[Variant],
+    setup: Setup,
+    name: str,
+    artifacts: Sequence[Artifact],
+    device: torch.device | str,
+) -> tuple[list[Measurement], list[Skipped]]:
+    """Measure a checkpoint; its model is gone afterwards."""
+    scheme = read_scheme(checkpoint)
+    try:
+        model = load(checkpoint, device=device)
+        return measure(model, chosen if scheme is None else (), setup, name=name, stored=scheme, artifacts=artifacts)
+    finally:
+        gc.collect()  # module hooks are reference cycles
 
 
 def conclude(
     groups: Sequence[Sequence[Checkpoint]],
-    measured: Mapping[str, Sequence[Measured]],
-    refused: Sequence[Refusal],
-    windows: Windows,
-    calibration: Sequence[Windows],
+    measurements: Mapping[str, Sequence[Measurement]],
+    skipped: Sequence[Skipped],
+    setup: Setup,
     confidence: float = CONFIDENCE,
-    needles: Sequence[NeedleWindows] = (),
-    arithmetic: str = "artifact",
 ) -> Comparison:
-    """Turn the measurements of each model, by name and with the 16-bit model first, into a comparison.
+    """Turn the measurements of each model, by name and with the unchanged model first, into a comparison.
 
     groups: the training runs of each model, mostly one.
     """
     results: list[Result] = []
     contrasts: list[Contrast] = []
     models: list[ModelInfo] = []
-    by_key: dict[str, dict[Key, Measured]] = {
-        name: {one.variant.key if one.variant else None: one for one in found} for name, found in measured.items()
-    }
+    by_key = {name: {one.variant.key: one for one in measured} for name, measured in measurements.items()}
     first = next(iter(by_key))
-    for (checkpoint, *others), (name, own) in zip(groups, by_key.items(), strict=True):
+    for (checkpoint, *others), (name, measured) in zip(groups, by_key.items(), strict=True):
         config = checkpoint.config
         size = num_parameters(config), config.num_layers, config.hidden_size
         runs = {str(other.path): other.sha256() for other in others}
         models.append(ModelInfo(name, str(checkpoint.path), checkpoint.sha256(), config.attention, *size, runs))
-        results += [_result(name, config, one, own, confidence, needles) for one in measured[name]]
+        results += [_result(name, one, measured, setup, confidence) for one in measured.values()]
         if name != first:
-            contrasts += _contrasts(name, own, first, by_key[first], confidence, len(groups[0]))
-    calibrated = None
-    if calibration:
-        tokens = int(calibration[0].mask.sum())
-        calibrated = _about(calibration[0]) | {"tokens": tokens, "samples": len(calibration)}
+            contrasts += _contrasts(name, measured, first, by_key[first], confidence, len(groups[0]))
+    calibration = None
+    if setup.calibration:
+        sample = setup.calibration[0]
+        calibration = _about(sample) | {"tokens": int(sample.mask.sum()), "samples": len(setup.calibration)}
     return Comparison(
         models=tuple(models),
         results=tuple(results),
         contrasts=tuple(contrasts),
         confidence=confidence,
-        text=_about(windows) | {"scored_tokens": windows.scored},
-        calibration=calibrated,
-        refused=tuple(refused),
-        needles=tuple(settings(needles)),
-        arithmetic=arithmetic,
+        text=_about(setup.windows) | {"scored_tokens": setup.windows.scored},
+        calibration=calibration,
+        skipped=tuple(skipped),
+        needles=tuple(settings(setup.needles)),
+        arithmetic=setup.arithmetic,
     )
 
 
 def _result(
-    name: str,
-    config: ModelConfig,
-    measured: Measured,
-    own: Mapping[Key, Measured],
-    confidence: float,
-    needles: Sequence[NeedleWindows],
+    name: str, one: Measurement, measured: Mapping[Key, Measurement], setup: Setup, confidence: float
 ) -> Result:
-    """own: all measurements of the model, by key."""
-    variant, scores, reference = measured.variant, measured.scores, own[None].scores
-    stored = None if measured.scheme is None else measured.scheme.weights
-    attention = AttentionScheme() if measured.scheme is None else measured.scheme.attention
-    rounded = None
-    if variant is not None and variant.method != RTN:
-        rounded = own.get((variant.what, variant.format, RTN))
+    """measured: all measurements of the model, the unchanged one first."""
+    variant, scores, whole = one.variant, one.scores, next(iter(measured.values()))
+    rounded = None if variant.method == RTN else measured.get((variant.what, variant.format, RTN))
+    sets = zip(setup.needles, one.answers, whole.answers, strict=bool(one.answers))
     return Result(
         model=name,
-        what="none" if variant is None else variant.what,
-        format=variant.format if variant else stored.name if stored else FLOAT,
-        method=NO_METHOD if variant is None else variant.method,
-        bits=variant.bits if variant else bits_of(stored) if stored else 16.0,
-        bits_per_weight=measured.bits_per_weight,
-        nbytes=measured.nbytes,
+        what=variant.what,
+        format=variant.format,
+        method=variant.method,
+        bits=variant.bits,
+        bits_per_weight=one.bits_per_weight,
+        nbytes=one.nbytes,
         perplexity=scores.perplexity(confidence),
-        ratio=perplexity_ratio(scores, reference, confidence),
+        ratio=perplexity_ratio(scores, whole.scores, confidence),
         kl=scores.divergence(confidence),
         agreement=scores.agreement(confidence),
-        recovered=None if rounded is None else recovered(scores, rounded.scores, reference, confidence),
-        cache_bytes=cache_spec(config, attention, "float16").bytes_per_1k_tokens / 1000,
-        cost=measured.cost,
-        retrieval=tuple(
-            retrieval(one, answers, whole, confidence)
-            for one, answers, whole in zip(needles, measured.answers, own[None].answers, strict=bool(measured.answers))
-        ),
-        repeats=measured.repeats,
+        recovered=None if rounded is None else recovered(scores, rounded.scores, whole.scores, confidence),
+        cache_bytes=one.cache_bytes,
+        cost=one.cost,
+        retrieval=tuple(retrieval(needles, answers, exact, confidence) for needles, answers, exact in sets),
+        repeats=one.repeats,
     )
 
 
 def _contrasts(
-    name: str, own: Mapping[Key, Measured], first: str, of_first: Mapping[Key, Measured], confidence: float, runs: int
+    name: str,
+    measured: Mapping[Key, Measurement],
+    first: str,
+    of_first: Mapping[Key, Measurement],
+    confidence: float,
+    runs: int,
 ) -> list[Contrast]:
     """Compare the variants that both models have with the first model's."""
-    whole, first_whole, contrasts = own[None], of_first[None], []
-    for key, low in own.items():
+    whole, first_whole, contrasts = next(iter(measured.values())), next(iter(of_first.values())), []
+    for key, low in measured.items():
         other = of_first.get(key)
-        if key is None or other is None:
+        if low.variant.what == UNCHANGED or other is None:
             continue
         lost = paired(low.scores, whole.scores) - paired(other.scores, first_whole.scores)
-        answers = zip(low.answers, whole.answers, other.answers, first_whole.answers, strict=True)
-        found = tuple(contrast((a, b), (c, d), confidence) for a, b, c, d in answers)
-        assert low.variant is not None
+        sets = zip(low.answers, whole.answers, other.answers, first_whole.answers, strict=True)
+        changes = tuple(contrast((a, b), (c, d), confidence) for a, b, c, d in sets)
         repeats = low.repeats if low.variant.rounds else None
         difference = mean(lost, whole.scores.tokens, confidence, whole.scores.document)
-        contrasts.append(Contrast(name, first, *key, difference, found, repeats, runs))
+        contrasts.append(Contrast(name, first, *key, difference, changes, repeats, runs))
     return contrasts
 
 
@@ -361,6 +339,6 @@ def _share_found(value: Estimate, change: Estimate) -> str:
 def _share(estimate: Estimate | None) -> str:
     if estimate is None:
         return "-"
-    if estimate.high - estimate.low > abs(estimate.value):
+    if not established(*astuple(estimate)):
         return "not established"
     return f"{estimate.value:.0%} ({estimate.low:.0%} to {estimate.high:.0%})"

@@ -77,6 +77,11 @@ class Estimate:
         return {"value": self.value, "low": self.low, "high": self.high}
 
 
+def established(value: float, low: float, high: float) -> bool:
+    """Whether the interval of a share is at most as wide as the share; if not, a table says "not established"."""
+    return high - low <= abs(value)
+
+
 @dataclass(frozen=True)
 class Scores:
     """Sums over the scored tokens of each of W windows: int64 and float64 arrays [W], or [K, W] of K roundings or
@@ -148,7 +153,9 @@ def mean(
             f"{windows} window(s) with {scored:.0f} tokens to score: an interval needs at least two windows; "
             "give more text, or shorter windows"
         )
-    rate, residuals = _residuals(totals, tokens)
+    summed = totals.mean(0)
+    rate = float(summed.sum() / tokens.sum())
+    residuals = summed - rate * tokens
     waves = windows - 1 if independent else frequencies(windows, document)
     spreads = [_text_spread(residuals, waves), _rounding_spread(totals.sum(1))]
     variances = [float(spread @ spread) for spread in spreads]
@@ -168,13 +175,6 @@ def frequencies(windows: int, document: np.ndarray | None = None) -> int:
     if len(shares) > 1:
         most = max(2, min(most, int(0.5 / float(shares @ shares))))
     return min(most, windows - 1)
-
-
-def _residuals(totals: np.ndarray, tokens: np.ndarray) -> tuple[float, np.ndarray]:
-    """Return r, and e [W] of the mean over the repeats, for totals [K, W]."""
-    summed = totals.mean(0)
-    rate = float(summed.sum() / tokens.sum())
-    return rate, summed - rate * tokens
 
 
 def _text_spread(residuals: np.ndarray, count: int) -> np.ndarray:
@@ -210,15 +210,14 @@ def recovered(method: Scores, rounded: Scores, reference: Scores, confidence: fl
     1: as good as the 16-bit model; below 0: worse than plain rounding. None if plain rounding's loss is not
     significant.
     """
-    ours, theirs = paired(method, reference), paired(rounded, reference)
+    ours, theirs = (np.atleast_2d(paired(scores, reference)) for scores in (method, rounded))
     if mean(theirs, reference.tokens, confidence, reference.document).low <= 0:
         return None
-    own, other = np.atleast_2d(ours), np.atleast_2d(theirs)
-    q = float(own.sum(1).mean() / other.sum(1).mean())
+    q = float(ours.sum(1).mean() / theirs.sum(1).mean())
 
     def holds(end: float) -> bool:
-        one = mean(own - end * other, reference.tokens, confidence, reference.document)
-        return one.low <= 0 <= one.high
+        difference = mean(ours - end * theirs, reference.tokens, confidence, reference.document)
+        return difference.low <= 0 <= difference.high
 
     def last(direction: float) -> float:
         """Return an end of the interval, which exists because theirs.low > 0."""
@@ -247,14 +246,14 @@ def score(scores: Scores, window: int, ids: Tensor, target: Tensor, log_q: Tenso
 
     Without log_p the model is the 16-bit model itself: no divergence, full agreement. Raises DiffbitError for NaN.
     """
-    wanted = ids[1:][target[1:]]
-    nll = -log_q.gather(-1, wanted[:, None]).double().sum().item()
+    tokens = ids[1:][target[1:]]
+    nll = -log_q.gather(-1, tokens[:, None]).double().sum().item()
     if not math.isfinite(nll):
         raise DiffbitError("the model's logits hold NaN or infinity")
-    scores.tokens[window] = len(wanted)
+    scores.tokens[window] = len(tokens)
     scores.nll[window] = nll
     if log_p is None:
-        scores.agree[window] = len(wanted)
+        scores.agree[window] = len(tokens)
         return
     divergence = (log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0)  # below 0 by rounding only
     scores.kl[window] = divergence.double().sum().item()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -27,8 +28,9 @@ from platform import machine, python_version, system
 from typing import TYPE_CHECKING, Any
 
 from ... import files
-from ...drawing import COLORS, Data, heat_map, panels, svg
+from ...drawing import COLORS, SITES, Data, draw_layers, heat_map, panels, svg
 from . import plots
+from .metrics import established
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,13 +66,11 @@ class ReportData:
 
 def versions() -> dict[str, str]:
     """Of Python, the system and the packages that the numbers depend on."""
-    found = {"python": python_version(), "system": f"{system()} {machine()}"}
+    names = {"python": python_version(), "system": f"{system()} {machine()}"}
     for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+        with suppress(metadata.PackageNotFoundError):
+            names[package] = metadata.version(package)
+    return names
 
 
 def write_report(data: ReportData, path: str | Path) -> Path:
@@ -101,10 +101,11 @@ def render(data: ReportData) -> str:
         colors=colors,
         subjects=[] if comparison is None else [_subject(comparison, what) for what in plots.subjects(comparison)],
         ran=[] if comparison is None else [r for r in comparison["results"] if r["what"] == "artifact"],
-        sites=[(site, title, _outlier_figure(data, site)) for site, title in plots.SITES.items() if data.outliers],
+        sites=[(site, title, _outlier_figure(data, site)) for site, title in SITES.items() if data.outliers],
         layers=list(_layer_errors(data)),
         published=PUBLISHED,
-        made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        established=established,
+        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
 
 
@@ -127,24 +128,24 @@ def _contrast_findings(comparison: Data | None) -> Iterator[Finding]:
         results = [r for r in results if r["format"] == width]
         methods = dict.fromkeys(r["method"] for r in results)
         best = min(methods, key=lambda m: sum(math.log(r["ratio"]["value"]) for r in results if r["method"] == m))
-        own = {r["model"]: r for r in results if r["method"] == best}
+        by_model = {r["model"]: r for r in results if r["method"] == best}
         where = f"{plots.SUBJECTS[what][0]} at {width}"
         if len(methods) > 1:
             where += f" by {best}, the best of {len(methods)} methods"
         key = what, width, best
         for c in (c for c in comparison["contrasts"] if (c["what"], c["format"], c["method"]) == key):
-            less, more = sorted((own[c["against"]], own[c["model"]]), key=lambda r: r["ratio"]["value"])
+            less, more = sorted((by_model[c[one]] for one in ("against", "model")), key=lambda r: r["ratio"]["value"])
             headline = f"{increase(less['ratio']['value'])} vs {increase(more['ratio']['value'])}"
             sure = c["difference"]["low"] * c["difference"]["high"] > 0
             verdict = (
                 f"{less['model']} loses less; the paired interval excludes zero." if sure
-                else "The paired interval includes zero: the difference is not significant on this text."
+                else "Which one loses less is not established on this text: the paired interval includes zero."
             )  # fmt: skip
             if c["repeats"] == c["runs"] == 1 and sure:
                 verdict = f"{less['model']} loses less in this one rounding of each; another may reverse it."
             yield headline, f"{where}: perplexity of {less['model']} vs {more['model']}. {verdict}"
-        if len(own) == 1:
-            (result,) = own.values()
+        if len(by_model) == 1:
+            (result,) = by_model.values()
             yield increase(result["ratio"]["value"]), f"{where}: perplexity of {result['model']} against 16 bits."
 
 
@@ -184,8 +185,8 @@ def _outlier_figure(data: ReportData, site: str) -> Figure:
         largest = [layer["top"]["1"] for layer in report[site]["layers"]]
         ends = f"{number(largest[0])} in the first layer, {number(largest[-1])} in the last"
         words.append(f"{report['model']}: largest value {ends}, {number(max(largest))} at most")
-    title = f"{plots.SITES[site]} by layer. {'; '.join(words)}."
-    return _figure(partial(plots.layers, reports=data.outliers, site=site), title)
+    title = f"{SITES[site]} by layer. {'; '.join(words)}."
+    return _figure(partial(draw_layers, reports=data.outliers, site=site), title)
 
 
 def _layer_errors(data: ReportData) -> Iterator[dict[str, Any]]:

@@ -48,7 +48,7 @@ def parse_setting(text: str, context: int) -> tuple[int, int, int]:
 def answered(model: Decoder, needles: NeedleWindows, batch_size: int) -> np.ndarray:
     """Which queries the model answers: bool [n, R]."""
     device = next(model.parameters()).device
-    found = []
+    batches = []
     for begin in range(0, len(needles.starts), batch_size):
         ids = torch.from_numpy(needles.windows.ids[begin : begin + batch_size]).to(device)
         starts = torch.from_numpy(needles.starts[begin : begin + batch_size]).to(device)
@@ -56,38 +56,38 @@ def answered(model: Decoder, needles: NeedleWindows, batch_size: int) -> np.ndar
             likeliest = model(ids).argmax(-1)  # [B, T]: of the token after each
         places = [starts + offset for offset in range(VALUE)]
         right = [likeliest.gather(1, place - 1) == ids.gather(1, place) for place in places]
-        found.append(torch.stack(right).all(0).cpu().numpy())
-    return np.concatenate(found)
+        batches.append(torch.stack(right).all(0).cpu().numpy())
+    return np.concatenate(batches)
 
 
 def retrieval(
-    needles: NeedleWindows, found: np.ndarray, reference: np.ndarray, confidence: float = CONFIDENCE
+    needles: NeedleWindows, answers: np.ndarray, reference: np.ndarray, confidence: float = CONFIDENCE
 ) -> Retrieval:
-    """found, reference: bool [K, n, R], which queries this model, in K roundings, and the 16-bit model answer."""
-    rows, queries = found.shape[-2:]
-    asked = np.full(rows, queries)
+    """answers, reference: bool [K, n, R], which queries this model, in K roundings, and the 16-bit model answer."""
+    rows, queries = answers.shape[-2:]
+    total = np.full(rows, queries)
     part = np.minimum((needles.depths * DEPTHS).astype(int), DEPTHS - 1)
-    by_depth = [found[..., part == depth] for depth in range(DEPTHS)]
+    by_depth = [answers[..., part == depth] for depth in range(DEPTHS)]
     return Retrieval(
         length=needles.windows.ids.shape[1],
         needles=needles.needles,
         queries=queries,
-        accuracy=clip(mean(found.sum(-1), asked, confidence, independent=True), 0.0, 1.0),
-        change=mean(lost(found, reference), asked, confidence, independent=True),
-        by_depth=tuple(float(own.mean()) if own.size else None for own in by_depth),
+        accuracy=clip(mean(answers.sum(-1), total, confidence, independent=True), 0.0, 1.0),
+        change=mean(gained(answers, reference), total, confidence, independent=True),
+        by_depth=tuple(float(at_depth.mean()) if at_depth.size else None for at_depth in by_depth),
     )
 
 
-def lost(found: np.ndarray, reference: np.ndarray) -> np.ndarray:
+def gained(answers: np.ndarray, reference: np.ndarray) -> np.ndarray:
     """In each row, queries answered minus those that the 16-bit model answers: int64 [K, n]."""
-    return found.sum(-1) - reference.sum(-1)
+    return answers.sum(-1) - reference.sum(-1)
 
 
 def contrast(
     pair: tuple[np.ndarray, np.ndarray], against: tuple[np.ndarray, np.ndarray], confidence: float = CONFIDENCE
 ) -> Estimate:
-    """Change of one model's share of queries answered minus that of another's; each pair is (found, reference)."""
-    difference = lost(*pair) - lost(*against)
+    """Change of one model's share of queries answered minus that of another's; each pair is (answers, reference)."""
+    difference = gained(*pair) - gained(*against)
     return mean(difference, np.full(*pair[0].shape[-2:]), confidence, independent=True)
 
 
