@@ -16,12 +16,12 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperOption
 
-from ..errors import DiffbitError, MissingDependency
-from ..hub import download, is_hub_name
-from ..processes import leave, speaks
+from ..io import plugins
+from ..io.errors import DiffbitError, MissingDependency
+from ..io.hub import download, is_hub_name
+from ..io.processes import leave, speaks
 from ..version import __version__
 from . import bench, chat, export, plan, quantize, run, verify
-from .options import modules
 from .output import print_error
 
 LAB_PACKAGES = {
@@ -135,7 +135,7 @@ def _add(module: ModuleType, name: str, examples: Iterable[str]) -> None:
 
 for _module in (plan, quantize, export, verify, run, chat, bench):
     _add(_module, _module.__name__.rpartition(".")[2], _module.EXAMPLES)
-for _name in modules("apps"):
+for _name in plugins.names("diffbit.apps"):
     _module = import_module(f"..apps.{_name}.command", __package__)
     for _command, _examples in _module.EXAMPLES.items():
         _add(_module, _command, _examples)

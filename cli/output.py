@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..progress import is_quiet
+from ..io.progress import is_quiet
 from ..runtime.processes import python
 
 MOST_CHARACTERS = 2000  # in an error message
@@ -86,10 +86,7 @@ def print_table(rows: Iterable[Mapping[str, Any]], title: str | None = None) -> 
 
 
 def _keys(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    """The columns that name the rows: the first ones, up to four, that no two rows have in common.
-
-    A column that is the same in all rows is not needed to tell them apart.
-    """
+    """The columns that name the rows: the first ones, up to four, that no two rows have in common, and that differ."""
     for count in range(1, 5):
         if len({tuple(str(row.get(name)) for name in names[:count]) for row in rows}) == len(rows):
             break

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
-from .errors import DiffbitError
+from .io.errors import DiffbitError
 
 MOST_BIAS = 1000.0
 

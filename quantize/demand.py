@@ -23,10 +23,10 @@ from pathlib import Path
 
 import torch
 
-from ..errors import DiffbitError
+from ..formats import Format
+from ..io.errors import DiffbitError
 from ..models import Checkpoint, ModelConfig, num_parameters
 from ..models.checkpoint.names import EMBEDDING, shapes
-from .formats import Format
 from .layer import LOSS_TOKENS, MEASURED_TOKENS, TABLE_PART, table_rows
 from .methods import learned
 from .methods.gptq import PRECISE, ROUNDS

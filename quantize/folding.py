@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import DiffbitError
+from ..formats import Format
+from ..io.errors import DiffbitError
 from ..models import causal_mask, rope_for
 from ..models.checkpoint.names import HEAD
-from .formats import Format
 from .hadamard import Rotation
 from .layer import FINAL_NORM, Layer
 

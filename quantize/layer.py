@@ -24,18 +24,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import DiffbitError
+from ..formats import Format, QTensor
+from ..formats.linear import QuantEmbedding, QuantLinear
+from ..formats.rounding import spread
+from ..io.errors import DiffbitError
+from ..io.processes import Processes
 from ..models import Block, LayerSpec, ModelConfig, rope_for
 from ..models.checkpoint.names import EMBEDDING, HEAD
 from ..models.layers.state import Carried
 from ..models.mixer import Symmetries
 from ..ops.cache import TOKENS
-from ..processes import Processes
-from .formats import Format, QTensor
-from .linear import QuantEmbedding, QuantLinear
 from .model import assemble
 from .report import OutputError
-from .rounding import spread
 from .scheme import EMBEDDING_MODULE, Scheme
 from .states import ALONE, Batch, States
 from .stats import CalibStats, gather
@@ -251,7 +251,7 @@ class Layer:
         self.progress(at, self._share)
 
     def weight(self, name: str) -> Tensor:
-        """Return the weight to round for a linear layer: W, or W H if its input will be x H (rounding.py)."""
+        """Return the weight to round for a linear layer: W, or W H if its input will be x H (formats/rounding.py)."""
         weight = self.tensors[f"{name}.weight"]
         return spread(weight, self.formats[name].rounding(name, weight.shape[1], self.scheme.activations))
 

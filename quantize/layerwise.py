@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import DiffbitError
+from ..formats import Format, QTensor
+from ..io.errors import DiffbitError
+from ..io.processes import Processes
+from ..io.progress import Progress
 from ..models import Decoder, ModelConfig
 from ..models.checkpoint.names import EMBEDDING, HEAD, shapes, stays_float32
 from ..models.decoder import check_layer
-from ..processes import Processes
-from ..progress import Progress
-from .formats import Format, QTensor
 from .layer import MEASURED_TOKENS, Layer, Tokens
 from .method import Method
 from .methods import find

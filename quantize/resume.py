@@ -22,9 +22,9 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from .. import files
-from ..errors import DiffbitError
-from ..models.checkpoint.safetensors_file import Parts, read_header, write_parts, write_tensors
+from ..io import files
+from ..io.errors import DiffbitError
+from ..io.safetensors import Parts, read_header, write_parts, write_tensors
 from ..version import __version__
 from .layer import Tokens
 from .report import WeightReport

@@ -31,13 +31,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from .. import files
-from ..errors import DiffbitError
+from ..formats import Format, parse_format
+from ..io import files
+from ..io.errors import DiffbitError
 from ..models import ModelConfig
 from ..models.checkpoint.names import is_linear, shapes
 from ..ops.cache import Buffer
 from ..ops.kv_cache import BITS, BLOCK
-from .formats import Format, parse_format
 
 KEPT = ("embed_tokens", "lm_head", "lambda_proj")  # an override must name these explicitly
 TABLE_FORMAT = "int8"  # default of embedding and head with low-bit weights; docs/accuracy.md compares others
@@ -131,7 +131,7 @@ class Scheme:
     """Formats of linear layers, embedding and head (None: float), activations ("int8", "int4" or None), attention, and
     overrides ((glob, format), ...).
 
-    A ternary layer always rounds its input: to 4 bits if activations are "int4" (rounding.py), else to 8.
+    A ternary layer always rounds its input: to 4 bits if activations are "int4" (formats/rounding.py), else to 8.
     """
 
     weights: Format | None = None

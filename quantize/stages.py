@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 from torch import Tensor
 
-from .formats import Format, QTensor
+from ..formats import Format, QTensor
 from .layer import Layer, table_rows
 from .model import Round, quantize_weight
 from .stats import CalibStats, proxy_loss

@@ -40,13 +40,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...errors import DiffbitError
 from ...export import overhead
+from ...formats import Format, QuantLinear, parse_format
+from ...io.errors import DiffbitError
+from ...io.progress import track
 from ...models import Checkpoint, Decoder, ModelConfig, load, num_parameters
-from ...progress import track
-from ...quantize import CalibStats, Method, QuantLinear, Scheme, apply, linear_shapes, parse_recipe, sizes
+from ...quantize import CalibStats, Method, Scheme, apply, linear_shapes, parse_recipe, sizes
 from ...quantize.demand import available_memory
-from ...quantize.formats import Format, parse_format
 from ...quantize.layer import Layer, Tokens
 from ...quantize.layerwise import stored_config
 from ...quantize.methods import find

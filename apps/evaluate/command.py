@@ -24,15 +24,15 @@ from ...cli import (
     TorchDevice,
     completion,
     json_of,
-    modules,
     print_json,
     print_table,
     read_windows,
     remark,
     torch_device,
 )
-from ...errors import DiffbitError
-from ...files import folder_name, locked, read_json
+from ...io import plugins
+from ...io.errors import DiffbitError
+from ...io.files import folder_name, locked, read_json
 
 if TYPE_CHECKING:
     from ...calib_data import NeedleWindows, Windows
@@ -65,7 +65,7 @@ Methods = Annotated[
     str,
     typer.Option(
         metavar="METHODS",
-        autocompletion=completion(modules("quantize", "methods"), "+,"),
+        autocompletion=completion(lambda: plugins.names("diffbit.quantize.methods"), "+,"),
         help="Methods for the weights, separated by commas; each as for `diffbit quantize --method`.",
     ),
 ]

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from ... import files
 from ...calib_data import NeedleWindows, Windows
+from ...io import files
 from ...models import Checkpoint, num_parameters
 from ...quantize import load, parse_recipe, read_scheme
 from ...runtime import Artifact

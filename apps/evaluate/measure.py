@@ -5,7 +5,7 @@ before the next one is made. "16 bits" is the checkpoint itself, computed in flo
 Runtime, one window at a time.
 
 By default, linear layers round their inputs as the artifact's operators do on a CPU, mostly to int8 in blocks
-(quantize/formats/ defines the rule of each format). "float" rounds them only if the scheme says so.
+(formats/ defines the rule of each format). "float" rounds them only if the scheme says so.
 
 If weights are rounded, `repeats` makes a variant several times, each time calibrated on another sample and with another
 order of the channels (quantize/reorder.py); the first uses the model's own order.
@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from ...calib_data import NeedleWindows, Windows
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
+from ...io.progress import track
 from ...models import Decoder, ModelConfig
-from ...progress import track
 from ...quantize import HEAD_MODULE, AttentionScheme, Scheme, apply, linear_shapes, sizes
 from ...quantize.model import as_exported
 from ...runtime import Artifact, Session

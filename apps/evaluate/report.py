@@ -27,8 +27,8 @@ from pathlib import Path
 from platform import machine, python_version, system
 from typing import TYPE_CHECKING, Any
 
-from ... import files
-from ...drawing import COLORS, SITES, Data, draw_layers, heat_map, panels, svg
+from ...io import files
+from ...io.drawing import COLORS, SITES, Data, draw_layers, heat_map, panels, svg
 from . import plots
 from .metrics import established
 

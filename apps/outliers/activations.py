@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from ...calib_data import Windows
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
+from ...io.progress import track
 from ...models import Decoder
 from ...models.layers.attention import Attention
-from ...progress import track
 from .statistics import MEDIAN_ERROR, Location, Statistics, Summary
 
 Hook = Callable[[Tensor, Tensor], Tensor]

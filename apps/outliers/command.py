@@ -20,7 +20,7 @@ from ...cli import (
     read_windows,
     torch_device,
 )
-from ...files import folder_name
+from ...io.files import folder_name
 
 EXAMPLES = {"outliers": ("diffbit outliers out/demo/diff_v1 out/demo/softmax --plot out/outliers.svg",)}
 
@@ -38,15 +38,15 @@ def outliers(
     quiet: Quiet = False,
 ) -> None:
     """Measure the largest attention logits and hidden states of models, as Table 5 of arXiv 2410.05258 does."""
-    from ...drawing import plot_layers
     from ...quantize import load
     from .activations import measure, rows
+    from .plot import plot_outliers
 
     windows = read_windows(models[0], data, field, max_windows, length)
     torch_name = torch_device(device)
     reports = [measure(load(model, device=torch_name), windows, name=folder_name(model)) for model in models]
     if plot is not None:
-        plot_layers([report.to_dict() for report in reports], plot)
+        plot_outliers([report.to_dict() for report in reports], plot)
     if as_json:
         print_json([report.to_dict() for report in reports])
         return

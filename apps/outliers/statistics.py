@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 
 RANKS = (1, 2, 3, 10, 100)  # of the largest values, as in Table 5 of arXiv 2410.05258
 FRACTION_BITS = 9  # bits of fp32's 23-bit fraction that determine a number's bin

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ...ops.diff_attention_reference import in_pairs
 from ..checks import check_count, check_positive
 from ..graph import Cache, Graph, Heads, Value

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from importlib import import_module
-from pkgutil import iter_modules
 from typing import Any
 
-from ...errors import DiffbitError
+from ...io import plugins
+from ...io.errors import DiffbitError
 from ..config import ModelConfig
 from ..family import Family
 from ._huggingface import common_fields
@@ -21,9 +20,8 @@ GENERIC = "diffbit"  # can represent every model
 @cache
 def families() -> tuple[Family, ...]:
     """Return all families; the generic one is last."""
-    names = [module.name for module in iter_modules(__path__) if not module.name.startswith("_")]
-    found = [family for name in names for family in import_module(f".{name}", __name__).FAMILIES]
-    return tuple(sorted(found, key=lambda family: (family.model_type == GENERIC, family.model_type)))
+    known = [family for name in plugins.names(__name__) for family in plugins.load(__name__, name).FAMILIES]
+    return tuple(sorted(known, key=lambda family: (family.model_type == GENERIC, family.model_type)))
 
 
 def family_of(values: Mapping[str, Any]) -> Family:

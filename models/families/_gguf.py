@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import DiffbitError
-from ...gguf_file import GGUF
+from ...io.errors import DiffbitError
+from ...io.gguf import GGUF
 from ..config import ModelConfig
 from ..family import Family, Stored
 from ._huggingface import attention_of

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ..checks import check_count, check_flag, check_positive
 from ..config import ModelConfig
 from ..family import Family, Stored

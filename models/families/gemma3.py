@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ..config import ModelConfig
 from ..family import Stored
 from ._huggingface import HuggingFace, attention_of, count, number

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ..attention import diff_v1
 from ..checks import check_count, check_positive
 from ..config import ModelConfig

@@ -20,7 +20,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ..attention import diff_v1
 from ..checks import check_flag
 from ..config import LayerSpec, ModelConfig

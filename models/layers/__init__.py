@@ -1,26 +1,17 @@
-"""Building blocks of layers, and the lookup of a mixer's or an MLP's options by listing their folders."""
+"""Building blocks of layers, and the lookup of the options of a mixer or an MLP by the name of its file."""
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import import_module
-from pkgutil import iter_modules
-from types import ModuleType
 from typing import Any
 
-from ...errors import DiffbitError
+from ...io import plugins
+from ...io.errors import DiffbitError
 
 
-@cache
-def names(folder: ModuleType) -> tuple[str, ...]:
-    """Return the names of the files of attention/, mixers/ or mlp/, which each have `Options`."""
-    return tuple(sorted(module.name for module in iter_modules(folder.__path__)))
-
-
-def options(what: str, name: str, *folders: ModuleType) -> Any:
-    """Return the options class in the file of this name."""
+def options(what: str, name: str, *folders: str) -> Any:
+    """Return the class `Options` in the file of this name, in one of these folders or added to it (io/plugins.py)."""
     for folder in folders:
-        if name in names(folder):
-            return import_module(f"{folder.__name__}.{name}").Options
-    known = ", ".join(file for folder in folders for file in names(folder))
+        if name in plugins.names(folder):
+            return plugins.load(folder, name).Options
+    known = ", ".join(file for folder in folders for file in plugins.names(folder))
     raise DiffbitError(f"{what} is {name!r}, wanted one of {known}")

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ...ops.cache import TOKENS, Buffer
 from ..checks import check_count, check_flag, check_positive
 from ..graph import Cache, Graph, Heads, Value

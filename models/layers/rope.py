@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ..checks import check_count, check_flag, check_positive
 
 Rope = tuple[Tensor, ...]  # cos and sin, and those of local_rope if layers have it: fp32 [B, S, d/2], or [S, d/2]

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ...ops import causal_conv, selective_scan
 from ...ops.cache import TOKENS, Buffer
 from ..checks import check_count

@@ -28,10 +28,10 @@ from types import ModuleType
 
 from torch import Tensor
 
-from ...errors import DiffbitError
+from ...formats import QTensor
+from ...io.errors import DiffbitError
 from ...models import Checkpoint
 from ...models.checkpoint.names import EMBEDDING, is_linear, linear_of, shapes
-from ..formats import QTensor
 from ..scheme import Scheme
 from .diffbit import parse_entry
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
+from ...formats import Format, IntFormat
+from ...formats.integer import GROUP_SIZES
+from ...formats.packing import pack_bits, row_bytes, unpack_bits
+from ...io.errors import DiffbitError
 from ...models import Checkpoint, ModelConfig
 from ..cache import is_low_bit
-from ..formats import Format, IntFormat
-from ..formats.integer import GROUP_SIZES
-from ..formats.packing import pack_bits, row_bytes, unpack_bits
 from ..scheme import KEPT, Scheme, linear_shapes
 
 SMALL_HALF = 2.0**-14  # fp16 holds smaller numbers to within 2^-25

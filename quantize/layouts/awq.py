@@ -20,9 +20,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
+from ...formats import Format, QTensor
+from ...io.errors import DiffbitError
 from ...models import Checkpoint
-from ..formats import Format, QTensor
 from ..scheme import Scheme
 from ._common import about, half, integers, part, scheme_of_packed, shape_of, unpack_words
 

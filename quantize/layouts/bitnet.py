@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
+from ...formats import Format, QTensor
+from ...formats.packing import pack_bits, unpack_bits
+from ...formats.ternary import FORMAT
+from ...io.errors import DiffbitError
 from ...models import Checkpoint, ModelConfig
 from ...models.attention import softmax
 from ...models.checkpoint.names import HEAD
-from ..formats import Format, QTensor
-from ..formats.packing import pack_bits, unpack_bits
-from ..formats.ternary import FORMAT
 from ..scheme import Scheme, linear_shapes
 from ._common import about, scheme_of, shape_of, weights_only
 

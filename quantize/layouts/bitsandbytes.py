@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError, MissingDependency
+from ...formats import CodebookFormat, Format, QTensor, parse_format
+from ...formats.base import finite
+from ...formats.codebook import TABLES
+from ...io.errors import DiffbitError, MissingDependency
 from ...models import Checkpoint, ModelConfig
-from ..formats import CodebookFormat, Format, QTensor, parse_format
-from ..formats.base import finite
-from ..formats.codebook import TABLES
 from ..scheme import Scheme, linear_shapes
 from ._common import about, one_format, scheme_of, shape_of
 

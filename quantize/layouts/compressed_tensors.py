@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
+from ...formats import Format, IntFormat, QTensor
+from ...io.errors import DiffbitError
 from ...models import Checkpoint, ModelConfig
-from ..formats import Format, IntFormat, QTensor
 from ..scheme import Scheme, linear_shapes
 from ._common import about, half, integers, pack_words, part, scheme_of, shape_of, unpack_words, weights_only, words
 from .gptq import check_order

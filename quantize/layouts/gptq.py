@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
+from ...formats import Format, IntFormat, QTensor
+from ...io.errors import DiffbitError
 from ...models import Checkpoint, ModelConfig
-from ..formats import Format, IntFormat, QTensor
 from ..scheme import HEAD_MODULE, Scheme, linear_shapes
 from ._common import (
     about,

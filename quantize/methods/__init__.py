@@ -1,22 +1,21 @@
-"""Quantization methods, which turn float weights into low-bit ones. Each is a file, found by listing this folder, that
-makes METHOD, a `Method` (quantize/method.py). layer.py defines layers."""
+"""Quantization methods, which turn float weights into low-bit ones.
+
+Each is a file of this folder, or one that a package adds to it (io/plugins.py), and makes METHOD, a `Method`
+(quantize/method.py). layer.py defines layers.
+"""
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import import_module
-from pkgutil import iter_modules
-
+from ...io import plugins
 from ..method import Method
 
 
-@cache
 def methods() -> tuple[str, ...]:
-    """Return the names of the methods: the files of this folder."""
-    return tuple(sorted(module.name for module in iter_modules(__path__)))
+    """Return the names of the methods: the names of their files."""
+    return tuple(plugins.names(__name__))
 
 
 def find(name: str) -> Method:
     """Import the method of this name."""
-    method: Method = import_module(f".{name}", __name__).METHOD
+    method: Method = plugins.load(__name__, name).METHOD
     return method

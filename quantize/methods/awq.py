@@ -24,9 +24,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ...processes import Processes
+from ...formats import Format
+from ...io.processes import Processes
 from ..folding import per_channel, scale_groups
-from ..formats import Format
 from ..layer import Layer
 from ..method import Method
 from ..states import ALONE

@@ -23,7 +23,7 @@ from dataclasses import replace
 
 import torch
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ...models import ModelConfig
 from ...models.checkpoint.names import EMBEDDING, HEAD
 from ..folding import attention_readers, change_rows, mlp_readers, unchanged

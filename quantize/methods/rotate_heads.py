@@ -25,10 +25,10 @@ import math
 import torch
 from torch import Tensor
 
+from ...formats import Format
 from ...models import ModelConfig
 from ...models.mixer import Symmetries
 from ..folding import change_rows, unchanged
-from ..formats import Format
 from ..hadamard import Rotation
 from ..layer import Layer
 from ..method import Method

@@ -13,21 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffbit import models
-from diffbit.errors import DiffbitError
+from diffbit.formats import Format, QTensor, QuantLinear, Rounding, parse_format, quantize_per_token_int8
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, Decoder, ModelConfig
 from diffbit.quantize import (
     AttentionScheme,
-    Format,
-    QTensor,
-    QuantLinear,
-    Rounding,
     Scheme,
     apply,
     load,
     load_block,
-    parse_format,
     quantize_checkpoint,
-    quantize_per_token_int8,
     read_scheme,
     read_weight,
     rtn,

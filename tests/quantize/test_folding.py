@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from diffbit.errors import DiffbitError
+from diffbit.formats import parse_format
+from diffbit.io.errors import DiffbitError
 from diffbit.models import attention_options
 from diffbit.models.checkpoint.names import HEAD
 from diffbit.models.mixer import Symmetries
-from diffbit.quantize import Scheme, apply, parse_format
+from diffbit.quantize import Scheme, apply
 from diffbit.quantize.folding import fold, groups, per_channel, unchanged
 from diffbit.quantize.layer import FINAL_NORM
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diffbit.quantize import parse_format, proxy_loss, rtn, stats
+from diffbit.formats import parse_format
+from diffbit.quantize import proxy_loss, rtn, stats
 from diffbit.quantize.stats import Gatherer, gather
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from diffbit.apps.evaluate import plots
 from diffbit.apps.evaluate.plots import plot_comparison
-from diffbit.drawing import panels
+from diffbit.io.drawing import panels
 
 from . import made_up
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diffbit.apps.outliers.statistics import MEDIAN_ERROR, RANKS, Location, Statistics, Summary
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 
 
 def place(offset: int = 0) -> Callable[[int], Location]:

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diffbit.quantize import Scheme, apply, parse_format
+from diffbit.formats import parse_format
+from diffbit.quantize import Scheme, apply
 from diffbit.quantize.methods import awq, rtn
 from diffbit.quantize.stats import Gatherer
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffbit.errors import DiffbitError
-from diffbit.quantize import QTensor, parse_format, scales
-from diffbit.quantize.formats import Format
+from diffbit.formats import Format, QTensor, parse_format
+from diffbit.io.errors import DiffbitError
+from diffbit.quantize import scales
 from diffbit.quantize.methods import gptq, rtn
 from diffbit.quantize.stats import CalibStats, Gatherer, proxy_loss
 

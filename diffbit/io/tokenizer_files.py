@@ -1,4 +1,4 @@
-"""Reads the files of a model's tokenizer from a folder (converting a SentencePiece model: sentencepiece_model.py), or
+"""Reads the files of a model's tokenizer from a folder (converting a SentencePiece model: sentencepiece.py), or
 makes them from the metadata of a GGUF file.
 
 llama.cpp stores a tokenizer as tokens, their types, merges or scores, and the name of the regular expression that cuts
@@ -15,17 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import DiffbitError, MissingDependency
-from .gguf_file import GGUF, find_gguf, read_gguf
-from .sentencepiece_model import (
-    CONTROL,
-    SENTENCEPIECE,
-    USER_DEFINED,
-    bpe,
-    from_sentencepiece,
-    merges,
-    put_around,
-    spaces,
-)
+from .gguf import GGUF, find_gguf, read_gguf
+from .sentencepiece import CONTROL, SENTENCEPIECE, USER_DEFINED, bpe, from_sentencepiece, merges, put_around, spaces
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
-from ...models.graph import Builder, Value
-from ..rounding import Rounding
+from ..io.errors import DiffbitError
+from ..models.graph import Builder, Value
 from .base import Format, QTensor, by_group, finite, nbits
 from .packing import pack_bits
+from .rounding import Rounding
 
 GRAMMAR = "binary_g64"
 

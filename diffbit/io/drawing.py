@@ -99,15 +99,8 @@ def logarithmic(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
 
 
-def plot_layers(reports: Sequence[Data], path: str | Path) -> None:
-    """Plot outliers, the `OutlierReport.to_dict()` of each model: hidden states and attention logits by layer."""
-    with drawn(path, 2) as panels_:
-        for axes, site in zip(panels_, SITES, strict=True):
-            draw_layers(axes, reports, site)
-
-
 def draw_layers(axes: Axes, reports: Sequence[Data], site: str) -> None:
-    """The largest |x| of every layer and its median (thin), of all models, on a logarithmic axis."""
+    """The largest |x| of every layer and its median (thin), of all models: each an `OutlierReport.to_dict()`."""
     from matplotlib.ticker import LogLocator, MaxNLocator
 
     names = [shortened(report["model"]) for report in reports]

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from diffbit import durable
-from diffbit.errors import DiffbitError
-from diffbit.files import locked, new_folder, write_atomic
+from diffbit.io import durable
+from diffbit.io.errors import DiffbitError
+from diffbit.io.files import locked, new_folder, write_atomic
 
-from .forks import fork
+from ..forks import fork
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="fork, /proc and renameat2")
 OLD, NEW = ({"config.json": text, "sub": text} for text in ("old", "new"))

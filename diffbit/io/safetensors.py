@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...errors import DiffbitError
+from .errors import DiffbitError
 
 DTYPES = {
     "F64": torch.float64,
