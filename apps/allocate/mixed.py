@@ -54,7 +54,6 @@ from ...quantize.methods.rtn import quantize as rtn
 from ...quantize.model import quantize_weight
 from ...quantize.recipe import Recipe
 from ...quantize.report import WIDTHS
-from ...quantize.scheme import KEPT
 from ...quantize.states import Batch
 
 CANDIDATES = ("int2_g128", "int2_g64", "int4_g128", "int4_g32", "int8", "none")
@@ -254,7 +253,7 @@ class _Space:
             raise DiffbitError(f"the candidates {', '.join(names) or 'none'} contain no format; name two or more")
         self.scheme = scheme
         shapes, given = linear_shapes(config), scheme.formats(config)
-        free = [name for name in shapes if not scheme.overridden(name) and name.rpartition(".")[2] not in KEPT]
+        free = scheme.without_override(config)
         if not free:
             raise DiffbitError("the overrides fix every linear layer, so there is nothing to choose; remove some")
         self.shapes = {module: shapes[module] for module in free}
@@ -275,9 +274,7 @@ class _Space:
                     f"{module}: none of the candidates can hold a weight of shape {shapes[module]}; name another, such "
                     "as int8"
                 )
-        counted = [
-            m for m in shapes if m not in self.shapes and (scheme.overridden(m) or m.rpartition(".")[2] not in KEPT)
-        ]
+        counted = scheme.overridden(config)
         self.weights = sum(math.prod(shapes[module]) for module in (*self.shapes, *counted))
         self.fixed = sum(nbytes(given.get(module), module) for module in counted)
         whole = sizes(config, scheme, embedding=getattr(torch, checkpoint.dtype)).nbytes + overhead(checkpoint, config)
