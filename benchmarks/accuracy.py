@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 from machine import describe
-from report import Row, add_outputs, increase, interval, nats, percent, table, verdict, write_outputs
+from report import Row, add_outputs, increase, interval, nats, share, table, verdict, write_outputs
 
 from diffbit.apps.allocate.mixed import allocate
 from diffbit.apps.evaluate.compare import Comparison, conclude
@@ -112,7 +112,8 @@ def run(paths: Sequence[Path], quick: bool, jobs: int, repeats: int) -> tuple[Co
         measured[name] = measured.get(name, own[:1]) + own[1:]
     measured = {name: [whole, *sorted(rest, key=_place)] for name, (whole, *rest) in measured.items()}
     skipped = [one for *_, left_out, _ in found for one in left_out]
-    comparison = conclude([[one] for one in checkpoints], measured, skipped, Setup(windows, calibration))
+    setup = Setup(windows, calibration, repeats=len(calibration))
+    comparison = conclude([[one] for one in checkpoints], measured, skipped, setup)
     return comparison, sum(seconds for *_, seconds in found)
 
 
@@ -131,10 +132,6 @@ def _place(one: Measurement) -> int:
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
-
-
-def recovered(row: Row) -> str:
-    return interval(row["recovered"], lambda share: percent(share, 0))
 
 
 def divergence(row: Row) -> str:
@@ -159,7 +156,7 @@ def weights_tables(comparison: Row) -> str:
             best = "**" if row["perplexity"]["value"] == least else ""
             size = f"{row['nbytes'] / 1e6:.2f}"
             perplexity = f"{best}{row['perplexity']['value']:.3f}{best}"
-            cells = [perplexity, increase(row["ratio"]), recovered(row), divergence(row), size]
+            cells = [perplexity, increase(row["ratio"]), share(row["recovered"]), divergence(row), size]
             lines.append([row["format"], row["method"], *cells])
         header = ["weights", "method", "perplexity", "increase", "of rtn's loss recovered", "KL, nats a token", "MB"]
         title = (

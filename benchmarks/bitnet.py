@@ -28,7 +28,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from machine import describe
-from report import Row, add_outputs, command_line, increase, interval, nats, percent, table, verdict, write_outputs
+from report import Row, add_outputs, command_line, increase, interval, nats, share, table, verdict, write_outputs
 
 from diffbit.apps.evaluate.cost import token_cost
 from diffbit.apps.evaluate.measure import Setup, measure
@@ -167,8 +167,7 @@ def tables(found: Row) -> str:
         named = [row["model"], row["kind"].replace("_", " ")]
         tokens = f"{row['tokens'] / 1e6:.1f}" if "tokens" in row else ""
         perplexity = interval(row["perplexity"], lambda value: f"{value:.3f}")
-        closed = interval(row["closed"], lambda share: percent(share, 0))
-        quality.append([*named, tokens, perplexity, increase(row["ratio"]), closed])
+        quality.append([*named, tokens, perplexity, increase(row["ratio"]), share(row["closed"])])
         operations = [f"{count / 1e6:.2f}" for count in row["operations"].values()]
         sizes = f"{row['nbytes'] / 1e6:.2f}", f"{row['decode_tokens_per_s']:,.0f}", f"{row['moved'] / 1e6:.2f}"
         costs.append([*named, *sizes, *operations])

@@ -56,27 +56,23 @@ def in_groups(checkpoints: Sequence[Checkpoint], runs: int) -> list[Sequence[Che
     return groups
 
 
-def check_windows(checkpoint: Checkpoint, windows: Windows) -> None:
-    """Raise an error if the model cannot read the text because of its tokens or its length."""
-    config, path = checkpoint.config, checkpoint.path
-    if (largest := int(windows.ids.max())) >= config.vocab_size:
+def check_windows(path: Path, vocab_size: int, context: int, windows: Windows) -> None:
+    """Raise an error if the model at `path` cannot read the text because of its tokens or its length."""
+    if (largest := int(windows.ids.max())) >= vocab_size:
         raise DiffbitError(
-            f"{path}: the text holds token {largest}, the model has {config.vocab_size}; use the model's own tokenizer"
+            f"{path}: the text holds token {largest}, the model has {vocab_size}; use the model's own tokenizer"
         )
-    if (length := windows.ids.shape[1]) > config.max_position:
-        raise DiffbitError(
-            f"{path}: windows of {length} tokens are longer than its context of {config.max_position}; shorten them"
-        )
+    if (length := windows.ids.shape[1]) > context:
+        raise DiffbitError(f"{path}: windows of {length} tokens are longer than its context of {context}; shorten them")
 
 
 def check_tokenizers(checkpoints: Sequence[Checkpoint]) -> None:
     """Check that all have the same vocabulary; skips folders without tokenizer.json."""
     seen: list[tuple[Path, Any]] = []
-    for checkpoint in checkpoints:
-        if TOKENIZER in checkpoint.tokenizer_files:
-            file = checkpoint.path / TOKENIZER
-            model = files.parse_json(checkpoint.tokenizer_files[TOKENIZER], file).get("model") or {}
-            seen.append((file, model.get("vocab")))
+    for checkpoint in (one for one in checkpoints if TOKENIZER in one.tokenizer_files):
+        path = checkpoint.path / TOKENIZER
+        tokenizer = files.parse_json(checkpoint.tokenizer_files[TOKENIZER], path)
+        seen.append((path, (tokenizer.get("model") or {}).get("vocab")))
     for path, vocabulary in seen[1:]:
         if vocabulary != seen[0][1]:
             raise DiffbitError(
@@ -99,12 +95,7 @@ def artifacts_of(
             raise DiffbitError(
                 f"{artifact.path}: {fits}; compare it together with the one float checkpoint that it was made from"
             )
-        length = windows.ids.shape[1]
-        if length > artifact.context_length:
-            raise DiffbitError(
-                f"{artifact.path}: windows of {length} tokens are longer than its context of "
-                f"{artifact.context_length}; shorten them"
-            )
+        check_windows(artifact.path, artifact.vocab_size, artifact.context_length, windows)
         others, key = by_path.setdefault(fitting[0], []), on_a_device(artifact).key
         if any(on_a_device(other).key == key for other in others):
             raise DiffbitError(

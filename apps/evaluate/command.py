@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -35,9 +36,9 @@ from ...io.errors import DiffbitError
 from ...io.files import folder_name, locked, read_json
 
 if TYPE_CHECKING:
-    from ...calib_data import NeedleWindows, Windows
+    from ...calib_data import NeedleWindows
     from ...runtime import Artifact
-    from .compare import Comparison, Contrast
+    from .compare import Comparison
 
 EXAMPLES = {
     "compare": (
@@ -48,72 +49,53 @@ EXAMPLES = {
     ),
 }
 
-Models = Annotated[
-    list[Path],
-    typer.Argument(
-        help="Checkpoints with the same tokenizer. Float ones are quantized to every format, quantized ones are "
-        "measured as they are."
-    ),
-]
+# fmt: off
+Models = Annotated[list[Path], typer.Argument(
+    help="Checkpoints with the same tokenizer. Float ones are quantized to every format, quantized ones are measured "
+    "as they are."
+)]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Folder for report.html, plots, JSON and CSV.")]
-Bits = Annotated[str, typer.Option(metavar="FORMATS", help="Bit-widths or formats: 16,8,3,ternary,int4_g32,nf4, ...")]
-What = Annotated[
-    str,
-    typer.Option(metavar="WHAT", help="What is quantized, separated by commas: weights, logits, qk, kv, keys, values."),
-]
-Methods = Annotated[
-    str,
-    typer.Option(
-        metavar="METHODS",
-        autocompletion=completion(lambda: plugins.names("diffbit.quantize.methods"), "+,"),
-        help="Methods for the weights, separated by commas; each as for `diffbit quantize --method`.",
-    ),
-]
-Calibrate = Annotated[
-    str, typer.Option(metavar="TEXT", help="Calibration text for methods that need it, with the same values as --data.")
-]
-Needles = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N:Q[:LENGTH]",
-        help="Also measure retrieval: in texts of LENGTH tokens, how many of Q queries for N key-value needles are "
-        "answered; several settings are separated by commas, such as 1:1,6:2:512.",
-    ),
-]
+Bits = Annotated[str, typer.Option(
+    metavar="FORMATS", help="Bit-widths or formats, such as 16,8,6,4,3,2,ternary,int4_g32,nf4."
+)]
+What = Annotated[str, typer.Option(
+    metavar="WHAT", help="What is quantized, separated by commas: weights, logits, qk, kv, keys, values."
+)]
+Methods = Annotated[str, typer.Option(
+    metavar="METHODS", autocompletion=completion(lambda: plugins.names("diffbit.quantize.methods"), "+,"),
+    help="Methods for the weights, separated by commas; each as for `diffbit quantize --method`.",
+)]
+Calibrate = Annotated[str, typer.Option(
+    metavar="TEXT", help="Calibration text for methods that need it, with the same values as --data."
+)]
+Needles = Annotated[str | None, typer.Option(
+    metavar="N:Q[:LENGTH]",
+    help="Also measure retrieval: in texts of LENGTH tokens, how many of Q queries for N key-value needles are "
+    "answered; several settings are separated by commas, such as 1:1,6:2:512.",
+)]
 Rows = Annotated[int, typer.Option(help="Texts for each setting of --retrieval.")]
 BatchSize = Annotated[int, typer.Option(help="Windows per batch.")]
-Artifacts = Annotated[
-    list[Path] | None,
-    typer.Option(
-        help="Artifact of one of the float models, measured on ONNX Runtime on the same text. With -o, the report also "
-        "shows the sizes of its parts. Repeatable."
-    ),
-]
-Quantized = Annotated[
-    list[Path] | None, typer.Option(help="Quantized checkpoint whose layer errors the report shows; repeatable.")
-]
-Repeats = Annotated[
-    int,
-    typer.Option(
-        help="Number of roundings of the weights to each format, each with another sample of the calibration text and "
-        "another order of the model's channels. The intervals include their spread; with 1, they cover the text only."
-    ),
-]
-Runs = Annotated[
-    int,
-    typer.Option(
-        help="Number of training runs of each model. Every N checkpoints in a row are runs of one model with different "
-        "seeds, and are compared as one. The intervals then cover another training run; with 1, they do not."
-    ),
-]
-Kind = Annotated[
-    Literal["artifact", "float"],
-    typer.Option(
-        "--arithmetic",
-        help="Inputs of quantized layers: artifact rounds them to int8, as the artifact's operators do on a CPU; float "
-        "leaves them unrounded.",
-    ),
-]
+Artifacts = Annotated[list[Path] | None, typer.Option(
+    help="Artifact of one of the float models, measured on ONNX Runtime on the same text. With -o, the report also "
+    "shows the sizes of its parts. Repeatable."
+)]
+Quantized = Annotated[list[Path] | None, typer.Option(
+    help="Quantized checkpoint whose layer errors the report shows; repeatable."
+)]
+Repeats = Annotated[int, typer.Option(
+    help="Number of roundings of the weights to each format, each with another sample of the calibration text and "
+    "another order of the model's channels. The intervals include their spread; with 1, they cover the text only."
+)]
+Runs = Annotated[int, typer.Option(
+    help="Number of training runs of each model. Every N checkpoints in a row are runs of one model with different "
+    "seeds, and are compared as one. The intervals then cover another training run; with 1, they do not."
+)]
+Kind = Annotated[Literal["artifact", "float"], typer.Option(
+    "--arithmetic",
+    help="Inputs of quantized layers: artifact rounds them to int8, as the artifact's operators do on a CPU; float "
+    "leaves them unrounded.",
+)]
+# fmt: on
 
 
 def compare(
@@ -146,6 +128,7 @@ def compare(
     too: its logits at any number of bits, qk (integer products of queries and keys) at 8 or 4, and kv (the KV cache),
     or keys and values alone, at 8, 4 or 2.
     """
+    from ...calib_data import samples
     from ...quantize import parse_recipe
     from .compare import compare as compare_models
 
@@ -154,10 +137,13 @@ def compare(
         firsts = models[::runs] if runs > 0 else models  # what the report shows of a model, besides its accuracy
         recorded = _read_reports(firsts, quantized or ())
         windows = read_windows(models[0], data, field, max_windows, length)
-        needles = _needles(models, retrieval, data, field, rows, seed)
+        needles = _needles(models, retrieval or "", data, field, rows, seed)
         methods = method.split(",")
         calibrated = "weights" in what.split(",") and any(parse_recipe(name).calibrated for name in methods)
-        calibration = _calibration(models[0], calibrate, field, repeats) if calibrated else []
+        calibration = []
+        if calibrated:  # the first sample is the one that `diffbit quantize` uses
+            text = read_windows(models[0], calibrate, field, None, None, split="calib")
+            calibration = samples(text, CALIBRATION_WINDOWS, repeats)
         comparison = compare_models(
             models, windows, bits.split(","), what.split(","), methods, calibration=calibration, repeats=repeats,
             runs=runs, arithmetic=arithmetic, artifacts=artifacts, batch_size=batch_size, device=torch_device(device),
@@ -193,49 +179,29 @@ def _check_places(output: Path | None, artifacts: Sequence[Path], quantized: Seq
     return [Artifact.open(path) for path in artifacts]
 
 
-def _calibration(model: Path, text: str, field: str, repeats: int) -> list[Windows]:
-    """A calibration sample for each repeat; the first is the one that `diffbit quantize` uses."""
-    from ...calib_data import samples
-
-    if repeats == 1:
-        return [read_windows(model, text, field, CALIBRATION_WINDOWS, None, split="calib")]
-    whole = read_windows(model, text, field, None, None, split="calib")
-    return samples(whole, CALIBRATION_WINDOWS, repeats)
-
-
 def _read_reports(models: Sequence[Path], quantized: Sequence[Path]) -> dict[str, Any]:
     """What `train` and `quantize` recorded about the models, by the names of ReportData's fields."""
-    return {
-        "training": {folder_name(model): run for model in models if (run := _training(model))},
-        "quantization": {folder_name(path): _part(path / LAYER_ERRORS, "weights", list) for path in quantized},
-    }
+    reports: dict[str, dict[str, Any]] = {"training": {}, "quantization": {}}
+    paths = [(model, model / "training.json") for model in models]  # no such file: another program trained the model
+    paths += [(path, path / LAYER_ERRORS) for path in quantized]
+    for folder, path in paths:
+        try:
+            if path.name == LAYER_ERRORS:
+                reports["quantization"][folder_name(folder)] = {"weights": list(read_json(path)["weights"])}
+            elif path.is_file():
+                reports["training"][folder_name(folder)] = _training(read_json(path))
+        except (KeyError, TypeError) as error:
+            raise DiffbitError(f"{path}: is not as diffbit wrote it ({error}); restore or remove it") from None
+    return reports
 
 
-def _training(model: Path) -> dict[str, Any] | None:
-    """How `diffbit train` trained a model; None: another program trained it."""
-    path = model / "training.json"
-    if not path.is_file():
-        return None
-    run = _part(path, "result", dict)
-    try:
-        config, result = run["config"], run["result"]
-        rows = config["steps"] * config["batch_size"] * config["accumulate"] * run["processes"]
-        return {"tokens": rows * config["length"], "training_s": result["seconds"], "eval_loss": result["eval_loss"]}
-    except (KeyError, TypeError) as error:
-        raise DiffbitError(f"{path}: is not as `diffbit train` wrote it ({error}); restore or remove it") from None
+def _training(run: dict[str, Any]) -> dict[str, Any]:
+    config, result = run["config"], run["result"]
+    rows = config["steps"] * config["batch_size"] * config["accumulate"] * run["processes"]
+    return {"tokens": rows * config["length"], "training_s": result["seconds"], "eval_loss": result["eval_loss"]}
 
 
-def _part(path: Path, key: str, kind: type) -> dict[str, Any]:
-    """The JSON object in a file that diffbit wrote, which must hold `key`."""
-    values = read_json(path)
-    if not isinstance(values.get(key), kind):
-        raise DiffbitError(f"{path}: has no {key}; it was changed after diffbit wrote it; write it again")
-    return values
-
-
-def _needles(
-    models: Sequence[Path], entries: str | None, data: str, field: str, rows: int, seed: int
-) -> list[NeedleWindows]:
+def _needles(models: list[Path], entries: str, data: str, field: str, rows: int, seed: int) -> list[NeedleWindows]:
     """Build texts with needles for every N:Q[:LENGTH], no longer than the shortest context among the models."""
     from ...calib_data import needle_windows
     from ...models import Checkpoint
@@ -265,36 +231,34 @@ def _artifact_row(opened: Artifact) -> dict[str, Any]:
 
 def _write(comparison: Comparison, outliers: list[dict[str, Any]], recorded: dict[str, Any], output: Path) -> None:
     """Write report.html, the plot, and the comparison as JSON and CSV. recorded: further fields of ReportData."""
-    from .plots import plot_comparison
+    from .plots import plot_comparison, subjects
     from .report import ReportData, versions, write_report
 
-    report = ReportData(
-        title="Accuracy against bit-width",
-        comparison=comparison.to_dict(),
-        outliers=outliers,
-        commands=[shlex.join(["diffbit", *sys.argv[1:]])],
-        versions=versions(),
-        **recorded,
-    )
     comparison.write_json(output / "comparison.json")
     comparison.write_csv(output / "comparison.csv")
-    if any(result.what not in ("none", "artifact") for result in comparison.results):  # else there are no bits to plot
-        plot_comparison(comparison.to_dict(), output / "comparison.svg")
+    data, command = comparison.to_dict(), shlex.join(["diffbit", *sys.argv[1:]])
+    if subjects(data):  # else there are no bits to plot
+        plot_comparison(data, output / "comparison.svg")
+    report = ReportData(comparison=data, outliers=outliers, commands=[command], versions=versions(), **recorded)
     write_report(report, output / "report.html")
 
 
 def _remarks(comparison: Comparison, several: bool) -> None:
     """Print which formats were skipped, and which model loses less. several: name the methods."""
+    from .report import verdict
+
     for skipped in comparison.skipped:
         remark(f"left out, {skipped.model} by {skipped.method}: {skipped.reason}")
     for contrast in comparison.contrasts:
         by = f" by {contrast.method}" if several and contrast.method != "none" else ""
+        lost = contrast.difference
         changes = "".join(
             f"; {setting['queries']} of {setting['needles']} needles: {100 * change.value:+.1f} points "
             f"({100 * change.low:+.1f} to {100 * change.high:+.1f})"
             for setting, change in zip(comparison.needles, contrast.retrieval, strict=bool(contrast.retrieval))
         )
-        remark(f"{contrast.what} at {contrast.format}{by}: {_verdict(contrast)}{changes}")
+        nats = f"{lost.value:+.4f} nats per token, 95 %: {lost.low:+.4f} to {lost.high:+.4f}"
+        remark(f"{contrast.what} at {contrast.format}{by}: {verdict(asdict(contrast))} ({nats}{changes})")
     if any(contrast.repeats == contrast.runs == 1 for contrast in comparison.contrasts):
         remark(
             "each of these is one rounding, and another rounding may reverse them; --repeats 5 includes the spread of "
@@ -302,18 +266,3 @@ def _remarks(comparison: Comparison, several: bool) -> None:
         )
     if comparison.arithmetic == "float" and any(result.what == "weights" for result in comparison.results):
         remark("inputs of quantized layers are float here; an artifact on a CPU rounds them to int8")
-
-
-def _verdict(contrast: Contrast) -> str:
-    """Which model loses less, if the interval of the difference says so."""
-    lost, model, against = contrast.difference, contrast.model, contrast.against
-    if lost.low <= 0 <= lost.high:
-        text = f"not established whether {model} or {against} loses more"
-    else:
-        text = f"{model} loses {'less' if lost.high < 0 else 'more'} than {against}"
-    measured = f"{lost.value:+.4f} nats per token, 95 %: {lost.low:+.4f} to {lost.high:+.4f}"
-    if contrast.runs > 1:
-        measured += f", {contrast.runs} training runs of each"
-    if contrast.repeats is not None:
-        measured += ", one rounding of each" if contrast.repeats == 1 else f", {contrast.repeats} roundings of each"
-    return f"{text} ({measured})"

@@ -5,19 +5,17 @@ turns the measurements into a comparison: each variant against its own 16-bit mo
 paired over the same windows. "16" is the checkpoint itself, computed in float32 and counted as two bytes per weight, as
 it is usually stored.
 
-The result of rounding depends partly on chance: another calibration sample or order of channels gives another model.
-`repeats` measures several roundings, and every interval includes their spread. Without repeats, intervals and verdicts
-hold only for the one rounding that was measured. Several training runs of a model can be measured as one.
-
-A checkpoint that is already quantized, such as one trained in low bits, is measured as it is: it has no variants, and
-its loss against a float model is unknown. The same variants can also be tested on finding needles (retrieval.py).
-Artifacts are measured on ONNX Runtime, together with the float checkpoint that they were made from.
+Intervals and verdicts hold only for the roundings and training runs that were measured: for the one rounding without
+`repeats`, for the one run without `runs`. A checkpoint that is already quantized is measured as it is: it has no
+variants, and its loss against a float model is unknown. Artifacts are measured on ONNX Runtime, together with the float
+checkpoint that they were made from.
 """
 
 from __future__ import annotations
 
 import csv
 import gc
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
@@ -33,9 +31,11 @@ from ...runtime import Artifact
 from .checks import artifacts_of, check_tokenizers, check_windows, in_groups, model_names
 from .cost import Cost
 from .measure import Measurement, Setup, Skipped, combine, measure
-from .metrics import CONFIDENCE, Estimate, established, mean, paired, perplexity_ratio, recovered
-from .retrieval import Retrieval, contrast, label, retrieval, settings
-from .variants import BITS, CACHED, FLOAT, METHODS, NO_METHOD, RTN, UNCHANGED, WHAT, Key, Variant, variants
+from .metrics import CONFIDENCE, Estimate, established, paired, perplexity_ratio, recovered
+from .retrieval import Retrieval, gained, retrieval, setting, share
+from .variants import BITS, CACHED, FLOAT, METHODS, NO_METHOD, RTN, UNCHANGED, WHAT, Key, variants
+
+ByKey = Mapping[Key, Measurement]  # all measurements of a model, the unchanged one first
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,13 @@ class ModelInfo:
     hidden_size: int
     other_runs: dict[str, str]  # {path: SHA-256} of further training runs
 
+    @classmethod
+    def of(cls, name: str, group: Sequence[Checkpoint]) -> ModelInfo:
+        first, *others = group
+        config, runs = first.config, {str(other.path): other.sha256() for other in others}
+        size = num_parameters(config), config.num_layers, config.hidden_size
+        return cls(name, str(first.path), first.sha256(), config.attention, *size, runs)
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -110,9 +117,10 @@ class Comparison:
         compared = {result.what for result in self.results}
         rows: list[dict[str, Any]] = []
         for result in self.results:
-            unchanged = result.what == UNCHANGED
-            row: dict[str, Any] = {"model": result.model, "what": "-" if unchanged else result.what}
-            row["format"] = result.format
+            ratio, what = result.ratio, "-" if result.what == UNCHANGED else result.what
+            shown = what != "-" or result.format == FLOAT  # else it is quantized, and has no float model
+            row: dict[str, Any] = {"model": result.model, "what": what, "format": result.format}
+            rows.append(row)
             if several:
                 row["method"] = "-" if result.method == NO_METHOD else result.method
             if "weights" in compared:
@@ -122,15 +130,14 @@ class Comparison:
             row["MB moved"] = round(result.cost.nbytes / 1e6, 2)
             row["M ops t/i/f"] = "/".join(f"{count / 1e6:.1f}" for count in result.cost.operations.values())
             row["perplexity"] = result.perplexity.value
-            ratio, shown = result.ratio, not unchanged or result.format == FLOAT  # else there is no float model
             row["increase"] = f"{ratio.value - 1:+z.2%}" if shown else "-"
             row[f"{self.confidence:.0%}"] = f"{ratio.low - 1:+z.2%} to {ratio.high - 1:+z.2%}" if shown else "-"
             if several:
                 row["of rtn's loss recovered"] = _share(result.recovered)
-            row["KL"] = result.kl.value if shown else "-"
+            row["KL"] = result.kl.value if shown else None
             row["agreement"] = f"{result.agreement.value:.2%}" if shown else "-"
-            row |= {f"found, {label(one)}": _share_found(one.accuracy, one.change) for one in result.retrieval}
-            rows.append(row)
+            for one in result.retrieval:
+                row[f"found, {one.needles}:{one.queries} of {one.length}"] = _share_found(one.accuracy, one.change)
         return rows
 
     def write_json(self, path: str | Path) -> None:
@@ -169,53 +176,41 @@ def compare(
     methods: recipes for rounding weights. calibration: windows of other text, for methods that calibrate; a sample for
     each repeat, or one for all. repeats: number of roundings of each variant with rounded weights. arithmetic:
     "artifact" or "float" (measure.py). artifacts: artifacts of the checkpoints, to measure on ONNX Runtime. names: of
-    the models, for tables and plots; default: the folders' names. runs: training runs of each model, which follow one
-    another in `paths` and are compared as one. batch_size: windows at a time. confidence: of the
-    intervals. cache_bytes: memory for the 16-bit model's log-probabilities. needles: sets of rows with needles, to test
-    every variant on. Raises DiffbitError if models, windows or names do not fit together.
+    the models; default: the folders' names. runs: training runs of each model, which follow one another in `paths` and
+    are compared as one. batch_size: windows at a time. confidence: of the intervals. cache_bytes: memory for the 16-bit
+    model's log-probabilities. needles: sets of rows with needles, to test every variant on. Raises DiffbitError if
+    models, windows or names do not fit together.
     """
     chosen = variants(bits, what, methods)
     samples = [calibration] if isinstance(calibration, Windows) else list(calibration or ())
-    setup = Setup(windows, samples, needles, repeats, arithmetic, batch_size, cache_bytes)
+    setup = Setup(windows, samples, needles, repeats, arithmetic, confidence, batch_size, cache_bytes)
     checkpoints = [Checkpoint(path) for path in paths]
     groups = in_groups(checkpoints, runs)
     names = model_names([group[0] for group in groups], names)
     for checkpoint in checkpoints:
         for text in (windows, *samples, *(rows.windows for rows in needles)):
-            check_windows(checkpoint, text)
+            check_windows(checkpoint.path, checkpoint.config.vocab_size, checkpoint.config.max_position, text)
     check_tokenizers(checkpoints)
     by_path = artifacts_of(checkpoints, artifacts, windows)
 
     measurements: dict[str, list[Measurement]] = {}
     skipped: dict[Skipped, None] = {}  # each once, even if several runs of a model share it
     for name, group in zip(names, groups, strict=True):
-        of_runs = []
+        by_run = []
         for run, checkpoint in enumerate(group, 1):
+            gc.collect()  # the model before this one; module hooks are reference cycles
+            scheme = read_scheme(checkpoint)
             title = name if len(group) == 1 else f"{name}, run {run} of {len(group)}"
-            one, left_out = _measure(checkpoint, chosen, setup, title, by_path.get(checkpoint.path, ()), device)
-            of_runs.append(one)
+            measured, left_out = measure(
+                load(checkpoint, device=device), chosen if scheme is None else (), setup, name=title, stored=scheme,
+                artifacts=by_path.get(checkpoint.path, ()),
+            )  # fmt: skip
+            by_run.append(measured)
             skipped |= dict.fromkeys(replace(variant, model=name) for variant in left_out)
-        measurements[name] = combine(of_runs)
+        measurements[name] = combine(by_run)
     if not any(parse_recipe(method).calibrated for method in methods):
         setup = replace(setup, calibration=())
-    return conclude(groups, measurements, tuple(skipped), setup, confidence)
-
-
-def _measure(
-    checkpoint: Checkpoint,
-    chosen: Sequence[Variant],
-    setup: Setup,
-    name: str,
-    artifacts: Sequence[Artifact],
-    device: torch.device | str,
-) -> tuple[list[Measurement], list[Skipped]]:
-    """Measure a checkpoint; its model is gone afterwards."""
-    scheme = read_scheme(checkpoint)
-    try:
-        model = load(checkpoint, device=device)
-        return measure(model, chosen if scheme is None else (), setup, name=name, stored=scheme, artifacts=artifacts)
-    finally:
-        gc.collect()  # module hooks are reference cycles
+    return conclude(groups, measurements, tuple(skipped), setup)
 
 
 def conclude(
@@ -223,77 +218,48 @@ def conclude(
     measurements: Mapping[str, Sequence[Measurement]],
     skipped: Sequence[Skipped],
     setup: Setup,
-    confidence: float = CONFIDENCE,
 ) -> Comparison:
     """Turn the measurements of each model, by name and with the unchanged model first, into a comparison.
 
     groups: the training runs of each model, mostly one.
     """
-    results: list[Result] = []
-    contrasts: list[Contrast] = []
-    models: list[ModelInfo] = []
     by_key = {name: {one.variant.key: one for one in measured} for name, measured in measurements.items()}
-    first = next(iter(by_key))
-    for (checkpoint, *others), (name, measured) in zip(groups, by_key.items(), strict=True):
-        config = checkpoint.config
-        size = num_parameters(config), config.num_layers, config.hidden_size
-        runs = {str(other.path): other.sha256() for other in others}
-        models.append(ModelInfo(name, str(checkpoint.path), checkpoint.sha256(), config.attention, *size, runs))
-        results += [_result(name, one, measured, setup, confidence) for one in measured.values()]
-        if name != first:
-            contrasts += _contrasts(name, measured, first, by_key[first], confidence, len(groups[0]))
-    calibration = None
-    if setup.calibration:
-        sample = setup.calibration[0]
-        calibration = _about(sample) | {"tokens": int(sample.mask.sum()), "samples": len(setup.calibration)}
+    first, *others = by_key
+    contrasts = [_contrasts(name, by_key[name], first, by_key[first], setup, len(groups[0])) for name in others]
+    samples = setup.calibration
+    calibration = (
+        _about(samples[0]) | {"tokens": int(samples[0].mask.sum()), "samples": len(samples)} if samples else None
+    )
     return Comparison(
-        models=tuple(models),
-        results=tuple(results),
-        contrasts=tuple(contrasts),
-        confidence=confidence,
+        models=tuple(ModelInfo.of(name, group) for name, group in zip(by_key, groups, strict=True)),
+        results=tuple(_result(name, one, by_key[name], setup) for name in by_key for one in by_key[name].values()),
+        contrasts=tuple(itertools.chain.from_iterable(contrasts)),
+        confidence=setup.confidence,
         text=_about(setup.windows) | {"scored_tokens": setup.windows.scored},
         calibration=calibration,
         skipped=tuple(skipped),
-        needles=tuple(settings(setup.needles)),
+        needles=tuple(map(setting, setup.needles)),
         arithmetic=setup.arithmetic,
     )
 
 
-def _result(
-    name: str, one: Measurement, measured: Mapping[Key, Measurement], setup: Setup, confidence: float
-) -> Result:
-    """measured: all measurements of the model, the unchanged one first."""
+def _result(name: str, one: Measurement, measured: ByKey, setup: Setup) -> Result:
     variant, scores, whole = one.variant, one.scores, next(iter(measured.values()))
     rounded = None if variant.method == RTN else measured.get((variant.what, variant.format, RTN))
     sets = zip(setup.needles, one.answers, whole.answers, strict=bool(one.answers))
     return Result(
-        model=name,
-        what=variant.what,
-        format=variant.format,
-        method=variant.method,
-        bits=variant.bits,
-        bits_per_weight=one.bits_per_weight,
-        nbytes=one.nbytes,
-        perplexity=scores.perplexity(confidence),
-        ratio=perplexity_ratio(scores, whole.scores, confidence),
-        kl=scores.divergence(confidence),
-        agreement=scores.agreement(confidence),
-        recovered=None if rounded is None else recovered(scores, rounded.scores, whole.scores, confidence),
-        cache_bytes=one.cache_bytes,
-        cost=one.cost,
-        retrieval=tuple(retrieval(needles, answers, exact, confidence) for needles, answers, exact in sets),
-        repeats=one.repeats,
-    )
+        name, *variant.key, variant.bits, one.bits_per_weight, one.nbytes,
+        perplexity=scores.perplexity(setup.confidence),
+        ratio=perplexity_ratio(scores, whole.scores, setup.confidence),
+        kl=scores.divergence(setup.confidence),
+        agreement=scores.agreement(setup.confidence),
+        recovered=None if rounded is None else recovered(scores, rounded.scores, whole.scores, setup.confidence),
+        cache_bytes=one.cache_bytes, cost=one.cost, repeats=one.repeats,
+        retrieval=tuple(retrieval(*needles, setup.confidence) for needles in sets),
+    )  # fmt: skip
 
 
-def _contrasts(
-    name: str,
-    measured: Mapping[Key, Measurement],
-    first: str,
-    of_first: Mapping[Key, Measurement],
-    confidence: float,
-    runs: int,
-) -> list[Contrast]:
+def _contrasts(name: str, measured: ByKey, first: str, of_first: ByKey, setup: Setup, runs: int) -> list[Contrast]:
     """Compare the variants that both models have with the first model's."""
     whole, first_whole, contrasts = next(iter(measured.values())), next(iter(of_first.values())), []
     for key, low in measured.items():
@@ -301,10 +267,11 @@ def _contrasts(
         if low.variant.what == UNCHANGED or other is None:
             continue
         lost = paired(low.scores, whole.scores) - paired(other.scores, first_whole.scores)
+        difference = whole.scores.mean(lost, setup.confidence)
         sets = zip(low.answers, whole.answers, other.answers, first_whole.answers, strict=True)
-        changes = tuple(contrast((a, b), (c, d), confidence) for a, b, c, d in sets)
+        gains = ((gained(a, b) - gained(c, d), a.shape[-1]) for a, b, c, d in sets)
+        changes = tuple(share(gain, queries, setup.confidence) for gain, queries in gains)
         repeats = low.repeats if low.variant.rounds else None
-        difference = mean(lost, whole.scores.tokens, confidence, whole.scores.document)
         contrasts.append(Contrast(name, first, *key, difference, changes, repeats, runs))
     return contrasts
 
@@ -332,13 +299,11 @@ def _flat(result: Result) -> dict[str, Any]:
 
 def _share_found(value: Estimate, change: Estimate) -> str:
     """Format a share, such as that of queries answered, and its change with the interval in percentage points."""
-    points = (f"{100 * end:+z.1f}" for end in (change.value, change.low, change.high))
+    points = (f"{100 * end:+z.1f}" for end in astuple(change))
     return f"{value.value:.1%} ({next(points)}; {next(points)} to {next(points)})"
 
 
 def _share(estimate: Estimate | None) -> str:
-    if estimate is None:
-        return "-"
-    if not established(*astuple(estimate)):
-        return "not established"
+    if estimate is None or not established(*astuple(estimate)):
+        return "-" if estimate is None else "not established"
     return f"{estimate.value:.0%} ({estimate.low:.0%} to {estimate.high:.0%})"

@@ -69,16 +69,14 @@ def token_cost(config: ModelConfig, scheme: Scheme | None, context: int, dtype: 
             continue
         nbytes += format.device_nbytes((rows, columns), width)
         rounding = format.device_rounding(format.rounding(module, columns, scheme.activations))
-        if rounding is not None and format.integer_product:
-            count["ternary"] += weights
+        if rounding is None:
+            count.update(floating=weights, other=rows * format.groups(columns))
+        elif format.integer_product:
             block = rounding.hadamard
-            count["other"] += 2 * columns + 2 * rows + (columns * int(log2(block)) + columns if block > 1 else 0)
-        elif rounding is not None:
-            count["integer"] += weights
-            count["other"] += 2 * columns + rows * format.groups(columns)
+            transform = columns * int(log2(block)) + columns if block > 1 else 0
+            count.update(ternary=weights, other=2 * columns + 2 * rows + transform)
         else:
-            count["floating"] += weights
-            count["other"] += rows * format.groups(columns)
+            count.update(integer=weights, other=2 * columns + rows * format.groups(columns))
     for name, shape in shapes(config).items():
         if is_linear(name) or name == f"{EMBEDDING_MODULE}.weight" or ".lambda_" in name:  # counted, or constants
             continue

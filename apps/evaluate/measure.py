@@ -4,21 +4,18 @@ Each variant is made in memory from the float checkpoint, scored token by token 
 before the next one is made. "16 bits" is the checkpoint itself, computed in float32. Artifacts of the model run on ONNX
 Runtime, one window at a time.
 
-By default, linear layers round their inputs as the artifact's operators do on a CPU, mostly to int8 in blocks
-(formats/ defines the rule of each format). "float" rounds them only if the scheme says so.
+By default, linear layers round their inputs as the artifact's operators do on a CPU, mostly to int8 in blocks (formats/
+defines the rule of each format). "float" rounds them only if the scheme says so.
 
 If weights are rounded, `repeats` makes a variant several times, each time calibrated on another sample and with another
-order of the channels (quantize/reorder.py); the first uses the model's own order.
-
-K training runs of a model can be combined into one measurement: another seed gives another model, which may lose more
-or less. They have the shape of K roundings (metrics.py): sums [K, W], each averaged over its own roundings. So every
-interval covers another training run, another rounding, and other text. The k-th runs of two models are paired, such as
-those that saw the same batches in the same order.
+order of the channels (quantize/reorder.py); the first uses the model's own order. `combine` makes one measurement of K
+training runs, which have the shape of K roundings, each averaged over its own roundings. The k-th runs of two models
+are paired, such as those that saw the same batches in the same order.
 
 Memory: the model, one variant (which shares unquantized tensors with it), and the 16-bit model's log-probabilities for
-as many windows as fit into `cache_bytes`. On the other windows the 16-bit model runs again for each variant, because a
-variant can be slow to make and is made only once. Low-bit attention holds several copies of its weights [heads, T, T];
-it processes as many windows at a time as fit into EXPLICIT_BYTES.
+as many windows as fit into `cache_bytes`; on the other windows the 16-bit model runs again for each variant. Low-bit
+attention holds several copies of its weights [heads, T, T], so it processes as many windows at a time as fit into
+EXPLICIT_BYTES.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ from ...quantize import HEAD_MODULE, AttentionScheme, Scheme, apply, linear_shap
 from ...quantize.model import as_exported
 from ...runtime import Artifact, Session
 from .cost import Cost, token_cost
-from .metrics import Scores, log_probabilities, score
+from .metrics import CONFIDENCE, Scores, log_probabilities, score
 from .retrieval import answered
 from .variants import RTN, Variant, on_a_device, unchanged
 
@@ -59,25 +56,22 @@ class Setup:
     needles: Sequence[NeedleWindows] = ()
     repeats: int = 1  # roundings of each variant whose weights are rounded
     arithmetic: str = "artifact"  # one of ARITHMETICS
+    confidence: float = CONFIDENCE  # of the intervals
     batch_size: int = 8  # windows at a time
     cache_bytes: int = 1 << 30  # memory for the 16-bit model's log-probabilities
 
     def __post_init__(self) -> None:
         if len(self.windows.ids) < 2:
-            reason = "the text fills one window, and an interval needs two"
-            raise DiffbitError(f"{reason}: give more text, or shorter windows")
+            raise DiffbitError("the text fills one window; an interval needs two: give more text, or shorter windows")
         if any(len(rows.starts) < 2 for rows in self.needles):
             raise DiffbitError("needles in one row give no interval; ask for two rows or more")
-        if self.batch_size < 1:
-            raise DiffbitError(f"batch_size is {self.batch_size}, wanted 1 or more")
-        if self.repeats < 1:
-            raise DiffbitError(f"repeats is {self.repeats}, wanted 1 or more")
+        for name, number in (("batch_size", self.batch_size), ("repeats", self.repeats)):
+            if number < 1:
+                raise DiffbitError(f"{name} is {number}, wanted 1 or more")
         if self.arithmetic not in ARITHMETICS:
             raise DiffbitError(f"arithmetic is {self.arithmetic!r}, wanted {' or '.join(ARITHMETICS)}")
-        if self.calibration and len(self.calibration) not in (1, self.repeats):
-            raise DiffbitError(
-                f"{len(self.calibration)} samples of calibration text for {self.repeats} repeats; give one each, or one"
-            )
+        if (count := len(self.calibration)) not in (0, 1, self.repeats):
+            raise DiffbitError(f"{count} samples of calibration text for {self.repeats} repeats; give one each, or one")
 
     @property
     def length(self) -> int:
@@ -146,35 +140,25 @@ def measure(
             answers.append([answered(model, needles, size) for needles, size in sets])
         else:
             stacked = tuple(np.stack(repeats) for repeats in zip(*answers, strict=True))
-            measurements.append(_measurement(variant, model.config, setup, scores, stacked))
+            measurements.append(_measurement(variant, model.config, setup.length, scores, stacked))
         model = decoder  # the variant is gone before the next one is made
     if skipped and len(measurements) == 1:
         raise DiffbitError(f"{name}: {skipped[0].reason}")
     for artifact in track(artifacts, "running artifacts"):
         scores = [scorer.scores(on_device(Session(artifact)), 1, str(artifact.path))]
         config = ModelConfig.from_dict(dict(artifact.model))
-        measurement = _measurement(on_a_device(artifact), config, setup, scores)
+        measurement = _measurement(on_a_device(artifact), config, setup.length, scores)
         measurements.append(replace(measurement, nbytes=artifact.nbytes))
     return measurements, skipped
 
 
 def _measurement(
-    variant: Variant,
-    config: ModelConfig,
-    setup: Setup,
-    scores: Sequence[Scores],
-    answers: tuple[np.ndarray, ...] = (),
+    variant: Variant, config: ModelConfig, length: int, scores: Sequence[Scores], answers: tuple[np.ndarray, ...] = ()
 ) -> Measurement:
-    size = sizes(config, variant.scheme, "fp16")
+    size, cost = sizes(config, variant.scheme, "fp16"), token_cost(config, variant.scheme, length)
+    bits, cache_bytes = _bits_per_weight(config, variant.scheme), size.kv_bytes_per_1k_tokens / 1000
     return Measurement(
-        variant=variant,
-        scores=Scores.of_repeats(scores),
-        nbytes=size.nbytes,
-        bits_per_weight=_bits_per_weight(config, variant.scheme),
-        cache_bytes=size.kv_bytes_per_1k_tokens / 1000,
-        cost=token_cost(config, variant.scheme, setup.length),
-        repeats=len(scores),
-        answers=answers,
+        variant, Scores.of_repeats(scores), size.nbytes, bits, cache_bytes, cost, repeats=len(scores), answers=answers
     )
 
 
@@ -184,19 +168,16 @@ def combine(runs: Sequence[Sequence[Measurement]]) -> list[Measurement]:
         return list(runs[0])
     by_key = [{one.variant.key: one for one in run} for run in runs]
     combined = []
-    for key in by_key[0]:
-        if all(key in run for run in by_key):
-            parts = [run[key] for run in by_key]
-            scores = Scores.of_repeats([one.scores for one in parts])
-            sets = zip(*(one.answers for one in parts), strict=True)
-            answers = tuple(np.stack([roundings.mean(0) for roundings in answers]) for answers in sets)
-            combined.append(replace(parts[0], scores=scores, answers=answers))
+    for parts in ([run[key] for run in by_key] for key in by_key[0] if all(key in run for run in by_key)):
+        sets = zip(*(one.answers for one in parts), strict=True)
+        answers = tuple(np.stack([roundings.mean(0) for roundings in answers]) for answers in sets)
+        scores = Scores.of_repeats([one.scores for one in parts])
+        combined.append(replace(parts[0], scores=scores, answers=answers))
     return combined
 
 
 def on_device(session: Session) -> Logits:
-    """Return the function of an artifact on ONNX Runtime that gives logits as a decoder does: one row at a time, each
-    with an empty cache."""
+    """Return an artifact's logits on ONNX Runtime, as a function: one row at a time, each with an empty cache."""
 
     def logits(ids: Tensor, *, attention_mask: Tensor | None) -> Tensor:
         rows = []
@@ -254,10 +235,8 @@ class _Scorer:
 
 def _apply(decoder: Decoder, variant: Variant, calibration: Sequence[Windows], repeat: int) -> Decoder:
     method = variant.method if variant.rounds else RTN
-    if not variant.calibrates:
-        return apply(decoder, variant.scheme, method, order=repeat)
-    text = calibration[min(repeat, len(calibration) - 1)]
-    return apply(decoder, variant.scheme, method, text.ids, text.mask, order=repeat)
+    text = calibration[min(repeat, len(calibration) - 1)] if variant.calibrates else None
+    return apply(decoder, variant.scheme, method, *((text.ids, text.mask) if text else ()), order=repeat)
 
 
 def _batch_sizes(variant: Variant, config: ModelConfig, setup: Setup) -> list[int]:

@@ -91,12 +91,12 @@ KL = Metric("KL divergence", "from the 16-bit model, nats per token", " nats", l
 
 def _needles(setting: Data, index: int) -> Metric:
     """The change of the share of queries answered, of the index-th set of needles."""
-    return Metric(
-        f"{setting['queries']} of {setting['needles']} needles",
-        f"points to 16 bits, of {setting['length']:,} tokens",
-        " points",
-        lambda result, end: 100 * float(result["retrieval"][index]["change"][end]),
-    )
+
+    def change(result: Data, end: str) -> float:
+        return 100 * float(result["retrieval"][index]["change"][end])
+
+    name, label = "{queries} of {needles} needles", "points to 16 bits, of {length:,} tokens"
+    return Metric(name.format(**setting), label.format(**setting), " points", change)
 
 
 def charts(comparison: Data, what: str) -> list[Chart]:
@@ -106,10 +106,9 @@ def charts(comparison: Data, what: str) -> list[Chart]:
     model with a line per method.
     """
     results = [result for result in comparison["results"] if result["what"] == what]
+    models, methods = (list(dict.fromkeys(r[key] for r in results)) for key in ("model", "method"))
     widths = order(results)
     results.sort(key=lambda result: list(widths).index(result["format"]))
-    models = list(dict.fromkeys(r["model"] for r in comparison["results"] if r["what"] == what))
-    methods = list(dict.fromkeys(r["method"] for r in comparison["results"] if r["what"] == what))
     subject, label = SUBJECTS[what]
 
     def chart(about: str, metric: Metric, lines: dict[str, list[Data]]) -> Chart:
@@ -119,11 +118,10 @@ def charts(comparison: Data, what: str) -> list[Chart]:
         return Chart(f"{about}: {metric.name}", label, ticks, metric, lines, bounds)
 
     if len(methods) > 1:
-        by_method = [
-            {method: [r for r in results if (r["model"], r["method"]) == (model, method)] for method in methods}
-            for model in models
+        return [
+            chart(name, INCREASE, {m: [r for r in results if (r["model"], r["method"]) == (name, m)] for m in methods})
+            for name in models
         ]
-        return [chart(model, INCREASE, lines) for model, lines in zip(models, by_method, strict=True)]
     by_model = {model: [r for r in results if r["model"] == model] for model in models}
     shown = [chart(subject, metric, by_model) for metric in (INCREASE, KL)]
     whole = {r["model"]: r["retrieval"] for r in comparison["results"] if r["what"] == "none"}

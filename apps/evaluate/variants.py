@@ -1,8 +1,7 @@
 """What is measured of a model: the model as it is, its weights in a number format, or a part of its attention.
 
-A number of bits stands for a format: 8 for int8 (one scale per row), 7 to 2 for int7_g64 ... int2_g64. A format may
-also be named: int4_g32, nf4, ternary. Parts of attention (quantize/attention.py) take the widths that they have a
-format for and leave out the others:
+A number of bits stands for a format: 8 for int8 (one scale per row), 7 to 2 for int7_g64 ... int2_g64. Parts of
+attention (quantize/attention.py) take the widths that they have a format for and leave out the others:
 
     logits          2 to 8, dynamic absmax per query row (arXiv 2410.05258, Figure 8). Only in torch, for comparison;
                     artifacts do not support it
@@ -71,9 +70,8 @@ class Variant:
 def unchanged(scheme: Scheme | None) -> Variant:
     """Return the variant that is the checkpoint as it is; scheme: of one that is quantized already."""
     weights = None if scheme is None else scheme.weights
-    if weights is None:
-        return Variant(UNCHANGED, FLOAT, NO_METHOD, 16.0, scheme or Scheme())
-    return Variant(UNCHANGED, weights.name, NO_METHOD, bits_of(weights), scheme or Scheme())
+    name, bits = (FLOAT, 16.0) if weights is None else (weights.name, bits_of(weights))
+    return Variant(UNCHANGED, name, NO_METHOD, bits, scheme or Scheme())
 
 
 def variants(bits: Sequence[str] = BITS, what: Sequence[str] = WHAT, methods: Sequence[str] = METHODS) -> list[Variant]:
@@ -107,10 +105,9 @@ def variants(bits: Sequence[str] = BITS, what: Sequence[str] = WHAT, methods: Se
 def on_a_device(artifact: Artifact) -> Variant:
     """Return the variant that describes an artifact."""
     scheme = Scheme() if artifact.scheme is None else Scheme.from_dict(artifact.scheme)
-    weights = artifact.dtype if scheme.weights is None else scheme.weights.name
-    cache = {part: format for part, format in scheme.attention.to_dict().items() if part != "window"}
-    format = ", ".join([f"{weights}, mixed" if scheme.overrides else weights, *(f"{k} {v}" for k, v in cache.items())])
-    bits = 16.0 if scheme.weights is None else bits_of(scheme.weights)
+    name, bits = (artifact.dtype, 16.0) if scheme.weights is None else (scheme.weights.name, bits_of(scheme.weights))
+    cache = (f"{part} {format}" for part, format in scheme.attention.to_dict().items() if part != "window")
+    format = ", ".join([f"{name}, mixed" if scheme.overrides else name, *cache])
     return Variant(ON_DEVICE, format, artifact.method or NO_METHOD, bits, scheme)
 
 

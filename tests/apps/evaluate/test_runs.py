@@ -151,7 +151,7 @@ def test_the_command_says_how_many_runs(tmp_path: Path) -> None:
     arguments = ["--runs", "2", "--bits", "4", "--what", "weights", "--max-windows", "4", "--length", "64"]
     result = CliRunner().invoke(app, ["compare", *runs, *arguments, "-o", str(tmp_path / "report")])
     assert result.exit_code == 0, result.output
-    assert "2 training runs of each, one rounding of each)" in result.output
+    assert ", 2 training runs of each, one rounding of each (" in result.output
     assert "another rounding may reverse them" not in result.output
     page = (tmp_path / "report" / "report.html").read_text()
     assert "what another training run of each model would: 2 were measured" in page
