@@ -1,4 +1,4 @@
-"""Outlier statistics against numpy on all numbers at once, and on activations caught by code of the test's own."""
+"""Activations against those that the test catches by itself, one window at a time."""
 
 from __future__ import annotations
 
@@ -9,124 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from diffbit.apps.evaluate.outliers import MEDIAN_ERROR, RANKS, OutlierReport, Place, Statistics, measure, rows
+from diffbit.apps.outliers.activations import OutlierReport, measure, rows
+from diffbit.apps.outliers.statistics import RANKS, Summary
 from diffbit.calib_data import Windows
 from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig, rope_for
 from diffbit.models.mixers import mamba
 
-
-def place(offset: int = 0):
-    return lambda index: Place(0, offset + index, 0)
-
-
-def statistics(values: np.ndarray, offset: int = 0) -> Statistics:
-    result = Statistics()
-    result.update(torch.from_numpy(values.astype(np.float32)), place(offset))
-    return result
-
-
-def expected(values: np.ndarray) -> dict[str, float]:
-    """numpy on everything at once, in float64."""
-    values = values.astype(np.float64)
-    deviation = values - values.mean()
-    return {
-        "median": float(np.median(np.abs(values))),
-        "mean": float(values.mean()),
-        "std": float(values.std()),
-        "kurtosis": float((deviation**4).mean() / (deviation**2).mean() ** 2),
-    }
-
-
-def check(summary, values: np.ndarray) -> None:
-    wanted = expected(values)
-    largest = np.sort(np.abs(values))[::-1]
-    assert summary.count == values.size
-    for rank, found in zip(RANKS, summary.top.values(), strict=True):
-        assert found == (largest[rank - 1] if rank <= values.size else None)
-    assert summary.median == pytest.approx(wanted["median"], rel=MEDIAN_ERROR * 1.001)
-    assert summary.mean == pytest.approx(wanted["mean"], rel=1e-9, abs=1e-12)
-    assert summary.std == pytest.approx(wanted["std"], rel=1e-9)
-    assert summary.kurtosis == pytest.approx(wanted["kurtosis"], rel=1e-9)
-
-
-def samples() -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(0)
-    heavy = rng.standard_t(2, 5001)
-    return {
-        "normal": rng.normal(size=4000),
-        "heavy tails": heavy,
-        "far from zero": rng.normal(1000, 0.1, 3001),
-        "tiny and huge": np.exp(rng.uniform(-60, 60, 2000)) * rng.choice([-1, 1], 2000),
-        "few": rng.normal(size=7),
-        "even count with a gap in the middle": np.array([1.0, 2.0, 200.0, 300.0]),
-        "many equal": rng.integers(-3, 4, 1000).astype(float),
-    }
-
-
-@pytest.mark.parametrize("name", samples())
-@pytest.mark.parametrize("parts", [1, 3, 50])
-def test_streaming_in_parts_equals_numpy_on_everything(name: str, parts: int) -> None:
-    values = samples()[name].astype(np.float32)
-    total = Statistics()
-    for part in np.array_split(np.arange(values.size), parts):
-        if part.size:
-            total.update(torch.from_numpy(values[part]), place(int(part[0])))
-    check(total.summary(), values)
-    assert total.summary().place.position == int(np.argmax(np.abs(values)))  # the first of equals
-
-
-def merged(*parts: Statistics) -> Statistics:
-    result = Statistics()
-    for part in parts:
-        result.merge(part)
-    return result
-
-
-def test_merging_is_associative_and_commutative() -> None:
-    rng = np.random.default_rng(1)
-    parts = [rng.standard_t(3, size).astype(np.float32) for size in (1, 250, 3000, 17)]
-    a, b, c, d = (statistics(part, 10_000 * index) for index, part in enumerate(parts))
-    trees = [
-        merged(a, b, c, d),
-        merged(a, merged(b, merged(c, d))),
-        merged(merged(d, b), merged(a, c)),
-        merged(Statistics(), c, Statistics(), merged(d, merged(b, a))),
-    ]
-    for tree in trees:
-        check(tree.summary(), np.concatenate(parts))
-        assert torch.equal(tree.top, trees[0].top)
-        assert torch.equal(tree.histogram, trees[0].histogram)
-        assert tree.place == trees[0].place
-
-
-def test_a_shorter_list_than_the_ranks_need_would_be_noticed() -> None:
-    """The 100 largest all lie in one part of many: a top-k that keeps fewer per part loses them."""
-    values = np.concatenate([np.arange(1, 2000) / 1e4, np.arange(1000, 1100)]).astype(np.float32)
-    total = Statistics()
-    for start in range(0, values.size, 700):
-        total.update(torch.from_numpy(values[start : start + 700]), place(start))
-    assert list(total.summary().top.values()) == [1099.0, 1098.0, 1097.0, 1090.0, 1000.0]
-
-
-@pytest.mark.parametrize("scale", [1e-35, 1e-3, 1.0, 1e30])
-def test_median_keeps_its_stated_precision_at_every_magnitude(scale: float) -> None:
-    rng = np.random.default_rng(2)
-    for _ in range(50):
-        values = (rng.lognormal(0, 3, rng.integers(1, 9)) * scale).astype(np.float32)
-        truth = float(np.median(values.astype(np.float64)))
-        assert statistics(values).median() == pytest.approx(truth, rel=MEDIAN_ERROR * 1.001)
-    assert MEDIAN_ERROR < 1e-3
-    assert statistics(np.zeros(5)).median() == 0.0
-    assert statistics(np.zeros(5)).summary().ratio is None
-
-
-def test_known_kurtosis() -> None:
-    assert statistics(np.tile([-1.0, 1.0], 500)).summary().kurtosis == pytest.approx(1.0)
-    assert statistics(np.ones(10)).summary().kurtosis is None
-    outlier = np.zeros(10_000)
-    outlier[77] = 5.0
-    assert statistics(outlier).summary().kurtosis == pytest.approx(9998, rel=1e-3)
+from .test_statistics import expected
 
 
 def model(attention: str, seed: int = 0) -> Decoder:
@@ -176,22 +66,22 @@ def caught(decoder: Decoder, windows: Windows) -> tuple[list[np.ndarray], list[n
     return [np.concatenate(part) for part in logits], [np.concatenate(part) for part in hidden]
 
 
-def close(summary, values: np.ndarray) -> None:
-    wanted = expected(values)
+def close(summary: Summary, values: np.ndarray) -> None:
+    exact = expected(values)
     largest = np.sort(np.abs(values))[::-1]
     assert summary.count == values.size
     np.testing.assert_allclose(list(summary.top.values()), largest[[rank - 1 for rank in RANKS]], rtol=1e-4)
-    assert summary.median == pytest.approx(wanted["median"], rel=2e-3)
-    assert summary.std == pytest.approx(wanted["std"], rel=1e-4)
-    assert summary.kurtosis == pytest.approx(wanted["kurtosis"], rel=1e-3)
+    assert summary.median == pytest.approx(exact["median"], rel=2e-3)
+    assert summary.std == pytest.approx(exact["std"], rel=1e-4)
+    assert summary.kurtosis == pytest.approx(exact["kurtosis"], rel=1e-3)
 
 
-def test_layers_without_attention_have_hidden_states_alone() -> None:
+def test_layer_without_attention_has_no_logits() -> None:
     config = model("diff_v1").config
     memory = replace(config.layers[0], mixer=mamba.Options(inner_size=16, state_size=4, conv_width=4, dt_rank=2))
     decoder = Decoder(replace(config, layers=(memory, *config.layers[1:])))
     report = measure(decoder, text(), name="m")
-    assert [found.layer for found in report.attention_logits.layers] == [1, 2]
+    assert [summary.layer for summary in report.attention_logits.layers] == [1, 2]
     assert [row["logits_max"] is None for row in report.layer_rows()] == [True, False, False]
     assert [row["layer"] for row in report.layer_rows()] == [0, 1, 2]
     with pytest.raises(DiffbitError, match="m: no layer has attention, so there are no attention logits to measure"):
@@ -199,7 +89,7 @@ def test_layers_without_attention_have_hidden_states_alone() -> None:
 
 
 @pytest.mark.parametrize("attention", ["softmax", "diff_v1", "diff_v2"])
-def test_a_model_is_measured_where_tokens_are_and_nowhere_else(attention: str) -> None:
+def test_only_tokens_are_measured(attention: str) -> None:
     decoder, windows = model(attention), text()
     report = measure(decoder, windows, batch_size=2, name="m")
     logits, hidden = caught(decoder, windows)
@@ -215,7 +105,7 @@ def test_a_model_is_measured_where_tokens_are_and_nowhere_else(attention: str) -
 
 
 @pytest.mark.parametrize("attention", ["softmax", "diff_v1"])
-def test_the_place_of_the_largest(attention: str) -> None:
+def test_place_of_the_largest(attention: str) -> None:
     """A planted outlier in one channel is found there; the largest logit is where the place says it is."""
     decoder, windows = model(attention), text()
     with torch.no_grad():
@@ -237,12 +127,12 @@ def test_the_place_of_the_largest(attention: str) -> None:
     mask = torch.from_numpy(windows.mask[[window]]).long()
     with torch.inference_mode():
         decoder(torch.from_numpy(windows.ids[[window]]), attention_mask=mask)
-    found = seen[0][0, summary.place.unit, summary.place.position, summary.place.key]
-    assert abs(found.item()) == pytest.approx(summary.max, rel=1e-5)
+    value = seen[0][0, summary.place.unit, summary.place.position, summary.place.key]
+    assert abs(value.item()) == pytest.approx(summary.max, rel=1e-5)
     assert windows.mask[window, summary.place.position]
 
 
-def test_batch_size_changes_nothing_and_hooks_are_put_back() -> None:
+def test_hooks_are_restored_and_batch_size_changes_nothing() -> None:
     decoder, windows = model("diff_v1"), text()
     calls = []
 
@@ -262,7 +152,7 @@ def test_batch_size_changes_nothing_and_hooks_are_put_back() -> None:
     assert not decoder.model.layers[1]._forward_hooks
 
 
-def test_report_as_rows_and_json() -> None:
+def test_rows_and_json() -> None:
     windows = text()
     reports = [measure(model(name), windows, name=name) for name in ("softmax", "diff_v1")]
     table = rows(reports)
@@ -280,9 +170,7 @@ def test_report_as_rows_and_json() -> None:
     assert isinstance(reports[0], OutlierReport)
 
 
-def test_nan_and_nothing_are_refused() -> None:
-    with pytest.raises(DiffbitError, match="no token"):
-        Statistics().summary()
+def test_nan_is_refused() -> None:
     decoder = model("softmax")
     with torch.no_grad():
         decoder.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
