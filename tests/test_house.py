@@ -58,8 +58,8 @@ SAME_CLASSES = {
 }  # fmt: skip
 # Files of one name in the core. command.py is what each app has
 SAME_FILES = {
-    "artifact", "attention", "bench", "cache", "chat", "checkpoint", "decoder", "demand",
-    "diffbit", "graph", "processes", "softmax", "tokenizer", "verify",
+    "artifact", "bench", "cache", "chat", "checkpoint", "decoder", "demand",
+    "diffbit", "graph", "processes", "tokenizer", "verify",
 }  # fmt: skip
 # What apps import beside the rooms' faces: those of quantize and of the command line are too wide to take these in
 DEEP = {
@@ -69,10 +69,6 @@ DEEP = {
         "Activations", "CALIBRATED_ON_MIX", "Calibrate", "CalibrationWindows", "Embedding", "Head", "KvCache",
         "KvWindow", "LAYER_ERRORS", "MethodName", "Model", "Override", "Qk", "read_scheme",
     },
-    "diffbit.models.checkpoint.names": {"EMBEDDING", "stays_float32"},
-    "diffbit.models.layers.attention": {"Attention", "AttentionOptions", "Differential"},
-    "diffbit.models.layers.norm": {"RMSNorm"},
-    "diffbit.models.layers.softmax": {"LogitsHook"},
     "diffbit.ops.cache": {"Buffer", "WIDTHS"},
     "diffbit.quantize.cache": {"cache_spec", "is_low_bit", "step_bytes"},
     "diffbit.quantize.demand": {"available_memory"},

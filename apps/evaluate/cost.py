@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from math import log2, prod
 
 from ...models import LayerSpec, ModelConfig
-from ...models.checkpoint import is_linear, shapes
-from ...models.checkpoint.names import EMBEDDING, stays_float32
+from ...models.checkpoint import EMBEDDING, is_linear, shapes, stays_float32
 from ...ops.cache import WIDTHS, Buffer
 from ...quantize import Scheme, linear_shapes
 from ...quantize.cache import is_low_bit, step_bytes

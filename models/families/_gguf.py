@@ -18,7 +18,7 @@ import numpy as np
 from ...io.errors import DiffbitError
 from ...io.gguf import GGUF
 from ..config import ModelConfig
-from ..family import Family, Stored
+from ._family import Family, Stored
 from ._huggingface import attention_of
 from .unilm import interleaved
 

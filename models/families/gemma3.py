@@ -18,7 +18,7 @@ from typing import Any
 
 from ...io.errors import DiffbitError
 from ..config import ModelConfig
-from ..family import Stored
+from ._family import Stored
 from ._huggingface import HuggingFace, attention_of, count, number
 
 DEFAULTS = {"tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 2304}

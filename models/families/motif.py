@@ -21,7 +21,7 @@ from ...io.errors import DiffbitError
 from ..attention import diff_v1
 from ..checks import check_count, check_positive
 from ..config import ModelConfig
-from ..family import Family, Stored
+from ._family import Family, Stored
 from ._huggingface import HuggingFace, attention_of
 
 BASE = HuggingFace("Motif", "diff_v1", queries=2, keys=2, act="poly_norm", norm_eps=1e-6)

@@ -21,14 +21,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...io.errors import DiffbitError
-from ..attention import diff_v1
+from ..attention import AttentionOptions, diff_v1
 from ..checks import check_flag
 from ..config import LayerSpec, ModelConfig
-from ..family import Family, Stored
-from ..layers.attention import AttentionOptions
-from ..mixer import MixerOptions
-from ..mixers import gmu, mamba
+from ..mixers import MixerOptions, gmu, mamba
 from ..mlp import swiglu
+from ._family import Family, Stored
 from ._huggingface import count, number, special_tokens
 
 FIXED = {  # fields of config.json whose only supported value is also their default

@@ -23,8 +23,8 @@ import torch
 
 from ..attention import diff_v1
 from ..config import ModelConfig
-from ..family import Family, Stored
 from . import diff_llama_v2, diffllama
+from ._family import Family, Stored
 from ._huggingface import HuggingFace, attention_of
 
 HEAD_NORM_EPS = 1e-5

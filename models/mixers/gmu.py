@@ -18,7 +18,7 @@ from ..checks import check_count
 from ..graph import Cache, Graph, Value
 from ..layers.rope import Rope
 from ..layers.state import Carried, NoState, State
-from ..mixer import KVBuffers, Mixer, MixerOptions, Operations, Place
+from ._mixer import KVBuffers, Mixer, MixerOptions, Operations, Place
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from ..graph import Cache, Graph, Value
 from ..layers.masks import real_tokens
 from ..layers.rope import Rope
 from ..layers.state import Carried, State
-from ..mixer import KVBuffers, Mixer, MixerOptions, Operations, Place
+from ._mixer import KVBuffers, Mixer, MixerOptions, Operations, Place
 
 
 class MambaState:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..graph import Graph, Value
-from ..layers.mlp import GatedMLP, MLPOptions
-from ..mixer import Place
+from ..mixers import Place
+from ._gated import GatedMLP, MLPOptions
 
 EPS = 1e-6
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from diffbit import DiffbitError, models
 from diffbit.models import LayerSpec, ModelConfig
 from diffbit.models.attention import diff_v1
-from diffbit.models.mixer import Place
-from diffbit.models.mixers import gmu, mamba
+from diffbit.models.mixers import Place, gmu, mamba
 from diffbit.models.mlp import swiglu
 
 from .helpers import VOCABULARY, tokens
