@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from diffbit.apps.evaluate.outliers import MEDIAN_ERROR, RANKS, OutlierReport, Place, Statistics, measure, rows
+from diffbit.apps.variants.mixers import mamba
 from diffbit.calib_data import Windows
 from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig, rope_for
-from diffbit.models.mixers import mamba
 
 
 def place(offset: int = 0):

@@ -14,9 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..graph import Graph, Value
-from ..mixers import Place
-from ._gated import GatedMLP, MLPOptions
+from ....models.mlp import GatedMLP, Graph, MLPOptions, Place, Value
 
 EPS = 1e-6
 
