@@ -21,7 +21,7 @@ from .graph import Cache, Graph
 from .layers.masks import causal_mask, default_positions
 from .layers.rope import Rope, RopeScaling, inverse_frequencies
 from .layers.state import Carried, State
-from .mixer import Mixer, Place, Replay
+from .mixers import Mixer, Place, Replay
 
 INIT_STD = 0.02
 

@@ -13,7 +13,7 @@ from ..formats import Format, QTensor, QuantLinear, spread
 from ..models import Block, LayerSpec, ModelConfig, rope_for
 from ..models.checkpoint.names import HEAD
 from ..models.layers.state import Carried
-from ..models.mixer import Symmetries
+from ..models.mixers import Symmetries
 from ..ops.cache import TOKENS
 from .model import assemble
 from .scheme import Scheme

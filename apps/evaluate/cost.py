@@ -26,8 +26,7 @@ from math import log2, prod
 import numpy as np
 
 from ...models import LayerSpec, ModelConfig
-from ...models.checkpoint import is_linear, shapes
-from ...models.checkpoint.names import stays_float32
+from ...models.checkpoint import is_linear, shapes, stays_float32
 from ...quantize import EMBEDDING_MODULE, Scheme, linear_shapes
 from ...quantize.cache import is_low_bit, step_bytes
 

@@ -28,7 +28,7 @@ from ...calib_data import Windows
 from ...io.errors import DiffbitError
 from ...io.progress import track
 from ...models import Decoder
-from ...models.layers.attention import Attention
+from ...models.attention import Attention
 from .statistics import MEDIAN_ERROR, Location, Statistics, Summary
 
 Hook = Callable[[Tensor, Tensor], Tensor]

@@ -1,4 +1,8 @@
-"""Checkpoint families: one file each, found by listing this folder (models/family.py defines its contents)."""
+"""Checkpoint families: one file each, found by listing this folder (and those of installed packages, io/plugins.py).
+
+_family.py defines the contents of a file, _huggingface.py has what most have in common; a file needs nothing but the
+names below.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,16 @@ from typing import Any
 
 from ...io import plugins
 from ...io.errors import DiffbitError
+from ..checks import check_count, check_flag, check_positive
 from ..config import ModelConfig
-from ..family import Family
-from ._huggingface import common_fields
+from ..layers.rope import interleaved
+from ._family import Family, Stored
+from ._huggingface import HuggingFace, attention_of, common_fields, count, number, special_tokens
 
-__all__ = ["families", "family_for", "family_of"]
+__all__ = [
+    "Family", "HuggingFace", "Stored", "attention_of", "check_count", "check_flag", "check_positive", "count",
+    "diff_llama_v2", "diffllama", "families", "family_for", "family_of", "interleaved", "number", "special_tokens",
+]  # fmt: skip
 
 GENERIC = "diffbit"  # can represent every model
 

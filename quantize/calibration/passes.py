@@ -186,7 +186,7 @@ class _Replay:
             self.weights, self.heads = weights, {}
 
     def of(self, batch: Batch) -> Callable[[Callable[[], Tensor], Carried], Tensor]:
-        """Return a `Replay` (models/mixer.py) for this batch."""
+        """Return a `Replay` (models/mixers/_mixer.py) for this batch."""
 
         def replay(compute: Callable[[], Tensor], carried: Carried) -> Tensor:
             if batch.first not in self.heads:

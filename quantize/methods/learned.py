@@ -36,7 +36,7 @@ from ...formats import QTensor
 from ...formats.base import divisor
 from ...formats.rounding import straight_through
 from ...io.errors import DiffbitError
-from ...models.layers.softmax import Arithmetic
+from ...models.layers.arithmetic import Arithmetic
 from ..calibration.passes import Passes
 from ..calibration.rounds import round_all
 from ..calibration.spill import DiskTensor

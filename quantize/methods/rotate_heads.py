@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ...formats import Format
 from ...models import ModelConfig
-from ...models.mixer import Symmetries
+from ...models.mixers import Symmetries
 from ..calibration.passes import Passes
 from ..layer import Layer
 from . import Method

@@ -11,7 +11,7 @@ from diffbit.formats import parse_format
 from diffbit.io.errors import DiffbitError
 from diffbit.models import attention_options
 from diffbit.models.checkpoint.names import HEAD
-from diffbit.models.mixer import Symmetries
+from diffbit.models.mixers import Symmetries
 from diffbit.quantize import Scheme, apply
 from diffbit.quantize.layer import FINAL_NORM
 from diffbit.quantize.methods._folding import fold, groups, per_channel, unchanged

@@ -16,10 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...io.errors import DiffbitError
-from ..config import ModelConfig
-from ..family import Stored
-from ._huggingface import HuggingFace, attention_of, count, number
+from ....io.errors import DiffbitError
+from ....models import ModelConfig
+from ....models.families import HuggingFace, Stored, attention_of, count, number
 
 DEFAULTS = {"tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 2304}
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -14,9 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..graph import Graph, Value
-from ..layers.mlp import GatedMLP, MLPOptions
-from ..mixer import Place
+from ....models.mlp import GatedMLP, Graph, MLPOptions, Place, Value
 
 EPS = 1e-6
 

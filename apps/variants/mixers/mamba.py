@@ -18,15 +18,25 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...io.errors import DiffbitError
-from ...ops import causal_conv, selective_scan
-from ...ops.cache import TOKENS, Buffer
-from ..checks import check_count
-from ..graph import Cache, Graph, Value
-from ..layers.masks import real_tokens
-from ..layers.rope import Rope
-from ..layers.state import Carried, State
-from ..mixer import KVBuffers, Mixer, MixerOptions, Operations, Place
+from ....io.errors import DiffbitError
+from ....models.mixers import (
+    TOKENS,
+    Buffer,
+    Cache,
+    Carried,
+    Graph,
+    KVBuffers,
+    Mixer,
+    MixerOptions,
+    Operations,
+    Place,
+    Rope,
+    State,
+    Value,
+    check_count,
+    real_tokens,
+)  # fmt: skip
+from ....ops import causal_conv, selective_scan
 
 
 class MambaState:

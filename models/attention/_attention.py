@@ -1,6 +1,6 @@
 """Shared code of all attention variants: options, projections, cache, softmaxes, and the difference of two branches.
 
-A variant is one file in models/attention/, which defines its heads (models/mixer.py defines mixers).
+A variant is one file in models/attention/, which defines its heads (models/mixers/ defines mixers).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ...io.errors import DiffbitError
 from ...ops.cache import TOKENS, Buffer
 from ..checks import check_count, check_flag, check_positive
 from ..graph import Cache, Graph, Heads, Value
-from ..mixer import KVBuffers, Mixer, MixerOptions, Operations, Place
-from .masks import within
-from .norm import RMSNorm
-from .rope import Rope, apply_rope
-from .softmax import Arithmetic, LogitsHook, attend, explicit_softmax, in_one_kernel
-from .state import Carried, LayerCache, NoState, State
+from ..layers.arithmetic import Arithmetic, LogitsHook, attend, explicit_softmax, in_one_kernel
+from ..layers.masks import within
+from ..layers.norm import RMSNorm
+from ..layers.rope import Rope, apply_rope
+from ..layers.state import Carried, LayerCache, NoState, State
+from ..mixers import KVBuffers, Mixer, MixerOptions, Operations, Place
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ class Differential(Attention):
         lambda_ = self.lambda_of(x)
         windowed = 0 < self.sliding_window < x.shape[1]
         if not (self.explicit or windowed) and in_one_kernel(query, mask, state):
-            from .triton_attention import diff_attention
+            from ..layers.triton_attention import diff_attention
 
             each = lambda_.expand(len(x), self.num_heads, x.shape[1], 1).squeeze(-1)
             query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))  # [B, S, heads, d]

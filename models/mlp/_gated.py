@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..checks import check_count, check_flag
 from ..graph import Graph, Value
-from ..mixer import Place
+from ..mixers import Place
 
 
 @dataclass(frozen=True)

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 import torch
 
+from diffbit.apps.variants.mixers import mamba
 from diffbit.export import export_artifact, reference_model
 from diffbit.formats import parse_format
 from diffbit.models import Decoder, LayerSpec, ModelConfig, load, save
 from diffbit.models.attention import diff_v1
-from diffbit.models.mixers import mamba
 from diffbit.models.mlp import swiglu
 from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
 from diffbit.quantize.layer import Layer
 from diffbit.quantize.methods import awq, rotate
 from diffbit.runtime import Session, verify
 
-from ..quantize.transforms import layers, transformed
-from .helpers import relative_error, write_tokenizer
+from ...export.helpers import relative_error, write_tokenizer
+from ...quantize.transforms import layers, transformed
 
 MIXERS = (mamba.Options(64, 8, 4, 32), diff_v1.Options(2, 1, 16), mamba.Options(96, 16, 3, 32))
 CONFIG = ModelConfig(

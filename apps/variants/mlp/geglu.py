@@ -11,9 +11,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..graph import Graph, Value
-from ..layers.mlp import GatedMLP, MLPOptions
-from ..mixer import Place
+from ....models.mlp import GatedMLP, Graph, MLPOptions, Place, Value
 
 LINEAR = 2 * math.sqrt(2 / math.pi)
 CUBIC = 0.044715 * LINEAR

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from .config import ModelConfig
+from ..config import ModelConfig
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,13 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from ..attention import diff_v1
-from ..config import ModelConfig
-from ..family import Family, Stored
-from . import diff_llama_v2, diffllama
-from ._huggingface import HuggingFace, attention_of
+from ....models import ModelConfig
+from ....models.attention import diff_v1
+from ....models.families import Family, HuggingFace, Stored, attention_of, diff_llama_v2, diffllama, interleaved
 
 HEAD_NORM_EPS = 1e-5
 
@@ -58,11 +54,6 @@ class Official(Family):
             return Stored((name,))
         heads = mixer.softmaxes if tensor == "q_proj.weight" else mixer.cache_heads
         return Stored((name,), interleaved(heads, mixer.head_dim))
-
-
-def interleaved(heads: int, head_dim: int) -> torch.Tensor:
-    """Return the row order of an interleaved projection: rotate-half's rows = on disk[rows]."""
-    return torch.arange(heads * head_dim).view(heads, head_dim // 2, 2).transpose(1, 2).flatten()
 
 
 FAMILIES = tuple(Official(base.model_type, base) for base in (diffllama.FAMILIES[0], diff_llama_v2.FAMILIES[0]))

@@ -17,12 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...io.errors import DiffbitError
-from ..attention import diff_v1
-from ..checks import check_count, check_positive
-from ..config import ModelConfig
-from ..family import Family, Stored
-from ._huggingface import HuggingFace, attention_of
+from ....io.errors import DiffbitError
+from ....models import ModelConfig
+from ....models.attention import diff_v1
+from ....models.families import Family, HuggingFace, Stored, attention_of, check_count, check_positive
 
 BASE = HuggingFace("Motif", "diff_v1", queries=2, keys=2, act="poly_norm", norm_eps=1e-6)
 HEAD_NORM_EPS = 1e-5  # default

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from diffbit import DiffbitError, models
 
-from .helpers import tokens
+from ...models.helpers import tokens
 
 E, H, D, LAYERS, V, F = 32, 4, 4, 3, 61, 48  # hidden, heads, width of a softmax, layers, vocabulary, MLP
 THETA = 100.0

@@ -20,16 +20,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ...io.errors import DiffbitError
-from ..attention import diff_v1
-from ..checks import check_flag
-from ..config import LayerSpec, ModelConfig
-from ..family import Family, Stored
-from ..layers.attention import AttentionOptions
-from ..mixer import MixerOptions
+from ....io.errors import DiffbitError
+from ....models import LayerSpec, ModelConfig
+from ....models.attention import AttentionOptions, diff_v1
+from ....models.families import Family, Stored, check_flag, count, number, special_tokens
+from ....models.mixers import MixerOptions
+from ....models.mlp import swiglu
 from ..mixers import gmu, mamba
-from ..mlp import swiglu
-from ._huggingface import count, number, special_tokens
 
 FIXED = {  # fields of config.json whose only supported value is also their default
     "hidden_act": "silu",

@@ -32,11 +32,11 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from ..ops.cache import Buffer
-from .graph import Cache, Graph, Value
-from .layers.norm import RMSNorm
-from .layers.rope import Rope
-from .layers.state import Carried, State
+from ...ops.cache import Buffer
+from ..graph import Cache, Graph, Value
+from ..layers.norm import RMSNorm
+from ..layers.rope import Rope
+from ..layers.state import Carried, State
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from diffbit import DiffbitError, models
+from diffbit.apps.variants.mixers import gmu, mamba
 from diffbit.models import LayerSpec, ModelConfig
 from diffbit.models.attention import diff_v1
-from diffbit.models.mixer import Place
-from diffbit.models.mixers import gmu, mamba
+from diffbit.models.mixers import Place
 from diffbit.models.mlp import swiglu
 
-from .helpers import VOCABULARY, tokens
+from ...models.helpers import VOCABULARY, tokens
 
 MAMBA = mamba.Options(inner_size=12, state_size=5, conv_width=4, dt_rank=3)
 

@@ -13,12 +13,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.cache import TOKENS, Buffer
-from ..checks import check_count
-from ..graph import Cache, Graph, Value
-from ..layers.rope import Rope
-from ..layers.state import Carried, NoState, State
-from ..mixer import KVBuffers, Mixer, MixerOptions, Operations, Place
+from ....models.mixers import (
+    TOKENS,
+    Buffer,
+    Cache,
+    Carried,
+    Graph,
+    KVBuffers,
+    Mixer,
+    MixerOptions,
+    NoState,
+    Operations,
+    Place,
+    Rope,
+    State,
+    Value,
+    check_count,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
