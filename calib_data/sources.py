@@ -33,7 +33,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..errors import DiffbitError, MissingDependency
+from ..io.errors import DiffbitError, MissingDependency
 from .mix import Render, mix
 
 Split = Literal["train", "calib", "eval"]

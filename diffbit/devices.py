@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .errors import DiffbitError, how_to_install
+from .io.errors import DiffbitError, how_to_install
 
 ELSE = "pip uninstall onnxruntime, then pip install"  # a package that contains another ONNX Runtime
 

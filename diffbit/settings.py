@@ -13,7 +13,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
 from .devices import ANY, DEVICES
-from .errors import DiffbitError
+from .io.errors import DiffbitError
 
 MOST_BIAS = 1000.0
 

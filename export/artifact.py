@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import files
-from ..errors import DiffbitError
+from ..io import files
+from ..io.errors import DiffbitError
+from ..io.progress import track
+from ..io.tokenizer_files import open_tokenizer, tokenizer_files
 from ..models import Checkpoint, ModelConfig
 from ..models.families import loader_config
 from ..ops.cache import CacheSpec
 from ..ops.kv_cache import BLOCK
-from ..progress import track
 from ..quantize import AttentionScheme, read_scheme
 from ..quantize.cache import cache_spec
 from ..runtime.artifact import MANIFEST, ONNX, TARGETS, TOKENIZER, VERSION, manifest_sha256
 from ..runtime.native import library as native_library
 from ..runtime.sampler import GENERATION
 from ..settings import OF_MODEL
-from ..tokenizer_files import open_tokenizer, tokenizer_files
 from ..version import __version__
 from .decoder import DecoderGraph
 from .demand import export_demand
@@ -106,7 +106,7 @@ def export_artifact(
         where, data = (folder / ONNX, TRANSFORMERS_JS_DATA) if js else (folder, DATA)
         where.mkdir(exist_ok=True)
         graph = (WebGPUGraph if webgpu else DecoderGraph)(where, dtype, config, length, attention, cache, target, data)
-        logits = _write_graph(graph, Stream(source, prompt, NOISE[kind], target))
+        logits = _write_graph(graph, Stream(source, prompt, NOISE[kind], target), source.path)
         loader = _loader(config, dtype, length, cache)
         _write_configs(folder, source, beside, loader, len(graph.files) * js)
         if _readable_by_others(cache):
@@ -183,7 +183,7 @@ def _golden(prompt: list[int], rows: Tensor, least_tolerance: float) -> dict[str
     }
 
 
-def _write_graph(graph: DecoderGraph, stream: Stream) -> Tensor:
+def _write_graph(graph: DecoderGraph, stream: Stream, path: Path) -> Tensor:
     """Write model.onnx and its data; the golden logits [1 + COPIES, V]."""
     graph.embed(stream.embedding())
     blocks = track(stream.blocks(), "exporting", total=stream.config.num_layers)
@@ -194,8 +194,7 @@ def _write_graph(graph: DecoderGraph, stream: Stream) -> Tensor:
     graph.save()
     if not logits.isfinite().all() or not logits[0].std() > 0:
         raise DiffbitError(
-            f"{stream.checkpoint.path}: a test prompt gives logits that are infinite or all the same; the weights are "
-            "damaged"
+            f"{path}: a test prompt gives logits that are infinite or all the same; the weights are damaged"
         )
     return logits
 

@@ -30,27 +30,29 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
+from ..formats import QTensor, QuantLinear
+from ..formats.base import Stored
 from ..models import Block, ModelConfig, rope_tables
 from ..models.graph import GROUP_QUERY_MULTIPLE, Cache, Heads
 from ..ops import diff_attention, float_matmul
 from ..ops.cache import Buffer, CacheSpec, tokens_each
 from ..ops.diff_attention_body import END
 from ..ops.kv_cache import BLOCK
-from ..quantize import AttentionScheme, QTensor, QuantLinear
+from ..quantize import AttentionScheme
 from ..quantize.cache import is_low_bit, operator
-from ..quantize.formats.base import Stored
 from ..runtime.session import LOGITS_FROM
 from .graph import DATA, Graph
 
 HALVES: dict[torch.dtype, type] = {torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
 
+G = TypeVar("G", bound="DecoderGraph")
 T = TypeVar("T")
 
 
-def shared(make: Callable[[DecoderGraph], T]) -> cached_property[T]:
+def shared(make: Callable[[G], T]) -> cached_property[T]:
     """Decorator for a value that is made on first use, with a name outside the layers' scopes."""
 
-    def made(graph: DecoderGraph) -> T:
+    def made(graph: G) -> T:
         with graph.scope(None):
             return make(graph)
 

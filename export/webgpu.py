@@ -34,13 +34,14 @@ import numpy as np
 import onnx_ir as ir
 from torch import Tensor, nn
 
+from ..formats import QTensor, QuantLinear
+from ..formats.base import MICROSOFT, Blocks
 from ..models import ModelConfig
+from ..models.attention._attention import AttentionOptions
 from ..models.graph import GROUP_QUERY_MULTIPLE, Cache, Heads
-from ..models.layers.attention import AttentionOptions
 from ..ops.cache import Buffer, CacheSpec
-from ..quantize import AttentionScheme, QTensor, QuantLinear
+from ..quantize import AttentionScheme
 from ..quantize.cache import cache_spec, is_low_bit
-from ..quantize.formats.base import MICROSOFT, Blocks
 from .decoder import DecoderGraph, shared
 
 HIDDEN = -65504.0  # the bias of padding; finite, so that a query that sees nothing gives no NaN

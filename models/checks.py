@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 
 LIMITS = {  # far above any real model, but low enough to catch a damaged config.json
     "vocab_size": 1 << 24,

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
-from ..errors import DiffbitError
-from ..files import is_within, read_json, sha256_file
-from ..files import json_sha256 as manifest_sha256
+from ..io.errors import DiffbitError
+from ..io.files import is_within, read_json, sha256_file
+from ..io.files import json_sha256 as manifest_sha256
 from ..ops.cache import IN_PLACE, TOKENS, WIDTHS, Buffer, CacheSpec
 
 VERSION = 4  # of the manifest; raised when an older reader would misread it

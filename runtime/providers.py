@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from ..devices import Device, device_of
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 from ..ops.schema import OPS
 from .driver import Driver, runs, version_text
 from .native import cuda_architectures

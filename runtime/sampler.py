@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DiffbitError
-from ..files import read_json
+from ..io.errors import DiffbitError
+from ..io.files import read_json
 from ..settings import Sampling
 from .artifact import Artifact
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-from ...errors import DiffbitError
-from ...files import folder_name
+from ...io.errors import DiffbitError
+from ...io.files import folder_name
+from ...io.tokenizer_files import TOKENIZER
 from ...runtime import (
     MAX_TOKENS,
     Artifact,
@@ -30,7 +31,6 @@ from ...runtime import (
     SessionOptions,
     Tokenizer,
 )
-from ...tokenizer_files import TOKENIZER
 from .engine import Engine, Logprob, Piece, Request
 
 TEXT_TOKENS = 16  # OpenAI's default limit of a text completion; that of a chat's answer is MAX_TOKENS

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from .engine import Counts
 from .openai_api import Answers, Refused, Served, read_request, short
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from ...errors import DiffbitError
+from ...formats import parse_format
+from ...io.errors import DiffbitError
 from ...models import ModelConfig
-from ...quantize import Scheme, parse_format
+from ...quantize import Scheme
 
 SCHEDULES = ("cosine", "two_stage")
 OPTIMIZERS = ("adamw", "adamw8bit")

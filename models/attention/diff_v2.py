@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..checks import check_flag
 from ..graph import GROUP_QUERY_MULTIPLE, Cache, Graph, Heads, Value
-from ..layers.attention import Differential
-from ..mixer import Operations, Place
+from ..mixers import Operations, Place
+from ._attention import Differential
 from .softmax import GroupQueryOptions
 
 
@@ -47,6 +47,10 @@ class Options(GroupQueryOptions):
         if not low_bit:
             return replace(found, other=found.other + self.num_heads * self.head_dim)
         return replace(found, matrix=found.matrix // 2, other=found.other + self.num_heads * self.seen(context))
+
+    @property
+    def float_linears(self) -> tuple[str, ...]:
+        return ("lambda_proj",)
 
     @staticmethod
     def equal_heads(pairs: int) -> tuple[int, int]:

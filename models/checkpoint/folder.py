@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ... import files
-from ...errors import DiffbitError
-from .safetensors_file import Entry, read_header
+from ...io import files
+from ...io.errors import DiffbitError
+from ...io.safetensors import Entry, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

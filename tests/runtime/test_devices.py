@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 from diffbit.devices import DEVICES, device_of
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
+from diffbit.io.errors import DiffbitError
 from diffbit.models import ModelConfig
 from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
 from diffbit.runtime import Session, bench, providers, slowdowns, verify
