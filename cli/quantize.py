@@ -284,8 +284,8 @@ def _show(report: Report, output: Path, each: bool) -> None:
         print_table(
             {
                 "KV cache": name,
-                "bytes per 1000 tokens": size.kv_bytes_per_1k_tokens,
-                "bytes of the residual window": size.kv_fixed_bytes,
+                "bytes per 1000 tokens": size.cache.bytes_per_1k_tokens,
+                "bytes of the residual window": size.cache.fixed_bytes,
             }
             for name, size in (("before", before), (attention_name(attention), after))
         )

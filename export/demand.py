@@ -14,8 +14,8 @@ from ..formats.base import LARGE
 from ..models import Checkpoint, ModelConfig, num_parameters
 from ..quantize import read_scheme
 from ..quantize.demand import SLACK, Demand
-from ..quantize.report import sizes
 from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE, Scheme, linear_shapes, weight_shapes
+from ..quantize.sizes import sizes
 
 GRAPH = 24 << 10, 5 << 10  # bytes of a graph and the configuration, and of each layer's part of them
 GRAPH_AT_MOST = 48 << 10, 12 << 10

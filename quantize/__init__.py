@@ -13,7 +13,7 @@ from .methods import methods
 from .methods.rtn import quantize as rtn
 from .model import quant_linear
 from .recipe import parse_recipe
-from .report import Report, Sizes, WeightReport, sizes
+from .report import Report, WeightReport
 from .scheme import (
     EMBEDDING_MODULE,
     HEAD_MODULE,
@@ -25,6 +25,7 @@ from .scheme import (
     table_formats,
     weight_shapes,
 )
+from .sizes import Sizes, sizes
 from .stats import CalibStats, proxy_loss
 
 __all__ = [

@@ -29,9 +29,10 @@ from .layouts import read_scheme
 from .layouts.diffbit import VERSION
 from .model import Round, assemble
 from .recipe import parse_recipe
-from .report import Report, WeightReport, sizes
+from .report import Report, WeightReport
 from .resume import Stored, Unfinished, run
 from .scheme import Scheme
+from .sizes import sizes
 from .states import ALONE
 
 
@@ -108,8 +109,8 @@ def quantize_checkpoint(
         scheme=scheme,
         method=recipe.name,
         weights=tuple(rows),
-        before=sizes(config, embedding=dtype),
-        after=sizes(stored, scheme, embedding=dtype),
+        before=sizes(config, stored=dtype),
+        after=sizes(stored, scheme, stored=dtype),
         calibration_tokens=tokens.count if tokens else 0,
         warnings=tuple(dict.fromkeys(filter(None, warnings))),
     )

@@ -82,7 +82,6 @@ DEEP = {
     "diffbit.quantize.methods.rtn": {"quantize"},
     "diffbit.quantize.model": {"as_exported", "quantize_weight"},
     "diffbit.quantize.recipe": {"Recipe"},
-    "diffbit.quantize.report": {"WIDTHS"},
     "diffbit.formats.rounding": {"straight_through"},
     "diffbit.quantize.scales": {"search"},
     "diffbit.quantize.scheme": {"KEPT", "KV", "LOGIT_BITS", "QK"},

@@ -45,7 +45,8 @@ from ...formats import Format, QuantLinear, parse_format
 from ...io.errors import DiffbitError
 from ...io.progress import track
 from ...models import Checkpoint, Decoder, ModelConfig, load, num_parameters
-from ...quantize import CalibStats, Method, Scheme, apply, linear_shapes, parse_recipe, sizes
+from ...models.checkpoint import is_linear
+from ...quantize import CalibStats, Method, Scheme, apply, parse_recipe, sizes
 from ...quantize.demand import available_memory
 from ...quantize.layer import Layer, Tokens
 from ...quantize.layerwise import stored_config
@@ -53,7 +54,6 @@ from ...quantize.methods import find
 from ...quantize.methods.rtn import quantize as rtn
 from ...quantize.model import quantize_weight
 from ...quantize.recipe import Recipe
-from ...quantize.report import WIDTHS
 from ...quantize.scheme import KEPT
 from ...quantize.states import Batch
 
@@ -253,35 +253,30 @@ class _Space:
         if not any(self.formats.values()):
             raise DiffbitError(f"the candidates {', '.join(names) or 'none'} contain no format; name two or more")
         self.scheme = scheme
-        shapes, given = linear_shapes(config), scheme.formats(config)
-        free = [name for name in shapes if not scheme.overridden(name) and name.rpartition(".")[2] not in KEPT]
+        whole = sizes(config, scheme, stored=getattr(torch, checkpoint.dtype))
+        linears = [tensor for tensor in whole.tensors if is_linear(tensor.name)]
+        fixed = [tensor for tensor in linears if scheme.overridden(tensor.module)]
+        others = [tensor for tensor in linears if not scheme.overridden(tensor.module)]
+        free = [tensor for tensor in others if tensor.module.rpartition(".")[2] not in KEPT]
         if not free:
             raise DiffbitError("the overrides fix every linear layer, so there is nothing to choose; remove some")
-        self.shapes = {module: shapes[module] for module in free}
-
-        def nbytes(format: Format | None, module: str) -> int:
-            shape, width = shapes[module], WIDTHS["fp32"]
-            return math.prod(shape) * width if format is None else format.device_nbytes(shape, width)
-
-        self.sizes: Bytes = {module: {} for module in free}
-        for module, row in self.sizes.items():
+        self.shapes = {tensor.module: (tensor.shape[0], tensor.shape[1]) for tensor in free}
+        self.sizes: Bytes = {}
+        for tensor in free:
+            row = self.sizes[tensor.module] = {}
             for name, format in self.formats.items():
                 with suppress(DiffbitError):  # the format cannot hold this weight
                     if format is not None:
-                        format.check(shapes[module])
-                    row[name] = nbytes(format, module)
+                        format.check(tensor.shape)
+                    row[name] = replace(tensor, format=format).device_bytes
             if not row:
                 raise DiffbitError(
-                    f"{module}: none of the candidates can hold a weight of shape {shapes[module]}; name another, such "
-                    "as int8"
+                    f"{tensor.module}: none of the candidates can hold a weight of shape {tensor.shape}; name another, "
+                    "such as int8"
                 )
-        counted = [
-            m for m in shapes if m not in self.shapes and (scheme.overridden(m) or m.rpartition(".")[2] not in KEPT)
-        ]
-        self.weights = sum(math.prod(shapes[module]) for module in (*self.shapes, *counted))
-        self.fixed = sum(nbytes(given.get(module), module) for module in counted)
-        whole = sizes(config, scheme, embedding=getattr(torch, checkpoint.dtype)).nbytes + overhead(checkpoint, config)
-        self.rest = whole - sum(nbytes(None, module) for module in free)
+        self.weights = sum(tensor.weights for tensor in (*free, *fixed))
+        self.fixed = sum(tensor.device_bytes for tensor in fixed)
+        self.rest = whole.nbytes + overhead(checkpoint, config) - sum(tensor.device_bytes for tensor in free)
 
     def room(self, bits: float | None, nbytes: int | None) -> int:
         """Return the bytes available to the layers to choose for; one of the two budgets is None."""
