@@ -24,10 +24,11 @@ def export(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint: a folder, float or quantized, or a GGUF file.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Output folder.")],
     format: Annotated[
-        Literal["artifact", "gptq", "compressed-tensors", "bitsandbytes", "bitnet"],
+        str,
         typer.Option(
-            help="artifact: for ONNX Runtime; the others: the quantized checkpoint as transformers, vLLM and peft read "
-            "it (docs/checkpoints.md)."
+            metavar="FORMAT",
+            help="artifact: for ONNX Runtime; gptq, compressed-tensors, bitsandbytes or bitnet: the quantized "
+            "checkpoint as transformers, vLLM and peft read it (docs/checkpoints.md).",
         ),
     ] = "artifact",
     device: Annotated[
@@ -56,9 +57,7 @@ def export(
     ] = False,
     layout: Annotated[
         Literal["plain", "transformers.js"],
-        typer.Option(
-            help="transformers.js: the graph lies in a folder onnx/, so that transformers.js loads the artifact."
-        ),
+        typer.Option(help="transformers.js: the graph lies in a folder onnx/, where transformers.js looks for it."),
     ] = "plain",
     overwrite: Overwrite = False,
     as_json: Json = False,

@@ -19,11 +19,12 @@ from types import ModuleType
 
 from ..io import plugins
 from ..io.errors import DiffbitError
-from .base import BLOCK, Format, QTensor, row_blocks
-from .codebook import CodebookFormat
-from .integer import IntFormat
+from .base import BLOCK, Format, QTensor, finite, row_blocks
+from .codebook import TABLES, CodebookFormat
+from .integer import GROUP_SIZES, IntFormat
 from .linear import QuantEmbedding, QuantLinear
 from .mx import MXFormat
+from .packing import pack_bits, row_bytes, unpack_bits
 from .rounding import Rounding, quantize_per_block_int8, quantize_per_token_int8, rounded_input, spread
 from .ternary import TernaryFormat
 
@@ -33,6 +34,8 @@ KINDS: tuple[ModuleType, ...] = tuple(
 
 __all__ = [
     "BLOCK",
+    "GROUP_SIZES",
+    "TABLES",
     "CodebookFormat",
     "Format",
     "IntFormat",
@@ -42,13 +45,17 @@ __all__ = [
     "QuantLinear",
     "Rounding",
     "TernaryFormat",
+    "finite",
     "names",
+    "pack_bits",
     "parse_format",
     "quantize_per_block_int8",
     "quantize_per_token_int8",
     "rounded_input",
     "row_blocks",
+    "row_bytes",
     "spread",
+    "unpack_bits",
 ]
 
 

@@ -126,6 +126,12 @@ class MixerOptions(ABC):
         return ()
 
     @property
+    def float_linears(self) -> tuple[str, ...]:
+        """Linears that a scheme leaves float unless an override names them, such as a gate or a router: few parameters
+        that affect every output."""
+        return ()
+
+    @property
     def rope_width(self) -> int:
         """Width of the heads that RoPE rotates; 0: the layer does not use positions."""
         return 0

@@ -6,8 +6,9 @@ decoder = apply(float_decoder, scheme)               # the same in memory
 """
 
 from .attention import logits_hook, quantize_logits
-from .checkpoint import load, load_block, quantize_checkpoint, read_scheme, read_weight, save
+from .checkpoint import load, load_block, quantize_checkpoint, save
 from .layerwise import apply
+from .layouts import Weights, read_scheme, read_weight
 from .method import Method
 from .methods import methods
 from .methods.rtn import quantize as rtn
@@ -38,6 +39,7 @@ __all__ = [
     "Scheme",
     "Sizes",
     "WeightReport",
+    "Weights",
     "apply",
     "linear_shapes",
     "load",

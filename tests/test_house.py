@@ -51,15 +51,15 @@ LONG_SOURCES = {
 MOST_OF_THE_CORE, MOST_OF_AN_APP = 22_400, 2_000
 LONG_APPS = {"evaluate": 2_700}
 MOST_NAMES = 25  # in a face
-WIDE_FACES = {"diffbit.quantize": 29}
+WIDE_FACES = {"diffbit.quantize": 30}
 # Classes of one name in several files. Options is what each variant's file has to define
 SAME_CLASSES = {
     "Body", "Engine", "Generation", "Graph", "Op", "Options", "Packed", "Place", "Rows", "Stored", "TensorInfo",
 }  # fmt: skip
 # Files of one name in the core. command.py is what each app has
 SAME_FILES = {
-    "artifact", "attention", "awq", "bench", "bitnet", "cache", "chat", "checkpoint", "decoder", "demand",
-    "diffbit", "gptq", "graph", "hadamard", "processes", "softmax", "tokenizer", "verify",
+    "artifact", "attention", "bench", "cache", "chat", "checkpoint", "decoder", "demand",
+    "diffbit", "graph", "hadamard", "processes", "softmax", "tokenizer", "verify",
 }  # fmt: skip
 # What apps import beside the rooms' faces: those of quantize and of the command line are too wide to take these in
 DEEP = {
@@ -84,7 +84,7 @@ DEEP = {
     "diffbit.quantize.recipe": {"Recipe"},
     "diffbit.formats.rounding": {"straight_through"},
     "diffbit.quantize.scales": {"search"},
-    "diffbit.quantize.scheme": {"KEPT", "KV", "LOGIT_BITS", "QK"},
+    "diffbit.quantize.scheme": {"KV", "LOGIT_BITS", "QK"},
     "diffbit.quantize.states": {"Batch"},
 }  # fmt: skip
 # (importer, imported): the imports that close a circle
@@ -206,7 +206,7 @@ def test_the_core_and_each_app_stay_small() -> None:
     core = lines_of(file for name, file in FILES.items() if room_of(name) != "apps")
     assert core <= MOST_OF_THE_CORE, f"{core} lines in the core: let something go, or make it an app"
     apps = {name.split(".")[2] for name in FILES if name.count(".") > 1 and room_of(name) == "apps"}
-    sizes = {app: lines_of((ROOT / "apps" / app).glob("*.py")) for app in apps}
+    sizes = {app: lines_of((ROOT / "apps" / app).rglob("*.py")) for app in apps}
     long = {app: size for app, size in sizes.items() if size > LONG_APPS.get(app, MOST_OF_AN_APP)}
     assert not long and all(sizes[app] > MOST_OF_AN_APP for app in LONG_APPS), sizes
 

@@ -45,7 +45,6 @@ from ...formats import Format, QuantLinear, parse_format
 from ...io.errors import DiffbitError
 from ...io.progress import track
 from ...models import Checkpoint, Decoder, ModelConfig, load, num_parameters
-from ...models.checkpoint import is_linear
 from ...quantize import CalibStats, Method, Scheme, apply, parse_recipe, sizes
 from ...quantize.demand import available_memory
 from ...quantize.layer import Layer, Tokens
@@ -54,7 +53,6 @@ from ...quantize.methods import find
 from ...quantize.methods.rtn import quantize as rtn
 from ...quantize.model import quantize_weight
 from ...quantize.recipe import Recipe
-from ...quantize.scheme import KEPT
 from ...quantize.states import Batch
 
 CANDIDATES = ("int2_g128", "int2_g64", "int4_g128", "int4_g32", "int8", "none")
@@ -254,10 +252,9 @@ class _Space:
             raise DiffbitError(f"the candidates {', '.join(names) or 'none'} contain no format; name two or more")
         self.scheme = scheme
         whole = sizes(config, scheme, stored=getattr(torch, checkpoint.dtype))
-        linears = [tensor for tensor in whole.tensors if is_linear(tensor.name)]
-        fixed = [tensor for tensor in linears if scheme.overridden(tensor.module)]
-        others = [tensor for tensor in linears if not scheme.overridden(tensor.module)]
-        free = [tensor for tensor in others if tensor.module.rpartition(".")[2] not in KEPT]
+        tensors = {tensor.module: tensor for tensor in whole.tensors}
+        fixed = [tensors[module] for module in scheme.overridden(config) if module in tensors]  # not a tied head
+        free = [tensors[module] for module in scheme.without_override(config)]
         if not free:
             raise DiffbitError("the overrides fix every linear layer, so there is nothing to choose; remove some")
         self.shapes = {tensor.module: (tensor.shape[0], tensor.shape[1]) for tensor in free}

@@ -58,8 +58,9 @@ def token_cost(config: ModelConfig, scheme: Scheme | None, context: int, dtype: 
     scheme = scheme or Scheme()
     count = Counter(ternary=0, integer=0, floating=0, other=0)
     nbytes = config.hidden_size * WIDTHS[dtype]  # the embedding's row
+    formats = scheme.chosen(config)
     for module, (rows, columns) in linear_shapes(config).items():
-        format, weights = scheme.format_for(module), rows * columns
+        format, weights = formats.get(module), rows * columns
         if format is None:
             count["floating"] += weights
             nbytes += weights * WIDTHS[dtype]

@@ -32,7 +32,6 @@ from ...io.safetensors import read_header
 from ...models.checkpoint import is_linear
 from ...models.families import families
 from ...quantize import EMBEDDING_MODULE, HEAD_MODULE, Scheme, quant_linear
-from ...quantize.layouts import parse_entry
 
 NAME = "diffbit"
 
@@ -80,7 +79,7 @@ class DiffbitQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: QuantizationConfigMixin, **options: Any) -> None:
         super().__init__(quantization_config, **options)
-        self.scheme: Scheme = parse_entry(quantization_config.to_dict(), "config.json: quantization_config")
+        self.scheme = Scheme.from_entry(quantization_config.to_dict(), "config.json: quantization_config")
         if attention := self.scheme.attention.to_dict():
             told = ", ".join(f"{name} {value}" for name, value in attention.items())
             raise DiffbitError(

@@ -48,6 +48,10 @@ class Options(GroupQueryOptions):
             return replace(found, other=found.other + self.num_heads * self.head_dim)
         return replace(found, matrix=found.matrix // 2, other=found.other + self.num_heads * self.seen(context))
 
+    @property
+    def float_linears(self) -> tuple[str, ...]:
+        return ("lambda_proj",)
+
     @staticmethod
     def equal_heads(pairs: int) -> tuple[int, int]:
         return 2 * pairs, pairs

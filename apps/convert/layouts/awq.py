@@ -20,10 +20,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...formats import Format, QTensor
-from ...io.errors import DiffbitError
-from ...models import Checkpoint
-from ..scheme import Scheme
+from ....formats import Format, QTensor
+from ....io.errors import DiffbitError
+from ....models import Checkpoint
+from ....quantize import Scheme
+from ....quantize.layouts import Layout
 from ._common import about, half, integers, part, scheme_of_packed, shape_of, unpack_words
 
 METHOD = "awq"
@@ -77,3 +78,6 @@ def _version(checkpoint: Checkpoint) -> str:
     if version not in VERSIONS:
         raise DiffbitError(f"{about(checkpoint)} has version {version!r}, wanted {' or '.join(VERSIONS)}")
     return version
+
+
+LAYOUT = Layout(METHOD, PARTS, scheme, read)

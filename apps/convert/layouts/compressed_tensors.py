@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...formats import Format, IntFormat, QTensor
-from ...io.errors import DiffbitError
-from ...models import Checkpoint, ModelConfig
-from ..scheme import Scheme, linear_shapes
+from ....formats import Format, IntFormat, QTensor
+from ....io.errors import DiffbitError
+from ....models import Checkpoint, ModelConfig
+from ....quantize import Scheme, linear_shapes
+from ....quantize.layouts import Layout
 from ._common import about, half, integers, pack_words, part, scheme_of, shape_of, unpack_words, weights_only, words
 from .gptq import check_order
 
@@ -62,7 +63,7 @@ def scheme(checkpoint: Checkpoint) -> Scheme:
                 "config and weights do not belong together"
             )
         formats[module] = found[0]
-    return scheme_of(formats, _activations(checkpoint, entry))
+    return scheme_of(checkpoint, formats, _activations(checkpoint, entry))
 
 
 def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
@@ -137,7 +138,7 @@ def settings(config: ModelConfig, scheme: Scheme) -> dict[str, Any]:
     }
 
 
-def parts(weight: QTensor, entry: Mapping[str, Any]) -> dict[str, Tensor]:
+def pack(weight: QTensor, entry: Mapping[str, Any]) -> dict[str, Tensor]:
     bits, scale = weight.format.bits, {"weight_scale": weight.scale.half()}
     if entry["format"] == "int-quantized":
         zero = {} if weight.zero is None else {"weight_zero_point": _signed(weight.zero)}
@@ -227,3 +228,6 @@ def _signed(codes: Tensor) -> Tensor:
 
 def _unsigned(signed: Tensor, offset: int) -> Tensor:
     return (signed.short() + offset).to(torch.uint8)
+
+
+LAYOUT = Layout(METHOD, PARTS, scheme, read, settings, pack)
