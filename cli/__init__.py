@@ -6,11 +6,13 @@ so `diffbit run` needs no torch. Commands of apps live with them (apps/NAME/comm
 
     app.py      the application, its commands, and `main`
     options.py  options that several commands share, and the functions that read their values
+    scheme_options.py   those that say how to quantize; apps import them from there
     output.py   tables, JSON, remarks, errors
-    train.py, quantize.py, ...  one command each, with its EXAMPLES
+    quantize.py, run.py, ...  one command each, with its EXAMPLES
 """
 
 from .options import (
+    CALIBRATION_WINDOWS,
     ArtifactPath,
     ArtifactPaths,
     Data,
@@ -23,13 +25,19 @@ from .options import (
     Seed,
     TorchDevice,
     as_artifacts,
+    completion,
+    dtype_for,
+    of_formats,
     read_windows,
     torch_device,
     with_settings,
 )
-from .output import print_json, print_table, remark
+from .output import attention_name, print_json, print_table, remark
+from .quantize import LAYER_ERRORS
 
 __all__ = [
+    "CALIBRATION_WINDOWS",
+    "LAYER_ERRORS",
     "ArtifactPath",
     "ArtifactPaths",
     "Data",
@@ -42,6 +50,10 @@ __all__ = [
     "Seed",
     "TorchDevice",
     "as_artifacts",
+    "attention_name",
+    "completion",
+    "dtype_for",
+    "of_formats",
     "print_json",
     "print_table",
     "read_windows",

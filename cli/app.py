@@ -21,7 +21,7 @@ from ..io.errors import DiffbitError, MissingDependency
 from ..io.hub import download, is_hub_name
 from ..io.processes import leave, speaks
 from ..version import __version__
-from . import bench, chat, export, plan, quantize, run, verify
+from . import bench, chat, export, quantize, run, verify
 from .output import print_error
 
 LAB_PACKAGES = {
@@ -33,14 +33,14 @@ MORE = "More options"
 app = typer.Typer(name="diffbit", no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_given: bool) -> None:
+    if is_given:
         print(__version__)
         raise typer.Exit
 
 
-def _show_library(wanted: bool) -> None:
-    if wanted:
+def _show_library(is_given: bool) -> None:
+    if is_given:
         from ..runtime.native import library
 
         if (path := library()) is None:
@@ -133,7 +133,7 @@ def _add(module: ModuleType, name: str, examples: Iterable[str]) -> None:
     app.command(cls=Command, short_help=summary, epilog=f"Examples:\n\n{lines}")(command)
 
 
-for _module in (plan, quantize, export, verify, run, chat, bench):
+for _module in (quantize, export, verify, run, chat, bench):
     _add(_module, _module.__name__.rpartition(".")[2], _module.EXAMPLES)
 for _name in plugins.names("diffbit.apps"):
     _module = import_module(f"..apps.{_name}.command", __package__)

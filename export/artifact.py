@@ -14,23 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..formats.base import LARGE
 from ..io import files
 from ..io.errors import DiffbitError
 from ..io.progress import track
+from ..io.resources import require
 from ..io.tokenizer_files import open_tokenizer, tokenizer_files
 from ..models import Checkpoint, ModelConfig
+from ..models.checkpoint.names import EMBEDDING, HEAD
 from ..models.families import loader_config
 from ..ops.cache import CacheSpec
 from ..ops.kv_cache import BLOCK
-from ..quantize import AttentionScheme, read_scheme
+from ..quantize import AttentionScheme, Scheme, read_scheme, sizes
 from ..quantize.cache import cache_spec
+from ..quantize.memory import SLACK, Demand
+from ..quantize.sizes import TensorSize
 from ..runtime.artifact import MANIFEST, ONNX, TOKENIZER, VERSION, manifest_sha256
 from ..runtime.native import library as native_library
 from ..runtime.sampler import GENERATION
 from ..settings import OF_MODEL
 from ..version import __version__
 from .decoder import DecoderGraph
-from .demand import export_demand
 from .graph import DATA, FLOATS, MODEL, TRANSFORMERS_JS_DATA
 from .parts import parts
 from .reference import Stream, check_scheme
@@ -98,7 +102,7 @@ def export_artifact(
     js = _for_transformers_js(layout, cache)
     prompt = golden_prompt(config, length, attention)
     kind = dtype, source.quantization is not None
-    export_demand(source, dtype).check(out, f"exporting {source.path}")
+    require(f"exporting {source.path}", *export_demand(source, scheme, dtype), out)
     with files.new_folder(out := Path(out), overwrite=overwrite) as folder:
         where, data = (folder / ONNX, TRANSFORMERS_JS_DATA) if js else (folder, DATA)
         where.mkdir(exist_ok=True)
@@ -129,6 +133,24 @@ def export_artifact(
         manifest["sha256"] = manifest_sha256(manifest)
         files.write_json(folder / MANIFEST, manifest)
     return out
+
+
+def export_demand(checkpoint: Checkpoint, scheme: Scheme | None, dtype: str = "fp32") -> Demand:
+    """Return what `export_artifact` takes at most, from shapes alone. The largest table or layer determines the memory:
+    a float matrix in fp32, twice, and transposed for MatMul; a quantized one as codes, and packed. The golden prompt
+    multiplies the head some rows at a time."""
+
+    def nbytes(tensor: TensorSize) -> int:
+        if tensor.format is not None:
+            is_head = tensor.is_multiplied and tensor.name in (EMBEDDING, HEAD)
+            return 2 * tensor.weights + (4 * min(tensor.weights, LARGE) if is_head else 0)
+        if tensor.name == EMBEDDING:
+            return tensor.checkpoint_bytes + (tensor.device_bytes if tensor.device_width > 2 else 0)
+        return 12 * tensor.weights
+
+    table = sizes(checkpoint.config, scheme, dtype, getattr(torch, checkpoint.dtype))
+    memory = max(sum(map(nbytes, tensors)) for tensors in table.layers())
+    return Demand(memory + min(SLACK, memory), table.nbytes)
 
 
 def _for_transformers_js(layout: str, cache: CacheSpec) -> bool:

@@ -17,8 +17,8 @@ from ..io.progress import track
 from ..models import Checkpoint, CheckpointWriter
 from ..models.checkpoint.names import shapes
 from ..quantize import Scheme
-from ..quantize.demand import in_shards
 from ..quantize.layouts import Weights, layouts
+from ..quantize.memory import in_shards
 
 
 def export_checkpoint(

@@ -5,10 +5,11 @@ decoder = load("model-int4")                         # reads float, quantized, b
 decoder = apply(float_decoder, scheme)               # the same in memory
 """
 
-from .attention import logits_hook, quantize_logits
+from .attention import logits_hook
 from .checkpoint import load, load_block, quantize_checkpoint, save
 from .layerwise import apply
 from .layouts import Weights, read_scheme, read_weight
+from .memory import must_spill, quantize_demand
 from .method import Method
 from .methods import methods
 from .methods.rtn import quantize as rtn
@@ -24,10 +25,9 @@ from .scheme import (
     parse_kv,
     parse_override,
     table_formats,
-    weight_shapes,
 )
 from .sizes import Sizes, sizes
-from .stats import CalibStats, proxy_loss
+from .stats import CalibStats
 
 __all__ = [
     "EMBEDDING_MODULE",
@@ -46,18 +46,17 @@ __all__ = [
     "load_block",
     "logits_hook",
     "methods",
+    "must_spill",
     "parse_kv",
     "parse_override",
     "parse_recipe",
-    "proxy_loss",
     "quant_linear",
     "quantize_checkpoint",
-    "quantize_logits",
+    "quantize_demand",
     "read_scheme",
     "read_weight",
     "rtn",
     "save",
     "sizes",
     "table_formats",
-    "weight_shapes",
 ]

@@ -104,6 +104,16 @@ class Sizes:
         """Average bits on the device, float weights included."""
         return 8 * self.nbytes / self.parameters
 
+    @property
+    def kv_bytes_per_1k_tokens(self) -> int:
+        """Bytes that 1000 tokens of one sequence take in the KV cache, beside the fixed ones."""
+        return self.cache.bytes_per_1k_tokens
+
+    @property
+    def kv_fixed_bytes(self) -> int:
+        """Bytes that the KV cache of one sequence takes whatever its length."""
+        return self.cache.fixed_bytes
+
     def layers(self) -> Iterator[list[TensorSize]]:
         """Yield what is in memory at a time: the tensors of each decoder layer, and each tensor outside them alone."""
         for index, group in groupby(self.tensors, lambda tensor: layer_of(tensor.name)):
@@ -111,15 +121,9 @@ class Sizes:
             yield from [tensors] if index is not None else ([tensor] for tensor in tensors)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the sums as plain JSON. kv_bytes_per_1k_tokens: what 1000 tokens of one sequence take in the KV cache;
-        kv_fixed_bytes: what the cache takes whatever its length."""
-        return {
-            "nbytes": self.nbytes,
-            "parameters": self.parameters,
-            "kv_bytes_per_1k_tokens": self.cache.bytes_per_1k_tokens,
-            "kv_fixed_bytes": self.cache.fixed_bytes,
-            "bits_per_weight": self.bits_per_weight,
-        }
+        """Return the sums that a report tells, as plain JSON."""
+        names = ("nbytes", "parameters", "kv_bytes_per_1k_tokens", "kv_fixed_bytes", "bits_per_weight")
+        return {name: getattr(self, name) for name in names}
 
 
 def sizes(

@@ -51,31 +51,24 @@ LONG_SOURCES = {
 MOST_OF_THE_CORE, MOST_OF_AN_APP = 22_400, 2_000
 LONG_APPS = {"evaluate": 2_700}
 MOST_NAMES = 25  # in a face
-WIDE_FACES = {"diffbit.quantize": 30}
+WIDE_FACES = {"diffbit.quantize": 29}
 # Classes of one name in several files. Options is what each variant's file has to define
 SAME_CLASSES = {
     "Body", "Engine", "Generation", "Graph", "Op", "Options", "Packed", "Place", "Rows", "Stored", "TensorInfo",
 }  # fmt: skip
 # Files of one name in the core. command.py is what each app has
 SAME_FILES = {
-    "artifact", "attention", "bench", "cache", "chat", "checkpoint", "decoder", "demand",
+    "artifact", "attention", "bench", "cache", "chat", "checkpoint", "decoder",
     "diffbit", "graph", "hadamard", "processes", "softmax", "tokenizer", "verify",
 }  # fmt: skip
-# What apps import beside the rooms' faces: those of quantize and of the command line are too wide to take these in
+# What apps import beside the rooms' faces: that of quantize is too wide to take these in
 DEEP = {
-    "diffbit.cli.options": {"CALIBRATION_WINDOWS", "completion", "of_formats"},
-    "diffbit.cli.output": {"attention_name"},
-    "diffbit.cli.quantize": {
-        "Activations", "CALIBRATED_ON_MIX", "Calibrate", "CalibrationWindows", "Embedding", "Head", "KvCache",
-        "KvWindow", "LAYER_ERRORS", "MethodName", "Model", "Override", "Qk", "read_scheme",
-    },
     "diffbit.models.checkpoint.names": {"EMBEDDING", "stays_float32"},
     "diffbit.models.layers.attention": {"Attention", "AttentionOptions", "Differential"},
     "diffbit.models.layers.norm": {"RMSNorm"},
     "diffbit.models.layers.softmax": {"LogitsHook"},
     "diffbit.ops.cache": {"Buffer", "WIDTHS"},
     "diffbit.quantize.cache": {"cache_spec", "is_low_bit", "step_bytes"},
-    "diffbit.quantize.demand": {"available_memory"},
     "diffbit.quantize.layer": {"Layer", "Tokens"},
     "diffbit.quantize.layerwise": {"stored_config"},
     "diffbit.quantize.methods": {"find"},

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ...cli import (
+    CALIBRATION_WINDOWS,
+    LAYER_ERRORS,
     Data,
     Field,
     Json,
@@ -20,15 +22,14 @@ from ...cli import (
     Quiet,
     Seed,
     TorchDevice,
+    attention_name,
+    completion,
     print_json,
     print_table,
     read_windows,
     remark,
     torch_device,
 )
-from ...cli.options import CALIBRATION_WINDOWS, completion
-from ...cli.output import attention_name
-from ...cli.quantize import LAYER_ERRORS
 from ...io import plugins
 from ...io.errors import DiffbitError
 from ...io.files import folder_name, locked, read_json

@@ -28,7 +28,6 @@ from diffbit.quantize import (
     rtn,
     sizes,
 )
-from diffbit.quantize import demand as demand_module
 
 from ..configs import BIASES, resized
 
@@ -261,7 +260,7 @@ def test_any_method(model: Path, tmp_path: Path):
 def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     source = make(tmp_path / "float", dtype=torch.bfloat16)
     quantize_checkpoint(source, tmp_path / "one", MIXED)
-    monkeypatch.setattr(demand_module, "SHARD_FROM", 0)
+    monkeypatch.setattr("diffbit.quantize.memory.SHARD_FROM", 0)
     quantize_checkpoint(source, tmp_path / "many", MIXED)
     assert len(list((tmp_path / "many").glob("*.safetensors"))) == CONFIG.num_layers + 2
     assert torch.equal(load(tmp_path / "one")(IDS), load(tmp_path / "many")(IDS))

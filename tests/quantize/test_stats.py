@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from diffbit.formats import parse_format
-from diffbit.quantize import proxy_loss, rtn, stats
-from diffbit.quantize.stats import Gatherer, gather
+from diffbit.quantize import rtn, stats
+from diffbit.quantize.stats import Gatherer, gather, proxy_loss
 
 
 def normal(*shape: int) -> Tensor:
