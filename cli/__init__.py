@@ -32,7 +32,7 @@ from .options import (
     torch_device,
     with_settings,
 )
-from .output import attention_name, print_json, print_table, remark
+from .output import json_of, print_json, print_table, remark
 from .quantize import LAYER_ERRORS
 
 __all__ = [
@@ -50,9 +50,9 @@ __all__ = [
     "Seed",
     "TorchDevice",
     "as_artifacts",
-    "attention_name",
     "completion",
     "dtype_for",
+    "json_of",
     "of_formats",
     "print_json",
     "print_table",

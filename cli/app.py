@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Collection, Iterable, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NoReturn
@@ -136,9 +137,10 @@ def _add(module: ModuleType, name: str, examples: Iterable[str]) -> None:
 for _module in (quantize, export, verify, run, chat, bench):
     _add(_module, _module.__name__.rpartition(".")[2], _module.EXAMPLES)
 for _name in plugins.names("diffbit.apps"):
-    _module = import_module(f"..apps.{_name}.command", __package__)
-    for _command, _examples in _module.EXAMPLES.items():
-        _add(_module, _command, _examples)
+    if find_spec(_file := f"diffbit.apps.{_name}.command") is not None:  # else it has no command
+        _module = import_module(_file)
+        for _command, _examples in _module.EXAMPLES.items():
+            _add(_module, _command, _examples)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

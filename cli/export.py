@@ -10,9 +10,10 @@ import typer
 
 from ..io.errors import DiffbitError
 from ..io.files import read_json
-from .options import Json, Overwrite, Quiet, dtype_for
+from .options import Json, Overwrite, Quiet, completion, dtype_for
 from .output import print_json, print_table, remark
 
+FORMATS = ("artifact", "gptq", "compressed-tensors", "bitsandbytes", "bitnet")
 EXAMPLES = (
     "diffbit export out/demo/diff_v1-int4 -o out/diff-onnx",
     "diffbit export examples/pico/softmax_ternary -o out/bitnet-hf --format bitnet",
@@ -27,6 +28,7 @@ def export(
         str,
         typer.Option(
             metavar="FORMAT",
+            autocompletion=completion(lambda: FORMATS),
             help="artifact: for ONNX Runtime; gptq, compressed-tensors, bitsandbytes or bitnet: the quantized "
             "checkpoint as transformers, vLLM and peft read it (docs/checkpoints.md).",
         ),

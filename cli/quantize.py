@@ -35,7 +35,7 @@ EXAMPLES = (
 
 def _list_methods(is_given: bool) -> None:
     if is_given:
-        from ..quantize.recipe import table
+        from ..quantize.methods import table
 
         print_table(table())
         raise typer.Exit

@@ -22,13 +22,13 @@ from typing import Any, TypeVar
 
 from ..io import plugins
 from ..io.errors import DiffbitError
-from . import layers
+from .attention import AttentionOptions
 from .checks import check_count, check_flag, check_positive
-from .layers.attention import AttentionOptions
-from .layers.mlp import MLPOptions
 from .layers.norm import NORMS, LayerNorm, RMSNorm
 from .layers.rope import RopeScaling, scaling_from
-from .mixer import MixerOptions, Symmetries
+from .lookup import options_class
+from .mixers import MixerOptions, Symmetries
+from .mlp import MLPOptions
 
 PLACES = ("before", "after", "around")  # of a layer's norms
 SIZES = ("vocab_size", "hidden_size", "max_position")
@@ -43,7 +43,7 @@ def variants() -> tuple[str, ...]:
 
 def attention_options(name: str) -> type[AttentionOptions]:
     """Return the options class of an attention variant."""
-    return layers.options("attention", name, ATTENTION)
+    return options_class("attention", name, ATTENTION)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class LayerSpec:
         for part, folders in (("mixer", (ATTENTION, MIXERS)), ("mlp", (MLP,))):
             if not isinstance(values.get(part), dict) or not isinstance(values[part].get("name"), str):
                 raise DiffbitError(f"layer: {part} is {values.get(part)!r}, wanted an object with a name")
-            found = layers.options(part, values[part]["name"], *folders)
+            found = options_class(part, values[part]["name"], *folders)
             given = {name: value for name, value in values[part].items() if name != "name"}
             values[part] = _made(found, _known(given, found, part), part)
         return _made(cls, values, "layer")
@@ -156,7 +156,7 @@ class ModelConfig:
         """
         check_count("num_layers", num_layers)
         options = attention_options(attention)
-        gated = layers.options("mlp", mlp, MLP)(intermediate_size, bias=mlp_bias)
+        gated = options_class("mlp", mlp, MLP)(intermediate_size, bias=mlp_bias)
         kept: dict[str, Any] = {"qkv_bias": qkv_bias, "o_bias": o_bias, "qk_norm_eps": norm_eps if qk_norm else 0.0}
         kept["qk_norm_whole"] = qk_norm_whole
         names = {field.name for field in fields(options)}

@@ -6,15 +6,14 @@ decoder = apply(float_decoder, scheme)               # the same in memory
 """
 
 from .attention import logits_hook
+from .calibration.stats import CalibStats
 from .checkpoint import load, load_block, quantize_checkpoint, save
 from .layerwise import apply
 from .layouts import Weights, read_scheme, read_weight
 from .memory import must_spill, quantize_demand
-from .method import Method
-from .methods import methods
+from .methods import Method, methods, parse_recipe
 from .methods.rtn import quantize as rtn
 from .model import quant_linear
-from .recipe import parse_recipe
 from .report import Report, WeightReport
 from .scheme import (
     EMBEDDING_MODULE,
@@ -27,7 +26,6 @@ from .scheme import (
     table_formats,
 )
 from .sizes import Sizes, sizes
-from .stats import CalibStats
 
 __all__ = [
     "EMBEDDING_MODULE",

@@ -23,16 +23,16 @@ from ..io.resources import require
 from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig
 from ..models.checkpoint.names import shapes, stays_float32
 from .cache import is_low_bit
+from .calibration.states import ALONE
 from .layerwise import Finished, quantize_layers, stored_config, tokens_for
 from .layouts import Weights
 from .memory import in_shards, must_spill, quantize_demand
+from .methods import parse_recipe
 from .model import Round, assemble
-from .recipe import parse_recipe
 from .report import Report, WeightReport
 from .resume import Stored, Unfinished, run
 from .scheme import Scheme
 from .sizes import sizes
-from .states import ALONE
 
 
 def quantize_checkpoint(
@@ -52,7 +52,7 @@ def quantize_checkpoint(
     """Quantize a float checkpoint into a new folder, one layer in memory at a time. Returns a report of each weight.
 
     method: names from methods/ joined by +, such as "rotate+gptq", or a function (weight, format, stats) -> QTensor.
-    calibration: token ids [n, S] (a tensor or an array) that pass through the model layer by layer (layer.py); methods
+    calibration: token ids [n, S] (a tensor or an array) that pass through the model layer by layer; methods
     calibrate on them, and each quantized layer's output error is measured on them. calibration_mask: bool [n, S], the
     tokens that count; default all. calibration_text: a description of the text (source, sha256, ...) for config.json
     and the artifact's manifest. resume: continue an interrupted run (resume.py), if there is one. max_memory: the most

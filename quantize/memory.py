@@ -24,13 +24,14 @@ from ..io.errors import DiffbitError
 from ..io.resources import resident_memory
 from ..models import Checkpoint, ModelConfig, num_parameters
 from ..models.checkpoint.names import layer_of
-from .layer import MEASURED_TOKENS, TABLE_PART
+from .calibration.states import BATCH_TOKENS
+from .calibration.tokens import MEASURED_TOKENS
+from .layer import TABLE_PART
+from .methods import Recipe
 from .methods.gptq import PRECISE
 from .methods.learned import BATCH_TOKENS as LEARNED_TOKENS
-from .recipe import Recipe
 from .scheme import Scheme
 from .sizes import TensorSize, sizes
-from .states import BATCH_TOKENS
 
 SLACK = 32 << 20  # upper bound of what the allocator keeps of blocks that it does not map separately
 TEXT = 40 << 20  # for reading calibration text, with the libraries for it

@@ -46,13 +46,14 @@ from ...io.progress import track
 from ...io.resources import available_memory
 from ...models import Checkpoint, Decoder, ModelConfig, load, num_parameters
 from ...quantize import CalibStats, Method, Scheme, apply, parse_recipe, sizes
-from ...quantize.layer import Layer, Tokens
+from ...quantize.calibration.passes import Passes
+from ...quantize.calibration.states import Batch
+from ...quantize.calibration.tokens import Tokens
+from ...quantize.layer import Layer
 from ...quantize.layerwise import stored_config
-from ...quantize.methods import find
+from ...quantize.methods import Recipe, find
 from ...quantize.methods.rtn import quantize as rtn
 from ...quantize.model import quantize_weight
-from ...quantize.recipe import Recipe
-from ...quantize.states import Batch
 from .plan import overhead
 
 CANDIDATES = ("int2_g128", "int2_g64", "int4_g128", "int4_g32", "int8", "none")
@@ -165,7 +166,7 @@ def allocate(
     decoder = load(checkpoint, device=device)
     transformed = decoder
     if recipe.transforms:  # they run as if every layer had the candidate nearest to the budget
-        nothing = Method("nothing", "rounds no weight", round_layer=lambda layer: {})
+        nothing = Method("nothing", "rounds no weight", round_layer=lambda layer, passes: {})
         transform = Recipe(recipe.name, recipe.transforms, nothing)
         nearest = {module: row[0] for module, row in near.items()}
         transformed = apply(decoder, space.to_scheme(nearest), transform, windows.ids, windows.mask)
@@ -339,8 +340,8 @@ def measure(
         fixed = {prefix + n: linear.weight for n, linear in block.named_modules() if isinstance(linear, QuantLinear)}
         rows = {module: row for module, row in formats.items() if module.startswith(prefix)}
         rounded = {module: format for module, row in rows.items() for format in row.values() if format is not None}
-        layer = Layer(base.config, index, scheme, rounded, tensors, tokens)
-        stats = layer.stats(fixed) if tokens is not None and rounded else {}
+        layer = Layer(base.config, index, scheme, rounded, tensors)
+        stats = Passes(layer, tokens).stats(fixed) if tokens is not None and rounded else {}
         for module, row in rows.items():
             weight, inputs = tensors[f"{module}.weight"], stats.get(module)
             errors = {name: rounding_error(weight, format, inputs) for name, format in row.items()}

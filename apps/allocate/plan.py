@@ -16,7 +16,7 @@ from ...export import export_demand
 from ...io.resources import resident_memory
 from ...models import Checkpoint, ModelConfig, num_parameters
 from ...quantize import HEAD_MODULE, Scheme, linear_shapes, must_spill, quantize_demand, sizes
-from ...quantize.recipe import Recipe
+from ...quantize.methods import Recipe
 
 # bytes of an artifact's graph and configuration, and of each layer's part of them: typical, and at most
 GRAPH, GRAPH_AT_MOST = (24 << 10, 5 << 10), (48 << 10, 12 << 10)

@@ -27,7 +27,7 @@ from ...io.errors import DiffbitError
 from ...models import Decoder
 from ...models.checkpoint import shapes
 from ...quantize import Scheme
-from ...quantize.scales import search
+from ...quantize.calibration.scales import search
 
 MIN_SCALE = 2.0**-24  # the smallest number above 0 in fp16
 
@@ -196,11 +196,6 @@ def refresh(layers: list[QATLinear]) -> dict[str, float]:
 
 def weights(model: Decoder) -> dict[str, Tensor | QTensor]:
     """The model's weights by name; those of QATLinears are quantized."""
-    found: dict[str, Tensor | QTensor] = {}
-    for name in shapes(model.config):
-        layer = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(layer, QATLinear) and name.endswith(".weight"):
-            found[name] = layer.quantized()
-        else:
-            found[name] = model.get_parameter(name).detach()
-    return found
+    floats = {name: model.get_parameter(name).detach() for name in shapes(model.config)}
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QATLinear)}
+    return floats | {f"{name}.weight": layer.quantized() for name, layer in layers.items()}

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..checks import check_flag
 from ..graph import GROUP_QUERY_MULTIPLE, Cache, Graph, Heads, Value
-from ..layers.attention import Differential
-from ..mixer import Operations, Place
+from ..mixers import Operations, Place
+from ._attention import Differential
 from .softmax import GroupQueryOptions
 
 

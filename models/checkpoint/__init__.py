@@ -4,6 +4,6 @@ names.py      names of a model's tensors, and their shapes
 folder.py     a folder of safetensors files; gguf_file.py  the same of a GGUF file
 """
 
-from .names import is_linear, shapes
+from .names import EMBEDDING, is_linear, shapes, stays_float32
 
-__all__ = ["is_linear", "shapes"]
+__all__ = ["EMBEDDING", "is_linear", "shapes", "stays_float32"]

@@ -1,4 +1,8 @@
-"""Checkpoint families: one file each, found by listing this folder (models/family.py defines its contents)."""
+"""Checkpoint families: one file each, found by listing this folder (and those of installed packages, io/plugins.py).
+
+_family.py defines the contents of a file, _huggingface.py has what most have in common; a file needs nothing but the
+names below.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,16 @@ from typing import Any
 
 from ...io import plugins
 from ...io.errors import DiffbitError
+from ..checks import check_count, check_flag, check_positive
 from ..config import ModelConfig
-from ..family import Family
-from ._huggingface import common_fields
+from ..layers.rope import interleaved
+from ._family import Family, Stored
+from ._huggingface import HuggingFace, attention_of, common_fields, count, number, special_tokens
 
-__all__ = ["families", "family_for", "family_of"]
+__all__ = [
+    "Family", "HuggingFace", "Stored", "attention_of", "check_count", "check_flag", "check_positive", "count",
+    "diff_llama_v2", "diffllama", "families", "family_for", "family_of", "interleaved", "number", "special_tokens",
+]  # fmt: skip
 
 GENERIC = "diffbit"  # can represent every model
 
@@ -34,8 +43,20 @@ def family_of(values: Mapping[str, Any]) -> Family:
 
 
 def family_for(config: ModelConfig) -> Family:
-    """Return the family for writing a model: one that writes and can represent it, else the generic one."""
-    return next(family for family in families() if family.writes and family.write(config) is not None)
+    """Return the family that writes a model: the one with the lowest `writes` of those that can represent it.
+
+    Raises DiffbitError if several have that number, for the alphabet must not decide.
+    """
+    able = [(family.writes, family) for family in families() if family.writes is not None and family.write(config)]
+    first = min(turn for turn, _ in able)
+    writers = [family for turn, family in able if turn == first]
+    if len(writers) > 1:
+        names = " and ".join(family.model_type for family in writers)
+        raise DiffbitError(
+            f"the families {names} would both write this model; uninstall the package that adds one of them, or give "
+            "that family a higher `writes`"
+        )
+    return writers[0]
 
 
 def read_config(values: Mapping[str, Any]) -> ModelConfig:

@@ -18,9 +18,9 @@ import numpy as np
 from ...io.errors import DiffbitError
 from ...io.gguf import GGUF
 from ..config import ModelConfig
-from ..family import Family, Stored
+from ..layers.rope import interleaved
+from ._family import Family, Stored
 from ._huggingface import attention_of
-from .unilm import interleaved
 
 ROPE_FREQS = "rope_freqs.weight"
 ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}  # whether its rotary embedding is interleaved

@@ -15,11 +15,11 @@ from typing import Any
 from torch import Tensor
 
 from ...io.errors import DiffbitError
+from ..attention import AttentionOptions
 from ..checks import check_count, check_flag, check_positive
 from ..config import ModelConfig
-from ..family import Family, Stored
-from ..layers.attention import AttentionOptions
 from ..layers.rope import Dynamic, Linear, Llama3, RopeScaling, Yarn
+from ._family import Family, Stored
 
 WINDOW = 4096  # default sliding window in tokens
 ACTS = {

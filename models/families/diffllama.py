@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..layers.attention import AttentionOptions
+from ..attention import AttentionOptions
 from ._huggingface import HuggingFace
 
 
@@ -32,7 +32,7 @@ FAMILIES = tuple(
         architecture=architecture,
         sub_norms=sub_norms,
         rows=_rows,
-        writes=True,
+        writes=1,
     )
     for model_type, architecture, sub_norms in (
         ("diffllama", "DiffLlamaForCausalLM", False),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config import ModelConfig
-from ..family import Stored
+from ._family import Stored
 from ._huggingface import HuggingFace, attention_of, number
 
 

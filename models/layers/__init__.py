@@ -1,17 +1,11 @@
-"""Building blocks of layers, and the lookup of the options of a mixer or an MLP by the name of its file."""
+"""Building blocks of layers: attention's products, masks, norms, RoPE, and states between calls."""
 
-from __future__ import annotations
+from .arithmetic import Arithmetic, LogitsHook
+from .masks import real_tokens
+from .norm import LayerNorm, RMSNorm
+from .rope import Rope
+from .state import Carried, NoState, State
 
-from typing import Any
-
-from ...io import plugins
-from ...io.errors import DiffbitError
-
-
-def options(what: str, name: str, *folders: str) -> Any:
-    """Return the class `Options` in the file of this name, in one of these folders or added to it (io/plugins.py)."""
-    for folder in folders:
-        if name in plugins.names(folder):
-            return plugins.load(folder, name).Options
-    known = ", ".join(file for folder in folders for file in plugins.names(folder))
-    raise DiffbitError(f"{what} is {name!r}, wanted one of {known}")
+__all__ = [
+    "Arithmetic", "Carried", "LayerNorm", "LogitsHook", "NoState", "RMSNorm", "Rope", "State", "real_tokens",
+]  # fmt: skip

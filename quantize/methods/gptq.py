@@ -38,8 +38,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...formats import Format, QTensor
 from ...io.errors import DiffbitError
-from .. import scales
-from ..method import Method
+from ..calibration import scales
+from . import Method
 
 DAMPING = 0.01
 ROUNDS = 3

@@ -214,7 +214,7 @@ def slow_output_errors(model: Path, scheme: Scheme, mask: torch.Tensor) -> dict[
 @pytest.mark.parametrize("batch_tokens", [2048, 20])
 @pytest.mark.parametrize("attention", ["diff_v1", "diff_v2"])
 def test_report_tells_the_truth(attention: str, batch_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from diffbit.quantize import states
+    from diffbit.quantize.calibration import states
 
     monkeypatch.setattr(states, "BATCH_TOKENS", batch_tokens)
     source = make(tmp_path / "float", resized(CONFIG, attention=attention))

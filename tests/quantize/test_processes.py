@@ -21,7 +21,9 @@ from diffbit.io import processes
 from diffbit.io.errors import DiffbitError
 from diffbit.io.processes import Processes
 from diffbit.models import Decoder, ModelConfig
-from diffbit.quantize import Scheme, quantize_checkpoint, stages, states, stats
+from diffbit.quantize import Scheme, quantize_checkpoint
+from diffbit.quantize.calibration import rounds as stages
+from diffbit.quantize.calibration import states, stats
 from diffbit.quantize.resume import Unfinished
 
 from .. import forks

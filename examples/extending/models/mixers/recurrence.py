@@ -16,12 +16,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ops.cache import Buffer
-from ..graph import Cache, Graph, Value
-from ..layers.masks import real_tokens
-from ..layers.rope import Rope
-from ..layers.state import Carried, State
-from ..mixer import KVBuffers, Mixer, MixerOptions, Operations, Place
+from . import (
+    Buffer,
+    Cache,
+    Carried,
+    Graph,
+    KVBuffers,
+    Mixer,
+    MixerOptions,
+    Operations,
+    Place,
+    Rope,
+    State,
+    Value,
+    real_tokens,
+)
 
 
 class Memory:
