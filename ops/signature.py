@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import DiffbitError
+from .body import Nodes, Outputs
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -23,8 +24,11 @@ class Type(enum.IntEnum):
     FLOAT32 = 1
     UINT8 = 2
     INT8 = 3
+    INT32 = 6
     INT64 = 7
+    BOOL = 9
     FLOAT16 = 10
+    FLOAT64 = 11
     BFLOAT16 = 16
 
 
@@ -62,6 +66,7 @@ class Tensor:
 class Integer:
     """An attribute in low..high, or one of `choices`. Without a default, every node must set it."""
 
+    type: ClassVar = "int"
     name: str
     low: int = 0
     high: int = 0
@@ -78,6 +83,7 @@ class Integer:
 class Number:
     """A float attribute."""
 
+    type: ClassVar = "float"
     name: str
     default: float | None = None
 
@@ -116,7 +122,7 @@ class Op:
 
     def function(
         self,
-        body: str,
+        body: Callable[[Nodes], Outputs],
         inputs: Sequence[str] | None = None,
         outputs: Sequence[str] | None = None,
         name: str | None = None,
@@ -126,13 +132,15 @@ class Op:
         import onnx.parser
         from onnx_ir import serde
 
+        inputs = inputs or [tensor.name for tensor in self.inputs]
+        outputs = outputs or [tensor.name for tensor in self.outputs]
         imports = ", ".join(f'"{domain}" : {version}' for domain, version in self.opsets)
-        attributes = ", ".join([*(attribute.name for attribute in self.attributes), "spec_version"])
-        takes = ", ".join(inputs or [tensor.name for tensor in self.inputs])
-        gives = ", ".join(outputs or [tensor.name for tensor in self.outputs])
+        types = {attribute.name: attribute.type for attribute in self.attributes} | {"spec_version": "int"}
         head = f'<domain: "{DOMAIN}", opset_import: [{imports}]>\n'
-        head += f"{name or self.name} <{attributes}> ({takes}) => ({gives})\n"
-        return serde.deserialize_function(onnx.parser.parse_function(head + body))
+        head += f"{name or self.name} <{', '.join(types)}> ({', '.join(inputs)}) => ({', '.join(outputs)})\n"
+        return serde.deserialize_function(
+            onnx.parser.parse_function(head + Nodes(inputs, types).function(body, outputs))
+        )
 
     def attributes_of(self, given: Mapping[str, int | float]) -> dict[str, int | float]:
         """Return a node's attributes: those `given`, defaults for the others, and spec_version. Raises DiffbitError for
