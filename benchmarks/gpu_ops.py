@@ -22,7 +22,7 @@ from clock import Call
 from torch import Tensor
 
 from diffbit.ops import int4_matmul, kv_cache, ternary_matmul
-from diffbit.runtime import cuda
+from tests.native import cuda
 
 TYPES = {torch.float32: cuda.FLOAT32, torch.float16: cuda.FLOAT16, torch.bfloat16: cuda.BFLOAT16}
 BITS = {"bf16": 16, "int8": 8, "int4": 4}  # of the kinds of cache

@@ -9,7 +9,7 @@
 // the workspace need not be initialized. The call returns null, or an error message that is valid until this thread's next
 // call. Callers check shapes; a call checks for arguments that its kernels do not support.
 //
-// The structs are generated from ops/schema.py, like those of runtime/cuda.py: pointers first, then int64_t, then float.
+// The structs are generated from ops/schema.py, like those of tests/native/cuda.py: pointers first, then int64_t, then float.
 // Types are ONNX's numbers.
 #pragma once
 

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from diffbit.ops import schema
-from diffbit.runtime import cuda, native
+from diffbit.runtime import native
 
+from . import cuda
 from .broken import broken
 from .host import ROOT, build
 from .nodes import Node, bfloat16_nodes, nodes
@@ -28,9 +29,9 @@ MAGIC = struct.pack("<I", 0xBA55ED50)  # of a fat binary
 
 def test_every_op_of_the_header_has_a_structure() -> None:
     found = set(re.findall(r"DIFFBIT_CUDA_API const char\* diffbit_cuda_(\w+)\(const Diffbit(\w+)\*", API))
-    assert found == {(op.of.call.function, op.__name__) for op in cuda.Op.__subclasses__()}
-    assert [op.of.call.struct for op in cuda.Op.__subclasses__()] == [op.__name__ for op in cuda.Op.__subclasses__()]
-    assert sorted(op.of.name for op in cuda.Op.__subclasses__()) == sorted(op.name for op in schema.OPS)
+    assert found == {(op.of.call.function, op.__name__) for op in cuda.STRUCTURES}
+    assert [op.of.call.struct for op in cuda.STRUCTURES] == [op.__name__ for op in cuda.STRUCTURES]
+    assert sorted(op.of.name for op in cuda.STRUCTURES) == sorted(op.name for op in schema.OPS)
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +52,7 @@ def test_exports_nothing_else(library: Path) -> None:
     names = {words[7] for words in defined if words[6] != "UND"}
     wanted = {"RegisterCustomOps", "diffbit_isas", "diffbit_cuda_architectures"}
     if native.cuda_architectures():
-        wanted |= {
-            f"diffbit_cuda_{op.of.call.function}{end}" for op in cuda.Op.__subclasses__() for end in ("", "_workspace")
-        }
+        wanted |= {f"diffbit_cuda_{op.of.call.function}{end}" for op in cuda.STRUCTURES for end in ("", "_workspace")}
     assert names == wanted
 
 

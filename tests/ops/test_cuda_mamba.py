@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from diffbit.ops import causal_conv
-from diffbit.runtime import cuda
 
+from ..native import cuda
 from .cases import MAMBA_CASES, MambaCase
 from .cuda_run import TYPES, Device, on_each_device
 from .test_mamba import check, ops

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from diffbit.ops import float_matmul
-from diffbit.runtime import cuda
 
+from ..native import cuda
 from .cases import generator
 from .cuda_run import TYPES, Device, on_each_device
 from .onnx_run import body_of, on_each_isa, run_node

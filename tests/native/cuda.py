@@ -14,10 +14,10 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
-from ..errors import DiffbitError
-from ..ops import schema
-from ..ops.signature import Op as Signature
-from ..ops.signature import Type
+from diffbit.errors import DiffbitError
+from diffbit.ops import schema
+from diffbit.ops.signature import Op as Signature
+from diffbit.ops.signature import Type
 
 FLOAT32, FLOAT16, BFLOAT16 = (int(type) for type in (Type.FLOAT32, Type.FLOAT16, Type.BFLOAT16))
 
@@ -35,9 +35,9 @@ def _structure(op: Signature) -> type[Op]:
     return type(op.call.struct, (Op,), {"of": op, "_fields_": fields})
 
 
-_made = [_structure(op) for op in schema.OPS]
+STRUCTURES = [_structure(op) for op in schema.OPS]
 CausalConv, Attention, FloatMatMul, GatherQuantized, Hadamard, Int4MatMul, Int8MatMul, SelectiveScan, TernaryMatMul = (
-    _made
+    STRUCTURES
 )
 
 
