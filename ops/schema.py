@@ -28,6 +28,9 @@ K, V = (Variable(name, (*HALF, *CODES), on_gpu=(*HALVES, *CODES)) for name in "K
 K_SCALE, V_SCALE = ScaleOf(K), ScaleOf(V)
 SIZE, ROWS = 1 << 24, 1 << 31  # the most columns and rows of a weight
 FLOATS = "FLOAT32, FLOAT16 or BFLOAT16"
+# Fields of several calls
+PRODUCT = ("m = of.rows", "node.n", "node.k")
+TOKENS = ("of.batch", "of.steps", "of.total", "of.channels")
 
 DIFF_ATTENTION = Op(
     "DiffAttention",
@@ -78,13 +81,23 @@ DIFF_ATTENTION = Op(
         "Attention",
         "attention",
         integers=(
-            *("batch", "steps", "past_length", "heads", "kv_heads", "d"),
-            *("past_key_capacity", "past_value_capacity", "key_capacity", "value_capacity"),
-            *("mask_row", "positions", "branches", "noise_ratio", "wide_value", "lambda_per_token"),
-            *("key_bits", "value_bits", "query_bits", "window", "sliding_window"),
-            *("type", "key_type", "value_type"),
+            *("of.batch", "of.steps", "of.past_length", "node.heads", "node.kv_heads", "of.d"),
+            *("past_key_capacity = of.keys.past_capacity", "past_value_capacity = of.values.past_capacity"),
+            *("key_capacity = of.keys.capacity", "value_capacity = of.values.capacity"),
+            *("mask_row = of.attention_mask.shape[1]", "positions = of.cos.shape[0]"),
+            *("node.branches", "node.noise_ratio", "wide_value = node.width - 1"),
+            *("lambda_per_token = of.lambda.rank == 3", "node.key_bits", "node.value_bits", "node.query_bits"),
+            *("node.window", "node.sliding_window"),
+            *("of.query.type", "key_type = of.keys.past.type", "value_type = of.values.past.type"),
         ),
-        floats=("scale", "norm_eps"),
+        floats=("node.scale", "node.norm_eps"),
+        tensors={"key": "keys.fresh", "value": "values.fresh"}
+        | {
+            f"{time}_{side}{part}": f"{side}s.{time}{part}"
+            for time in ("past", "present")
+            for side in ("key", "value")
+            for part in ("", "_scale", "_recent")
+        },
         notes={
             "past_key_capacity": "tokens that past and present have room for",
             "mask_row": "numbers of a row of attention_mask",
@@ -104,7 +117,7 @@ HADAMARD = Op(
     call=Call(
         "Hadamard",
         "hadamard",
-        integers=("size", "block", "type"),
+        integers=("size = of.a.size()", "node.block", "of.a.type"),
         notes={"a": "`size` numbers", "type": f"of a and y: {FLOATS}"},
     ),
 )
@@ -122,7 +135,7 @@ TERNARY_MATMUL = Op(
     call=Call(
         "TernaryMatMul",
         "ternary_matmul",
-        integers=("m", "n", "k", "activation_bits", "scale_per_row", "type"),
+        integers=(*PRODUCT, "node.activation_bits", "of.scale_per_row", "of.a.type"),
         notes={
             "a": "[m, k]",
             "packed": "at a multiple of 16",
@@ -149,7 +162,7 @@ INT4_MATMUL = Op(
     call=Call(
         "Int4MatMul",
         "int4_matmul",
-        integers=("m", "n", "k", "group_size", "type"),
+        integers=(*PRODUCT, "node.group_size", "of.a.type"),
         notes={
             "a": "[m, k]",
             "codes": "at a multiple of 16, like scales and zeros",
@@ -170,7 +183,7 @@ INT8_MATMUL = Op(
     call=Call(
         "Int8MatMul",
         "int8_matmul",
-        integers=("m", "n", "k", "group_size", "scale_groups", "type"),
+        integers=(*PRODUCT, "node.group_size", "of.scale_groups", "of.a.type"),
         notes={
             "a": "[m, k]",
             "codes": "at a multiple of 16",
@@ -198,7 +211,7 @@ GATHER = Op(
     call=Call(
         "GatherQuantized",
         "gather_quantized",
-        integers=("m", "n", "k", "group_size", "scale_groups", "bits", "type"),
+        integers=(*PRODUCT, "node.group_size", "of.scale_groups", "node.bits", "of.factor.type"),
         notes={
             "ids": "[m]; one outside the table makes its row NaN",
             "scales": "[tiles, scale_groups, 16]",
@@ -218,7 +231,7 @@ FLOAT_MATMUL = Op(
     call=Call(
         "FloatMatMul",
         "float_matmul",
-        integers=("m", "n", "k", "type"),
+        integers=("m = of.rows", "n = of.w.shape[0]", "k = of.w.shape[1]", "of.a.type"),
         notes={"a": "[m, k]", "w": "[n, k]", "y": "[m, n]", "type": f"of a, w and y: {FLOATS}"},
     ),
 )
@@ -238,7 +251,7 @@ CAUSAL_CONV = Op(
     call=Call(
         "CausalConv",
         "causal_conv",
-        integers=("batch", "steps", "total", "channels", "width", "type"),
+        integers=(*TOKENS, "of.width", "of.x.type"),
         notes={"total": "columns of attention_mask", "width": "rows of weight", "type": f"of x and y: {FLOATS}"},
     ),
 )
@@ -263,7 +276,7 @@ SELECTIVE_SCAN = Op(
     call=Call(
         "SelectiveScan",
         "selective_scan",
-        integers=("batch", "steps", "total", "channels", "states", "type"),
+        integers=(*TOKENS, "of.states", "of.x.type"),
         notes={
             "memory": "null: not wanted",
             "total": "columns of attention_mask",
@@ -287,18 +300,19 @@ OPS = (
 
 # ---- the headers ----
 
+EXPORT = '#define DIFFBIT_CUDA_API extern "C" __attribute__((visibility("default")))\n'
 WRITTEN = "// Written by python -m diffbit.ops.schema, from ops/schema.py: change that.\n#pragma once\n"
 
 
 def headers() -> dict[Path, str]:
     """Return the contents of the files in csrc/ort/generated/."""
     ops = "\n\n".join(map(_op, OPS))
-    structs = "\n\n".join(map(_struct, OPS))
+    calls = "\n\n".join(map(_call, OPS))
     space = "namespace diffbit::schema"
     folder = Path(__file__).resolve().parents[1] / "csrc" / "ort" / "generated"
     return {
         folder / "schema.h": f'{WRITTEN}\n#include "../schema.h"\n\n{space} {{\n\n{ops}\n\n}}  // {space}\n',
-        folder / "calls.h": f"{WRITTEN}\n#include <cstddef>\n#include <cstdint>\n\n{structs}\n",
+        folder / "calls.h": f"{WRITTEN}\n#include <cstddef>\n#include <cstdint>\n\n{EXPORT}\n{calls}\n",
     }
 
 
@@ -327,16 +341,29 @@ def _op(op: Op) -> str:
     return f"struct {op.name} {{\n{members}}};"
 
 
-def _struct(op: Op) -> str:
-    name, notes = f"Diffbit{op.call.struct}", op.call.notes or {}
+def _call(op: Op) -> str:
+    name, function = f"Diffbit{op.call.struct}", f"diffbit_cuda_{op.call.function}"
     lines, checks, offset = [f"struct {name} {{"], [], 0
-    for kind, field in op.fields():
-        note = f"  // {notes[field]}" if field in notes else ""
+    for kind, field, _ in op.fields():
+        note = f"  // {op.call.notes[field]}" if field in op.call.notes else ""
         lines.append(f"  {kind} {field};{note}")
         checks.append(f'static_assert(offsetof({name}, {field}) == {offset}, "{field}");')
         offset += 4 if kind == "float" else 8
     size = -(-offset // 8) * 8
-    return "\n".join([*lines, "};", *checks, f'static_assert(sizeof({name}) == {size}, "{name}");'])
+    sources = "".join(f"        {source},\n" for _, _, source in op.fields())
+    lines += [
+        "",
+        "  template <class Node, class Tensors>",
+        f"  static {name} from([[maybe_unused]] const Node& node, const Tensors& of) {{",
+        f"    return {{\n{sources}    }};",
+        "  }",
+        "};",
+    ]
+    functions = [
+        f"DIFFBIT_CUDA_API size_t {function}_workspace(const {name}*);",
+        f"DIFFBIT_CUDA_API const char* {function}(const {name}*, void* workspace, void* stream);",
+    ]
+    return "\n".join([*lines, *checks, f'static_assert(sizeof({name}) == {size}, "{name}");', *functions])
 
 
 if __name__ == "__main__":

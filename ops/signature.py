@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING, ClassVar
 
@@ -95,13 +95,18 @@ class Number:
 @dataclass(frozen=True)
 class Call:
     """The struct of an op's CUDA call, csrc/cuda/api.h: pointers to its tensors, except those that the CPU reads, in
-    order and in lower case, then int64 fields, then float fields; `notes` describes fields."""
+    order and in lower case, then int64 fields, then float fields.
+
+    integers, floats: "name = expression" in C++, of the `node` and of its checked tensors, `of` (csrc/ort/nodes.h);
+    without "name = " it is the last word. tensors: where they are in `of`, if not under their names; notes: comments.
+    """
 
     struct: str  # without its "Diffbit"
     function: str  # without its "diffbit_cuda_"
     integers: tuple[str, ...]
     floats: tuple[str, ...] = ()
-    notes: Mapping[str, str] | None = None
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -169,12 +174,17 @@ class Op:
             rows.append([type if isinstance(type, Type) else type.where(found) for type in types])
         return rows
 
-    def fields(self) -> list[tuple[str, str]]:
-        """Return (C type, name) of the fields of the CUDA call's struct."""
-        pointers = [("const void*", tensor.name.lower()) for tensor in self.inputs if not tensor.on_host]
-        pointers += [("void*", tensor.name.lower()) for tensor in self.outputs]
-        integers = [("int64_t", name) for name in self.call.integers]
-        return [*pointers, *integers, *(("float", name) for name in self.call.floats)]
+    def fields(self) -> list[tuple[str, str, str]]:
+        """Return (C type, name, C++ expression) of the fields of the CUDA call's struct."""
+        call = self.call
+        inputs = [("const void*", tensor.name.lower()) for tensor in self.inputs if not tensor.on_host]
+        pointers = inputs + [("void*", tensor.name.lower()) for tensor in self.outputs]
+        fields = [(kind, name, f"of.{call.tensors.get(name, name)}.data") for kind, name in pointers]
+        for kind, texts in (("int64_t", call.integers), ("float", call.floats)):
+            for text in texts:
+                name, _, source = text.rpartition(" = ")
+                fields.append((kind, name or source.rpartition(".")[2], source))
+        return fields
 
 
 def listed(values: Sequence[object]) -> str:

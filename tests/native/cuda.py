@@ -31,7 +31,7 @@ class Op(ctypes.Structure):
 
 
 def _structure(op: Signature) -> type[Op]:
-    fields = [(name, _CTYPES[type_]) for type_, name in op.fields()]
+    fields = [(name, _CTYPES[type_]) for type_, name, _ in op.fields()]
     return type(op.call.struct, (Op,), {"of": op, "_fields_": fields})
 
 

@@ -23,7 +23,7 @@ inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 struct Call {
-  Call(const DiffAttention& op, const AttentionTensors& tensors);
+  Call(const DiffAttention& op, const AttentionNode::Tensors& tensors);
 
   const AttentionKernels& kernels;
   const LowBitKernels& lowbit;

@@ -11,7 +11,7 @@ constexpr int64_t FEW_ROWS = 16;  // per branch: up to here, reading the cache d
 constexpr int64_t PROMPT = 1024;  // tokens of a prompt that are computed at once with a sliding window
 
 /// Copies the past's rings to the present, which then serves as both.
-void own_rings(Call& call, Context& context) {
+void copy_rings_to_present(Call& call, Context& context) {
   for (Cache* cache : {&call.keys, &call.values}) {
     if (!cache->in_place) {
       Cache from = *cache;
@@ -83,14 +83,14 @@ DiffAttention::DiffAttention(const Node& node)
     : AttentionNode(node), kernels(DIFFBIT_PICK(attention)), lowbit(DIFFBIT_PICK(lowbit)) {}
 
 void DiffAttention::compute(Context& context) const {
-  const AttentionTensors of = tensors(context);
-  const int64_t positions = of.batch * of.length, rows = of.cos.shape[0];
+  const Tensors of = tensors(context);
+  const int64_t positions = of.batch * of.steps, rows = of.cos.shape[0];
   for (int64_t i = 0; i < positions; ++i)
-    if (const int64_t position = of.positions.as<int64_t>()[i]; position < 0 || position >= rows)
-      throw Error("%s holds %lld, wanted 0 to %lld: cos has %lld rows", of.positions.name, number(position),
+    if (const int64_t position = of.position_ids.as<int64_t>()[i]; position < 0 || position >= rows)
+      throw Error("%s holds %lld, wanted 0 to %lld: cos has %lld rows", of.position_ids.name, number(position),
                   number(rows - 1), number(rows));
   Call call(*this, of);
-  if (sliding_window) own_rings(call, context);
+  if (sliding_window) copy_rings_to_present(call, context);
   if (call.rows <= FEW_ROWS)
     decode_parts(call, context);
   else if (sliding_window && call.all_total > sliding_window)
@@ -99,7 +99,7 @@ void DiffAttention::compute(Context& context) const {
     prefill(call, context);
 }
 
-Call::Call(const DiffAttention& op, const AttentionTensors& of)
+Call::Call(const DiffAttention& op, const AttentionNode::Tensors& of)
     : kernels(*op.kernels),
       lowbit(*op.lowbit),
       batch(of.batch),
@@ -122,16 +122,16 @@ Call::Call(const DiffAttention& op, const AttentionTensors& of)
       half(of.query.type == ort::FLOAT16),
       query(of.query),
       lambda(of.lambda),
-      positions(of.positions),
+      positions(of.position_ids),
       cos(of.cos),
       sin(of.sin),
-      mask(of.mask),
+      mask(of.attention_mask),
       out(of.out),
       keys(of.keys, true, d, window),
       values(of.values, false, d, window),
-      all_length(of.length),
-      all_total(of.past + of.length) {
-  set_part(0, of.length, of.past);
+      all_length(of.steps),
+      all_total(of.past_length + of.steps) {
+  set_part(0, of.steps, of.past_length);
 }
 
 void Call::set_part(int64_t first_, int64_t length_, int64_t all_past) {
