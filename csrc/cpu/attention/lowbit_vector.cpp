@@ -320,15 +320,6 @@ float quantize_query(const float* q, const Half* scales, int key_bits, int64_t d
 
 }  // namespace
 
-extern const LowBitKernels lowbit = {
-    {quantize<4>, quantize<2>},
-    {scores<4>, scores<2>},
-    {integer_scores<4>, integer_scores<2>},
-    integer_row_scores,
-    {mix<4>, mix<2>},
-    {pack_keys<4>, pack_keys<2>},
-    {unpack_values<4>, unpack_values<2>},
-    quantize_query,
-};
+extern const LowBitKernels lowbit = DIFFBIT_LOWBIT_KERNELS;
 
 }  // namespace diffbit::DIFFBIT_ISA
