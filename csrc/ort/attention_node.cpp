@@ -65,10 +65,10 @@ void bind(Context& context, const Names& names, CacheTensors& cache, int64_t tok
     int64_t shape[Tensor::MOST_DIMENSIONS];
     std::memcpy(shape, of.shape, sizeof shape);
     shape[2] = capacity;
-    const Tensor found = context.output(which, shape, of.rank);
-    if (!found.data && found.size())
+    const Tensor buffer = context.output(which, shape, of.rank);
+    if (!buffer.data && buffer.size())
       throw Error("%s is missing, wanted where the cache is %s", which.name, cache.blockwise() ? "int4 or int2" : "int8");
-    return found;
+    return buffer;
   };
   const auto refuse = [&](const schema::Output& which, const char* where) {  // it would never be written
     if (context.wants(which)) throw Error("%s is given, wanted exactly where the cache is %s", which.name, where);

@@ -196,9 +196,9 @@ void integer_row_scores(const CacheRows& keys, int64_t n, int64_t d, const float
       const int64_t count = n - begin < BLOCK ? n - begin : BLOCK;
       ask(from + begin * d, count * d);
       const uint8_t* block = laid_out(from + begin * d, count, layout, padded_rows);
-      float found[BLOCK];
-      dots_of_block<1>(block, layout, u, [&](int64_t t, Ints dots) { store(found + t, to_floats(dots) * scale); });
-      for (int64_t t = 0; t < count; ++t) s[row * stride + begin + t] = found[t] * keys.scales[j][begin + t];
+      float scaled[BLOCK];
+      dots_of_block<1>(block, layout, u, [&](int64_t t, Ints dots) { store(scaled + t, to_floats(dots) * scale); });
+      for (int64_t t = 0; t < count; ++t) s[row * stride + begin + t] = scaled[t] * keys.scales[j][begin + t];
     }
   }
 }

@@ -46,16 +46,16 @@ void decode_parts(Call call, Context& context) {
 
 /// A cache of the tokens that a part sees, in order, with room for its new tokens.
 Cache in_order(const Call& call, const Cache& ring, Scratch where, Context& context) {
-  Cache found = ring;
-  const int64_t heads = call.batch * call.kv_heads, held = ring.blockwise() ? call.before : call.held;
-  found.ring = 0;
-  found.capacity = ring.blockwise() ? call.after : call.total;
-  const int64_t rows = divide_up(heads * found.capacity * static_cast<int64_t>(ring.row_bytes), 64) * 64;
-  const int64_t scales = heads * found.capacity / ring.scale_tokens() * static_cast<int64_t>(ring.scale_bytes);
-  found.present = scratch<char>(where, rows + (ring.scales ? scales : 0));
-  if (ring.scales) found.scales = found.present + rows;
-  context.parallel(heads, [&](int64_t head) { ring.move(found, head, 0, held); });
-  return found;
+  Cache ordered = ring;
+  const int64_t heads = call.batch * call.kv_heads, cached = ring.blockwise() ? call.before : call.cached;
+  ordered.ring = 0;
+  ordered.capacity = ring.blockwise() ? call.after : call.total;
+  const int64_t rows = divide_up(heads * ordered.capacity * static_cast<int64_t>(ring.row_bytes), 64) * 64;
+  const int64_t scales = heads * ordered.capacity / ring.scale_tokens() * static_cast<int64_t>(ring.scale_bytes);
+  ordered.present = scratch<char>(where, rows + (ring.scales ? scales : 0));
+  if (ring.scales) ordered.scales = ordered.present + rows;
+  context.parallel(heads, [&](int64_t head) { ring.move(ordered, head, 0, cached); });
+  return ordered;
 }
 
 /// For many rows after a ring that not all of them see: works on copies of the ring, which in the end has the part's last
@@ -69,9 +69,10 @@ void prefill_parts(Call call, Context& context) {
     part.values = in_order(call, call.values, VALUE_ROWS, context);
     prefill(part, context);
     for (auto [from, to] : {std::pair{&part.keys, &call.keys}, std::pair{&part.values, &call.values}}) {
-      const int64_t held = to->blockwise() ? call.before : call.held, count = to->blockwise() ? call.after : call.total;
-      context.parallel(call.batch * call.kv_heads,
-                       [&, from = from, to = to](int64_t head) { from->move(*to, head, larger(held, count - to->ring), count); });
+      const int64_t cached = to->blockwise() ? call.before : call.cached, count = to->blockwise() ? call.after : call.total;
+      context.parallel(call.batch * call.kv_heads, [&, from = from, to = to](int64_t head) {
+        from->move(*to, head, larger(cached, count - to->ring), count);
+      });
       to->past_recent = to->recent, to->recent_in_place = true;
     }
   }
@@ -140,8 +141,8 @@ void Call::set_part(int64_t first_, int64_t length_, int64_t all_past) {
   keys.base = values.base = base;
   first = first_, length = length_, past = all_past - base;
   total = past + length;
-  held = appends ? past : total;
-  before = blockwise() ? quantized_tokens(held, window) : 0;
+  cached = appends ? past : total;
+  before = blockwise() ? quantized_tokens(cached, window) : 0;
   after = blockwise() ? quantized_tokens(total, window) : 0;
   rows = pairs * length;
 }
