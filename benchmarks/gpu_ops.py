@@ -291,5 +291,5 @@ class Weights:
             packed, scale = (tensor.cpu() for tensor in weight)
             return ternary_matmul.reference(x, packed.unflatten(0, (-1, TILE))[tiles].flatten(0, 1), scale)
         codes, scales, zeros, factor = (tensor.cpu() for tensor in weight)
-        packed = int4_matmul.Packed(codes[tiles], scales[tiles], zeros)
+        packed = int4_matmul.TiledWeight(codes[tiles], scales[tiles], zeros)
         return int4_matmul.reference(x, packed, factor, len(tiles) * TILE, GROUP)

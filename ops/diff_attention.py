@@ -88,8 +88,7 @@ value_bits, query_bits, window (read for 4 and 2 bits only), sliding_window, spe
 
 Integers (codes, packed bytes, dot products) and the scales and zero points of the cache are bit-identical in every
 implementation, except for the sign of zero. An infinite or NaN number makes its row or block NaN, with codes 0, in the
-reference and in kernels; the body does not define it. All other arithmetic is in float32, whatever T is. The body never
-forms a mask per head and, for S = 1, no tensor grows faster than T: the cost of a decode step is linear in the context.
+reference and in kernels; the body does not define it. All other arithmetic is in float32, whatever T is.
 """
 
 from __future__ import annotations

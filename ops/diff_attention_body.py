@@ -7,7 +7,8 @@ available as codes and as floats.
 With a sliding window, the `base` tokens before the first one that the call's first token sees are dropped, and
 past_length, T, `before` and `after` count from there. With 4 and 2 bits, `base` is a multiple of 32.
 
-There is one mask for all heads, and for S = 1 no tensor grows faster than T. It uses only widely supported operators,
+There is one mask for all heads, and for S = 1 no tensor grows faster than T: the cost of a decode step is linear in the
+context. It uses only widely supported operators,
 for browsers too: no float16 arithmetic, and products of codes are computed in float32, exact up to 2^24.
 """
 
@@ -65,12 +66,6 @@ def body(of: Signature, op: Nodes) -> list[Value]:
 
 
 class _DiffAttention:
-    visible: Value  # [B, 1, 1, S, T]
-    coded: Value  # [S, after - before]: whether the call's token reads the other token's code
-    before: Value
-    after: Value
-    newly: Value  # after - before
-
     def __init__(self, of: Signature, op: Nodes) -> None:
         self.of, self.op = of, op
         self.inputs = {value.name: value for value in op.inputs}
@@ -151,7 +146,7 @@ class _DiffAttention:
             causal = self.op("And", causal, self.op("Less", self.query_index, self.key_index + window))
             mask = mask.slice(self.base, END, 1)
         seen = mask.cast(Type.BOOL).unsqueeze(1, 2)
-        self.visible = self.op("And", causal, seen).unsqueeze(1)
+        self.visible = self.op("And", causal, seen).unsqueeze(1)  # [B, 1, 1, S, T]
 
     def _lengths(self) -> None:
         """Compute the lengths that keys and values of 4 and 2 bits share."""
@@ -162,6 +157,7 @@ class _DiffAttention:
         _, end_of_query = self._quantized_tokens(self.query_index + 1)
         self.newly = self.after - self.before
         self.recent_past, self.recent_present = before - self.before, self.T - self.after
+        # [S, after - before]: whether the call's token reads the other token's code
         self.coded = self.op("Less", self.key_index.slice(self.before, self.after, 0), end_of_query)
 
     def _quantized_tokens(self, count: Value) -> tuple[Value, Value]:

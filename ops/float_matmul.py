@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import torch
 
 OP = schema.FLOAT_MATMUL
-LANES = 16
 
 
 def body(op: Nodes) -> Value:

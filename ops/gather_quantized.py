@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from . import schema
 from .body import Nodes, Value
-from .int4_matmul import TILE, Packed, unpack
+from .int4_matmul import TILE, TiledWeight, unpack
 from .signature import Type
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def function(bits: int) -> onnx_ir.Function:
     return OP.function(partial(body, bits=bits))
 
 
-def reference(ids: torch.Tensor, packed: Packed, factor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+def reference(ids: torch.Tensor, packed: TiledWeight, factor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """Compute the op in torch, bit for bit: ids int64 [...], table [N = rows, K = columns] -> [..., K]."""
     codes, *by_row = unpack(packed, rows, columns)
     groups = packed.codes.shape[1]

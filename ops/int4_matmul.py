@@ -75,7 +75,7 @@ def body(op: Nodes, bits: int = 4) -> Value:
     return op("com.microsoft.MatMulNBits", *inputs, **attributes, bits=bits, accuracy_level=4)
 
 
-class Packed(NamedTuple):
+class TiledWeight(NamedTuple):
     """A weight as the op's inputs."""
 
     codes: torch.Tensor
@@ -86,7 +86,9 @@ class Packed(NamedTuple):
 function = partial(OP.function, body)
 
 
-def pack(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int, bits: int = 4) -> Packed:
+def pack(
+    codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int, bits: int = 4
+) -> TiledWeight:
     """Pack codes uint8 [N, K] below 2^bits, scales [N, G] representable in float16, and zero points uint8 [N, G] (None:
     2^(bits - 1)). bits: 8 for the layout of int8_matmul.py, where scales and zero points may be [N, 1]."""
     import torch
@@ -115,10 +117,10 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, gr
         return F.pad(values, (0, 0, 0, more_rows)).view(-1, TILE, values.shape[1]).transpose(1, 2).contiguous()
 
     zeros = codes.new_full((1, 1, 1), middle) if zero is None else tiles(zero)
-    return Packed(packed, tiles(scales), zeros)
+    return TiledWeight(packed, tiles(scales), zeros)
 
 
-def unpack(packed: Packed, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def unpack(packed: TiledWeight, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Invert `pack`: codes uint8 [N, K], scales float16 [N, G], zero points uint8 [N, G]."""
     import torch
 
@@ -132,7 +134,7 @@ def unpack(packed: Packed, rows: int, columns: int) -> tuple[torch.Tensor, torch
     return codes[:rows, :columns], by_row[0], by_row[1]
 
 
-def reference(a: torch.Tensor, packed: Packed, factor: torch.Tensor, rows: int, group_size: int) -> torch.Tensor:
+def reference(a: torch.Tensor, packed: TiledWeight, factor: torch.Tensor, rows: int, group_size: int) -> torch.Tensor:
     """Compute the op in torch, bit for bit: A [..., K] float, a weight of N = `rows` rows -> [..., N] in A's dtype."""
     import torch
     import torch.nn.functional as F

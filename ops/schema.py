@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .signature import Call, Integer, Number, Op, ScaleOf, Tensor, Type, Variable
+from .signature import Call, Integer, Number, Op, ScaleOf, Tensor, Type, Variable, listed
 
 HALF = (Type.FLOAT32, Type.FLOAT16)
 HALVES = (*HALF, Type.BFLOAT16)
@@ -102,7 +102,6 @@ DIFF_ATTENTION = Op(
             "past_key_capacity": "tokens that past and present have room for",
             "mask_row": "numbers of a row of attention_mask",
             "positions": "rows of cos and sin; a position beyond them makes its token NaN",
-            "type": f"of query, key, value and out: {FLOATS}",
             "key_type": f"of a cache of 16 bits: {FLOATS}",
         },
     ),
@@ -118,7 +117,7 @@ HADAMARD = Op(
         "Hadamard",
         "hadamard",
         integers=("size = of.a.size()", "node.block", "of.a.type"),
-        notes={"a": "`size` numbers", "type": f"of a and y: {FLOATS}"},
+        notes={"a": "`size` numbers"},
     ),
 )
 
@@ -141,7 +140,6 @@ TERNARY_MATMUL = Op(
             "packed": "at a multiple of 16",
             "scale": "[n] if scale_per_row, else [1]",
             "y": "[m, n]",
-            "type": f"of a and y: {FLOATS}",
         },
     ),
 )
@@ -168,7 +166,6 @@ INT4_MATMUL = Op(
             "codes": "at a multiple of 16, like scales and zeros",
             "zeros": "[tiles, groups, 16]; null: 8 everywhere",
             "y": "[m, n]",
-            "type": f"of a and y: {FLOATS}",
         },
     ),
 )
@@ -191,7 +188,6 @@ INT8_MATMUL = Op(
             "zeros": "shaped as scales; null: 128 everywhere",
             "y": "[m, n]",
             "scale_groups": "of a row: as many as groups, or 1",
-            "type": f"of a and y: {FLOATS}",
         },
     ),
 )
@@ -217,7 +213,6 @@ GATHER = Op(
             "scales": "[tiles, scale_groups, 16]",
             "zeros": "shaped as scales; null: 2^(bits - 1) everywhere",
             "y": "[m, k]",
-            "type": f"of factor and y: {FLOATS}",
         },
     ),
 )
@@ -232,7 +227,7 @@ FLOAT_MATMUL = Op(
         "FloatMatMul",
         "float_matmul",
         integers=("m = of.rows", "n = of.w.shape[0]", "k = of.w.shape[1]", "of.a.type"),
-        notes={"a": "[m, k]", "w": "[n, k]", "y": "[m, n]", "type": f"of a, w and y: {FLOATS}"},
+        notes={"a": "[m, k]", "w": "[n, k]", "y": "[m, n]"},
     ),
 )
 
@@ -252,7 +247,7 @@ CAUSAL_CONV = Op(
         "CausalConv",
         "causal_conv",
         integers=(*TOKENS, "of.width", "of.x.type"),
-        notes={"total": "columns of attention_mask", "width": "rows of weight", "type": f"of x and y: {FLOATS}"},
+        notes={"total": "columns of attention_mask", "width": "rows of weight"},
     ),
 )
 
@@ -278,10 +273,9 @@ SELECTIVE_SCAN = Op(
         "selective_scan",
         integers=(*TOKENS, "of.states", "of.x.type"),
         notes={
-            "memory": "null: not wanted",
+            "memory": "null: not requested",
             "total": "columns of attention_mask",
             "states": "rows of a",
-            "type": f"of x, dt, z, b, c, y and memory: {FLOATS}",
         },
     ),
 )
@@ -344,8 +338,10 @@ def _op(op: Op) -> str:
 def _call(op: Op) -> str:
     name, function = f"Diffbit{op.call.struct}", f"diffbit_cuda_{op.call.function}"
     lines, checks, offset = [f"struct {name} {{"], [], 0
+    typed = listed([tensor.name.lower() for tensor in op.inputs + op.outputs if tensor.type == T], "and")
+    notes = {"type": f"of {typed}: {FLOATS}"} | op.call.notes
     for kind, field, _ in op.fields():
-        note = f"  // {op.call.notes[field]}" if field in op.call.notes else ""
+        note = f"  // {notes[field]}" if field in notes else ""
         lines.append(f"  {kind} {field};{note}")
         checks.append(f'static_assert(offsetof({name}, {field}) == {offset}, "{field}");')
         offset += 4 if kind == "float" else 8

@@ -40,18 +40,12 @@ class Variable:
     types: tuple[Type, ...]
     on_gpu: tuple[Type, ...]  # the types on a GPU, which supports more
 
-    def where(self, found: Mapping[Variable, Type]) -> Type:
-        return found[self]
-
 
 @dataclass(frozen=True)
 class ScaleOf:
     """The type of a cache's scales: float16 for packed codes."""
 
     cache: Variable
-
-    def where(self, found: Mapping[Variable, Type]) -> Type:
-        return Type.FLOAT16 if found[self.cache] == Type.UINT8 else Type.FLOAT32
 
 
 @dataclass(frozen=True)
@@ -75,8 +69,8 @@ class Integer:
 
     def check(self, op: str, value: object) -> None:
         if type(value) is not int or value not in (self.choices or range(self.low, self.high + 1)):
-            wanted = listed(self.choices) if self.choices else f"{self.low} to {self.high}"
-            raise DiffbitError(f"{op}: {self.name} is {value!r}, wanted {wanted}")
+            allowed = listed(self.choices) if self.choices else f"{self.low} to {self.high}"
+            raise DiffbitError(f"{op}: {self.name} is {value!r}, wanted {allowed}")
 
 
 @dataclass(frozen=True)
@@ -154,24 +148,25 @@ class Op:
         for name in given:
             if name not in attributes:
                 raise DiffbitError(f"{self.name} has no attribute {name}, wanted {listed(tuple(attributes))}")
-        found: dict[str, int | float] = {}
+        values: dict[str, int | float] = {}
         for name, attribute in attributes.items():
             value = given.get(name, attribute.default)
             if value is None:
                 raise DiffbitError(f"{self.name}: attribute {name} is missing")
             attribute.check(self.name, value)
-            found[name] = value
-        return found | {"spec_version": self.version}
+            values[name] = value
+        return values | {"spec_version": self.version}
 
     def types(self, gpu: bool = False) -> list[list[Type]]:
         """Return the types of inputs and outputs for every combination of the variables on a CPU or a GPU."""
         types = [tensor.type for tensor in self.inputs + self.outputs]
-        of_types = [type.cache if isinstance(type, ScaleOf) else type for type in types]
-        variables = list(dict.fromkeys(type for type in of_types if isinstance(type, Variable)))
+        variables = list(dict.fromkeys(type for type in types if isinstance(type, Variable)))
         rows = []
         for chosen in product(*(variable.on_gpu if gpu else variable.types for variable in variables)):
-            found = dict(zip(variables, chosen, strict=True))
-            rows.append([type if isinstance(type, Type) else type.where(found) for type in types])
+            types_of: dict[object, Type] = dict(zip(variables, chosen, strict=True))
+            for variable in variables:
+                types_of[ScaleOf(variable)] = Type.FLOAT16 if types_of[variable] == Type.UINT8 else Type.FLOAT32
+            rows.append([type if isinstance(type, Type) else types_of[type] for type in types])
         return rows
 
     def fields(self) -> list[tuple[str, str, str]]:
@@ -187,7 +182,7 @@ class Op:
         return fields
 
 
-def listed(values: Sequence[object]) -> str:
+def listed(values: Sequence[object], word: str = "or") -> str:
     """Format a list, such as "16, 8, 4 or 2"."""
     *first, last = map(str, values)
-    return f"{', '.join(first)} or {last}" if first else last
+    return f"{', '.join(first)} {word} {last}" if first else last

@@ -64,7 +64,7 @@ MOST_NAMES = 25  # in a face
 WIDE_FACES = {"diffbit.quantize": 43}
 # Classes of one name in several files. Options is what each variant's file has to define
 SAME_CLASSES = {
-    "Body", "Engine", "Generation", "Graph", "Op", "Options", "Packed", "Place", "Rows", "Stored", "TensorInfo",
+    "Engine", "Generation", "Graph", "Options", "Place", "Rows", "Stored", "TensorInfo",
 }  # fmt: skip
 # Files of one name in the core. command.py is what each app has
 SAME_FILES = {

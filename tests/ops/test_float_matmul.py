@@ -26,11 +26,11 @@ def inputs(rows: int, k: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor,
 
 def by_the_book(a: torch.Tensor, weight: torch.Tensor) -> np.ndarray:
     """Sixteen sums by fma (exact in float64 but for one rounding of these products), then pairs."""
-    pad = -a.shape[-1] % float_matmul.LANES
+    pad = -a.shape[-1] % LANES
     x, w = (torch.nn.functional.pad(t.double(), (0, pad)) for t in (a, weight))
-    sums = torch.zeros(*a.shape[:-1], len(w), float_matmul.LANES)
-    for c in range(0, x.shape[-1], float_matmul.LANES):
-        part = slice(c, c + float_matmul.LANES)
+    sums = torch.zeros(*a.shape[:-1], len(w), LANES)
+    for c in range(0, x.shape[-1], LANES):
+        part = slice(c, c + LANES)
         sums = (x[..., None, part] * w[:, part] + sums.double()).float()
     while sums.shape[-1] > 1:
         sums = sums[..., ::2] + sums[..., 1::2]

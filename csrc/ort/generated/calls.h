@@ -426,7 +426,7 @@ struct DiffbitSelectiveScan {
   const void* attention_mask;
   const void* past_state;
   void* y;
-  void* memory;  // null: not wanted
+  void* memory;  // null: not requested
   void* present_state;
   int64_t batch;
   int64_t steps;
