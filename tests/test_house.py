@@ -35,6 +35,7 @@ LEAVES = {
     "drawing",
     "durable",
     "errors",
+    "fields",
     "files",
     "gguf_file",
     "hub",

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...fields import Count
 from ...ops.cache import TOKENS, Buffer
-from ..checks import check_count
 from ..graph import Cache, Graph, Value
 from ..layers.rope import Rope
 from ..layers.state import Carried, NoState, State
@@ -23,11 +23,8 @@ from ..mixer import KVBuffers, Mixer, MixerOptions, Operations, Place
 
 @dataclass(frozen=True)
 class Options(MixerOptions):
-    inner_size: int
+    inner_size: Count
     memory_of: int  # the layer, from 0
-
-    def __post_init__(self) -> None:
-        check_count("inner_size", self.inner_size)
 
     def module(self, place: Place) -> GatedMemory:
         return GatedMemory(self, place)
