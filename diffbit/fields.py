@@ -48,7 +48,6 @@ class Rule:
 
     words: str
     allows: Callable[[Any], object]
-    choices: tuple[Any, ...] = ()
 
 
 def bounds(low: float, high: float | None = None, words: str = "") -> Rule:
@@ -61,7 +60,7 @@ def of_length(low: int, high: int) -> Rule:
 
 
 def one_of(*choices: Any) -> Rule:
-    return Rule(f"one of {', '.join(map(str, choices))}", lambda value: value in choices, choices)
+    return Rule(f"one of {', '.join(map(str, choices))}", lambda value: value in choices)
 
 
 Count = Annotated[int, bounds(1, 1 << 31)]
@@ -92,10 +91,10 @@ def get(
     return read(kind, values[name], place, extra=extra)
 
 
-def check(record: Any) -> None:
+def check(record: Any, place: str = "") -> None:
     """Raise FieldError for a field of a dataclass that is not of its type."""
     for name, kind in kinds(record.__class__).items():
-        read(kind, getattr(record, name), name)
+        read(kind, getattr(record, name), f"{place}.{name}" if place else name)
 
 
 @cache

@@ -125,7 +125,7 @@ def export_artifact(
             "files": _hashed(folder),
             "golden": _golden(prompt, logits, LEAST_TOLERANCE[kind]),
         }
-        manifest["parts"] = parts(folder, manifest["files"], config, scheme)
+        manifest["parts"] = [asdict(part) for part in parts(folder, manifest["files"], config, scheme)]
         manifest["sha256"] = manifest_sha256(manifest)
         files.write_json(folder / MANIFEST, manifest)
     return out

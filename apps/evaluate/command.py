@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -274,7 +275,7 @@ def _artifact_row(opened: Artifact) -> dict[str, Any]:
         "format": ", ".join(filter(None, (weights, attention_name(scheme["attention"])))),
         "bytes": opened.nbytes,
         "source_bytes": 2 * num_parameters(ModelConfig.from_dict(dict(opened.model))),
-        "parts": [dict(part) for part in opened.parts],
+        "parts": [asdict(part) for part in opened.parts],
     }
 
 
