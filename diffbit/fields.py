@@ -59,8 +59,8 @@ def of_length(low: int, high: int) -> Rule:
     return Rule(f"{{}} of {low} to {high} entries", lambda value: low <= len(value) <= high)
 
 
-def one_of(*choices: Any) -> Rule:
-    return Rule(f"one of {', '.join(map(str, choices))}", lambda value: value in choices)
+def one_of(*choices: Any, words: str = "") -> Rule:
+    return Rule(words or f"one of {', '.join(map(str, choices))}", lambda value: value in choices)
 
 
 Count = Annotated[int, bounds(1, 1 << 31)]

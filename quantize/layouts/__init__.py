@@ -25,14 +25,17 @@ from __future__ import annotations
 from importlib import import_module
 from pkgutil import iter_modules
 from types import ModuleType
+from typing import Annotated
 
 from torch import Tensor
 
 from ...errors import DiffbitError
+from ...fields import one_of
 from ...models import Checkpoint
 from ...models.checkpoint.names import EMBEDDING, is_linear, linear_of, shapes
 from ..formats import QTensor
 from ..scheme import Scheme
+from ._common import setting
 from .diffbit import parse_entry
 
 __all__ = ["LAYOUTS", "WRITTEN", "parse_entry", "read_scheme", "read_weight"]
@@ -47,13 +50,8 @@ def layout_of(checkpoint: Checkpoint) -> ModuleType | None:
     entry = checkpoint.quantization
     if entry is None:
         return None
-    method = entry.get("quant_method", entry.get("quantizer"))
-    if not isinstance(method, str) or method not in LAYOUTS:
-        raise DiffbitError(
-            f"{checkpoint.path / 'config.json'}: quantization_config has quant_method {method!r}, wanted one of "
-            f"{', '.join(LAYOUTS)}"
-        )
-    return LAYOUTS[method]
+    name = "quantizer" if "quantizer" in entry and "quant_method" not in entry else "quant_method"
+    return LAYOUTS[setting(checkpoint, name, Annotated[str, one_of(*LAYOUTS)])]
 
 
 def read_scheme(checkpoint: Checkpoint) -> Scheme | None:
@@ -77,8 +75,8 @@ def read_weight(checkpoint: Checkpoint, name: str, scheme: Scheme | None) -> Ten
     module = name.removesuffix(".weight")
     format = scheme.format_for(module) if scheme and (is_linear(name) or name == EMBEDDING) else None
     if format is None:
-        wanted = shapes(checkpoint.config).get(name)
-        if name not in checkpoint.names or not checkpoint.is_float(name) or checkpoint.shape(name) != wanted:
+        shape = shapes(checkpoint.config).get(name)
+        if name not in checkpoint.names or not checkpoint.is_float(name) or checkpoint.shape(name) != shape:
             raise DiffbitError(
                 f"{checkpoint.path}: config.json says that {name} is float, but the weights do not have it so; config "
                 "and weights do not belong together"

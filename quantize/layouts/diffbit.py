@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import DiffbitError
+from ...fields import get, located, shown
 from ...models import Checkpoint
 from ..formats import Format, QTensor
 from ..scheme import Scheme, weight_shapes
@@ -32,20 +33,16 @@ def parse_entry(entry: Mapping[str, Any], where: str) -> Scheme:
     """Return the scheme in a quantization_config that diffbit wrote; where: its file and key, for messages."""
     if entry.get("version") != VERSION:
         raise DiffbitError(
-            f"{where} has version {entry.get('version')!r}, this diffbit reads version {VERSION}; quantize the float "
-            "checkpoint again"
+            f"{where} has version {shown(entry.get('version'))}, this diffbit reads version {VERSION}; quantize the "
+            "float checkpoint again"
         )
-    if not isinstance(entry.get("scheme"), dict):
-        raise DiffbitError(f"{where} has no scheme; restore config.json")
-    try:
-        return Scheme.from_dict(entry["scheme"])
-    except DiffbitError as error:
-        raise DiffbitError(f"{where}: {error}") from None
+    values = get(entry, "scheme", Mapping[str, Any], place=where)
+    with located(f"{where}.scheme"):
+        return Scheme.from_dict(values)
 
 
 def read(checkpoint: Checkpoint, module: str, format: Format) -> QTensor:
-    wanted = PARTS[:2] if format.symmetric else PARTS
-    names = [f"{module}.{part}" for part in wanted]
+    names = [f"{module}.{part}" for part in (PARTS[:2] if format.symmetric else PARTS)]
     if f"{module}.weight" in checkpoint.names or not all(name in checkpoint.names for name in names):
         raise DiffbitError(
             f"{checkpoint.path}: the scheme in config.json says that {module}.weight is {format}, but the weights "
