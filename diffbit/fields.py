@@ -169,4 +169,6 @@ def _words(kind: Any) -> str:
         return words if callable(inner[1]) else inner[1].words.replace("{}", words)
     if origin in (Union, UnionType):
         return " or ".join(map(_words, inner))
+    if origin is tuple and inner[-1] is not ...:
+        return f"a list of {len(inner)} entries"
     return "none" if kind is NoneType else _WORDS.get(origin or kind, "an object")

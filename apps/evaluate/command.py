@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -31,6 +32,7 @@ from ...cli.options import CALIBRATION_WINDOWS, completion, modules
 from ...cli.output import attention_name
 from ...cli.quantize import LAYER_ERRORS
 from ...errors import DiffbitError
+from ...fields import Count, get, located
 from ...files import folder_name, locked, read_json
 
 if TYPE_CHECKING:
@@ -222,7 +224,7 @@ def _read_reports(models: Sequence[Path], quantized: Sequence[Path]) -> dict[str
     """What `train` and `quantize` recorded about the models, by the names of ReportData's fields."""
     return {
         "training": {folder_name(model): found for model in models if (found := _training(model))},
-        "quantization": {folder_name(path): _part(path / LAYER_ERRORS, "weights", list) for path in quantized},
+        "quantization": {folder_name(path): _layer_errors(path / LAYER_ERRORS) for path in quantized},
     }
 
 
@@ -231,20 +233,22 @@ def _training(model: Path) -> dict[str, Any] | None:
     path = model / "training.json"
     if not path.is_file():
         return None
-    run = _part(path, "result", dict)
-    try:
-        config, result = run["config"], run["result"]
-        rows = config["steps"] * config["batch_size"] * config["accumulate"] * run["processes"]
-        return {"tokens": rows * config["length"], "training_s": result["seconds"], "eval_loss": result["eval_loss"]}
-    except (KeyError, TypeError) as error:
-        raise DiffbitError(f"{path}: is not as `diffbit train` wrote it ({error}); restore or remove it") from None
+    run = read_json(path)
+    with located(path, "; restore or remove it"):
+        config, result = (get(run, name, Mapping[str, Any]) for name in ("config", "result"))
+        sizes = [get(config, name, Count, place="config") for name in ("steps", "batch_size", "accumulate", "length")]
+        return {
+            "tokens": math.prod(sizes) * get(run, "processes", Count),
+            "training_s": get(result, "seconds", float, place="result"),
+            "eval_loss": get(result, "eval_loss", float, place="result"),
+        }
 
 
-def _part(path: Path, key: str, kind: type) -> dict[str, Any]:
-    """The JSON object in a file that diffbit wrote, which must hold `key`."""
+def _layer_errors(path: Path) -> dict[str, Any]:
+    """A report that `diffbit quantize` wrote."""
     values = read_json(path)
-    if not isinstance(values.get(key), kind):
-        raise DiffbitError(f"{path}: has no {key}; it was changed after diffbit wrote it; write it again")
+    with located(path, "; it was changed after diffbit wrote it; write it again"):
+        get(values, "weights", tuple[Mapping[str, Any], ...])
     return values
 
 

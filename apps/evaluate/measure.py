@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ...calib_data import NeedleWindows, Windows
 from ...errors import DiffbitError
+from ...fields import located
 from ...models import Decoder, ModelConfig
 from ...progress import track
 from ...quantize import HEAD_MODULE, AttentionScheme, Scheme, apply, linear_shapes, sizes
@@ -180,10 +181,8 @@ def on_device(session: Session) -> Logits:
 def _measured_on_device(artifact: Artifact, scorer: _Scorer, length: int) -> Measured:
     scheme = None if artifact.scheme is None else Scheme.from_dict(artifact.scheme)
     config = ModelConfig.from_dict(dict(artifact.model))
-    try:
+    with located(artifact.path):
         scores = scorer.scores(on_device(Session(artifact)), 1)
-    except DiffbitError as error:
-        raise DiffbitError(f"{artifact.path}: {error}") from None
     return Measured(
         variant=on_a_device(artifact),
         scheme=scheme,

@@ -9,8 +9,7 @@ quantize/layouts/ interprets them and checks which of them belong there.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from ... import files
 from ...errors import DiffbitError
+from ...fields import get, located
 from ...gguf_file import find_gguf
 from ...sentencepiece_model import SENTENCEPIECE
 from ...tokenizer_files import TOKENIZER_FILES, tokenizer_files
@@ -56,10 +56,8 @@ class Checkpoint:
             source = gguf
             values, stored = open_gguf(gguf)
         self._source = source
-        self.quantization: dict[str, Any] | None = values.get("quantization_config")
-        if not isinstance(self.quantization, dict | None):
-            raise DiffbitError(f"{source}: quantization_config is {self.quantization!r}, wanted an object")
-        with _about(source):
+        with located(source):
+            self.quantization: dict[str, Any] | None = get(values, "quantization_config", Mapping[str, Any], None)
             family = family_of(values).opened(values)
             self._family = family if gguf is None else GGUFFamily(family.model_type, family)
             self.config: ModelConfig = self._family.read(values)
@@ -67,7 +65,7 @@ class Checkpoint:
             raise DiffbitError(f"{source}: is quantized, and quantized folders of this layout are not read")
         if (self.path / GENERATION).exists():
             generation = inside(self.path, GENERATION, self.path)
-            with _about(generation):
+            with located(generation):
                 # its tokens take precedence, as in transformers
                 self.config = replace(self.config, **special_tokens(files.read_json(generation)))
         stored = {name: entry for name, entry in stored.items() if not name.endswith(HARMLESS)}
@@ -235,22 +233,13 @@ def _fill(module: torch.nn.Module, checkpoint: Checkpoint, names: list[str], pre
         wanted = torch.float32 if stays_float32(name) else dtype
         state[name.removeprefix(prefix)] = checkpoint.read(name).to(wanted)
     module.load_state_dict(state, strict=True, assign=True)
-    with _about(checkpoint.path):
+    with located(checkpoint.path):
         check_derived(module)
 
 
 def _refuse_quantized(checkpoint: Checkpoint) -> None:
     if checkpoint.quantization is not None:
         raise DiffbitError(f"{checkpoint.path}: is quantized; models.load reads float weights, diffbit.load reads both")
-
-
-@contextmanager
-def _about(file: Path) -> Iterator[None]:
-    """Context manager: adds the file's name to errors about its content."""
-    try:
-        yield
-    except DiffbitError as error:
-        raise DiffbitError(f"{file}: {error}") from None
 
 
 def _check_finite(entry: Entry, name: str, tensor: Tensor) -> None:
