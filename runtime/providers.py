@@ -170,14 +170,14 @@ def _check_card(ort: ModuleType, library: Path | None) -> None:
         card = driver.architecture
     except (OSError, DiffbitError):
         return  # ONNX Runtime cannot start either; why_no_cuda explains it
-    wanted = str(getattr(ort, "cuda_version", None) or "")  # of the wheel, such as "13.0"
-    major = int(wanted.partition(".")[0]) if wanted[:1].isdigit() else 0
+    built_for = str(getattr(ort, "cuda_version", None) or "")  # of the wheel, such as "13.0"
+    major = int(built_for.partition(".")[0]) if built_for[:1].isdigit() else 0
     if driver.cuda_version[0] < major:
         newer = f"install driver {DRIVERS[major]} or newer" if major in DRIVERS else "install a newer driver"
         older = f", or pip install 'onnxruntime-gpu[cuda,cudnn]<{FIRST_FOR_CUDA_13}'" if major == 13 else ""
         raise DiffbitError(
             f"device cuda was requested, but the NVIDIA driver is for CUDA {version_text(driver.cuda_version)}, and "
-            f"ONNX Runtime {ort.__version__} is for CUDA {wanted}: {newer}{older}, or run with device cpu"
+            f"ONNX Runtime {ort.__version__} is for CUDA {built_for}: {newer}{older}, or run with device cpu"
         )
     compiled = cuda_architectures(library) if library is not None else []
     if compiled and not runs(card, compiled):

@@ -312,16 +312,16 @@ def _remarks(comparison: Comparison, several: bool) -> None:
         lost = contrast.difference
         by = f" by {contrast.method}" if several and contrast.method != "none" else ""
         verdict = "less than" if lost.high < 0 else "more than" if lost.low > 0 else "about as much as"
-        made = f", {contrast.runs} training runs of each" if contrast.runs > 1 else ""
+        counts = f", {contrast.runs} training runs of each" if contrast.runs > 1 else ""
         if contrast.repeats is not None:
-            made += ", one rounding of each" if contrast.repeats == 1 else f", {contrast.repeats} roundings of each"
+            counts += ", one rounding of each" if contrast.repeats == 1 else f", {contrast.repeats} roundings of each"
         remark(
             f"{contrast.what} at {contrast.format}{by}: {contrast.model} loses {verdict} {contrast.against} "
-            f"({lost.value:+.4f} nats per token, 95 %: {lost.low:+.4f} to {lost.high:+.4f}{made})"
+            f"({lost.value:+.4f} nats per token, 95 %: {lost.low:+.4f} to {lost.high:+.4f}{counts})"
             + "".join(
-                f"; {asked['queries']} of {asked['needles']} needles: {100 * found.value:+.1f} points "
-                f"({100 * found.low:+.1f} to {100 * found.high:+.1f})"
-                for asked, found in zip(comparison.needles, contrast.retrieval, strict=bool(contrast.retrieval))
+                f"; {asked['queries']} of {asked['needles']} needles: {100 * points.value:+.1f} points "
+                f"({100 * points.low:+.1f} to {100 * points.high:+.1f})"
+                for asked, points in zip(comparison.needles, contrast.retrieval, strict=bool(contrast.retrieval))
             )
         )
     if any(contrast.repeats == contrast.runs == 1 for contrast in comparison.contrasts):

@@ -158,8 +158,8 @@ def in_torch(model: Decoder) -> Logits:
     device = next(model.parameters()).device
 
     def logits(ids: Tensor, mask: Tensor | None) -> Tensor:
-        found: Tensor = model(ids.to(device), attention_mask=None if mask is None else mask.to(device))
-        return found
+        logits: Tensor = model(ids.to(device), attention_mask=None if mask is None else mask.to(device))
+        return logits
 
     return logits
 
@@ -243,17 +243,17 @@ def _apply(decoder: Decoder, variant: Variant, calibration: Sequence[Windows], r
     return apply(decoder, variant.scheme, method, text.ids, text.mask, order=repeat)
 
 
-def _batch_size(variant: Variant | None, config: ModelConfig, length: int, wanted: int) -> int:
-    """Return how many windows of `length` tokens a variant processes at a time, at most `wanted`."""
+def _batch_size(variant: Variant | None, config: ModelConfig, length: int, batch_size: int) -> int:
+    """Return how many windows of `length` tokens a variant processes at a time, at most `batch_size`."""
     if variant is None or variant.scheme.attention == AttentionScheme():
-        return wanted
+        return batch_size
     heads = max(layer.mixer.softmaxes for layer in config.layers) or 1  # each has weights of its own
-    return max(1, min(wanted, EXPLICIT_BYTES // (COPIES * 4 * heads * length * length)))
+    return max(1, min(batch_size, EXPLICIT_BYTES // (COPIES * 4 * heads * length * length)))
 
 
 def _bits_per_weight(config: ModelConfig, scheme: Scheme | None) -> float:
     """Average over the decoder's linear layers that the scheme quantizes; 16 if it quantizes none."""
     formats = {} if scheme is None else scheme.formats(config)
-    own = {m: shape for m, shape in linear_shapes(config).items() if m in formats and m != HEAD_MODULE}
-    nbytes = sum(formats[module].device_nbytes(shape, 2) for module, shape in own.items())
-    return 8 * nbytes / sum(map(prod, own.values())) if own else 16.0
+    quantized = {m: shape for m, shape in linear_shapes(config).items() if m in formats and m != HEAD_MODULE}
+    nbytes = sum(formats[module].device_nbytes(shape, 2) for module, shape in quantized.items())
+    return 8 * nbytes / sum(map(prod, quantized.values())) if quantized else 16.0
