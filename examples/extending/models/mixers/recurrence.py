@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...fields import Count
 from ...ops.cache import Buffer
 from ..graph import Cache, Graph, Value
 from ..layers.masks import real_tokens
@@ -36,8 +37,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Options(MixerOptions):
-    num_heads: int
-    head_dim: int
+    num_heads: Count
+    head_dim: Count
 
     def module(self, place: Place) -> Recurrence:
         return Recurrence(self, place)
