@@ -12,7 +12,8 @@
     # DiffbitError: layers[3].mixer.num_heads is 'x', wanted a whole number from 1 to 16384
 
 A type is bool, int, float (finite), str, Any or another class, X | Y, tuple[X, ...], tuple[X, Y], Mapping[K, X], a
-dataclass, or Annotated with a Rule, or with a function that reads another form: (value, place) -> X.
+dataclass, or Annotated with Rules, or with a function that reads another form: (value, place) -> X. A Rule that uses
+other names than its argument is defined outside of the class, whose annotations are evaluated without them.
 
 Needs only the standard library, because the device runtime uses it.
 """
@@ -130,13 +131,13 @@ def _fit(kind: Any, value: Any, place: str, extra: bool) -> Any:
         return value if isinstance(value, inner[0]) else inner[1](value, place)
     if origin is Annotated:
         result = _fit(inner[0], value, place, extra)
-        return result if result is not _WRONG and inner[1].allows(result) else _WRONG
+        return result if result is not _WRONG and all(rule.allows(result) for rule in inner[1:]) else _WRONG
     if origin in (Union, UnionType):
         results = (_fit(option, value, place, extra) for option in inner)
         return next((result for result in results if result is not _WRONG), _WRONG)
     if origin is tuple and isinstance(value, list | tuple) and (inner[-1] is ... or len(inner) == len(value)):
         items = zip(inner[:1] * len(value) if inner[-1] is ... else inner, value, strict=True)
-        return tuple(read(each, item, f"{place}[{i}]", extra=extra) for i, (each, item) in enumerate(items))
+        return tuple(read(of_item, item, f"{place}[{i}]", extra=extra) for i, (of_item, item) in enumerate(items))
     if origin is Mapping and isinstance(value, Mapping):
         keys = {key: read(inner[0], key, f"a key of {place}") for key in value}
         return {keys[key]: read(inner[1], item, f"{place}[{shown(key)}]", extra=extra) for key, item in value.items()}
@@ -166,7 +167,9 @@ def _words(kind: Any) -> str:
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         words = _words(inner[0])
-        return words if callable(inner[1]) else inner[1].words.replace("{}", words)
+        for rule in () if callable(inner[1]) else inner[1:]:
+            words = rule.words.replace("{}", words)
+        return words
     if origin in (Union, UnionType):
         return " or ".join(map(_words, inner))
     if origin is tuple and inner[-1] is not ...:
