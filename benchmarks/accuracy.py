@@ -35,8 +35,8 @@ from diffbit.apps.evaluate.compare import Comparison, conclude
 from diffbit.apps.evaluate.measure import Measured, Refusal, measure
 from diffbit.apps.evaluate.variants import Variant, variants
 from diffbit.calib_data import Windows, eval_windows, samples
+from diffbit.io.progress import set_quiet, track
 from diffbit.models import Checkpoint, load
-from diffbit.progress import set_quiet, track
 from diffbit.quantize import Scheme, table_formats
 
 ROOT = Path(__file__).parents[1]

@@ -31,9 +31,9 @@ from diffbit.apps.evaluate.measure import Measured, measure
 from diffbit.apps.evaluate.metrics import mean, paired
 from diffbit.apps.evaluate.variants import NO_METHOD, Variant
 from diffbit.calib_data import NeedleWindows, Windows, eval_windows, needle_windows
+from diffbit.io.progress import set_quiet, track
 from diffbit.models import Checkpoint, load
 from diffbit.ops.kv_cache import BITS
-from diffbit.progress import set_quiet, track
 from diffbit.quantize import AttentionScheme, Scheme
 
 ROOT = Path(__file__).parents[1]

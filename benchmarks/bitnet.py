@@ -34,11 +34,11 @@ from diffbit.apps.evaluate.cost import token_cost
 from diffbit.apps.evaluate.measure import measure
 from diffbit.apps.evaluate.metrics import Scores, mean, paired, perplexity_ratio, recovered
 from diffbit.calib_data import Windows, eval_windows
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
-from diffbit.files import read_json
+from diffbit.io.errors import DiffbitError
+from diffbit.io.files import read_json
+from diffbit.io.progress import set_quiet, track
 from diffbit.models import Checkpoint
-from diffbit.progress import set_quiet, track
 from diffbit.quantize import load, read_scheme
 from diffbit.runtime import Artifact, bench
 

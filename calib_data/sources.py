@@ -33,9 +33,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..errors import DiffbitError, MissingDependency
-from ..fields import read
-from ..files import parse_json
+from ..io.errors import DiffbitError, MissingDependency
+from ..io.fields import read
+from ..io.files import parse_json
 from .mix import Render, mix
 
 Split = Literal["train", "calib", "eval"]

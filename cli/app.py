@@ -16,9 +16,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperOption
 
-from ..errors import DiffbitError, MissingDependency
-from ..hub import download, is_hub_name
-from ..processes import leave, speaks
+from ..io.errors import DiffbitError, MissingDependency
+from ..io.hub import download, is_hub_name
+from ..io.processes import leave, speaks
 from ..version import __version__
 from . import bench, chat, export, plan, quantize, run, verify
 from .options import modules

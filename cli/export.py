@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..errors import DiffbitError
-from ..files import read_json
+from ..io.errors import DiffbitError
+from ..io.files import read_json
 from .options import Json, Overwrite, Quiet, dtype_for
 from .output import print_json, print_table, remark
 

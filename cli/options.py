@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..errors import DiffbitError, how_to_install
-from ..files import folder_name
-from ..progress import set_quiet
+from ..io.errors import DiffbitError, how_to_install
+from ..io.files import folder_name
+from ..io.progress import set_quiet
 from .output import remark
 
 if TYPE_CHECKING:
@@ -177,8 +177,8 @@ def chat_template(model: Path) -> Callable[[Any], str] | None:
     and a remark says so.
     """
     from ..calib_data.mix import plain
+    from ..io.tokenizer_files import tokenizer_files
     from ..runtime.template import ChatTemplate, NoTemplate
-    from ..tokenizer_files import tokenizer_files
 
     refused = False
 
@@ -227,7 +227,7 @@ def dtype_for(device: str) -> str:
 @contextmanager
 def as_artifacts(paths: Sequence[Path], device: str) -> Iterator[list[Path]]:
     """Yield the artifacts; checkpoints among `paths` are exported to a temporary folder while the command runs."""
-    from ..gguf_file import find_gguf
+    from ..io.gguf import find_gguf
     from ..runtime.artifact import MANIFEST
 
     with TemporaryDirectory(prefix="diffbit-") as folder:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..progress import is_quiet
+from ..io.progress import is_quiet
 
 MOST_CHARACTERS = 2000  # in an error message
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import typer
 
-from ..errors import DiffbitError
-from ..files import parse_size
+from ..io.errors import DiffbitError
+from ..io.files import parse_size
 from .options import CALIBRATION_WINDOWS, Json, Length, Quiet, dtype_for, window_length
 from .output import print_json, print_table, remark
 from .quantize import (

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..errors import DiffbitError
-from ..files import parse_size, write_json
+from ..io.errors import DiffbitError
+from ..io.files import parse_size, write_json
 from .options import (
     CALIBRATION_WINDOWS,
     Field,
@@ -179,7 +179,7 @@ def quantize(
     the work; the result is the same to the bit. --device cuda computes on a GPU, whose result differs slightly, because
     it sums in another order.
     """
-    from ..processes import processes
+    from ..io.processes import processes
     from ..quantize import parse_recipe, quantize_checkpoint
 
     here = processes(device)
@@ -229,7 +229,8 @@ def read_scheme(
     weights_later: bool = False,
 ) -> Scheme:
     """Read the scheme from the file or the options. weights_later: the weights' formats are chosen afterwards."""
-    from ..quantize import Scheme, parse_format, parse_override, table_formats
+    from ..formats import parse_format
+    from ..quantize import Scheme, parse_override, table_formats
 
     options = (weights, embedding, head, override, activations, kv, qk, kv_window)
     if file is not None:

@@ -10,14 +10,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .errors import DiffbitError
+from .io.errors import DiffbitError
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .apps.convert.differential import convert
     from .apps.evaluate.compare import compare
     from .export import export_artifact
-    from .quantize import Scheme, load, parse_format, quantize_checkpoint
+    from .formats import parse_format
+    from .quantize import Scheme, load, quantize_checkpoint
     from .runtime import Chat, Sampler, Session, Tokenizer
     from .runtime.generate import generate
     from .runtime.verify import verify

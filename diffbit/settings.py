@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
-from .fields import Rule, bounds, check, one_of
+from .io.fields import Rule, bounds, check, one_of
 
 DEVICES = ("cpu", "cuda")
 MAX_THREADS = 512  # ONNX Runtime does not limit the number, and hangs with too many

@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import files
-from ..errors import DiffbitError
+from ..io import files
+from ..io.errors import DiffbitError
+from ..io.progress import track
+from ..io.tokenizer_files import open_tokenizer, tokenizer_files
 from ..models import Checkpoint, ModelConfig
 from ..models.families import loader_config
 from ..ops.cache import CacheSpec
 from ..ops.kv_cache import BLOCK
-from ..progress import track
 from ..quantize import AttentionScheme, read_scheme
 from ..quantize.cache import cache_spec
 from ..runtime.artifact import MANIFEST, ONNX, TOKENIZER, VERSION, manifest_sha256
 from ..runtime.native import library as native_library
 from ..runtime.sampler import GENERATION
 from ..settings import OF_MODEL
-from ..tokenizer_files import open_tokenizer, tokenizer_files
 from ..version import __version__
 from .decoder import DecoderGraph
 from .demand import export_demand

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .. import files
-from ..errors import DiffbitError
+from ..io import files
+from ..io.errors import DiffbitError
+from ..io.progress import track
 from ..models import Checkpoint, CheckpointWriter
 from ..models.checkpoint.names import shapes
-from ..progress import track
 from ..quantize import Scheme, read_scheme, read_weight
 from ..quantize.demand import in_shards
 from ..quantize.layouts import LAYOUTS, WRITTEN

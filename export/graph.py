@@ -28,13 +28,13 @@ import torch
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 from torch import Tensor, nn
 
-from ..errors import DiffbitError
+from ..formats import QTensor, QuantLinear
+from ..formats.base import MICROSOFT
+from ..io.errors import DiffbitError
 from ..models.graph import Attribute
 from ..models.layers.norm import LayerNorm, RMSNorm
 from ..ops import float_matmul
 from ..ops.signature import DOMAIN, DOMAIN_VERSION
-from ..quantize import QTensor, QuantLinear
-from ..quantize.formats.base import MICROSOFT
 from ..runtime.artifact import FILE_BYTES
 
 MODEL = "model.onnx"

@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..errors import DiffbitError
+from ..formats import QTensor, QuantEmbedding
+from ..io.errors import DiffbitError
 from ..models import Block, Checkpoint, Decoder, rope_for
 from ..models.checkpoint.names import EMBEDDING, HEAD
 from ..models.layers.state import Carried
-from ..quantize import QTensor, QuantEmbedding, Scheme, load, load_block, read_scheme, read_weight
+from ..quantize import Scheme, load, load_block, read_scheme, read_weight
 from ..quantize.model import as_exported, assemble
 from ..quantize.scheme import EMBEDDING_MODULE, HEAD_MODULE
 

@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Annotated, Any
 
-from ..errors import DiffbitError
-from ..fields import Count, Positive, bounds, check, of_length, one_of, read
+from ..io.errors import DiffbitError
+from ..io.fields import Count, Positive, bounds, check, of_length, one_of, read
 from . import attention, layers, mixers
 from . import mlp as mlps
 from .layers.attention import AttentionOptions

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 from .cache import KVCache
 from .config import ModelConfig
 from .graph import Cache, Graph

@@ -32,7 +32,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from ..fields import check
+from ..io.fields import check
 from ..ops.cache import Buffer
 from .graph import Cache, Graph, Value
 from .layers.norm import RMSNorm

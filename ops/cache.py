@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from ..fields import Rule, of_length, one_of
+from ..io.fields import Rule, of_length, one_of
 from .kv_cache import BLOCK, quantized_tokens
 
 TOKENS = "tokens"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 
 if TYPE_CHECKING:
     import onnx_ir

@@ -5,18 +5,19 @@ decoder = load("model-int4")                         # reads float, quantized, b
 decoder = apply(float_decoder, scheme)               # the same in memory
 """
 
+from ..formats import CodebookFormat, Format, IntFormat, MXFormat, QTensor, TernaryFormat, parse_format
+from ..formats.linear import QuantEmbedding, QuantLinear
+from ..formats.rounding import Rounding, quantize_per_block_int8, quantize_per_token_int8, rounded_input, spread
 from .attention import logits_hook, quantize_logits
+from .calibration.stats import CalibStats, proxy_loss
 from .checkpoint import load, load_block, quantize_checkpoint, read_scheme, read_weight, save
-from .formats import CodebookFormat, Format, IntFormat, MXFormat, QTensor, TernaryFormat, parse_format
 from .layerwise import apply
-from .linear import QuantEmbedding, QuantLinear
 from .method import Method
 from .methods import methods
 from .methods.rtn import quantize as rtn
 from .model import quant_linear
 from .recipe import parse_recipe
 from .report import Report, Sizes, WeightReport, sizes
-from .rounding import Rounding, quantize_per_block_int8, quantize_per_token_int8, rounded_input, spread
 from .scheme import (
     EMBEDDING_MODULE,
     HEAD_MODULE,
@@ -28,7 +29,6 @@ from .scheme import (
     table_formats,
     weight_shapes,
 )
-from .stats import CalibStats, proxy_loss
 
 __all__ = [
     "EMBEDDING_MODULE",

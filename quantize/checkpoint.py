@@ -14,15 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import files, models
-from ..errors import DiffbitError
+from .. import models
+from ..formats import Format, QTensor
+from ..io import files
+from ..io.errors import DiffbitError
+from ..io.processes import Processes
 from ..models import Block, Checkpoint, CheckpointWriter, Decoder, ModelConfig
 from ..models.checkpoint.names import shapes, stays_float32
-from ..processes import Processes
 from . import layouts
 from .cache import is_low_bit
+from .calibration.states import ALONE
 from .demand import Text, in_shards, within
-from .formats import Format, QTensor
 from .layerwise import Finished, quantize_layers, stored_config, tokens_for
 from .layouts import read_scheme
 from .layouts.diffbit import VERSION
@@ -31,7 +33,6 @@ from .recipe import parse_recipe
 from .report import Report, WeightReport, sizes
 from .resume import Stored, Unfinished, run
 from .scheme import Scheme
-from .states import ALONE
 
 
 def quantize_checkpoint(

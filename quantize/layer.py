@@ -24,21 +24,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import DiffbitError
+from ..formats import Format, QTensor
+from ..formats.linear import QuantEmbedding, QuantLinear
+from ..formats.rounding import spread
+from ..io.errors import DiffbitError
+from ..io.processes import Processes
 from ..models import Block, LayerSpec, ModelConfig, rope_for
 from ..models.checkpoint.names import EMBEDDING, HEAD
 from ..models.layers.state import Carried
 from ..models.mixer import Symmetries
 from ..ops.cache import TOKENS
-from ..processes import Processes
-from .formats import Format, QTensor
-from .linear import QuantEmbedding, QuantLinear
+from .calibration.states import ALONE, Batch, States
+from .calibration.stats import CalibStats, gather
 from .model import assemble
 from .report import OutputError
-from .rounding import spread
 from .scheme import EMBEDDING_MODULE, Scheme
-from .states import ALONE, Batch, States
-from .stats import CalibStats, gather
 
 LOSS_TOKENS = 1024  # tokens on which the float model's loss shows whether it was trained on such text
 UNLIKE = 0.8  # limit of its loss / entropy of the text's tokens. Measured: up to 0.61 on text like the training text,

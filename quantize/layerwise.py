@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import DiffbitError
+from ..formats import Format, QTensor
+from ..io.errors import DiffbitError
+from ..io.processes import Processes
+from ..io.progress import Progress
 from ..models import Decoder, ModelConfig
 from ..models.checkpoint.names import EMBEDDING, HEAD, shapes, stays_float32
 from ..models.decoder import check_layer
-from ..processes import Processes
-from ..progress import Progress
-from .formats import Format, QTensor
+from .calibration.rounds import round_all, round_stages
+from .calibration.states import ALONE
 from .layer import MEASURED_TOKENS, Layer, Tokens
 from .method import Method
 from .methods import find
@@ -31,8 +33,6 @@ from .recipe import Recipe, parse_recipe
 from .reorder import Read, reordered
 from .report import WIDTHS, WeightReport, weight_error
 from .scheme import EMBEDDING_MODULE, HEAD_MODULE, Scheme, weight_shapes
-from .stages import round_all, round_stages
-from .states import ALONE
 
 LARGE = 1 << 16  # rows of a table that would take as long as several layers
 PLAIN_BITS = 8  # a head of at least as many bits is rounded to nearest

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import DiffbitError
+from ..formats import Format, QTensor
+from ..io.errors import DiffbitError
 from ..models import ModelConfig
-from .formats import Format, QTensor
 from .layer import Layer
 from .model import Round
 

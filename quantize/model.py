@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..fields import located
+from ..formats import Format, QTensor
+from ..formats.linear import QuantEmbedding, QuantLinear
+from ..io.fields import located
 from ..models import Decoder
 from ..models.checkpoint.names import stays_float32
 from ..models.decoder import check_derived
 from .attention import set_attention
-from .formats import Format, QTensor
-from .linear import QuantEmbedding, QuantLinear
 from .scheme import EMBEDDING_MODULE, HEAD_MODULE, Scheme
 
 M = TypeVar("M", bound=nn.Module)

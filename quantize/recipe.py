@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 from ..models import ModelConfig
 from .method import MOST_STEPS, Method
 from .methods import find, methods

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..formats import QTensor, row_blocks
 from ..models import ModelConfig
 from ..models.checkpoint.names import EMBEDDING, HEAD, shapes, stays_float32
 from .cache import cache_spec
-from .formats import QTensor, row_blocks
 from .scheme import AttentionScheme, Scheme
 
 WIDTHS = {"fp32": 4, "fp16": 2}  # bytes of an artifact's floats

@@ -22,14 +22,14 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from .. import files
-from ..errors import DiffbitError
-from ..models.checkpoint.safetensors_file import Parts, read_header, write_parts, write_tensors
+from ..io import files
+from ..io.errors import DiffbitError
+from ..io.safetensors import Parts, read_header, write_parts, write_tensors
 from ..version import __version__
+from .calibration.spill import Rows
+from .calibration.states import States
 from .layer import Tokens
 from .report import WeightReport
-from .spill import Rows
-from .states import States
 
 VERSION = 5
 RUN = "run.json"

@@ -31,14 +31,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
-from .. import files
-from ..errors import DiffbitError
-from ..fields import bounds, check, get, located, one_of, read, shown
+from ..formats import Format, parse_format
+from ..io import files
+from ..io.errors import DiffbitError
+from ..io.fields import bounds, check, get, located, one_of, read, shown
 from ..models import ModelConfig
 from ..models.checkpoint.names import is_linear, shapes
 from ..ops.cache import Buffer
 from ..ops.kv_cache import BITS, BLOCK
-from .formats import Format, parse_format
 
 KEPT = ("embed_tokens", "lm_head", "lambda_proj")  # an override must name these explicitly
 TABLE_FORMAT = "int8"  # default of embedding and head with low-bit weights; docs/accuracy.md compares others

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from ..errors import DiffbitError
-from ..fields import Count, Positive, Rule, bounds, get, located, of_length, one_of, read
-from ..files import is_within, read_json, sha256_file
-from ..files import json_sha256 as manifest_sha256
+from ..io.errors import DiffbitError
+from ..io.fields import Count, Positive, Rule, bounds, get, located, of_length, one_of, read
+from ..io.files import is_within, read_json, sha256_file
+from ..io.files import json_sha256 as manifest_sha256
 from ..ops.cache import Buffer, CacheSpec
 
 VERSION = 4  # of the manifest; raised when an older reader would misread it

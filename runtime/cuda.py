@@ -14,7 +14,7 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 from ..ops import schema
 from ..ops.signature import Op as Signature
 from ..ops.signature import Type

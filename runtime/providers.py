@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from ..errors import DiffbitError
+from ..io.errors import DiffbitError
 from ..ops.schema import OPS
 from .driver import Driver, runs, version_text
 from .native import cuda_architectures

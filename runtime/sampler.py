@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DiffbitError
-from ..fields import located
-from ..files import read_json
+from ..io.errors import DiffbitError
+from ..io.fields import located
+from ..io.files import read_json
 from ..settings import Sampling
 from .artifact import Artifact
 

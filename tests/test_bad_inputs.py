@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffbit.cli.app import main
-from diffbit.errors import DiffbitError
-from diffbit.files import new_folder, write_sealed
-from diffbit.models.checkpoint.safetensors_file import write_tensors
+from diffbit.io.errors import DiffbitError
+from diffbit.io.files import new_folder, write_sealed
+from diffbit.io.safetensors import write_tensors
 
 ROOT = Path(__file__).parent.parent
 Arguments = list[str | Path]

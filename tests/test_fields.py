@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 import pytest
 
-from diffbit.errors import DiffbitError
-from diffbit.fields import (
+from diffbit.io.errors import DiffbitError
+from diffbit.io.fields import (
     LONGEST,
     Count,
     FieldError,
@@ -213,5 +213,5 @@ def test_an_error_begins_with_its_file() -> None:
 
 @pytest.mark.slow
 def test_it_needs_no_package() -> None:
-    code = "import sys; sys.path.insert(0, '.'); import diffbit.fields"
+    code = "import sys; sys.path.insert(0, '.'); import diffbit.io.fields"
     subprocess.run([sys.executable, "-S", "-c", code], cwd=Path(__file__).parents[1], check=True)

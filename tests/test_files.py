@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from diffbit import durable
-from diffbit.errors import DiffbitError
-from diffbit.files import locked, new_folder, write_atomic
+from diffbit.io import durable
+from diffbit.io.errors import DiffbitError
+from diffbit.io.files import locked, new_folder, write_atomic
 
 from .forks import fork
 

@@ -81,7 +81,7 @@ DEEP = {
         "KvWindow", "LAYER_ERRORS", "MethodName", "Model", "Override", "Qk", "read_scheme",
     },
     "diffbit.models.checkpoint.names": {"EMBEDDING", "stays_float32"},
-    "diffbit.models.checkpoint.safetensors_file": {"write_tensors"},
+    "diffbit.io.safetensors": {"write_tensors"},
     "diffbit.models.layers.attention": {"Attention", "AttentionOptions", "Differential"},
     "diffbit.models.layers.norm": {"RMSNorm"},
     "diffbit.models.layers.softmax": {"LogitsHook"},
@@ -95,10 +95,10 @@ DEEP = {
     "diffbit.quantize.model": {"as_exported", "quantize_weight"},
     "diffbit.quantize.recipe": {"Recipe"},
     "diffbit.quantize.report": {"WIDTHS"},
-    "diffbit.quantize.rounding": {"straight_through"},
-    "diffbit.quantize.scales": {"search"},
+    "diffbit.formats.rounding": {"straight_through"},
+    "diffbit.quantize.calibration.scales": {"search"},
     "diffbit.quantize.scheme": {"KEPT", "KV", "LOGIT_BITS", "QK"},
-    "diffbit.quantize.states": {"Batch"},
+    "diffbit.quantize.calibration.states": {"Batch"},
 }  # fmt: skip
 # (importer, imported): the imports that close a circle
 CIRCLES = {}
@@ -254,7 +254,10 @@ def test_the_check_of_imports_sees_them() -> None:
     assert imports("diffbit.models.x", "from ..quantize import rtn", False) == {"diffbit.quantize"}
     late = "def f():\n    from ...runtime.session import Session"
     assert imports("diffbit.quantize.methods.x", late, False) == {"diffbit.runtime.session"}
-    assert imports("diffbit.models.x", "from .. import runtime, files", False) == {"diffbit.runtime", "diffbit.files"}
+    assert imports("diffbit.models.x", "from .. import runtime, files", False) == {
+        "diffbit.runtime",
+        "diffbit.io.files",
+    }
     assert imports("diffbit.models.x", "from .config import x", False) == {"diffbit.models.config"}
     assert imports("diffbit.models", "from .config import x", True) == {"diffbit.models.config"}
     typed = "if TYPE_CHECKING:\n    from .config import x"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diffbit import progress
+from diffbit.io import progress
 
 
 def test_a_log_gets_lines_and_quiet_gets_none(

@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 from diffbit import DiffbitError, runtime
 from diffbit.calib_data import load_tokenizer
 from diffbit.cli.app import app, main
-from diffbit.sentencepiece_model import SENTENCEPIECE
-from diffbit.tokenizer_files import TOKENIZER, tokenizer_files
+from diffbit.io.sentencepiece import SENTENCEPIECE
+from diffbit.io.tokenizer_files import TOKENIZER, tokenizer_files
 
 SPECIAL = ("<s>", "</s>", "<unk>", "<ctrl>", "<tool>", "[INST]")
 PARTS = (

@@ -40,13 +40,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...errors import DiffbitError
 from ...export import overhead
+from ...formats import Format, QuantLinear, parse_format
+from ...io.errors import DiffbitError
+from ...io.progress import track
 from ...models import Checkpoint, Decoder, ModelConfig, load, num_parameters
-from ...progress import track
-from ...quantize import CalibStats, Method, QuantLinear, Scheme, apply, linear_shapes, parse_recipe, sizes
+from ...quantize import CalibStats, Method, Scheme, apply, linear_shapes, parse_recipe, sizes
+from ...quantize.calibration.states import Batch
 from ...quantize.demand import available_memory
-from ...quantize.formats import Format, parse_format
 from ...quantize.layer import Layer, Tokens
 from ...quantize.layerwise import stored_config
 from ...quantize.methods import find
@@ -55,7 +56,6 @@ from ...quantize.model import quantize_weight
 from ...quantize.recipe import Recipe
 from ...quantize.report import WIDTHS
 from ...quantize.scheme import KEPT
-from ...quantize.states import Batch
 
 CANDIDATES = ("int2_g128", "int2_g64", "int4_g128", "int4_g32", "int8", "none")
 FLOAT = "none"  # means float, as in schemes

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ... import files
 from ...calib_data import Windows
-from ...errors import DiffbitError
+from ...io import files
+from ...io.errors import DiffbitError
+from ...io.tokenizer_files import TOKENIZER
 from ...models import Checkpoint, ModelConfig
 from ...quantize import read_scheme
 from ...runtime import Artifact
-from ...tokenizer_files import TOKENIZER
 from .variants import on_a_device
 
 

@@ -31,9 +31,9 @@ from ...cli import (
 from ...cli.options import CALIBRATION_WINDOWS, completion, modules
 from ...cli.output import attention_name
 from ...cli.quantize import LAYER_ERRORS
-from ...errors import DiffbitError
-from ...fields import Count, get, located
-from ...files import folder_name, locked, read_json
+from ...io.errors import DiffbitError
+from ...io.fields import Count, get, located
+from ...io.files import folder_name, locked, read_json
 
 if TYPE_CHECKING:
     from ...calib_data import NeedleWindows, Windows

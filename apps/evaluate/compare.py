@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from ... import files
 from ...calib_data import NeedleWindows, Windows
-from ...errors import DiffbitError
+from ...io import files
+from ...io.errors import DiffbitError
 from ...models import Checkpoint, ModelConfig, num_parameters
 from ...quantize import AttentionScheme, load, parse_recipe, read_scheme
 from ...quantize.cache import cache_spec

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from ...calib_data import NeedleWindows, Windows
-from ...errors import DiffbitError
-from ...fields import located
+from ...io.errors import DiffbitError
+from ...io.fields import located
+from ...io.progress import track
 from ...models import Decoder, ModelConfig
-from ...progress import track
 from ...quantize import HEAD_MODULE, AttentionScheme, Scheme, apply, linear_shapes, sizes
 from ...quantize.model import as_exported
 from ...runtime import Artifact, Session

@@ -60,7 +60,7 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 
 CONFIDENCE = 0.95
 

@@ -36,11 +36,11 @@ import torch
 from torch import Tensor, nn
 
 from ...calib_data import Windows
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
+from ...io.progress import track
 from ...models import Decoder
 from ...models.layers.attention import Attention
 from ...models.layers.softmax import LogitsHook
-from ...progress import track
 
 RANKS = (1, 2, 3, 10, 100)  # of the largest values, as in Table 5
 FRACTION_BITS = 9  # bits of fp32's 23-bit fraction that determine a number's bin

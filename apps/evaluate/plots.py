@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...drawing import MUTED, Data, drawn, line, logarithmic, short
-from ...errors import DiffbitError
-from ...quantize import parse_format
+from ...formats import parse_format
+from ...io.drawing import MUTED, Data, drawn, line, logarithmic, short
+from ...io.errors import DiffbitError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -26,8 +26,8 @@ from pathlib import Path
 from platform import machine, python_version, system
 from typing import TYPE_CHECKING, Any
 
-from ... import files
-from ...drawing import COLORS, Data, heat_map, panels, svg
+from ...io import files
+from ...io.drawing import COLORS, Data, heat_map, panels, svg
 from . import plots
 
 if TYPE_CHECKING:

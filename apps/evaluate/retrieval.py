@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ...calib_data import VALUE, NeedleWindows
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ...models import Decoder
 from .metrics import CONFIDENCE, Estimate, clip, mean
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ...models import Checkpoint
 from ...quantize import read_scheme
 from .measure import Measured, Refusal

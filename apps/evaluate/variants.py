@@ -20,8 +20,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ...errors import DiffbitError
-from ...quantize import AttentionScheme, Format, Scheme, parse_format, parse_recipe, table_formats
+from ...formats import Format, parse_format
+from ...io.errors import DiffbitError
+from ...quantize import AttentionScheme, Scheme, parse_recipe, table_formats
 from ...quantize.scheme import KV, LOGIT_BITS, QK
 from ...runtime import Artifact
 

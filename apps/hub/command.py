@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from ...cli import Json, Quiet, print_json, print_table, remark
-from ...errors import DiffbitError
-from ...hub import HubName, is_read, upload
+from ...io.errors import DiffbitError
+from ...io.hub import HubName, is_read, upload
 from ...runtime import MANIFEST, Artifact
 from .card import Card, read_results
 

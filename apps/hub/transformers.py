@@ -26,10 +26,11 @@ from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ...errors import DiffbitError
+from ...formats import Format, QTensor, QuantEmbedding
+from ...io.errors import DiffbitError
 from ...models.checkpoint import is_linear, read_header
 from ...models.families import families
-from ...quantize import EMBEDDING_MODULE, HEAD_MODULE, Format, QTensor, QuantEmbedding, Scheme, quant_linear
+from ...quantize import EMBEDDING_MODULE, HEAD_MODULE, Scheme, quant_linear
 from ...quantize.layouts import parse_entry
 
 NAME = "diffbit"

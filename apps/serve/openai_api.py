@@ -18,9 +18,10 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Annotated, Any
 
-from ...errors import DiffbitError
-from ...fields import Count, Rule, bounds, get, of_length, one_of, read, shown
-from ...files import folder_name
+from ...io.errors import DiffbitError
+from ...io.fields import Count, Rule, bounds, get, of_length, one_of, read, shown
+from ...io.files import folder_name
+from ...io.tokenizer_files import TOKENIZER
 from ...runtime import (
     MAX_TOKENS,
     Artifact,
@@ -32,7 +33,6 @@ from ...runtime import (
     SessionOptions,
     Tokenizer,
 )
-from ...tokenizer_files import TOKENIZER
 from .engine import Engine, Logprob, Piece, Request
 
 TEXT_TOKENS = 16  # OpenAI's default limit of a text completion; that of a chat's answer is MAX_TOKENS

@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ...errors import DiffbitError
-from ...fields import shown
+from ...io.errors import DiffbitError
+from ...io.fields import shown
 from .engine import Counts
 from .openai_api import Answers, Refused, Served, read_request
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any
 
-from ...errors import DiffbitError
-from ...fields import Count, NotNegative, Positive, bounds, check, one_of
+from ...formats import parse_format
+from ...io.errors import DiffbitError
+from ...io.fields import Count, NotNegative, Positive, bounds, check, one_of
 from ...models import ModelConfig
-from ...quantize import Scheme, parse_format
+from ...quantize import Scheme
 
 SCHEDULES = ("cosine", "two_stage")
 OPTIMIZERS = ("adamw", "adamw8bit")

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ... import durable
-from ...drawing import COLORS, drawn
-from ...errors import DiffbitError
-from ...files import make_folder, parse_json, write_atomic
+from ...io import durable
+from ...io.drawing import COLORS, drawn
+from ...io.errors import DiffbitError
+from ...io.files import make_folder, parse_json, write_atomic
 from ...models import Decoder, save
 from ...quantize import Scheme
 from ...quantize import save as save_quantized

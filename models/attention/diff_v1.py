@@ -21,8 +21,8 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from ...errors import DiffbitError
-from ...fields import Count, NotNegative, Rule
+from ...io.errors import DiffbitError
+from ...io.fields import Count, NotNegative, Rule
 from ...ops.diff_attention_reference import in_pairs
 from ..graph import Cache, Graph, Heads, Value
 from ..layers.attention import AttentionOptions, Differential

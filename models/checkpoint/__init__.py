@@ -5,7 +5,7 @@ safetensors_file.py  files of tensors; gguf_file.py  the same of a GGUF file
 folder.py            a folder of them
 """
 
+from ...io.safetensors import read_header
 from .names import is_linear, shapes
-from .safetensors_file import read_header
 
 __all__ = ["is_linear", "read_header", "shapes"]

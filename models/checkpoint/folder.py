@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from ... import files
-from ...errors import DiffbitError
-from ...fields import get, located
-from .safetensors_file import Entry, read_header
+from ...io import files
+from ...io.errors import DiffbitError
+from ...io.fields import get, located
+from ...io.safetensors import Entry, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError, MissingDependency
-from ...fields import located
-from ...gguf_file import GGUF, read_gguf
+from ...io.errors import DiffbitError, MissingDependency
+from ...io.fields import located
+from ...io.gguf import GGUF, read_gguf
+from ...io.safetensors import Entry, read_bytes
 from ..families._gguf import ROPE_FREQS, fields
-from .safetensors_file import Entry, read_bytes
 
 FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml's type numbers
 CHUNK = 8 << 20  # bytes of float32

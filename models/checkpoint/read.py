@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import files
-from ...errors import DiffbitError
-from ...fields import get, located
-from ...gguf_file import find_gguf
-from ...sentencepiece_model import SENTENCEPIECE
-from ...tokenizer_files import TOKENIZER_FILES, tokenizer_files
+from ...io import files
+from ...io.errors import DiffbitError
+from ...io.fields import get, located
+from ...io.gguf import find_gguf
+from ...io.safetensors import Entry
+from ...io.sentencepiece import SENTENCEPIECE
+from ...io.tokenizer_files import TOKENIZER_FILES, tokenizer_files
 from ..config import ModelConfig
 from ..decoder import Block, Decoder, check_derived
 from ..families import family_of
@@ -32,7 +33,6 @@ from ..families._huggingface import special_tokens
 from .folder import GENERATION, INDEX, check_folder, find_tensors, inside
 from .gguf_file import open_gguf
 from .names import EMBEDDING, HEAD, layer_of, linear_of, reorder, shapes, stays_float32
-from .safetensors_file import Entry
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 HARMLESS = ".rotary_emb.inv_freq"  # a buffer that older transformers saved, computed from the config; ignored

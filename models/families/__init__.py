@@ -8,7 +8,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ..config import ModelConfig
 from ..family import Family
 from ._huggingface import common_fields

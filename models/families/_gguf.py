@@ -15,9 +15,9 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from ...errors import DiffbitError
-from ...fields import one_of, read
-from ...gguf_file import GGUF
+from ...io.errors import DiffbitError
+from ...io.fields import one_of, read
+from ...io.gguf import GGUF
 from ..config import ModelConfig
 from ..family import Family, Stored
 from ._huggingface import attention_of

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from ...errors import DiffbitError
-from ...fields import Count, Positive, get, located, one_of, read
+from ...io.errors import DiffbitError
+from ...io.fields import Count, Positive, get, located, one_of, read
 from ..config import ModelConfig, NumLayers
 from ..family import Family, Stored
 from ..layers.attention import AttentionOptions

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from ...errors import DiffbitError
-from ...fields import Count, Positive, get, one_of, shown
+from ...io.errors import DiffbitError
+from ...io.fields import Count, Positive, get, one_of, shown
 from ..config import ModelConfig, NumLayers
 from ..family import Stored
 from ._huggingface import HuggingFace, attention_of

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...fields import Positive, get
+from ...io.fields import Positive, get
 from ..config import ModelConfig
 from ..family import Stored
 from ._huggingface import HuggingFace, attention_of

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...errors import DiffbitError
-from ...fields import Count, Positive, get, shown
+from ...io.errors import DiffbitError
+from ...io.fields import Count, Positive, get, shown
 from ..attention import diff_v1
 from ..config import ModelConfig
 from ..family import Family, Stored

@@ -20,8 +20,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import DiffbitError
-from ...fields import Count, Positive, get, read, shown
+from ...io.errors import DiffbitError
+from ...io.fields import Count, Positive, get, read, shown
 from ..attention import diff_v1
 from ..config import LayerSpec, ModelConfig, NumLayers
 from ..family import Family, Stored

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...fields import get
+from ...io.fields import get
 from ._huggingface import WINDOW, HuggingFace
 
 

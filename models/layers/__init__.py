@@ -9,8 +9,8 @@ from pkgutil import iter_modules
 from types import ModuleType
 from typing import Annotated, Any
 
-from ...errors import DiffbitError
-from ...fields import get, one_of, read
+from ...io.errors import DiffbitError
+from ...io.fields import get, one_of, read
 
 
 @cache

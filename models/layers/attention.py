@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...errors import DiffbitError
-from ...fields import NotNegative, bounds
+from ...io.errors import DiffbitError
+from ...io.fields import NotNegative, bounds
 from ...ops.cache import TOKENS, Buffer
 from ..graph import Cache, Graph, Heads, Value
 from ..mixer import KVBuffers, Mixer, MixerOptions, Operations, Place

@@ -14,7 +14,7 @@ from typing import Annotated
 import numpy as np
 from torch import Tensor, nn
 
-from ...fields import bounds, check
+from ...io.fields import bounds, check
 from ..graph import Graph, Value
 from ..mixer import Place
 

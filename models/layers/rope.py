@@ -23,8 +23,8 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
-from ...fields import Count, Positive, check, get, one_of, read
+from ...io.errors import DiffbitError
+from ...io.fields import Count, Positive, check, get, one_of, read
 
 Rope = tuple[Tensor, ...]  # cos and sin, and those of local_rope if layers have it: fp32 [B, S, d/2], or [S, d/2]
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 
 Carried = dict[int, tuple[Tensor, ...]]
 """Tensors that layers pass to later ones, by the index of the source layer (models/mixer.py, `reads`)."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...fields import Count
+from ...io.fields import Count
 from ...ops.cache import TOKENS, Buffer
 from ..graph import Cache, Graph, Value
 from ..layers.rope import Rope

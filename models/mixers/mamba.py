@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...fields import Count, bounds
+from ...io.fields import Count, bounds
 from ...ops import causal_conv, selective_scan
 from ...ops.cache import TOKENS, Buffer
 from ..graph import Cache, Graph, Value

@@ -29,11 +29,11 @@ from typing import Annotated
 
 from torch import Tensor
 
-from ...errors import DiffbitError
-from ...fields import one_of
+from ...formats import QTensor
+from ...io.errors import DiffbitError
+from ...io.fields import one_of
 from ...models import Checkpoint
 from ...models.checkpoint.names import EMBEDDING, is_linear, linear_of, shapes
-from ..formats import QTensor
 from ..scheme import Scheme
 from ._common import setting
 from .diffbit import parse_entry

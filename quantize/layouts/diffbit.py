@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import DiffbitError
-from ...fields import get, located, shown
+from ...formats import Format, QTensor
+from ...io.errors import DiffbitError
+from ...io.fields import get, located, shown
 from ...models import Checkpoint
-from ..formats import Format, QTensor
 from ..scheme import Scheme, weight_shapes
 from ._common import about
 

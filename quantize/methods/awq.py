@@ -24,13 +24,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ...processes import Processes
-from ..folding import per_channel, scale_groups
-from ..formats import Format
+from ...formats import Format
+from ...io.processes import Processes
+from ..calibration.states import ALONE
+from ..calibration.stats import CalibStats
 from ..layer import Layer
 from ..method import Method
-from ..states import ALONE
-from ..stats import CalibStats
+from ._folding import per_channel, scale_groups
 
 ALPHAS = tuple(i / 20 for i in range(21))  # alpha
 ROWS = 1024  # evenly spread rows of each weight that the search uses

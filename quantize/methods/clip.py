@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
-from .. import scales
-from ..formats import Format, QTensor
+from ...formats import Format, QTensor
+from ...io.errors import DiffbitError
+from ..calibration import scales
 from ..method import Method
 
 

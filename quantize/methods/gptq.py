@@ -36,9 +36,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...errors import DiffbitError
-from .. import scales
-from ..formats import Format, QTensor
+from ...formats import Format, QTensor
+from ...io.errors import DiffbitError
+from ..calibration import scales
 from ..method import Method
 
 DAMPING = 0.01

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
-from ..formats import Format, QTensor
+from ...formats import Format, QTensor
+from ...io.errors import DiffbitError
 from ..method import Method
 
 P = 0.7

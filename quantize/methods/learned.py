@@ -32,15 +32,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from ...errors import DiffbitError
+from ...formats import QTensor
+from ...formats.base import divisor
+from ...formats.rounding import straight_through
+from ...io.errors import DiffbitError
 from ...models.layers.softmax import Arithmetic
-from ..formats import QTensor
-from ..formats.base import divisor
+from ..calibration.rounds import round_all
+from ..calibration.spill import Rows
 from ..layer import Layer, Tokens
 from ..method import Method
-from ..rounding import straight_through
-from ..spill import Rows
-from ..stages import round_all
 from . import gptq
 
 SEED = 0

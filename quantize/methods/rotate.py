@@ -23,13 +23,13 @@ from dataclasses import replace
 
 import torch
 
-from ...errors import DiffbitError
+from ...io.errors import DiffbitError
 from ...models import ModelConfig
 from ...models.checkpoint.names import EMBEDDING, HEAD
-from ..folding import attention_readers, change_rows, mlp_readers, unchanged
-from ..hadamard import Rotation
 from ..layer import FINAL_NORM, Layer
 from ..method import Method
+from ._folding import attention_readers, change_rows, mlp_readers, unchanged
+from ._rotation import Rotation
 from .rotate_heads import SEED, rotate_values, turn_planes, warning
 
 MOST_BIAS = 256  # largest ratio of max|b / g| to max|b| of a LayerNorm; b / g is stored in the bias's dtype

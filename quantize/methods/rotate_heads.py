@@ -25,13 +25,13 @@ import math
 import torch
 from torch import Tensor
 
+from ...formats import Format
 from ...models import ModelConfig
 from ...models.mixer import Symmetries
-from ..folding import change_rows, unchanged
-from ..formats import Format
-from ..hadamard import Rotation
 from ..layer import Layer
 from ..method import Method
+from ._folding import change_rows, unchanged
+from ._rotation import Rotation
 
 SEED = 0
 ANGLES = tuple(i * math.pi / 32 for i in range(16))  # below a quarter turn, which swaps the rows and keeps the error

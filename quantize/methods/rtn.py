@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..formats import Format, QTensor
+from ...formats import Format, QTensor
 from ..method import Method
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diffbit.calib_data import load_text
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 
 SPLITS = ("train", "calib", "eval")
 

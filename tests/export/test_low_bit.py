@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 from diffbit import DiffbitError, runtime
 from diffbit.cli.app import app
 from diffbit.export import export_artifact, reference_model
+from diffbit.formats import parse_format
 from diffbit.ops.cache import Buffer
 from diffbit.ops.kv_cache import quantized_tokens
-from diffbit.quantize import AttentionScheme, Scheme, load, parse_format, quantize_checkpoint, read_scheme
+from diffbit.quantize import AttentionScheme, Scheme, load, quantize_checkpoint, read_scheme
 
 from .conftest import Maker
 from .helpers import VARIANTS, config_of, graph_of, relative_error, write_model

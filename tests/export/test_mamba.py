@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from diffbit.export import export_artifact, reference_model
+from diffbit.formats import parse_format
 from diffbit.models import Decoder, LayerSpec, ModelConfig, load, save
 from diffbit.models.attention import diff_v1
 from diffbit.models.mixers import mamba
 from diffbit.models.mlp import swiglu
-from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
+from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
 from diffbit.quantize.layer import Layer
 from diffbit.quantize.methods import awq, rotate
 from diffbit.runtime import Session, verify

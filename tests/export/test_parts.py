@@ -10,8 +10,9 @@ import pytest
 
 from diffbit.apps.train.presets import model_config
 from diffbit.export import export_artifact
+from diffbit.formats import parse_format
 from diffbit.models.checkpoint.names import shapes
-from diffbit.quantize import Scheme, linear_shapes, parse_format
+from diffbit.quantize import Scheme, linear_shapes
 from diffbit.runtime import Artifact, Session, verify
 from diffbit.runtime.artifact import Part
 

@@ -16,17 +16,18 @@ from typing import Any
 import pytest
 import torch
 
-from diffbit import drawing
 from diffbit.apps.evaluate.compare import compare
 from diffbit.apps.train import trainer as trainer_module
 from diffbit.apps.train.config import TrainConfig
 from diffbit.apps.train.trainer import train
 from diffbit.calib_data import Windows, train_tokenizer
 from diffbit.calib_data.window import digest
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
+from diffbit.formats import parse_format
+from diffbit.io import drawing
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig, save
-from diffbit.quantize import Scheme, parse_format, quantize_checkpoint
+from diffbit.quantize import Scheme, quantize_checkpoint
 from diffbit.quantize.methods import learned
 
 from .points import killed_after, killed_at

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from diffbit import durable
-from diffbit.files import locked
+from diffbit.io import durable
+from diffbit.io.files import locked
 
 from ..test_files import NEW, OLD, read, write
 from .points import killed_at

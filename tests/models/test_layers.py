@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffbit import DiffbitError, models
+from diffbit.formats import parse_format
 from diffbit.models import LayerSpec, ModelConfig
 from diffbit.models.attention import diff_v1, diff_v2, softmax
 from diffbit.models.families import family_for, read_config, write_config
 from diffbit.models.mlp import relu2, swiglu
-from diffbit.quantize import Scheme, load_block, parse_format, quantize_checkpoint
+from diffbit.quantize import Scheme, load_block, quantize_checkpoint
 
 from .helpers import small_config, tokens
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError, deserialize
 
-from diffbit.errors import DiffbitError
-from diffbit.models.checkpoint import safetensors_file
-from diffbit.models.checkpoint.safetensors_file import read_header
+from diffbit.io import safetensors as safetensors_file
+from diffbit.io.errors import DiffbitError
+from diffbit.io.safetensors import read_header
 
 
 def tensor(begin: int = 0, end: int = 4, shape: Any = (1,), dtype: str = "F32") -> dict[str, Any]:

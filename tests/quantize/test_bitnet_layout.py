@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.bitnet import WeightQuant, pack_weights
 
-from diffbit.errors import DiffbitError
+from diffbit.formats import QTensor, QuantLinear
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint
-from diffbit.quantize import QTensor, QuantLinear, load, load_block, read_scheme, read_weight
+from diffbit.quantize import load, load_block, read_scheme, read_weight
 from diffbit.quantize.layouts import bitnet
 
 from .bitnet_folders import DIVIDING, MASTER, OLD, PACKED, VOCABULARY, edit_settings, theirs, write_folder

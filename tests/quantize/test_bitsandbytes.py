@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from diffbit.errors import DiffbitError
+from diffbit.formats import QTensor
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint
-from diffbit.quantize import QTensor, load, read_scheme, read_weight
+from diffbit.quantize import load, read_scheme, read_weight
 
 functional = pytest.importorskip("bitsandbytes.functional")
 transformers = pytest.importorskip("transformers")

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from diffbit.errors import DiffbitError
+from diffbit.formats import parse_format
+from diffbit.io.errors import DiffbitError
 from diffbit.models import attention_options
 from diffbit.models.checkpoint.names import HEAD
 from diffbit.models.mixer import Symmetries
-from diffbit.quantize import Scheme, apply, parse_format
-from diffbit.quantize.folding import fold, groups, per_channel, unchanged
+from diffbit.quantize import Scheme, apply
 from diffbit.quantize.layer import FINAL_NORM
+from diffbit.quantize.methods._folding import fold, groups, per_channel, unchanged
 
 from ..configs import BIASES
 from .transforms import config_of, layers, logits64, random_decoder, random_ids, transformed

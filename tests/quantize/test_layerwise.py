@@ -15,22 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffbit import models
 from diffbit.calib_data import eval_windows
-from diffbit.errors import DiffbitError
+from diffbit.formats import Format, QTensor, parse_format
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, Decoder, ModelConfig
-from diffbit.quantize import (
-    CalibStats,
-    Format,
-    QTensor,
-    Scheme,
-    apply,
-    layerwise,
-    load,
-    parse_format,
-    quantize_checkpoint,
-    read_weight,
-    recipe,
-    rtn,
-)
+from diffbit.quantize import CalibStats, Scheme, apply, layerwise, load, quantize_checkpoint, read_weight, recipe, rtn
 from diffbit.quantize import layer as layer_module
 from diffbit.quantize.layer import FINAL_NORM, Layer, Tokens
 from diffbit.quantize.layerwise import quantize_layers

@@ -11,10 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from diffbit.errors import DiffbitError
 from diffbit.export import export_checkpoint
+from diffbit.formats import QTensor, parse_format
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint
-from diffbit.quantize import QTensor, Scheme, load, parse_format, quantize_checkpoint, read_scheme, read_weight
+from diffbit.quantize import Scheme, load, quantize_checkpoint, read_scheme, read_weight
 from diffbit.quantize.layouts import WRITTEN
 
 from . import foreign

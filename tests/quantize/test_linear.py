@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffbit.ops import hadamard, ternary_matmul
-from diffbit.quantize import (
+from diffbit.formats import (
     IntFormat,
     QTensor,
     QuantLinear,
@@ -15,9 +14,10 @@ from diffbit.quantize import (
     parse_format,
     quantize_per_block_int8,
     quantize_per_token_int8,
-    rtn,
 )
-from diffbit.quantize.formats.packing import pack_bits
+from diffbit.formats.packing import pack_bits
+from diffbit.ops import hadamard, ternary_matmul
+from diffbit.quantize import rtn
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

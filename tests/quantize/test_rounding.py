@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from diffbit.errors import DiffbitError
+from diffbit.formats import Rounding, parse_format, rounded_input, spread
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig
-from diffbit.quantize import Rounding, Scheme, apply, parse_format, rounded_input, spread
+from diffbit.quantize import Scheme, apply
 
 INT4 = Scheme(weights=parse_format("ternary"), activations="int4")
 

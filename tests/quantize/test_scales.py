@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffbit.quantize import QTensor, parse_format, rtn, scales
-from diffbit.quantize.formats import Format
-from diffbit.quantize.stats import proxy_loss
+from diffbit.formats import Format, QTensor, parse_format
+from diffbit.quantize import rtn
+from diffbit.quantize.calibration import scales
+from diffbit.quantize.calibration.stats import proxy_loss
 
 FORMATS = ["int8", "int4_g32_asym", "int3_g64", "int2_g16", "int2", "nf4", "ternary"]
 

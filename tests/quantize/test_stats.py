@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diffbit.quantize import parse_format, proxy_loss, rtn, stats
-from diffbit.quantize.stats import Gatherer, gather
+from diffbit.formats import parse_format
+from diffbit.quantize import proxy_loss, rtn
+from diffbit.quantize.calibration import stats
+from diffbit.quantize.calibration.stats import Gatherer, gather
 
 
 def normal(*shape: int) -> Tensor:

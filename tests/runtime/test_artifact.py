@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.ops.cache import Buffer, CacheSpec
 from diffbit.runtime import Artifact
 from diffbit.runtime.artifact import manifest_sha256

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.runtime import Artifact, Chat, ChatTemplate, Sampler, Session, Tokenizer, generate
 
 from .toy import VOCAB, Toy, follows, random_toy, seal

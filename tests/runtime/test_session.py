@@ -12,7 +12,7 @@ import onnx
 import onnx.parser
 import pytest
 
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.runtime import Artifact, Session, SessionOptions, providers, slowdowns
 from diffbit.runtime.driver import runs
 

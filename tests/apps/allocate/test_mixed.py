@@ -18,12 +18,13 @@ from diffbit import models
 from diffbit.apps.allocate import mixed
 from diffbit.apps.allocate.mixed import allocate as plan
 from diffbit.apps.allocate.mixed import choose
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
 from diffbit.export.demand import GRAPH_AT_MOST
-from diffbit.files import parse_size
+from diffbit.formats import parse_format
+from diffbit.io.errors import DiffbitError
+from diffbit.io.files import parse_size
 from diffbit.models import Decoder, ModelConfig
-from diffbit.quantize import Scheme, apply, linear_shapes, parse_format, quantize_checkpoint, rtn
+from diffbit.quantize import Scheme, apply, linear_shapes, quantize_checkpoint, rtn
 from diffbit.quantize.layer import Tokens
 from diffbit.quantize.method import Method
 from diffbit.quantize.methods import find

@@ -17,10 +17,11 @@ from diffbit.apps.evaluate.compare import compare
 from diffbit.apps.evaluate.metrics import Scores, mean, recovered
 from diffbit.apps.evaluate.plots import plot_comparison
 from diffbit.calib_data import Windows, eval_windows, samples, windows
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
+from diffbit.formats import parse_format
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig, load, save
-from diffbit.quantize import Scheme, apply, parse_format, quantize_checkpoint, rtn
+from diffbit.quantize import Scheme, apply, quantize_checkpoint, rtn
 from diffbit.quantize.model import as_exported
 from diffbit.runtime import Artifact
 

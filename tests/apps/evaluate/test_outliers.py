@@ -11,7 +11,7 @@ import torch
 
 from diffbit.apps.evaluate.outliers import MEDIAN_ERROR, RANKS, OutlierReport, Place, Statistics, measure, rows
 from diffbit.calib_data import Windows
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig, rope_for
 from diffbit.models.mixers import mamba
 

@@ -10,8 +10,8 @@ import pytest
 
 from diffbit.apps.evaluate import plots
 from diffbit.apps.evaluate.plots import plot_comparison, plot_outliers
-from diffbit.drawing import heat_map, panels
-from diffbit.errors import DiffbitError, MissingDependency
+from diffbit.io.drawing import heat_map, panels
+from diffbit.io.errors import DiffbitError, MissingDependency
 
 from . import made_up
 

@@ -17,8 +17,8 @@ from diffbit.apps.evaluate.measure import EXPLICIT_BYTES, _batch_size
 from diffbit.apps.evaluate.retrieval import answered, parse_setting, retrieval
 from diffbit.apps.evaluate.variants import Variant
 from diffbit.calib_data import VALUE, NeedleWindows, Windows, windows
-from diffbit.drawing import panels
-from diffbit.errors import DiffbitError
+from diffbit.io.drawing import panels
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig, load, save
 from diffbit.quantize import AttentionScheme, Scheme, apply
 

@@ -19,7 +19,7 @@ from diffbit.apps.evaluate.metrics import Scores, t_quantile
 from diffbit.apps.evaluate.runs import of_runs
 from diffbit.calib_data import Windows, windows
 from diffbit.cli.app import app
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, Decoder, ModelConfig, load, save
 from diffbit.quantize import Scheme, apply
 

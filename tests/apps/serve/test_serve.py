@@ -31,9 +31,10 @@ from diffbit.apps.serve.engine import Counts, Engine, Piece, Request
 from diffbit.apps.serve.openai_api import Refused, Served
 from diffbit.apps.serve.server import Server, _metrics, _refuse
 from diffbit.cli.app import main
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
-from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
+from diffbit.formats import parse_format
+from diffbit.io.errors import DiffbitError
+from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
 from diffbit.runtime import Artifact, Sampler, Session, SessionOptions, Tokenizer, generate
 
 STEP = 0.03  # seconds, where an answer must not end before the test does: other tests may hold the processors

@@ -16,7 +16,7 @@ from diffbit.apps.train.distill import Teacher, distillation_loss
 from diffbit.apps.train.folder import read_log
 from diffbit.apps.train.initialize import initialize
 from diffbit.apps.train.trainer import train
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, Decoder, load, save
 
 from ...configs import resized

@@ -15,8 +15,8 @@ from diffbit.apps.train.head_norm import GainedLinear, add_gains, folded
 from diffbit.apps.train.initialize import initialize
 from diffbit.apps.train.presets import train_config
 from diffbit.apps.train.trainer import train
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, load
 from diffbit.models.families import family_for
 

@@ -11,7 +11,7 @@ import torch
 from diffbit.apps.train.initialize import initialize
 from diffbit.apps.train.presets import train_config
 from diffbit.apps.train.trainer import train
-from diffbit.errors import DiffbitError
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, load
 
 from .toy import model, options

@@ -16,12 +16,13 @@ from diffbit.apps.train.initialize import initialize
 from diffbit.apps.train.presets import train_config
 from diffbit.apps.train.qat import QATLinear, prepare, refresh
 from diffbit.apps.train.trainer import learning_rate, train, weight_decay
-from diffbit.errors import DiffbitError
 from diffbit.export import export_artifact
+from diffbit.formats import QuantLinear, parse_format
+from diffbit.formats.rounding import INT8, Rounding, rounded_input
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Checkpoint, Decoder, load
-from diffbit.quantize import QuantLinear, Scheme, parse_format
+from diffbit.quantize import Scheme
 from diffbit.quantize import load as load_quantized
-from diffbit.quantize.rounding import INT8, Rounding, rounded_input
 from diffbit.runtime import verify
 
 from ...configs import BIASES, resized

@@ -23,8 +23,8 @@ from diffbit.apps.train.initialize import initialize
 from diffbit.apps.train.presets import train_config
 from diffbit.apps.train.trainer import evaluation_loss, learning_rate, train
 from diffbit.calib_data import END_OF_TEXT, Needles, load_text, load_tokenizer, windows
-from diffbit.errors import DiffbitError
-from diffbit.files import read_sealed, write_sealed
+from diffbit.io.errors import DiffbitError
+from diffbit.io.files import read_sealed, write_sealed
 from diffbit.models import Checkpoint, Decoder, load
 
 from ... import forks

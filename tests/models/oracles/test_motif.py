@@ -14,8 +14,9 @@ from torch import Tensor
 
 from diffbit import DiffbitError, models
 from diffbit.export import export_artifact, reference_model
+from diffbit.formats import parse_format
 from diffbit.models.families import read_config
-from diffbit.quantize import AttentionScheme, Scheme, parse_format, quantize_checkpoint
+from diffbit.quantize import AttentionScheme, Scheme, quantize_checkpoint
 from diffbit.runtime import Session, verify
 
 from ...export.helpers import write_tokenizer

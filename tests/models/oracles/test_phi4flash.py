@@ -24,9 +24,10 @@ from diffbit import DiffbitError, models
 from diffbit.apps.evaluate.cost import token_cost
 from diffbit.cli.app import main
 from diffbit.export import export_artifact, reference_model
+from diffbit.formats import parse_format
 from diffbit.models import Checkpoint, KVCache, ModelConfig
 from diffbit.models.families import read_config
-from diffbit.quantize import AttentionScheme, Scheme, load, parse_format, quantize_checkpoint
+from diffbit.quantize import AttentionScheme, Scheme, load, quantize_checkpoint
 from diffbit.quantize.layer import Tokens
 from diffbit.quantize.layerwise import apply
 from diffbit.quantize.methods import awq, gptq, rotate, rotate_heads

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffbit.errors import DiffbitError
-from diffbit.quantize import QTensor, parse_format, rtn
-from diffbit.quantize.formats import base, names
-from diffbit.quantize.formats.codebook import NF4
+from diffbit.formats import QTensor, base, names, parse_format
+from diffbit.formats.codebook import NF4
+from diffbit.io.errors import DiffbitError
+from diffbit.quantize import rtn
 
 INTS = [
     "int8", "int8_g64_asym", "int6_g32", "int5_g16_asym", "int4_g32", "int4_g128_asym", "int4", "int3_g64", "int2_g16",

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from diffbit.errors import DiffbitError
-from diffbit.quantize import QTensor, parse_format, rtn
-from diffbit.quantize.formats.mx import VALUES
+from diffbit.formats import QTensor, parse_format
+from diffbit.formats.mx import VALUES
+from diffbit.io.errors import DiffbitError
+from diffbit.quantize import rtn
 
 MX = parse_format("mxfp4")
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffbit.quantize.formats.packing import pack_bits, row_bytes, swap_pairs, unpack_bits
+from diffbit.formats.packing import pack_bits, row_bytes, swap_pairs, unpack_bits
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

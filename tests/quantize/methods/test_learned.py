@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diffbit.calib_data import eval_windows
-from diffbit.errors import DiffbitError
+from diffbit.formats import QTensor, base, parse_format
+from diffbit.formats.codebook import NF4
+from diffbit.io.errors import DiffbitError
 from diffbit.models import Decoder, ModelConfig, load
-from diffbit.quantize import AttentionScheme, QTensor, Scheme, apply, parse_format, parse_recipe
-from diffbit.quantize.formats import base
-from diffbit.quantize.formats.codebook import NF4
+from diffbit.quantize import AttentionScheme, Scheme, apply, parse_recipe
 from diffbit.quantize.layer import Layer, Tokens
 from diffbit.quantize.layerwise import quantize_one
 from diffbit.quantize.methods import gptq, learned, rtn

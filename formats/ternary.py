@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import DiffbitError
-from ...models.graph import Builder, Value
-from ...ops import hadamard, ternary_matmul
-from ..rounding import INT8, Rounding, rounded_input
+from ..io.errors import DiffbitError
+from ..models.graph import Builder, Value
+from ..ops import hadamard, ternary_matmul
 from .base import Format, QTensor, finite, row_blocks
+from .rounding import INT8, Rounding, rounded_input
 
 SPREAD = ("o_proj", "down_proj")
 GRAMMAR = "ternary"

@@ -27,8 +27,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...errors import DiffbitError
-from ...fields import Rule, bounds, get, located, one_of, read
+from .errors import DiffbitError
+from .fields import Rule, bounds, get, located, one_of, read
 
 DTYPES = {
     "F64": torch.float64,

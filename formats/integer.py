@@ -38,12 +38,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import DiffbitError
-from ...models.graph import Builder, Value
-from ...ops import gather_quantized, int4_matmul, int8_matmul
-from ..rounding import Rounding
+from ..io.errors import DiffbitError
+from ..models.graph import Builder, Value
+from ..ops import gather_quantized, int4_matmul, int8_matmul
 from .base import Format, QTensor, Stored, by_group, divisor, finite, nbits
 from .packing import pack_bits, row_bytes
+from .rounding import Rounding
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
 ROW_BLOCK = 128  # block size in MatMulNBits for weights with one scale per row

@@ -19,7 +19,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from types import ModuleType
 
-from ...errors import DiffbitError
+from ..io.errors import DiffbitError
 from .base import BLOCK, Format, QTensor, row_blocks
 from .codebook import CodebookFormat
 from .integer import IntFormat

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import DiffbitError
-from ..models import causal_mask, rope_for
-from ..models.checkpoint.names import HEAD
-from .formats import Format
-from .hadamard import Rotation
-from .layer import FINAL_NORM, Layer
+from ...formats import Format
+from ...io.errors import DiffbitError
+from ...models import causal_mask, rope_for
+from ...models.checkpoint.names import HEAD
+from ..layer import FINAL_NORM, Layer
+from ._rotation import Rotation
 
 PROBE_TOKENS = 8
 PROBE_ERROR = 1e-2  # fp32 arithmetic stays a thousand times below, large attention logits excepted

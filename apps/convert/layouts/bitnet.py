@@ -24,15 +24,15 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
-from ...fields import Rule, one_of
-from ...models import Checkpoint, ModelConfig
-from ...models.attention import softmax
-from ...models.checkpoint.names import HEAD
-from ..formats import Format, QTensor
-from ..formats.packing import pack_bits, unpack_bits
-from ..formats.ternary import FORMAT
-from ..scheme import Scheme, linear_shapes
+from ....formats import Format, QTensor
+from ....formats.packing import pack_bits, unpack_bits
+from ....formats.ternary import FORMAT
+from ....io.errors import DiffbitError
+from ....io.fields import Rule, one_of
+from ....models import Checkpoint, ModelConfig
+from ....models.attention import softmax
+from ....models.checkpoint.names import HEAD
+from ....quantize.scheme import Scheme, linear_shapes
 from ._common import about, scheme_of, setting, shape_of, weights_only
 
 METHOD = "bitnet"

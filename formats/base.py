@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import DiffbitError
-from ...models.graph import Builder, Value
-from ..rounding import INT8, Rounding
+from ..io.errors import DiffbitError
+from ..models.graph import Builder, Value
 from .packing import pack_bits, row_bytes, unpack_bits
+from .rounding import INT8, Rounding
 
 # Weights processed at a time. Float copies stay in cache, and torch runs operations on fewer than 2^15 numbers on the
 # calling thread. On busy cores, the barriers of torch's threads made quantizing ten times slower (1.1 billion weights

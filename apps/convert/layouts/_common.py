@@ -10,14 +10,14 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
-from ...fields import get, one_of
-from ...models import Checkpoint, ModelConfig
-from ..cache import is_low_bit
-from ..formats import Format
-from ..formats.integer import GROUP_SIZES
-from ..formats.packing import pack_bits, row_bytes, unpack_bits
-from ..scheme import KEPT, Scheme, linear_shapes
+from ....formats import Format
+from ....formats.integer import GROUP_SIZES
+from ....formats.packing import pack_bits, row_bytes, unpack_bits
+from ....io.errors import DiffbitError
+from ....io.fields import get, one_of
+from ....models import Checkpoint, ModelConfig
+from ....quantize.cache import is_low_bit
+from ....quantize.scheme import KEPT, Scheme, linear_shapes
 
 GroupSize = Annotated[
     int, one_of(-1, *GROUP_SIZES, words=f"one of {', '.join(map(str, GROUP_SIZES))}, or -1 (one scale per row)")

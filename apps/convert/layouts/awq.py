@@ -22,11 +22,11 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
-from ...fields import one_of
-from ...models import Checkpoint
-from ..formats import Format, IntFormat, QTensor
-from ..scheme import Scheme
+from ....formats import Format, IntFormat, QTensor
+from ....io.errors import DiffbitError
+from ....io.fields import one_of
+from ....models import Checkpoint
+from ....quantize.scheme import Scheme
 from ._common import GroupSize, half, part, scheme_of_packed, setting, shape_of, unpack_words
 
 METHOD = "awq"

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...models.graph import Builder, Value
-from ..rounding import Rounding
+from ..models.graph import Builder, Value
 from .base import MICROSOFT, Format, QTensor, by_group, finite
 from .packing import pack_bits, swap_pairs, unpack_bits
+from .rounding import Rounding
 
 GRAMMAR = "nf4, fp4"
 

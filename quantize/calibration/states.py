@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..models import ModelConfig, causal_mask, rope_for
-from ..models.layers.masks import default_positions
-from ..models.layers.rope import Rope
-from ..models.layers.state import Carried
-from ..processes import Processes
+from ...io.processes import Processes
+from ...models import ModelConfig, causal_mask, rope_for
+from ...models.layers.masks import default_positions
+from ...models.layers.rope import Rope
+from ...models.layers.state import Carried
 from .spill import Rows
 
 BATCH_TOKENS = 2048  # tokens that pass through a layer at a time

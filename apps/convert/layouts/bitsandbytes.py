@@ -15,13 +15,13 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError, MissingDependency
-from ...fields import located, one_of
-from ...models import Checkpoint, ModelConfig
-from ..formats import CodebookFormat, Format, QTensor, parse_format
-from ..formats.base import finite
-from ..formats.codebook import TABLES
-from ..scheme import Scheme, linear_shapes
+from ....formats import CodebookFormat, Format, QTensor, parse_format
+from ....formats.base import finite
+from ....formats.codebook import TABLES
+from ....io.errors import DiffbitError, MissingDependency
+from ....io.fields import located, one_of
+from ....models import Checkpoint, ModelConfig
+from ....quantize.scheme import Scheme, linear_shapes
 from ._common import one_format, scheme_of, setting, shape_of
 
 METHOD = "bitsandbytes"

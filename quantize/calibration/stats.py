@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..processes import Processes
-from .formats import QTensor
+from ...formats import QTensor
+from ...io.processes import Processes
 from .states import ALONE
 
 ROWS = 512  # rows of a weight per step of `proxy_loss`

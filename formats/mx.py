@@ -26,10 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
-from ...models.graph import Builder, Value
-from ..rounding import Rounding
+from ..io.errors import DiffbitError
+from ..models.graph import Builder, Value
 from .base import Format, QTensor, by_group, divisor, finite, nbits
+from .rounding import Rounding
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 BIAS = 127  # of E8M0

@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .formats import Format
+from ...formats import Format
 
 ALIVE = 1e-3  # smallest importance, relative to the mean, so that a group of unused channels has a scale too
 

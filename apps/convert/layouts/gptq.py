@@ -22,11 +22,11 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
-from ...fields import one_of
-from ...models import Checkpoint, ModelConfig
-from ..formats import Format, IntFormat, QTensor
-from ..scheme import HEAD_MODULE, Scheme, linear_shapes
+from ....formats import Format, IntFormat, QTensor
+from ....io.errors import DiffbitError
+from ....io.fields import one_of
+from ....models import Checkpoint, ModelConfig
+from ....quantize.scheme import HEAD_MODULE, Scheme, linear_shapes
 from ._common import (
     GroupSize,
     about,

@@ -24,11 +24,11 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from ...errors import DiffbitError
-from ...fields import Rule, one_of
-from ...models import Checkpoint, ModelConfig
-from ..formats import Format, IntFormat, QTensor
-from ..scheme import Scheme, linear_shapes
+from ....formats import Format, IntFormat, QTensor
+from ....io.errors import DiffbitError
+from ....io.fields import Rule, one_of
+from ....models import Checkpoint, ModelConfig
+from ....quantize.scheme import Scheme, linear_shapes
 from ._common import (
     GroupSize,
     about,

@@ -15,17 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import DiffbitError, MissingDependency
-from .gguf_file import GGUF, find_gguf, read_gguf
-from .sentencepiece_model import (
-    CONTROL,
-    SENTENCEPIECE,
-    USER_DEFINED,
-    bpe,
-    from_sentencepiece,
-    merges,
-    put_around,
-    spaces,
-)
+from .gguf import GGUF, find_gguf, read_gguf
+from .sentencepiece import CONTROL, SENTENCEPIECE, USER_DEFINED, bpe, from_sentencepiece, merges, put_around, spaces
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

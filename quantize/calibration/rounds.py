@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 from torch import Tensor
 
-from .formats import Format, QTensor
-from .layer import Layer, table_rows
-from .model import Round, quantize_weight
+from ...formats import Format, QTensor
+from ..layer import Layer, table_rows
+from ..model import Round, quantize_weight
 from .stats import CalibStats, proxy_loss
 
 ROWS = 1024  # approximate number of rows of a weight to round at a time

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.graph import Builder, Value
-from .formats import QTensor
+from . import QTensor
 from .rounding import Rounding
 
 
